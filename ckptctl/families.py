@@ -76,9 +76,9 @@ def _load(name: str) -> Family:
         if not isinstance(found, Family):
             raise TypeError(f"{found!r} is not a Family")
         if name not in built_in():
-            from ckptctl.planner.families.validation import flaws
+            from ckptctl.planner.families.validation import iterate_contradictions
 
-            if flaw := next(flaws(found), None):
+            if flaw := next(iterate_contradictions(found), None):
                 raise ValueError(flaw)
     except Exception as error:
         raise UsageError(
@@ -146,7 +146,7 @@ def require_layout(family: Family, name: str) -> None:
     from ckptctl.planner.layouts import LIST_LAYOUTS
 
     try:
-        family.layout(name)
+        family.get_layout(name)
     except UsageError as error:
         if error.hint == LIST_LAYOUTS and name in layouts(families().values()):
             error.hint = (
@@ -157,9 +157,9 @@ def require_layout(family: Family, name: str) -> None:
 
 def adapters(known: Iterable[Family]) -> dict[str, Family]:
     """Return the adapter families of *known* families, by name."""
-    from ckptctl.planner.mapping.adapters import adapter_family
+    from ckptctl.planner.mapping.adapters import derive_adapter_family
 
-    found = (one if one.partial else adapter_family(one) for one in known)
+    found = (one if one.partial else derive_adapter_family(one) for one in known)
     return {one.name: one for one in found if one.layouts}
 
 
@@ -171,10 +171,10 @@ def family(name: str) -> Family:
     Raises:
         UsageError: The name is unknown.
     """
-    from ckptctl.planner.mapping.adapters import SUFFIX, adapter_family
+    from ckptctl.planner.mapping.adapters import ADAPTER_SUFFIX, derive_adapter_family
 
-    if name.endswith(SUFFIX):
-        return adapter_family(family(name.removesuffix(SUFFIX)))
+    if name.endswith(ADAPTER_SUFFIX):
+        return derive_adapter_family(family(name.removesuffix(ADAPTER_SUFFIX)))
     plain = name.strip().lower().replace("-", "_").replace(".", "_")
     for exact in (name, plain):
         if exact in built_in():
@@ -258,11 +258,11 @@ def _line_of(error: BaseException, file: Path) -> int:
 
 def _check(found: Family, file: Path) -> None:
     from ckptctl.planner.families.tables import TableError
-    from ckptctl.planner.families.validation import flaws, misfits
+    from ckptctl.planner.families.validation import iterate_contradictions, iterate_type_errors
 
     where = str(file)
     try:
-        flaw = next(chain(misfits(found), flaws(found)), None)
+        flaw = next(chain(iterate_type_errors(found), iterate_contradictions(found)), None)
     except TableError as error:
         lines = [line.strip() for line in file.read_text("utf-8", "replace").splitlines()]
         number = lines.index(error.line) + 1 if error.line in lines else 1

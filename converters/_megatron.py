@@ -6,24 +6,24 @@ providers of Megatron-Bridge 0.3, slime's ``scripts/models``, transformers' conf
 
 from dataclasses import replace
 
-from ckptctl.planner.layouts import FACTS, NEEDED, Fact, MegatronStyle, facts_called
+from ckptctl.planner.layouts import FACTS, NEEDED, Fact, MegatronStyle, get_facts
 
 MODELS = "megatron.bridge.models."
 GPT = f"{MODELS}gpt_provider.GPTModelProvider"
 MLA = f"{MODELS}mla_provider.MLAModelProvider"
 BLOCK = "megatron.core.models.gpt.gpt_layer_specs.get_gpt_decoder_block_spec"
 
-SIZES = facts_called(
+SIZES = get_facts(
     *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "vocab_size"),
 )
-FFN, CHANNELS, GROUPS = facts_called("intermediate_size", "head_dim", "num_key_value_heads")
-EPSILON, THETA, TIED = facts_called("rms_norm_eps", "rope_theta", "tie_word_embeddings")
-WINDOW, PARTIAL = facts_called("sliding_window", "partial_rotary_factor")
+FFN, CHANNELS, GROUPS = get_facts("intermediate_size", "head_dim", "num_key_value_heads")
+EPSILON, THETA, TIED = get_facts("rms_norm_eps", "rope_theta", "tie_word_embeddings")
+WINDOW, PARTIAL = get_facts("sliding_window", "partial_rotary_factor")
 DENSE = (*SIZES, EPSILON, THETA, TIED)
 
 # Megatron-Core's softmax over only the chosen experts is transformers' renormalization.
-TOP, EXPERTS, EXPERT_FFN, RENORMED = facts_called(
+TOP, EXPERTS, EXPERT_FFN, NORM_TOPK_PROB = get_facts(
     *("num_experts_per_tok", "num_experts", "moe_intermediate_size", "norm_topk_prob")
 )
 LOCAL_EXPERTS = FACTS["num_local_experts"]
@@ -31,15 +31,15 @@ ONLY_FFN = replace(EXPERT_FFN, config="intermediate_size")
 # No layer is dense, so the size of dense layers is a copy.
 COPIED_FFN = {"ffn_hidden_size": "moe_ffn_hidden_size"}
 
-ROUTED = facts_called(
+ROUTED = get_facts(
     *("num_experts_per_tok", "moe_intermediate_size", "n_routed_experts", "n_shared_experts"),
     *("first_k_dense_replace", "n_group", "topk_group", "routed_scaling_factor"),
 )
-FURTHER = FACTS["num_nextn_predict_layers"]
+MTP_LAYERS = FACTS["num_nextn_predict_layers"]
 
 LATENT = (
     *(fact for fact in DENSE if fact != CHANNELS),
-    *facts_called("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"),
+    *get_facts("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"),
     FACTS["v_head_dim"],
 )
 LATENT_FIELDS = {"multi_latent_attention": (True,), "qk_layernorm": (True,)}
@@ -55,82 +55,82 @@ NO_WINDOW = {**SILU, "use_sliding_window": (False,)}
 ALL_SPARSE = {"decoder_sparse_step": (1,), "mlp_only_layers": ((),)}
 
 LLAMA = MegatronStyle(
-    words=DENSE,
+    facts=DENSE,
     model_type="llama",
     config={**UNBIASED, "mlp_bias": (False,)},
     provider=GPT,
-    named=("LlamaModelProvider", "Llama2", "Llama3", "CodeLlama", "LlamaConfig"),
+    class_prefixes=("LlamaModelProvider", "Llama2", "Llama3", "CodeLlama", "LlamaConfig"),
 )
 
 MISTRAL = MegatronStyle(
-    words=(*DENSE, replace(WINDOW, default=4096)),
+    facts=(*DENSE, replace(WINDOW, default=4096)),
     model_type="mistral",
     config=SILU,
     provider=f"{MODELS}mistral.mistral_provider.MistralModelProvider",
-    named=("Mistral",),
+    class_prefixes=("Mistral",),
 )
 
 MIXTRAL = MegatronStyle(
-    words=(*(fact for fact in DENSE if fact != FFN), TOP, LOCAL_EXPERTS, ONLY_FFN, WINDOW),
+    facts=(*(fact for fact in DENSE if fact != FFN), TOP, LOCAL_EXPERTS, ONLY_FFN, WINDOW),
     model_type="mixtral",
     fields={"moe_router_pre_softmax": (False,)},
     config=SILU,
     provider=GPT,
-    named=("Mixtral",),
+    class_prefixes=("Mixtral",),
     copies=COPIED_FFN,
 )
 
 QWEN2 = MegatronStyle(
-    words=DENSE,
+    facts=DENSE,
     model_type="qwen2",
     fields={"add_qkv_bias": (True,)},
     config=NO_WINDOW,
     provider=GPT,
-    named=("Qwen2ModelProvider", "Qwen25ModelProvider", "Qwen2Config", "Qwen25Config"),
+    class_prefixes=("Qwen2ModelProvider", "Qwen25ModelProvider", "Qwen2Config", "Qwen25Config"),
 )
 
 QWEN3 = MegatronStyle(
-    words=DENSE,
+    facts=DENSE,
     model_type="qwen3",
     fields={"qk_layernorm": (True,)},
     config={**UNBIASED, "use_sliding_window": (False,)},
     provider=GPT,
-    named=("Qwen3ModelProvider", "Qwen3Config"),
+    class_prefixes=("Qwen3ModelProvider", "Qwen3Config"),
 )
 
 SHARED_FFN = FACTS["shared_expert_intermediate_size"]
 
 QWEN2_MOE = MegatronStyle(
-    words=(*DENSE, TOP, EXPERTS, EXPERT_FFN, RENORMED, SHARED_FFN),
+    facts=(*DENSE, TOP, EXPERTS, EXPERT_FFN, NORM_TOPK_PROB, SHARED_FFN),
     model_type="qwen2_moe",
     fields={"add_qkv_bias": (True,), "moe_shared_expert_gate": (True,)},
     config={**NO_WINDOW, **ALL_SPARSE, "qkv_bias": (True,)},
 )
 
 QWEN3_MOE = MegatronStyle(
-    words=(*DENSE, TOP, EXPERTS, EXPERT_FFN, RENORMED),
+    facts=(*DENSE, TOP, EXPERTS, EXPERT_FFN, NORM_TOPK_PROB),
     model_type="qwen3_moe",
     fields={"qk_layernorm": (True,)},
     config={**QWEN3.config, **ALL_SPARSE},
     provider=GPT,
-    named=("Qwen3MoE", "Qwen3Config30B_A3B", "Qwen3Config235B_A22B"),
+    class_prefixes=("Qwen3MoE", "Qwen3Config30B_A3B", "Qwen3Config235B_A22B"),
 )
 
-LINEAR = facts_called(
+LINEAR = get_facts(
     *("full_attention_interval", "linear_conv_kernel_dim"),
     *("linear_key_head_dim", "linear_value_head_dim"),
     *("linear_num_key_heads", "linear_num_value_heads"),
 )
 
 QWEN3_NEXT = MegatronStyle(
-    words=(
+    facts=(
         *(fact for fact in DENSE if fact != CHANNELS),
         replace(CHANNELS, default=256),
-        *(TOP, EXPERTS, EXPERT_FFN, replace(RENORMED, default=True)),
+        *(TOP, EXPERTS, EXPERT_FFN, replace(NORM_TOPK_PROB, default=True)),
         replace(PARTIAL, default=0.25),
         SHARED_FFN,
         # Missing in all published config.json files.
-        replace(FURTHER, default=NEEDED),
+        replace(MTP_LAYERS, default=NEEDED),
         *LINEAR,
     ),
     model_type="qwen3_next",
@@ -144,12 +144,12 @@ QWEN3_NEXT = MegatronStyle(
     },
     config={**UNBIASED, **ALL_SPARSE},
     provider=f"{MODELS}qwen.qwen_provider.Qwen3NextModelProvider",
-    named=("Qwen3Next",),
-    pattern=("linear_attention", 4),
+    class_prefixes=("Qwen3Next",),
+    layer_pattern=("linear_attention", 4),
 )
 
 DEEPSEEK_V2 = MegatronStyle(
-    words=(*LATENT, *ROUTED, RENORMED, FACTS["topk_method"]),
+    facts=(*LATENT, *ROUTED, NORM_TOPK_PROB, FACTS["topk_method"]),
     model_type="deepseek_v2",
     fields=LATENT_FIELDS,
     config={
@@ -158,12 +158,12 @@ DEEPSEEK_V2 = MegatronStyle(
         "scoring_func": ("softmax",),
     },
     provider=MLA,
-    named=("DeepSeekV2",),
-    spec=BLOCK,
+    class_prefixes=("DeepSeekV2",),
+    layer_spec=BLOCK,
 )
 
 DEEPSEEK_V3 = MegatronStyle(
-    words=(*LATENT, *ROUTED, FURTHER),
+    facts=(*LATENT, *ROUTED, MTP_LAYERS),
     model_type="deepseek_v3",
     fields={**LATENT_FIELDS, **SIGMOID},
     config={
@@ -173,12 +173,12 @@ DEEPSEEK_V3 = MegatronStyle(
         "scoring_func": ("sigmoid",),
     },
     provider=MLA,
-    named=("DeepSeekV3", "Moonlight", "KimiK2"),
-    spec=BLOCK,
+    class_prefixes=("DeepSeekV3", "Moonlight", "KimiK2"),
+    layer_spec=BLOCK,
 )
 
 GLM4 = MegatronStyle(
-    words=(*DENSE, PARTIAL, FACTS["attention_bias"]),
+    facts=(*DENSE, PARTIAL, FACTS["attention_bias"]),
     model_type="glm4",
     fields={
         "rotary_interleaved": (True,),
@@ -189,13 +189,13 @@ GLM4 = MegatronStyle(
 )
 
 GLM4_MOE = MegatronStyle(
-    words=(*DENSE, *ROUTED, FURTHER, PARTIAL, *facts_called("attention_bias", "use_qk_norm")),
+    facts=(*DENSE, *ROUTED, MTP_LAYERS, PARTIAL, *get_facts("attention_bias", "use_qk_norm")),
     model_type="glm4_moe",
     fields=SIGMOID,
     config={**SILU, "norm_topk_prob": (True,)},
     provider=GPT,
-    named=("GLMMoE", "GLM45Model", "GLM45Air"),
-    spec=BLOCK,
+    class_prefixes=("GLMMoE", "GLM45Model", "GLM45Air"),
+    layer_spec=BLOCK,
 )
 
 GEMMA = {
@@ -205,7 +205,7 @@ GEMMA = {
 GEMMA_CONFIG = {"hidden_activation": ("gelu_pytorch_tanh",), "attention_bias": (False,)}
 
 GEMMA1 = MegatronStyle(
-    words=(
+    facts=(
         *(fact for fact in DENSE if fact not in (CHANNELS, TIED)),
         replace(CHANNELS, default=256),
         replace(TIED, default=True),
@@ -215,28 +215,28 @@ GEMMA1 = MegatronStyle(
     # The first published files contain "gelu" for the approximation.
     config={"hidden_act": ("gelu_pytorch_tanh", "gelu"), "attention_bias": (False,)},
     provider=f"{MODELS}gemma.gemma_provider.GemmaModelProvider",
-    named=("GemmaModelProvider", "GemmaConfig", "CodeGemma"),
+    class_prefixes=("GemmaModelProvider", "GemmaConfig", "CodeGemma"),
 )
 
 GEMMA2 = MegatronStyle(
-    words=(
+    facts=(
         *(fact for fact in DENSE if fact not in (CHANNELS, TIED)),
         replace(CHANNELS, default=256),
         replace(TIED, default=True),
         replace(WINDOW, default=4096),
         FACTS["query_pre_attn_scalar"],
-        *facts_called("attn_logit_softcapping", "final_logit_softcapping"),
+        *get_facts("attn_logit_softcapping", "final_logit_softcapping"),
     ),
     model_type="gemma2",
     fields=GEMMA,
     config=GEMMA_CONFIG,
     provider=f"{MODELS}gemma.gemma2_provider.Gemma2ModelProvider",
-    named=("Gemma2",),
-    pattern=("sliding_attention", 2),
+    class_prefixes=("Gemma2",),
+    layer_pattern=("sliding_attention", 2),
 )
 
 GEMMA3_TEXT = MegatronStyle(
-    words=(
+    facts=(
         *(fact for fact in SIZES if fact not in (GROUPS, CHANNELS)),
         EPSILON,
         replace(GROUPS, default=4),
@@ -256,9 +256,9 @@ GEMMA3_TEXT = MegatronStyle(
         "use_bidirectional_attention": (False,),
     },
     provider=f"{MODELS}gemma.gemma3_provider.Gemma3ModelProvider",
-    named=("Gemma3ModelProvider", "Gemma3Config"),
-    pattern=("sliding_attention", 6),
-    local=True,
+    class_prefixes=("Gemma3ModelProvider", "Gemma3Config"),
+    layer_pattern=("sliding_attention", 6),
+    has_local_rope=True,
 )
 
 GEMMA3 = replace(
@@ -271,7 +271,7 @@ GEMMA3 = replace(
 )
 
 NEMOTRON = MegatronStyle(
-    words=(
+    facts=(
         *(fact for fact in DENSE if fact != EPSILON),
         FACTS["norm_eps"],
         PARTIAL,
@@ -285,11 +285,11 @@ NEMOTRON = MegatronStyle(
     },
     config={"hidden_act": ("relu2",), "attention_bias": (False,), "mlp_bias": (False,)},
     provider=GPT,
-    named=("NemotronModelProvider", "NemotronConfig", "Nemotron3", "Nemotron4"),
+    class_prefixes=("NemotronModelProvider", "NemotronConfig", "Nemotron3", "Nemotron4"),
 )
 
 STARCODER2 = MegatronStyle(
-    words=(
+    facts=(
         *(fact for fact in DENSE if fact not in (EPSILON, TIED)),
         FACTS["norm_epsilon"],
         replace(TIED, default=True),
@@ -304,31 +304,31 @@ STARCODER2 = MegatronStyle(
         "add_qkv_bias": (False, True),
     },
     config={"hidden_act": ("gelu_pytorch_tanh", "gelu"), "use_bias": (True,)},
-    named=("Starcoder2",),
+    class_prefixes=("Starcoder2",),
     # Whether "gelu" is the approximation depends on how Megatron-Core runs it.
     translated=False,
 )
 
 OLMOE = MegatronStyle(
-    words=(*(fact for fact in DENSE if fact != FFN), TOP, EXPERTS, ONLY_FFN, RENORMED),
+    facts=(*(fact for fact in DENSE if fact != FFN), TOP, EXPERTS, ONLY_FFN, NORM_TOPK_PROB),
     model_type="olmoe",
     fields={"qk_layernorm": (True,)},
     config={**UNBIASED, "clip_qkv": (None,)},
     provider=GPT,
-    named=("OlMoE",),
+    class_prefixes=("OlMoE",),
     copies=COPIED_FFN,
-    spec=f"{MODELS}olmoe.olmoe_provider.olmoe_layer_spec",
+    layer_spec=f"{MODELS}olmoe.olmoe_provider.olmoe_layer_spec",
 )
 
 PHI3 = MegatronStyle(
-    words=(*DENSE, WINDOW, replace(PARTIAL, default=1.0)),
+    facts=(*DENSE, WINDOW, replace(PARTIAL, default=1.0)),
     model_type="phi3",
     config=SILU,
-    named=("Phi3",),
+    class_prefixes=("Phi3",),
 )
 
 GPT_OSS = MegatronStyle(
-    words=(
+    facts=(
         *(fact for fact in DENSE if fact not in (FFN, CHANNELS)),
         replace(CHANNELS, default=64),
         *(TOP, LOCAL_EXPERTS, ONLY_FFN),
@@ -348,7 +348,7 @@ GPT_OSS = MegatronStyle(
     },
     config={**SILU, "attention_bias": (True,)},
     provider=f"{MODELS}gpt_oss.gpt_oss_provider.GPTOSSProvider",
-    named=("GPTOSS",),
+    class_prefixes=("GPTOSS",),
     copies=COPIED_FFN,
-    pattern=("sliding_attention", 2),
+    layer_pattern=("sliding_attention", 2),
 )

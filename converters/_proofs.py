@@ -2,7 +2,7 @@
 
 TRANSFORMERS = "transformers 5.23"
 MLX_VLM = "mlx-vlm 0.7.10"
-_PROGRAMS = {
+_DEFAULT_PROGRAMS = {
     "hf": TRANSFORMERS,
     "hf-v5": TRANSFORMERS,
     "hf-fresh": TRANSFORMERS,
@@ -23,6 +23,6 @@ _PROGRAMS = {
 }
 
 
-def proven(*layouts: str, **others: str) -> dict[str, str]:
+def get_proofs(*layouts: str, **others: str) -> dict[str, str]:
     """Map *layouts* to the programs that validate them. *others* override the default program."""
-    return {layout: others.get(layout, _PROGRAMS.get(layout, "")) for layout in layouts}
+    return {layout: others.get(layout, _DEFAULT_PROGRAMS.get(layout, "")) for layout in layouts}

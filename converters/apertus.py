@@ -47,7 +47,7 @@ FAMILY = Family(
     ties=(Tie("output", of="embed"),),
     composite={"h": ("k", "q")},
     sizes=SIZES,
-    proofs=_proofs.proven("hf", "mlx"),
+    proofs=_proofs.get_proofs("hf", "mlx"),
     config_signs=({"model_type": "apertus"},),
     tiny=dict(v=24, d=20, f=12, h=8, k=4, e=6, i=2),
 )

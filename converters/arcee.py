@@ -24,5 +24,5 @@ FAMILY: Family = replace(
     layouts=("hf",),
     architecture="ArceeForCausalLM",
     config_signs=({"model_type": "arcee"},),
-    proofs=_proofs.proven("hf"),
+    proofs=_proofs.get_proofs("hf"),
 )

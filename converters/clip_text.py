@@ -61,7 +61,7 @@ FAMILY = Family(
         "n": ("max_position_embeddings", ""),
         "i": ("num_hidden_layers", ""),
     },
-    proofs=_proofs.proven("hf", "hf-fresh", "torchtune"),
+    proofs=_proofs.get_proofs("hf", "hf-fresh", "torchtune"),
     config_signs=({"model_type": "clip_text_model"},),
     tiny=dict(v=24, d=16, f=12, h=2, e=8, n=10, i=2, g=6),
 )

@@ -34,7 +34,7 @@ FAMILY = Family(
     ties=(Tie("output", of="embed"),),
     tied=True,
     sizes=SIZES,
-    proofs=_proofs.proven("hf", "mlx"),
+    proofs=_proofs.get_proofs("hf", "mlx"),
     config_signs=({"model_type": "cohere2"},),
     tiny=dict(v=24, d=16, f=12, h=8, k=4, e=4, i=2),
 )

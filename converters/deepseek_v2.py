@@ -121,7 +121,7 @@ FAMILY = Family(
         LayerKind("dense", first="first_k_dense_replace"),
         LayerKind("qlora", {"q_lora_rank": CHOSEN}),
     ),
-    proofs=_proofs.proven("hf", "hf-v5", "mlx", "mcore", "mcore-local"),
+    proofs=_proofs.get_proofs("hf", "hf-v5", "mlx", "mcore", "mcore-local"),
     config_signs=({"model_type": "deepseek_v2"},),
     megatron=_megatron.DEEPSEEK_V2,
     tiny=dict(v=24, d=16, f=12, m=6, s=8, h=4, x=4, qk=6, ql=10, kl=5, kr=7, kv=9, vd=3, i=2),

@@ -224,7 +224,7 @@ FAMILY: Family = replace(
     formulas=(*deepseek_v2.FAMILY.formulas, ("dd", "2 * hidden_size")),
     kinds=deepseek_v2.FAMILY.kinds,
     shifts=(Shift("hf", index="j", into="i"),),
-    proofs=_proofs.proven(
+    proofs=_proofs.get_proofs(
         "hf", "hf-v5", "deepseek", "torchtitan@0.2", "torchtitan@0.3", "mlx", "mcore", "mcore-local"
     ),
     config_signs=({"model_type": "deepseek_v3"}, {"model_type": "kimi_k2"}),

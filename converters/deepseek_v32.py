@@ -47,7 +47,7 @@ FAMILY: Family = replace(
         "ih": ("index_n_heads", ""),
         "ie": ("index_head_dim", ""),
     },
-    proofs=_proofs.proven("hf", "hf-v5", "deepseek", "mlx"),
+    proofs=_proofs.get_proofs("hf", "hf-v5", "deepseek", "mlx"),
     config_signs=({"model_type": "deepseek_v32"},),
     megatron=None,
     tiny=dict(deepseek_v3.FAMILY.tiny, ih=3, ie=8),

@@ -118,7 +118,7 @@ logical             hf-fresh: model.layers.{i}.
 kv_norm             attn.norm.weight
 """
 
-NEXT = """
+MTP_LAYER = """
 logical        axes   hf: mtp.{j}.
 next_embed     d dd   e_proj.weight
 next_hidden    d dd   h_proj.weight
@@ -140,7 +140,7 @@ output         v d    head.weight    lm_head.weight          head.weight
 """
 
 FRESH = "hf: layers.", "hf-fresh: model.layers."
-IN_NEXT = "hf: layers.{i}.", "hf: mtp.{j}."
+IN_MTP_LAYER = "hf: layers.{i}.", "hf: mtp.{j}."
 UNLISTED = {"mlp_layer_types": UNCHOSEN}
 COMPRESSING = "compressed_sparse_attention", "heavily_compressed_attention"
 LAYERS = LAYER + COMPRESSED + ROUTED + EXPERTS
@@ -170,8 +170,8 @@ FAMILY = Family(
         LAYERS.replace(*FRESH),
         FRESH_NORM,
         V5,
-        NEXT,
-        (LAYER + ROUTED + EXPERTS).replace(*IN_NEXT),
+        MTP_LAYER,
+        (LAYER + ROUTED + EXPERTS).replace(*IN_MTP_LAYER),
         AFTER,
     ),
     architecture="DeepseekV4ForCausalLM",
@@ -208,7 +208,7 @@ FAMILY = Family(
         "hm": ("hc_mult", ""),
         "i": ("num_hidden_layers", ""),
     },
-    proofs=_proofs.proven("hf", "hf-v5", "hf-fresh"),
+    proofs=_proofs.get_proofs("hf", "hf-v5", "hf-fresh"),
     config_signs=({"model_type": "deepseek_v4"},),
     tiny=dict(
         v=24,

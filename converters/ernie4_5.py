@@ -17,5 +17,5 @@ FAMILY: Family = replace(
     architecture="Ernie4_5ForCausalLM",
     tied=True,
     config_signs=({"model_type": "ernie4_5"},),
-    proofs=_proofs.proven("hf", "mlx"),
+    proofs=_proofs.get_proofs("hf", "mlx"),
 )

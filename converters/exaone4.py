@@ -27,5 +27,5 @@ FAMILY: Family = replace(
     tables=(*granite.FAMILY.tables, NORMS),
     architecture="Exaone4ForCausalLM",
     config_signs=({"model_type": "exaone4"},),
-    proofs=_proofs.proven("hf", "mlx"),
+    proofs=_proofs.get_proofs("hf", "mlx"),
 )

@@ -64,7 +64,7 @@ FAMILY = Family(
         ("me", "mamba_d_head"),
     ),
     sizes=dict(SIZES) | {"mh": ("mamba_n_heads", ""), "taps": ("mamba_d_conv", "")},
-    proofs=_proofs.proven("hf"),
+    proofs=_proofs.get_proofs("hf"),
     config_signs=({"model_type": "falcon_h1"},),
     tiny=dict(v=24, d=20, f=12, h=8, k=4, e=6, mp=27, mc=18, mh=4, me=3, taps=5, i=2),
 )

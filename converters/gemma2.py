@@ -50,7 +50,7 @@ FAMILY: Family = replace(
         MCORE_NORMS,
     ),
     architecture="Gemma2ForCausalLM",
-    proofs={**gemma.FAMILY.proofs, **_proofs.proven("gguf")},
+    proofs={**gemma.FAMILY.proofs, **_proofs.get_proofs("gguf")},
     sources={"mcore": "Megatron-Bridge"},
     config_signs=({"model_type": "gemma2"},),
     megatron=_megatron.GEMMA2,

@@ -121,7 +121,7 @@ FAMILY: Family = replace(
         "pw": ("vision_config.patch_size", ""),
         "j": ("vision_config.num_hidden_layers", ""),
     },
-    proofs=_proofs.proven("hf", "hf-v5", "hf-fresh", "mlx", mlx=_proofs.MLX_VLM),
+    proofs=_proofs.get_proofs("hf", "hf-v5", "hf-fresh", "mlx", mlx=_proofs.MLX_VLM),
     sources={"mcore": "Megatron-Bridge"},
     config_signs=({"model_type": "gemma3"},),
     megatron=_megatron.GEMMA3,

@@ -162,14 +162,14 @@ FAMILY: Family = replace(
     architecture="Gemma4ForConditionalGeneration",
     constants={"one": 1, "two": 2},
     demands=(
-        *(demand.within("text_config") for demand in gemma4_text.DEMANDS),
+        *(demand.with_prefix("text_config") for demand in gemma4_text.DEMANDS),
         Demand(("vision",), {"vision_config": PRESENT}),
         Demand(("std",), {"vision_config.standardize": CHOSEN}),
         Demand(("vision_clips",), {"vision_config.use_clipped_linears": CHOSEN}),
         Demand(("audio",), {"audio_config": PRESENT}),
         Demand(("audio_clips",), {"audio_config.use_clipped_linears": CHOSEN}),
     ),
-    layer_sizes=tuple(one.within("text_config") for one in gemma4_text.LAYER_SIZES),
+    layer_sizes=tuple(one.with_prefix("text_config") for one in gemma4_text.LAYER_SIZES),
     formulas=(
         ("pd", "text_config.hidden_size_per_layer_input"),
         ("pa", "text_config.num_hidden_layers * text_config.hidden_size_per_layer_input"),
@@ -185,7 +185,7 @@ FAMILY: Family = replace(
         "taps": ("audio_config.conv_kernel_size", ""),
         "n": ("audio_config.num_hidden_layers", ""),
     },
-    proofs=_proofs.proven("hf", "mlx", mlx="mlx-lm 0.32.2, with towers mlx-vlm 0.7.10"),
+    proofs=_proofs.get_proofs("hf", "mlx", mlx="mlx-lm 0.32.2, with towers mlx-vlm 0.7.10"),
     config_signs=({"model_type": "gemma4"},),
     tiny=dict(gemma4_text.FAMILY.tiny)
     | {"vd": 10, "vf": 14, "vp": 9, "pp": 15, "va": 6, "vk": 8, "ve": 3, "j": 2}

@@ -135,7 +135,7 @@ FAMILY = Family(
         "m": ("moe_intermediate_size", ""),
         "pv": ("vocab_size_per_layer_input", ""),
     },
-    proofs=_proofs.proven("hf", "mlx"),
+    proofs=_proofs.get_proofs("hf", "mlx"),
     config_signs=({"model_type": "gemma4_text"}, {"model_type": "gemma4_unified_text"}),
     tiny=dict(v=24, d=20, f=12, h=8, k=4, e=4, x=3, m=10, pv=18, pa=14, pd=7, i=2),
 )

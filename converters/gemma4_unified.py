@@ -53,11 +53,11 @@ FAMILY: Family = replace(
     ties=(Tie("output", of="embed", stored_in=("hf-v5",)),),
     constants={"one": 1, "two": 2},
     demands=(
-        *(demand.within("text_config") for demand in gemma4_text.KEYS),
+        *(demand.with_prefix("text_config") for demand in gemma4_text.KEYS),
         Demand(("vision",), {"vision_config": PRESENT}),
         Demand(("audio",), {"audio_config": PRESENT}),
     ),
-    layer_sizes=tuple(one.within("text_config") for one in gemma4_text.LAYER_SIZES),
+    layer_sizes=tuple(one.with_prefix("text_config") for one in gemma4_text.LAYER_SIZES),
     formulas=(
         ("pd", "text_config.hidden_size_per_layer_input"),
         ("pa", "text_config.num_hidden_layers * text_config.hidden_size_per_layer_input"),
@@ -69,7 +69,7 @@ FAMILY: Family = replace(
         "vo": ("vision_config.output_proj_dims", ""),
         "ao": ("audio_config.audio_embed_dim", ""),
     },
-    proofs=_proofs.proven("hf", "hf-v5", "mlx"),
+    proofs=_proofs.get_proofs("hf", "hf-v5", "mlx"),
     config_signs=({"model_type": "gemma4_unified"},),
     tiny={"v": 24, "d": 20, "f": 12, "h": 8, "k": 4, "e": 4, "i": 2}
     | {"vd": 10, "vp": 9, "pp": 15, "vo": 10, "ao": 13},

@@ -27,5 +27,5 @@ FAMILY: Family = replace(
     layouts=("hf", "mlx", "mcore"),
     architecture="GlmForCausalLM",
     config_signs=({"model_type": "glm"},),
-    proofs=_proofs.proven("hf", "mlx", "mcore"),
+    proofs=_proofs.get_proofs("hf", "mlx", "mcore"),
 )

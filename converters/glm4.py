@@ -53,7 +53,7 @@ FAMILY = Family(
     ties=(Tie("output", of="embed"),),
     composite={"h": ("k", "q")},
     sizes=SIZES,
-    proofs=_proofs.proven("hf", "mlx"),
+    proofs=_proofs.get_proofs("hf", "mlx"),
     sources={"mcore": "slime"},
     config_signs=({"model_type": "glm4"},),
     megatron=_megatron.GLM4,

@@ -79,7 +79,7 @@ FAMILY = Family(
     ),
     kinds=(LayerKind("dense", first="first_k_dense_replace"),),
     sizes={**SIZES, "m": ("moe_intermediate_size", ""), "x": ("n_routed_experts", "")},
-    proofs=_proofs.proven("hf", "hf-v5", "mlx", "mcore", "mcore-local"),
+    proofs=_proofs.get_proofs("hf", "hf-v5", "mlx", "mcore", "mcore-local"),
     config_signs=({"model_type": "glm4_moe"},),
     megatron=_megatron.GLM4_MOE,
     tiny=dict(v=24, d=16, f=12, m=6, s=10, h=8, k=4, e=4, x=4, dd=32, i=2),

@@ -18,7 +18,7 @@ FAMILY: Family = replace(
     layouts=("hf", "hf-v5", "mlx"),
     architecture="Glm4MoeLiteForCausalLM",
     ties=(Tie("output", of="embed"),),
-    proofs=_proofs.proven("hf", "hf-v5", "mlx"),
+    proofs=_proofs.get_proofs("hf", "hf-v5", "mlx"),
     shown_by=(),
     config_signs=({"model_type": "glm4_moe_lite"},),
     megatron=None,

@@ -43,7 +43,7 @@ FAMILY: Family = replace(
             {"indexer_types": None, "index_topk_freq": None, "index_topk_pattern": None},
         ),
     ),
-    proofs=_proofs.proven("hf", "hf-v5", "mlx"),
+    proofs=_proofs.get_proofs("hf", "hf-v5", "mlx"),
     shown_by=("index", "next"),
     config_signs=({"model_type": "glm_moe_dsa"},),
 )

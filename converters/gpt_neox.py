@@ -71,6 +71,6 @@ FAMILY = Family(
     sizes={axis: SIZES[axis] for axis in "vdfhei"},
     config_signs=({"model_type": "gpt_neox"},),
     earlier=("rotary_emb_base", "rotary_pct"),
-    proofs=_proofs.proven("hf", "hf-v5", "mlx"),
+    proofs=_proofs.get_proofs("hf", "hf-v5", "mlx"),
     tiny=dict(v=24, d=16, f=12, h=8, e=2, i=2),
 )

@@ -109,14 +109,18 @@ FAMILY = Family(
     architecture="GptOssForCausalLM",
     drops=(
         Drop(
-            "torchtitan@0.2", "layers.{i}.moe.expert_bias", BALANCE, zeros="x", beside="router_bias"
+            "torchtitan@0.2",
+            "layers.{i}.moe.expert_bias",
+            BALANCE,
+            zeros="x",
+            next_to="router_bias",
         ),
         Drop(
             "torchtitan@0.3",
             "layers.{i}.moe.expert_bias_E",
             BALANCE,
             zeros="x",
-            beside="router_bias",
+            next_to="router_bias",
         ),
     ),
     ties=(
@@ -127,7 +131,7 @@ FAMILY = Family(
     variants=(("plain", "mxfp4"),),
     quantized=("mxfp4",),
     sizes={**SIZES, "x": ("num_local_experts", "")},
-    proofs=_proofs.proven(
+    proofs=_proofs.get_proofs(
         "hf", "openai", "torchtitan@0.2", "torchtitan@0.3", "mlx", "mcore", "mcore-local"
     ),
     config_signs=({"model_type": "gpt_oss"},),

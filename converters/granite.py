@@ -21,7 +21,7 @@ FAMILY: Family = replace(
     ties=(Tie("output", of="embed"),),
     sizes=SIZES,
     repeated=(),
-    proofs=_proofs.proven("hf", "mlx"),
+    proofs=_proofs.get_proofs("hf", "mlx"),
     config_signs=({"model_type": "granite"},),
     params_signs=(),
     presets=(),

@@ -81,7 +81,7 @@ FAMILY = Family(
         "taps": ("mamba_d_conv", ""),
         "i": ("num_hidden_layers", ""),
     },
-    proofs=_proofs.proven("hf", "hf-v5", "mlx"),
+    proofs=_proofs.get_proofs("hf", "hf-v5", "mlx"),
     config_signs=({"model_type": "granitemoehybrid", "num_local_experts": CHOSEN},),
     tiny=dict(v=24, d=20, h=8, k=4, e=6, x=3, m=10, s=14, mp=27, mc=18, mh=4, me=3, taps=5, i=4),
 )

@@ -28,7 +28,7 @@ FAMILY: Family = replace(
     like={},
     ties=(Tie("output", of="embed"),),
     sizes={k: v for k, v in granitemoehybrid.FAMILY.sizes.items() if k not in ("x", "m")},
-    proofs=_proofs.proven("hf", "mlx"),
+    proofs=_proofs.get_proofs("hf", "mlx"),
     config_signs=({"model_type": "granitemoehybrid", "num_local_experts": UNCHOSEN},),
     tiny={k: v for k, v in granitemoehybrid.FAMILY.tiny.items() if k not in ("x", "m")},
 )

@@ -23,5 +23,5 @@ FAMILY: Family = replace(
     tables=(*granite.FAMILY.tables, NORMS),
     architecture="HunYuanDenseV1ForCausalLM",
     config_signs=({"model_type": "hunyuan_v1_dense"},),
-    proofs=_proofs.proven("hf", "mlx"),
+    proofs=_proofs.get_proofs("hf", "mlx"),
 )

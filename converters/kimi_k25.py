@@ -120,8 +120,8 @@ FAMILY: Family = replace(
         ("wd", "projection_hidden_size"),
         ("s", "text_config.n_shared_experts * text_config.moe_intermediate_size"),
     ),
-    kinds=tuple(kind.within("text_config") for kind in deepseek_v2.FAMILY.kinds),
-    proofs=_proofs.proven("hf", "hf-v5", "hf-fresh", "torchtitan@0.3"),
+    kinds=tuple(kind.with_prefix("text_config") for kind in deepseek_v2.FAMILY.kinds),
+    proofs=_proofs.get_proofs("hf", "hf-v5", "hf-fresh", "torchtitan@0.3"),
     config_signs=({"model_type": "kimi_k25"},),
     megatron=None,
     tiny=dict(

@@ -67,7 +67,7 @@ FAMILY = Family(
         "taps": ("conv_L_cache", ""),
         "i": ("num_hidden_layers", ""),
     },
-    proofs=_proofs.proven("hf", "mlx"),
+    proofs=_proofs.get_proofs("hf", "mlx"),
     config_signs=({"model_type": "lfm2"},),
     tiny=dict(v=24, d=20, f=12, h=8, k=4, e=6, cp=33, ca=11, taps=3, i=4),
 )

@@ -59,7 +59,7 @@ FAMILY: Family = replace(
         "x": ("num_experts", ""),
         "m": ("moe_intermediate_size", ""),
     },
-    proofs=_proofs.proven("hf", "hf-v5", "mlx"),
+    proofs=_proofs.get_proofs("hf", "hf-v5", "mlx"),
     config_signs=({"model_type": "lfm2_moe"},),
     tiny=dict(lfm2.FAMILY.tiny) | {"x": 3, "m": 10},
 )

@@ -167,7 +167,7 @@ FAMILY = Family(
         "i": ("num_hidden_layers", "n_layers"),
     },
     repeated=("k",),
-    proofs=_proofs.proven(
+    proofs=_proofs.get_proofs(
         "hf", "meta", "torchtune", "torchtitan@0.2", "torchtitan@0.3", "mlx", "gguf", "mcore"
     ),
     config_signs=({"model_type": "llama"},),

@@ -302,7 +302,7 @@ FAMILY = Family(
         translated=False,
     ),
     presets=(({"use_scaled_rope": True}, {"text_config": {"rope_scaling": llama3.SCALED_ROPE}}),),
-    proofs=_proofs.proven("hf", "hf-v5", "torchtune"),
+    proofs=_proofs.get_proofs("hf", "hf-v5", "torchtune"),
     tiny=dict(
         v=24,
         vx=8,

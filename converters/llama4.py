@@ -117,7 +117,7 @@ FAMILY: Family = replace(
             " * vision_config.image_size / vision_config.patch_size + 1",
         ),
     ),
-    kinds=tuple(kind.within("text_config") for kind in llama4_text.FAMILY.kinds),
+    kinds=tuple(kind.with_prefix("text_config") for kind in llama4_text.FAMILY.kinds),
     sizes={
         **{axis: ("text_config." + n[0], n[1]) for axis, n in llama4_text.FAMILY.sizes.items()},
         "vd": ("vision_config.hidden_size", "vision_args.dim"),
@@ -136,5 +136,5 @@ FAMILY: Family = replace(
     tiny=dict(llama4_text.FAMILY.tiny)
     | {"vd": 20, "vh": 4, "ve": 6, "vf": 12, "vc": 3, "ph": 2, "pw": 5, "vp": 9}
     | {"va": 16, "vs": 14, "vo": 10, "j": 2},
-    proofs=_proofs.proven("hf", "meta"),
+    proofs=_proofs.get_proofs("hf", "meta"),
 )

@@ -134,7 +134,7 @@ FAMILY = Family(
             "layers.{i}.moe.expert_bias",
             "Llama 4 routes without a bias for load balancing",
             zeros="x",
-            beside="router",
+            next_to="router",
         ),
     ),
     ties=(Tie("output", of="embed", stored_in=("meta", "torchtitan@0.2")),),
@@ -160,6 +160,6 @@ FAMILY = Family(
     params_signs=({"moe_args": PRESENT},),
     params=STYLE,
     presets=(({"use_scaled_rope": True}, {"rope_scaling": SCALED}),),
-    proofs=_proofs.proven("hf", "meta", "torchtitan@0.2"),
+    proofs=_proofs.get_proofs("hf", "meta", "torchtitan@0.2"),
     tiny=dict(v=24, d=20, f=12, m=8, s=8, h=8, k=4, e=6, x=4, i=4),
 )

@@ -45,7 +45,7 @@ FAMILY = Family(
     free=BLOCK_AXES,
     pinned=("router_bias",),
     sizes={**SIZES, "x": ("num_local_experts", "")},
-    proofs=_proofs.proven("hf", "hf-v5", "mlx"),
+    proofs=_proofs.get_proofs("hf", "hf-v5", "mlx"),
     config_signs=({"model_type": "minimax_m2"},),
     tiny=dict(v=24, d=20, f=12, h=8, k=4, e=6, x=4, i=2, down=4, across=8),
 )

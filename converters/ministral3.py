@@ -14,7 +14,7 @@ from ckptctl.planner.layouts import (
     ParamsStyle,
     Rule,
     Tie,
-    facts_called,
+    get_facts,
 )
 
 from . import _proofs, mistral
@@ -27,7 +27,7 @@ TEXT = (
     replace(mistral.LENGTH, default=262144),
     mistral.ALSO_LENGTH,
     Fact("rope.max_position_embeddings", "max_position_embeddings", "count", back=False),
-    *facts_called("rope.factor", "rope.beta_fast", "rope.beta_slow", LENGTH),
+    *get_facts("rope.factor", "rope.beta_fast", "rope.beta_slow", LENGTH),
     replace(FACTS[LENGTH], params="llama_4_scaling.original_max_position_embeddings"),
     Fact("rope.llama_4_scaling_beta", "llama_4_scaling.beta"),
 )
@@ -40,7 +40,7 @@ RULES = (
 UNSCALED_ATTENTION = {"yarn.apply_scale": False}
 
 STYLE = ParamsStyle(
-    whose="Mistral's",
+    owner="Mistral's",
     text=TEXT,
     rules=RULES,
     constant=UNSCALED_ATTENTION,
@@ -59,7 +59,7 @@ FAMILY: Family = replace(
     layouts=("hf", "mistral", "mlx"),
     architecture="Ministral3ForCausalLM",
     ties=(Tie("output", of="embed"),),
-    proofs=_proofs.proven("hf", "mistral", "mlx"),
+    proofs=_proofs.get_proofs("hf", "mistral", "mlx"),
     sources={},
     config_signs=({"model_type": "ministral3"},),
     params_signs=({"hidden_dim": PRESENT, "yarn": PRESENT, "moe": None, "vision_encoder": None},),

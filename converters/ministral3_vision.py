@@ -23,7 +23,7 @@ FAMILY: Family = replace(
     title="Ministral 3 3B, 8B, 14B",
     aliases=("ministral_3_vision",),
     refines="mistral3",
-    proofs=_proofs.proven("hf", "hf-v5", "mlx", mlx=_proofs.MLX_VLM),
+    proofs=_proofs.get_proofs("hf", "hf-v5", "mlx", mlx=_proofs.MLX_VLM),
     config_signs=({"model_type": "mistral3", "text_config.model_type": "ministral3"},),
     params_signs=({"vision_encoder": PRESENT, "yarn": PRESENT},),
     params=STYLE,

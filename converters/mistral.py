@@ -29,7 +29,7 @@ ROTARY = (
 )
 
 STYLE = ParamsStyle(
-    whose="Mistral's",
+    owner="Mistral's",
     text=(NORM, THETA, WINDOW, ALSO_WINDOW, LENGTH, ALSO_LENGTH),
     rules=(SILU, UNSCALED),
     silent=("max_batch_size", "model_type"),
@@ -54,7 +54,7 @@ FAMILY: Family = replace(
     drops=ROTARY,
     ties=(Tie("output", of="embed", stored_in=("mistral", "torchtune")),),
     repeated=(),
-    proofs=_proofs.proven("hf", "mistral", "torchtune", "mlx", "mcore"),
+    proofs=_proofs.get_proofs("hf", "mistral", "torchtune", "mlx", "mcore"),
     sources={"gguf": "llama.cpp"},
     config_signs=({"model_type": "mistral"},),
     megatron=_megatron.MISTRAL,

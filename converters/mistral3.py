@@ -40,11 +40,11 @@ vision_norm_2  ffn_norm.weight
 STYLE: ParamsStyle = replace(
     pixtral.STYLE,
     around=(
-        *pixtral.SEES,
+        *pixtral.VISION_FACTS,
         replace(pixtral.BIASED, default=False, absent=False),
         Fact("spatial_merge_size", "vision_encoder.spatial_merge_size", "count", default=2),
     ),
-    around_rules=(Rule("model_type", ("mistral3",), "it is Mistral 3"), *pixtral.SEES_RULES[1:]),
+    around_rules=(Rule("model_type", ("mistral3",), "it is Mistral 3"), *pixtral.VISION_RULES[1:]),
     constant={
         "vision_encoder.mm_projector_id": "patch_merge",
         "vision_encoder.add_pre_mm_projector_layer_norm": True,
@@ -60,7 +60,7 @@ FAMILY: Family = replace(
     tables=(*pixtral.FAMILY.tables, MERGER, MLX, MLX_LAYER),
     architecture="Mistral3ForConditionalGeneration",
     ties=(Tie("output", of="embed"),),
-    proofs=_proofs.proven("hf", "hf-v5", "mistral", "mlx", mlx=_proofs.MLX_VLM),
+    proofs=_proofs.get_proofs("hf", "hf-v5", "mistral", "mlx", mlx=_proofs.MLX_VLM),
     config_signs=({"model_type": "mistral3"},),
     params_signs=({"vision_encoder": PRESENT, "yarn": None},),
     params=STYLE,

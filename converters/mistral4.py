@@ -8,7 +8,7 @@ Sources: transformers' ``modeling_mistral4.py`` and ``convert_mistral4_weight_to
 ``mistral_large_3.py`` (``mistral``: dense layers), mlx-lm's ``mistral4.py``.
 """
 
-from ckptctl.planner.layouts import PRESENT, Family, ParamsStyle, Tie, facts_called
+from ckptctl.planner.layouts import PRESENT, Family, ParamsStyle, Tie, get_facts
 
 from . import _proofs, deepseek_v2, mistral, mixtral
 
@@ -51,11 +51,11 @@ expert_w2  mlp.switch_mlp.down_proj.weight
 """
 
 STYLE = ParamsStyle(
-    whose="Mistral's",
+    owner="Mistral's",
     text=(
         mistral.NORM,
         mistral.THETA,
-        *facts_called("rope.factor", "rope.beta_fast", "rope.beta_slow", "num_experts_per_tok"),
+        *get_facts("rope.factor", "rope.beta_fast", "rope.beta_slow", "num_experts_per_tok"),
     ),
     silent=mistral.STYLE.silent,
     translated=False,
@@ -87,7 +87,7 @@ FAMILY = Family(
     sizes=SIZES,
     formulas=deepseek_v2.FAMILY.formulas,
     kinds=deepseek_v2.FAMILY.kinds,
-    proofs=_proofs.proven("hf", "mlx"),
+    proofs=_proofs.get_proofs("hf", "mlx"),
     sources={"mistral": "transformers' convert_mistral4_weight_to_hf.py"},
     config_signs=({"model_type": "mistral4"},),
     params_signs=({"kv_lora_rank": PRESENT, "vision_encoder": None},),

@@ -119,7 +119,7 @@ FAMILY = Family(
         **mistral.FAMILY.sizes,
         "x": ("num_local_experts", "moe.num_experts"),
     },
-    proofs=_proofs.proven("hf", "hf-v5", "mistral", "mlx", "mcore", "mcore-local"),
+    proofs=_proofs.get_proofs("hf", "hf-v5", "mistral", "mlx", "mcore", "mcore-local"),
     sources={"gguf": "llama.cpp"},
     config_signs=({"model_type": "mixtral"},),
     megatron=_megatron.MIXTRAL,

@@ -109,7 +109,7 @@ FAMILY = Family(
         "a": ("projector_hidden_size", ""),
         "ao": ("projector_hidden_size", ""),
     },
-    proofs=_proofs.proven("hf", "torchtitan@0.3"),
+    proofs=_proofs.get_proofs("hf", "torchtitan@0.3"),
     config_signs=({"model_type": "muse_glimmer"},),
     tiny=dict(
         v=24,

@@ -45,7 +45,7 @@ FAMILY: Family = replace(
     layouts=("hf", "mlx", "mcore"),
     tables=(*arcee.FAMILY.tables, NORMS, NORM, MCORE_LAYER, MCORE_NORM),
     architecture="NemotronForCausalLM",
-    proofs=_proofs.proven("hf", "mcore", "mlx"),
+    proofs=_proofs.get_proofs("hf", "mcore", "mlx"),
     config_signs=({"model_type": "nemotron"},),
     megatron=_megatron.NEMOTRON,
 )

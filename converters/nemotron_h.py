@@ -157,7 +157,7 @@ FAMILY = Family(
         "taps": ("conv_kernel", ""),
         "i": ("num_hidden_layers", ""),
     },
-    proofs=_proofs.proven("hf", "hf-v5", "mlx"),
+    proofs=_proofs.get_proofs("hf", "hf-v5", "mlx"),
     config_signs=({"model_type": "nemotron_h"},),
     tiny=dict(
         v=24,

@@ -29,5 +29,5 @@ FAMILY: Family = replace(
     layouts=("hf",),
     architecture="OlmoForCausalLM",
     config_signs=({"model_type": "olmo"},),
-    proofs=_proofs.proven("hf"),
+    proofs=_proofs.get_proofs("hf"),
 )

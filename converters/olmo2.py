@@ -47,7 +47,7 @@ FAMILY = Family(
     architecture="Olmo2ForCausalLM",
     ties=(Tie("output", of="embed", stored_in=("olmo-core",)),),
     sizes=SIZES,
-    proofs=_proofs.proven("hf", "olmo-core", "olmo", "mlx"),
+    proofs=_proofs.get_proofs("hf", "olmo-core", "olmo", "mlx"),
     config_signs=({"model_type": "olmo2"},),
     tiny=dict(v=24, d=16, f=12, h=8, k=4, e=4, i=2),
 )

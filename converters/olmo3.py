@@ -16,6 +16,6 @@ FAMILY: Family = replace(
     title="OLMo 3",
     layouts=("hf", "olmo-core", "mlx"),
     architecture="Olmo3ForCausalLM",
-    proofs=_proofs.proven("hf", "olmo-core", "mlx"),
+    proofs=_proofs.get_proofs("hf", "olmo-core", "mlx"),
     config_signs=({"model_type": "olmo3"},),
 )

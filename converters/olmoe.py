@@ -72,7 +72,7 @@ FAMILY = Family(
     ties=(Tie("output", of="embed"),),
     composite={"h": ("k", "q")},
     sizes={**SIZES, "x": ("num_experts", "")},
-    proofs=_proofs.proven("hf", "hf-v5", "mlx", "mcore", "mcore-local"),
+    proofs=_proofs.get_proofs("hf", "hf-v5", "mlx", "mcore", "mcore-local"),
     config_signs=({"model_type": "olmoe"},),
     megatron=_megatron.OLMOE,
     tiny=dict(v=24, d=16, f=12, h=8, k=4, e=4, x=4, i=2),

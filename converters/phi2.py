@@ -46,7 +46,7 @@ FAMILY = Family(
     architecture="PhiForCausalLM",
     ties=(Tie("output", of="embed"),),
     sizes=SIZES,
-    proofs=_proofs.proven("hf", "mlx"),
+    proofs=_proofs.get_proofs("hf", "mlx"),
     config_signs=({"model_type": "phi"},),
     tiny=dict(v=24, d=20, f=12, h=10, k=5, e=2, i=2),
 )

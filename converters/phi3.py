@@ -51,7 +51,7 @@ FAMILY = Family(
     ties=(Tie("output", of="embed", stored_in=("torchtune",)),),
     composite={"h": ("k", "q")},
     sizes=SIZES,
-    proofs=_proofs.proven("hf", "torchtune", "mlx", "mcore"),
+    proofs=_proofs.get_proofs("hf", "torchtune", "mlx", "mcore"),
     config_signs=({"model_type": "phi3"},),
     megatron=_megatron.PHI3,
     tiny=dict(v=24, d=16, f=12, h=8, k=4, e=4, i=2),

@@ -63,12 +63,12 @@ adapter_w2               d a   linear_2.weight             linear_2.weight      
 adapter_w2_bias?adapter  d     linear_2.bias               linear_2.bias                        w_out.bias
 """  # noqa: E501
 
-SEES = (
+VISION_FACTS = (
     Fact("image_token_index", "vision_encoder.image_token_id", "count", default=10, absent=10),
     Fact("vision_config.image_size", "vision_encoder.image_size", "count", default=1024),
     Fact("vision_config.rope_theta", "vision_encoder.rope_theta", default=10000.0, absent=10000.0),
 )
-SEES_RULES = (
+VISION_RULES = (
     Rule("model_type", ("llava",), "it is Pixtral"),
     Rule("vision_feature_layer", (-1,), "Mistral's adapter uses the last layer"),
     Rule("vision_config.model_type", ("pixtral",), "the vision tower must be Pixtral's"),
@@ -88,8 +88,8 @@ PROCESSOR = (
 STYLE: ParamsStyle = replace(
     mistral.STYLE,
     within="text_config",
-    around=(*SEES, BIASED),
-    around_rules=(*SEES_RULES, FULL),
+    around=(*VISION_FACTS, BIASED),
+    around_rules=(*VISION_RULES, FULL),
     silent=(*mistral.STYLE.silent, *PROCESSOR),
 )
 
@@ -124,7 +124,7 @@ FAMILY = Family(
         "ph": ("vision_config.patch_size", "vision_encoder.patch_size"),
         "j": ("vision_config.num_hidden_layers", "vision_encoder.num_hidden_layers"),
     },
-    proofs=_proofs.proven("hf", "hf-v5", "mistral"),
+    proofs=_proofs.get_proofs("hf", "hf-v5", "mistral"),
     config_signs=({"model_type": "llava"},),
     params_signs=({"vision_encoder": PRESENT},),
     params=STYLE,

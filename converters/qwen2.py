@@ -75,7 +75,7 @@ FAMILY = Family(
     ties=(Tie("output", of="embed"),),
     composite={"h": ("k", "q")},
     sizes=SIZES,
-    proofs=_proofs.proven("hf", "torchtune", "mlx", "gguf", "mcore"),
+    proofs=_proofs.get_proofs("hf", "torchtune", "mlx", "gguf", "mcore"),
     config_signs=({"model_type": "qwen2"},),
     megatron=_megatron.QWEN2,
     tiny=dict(v=24, d=16, f=12, h=8, k=4, e=2, i=2),

@@ -96,7 +96,7 @@ FAMILY: Family = replace(
         "vt": ("vision_config.temporal_patch_size", ""),
         "u": ("vision_config.depth", ""),
     },
-    proofs=_proofs.proven("hf", "hf-v5", "mlx", mlx=_proofs.MLX_VLM),
+    proofs=_proofs.get_proofs("hf", "hf-v5", "mlx", mlx=_proofs.MLX_VLM),
     config_signs=({"model_type": "qwen2_5_vl"},),
     megatron=None,
     tiny={**qwen2.FAMILY.tiny, **VISION_TINY, "u": 2},

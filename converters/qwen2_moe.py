@@ -121,7 +121,7 @@ FAMILY = Family(
         "s": ("shared_expert_intermediate_size", ""),
         "i": ("num_hidden_layers", ""),
     },
-    proofs=_proofs.proven("hf", "hf-v5", "mlx", "mcore", "mcore-local"),
+    proofs=_proofs.get_proofs("hf", "hf-v5", "mlx", "mcore", "mcore-local"),
     config_signs=({"model_type": "qwen2_moe"},),
     megatron=_megatron.QWEN2_MOE,
     tiny=dict(v=24, d=20, f=12, h=8, k=4, e=6, x=4, m=10, s=14, i=2),

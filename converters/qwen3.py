@@ -102,7 +102,7 @@ FAMILY: Family = replace(
     # The head dimension follows from the norms; where config.json leaves it out, it is not d / h.
     formulas=(("e", "head_dim"),),
     sizes={axis: names for axis, names in qwen2.FAMILY.sizes.items() if axis != "e"},
-    proofs=_proofs.proven("hf", "torchtitan@0.3", "torchtitan@0.2", "mlx", "gguf", "mcore"),
+    proofs=_proofs.get_proofs("hf", "torchtitan@0.3", "torchtitan@0.2", "mlx", "gguf", "mcore"),
     config_signs=({"model_type": "qwen3"},),
     megatron=_megatron.QWEN3,
     tiny=dict(v=24, d=20, f=12, h=8, k=4, e=6, i=2),

@@ -194,12 +194,12 @@ FAMILY: Family = replace(
     architecture="Qwen3_5ForConditionalGeneration",
     ties=(Tie("output", of="embed", stored_in=("torchtitan@0.3",)),),
     formulas=(*VISION_FORMULAS, ("dd", "2 * text_config.hidden_size")),
-    kinds=tuple(kind.within("text_config") for kind in qwen3_5_text.FAMILY.kinds),
+    kinds=tuple(kind.with_prefix("text_config") for kind in qwen3_5_text.FAMILY.kinds),
     sizes={
         **{axis: ("text_config." + n[0], "") for axis, n in qwen3_5_text.SIZES.items()},
         **VISION_SIZES,
     },
-    proofs=_proofs.proven("hf", "torchtitan@0.3", "mlx", mlx=_proofs.MLX_VLM),
+    proofs=_proofs.get_proofs("hf", "torchtitan@0.3", "mlx", mlx=_proofs.MLX_VLM),
     config_signs=({"model_type": "qwen3_5", "vision_config": PRESENT},),
     tiny={**qwen3_5_text.FAMILY.tiny, **VISION_TINY},
 )

@@ -52,17 +52,19 @@ FAMILY: Family = replace(
             "layers.{i}.moe.expert_bias_E",
             "Qwen 3.5 routes without a bias for load balancing",
             zeros="x",
-            beside="router",
+            next_to="router",
         ),
     ),
     ties=(Tie("output", of="embed", stored_in=("torchtitan@0.3",)),),
     formulas=(*qwen3_5.VISION_FORMULAS, ("dd", "2 * text_config.hidden_size")),
-    kinds=tuple(kind.within("text_config") for kind in qwen3_5_text.FAMILY.kinds),
+    kinds=tuple(kind.with_prefix("text_config") for kind in qwen3_5_text.FAMILY.kinds),
     sizes={
         **{axis: ("text_config." + n[0], "") for axis, n in qwen3_5_moe_text.SIZES.items()},
         **qwen3_5.VISION_SIZES,
     },
-    proofs=_proofs.proven("hf", "hf-3.5", "hf-fresh", "torchtitan@0.3", "mlx", mlx=_proofs.MLX_VLM),
+    proofs=_proofs.get_proofs(
+        "hf", "hf-3.5", "hf-fresh", "torchtitan@0.3", "mlx", mlx=_proofs.MLX_VLM
+    ),
     config_signs=({"model_type": "qwen3_5_moe", "vision_config": PRESENT},),
     tiny={**qwen3_5_moe_text.FAMILY.tiny, **qwen3_5.VISION_TINY},
 )

@@ -89,7 +89,7 @@ FAMILY: Family = replace(
     architecture="Qwen3_5MoeForCausalLM",
     kinds=qwen3_5_text.FAMILY.kinds,
     sizes={axis: (f"{name}|text_config.{name}", "") for axis, (name, _) in SIZES.items()},
-    proofs=_proofs.proven("hf", "hf-3.5", "hf-fresh", "mlx"),
+    proofs=_proofs.get_proofs("hf", "hf-3.5", "hf-fresh", "mlx"),
     config_signs=(
         {"model_type": "qwen3_5_moe_text"},
         {"model_type": "qwen3_5_moe", "vision_config": None},

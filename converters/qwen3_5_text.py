@@ -118,7 +118,7 @@ FAMILY: Family = replace(
         LayerKind("full", every="full_attention_interval"),
     ),
     sizes={axis: (f"{name}|text_config.{name}", "") for axis, (name, _) in SIZES.items()},
-    proofs=_proofs.proven("hf", "mlx"),
+    proofs=_proofs.get_proofs("hf", "mlx"),
     shown_by=("linear_a_log",),
     config_signs=(
         {"model_type": "qwen3_5_text"},

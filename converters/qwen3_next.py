@@ -191,7 +191,7 @@ FAMILY: Family = replace(
         "le": ("linear_value_head_dim", ""),
         "taps": ("linear_conv_kernel_dim", ""),
     },
-    proofs=_proofs.proven("hf", "hf-v5", "mlx", "mcore"),
+    proofs=_proofs.get_proofs("hf", "hf-v5", "mlx", "mcore"),
     config_signs=({"model_type": "qwen3_next"},),
     megatron=_megatron.QWEN3_NEXT,
     tiny=dict(qwen2_moe.FAMILY.tiny, lk=2, ld=5, lh=4, le=7, taps=3, dd=40, i=4, j=1),

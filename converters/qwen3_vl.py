@@ -78,7 +78,7 @@ FAMILY: Family = replace(
         **{axis: ("text_config." + n[0], "") for axis, n in qwen3.FAMILY.sizes.items()},
         **qwen3_5.VISION_SIZES,
     },
-    proofs=_proofs.proven("hf", "mlx", mlx=_proofs.MLX_VLM),
+    proofs=_proofs.get_proofs("hf", "mlx", mlx=_proofs.MLX_VLM),
     config_signs=({"model_type": "qwen3_vl"},),
     megatron=None,
     tiny={**qwen3.FAMILY.tiny, **qwen3_5.VISION_TINY, "w": 2},

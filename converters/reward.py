@@ -31,7 +31,7 @@ FAMILY: Family = replace(
     ties=(),
     sizes=SIZES,
     repeated=(),
-    proofs=_proofs.proven("hf", "torchtune"),
+    proofs=_proofs.get_proofs("hf", "torchtune"),
     config_signs=(
         {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
         {"model_type": "mistral", "architectures": ["MistralForSequenceClassification"]},

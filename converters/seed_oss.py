@@ -16,5 +16,5 @@ FAMILY: Family = replace(
     aliases=("seedoss",),
     architecture="SeedOssForCausalLM",
     config_signs=({"model_type": "seed_oss"},),
-    proofs=_proofs.proven("hf", "mlx"),
+    proofs=_proofs.get_proofs("hf", "mlx"),
 )

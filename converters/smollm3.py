@@ -16,6 +16,6 @@ FAMILY: Family = replace(
     aliases=("smollm_3",),
     architecture="SmolLM3ForCausalLM",
     tied=True,
-    proofs=_proofs.proven("hf", "mlx"),
+    proofs=_proofs.get_proofs("hf", "mlx"),
     config_signs=({"model_type": "smollm3"},),
 )

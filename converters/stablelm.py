@@ -38,6 +38,6 @@ FAMILY = Family(
     demands=(Demand(("serial",), {"use_parallel_residual": UNCHOSEN}),),
     sizes=SIZES,
     config_signs=({"model_type": "stablelm"},),
-    proofs=_proofs.proven("hf", "mlx"),
+    proofs=_proofs.get_proofs("hf", "mlx"),
     tiny=dict(v=24, d=16, f=12, h=8, k=4, e=2, i=2),
 )

@@ -60,7 +60,7 @@ FAMILY = Family(
     tied=True,
     composite={"h": ("k", "q")},
     sizes=SIZES,
-    proofs=_proofs.proven("hf", "mlx", "mcore"),
+    proofs=_proofs.get_proofs("hf", "mlx", "mcore"),
     config_signs=({"model_type": "starcoder2"},),
     megatron=_megatron.STARCODER2,
     tiny=dict(v=24, d=16, f=12, h=8, k=4, e=4, i=2),

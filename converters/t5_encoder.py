@@ -51,7 +51,7 @@ FAMILY = Family(
         "n": ("relative_attention_num_buckets", ""),
         "i": ("num_layers", ""),
     },
-    proofs=_proofs.proven("hf", "torchtune"),
+    proofs=_proofs.get_proofs("hf", "torchtune"),
     config_signs=({"model_type": "t5"},),
     tiny=dict(v=24, d=16, f=12, h=4, e=8, n=10, i=2),
 )

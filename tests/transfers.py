@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Extent, TensorEntry, row_major
 from ckptctl.planner.plan import TargetBox
-from ckptctl.planner.strided import Strided
+from ckptctl.planner.strided import StridedTensor
 
 Groups = Sequence[Sequence[int]]
 """For each dimension the axes grouped in it, outermost first."""
@@ -48,7 +48,9 @@ def target(
     return TargetBox(file, offset, tuple(start or (0,) * len(sizes)), tuple(sizes), steps, record)
 
 
-def regrouped(tensor: Strided, axes: Sequence[int], before: Groups, after: Groups) -> Strided:
+def regrouped(
+    tensor: StridedTensor, axes: Sequence[int], before: Groups, after: Groups
+) -> StridedTensor:
     """Return a tensor with its axes grouped into other dimensions."""
     assert tensor.shape == tuple(math.prod(axes[axis] for axis in group) for group in before)
     for dim in reversed(range(len(before))):

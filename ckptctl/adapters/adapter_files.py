@@ -29,19 +29,19 @@ from ckptctl.formats.peft import CONFIG as ADAPTER_CONFIG
 from ckptctl.formats.sidecar_files import documents
 from ckptctl.planner.config_facts import Json
 from ckptctl.planner.mapping.adapters import (
-    PEFT,
-    RANKED,
-    ROLES,
-    SCALED_BIASES,
-    SUFFIX,
+    ADAPTER_SUFFIX,
+    FACTOR_ROLES,
+    PEFT_LAYOUTS,
+    RANK_FIRST_SUFFIXES,
+    SCALED_BIAS_LAYOUTS,
+    find_scaled_biases,
+    get_module_name,
     is_adapter,
     is_factor,
-    lone_factors,
-    module_of,
-    scaled_biases,
+    list_unpaired_factors,
 )
-from ckptctl.planner.mapping.mapped import compose
-from ckptctl.planner.mapping.tensors import Change
+from ckptctl.planner.mapping.mapped import compose_tensors
+from ckptctl.planner.mapping.tensors import LayoutChange
 from ckptctl.units import counted
 
 
@@ -65,11 +65,11 @@ def describe_adapter(draft: Draft) -> Draft:
     return replace(draft, adapter={**(config or {}), "lora_alpha": known.alpha})
 
 
-def carries(change: Change) -> tuple[str, ...]:
+def carries(change: LayoutChange) -> tuple[str, ...]:
     """List the PEFT config fields that come with tensors and that the output can store."""
-    if change.target_layout not in (None, *PEFT):
+    if change.target_layout not in (None, *PEFT_LAYOUTS):
         return ()
-    return SINGLE if change.identity else TRAINED
+    return SINGLE if change.keeps_names else TRAINED
 
 
 def adapter_files(draft: Draft) -> Draft:
@@ -78,7 +78,7 @@ def adapter_files(draft: Draft) -> Draft:
         return draft
     catalog, assets = draft.catalog, draft.assets
     target, change = draft.target, draft.change
-    alone = lone_factors(catalog.tensors)
+    alone = list_unpaired_factors(catalog.tensors)
     if alone:
         raise UnsupportedError(
             f"{counted(len(alone), 'layer has', 'layers have')} only one LoRA factor",
@@ -93,12 +93,12 @@ def adapter_files(draft: Draft) -> Draft:
         carries=TRAINED if carried and target.single_file else carried,
     )
     ranks = {
-        module_of(key): composed.shape[0]
-        for key, composed in compose(change.tensors).items()
-        if key.endswith(RANKED)
+        get_module_name(key): composed.shape[0]
+        for key, composed in compose_tensors(change.tensors).items()
+        if key.endswith(RANK_FIRST_SUFFIXES)
     }
     _require_same_biases(change, assets)
-    peft = change.target_layout in (None, *PEFT)
+    peft = change.target_layout in (None, *PEFT_LAYOUTS)
     if not peft and not known.plain:
         raise RefusedError(
             f"layout {change.target_layout} supports only one rank and one alpha for all modules",
@@ -114,7 +114,7 @@ def adapter_files(draft: Draft) -> Draft:
         draft.notes.add(f"{note}; set {them} in the program that loads it")
         return draft
     content = config and renamed(config, change)
-    if peft and (config is None or change.source_layout not in (None, *PEFT)):
+    if peft and (config is None or change.source_layout not in (None, *PEFT_LAYOUTS)):
         roles = (item.logical.partition(".")[0] for item in change.tensors)
         dora = any(role.endswith("-magnitude") for role in roles)
         content = adapter_config(ranks, known, config, dora, (change.sizes or {}).get("i"))
@@ -124,21 +124,21 @@ def adapter_files(draft: Draft) -> Draft:
     return replace(draft, written=new, copies=own)
 
 
-def _require_same_biases(change: Change, assets: Assets) -> None:
+def _require_same_biases(change: LayoutChange, assets: Assets) -> None:
     """Raise if source and target programs treat DoRA of layers with a bias differently."""
     layouts = (change.source_layout or "", change.target_layout or "")
-    scaling = [layout for layout in layouts if layout in SCALED_BIASES]
+    scaling = [layout for layout in layouts if layout in SCALED_BIAS_LAYOUTS]
     if len(scaling) != 1 or change.family is None:
         return
-    base = families.family(change.family.name.removesuffix(SUFFIX))
+    base = families.family(change.family.name.removesuffix(ADAPTER_SUFFIX))
     stated = assets.documents.get("config.json", {}).get("attention_bias") is True
-    biases = scaled_biases(base, scaling[0])
+    biases = find_scaled_biases(base, scaling[0])
     sure = {t.name.partition(".")[0] for t in base.tensors.values() if stated or not t.optional}
     found = [
         item.sources[0].key
         for item in change.tensors
         for logical, _, role in [item.logical.partition(".")[0].rpartition("-")]
-        if role == ROLES[2] and biases.get(logical) in sure
+        if role == FACTOR_ROLES[2] and biases.get(logical) in sure
     ]
     if found:
         raise RefusedError(
@@ -193,10 +193,10 @@ def adapter_config(
 # ------------------------------------------------------------------- other names of one model
 
 
-def renamed(config: Json, change: Change) -> Json:
+def renamed(config: Json, change: LayoutChange) -> Json:
     """Return the PEFT config of an adapter whose layers get the names of another layout."""
     views = {item.sources[0].key: item.targets[0].key for item in change.tensors}
-    versions = {change.source_layout, change.target_layout} <= {*PEFT}
+    versions = {change.source_layout, change.target_layout} <= {*PEFT_LAYOUTS}
     return under_other_names(config, views) if versions else config
 
 
@@ -204,7 +204,9 @@ def under_other_names(config: Json, views: Mapping[str, str]) -> Json:
     """Rename modules in a PEFT config by *views*, which maps old tensor names to new ones."""
     if all(old == new for old, new in views.items()):
         return config
-    factors = {module_of(old): module_of(new) for old, new in views.items() if is_factor(old)}
+    factors = {
+        get_module_name(old): get_module_name(new) for old, new in views.items() if is_factor(old)
+    }
     whole = {_module(old): _module(new) for old, new in views.items() if not is_factor(old)}
     listed = config.get(TARGETS)
     single = listed if isinstance(listed, list) else []
@@ -234,7 +236,7 @@ def under_other_names(config: Json, views: Mapping[str, str]) -> Json:
 
 def _module(key: str) -> str:
     """Return the module of a fully trained tensor (PEFT's ``modules_to_save``)."""
-    return module_of(key).rpartition(".")[0].removesuffix(".base_layer")
+    return get_module_name(key).rpartition(".")[0].removesuffix(".base_layer")
 
 
 def _under_other_names(stated: object, modules: Mapping[str, str]) -> list[str]:

@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 from ckptctl.catalog import Computed, Input, TensorEntry, computed_name
 from ckptctl.errors import MappingError, UnsupportedError, listed, spell_option
-from ckptctl.planner.copying.blocks import is_view, rearranged, view
+from ckptctl.planner.copying.blocks import build_rearranged_file, build_view, is_view
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.adapters import (
-    APART,
-    ROLES,
-    adapters_apart,
-    models_apart,
-    scaled_biases,
+    FACTOR_ROLES,
+    UNFUSED,
+    derive_unfused_adapters,
+    derive_unfused_model,
+    find_scaled_biases,
 )
-from ckptctl.planner.mapping.mapped import ComposedTensor, compose
+from ckptctl.planner.mapping.mapped import ComposedTensor, compose_tensors
 from ckptctl.planner.mapping.source import SurplusError
 from ckptctl.planner.mapping.tensors import map_tensors
-from ckptctl.planner.strided import Strided
+from ckptctl.planner.strided import StridedTensor
 from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
@@ -44,10 +44,10 @@ class Delta:
     key: str
     rows: range
     factors: tuple[str, str]
-    a: Strided
-    b: Strided
-    magnitude: Strided | None = None
-    beneath: Strided | None = None
+    a: StridedTensor
+    b: StridedTensor
+    magnitude: StridedTensor | None = None
+    beneath: StridedTensor | None = None
     bias: tuple[str, int] | None = None
 
 
@@ -62,7 +62,7 @@ class Deltas:
     """
 
     changed: tuple[Delta, ...]
-    replaced: Mapping[str, Strided]
+    replaced: Mapping[str, StridedTensor]
     pinned: frozenset[str]
     logical: frozenset[str] = frozenset()
 
@@ -90,7 +90,7 @@ def deltas(
     both = f"adapter `{paths[1]}` and model `{paths[0]}`"
     try:
         model = map_tensors(
-            models_apart(base, layouts[0]), layouts[0], APART, shapes, sizes, partial=True,
+            derive_unfused_model(base, layouts[0]), layouts[0], UNFUSED, shapes, sizes, partial=True,
             tied=False, lists=lists,
         )  # fmt: skip
     except SurplusError as error:
@@ -100,7 +100,7 @@ def deltas(
     held = {key: entry.shape for key, entry in factors.items()}
     try:
         adapter = map_tensors(
-            adapters_apart(base, layouts[0]), layouts[1], APART, held, known, partial=True,
+            derive_unfused_adapters(base, layouts[0]), layouts[1], UNFUSED, held, known, partial=True,
             tied=False, lists=lists,
         )  # fmt: skip
     except SurplusError as error:
@@ -109,7 +109,7 @@ def deltas(
             where=both,
             hint="check that the adapter belongs to this model",
         ) from error
-    composed = compose(model.tensors), compose(adapter.tensors)
+    composed = compose_tensors(model.tensors), compose_tensors(adapter.tensors)
     return _Formulas(base, layouts, *composed, shapes, factors).result(both)
 
 
@@ -173,7 +173,7 @@ class _Formulas:
                 f"others, convert the model with {spell_option('--untie')} first",
             )
         changed: dict[object, Delta] = {}
-        replaced: dict[str, Strided] = {}
+        replaced: dict[str, StridedTensor] = {}
         pinned: set[str] = set()
         for name, roles in self.parts.items():
             key = _source(self.model[name])
@@ -191,12 +191,12 @@ class _Formulas:
         return Deltas(tuple(changed.values()), replaced, frozenset(pinned), logical)
 
     def _delta(self, name: str, roles: Mapping[str, ComposedTensor]) -> Delta:
-        for role in ROLES[:2]:
+        for role in FACTOR_ROLES[:2]:
             if role not in roles:
                 there = _source(next(iter(roles.values())))
                 raise UnsupportedError(f"`{there}` has no matching `{role}`", where=there)
         layer = self.model[name]
-        a, b, magnitude = (roles.get(role) for role in ROLES)
+        a, b, magnitude = (roles.get(role) for role in FACTOR_ROLES)
         assert a is not None and b is not None
         ranks = a.shape[0], b.shape[-1]
         if ranks[0] != ranks[1] or not ranks[0]:
@@ -209,20 +209,20 @@ class _Formulas:
             _source(layer),
             range(self.shapes[_source(layer)][0]) if rows is None else rows,
             (_source(a), _source(b)),
-            a.elements(self.factors),
+            a.bind_entries(self.factors),
             self._rows_of(layer, b),
             self._rows_of(layer, magnitude) if magnitude else None,
             self._replacement(name, roles["beneath"]) if "beneath" in roles else None,
             self._bias(name) if magnitude else None,
         )
 
-    def _rows_of(self, layer: ComposedTensor, item: ComposedTensor) -> Strided:
+    def _rows_of(self, layer: ComposedTensor, item: ComposedTensor) -> StridedTensor:
         """Return the rows of a factor or magnitude that belong to the rows of *layer*.
 
         If the parts of the tensor are interleaved, all its rows are returned, shared by its parts.
         """
         if _rows(layer) is not None and _rows(item) is not None:
-            return item.elements(self.factors)
+            return item.bind_entries(self.factors)
         stored = self.factors[_source(item)]
         alike = stored.shape[0] == self.shapes[_source(layer)][0]
         if not alike or _along_rows(layer) != _along_rows(item):
@@ -232,12 +232,12 @@ class _Formulas:
                 where=f"tensors `{_source(layer)}` and `{_source(item)}`",
                 hint="convert the adapter to `peft`, or the model to the adapter's layout, first",
             )
-        return Strided.whole(stored)
+        return StridedTensor.from_entry(stored)
 
     def _bias(self, name: str) -> tuple[str, int] | None:
         """Find the bias that DoRA scales with a layer, and the index of its first element."""
         head, dot, rest = name.partition(".")
-        bias = scaled_biases(self.base, self.layouts[1]).get(head, "")
+        bias = find_scaled_biases(self.base, self.layouts[1]).get(head, "")
         item = self.model.get(f"{bias}{dot}{rest}")
         if item is None:
             return None
@@ -258,14 +258,14 @@ class _Formulas:
         )
         return next(leaves).dims[0]
 
-    def _replacement(self, name: str, saved: ComposedTensor) -> Strided:
+    def _replacement(self, name: str, saved: ComposedTensor) -> StridedTensor:
         """Return an adapter tensor in the form in which the model stores the one it replaces."""
         old, new = self.model[name], self.factors[_source(saved)]
-        if len(saved.sources) == 1 and not saved.sources[0].plus:
-            if new.shape == self.shapes[_source(old)] and saved.place == old.place:
-                return Strided.whole(new)
-            if old.renames:
-                return saved.elements(self.factors)
+        if len(saved.sources) == 1 and not saved.sources[0].offset:
+            if new.shape == self.shapes[_source(old)] and saved.arrangement == old.arrangement:
+                return StridedTensor.from_entry(new)
+            if old.is_rename:
+                return saved.bind_entries(self.factors)
         raise MappingError(
             "a tensor that the adapter replaces is stored differently in the model",
             where=f"tensor `{_source(saved)}`",
@@ -274,12 +274,12 @@ class _Formulas:
         )
 
 
-def as_input(root: TreePath, tensor: Strided, computed: dict[str, Computed]) -> Input:
+def as_input(root: TreePath, tensor: StridedTensor, computed: dict[str, Computed]) -> Input:
     """Return an adapter tensor as a view, or as a virtual file that is added to *computed*."""
     if tensor.parts and is_view(tensor):
-        return Input(root, view(tensor.parts[0].of, tensor))
-    made = rearranged(root, tensor)
-    stored = tensor.parts[0].of.name if tensor.parts else ""
+        return Input(root, build_view(tensor.parts[0].entry, tensor))
+    made = build_rearranged_file(root, tensor)
+    stored = tensor.parts[0].entry.name if tensor.parts else ""
     name = computed_name(f"adapter/{stored}{tensor.shape}@{len(computed)}")
     computed[name] = made
     return Input(root, made.entry(stored, (stored,), name))
@@ -290,7 +290,7 @@ def _source(item: ComposedTensor) -> str:
 
 
 def _piece(item: ComposedTensor) -> tuple[str, object]:
-    return _source(item), item.place
+    return _source(item), item.arrangement
 
 
 def _rows(item: ComposedTensor) -> range | None:

@@ -49,11 +49,11 @@ from ckptctl.conversion.sources import located
 from ckptctl.errors import MappingError, RefusedError, UnsupportedError, listed, spell_option
 from ckptctl.formats.peft import CONFIG
 from ckptctl.planner.config_facts import Json
-from ckptctl.planner.copying.blocks import view
+from ckptctl.planner.copying.blocks import build_view
 from ckptctl.planner.layouts import HF, Family
-from ckptctl.planner.mapping.adapters import PREFIX, is_factor, module_of
-from ckptctl.planner.mapping.matching import match
-from ckptctl.planner.strided import Strided
+from ckptctl.planner.mapping.adapters import PEFT_PREFIX, get_module_name, is_factor
+from ckptctl.planner.mapping.matching import match_keys
+from ckptctl.planner.strided import StridedTensor
 from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
@@ -100,7 +100,7 @@ def _target(
     held: Mapping[str, TensorEntry],
 ) -> Iterator[AdaptedParameter]:
     """Yield the parameter that a module's factors change, if it is not a regular linear layer."""
-    inside = _NESTED.sub("", module).removeprefix(PREFIX)
+    inside = _NESTED.sub("", module).removeprefix(PEFT_PREFIX)
     called = [f"{inside}.{one.rpartition('.')[2]}" for one in stated if _ends(inside, one)]
     if not called:
         return
@@ -180,8 +180,8 @@ def changes(
         a, b = factors[f"{one.module}{A}"], factors[f"{one.module}{B}"]
         rows = held[one.key].shape[-2]
         rank = a.shape[0] // one.experts
-        by_expert = Strided.whole(a).split(0, (one.experts, rank))
-        across = Strided.whole(b).split(1, (rank, one.experts))
+        by_expert = StridedTensor.from_entry(a).split(0, (one.experts, rank))
+        across = StridedTensor.from_entry(b).split(1, (rank, one.experts))
         for expert in range(one.experts):
             left, right = across.select(2, expert), by_expert.select(0, expert)
             if not one.swapped:
@@ -241,27 +241,27 @@ def _renamed(
 ) -> tuple[Catalog, Json]:
     """Rename tensors that are in no stack to the names of layout *target*."""
     keys = {
-        module_of(name) + WEIGHT if is_factor(name) else name.removeprefix(PREFIX): name
+        get_module_name(name) + WEIGHT if is_factor(name) else name.removeprefix(PEFT_PREFIX): name
         for name in catalog.tensors
     }
-    leaves = family.layout(target).leaves
+    leaves = family.get_layout(target).leaves
     names: dict[str, str] = {}
-    for group in match(family, family.layout(source), keys).groups:
+    for group in match_keys(family, family.get_layout(source), keys).groups:
         tensor, leaf = group.stored.parts[0]
         other = leaves.get(tensor.name)
-        if leaf.spread or other is None or other.spread or leaf.key == other.key:
+        if leaf.spread_axes or other is None or other.spread_axes or leaf.key == other.key:
             continue
-        if leaf.place != other.place:
+        if leaf.placement != other.placement:
             raise MappingError(
                 f"layouts {source} and {target} store a layer of the adapter differently",
                 where=f"tensor `{keys[group.keys[0]]}`",
                 hint=f"convert its model to layout {source} first, with "
                 f"{spell_option(f'--to-layout {source}')}",
             )
-        for key, values in zip(group.keys, group.points(tensor.indices), strict=True):
-            new = other.key.key(dict(zip(tensor.indices, values, strict=True)))
-            end = keys[key].removeprefix(PREFIX + key.removesuffix(WEIGHT))
-            names[keys[key]] = PREFIX + (new.removesuffix(WEIGHT) + end if end else new)
+        for key, values in zip(group.keys, group.iterate_values(tensor.indices), strict=True):
+            new = other.key.format_key(dict(zip(tensor.indices, values, strict=True)))
+            end = keys[key].removeprefix(PEFT_PREFIX + key.removesuffix(WEIGHT))
+            names[keys[key]] = PEFT_PREFIX + (new.removesuffix(WEIGHT) + end if end else new)
     views = {name: names.get(name, name) for name in catalog.tensors}
     tensors = {
         new: replace(catalog.tensors[old], name=new, path=(new,)) for old, new in views.items()
@@ -274,7 +274,7 @@ def with_experts_of(adapter: Catalog, known: Model, family: Family) -> Catalog:
     config = (described(adapter) or {}).get(TARGETS)
     if not config or not stacked(family) or stack_keys(family, known.tensors):
         return adapter
-    modules = {module_of(name).split(".base_layer")[0] for name in adapter.tensors}
+    modules = {get_module_name(name).split(".base_layer")[0] for name in adapter.tensors}
     if all(one.key.rpartition(".")[0] not in modules for one in stacks(adapter, known.config)):
         return adapter
     return with_experts(adapter, {"config.json": known.config or {}}, "apart")
@@ -309,7 +309,7 @@ def _apart(catalog: Catalog, config: Json, stacks: Sequence[Stack]) -> Catalog:
                 ranks[_every(part)], alphas[_every(part)] = rank, alpha
             kinds[part.modules[0].rpartition(".")[2]] = None
             for expert, module in enumerate(part.modules):
-                for entry in _of_expert(f"{PREFIX}{module}", a, b, one.experts, expert, part):
+                for entry in _of_expert(f"{PEFT_PREFIX}{module}", a, b, one.experts, expert, part):
                     tensors[entry.name] = replace(entry, alias_of=None)
     modules = _expression(config.get("target_modules"), by_key[found[0].key], list(kinds))
     gone = {spelled for one in found for spelled in (one.key, re.escape(one.key))}
@@ -335,9 +335,9 @@ def _of_expert(
     module: str, a: TensorEntry, b: TensorEntry, experts: int, expert: int, part: ExpertSlice
 ) -> Iterator[TensorEntry]:
     rank = a.shape[0] // experts
-    yield view(a, Strided.whole(a).narrow(0, expert * rank, rank), module + A)
-    rows = Strided.whole(b).narrow(0, part.start, part.rows)
-    yield view(b, rows.split(1, (rank, experts)).select(2, expert), module + B)
+    yield build_view(a, StridedTensor.from_entry(a).narrow(0, expert * rank, rank), module + A)
+    rows = StridedTensor.from_entry(b).narrow(0, part.start, part.rows)
+    yield build_view(b, rows.split(1, (rank, experts)).select(2, expert), module + B)
 
 
 def _expression(stated: object, stack: Stack, kinds: Sequence[str]) -> str:
@@ -366,9 +366,9 @@ def _together(catalog: Catalog, config: Json, stacks: Sequence[Stack]) -> Catalo
         raise RefusedError(
             "the adapter has no per-expert factors",
             where=catalog.path,
-            why=f"no tensor such as `{PREFIX}{stacks[0].parts[0].modules[0]}{A}` found",
+            why=f"no tensor such as `{PEFT_PREFIX}{stacks[0].parts[0].modules[0]}{A}` found",
         )
-    modules = [PREFIX + m for _, parts in found for part in parts for m in part.modules]
+    modules = [PEFT_PREFIX + m for _, parts in found for part in parts for m in part.modules]
     own = [f"{module}{end}" for module in modules for end in (A, B)]
     held = located(catalog, own).tensors
     tensors = {name: one for name, one in catalog.tensors.items() if name not in held}
@@ -381,7 +381,7 @@ def _together(catalog: Catalog, config: Json, stacks: Sequence[Stack]) -> Catalo
         siblings = in_module[stack.key.rpartition(".")[0]]
         # PEFT wraps the first parameter of a module first, so its factors are nested deepest.
         depth = len(siblings) - 1 - siblings.index(stack)
-        module = PREFIX + stack.key.rpartition(".")[0] + ".base_layer" * depth
+        module = PEFT_PREFIX + stack.key.rpartition(".")[0] + ".base_layer" * depth
         a, b, virtual = _joined(catalog.root, module, stack, parts, held)
         tensors |= {a.name: a, b.name: b}
         computed[b.extents[0].file] = virtual
@@ -395,13 +395,13 @@ def _present(catalog: Catalog, stack: Stack) -> list[ExpertSlice]:
     """Return the slices of a stack that the adapter has factors for, for all experts."""
     found = []
     for part in stack.parts:
-        there = [f"{PREFIX}{module}{A}" in catalog.tensors for module in part.modules]
+        there = [f"{PEFT_PREFIX}{module}{A}" in catalog.tensors for module in part.modules]
         if any(there) and not all(there):
             lacking = part.modules[there.index(False)]
             raise UnsupportedError(
                 f"{counted(there.count(False), 'expert has', 'experts have')} no factors in a "
                 "layer",
-                where=f"tensor `{PREFIX}{lacking}{A}`",
+                where=f"tensor `{PEFT_PREFIX}{lacking}{A}`",
                 why="a stack requires the factors of all its experts",
             )
         found += [part] if all(there) else []
@@ -416,14 +416,14 @@ def _joined(
     held: Mapping[str, TensorEntry],
 ) -> tuple[TensorEntry, TensorEntry, Computed]:
     """Return A and B of a stack, and the virtual file that computes B."""
-    first = held[f"{PREFIX}{parts[0].modules[0]}{A}"]
-    ranks = [held[f"{PREFIX}{part.modules[0]}{A}"].shape[0] for part in parts]
+    first = held[f"{PEFT_PREFIX}{parts[0].modules[0]}{A}"]
+    ranks = [held[f"{PEFT_PREFIX}{part.modules[0]}{A}"].shape[0] for part in parts]
     extents: list[Extent] = []
     inputs: list[Input] = []
     at = 0
     for expert in range(stack.experts):
         for part, rank in zip(parts, ranks, strict=True):
-            name = f"{PREFIX}{part.modules[expert]}"
+            name = f"{PEFT_PREFIX}{part.modules[expert]}"
             a, b = held[name + A], held[name + B]
             shapes = (rank, stack.inputs), (part.rows, rank)
             if (a.shape, b.shape) != shapes or {a.dtype, b.dtype} != {first.dtype}:
@@ -453,7 +453,7 @@ def _strength(
     known: Settings, parts: Iterable[ExpertSlice], held: Mapping[str, TensorEntry], rank: int
 ) -> float:
     """Return the alpha of a stack of *rank*, or raise if its experts differ in scale."""
-    keys = [f"{PREFIX}{module}{A}" for part in parts for module in part.modules]
+    keys = [f"{PEFT_PREFIX}{module}{A}" for part in parts for module in part.modules]
     scales = {known.scale(key, held[key].shape[0]): key for key in keys}
     if len(scales) > 1:
         raise RefusedError(
@@ -475,7 +475,7 @@ def _stacked_config(
     """Build the PEFT config for stacked experts and the other adapted modules."""
     experts = {m for _, parts in found for part in parts for m in part.modules}
     stacked = tuple(key.rpartition(".")[0] for key in strengths)
-    factors = {module_of(name): name for name in tensors if name.endswith(A)}
+    factors = {get_module_name(name): name for name in tensors if name.endswith(A)}
     others = [name for name in factors if name.split(".base_layer")[0] not in stacked]
     single = [name for name in others if as_parameter(name)]
     of_all = {**strengths}

@@ -11,11 +11,11 @@ from ckptctl import families
 from ckptctl.catalog import Catalog, TensorEntry
 from ckptctl.errors import MappingError, UnsupportedError, listed, spell_option
 from ckptctl.planner.config_facts import Json, read_sizes
-from ckptctl.planner.families.tables import Leaf, Tensor
+from ckptctl.planner.families.tables import Leaf, LogicalTensor
 from ckptctl.planner.families.templates import Template
 from ckptctl.planner.layouts import HF, Family
-from ckptctl.planner.mapping.detect import configured
-from ckptctl.planner.mapping.matching import match, slots
+from ckptctl.planner.mapping.detect import list_configured_families
+from ckptctl.planner.mapping.matching import list_indices, match_keys
 
 STACKED = "hf-v5"
 _NUMBER = re.compile(r"\.(\d+)(?=\.)")
@@ -71,7 +71,7 @@ class Stack:
 
 def family_of(catalog: Catalog, config: Json | None) -> Family:
     """Return the family of the adapter's model, or raise if its config.json does not tell."""
-    names = configured(families.families(), config) if config is not None else []
+    names = list_configured_families(families.families(), config) if config is not None else []
     if len(names) != 1:
         raise MappingError(
             "converting the experts of an adapter requires the configuration of its model",
@@ -101,13 +101,13 @@ def stacks(catalog: Catalog, config: Json | None) -> Iterator[Stack]:
         yield from _of_layers(family, parts, {**counts, **sizes})
 
 
-def stacked(family: Family) -> dict[Template, list[tuple[Tensor, Leaf, Leaf]]]:
+def stacked(family: Family) -> dict[Template, list[tuple[LogicalTensor, Leaf, Leaf]]]:
     """Map key templates of tensors that one layout stacks to their parts in both layouts."""
     if not {HF, STACKED} <= {*family.layouts}:
         return {}
-    apart = family.layout(HF).leaves
+    apart = family.get_layout(HF).leaves
     found = {}
-    for stored in family.layout(STACKED).stored:
+    for stored in family.get_layout(STACKED).stored:
         parts = [(t, leaf, apart[t.name]) for t, leaf in stored.parts if t.name in apart]
         own = [part for part in parts if _is_stack(part[1], part[2])]
         if own and len(own) == len(stored.parts):
@@ -118,7 +118,7 @@ def stacked(family: Family) -> dict[Template, list[tuple[Tensor, Leaf, Leaf]]]:
 def stack_keys(family: Family, keys: Collection[str]) -> dict[str, int]:
     """Map those of *keys* that stack experts to the number of linear layers in each."""
     known = stacked(family)
-    groups = match(family, family.layout(STACKED), keys).groups if known else ()
+    groups = match_keys(family, family.get_layout(STACKED), keys).groups if known else ()
     held = {group.stored.template: group.keys for group in groups}
     return {
         key: len({leaf.part for _, leaf, _ in parts})
@@ -129,12 +129,17 @@ def stack_keys(family: Family, keys: Collection[str]) -> dict[str, int]:
 
 def _is_stack(leaf: Leaf, apart: Leaf) -> bool:
     """Return whether *leaf* stacks the matrices that *apart* stores per expert."""
-    axes = apart.spread
-    return len(axes) == 1 and len(apart.dims) == 2 and leaf.dims[:1] == (axes,) and not leaf.spread
+    axes = apart.spread_axes
+    return (
+        len(axes) == 1
+        and len(apart.dims) == 2
+        and leaf.dims[:1] == (axes,)
+        and not leaf.spread_axes
+    )
 
 
 def _of_layers(
-    family: Family, parts: Sequence[tuple[Tensor, Leaf, Leaf]], sizes: Mapping[str, int]
+    family: Family, parts: Sequence[tuple[LogicalTensor, Leaf, Leaf]], sizes: Mapping[str, int]
 ) -> Iterator[Stack]:
     """Yield one stack for each layer."""
     tensor, leaf, apart = parts[0]
@@ -144,21 +149,21 @@ def _of_layers(
         if unknown:
             raise UnsupportedError(
                 f"config.json does not state the expert width of `{family.name}`",
-                where=f"{family.called(unknown)}",
+                where=f"{family.describe_size(unknown)}",
                 hint=f"convert the model to layout {STACKED} first, with "
                 f"{spell_option(f'--to-layout {STACKED}')}",
             )
         return math.prod(sizes[axis] for axis in axes)
 
-    (axis,) = apart.spread
+    (axis,) = apart.spread_axes
     swapped = leaf.dims[1] == apart.dims[0]
-    for values in slots(tensor, sizes):
+    for values in list_indices(tensor, sizes):
         named = dict(zip(tensor.indices, values, strict=True))
         start, made = 0, []
         for _, _, one in parts:
-            keys = (one.key.key({**named, axis: expert}) for expert in range(sizes[axis]))
+            keys = (one.key.format_key({**named, axis: expert}) for expert in range(sizes[axis]))
             rows = size(one.dims[0])
             modules = tuple(key.removesuffix(".weight") for key in keys)
             made.append(ExpertSlice(start, rows, modules))
             start += rows
-        yield Stack(leaf.key.key(named), size(apart.dims[1]), swapped, tuple(made))
+        yield Stack(leaf.key.format_key(named), size(apart.dims[1]), swapped, tuple(made))

@@ -25,9 +25,9 @@ from ckptctl.facts.agreement import disagreements
 from ckptctl.facts.contradictions import switched
 from ckptctl.formats.sidecar_files import DOCUMENTS
 from ckptctl.numerics.quantized import advised, dequantized, quantized
-from ckptctl.planner.config_facts import Json, fact_of
+from ckptctl.planner.config_facts import Json, name_axis_size
 from ckptctl.planner.layouts import Family
-from ckptctl.planner.mapping.tensors import Change
+from ckptctl.planner.mapping.tensors import LayoutChange
 
 
 def open_base(options: ConversionOptions, documents: Mapping[str, Json]) -> Model:
@@ -84,7 +84,7 @@ def understand_as_base(draft: Draft, base: Model, family: Family) -> Draft:
 def require_same_facts(draft: Draft, base: Model, family: Family) -> None:
     """Raise if the configs differ on sizes or switches, and note other differences."""
     own = [one for one in draft.assets.described if one.name in DOCUMENTS]
-    structure = {fact_of(family, axis) for axis in family.sizes} | switched(family).keys()
+    structure = {name_axis_size(family, axis) for axis in family.sizes} | switched(family).keys()
     structure |= {"tie_word_embeddings"}
     found = disagreements(family, [*own, *base.described])
     wrong = [one for one in found if one.fact in structure]
@@ -95,7 +95,7 @@ def require_same_facts(draft: Draft, base: Model, family: Family) -> None:
     draft.notes.add(*(f"{one}; the source's value is used" for one in others))
 
 
-def map_base(base: Model, layout: str) -> Change:
+def map_base(base: Model, layout: str) -> LayoutChange:
     """Map the tensors of the base to *layout*."""
     try:
         return agreed_change(base, base.tensors, LayoutRequest(layout))

@@ -18,13 +18,13 @@ from ckptctl.conversion.sources import located
 from ckptctl.errors import MappingError, listed, spell_option
 from ckptctl.facts.agreed_change import agreed_change
 from ckptctl.planner.config_facts import Json, read_sizes
-from ckptctl.planner.copying.blocks import rearranged
-from ckptctl.planner.families.declarations import looked_up, spellings
+from ckptctl.planner.copying.blocks import build_rearranged_file
+from ckptctl.planner.families.declarations import get_nested, split_aliases
 from ckptctl.planner.layouts import HF, Family
-from ckptctl.planner.mapping.detect import configured
-from ckptctl.planner.mapping.inner import ALONE, with_names_of
+from ckptctl.planner.mapping.detect import list_configured_families
+from ckptctl.planner.mapping.inner import SUBMODEL_LAYOUT, derive_submodel_family
 from ckptctl.planner.mapping.mapped import ComposedTensor
-from ckptctl.planner.mapping.tensors import Change, map_tensors
+from ckptctl.planner.mapping.tensors import LayoutChange, map_tensors
 
 
 def rename_text_model(draft: Draft, whole: Family) -> Draft | None:
@@ -35,25 +35,25 @@ def rename_text_model(draft: Draft, whole: Family) -> Draft | None:
     """
     catalog, assets, options = draft.catalog, draft.assets, draft.options
     config = assets.documents.get(CONFIG)
-    module = spellings(whole.sizes.get("d", ("", ""))[0])[0].rpartition(".")[0]
-    inner = looked_up(config or {}, module) if module else None
+    module = split_aliases(whole.sizes.get("d", ("", ""))[0])[0].rpartition(".")[0]
+    inner = get_nested(config or {}, module) if module else None
     if config is None or not isinstance(inner, dict):
         return None
-    if whole.name not in configured(families.families(), config):
+    if whole.name not in list_configured_families(families.families(), config):
         return None
     own = {k: one for k, one in catalog.documents.items() if k == CONFIG} or {CONFIG: inner}
     known = understand(catalog, own, Request(None, options.from_layout, options.root))
     part = families.families().get(known.model_type or "")
     if part is None or known.layout is None:
         return None
-    if part.name not in configured(families.families(), inner):
+    if part.name not in list_configured_families(families.families(), inner):
         return None
-    joint = with_names_of(part, known.layout, whole, HF)
+    joint = derive_submodel_family(part, known.layout, whole, HF)
     if joint is None:
         return None
     shapes = {name: entry.shape for name, entry in known.tensors.items()}
     sizes = read_sizes(part, inner)
-    change = map_tensors(joint, ALONE, HF, shapes, sizes, partial=True, tied=False)
+    change = map_tensors(joint, SUBMODEL_LAYOUT, HF, shapes, sizes, partial=True, tied=False)
     described = tuple(_nested(one, config, module) for one in assets.described)
     draft = replace(draft, assets=replace(assets, described=described), origins={})
     draft = rename_tensors(draft, change, known.root)
@@ -83,7 +83,7 @@ def rename_to_layout(draft: Draft, layout: str) -> Draft:
     return replace(draft, model=replace(known, catalog=draft.catalog, layout=layout, alike=()))
 
 
-def rename_tensors(draft: Draft, change: Change, root: str) -> Draft:
+def rename_tensors(draft: Draft, change: LayoutChange, root: str) -> Draft:
     """Rename the source's tensors as *change* does, without copying data.
 
     Raises:
@@ -92,7 +92,7 @@ def rename_tensors(draft: Draft, change: Change, root: str) -> Draft:
     catalog = draft.catalog
     zeros = {one.key for one in change.zeros}
     made = [one.targets[0].key for one in change.tensors if one.sources[0].key in zeros]
-    dropped = dict.fromkeys([*change.dropped, *(one.part.key for one in change.redundant)])
+    dropped = dict.fromkeys([*change.dropped_keys, *(one.part.key for one in change.redundant)])
     if dropped or made:
         raise MappingError(
             f"cannot rename the source for {spell_option('--fill-from')} without dropping or "
@@ -106,7 +106,7 @@ def rename_tensors(draft: Draft, change: Change, root: str) -> Draft:
     summed, parts = apply_change(catalog, change, root)
     old = {key: catalog.tensors[composed.sources[0].key] for key, composed in parts.items()}
     paths = {key: key_path_next_to(entry, root, key) for key, entry in old.items()}
-    moved = {key: one for key, one in parts.items() if not one.renames}
+    moved = {key: one for key, one in parts.items() if not one.is_rename}
     entries, files = make_virtual_tensors(
         summed, moved, root, f"{change.target_layout}/{root}", paths
     )
@@ -146,7 +146,7 @@ def make_virtual_tensors(
     files: dict[str, Computed] = {}
     for key, composed in parts.items():
         file = computed_name(label + key)
-        files[file] = made = rearranged(catalog.root, composed.elements(stored))
+        files[file] = made = build_rearranged_file(catalog.root, composed.bind_entries(stored))
         entries[key] = made.entry(root + key, paths[key], file)
     return entries, files
 

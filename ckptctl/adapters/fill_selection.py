@@ -11,10 +11,10 @@ from ckptctl.conversion.recognition.model import Model
 from ckptctl.errors import RefusedError, listed, spell_option
 from ckptctl.notes import Notes
 from ckptctl.numerics.quantized import glanced
-from ckptctl.planner.config_facts import Json, does_without, is_tied
-from ckptctl.planner.families.declarations import looked_up, spellings
+from ckptctl.planner.config_facts import Json, has_tied_embeddings, list_absent_heads
+from ckptctl.planner.families.declarations import get_nested, split_aliases
 from ckptctl.planner.layouts import HF, Family
-from ckptctl.planner.mapping.matching import Matched
+from ckptctl.planner.mapping.matching import MatchedKeys
 from ckptctl.units import counted
 
 PREDICTED = (
@@ -25,7 +25,7 @@ PREDICTED = (
 
 
 def find_unneeded_keys(
-    family: Family, there: Matched, config: Json | None, other: Json | None, notes: Notes
+    family: Family, there: MatchedKeys, config: Json | None, other: Json | None, notes: Notes
 ) -> set[str]:
     """Find keys of the base that the source's configuration excludes.
 
@@ -36,8 +36,8 @@ def find_unneeded_keys(
         other: The base's config.json.
         notes: Receives a note if MTP layers are skipped.
     """
-    out = {tie.tensor for tie in family.ties if is_tied(family, config)}
-    out |= does_without(family, config, base=False)
+    out = {tie.tensor for tie in family.ties if has_tied_embeddings(family, config)}
+    out |= list_absent_heads(family, config, is_base=False)
     predicting, few, many = (
         _predicting_tensors(family),
         _predicting_layers(family, config),
@@ -65,15 +65,15 @@ def _predicting_tensors(family: Family) -> set[str]:
     return {
         name
         for name, tensor in family.tensors.items()
-        if tensor.together == "mtp" or behind & set(tensor.indices)
+        if tensor.group == "mtp" or behind & set(tensor.indices)
     }
 
 
 def _predicting_layers(family: Family, config: Json | None) -> int | None:
     """Return the number of MTP layers that a configuration states, or None."""
-    module = spellings(family.sizes.get("d", ("", ""))[0])[0].rpartition(".")[0]
+    module = split_aliases(family.sizes.get("d", ("", ""))[0])[0].rpartition(".")[0]
     prefixes = ("", f"{module}.") if module else ("",)
-    found = (looked_up(config or {}, prefix + name) for name in PREDICTED for prefix in prefixes)
+    found = (get_nested(config or {}, prefix + name) for name in PREDICTED for prefix in prefixes)
     return next((number for number in found if type(number) is int), None)
 
 
@@ -125,7 +125,7 @@ def require_same_dtypes(
 
 def _is_pinned(draft: Draft, family: Family, key: str) -> bool:
     """Return whether a tensor is never cast, so its dtype may differ."""
-    found = next(family.layout(draft.model.layout or HF).table.all(key), None)
+    found = next(family.get_layout(draft.model.layout or HF).table.iterate_meanings(key), None)
     parts = getattr(found[0], "parts", ()) if found else ()
     return any(t.name.partition(".")[0] in family.pinned for t, _ in parts)
 

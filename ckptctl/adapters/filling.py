@@ -34,8 +34,8 @@ from ckptctl.errors import CkptError, HomelessError, UsageError, listed, spell_o
 from ckptctl.notes import Notes
 from ckptctl.planner.layouts import HF, Family, is_base
 from ckptctl.planner.mapping.mapped import ComposedTensor
-from ckptctl.planner.mapping.matching import Matched, match
-from ckptctl.planner.mapping.tensors import Change
+from ckptctl.planner.mapping.matching import MatchedKeys, match_keys
+from ckptctl.planner.mapping.tensors import LayoutChange
 
 
 def fill_from_base(draft: Draft) -> Draft:
@@ -70,7 +70,7 @@ def fill_from_base(draft: Draft) -> Draft:
     return replace(draft, base=base.catalog, notes=notes)
 
 
-def _in_one_layout(draft: Draft, base: Model, family: Family) -> tuple[Draft, Change]:
+def _in_one_layout(draft: Draft, base: Model, family: Family) -> tuple[Draft, LayoutChange]:
     """Map the base to the source's layout, or rename the source's tensors to the base's layout."""
     own, other = draft.model.layout, base.layout or HF
     problem: CkptError | None = None
@@ -87,7 +87,7 @@ def _in_one_layout(draft: Draft, base: Model, family: Family) -> tuple[Draft, Ch
     )
 
 
-def _take_tensors(draft: Draft, base: Model, family: Family, change: Change) -> Draft:
+def _take_tensors(draft: Draft, base: Model, family: Family, change: LayoutChange) -> Draft:
     """Add tensors of the base, and tensors that can be derived from the source's own.
 
     MTP layers may repeat the embedding and the head, which are then the source's. Some layouts have
@@ -96,8 +96,8 @@ def _take_tensors(draft: Draft, base: Model, family: Family, change: Change) -> 
     known, root, own = draft.model, draft.model.root, draft.model.tensors
     catalog, parts = apply_change(base.catalog, change, base.root)
     _require_shapes(draft, base, parts)
-    layout = family.layout(known.layout or HF)
-    there = match(family, layout, parts)
+    layout = family.get_layout(known.layout or HF)
+    there = match_keys(family, layout, parts)
     configs = (draft.assets.documents.get(CONFIG), base.catalog.documents.get(CONFIG))
     unwanted = find_unneeded_keys(family, there, *configs, draft.notes)
     sources = {key: one.sources[0].key for key, one in parts.items()}
@@ -120,7 +120,7 @@ def _take_tensors(draft: Draft, base: Model, family: Family, change: Change) -> 
         elif same:
             made.append(replace(same, name=root + key, path=paths[key], alias_of=None))
             origins[root + key] = origins.get(same.name, same.name)
-    _note_other_layers(draft, family, [key for key in taken if key in there.stored], there)
+    _note_other_layers(draft, family, [key for key in taken if key in there.tensor_by_key], there)
     if taken:
         require_same_dtypes(draft, base, family, taken, sources)
     if repeated := [entry.name for entry in made if entry.name in origins]:
@@ -154,12 +154,14 @@ def _require_shapes(draft: Draft, base: Model, parts: Mapping[str, ComposedTenso
         raise different_model_error(draft, base, ", ".join(differ[:2]) + more)
 
 
-def _note_other_layers(draft: Draft, family: Family, taken: Sequence[str], there: Matched) -> None:
+def _note_other_layers(
+    draft: Draft, family: Family, taken: Sequence[str], there: MatchedKeys
+) -> None:
     """Note that the source has the filled tensors in other layers, so it may be incomplete."""
-    layout = family.layout(draft.model.layout or HF)
-    groups = match(family, layout, draft.model.tensors).groups
+    layout = family.get_layout(draft.model.layout or HF)
+    groups = match_keys(family, layout, draft.model.tensors).groups
     known = {tensor.name for group in groups for tensor, _ in group.stored.parts}
-    odd = [key for key in taken if any(t.name in known for t, _ in there.stored[key].parts)]
+    odd = [key for key in taken if any(t.name in known for t, _ in there.tensor_by_key[key].parts)]
     if odd:
         draft.notes.add(
             f"the source has tensors such as {listed(odd, 1)} in other layers and may be "

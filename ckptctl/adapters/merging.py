@@ -38,9 +38,9 @@ from ckptctl.conversion.recognition.model import Model, Request, require_one, un
 from ckptctl.conversion.sources import located
 from ckptctl.errors import MappingError, RefusedError, UsageError, spell_option
 from ckptctl.numerics.kinds.lora import LoraUpdate
-from ckptctl.planner.copying.blocks import rearranged
+from ckptctl.planner.copying.blocks import build_rearranged_file
 from ckptctl.planner.layouts import Family
-from ckptctl.planner.mapping.adapters import PEFT, is_adapter
+from ckptctl.planner.mapping.adapters import PEFT_LAYOUTS, is_adapter
 from ckptctl.results import JsonField, Result
 from ckptctl.storage.computed import can_overflow
 from ckptctl.storage.paths import parse_path
@@ -157,7 +157,8 @@ class Merging:
             for key, changes in scaled.items()
         }
         made |= {
-            key: rearranged(self.adapter.root, saved) for key, saved in self.found.replaced.items()
+            key: build_rearranged_file(self.adapter.root, saved)
+            for key, saved in self.found.replaced.items()
         }
         for key, virtual in made.items():
             entry = base[held[key].name]
@@ -188,7 +189,7 @@ class Merging:
             self.settings = settings(self.config, alpha, scaling, carries=SINGLE)
         single = targets(self.adapter, self.config, self.settings, held)
         rest = without(self.adapter, single)
-        self.layout = PEFT[0]
+        self.layout = PEFT_LAYOUTS[0]
         if rest.tensors or not single:
             adapter = understand(rest, known.documents, Request(family.name))
             require_one(adapter)
@@ -285,7 +286,7 @@ class Merging:
             if nbytes > LARGEST:
                 raise RefusedError(
                     f"rank {rank:,} is too high to merge in bounded memory",
-                    where=f"tensor `{delta.a.parts[0].of.name}`",
+                    where=f"tensor `{delta.a.parts[0].entry.name}`",
                     why=f"A has {counted(nbytes, 'byte')} in fp32; the limit is {LARGEST:,}",
                 )
             self.scales.add(scale)

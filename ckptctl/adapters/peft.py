@@ -28,9 +28,15 @@ from ckptctl.errors import (
 )
 from ckptctl.formats.peft import CONFIG, adapter_config
 from ckptctl.planner.config_facts import Json
-from ckptctl.planner.copying.blocks import transposed
-from ckptctl.planner.families.templates import skeleton
-from ckptctl.planner.mapping.adapters import PREFIX, as_linear, is_adapter, is_factor, module_of
+from ckptctl.planner.copying.blocks import transpose_entry
+from ckptctl.planner.families.templates import get_skeleton
+from ckptctl.planner.mapping.adapters import (
+    PEFT_PREFIX,
+    get_module_name,
+    is_adapter,
+    is_factor,
+    to_linear_name,
+)
 from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
@@ -169,7 +175,7 @@ class Settings:
             UnsupportedError: The rank differs from the config, or the scale is out of range.
             UsageError: Alpha is unknown.
         """
-        module = self._target(module_of(key))
+        module = self._target(get_module_name(key))
         stated = matching(self.ranks, module, self.rank)
         if stated is not None and stated != rank:
             raise UnsupportedError(
@@ -223,7 +229,9 @@ def factors_only(catalog: Catalog) -> Catalog:
     """Return an adapter without its model's weights, which torchtitan saves with it."""
     _require_all_ranks(catalog.path)
     names = [name for name in catalog.tensors if not is_factor(name)]
-    if not is_adapter(catalog.tensors) or any(name.startswith(PREFIX) for name in catalog.tensors):
+    if not is_adapter(catalog.tensors) or any(
+        name.startswith(PEFT_PREFIX) for name in catalog.tensors
+    ):
         return catalog
     kept = {name: entry for name, entry in catalog.tensors.items() if is_factor(name)}
     note = f"skipped {counted(len(names), 'tensor')} of the model stored with the adapter"
@@ -239,12 +247,12 @@ def embeddings_as_linear(catalog: Catalog) -> Catalog:
     """
     tensors: dict[str, TensorEntry] = {}
     for name, entry in catalog.tensors.items():
-        plain = as_linear(name)
+        plain = to_linear_name(name)
         if plain != name and len(entry.shape) == 2:
-            module = PREFIX + module_of(name)
+            module = PEFT_PREFIX + get_module_name(name)
             if f"{module}.lora_magnitude_vector" in catalog.tensors:
                 raise RefusedError("DoRA of embeddings is not supported", where=f"tensor `{name}`")
-            entry = transposed(entry, plain)
+            entry = transpose_entry(entry, plain)
         tensors[plain] = entry
     return replace(catalog, tensors=tensors)
 
@@ -467,8 +475,8 @@ def target_modules_of_layers(modules: list[str], layers: int | None) -> list[str
         kinds.setdefault(module.rpartition(".")[2], []).append(module)
     targets: list[str] = []
     for name, same_name in kinds.items():
-        templates = {skeleton(module) for module in same_name}
-        numbered = any(module != skeleton(module) for module in same_name)
+        templates = {get_skeleton(module) for module in same_name}
+        numbered = any(module != get_skeleton(module) for module in same_name)
         in_every_layer = len(same_name) == (layers if numbered else 1)
         targets += [name] if len(templates) == 1 and in_every_layer else same_name
     return sorted(targets)

@@ -142,14 +142,14 @@ _FILES = ("config.json", "params.json")
 
 def legend(family: Family, axes: str) -> str:
     """Explain the axis letters in *axes* for which model configs have a name."""
-    from ckptctl.planner.families.declarations import spellings
+    from ckptctl.planner.families.declarations import split_aliases
 
     wholes = ((whole, part) for whole, parts in family.composite.items() for part in parts)
     within = {part: whole for whole, part in wholes if part not in family.sizes}
     letters = re.findall(r"[a-z]+", axes)
     said = []
     for axis in dict.fromkeys(within.get(letter, letter) for letter in letters):
-        names = [f"is {spellings(family.sizes[axis][0])[0]}"] if axis in family.sizes else []
+        names = [f"is {split_aliases(family.sizes[axis][0])[0]}"] if axis in family.sizes else []
         if any(within.get(letter) == axis for letter in letters):
             names.append(_made(family, axis))
         said += [f"{axis} {' '.join(names)}"] if names else []

@@ -142,11 +142,13 @@ def _show_table(output: Printer, plan: PrunePlan, root: TreePath) -> None:
 
 def _mention_damaged(output: Printer, plan: PrunePlan) -> None:
     """Print a hint about ``--include-incomplete`` if it would remove skipped checkpoints."""
-    from ckptctl.planner.retention import decide
+    from ckptctl.planner.retention import decide_retention
 
     if plan.policy.incomplete:
         return
-    others = decide(plan.run.checkpoints, replace(plan.policy, incomplete=True), time.time())
+    others = decide_retention(
+        plan.run.checkpoints, replace(plan.policy, incomplete=True), time.time()
+    )
     skipped = {one.checkpoint.name for one in plan.decisions if one.action == "skip"}
     count = sum(one.action == "remove" and one.checkpoint.name in skipped for one in others)
     if count:
@@ -170,7 +172,7 @@ def _row(output: Printer, one: PruneDecision) -> Row:
 
 
 def _headline(plan: PrunePlan) -> tuple[str, ...]:
-    counts = Counter(one.verdict for one in plan.run.checkpoints if not one.aside)
+    counts = Counter(one.verdict for one in plan.run.checkpoints if not one.skip_reason)
     complete = counts.pop(Verdict.COMPLETE, 0)
     others = [f"{count:,} {verdict}" for verdict, count in sorted(counts.items())]
     return (
@@ -181,7 +183,7 @@ def _headline(plan: PrunePlan) -> tuple[str, ...]:
 
 
 def _rules(policy: Policy) -> Iterator[str]:
-    from ckptctl.planner.retention import exact_units
+    from ckptctl.planner.retention import format_exact_units
 
     if policy.last is not None:
         yield f"keep last {policy.last:,}"
@@ -190,10 +192,10 @@ def _rules(policy: Policy) -> Iterator[str]:
     if policy.closest is not None:
         yield f"closest to each multiple of {counted(policy.closest, 'step')}"
     if policy.within is not None:
-        yield f"within {exact_units(policy.within)}"
+        yield f"within {format_exact_units(policy.within)}"
     if policy.interval is not None:
-        yield f"one every {exact_units(policy.interval)}"
-    yield from (best.said for best in policy.best)
+        yield f"one every {format_exact_units(policy.interval)}"
+    yield from (best.description for best in policy.best)
     for pattern in policy.patterns:
         yield f"`{pattern}`"
 

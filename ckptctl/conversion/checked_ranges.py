@@ -15,8 +15,8 @@ from ckptctl import dtypes
 from ckptctl.catalog import Box, Computed, TensorEntry, row_major
 from ckptctl.columns import ExtentColumns
 from ckptctl.conversion.transfers import entries_read
-from ckptctl.planner.boxes import intersect
-from ckptctl.planner.copying.blocks import BoxIndex, recorded_range, stored_boxes
+from ckptctl.planner.boxes import intersect_boxes
+from ckptctl.planner.copying.blocks import BoxIndex, find_recorded_range, get_stored_boxes
 from ckptctl.planner.plan import CheckedRange, RecordedRange, Transfer
 from ckptctl.planner.strided import Part
 from ckptctl.tree import TreePath
@@ -42,10 +42,10 @@ def find_checked(
     recorded = {entry.name for entry in entries_read(transfers) if _is_recorded(entry)}
     ranges: dict[str, Ranges[int]] = {}
     for number, transfer in enumerate(transfers if recorded else ()):
-        parts = [part for part in transfer.tensor.parts if part.of.name in recorded]
+        parts = [part for part in transfer.tensor.parts if part.entry.name in recorded]
         if parts and _is_written_once(transfer, partly):
             for part in parts:
-                ranges.setdefault(part.of.name, []).append((*_range(part), number))
+                ranges.setdefault(part.entry.name, []).append((*_range(part), number))
     return frozenset(
         (number, name)
         for name, some in ranges.items()
@@ -70,9 +70,9 @@ def _is_written_once(transfer: Transfer, partly: bool) -> bool:
     distinct = list(boxes)
     index = BoxIndex([box.offsets for box in boxes], [box.sizes for box in boxes])
     return not any(
-        other < number and intersect(box, distinct[other])
+        other < number and intersect_boxes(box, distinct[other])
         for number, box in enumerate(boxes)
-        for other in index.near(box.offsets, box.sizes)
+        for other in index.find_candidates(box.offsets, box.sizes)
     )
 
 
@@ -90,7 +90,7 @@ def _repeating(ranges: Ranges[Reader]) -> set[Reader]:
 
 def _range(part: Part) -> tuple[int, int]:
     """Return start and length of a contiguous part in elements, or length 0 for other parts."""
-    strides = row_major(part.of.shape)
+    strides = row_major(part.entry.shape)
     steps = sorted((axis.stride * strides[axis.at], axis.size) for axis in part.axes)
     count = 1
     for step, size in steps:
@@ -127,7 +127,7 @@ def checks_of(
         if isinstance(entry.extents, ExtentColumns) and (is_complete or entry.extents.crcs is None):
             continue
         for extent in entry.extents:
-            found = recorded_range(extent, entry.name)
+            found = find_recorded_range(extent, entry.name)
             if found is None or (is_complete and found.name):
                 continue
             found = found if is_taken else found._replace(name="")
@@ -153,7 +153,7 @@ def _bytes_taken(
     """
     parts: dict[str, list[Part]] = {}
     for number, name in checked:
-        own = (part for part in transfers[number].tensor.parts if part.of.name == name)
+        own = (part for part in transfers[number].tensor.parts if part.entry.name == name)
         parts.setdefault(name, []).extend(own)
     taken: dict[RecordedRange, Ranges[str]] = {}
     complete = set[str]()
@@ -164,14 +164,16 @@ def _bytes_taken(
         if sum(math.prod(axis.size for axis in part.axes) for part in some) == entry.numel:
             complete.add(entry.name)
             for extent in () if isinstance(entry.extents, ExtentColumns) else entry.extents:
-                found = recorded_range(extent, entry.name)
+                found = find_recorded_range(extent, entry.name)
                 if found and not found.name:
                     one = (extent.offset, extent.nbytes, entry.name)
                     taken.setdefault(found, []).append(one)
             continue
-        stored, item = stored_boxes(entry), dtypes.itemsize(entry.dtype)
-        for number, first, count in (range_ for part in some for range_ in stored.ranges(part)):
-            if found := stored.recorded(number):
+        stored, item = get_stored_boxes(entry), dtypes.itemsize(entry.dtype)
+        for number, first, count in (
+            range_ for part in some for range_ in stored.iterate_ranges(part)
+        ):
+            if found := stored.find_recorded_range(number):
                 one = (stored.starts[number] + first * item, count * item, entry.name)
                 taken.setdefault(found, []).append(one)
     return taken, complete

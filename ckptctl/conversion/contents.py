@@ -18,7 +18,7 @@ from ckptctl.conversion.training_state import Rest, follow
 from ckptctl.errors import MappingError, UnsupportedError, listed, spell_option
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.shared.leaves import require_known
-from ckptctl.planner.config_facts import tying
+from ckptctl.planner.config_facts import read_tied_embeddings
 from ckptctl.planner.layouts import HF
 from ckptctl.planner.mapping.mapped import ComposedTensor, SourceTensor
 
@@ -60,8 +60,8 @@ def plan_layout_change(draft: Draft) -> Draft:
 
 def list_output_tensors(draft: Draft) -> Draft:
     """List the tensors of the output and locate the bytes that they are read from."""
-    if draft.change.left_out or draft.missing:
-        draft = skip_parts(draft, draft.change.left_out)
+    if draft.change.skipped_keys or draft.missing:
+        draft = skip_parts(draft, draft.change.skipped_keys)
     root, target, notes, change = draft.model.root, draft.target, draft.notes, draft.change
     apart = notes.reasons("skipped").keys() | draft.missing.keys()
     catalog, parts = _with_values(draft, apart) if draft.catalog.blobs else (draft.catalog, {})
@@ -74,14 +74,14 @@ def list_output_tensors(draft: Draft) -> Draft:
         inside_model(catalog, parts, outside, root, draft.includes_training_state) if parts else ()
     )
     for item, path in packed:
-        if change.identity or draft.includes_training_state:
+        if change.keeps_names or draft.includes_training_state:
             rest.tensors[item.key], rest.paths[item.key] = item, path
         else:
             homeless += item.keys
     catalog, model = apply_change(catalog, change, root, draft.output_root)
     catalog = rest.add_virtual_tensors(catalog)
     mapped = {**model, **rest.tensors}
-    redundant = (*(one.under(root) for one in change.redundant), *rest.redundant)
+    redundant = (*(one.with_prefix(root) for one in change.redundant), *rest.redundant)
     read = {key for composed in mapped.values() for key in composed.keys}
     taken = {name: origin for name, origin in draft.filled_from.items() if name in read}
     read.update(*(one.keys for one in redundant))
@@ -121,7 +121,7 @@ def _select_blobs(
             continue
         if not target.nested:
             draft.notes.explain("skipped", {name: f"{target.name} stores only tensors"})
-        elif not draft.change.identity and not keeps_names:
+        elif not draft.change.keeps_names and not keeps_names:
             unmapped.append(name)
         else:
             selected.append(blob if keeps_names else unrooted(blob, root))
@@ -188,7 +188,7 @@ def _paths(
                 where=f"{draft.catalog.root}/{entry.extents[0].file}",
                 why="tensors in a checkpoint must have names",
             )
-        if draft.change.identity and not copied:
+        if draft.change.keeps_names and not copied:
             placed[key] = old if draft.includes_training_state else inside(old, draft.model.root)
         elif draft.includes_training_state:
             head, prefix = container(old, draft.model.root) if draft.model.root else ((), "")
@@ -232,10 +232,10 @@ def output_tensors(
 
 def _memory(composed: ComposedTensor, entries: Mapping[str, TensorEntry]) -> object:
     """Return a key that is equal for tensors copied from the same memory."""
-    if not composed.tensor.parts and not composed.renames:
+    if not composed.tensor.parts and not composed.is_rename:
         return composed.key
     read = (entries[source.key] for source in composed.sources)
-    return tuple([entry.alias_of or entry.name for entry in read]), composed.place
+    return tuple([entry.alias_of or entry.name for entry in read]), composed.arrangement
 
 
 def _dtype(
@@ -301,7 +301,11 @@ def _shares_memory(draft: Draft, catalog: Catalog, mapped: Mapping[str, Composed
     if options.untie or options.tied == "copy" or factors:
         return False
     may_tie = family is None or not target.records_ties
-    if options.tied == "drop" or target.nested or (may_tie and tying(draft.model.config)):
+    if (
+        options.tied == "drop"
+        or target.nested
+        or (may_tie and read_tied_embeddings(draft.model.config))
+    ):
         return True
     entries = catalog.tensors
     names = [n for n, one in mapped.items() if any(entries[key].alias_of for key in one.keys)]

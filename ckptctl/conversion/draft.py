@@ -16,7 +16,7 @@ from ckptctl.formats.base import OutputLayout, OutputTensor, WritableFormat
 from ckptctl.notes import Notes
 from ckptctl.planner.layouts import BASE, HF, is_base
 from ckptctl.planner.mapping.mapped import ComposedTensor, RedundantData
-from ckptctl.planner.mapping.tensors import Change
+from ckptctl.planner.mapping.tensors import LayoutChange
 from ckptctl.planner.plan import RawCopy
 
 
@@ -107,7 +107,7 @@ class Draft:
     selection: Selection = field(default_factory=lambda: Selection("", {}, {}, ()))
     expected_names: tuple[str, ...] = ()
     missing: Mapping[str, str] = field(default_factory=dict)
-    change: Change = field(default_factory=lambda: Change(None, None, None, ()))
+    change: LayoutChange = field(default_factory=lambda: LayoutChange(None, None, None, ()))
     mapped: Mapping[str, ComposedTensor] = field(default_factory=dict)
     tensors: tuple[OutputTensor, ...] = ()
     blobs: Sequence[Blob] = ()

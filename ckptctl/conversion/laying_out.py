@@ -12,11 +12,11 @@ from ckptctl.conversion.draft import Draft
 from ckptctl.conversion.leaves import kept_strings, same_data, without_hashes
 from ckptctl.errors import MappingError, UsageError, listed, spell_option
 from ckptctl.formats.base import OutputRequest, OutputTensor, WritableFormat
-from ckptctl.planner.axes import Sizes
-from ckptctl.planner.balance import LARGEST_SHARD, shard_limit
-from ckptctl.planner.mapping.tensors import Change
+from ckptctl.planner.axes import AxisSizes
+from ckptctl.planner.balance import MAX_SHARD_BYTES, choose_shard_limit
+from ckptctl.planner.mapping.tensors import LayoutChange
 from ckptctl.planner.model_parallel import RankShard
-from ckptctl.planner.model_parallel import divide as divided
+from ckptctl.planner.model_parallel import split_tensor as divided
 from ckptctl.tree import TreePath
 from ckptctl.units import parse_bytes
 
@@ -48,14 +48,14 @@ def lay_out(draft: Draft) -> Draft:
     target, options, change, ranks = draft.target, draft.options, draft.change, draft.ranks
     shares = division(change, target.layout) if ranks > 1 else None
     metadata = kept_strings(draft.catalog, draft.tensors, target, draft.notes)
-    shard_bytes = LARGEST_SHARD
+    shard_bytes = MAX_SHARD_BYTES
     if options.max_shard_size is not None:
         shard_bytes = parse_bytes(options.max_shard_size)
     elif target.sharded or target.one_file:
         # A source with several files in the same format becomes several files.
         several = draft.catalog.format == target.name and len(draft.catalog.files) > 1
         sizes = [(one.name, one.nbytes) for one in draft.tensors if one.alias_of is None]
-        shard_bytes = shard_limit(sizes, 0 if several else target.one_file)
+        shard_bytes = choose_shard_limit(sizes, 0 if several else target.one_file)
     request = OutputRequest(
         name=draft.destination.path.name,
         tensors=draft.tensors,
@@ -119,9 +119,9 @@ Divide = Callable[[OutputTensor, int], Sequence[RankShard | None]]
 """Function that returns each rank's shard of a tensor, or None for ranks without one."""
 
 
-def division(change: Change, layout: str | None) -> Divide | None:
+def division(change: LayoutChange, layout: str | None) -> Divide | None:
     """Return a function that divides tensors among ranks, or None if no rule is known."""
-    family, sizes = change.family, Sizes(change.sizes or {}, {})
+    family, sizes = change.family, AxisSizes(change.sizes or {}, {})
     if family is None or layout is None:
         return None
 

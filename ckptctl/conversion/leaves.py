@@ -46,7 +46,7 @@ def inside_model(
         if entry is not None and name not in outside and name.startswith(root):
             kept = Blob(name, entry.path)
             kept = kept if keep_root else unrooted(kept, root)
-            yield ComposedTensor.same(name, kept.name, entry.shape), kept.path
+            yield ComposedTensor.from_unchanged(name, kept.name, entry.shape), kept.path
 
 
 def _add(
@@ -111,7 +111,7 @@ def _skip_string(key: str, why: str, notes: Notes) -> None:
 
 def same_data(catalog: Catalog, mapped: Iterable[ComposedTensor], output: OutputLayout) -> bool:
     """Check if the output stores its tensors in one file, like the source and in the same order."""
-    if any(not one.renames or one.sources[0].key != one.key for one in mapped):
+    if any(not one.is_rename or one.sources[0].key != one.key for one in mapped):
         return False
     held = sorted(
         (extent.file, extent.offset, name)

@@ -17,9 +17,9 @@ from ckptctl.conversion.recognition.model import Model
 from ckptctl.conversion.summary import Summary
 from ckptctl.formats.base import OutputTensor
 from ckptctl.notes import Notes
-from ckptctl.planner.copying.copies import permutes
+from ckptctl.planner.copying.copies import needs_permutation
 from ckptctl.planner.mapping.mapped import RedundantData
-from ckptctl.planner.mapping.tensors import Change
+from ckptctl.planner.mapping.tensors import LayoutChange
 from ckptctl.planner.plan import Plan
 from ckptctl.results import Inline, JsonField, Result, rounded
 from ckptctl.storage.computed import needs_arithmetic
@@ -91,7 +91,7 @@ class ConversionPlan(
         ),
     ]
     options: ConversionOptions
-    change: Change
+    change: LayoutChange
     output: tuple[OutputTensor, ...]
     plan: Annotated[
         Plan,
@@ -264,7 +264,7 @@ class ConversionPlan(
     @cached_property
     def permutes(self) -> bool:
         """Whether elements are transposed in memory."""
-        return any(map(permutes, self.plan.transfers))
+        return any(map(needs_permutation, self.plan.transfers))
 
     @property
     def threads(self) -> Annotated[int, JsonField()]:

@@ -11,11 +11,11 @@ from ckptctl.conversion.items import portion_of
 from ckptctl.conversion.items import require_equal as replicas_equal
 from ckptctl.conversion.plan import ConversionPlan
 from ckptctl.errors import CkptError, MappingError, StorageError, spell_option
-from ckptctl.planner.copying.blocks import view
-from ckptctl.planner.mapping.adapters import ADAPTER_LAYOUTS, CANONICAL
+from ckptctl.planner.copying.blocks import build_view
+from ckptctl.planner.mapping.adapters import ADAPTER_LAYOUTS, CANONICAL_SUFFIX
 from ckptctl.planner.mapping.mapped import RedundantData, Region
 from ckptctl.planner.plan import Plan, RawCopy
-from ckptctl.planner.strided import Strided
+from ckptctl.planner.strided import StridedTensor
 from ckptctl.ranks import sharing
 from ckptctl.ranks.coordinator import Alone, Coordinator, together
 from ckptctl.ranks.sharing import portion
@@ -59,10 +59,10 @@ def _part_of(catalog: Catalog, region: Region) -> TensorEntry:
     entry = catalog.tensors[region.key]
     if not region.sizes:
         return entry
-    part = Strided.whole(entry)
+    part = StridedTensor.from_entry(entry)
     for dim, (start, size) in enumerate(zip(region.origin, region.sizes, strict=True)):
         part = part.narrow(dim, start, size)
-    return view(entry, part)
+    return build_view(entry, part)
 
 
 def _lost_error(plan: ConversionPlan, lost: RedundantData) -> MappingError:
@@ -85,7 +85,7 @@ def _lost_error(plan: ConversionPlan, lost: RedundantData) -> MappingError:
             why="the configuration or the model type states that they are tied",
             hint=f"pass {spell_option('--untie')} to keep both",
         )
-    both = f"{plan.to_layout}{CANONICAL}"
+    both = f"{plan.to_layout}{CANONICAL_SUFFIX}"
     return MappingError(
         f"`{key}` and `{lost.same_as.key}` have different values",
         where=plan.source.path,

@@ -20,10 +20,10 @@ from ckptctl.planner.mapping.mapped import (
     ComposedTensor,
     RedundantData,
     SourceTensor,
-    Zeros,
-    compose,
+    ZeroTensor,
+    compose_tensors,
 )
-from ckptctl.planner.mapping.tensors import Change
+from ckptctl.planner.mapping.tensors import LayoutChange
 
 COPIES = frozenset({"fp32_param", "master_param"})
 """Names of optimizers' own copies of parameters."""
@@ -47,14 +47,14 @@ class Rest:
     paths: dict[str, Path] = field(default_factory=dict)
     blobs: list[Blob] = field(default_factory=list)
     redundant: list[RedundantData] = field(default_factory=list)
-    zeros: list[Zeros] = field(default_factory=list)
+    zeros: list[ZeroTensor] = field(default_factory=list)
 
     def add_virtual_tensors(self, catalog: Catalog) -> Catalog:
         """Add the virtual zeros and sums that *tensors* are computed from to *catalog*."""
         return with_sums(with_zeros(catalog, self.zeros, ""), self.tensors.values())
 
 
-def follow(catalog: Catalog, names: Sequence[str], root: str, change: Change) -> Rest:
+def follow(catalog: Catalog, names: Sequence[str], root: str, change: LayoutChange) -> Rest:
     """Map the leaves called *names* to match the mapped parameters."""
     tensors = [catalog.tensors[name] for name in names if name in catalog.tensors]
     blobs = [catalog.blobs[name] for name in names if name not in catalog.tensors]
@@ -67,8 +67,10 @@ def follow(catalog: Catalog, names: Sequence[str], root: str, change: Change) ->
             hint=f"pass {spell_option('--only model')}",
         )
     _require_no_parts(catalog, tensors, change)
-    if change.identity or not names:
-        same = (ComposedTensor.same(entry.name, entry.name, entry.shape) for entry in tensors)
+    if change.keeps_names or not names:
+        same = (
+            ComposedTensor.from_unchanged(entry.name, entry.name, entry.shape) for entry in tensors
+        )
         return Rest(
             {one.key: one for one in same}, {entry.name: entry.path for entry in tensors}, blobs
         )
@@ -81,7 +83,9 @@ def follow(catalog: Catalog, names: Sequence[str], root: str, change: Change) ->
     return run.rest
 
 
-def _require_no_parts(catalog: Catalog, tensors: Sequence[TensorEntry], change: Change) -> None:
+def _require_no_parts(
+    catalog: Catalog, tensors: Sequence[TensorEntry], change: LayoutChange
+) -> None:
     """Raise if optimizer state was saved for parts of a parameter that are now merged."""
     merged = formats.merged_parameters(catalog, [entry.name for entry in tensors])
     own = {source.key for item in change.tensors for source in item.sources} if merged else {}
@@ -100,12 +104,12 @@ def _require_no_parts(catalog: Catalog, tensors: Sequence[TensorEntry], change: 
 class _Follow:
     """Mapper that finds parameter names in the names of training state and replaces them."""
 
-    def __init__(self, catalog: Catalog, root: str, change: Change) -> None:
+    def __init__(self, catalog: Catalog, root: str, change: LayoutChange) -> None:
         self.root, self.entries = root, catalog.tensors
         self.zeros = {zeros.key: zeros for zeros in change.zeros if zeros.like}
         self.rest = Rest()
         self.targets: dict[str, list[ComposedTensor]] = {}
-        for composed in compose(change.tensors).values():
+        for composed in compose_tensors(change.tensors).values():
             for key in dict.fromkeys(self._parameters_of(composed)):
                 self.targets.setdefault(key, []).append(composed)
         self.counters: dict[str, str] = {}
@@ -134,9 +138,9 @@ class _Follow:
     def _keep(self, entry: TensorEntry, path: Path, name: str) -> None:
         first = self.counters.setdefault(name, entry.name)
         if first == entry.name:
-            self._add(ComposedTensor.same(entry.name, name, entry.shape), path)
+            self._add(ComposedTensor.from_unchanged(entry.name, name, entry.shape), path)
         else:
-            self.rest.redundant.append(RedundantData.copy(entry.name, of=first))
+            self.rest.redundant.append(RedundantData.from_copy(entry.name, kept_key=first))
 
     def _moment(self, entry: TensorEntry, found: str) -> None:
         shape = self.entries[self.root + found].shape
@@ -254,12 +258,12 @@ def name_parts(name: str) -> Iterator[str]:
 def _source_of(parameter: SourceTensor, name: str) -> SourceTensor:
     """Build the source that reads state *name* in the same way as *parameter*."""
     kinds = {part for part in name.split(".") if part in COPIES or _STATISTIC.search(part)}
-    if parameter.plus and not kinds:
+    if parameter.offset and not kinds:
         raise RefusedError(
             "cannot map optimizer state to its parameter",
             where=f"tensor `{name}`",
-            why=f"the layouts store the parameter with an offset of {abs(parameter.plus)}, and it "
+            why=f"the layouts store the parameter with an offset of {abs(parameter.offset)}, and it "
             "is unknown whether this tensor is a copy",
             hint=f"pass {spell_option('--only model')}, or keep the layout",
         )
-    return parameter._replace(key=name, plus=parameter.plus if COPIES & kinds else 0)
+    return parameter._replace(key=name, plus=parameter.offset if COPIES & kinds else 0)

@@ -18,10 +18,10 @@ from ckptctl.catalog import (
 from ckptctl.columns import files_of
 from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.base import OutputLayout, TensorPlace
-from ckptctl.planner.copying.blocks import rearranged
+from ckptctl.planner.copying.blocks import build_rearranged_file
 from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.planner.plan import RawCopy, Record, TargetBox, Transfer
-from ckptctl.planner.strided import Strided
+from ckptctl.planner.strided import StridedTensor
 from ckptctl.storage.files import source_files
 from ckptctl.tree import TreePath
 
@@ -55,7 +55,7 @@ def plan_transfers(
 
 def elements_of(
     catalog: Catalog, composed: ComposedTensor, dtype: str, computed: dict[str, Computed]
-) -> Strided:
+) -> StridedTensor:
     """Build a target tensor of *dtype* from elements of stored tensors.
 
     If the stored tensors differ in dtype, virtual files with casts are added to *computed*.
@@ -65,9 +65,11 @@ def elements_of(
         for key, entry in read.items():
             if entry.dtype != dtype:
                 file = computed_name(f"{entry.name}@{dtype}")
-                made = rearranged(catalog.root, Strided.whole(entry).cast(dtype))
+                made = build_rearranged_file(
+                    catalog.root, StridedTensor.from_entry(entry).cast(dtype)
+                )
                 computed[file], read[key] = made, made.entry(entry.name, entry.path, file)
-    return composed.elements(read, dtype)
+    return composed.bind_entries(read, dtype)
 
 
 def _target(place: TensorPlace, record: Record, itemsize: int) -> TargetBox:
@@ -79,7 +81,7 @@ def _target(place: TensorPlace, record: Record, itemsize: int) -> TargetBox:
 
 def entries_read(transfers: Iterable[Transfer]) -> list[TensorEntry]:
     """Return the stored tensors that transfers read, each once."""
-    found = {id(entry): entry for one in transfers for entry in one.stored_tensors()}
+    found = {id(entry): entry for one in transfers for entry in one.iterate_stored_tensors()}
     return list(found.values())
 
 

@@ -19,9 +19,9 @@ from ckptctl.distributed import compat
 from ckptctl.distributed.compat import ShardedTensor
 from ckptctl.distributed.group import world
 from ckptctl.errors import RefusedError, UsageError, listed
-from ckptctl.planner.boxes import intersect
-from ckptctl.planner.placements import Shard as Cut
-from ckptctl.planner.placements import local_part
+from ckptctl.planner.boxes import intersect_boxes
+from ckptctl.planner.placements import ShardPlacement as Cut
+from ckptctl.planner.placements import compute_local_shard
 from ckptctl.save_load.saving.local_shards import TensorMeta
 
 StateDict = Mapping[str, object]
@@ -155,7 +155,7 @@ def placement_of(name: str, leaf: torch.Tensor) -> LocalPlacement:
         boxes = tuple(map(Box, offsets, sizes))
         for number, box in enumerate(boxes):
             for other in boxes[:number]:
-                if intersect(box, other):
+                if intersect_boxes(box, other):
                     raise ValueError(f"{box} and {other} overlap")
     except (TypeError, ValueError) as error:
         raise RefusedError(
@@ -314,8 +314,8 @@ def _shards(name: str, leaf: torch.Tensor | ShardedTensor, on_meta: bool) -> Ite
         if coordinate is None:
             return
         cuts = [_cut(name, placement) for placement in leaf.placements]
-        placed = local_part(tuple(leaf.shape), tuple(mesh.shape), tuple(coordinate), cuts)
-        for part in placed.parts:
+        placed = compute_local_shard(tuple(leaf.shape), tuple(mesh.shape), tuple(coordinate), cuts)
+        for part in placed.boxes:
             view = local
             for dim, (start, size) in enumerate(zip(part.start, part.box.sizes, strict=True)):
                 view = view.narrow(dim, start, size)

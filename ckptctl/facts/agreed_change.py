@@ -15,7 +15,7 @@ from ckptctl.conversion.recognition.layout_change import (
 from ckptctl.conversion.recognition.model import Model
 from ckptctl.facts.agreement import agree, tensors_compared
 from ckptctl.notes import Notes
-from ckptctl.planner.mapping.tensors import Change
+from ckptctl.planner.mapping.tensors import LayoutChange
 
 
 def agree_on_change(
@@ -40,7 +40,9 @@ def agree_on_change(
     )
 
 
-def agreed_change(known: Model, tensors: Mapping[str, TensorEntry], asked: LayoutRequest) -> Change:
+def agreed_change(
+    known: Model, tensors: Mapping[str, TensorEntry], asked: LayoutRequest
+) -> LayoutChange:
     """Compare every statement about a model, then change its layout."""
     agreed = agree_on_change(known, tensors, asked)
     change = change_layout(known, tensors, asked)

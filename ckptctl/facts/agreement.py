@@ -37,12 +37,12 @@ from ckptctl.facts.params import of_params
 from ckptctl.facts.tensor_facts import of_shapes
 from ckptctl.notes import Notes
 from ckptctl.numerics.quantized import dequantized, glanced
-from ckptctl.planner.config_facts import Json, fact_of, with_rope_type
+from ckptctl.planner.config_facts import Json, name_axis_size, with_rope_type
 from ckptctl.planner.families.declarations import Signs as Sign
-from ckptctl.planner.families.declarations import holds
+from ckptctl.planner.families.declarations import matches_signs
 from ckptctl.planner.layouts import Family
-from ckptctl.planner.mapping.detect import refined
-from ckptctl.planner.mapping.matching import Tensors
+from ckptctl.planner.mapping.detect import list_refined_families
+from ckptctl.planner.mapping.matching import ModelTensors
 
 Signs: TypeAlias = tuple[Sign, ...]
 
@@ -61,7 +61,7 @@ def agree(
     given: Mapping[str, int] | None = None,
     *,
     asked: str | None = None,
-    tensors: Tensors | None = None,
+    tensors: ModelTensors | None = None,
     trust_assets: bool = False,
 ) -> Notes:
     """Compare every statement about a model with all others of the same fact.
@@ -101,7 +101,7 @@ def _compared(
     described: Sequence[Description],
     given: Mapping[str, int],
     asked: str | None,
-    tensors: Tensors | None,
+    tensors: ModelTensors | None,
     trust_assets: bool = False,
 ) -> tuple[Sequence[Sequence[Statement]], tuple[Contradiction, ...]]:
     """Return the statements of each file in *described*, and the contradictions."""
@@ -147,7 +147,7 @@ def contradictions_in(known: Model, files: Collection[str] = ()) -> tuple[Contra
     return _compared(family, described, {}, known.request.model_type, tensors)[1]
 
 
-def tensors_compared(known: Model) -> tuple[Family | None, Tensors | None]:
+def tensors_compared(known: Model) -> tuple[Family | None, ModelTensors | None]:
     """Return the family and the tensors to compare, or None if no table describes them.
 
     Quantized tensors that no table describes are replaced by their dequantized tensors.
@@ -164,9 +164,9 @@ def tensors_compared(known: Model) -> tuple[Family | None, Tensors | None]:
     if known.model_type is None or not known.pairs:
         return None, None
     family = families.family(known.pairs[0][0])
-    layout = family.layout(known.pairs[0][1])
+    layout = family.get_layout(known.pairs[0][1])
     shapes = {name: one.shape for name, one in known.tensors.items()}
-    return family, Tensors(layout, known.match(family, layout, shapes), shapes)
+    return family, ModelTensors(layout, known.match(family, layout, shapes), shapes)
 
 
 def disagreements(family: Family, described: Sequence[Description]) -> tuple[Contradiction, ...]:
@@ -213,9 +213,9 @@ def _writer(family: Family, params: Json, configs: Sequence[Json]) -> Family | N
     Sizes that identify a release (Llama 3.2) decide first; otherwise a config.json does.
     """
     known = families.families()
-    below = [one for one in known.values() if family.name in refined(one, known)]
-    below.sort(key=lambda one: -len(refined(one, known)))
-    above = [known[name] for name in refined(family, known)]
+    below = [one for one in known.values() if family.name in list_refined_families(one, known)]
+    below.sort(key=lambda one: -len(list_refined_families(one, known)))
+    above = [known[name] for name in list_refined_families(family, known)]
     possible = [one for one in below if any(_holds(one.config_signs, file) for file in configs)]
     orders = (
         (one for one in below if _holds(one.params_signs, params)),
@@ -233,7 +233,7 @@ def _sizeless(family: Family) -> Signs:
 
 
 def _holds(signs: Signs, values: Json) -> bool:
-    return any(holds(sign, values) for sign in signs)
+    return any(matches_signs(sign, values) for sign in signs)
 
 
 def _require_given(
@@ -254,7 +254,7 @@ def _require_given(
 
 
 def _of_tensors(
-    family: Family, tensors: Tensors, statements: Sequence[Statement]
+    family: Family, tensors: ModelTensors, statements: Sequence[Statement]
 ) -> Iterator[Statement]:
     """Yield statements of the tensors about sizes, and about switches in *statements*."""
     rows = None
@@ -262,12 +262,16 @@ def _of_tensors(
         # late, for a fast start: most layouts have no padding
         from ckptctl.conversion.recognition.vocabulary import rows_with_padding
 
-        size = next((one.value for one in statements if one.fact == fact_of(family, AXIS)), None)
+        size = next(
+            (one.value for one in statements if one.fact == name_axis_size(family, AXIS)), None
+        )
         rows = rows_with_padding(tensors, size if isinstance(size, int) else None)
     yield from of_shapes(family, tensors, statements, {} if rows is None else {AXIS: rows})
     switches = switched(family)
     if not switches.keys().isdisjoint(one.fact for one in statements):
-        yield from of_tensors(switches, {name.partition(".")[0] for name in tensors.matched.held})
+        yield from of_tensors(
+            switches, {name.partition(".")[0] for name in tensors.matched.group_by_name}
+        )
 
 
 def _contradiction(

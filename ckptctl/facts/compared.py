@@ -6,17 +6,17 @@ from collections.abc import Iterator
 
 from ckptctl.facts.contradictions import LIMITED, switched
 from ckptctl.facts.layer_kinds import LISTS
-from ckptctl.planner.config_facts import MODULES, facts_in
-from ckptctl.planner.families.declarations import spellings
+from ckptctl.planner.config_facts import SUBMODEL_KEYS, list_formula_fields
+from ckptctl.planner.families.declarations import split_aliases
 from ckptctl.planner.layouts import Family
 
 
 def sizes_compared(family: Family) -> Iterator[str]:
     """Yield the facts whose values tensor shapes and counts show."""
     for stated, _ in family.sizes.values():
-        yield from (name for name in spellings(stated) if name)
+        yield from (name for name in split_aliases(stated) if name)
     for _, formula in family.formulas:
-        yield from facts_in(formula)
+        yield from list_formula_fields(formula)
     for size in family.layer_sizes:
         yield from size.facts
 
@@ -39,4 +39,4 @@ def counts_compared() -> Iterator[str]:
 
 
 def _modules() -> tuple[str, ...]:
-    return ("", *(f"{name}." for name in MODULES))
+    return ("", *(f"{name}." for name in SUBMODEL_KEYS))

@@ -19,11 +19,11 @@ from ckptctl.formats.base import WritableFormat
 from ckptctl.formats.sidecar_files import amended, kind_of
 from ckptctl.numerics.quantization.statement import QUANTIZATION
 from ckptctl.numerics.quantized import unsaid
-from ckptctl.planner.config_facts import Json, plain
-from ckptctl.planner.families.declarations import spelled
+from ckptctl.planner.config_facts import Json, get_model_params
+from ckptctl.planner.families.declarations import find_set_alias
 from ckptctl.planner.layouts import BASE, HF, MLX
-from ckptctl.planner.mapping.mapped import compose
-from ckptctl.planner.mapping.tensors import Change
+from ckptctl.planner.mapping.mapped import compose_tensors
+from ckptctl.planner.mapping.tensors import LayoutChange
 
 
 def compare_descriptions(draft: Draft) -> Draft:
@@ -47,7 +47,7 @@ def config_files(draft: Draft) -> Draft:
     cast = (options.dtype or options.dequantize) is not None
     dtype = None
     if cast or CONFIG not in assets.documents:
-        own = compose(change.tensors, draft.model.root, draft.output_root)
+        own = compose_tensors(change.tensors, draft.model.root, draft.output_root)
         plain = draft.quantization.plain if draft.quantization else draft.tensors
         dtype = main_dtype([tensor for tensor in plain if tensor.name in own])
     written = _written(assets, target, change, draft.ranks, dtype, cast)
@@ -103,19 +103,19 @@ def _about_transformers(draft: Draft, written: Collection[str]) -> tuple[str, ..
     return (*notes, said)
 
 
-def _about_layout(change: Change) -> tuple[str, ...]:
+def _about_layout(change: LayoutChange) -> tuple[str, ...]:
     """Note if transformers does not expect the output's tensor names."""
     family, layout = change.family, change.target_layout
     if layout in (None, HF, BASE) or (family and HF not in family.layouts):
         return ()
-    if family and family.layout(layout).same_as(family.layout(HF)):
+    if family and family.get_layout(layout).has_same_tensors(family.get_layout(HF)):
         return ()
     if layout.startswith("hf-"):
         return (f"transformers 5 reads layout {layout}; earlier versions may not",)
     return (f"transformers expects layout hf, but this is layout {layout}",)
 
 
-def _about_class(config: Json | None, change: Change) -> tuple[str, ...]:
+def _about_class(config: Json | None, change: LayoutChange) -> tuple[str, ...]:
     """Note if config.json does not name the model class that vLLM needs.
 
     Source: vLLM's ``transformers_utils/config.py``: earlier versions stop, later ones use the class
@@ -128,7 +128,7 @@ def _about_class(config: Json | None, change: Change) -> tuple[str, ...]:
     return (f"{CONFIG} has no `architectures`, which vLLM needs to find the model class{named}",)
 
 
-def _about_config(change: Change, assets: Assets) -> str:
+def _about_config(change: LayoutChange, assets: Assets) -> str:
     """Note the source of a generated config.json and the defaults assumed."""
     family = change.family.name if change.family else "?"
     tied = "tied" if change.tied else "untied"
@@ -147,7 +147,7 @@ def _about_config(change: Change, assets: Assets) -> str:
 def _written(
     assets: Assets,
     target: WritableFormat,
-    change: Change,
+    change: LayoutChange,
     ranks: int,
     dtype: str | None,
     cast: bool,
@@ -182,13 +182,15 @@ def _recorded(assets: Assets) -> Json:
     return merged(one.content for one in assets.described if one.name == MEGATRON)
 
 
-def _params(config: Json | None, params: Json | None, change: Change, ranks: int) -> Json | None:
+def _params(
+    config: Json | None, params: Json | None, change: LayoutChange, ranks: int
+) -> Json | None:
     if change.family is None:
         return None
     if params is not None:
         heads = (change.sizes or {}).get("k")
         stated = max(heads, ranks) if heads and "k" in change.family.repeated else heads
-        known = "n_kv_heads" in plain(params)
+        known = "n_kv_heads" in get_model_params(params)
         params = amended(params, "n_kv_heads", stated) if stated and known else params
         return amended(params, "vocab_size", change.vocab) if change.vocab else params
     if config is None:
@@ -205,7 +207,7 @@ def _with_dtype(config: Json, dtype: str | None) -> Json:
     return {**config, **dict.fromkeys(names, dtype)}
 
 
-def adapted_config(config: Json, change: Change) -> Json:
+def adapted_config(config: Json, change: LayoutChange) -> Json:
     """Return *config* as it is after ``--untie`` and ``--vocab-size``."""
     if change.family is None:
         return config
@@ -213,7 +215,7 @@ def adapted_config(config: Json, change: Change) -> Json:
         config = {**config, "tie_word_embeddings": False}
     if change.vocab is None:
         return config
-    name = spelled(config, change.family.sizes["v"][0])
+    name = find_set_alias(config, change.family.sizes["v"][0])
     return _replaced(config, name.split("."), change.vocab)
 
 

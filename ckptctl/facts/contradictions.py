@@ -25,17 +25,17 @@ from ckptctl.facts.fact_names import (
     walked,
 )
 from ckptctl.planner.config_facts import (
-    MODULES,
-    ROPE,
+    ROPE_KEYS,
+    SUBMODEL_KEYS,
     Json,
-    axis_called,
-    default_of,
-    defaults,
-    fact_of,
-    normalized,
+    find_default_size,
+    list_default_sizes,
+    name_axis_size,
+    normalize_rope,
     read_sizes,
+    require_axis,
 )
-from ckptctl.planner.families.declarations import SWITCHES, looked_up, spellings
+from ckptctl.planner.families.declarations import SWITCHES, get_nested, split_aliases
 from ckptctl.planner.families.facts import NEEDED
 from ckptctl.planner.layouts import Family
 
@@ -134,28 +134,28 @@ def contradictions(statements: Iterable[Statement]) -> tuple[Contradiction, ...]
 def of_config(family: Family | None, config: Json, source: str) -> Iterator[Statement]:
     """Yield the statements of a config.json."""
     told = used(config)
-    values = dict(leaves(normalized(told)))
+    values = dict(leaves(normalize_rope(told)))
     yield from _at_odds(told, source)
     if family is not None:
-        named = read_sizes(family, config, implied=False)
-        silent = defaults(family, config)
+        named = read_sizes(family, config, include_defaults=False)
+        silent = list_default_sizes(family, config)
         for axis, size in read_sizes(family, config).items():
-            fact, stated = fact_of(family, axis), axis in named
+            fact, stated = name_axis_size(family, axis), axis in named
             whose = "transformers" if fact in silent and not stated else ""
             yield Statement(fact, size, source, stated, default=whose)
-        sizes = {fact_of(family, axis) for axis in family.sizes}
+        sizes = {name_axis_size(family, axis) for axis in family.sizes}
         for fact, size in silent.items():
             if fact not in sizes:
                 yield Statement(fact, size, source, stated=False, default="transformers")
         for names in family.sizes.values():
-            for name in spellings(names[0]):
+            for name in split_aliases(names[0]):
                 values.pop(name, None)
     yield from (Statement(name, value, source) for name, value in values.items())
-    modules: dict[str, object] = {f"{name}.": config.get(name) for name in MODULES}
+    modules: dict[str, object] = {f"{name}.": config.get(name) for name in SUBMODEL_KEYS}
     unscaled = {
         f"{prefix}rope.rope_type"
         for prefix, inner in {"": config, **modules}.items()
-        if isinstance(inner, Mapping) and any(name in inner for name in ROPE)
+        if isinstance(inner, Mapping) and any(name in inner for name in ROPE_KEYS)
     }
     for name, value in _defaults(family, config).items():
         if name not in values:
@@ -165,13 +165,15 @@ def of_config(family: Family | None, config: Json, source: str) -> Iterator[Stat
 def of_sizes(family: Family, given: Mapping[str, int]) -> Iterator[Statement]:
     """Yield the sizes of ``--set`` as statements."""
     for name, size in given.items():
-        axis = axis_called(family, name)
-        yield Statement(fact_of(family, axis), size, f"{spell_option(f'--set {name}={size}')}")
+        axis = require_axis(family, name)
+        yield Statement(
+            name_axis_size(family, axis), size, f"{spell_option(f'--set {name}={size}')}"
+        )
 
 
 def switched(family: Family) -> Mapping[str, set[str]]:
     """Map each config.json switch of *family* to the logical tensors that it adds."""
-    module, dot, _ = spellings(family.sizes.get("d", ("", ""))[0])[0].rpartition(".")
+    module, dot, _ = split_aliases(family.sizes.get("d", ("", ""))[0])[0].rpartition(".")
     optional = {name.partition(".")[0] for name, one in family.tensors.items() if one.optional}
     found = {name: optional.intersection(tensors) for name, tensors in SWITCHES.items()}
     both = {f"{prefix}{name}": one for name, one in found.items() for prefix in {"", module + dot}}
@@ -273,7 +275,7 @@ def exceeded(config: Json, source: str, prefix: str = "") -> Iterator[Contradict
 
 def _count(config: Json, name: str) -> tuple[int | None, bool]:
     """Return a count or its default, and whether the config states it."""
-    value = config.get(name) if name in config else default_of(config, name)
+    value = config.get(name) if name in config else find_default_size(config, name)
     known = isinstance(value, int) and not isinstance(value, bool) and value >= 0
     return (int(str(value)) if known else None), name in config
 
@@ -284,9 +286,9 @@ def _count(config: Json, name: str) -> tuple[int | None, bool]:
 def _at_odds(config: Json, source: str, prefix: str = "") -> Iterator[Statement]:
     """Yield facts of the rotary frequencies that two keys of one config.json contradict."""
     spelled = [("rope_theta", "rope_theta", config.get("rope_theta"))]
-    for holder in sorted(ROPE):
+    for holder in sorted(ROPE_KEYS):
         if isinstance(value := config.get(holder), Mapping):
-            for name, one in leaves(normalized({holder: value})):
+            for name, one in leaves(normalize_rope({holder: value})):
                 spelled.append((name, f"{holder}.{name.removeprefix('rope.')}", one))
     known = {fact: value for fact, _, value in spelled if value is not None}
     odd = {
@@ -297,7 +299,7 @@ def _at_odds(config: Json, source: str, prefix: str = "") -> Iterator[Statement]
     for fact, said, value in spelled:
         if fact in odd and value is not None:
             yield Statement(_renamed(prefix + fact), respell(value), source, said=prefix + said)
-    for module in MODULES:
+    for module in SUBMODEL_KEYS:
         if isinstance(inner := config.get(module), Mapping):
             yield from _at_odds(inner, source, f"{module}.")
 
@@ -305,15 +307,15 @@ def _at_odds(config: Json, source: str, prefix: str = "") -> Iterator[Statement]
 def used(config: Json) -> Json:
     """Return *config* without sliding-window keys that it disables."""
     unused = () if config.get("use_sliding_window") is not False else _WINDOWS
-    inner = {key: used(one) for key in MODULES if isinstance(one := config.get(key), Mapping)}
+    inner = {key: used(one) for key in SUBMODEL_KEYS if isinstance(one := config.get(key), Mapping)}
     return {key: value for key, value in config.items() if key not in unused} | inner
 
 
 def leaves(values: Json, prefix: str = "") -> Iterator[tuple[str, object]]:
     """Yield the facts that a config.json states, in its order, by canonical name."""
-    placed = looked_up(values, "rope.rope_type") in PLACED or prefix.endswith("rope.")
+    placed = get_nested(values, "rope.rope_type") in PLACED or prefix.endswith("rope.")
     for key, value in values.items():
-        if key in _SKIPPED or key.startswith("_") or key in ROPE:
+        if key in _SKIPPED or key.startswith("_") or key in ROPE_KEYS:
             continue
         if key in NOTED and not (placed and key == "max_position_embeddings"):
             continue
@@ -328,7 +330,7 @@ def leaves(values: Json, prefix: str = "") -> Iterator[tuple[str, object]]:
 
 def _renamed(name: str) -> str:
     module, dot, inner = name.partition(".")
-    if module in MODULES:
+    if module in SUBMODEL_KEYS:
         return module + dot + RENAMED.get(inner, inner)
     return RENAMED.get(name, name)
 
@@ -340,7 +342,10 @@ def respell(value: object) -> object:
 
 def _defaults(family: Family | None, config: Json) -> dict[str, object]:
     """Return the values that a config.json implies by not setting a key."""
-    modules = ("", *(f"{name}." for name in MODULES[:1] if isinstance(config.get(name), Mapping)))
+    modules = (
+        "",
+        *(f"{name}." for name in SUBMODEL_KEYS[:1] if isinstance(config.get(name), Mapping)),
+    )
     found = {module + name: value for module in modules for name, value in SILENT.items()}
     if family is not None and family.params_signs and family.params.translated:
         known = ((name, fact.default) for name, fact in family.params.facts)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from ckptctl.planner.config_facts import MODULES, Json
+from ckptctl.planner.config_facts import SUBMODEL_KEYS, Json
 
 
 def walked(
@@ -24,7 +24,7 @@ def walked(
 
 def is_module(name: str) -> bool:
     """Return whether *name* is an object that describes a submodel."""
-    return name.rpartition(".")[2] in MODULES
+    return name.rpartition(".")[2] in SUBMODEL_KEYS
 
 
 IGNORED: Mapping[str, tuple[str, ...]] = {

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from ckptctl.catalog import TensorEntry
 from ckptctl.facts.rope import rope_of_gguf
 from ckptctl.numerics.quantization.ggml import BLOCKS
-from ckptctl.planner.families.facts import FACTS, Fact, facts_called
+from ckptctl.planner.families.facts import FACTS, Fact, get_facts
 
 FACTORS = "rope_freqs.weight"
 """The tensor of divisors of the rotary frequencies."""
@@ -48,14 +48,14 @@ class Architecture:
     head_dim: bool = False
 
 
-KEYS = facts_called(
+KEYS = get_facts(
     *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings"),
     *("rope_theta", "vocab_size"),
 )
-TOKENS = facts_called("bos_token_id", "eos_token_id", "pad_token_id")
-CAPS = facts_called("attn_logit_softcapping", "final_logit_softcapping")
-WINDOW = facts_called("sliding_window")
+TOKENS = get_facts("bos_token_id", "eos_token_id", "pad_token_id")
+CAPS = get_facts("attn_logit_softcapping", "final_logit_softcapping")
+WINDOW = get_facts("sliding_window")
 SIZES = (
     *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "rope_theta", "rms_norm_eps"),
@@ -76,7 +76,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "mixtral",
         "MixtralForCausalLM",
         {"hidden_act": "silu"},
-        facts_called("num_experts_per_tok", "num_local_experts"),
+        get_facts("num_experts_per_tok", "num_local_experts"),
     ),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", {"hidden_act": "silu"}),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", {"hidden_act": "silu"}, head_dim=True),
@@ -84,7 +84,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
         {"hidden_act": "silu", "norm_topk_prob": True, "decoder_sparse_step": 1},
-        facts_called("num_experts_per_tok", "num_experts", "moe_intermediate_size"),
+        get_facts("num_experts_per_tok", "num_experts", "moe_intermediate_size"),
         head_dim=True,
     ),
     "gemma": Architecture("gemma", "GemmaForCausalLM", GEMMA, head_dim=True),

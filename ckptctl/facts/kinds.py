@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from ckptctl.errors import MappingError, spell_option
-from ckptctl.planner.config_facts import count
+from ckptctl.planner.config_facts import parse_size
 from ckptctl.planner.families.facts import NEEDED, Fact
 from ckptctl.units import counted
 
@@ -81,7 +81,7 @@ def to_megatron(fact: Fact, values: Values) -> object:
 
 def _some(value: object, name: str, _: Values) -> int | None:
     """Return a count, or None for 0."""
-    return None if value == 0 and not isinstance(value, bool) else count(value, name)
+    return None if value == 0 and not isinstance(value, bool) else parse_size(value, name)
 
 
 def _read_window(value: object, name: str, _: Values) -> int | None:
@@ -120,7 +120,7 @@ def _read_dense(value: object, name: str, fields: Values) -> int:
 
 def _write_dense(value: object, name: str, facts: Values) -> list[int]:
     """Convert the number of leading dense layers to a 0 or 1 for each layer."""
-    layers = count(facts["num_hidden_layers"], "num_hidden_layers") or 0
+    layers = parse_size(facts["num_hidden_layers"], "num_hidden_layers") or 0
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= layers:
         raise MappingError(f"`{name}` is not a number of layers", why=f"it is {value!r}")
     return [0] * value + [1] * (layers - value)
@@ -131,10 +131,10 @@ def _read_method(value: object, name: str, fields: Values) -> str:
 
     Megatron-Core ranks a group by several of its experts, transformers by the best one.
     """
-    if (count(value, name) or 1) == 1:
+    if (parse_size(value, name) or 1) == 1:
         return GREEDY
-    chosen = count(fields.get("moe_router_topk"), "moe_router_topk") or 0
-    groups = count(fields.get("moe_router_group_topk"), "moe_router_group_topk") or 1
+    chosen = parse_size(fields.get("moe_router_topk"), "moe_router_topk") or 0
+    groups = parse_size(fields.get("moe_router_group_topk"), "moe_router_group_topk") or 1
     weighing = chosen // groups
     return (
         LIMITED if weighing == 1 else f"groups ranked by their best {counted(weighing, 'expert')}"
@@ -144,7 +144,7 @@ def _read_method(value: object, name: str, fields: Values) -> str:
 def _write_method(value: object, name: str, facts: Values) -> int | None:
     """Return the number of groups, or raise if Megatron-Core would select other experts."""
     names = ("n_group", "num_experts_per_tok", "topk_group")
-    groups, chosen, limit = (count(facts[one], one) or 1 for one in names)
+    groups, chosen, limit = (parse_size(facts[one], one) or 1 for one in names)
     if groups > 1 and (value == GREEDY or chosen // limit != 1):
         why = "Megatron-Core selects experts from groups differently"
         raise inexpressible_error("Megatron-Core's configuration", name, value, why)
@@ -155,8 +155,8 @@ def _read_shared(value: object, name: str, fields: Values) -> int:
     """Return the size of the shared expert as a number of routed experts."""
     if value in (None, 0):
         return 0
-    size = count(value, name)
-    one = count(fields.get("moe_ffn_hidden_size"), "moe_ffn_hidden_size")
+    size = parse_size(value, name)
+    one = parse_size(fields.get("moe_ffn_hidden_size"), "moe_ffn_hidden_size")
     if size is None or one is None or size % one:
         raise MappingError(
             f"`{name}` is not a multiple of `moe_ffn_hidden_size`",
@@ -167,7 +167,7 @@ def _read_shared(value: object, name: str, fields: Values) -> int:
 
 
 def _write_shared(value: object, name: str, facts: Values) -> int | None:
-    size = count(facts["moe_intermediate_size"], "moe_intermediate_size") or 0
+    size = parse_size(facts["moe_intermediate_size"], "moe_intermediate_size") or 0
     experts = _some(value, name, facts)
     return None if experts is None else experts * size
 
@@ -194,14 +194,14 @@ def inexpressible_error(
 
 
 KINDS: Mapping[str, FactKind] = {
-    "count": FactKind(count),
+    "count": FactKind(parse_size),
     "number": FactKind(number),
     "flag": FactKind(flag),
     # A count or null.
-    "optional": FactKind(count, write=_some, null=True),
+    "optional": FactKind(parse_size, write=_some, null=True),
     # A count or 0, which Megatron-Core states as null.
     "tally": FactKind(
-        count, lambda value, name, others: _some(value, name, others) or 0, _some, neutral=0
+        parse_size, lambda value, name, others: _some(value, name, others) or 0, _some, neutral=0
     ),
     # A number for which null means 1.
     "factor": FactKind(
@@ -218,27 +218,27 @@ KINDS: Mapping[str, FactKind] = {
     ),
     # The number of keys that a token attends to, including itself, or null.
     "window": FactKind(
-        lambda value, name: count(
+        lambda value, name: parse_size(
             int(value) if isinstance(value, str) and value.isdecimal() else value, name
         ),
         _read_window,
-        lambda value, name, _: None if (size := count(value, name)) is None else [size - 1, 0],
+        lambda value, name, _: None if (size := parse_size(value, name)) is None else [size - 1, 0],
         neutral=None,
         null=True,
     ),
     # A count for which null means 1.
     "groups": FactKind(
-        count,
-        lambda value, name, _: count(value, name) or 1,
-        lambda value, name, _: None if value == 1 else count(value, name),
+        parse_size,
+        lambda value, name, _: parse_size(value, name) or 1,
+        lambda value, name, _: None if value == 1 else parse_size(value, name),
         neutral=1,
     ),
     # How experts are selected, which Megatron-Core states as the number of groups.
-    "method": FactKind(count, _read_method, _write_method),
+    "method": FactKind(parse_size, _read_method, _write_method),
     # The number of dense layers before those with experts.
-    "dense": FactKind(count, _read_dense, _write_dense, neutral=0),
+    "dense": FactKind(parse_size, _read_dense, _write_dense, neutral=0),
     # The size of the shared expert as a number of routed experts.
-    "shared": FactKind(count, _read_shared, _write_shared, neutral=0),
+    "shared": FactKind(parse_size, _read_shared, _write_shared, neutral=0),
     # A number that Megatron-Core states as its inverse square root.
     "root": FactKind(number, _read_root, lambda value, name, _: 1 / math.sqrt(number(value, name))),
 }

@@ -6,18 +6,18 @@ import math
 from collections.abc import Iterator, Mapping
 
 from ckptctl.facts.contradictions import Contradiction, Statement
-from ckptctl.planner.config_facts import Json, default_of, read_sizes
-from ckptctl.planner.families.declarations import looked_up, states
+from ckptctl.planner.config_facts import Json, find_default_size, read_sizes
+from ckptctl.planner.families.declarations import get_nested, has_field
 from ckptctl.planner.families.demands import LayerKind, LayerSize
 from ckptctl.planner.layouts import Family
-from ckptctl.planner.mapping.matching import Matched, Tensors
+from ckptctl.planner.mapping.matching import MatchedKeys, ModelTensors
 
 LISTS = ("layer_types", "mlp_layer_types", "indexer_types", "no_rope_layers")
 """Keys with a list that transformers requires to have one entry for each layer."""
 
 
 def misplaced(
-    family: Family, config: Json, source: str, matched: Matched
+    family: Family, config: Json, source: str, matched: MatchedKeys
 ) -> Iterator[Contradiction]:
     """Yield the facts that give layers another kind than their tensors show."""
     seen: set[str] = set()
@@ -35,8 +35,8 @@ def misplaced(
         seen.add(kind.variant)
         wrong = [n for n in sorted(shown) if (n in layers) != (shown[n] == kind.variant)]
         if wrong:
-            fact = next((f for f in kind.facts if states(config, f)), kind.facts[0])
-            stated = states(config, fact)
+            fact = next((f for f in kind.facts if has_field(config, f)), kind.facts[0])
+            stated = has_field(config, fact)
             value = _value(config, fact)
             whose = "" if stated else "transformers"
             one = Statement(fact, value, source, stated, default=whose)
@@ -47,12 +47,12 @@ def misplaced(
 
 
 def misfitting(
-    family: Family, config: Json, source: str, tensors: Tensors
+    family: Family, config: Json, source: str, tensors: ModelTensors
 ) -> Iterator[Contradiction]:
     """Yield per-layer sizes that the shapes of that layer contradict."""
     by_axis = {one.axis: one for one in family.layer_sizes}
     fixed = {**family.constants, **read_sizes(family, config)}
-    total = tensors.matched.counts().get("i", 0)
+    total = tensors.matched.count_indices().get("i", 0)
     seen: set[str] = set()
     for (name, values), keys in tensors.matched.keys.items():
         tensor, leaf = family.tensors[name], tensors.layout.leaves[name]
@@ -71,7 +71,7 @@ def misfitting(
                 fact = by_axis[next(axis for axis in group if axis in by_axis)].fact
                 if shape[dim] != wanted and fact not in seen:
                     seen.add(fact)
-                    others = [family.called(axis) for axis in group if axis not in by_axis]
+                    others = [family.describe_size(axis) for axis in group if axis not in by_axis]
                     given = f" (times {', '.join(others)})" if others else ""
                     said = f"{wanted:,} in layer {values[-1]}{given}"
                     one = Statement(fact, wanted, source, shown=said)
@@ -82,18 +82,18 @@ def misfitting(
 def _layer_size(size: LayerSize, config: Json, layer: int, total: int) -> int | None:
     """Return the size of a layer, or None if the config does not state it."""
     value = _value(config, size.fact)
-    kinds = looked_up(config, size.kinds[0]) if size.kinds else None
+    kinds = get_nested(config, size.kinds[0]) if size.kinds else None
     if isinstance(kinds, list) and layer < len(kinds) and kinds[layer] in size.kinds[1:]:
-        other = looked_up(config, size.other)
+        other = get_nested(config, size.other)
         value = value if other is None else other
     if size.by_layer:
-        own = looked_up(config, f"{size.by_layer}.{layer}.{size.fact.rpartition('.')[2]}")
+        own = get_nested(config, f"{size.by_layer}.{layer}.{size.fact.rpartition('.')[2]}")
         value = value if own is None else own
     if not isinstance(value, int) or isinstance(value, bool):
         return None
-    last = looked_up(config, size.last) if size.last else None
+    last = get_nested(config, size.last) if size.last else None
     is_last = isinstance(last, int) and layer >= total - last
-    return 2 * value if is_last and looked_up(config, size.doubled) is True else value
+    return 2 * value if is_last and get_nested(config, size.doubled) is True else value
 
 
 def uncounted_kinds(config: Json, source: str, prefix: str = "") -> Iterator[Contradiction]:
@@ -145,10 +145,10 @@ def _layers(kind: LayerKind, config: Json, total: int) -> frozenset[int] | None:
 
 def _value(config: Json, name: str) -> object:
     """Return a value of config.json, or transformers' default if it is not set."""
-    return looked_up(config, name) if states(config, name) else default_of(config, name)
+    return get_nested(config, name) if has_field(config, name) else find_default_size(config, name)
 
 
-def _key(family: Family, matched: Matched, variant: str, layer: int) -> str:
+def _key(family: Family, matched: MatchedKeys, variant: str, layer: int) -> str:
     """Return a key of *layer* that only *variant* has."""
     for (name, values), keys in matched.keys.items():
         if family.tensors[name].variant == variant and values[-1:] == (layer,):

@@ -30,8 +30,20 @@ from ckptctl.facts.megatron_words import (
     TURNED,
 )
 from ckptctl.facts.rope import ORIGINAL, YARN, rope_of_megatron, rope_to_megatron
-from ckptctl.planner.config_facts import FULL, Json, count, normalized, read_sizes
-from ckptctl.planner.families.declarations import SIZES, MegatronStyle, looked_up, spellings, states
+from ckptctl.planner.config_facts import (
+    FULL_ATTENTION,
+    Json,
+    normalize_rope,
+    parse_size,
+    read_sizes,
+)
+from ckptctl.planner.families.declarations import (
+    SIZES,
+    MegatronStyle,
+    get_nested,
+    has_field,
+    split_aliases,
+)
 from ckptctl.planner.families.facts import NEEDED, NEUTRAL, Fact
 from ckptctl.planner.layouts import Family
 
@@ -128,7 +140,7 @@ def _experts(fields: dict[str, object]) -> dict[str, object]:
 
 def read(style: MegatronStyle, fields: Json) -> Iterator[tuple[Fact, object]]:
     """Yield the facts in *fields* with their values in config.json."""
-    for fact in style.words:
+    for fact in style.facts:
         if fact.megatron in fields and not isinstance(fields[fact.megatron], dict):
             value = from_megatron(fact, _local(style, fields))
             if value is not None or KINDS[fact.kind].null:
@@ -138,7 +150,7 @@ def read(style: MegatronStyle, fields: Json) -> Iterator[tuple[Fact, object]]:
 def _local(style: MegatronStyle, fields: Json) -> Json:
     """Return *fields* with the rotary base of layers without a window as the only one."""
     bases = fields.get("rotary_base")
-    if not style.local or not isinstance(bases, (list, tuple)) or len(bases) != 2:
+    if not style.has_local_rope or not isinstance(bases, (list, tuple)) or len(bases) != 2:
         return fields
     return {**fields, "rotary_base": bases[1]}
 
@@ -156,16 +168,18 @@ def of_megatron(family: Family, record: Json, source: str) -> Iterator[Statement
         field = fact.megatron
         said = called[field] if called.get(field) in model_of(record) else field
         stored = f"{fields[field]}" if fact.kind == "window" and value is not None else ""
-        yield Statement(style.prefix + fact.config, value, source, said=said, stored=stored)
-    for fact in style.words:  # dense models state None
+        yield Statement(style.config_prefix + fact.config, value, source, said=said, stored=stored)
+    for fact in style.facts:  # dense models state None
         if fact.megatron == EXPERTS and fields.get(EXPERTS, 0) is None:
-            yield Statement(style.prefix + fact.config, 0, source, said=called[EXPERTS])
+            yield Statement(style.config_prefix + fact.config, 0, source, said=called[EXPERTS])
     rope = rope_of_megatron(style, fields) or {}
-    yield from (Statement(f"{style.prefix}rope.{n}", v, source) for n, v in rope.items())
+    yield from (Statement(f"{style.config_prefix}rope.{n}", v, source) for n, v in rope.items())
     bases = fields.get("rotary_base")
-    if style.local and isinstance(bases, (list, tuple)) and len(bases) == 2:
+    if style.has_local_rope and isinstance(bases, (list, tuple)) and len(bases) == 2:
         local = number(bases[0], "rotary_base")
-        yield Statement(style.prefix + "rope_local_base_freq", local, source, said="rotary_base")
+        yield Statement(
+            style.config_prefix + "rope_local_base_freq", local, source, said="rotary_base"
+        )
     always = f"every model of `{family.name}`"
     for name, allowed in expected(style, fields).items():
         if name in fields:
@@ -184,7 +198,7 @@ def stated(family: Family, record: Json) -> dict[str, object]:
     told = {fact.config: value for fact, value in read(style, fields)}
     rope = rope_of_megatron(style, fields)
     told |= {} if rope is None or rope["rope_type"] == "default" else {"rope_scaling": rope}
-    inner = {style.prefix.rstrip("."): told} if style.prefix else told
+    inner = {style.config_prefix.rstrip("."): told} if style.config_prefix else told
     return {"model_type": style.model_type, **inner}
 
 
@@ -216,7 +230,7 @@ def megatron_to_config(
     _require_stated(style, told, rope)
     config: dict[str, object] = {"architectures": [family.architecture]}
     config["model_type"] = style.model_type
-    for fact in style.words:
+    for fact in style.facts:
         neutral = KINDS[fact.kind].neutral
         config[fact.config] = told.get(fact.config, None if neutral is NEEDED else neutral)
     for name, allowed in style.config.items():
@@ -229,8 +243,8 @@ def megatron_to_config(
         value = allowed[0]
         config.setdefault(name, list(value) if isinstance(value, tuple) else value)
     # The class's default may be outside the vocabulary; no logits depend on it.
-    config |= {"pad_token_id": None, **style.written, **longest(record)}
-    if style.local:
+    config |= {"pad_token_id": None, **style.extra_config, **longest(record)}
+    if style.has_local_rope:
         config["rope_local_base_freq"] = _bases(fields)[0]
     if rope is not None and rope["rope_type"] != "default":
         config["rope_scaling"] = rope
@@ -240,7 +254,7 @@ def megatron_to_config(
 def longest(record: Json) -> dict[str, object]:
     """Return the maximum sequence length for config.json, which changes no logits."""
     fields = fields_of(record)
-    lengths = (count(fields.get(name), name) for name in LENGTHS)
+    lengths = (parse_size(fields.get(name), name) for name in LENGTHS)
     length = next((one for one in lengths if one), None)
     return {} if length is None else {"max_position_embeddings": length}
 
@@ -248,7 +262,7 @@ def longest(record: Json) -> dict[str, object]:
 def _named(family: Family, sizes: Mapping[str, int]) -> dict[str, int]:
     """Return axis *sizes* by their names in config.json."""
     names = {axis: name for axis, (name, _) in {**SIZES, **family.sizes}.items()}
-    found = {spellings(names[axis])[0]: size for axis, size in sizes.items() if names.get(axis)}
+    found = {split_aliases(names[axis])[0]: size for axis, size in sizes.items() if names.get(axis)}
     return {name.rpartition(".")[2]: size for name, size in found.items()}
 
 
@@ -256,7 +270,7 @@ def _require_stated(style: MegatronStyle, told: Json, rope: Json | None) -> None
     """Raise if a field that changes logits is missing."""
     lacking = {
         fact.config: fact.megatron
-        for fact in style.words
+        for fact in style.facts
         if told.get(fact.config) is None
         and KINDS[fact.kind].neutral is NEEDED
         and not KINDS[fact.kind].null
@@ -307,16 +321,16 @@ def config_to_fields(
     *sizes*, solved from the tensors, override it.
     """
     style = style_of(family)
-    values: Json = normalized(used(config))
-    inner = looked_up(values, style.prefix.rstrip(".")) if style.prefix else None
+    values: Json = normalize_rope(used(config))
+    inner = get_nested(values, style.config_prefix.rstrip(".")) if style.config_prefix else None
     values = inner if isinstance(inner, Mapping) else values
     _expressible(family, style, values)
     known = _named(family, read_sizes(family, config) | dict(sizes or {}))
-    facts = {fact.config: _stated(fact, values, known) for fact in style.words}
+    facts = {fact.config: _stated(fact, values, known) for fact in style.facts}
     if sizes is not None:
-        further = (fact.config for fact in style.words if fact.megatron == FURTHER)
+        further = (fact.config for fact in style.facts if fact.megatron == FURTHER)
         facts |= dict.fromkeys(further, sizes.get("j", 0))
-    fields = {fact.megatron: to_megatron(fact, facts) for fact in style.words}
+    fields = {fact.megatron: to_megatron(fact, facts) for fact in style.facts}
     fields |= {copy: fields[field] for copy, field in style.copies.items()}
     rope = values.get("rope")
     scaling = rope if isinstance(rope, Mapping) else {}
@@ -327,10 +341,10 @@ def config_to_fields(
     fields |= scaled
     for name, allowed in expected(style, fields).items():
         fields.setdefault(name, allowed[0])
-    if style.local:
-        base = number(looked_up(values, "rope_local_base_freq") or 10000.0, "rope_local_base_freq")
+    if style.has_local_rope:
+        base = number(get_nested(values, "rope_local_base_freq") or 10000.0, "rope_local_base_freq")
         fields["rotary_base"] = [base, fields["rotary_base"]]
-    length = count(looked_up(values, "max_position_embeddings"), "max_position_embeddings")
+    length = parse_size(get_nested(values, "max_position_embeddings"), "max_position_embeddings")
     return fields | ({} if length is None else dict.fromkeys(LENGTHS, length))
 
 
@@ -338,11 +352,11 @@ def _stated(fact: Fact, values: Json, known: Mapping[str, int]) -> object:
     """Return a fact of config.json, or its default if it is not set."""
     if fact.config in known:
         return known[fact.config]
-    value = looked_up(values, fact.config)
+    value = get_nested(values, fact.config)
     if value is None and fact.config == "partial_rotary_factor":
-        value = looked_up(values, "rope.partial_rotary_factor")
+        value = get_nested(values, "rope.partial_rotary_factor")
     kind = KINDS[fact.kind]
-    if value is None and kind.null and states(values, fact.config):
+    if value is None and kind.null and has_field(values, fact.config):
         return None
     value = fact.default if value is None else value
     if value is NEEDED and kind.neutral is NEEDED:
@@ -356,17 +370,17 @@ def _expressible(family: Family, style: MegatronStyle, values: Json) -> None:
     """Raise if Megatron-Core's configuration cannot express *values* for the family."""
     whose = f"Megatron's `{family.name}`"
     for name, allowed in style.config.items():
-        value = looked_up(values, name)
+        value = get_nested(values, name)
         if value is not None and not allows(allowed, value):
             why = f"it is always {allowed[0]!r} in {whose}"
             raise inexpressible_error(CONFIGURATION, name, value, why)
-    kinds = looked_up(values, "layer_types")
-    other, every = style.pattern
+    kinds = get_nested(values, "layer_types")
+    other, every = style.layer_pattern
     if isinstance(kinds, list) and kinds != [
-        other if place % every else FULL for place in range(1, len(kinds) + 1)
+        other if place % every else FULL_ATTENTION for place in range(1, len(kinds) + 1)
     ]:
-        mixed = f"{other}, with {FULL} in the last of every {every} layers"
-        why = f"{whose} uses {mixed if other else f'only {FULL}'}"
+        mixed = f"{other}, with {FULL_ATTENTION} in the last of every {every} layers"
+        why = f"{whose} uses {mixed if other else f'only {FULL_ATTENTION}'}"
         raise inexpressible_error(CONFIGURATION, "layer_types", kinds, why)
 
 
@@ -379,8 +393,8 @@ def silent(family: Family, config: Json, source: str) -> Iterator[Statement]:
     if style is None:
         return
     named = {one.fact for one in of_config(family, config, source) if one.stated}
-    for fact in style.words:
-        name = style.prefix + fact.config
+    for fact in style.facts:
+        name = style.config_prefix + fact.config
         if fact.default is not NEEDED and name not in named:
             yield Statement(name, fact.default, source, stated=False)
 
@@ -388,9 +402,9 @@ def silent(family: Family, config: Json, source: str) -> Iterator[Statement]:
 def fixed(family: Family, config: Json, source: str) -> Iterator[Statement]:
     """Yield config.json values that no Megatron-Core model of *family* can have."""
     style = family.megatron
-    known = {} if style is None else {style.prefix + n: v for n, v in style.config.items()}
+    known = {} if style is None else {style.config_prefix + n: v for n, v in style.config.items()}
     for fact, allowed in known.items():
-        value = looked_up(config, fact)
+        value = get_nested(config, fact)
         if value is not None and not allows(allowed, value):
             yield Statement(fact, value, source)
             yield Statement(fact, allowed[0], f"Megatron-Core's models of `{family.name}`")
@@ -407,7 +421,7 @@ def allows(allowed: Iterable[object], value: object) -> bool:
 
 def expected(style: MegatronStyle, fields: Json) -> dict[str, tuple[object, ...]]:
     """Return the allowed values of fields that are the same in all models of a family."""
-    own = {fact.megatron for fact in style.words}
+    own = {fact.megatron for fact in style.facts}
     routed = EXPERTS in own or fields.get(EXPERTS) is not None
     neutral = {n: v for n, v in NEUTRAL.items() if routed or not n.startswith("moe_")}
     return {n: allowed for n, allowed in {**neutral, **style.fields}.items() if n not in own}

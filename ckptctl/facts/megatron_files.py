@@ -131,7 +131,7 @@ def run_config(
         "params_dtype": dtype_of(dtype),
         **vocabulary(fields["vocab_size"], padded),
     }
-    spec = style.spec or PLAIN_LAYERS.get(style.provider)
+    spec = style.layer_spec or PLAIN_LAYERS.get(style.provider)
     model |= {"transformer_layer_spec": _spec(spec)} if spec else {}
     return container(model)
 

@@ -20,8 +20,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ckptctl.facts.fact_names import RENAMED
-from ckptctl.planner.config_facts import FULL, LOCAL, PLAIN, Json, normalized
-from ckptctl.planner.families.declarations import looked_up, spellings
+from ckptctl.planner.config_facts import (
+    FULL_ATTENTION,
+    LOCAL_ATTENTION,
+    UNSCALED_ROPE_TYPES,
+    Json,
+    normalize_rope,
+)
+from ckptctl.planner.families.declarations import get_nested, split_aliases
 from ckptctl.planner.layouts import MLX, Family
 
 TYPE, TEXT, TOWER = "model_type", "text_config", "vision_config"
@@ -76,7 +82,7 @@ def _parts(config: Json, family: Family | None) -> Json:
 def _rotary(config: Json) -> dict[str, object]:
     if not isinstance(config.get("rope_parameters"), Mapping):
         return {}
-    stated = normalized({"rope_parameters": config["rope_parameters"]})
+    stated = normalize_rope({"rope_parameters": config["rope_parameters"]})
     scaling = stated.get("rope")
     scaling = {} if not isinstance(scaling, Mapping) else scaling
     scaling = {name: value for name, value in scaling.items() if name != "layers"}
@@ -86,7 +92,7 @@ def _rotary(config: Json) -> dict[str, object]:
     kind = scaling.get("rope_type")
     if kind == UNKNOWN:
         return found
-    if kind not in PLAIN:
+    if kind not in UNSCALED_ROPE_TYPES:
         return {**found, "rope_scaling": scaling}
     kept = {n: v for n, v in scaling.items() if n not in ("partial_rotary_factor", "rope_type")}
     sections = {**kept, "type": "default"} if "mrope_section" in kept else None
@@ -95,7 +101,7 @@ def _rotary(config: Json) -> dict[str, object]:
 
 def _beside(family: Family) -> bool:
     """Return whether published files state the text model next to the vision tower."""
-    names = (spellings(one) for one, _ in family.sizes.values())
+    names = (split_aliases(one) for one, _ in family.sizes.values())
     return any(f"{TEXT}.{first}" in others for first, *others in names)
 
 
@@ -108,12 +114,14 @@ def _windows(config: Json) -> dict[str, object]:
     kinds = config.get("layer_types")
     if (
         not isinstance(kinds, list)
-        or LOCAL not in kinds
-        or any(kind not in (LOCAL, FULL) for kind in kinds)
+        or LOCAL_ATTENTION not in kinds
+        or any(kind not in (LOCAL_ATTENTION, FULL_ATTENTION) for kind in kinds)
     ):
         return {}
-    period = kinds.index(FULL) + 1 if FULL in kinds else len(kinds) + 1
-    regular = [FULL if n % period == 0 else LOCAL for n in range(1, len(kinds) + 1)]
+    period = kinds.index(FULL_ATTENTION) + 1 if FULL_ATTENTION in kinds else len(kinds) + 1
+    regular = [
+        FULL_ATTENTION if n % period == 0 else LOCAL_ATTENTION for n in range(1, len(kinds) + 1)
+    ]
     return {"sliding_window_pattern": period} if kinds == regular else {}
 
 
@@ -130,8 +138,8 @@ def _heads(config: Json) -> dict[str, object]:
 
 def _sizes(config: Json, family: Family, within: str = "") -> dict[str, object]:
     """Return sizes *within* an object under their first name, if another name states them."""
-    names = [spellings(one) for one, _ in family.sizes.values() if "|" in one]
-    stated = ((first, looked_up(config, other)) for first, *others in names for other in others)
+    names = [split_aliases(one) for one, _ in family.sizes.values() if "|" in one]
+    stated = ((first, get_nested(config, other)) for first, *others in names for other in others)
     found = {first: value for first, value in stated if value is not None}
     inside = {n.removeprefix(within): v for n, v in found.items() if n.startswith(within)}
     return {name: value for name, value in inside.items() if "." not in name}

@@ -14,17 +14,23 @@ from ckptctl.facts.contradictions import Statement, leaves, respell
 from ckptctl.facts.fact_names import NOTED, is_module, walked
 from ckptctl.facts.kinds import inexpressible_error, number, value_of
 from ckptctl.planner.config_facts import (
-    MODULES,
+    SUBMODEL_KEYS,
     Json,
-    count,
-    fact_of,
-    normalized,
-    plain,
+    get_model_params,
+    name_axis_size,
+    normalize_rope,
+    parse_size,
+    read_rope,
     read_sizes,
-    rope,
     with_rope_type,
 )
-from ckptctl.planner.families.declarations import ParamsStyle, holds, looked_up, spellings, states
+from ckptctl.planner.families.declarations import (
+    ParamsStyle,
+    get_nested,
+    has_field,
+    matches_signs,
+    split_aliases,
+)
 from ckptctl.planner.families.facts import NEEDED, Fact
 from ckptctl.planner.layouts import Family
 
@@ -39,7 +45,7 @@ def preset(family: Family, params: Json) -> dict[str, object]:
     """Return the config.json values that the family's tables give for *params*."""
     values: dict[str, object] = {}
     for signs, added in family.presets:
-        if holds(signs, params):
+        if matches_signs(signs, params):
             merge(values, added)
     return values
 
@@ -48,7 +54,7 @@ def merge(values: dict[str, object], added: Json) -> None:
     """Merge *added* into *values*, including the objects that both have."""
     for key, value in added.items():
         inner = values.get(key)
-        if isinstance(inner, dict) and isinstance(value, Mapping) and key in MODULES:
+        if isinstance(inner, dict) and isinstance(value, Mapping) and key in SUBMODEL_KEYS:
             merge(inner, value)
         else:
             values[key] = deepcopy(value)
@@ -58,7 +64,7 @@ def named_in(family: Family) -> set[str]:
     """Return the keys of params.json that are facts, or that do not affect the model."""
     style = family.params
     known = {*style.silent, "tied_embeddings", *(fact.params for _, fact in style.facts)}
-    known |= {one for names in family.sizes.values() for one in spellings(names[1])}
+    known |= {one for names in family.sizes.values() for one in split_aliases(names[1])}
     return known | ({*FORMULA, SCALED} if style.derived else set())
 
 
@@ -79,7 +85,7 @@ def ffn_size(dim: int, multiple_of: int, multiplier: float | None) -> int:
 def ffn_of(params: Json, dim: int) -> int:
     """Return the feed-forward size by Meta's formula for a params.json."""
     factor = params.get("ffn_dim_multiplier")
-    multiple = count(params.get("multiple_of"), "multiple_of") or 256
+    multiple = parse_size(params.get("multiple_of"), "multiple_of") or 256
     return ffn_size(dim, multiple, None if factor is None else number(factor, "ffn_dim_multiplier"))
 
 
@@ -87,11 +93,13 @@ def of_params(family: Family, params: Json, source: str) -> Iterator[Statement]:
     """Yield the statements of a params.json, as facts of config.json."""
     style, values = family.params, with_rope_type(params)
     sizes = read_sizes(family, None, params)
-    named = read_sizes(family, None, params, implied=False)
+    named = read_sizes(family, None, params, include_defaults=False)
     if style.derived and "f" not in sizes and "d" in sizes and "multiple_of" in values:
         sizes["f"] = ffn_of(values, sizes["d"])
     for axis, size in sizes.items():
-        yield Statement(fact_of(family, axis), size, source, axis in named, family.sizes[axis][1])
+        yield Statement(
+            name_axis_size(family, axis), size, source, axis in named, family.sizes[axis][1]
+        )
     told = _said(family, params, source)
     by_name = {one.fact for one in told}
     implied = _implied(family, values, source)
@@ -101,10 +109,10 @@ def of_params(family: Family, params: Json, source: str) -> Iterator[Statement]:
 
 def _said(family: Family, params: Json, source: str) -> list[Statement]:
     """Return the statements of a params.json other than sizes."""
-    style, values, known = family.params, plain(params), named_in(family)
+    style, values, known = family.params, get_model_params(params), named_in(family)
     found: list[Statement] = []
     for name, fact in style.facts:
-        value = value_of(fact, looked_up(values, fact.params), fact.params)
+        value = value_of(fact, get_nested(values, fact.params), fact.params)
         if value is not None and name.rpartition(".")[2] not in NOTED:
             found.append(Statement(name, value, source, said=fact.params))
     if isinstance(tied := values.get("tied_embeddings"), bool):
@@ -125,8 +133,8 @@ def _implied(family: Family, values: Json, source: str) -> Iterator[Statement]:
     style = family.params
     scaling = f"{style.prefix}rope."
     told: dict[str, object] = {f"{scaling}rope_type": "default"}
-    told |= leaves(normalized(preset(family, values)))
-    told |= {name: respell(rule.allowed[0]) for name, rule in style.fixed}
+    told |= leaves(normalize_rope(preset(family, values)))
+    told |= {name: respell(rule.allowed[0]) for name, rule in style.fixed_rules}
     told |= {name: fact.absent for name, fact in style.facts if fact.absent is not None}
     for name, value in told.items():
         if name.rpartition(".")[2] not in NOTED:
@@ -149,26 +157,26 @@ def params_to_config(
     """
     style, values = family.params, with_rope_type(params)
     _require_translated(family, "config.json", "params.json")
-    _understood(family, plain(params))
+    _understood(family, get_model_params(params))
     config: dict[str, object] = {"architectures": [family.architecture]}
     known = read_sizes(family, None, params) | dict(sizes)
     if style.derived and "f" not in known and "d" in known:
         known["f"] = ffn_of(values, known["d"])
     stated = {axis: names[0] for axis, names in family.sizes.items() if names[0]}
-    if lacking := [family.called(axis) for axis in stated if axis not in known]:
+    if lacking := [family.describe_size(axis) for axis in stated if axis not in known]:
         raise MappingError(
             f"config.json requires {' and '.join(lacking)}", why="not set in params.json"
         )
     for axis, names in stated.items():
-        _put(config, spellings(names)[0], known[axis])
+        _put(config, split_aliases(names)[0], known[axis])
     extra = preset(family, values)
     merge(config, extra)
     for name, fact in style.facts:
-        said = looked_up(values, fact.params)
+        said = get_nested(values, fact.params)
         value = value_of(fact, fact.absent if said is None else said, fact.params)
         if value is not None or said is not None:
             _stated_once(config, name, value, fact, extra)
-    for name, rule in style.fixed:
+    for name, rule in style.fixed_rules:
         if rule.written:
             _put(config, name, rule.allowed[0])
     if values.get(SCALED) and "rope_scaling" not in extra:
@@ -183,7 +191,7 @@ def params_to_config(
     for place in {"", style.prefix}:
         _put(config, f"{place}tie_word_embeddings", bool(told))
     # Use transformers 5 keys if the rotary frequencies have more than a base.
-    text = looked_up(config, style.within) if style.within else config
+    text = get_nested(config, style.within) if style.within else config
     if isinstance(text, dict) and isinstance(text.get("rope"), dict):
         text["rope_parameters"] = {**text.pop("rope"), "rope_theta": text.pop("rope_theta", None)}
     return config | ({"torch_dtype": dtype} if dtype else {})
@@ -215,8 +223,8 @@ def assumed(family: Family, params: Json) -> dict[str, object]:
     These differ between models of one family: token IDs, lengths, rotary periods.
     """
     values, style = with_rope_type(params), family.params
-    known = {n for n, fact in style.facts if looked_up(values, fact.params) is not None}
-    known |= {"model_type", *(name for name, _ in style.fixed)}
+    known = {n for n, fact in style.facts if get_nested(values, fact.params) is not None}
+    known |= {"model_type", *(name for name, _ in style.fixed_rules)}
     return {
         name: value
         for name, value in walked(preset(family, values), is_module)
@@ -249,8 +257,8 @@ def _stated_once(
     config: dict[str, object], name: str, value: object, fact: Fact, extra: Json
 ) -> None:
     """Set a fact in *config*, or raise if params.json states it twice with different values."""
-    before = looked_up(config, name)
-    if before not in (None, value) and looked_up(extra, name) != before:
+    before = get_nested(config, name)
+    if before not in (None, value) and get_nested(extra, name) != before:
         raise MappingError(
             "params.json contradicts itself",
             where="params.json",
@@ -267,11 +275,11 @@ def config_to_params(
     If there are more model-parallel *ranks* than key/value heads, the repeated number of heads is
     written.
     """
-    style, values = family.params, normalized(config)
+    style, values = family.params, normalize_rope(config)
     _require_translated(family, "params.json", "config.json")
     known = read_sizes(family, config) | dict(sizes)
     stated = {axis: names[1] for axis, names in family.sizes.items() if names[1]}
-    lacking = [family.called(axis) for axis in stated if axis not in known]
+    lacking = [family.describe_size(axis) for axis in stated if axis not in known]
     if lacking:
         raise MappingError(f"params.json requires {' and '.join(lacking)}", where="config.json")
     _expressible(style, values)
@@ -292,8 +300,8 @@ def config_to_params(
 
 def _state(params: dict[str, object], fact: Fact, name: str, values: Json) -> None:
     """Write a fact of config.json to *params*, omitting a null window."""
-    found, default = looked_up(values, name), fact.default
-    if fact.kind == "window" and states(values, name):
+    found, default = get_nested(values, name), fact.default
+    if fact.kind == "window" and has_field(values, name):
         default = None
     if found is None and default is NEEDED:
         raise MappingError(
@@ -314,7 +322,7 @@ def _derived(
     found: dict[str, object] = {"multiple_of": multiple}
     found |= {} if factor is None else {"ffn_dim_multiplier": factor}
     found |= {"n_kv_heads": max(known["k"], ranks)} if "k" in family.repeated else {}
-    scaling = rope(values)[1]
+    scaling = read_rope(values)[1]
     if scaling is None:
         return found
     known_scaling = preset(family, {SCALED: True}).get("rope_scaling")
@@ -340,18 +348,18 @@ def ffn_params(dim: int, size: int) -> tuple[int, float | None]:
 
 def _expressible(style: ParamsStyle, values: Json) -> None:
     """Raise if params.json of this style cannot express *values*."""
-    for name, rule in style.fixed:
-        value = looked_up(values, name)
+    for name, rule in style.fixed_rules:
+        value = get_nested(values, name)
         if value is not None and value not in rule.allowed:
             raise _unsaid(name, value, rule.why)
     if style.derived:
         return
-    known = {name for name, _ in (*style.facts, *style.fixed)}
+    known = {name for name, _ in (*style.facts, *style.fixed_rules)}
     place = f"{style.prefix}rope"
-    found = looked_up(values, place)
+    found = get_nested(values, place)
     for key, value in found.items() if isinstance(found, Mapping) else ():
         if f"{place}.{key}" not in known:
-            raise _unsaid(f"{place}.{key}", value, f"{style.whose} params.json has no field for it")
+            raise _unsaid(f"{place}.{key}", value, f"{style.owner} params.json has no field for it")
 
 
 def _unsaid(name: str, value: object, why: str) -> MappingError:

@@ -21,10 +21,14 @@ from ckptctl.facts.megatron import (
     stated,
 )
 from ckptctl.facts.rope import rope_of_megatron
-from ckptctl.planner.config_facts import Json, Translated
-from ckptctl.planner.families.declarations import VOCABULARY_MULTIPLE, MegatronStyle, holds
+from ckptctl.planner.config_facts import Json, TranslatedConfig
+from ckptctl.planner.families.declarations import (
+    VOCABULARY_PAD_MULTIPLE,
+    MegatronStyle,
+    matches_signs,
+)
 from ckptctl.planner.layouts import Family
-from ckptctl.planner.mapping.detect import Candidate, detect
+from ckptctl.planner.mapping.detect import Candidate, detect_layouts
 
 
 class Records:
@@ -41,8 +45,10 @@ class Records:
         found: list[Candidate] = []
         for name in possible(known, self._record) if self._record else ():
             one, told = {name: known[name]}, stated(known[name], self._record)
-            fitting = detect(shapes, one, told, prefer=self._layout, named=True, root=root)
-            found += (c for c in fitting if c.exact)
+            fitting = detect_layouts(
+                shapes, one, told, prefer=self._layout, is_user_specified=True, root=root
+            )
+            found += (c for c in fitting if c.is_exact)
         return found
 
     def contradict(self, family: Family) -> bool:
@@ -52,12 +58,12 @@ class Records:
     def configuration(self, family: Family) -> Json | None:
         """Build config.json from the records, or return None if they state nothing."""
         found = stated(family, self._record)
-        return Translated(found) if found else None
+        return TranslatedConfig(found) if found else None
 
     def state_padding(self, rows: int, size: int) -> bool:
         """Return whether the records confirm that *rows* are *size* entries plus padding."""
         told = self._record
-        unit = self._count("make_vocab_size_divisible_by", VOCABULARY_MULTIPLE)
+        unit = self._count("make_vocab_size_divisible_by", VOCABULARY_PAD_MULTIPLE)
         unit *= self._count("tensor_model_parallel_size", 1)
         padded = told.get("padded_vocab_size")
         pads = padded is None and told.get("should_pad_vocab") is True
@@ -82,7 +88,9 @@ def possible(families: Mapping[str, Family], record: Json) -> list[str]:
         style = family.megatron
         if style is None or not _fits(style, fields):
             continue
-        told[name] = max((len(one) for one in style.named if named.startswith(one)), default=0)
+        told[name] = max(
+            (len(one) for one in style.class_prefixes if named.startswith(one)), default=0
+        )
     told = dict(_by_layers(families, told, record))
     best = max(told.values(), default=0)
     if not best and named:
@@ -104,7 +112,7 @@ def _by_layers(
     """Yield the candidates that fit the layer-spec function, if Bridge records one."""
     spec = model_of(record).get("transformer_layer_spec")
     named = spec.get(TARGET) if isinstance(spec, Mapping) else None
-    specs = {name: style.spec if (style := families[name].megatron) else "" for name in told}
+    specs = {name: style.layer_spec if (style := families[name].megatron) else "" for name in told}
     own = {n: spec if spec.startswith("megatron.bridge.") else "" for n, spec in specs.items()}
     yield from (
         (name, length)
@@ -116,7 +124,7 @@ def _by_layers(
 def _fits(style: MegatronStyle, fields: Json) -> bool:
     """Return whether no field contradicts a value that all models of the family have."""
     known = expected(style, fields).items()
-    needed = [fact for fact in style.words if fact.megatron == EXPERTS]
+    needed = [fact for fact in style.facts if fact.megatron == EXPERTS]
     if needed and fields.get(EXPERTS, 0) is None:
         return False
     return all(allows(allowed, fields[name]) for name, allowed in known if name in fields)
@@ -144,7 +152,9 @@ def _signed(families: Mapping[str, Family], names: list[str], fields: Json) -> l
         told |= {fact.config: value for fact, value in read(style, fields)}
         kind = (rope_of_megatron(style, fields) or {}).get("rope_type")
         told["rope_type"] = None if kind == "default" else kind
-        if not family.config_signs or any(holds(sign, told) for sign in family.config_signs):
+        if not family.config_signs or any(
+            matches_signs(sign, told) for sign in family.config_signs
+        ):
             kept.append(name)
     general = {families[name].refines for name in kept}
     return [name for name in kept if name not in general]

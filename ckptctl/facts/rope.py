@@ -50,7 +50,7 @@ def rope_of_megatron(style: MegatronStyle, fields: Json) -> dict[str, object] | 
         truncate = {} if rounded is None else {"truncate": flag(rounded, TRUNCATE)}
         return _yarn(fields, "yarn_") | truncate
     factor = fields.get("rope_scaling_factor")
-    if style.local:
+    if style.has_local_rope:
         scaled = factor is not None and number(factor, "rope_scaling_factor") != 1.0
         return {"rope_type": "linear", "factor": factor} if scaled else {"rope_type": "default"}
     if fields.get("rope_scaling") is True:
@@ -98,10 +98,10 @@ def rope_to_megatron(style: MegatronStyle, scaling: Json) -> dict[str, object] |
         unscaled: dict[str, object] = {"rope_type": "rope", "rotary_scaling_factor": 1.0}
         return unscaled | {"mscale": 1.0, "mscale_all_dim": 1.0}
     if kind == "default":
-        return {"rope_scaling_factor": 1.0} if style.local else {"rope_scaling": False}
+        return {"rope_scaling_factor": 1.0} if style.has_local_rope else {"rope_scaling": False}
     if kind == "yarn" and {"factor", ORIGINAL} <= scaling.keys():
         return dict(_yarn_fields(scaling, latent=latent))
-    linear = kind == "linear" and style.local
+    linear = kind == "linear" and style.has_local_rope
     llama3 = kind == "llama3" and not latent and LLAMA3_ROPE.items() <= scaling.items()
     if not linear and not llama3:
         return None

@@ -12,15 +12,15 @@ from dataclasses import replace
 
 from ckptctl.errors import MappingError
 from ckptctl.facts.contradictions import Statement
-from ckptctl.planner.axes import Observation, Sizes, solve
-from ckptctl.planner.config_facts import fact_of, names_in, value_of_formula
+from ckptctl.planner.axes import AxisSizes, Observation, solve_axis_sizes
+from ckptctl.planner.config_facts import evaluate_formula, list_operands, name_axis_size
 from ckptctl.planner.layouts import Family
-from ckptctl.planner.mapping.matching import Tensors
+from ckptctl.planner.mapping.matching import ModelTensors
 
 
 def of_shapes(
     family: Family,
-    tensors: Tensors,
+    tensors: ModelTensors,
     stated: Sequence[Statement],
     padded: Mapping[str, int] | None = None,
 ) -> Iterator[Statement]:
@@ -31,11 +31,11 @@ def of_shapes(
 
     Sizes of *padded* axes may be larger than stated.
     """
-    counts = tensors.matched.counts()
+    counts = tensors.matched.count_indices()
     chosen = tensors.matched
     if len(tensors.shapes) < len(chosen.order):
-        chosen = chosen.only(tensors.shapes)
-    there = chosen.counts()
+        chosen = chosen.select_keys(tensors.shapes)
+    there = chosen.count_indices()
     indices = {index for tensor in family.tensors.values() for index in tensor.indices}
     said = _sizes(family, stated)
     for axis, statement in said.items():
@@ -60,13 +60,13 @@ def of_shapes(
 
 def _solved(
     family: Family,
-    tensors: Tensors,
+    tensors: ModelTensors,
     said: Sequence[tuple[str, Statement]],
     padded: Mapping[str, int],
 ) -> Iterator[Statement]:
     """Yield the axis sizes shown by shapes that differ from *said*."""
     seen: dict[object, Observation] = {}
-    for key, stored in tensors.matched.stored.items():
+    for key, stored in tensors.matched.tensor_by_key.items():
         if key in tensors.shapes:
             shape = tensors.shapes[key]
             seen.setdefault((id(stored), shape), Observation(key, stored, shape))
@@ -96,9 +96,11 @@ def _solved(
         yield Statement(one.fact, value, source, shown=shown, shows=True)
 
 
-def _solve(family: Family, items: Sequence[Observation], sizes: Mapping[str, int]) -> Sizes | None:
+def _solve(
+    family: Family, items: Sequence[Observation], sizes: Mapping[str, int]
+) -> AxisSizes | None:
     try:
-        return solve(family, items, sizes)
+        return solve_axis_sizes(family, items, sizes)
     except MappingError:
         return None
 
@@ -109,7 +111,7 @@ def _sizes(family: Family, stated: Sequence[Statement]) -> dict[str, Statement]:
     for one in sorted(stated, key=lambda one: (not one.trusted, not one.stated)):
         if isinstance(one.value, int) and not isinstance(one.value, bool) and one.value > 0:
             by_fact.setdefault(one.fact, one)
-    facts = {axis: fact_of(family, axis) for axis in family.sizes}
+    facts = {axis: name_axis_size(family, axis) for axis in family.sizes}
     return {axis: by_fact[fact] for axis, fact in facts.items() if fact in by_fact}
 
 
@@ -122,8 +124,8 @@ def _formulas(family: Family, stated: Sequence[Statement]) -> Iterator[tuple[str
         elif isinstance(one.value, list):
             values.setdefault(f"len({one.fact})", replace(one, value=len(one.value)))
     for axis, formula in family.formulas:
-        parts = {name: values[name] for name in names_in(formula) if name in values}
-        size = value_of_formula(formula, {name: _size(one) for name, one in parts.items()})
+        parts = {name: values[name] for name in list_operands(formula) if name in values}
+        size = evaluate_formula(formula, {name: _size(one) for name, one in parts.items()})
         if size is not None:
             silent = [name for name, one in parts.items() if not one.stated]
             shown = f"{size}" + "".join(f" (with transformers' default of `{n}`)" for n in silent)
@@ -144,12 +146,12 @@ def _alone(items: Sequence[Observation]) -> set[str]:
 
 def _shown(family: Family, items: Sequence[Observation], axis: str) -> str:
     """Describe a tensor that shows the size of *axis*, preferably as a whole dimension."""
-    parts = {axis, *family.expand((axis,))}
+    parts = {axis, *family.expand_axes((axis,))}
     found: list[tuple[bool, int, int, Observation]] = []
     for place, item in enumerate(items):
         groups = [group for leaf in item.stored.leaves for group in leaf.dims]
         named = [len(group) for group in groups if axis in group]
-        inside = [len(group) for group in groups if parts & {*group, *family.expand(group)}]
+        inside = [len(group) for group in groups if parts & {*group, *family.expand_axes(group)}]
         if inside:
             found.append((not named, min(named or inside), place, item))
     if not found:
@@ -158,7 +160,7 @@ def _shown(family: Family, items: Sequence[Observation], axis: str) -> str:
     return f"`{item.key}` of shape {list(item.shape)}"
 
 
-def _called(tensors: Tensors, index: str) -> str:
+def _called(tensors: ModelTensors, index: str) -> str:
     """Return the key with the largest number of *index*, in backquotes."""
     keys = (
         (max(column), group.keys[list(column).index(max(column))])

@@ -33,7 +33,7 @@ from ckptctl.formats.shared.joined_tensors import (
     tensor_entries,
 )
 from ckptctl.formats.sidecar_files import beside
-from ckptctl.planner.boxes import coverage
+from ckptctl.planner.boxes import compute_coverage
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import parse_json, read_json
 from ckptctl.storage.read_ahead import prefetch_heads
@@ -237,7 +237,7 @@ def _require_whole(entry: TensorEntry, path: TreePath, *, partial: bool) -> None
     boxes = [extent.box for extent in entry.extents]
     if sum(box.numel for box in boxes) == entry.numel:
         return
-    found = coverage(entry.shape, boxes)
+    found = compute_coverage(entry.shape, boxes)
     if partial and not found.overlaps:
         return
     wrong = found.holes or found.overlaps

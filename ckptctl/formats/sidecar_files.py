@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 from ckptctl.catalog import MANIFEST, Catalog
 from ckptctl.errors import CkptError, listed, spell_option
 from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL
-from ckptctl.planner.config_facts import plain
+from ckptctl.planner.config_facts import get_model_params
 from ckptctl.storage.files import source_files
 from ckptctl.storage.json_reader import read_json, read_json_object
 from ckptctl.storage.paths import leads_outside
@@ -201,7 +201,7 @@ def left_behind(others: Mapping[str, str]) -> Iterator[str]:
 
 def amended(params: Mapping[str, object], name: str, value: object) -> dict[str, object]:
     """Return params.json with one value replaced in the section that describes the model."""
-    inner = plain(params)
+    inner = get_model_params(params)
     changed = {**inner, name: value}
     return changed if inner is params else {**params, "model": changed}
 

@@ -18,7 +18,7 @@ from ckptctl.distributed.run.manager import CheckpointManager
 from ckptctl.distributed.saving.converted import save_converted
 from ckptctl.errors import SourceNotFoundError, UsageError
 from ckptctl.integrations.whole import all_ranks, own_group, whole, whole_model, with_numbers
-from ckptctl.planner.mapping.adapters import SUFFIX
+from ckptctl.planner.mapping.adapters import ADAPTER_SUFFIX
 from ckptctl.units import counted
 
 LAYOUT = "torchtune"
@@ -232,6 +232,6 @@ def save_adapter(state: Mapping[str, Any], out: Path, model_type: str, assets: P
     """Save the adapter in *state* in PEFT's format."""
     alpha = state.get(training.ADAPTER_CONFIG, {}).get("lora_alpha")
     how = ConversionOptions(
-        to="peft", model_type=model_type + SUFFIX, lora_alpha=alpha, assets=assets
+        to="peft", model_type=model_type + ADAPTER_SUFFIX, lora_alpha=alpha, assets=assets
     )
     save_converted(dict(state[training.ADAPTER_KEY]), out, how, own_group())

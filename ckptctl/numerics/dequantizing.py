@@ -79,7 +79,7 @@ def describe_plain(assets: Assets) -> Assets:
 def keep_scales(draft: Draft) -> Draft:
     """Raise if the conversion would separate quantized weights from their scales."""
     names = {draft.model.root + name for name in draft.selection.tensors}
-    renamed = not draft.change.identity
+    renamed = not draft.change.keeps_names
     keep_together(draft.catalog, names, renamed=renamed, dtype=draft.options.dtype)
     return draft
 

@@ -24,10 +24,10 @@ from ckptctl.numerics.quantization.linear_weights import (
 )
 from ckptctl.numerics.quantization.recipes import WEIGHT, Recipe, StoredPart, recipes
 from ckptctl.numerics.quantized import quantized as quantized_already
-from ckptctl.planner.copying.blocks import rearranged
+from ckptctl.planner.copying.blocks import build_rearranged_file
 from ckptctl.planner.layouts import BASE, HF, MLX, Family
 from ckptctl.planner.mapping.mapped import ComposedTensor
-from ckptctl.planner.mapping.tensors import Change
+from ckptctl.planner.mapping.tensors import LayoutChange
 from ckptctl.units import counted, format_bytes
 
 HEAD = "lm_head"
@@ -45,7 +45,7 @@ def quantize(draft: Draft) -> Draft:
     parts = {part.name: name for name, some in made.items() for part in some}
     mapped = {name: one for name, one in draft.mapped.items() if name not in made}
     for part in (part for some in made.values() for part in some):
-        mapped[part.name] = ComposedTensor.same(_key(part.name), part.name, part.shape)
+        mapped[part.name] = ComposedTensor.from_unchanged(_key(part.name), part.name, part.shape)
     found = Quantization(draft.tensors, parts)
     found = replace(found, config=recipe.config(_ignored_modules(found)))
     draft.notes.add(_note(found, recipe), *_ragged(recipe, chosen), *_stacks(chosen, draft.change))
@@ -95,7 +95,7 @@ def _ragged(recipe: Recipe, chosen: Sequence[OutputTensor]) -> Iterator[str]:
         )
 
 
-def _stacks(chosen: Sequence[OutputTensor], change: Change) -> Iterator[str]:
+def _stacks(chosen: Sequence[OutputTensor], change: LayoutChange) -> Iterator[str]:
     """Note that few programs read quantized stacks of experts."""
     stacked = [tensor.name for tensor in chosen if len(tensor.shape) == 3]
     if stacked:
@@ -187,7 +187,7 @@ def _linear(draft: Draft) -> dict[str, Role]:
             if adapter
             else f"set it with {spell_option('--model-type')}; `ckptctl models` lists them",
         )
-    roles = Roles(family, family.layout(layout))
+    roles = Roles(family, family.get_layout(layout))
     own = {target.key for item in change.tensors for target in item.targets}
     keys = ((one, one.name.removeprefix(draft.output_root)) for one in draft.tensors)
     found = {one.name: roles.of(key, one.shape) for one, key in keys if key in own}
@@ -258,7 +258,7 @@ def _require_readable(
 def _one_by_one(family: Family | None) -> Iterator[str]:
     """Yield the option that unstacks experts, if the family has a layout for it."""
     for name in family.layouts if family else ():
-        if family and _is_named_so(name) and not Roles(family, family.layout(name)).stacks:
+        if family and _is_named_so(name) and not Roles(family, family.get_layout(name)).stacks:
             yield f"pass {spell_option(f'--to-layout {name}')} to write per-expert weights"
             return
 
@@ -324,11 +324,13 @@ class _Making:
         if key not in self._known:
             composed = self._draft.mapped[tensor.name]
             first = self._entries[composed.sources[0].key]
-            if composed.renames and first.dtype == tensor.dtype:
+            if composed.is_rename and first.dtype == tensor.dtype:
                 self._known[key] = Input(self.catalog.root, first)
             else:
                 made = elements_of(self.catalog, composed, tensor.dtype, self._computed)
-                self._known[key] = self._virtual(key, rearranged(self.catalog.root, made))
+                self._known[key] = self._virtual(
+                    key, build_rearranged_file(self.catalog.root, made)
+                )
         return self._known[key]
 
     def _virtual(self, key: str, made: Computed) -> Input:

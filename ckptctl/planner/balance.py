@@ -21,60 +21,64 @@ if TYPE_CHECKING:
     from ckptctl.planner.copying.tile import Tile
     from ckptctl.planner.plan import Plan
 
-SMALL = 64 << 10
-LEAST_PIECE = 16 << 20
+SMALL_CHUNK_BYTES = 64 << 10
+MIN_PIECE_BYTES = 16 << 20
 PIECES_PER_RANK = 32
-FINE_PIECE = 16 << 10
-FINE_PIECES, FINE_PIECES_PER_RANK = 4096, 64
-EVEN = 1.01
+MIN_FINE_PIECE_BYTES = 16 << 10
+MAX_FINE_PIECES, FINE_PIECES_PER_RANK = 4096, 64
+EVEN_LOAD_RATIO = 1.01
 """Multiple of a rank's fair share above which replicated chunks are split into smaller pieces."""
-LEAST_FILE = 128 << 20
+MIN_FILE_BYTES = 128 << 20
 """Bytes below which a file is not worth a dedicated thread."""
-SHARDS = 16
-LEAST_SHARD, LARGEST_SHARD = 256_000_000, 5_000_000_000
-FINER = 64
+DEFAULT_SHARD_COUNT = 16
+MIN_SHARD_BYTES, MAX_SHARD_BYTES = 256_000_000, 5_000_000_000
+LIMIT_STEP_DIVISOR = 64
 """Fraction (1 / FINER) by which a shard limit grows until there are enough large files."""
 
 
-def assign(
+def assign_chunks(
     chunks: Sequence[tuple[int, Sequence[int]]],
     ranks: int,
-    small: int = SMALL,
-    load: Sequence[int] = (),
+    small_bytes: int = SMALL_CHUNK_BYTES,
+    initial_loads: Sequence[int] = (),
 ) -> list[int]:
     """Assign each chunk to one of the ranks that hold it, and return the rank of each.
 
     Args:
         chunks: Size of each chunk in bytes, and the ranks that hold it, in order.
         ranks: Number of ranks.
-        small: Size in bytes below which chunks of the same ranks stay together.
-        load: Bytes that each rank has to write anyway, or empty for none.
+        small_bytes: Size in bytes below which chunks of the same ranks stay together.
+        initial_loads: Bytes that each rank has to write anyway, or empty for none.
     """
-    loads = list(load) or [0] * ranks
-    chosen = [-1] * len(chunks)
+    loads = list(initial_loads) or [0] * ranks
+    chosen_ranks = [-1] * len(chunks)
     shared: list[int] = []
     for index, (nbytes, holders) in enumerate(chunks):
         if len(holders) == 1:
-            chosen[index] = holders[0]
+            chosen_ranks[index] = holders[0]
             loads[holders[0]] += nbytes
         else:
             shared.append(index)
-    fair = -(-(sum(loads) + sum(chunks[index][0] for index in shared)) // max(ranks, 1))
+    fair_share = -(-(sum(loads) + sum(chunks[index][0] for index in shared)) // max(ranks, 1))
     shared.sort(key=lambda index: (-chunks[index][0], index))
-    candidates: dict[tuple[int, ...], _Candidates] = {}
+    candidates: dict[tuple[int, ...], _CandidateRanks] = {}
     for index in shared:
         nbytes, holders = chunks[index]
         key = tuple(holders)
-        found = candidates.get(key)
-        if found is None:
-            found = candidates[key] = _Candidates(key, loads)
-        rank = found.first(nbytes, fair) if nbytes < small else found.least()
-        chosen[index] = rank
+        ranks_by_load = candidates.get(key)
+        if ranks_by_load is None:
+            ranks_by_load = candidates[key] = _CandidateRanks(key, loads)
+        rank = (
+            ranks_by_load.find_first_within(nbytes, fair_share)
+            if nbytes < small_bytes
+            else ranks_by_load.find_least_loaded()
+        )
+        chosen_ranks[index] = rank
         loads[rank] += nbytes
-    return chosen
+    return chosen_ranks
 
 
-class _Candidates:
+class _CandidateRanks:
     """Ranks that hold the same chunks, by load. Loads are shared with other sets and only grow."""
 
     def __init__(self, ranks: tuple[int, ...], loads: list[int]) -> None:
@@ -84,7 +88,7 @@ class _Candidates:
         self._full = 0
         heapify(self._heap)
 
-    def least(self) -> int:
+    def find_least_loaded(self) -> int:
         """Return the least loaded rank, the lowest number of several."""
         heap, loads = self._heap, self._loads
         while heap[0][0] != loads[heap[0][1]]:
@@ -92,29 +96,29 @@ class _Candidates:
             heapreplace(heap, (loads[rank], rank))
         return heap[0][1]
 
-    def first(self, nbytes: int, fair: int) -> int:
-        """Return the first rank that stays within *fair* bytes, or the least loaded rank."""
+    def find_first_within(self, nbytes: int, fair_share: int) -> int:
+        """Return the first rank that stays within *fair_share* bytes, or the least loaded rank."""
         while self._full < len(self._ranks):
             rank = self._ranks[self._full]
-            if self._loads[rank] + nbytes <= fair:
+            if self._loads[rank] + nbytes <= fair_share:
                 return rank
             self._full += 1
-        return self.least()
+        return self.find_least_loaded()
 
 
-def piece_limit(nbytes: int, ranks: int) -> int:
+def compute_piece_limit(nbytes: int, ranks: int) -> int:
     """Return the size in bytes above which a replicated chunk is split among ranks."""
-    return max(LEAST_PIECE, nbytes // max(ranks, 1) // PIECES_PER_RANK)
+    return max(MIN_PIECE_BYTES, nbytes // max(ranks, 1) // PIECES_PER_RANK)
 
 
-def fine_limit(nbytes: int, ranks: int) -> int:
-    """Return a smaller :func:`piece_limit`, for plans that it leaves uneven."""
-    least = max(FINE_PIECE, nbytes // FINE_PIECES)
-    fine = max(least, nbytes // max(ranks, 1) // FINE_PIECES_PER_RANK)
-    return min(piece_limit(nbytes, ranks), fine)
+def compute_fine_limit(nbytes: int, ranks: int) -> int:
+    """Return a smaller :func:`compute_piece_limit`, for plans that it leaves uneven."""
+    min_bytes = max(MIN_FINE_PIECE_BYTES, nbytes // MAX_FINE_PIECES)
+    fine = max(min_bytes, nbytes // max(ranks, 1) // FINE_PIECES_PER_RANK)
+    return min(compute_piece_limit(nbytes, ranks), fine)
 
 
-def cut(box: Box, nbytes: int, limit: int) -> list[Box]:
+def split_box(box: Box, nbytes: int, limit: int) -> list[Box]:
     """Split *box* into contiguous boxes of about *limit* bytes, along the outermost dimensions."""
     dim = next((dim for dim, size in enumerate(box.sizes) if size > 1), None)
     count = -(-nbytes // limit)
@@ -134,15 +138,15 @@ def cut(box: Box, nbytes: int, limit: int) -> list[Box]:
     ]
     if count <= size:
         return pieces
-    return [part for row in pieces for part in cut(row, nbytes // size, limit)]
+    return [part for row in pieces for part in split_box(row, nbytes // size, limit)]
 
 
-def file_count(nbytes: int, threads: int) -> int:
+def count_output_files(nbytes: int, threads: int) -> int:
     """Return the number of output files for *nbytes*, one per thread and none of them small."""
-    return max(1, min(threads, nbytes // LEAST_FILE))
+    return max(1, min(threads, nbytes // MIN_FILE_BYTES))
 
 
-def shard_limit(sizes: Sequence[tuple[str, int]], one_file: int) -> int:
+def choose_shard_limit(sizes: Sequence[tuple[str, int]], single_file_limit: int) -> int:
     """Return the default shard size of a conversion, in bytes.
 
     It depends only on sizes, not on cores, so that equal inputs give equal bytes on every machine.
@@ -150,19 +154,19 @@ def shard_limit(sizes: Sequence[tuple[str, int]], one_file: int) -> int:
 
     Args:
         sizes: Name and bytes of each tensor.
-        one_file: Total size in bytes up to which one file is expected.
+        single_file_limit: Total size in bytes up to which one file is expected.
     """
     nbytes = sum(size for _, size in sizes)
-    if 0 < nbytes <= one_file:
-        return one_file
-    limit = max(LEAST_SHARD, -(-nbytes // SHARDS))
+    if 0 < nbytes <= single_file_limit:
+        return single_file_limit
+    limit = max(MIN_SHARD_BYTES, -(-nbytes // DEFAULT_SHARD_COUNT))
     files = max(1, -(-nbytes // limit))
-    while limit < LARGEST_SHARD and len(fill(sizes, limit)) > files:
-        limit += -(-limit // FINER)
-    return min(LARGEST_SHARD, limit)
+    while limit < MAX_SHARD_BYTES and len(group_into_shards(sizes, limit)) > files:
+        limit += -(-limit // LIMIT_STEP_DIVISOR)
+    return min(MAX_SHARD_BYTES, limit)
 
 
-def fill(sizes: Iterable[tuple[str, int]], limit: int) -> list[list[str]]:
+def group_into_shards(sizes: Iterable[tuple[str, int]], limit: int) -> list[list[str]]:
     """Group names into shards of at most *limit* bytes, in order.
 
     This follows ``huggingface_hub.split_torch_state_dict_into_shards``. The first tensor that does
@@ -185,64 +189,66 @@ def fill(sizes: Iterable[tuple[str, int]], limit: int) -> list[list[str]]:
     return shards or [[]]
 
 
-def grouped(names: Iterable[str], file_of: Mapping[str, int], files: int) -> list[list[str]]:
-    """Group *names* by their file index in *file_of*, keeping their order."""
-    shards: list[list[str]] = [[] for _ in range(files)]
+def group_by_file(
+    names: Iterable[str], file_by_name: Mapping[str, int], file_count: int
+) -> list[list[str]]:
+    """Group *names* by their file index in *file_by_name*, keeping their order."""
+    shards: list[list[str]] = [[] for _ in range(file_count)]
     for name in names:
-        shards[file_of[name]].append(name)
+        shards[file_by_name[name]].append(name)
     return shards
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class WorkRange:
     """A byte range of one transfer, raw copy or check, in buffer positions.
 
     Attributes:
         first: First byte.
         end: End, exclusive.
-        whole: Size of the complete transfer, copy or check.
+        total: Size of the complete transfer, copy or check.
     """
 
     first: int
     end: int
-    whole: int
+    total: int
 
-    def covers(self, position: int) -> bool:
+    def covers_position(self, position: int) -> bool:
         """Return whether the tile that starts at byte *position* is in the stretch.
 
-        Positions of tiles that read again, for checksums, start over after :attr:`whole`.
+        Positions of tiles that read again, for checksums, start over after :attr:`total`.
         """
-        return self.first <= position % self.whole < self.end
+        return self.first <= position % self.total < self.end
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class WorkShare:
     """The work of one process.
 
     Attributes:
-        stretches: Stretch by number of the transfer, raw copy or check, as in :class:`Plan`.
+        ranges: Stretch by number of the transfer, raw copy or check, as in :class:`Plan`.
     """
 
-    stretches: Mapping[int, Stretch]
+    ranges: Mapping[int, WorkRange]
 
     @property
     def nbytes(self) -> int:
         """Total bytes of all stretches."""
-        return sum(one.end - one.first for one in self.stretches.values())
+        return sum(work_range.end - work_range.first for work_range in self.ranges.values())
 
-    def own(self, number: int, tiles: Iterable[Tile]) -> Iterator[tuple[int, Tile]]:
+    def iterate_tiles(self, number: int, tiles: Iterable[Tile]) -> Iterator[tuple[int, Tile]]:
         """Yield the index and the tile of each of *tiles* that is in this share of *number*."""
-        stretch = self.stretches.get(number)
-        if stretch is None:
+        work_range = self.ranges.get(number)
+        if work_range is None:
             return
         position = 0
         for index, tile in enumerate(tiles):
-            if stretch.covers(position):
+            if work_range.covers_position(position):
                 yield index, tile
-            position += tile.copied
+            position += tile.copied_nbytes
 
 
-def lanes(plan: Plan, checks: bool) -> list[list[int]]:
+def group_work_by_file(plan: Plan, checks: bool) -> list[list[int]]:
     """Group the transfers, copies and checks of a plan by file, in the order of files.
 
     Args:
@@ -252,34 +258,34 @@ def lanes(plan: Plan, checks: bool) -> list[list[int]]:
     Returns:
         For each file the numbers of its transfers, copies and checks, as in :class:`Plan`.
     """
-    found: dict[str, list[int]] = {}
+    numbers_by_file: dict[str, list[int]] = {}
     for index, transfer in enumerate(plan.transfers):
         if transfer.targets:
-            found.setdefault(transfer.targets[0].file, []).append(index)
-    for index, raw in enumerate(plan.raw_copies, len(plan.transfers)):
-        found.setdefault(raw.target, []).append(index)
+            numbers_by_file.setdefault(transfer.targets[0].file, []).append(index)
+    for index, raw_copy in enumerate(plan.raw_copies, len(plan.transfers)):
+        numbers_by_file.setdefault(raw_copy.target, []).append(index)
     for index, check in enumerate(plan.checks if checks else (), plan.first_check):
-        found.setdefault(f"{check.root}/{check.recorded.file}", []).append(index)
-    return list(found.values())
+        numbers_by_file.setdefault(f"{check.root}/{check.recorded.file}", []).append(index)
+    return list(numbers_by_file.values())
 
 
-def share_of(plan: Plan, checks: bool, rank: int, ranks: int) -> Share:
+def compute_share(plan: Plan, checks: bool, rank: int, ranks: int) -> WorkShare:
     """Return the share of *rank* in *plan*. The shares of all ranks add up to the plan."""
-    numbers = [number for lane in lanes(plan, checks) for number in lane]
-    sizes = [nbytes_of(plan, number) for number in numbers]
+    numbers = [number for lane in group_work_by_file(plan, checks) for number in lane]
+    sizes = [count_work_bytes(plan, number) for number in numbers]
     total = sum(sizes)
     first, end = total * rank // ranks, total * (rank + 1) // ranks
-    found: dict[int, Stretch] = {}
+    work_ranges: dict[int, WorkRange] = {}
     position = 0
     for number, size in zip(numbers, sizes, strict=True):
         low, high = max(first - position, 0), min(end - position, size)
         if low < high:
-            found[number] = Stretch(low, high, size)
+            work_ranges[number] = WorkRange(low, high, size)
         position += size
-    return Share(found)
+    return WorkShare(work_ranges)
 
 
-def nbytes_of(plan: Plan, number: int) -> int:
+def count_work_bytes(plan: Plan, number: int) -> int:
     """Return the buffer bytes of transfer, copy or check *number*, without reads for checks."""
     if number < len(plan.transfers):
         return plan.transfers[number].nbytes

@@ -44,33 +44,37 @@ class Coverage:
     outside: tuple[Box, ...] = ()
 
     @property
-    def exact(self) -> bool:
+    def is_exact(self) -> bool:
         """Whether the boxes tile the tensor exactly."""
         return not (self.holes or self.overlaps or self.outside)
 
 
-def coverage(shape: tuple[int, ...], boxes: Sequence[Box]) -> Coverage:
+def compute_coverage(shape: tuple[int, ...], boxes: Sequence[Box]) -> Coverage:
     """Find the holes, overlaps and out-of-bounds boxes of a tensor of *shape*.
 
     Empty boxes are ignored. A 0-d tensor is covered by one box ``()``.
     """
-    whole = Box.whole(shape)
+    full_box = Box.whole(shape)
     columns = boxes if isinstance(boxes, BoxColumns) else BoxColumns(*vectors_of(boxes))
-    if columns.tiled == shape or (len(boxes) == 1 and boxes[0] == whole):
+    if columns.tiled == shape or (len(boxes) == 1 and boxes[0] == full_box):
         return Coverage()
-    if not _all_inside(columns, shape):
-        return Coverage(outside=tuple(box for box in boxes if not _inside(box, shape)))
+    if not _are_all_inside(columns, shape):
+        return Coverage(outside=tuple(box for box in boxes if not _is_inside(box, shape)))
     if not shape:
-        return Coverage(() if boxes else (whole,), (whole,) if boxes[1:] else ())
-    filled = [(o, s) for o, s in zip(columns.offsets, columns.sizes, strict=True) if 0 not in s]
-    if not math.prod(shape) or _add_up([*filled, (whole.offsets, shape)]):
+        return Coverage(() if boxes else (full_box,), (full_box,) if boxes[1:] else ())
+    nonempty_boxes = [
+        (o, s) for o, s in zip(columns.offsets, columns.sizes, strict=True) if 0 not in s
+    ]
+    if not math.prod(shape) or _is_exact_tiling([*nonempty_boxes, (full_box.offsets, shape)]):
         columns.tiled = shape
         return Coverage()
     holes: list[Spans] = []
     overlaps: list[Spans] = []
-    for kind, spans in _compare(_spans(whole), [_spans(Box(*pair)) for pair in filled]):
+    for kind, spans in _find_defects(
+        _to_spans(full_box), [_to_spans(Box(*pair)) for pair in nonempty_boxes]
+    ):
         (holes if kind == "hole" else overlaps).append(spans)
-    return Coverage(tuple(map(_box, holes)), tuple(map(_box, overlaps)))
+    return Coverage(tuple(map(_to_box, holes)), tuple(map(_to_box, overlaps)))
 
 
 def check_coverage(entry: TensorEntry) -> None:
@@ -92,30 +96,30 @@ def check_coverage(entry: TensorEntry) -> None:
     if len(extents) == 1 and extents[0].box == Box.whole(entry.shape):
         return
     try:
-        found = coverage(entry.shape, boxes_of(extents))
+        defects = compute_coverage(entry.shape, boxes_of(extents))
     except UnsupportedError as error:
         error.where = where
         raise
-    if found.exact:
+    if defects.is_exact:
         return
     problem, boxes = next(
         (problem, boxes)
         for problem, boxes in (
-            ("are not covered by any chunk", found.holes),
-            ("are outside the tensor", found.outside),
-            ("are covered more than once", found.overlaps),
+            ("are not covered by any chunk", defects.holes),
+            ("are outside the tensor", defects.outside),
+            ("are covered more than once", defects.overlaps),
         )
         if boxes
     )
-    what = f"the chunks of `{entry.name}` do not cover it exactly once"
+    message = f"the chunks of `{entry.name}` do not cover it exactly once"
     why = f"elements {listed([str(box) for box in boxes])} {problem}"
-    if boxes is not found.holes:
-        raise UnsupportedError(what, where=where, why=why)
+    if boxes is not defects.holes:
+        raise UnsupportedError(message, where=where, why=why)
     hint = "check whether a rank's file is missing; the checkpoint is incomplete"
-    raise CoverageError(what, where=where, why=why, hint=hint)
+    raise CoverageError(message, where=where, why=why, hint=hint)
 
 
-def intersect(a: Box, b: Box) -> Box | None:
+def intersect_boxes(a: Box, b: Box) -> Box | None:
     """Return the intersection of *a* and *b*, or None if it is empty."""
     offsets: list[int] = []
     sizes: list[int] = []
@@ -141,50 +145,54 @@ def split_rows(shape: tuple[int, ...], pieces: int) -> Iterator[Box]:
         start += count
 
 
-def _all_inside(boxes: BoxColumns, shape: tuple[int, ...]) -> bool:
+def _are_all_inside(boxes: BoxColumns, shape: tuple[int, ...]) -> bool:
     if {*map(len, boxes.offsets), *map(len, boxes.sizes)} - {len(shape)}:
         return False
     return all(
         min(starts) >= 0 and min(sizes) >= 0 and max(map(add, starts, sizes)) <= limit
-        for (starts, sizes), limit in zip(_along(boxes.offsets, boxes.sizes), shape, strict=False)
+        for (starts, sizes), limit in zip(
+            _group_by_dimension(boxes.offsets, boxes.sizes), shape, strict=False
+        )
     )
 
 
-def _along(offsets: Iterable[Vector], sizes: Iterable[Vector]) -> list[tuple[Vector, Vector]]:
+def _group_by_dimension(
+    offsets: Iterable[Vector], sizes: Iterable[Vector]
+) -> list[tuple[Vector, Vector]]:
     """Transpose *offsets* and *sizes* of all boxes to one pair of vectors per dimension."""
     return list(zip(zip(*offsets, strict=True), zip(*sizes, strict=True), strict=True))
 
 
-def _inside(box: Box, shape: tuple[int, ...]) -> bool:
+def _is_inside(box: Box, shape: tuple[int, ...]) -> bool:
     return len(box.offsets) == len(box.sizes) == len(shape) and all(
         offset >= 0 and size >= 0 and offset + size <= limit
         for offset, size, limit in zip(box.offsets, box.sizes, shape, strict=True)
     )
 
 
-def _spans(box: Box) -> Spans:
+def _to_spans(box: Box) -> Spans:
     return tuple((o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
 
 
-def _box(spans: Spans) -> Box:
+def _to_box(spans: Spans) -> Box:
     return Box(tuple(lo for lo, _ in spans), tuple(hi - lo for lo, hi in spans))
 
 
-def _add_up(boxes: Sequence[tuple[Vector, Vector]]) -> bool:
+def _is_exact_tiling(boxes: Sequence[tuple[Vector, Vector]]) -> bool:
     """Return whether all *boxes* but the last one tile the last one.
 
     Boxes are pairs of offsets and sizes. None of them is empty.
     """
-    signed = _corners(boxes)
-    if signed is None:
+    corners = _list_corners(boxes)
+    if corners is None:
         return False
-    plus, minus = signed
-    left = chain(*(column[:-1] for column in plus), (column[-1] for column in minus))
-    right = chain(*(column[:-1] for column in minus), (column[-1] for column in plus))
-    return sorted(left) == sorted(right)
+    plus, minus = corners
+    left_side = chain(*(column[:-1] for column in plus), (column[-1] for column in minus))
+    right_side = chain(*(column[:-1] for column in minus), (column[-1] for column in plus))
+    return sorted(left_side) == sorted(right_side)
 
 
-def _corners(
+def _list_corners(
     boxes: Sequence[tuple[Vector, Vector]],
 ) -> tuple[list[list[int]], list[list[int]]] | None:
     """Return the positive and the negative corners of *boxes*, or None if there are too many.
@@ -194,7 +202,7 @@ def _corners(
     """
     columns = [
         (starts, sizes)
-        for starts, sizes in reversed(_along(*zip(*boxes, strict=True)))
+        for starts, sizes in reversed(_group_by_dimension(*zip(*boxes, strict=True)))
         if any(starts) or min(sizes) < sizes[-1]
     ]
     if len(boxes) << len(columns) > MAX_CORNERS:
@@ -205,60 +213,64 @@ def _corners(
         low = [start * step for start in starts]
         high = [(start + size) * step for start, size in zip(starts, sizes, strict=True)]
         plus, minus = (
-            [*_moved(plus, low), *_moved(minus, high)],
-            [*_moved(minus, low), *_moved(plus, high)],
+            [*_shift_corners(plus, low), *_shift_corners(minus, high)],
+            [*_shift_corners(minus, low), *_shift_corners(plus, high)],
         )
         step *= sizes[-1] + 1
     return plus, minus
 
 
-def _moved(corners: Sequence[Sequence[int]], by: Sequence[int]) -> Iterator[list[int]]:
-    return (list(map(add, column, by)) for column in corners)
+def _shift_corners(
+    corners: Sequence[Sequence[int]], distances: Sequence[int]
+) -> Iterator[list[int]]:
+    return (list(map(add, column, distances)) for column in corners)
 
 
-def _compare(region: Spans, boxes: Sequence[Spans]) -> Iterator[tuple[str, Spans]]:
+def _find_defects(region: Spans, boxes: Sequence[Spans]) -> Iterator[tuple[str, Spans]]:
     """Yield ``("hole" | "overlap", spans)`` for each defect of *boxes* in *region*."""
     # With each part: the dimension to split next, and how many were tried since the last split.
     # A spiral is as many splits deep as it has boxes, so this must not recurse.
     stack = [(region, boxes, 0, 0)]
     while stack:
-        region, boxes, dim, whole = stack.pop()
+        region, boxes, dim, unsplit_dims = stack.pop()
         if not boxes:
             yield "hole", region
         elif len(boxes) == 1 and boxes[0] == region:
             continue
-        elif whole == len(region):
-            yield from _paint(region, boxes)
+        elif unsplit_dims == len(region):
+            yield from _find_painted_defects(region, boxes)
         else:
-            parts = list(_slabs(region[dim], boxes, dim))
-            following = (dim + 1) % len(region)
-            tried = 1 if len(parts) > 1 else whole + 1
-            for span, inside in reversed(parts):
+            parts = list(_split_into_slabs(region[dim], boxes, dim))
+            next_dim = (dim + 1) % len(region)
+            tried = 1 if len(parts) > 1 else unsplit_dims + 1
+            for span, slab_boxes in reversed(parts):
                 part = (*region[:dim], span, *region[dim + 1 :])
-                stack.append((part, inside, following, tried))
+                stack.append((part, slab_boxes, next_dim, tried))
 
 
-def _slabs(region: Span, boxes: Sequence[Spans], dim: int) -> Iterator[tuple[Span, list[Spans]]]:
+def _split_into_slabs(
+    region: Span, boxes: Sequence[Spans], dim: int
+) -> Iterator[tuple[Span, list[Spans]]]:
     """Split *region* along *dim* at positions that no box crosses. Slabs without boxes are gaps."""
     position, end = region
-    inside: list[Spans] = []
+    slab_boxes: list[Spans] = []
     reach = position
     for spans in sorted(boxes, key=lambda item: item[dim]):
         low, high = spans[dim]
         if low >= reach:
-            if inside:
-                yield (position, reach), inside
+            if slab_boxes:
+                yield (position, reach), slab_boxes
             if low > reach:
                 yield (reach, low), []
-            inside, position = [], low
-        inside.append(spans)
+            slab_boxes, position = [], low
+        slab_boxes.append(spans)
         reach = max(reach, high)
-    yield (position, reach), inside
+    yield (position, reach), slab_boxes
     if reach < end:
         yield (reach, end), []
 
 
-def _paint(region: Spans, boxes: Sequence[Spans]) -> Iterator[tuple[str, Spans]]:
+def _find_painted_defects(region: Spans, boxes: Sequence[Spans]) -> Iterator[tuple[str, Spans]]:
     edges = [
         sorted({edge for spans in (region, *boxes) for edge in spans[dim]})
         for dim in range(len(region))
@@ -267,20 +279,20 @@ def _paint(region: Spans, boxes: Sequence[Spans]) -> Iterator[tuple[str, Spans]]
     if math.prod(shape) > MAX_CELLS:
         raise UnsupportedError(
             "the chunks of a tensor have too many overlaps to list",
-            why=f"{counted(len(boxes), 'chunk')} divide {_box(region)} into "
+            why=f"{counted(len(boxes), 'chunk')} divide {_to_box(region)} into "
             f"{counted(math.prod(shape), 'cell')}",
         )
     index = [{edge: position for position, edge in enumerate(line)} for line in edges]
-    painted = bytearray(math.prod(shape))
+    coverage_counts = bytearray(math.prod(shape))
     for spans in boxes:
         ranges = [range(index[d][lo], index[d][hi]) for d, (lo, hi) in enumerate(spans)]
         cells = [0]
         for span, size in zip(ranges, shape, strict=True):
             cells = [cell * size + position for cell in cells for position in span]
         for cell in cells:
-            painted[cell] = min(painted[cell] + 1, 2)
+            coverage_counts[cell] = min(coverage_counts[cell] + 1, 2)
     # Cells are numbered row-major, as `product` counts them.
     grid = product(*map(pairwise, edges))
-    for region, count in zip(grid, painted, strict=True):
+    for region, count in zip(grid, coverage_counts, strict=True):
         if count != 1:
             yield ("overlap" if count else "hole"), region

@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from ckptctl.planner.config_facts import Json, count, plain, read_sizes
-from ckptctl.planner.families.declarations import holds, looked_up
+from ckptctl.planner.config_facts import Json, get_model_params, parse_size, read_sizes
+from ckptctl.planner.families.declarations import get_nested, matches_signs
 from ckptctl.planner.families.demands import Demand
-from ckptctl.planner.mapping.matching import Matched, Slot, Values, slots
+from ckptctl.planner.mapping.matching import IndexValues, MatchedKeys, Slot, list_indices
 
 if TYPE_CHECKING:
-    from ckptctl.planner.families.tables import Tensor
+    from ckptctl.planner.families.tables import LogicalTensor
     from ckptctl.planner.layouts import Family
 
 
-LAYER = "i"
+LAYER_INDEX = "i"
 """The index of the layers that config.json counts. MTP layers after them have another index."""
 
 
-def demanded(family: Family, config: Json | None, matched: Matched | None) -> frozenset[Slot]:
+def find_required_tensors(
+    family: Family, config: Json | None, matched: MatchedKeys | None
+) -> frozenset[Slot]:
     """Find the optional tensors that *config* requires of a complete model.
 
     Args:
@@ -35,48 +37,55 @@ def demanded(family: Family, config: Json | None, matched: Matched | None) -> fr
     """
     if config is None or not family.demands:
         return frozenset()
-    counts = matched.counts() if matched else {}
-    values, sizes = plain(config), {**counts, **read_sizes(family, config, implied=False)}
+    counts = matched.count_indices() if matched else {}
+    values, sizes = (
+        get_model_params(config),
+        {**counts, **read_sizes(family, config, include_defaults=False)},
+    )
     return frozenset(
-        (tensor.name, at)
+        (tensor.name, indices)
         for demand in family.demands
-        if holds(demand.when, values)
-        for tensor in family.named(demand.tensors)
-        for at in _places(demand, tensor, values, sizes)
+        if matches_signs(demand.when, values)
+        for tensor in family.find_tensors(demand.tensors)
+        for indices in _iterate_required_indices(demand, tensor, values, sizes)
     )
 
 
-def _places(
-    demand: Demand, tensor: Tensor, values: Json, sizes: Mapping[str, int]
-) -> Iterator[Values]:
+def _iterate_required_indices(
+    demand: Demand, tensor: LogicalTensor, values: Json, sizes: Mapping[str, int]
+) -> Iterator[IndexValues]:
     """Yield the index values at which *demand* requires *tensor* (the last one is the layer)."""
-    every = slots(tensor, sizes)
-    if not demand.by_layer:
-        yield from every
+    all_indices = list_indices(tensor, sizes)
+    if not demand.is_by_layer:
+        yield from all_indices
         return
-    layers = _layers(demand, values, len(every))
-    yield from (at for at in every if at[-1] in layers and tensor.indices[-1] == LAYER)
+    layers = _find_required_layers(demand, values, len(all_indices))
+    yield from (
+        indices
+        for indices in all_indices
+        if indices[-1] in layers and tensor.indices[-1] == LAYER_INDEX
+    )
 
 
-def _layers(demand: Demand, values: Json, total: int) -> frozenset[int]:
+def _find_required_layers(demand: Demand, values: Json, total: int) -> frozenset[int]:
     """Return the layers that need the tensors, or an empty set if *values* do not state them."""
-    begin = _stated(values, demand.after, 0)
-    end = _stated(values, demand.first, total)
-    last = _stated(values, demand.but_last, 0) or 0
-    if begin is None or end is None:
+    first_layer = _read_number(values, demand.after, 0)
+    end_layer = _read_number(values, demand.first, total)
+    excluded_last = _read_number(values, demand.but_last, 0) or 0
+    if first_layer is None or end_layer is None:
         return frozenset()
-    layers = range(begin, min(end, total - last))
+    layers = range(first_layer, min(end_layer, total - excluded_last))
     if not demand.kinds:
         return frozenset(layers)
-    kinds = looked_up(values, str(demand.kinds[0]))
+    kinds = get_nested(values, str(demand.kinds[0]))
     if not isinstance(kinds, list):
         return frozenset()
     return frozenset(n for n in layers if n < len(kinds) and kinds[n] in demand.kinds[1:])
 
 
-def _stated(values: Json, name: str, usual: int) -> int | None:
-    """Return the number under *name* (*usual* if *name* is empty), or None if it is missing."""
+def _read_number(values: Json, name: str, default: int) -> int | None:
+    """Return the number under *name* (*default* if *name* is empty), or None if it is missing."""
     if not name:
-        return usual
-    stated = looked_up(values, name)
-    return 0 if stated == 0 else count(stated, name)
+        return default
+    value = get_nested(values, name)
+    return 0 if value == 0 else parse_size(value, name)

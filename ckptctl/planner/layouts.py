@@ -43,12 +43,12 @@ from ckptctl.planner.families.declarations import (
     Signs,
     Tie,
     Tiles,
-    spellings,
-    with_companions,
+    add_companions,
+    split_aliases,
 )
 from ckptctl.planner.families.demands import CHOSEN, UNCHOSEN, Demand, LayerKind, LayerSize
-from ckptctl.planner.families.facts import FACTS, LLAMA3_ROPE, NEEDED, Fact, facts_called
-from ckptctl.planner.families.tables import Leaf, Tensor, parse_tables
+from ckptctl.planner.families.facts import FACTS, LLAMA3_ROPE, NEEDED, Fact, get_facts
+from ckptctl.planner.families.tables import Leaf, LogicalTensor, parse_tables
 from ckptctl.planner.families.templates import Template, TemplateTable
 
 __all__ = [
@@ -71,16 +71,16 @@ __all__ = [
     "LayerKind",
     "LayerSize",
     "Layout",
+    "LayoutTensor",
     "Leaf",
+    "LogicalTensor",
     "MegatronStyle",
     "ParamsStyle",
     "Rule",
     "Shift",
-    "Stored",
-    "Tensor",
     "Tie",
     "Tiles",
-    "facts_called",
+    "get_facts",
     "is_base",
 ]
 
@@ -91,24 +91,24 @@ A saved ``LlamaModel`` has ``layers.0`` instead of ``model.layers.0`` of ``Llama
 Families do not declare these names, because they follow from those in ``hf`` and in the layouts in
 which transformers 5 saves models.
 """
-SAVED = (HF, "hf-v5", "hf-fresh")
+SAVED_LAYOUTS = (HF, "hf-v5", "hf-fresh")
 """Layouts in which transformers saves models."""
 LIST_LAYOUTS = "run `ckptctl models` to list the layouts of each model type"
-_BASE = "-base"
+_BASE_SUFFIX = "-base"
 
 MLX = "mlx"
-LIKE: Mapping[str, str] = {MLX: HF}
+INHERITED_LAYOUTS: Mapping[str, str] = {MLX: HF}
 """Layouts that inherit another one's tensors unless the tables of a family override them.
 
 mlx-lm uses transformers' names with a few changes (``sanitize`` in ``mlx_lm/models``). For example,
 experts are stacked, and convolution taps precede the channels.
 """
 
-_WORD = re.compile(r"[^\s.,:#{}=|]+")
+_KEY_PART = re.compile(r"[^\s.,:#{}=|]+")
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class LayoutTensor:
     """A stored tensor of a layout, which contains one or several logical tensors.
 
     Attributes:
@@ -118,7 +118,7 @@ class Stored:
     """
 
     template: Template
-    parts: tuple[tuple[Tensor, Leaf], ...]
+    parts: tuple[tuple[LogicalTensor, Leaf], ...]
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
@@ -126,11 +126,11 @@ class Stored:
         return tuple({leaf.part: leaf for _, leaf in self.parts}.values())
 
     @property
-    def along(self) -> int:
+    def concat_dim(self) -> int:
         """The dimension along which the parts are concatenated."""
-        return self.parts[0][1].along
+        return self.parts[0][1].concat_dim
 
-    def dim_of(self, axis: str) -> int | None:
+    def find_dim(self, axis: str) -> int | None:
         """Find the dimension that consists only of *axis*, or return None."""
         dims = (leaf.dims.index((axis,)) for leaf in self.leaves if (axis,) in leaf.dims)
         return next(dims, None)
@@ -139,7 +139,7 @@ class Stored:
         return " + ".join(dict.fromkeys(str(leaf) for _, leaf in self.parts))
 
 
-Meaning: TypeAlias = Stored | Drop
+Meaning: TypeAlias = LayoutTensor | Drop
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,27 +155,27 @@ class Layout:
 
     name: str
     leaves: Mapping[str, Leaf]
-    stored: tuple[Stored, ...]
+    stored: tuple[LayoutTensor, ...]
     table: TemplateTable[Meaning]
 
     @cached_property
-    def holders(self) -> Mapping[str, Stored]:
+    def stored_by_name(self) -> Mapping[str, LayoutTensor]:
         """The stored tensor of each logical tensor, by its name."""
         return {tensor.name: stored for stored in self.stored for tensor, _ in stored.parts}
 
     @cached_property
-    def spread(self) -> frozenset[str]:
+    def spread_axes(self) -> frozenset[str]:
         """Axes that are indices of keys, with a stored tensor per entry."""
-        return frozenset(axis for leaf in self.leaves.values() for axis in leaf.spread)
+        return frozenset(axis for leaf in self.leaves.values() for axis in leaf.spread_axes)
 
-    def meanings(self, key: str) -> Iterator[tuple[Meaning, dict[str, int]]]:
+    def iterate_meanings(self, key: str) -> Iterator[tuple[Meaning, dict[str, int]]]:
         """Yield all meanings of *key* (or a template with ``{i}``) and its index values."""
         for stored in self.stored:
             if stored.template.text == key and stored.template.indices:
                 yield stored, {}
-        yield from self.table.all(key)
+        yield from self.table.iterate_meanings(key)
 
-    def same_as(self, other: Layout) -> bool:
+    def has_same_tensors(self, other: Layout) -> bool:
         """Return whether both layouts store every tensor with the same key and axis order."""
         return self.leaves == other.leaves
 
@@ -274,49 +274,49 @@ class Family:
     presets: tuple[tuple[Signs, Mapping[str, object]], ...] = ()
     megatron: MegatronStyle | None = None
     tiny: Mapping[str, int] = field(default_factory=dict)
-    rows: tuple[Tensor, ...] = ()
+    rows: tuple[LogicalTensor, ...] = ()
     partial: bool = False
     _compiled: dict[str, Layout] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
-    def tensors(self) -> Mapping[str, Tensor]:
+    def tensors(self) -> Mapping[str, LogicalTensor]:
         """The logical tensors by name, in their natural order.
 
         Shared tables may have columns for layouts that this family does not have.
         """
-        found: dict[str, Tensor] = {}
-        parsed = (*parse_tables(self.tables, {**LIKE, **self.like}), *self.rows)
-        tensors = with_companions(parsed, self.companions) if self.companions else parsed
+        tensor_by_name: dict[str, LogicalTensor] = {}
+        parsed = (*parse_tables(self.tables, {**INHERITED_LAYOUTS, **self.like}), *self.rows)
+        tensors = add_companions(parsed, self.companions) if self.companions else parsed
         for tensor in tensors:
             leaves = {k: leaf for k, leaf in tensor.leaves.items() if k in self.layouts}
             if leaves:
-                found[tensor.name] = replace(tensor, leaves=leaves)
-        return found
+                tensor_by_name[tensor.name] = replace(tensor, leaves=leaves)
+        return tensor_by_name
 
-    def named(self, names: Iterable[str]) -> Iterator[Tensor]:
+    def find_tensors(self, names: Iterable[str]) -> Iterator[LogicalTensor]:
         """Yield the tensors in *names*, by name without indices or by word of their group."""
-        wanted = set(names)
+        wanted_names = set(names)
         for tensor in self.tensors.values():
-            if tensor.name.partition(".")[0] in wanted or tensor.together in wanted:
+            if tensor.name.partition(".")[0] in wanted_names or tensor.group in wanted_names:
                 yield tensor
 
     @cached_property
-    def by_layer(self) -> frozenset[str]:
+    def per_layer_tensors(self) -> frozenset[str]:
         """Names of the tensors that only some of the layers have."""
-        demands = (demand for demand in self.demands if demand.by_layer)
-        named = (t for demand in demands for t in self.named(demand.tensors))
-        return frozenset(t.name for t in named if t.optional)
+        demands = (demand for demand in self.demands if demand.is_by_layer)
+        required_tensors = (t for demand in demands for t in self.find_tensors(demand.tensors))
+        return frozenset(t.name for t in required_tensors if t.optional)
 
     @cached_property
-    def words(self) -> frozenset[str]:
+    def key_parts(self) -> frozenset[str]:
         """Dot-separated parts of the keys of all layouts, found without parsing the tables."""
         endings = (scale for kind in self.companions for _, scale in kind.endings.values())
         keys = (leaf.key.text for row in self.rows for leaf in row.leaves.values())
         texts = (*self.tables, *(drop.key for drop in self.drops), *endings, *keys)
-        return frozenset(_WORD.findall("\n".join(texts)))
+        return frozenset(_KEY_PART.findall("\n".join(texts)))
 
     @cached_property
-    def wrapper(self) -> str:
+    def wrapper_prefix(self) -> str:
         """Prefix of the names in ``hf`` except for the head, with its dot, or an empty string."""
         if HF not in self.layouts or not self.ties or self.partial:
             return ""
@@ -328,53 +328,57 @@ class Family:
             if name not in heads and not self.tensors[name].optional
         }
         embed = leaves.get(self.ties[0].of)
-        alone = embed is not None and len(inner) == 1 and embed.key.text.count(".") > 1
-        return f"{inner.pop()}." if alone else ""
+        has_wrapper = embed is not None and len(inner) == 1 and embed.key.text.count(".") > 1
+        return f"{inner.pop()}." if has_wrapper else ""
 
     @cached_property
-    def bases(self) -> tuple[str, ...]:
+    def base_layouts(self) -> tuple[str, ...]:
         """Layouts of models without a head."""
         heads = {tie.tensor for tie in self.ties}
         return tuple(
-            name + _BASE
-            for name in (SAVED if self.wrapper else ())
+            name + _BASE_SUFFIX
+            for name in (SAVED_LAYOUTS if self.wrapper_prefix else ())
             if name in self.layouts
             and all(
-                tensor.name in heads or tensor.optional or key.startswith(self.wrapper)
+                tensor.name in heads or tensor.optional or key.startswith(self.wrapper_prefix)
                 for tensor in self.tensors.values()
                 if name in tensor.leaves
                 for key in [tensor.leaves[name].key.text]
             )
         )
 
-    def shifts_in(self, layout: str) -> list[Shift]:
+    def list_shifts(self, layout: str) -> list[Shift]:
         """List the shifts of *layout*."""
-        return [shift for shift in self.shifts if shift.layout == layout.removesuffix(_BASE)]
+        return [shift for shift in self.shifts if shift.layout == layout.removesuffix(_BASE_SUFFIX)]
 
-    def layout(self, name: str) -> Layout:
+    def get_layout(self, name: str) -> Layout:
         """Get the layout *name*, with its lookup table.
 
         Raises:
             UsageError: The family has no such layout.
         """
-        if name not in (*self.layouts, *self.bases):
-            raise self._unknown(name)
+        if name not in (*self.layouts, *self.base_layouts):
+            raise self._unknown_layout_error(name)
         if name in self._compiled:
             return self._compiled[name]
-        column = name.removesuffix(_BASE)
+        column = name.removesuffix(_BASE_SUFFIX)
         leaves = {t.name: t.leaves[column] for t in self.tensors.values() if column in t.leaves}
         drops = [(Template.parse(d.key), d) for d in self.drops if d.layout == column]
         if column != name:
-            keys = {n: leaf.key.text.removeprefix(self.wrapper) for n, leaf in leaves.items()}
+            keys = {
+                n: leaf.key.text.removeprefix(self.wrapper_prefix) for n, leaf in leaves.items()
+            }
             leaves = {n: replace(leaves[n], key=Template.parse(key)) for n, key in keys.items()}
-            drops = [(Template.parse(t.text.removeprefix(self.wrapper)), d) for t, d in drops]
-        together: dict[object, list[tuple[Tensor, Leaf]]] = {}
+            drops = [
+                (Template.parse(t.text.removeprefix(self.wrapper_prefix)), d) for t, d in drops
+            ]
+        leaves_by_key: dict[object, list[tuple[LogicalTensor, Leaf]]] = {}
         for logical, leaf in leaves.items():
             tensor = self.tensors[logical]
-            together.setdefault((leaf.key.text, tensor.indices), []).append((tensor, leaf))
+            leaves_by_key.setdefault((leaf.key.text, tensor.indices), []).append((tensor, leaf))
         stored = [
-            Stored(parts[0][1].key, tuple(sorted(parts, key=lambda part: part[1].part or 0)))
-            for parts in together.values()
+            LayoutTensor(parts[0][1].key, tuple(sorted(parts, key=lambda part: part[1].part or 0)))
+            for parts in leaves_by_key.values()
         ]
         entries: list[tuple[Template, Meaning]] = [(item.template, item) for item in stored]
         entries += drops
@@ -382,10 +386,10 @@ class Family:
         self._compiled[name] = layout
         return layout
 
-    def _unknown(self, name: str) -> UsageError:
+    def _unknown_layout_error(self, name: str) -> UsageError:
         why = f"its layouts are {listed(self.layouts, len(self.layouts))}"
-        if close := nearest(name, self.layouts):
-            hint = f"did you mean `{close}`?"
+        if closest_name := nearest(name, self.layouts):
+            hint = f"did you mean `{closest_name}`?"
         elif self.partial:
             why = f"no known program writes adapters with the keys of this layout; {why}"
             hint = "use `ckptctl merge BASE ADAPTER DST` to write the merged model in any layout"
@@ -393,21 +397,21 @@ class Family:
             hint = LIST_LAYOUTS
         return UsageError(f"model type `{self.name}` has no layout `{name}`", why=why, hint=hint)
 
-    def expand(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+    def expand_axes(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """Replace composite axes in *axes* by their parts."""
         return tuple(part for axis in axes for part in self.composite.get(axis, (axis,)))
 
-    def called(self, axis: str) -> str:
+    def describe_size(self, axis: str) -> str:
         """Describe the size of *axis* for messages, by its field names."""
-        whole = next((c for c, parts in self.composite.items() if axis in parts), axis)
-        names = self.sizes.get(axis) or self.sizes.get(whole)
+        composite = next((c for c, parts in self.composite.items() if axis in parts), axis)
+        names = self.sizes.get(axis) or self.sizes.get(composite)
         if not names:
             return f"axis `{axis}`"
-        config, params = (spellings(name)[0] for name in names)
-        other = f" (in params.json: `{params}`)" if params not in (None, "", config) else ""
-        return f"`{config}`{other}"
+        config, params = (split_aliases(name)[0] for name in names)
+        params_note = f" (in params.json: `{params}`)" if params not in (None, "", config) else ""
+        return f"`{config}`{params_note}"
 
 
 def is_base(layout: str | None) -> bool:
     """Return whether a layout is for models without a head."""
-    return layout is not None and layout.endswith(_BASE)
+    return layout is not None and layout.endswith(_BASE_SUFFIX)

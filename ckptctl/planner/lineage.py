@@ -25,7 +25,7 @@ class Resume(NamedTuple):
     newest: int
 
     @property
-    def leaves(self) -> bool:
+    def abandons_saves(self) -> bool:
         """Whether there were later saves, which the resume abandoned."""
         return 0 < self.save < self.newest
 
@@ -43,35 +43,35 @@ class Lineage(NamedTuple):
     resumed: tuple[Resume, ...] = ()
     left: int = 0
 
-    def going_on(self, step: int, newest: int) -> Lineage:
+    def resume_at(self, step: int, newest: int) -> Lineage:
         """Return the lineage of a run that resumes from this checkpoint."""
-        before = tuple(one for one in self.resumed if one.leaves)
-        return Lineage(newest, (*before, Resume(step, self.save, newest)))
+        abandoning_resumes = tuple(resume for resume in self.resumed if resume.abandons_saves)
+        return Lineage(newest, (*abandoning_resumes, Resume(step, self.save, newest)))
 
-    def next(self) -> Lineage:
+    def next_save(self) -> Lineage:
         """Return the lineage of the next save of the same run."""
         return Lineage(self.save + 1, self.resumed)
 
 
-UNKNOWN = Lineage()
+UNKNOWN_LINEAGE = Lineage()
 
 
-def went_on_unsaved(lineages: Mapping[str, Lineage]) -> list[str]:
+def list_unsaved_resumes(lineages: Mapping[str, Lineage]) -> list[str]:
     """List the checkpoints from which a run resumed after the newest save, without a save since."""
-    newest = max((one.save for one in lineages.values()), default=0)
-    return [name for name, one in lineages.items() if 0 < newest <= one.left]
+    newest = max((lineage.save for lineage in lineages.values()), default=0)
+    return [name for name, lineage in lineages.items() if 0 < newest <= lineage.left]
 
 
-def left_behind(lineages: Mapping[str, Lineage]) -> dict[str, int]:
+def find_abandoned_saves(lineages: Mapping[str, Lineage]) -> dict[str, int]:
     """Find the abandoned checkpoints, on which the newest save is not based.
 
     Returns:
         The step from which the run resumed instead, by checkpoint.
     """
-    tip = max(lineages.values(), default=UNKNOWN)
+    newest_lineage = max(lineages.values(), default=UNKNOWN_LINEAGE)
     return {
-        name: one.step
+        name: resume.step
         for name, lineage in lineages.items()
-        for one in tip.resumed
-        if one.leaves and one.save < lineage.save <= one.newest
+        for resume in newest_lineage.resumed
+        if resume.abandons_saves and resume.save < lineage.save <= resume.newest
     }

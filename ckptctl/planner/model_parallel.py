@@ -15,14 +15,14 @@ from typing import NamedTuple, TypeAlias
 
 from ckptctl.catalog import Box
 from ckptctl.errors import MappingError, spell_option
-from ckptctl.planner.axes import Observation, Sizes, solve
+from ckptctl.planner.axes import AxisSizes, Observation, solve_axis_sizes
 from ckptctl.planner.families.tables import Leaf
-from ckptctl.planner.layouts import Drop, Family, Stored
+from ckptctl.planner.layouts import Drop, Family, LayoutTensor
 from ckptctl.units import counted
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class PartSplit:
     """The split of one part of a stored tensor across ranks.
 
     Attributes:
@@ -36,7 +36,7 @@ class Cut:
     dim: int | None
 
     @property
-    def before(self) -> tuple[str, ...]:
+    def outer_axes(self) -> tuple[str, ...]:
         """The axes of the dimension that are outside the axis that is split."""
         if self.dim is None or self.axis is None:
             return ()
@@ -72,48 +72,50 @@ class RankShard:
     pieces: tuple[ShardPiece, ...]
 
     @classmethod
-    def whole(cls, shape: tuple[int, ...]) -> RankShard:
+    def from_shape(cls, shape: tuple[int, ...]) -> RankShard:
         """Build the shard of a rank that has the complete tensor."""
         return cls(shape, (ShardPiece(Box.whole(shape), (0,) * len(shape)),))
 
 
 @lru_cache(maxsize=1 << 16)
-def cuts(family: Family, layout: str, key: str) -> tuple[Cut, ...]:
+def list_part_splits(family: Family, layout: str, key: str) -> tuple[PartSplit, ...]:
     """List the split of each part of *key*, empty for a tensor without information.
 
     Raises:
         MappingError: The layout has no such key.
     """
-    found = family.layout(layout).table.find(key)
-    if found is None:
+    match = family.get_layout(layout).table.find_meaning(key)
+    if match is None:
         raise MappingError(
             f"`{family.name}` has no such tensor in layout `{layout}`", where=f"tensor `{key}`"
         )
-    if isinstance(found[0], Drop):
+    if isinstance(match[0], Drop):
         return ()
-    splits = {leaf.part: (tensor.split, leaf) for tensor, leaf in reversed(found[0].parts)}
-    parts: list[Cut] = []
+    splits = {leaf.part: (tensor.split_axis, leaf) for tensor, leaf in reversed(match[0].parts)}
+    parts: list[PartSplit] = []
     for number in sorted(splits, key=lambda n: n or 0):
         axis, leaf = splits[number]
         dims = (dim for dim, group in enumerate(leaf.dims) if axis in group)
-        parts.append(Cut(leaf, axis, next(dims, None)))
+        parts.append(PartSplit(leaf, axis, next(dims, None)))
     return tuple(parts)
 
 
-def divided_dim(family: Family, layout: str, key: str) -> int | None:
+def find_split_dim(family: Family, layout: str, key: str) -> int | None:
     """Return the dimension of *key* that is split across ranks, or None if there is none."""
-    dims = {cut.dim for cut in cuts(family, layout, key)} - {None}
+    dims = {cut.dim for cut in list_part_splits(family, layout, key)} - {None}
     return dims.pop() if len(dims) == 1 else None
 
 
-def owned(family: Family, layout: str, key: str) -> str | None:
+def find_owner_axis(family: Family, layout: str, key: str) -> str | None:
     """Return the index of *key* along which each rank has complete entries (experts), or None."""
-    found = cuts(family, layout, key)
-    axis = found[0].axis if found else None
-    return axis if axis and axis in found[0].leaf.spread else None
+    splits = list_part_splits(family, layout, key)
+    axis = splits[0].axis if splits else None
+    return axis if axis and axis in splits[0].leaf.spread_axes else None
 
 
-def sum_parts(family: Family, key: str, parts: Sequence[Cut], sizes: Sizes) -> list[int]:
+def compute_part_lengths(
+    family: Family, key: str, parts: Sequence[PartSplit], sizes: AxisSizes
+) -> list[int]:
     """Compute the lengths of concatenated parts from axis sizes.
 
     Raises:
@@ -121,17 +123,17 @@ def sum_parts(family: Family, key: str, parts: Sequence[Cut], sizes: Sizes) -> l
     """
     lengths: list[int] = []
     for cut in parts:
-        group = cut.leaf.dims[cut.leaf.along]
-        length = sizes.of(family.expand(group))
+        group = cut.leaf.dims[cut.leaf.concat_dim]
+        length = sizes.find_size(family.expand_axes(group))
         if length is None:
-            raise unknown(family, key, [a for a in group if a not in sizes.axes], 2)
+            raise unknown_size_error(family, key, [a for a in group if a not in sizes.axes], 2)
         lengths.append(length)
     return lengths
 
 
-def unknown(family: Family, key: str, axes: Sequence[str], ranks: int) -> MappingError:
+def unknown_size_error(family: Family, key: str, axes: Sequence[str], ranks: int) -> MappingError:
     """Build the error about unknown sizes that are needed to split a tensor."""
-    names = " and ".join(dict.fromkeys(map(family.called, axes)))
+    names = " and ".join(dict.fromkeys(map(family.describe_size, axes)))
     return MappingError(
         f"cannot split a tensor across {counted(ranks, 'rank')} without {names}",
         where=f"tensor `{key}`",
@@ -140,12 +142,12 @@ def unknown(family: Family, key: str, axes: Sequence[str], ranks: int) -> Mappin
     )
 
 
-def divide(
+def split_tensor(
     family: Family,
     layout: str,
     key: str,
     shape: tuple[int, ...],
-    sizes: Sizes,
+    sizes: AxisSizes,
     ranks: int,
     repeats: int | None = None,
 ) -> tuple[RankShard | None, ...]:
@@ -163,41 +165,41 @@ def divide(
     Raises:
         MappingError: A size is unknown or not divisible, or the layout cannot be split.
     """
-    full = RankShard.whole(shape)
+    full = RankShard.from_shape(shape)
     if ranks == 1:
         return (full,)
-    axis = owned(family, layout, key)
+    axis = find_owner_axis(family, layout, key)
     if axis is not None:
-        count, found = sizes.axes.get(axis), family.layout(layout).table.find(key)
-        if count is None or found is None:
-            raise unknown(family, key, (axis,), ranks)
+        count, match = sizes.axes.get(axis), family.get_layout(layout).table.find_meaning(key)
+        if count is None or match is None:
+            raise unknown_size_error(family, key, (axis,), ranks)
         _require_divisible(family, axis, count, ranks, key)
-        owner = found[1][axis] // (count // ranks)
+        owner = match[1][axis] // (count // ranks)
         return tuple(full if rank == owner else None for rank in range(ranks))
-    parts = cuts(family, layout, key)
+    parts = list_part_splits(family, layout, key)
     if all(cut.dim is None for cut in parts):
         return (full,) * ranks
-    if turns := parts[0].leaf.within:
-        if any(cut.axis != turns for cut in parts):
+    if interleave_axis := parts[0].leaf.interleave_axis:
+        if any(cut.axis != interleave_axis for cut in parts):
             raise MappingError(
                 f"layout `{layout}` cannot be split across ranks: parts of a tensor alternate",
                 where=f"tensor `{key}`",
-                why=f"they repeat {family.called(turns)} times",
+                why=f"they repeat {family.describe_size(interleave_axis)} times",
             )
         parts = parts[:1]  # the interleaving axis is split; ranks have all parts of their entries
-    along = parts[0].leaf.along
-    lengths = sum_parts(family, key, parts, sizes) if len(parts) > 1 else [shape[along]]
+    along = parts[0].leaf.concat_dim
+    lengths = compute_part_lengths(family, key, parts, sizes) if len(parts) > 1 else [shape[along]]
     if sum(lengths) != shape[along]:
         raise MappingError(
             f"the parts of a tensor add up to {sum(lengths)}, not to {shape[along]}",
             where=f"tensor `{key}`",
             hint="check that the configuration and all files belong to the same model",
         )
-    divided = []
+    part_blocks = []
     for cut, length in zip(parts, lengths, strict=True):
-        held = _replaced(shape, along, length)
-        divided.append(_blocks(family, key, cut, held, sizes, ranks, repeats))
-    return tuple(_shard(key, along, divided, rank, ranks) for rank in range(ranks))
+        part_shape = _replace_at(shape, along, length)
+        part_blocks.append(_build_part(family, key, cut, part_shape, sizes, ranks, repeats))
+    return tuple(_build_shard(key, along, part_blocks, rank, ranks) for rank in range(ranks))
 
 
 class _Part(NamedTuple):
@@ -209,19 +211,19 @@ class _Part(NamedTuple):
         repeats: Number of neighboring ranks with the same rows.
     """
 
-    cut: Cut
+    cut: PartSplit
     shape: tuple[int, ...]
     outer: int
     block: int
     repeats: int
 
 
-def _blocks(
+def _build_part(
     family: Family,
     key: str,
-    cut: Cut,
+    cut: PartSplit,
     shape: tuple[int, ...],
-    sizes: Sizes,
+    sizes: AxisSizes,
     ranks: int,
     repeats: int | None,
 ) -> _Part:
@@ -229,14 +231,14 @@ def _blocks(
     if cut.axis is None or cut.dim is None:
         return _Part(cut, shape, 1, 0, 1)
     rows = shape[cut.dim]
-    outer = sizes.of(family.expand(cut.before)) if rows else 1
+    outer = sizes.find_size(family.expand_axes(cut.outer_axes)) if rows else 1
     count = rows if len(cut.leaf.dims[cut.dim]) == 1 else sizes.axes.get(cut.axis)
     if outer is None:
-        raise unknown(family, key, cut.before, ranks)
+        raise unknown_size_error(family, key, cut.outer_axes, ranks)
     if repeats is not None:
         repeats = repeats if cut.axis in family.repeated else 1
     elif count is None:
-        raise unknown(family, key, (cut.axis,), ranks)
+        raise unknown_size_error(family, key, (cut.axis,), ranks)
     elif cut.axis in family.repeated and count and ranks % count == 0:
         repeats = ranks // count
     else:
@@ -248,43 +250,45 @@ def _blocks(
     return _Part(cut, shape, outer, block, repeats)
 
 
-def _shard(key: str, along: int, parts: Sequence[_Part], rank: int, ranks: int) -> RankShard:
+def _build_shard(key: str, along: int, parts: Sequence[_Part], rank: int, ranks: int) -> RankShard:
     """Build the shard of one rank from all parts."""
     pieces: list[ShardPiece] = []
     shapes: list[tuple[int, ...]] = []
-    nowhere = (0,) * len(parts[0].shape)
+    zeros = (0,) * len(parts[0].shape)
     start = 0
     for cut, shape, outer, block, repeats in parts:
-        read = _replaced(nowhere, along, start)
-        put = _replaced(nowhere, along, sum(held[along] for held in shapes))
+        read = _replace_at(zeros, along, start)
+        offsets_before = _replace_at(zeros, along, sum(part_shape[along] for part_shape in shapes))
         start += shape[along]
         if cut.dim is None:
-            pieces.append(ShardPiece(Box(read, shape), put))
+            pieces.append(ShardPiece(Box(read, shape), offsets_before))
             shapes.append(shape)
             continue
         share = block * repeats // ranks
         first = rank // repeats * share
         for number in range(outer):
-            offsets = _replaced(read, cut.dim, read[cut.dim] + number * block + first)
-            box = Box(offsets, _replaced(shape, cut.dim, share))
-            into = _replaced(put, cut.dim, put[cut.dim] + number * share)
-            pieces.append(ShardPiece(box, into, cut.axis))
-        shapes.append(_replaced(shape, cut.dim, outer * share))
-    if len({_replaced(shape, along, 0) for shape in shapes}) > 1:
+            offsets = _replace_at(read, cut.dim, read[cut.dim] + number * block + first)
+            box = Box(offsets, _replace_at(shape, cut.dim, share))
+            piece_offsets = _replace_at(
+                offsets_before, cut.dim, offsets_before[cut.dim] + number * share
+            )
+            pieces.append(ShardPiece(box, piece_offsets, cut.axis))
+        shapes.append(_replace_at(shape, cut.dim, outer * share))
+    if len({_replace_at(shape, along, 0) for shape in shapes}) > 1:
         raise MappingError(
             "the parts of a tensor have different shapes on a rank", where=f"tensor `{key}`"
         )
     total = sum(shape[along] for shape in shapes)
-    return RankShard(_replaced(shapes[0], along, total), tuple(pieces))
+    return RankShard(_replace_at(shapes[0], along, total), tuple(pieces))
 
 
-def _replaced(values: tuple[int, ...], place: int, value: int) -> tuple[int, ...]:
+def _replace_at(values: tuple[int, ...], place: int, value: int) -> tuple[int, ...]:
     return (*values[:place], value, *values[place + 1 :])
 
 
 def _require_divisible(family: Family, axis: str, count: int, ranks: int, key: str) -> None:
     if count % ranks:
-        size = family.called(axis)
+        size = family.describe_size(axis)
         raise MappingError(
             f"{size} = {count} cannot be divided among {counted(ranks, 'rank')}",
             where=f"tensor `{key}`",
@@ -296,42 +300,50 @@ def _require_divisible(family: Family, axis: str, count: int, ranks: int, key: s
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
 
-def observed(family: Family, layout: str, shapes: Shapes, ranks: int) -> Iterator[Observation]:
+def iterate_observations(
+    family: Family, layout: str, shapes: Shapes, ranks: int
+) -> Iterator[Observation]:
     """Yield one tensor of each kind with the shape that *ranks* such shards have together.
 
     Repeated heads are counted as often as they are stored.
     """
     seen: set[str] = set()
     for key, shape in shapes.items():
-        found = family.layout(layout).table.find(key)
-        if found is None or not isinstance(found[0], Stored) or found[0].template.text in seen:
+        match = family.get_layout(layout).table.find_meaning(key)
+        if (
+            match is None
+            or not isinstance(match[0], LayoutTensor)
+            or match[0].template.text in seen
+        ):
             continue
-        seen.add(found[0].template.text)
-        parts = cuts(family, layout, key)
+        seen.add(match[0].template.text)
+        parts = list_part_splits(family, layout, key)
         if ranks == 1 or len({cut.dim for cut in parts}) == 1:
             dim = parts[0].dim
-            whole = tuple(n * ranks if d == dim else n for d, n in enumerate(shape))
-            yield Observation(key, found[0], whole)
+            full_shape = tuple(n * ranks if d == dim else n for d, n in enumerate(shape))
+            yield Observation(key, match[0], full_shape)
 
 
-def stored_sizes(
+def solve_stored_sizes(
     family: Family,
     layout: str,
     shapes: Shapes,
     ranks: int,
-    known: Mapping[str, int],
-) -> Sizes:
+    known_sizes: Mapping[str, int],
+) -> AxisSizes:
     """Solve for the axis sizes of a complete model, with repeated heads counted for each rank."""
     counts: dict[str, int] = {}
     for key in shapes:
-        found = family.layout(layout).table.find(key)
-        if found and isinstance(found[0], Stored):
-            for axis in found[0].parts[0][1].spread:
-                counts[axis] = max(counts.get(axis, 0), found[1][axis] + 1)
-    return solve(family, observed(family, layout, shapes, ranks), {**known, **counts})
+        match = family.get_layout(layout).table.find_meaning(key)
+        if match and isinstance(match[0], LayoutTensor):
+            for axis in match[0].parts[0][1].spread_axes:
+                counts[axis] = max(counts.get(axis, 0), match[1][axis] + 1)
+    return solve_axis_sizes(
+        family, iterate_observations(family, layout, shapes, ranks), {**known_sizes, **counts}
+    )
 
 
-def ranks_fit(family: Family, layout: str, shapes: Shapes, ranks: int) -> bool:
+def fits_ranks(family: Family, layout: str, shapes: Shapes, ranks: int) -> bool:
     """Return whether the shapes on one of *ranks* ranks are consistent with this family's split.
 
     With one rank, the shapes only need to be consistent in that layout. Llama 2 splits the
@@ -339,13 +351,13 @@ def ranks_fit(family: Family, layout: str, shapes: Shapes, ranks: int) -> bool:
     only one of the two is consistent.
     """
     try:
-        solve(family, observed(family, layout, shapes, ranks), {})
+        solve_axis_sizes(family, iterate_observations(family, layout, shapes, ranks), {})
     except MappingError:
         return False
     return True
 
 
-def possible_repeats(sizes: Mapping[str, int], ranks: int) -> tuple[int, ...]:
+def list_possible_repeats(sizes: Mapping[str, int], ranks: int) -> tuple[int, ...]:
     """List the possible repetitions of each key/value head in *ranks* shards, largest first.
 
     Heads may be repeated only if there is one per rank. The data shows which count is right.
@@ -356,38 +368,40 @@ def possible_repeats(sizes: Mapping[str, int], ranks: int) -> tuple[int, ...]:
     return tuple(n for n in range(heads, 1, -1) if heads % n == 0)
 
 
-def without_repeats(family: Family, sizes: Sizes, repeats: int) -> Sizes:
+def without_repeats(family: Family, sizes: AxisSizes, repeats: int) -> AxisSizes:
     """Count repeated entries in *sizes* once, and multiply the axes that share a composite."""
-    once = set(family.repeated)
-    wholes = family.composite.values()
-    more = {axis for parts in wholes if once.intersection(parts) for axis in parts} - once
+    repeated_axes = set(family.repeated)
+    composites = family.composite.values()
+    grown_axes = {
+        axis for parts in composites if repeated_axes.intersection(parts) for axis in parts
+    } - repeated_axes
 
-    def counted(group: Iterable[str], size: int) -> int:
+    def adjust_size(group: Iterable[str], size: int) -> int:
         axes = list(group)
-        size *= math.prod(repeats for axis in axes if axis in more)
-        return size // math.prod(repeats for axis in axes if axis in once)
+        size *= math.prod(repeats for axis in axes if axis in grown_axes)
+        return size // math.prod(repeats for axis in axes if axis in repeated_axes)
 
-    return Sizes(
-        {axis: counted((axis,), size) for axis, size in sizes.axes.items()},
-        {group: counted(group, size) for group, size in sizes.products.items()},
+    return AxisSizes(
+        {axis: adjust_size((axis,), size) for axis, size in sizes.axes.items()},
+        {group: adjust_size(group, size) for group, size in sizes.products.items()},
     )
 
 
-def whole_shape(
+def compute_full_shape(
     family: Family,
     layout: str,
     key: str,
     shape: tuple[int, ...],
-    sizes: Sizes,
+    sizes: AxisSizes,
     ranks: int,
     repeats: int,
 ) -> tuple[int, ...]:
     """Return the shape of the complete tensor whose shards have *shape*."""
-    parts, dim = cuts(family, layout, key), divided_dim(family, layout, key)
+    parts, dim = list_part_splits(family, layout, key), find_split_dim(family, layout, key)
     if dim is None:
         return shape
-    if len(parts) > 1 and dim == parts[0].leaf.along and not parts[0].leaf.within:
-        length = sum(sum_parts(family, key, parts, sizes))
+    if len(parts) > 1 and dim == parts[0].leaf.concat_dim and not parts[0].leaf.interleave_axis:
+        length = sum(compute_part_lengths(family, key, parts, sizes))
     else:
         length = shape[dim] * ranks // (repeats if parts[0].axis in family.repeated else 1)
     return (*shape[:dim], length, *shape[dim + 1 :])

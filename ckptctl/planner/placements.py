@@ -19,10 +19,10 @@ from ckptctl.units import counted
 
 MAX_PARTS = 1 << 12
 Ints = tuple[int, ...]
-Run = tuple[int, int]
+IndexRun = tuple[int, int]
 
 
-class Shard(NamedTuple):
+class ShardPlacement(NamedTuple):
     """The placement of a mesh dimension that shards a tensor dimension.
 
     A mesh dimension that replicates has None instead.
@@ -48,25 +48,25 @@ class LocalBox(NamedTuple):
     start: Ints
 
 
-class Local(NamedTuple):
+class MeshShard(NamedTuple):
     """The local shard of one rank.
 
     Attributes:
         shape: Shape of the local tensor.
-        parts: The boxes that tile it, one unless it is strided, none if it is empty.
+        boxes: The boxes that tile it, one unless it is strided, none if it is empty.
     """
 
     shape: Ints
-    parts: tuple[LocalBox, ...]
+    boxes: tuple[LocalBox, ...]
 
 
-def local_part(
+def compute_local_shard(
     shape: Ints,
     mesh: Ints,
     coordinate: Ints,
-    placements: Sequence[Shard | None],
+    placements: Sequence[ShardPlacement | None],
     order: Mapping[int, Ints] | None = None,
-) -> Local:
+) -> MeshShard:
     """Compute the shard of a tensor of *shape* on the rank at *coordinate*.
 
     Args:
@@ -81,103 +81,117 @@ def local_part(
         UnsupportedError: Placements do not fit the mesh or the tensor, or a shard has too many
             parts.
     """
-    _check(shape, mesh, coordinate, placements)
-    spans: list[list[Run]] = []
+    _check_placements(shape, mesh, coordinate, placements)
+    spans: list[list[IndexRun]] = []
     for dim, size in enumerate(shape):
-        cutting = [m for m, one in enumerate(placements) if one is not None and one.dim == dim]
+        mesh_dims = [
+            m
+            for m, placement in enumerate(placements)
+            if placement is not None and placement.dim == dim
+        ]
         runs = [(0, size)] if size else []
-        for axis in _ordered(cutting, (order or {}).get(dim)):
+        for axis in _order_mesh_dims(mesh_dims, (order or {}).get(dim)):
             placed = placements[axis]
             factor = placed.split_factor if placed else 1
-            runs = shard(runs, factor, mesh[axis], coordinate[axis])
+            runs = shard_runs(runs, factor, mesh[axis], coordinate[axis])
         spans.append(runs)
     if math.prod(map(len, spans)) > MAX_PARTS:
         raise UnsupportedError("a shard has too many parts", why=f"more than {MAX_PARTS:,}")
-    return Local(tuple(sum(n for _, n in runs) for runs in spans), tuple(_parts(spans)))
+    return MeshShard(tuple(sum(n for _, n in runs) for runs in spans), tuple(_iterate_boxes(spans)))
 
 
-def shard(runs: Sequence[Run], split_factor: int, count: int, index: int) -> list[Run]:
+def shard_runs(
+    runs: Sequence[IndexRun], split_factor: int, count: int, index: int
+) -> list[IndexRun]:
     """Shard the indices in *runs*, and return those of rank *index* of *count*.
 
     Raises:
         UnsupportedError: There are more than :data:`MAX_PARTS` runs.
     """
     total = sum(length for _, length in runs)
-    pieces = _chunks(total, split_factor)
+    pieces = _count_chunks(total, split_factor)
     if pieces * max(len(runs), 1) > MAX_PARTS:
         raise UnsupportedError(
             "a strided shard has too many parts", why=f"split factor {split_factor}"
         )
     width = -(-total // split_factor)
-    found: list[Run] = []
+    shard_indices: list[IndexRun] = []
     for piece in range(pieces):
         first, last = piece * width, min((piece + 1) * width, total)
         step = -(-(last - first) // count)
-        _extend(found, runs, first + step * index, min(first + step * (index + 1), last))
-    return found
+        _append_runs(
+            shard_indices, runs, first + step * index, min(first + step * (index + 1), last)
+        )
+    return shard_indices
 
 
-def _chunks(total: int, count: int) -> int:
+def _count_chunks(total: int, count: int) -> int:
     """Return the number of non-empty chunks of ``torch.chunk``."""
     width = -(-total // count)
     return -(-total // width) if width else 0
 
 
-def _extend(found: list[Run], runs: Sequence[Run], first: int, last: int) -> None:
+def _append_runs(
+    merged_runs: list[IndexRun], runs: Sequence[IndexRun], first: int, last: int
+) -> None:
     """Append the local positions ``[first, last)`` of *runs*, merging adjacent runs."""
-    at = 0
+    position = 0
     for start, length in runs:
-        low, high = max(first, at), min(last, at + length)
+        low, high = max(first, position), min(last, position + length)
         if low < high:
-            begin = start + low - at
-            if found and sum(found[-1]) == begin:
-                found[-1] = (found[-1][0], found[-1][1] + high - low)
+            begin = start + low - position
+            if merged_runs and sum(merged_runs[-1]) == begin:
+                merged_runs[-1] = (merged_runs[-1][0], merged_runs[-1][1] + high - low)
             else:
-                found.append((begin, high - low))
-        at += length
+                merged_runs.append((begin, high - low))
+        position += length
 
 
-def _parts(spans: Sequence[Sequence[Run]]) -> Iterator[LocalBox]:
-    placed = [list(_positions(runs)) for runs in spans]
+def _iterate_boxes(spans: Sequence[Sequence[IndexRun]]) -> Iterator[LocalBox]:
+    placed = [list(_iterate_positions(runs)) for runs in spans]
     for chosen in product(*placed):
         yield LocalBox(
             Box(tuple(run[0] for run, _ in chosen), tuple(run[1] for run, _ in chosen)),
-            tuple(at for _, at in chosen),
+            tuple(position for _, position in chosen),
         )
 
 
-def _positions(runs: Sequence[Run]) -> Iterator[tuple[Run, int]]:
-    at = 0
+def _iterate_positions(runs: Sequence[IndexRun]) -> Iterator[tuple[IndexRun, int]]:
+    position = 0
     for run in runs:
-        yield run, at
-        at += run[1]
+        yield run, position
+        position += run[1]
 
 
-def _ordered(cutting: Sequence[int], order: Ints | None) -> Sequence[int]:
+def _order_mesh_dims(mesh_dims: Sequence[int], order: Ints | None) -> Sequence[int]:
     if order is None:
-        return cutting
-    if sorted(order) != sorted(cutting):
+        return mesh_dims
+    if sorted(order) != sorted(mesh_dims):
         raise UnsupportedError(
             "the order of shards does not match the placements",
-            why=f"mesh dimensions {list(order)} instead of {list(cutting)}",
+            why=f"mesh dimensions {list(order)} instead of {list(mesh_dims)}",
         )
     return order
 
 
-def _check(shape: Ints, mesh: Ints, coordinate: Ints, placements: Sequence[Shard | None]) -> None:
+def _check_placements(
+    shape: Ints, mesh: Ints, coordinate: Ints, placements: Sequence[ShardPlacement | None]
+) -> None:
     if not len(mesh) == len(coordinate) == len(placements):
         raise UnsupportedError(
             "placements do not fit the device mesh",
             why=f"mesh {list(mesh)}, coordinate {list(coordinate)}, "
             f"{counted(len(placements), 'placement')}",
         )
-    if any(not 0 <= at < size for at, size in zip(coordinate, mesh, strict=True)):
+    if any(not 0 <= index < size for index, size in zip(coordinate, mesh, strict=True)):
         raise UnsupportedError(
             "a rank is outside its device mesh",
             why=f"coordinate {list(coordinate)} in mesh {list(mesh)}",
         )
-    for one in placements:
-        if one is not None and not (0 <= one.dim < len(shape) and one.split_factor >= 1):
+    for placement in placements:
+        if placement is not None and not (
+            0 <= placement.dim < len(shape) and placement.split_factor >= 1
+        ):
             raise UnsupportedError(
-                "a placement does not fit its tensor", why=f"{one} of shape {list(shape)}"
+                "a placement does not fit its tensor", why=f"{placement} of shape {list(shape)}"
             )

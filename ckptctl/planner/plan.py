@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ckptctl.catalog import Computed, TensorEntry
 from ckptctl.columns import files_of
 from ckptctl.file_identity import FileIdentity
-from ckptctl.planner.strided import Strided
+from ckptctl.planner.strided import StridedTensor
 from ckptctl.tree import TreePath
 
 CrcOf = Callable[[int], int]
@@ -53,11 +53,11 @@ class Transfer:
     """
 
     name: str
-    tensor: Strided
+    tensor: StridedTensor
     targets: tuple[TargetBox, ...]
 
     @property
-    def casts(self) -> bool:
+    def is_cast(self) -> bool:
         """Whether elements are cast."""
         return self.tensor.dtype != self.tensor.stored_dtype
 
@@ -67,13 +67,13 @@ class Transfer:
         boxes = {(target.start, target.sizes) for target in self.targets}
         return sum(math.prod(sizes) for _, sizes in boxes) * self.tensor.itemsize
 
-    def files(self) -> set[str]:
+    def list_files(self) -> set[str]:
         """List the files of the stored tensors, including virtual files and memory."""
-        return {file for entry in self.stored_tensors() for file in files_of(entry.extents)}
+        return {file for entry in self.iterate_stored_tensors() for file in files_of(entry.extents)}
 
-    def stored_tensors(self) -> Iterator[TensorEntry]:
+    def iterate_stored_tensors(self) -> Iterator[TensorEntry]:
         """Yield the stored tensors to read, possibly with repetitions."""
-        return (part.of for part in self.tensor.parts)
+        return (part.entry for part in self.tensor.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,17 +215,17 @@ class Plan:
         """Bytes of the complete output."""
         return sum(file.size for file in self.files)
 
-    def checked_by(self, number: int) -> set[str]:
+    def list_checked_tensors(self, number: int) -> set[str]:
         """Return the names of the stored tensors whose checksums transfer *number* verifies."""
         parts = self.transfers[number].tensor.parts if self.checked else ()
-        return {part.of.name for part in parts if (number, part.of.name) in self.checked}
+        return {part.entry.name for part in parts if (number, part.entry.name) in self.checked}
 
     @property
     def first_check(self) -> int:
         """Number of the first check, counted after transfers and raw copies."""
         return len(self.transfers) + len(self.raw_copies)
 
-    def root_of(self, number: int) -> TreePath:
+    def get_root(self, number: int) -> TreePath:
         """Return the root of the files that transfer or check *number* reads."""
         if number >= self.first_check:
             return self.checks[number - self.first_check].root

@@ -14,21 +14,21 @@ from fnmatch import fnmatchcase
 from typing import Annotated, Generic, Literal, TypeVar
 
 from ckptctl.errors import RefusedError, UsageError, listed, nearest, spell_option
-from ckptctl.planner.lineage import UNKNOWN, Lineage, left_behind
+from ckptctl.planner.lineage import UNKNOWN_LINEAGE, Lineage, find_abandoned_saves
 from ckptctl.results import JsonField, or_none
 from ckptctl.verdict import Verdict
 
 Action = Literal["keep", "remove", "skip"]
 
-WRITING, NOT_TORN = "being written", "no incomplete write"
+BEING_WRITTEN, NOT_INTERRUPTED = "being written", "no incomplete write"
 """Reasons to skip an incomplete checkpoint that its state already shows."""
-HOUR = 3600.0
-UNITS = (("d", 86_400.0), ("h", HOUR), ("min", 60.0), ("s", 1.0))
-CLOCK = 2.0
+HOUR_SECONDS = 3600.0
+DURATION_UNITS = (("d", 86_400.0), ("h", HOUR_SECONDS), ("min", 60.0), ("s", 1.0))
+CLOCK_TOLERANCE_SECONDS = 2.0
 """Tolerance for times in seconds, the resolution of the coarsest file system clock (FAT)."""
 
 
-def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
+def replace_nonfinite(metrics: Mapping[str, float]) -> dict[str, float | None]:
     """Replace NaN and infinity in metrics by None for JSON, sorted by name."""
     return {n: value if math.isfinite(value) else None for n, value in sorted(metrics.items())}
 
@@ -71,13 +71,13 @@ class Retainable:
     pinned: tuple[str, ...] = ()
     metrics: Annotated[
         Mapping[str, float],
-        JsonField("metrics of the checkpoint; null for NaN or infinity", to=finite),
+        JsonField("metrics of the checkpoint; null for NaN or infinity", to=replace_nonfinite),
     ] = field(default_factory=dict)
     exempt: str = ""
-    lineage: Lineage = UNKNOWN
+    lineage: Lineage = UNKNOWN_LINEAGE
 
     @property
-    def counts(self) -> bool:
+    def is_counted(self) -> bool:
         """Whether it is complete and rules apply to it."""
         return self.complete and not self.exempt
 
@@ -92,9 +92,9 @@ class Retainable:
         return f"{self.verdict}, being written" if self.writing else str(self.verdict)
 
     @property
-    def aside(self) -> str:
+    def skip_reason(self) -> str:
         """The reason to skip it, unless its state already shows the reason."""
-        return "" if self.exempt in (WRITING, NOT_TORN) else self.exempt
+        return "" if self.exempt in (BEING_WRITTEN, NOT_INTERRUPTED) else self.exempt
 
     @property
     def protection(
@@ -108,7 +108,7 @@ class Retainable:
         ),
     ]:
         """Reasons to keep it other than its state and the rules."""
-        return (*self.pinned, *([self.aside] if self.aside else ()))
+        return (*self.pinned, *([self.skip_reason] if self.skip_reason else ()))
 
     @property
     def step(
@@ -127,12 +127,12 @@ class Retainable:
 C = TypeVar("C", bound=Retainable)
 
 
-ENDS = {"min": True, "max": False}
-LOW, HIGH = ("loss",), ("accuracy",)
+LOWEST_BY_SUFFIX = {"min": True, "max": False}
+LOWER_IS_BETTER, HIGHER_IS_BETTER = ("loss",), ("accuracy",)
 
 
 @dataclass(frozen=True, slots=True)
-class Best:
+class BestRule:
     """A rule that keeps the best *count* checkpoints by a metric."""
 
     metric: str
@@ -140,7 +140,7 @@ class Best:
     count: int = 1
 
     @classmethod
-    def parse(cls, text: str) -> Best:
+    def parse(cls, text: str) -> BestRule:
         """Parse ``METRIC[:min|max][:N]``.
 
         Raises:
@@ -152,10 +152,10 @@ class Best:
         if not count:
             raise UsageError(f"`{text}` keeps no checkpoint", hint="use at least 1")
         metric, colon, end = name.rpartition(":")
-        if colon and end in ENDS and metric:
-            return cls(metric, ENDS[end], count)
-        if name.endswith((*LOW, *HIGH)):
-            return cls(name, name.endswith(LOW), count)
+        if colon and end in LOWEST_BY_SUFFIX and metric:
+            return cls(metric, LOWEST_BY_SUFFIX[end], count)
+        if name.endswith((*LOWER_IS_BETTER, *HIGHER_IS_BETTER)):
+            return cls(name, name.endswith(LOWER_IS_BETTER), count)
         more = f":{count}" if counted else ""
         raise UsageError(
             f"`{text}` does not specify whether lower or higher is better",
@@ -163,33 +163,35 @@ class Best:
         )
 
     @property
-    def said(self) -> str:
+    def description(self) -> str:
         """Description of the rule for messages."""
         end = "lowest" if self.lowest else "highest"
         return f"{end} {self.metric}" if self.count == 1 else f"{self.count} {end} {self.metric}"
 
-    def resolve(self, known: Sequence[str]) -> Best:
+    def resolve_metric(self, known_metrics: Sequence[str]) -> BestRule:
         """Return the rule with the full name of its metric among those of checkpoints.
 
         Raises:
             UsageError: No checkpoint has the metric.
         """
         for name in (self.metric, f"eval_{self.metric}"):
-            if name in known:
+            if name in known_metrics:
                 return replace(self, metric=name)
-        close = nearest(self.metric, known)
+        closest_metric = nearest(self.metric, known_metrics)
         raise UsageError(
             f"no complete checkpoint has a metric `{self.metric}`",
-            why=f"known metrics: {listed(known)}" if known else "they have no metrics",
-            hint=f"did you mean `{close}`?" if close else None,
+            why=f"known metrics: {listed(known_metrics)}"
+            if known_metrics
+            else "they have no metrics",
+            hint=f"did you mean `{closest_metric}`?" if closest_metric else None,
         )
 
-    def value(self, checkpoint: Retainable) -> float | None:
+    def find_value(self, checkpoint: Retainable) -> float | None:
         """Return the metric of *checkpoint*, negated if lower is better, or None if it has none."""
-        found = checkpoint.metrics.get(self.metric)
-        if found is None or math.isnan(found):
+        metric_value = checkpoint.metrics.get(self.metric)
+        if metric_value is None or math.isnan(metric_value):
             return None
-        return -found if self.lowest else found
+        return -metric_value if self.lowest else metric_value
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +206,7 @@ class Policy:
         interval: Keep the oldest, and each one written this many seconds after the last one kept.
         best: Keep the best checkpoints by metrics.
         patterns: Keep checkpoints whose names match a glob.
-        wanted: Predicate for complete checkpoints to keep.
+        keep_if: Predicate for complete checkpoints to keep.
         incomplete: Whether to remove damaged checkpoints too.
         min_age: Age in seconds from which damaged checkpoints may be removed.
     """
@@ -214,22 +216,22 @@ class Policy:
     closest: int | None = None
     within: float | None = None
     interval: float | None = None
-    best: tuple[Best, ...] = ()
+    best: tuple[BestRule, ...] = ()
     patterns: tuple[str, ...] = ()
-    wanted: Callable[[Retainable], object] | None = None
+    keep_if: Callable[[Retainable], object] | None = None
     incomplete: bool = False
-    min_age: float = HOUR
+    min_age: float = HOUR_SECONDS
 
     @property
-    def counts(self) -> bool:
+    def has_general_rules(self) -> bool:
         """Whether it has a rule other than patterns and metrics."""
-        rules = (self.last, self.every, self.closest, self.within, self.interval, self.wanted)
+        rules = (self.last, self.every, self.closest, self.within, self.interval, self.keep_if)
         return any(rule is not None for rule in rules)
 
     @property
-    def empty(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether it has no rule for complete checkpoints."""
-        return not self.counts and not self.best and not self.patterns
+        return not self.has_general_rules and not self.best and not self.patterns
 
     def require_rules(self) -> None:
         """Require that each rule can keep something, and that there is one.
@@ -237,7 +239,7 @@ class Policy:
         Raises:
             RefusedError: There is no rule, or a rule has a count of zero.
         """
-        if self.empty:
+        if self.is_empty:
             raise RefusedError(
                 "no keep rule given",
                 why="without one, all checkpoints except the newest would be removed",
@@ -255,21 +257,28 @@ class Policy:
         if self.interval is not None and self.interval <= 0:
             raise RefusedError(f"{spell_option('--keep-interval 0')} keeps every checkpoint")
 
-    def resolve(self, checkpoints: Sequence[Retainable]) -> Policy:
+    def resolve_names(self, checkpoints: Sequence[Retainable]) -> Policy:
         """Return the policy with metrics and patterns resolved to names of *checkpoints*.
 
         A pattern may be a path from shell completion, such as ``runs/a/step-2/``.
         """
-        known = sorted({name for one in checkpoints if one.counts for name in one.metrics})
+        known_metrics = sorted(
+            {
+                name
+                for checkpoint in checkpoints
+                if checkpoint.is_counted
+                for name in checkpoint.metrics
+            }
+        )
 
         def resolve_pattern(pattern: str) -> str:
-            if any(fnmatchcase(one.name, pattern) for one in checkpoints):
+            if any(fnmatchcase(checkpoint.name, pattern) for checkpoint in checkpoints):
                 return pattern
             return pattern.rstrip("/").rpartition("/")[2] or pattern
 
         return replace(
             self,
-            best=tuple(best.resolve(known) for best in self.best),
+            best=tuple(best.resolve_metric(known_metrics) for best in self.best),
             patterns=tuple(map(resolve_pattern, self.patterns)),
         )
 
@@ -285,25 +294,31 @@ class Policy:
         Raises:
             RefusedError: A pattern matches no checkpoint, or nothing would be kept.
         """
-        names = [one.name for one in checkpoints]
-        complete = [one for one in checkpoints if one.counts]
-        matches = any(fnmatchcase(one.name, glob) for one in complete for glob in self.patterns)
-        rated = any(best.value(one) is not None for one in complete for best in self.best)
-        if not self.counts and len(complete) > 1 and not matches and not rated:
-            asked = [*self.patterns, *(best.metric for best in self.best)]
+        names = [checkpoint.name for checkpoint in checkpoints]
+        complete = [checkpoint for checkpoint in checkpoints if checkpoint.is_counted]
+        matches = any(
+            fnmatchcase(checkpoint.name, glob) for checkpoint in complete for glob in self.patterns
+        )
+        has_metric = any(
+            best.find_value(checkpoint) is not None for checkpoint in complete for best in self.best
+        )
+        if not self.has_general_rules and len(complete) > 1 and not matches and not has_metric:
+            requested = [*self.patterns, *(best.metric for best in self.best)]
             raise RefusedError(
-                f"{listed(asked)} keeps nothing",
+                f"{listed(requested)} keeps nothing",
                 why="no complete checkpoint matches by name or has a number for the metric",
-                hint=f"choose among {listed([one.name for one in complete], 3)}, "
+                hint=f"choose among {listed([checkpoint.name for checkpoint in complete], 3)}, "
                 f"or pass {spell_option('--keep-last 1')} to keep the newest checkpoint",
             )
         for pattern in () if growing else self.patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
-                close = nearest(pattern, names)
+                closest_name = nearest(pattern, names)
                 raise RefusedError(
                     f"{spell_option(f'--keep {pattern}')} matches no checkpoint",
                     why=f"the checkpoints are {listed(names, 3)}",
-                    hint=f"did you mean `{close}`?" if close else "correct or omit the pattern",
+                    hint=f"did you mean `{closest_name}`?"
+                    if closest_name
+                    else "correct or omit the pattern",
                 )
 
 
@@ -320,13 +335,13 @@ class Decision(Generic[C]):
     reasons: Annotated[tuple[str, ...], JsonField("why")]
 
 
-def decide(
+def decide_retention(
     checkpoints: Iterable[C],
     policy: Policy,
     now: float,
     *,
     replaced: bool = False,
-    coming: int = 0,
+    pending_saves: int = 0,
 ) -> tuple[Decision[C], ...]:
     """Decide about each checkpoint, series by series, in their order.
 
@@ -336,40 +351,56 @@ def decide(
         now: Current time, in seconds since the epoch.
         replaced: Whether a complete copy elsewhere replaces them, so that the newest is not kept
             unconditionally.
-        coming: Number of pending saves, which count toward the last ones.
+        pending_saves: Number of pending saves, which count toward the last ones.
     """
-    there = ordered(checkpoints)
+    in_order = sort_checkpoints(checkpoints)
     decisions: list[Decision[C]] = []
-    for name in dict.fromkeys(one.series for one in there):
-        series = [one for one in there if one.series == name]
-        whole = [one for one in series if one.counts]
-        sure = [one for one in whole if not one.lacks]
-        kept: dict[str, Sequence[str]] = {}
-        for some in (sure, whole):
-            kept |= _reasons(some, policy, now, replaced, coming)
+    for name in dict.fromkeys(checkpoint.series for checkpoint in in_order):
+        series = [checkpoint for checkpoint in in_order if checkpoint.series == name]
+        counted = [checkpoint for checkpoint in series if checkpoint.is_counted]
+        resumable = [checkpoint for checkpoint in counted if not checkpoint.lacks]
+        reasons_by_name: dict[str, Sequence[str]] = {}
+        for candidates in (resumable, counted):
+            reasons_by_name |= _find_reasons(candidates, policy, now, replaced, pending_saves)
         decisions += [
-            Decision(one, "keep" if one.name in kept else "remove", tuple(kept.get(one.name, ())))
-            if one.counts
-            else _not_counted(one, policy, now, bool(whole))
-            for one in series
+            Decision(
+                checkpoint,
+                "keep" if checkpoint.name in reasons_by_name else "remove",
+                tuple(reasons_by_name.get(checkpoint.name, ())),
+            )
+            if checkpoint.is_counted
+            else _decide_uncounted(checkpoint, policy, now, bool(counted))
+            for checkpoint in series
         ]
     return tuple(decisions)
 
 
-def left_in(checkpoints: Iterable[Retainable]) -> dict[str, int]:
+def find_abandoned_checkpoints(checkpoints: Iterable[Retainable]) -> dict[str, int]:
     """Map each abandoned checkpoint to the step from which its run resumed instead."""
     series: dict[str, dict[str, Lineage]] = {}
-    for one in checkpoints:
-        series.setdefault(one.series, {})[one.name] = one.lineage
-    return {name: step for some in series.values() for name, step in left_behind(some).items()}
+    for checkpoint in checkpoints:
+        series.setdefault(checkpoint.series, {})[checkpoint.name] = checkpoint.lineage
+    return {
+        name: step
+        for lineages in series.values()
+        for name, step in find_abandoned_saves(lineages).items()
+    }
 
 
-def ordered(checkpoints: Iterable[C]) -> list[C]:
+def sort_checkpoints(checkpoints: Iterable[C]) -> list[C]:
     """Sort *checkpoints* by series, step and time."""
-    return sorted(checkpoints, key=lambda one: (one.series, one.order, one.time, one.name))
+    return sorted(
+        checkpoints,
+        key=lambda checkpoint: (
+            checkpoint.series,
+            checkpoint.order,
+            checkpoint.time,
+            checkpoint.name,
+        ),
+    )
 
 
-def disorder(checkpoints: Iterable[C]) -> tuple[C, C] | None:
+def find_out_of_order(checkpoints: Iterable[C]) -> tuple[C, C] | None:
     """Find two complete checkpoints of a series whose steps and save times are out of order.
 
     This happens if two runs save into one folder. Then the highest step is not the newest
@@ -379,118 +410,135 @@ def disorder(checkpoints: Iterable[C]) -> tuple[C, C] | None:
         The later save and the earlier one with a higher step, or None if all are in order.
     """
     newest: C | None = None
-    for one in ordered(checkpoints):
-        if not one.counts:
+    for checkpoint in sort_checkpoints(checkpoints):
+        if not checkpoint.is_counted:
             continue
-        if newest is None or newest.series != one.series:
-            newest = one
-        elif earlier(one, newest):
-            return newest, one
-        elif newest.time <= one.time or (newest.lineage.save and one.lineage.save):
-            newest = one
+        if newest is None or newest.series != checkpoint.series:
+            newest = checkpoint
+        elif is_saved_before(checkpoint, newest):
+            return newest, checkpoint
+        elif newest.time <= checkpoint.time or (newest.lineage.save and checkpoint.lineage.save):
+            newest = checkpoint
     return None
 
 
-def earlier(one: Retainable, other: Retainable) -> bool:
-    """Return whether *one* was saved before *other*, by save numbers or else by time."""
-    if one.lineage.save and other.lineage.save:
-        return one.lineage.save < other.lineage.save
-    return one.time < other.time - CLOCK
+def is_saved_before(checkpoint: Retainable, other: Retainable) -> bool:
+    """Return whether *checkpoint* was saved before *other*, by save numbers or else by time."""
+    if checkpoint.lineage.save and other.lineage.save:
+        return checkpoint.lineage.save < other.lineage.save
+    return checkpoint.time < other.time - CLOCK_TOLERANCE_SECONDS
 
 
-def _reasons(
-    whole: Sequence[Retainable], policy: Policy, now: float, replaced: bool, coming: int
+def _find_reasons(
+    counted: Sequence[Retainable], policy: Policy, now: float, replaced: bool, pending_saves: int
 ) -> Mapping[str, Sequence[str]]:
     """Map each complete checkpoint of a series that is kept to the reasons."""
-    kept: dict[str, list[str]] = {one.name: [] for one in whole}
-    for one, reason in _kept(whole, policy, now, coming):
-        kept[one.name].append(reason)
-    if whole and not replaced and not kept[whole[-1].name]:
-        kept[whole[-1].name].append("newest complete checkpoint")
-    return {name: reasons for name, reasons in kept.items() if reasons}
+    reasons_by_name: dict[str, list[str]] = {checkpoint.name: [] for checkpoint in counted}
+    for checkpoint, reason in _iterate_reasons(counted, policy, now, pending_saves):
+        reasons_by_name[checkpoint.name].append(reason)
+    if counted and not replaced and not reasons_by_name[counted[-1].name]:
+        reasons_by_name[counted[-1].name].append("newest complete checkpoint")
+    return {name: reasons for name, reasons in reasons_by_name.items() if reasons}
 
 
-def _kept(
-    whole: Sequence[Retainable], policy: Policy, now: float, coming: int
+def _iterate_reasons(
+    counted: Sequence[Retainable], policy: Policy, now: float, pending_saves: int
 ) -> Iterator[tuple[Retainable, str]]:
-    last = max(0, (policy.last or 0) - coming)
-    for number, one in enumerate(reversed(whole[-last:] if last else []), 1):
-        yield one, f"last {last} ({number}/{last})"
+    last = max(0, (policy.last or 0) - pending_saves)
+    for number, checkpoint in enumerate(reversed(counted[-last:] if last else []), 1):
+        yield checkpoint, f"last {last} ({number}/{last})"
     # A wrong clock at the time of the newest save must not make the others old.
-    newest = max((one.time for one in whole if one.time <= now), default=now)
+    newest = max((checkpoint.time for checkpoint in counted if checkpoint.time <= now), default=now)
     limit = newest - (policy.within or 0.0)
-    for one in whole:
-        if policy.every and one.step % policy.every == 0:
-            yield one, f"every {policy.every:,}"
-        if policy.within is not None and one.time >= limit:
-            yield one, "within the time span to keep"
-        if policy.wanted and policy.wanted(one):
-            yield one, "selected by `keep_if`"
-        yield from ((one, f"matches `{p}`") for p in policy.patterns if fnmatchcase(one.name, p))
-        yield from ((one, f"named by {pin}") for pin in one.pinned)
+    for checkpoint in counted:
+        if policy.every and checkpoint.step % policy.every == 0:
+            yield checkpoint, f"every {policy.every:,}"
+        if policy.within is not None and checkpoint.time >= limit:
+            yield checkpoint, "within the time span to keep"
+        if policy.keep_if and policy.keep_if(checkpoint):
+            yield checkpoint, "selected by `keep_if`"
+        yield from (
+            (checkpoint, f"matches `{p}`")
+            for p in policy.patterns
+            if fnmatchcase(checkpoint.name, p)
+        )
+        yield from ((checkpoint, f"named by {pin}") for pin in checkpoint.pinned)
     if policy.closest:
-        yield from _closest(whole, policy.closest)
+        yield from _iterate_closest(counted, policy.closest)
     if policy.interval is not None:
-        for one in _apart(whole, policy.interval):
-            yield one, f"one per {exact_units(policy.interval)}"
+        for checkpoint in _iterate_spaced(counted, policy.interval):
+            yield checkpoint, f"one per {format_exact_units(policy.interval)}"
     for best in policy.best:
-        yield from _best(whole, best)
+        yield from _iterate_best(counted, best)
 
 
-def _closest(whole: Sequence[Retainable], every: int) -> Iterator[tuple[Retainable, str]]:
+def _iterate_closest(counted: Sequence[Retainable], every: int) -> Iterator[tuple[Retainable, str]]:
     nearest: dict[int, Retainable] = {}
-    for one in whole:
-        multiple = (2 * one.step + every) // (2 * every) * every
-        known = nearest.get(multiple)
-        if known is None or abs(one.step - multiple) <= abs(known.step - multiple):
-            nearest[multiple] = one
-    for multiple, one in nearest.items():
-        if multiple or not one.step:  # the first ones of a run are only close to 0
-            yield one, f"closest to {multiple:,}"
+    for checkpoint in counted:
+        multiple = (2 * checkpoint.step + every) // (2 * every) * every
+        nearest_so_far = nearest.get(multiple)
+        if nearest_so_far is None or abs(checkpoint.step - multiple) <= abs(
+            nearest_so_far.step - multiple
+        ):
+            nearest[multiple] = checkpoint
+    for multiple, checkpoint in nearest.items():
+        if multiple or not checkpoint.step:  # the first ones of a run are only close to 0
+            yield checkpoint, f"closest to {multiple:,}"
 
 
-def _apart(whole: Sequence[Retainable], interval: float) -> Iterator[Retainable]:
+def _iterate_spaced(counted: Sequence[Retainable], interval: float) -> Iterator[Retainable]:
     """Yield checkpoints at least *interval* seconds apart, starting over if the clock was reset."""
     last: float | None = None
-    for one in whole:
-        if last is None or abs(one.time - last) >= interval:
-            last = one.time
-            yield one
+    for checkpoint in counted:
+        if last is None or abs(checkpoint.time - last) >= interval:
+            last = checkpoint.time
+            yield checkpoint
 
 
-def _best(whole: Sequence[Retainable], best: Best) -> Iterator[tuple[Retainable, str]]:
+def _iterate_best(
+    counted: Sequence[Retainable], best: BestRule
+) -> Iterator[tuple[Retainable, str]]:
     """Yield the best checkpoints by a metric. Of equal ones, the newest comes first."""
-    rated = [(value, n) for n, one in enumerate(whole) if (value := best.value(one)) is not None]
+    rated = [
+        (value, n)
+        for n, checkpoint in enumerate(counted)
+        if (value := best.find_value(checkpoint)) is not None
+    ]
     for _, n in sorted(rated, reverse=True)[: best.count]:
-        yield whole[n], f"{best.said} ({whole[n].metrics[best.metric]:g})"
+        yield counted[n], f"{best.description} ({counted[n].metrics[best.metric]:g})"
 
 
-def _not_counted(one: C, policy: Policy, now: float, others: bool) -> Decision[C]:
+def _decide_uncounted(checkpoint: C, policy: Policy, now: float, has_complete: bool) -> Decision[C]:
     """Decide about an incomplete or exempt checkpoint.
 
     Args:
-        one: The checkpoint.
+        checkpoint: The checkpoint.
         policy: The rules.
         now: Current time, in seconds since the epoch.
-        others: Whether its series has complete checkpoints.
+        has_complete: Whether its series has complete checkpoints.
     """
-    problem = (f"{one.state}: {one.problem}",) if one.problem else ()
-    named = (f"named by {pin}" for pin in one.pinned)
-    stays = (*([one.aside] if one.aside else ()), *named)
-    if one.exempt or one.writing or not one.torn or not policy.incomplete:
-        return Decision(one, "skip", (*problem, *stays))
-    reasons = [*stays, *(f"matches `{p}`" for p in policy.patterns if fnmatchcase(one.name, p))]
-    if not others:
+    problem = (f"{checkpoint.state}: {checkpoint.problem}",) if checkpoint.problem else ()
+    pin_reasons = (f"named by {pin}" for pin in checkpoint.pinned)
+    skip_reasons = (*([checkpoint.skip_reason] if checkpoint.skip_reason else ()), *pin_reasons)
+    if checkpoint.exempt or checkpoint.writing or not checkpoint.torn or not policy.incomplete:
+        return Decision(checkpoint, "skip", (*problem, *skip_reasons))
+    reasons = [
+        *skip_reasons,
+        *(f"matches `{p}`" for p in policy.patterns if fnmatchcase(checkpoint.name, p)),
+    ]
+    if not has_complete:
         reasons.append("no other checkpoint of its series is complete")
-    if one.time > now - policy.min_age:
-        age = now - one.time
-        unit, seconds = next(((u, n) for u, n in UNITS if age >= n), UNITS[-1])
-        option = spell_option(f"--min-age {exact_units(policy.min_age)}")
+    if checkpoint.time > now - policy.min_age:
+        age = now - checkpoint.time
+        unit, seconds = next(((u, n) for u, n in DURATION_UNITS if age >= n), DURATION_UNITS[-1])
+        option = spell_option(f"--min-age {format_exact_units(policy.min_age)}")
         reasons.append(f"changed {max(0, int(age / seconds))} {unit} ago, which is within {option}")
-    return Decision(one, "skip" if reasons else "remove", (*problem, *reasons))
+    return Decision(checkpoint, "skip" if reasons else "remove", (*problem, *reasons))
 
 
-def exact_units(seconds: float) -> str:
+def format_exact_units(seconds: float) -> str:
     """Format a duration for options, in the largest unit that divides it."""
-    unit, length = next(((u, n) for u, n in UNITS if seconds and seconds % n == 0), UNITS[-1])
+    unit, length = next(
+        ((u, n) for u, n in DURATION_UNITS if seconds and seconds % n == 0), DURATION_UNITS[-1]
+    )
     return f"{seconds / length:g}{unit[0]}"

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Extent, TensorEntry, row_major
 from ckptctl.errors import MappingError
-from ckptctl.planner.axes import Axes, unbroken_runs
+from ckptctl.planner.axes import Axes, group_unbroken_runs
 
 Ints = tuple[int, ...]
 MAX_PARTS = 1 << 14
@@ -52,31 +52,31 @@ class Part(NamedTuple):
     """Elements of a tensor that come from one stored tensor.
 
     Attributes:
-        of: The stored tensor.
+        entry: The stored tensor.
         axes: In each dimension of both tensors, the step of an axis exceeds the span of all axes
             with smaller steps together.
         origin: Position of the first element in the tensor.
         begin: Its position in the stored tensor.
     """
 
-    of: TensorEntry
+    entry: TensorEntry
     axes: tuple[Axis, ...]
     origin: Ints
     begin: Ints
 
-    def within(self, dim: int, start: int, stop: int) -> Sequence[Part]:
+    def cut_range(self, dim: int, start: int, stop: int) -> Sequence[Part]:
         """Return the elements between two positions along a dimension of the tensor."""
         along = [axis for axis in self.axes if axis.dim == dim]
         first = self.origin[dim]
-        return self._between(along, _STEP, start - first, stop - first)
+        return self._cut_between(along, _STEP, start - first, stop - first)
 
-    def stored_within(self, at: int, start: int, stop: int) -> Sequence[Part]:
+    def cut_stored_range(self, stored_dim: int, start: int, stop: int) -> Sequence[Part]:
         """Return the elements between two positions along a dimension of the stored tensor."""
-        along = [axis for axis in self.axes if axis.at == at]
-        first = self.begin[at]
-        return self._between(along, _STRIDE, start - first, stop - first)
+        along = [axis for axis in self.axes if axis.at == stored_dim]
+        first = self.begin[stored_dim]
+        return self._cut_between(along, _STRIDE, start - first, stop - first)
 
-    def _between(
+    def _cut_between(
         self, axes: list[Axis], step_of: Callable[[Axis], int], start: int, stop: int
     ) -> Sequence[Part]:
         """Return the elements between two positions along the dimension of *axes*."""
@@ -92,10 +92,12 @@ class Part(NamedTuple):
             return (self.select_indices({axis: range(first, end)}),) if first < end else ()
         axes.sort(key=step_of, reverse=True)
         sizes, steps = [axis.size for axis in axes], [step_of(axis) for axis in axes]
-        if start <= 0 and _span(sizes, steps) < stop:
+        if start <= 0 and _compute_span(sizes, steps) < stop:
             return (self,)
-        found = _index_ranges(sizes, steps, start, stop)
-        return [self.select_indices(dict(zip(axes, ranges, strict=True))) for ranges in found]
+        index_ranges = _iterate_index_ranges(sizes, steps, start, stop)
+        return [
+            self.select_indices(dict(zip(axes, ranges, strict=True))) for ranges in index_ranges
+        ]
 
     def select_indices(self, ranges: Mapping[Axis, range]) -> Part:
         """Restrict some axes to ranges of their indices."""
@@ -108,7 +110,7 @@ class Part(NamedTuple):
                 axis = axis._replace(size=len(indices))
             if axis.size > 1:
                 axes.append(axis)
-        return Part(self.of, tuple(axes), tuple(origin), tuple(begin))
+        return Part(self.entry, tuple(axes), tuple(origin), tuple(begin))
 
     def split_at_blocks(self, dim: int, block: int) -> Iterator[Part]:
         """Split the part so that each piece consists of equal rows in blocks of a dimension.
@@ -124,7 +126,7 @@ class Part(NamedTuple):
         inner = [axis for axis in self.axes if axis.dim == dim and axis.step % block]
         inner.sort(key=_STEP, reverse=True)
         offset = self.origin[dim] % block
-        span = _span([axis.size for axis in inner], [axis.step for axis in inner])
+        span = _compute_span([axis.size for axis in inner], [axis.step for axis in inner])
         if offset + span < block:
             yield self
             return
@@ -132,19 +134,19 @@ class Part(NamedTuple):
         inner_span = span - (axis.size - 1) * axis.step
         period = math.lcm(axis.step, block) // axis.step
         outer = axis._replace(step=axis.step * period, stride=axis.stride * period)
-        for first, count, repeats in _runs_in_blocks(axis, period, offset, inner_span, block):
+        for first, count, repeats in _iterate_block_runs(axis, period, offset, inner_span, block):
             pair = (outer._replace(size=repeats), axis._replace(size=count))
             part = self.select_indices({axis: range(first, first + 1)})
-            axes = (*part.axes, *(one for one in pair if one.size > 1))
+            axes = (*part.axes, *(pair_axis for pair_axis in pair if pair_axis.size > 1))
             yield from part._replace(axes=axes).split_at_blocks(dim, block)
 
     def shift(self, dim: int, distance: int) -> Part:
         """Move the part along a dimension of the tensor."""
-        return self._replace(origin=_replaced(self.origin, dim, self.origin[dim] + distance))
+        return self._replace(origin=_replace_at(self.origin, dim, self.origin[dim] + distance))
 
 
 @dataclass(frozen=True, slots=True)
-class Strided:
+class StridedTensor:
     """A lazy tensor that consists of elements of stored tensors.
 
     Attributes:
@@ -159,7 +161,7 @@ class Strided:
 
     def __repr__(self) -> str:
         # Plan digests hash this text: changing it breaks `--resume`.
-        parts = [(part.of.name, *part[1:]) for part in self.parts]
+        parts = [(part.entry.name, *part[1:]) for part in self.parts]
         return f"Strided({self.stored_dtype}, {self.dtype}, {self.shape}, {parts})"
 
     @property
@@ -168,7 +170,7 @@ class Strided:
         return dtypes.itemsize(self.stored_dtype)
 
     @classmethod
-    def whole(cls, stored: TensorEntry) -> Strided:
+    def from_entry(cls, stored: TensorEntry) -> StridedTensor:
         """Build a view of a complete stored tensor."""
         axes = (Axis(size, dim, 1, dim, 1) for dim, size in enumerate(stored.shape) if size > 1)
         zeros = (0,) * len(stored.shape)
@@ -176,37 +178,39 @@ class Strided:
         return cls(stored.shape, stored.dtype, stored.dtype, parts)
 
     @classmethod
-    def filled(cls, dtype: str, shape: Ints, file: str) -> Strided:
+    def from_virtual_file(cls, dtype: str, shape: Ints, file: str) -> StridedTensor:
         """Build a tensor of all elements of a virtual file."""
-        whole = Box.whole(shape)
-        extent = Extent(whole, file, 0, whole.numel * dtypes.itemsize(dtype))
-        return cls.whole(TensorEntry(file, dtype, shape, (extent,), (file,)))
+        full_box = Box.whole(shape)
+        extent = Extent(full_box, file, 0, full_box.numel * dtypes.itemsize(dtype))
+        return cls.from_entry(TensorEntry(file, dtype, shape, (extent,), (file,)))
 
     @property
-    def covered(self) -> int:
+    def covered_elements(self) -> int:
         """Number of elements in parts, which is less than all while a tensor is composed."""
         return sum(math.prod([axis.size for axis in part.axes]) for part in self.parts)
 
-    def narrow(self, dim: int, start: int, size: int) -> Strided:
+    def narrow(self, dim: int, start: int, size: int) -> StridedTensor:
         """Return a range of a dimension, as ``torch.narrow`` does."""
         if not 0 <= start <= start + size <= self.shape[dim]:
             raise ValueError(f"{start}:{start + size} of dimension {dim} of {self.shape}")
-        found = (some for part in self.parts for some in part.within(dim, start, start + size))
-        parts = tuple(part.shift(dim, -start) for part in found)
-        return replace(self, shape=_replaced(self.shape, dim, size), parts=parts)
+        cut_parts = (
+            cut_part for part in self.parts for cut_part in part.cut_range(dim, start, start + size)
+        )
+        parts = tuple(part.shift(dim, -start) for part in cut_parts)
+        return replace(self, shape=_replace_at(self.shape, dim, size), parts=parts)
 
-    def place(self, dim: int, start: int, size: int) -> Strided:
+    def place(self, dim: int, start: int, size: int) -> StridedTensor:
         """Embed the tensor in a dimension of *size*, whose other elements are undefined."""
         if not 0 <= start <= start + self.shape[dim] <= size:
             raise ValueError(f"dimension {dim} of {self.shape} at {start} of {size}")
         parts = tuple(part.shift(dim, start) for part in self.parts)
-        return replace(self, shape=_replaced(self.shape, dim, size), parts=parts)
+        return replace(self, shape=_replace_at(self.shape, dim, size), parts=parts)
 
-    def select(self, dim: int, index: int) -> Strided:
+    def select(self, dim: int, index: int) -> StridedTensor:
         """Return one entry of a dimension and remove the dimension, as ``torch.select`` does."""
-        return self.narrow(dim, index, 1)._without(dim)
+        return self.narrow(dim, index, 1)._remove_dim(dim)
 
-    def split(self, dim: int, sizes: Sequence[int]) -> Strided:
+    def split(self, dim: int, sizes: Sequence[int]) -> StridedTensor:
         """Split a dimension into *sizes*, the outermost first.
 
         Raises:
@@ -215,49 +219,49 @@ class Strided:
         if math.prod(sizes) != self.shape[dim]:
             raise ValueError(f"dimension {dim} of {self.shape} as {sizes}")
         if not sizes:
-            return self._without(dim)
+            return self._remove_dim(dim)
         shape = (*self.shape[:dim], *sizes, *self.shape[dim + 1 :])
         parts = self.parts
         for last, block in enumerate(row_major(tuple(sizes))[:-1], dim):
-            parts = tuple(cut for part in parts for cut in _split(part, last, block))
+            parts = tuple(cut for part in parts for cut in _split_part(part, last, block))
         return replace(self, shape=shape, parts=parts)
 
-    def merge(self, dim: int, count: int) -> Strided:
+    def merge(self, dim: int, count: int) -> StridedTensor:
         """Merge *count* neighboring dimensions, or insert a dimension of size 1 if *count* is 0."""
         sizes, rest = self.shape[dim : dim + count], self.shape[dim + count :]
         dims = [(before, 1) for before in range(dim)]
         dims += [(dim, weight) for weight in row_major(sizes)]
         dims += [(dim + 1 + after, 1) for after in range(len(rest))]
         shape = (*self.shape[:dim], math.prod(sizes), *rest)
-        return replace(self, shape=shape, parts=_renumbered(self.parts, dims, len(shape)))
+        return replace(self, shape=shape, parts=_renumber_dims(self.parts, dims, len(shape)))
 
-    def as_matrix(self) -> Strided:
+    def as_matrix(self) -> StridedTensor:
         """Merge all dimensions except for the last one."""
-        found = self if self.shape else self.merge(0, 0)
-        return found.merge(0, len(found.shape) - 1)
+        tensor = self if self.shape else self.merge(0, 0)
+        return tensor.merge(0, len(tensor.shape) - 1)
 
-    def permute(self, order: Sequence[int]) -> Strided:
+    def permute(self, order: Sequence[int]) -> StridedTensor:
         """Reorder the dimensions, as ``torch.permute`` does."""
         dims = [(order.index(dim), 1) for dim in range(len(self.shape))]
         shape = tuple(self.shape[dim] for dim in order)
-        return replace(self, shape=shape, parts=_renumbered(self.parts, dims, len(shape)))
+        return replace(self, shape=shape, parts=_renumber_dims(self.parts, dims, len(shape)))
 
-    def cast(self, dtype: str) -> Strided:
+    def cast(self, dtype: str) -> StridedTensor:
         """Set the dtype to which elements are cast when they are written.
 
         Only the last cast is executed.
         """
         return replace(self, dtype=dtype)
 
-    def pad(self, dim: int, size: int, file: str) -> Strided:
+    def pad(self, dim: int, size: int, file: str) -> StridedTensor:
         """Extend a dimension to *size* with elements of a virtual file."""
-        shape = _replaced(self.shape, dim, size - self.shape[dim])
-        more = Strided.filled(self.stored_dtype, shape, file)
+        shape = _replace_at(self.shape, dim, size - self.shape[dim])
+        more = StridedTensor.from_virtual_file(self.stored_dtype, shape, file)
         return concat([self, more.cast(self.dtype)], dim)
 
-    def regrouped(
+    def regroup_axes(
         self, before: Sequence[Axes], after: Sequence[Axes], size: Callable[[Axes], int]
-    ) -> Strided:
+    ) -> StridedTensor:
         """Group axes into other dimensions, as ``rearrange`` of einops does.
 
         Args:
@@ -266,53 +270,53 @@ class Strided:
             size: Returns the size of a group of axes that stay neighbors. It is called only for
                 dimensions that are split.
         """
-        runs = unbroken_runs(before, after)
-        found, order = self, list[Axes]()
+        runs = group_unbroken_runs(before, after)
+        regrouped, order = self, list[Axes]()
         for group in before:
-            own = [run for run in runs if run[0] in group]
-            if len(own) != 1:
-                found = found.split(len(order), tuple(map(size, own)))
-            order += own
+            group_runs = [run for run in runs if run[0] in group]
+            if len(group_runs) != 1:
+                regrouped = regrouped.split(len(order), tuple(map(size, group_runs)))
+            order += group_runs
         firsts = [run[0] for run in order]
         places = [[firsts.index(axis) for axis in group if axis in firsts] for group in after]
-        found = found.permute([place for group in places for place in group])
+        regrouped = regrouped.permute([place for group in places for place in group])
         for dim, own_places in enumerate(places):
-            found = found.merge(dim, len(own_places))
-        return found
+            regrouped = regrouped.merge(dim, len(own_places))
+        return regrouped
 
-    def _without(self, dim: int) -> Strided:
+    def _remove_dim(self, dim: int) -> StridedTensor:
         """Remove a dimension of size 1."""
-        dims = [(other - (other > dim), 1) for other in range(len(self.shape))]
+        dims = [(old_dim - (old_dim > dim), 1) for old_dim in range(len(self.shape))]
         shape = (*self.shape[:dim], *self.shape[dim + 1 :])
         dims[dim] = (0, 0)
         if shape:
-            return replace(self, shape=shape, parts=_renumbered(self.parts, dims, len(shape)))
+            return replace(self, shape=shape, parts=_renumber_dims(self.parts, dims, len(shape)))
         return replace(self, shape=shape, parts=tuple(p._replace(origin=()) for p in self.parts))
 
 
-def concat(tensors: Sequence[Strided], dim: int) -> Strided:
+def concat(tensors: Sequence[StridedTensor], dim: int) -> StridedTensor:
     """Concatenate tensors along a dimension."""
-    starts = list(accumulate((one.shape[dim] for one in tensors), initial=0))
+    starts = list(accumulate((tensor.shape[dim] for tensor in tensors), initial=0))
     pairs = zip(tensors, starts, strict=False)
-    return union([one.place(dim, start, starts[-1]) for one, start in pairs])
+    return merge_parts([tensor.place(dim, start, starts[-1]) for tensor, start in pairs])
 
 
-def union(tensors: Sequence[Strided]) -> Strided:
+def merge_parts(tensors: Sequence[StridedTensor]) -> StridedTensor:
     """Merge tensors of the same shape and dtype whose elements do not overlap."""
     first = tensors[0]
-    for one in tensors:
-        same = (one.stored_dtype, one.dtype, one.shape)
+    for tensor in tensors:
+        same = (tensor.stored_dtype, tensor.dtype, tensor.shape)
         if same != (first.stored_dtype, first.dtype, first.shape):
-            raise ValueError(f"{one.dtype} {one.shape} with {first.dtype} {first.shape}")
-    return replace(first, parts=tuple(part for one in tensors for part in one.parts))
+            raise ValueError(f"{tensor.dtype} {tensor.shape} with {first.dtype} {first.shape}")
+    return replace(first, parts=tuple(part for tensor in tensors for part in tensor.parts))
 
 
-def stack(tensors: Sequence[Strided], dim: int = 0) -> Strided:
+def stack(tensors: Sequence[StridedTensor], dim: int = 0) -> StridedTensor:
     """Stack tensors of the same shape along a new dimension."""
-    return concat([one.merge(dim, 0) for one in tensors], dim)
+    return concat([tensor.merge(dim, 0) for tensor in tensors], dim)
 
 
-def _renumbered(
+def _renumber_dims(
     parts: Iterable[Part], dims: Sequence[tuple[int, int]], rank: int
 ) -> tuple[Part, ...]:
     """Map the dimensions of parts to *rank* others.
@@ -322,7 +326,7 @@ def _renumbered(
         dims: For each dimension, the new one, and the factor of positions along it.
         rank: Number of new dimensions.
     """
-    found: list[Part] = []
+    renumbered: list[Part] = []
     for part in parts:
         axes = [
             axis._replace(dim=dims[axis.dim][0], step=axis.step * dims[axis.dim][1])
@@ -331,28 +335,28 @@ def _renumbered(
         origin = [0] * rank
         for (dim, weight), first in zip(dims, part.origin, strict=True):
             origin[dim] += first * weight
-        found.append(part._replace(axes=coalesced(axes), origin=tuple(origin)))
-    return tuple(found)
+        renumbered.append(part._replace(axes=coalesce_axes(axes), origin=tuple(origin)))
+    return tuple(renumbered)
 
 
-def coalesced(axes: Iterable[Axis]) -> tuple[Axis, ...]:
+def coalesce_axes(axes: Iterable[Axis]) -> tuple[Axis, ...]:
     """Merge axes that are contiguous in the tensor and in the stored tensor."""
-    found: list[Axis] = []
-    for axis in sorted(axes, key=lambda one: (one.dim, one.step)):
-        last = found[-1] if found else None
+    merged: list[Axis] = []
+    for axis in sorted(axes, key=lambda item: (item.dim, item.step)):
+        last = merged[-1] if merged else None
         if last and (axis.dim, axis.step, axis.at, axis.stride) == (
             last.dim,
             last.step * last.size,
             last.at,
             last.stride * last.size,
         ):
-            found[-1] = last._replace(size=last.size * axis.size)
+            merged[-1] = last._replace(size=last.size * axis.size)
         else:
-            found.append(axis)
-    return tuple(found)
+            merged.append(axis)
+    return tuple(merged)
 
 
-def _split(part: Part, dim: int, block: int) -> Iterator[Part]:
+def _split_part(part: Part, dim: int, block: int) -> Iterator[Part]:
     """Split a dimension of a part into blocks and elements of a block.
 
     Raises:
@@ -362,7 +366,7 @@ def _split(part: Part, dim: int, block: int) -> Iterator[Part]:
     if len(cuts) > MAX_PARTS:
         raise MappingError(
             "a tensor would be read from too many places",
-            where=f"tensor `{part.of.name}`",
+            where=f"tensor `{part.entry.name}`",
             why=f"it has another element order, in more than {MAX_PARTS:,} parts",
         )
     for cut in cuts:
@@ -376,7 +380,7 @@ def _split(part: Part, dim: int, block: int) -> Iterator[Part]:
         yield cut._replace(axes=tuple(axes), origin=origin)
 
 
-def _runs_in_blocks(
+def _iterate_block_runs(
     axis: Axis, period: int, offset: int, inner_span: int, block: int
 ) -> Iterator[tuple[int, int, int]]:
     """Yield ``(first, count, repeats)`` for runs of indices in one block, repeated every *period*.
@@ -389,23 +393,23 @@ def _runs_in_blocks(
         block: Number of elements in a block.
     """
 
-    def runs(first: int, stop: int, repeats: int) -> Iterator[tuple[int, int, int]]:
+    def iterate_runs(first: int, stop: int, repeats: int) -> Iterator[tuple[int, int, int]]:
         while first < stop:
-            left = block - 1 - inner_span - (offset + first * axis.step) % block
-            count = min(max(1, left // axis.step + 1), stop - first)
+            remaining = block - 1 - inner_span - (offset + first * axis.step) % block
+            count = min(max(1, remaining // axis.step + 1), stop - first)
             yield first, count, repeats
             first += count
 
     head = -(-(block - offset) // axis.step) if offset and block % axis.step == 0 else 0
     head = min(head, axis.size)
     repeats, rest = divmod(axis.size - head, period)
-    yield from runs(0, head, 1)
+    yield from iterate_runs(0, head, 1)
     if repeats:
-        yield from runs(head, head + period, repeats)
-    yield from runs(axis.size - rest, axis.size, 1)
+        yield from iterate_runs(head, head + period, repeats)
+    yield from iterate_runs(axis.size - rest, axis.size, 1)
 
 
-def _index_ranges(
+def _iterate_index_ranges(
     sizes: Sequence[int], steps: Sequence[int], start: int, stop: int
 ) -> Iterator[tuple[range, ...]]:
     """Yield boxes of indices whose position is in ``[start, stop)``.
@@ -416,23 +420,25 @@ def _index_ranges(
         if start <= 0 < stop:
             yield ()
         return
-    step, rest = steps[0], _span(sizes[1:], steps[1:])
+    step, rest = steps[0], _compute_span(sizes[1:], steps[1:])
     first, last = max(0, -(-(start - rest) // step)), min(sizes[0] - 1, (stop - 1) // step)
-    whole = range(max(0, -(-start // step)), min(sizes[0], (stop - 1 - rest) // step + 1))
-    if whole:
-        yield (whole, *map(range, sizes[1:]))
-        edges = (*range(first, whole.start), *range(whole.stop, last + 1))
+    full_range = range(max(0, -(-start // step)), min(sizes[0], (stop - 1 - rest) // step + 1))
+    if full_range:
+        yield (full_range, *map(range, sizes[1:]))
+        edges = (*range(first, full_range.start), *range(full_range.stop, last + 1))
     else:
         edges = (*range(first, last + 1),)
     for index in edges:
-        inner = _index_ranges(sizes[1:], steps[1:], start - index * step, stop - index * step)
-        yield from ((range(index, index + 1), *some) for some in inner)
+        inner = _iterate_index_ranges(
+            sizes[1:], steps[1:], start - index * step, stop - index * step
+        )
+        yield from ((range(index, index + 1), *inner_ranges) for inner_ranges in inner)
 
 
-def _span(sizes: Sequence[int], steps: Sequence[int]) -> int:
+def _compute_span(sizes: Sequence[int], steps: Sequence[int]) -> int:
     """Return the distance between the first and the last element."""
     return sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
 
 
-def _replaced(numbers: Ints, dim: int, number: int) -> Ints:
+def _replace_at(numbers: Ints, dim: int, number: int) -> Ints:
     return (*numbers[:dim], number, *numbers[dim + 1 :])

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ckptctl.errors import RefusedError, StorageError, spell_option
-from ckptctl.planner.balance import assign, share_of
+from ckptctl.planner.balance import assign_chunks, compute_share
 from ckptctl.planner.plan import Plan
 from ckptctl.ranks.coordinator import Coordinator, on_first, through_first, together
 from ckptctl.storage.execution.execution_options import Execution, ExecutionOptions
@@ -36,7 +36,7 @@ def portion(ranks: Coordinator, items: Sequence[T], nbytes: Callable[[T], int]) 
     if ranks.world == 1:
         return items
     everybody = range(ranks.world)
-    owners = assign([(nbytes(item), everybody) for item in items], ranks.world)
+    owners = assign_chunks([(nbytes(item), everybody) for item in items], ranks.world)
     return [item for item, owner in zip(items, owners, strict=True) if owner == ranks.rank]
 
 
@@ -82,7 +82,7 @@ def execute_together(
         assert stage is not None
         return execute_plan(plan, stage.data, options, progress, journal=stage.journal)
     root = Path(ranks.broadcast(str(stage.data) if stage else None))
-    share = share_of(plan, options.checksum, ranks.rank, ranks.world)
+    share = compute_share(plan, options.checksum, ranks.rank, ranks.world)
     with ExitStack() as stack:
 
         def begin() -> PlanRun:

@@ -22,8 +22,8 @@ from ckptctl.errors import (
     listed,
 )
 from ckptctl.formats.sidecar_files import SIDECAR
-from ckptctl.planner.lineage import went_on_unsaved
-from ckptctl.planner.retention import earlier, left_in, ordered
+from ckptctl.planner.lineage import list_unsaved_resumes
+from ckptctl.planner.retention import find_abandoned_checkpoints, is_saved_before, sort_checkpoints
 from ckptctl.results import Inline, JsonField, Result
 from ckptctl.runs.entries import RunEntry, entries
 from ckptctl.runs.health import Checkpoint, examine
@@ -138,7 +138,9 @@ class RunFolder(Result, order="root series checkpoints others"):
     @property
     def newest(self) -> frozenset[str]:
         """Names of the newest complete checkpoint of each series, which are always kept."""
-        return frozenset({one.series: one.name for one in self.checkpoints if one.counts}.values())
+        return frozenset(
+            {one.series: one.name for one in self.checkpoints if one.is_counted}.values()
+        )
 
 
 def read_run(
@@ -170,7 +172,7 @@ def read_run(
     )
     names = {item.name for item in root.iterdir()} - {entry.path.name for entry in own}
     others = sorted(name for name in names if not name.startswith("."))
-    return RunFolder(root, tuple(ordered(checkpoints)), pointers, tuple(others))
+    return RunFolder(root, tuple(sort_checkpoints(checkpoints)), pointers, tuple(others))
 
 
 # --- the newest ---------------------------------------------------------------------------------
@@ -218,7 +220,7 @@ def newest(
     there = [Checkpoint.of(one) for one in entries(root) if series in (None, one.named.series)]
     company = Company([one.entry for one in there], now, model=model)
     waiting = sorted(there, key=lambda one: (one.order, one.time), reverse=True)
-    left = left_in(one for one in waiting if not one.entry.link)
+    left = find_abandoned_checkpoints(one for one in waiting if not one.entry.link)
     by_preference = sorted(waiting, key=lambda one: one.name in left)
     complete, skipped = _examine_newest(root, by_preference, company, torn or {})
     furthest = _furthest(complete)
@@ -287,14 +289,16 @@ def _doubts(
             f"skipped {listed(higher)}, which has a higher step than `{name}`: the run resumed "
             f"from step {left[higher[0]]} and saved `{name}` later"
         )
-    back = went_on_unsaved({one.name: one.lineage for one in own})
+    back = list_unsaved_resumes({one.name: one.lineage for one in own})
     if back and name not in back:
         yield (
             f"a run resumed from {listed(back)} and has not saved since; "
             f"`{name}` is older, although its step is higher"
         )
     lower = (one for one in own if one.order < chosen.order and one.name not in left)
-    later = [one for one in lower if earlier(chosen, one) and company.examine(one.entry).complete]
+    later = [
+        one for one in lower if is_saved_before(chosen, one) and company.examine(one.entry).complete
+    ]
     if later:
         last = max(later, key=lambda one: (one.lineage.save, one.entry.time))
         times = rfc3339(chosen.entry.time), rfc3339(last.entry.time)

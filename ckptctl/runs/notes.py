@@ -18,7 +18,7 @@ from pathlib import Path
 from ckptctl.errors import CkptError, FormatError, StorageError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.sidecar_files import SIDECAR
-from ckptctl.planner.lineage import UNKNOWN, Lineage, Resume
+from ckptctl.planner.lineage import UNKNOWN_LINEAGE, Lineage, Resume
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import JsonTextReader, read_json
 from ckptctl.storage.zips.zip_reader import KEEPING_TABLE, StoredTensor, read_archive
@@ -45,7 +45,7 @@ class RunRecord:
 
     members: Mapping[str, object] = field(default_factory=dict)
     metrics: Mapping[str, object] = field(default_factory=dict)
-    lineage: Lineage = UNKNOWN
+    lineage: Lineage = UNKNOWN_LINEAGE
     error: CkptError | None = None
 
 
@@ -76,7 +76,7 @@ def _failure(error: OSError) -> StorageError:
 
 def _lineage(said: Mapping[str, object]) -> Lineage:
     if "save" not in said:
-        return UNKNOWN
+        return UNKNOWN_LINEAGE
     resumed = said.get("resumed")
     if not isinstance(resumed, list) or not all(isinstance(one, dict) for one in resumed):
         raise ValueError("its `resumed` is not a list of JSON objects")

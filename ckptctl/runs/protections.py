@@ -26,7 +26,7 @@ from ckptctl.errors import CkptError, RefusedError, StorageError
 from ckptctl.formats.megatron.megatron_folder import POINTER as ITERATION
 from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL, pointer_content
 from ckptctl.formats.sidecar_files import SIDECAR
-from ckptctl.planner.retention import NOT_TORN, WRITING, left_in
+from ckptctl.planner.retention import BEING_WRITTEN, NOT_INTERRUPTED, find_abandoned_checkpoints
 from ckptctl.runs.entries import entry_at
 from ckptctl.runs.health import Checkpoint, health
 from ckptctl.runs.names import is_last, parse, staged
@@ -304,7 +304,7 @@ def _in_use(view: RunView) -> Iterator[Claim]:
 
 def _left_behind(view: RunView) -> Iterator[Claim]:
     """Claim checkpoints that were abandoned when the run resumed from an earlier one."""
-    for name, step in left_in(view.own).items() if view.branches else ():
+    for name, step in find_abandoned_checkpoints(view.own).items() if view.branches else ():
         yield Claim(f"abandoned: the run resumed from step {step}", name)
 
 
@@ -331,13 +331,13 @@ def _unread_record(view: RunView) -> Iterator[Claim]:
 
 def _being_written(view: RunView) -> Iterator[Claim]:
     """Claim checkpoints that are locked, or incomplete and changed recently."""
-    yield from (Claim(WRITING, name) for name in view.names_where(lambda one: one.writing))
+    yield from (Claim(BEING_WRITTEN, name) for name in view.names_where(lambda one: one.writing))
 
 
 def _not_torn(view: RunView) -> Iterator[Claim]:
     """Claim checkpoints that are not complete and show no torn write."""
     names = view.names_where(lambda one: not (one.complete or one.torn))
-    yield from (Claim(NOT_TORN, name) for name in names)
+    yield from (Claim(NOT_INTERRUPTED, name) for name in names)
 
 
 def _may_resume(one: Checkpoint) -> bool:

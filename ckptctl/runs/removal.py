@@ -26,7 +26,7 @@ from ckptctl.errors import (
     listed,
     spell_option,
 )
-from ckptctl.planner.retention import Action, Decision, Policy, decide, disorder
+from ckptctl.planner.retention import Action, Decision, Policy, decide_retention, find_out_of_order
 from ckptctl.results import Inline, JsonField, Result
 from ckptctl.runs.entries import entry_at, is_run
 from ckptctl.runs.health import AT_WORK, CHECKPOINT, Checkpoint, health, unread_metrics
@@ -257,7 +257,7 @@ def plan_prune(
     at_work = trainer or Trainer()
     run = read_run(real, now, at_work.series, in_use=at_work.in_use, model=trainer is None)
     run.pointers.require_understood()
-    if not force and (disordered := disorder(run.checkpoints)):
+    if not force and (disordered := find_out_of_order(run.checkpoints)):
         newer, older = disordered
         raise RefusedError(
             "step order and modification times disagree",
@@ -266,10 +266,12 @@ def plan_prune(
             f"two runs, or `{newer.entry.newest}` was added to `{newer.name}` later",
             hint=f"pass {spell_option('--force')} to use the order of the steps",
         )
-    policy = policy.resolve(run.checkpoints)
+    policy = policy.resolve_names(run.checkpoints)
     if not replaced:
         policy.require_match(run.checkpoints, growing=trainer is not None)
-    decisions = decide(run.checkpoints, policy, now, replaced=replaced, coming=at_work.coming)
+    decisions = decide_retention(
+        run.checkpoints, policy, now, replaced=replaced, pending_saves=at_work.coming
+    )
     return _plan(real, policy, run, decisions, thin)
 
 
@@ -323,10 +325,10 @@ def _plan_removal(
 
     def decide_by_step(one: Checkpoint) -> Decision[Checkpoint]:
         if not meant(one.step):
-            return Decision(one, "keep" if one.counts else "skip", (f"not {why}",))
+            return Decision(one, "keep" if one.is_counted else "skip", (f"not {why}",))
         if one.pinned or one.exempt:
             pins = (f"named by {pin}" for pin in one.pinned)
-            return Decision(one, "skip", tuple(filter(None, (*pins, one.aside, one.problem))))
+            return Decision(one, "skip", tuple(filter(None, (*pins, one.skip_reason, one.problem))))
         return Decision(one, "remove", (why,))
 
     return _plan(real, Policy(), run, map(decide_by_step, run.checkpoints))

@@ -30,11 +30,11 @@ def duration(value: float | str) -> float:
 
 def metrics(value: str | Sequence[str]) -> tuple[str, ...]:
     """Parse metric names, each with its direction unless it ends in ``loss`` or ``accuracy``."""
-    from ckptctl.planner.retention import Best
+    from ckptctl.planner.retention import BestRule
 
     texts = checks.globs(value)
     for text in texts:
-        Best.parse(text)
+        BestRule.parse(text)
     return texts
 
 
@@ -98,7 +98,7 @@ class KeepOptions(Options):
 
     def policy(self) -> Policy:
         """Build the retention policy."""
-        from ckptctl.planner.retention import Best, Policy
+        from ckptctl.planner.retention import BestRule, Policy
 
         return Policy(
             last=self.keep_last,
@@ -106,7 +106,7 @@ class KeepOptions(Options):
             closest=self.keep_closest,
             within=_seconds(self.keep_within),
             interval=_seconds(self.keep_interval),
-            best=tuple(map(Best.parse, self.keep_best)),
+            best=tuple(map(BestRule.parse, self.keep_best)),
             patterns=tuple(self.keep),
         )
 

@@ -22,9 +22,9 @@ from weakref import WeakKeyDictionary
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog, Computed, Input, made_of
 from ckptctl.installed import has_torch, require_package, require_torch
-from ckptctl.planner.copying.copies import permutes
+from ckptctl.planner.copying.copies import needs_permutation
 from ckptctl.planner.plan import Plan
-from ckptctl.planner.strided import Strided
+from ckptctl.planner.strided import StridedTensor
 from ckptctl.storage.arithmetic import count_out_of_range, import_torch, view_elements
 from ckptctl.storage.buffers import TileBuffers
 from ckptctl.storage.byte_files import ByteSource, Piece
@@ -96,14 +96,14 @@ def needs_torch(computed: Computed) -> bool:
 
 def plan_needs_torch(plan: Plan) -> bool:
     """Return whether *plan* requires torch to compute, cast or transpose elements."""
-    return needs_arithmetic(plan) or any(map(permutes, plan.transfers))
+    return needs_arithmetic(plan) or any(map(needs_permutation, plan.transfers))
 
 
 def needs_arithmetic(plan: Plan) -> bool:
     """Return whether *plan* requires torch to compute or cast elements."""
     if any(map(needs_torch, plan.computed.values())):
         return True
-    return any(transfer.casts for transfer in plan.transfers)
+    return any(transfer.is_cast for transfer in plan.transfers)
 
 
 def require_torch_for(plan: Plan, action: str) -> None:
@@ -271,7 +271,7 @@ class InputTensor:
 
     @cached_property
     def _reader(self) -> TensorReader:
-        matrix = Strided.whole(self.entry).as_matrix()
+        matrix = StridedTensor.from_entry(self.entry).as_matrix()
         return TensorReader(self._opened.create_reader(self._root), matrix)
 
 

@@ -11,8 +11,8 @@ from operator import add
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box, TensorEntry
-from ckptctl.planner.copying.blocks import Block, BlockReader, domains
-from ckptctl.planner.strided import Strided
+from ckptctl.planner.copying.blocks import Block, BlockReader, split_into_domains
+from ckptctl.planner.strided import StridedTensor
 from ckptctl.storage.files import Readable
 
 WINDOW_BYTES = 8 << 20
@@ -27,9 +27,9 @@ GAPPED_READ_BYTES = 1 << 20
 class TensorReader:
     """Reader of row-major boxes of a tensor."""
 
-    def __init__(self, files: Readable, tensor: Strided | TensorEntry) -> None:
+    def __init__(self, files: Readable, tensor: StridedTensor | TensorEntry) -> None:
         if isinstance(tensor, TensorEntry):
-            tensor = Strided.whole(tensor)
+            tensor = StridedTensor.from_entry(tensor)
         self._files = files
         self._shape = tensor.shape
         self._reader = BlockReader(tensor)
@@ -39,7 +39,7 @@ class TensorReader:
     def _contiguous_range(self) -> tuple[str, int] | None:
         """File and first byte if all elements are one contiguous range, or None."""
         full_box = Box.whole(self._shape)
-        by_source = self._reader.dense(full_box.offsets, full_box.sizes).items()
+        by_source = self._reader.find_dense_copies(full_box.offsets, full_box.sizes).items()
         ranges = [(source.file, block) for source, blocks in by_source for block in blocks]
         is_range = len(ranges) == 1 and not ranges[0][1].axes
         return (ranges[0][0], ranges[0][1].source) if is_range else None
@@ -50,7 +50,7 @@ class TensorReader:
             file, start = self._contiguous_range
             self._files.readv(file, [view], start + sum(box.offsets[:1]) * self._row)
             return
-        for source, blocks in self._reader.dense(box.offsets, box.sizes).items():
+        for source, blocks in self._reader.find_dense_copies(box.offsets, box.sizes).items():
             for block in blocks:
                 self._copy_block(source.file, block, view)
 
@@ -121,8 +121,8 @@ def _spread_runs(
 def split_into_boxes(shape: tuple[int, ...], limit: int) -> Iterator[Box]:
     """Yield boxes of at most *limit* elements that tile a tensor (none if it is empty)."""
     if 0 not in shape:
-        for domain in domains((0,) * len(shape), shape, limit):
-            for part in domain.cut(domain.step):
+        for domain in split_into_domains((0,) * len(shape), shape, limit):
+            for part in domain.split_into_parts(domain.step):
                 yield Box(part.lo, part.sizes)
 
 
@@ -135,7 +135,7 @@ def iterate_stored_windows(files: Readable, entry: TensorEntry, nbytes: int) -> 
         if strides is not None:
             stored = replace(entry, shape=sizes, extents=(replace(extent, box=Box.whole(sizes)),))
             order = sorted(range(len(sizes)), key=strides.__getitem__, reverse=True)
-            tensor = Strided.whole(stored).permute(order)
+            tensor = StridedTensor.from_entry(stored).permute(order)
             yield from TensorReader(files, tensor).iterate_windows(nbytes=nbytes)
             continue
         total = extent.box.numel * item

@@ -14,12 +14,12 @@ from ckptctl.facts.agreement import agree
 from ckptctl.formats import meta
 from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.sidecar_files import DOCUMENTS, documents
-from ckptctl.planner.config_facts import Json, is_tied, read_lists, read_sizes
+from ckptctl.planner.config_facts import Json, has_tied_embeddings, read_layer_lists, read_sizes
 from ckptctl.planner.layouts import Family
-from ckptctl.planner.mapping.completeness import near
-from ckptctl.planner.mapping.detect import configured
-from ckptctl.planner.mapping.preview import Route, Router
-from ckptctl.planner.model_parallel import possible_repeats
+from ckptctl.planner.mapping.completeness import list_similar_keys
+from ckptctl.planner.mapping.detect import list_configured_families
+from ckptctl.planner.mapping.preview import KeyRouter, Route
+from ckptctl.planner.model_parallel import list_possible_repeats
 from ckptctl.results import Inline, JsonField, Result
 from ckptctl.shared_options import MapOptions
 from ckptctl.storage.paths import expand_home, path_hint
@@ -70,21 +70,23 @@ def map_key(key: str, options: MapOptions) -> KeyMap:
         files = [Description(name, _place(config, name), one) for name, one in read.items()]
         agree(family, files, given, asked=model_type or family.name)
         sizes = read_sizes(family, described, params, given)
-        tied = is_tied(family, described, params)
-        lists = read_lists(family, described)
-        router = Router(family, family.layout(source), family.layout(to_layout), sizes, tied, lists)
-        return KeyMap(family, source, to_layout, sizes, tied, router.route(key))
+        tied = has_tied_embeddings(family, described, params)
+        lists = read_layer_lists(family, described)
+        router = KeyRouter(
+            family, family.get_layout(source), family.get_layout(to_layout), sizes, tied, lists
+        )
+        return KeyMap(family, source, to_layout, sizes, tied, router.find_route(key))
 
 
 def _layout_of(family: Family, key: str) -> str:
     """Return the layout of *key*, or the one with the most similar keys if no layout has it."""
-    known = [name for name in family.layouts if any(family.layout(name).meanings(key))]
+    known = [name for name in family.layouts if any(family.get_layout(name).iterate_meanings(key))]
     if not known:
-        layouts = {name: near(family.layout(name), key) for name in family.layouts}
+        layouts = {name: list_similar_keys(family.get_layout(name), key) for name in family.layouts}
         close = nearest(key, [known for keys in layouts.values() for known in keys])
         return next((name for name, keys in layouts.items() if close in keys), family.layouts[0])
-    first = family.layout(known[0])
-    if all(family.layout(name).same_as(first) for name in known):
+    first = family.get_layout(known[0])
+    if all(family.get_layout(name).has_same_tensors(first) for name in known):
         return first.name
     raise UsageError(
         f"`{key}` is a key in several layouts of `{family.name}`",
@@ -95,7 +97,9 @@ def _layout_of(family: Family, key: str) -> str:
 
 def _configured(place: TreePath | None, read: Mapping[str, Json]) -> str:
     """Return the model type that the files at *place* describe."""
-    names = configured(families.families(), read.get("config.json"), read.get("params.json"))
+    names = list_configured_families(
+        families.families(), read.get("config.json"), read.get("params.json")
+    )
     if len(names) != 1:
         raise UsageError(
             "the configuration does not determine the model type",
@@ -133,7 +137,7 @@ def _of_ranks(place: TreePath, read: Mapping[str, Json], family: Family) -> Mapp
     root = expand_home(place)
     root = root.parent if root.is_file() else root
     stated = read_sizes(family, params=read.get("params.json"))
-    if possible_repeats(stated, meta.count(root)):
+    if list_possible_repeats(stated, meta.count(root)):
         return formats.open_checkpoint(root, "meta", ReadOptions(family.name)).documents
     return read
 

@@ -8,8 +8,8 @@ from typing import Annotated
 
 from ckptctl import families
 from ckptctl.options import among
-from ckptctl.planner.families.declarations import Signs, spellings
-from ckptctl.planner.families.tables import Tensor, show_dims
+from ckptctl.planner.families.declarations import Signs, split_aliases
+from ckptctl.planner.families.tables import LogicalTensor, format_dims
 from ckptctl.planner.layouts import HF, Family, Layout
 from ckptctl.results import Inline, JsonField, Result, or_none
 from ckptctl.shared_options import ModelsOptions
@@ -87,7 +87,7 @@ class SizeNames:
 def size_names(sizes: Mapping[str, tuple[str, str]]) -> list[SizeNames]:
     """Return the preferred names of axis sizes in configurations."""
     return [
-        SizeNames(axis, spellings(config)[0], spellings(params)[0])
+        SizeNames(axis, split_aliases(config)[0], split_aliases(params)[0])
         for axis, (config, params) in sizes.items()
     ]
 
@@ -232,8 +232,8 @@ def _tables(family: Family, chosen: tuple[str, ...]) -> Iterator[LayoutTable]:
     others = [other for other in families.families().values() if other.name != family.name]
     earlier: list[Layout] = []
     for name in chosen:
-        layout = family.layout(name)
-        twin = next((other.name for other in earlier if layout.same_as(other)), None)
+        layout = family.get_layout(name)
+        twin = next((other.name for other in earlier if layout.has_same_tensors(other)), None)
         rows = () if twin else tuple(_rows(family, layout))
         dropped = {drop.key: drop.reason for drop in family.drops if drop.layout == name}
         yield LayoutTable(name, twin, rows, _own_keys(layout, others), dropped)
@@ -245,10 +245,10 @@ def _own_keys(layout: Layout, others: list[Family]) -> tuple[str, ...]:
     spelled = {stored.template: frozenset(_words(stored.template.text)) for stored in layout.stored}
     own = dict(spelled)
     for other in others:
-        spoken = {template: words for template, words in own.items() if words <= other.words}
+        spoken = {template: words for template, words in own.items() if words <= other.key_parts}
         for name in other.layouts if spoken else ():
-            table = other.layout(name).table
-            own = {t: w for t, w in own.items() if not table.entries(t.skeleton)}
+            table = other.get_layout(name).table
+            own = {t: w for t, w in own.items() if not table.list_entries(t.skeleton)}
     return tuple(template.text for template in own)[:SHOWN_KEYS]
 
 
@@ -267,18 +267,18 @@ def _rows(family: Family, layout: Layout) -> Iterator[Row]:
         yield Row(
             _plain(tensor),
             leaf.key.text,
-            show_dims(leaf.dims),
+            format_dims(leaf.dims),
             leaf.part,
             parts[name] if leaf.part is not None else (),
-            leaf.along,
-            leaf.within,
-            leaf.plus,
-            leaf.spread,
-            tensor.split,
+            leaf.concat_dim,
+            leaf.interleave_axis,
+            leaf.offset,
+            leaf.spread_axes,
+            tensor.split_axis,
             tensor.optional,
             tensor.variant,
         )
 
 
-def _plain(tensor: Tensor) -> str:
+def _plain(tensor: LogicalTensor) -> str:
     return tensor.name.partition(".")[0]

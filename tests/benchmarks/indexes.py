@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ckptctl.catalog import Box
-from ckptctl.planner.boxes import coverage
+from ckptctl.planner.boxes import compute_coverage
 from tests.benchmarks import startup
 from tests.benchmarks.measure import PYTHON, TOOL, Sample, run
 from tests.benchmarks.options import numbers, parser_of
@@ -40,7 +40,7 @@ def tiled(count: int) -> Sample:
     places = [(SIDE * row, SIDE * column) for row in range(count) for column in range(count)]
     boxes = [Box(place, (SIDE, SIDE)) for place in places]
     start = time.perf_counter()
-    assert coverage((SIDE * count, SIDE * count), boxes).exact
+    assert compute_coverage((SIDE * count, SIDE * count), boxes).is_exact
     wall = time.perf_counter() - start
     return Sample(wall, wall, 0)
 

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from ckptctl.catalog import row_major
-from ckptctl.planner.placements import Shard, local_part
+from ckptctl.planner.placements import ShardPlacement, compute_local_shard
 from ckptctl.save_load.rank_agreement import RankStatement, is_unchanged, name_generation
 from ckptctl.save_load.saving.global_plan import GlobalPlan, make_global_plan
 from ckptctl.save_load.saving.local_shards import (
@@ -65,8 +65,10 @@ def shards(shapes: Shapes, mesh: tuple[int, int], rank: int) -> LocalShards:
     tensors: dict[str, TensorMeta] = {}
     for name, shape in shapes.items():
         if shape not in cache:
-            cuts = [None, Shard(0) if shape else None]
-            cache[shape] = [part.box for part in local_part(shape, mesh, coordinate, cuts).parts]
+            cuts = [None, ShardPlacement(0) if shape else None]
+            cache[shape] = [
+                part.box for part in compute_local_shard(shape, mesh, coordinate, cuts).boxes
+            ]
         chunks += [HeldChunk(name, box.offsets, box.sizes) for box in cache[shape]]
         tensors[name] = TensorMeta("float32", shape, tuple(name.split(".")), False)
     values = {f"value.{number}": bytes(16) for number in range(VALUES)}

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from typing import Any, NamedTuple
 
-from ckptctl.planner.families.declarations import looked_up, states
+from ckptctl.planner.families.declarations import get_nested, has_field
 
 Config = Mapping[str, Any]
 
@@ -21,9 +21,9 @@ class Mutation(NamedTuple):
 
 def mutated(config: Config, fact: str) -> Iterator[Mutation]:
     """Yield *config* with other values of *fact*, and without it."""
-    if not states(config, fact):
+    if not has_field(config, fact):
         return
-    value = looked_up(config, fact)
+    value = get_nested(config, fact)
     if isinstance(value, int) and not isinstance(value, bool):
         yield Mutation(fact, "doubled", _with(config, fact, 2 * value or 1))
         yield Mutation(fact, "more", _with(config, fact, value + 1))

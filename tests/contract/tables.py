@@ -11,10 +11,10 @@ import pytest
 from ckptctl.catalog import TensorEntry
 from ckptctl.families import families
 from ckptctl.planner.layouts import Family
-from ckptctl.planner.mapping.mapped import MappedTensor, compose
-from ckptctl.planner.mapping.matching import key_of, leads, slots
-from ckptctl.planner.mapping.numbering import planned
-from ckptctl.planner.mapping.tensors import Change, map_tensors
+from ckptctl.planner.mapping.mapped import MappedTensor, compose_tensors
+from ckptctl.planner.mapping.matching import format_key, iterate_leads, list_indices
+from ckptctl.planner.mapping.numbering import compute_numbering
+from ckptctl.planner.mapping.tensors import LayoutChange, map_tensors
 from tests.unit.planner.test_strided import elements_of_parts
 
 FAMILIES = families()
@@ -64,11 +64,11 @@ def tiny(
     family: Family, layout: str, *, optional: bool = False, tied: bool | None = None
 ) -> dict[str, tuple[int, ...]]:
     """The shapes of a model of the family's tiny sizes in *layout*, by key."""
-    sizes, table = tiny_sizes(family), family.layout(layout)
+    sizes, table = tiny_sizes(family), family.get_layout(layout)
     tied = family.tied if tied is None else tied
     gone = {t.tensor for t in family.ties if tied and layout not in t.stored_in}
     layers = layers_of(family, sizes)
-    numbering = planned(family, layout, sizes, tiny_lists(family, sizes))
+    numbering = compute_numbering(family, layout, sizes, tiny_lists(family, sizes))
     found: dict[str, tuple[int, ...]] = {}
     for stored in table.stored:
         tensor, leaf = stored.parts[0]
@@ -80,17 +80,17 @@ def tiny(
         ]
         shape = list(shapes[0])
         if shape and leaf.part is not None:
-            shape[leaf.along] = sum(other[leaf.along] for other in shapes)
-        for values in slots(tensor, sizes):
+            shape[leaf.concat_dim] = sum(other[leaf.concat_dim] for other in shapes)
+        for values in list_indices(tensor, sizes):
             kinds = {other.variant for other, _ in stored.parts}
             if None in kinds or any(values in layers.get(kind or "", ()) for kind in kinds):
-                for lead in leads(leaf, sizes):
-                    found[key_of(table, tensor, values, lead, numbering)] = tuple(shape)
+                for lead in iterate_leads(leaf, sizes):
+                    found[format_key(table, tensor, values, lead, numbering)] = tuple(shape)
     for drop in family.drops:
         if drop.layout == layout and drop.zeros:
             zeros = tuple(sizes[axis] for axis in drop.zeros.split())
-            beside = next(t for n, t in family.tensors.items() if n.split(".")[0] == drop.beside)
-            for values in slots(beside, sizes):
+            beside = next(t for n, t in family.tensors.items() if n.split(".")[0] == drop.next_to)
+            for values in list_indices(beside, sizes):
                 if beside.variant is None or values in layers.get(beside.variant, ()):
                     found[drop.key.format(**dict(zip(beside.indices, values, strict=True)))] = zeros
     return found
@@ -126,13 +126,13 @@ def moved(found, values):
     flat = np.concatenate([array.ravel() for array in values.values()])
     entries = {key: TensorEntry(key, "", array.shape, (), ()) for key, array in values.items()}
     result = {}
-    for key, composed in compose(found.tensors).items():
-        place = elements_of_parts(composed.elements(entries), places)
-        result[key] = np.where(place < 0, -1, flat[place] + composed.sources[0].plus)
+    for key, composed in compose_tensors(found.tensors).items():
+        place = elements_of_parts(composed.bind_entries(entries), places)
+        result[key] = np.where(place < 0, -1, flat[place] + composed.sources[0].offset)
     return result
 
 
-def copies(change: Change) -> dict[str, str]:
+def copies(change: LayoutChange) -> dict[str, str]:
     """Return the keys of tensors that are dropped as copies, each with the one that is kept."""
     pairs = ((one.part, one.same_as) for one in change.redundant if one.kind == "tensor")
     return {part.key: same_as.key for part, same_as in pairs if same_as}
@@ -140,7 +140,7 @@ def copies(change: Change) -> dict[str, str]:
 
 def stored_shapes(tensors: Iterable[MappedTensor]) -> dict[str, tuple[int, ...]]:
     """Shape of each stored tensor of the target."""
-    return {key: composed.shape for key, composed in compose(tensors).items()}
+    return {key: composed.shape for key, composed in compose_tensors(tensors).items()}
 
 
 def cells(offsets, sizes):

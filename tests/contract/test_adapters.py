@@ -10,8 +10,13 @@ import pytest
 
 from ckptctl import families
 from ckptctl.errors import UsageError
-from ckptctl.planner.mapping.adapters import APART, adapters_apart, is_adapter, models_apart
-from ckptctl.planner.mapping.detect import detect
+from ckptctl.planner.mapping.adapters import (
+    UNFUSED,
+    derive_unfused_adapters,
+    derive_unfused_model,
+    is_adapter,
+)
+from ckptctl.planner.mapping.detect import detect_layouts
 from tests.contract.tables import copies, direct, mapped, moved, numbered, tiny
 
 ADAPTERS = families.adapters(families.families().values())
@@ -28,27 +33,29 @@ def factors(name, layout):
     family = ADAPTERS[name]
     kept = {
         leaf.key.text
-        for logical, leaf in family.layout(layout).leaves.items()
+        for logical, leaf in family.get_layout(layout).leaves.items()
         if logical.partition(".")[0].endswith(("-lora_a", "-lora_b", "-magnitude"))
     }
-    table = family.layout(layout).table
+    table = family.get_layout(layout).table
     shapes = tiny(family, layout, optional=True)
     return {
         key: shape
         for key, shape in shapes.items()
-        if any(stored.template.text in kept for stored, _ in table.all(key))
+        if any(stored.template.text in kept for stored, _ in table.iterate_meanings(key))
     }
 
 
 def shared(name, source, target):
     """Those of *source* that *target* has a place for, too."""
     family = ADAPTERS[name]
-    leaves = family.layout(target).leaves
-    table = family.layout(source).table
+    leaves = family.get_layout(target).leaves
+    table = family.get_layout(source).table
     return {
         key: shape
         for key, shape in factors(name, source).items()
-        if all(tensor.name in leaves for s, _ in table.all(key) for tensor, _ in s.parts)
+        if all(
+            tensor.name in leaves for s, _ in table.iterate_meanings(key) for tensor, _ in s.parts
+        )
     }
 
 
@@ -66,7 +73,7 @@ def test_most_families_have_adapters():
 
 def test_a_layout_in_which_nobody_writes_adapters_is_refused_with_the_reason():
     with pytest.raises(UsageError, match="`deepseek_v3-lora` has no layout `deepseek`") as raised:
-        ADAPTERS["deepseek_v3-lora"].layout("deepseek")
+        ADAPTERS["deepseek_v3-lora"].get_layout("deepseek")
     assert raised.value.why.startswith(
         "no known program writes adapters with the keys of this layout"
     )
@@ -77,8 +84,8 @@ def test_an_adapter_is_recognized_by_its_keys(name):
     for layout in ADAPTERS[name].layouts:
         shapes = factors(name, layout)
         if shapes:
-            found = detect(shapes, ADAPTERS)
-            assert is_adapter(shapes) and all(c.exact for c in found)
+            found = detect_layouts(shapes, ADAPTERS)
+            assert is_adapter(shapes) and all(c.is_exact for c in found)
             assert any(c.family == name and layout in (c.layout, *c.alike) for c in found)
 
 
@@ -105,7 +112,7 @@ def test_the_rows_of_b_go_where_those_of_the_weight_go(name, source, target):
     before, after = plain.get(source, source), plain.get(target, target)
     rng = np.random.default_rng(0)
     shapes = tiny(base, before, optional=True)
-    if set(base.layout(before).leaves) - set(base.layout(after).leaves):
+    if set(base.get_layout(before).leaves) - set(base.get_layout(after).leaves):
         shapes = tiny(base, before)
     weights = mapped(base, before, after, shapes)
     adapted = untied(shared(name, source, target))
@@ -168,9 +175,13 @@ def fused(parts, groups):
 @pytest.mark.parametrize(("name", "layout"), BASES)
 def test_taken_apart_model_and_adapter_have_the_same_names(name, layout):
     base = families.families()[name]
-    model = models_apart(base, layout).layout(APART)
-    adapter = adapters_apart(base, layout).layout(APART) if f"{name}-lora" in ADAPTERS else None
-    assert set(model.leaves) == set(base.layout(layout).leaves)
+    model = derive_unfused_model(base, layout).get_layout(UNFUSED)
+    adapter = (
+        derive_unfused_adapters(base, layout).get_layout(UNFUSED)
+        if f"{name}-lora" in ADAPTERS
+        else None
+    )
+    assert set(model.leaves) == set(base.get_layout(layout).leaves)
     for logical, leaf in adapter.leaves.items() if adapter else ():
         head, dot, rest = logical.partition(".")
         weight = model.leaves[head.rsplit("-", 1)[0] + dot + rest]

@@ -17,7 +17,7 @@ from ckptctl.facts.agreement import ContradictionError, agree
 from ckptctl.facts.fact_names import IGNORED, NOTED
 from ckptctl.facts.params import FORMULA, config_to_params, ffn_of
 from ckptctl.families import families
-from ckptctl.planner.families.declarations import spellings
+from ckptctl.planner.families.declarations import split_aliases
 from tests.checkpoints.golden import Golden, family_of, names
 from tests.sweeps import one_in
 
@@ -214,7 +214,7 @@ def test_a_configuration_and_the_shapes(name: str, tmp_path: Path) -> None:
     config = golden.config
     assert ckptctl.plan_conversion(source, tmp_path / "out", to="dcp")
     for axis, stated in family.sizes.items():
-        path = tuple(spellings(stated[0])[0].split("."))
+        path = tuple(split_aliases(stated[0])[0].split("."))
         value = dict(leaves(config)).get(path)
         if value is None:
             continue

@@ -5,10 +5,10 @@ import pytest
 
 from ckptctl.errors import MappingError
 from ckptctl.families import names
-from ckptctl.planner.axes import Sizes
-from ckptctl.planner.mapping.detect import detect
-from ckptctl.planner.mapping.matching import slots
-from ckptctl.planner.model_parallel import divide
+from ckptctl.planner.axes import AxisSizes
+from ckptctl.planner.mapping.detect import detect_layouts
+from ckptctl.planner.mapping.matching import list_indices
+from ckptctl.planner.model_parallel import split_tensor
 from tests.contract.tables import (
     ALL,
     FAMILIES,
@@ -47,7 +47,7 @@ def test_names_and_aliases_are_unique():
 
 @pytest.mark.parametrize(("name", "layout"), ALL)
 def test_no_two_tensors_share_a_key(name, layout):
-    family, table = FAMILIES[name], FAMILIES[name].layout(layout)
+    family, table = FAMILIES[name], FAMILIES[name].get_layout(layout)
     numbered = [shift for shift in family.shifts if shift.layout == layout]
     texts = [(s.template.text, numbered and s.parts[0][0].indices) for s in table.stored]
     texts += [(drop.key, "") for drop in family.drops if drop.layout == layout]
@@ -55,8 +55,10 @@ def test_no_two_tensors_share_a_key(name, layout):
     for stored in table.stored:
         values = {index: 7 + n for n, index in enumerate(stored.template.indices)}
         if stored.template.words:
-            values[stored.template.worded] = 1
-        assert (stored, values) in list(table.table.all(stored.template.key(values)))
+            values[stored.template.word_index] = 1
+        assert (stored, values) in list(
+            table.table.iterate_meanings(stored.template.format_key(values))
+        )
 
 
 @pytest.mark.parametrize(("name", "source", "target"), direct(PAIRS))
@@ -67,7 +69,7 @@ def test_every_key_is_consumed_and_produced(name, source, target):
     assert stored_shapes(found.tensors) == after
     made = {zeros.key for zeros in found.zeros}
     read = {view.key for tensor in found.tensors for view in tensor.sources} - made
-    assert read | found.dropped.keys() == before.keys()
+    assert read | found.dropped_keys.keys() == before.keys()
 
 
 @pytest.mark.parametrize(("name", "source", "target"), direct(PAIRS))
@@ -85,7 +87,7 @@ def test_there_and_back_is_the_identity(name, source, target):
     assert all((array >= 0).all() for array in found.values())
     back = mapped(family, target, source, {k: v.shape for k, v in found.items()})
     again = moved(back, found)
-    assert again.keys() | there.dropped.keys() == values.keys()
+    assert again.keys() | there.dropped_keys.keys() == values.keys()
     retiled = {zeros.like for zeros in there.zeros}
     for key, array in again.items():
         assert key in retiled or (array == values[key]).all(), key
@@ -95,10 +97,10 @@ def test_there_and_back_is_the_identity(name, source, target):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_tile_every_tensor(name, layout, ranks):
     family = FAMILIES[name]
-    sizes = Sizes(tiny_sizes(family), {})
+    sizes = AxisSizes(tiny_sizes(family), {})
     for key, shape in tiny(family, layout, optional=True).items():
         whole = np.zeros(shape, int)
-        shares = [s for s in divide(family, layout, key, shape, sizes, ranks) if s]
+        shares = [s for s in split_tensor(family, layout, key, shape, sizes, ranks) if s]
         for share in shares:
             held = np.zeros(share.shape, int)
             for piece in share.pieces:
@@ -112,26 +114,26 @@ def test_ranks_tile_every_tensor(name, layout, ranks):
 @pytest.mark.parametrize(("name", "layout"), ALL)
 def test_a_model_is_recognized_by_its_keys(name, layout):
     family = FAMILIES[name]
-    found = detect(tiny(family, layout), FAMILIES)
-    assert all(c.exact for c in found)
+    found = detect_layouts(tiny(family, layout), FAMILIES)
+    assert all(c.is_exact for c in found)
     if family.shown_by is not None and all(c.family != name for c in found):
-        found = detect(tiny(family, layout), FAMILIES, dict(family.config_signs[0]))
+        found = detect_layouts(tiny(family, layout), FAMILIES, dict(family.config_signs[0]))
     assert any(c.family == name and layout in (c.layout, *c.alike) for c in found)
 
 
 @pytest.mark.parametrize("layout", FAMILIES["deepseek_v3"].layouts)
 def test_what_looks_like_deepseek_v3_is_it_unless_a_configuration_says_otherwise(layout):
-    found = detect(tiny(FAMILIES["deepseek_v3"], layout), FAMILIES)
+    found = detect_layouts(tiny(FAMILIES["deepseek_v3"], layout), FAMILIES)
     assert {c.family for c in found} == {"deepseek_v3"}
 
 
 def test_an_indexer_shows_glm_5():
     shapes = tiny(FAMILIES["glm_moe_dsa"], "hf", optional=True)
-    assert "glm_moe_dsa" in {c.family for c in detect(shapes, FAMILIES)}
+    assert "glm_moe_dsa" in {c.family for c in detect_layouts(shapes, FAMILIES)}
 
 
 def test_shapes_tell_families_apart_whose_names_are_the_same():
-    found = detect(tiny(FAMILIES["lfm2"], "mlx"), FAMILIES)
+    found = detect_layouts(tiny(FAMILIES["lfm2"], "mlx"), FAMILIES)
     assert [(c.family, c.layout) for c in found] == [("lfm2", "mlx")]
 
 
@@ -140,12 +142,14 @@ def test_optional_tensors_are_mapped_or_refused(name, source, target):
     family = FAMILIES[name]
     before = tiny(family, source, optional=True)
     after = tiny(family, target, optional=True)
-    names = set(family.layout(source).leaves) - set(family.layout(target).leaves)
+    names = set(family.get_layout(source).leaves) - set(family.get_layout(target).leaves)
     names -= {tie.tensor for tie in family.ties if family.tied}
     names -= {name for rule in family.tiles for name in (rule.grid, rule.rows)}
     sizes = tiny_sizes(family)
     shown = layers_of(family, sizes).keys() | {None}
-    homeless = [n for n in names if slots(t := family.tensors[n], sizes) and t.variant in shown]
+    homeless = [
+        n for n in names if list_indices(t := family.tensors[n], sizes) and t.variant in shown
+    ]
     if homeless:
         with pytest.raises(MappingError, match="no place"):
             mapped(family, source, target, before)

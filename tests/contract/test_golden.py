@@ -10,7 +10,7 @@ import torch
 
 import ckptctl
 from ckptctl.families import families
-from ckptctl.planner.families.declarations import looked_up, spelled, states
+from ckptctl.planner.families.declarations import find_set_alias, get_nested, has_field
 from tests.checkpoints.golden import Golden, digest, family_of, names
 from tests.sweeps import one_in
 
@@ -28,8 +28,10 @@ def test_every_golden_digest_has_its_layout() -> None:
 def test_configurations_state_all_sizes(name: str) -> None:
     """Only a head dimension may be silent, and what the model does not have is null."""
     family, config = families()[family_of(name)], GOLDEN[name].config
-    names = {axis: spelled(config, named[0]) for axis, named in family.sizes.items() if named[0]}
-    silent = {axis for axis, one in names.items() if not states(config, one)}
+    names = {
+        axis: find_set_alias(config, named[0]) for axis, named in family.sizes.items() if named[0]
+    }
+    silent = {axis for axis, one in names.items() if not has_field(config, one)}
     silent = {axis for axis in silent if has_module(config, names[axis])}
     assert silent <= {"e"} | LISTED.get(family.name, set())
 
@@ -41,7 +43,7 @@ LISTED = {"nemotron_h": {"i"}}
 def has_module(config: dict[str, Any], name: str) -> bool:
     """Whether *config* describes the part of the model that a size of this name belongs to."""
     module, dot, _ = name.rpartition(".")
-    return not dot or looked_up(config, module) is not None
+    return not dot or get_nested(config, module) is not None
 
 
 @pytest.mark.parametrize(("name", "layout"), one_in(3, CASES))

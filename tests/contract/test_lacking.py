@@ -23,9 +23,9 @@ import ckptctl
 from ckptctl.cli.app import app
 from ckptctl.errors import MappingError, MissingTensorsError
 from ckptctl.planner.layouts import BASE
-from ckptctl.planner.mapping.completeness import lacking
-from ckptctl.planner.mapping.detect import detect
-from ckptctl.planner.mapping.matching import match
+from ckptctl.planner.mapping.completeness import find_missing_keys
+from ckptctl.planner.mapping.detect import detect_layouts
+from ckptctl.planner.mapping.matching import match_keys
 from ckptctl.planner.mapping.tensors import map_tensors
 from ckptctl.runs.health import health
 from tests.checkpoints import save_hf, save_torch, tiny_llama
@@ -52,7 +52,7 @@ def mapped(name, source, target, shapes, **options):
 def keys_of(name, layout, number):
     """One key of some kinds, the *number*-th of them; None: all."""
     family = FAMILIES[name]
-    found = match(family, family.layout(layout), tiny(family, layout))
+    found = match_keys(family, family.get_layout(layout), tiny(family, layout))
     kinds = [group.keys for group in found.groups]
     kinds += [[key for key, drop in found.dropped.items() if drop is rule] for rule in family.drops]
     if number is None:
@@ -63,7 +63,7 @@ def keys_of(name, layout, number):
 def twins(name, layout):
     """The keys that one of two tied tensors has: the other one is enough."""
     family = FAMILIES[name]
-    leaves = family.layout(layout).leaves
+    leaves = family.get_layout(layout).leaves
     ties = family.ties if family.tied else ()
     return {leaves[t].key.text for tie in ties for t in (tie.tensor, tie.of) if t in leaves}
 
@@ -78,8 +78,8 @@ def is_named(name, layout, key, error):
     if key in str(error.why):
         return True
     family = FAMILIES[name]
-    stored = family.layout(layout).table
-    kinds = {tensor.variant for tensor, _ in next(stored.all(key))[0].parts}
+    stored = family.get_layout(layout).table
+    kinds = {tensor.variant for tensor, _ in next(stored.iterate_meanings(key))[0].parts}
     head = re.split(r"\.(?:self_attn|self_attention|attn|attention|ffn|mlp)\.", key)[0]
     return kinds != {None} and f"`{head}." in str(error.why)
 
@@ -95,20 +95,24 @@ def require_named(name, source, target, number):
             assert is_named(name, source, key, error), (key, error.why)
             continue
         # Nothing of it was to be written, or it is written of its twin.
-        assert key in full.dropped or key in twins(name, source) or alone(name, source, key), key
+        assert key in full.dropped_keys or key in twins(name, source) or alone(name, source, key), (
+            key
+        )
         assert source == target or made_of(found) == made_of(full), key
 
 
 def alone(name, layout, key):
     """Whether *key* is that of zeros of which no other layer has any."""
-    found = match(FAMILIES[name], FAMILIES[name].layout(layout), tiny(FAMILIES[name], layout))
+    found = match_keys(
+        FAMILIES[name], FAMILIES[name].get_layout(layout), tiny(FAMILIES[name], layout)
+    )
     rule = found.dropped.get(key)
     return rule is not None and list(found.dropped.values()).count(rule) == 1
 
 
 def require_left_out(name, source, target, number, *, alone=False):
     whole = tiny(FAMILIES[name], source)
-    matched = match(FAMILIES[name], FAMILIES[name].layout(source), whole)
+    matched = match_keys(FAMILIES[name], FAMILIES[name].get_layout(source), whole)
     full = mapped(name, source, target, whole)
     places, needed = set(full.tensors), made_of(full)
     for key in keys_of(name, source, number):
@@ -144,20 +148,23 @@ def test_every_tensor_that_lacks_is_named(name, source, target):
 @pytest.mark.parametrize(("name", "layout"), one_in(3, ALL))
 def test_what_lacks_is_counted_and_of_very_much_the_first_is_listed(name, layout):
     family, sizes = FAMILIES[name], FAMILIES[name].tiny
-    table, whole = family.layout(layout), tiny(family, layout)
+    table, whole = family.get_layout(layout), tiny(family, layout)
     for number in range(SOME):
         gone = keys_of(name, layout, number)
-        rest = match(family, table, [key for key in whole if key not in gone])
+        rest = match_keys(family, table, [key for key in whole if key not in gone])
         if not rest.groups:
             continue
-        few = lacking(family, table, rest, sizes, tied=family.tied)
-        assert few.number == len({absent.key for absent in few.listed})
+        few = find_missing_keys(family, table, rest, sizes, tied=family.tied)
+        assert few.total == len({absent.key for absent in few.keys})
         if "i" not in sizes:
             continue
-        deep = [lacking(family, table, rest, {**sizes, "i": n}, tied=family.tied) for n in MANY]
-        numbers = [less.number for less in deep]
+        deep = [
+            find_missing_keys(family, table, rest, {**sizes, "i": n}, tied=family.tied)
+            for n in MANY
+        ]
+        numbers = [less.total for less in deep]
         assert numbers[1] - numbers[0] == numbers[2] - numbers[1] > 9000
-        assert all(len(less.listed) < 5000 for less in deep)
+        assert all(len(less.keys) < 5000 for less in deep)
 
 
 MANY = (10_000, 20_000, 30_000)
@@ -167,26 +174,26 @@ MANY = (10_000, 20_000, 30_000)
 @pytest.mark.parametrize(("name", "layout"), ALL)
 def test_an_optional_tensor_that_comes_with_others_is_named(name, layout):
     family = FAMILIES[name]
-    table, plain = family.layout(layout), tiny(family, layout)
+    table, plain = family.get_layout(layout), tiny(family, layout)
     whole = tiny(family, layout, optional=True)
-    held = match(family, table, whole).stored
+    held = match_keys(family, table, whole).tensor_by_key
     for key in whole.keys() - plain.keys():
         # Only dtypes tell which weights have scales.
-        if any(tensor.scales for tensor, _ in held[key].parts):
+        if any(tensor.scaled_weight for tensor, _ in held[key].parts):
             continue
-        groups = {tensor.together for tensor, _ in held[key].parts} - {""}
+        groups = {tensor.group for tensor, _ in held[key].parts} - {""}
         alike = {other for other in whole if held.get(other) is held[key]}
-        shown = any(t.together in groups for o in held.keys() - alike for t, _ in held[o].parts)
-        by_layer = any(tensor.name in family.by_layer for tensor, _ in held[key].parts)
+        shown = any(t.group in groups for o in held.keys() - alike for t, _ in held[o].parts)
+        by_layer = any(tensor.name in family.per_layer_tensors for tensor, _ in held[key].parts)
         for gone in ({key}, alike):
-            rest = match(family, table, [other for other in whole if other not in gone])
-            found = lacking(family, table, rest, family.tiny, tied=family.tied)
-            assert found.number == len({absent.key for absent in found.listed})
-            missed = gone <= {absent.key for absent in found.listed}
+            rest = match_keys(family, table, [other for other in whole if other not in gone])
+            found = find_missing_keys(family, table, rest, family.tiny, tied=family.tied)
+            assert found.total == len({absent.key for absent in found.keys})
+            missed = gone <= {absent.key for absent in found.keys}
             assert missed == (shown or (gone != alike and not by_layer)), (key, gone)
         names = {tensor.name.partition(".")[0] for tensor, _ in held[key].parts}
         demanded = (name for demand in family.demands for name in demand.tensors)
-        known = ALONE | {t.name.partition(".")[0] for t in family.named(demanded)}
+        known = ALONE | {t.name.partition(".")[0] for t in family.find_tensors(demanded)}
         assert shown or len(held[key].parts) > 1 or names <= known, names
 
 
@@ -215,7 +222,7 @@ def test_whatever_is_left_out_leaves_whole_tensors(name, source, target, alone):
 def test_what_may_be_missing_leaves_whole_tensors(name, source, target, number):
     """What is fused with it, or stacked, goes with it, and is named with what it lacks."""
     whole = tiny(FAMILIES[name], source)
-    matched = match(FAMILIES[name], FAMILIES[name].layout(source), whole)
+    matched = match_keys(FAMILIES[name], FAMILIES[name].get_layout(source), whole)
     needed = made_of(mapped(name, source, target, whole))
     for key in keys_of(name, source, number):
         rest = {other: shape for other, shape in whole.items() if other != key}
@@ -224,15 +231,15 @@ def test_what_may_be_missing_leaves_whole_tensors(name, source, target, number):
         assert all(count == needed[made_key] for made_key, count in made.items()), key
         zeros = {made.key for made in found.zeros}
         read = {view.key for one in found.tensors for view in one.sources} - zeros
-        assert not read & found.left_out.keys(), key
-        assert all(f"`{key}`" in why for why in found.left_out.values()), key
-        assert rest.keys() == read | found.left_out.keys() | found.dropped.keys(), key
+        assert not read & found.skipped_keys.keys(), key
+        assert all(f"`{key}`" in why for why in found.skipped_keys.values()), key
+        assert rest.keys() == read | found.skipped_keys.keys() | found.dropped_keys.keys(), key
 
 
 FUSED = [
     (name, source, target)
     for name, source, target in CHANGES
-    if any(len(stored.parts) > 1 for stored in FAMILIES[name].layout(target).stored)
+    if any(len(stored.parts) > 1 for stored in FAMILIES[name].get_layout(target).stored)
 ]
 
 
@@ -491,19 +498,21 @@ def test_more_layers_than_the_configuration_counts(tmp_path: Path) -> None:
     assert part.tensors == len(STATE) - 9
 
 
-@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.wrapper])
+@pytest.mark.parametrize(
+    "name", [name for name, family in FAMILIES.items() if family.wrapper_prefix]
+)
 def test_a_model_without_a_head_and_without_what_it_puts_before_names(name):
     family = FAMILIES[name]
-    head = {family.layout("hf").leaves[tie.tensor].key.text for tie in family.ties}
+    head = {family.get_layout("hf").leaves[tie.tensor].key.text for tie in family.ties}
     shapes = {k: shape for k, shape in tiny(family, "hf").items() if k not in head}
-    inner = {key.removeprefix(family.wrapper): shape for key, shape in shapes.items()}
-    (found,) = detect(inner, {name: family})
-    assert found.exact and found.layout == BASE
+    inner = {key.removeprefix(family.wrapper_prefix): shape for key, shape in shapes.items()}
+    (found,) = detect_layouts(inner, {name: family})
+    assert found.is_exact and found.layout == BASE
     back = mapped(name, BASE, "hf", inner, without={tie.tensor for tie in family.ties})
     assert {(*view.sources, *view.targets)[0].key for view in back.tensors} == inner.keys()
     assert set(made_of(back)) == shapes.keys()
     for key in inner:
-        if not alone(name, "hf", family.wrapper + key):
+        if not alone(name, "hf", family.wrapper_prefix + key):
             rest = {other: shape for other, shape in inner.items() if other != key}
             with pytest.raises(MissingTensorsError, match="missing"):
                 mapped(name, BASE, "hf", rest, without={tie.tensor for tie in family.ties})

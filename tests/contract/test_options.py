@@ -390,7 +390,7 @@ def test_files_are_as_many_as_people_expect_and_threads_write_at_a_time(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One file of tensors for a small model, unless the source has several or the format always."""
-    monkeypatch.setattr(balance, "LEAST_SHARD", 1)
+    monkeypatch.setattr(balance, "MIN_SHARD_BYTES", 1)
     several = data / "tiny-llama3-hf"
     ckptctl.convert(several, tmp_path / "one", to="hf", max_shard_size="5GB")
 

@@ -8,7 +8,7 @@ from tests.contract.tables import FAMILIES, mapped, moved, numbered, tiny, tiny_
 GROUPED = [
     name
     for name, family in FAMILIES.items()
-    if "mcore" in family.layouts and family.layout("mcore").leaves["q.{i}"].within
+    if "mcore" in family.layouts and family.get_layout("mcore").leaves["q.{i}"].interleave_axis
 ]
 
 
@@ -37,7 +37,7 @@ def test_queries_keys_and_values_of_a_group_stand_together(name):
     shapes = tiny(family, "hf")
     values = numbered(shapes)
     found = moved(mapped(family, "hf", "mcore", shapes), values)
-    key = family.layout("mcore").leaves["q.{i}"].key.text
+    key = family.get_layout("mcore").leaves["q.{i}"].key.text
     layers = [i for i in range(family.tiny["i"]) if key.format(i=i) in found]
     assert layers
     for layer in layers:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ckptctl.planner.families.templates import Template
-from ckptctl.planner.mapping.preview import Router
+from ckptctl.planner.mapping.preview import KeyRouter
 from tests.contract.tables import (
     FAMILIES,
     PAIRS,
@@ -39,7 +39,7 @@ def part(array, ranges, sizes):
 
 def filled(key, axes, sizes):
     """Yield *key* with every combination of the axes that are left in it, and their values."""
-    for spelled in Template.parse(key).spellings:
+    for spelled in Template.parse(key).word_variants:
         left = [axis for axis in axes if f"{{{axis}}}" in spelled.text]
         for values in itertools.product(*(range(sizes[axis]) for axis in left)):
             named = dict(zip(left, values, strict=True))
@@ -59,11 +59,11 @@ def test_a_route_says_what_a_conversion_does(name, source, target):
         values[other] = values[kept]
     result = moved(plan, values)
     reached = set()
-    layouts = family.layout(source), family.layout(target)
-    router = Router(family, *layouts, family.tiny, family.tied, lists)
+    layouts = family.get_layout(source), family.get_layout(target)
+    router = KeyRouter(family, *layouts, family.tiny, family.tied, lists)
     for key in shapes:
-        found = router.route(key)
-        assert bool(found.dropped) == (key in plan.dropped)
+        found = router.find_route(key)
+        assert bool(found.dropped) == (key in plan.dropped_keys)
         expected = {
             view.key
             for tensor in plan.tensors

@@ -26,8 +26,8 @@ State = dict[str, torch.Tensor]
 
 def require_copied(name: str, layout: str) -> None:
     """Skip a layout that has the elements plus one: that rounds."""
-    leaves = families()[family_of(name)].layout(layout).leaves.values()
-    if any(leaf.plus > 0 for leaf in leaves):
+    leaves = families()[family_of(name)].get_layout(layout).leaves.values()
+    if any(leaf.offset > 0 for leaf in leaves):
         pytest.skip("elements are computed")
 
 

@@ -23,7 +23,7 @@ import pytest
 from ckptctl.errors import RefusedError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.planner.plan import OutputFile, Plan, RawCopy, Record, Transfer
-from ckptctl.planner.strided import Strided
+from ckptctl.planner.strided import StridedTensor
 from ckptctl.storage import file_system
 from ckptctl.storage.execution.execution_options import ExecutionOptions
 from ckptctl.storage.execution.executor import execute_plan
@@ -58,7 +58,7 @@ def make_plan(source: Path, target: Path, single: bool) -> Plan:
     for number in range(TENSORS):
         records.append(Record(f"t{number}", name, number * SIZE, SIZE))
         into = target_box(name, number * SIZE, shape, number, item=2)
-        tensor = Strided.whole(stored(f"s{number}", shape, dtype="bfloat16"))
+        tensor = StridedTensor.from_entry(stored(f"s{number}", shape, dtype="bfloat16"))
         transfers.append(Transfer("t", tensor, (into,)))
     files = [OutputFile(name, TENSORS * SIZE + 4, lambda _: iter([(TENSORS * SIZE, b"END.")]))]
     raw = []

@@ -16,7 +16,7 @@ from ckptctl import formats
 from ckptctl.catalog import Box
 from ckptctl.errors import CkptError, UnsupportedError
 from ckptctl.formats.base import ReadOptions
-from ckptctl.planner.boxes import coverage
+from ckptctl.planner.boxes import compute_coverage
 from tests.checkpoints import save_hf
 
 D, F, M, H, K, E, X, V = 32, 24, 16, 8, 2, 4, 4, 48
@@ -196,7 +196,7 @@ def test_boxes_and_parts_tile_each_tensor(tmp_path: Path, ranks: int) -> None:
     plan = ckptctl.plan_conversion(meta(tmp_path / "in", 1), tmp_path / "out", to="meta", mp=ranks)
     for copy in plan.plan.transfers:
         boxes = dict.fromkeys(Box(target.start, target.sizes) for target in copy.targets)
-        assert coverage(copy.tensor.shape, list(boxes)).exact, copy.name
+        assert compute_coverage(copy.tensor.shape, list(boxes)).is_exact, copy.name
         held = sum(math.prod(axis.size for axis in part.axes) for part in copy.tensor.parts)
         assert held == math.prod(copy.tensor.shape), copy.name
 

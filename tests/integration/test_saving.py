@@ -226,9 +226,9 @@ def test_threads_get_files_of_their_own(tmp_path: Path, monkeypatch: pytest.Monk
         return len(list(folder.glob("*.distcp")))
 
     assert files_of("small", jobs=5) == 1
-    monkeypatch.setattr(balance, "LEAST_FILE", 120)
+    monkeypatch.setattr(balance, "MIN_FILE_BYTES", 120)
     assert files_of("two", jobs=6) == 2
-    monkeypatch.setattr(balance, "LEAST_FILE", 8)
+    monkeypatch.setattr(balance, "MIN_FILE_BYTES", 8)
     assert files_of("tensors", jobs=7) == 3
     assert files_of("said", jobs=4, files=1) == 1
     assert files_of("unchecked", jobs=4, checksum=False) == 3

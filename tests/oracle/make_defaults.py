@@ -17,8 +17,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ckptctl.facts.contradictions import LIMITED
 from ckptctl.families import families
-from ckptctl.planner.config_facts import names_in
-from ckptctl.planner.families.declarations import spellings
+from ckptctl.planner.config_facts import list_operands
+from ckptctl.planner.families.declarations import split_aliases
 from tests.checkpoints.golden import Golden, family_of, names
 
 FILE = Path(__file__).parents[2] / "ckptctl/planner/config_defaults.py"
@@ -54,8 +54,8 @@ def found() -> dict[str, dict[str, int]]:
 
 def _wanted(family_name: str) -> set[str]:
     family = families()[family_name]
-    sizes = {one for stated, _ in family.sizes.values() for one in spellings(stated) if one}
-    formulas = {one for _, text in family.formulas for one in names_in(text)}
+    sizes = {one for stated, _ in family.sizes.values() for one in split_aliases(stated) if one}
+    formulas = {one for _, text in family.formulas for one in list_operands(text)}
     kinds = {fact for kind in family.kinds for fact in kind.facts}
     limited = {f"{prefix}{name}" for prefix in ("", "text_config.") for name in LIMITED}
     own = {fact for one in family.layer_sizes for fact in one.facts}

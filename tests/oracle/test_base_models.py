@@ -23,17 +23,17 @@ pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 
 ANEW = ("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_vl_moe")
 """Families whose experts transformers 5 saves otherwise than they were published."""
-WRAPPED = [name for name in TINY if families.family(family_of(name)).wrapper]
+WRAPPED = [name for name in TINY if families.family(family_of(name)).wrapper_prefix]
 
 
 @pytest.mark.parametrize("name", WRAPPED)
 def test_a_model_without_its_head(tmp_path: Path, name: str) -> None:
     family = families.family(family_of(name))
     model = hf_models.random_model(TINY[name]())
-    base = getattr(model, family.wrapper.rstrip("."))
+    base = getattr(model, family.wrapper_prefix.rstrip("."))
     base.save_pretrained(tmp_path / "in")
     found = ckptctl.inspect(tmp_path / "in")
-    assert found.layout in family.bases and not found.lacks
+    assert found.layout in family.base_layouts and not found.lacks
     assert (found.layout == BASE) == (family_of(name) not in ANEW)
     assert family.name in (found.model_type, *found.candidates)
     assert ckptctl.verify(tmp_path / "in").verdict == "complete"

@@ -139,13 +139,13 @@ def test_transformers_makes_the_same_of_a_file(tmp_path: Path, name: str, layout
 def test_every_row_goes_where_transformers_puts_it(name: str, layout: str) -> None:
     """Rows that no tiny model has, too, such as biases that a configuration may ask for."""
     table, tables = Table(name), family(family_of(name))
-    ours = tables.layout(in_memory_layout(name, family_of(name))).leaves
+    ours = tables.get_layout(in_memory_layout(name, family_of(name))).leaves
     wrong = {}
-    for row, leaf in tables.layout(layout).leaves.items():
+    for row, leaf in tables.get_layout(layout).leaves.items():
         if row not in ours:
             continue
-        at = next((at for at in PLACES if ours[row].key.key(at) in table.held), PLACES[0])
-        key, place = leaf.key.key(at), ours[row].key.key(at)
+        at = next((at for at in PLACES if ours[row].key.format_key(at) in table.held), PLACES[0])
+        key, place = leaf.key.format_key(at), ours[row].key.format_key(at)
         if not ignored(table.model, key) and place not in table.targets(key):
             wrong[key] = f"{table.targets(key)}, here {place}"
     print(f"\n{name} {layout}: {len(wrong)} rows different {wrong or ''}")

@@ -180,7 +180,7 @@ def stacks_of(name: str) -> dict[str, tuple[str, bool]]:
     That is whether ``FP8Experts``, in place of the model's own module, holds them in that shape.
     """
     family = families.family(family_of(name))
-    roles = Roles(family, family.layout(layout_of(family.name)))
+    roles = Roles(family, family.get_layout(layout_of(family.name)))
     config = TINY[name]()
     with torch.device("meta"):
         model = hf_models.class_of(config)._from_config(config, dtype=torch.bfloat16)

@@ -11,7 +11,7 @@ import torch
 import ckptctl
 from ckptctl import families
 from ckptctl.errors import UsageError
-from ckptctl.planner.mapping.detect import detect
+from ckptctl.planner.mapping.detect import detect_layouts
 from tests.checkpoints import load_any_reference
 from tests.oracle.tiny import TINY, family_of
 
@@ -35,8 +35,8 @@ def recognized(folder: Path) -> set[str]:
     config = json.loads((folder / "config.json").read_text())
     state = load_any_reference(folder)
     shapes = {key: tuple(value.shape) for key, value in state.items()}
-    found = detect(shapes, families.families(), config)
-    return {candidate.family for candidate in found if candidate.exact}
+    found = detect_layouts(shapes, families.families(), config)
+    return {candidate.family for candidate in found if candidate.is_exact}
 
 
 @pytest.mark.parametrize("name", TINY)

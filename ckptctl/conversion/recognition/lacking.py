@@ -12,19 +12,19 @@ from ckptctl import families
 from ckptctl.conversion.recognition.model import Model
 from ckptctl.errors import listed, spell_option
 from ckptctl.numerics.quantization.survey import plain_names
-from ckptctl.planner.config_demands import demanded
-from ckptctl.planner.config_facts import does_without
+from ckptctl.planner.config_demands import find_required_tensors
+from ckptctl.planner.config_facts import list_absent_heads
 from ckptctl.planner.layouts import Family, is_base
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.completeness import (
-    MANY,
-    Lacking,
-    begins_only,
-    lacking,
-    require_whole,
+    ALWAYS_LISTED,
+    MissingKeys,
+    find_missing_keys,
+    is_truncated,
+    require_no_missing,
 )
-from ckptctl.planner.mapping.detect import detect
-from ckptctl.planner.mapping.matching import Matched
+from ckptctl.planner.mapping.detect import detect_layouts
+from ckptctl.planner.mapping.matching import MatchedKeys
 from ckptctl.units import counted
 from ckptctl.verdict import STRUCTURE_COMPLETE, UNKNOWN_MODEL, Scope
 
@@ -109,13 +109,13 @@ class Lacks:
                     f"with {spell_option('--to hf', '--allow-missing')}, put the files into one "
                     "folder as `model-00001-of-0000N.safetensors`, ..., and convert that folder"
                 )
-            require_whole(
+            require_no_missing(
                 self.names,
                 len(self.names) + self.more,
                 family,
-                family.layout(layout),
+                family.get_layout(layout),
                 tied=self.model.is_tied(family),
-                strange=self.strange,
+                unknown_keys=self.strange,
                 where=where,
                 hint=hint,
             )
@@ -142,30 +142,32 @@ def lacks(model: Model, names: Collection[str], target: str | None = None) -> La
     numbers: list[int] = []
     totals: list[int] = []
     # Long lists are not needed if many families match.
-    most = MANY if len(model.pairs) > FEW_FAMILIES else None
+    most = ALWAYS_LISTED if len(model.pairs) > FEW_FAMILIES else None
     certain, begins, strange = True, True, tuple[str, ...]()
     for name, layout in model.pairs:
         family = families.family(name)
-        matched = model.match(family, family.layout(layout), names)
+        matched = model.match(family, family.get_layout(layout), names)
         sizes = model.sizes(family, implied=False)
-        less = lacking(
+        less = find_missing_keys(
             family,
-            family.layout(layout),
+            family.get_layout(layout),
             matched,
             sizes,
             tied=model.is_tied(family),
-            without=does_without(family, model.config, base=base) if headless else (),
-            demanded=demanded(family, model.config, matched),
-            most=most,
+            absent_tensors=list_absent_heads(family, model.config, is_base=base)
+            if headless
+            else (),
+            required=find_required_tensors(family, model.config, matched),
+            max_keys=most,
         )
-        keys = dict.fromkeys(absent.key for absent in less.listed)
-        numbers.append(less.number - len(keys))
-        totals.append(less.number)
+        keys = dict.fromkeys(absent.key for absent in less.keys)
+        numbers.append(less.total - len(keys))
+        totals.append(less.total)
         strange = strange or tuple(matched.unmatched)
         found = keys if found is None else {key: None for key in found if key in keys}
         if found:  # otherwise the answers are not used
             certain = certain and _certain(family, matched, model, less)
-            begins = begins and begins_only(family, family.layout(layout), matched, keys)
+            begins = begins and is_truncated(family, family.get_layout(layout), matched, keys)
     more = min(numbers, default=0)
     if most and more > 0:  # truncated lists have fewer keys in common
         more = min(totals) - len(found or ())
@@ -183,19 +185,19 @@ def _unquantized(model: Model, names: Collection[str]) -> tuple[Model, Collectio
         return model, names
     model_type = model.request.model_type
     types = [model_type] if model_type else families.names()
-    fitting = detect(
+    fitting = detect_layouts(
         dict.fromkeys(plain, ()),
         {name: families.family(name) for name in types},
         model.config,
         model.params,
-        named=bool(model_type),
+        is_user_specified=bool(model_type),
         root=model.root,
     )
     pairs = tuple((one.family, one.layout) for one in fitting)
-    return replace(model, pairs=pairs, exact=any(one.exact for one in fitting)), plain
+    return replace(model, pairs=pairs, exact=any(one.is_exact for one in fitting)), plain
 
 
-def _certain(family: Family, matched: Matched, model: Model, less: Lacking) -> bool:
+def _certain(family: Family, matched: MatchedKeys, model: Model, less: MissingKeys) -> bool:
     """Check if a checkpoint certainly contains a model of *family* despite missing tensors."""
     config = model.config or {}
     if matched.unmatched:
@@ -206,9 +208,9 @@ def _certain(family: Family, matched: Matched, model: Model, less: Lacking) -> b
         return True
     # Require layers and tensors outside of layers: a head alone is not a model.
     tensors = family.tensors.values()
-    there = {bool(tensor.indices) for tensor in tensors if matched.number(tensor)}
+    there = {bool(tensor.indices) for tensor in tensors if matched.count_keys(tensor)}
     return (
-        less.number <= sum(len(group.keys) for group in matched.groups)
+        less.total <= sum(len(group.keys) for group in matched.groups)
         and there == {bool(tensor.indices) for tensor in tensors}
-        and all(absent.shown for absent in less.listed)
+        and all(absent.is_certain for absent in less.keys)
     )

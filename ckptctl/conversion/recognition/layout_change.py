@@ -19,13 +19,13 @@ from ckptctl.conversion.recognition.vocabulary import (
 from ckptctl.conversion.sources import located
 from ckptctl.errors import MappingError, UsageError, listed, spell_option
 from ckptctl.notes import Notes
-from ckptctl.planner.config_demands import demanded
-from ckptctl.planner.config_facts import does_without
+from ckptctl.planner.config_demands import find_required_tensors
+from ckptctl.planner.config_facts import list_absent_heads
 from ckptctl.planner.layouts import Family, is_base
-from ckptctl.planner.mapping.mapped import ComposedTensor, MappedTensor, Zeros, compose
-from ckptctl.planner.mapping.matching import Tensors
+from ckptctl.planner.mapping.mapped import ComposedTensor, MappedTensor, ZeroTensor, compose_tensors
+from ckptctl.planner.mapping.matching import ModelTensors
 from ckptctl.planner.mapping.source import SurplusError
-from ckptctl.planner.mapping.tensors import Change, map_tensors
+from ckptctl.planner.mapping.tensors import LayoutChange, map_tensors
 from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
@@ -89,16 +89,18 @@ def requested_layout(
 
 def compared_tensors(
     known: Model, family: Family, tensors: Mapping[str, TensorEntry], asked: LayoutRequest
-) -> Tensors | None:
+) -> ModelTensors | None:
     """Match *tensors* to the layout of the source, or return None if that is unknown."""
     if not known.layout:
         return None
-    layout, names = family.layout(known.layout), tensors if asked.whole is None else asked.whole
+    layout, names = family.get_layout(known.layout), tensors if asked.whole is None else asked.whole
     shapes = {name: entry.shape for name, entry in tensors.items()}
-    return Tensors(layout, known.match(family, layout, names), shapes)
+    return ModelTensors(layout, known.match(family, layout, names), shapes)
 
 
-def change_layout(known: Model, tensors: Mapping[str, TensorEntry], asked: LayoutRequest) -> Change:
+def change_layout(
+    known: Model, tensors: Mapping[str, TensorEntry], asked: LayoutRequest
+) -> LayoutChange:
     """Map *tensors* of a model to the requested layout, which may be their own."""
     family, target, same = requested_layout(known, tensors, asked)
     if family is None:
@@ -124,9 +126,9 @@ def change_layout(known: Model, tensors: Mapping[str, TensorEntry], asked: Layou
             partial=asked.partial,
             lists=known.lists(family),
             matched=matched,
-            without=does_without(family, known.config, base=is_base(known.layout)),
-            demanded=demanded(family, known.config, matched),
-            missing=asked.missing,
+            absent_tensors=list_absent_heads(family, known.config, is_base=is_base(known.layout)),
+            required=find_required_tensors(family, known.config, matched),
+            may_be_missing=asked.missing,
             resize={} if size is None else {AXIS: size},
         )
     except SurplusError as error:
@@ -160,7 +162,7 @@ def _requested_rows(asked: LayoutRequest) -> int | None:
     return size
 
 
-def _in_source_order(change: Change, tensors: Iterable[str]) -> Change:
+def _in_source_order(change: LayoutChange, tensors: Iterable[str]) -> LayoutChange:
     positions = {name: position for position, name in enumerate(tensors)}
     ordered = sorted(change.tensors, key=lambda item: positions[item.sources[0].key])
     return replace(change, tensors=tuple(ordered))
@@ -187,7 +189,7 @@ def _require_no_family(
         )
 
 
-def _with_vocabulary(change: Change, size: int) -> Change:
+def _with_vocabulary(change: LayoutChange, size: int) -> LayoutChange:
     if (cut := change.sizes[AXIS] - size) > 0:
         dropped_rows = f"the last {counted(cut, 'row')} of the vocabulary"
         change.notes.add(f"{spell_option(f'--vocab-size {size}')} drops {dropped_rows}")
@@ -207,7 +209,7 @@ def _interchangeable(known: Model, target: str) -> bool:
     first, *others = found
     return bool(others) and all(
         name in other.layouts
-        and other.layout(name).same_as(first.layout(name))
+        and other.get_layout(name).has_same_tensors(first.get_layout(name))
         and other.tied == first.tied
         for other in others
         for name in (known.layout or "", target)
@@ -215,7 +217,9 @@ def _interchangeable(known: Model, target: str) -> bool:
     )
 
 
-def _unchanged(known: Model, tensors: Mapping[str, TensorEntry], target: str | None) -> Change:
+def _unchanged(
+    known: Model, tensors: Mapping[str, TensorEntry], target: str | None
+) -> LayoutChange:
     if target is not None and known.layout is None and target != "hf":
         raise MappingError(
             f"layout `{target}` requires a known model type",
@@ -229,12 +233,14 @@ def _unchanged(known: Model, tensors: Mapping[str, TensorEntry], target: str | N
     elif strange := known.strays(tensors):
         unknown = f"keys unknown to {known.named}: {listed(strange)}"
         notes.add(f"keys are copied unchanged; {unknown}")
-    mapped = tuple(MappedTensor.same(name, name, entry.shape) for name, entry in tensors.items())
-    return Change(None, known.layout, known.layout, mapped, notes=notes)
+    mapped = tuple(
+        MappedTensor.from_unchanged(name, name, entry.shape) for name, entry in tensors.items()
+    )
+    return LayoutChange(None, known.layout, known.layout, mapped, notes=notes)
 
 
 def apply_change(
-    catalog: Catalog, change: Change, root: str, prefix: str = ""
+    catalog: Catalog, change: LayoutChange, root: str, prefix: str = ""
 ) -> tuple[Catalog, dict[str, ComposedTensor]]:
     """Name the tensors of a mapped model, and add its virtual tensors to *catalog*.
 
@@ -242,12 +248,12 @@ def apply_change(
         *catalog* with the virtual tensors, and the tensors of the target, below *prefix*, as
         elements of the model's tensors, below *root*.
     """
-    tensors = compose(change.tensors, root, prefix)
+    tensors = compose_tensors(change.tensors, root, prefix)
     catalog = with_zeros(catalog, change.zeros, root)
     return with_sums(catalog, tensors.values()), tensors
 
 
-def with_zeros(catalog: Catalog, zeros: Sequence[Zeros], root: str) -> Catalog:
+def with_zeros(catalog: Catalog, zeros: Sequence[ZeroTensor], root: str) -> Catalog:
     """Add tensors of zeros to *catalog*, as virtual files.
 
     Args:
@@ -272,7 +278,7 @@ def with_sums(catalog: Catalog, tensors: Iterable[ComposedTensor]) -> Catalog:
 
     Sums have the dtype of the tensors, and are cast afterwards if requested.
     """
-    plus = {source.key: source.plus for one in tensors for source in one.sources if source.plus}
+    plus = {source.key: source.offset for one in tensors for source in one.sources if source.offset}
     if not plus:
         return catalog
     entries, computed = dict(catalog.tensors), dict(catalog.computed)

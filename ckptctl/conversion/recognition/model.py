@@ -30,12 +30,23 @@ from ckptctl.errors import (
 )
 from ckptctl.formats.sidecar_files import DOCUMENTS
 from ckptctl.options import among
-from ckptctl.planner.config_facts import MODULES, Json, is_tied, read_lists, read_sizes
-from ckptctl.planner.families.facts import TOLD
+from ckptctl.planner.config_facts import (
+    SUBMODEL_KEYS,
+    Json,
+    has_tied_embeddings,
+    read_layer_lists,
+    read_sizes,
+)
+from ckptctl.planner.families.facts import MODEL_ARGUMENT_KEYS
 from ckptctl.planner.layouts import HF, Family, Layout, is_base
 from ckptctl.planner.mapping.adapters import is_adapter
-from ckptctl.planner.mapping.detect import Candidate, configured, detect, refined
-from ckptctl.planner.mapping.matching import Matched, match
+from ckptctl.planner.mapping.detect import (
+    Candidate,
+    detect_layouts,
+    list_configured_families,
+    list_refined_families,
+)
+from ckptctl.planner.mapping.matching import MatchedKeys, match_keys
 from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
@@ -128,7 +139,7 @@ class Model:
     params: Json | None = None
     inside: tuple[tuple[str, tuple[str, ...]], ...] = ()
     pairs: tuple[tuple[str, str], ...] = ()
-    matched: Mapping[Layout, Matched] = field(default_factory=dict, repr=False, compare=False)
+    matched: Mapping[Layout, MatchedKeys] = field(default_factory=dict, repr=False, compare=False)
     denied: tuple[str, ...] = ()
     described: tuple[Description, ...] = field(default=(), repr=False, compare=False)
 
@@ -149,27 +160,29 @@ class Model:
 
     def is_tied(self, family: Family) -> bool:
         """Check if the tensors that *family* may tie are tied."""
-        return is_tied(family, self.config, self.params)
+        return has_tied_embeddings(family, self.config, self.params)
 
     def sizes(self, family: Family, *, implied: bool) -> dict[str, int]:
         """Return the axis sizes that files or the user state. Add implied sizes if *implied*."""
-        return read_sizes(family, self.config, self.params, self.request.sizes, implied=implied)
+        return read_sizes(
+            family, self.config, self.params, self.request.sizes, include_defaults=implied
+        )
 
     def lists(self, family: Family) -> dict[str, list[int]]:
         """Return the lists of layer numbers from the configuration."""
-        return read_lists(family, self.config)
+        return read_layer_lists(family, self.config)
 
     def as_type(self, model_type: str) -> Model:
         """Recognize the same checkpoint as *model_type*."""
         asked = replace(self.request, model_type=model_type)
         return replace(understand(self.catalog, self.documents, asked), described=self.described)
 
-    def match(self, family: Family, layout: Layout, keys: Collection[str]) -> Matched:
+    def match(self, family: Family, layout: Layout, keys: Collection[str]) -> MatchedKeys:
         """Match *keys* to the layout. Reuse the earlier match if they are all of the model's."""
         matched = self.matched.get(layout)
         if matched is not None and list(matched.order) == list(keys):
             return matched
-        return match(family, layout, keys)
+        return match_keys(family, layout, keys)
 
     def strays(self, keys: Collection[str]) -> Sequence[str]:
         """Return those of *keys* that are unknown to the best-matching family."""
@@ -177,7 +190,7 @@ class Model:
             return ()
         name, layout = self.pairs[0]
         family = families.family(name)
-        return self.match(family, family.layout(layout), keys).unmatched
+        return self.match(family, family.get_layout(layout), keys).unmatched
 
     def states_padding(self, rows: int, size: int) -> bool:
         """Check if recorded facts state that only *size* of *rows* rows are in use."""
@@ -232,8 +245,14 @@ def understand(
         fitting: Candidates = ()
         if asked_records:
             fitting = asked_records.candidates(known, shapes, prefix)
-        fitting = fitting or detect(
-            shapes, known, config, params, prefer=prefer, named=bool(model_type), root=prefix
+        fitting = fitting or detect_layouts(
+            shapes,
+            known,
+            config,
+            params,
+            prefer=prefer,
+            is_user_specified=bool(model_type),
+            root=prefix,
         )
         if asked_records:
             wrong = [one for one in fitting if asked_records.contradict(known[one.family])]
@@ -284,7 +303,7 @@ def understand(
         params=params,
         inside=() if candidates else tuple((p, _families(c)) for p, c in inside.items()),
         pairs=tuple((c.family, c.layout) for c in candidates),
-        matched={known[c.family].layout(c.layout): c.matched for c in candidates},
+        matched={known[c.family].get_layout(c.layout): c.matched for c in candidates},
         denied=_families(denied),
     )
     if model_type is None and config is None:
@@ -322,7 +341,7 @@ def descriptions_of(
         elif told := {
             name: value
             for name, value in held.items()
-            if name in TOLD and isinstance(value, (bool, int, float, str))
+            if name in MODEL_ARGUMENT_KEYS and isinstance(value, (bool, int, float, str))
         }:
             yield Description(ARGUMENTS, place, told)
 
@@ -346,17 +365,22 @@ def _require_described(asked: Family, called: str, config: Json, where: TreePath
     Model types that refine each other, or have the same table, are equivalent. So are text models
     and the models that contain them.
     """
-    parts = [config, *(one for name in MODULES if isinstance(one := config.get(name), Mapping))]
+    parts = [
+        config,
+        *(one for name in SUBMODEL_KEYS if isinstance(one := config.get(name), Mapping)),
+    ]
     known = families.families()
-    own = {asked.name, *refined(asked, known)}
+    own = {asked.name, *list_refined_families(asked, known)}
     for part in parts:
-        for name in configured(known, part):
+        for name in list_configured_families(known, part):
             other = known[name]
-            related = {name, *refined(other, known)} & own
+            related = {name, *list_refined_families(other, known)} & own
             named_alike = HF in asked.layouts and HF in other.layouts
-            if related or (named_alike and asked.layout(HF).same_as(other.layout(HF))):
+            if related or (
+                named_alike and asked.get_layout(HF).has_same_tensors(other.get_layout(HF))
+            ):
                 return
-    stated = configured(known, config)
+    stated = list_configured_families(known, config)
     if not stated:
         return
     raise WrongTypeError(
@@ -369,7 +393,7 @@ def _require_described(asked: Family, called: str, config: Json, where: TreePath
 
 
 def _exact(fitting: Candidates) -> bool:
-    return any(candidate.exact for candidate in fitting)
+    return any(candidate.is_exact for candidate in fitting)
 
 
 def _rank(fitting: Candidates) -> tuple[bool, float]:
@@ -389,7 +413,7 @@ def _inside(
         if prefix in tried or any(prefix.startswith(outer) for outer in models):
             continue
         shapes = {name: entry.shape for name, entry in select(catalog, prefix).tensors.items()}
-        fitting = detect(shapes, known, least=1.0, root=prefix)
+        fitting = detect_layouts(shapes, known, min_share=1.0, root=prefix)
         if _exact(fitting):
             models[prefix] = fitting
     return models
@@ -404,7 +428,7 @@ def _perhaps_tied(found: Model, known: Mapping[str, Family]) -> Model:
     family = known.get(found.model_type or "")
     if family is None or family.tied or found.layout is None or not found.exact:
         return found
-    leaves = family.layout(found.layout).leaves
+    leaves = family.get_layout(found.layout).leaves
     pairs = [
         (leaves[tie.tensor].key.text, leaves[tie.of].key.text)
         for tie in family.ties

@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING
 
 from ckptctl.conversion.recognition.model import AXIS
 from ckptctl.errors import MappingError, spell_option
-from ckptctl.planner.families.declarations import VOCABULARY_MULTIPLE
+from ckptctl.planner.families.declarations import VOCABULARY_PAD_MULTIPLE
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.mapped import RedundantData, Region
-from ckptctl.planner.mapping.matching import Tensors
+from ckptctl.planner.mapping.matching import ModelTensors
 from ckptctl.units import counted
 
 if TYPE_CHECKING:
-    from ckptctl.planner.mapping.tensors import Change
+    from ckptctl.planner.mapping.tensors import LayoutChange
 
 READ = "they must be zero, which is checked before writing"
 
 
-def note_unstated_padding(change: Change, stated: int | None) -> None:
+def note_unstated_padding(change: LayoutChange, stated: int | None) -> None:
     """Add a note if no file states whether the vocabulary is padded."""
     rows = change.sizes.get(AXIS)
     if stated is not None or not rows:
@@ -40,24 +40,26 @@ def note_unstated_padding(change: Change, stated: int | None) -> None:
     change.notes.add(f"{note} (set the size with {options})")
 
 
-def vocabulary_rows(tensors: Tensors) -> int | None:
+def vocabulary_rows(tensors: ModelTensors) -> int | None:
     """Return the number of vocabulary rows, or None if tensors differ or have none."""
-    found = {tensors.shapes[key][dim] for key, dim in tensors.dims_of(AXIS).items()}
+    found = {tensors.shapes[key][dim] for key, dim in tensors.find_dims(AXIS).items()}
     return found.pop() if len(found) == 1 else None
 
 
-def rows_with_padding(tensors: Tensors, size: int | None) -> int | None:
+def rows_with_padding(tensors: ModelTensors, size: int | None) -> int | None:
     """Return the number of rows if it exceeds *size*, or None if there is no padding."""
     rows = vocabulary_rows(tensors)
     return rows if rows is not None and size is not None and rows > size else None
 
 
-def without_padding(change: Change, tensors: Tensors, size: int, *, stated: bool) -> Change:
+def without_padding(
+    change: LayoutChange, tensors: ModelTensors, size: int, *, stated: bool
+) -> LayoutChange:
     """Limit *change* to a vocabulary of *size* rows. The other rows must be padding."""
     rows = change.sizes[AXIS]
     read = {source.key for one in change.tensors for source in one.sources}
     regions = []
-    for key, dim in tensors.dims_of(AXIS).items():
+    for key, dim in tensors.find_dims(AXIS).items():
         origin, sizes = [0] * len(tensors.shapes[key]), list(tensors.shapes[key])
         origin[dim], sizes[dim] = size, rows - size
         if key in read:
@@ -73,12 +75,16 @@ def without_padding(change: Change, tensors: Tensors, size: int, *, stated: bool
     )
 
 
-def require_own_rows(change: Change, family: Family) -> None:
+def require_own_rows(change: LayoutChange, family: Family) -> None:
     """Raise if a tensor fuses the vocabulary with other rows, so it cannot be resized."""
-    layouts = (family.layout(name) for name in (change.source_layout, change.target_layout) if name)
+    layouts = (
+        family.get_layout(name) for name in (change.source_layout, change.target_layout) if name
+    )
     leaves = (leaf for layout in layouts for leaf in layout.leaves.values())
     fused = {
-        one.key.text for one in leaves if one.part is not None and one.dims[one.along] == (AXIS,)
+        one.key.text
+        for one in leaves
+        if one.part is not None and one.dims[one.concat_dim] == (AXIS,)
     }
     keys = (
         *(source.key for item in change.tensors for source in item.sources),
@@ -92,15 +98,15 @@ def require_own_rows(change: Change, family: Family) -> None:
         )
 
 
-def padded_size(tensors: Tensors) -> int | None:
+def padded_size(tensors: ModelTensors) -> int | None:
     """Return the number of vocabulary rows after padding, or None if there is no vocabulary."""
     rows = vocabulary_rows(tensors)
-    return None if rows is None else -(-rows // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    return None if rows is None else -(-rows // VOCABULARY_PAD_MULTIPLE) * VOCABULARY_PAD_MULTIPLE
 
 
-def note_padding(change: Change, rows: int, *, is_asked: bool) -> None:
+def note_padding(change: LayoutChange, rows: int, *, is_asked: bool) -> None:
     """Add a note that the vocabulary is padded with zeros."""
     other = f"pass {spell_option('--vocab-size')} for another size"
-    why = "" if is_asked else f", a multiple of {VOCABULARY_MULTIPLE} ({other})"
+    why = "" if is_asked else f", a multiple of {VOCABULARY_PAD_MULTIPLE} ({other})"
     rows_before = counted(change.sizes[AXIS], "row")
     change.notes.add(f"the vocabulary of {rows_before} is padded with zeros to {rows:,}{why}")

@@ -31,7 +31,7 @@ from ckptctl.distributed.state import (
 )
 from ckptctl.distributed.values import left_out_note, outside, put, unpickle_value
 from ckptctl.errors import CoverageError, MappingError, UnsupportedError, listed
-from ckptctl.planner.boxes import coverage
+from ckptctl.planner.boxes import compute_coverage
 from ckptctl.save_load.loading.checks import casts, require_shapes
 from ckptctl.save_load.loading.key_comparison import compare, describe_load, require_equal
 from ckptctl.save_load.loading.load_options import LoadReport
@@ -196,8 +196,8 @@ class LoadPlanner(DefaultLoadPlanner):
         self._pieces[name, shard.box.offsets] = shard.tensor
         items = compat.create_read_items_for_chunk_list(name, entry, [chunk_of(shard.box)])
         parts = [Box(tuple(one.dest_offsets), tuple(one.lengths)) for one in items]
-        found = coverage(shard.box.sizes, parts)
-        if not found.exact:
+        found = compute_coverage(shard.box.sizes, parts)
+        if not found.is_exact:
             wrong = found.holes or found.overlaps or found.outside
             raise CoverageError(
                 f"a part of `{name}` is "

@@ -130,7 +130,7 @@ class CatalogMetadata(Metadata):
         for name, composed in mapping.tensors.items():
             source = catalog.tensors[composed.sources[0].key]
             kinds[name] = source.dtype
-            boxes = [extent.box for extent in source.extents] if composed.renames else []
+            boxes = [extent.box for extent in source.extents] if composed.is_rename else []
             whole[name] = [chunk_of(box) for box in boxes or [Box.whole(composed.shape)]]
             paths[name] = source.path if source.name == name else (name,)
         self.state_dict_metadata = {

@@ -38,7 +38,7 @@ from ckptctl.distributed.saving.local_state import LocalState, local_state, repl
 from ckptctl.distributed.state import state_of
 from ckptctl.errors import MappingError, RefusedError, listed
 from ckptctl.formats.base import OutputTensor
-from ckptctl.planner.boxes import intersect
+from ckptctl.planner.boxes import intersect_boxes
 from ckptctl.save_load.saving.global_plan import (
     RankShare,
     make_global_plan,
@@ -239,7 +239,7 @@ class SavePlanner(DefaultSavePlanner):
         piece = next(
             shard.part(wanted).tensor
             for shard in self._state.tensors[name].shards
-            if wanted in (shard.box, intersect(shard.box, wanted))
+            if wanted in (shard.box, intersect_boxes(shard.box, wanted))
         )
         return piece.resolve_conj().resolve_neg()
 

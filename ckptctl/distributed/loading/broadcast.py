@@ -22,7 +22,7 @@ from ckptctl.catalog import Box, Catalog
 from ckptctl.distributed.group import TorchGroup, unreachable_errors
 from ckptctl.distributed.state import HeldShard, bytes_of
 from ckptctl.errors import CkptError
-from ckptctl.planner.balance import assign, cut, piece_limit
+from ckptctl.planner.balance import assign_chunks, compute_piece_limit, split_box
 from ckptctl.ranks.coordinator import Coordinator, through_first
 from ckptctl.storage.files import source_files
 
@@ -128,14 +128,14 @@ def _turns(wishes: Sequence[Sequence[Wish]]) -> list[list[SharedRead]]:
         if len(who) == 1:
             load[who[0][0]] += size[key]
     common = {key: who for key, who in holders.items() if len(who) > 1}
-    limit = piece_limit(sum(size[key] for key in common), len(wishes))
+    limit = compute_piece_limit(sum(size[key] for key in common), len(wishes))
     pieces = [
         (box, size[key] * box.numel // key[1].numel, who, key[2])
         for key, who in common.items()
-        for box in cut(key[1], size[key], limit)
+        for box in split_box(key[1], size[key], limit)
     ]
     sized = [(nbytes, [rank for rank, _ in who]) for _, nbytes, who, _ in pieces]
-    readers = assign(sized, len(wishes), load=load)
+    readers = assign_chunks(sized, len(wishes), initial_loads=load)
     found: list[list[SharedRead]] = [[] for _ in wishes]
     for (box, _, who, route), reader in zip(pieces, readers, strict=True):
         ranks = tuple(rank for rank, _ in who)

@@ -174,7 +174,7 @@ def split_tied(
         return [place for place in places if place.name in offered], []
     entries = mapping.catalog.tensors
     sources = {  # equal if two names get the same elements
-        name: ([entries[source.key].extents for source in composed.sources], composed.place)
+        name: ([entries[source.key].extents for source in composed.sources], composed.arrangement)
         for name, composed in offered.items()
     }
     filled: dict[int, int] = {}

@@ -223,7 +223,7 @@ class Keeper:
                     self._sweep(self.root / name)
         except OSError as error:
             _log.warning("cannot list %s: %s", self.root, error)
-        removes = not self.policy.empty and self.policy.last != 0
+        removes = not self.policy.is_empty and self.policy.last != 0
         if self._room_first and removes and is_run(self.root):
             self.wait()
             self._remove(coming=1)
@@ -299,9 +299,9 @@ class Keeper:
         """Record the checkpoint from which training resumes."""
         self._knows_start = True
         found = run_record(path).lineage
-        self._lineage = found.going_on(step, self._newest_save())
+        self._lineage = found.resume_at(step, self._newest_save())
         self._resumed, self._saved = path.name, ""
-        if self._lineage.resumed[-1].leaves:
+        if self._lineage.resumed[-1].abandons_saves:
             self._note(path, metrics(path), found._replace(left=self._lineage.save))
 
     def resume_elsewhere(self, step: int) -> None:
@@ -317,7 +317,7 @@ class Keeper:
         self, rated: Mapping[str, float], more: Mapping[str, object] | None = None
     ) -> Mapping[str, bytes]:
         """Return the record of the checkpoint to publish as a sidecar file."""
-        self._lineage = (self._lineage or Lineage(self._newest_save())).next()
+        self._lineage = (self._lineage or Lineage(self._newest_save())).next_save()
         return {SIDECAR: encoded(rated, self._lineage, more)}
 
     def published(self, path: TreePath) -> None:
@@ -325,7 +325,7 @@ class Keeper:
         self._saved = path.name
         self._torn.pop(path.name, None)
         self.call_hooks(path)
-        if not self.policy.empty and self.policy.last != 0:
+        if not self.policy.is_empty and self.policy.last != 0:
             self._remove_later()
 
     def rate(self, path: TreePath, rated: Mapping[str, float]) -> None:

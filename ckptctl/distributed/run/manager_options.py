@@ -176,11 +176,11 @@ class ManagerOptions(PreemptionOptions, opt.ModelOptions, SaveOptions, KeepOptio
             )
         policy = replace(self.policy(), last=self.keep_last or None)
         try:
-            if not policy.empty:
+            if not policy.is_empty:
                 policy.require_rules()
         except RefusedError as error:
             raise UsageError(error.what, hint=error.hint) from error
-        if self.make_room == "before" and (self.policy().empty or self.keep_last == 0):
+        if self.make_room == "before" and (self.policy().is_empty or self.keep_last == 0):
             raise UsageError(
                 "`make_room='before'` requires a keep rule",
                 hint="pass a rule, for example `keep_last=2`",

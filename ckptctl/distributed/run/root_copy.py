@@ -22,7 +22,7 @@ from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.dcp.locating import located
 from ckptctl.formats.dcp_rank_local import read_rank
 from ckptctl.planner.plan import Plan
-from ckptctl.planner.strided import Part, Strided
+from ckptctl.planner.strided import Part, StridedTensor
 from ckptctl.save_load.saving.local_shards import LocalShards
 from ckptctl.storage.execution.execution_options import Execution, ExecutionOptions
 from ckptctl.storage.execution.executor import execute_plan
@@ -129,16 +129,16 @@ class SavedPart:
             checked=frozenset(
                 (number, entry.name)
                 for number, one in enumerate(transfers)
-                for entry in one.stored_tensors()
+                for entry in one.iterate_stored_tensors()
             ),
         )
 
 
-def _in_file(chunks: list[Extent], tensor: Strided) -> Strided:
+def _in_file(chunks: list[Extent], tensor: StridedTensor) -> StridedTensor:
     """Return *tensor* with extents in files, with a checksum if it is a complete chunk."""
     parts: list[Part] = []
     for part in tensor.parts:
-        (held,) = part.of.extents
+        (held,) = part.entry.extents
         extent = chunks[int(memory_key(held.file))]
         whole = (held.offset, held.nbytes) == (0, extent.nbytes)
         found = replace(
@@ -147,5 +147,5 @@ def _in_file(chunks: list[Extent], tensor: Strided) -> Strided:
             offset=extent.offset + held.offset,
             crc32=extent.crc32 if whole else None,
         )
-        parts.append(part._replace(of=replace(part.of, extents=(found,))))
+        parts.append(part._replace(of=replace(part.entry, extents=(found,))))
     return replace(tensor, parts=tuple(parts))

@@ -148,7 +148,7 @@ def _on_host(tensors: Mapping[str, HeldTensor]) -> Iterator[tuple[str, torch.Ten
 
 def read_by(plan: Plan, pieces: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
     """Select the tensors that a save plan reads, by their file names in the plan."""
-    names = {file for copy in plan.transfers for file in copy.files()}
+    names = {file for copy in plan.transfers for file in copy.list_files()}
     return {name: pieces[int(memory_key(name))] for name in names}
 
 

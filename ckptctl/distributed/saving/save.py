@@ -311,4 +311,4 @@ class WriteReport(NamedTuple):
 def chunks_of(plan: SavedPlan) -> set[int]:
     """List the indices of the chunks that a rank writes."""
     transfers = plan.files.plan.transfers
-    return {int(memory_key(file)) for copy in transfers for file in copy.files()}
+    return {int(memory_key(file)) for copy in transfers for file in copy.list_files()}

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from ckptctl.distributed.group import threads
 from ckptctl.option_checks import at_least
 from ckptctl.options import Option, Options
-from ckptctl.planner.balance import file_count
+from ckptctl.planner.balance import count_output_files
 from ckptctl.planner.copying.blocks import MIB
 from ckptctl.storage.execution.execution_options import Execution
 from ckptctl.storage.execution.executor import execute_plan
@@ -68,7 +68,7 @@ class WriterOptions(Options):
 
     def file_count(self, nbytes: int) -> int:
         """Return the number of files for a rank's *nbytes*."""
-        return self.files or file_count(nbytes, threads(self.jobs))
+        return self.files or count_output_files(nbytes, threads(self.jobs))
 
     def files_beside(self) -> Mapping[str, bytes]:
         """Return the contents of sidecar files to publish, by name."""

@@ -9,7 +9,7 @@ from ckptctl.catalog import Blob, Box, row_major
 from ckptctl.formats.base import SPLIT_BYTES, OutputRequest, OutputTensor, TensorPlace
 from ckptctl.formats.dcp.metadata import Item
 from ckptctl.formats.torch_file import ZipFrame
-from ckptctl.planner.balance import fill, grouped
+from ckptctl.planner.balance import group_by_file, group_into_shards
 from ckptctl.planner.boxes import split_rows
 from ckptctl.planner.plan import OutputFile, RawCopy, Record
 from ckptctl.storage.pickles.pickle_writer import StorageTensor, dump_pickle
@@ -27,9 +27,9 @@ def shards(request: OutputRequest) -> list[list[tuple[OutputTensor, Box]]]:
     keys = {f"{position}": chunk for position, chunk in enumerate(chunks.values())}
     if request.like is not None:
         file_of = {key: request.like[tensor.name] for key, (tensor, _) in keys.items()}
-        names = grouped(keys, file_of, len(request.like_files))
+        names = group_by_file(keys, file_of, len(request.like_files))
     else:
-        names = fill(
+        names = group_into_shards(
             ((key, _nbytes(*chunk)) for key, chunk in keys.items()), request.max_shard_size
         )
     return [[keys[key] for key in shard] for shard in names]

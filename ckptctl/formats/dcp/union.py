@@ -28,7 +28,7 @@ from ckptctl.formats.dcp.metadata import UNKNOWN, Item, MetadataLeaf, Origin, re
 from ckptctl.formats.shared.findings import UNUSABLE, Faults
 from ckptctl.formats.shared.joined_tensors import ONE_SAVE, ranks_disagree_error
 from ckptctl.formats.shared.leaves import below_rank, join
-from ckptctl.planner.boxes import coverage
+from ckptctl.planner.boxes import compute_coverage
 from ckptctl.storage.files import SourceFiles
 from ckptctl.units import counted
 
@@ -129,7 +129,7 @@ class Union:
             count = sum(math.prod(sizes) for _, sizes, *_ in rows)
             if held.leaf.dtype and count != math.prod(held.leaf.shape):
                 boxes = ExtentColumns.of(rows).boxes
-                found = coverage(held.leaf.shape, boxes)
+                found = compute_coverage(held.leaf.shape, boxes)
                 if refused or not found.holes or found.overlaps or found.outside:
                     raise self._incomplete(held.leaf, boxes)
                 names.append(name)
@@ -178,7 +178,7 @@ class Union:
     def _incomplete(
         self, leaf: MetadataLeaf, boxes: Sequence[Box]
     ) -> CoverageError | UnsupportedError:
-        found = coverage(leaf.shape, boxes)
+        found = compute_coverage(leaf.shape, boxes)
         there = f"rank{'s 0 to ' if self.ranks > 1 else ' '}{self.ranks - 1}"
         if found.holes and not found.overlaps:
             next_one = metadata_name(self.ranks)

@@ -194,12 +194,12 @@ class HfFormat(WritableFormat):
         aliases = {t.name: t.alias_of for t in request.tensors if t.alias_of is not None}
         by_name = {tensor.name: tensor for tensor in kept}
         # Only writing needs this module.
-        from ckptctl.planner.balance import fill, grouped
+        from ckptctl.planner.balance import group_by_file, group_into_shards
 
         if request.like is not None:
-            shards = grouped([t.name for t in kept], request.like, len(request.like_files))
+            shards = group_by_file([t.name for t in kept], request.like, len(request.like_files))
         else:
-            shards = fill(((t.name, t.nbytes) for t in kept), request.max_shard_size)
+            shards = group_into_shards(((t.name, t.nbytes) for t in kept), request.max_shard_size)
         names, count = request.like_files, len(shards)
         if not names or not all(name.endswith(".safetensors") for name in names):
             numbered = (f"{self.stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count))

@@ -60,7 +60,7 @@ from ckptctl.formats.shared.replicas import CopyComparison
 from ckptctl.formats.shared.stored_leaves import NO_CHECKSUMS, Leaves, extent_of
 from ckptctl.formats.shared.tags import tag_folder
 from ckptctl.formats.sidecar_files import beside
-from ckptctl.planner.families.facts import ARGUED
+from ckptctl.planner.families.facts import TRAINING_ARGUMENT_FACTS
 from ckptctl.storage.compare import have_same_elements
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.schema import malformed_errors
@@ -131,7 +131,7 @@ def _facts(arguments: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     """Yield the model facts in *arguments*, by their names in config.json."""
     rotary = arguments.get("position_embedding_type") == _ROTARY
     called = {field: name for name, field in ARGUMENTS.items()}
-    for fact in ARGUED:
+    for fact in TRAINING_ARGUMENT_FACTS:
         value = arguments.get(called.get(fact.megatron, fact.megatron))
         if isinstance(value, (int, float)) and (rotary or fact.megatron != "rotary_base"):
             yield fact.config, value

@@ -16,20 +16,20 @@ from ckptctl.errors import MappingError, UnsupportedError, listed, spell_option
 from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.shared.joined_tensors import JoinedTensor, part_extent, separate_entry
 from ckptctl.formats.sidecar_files import amended, beside
-from ckptctl.planner.axes import Sizes, solve
+from ckptctl.planner.axes import AxisSizes, solve_axis_sizes
 from ckptctl.planner.config_facts import read_sizes
 from ckptctl.planner.layouts import Family
-from ckptctl.planner.mapping.detect import detect
+from ckptctl.planner.mapping.detect import detect_layouts
 from ckptctl.planner.model_parallel import (
     RankShard,
     ShardPiece,
-    cuts,
-    divide,
-    observed,
-    owned,
-    possible_repeats,
-    stored_sizes,
-    whole_shape,
+    compute_full_shape,
+    find_owner_axis,
+    iterate_observations,
+    list_part_splits,
+    list_possible_repeats,
+    solve_stored_sizes,
+    split_tensor,
     without_repeats,
 )
 from ckptctl.storage.compare import have_same_elements
@@ -136,14 +136,16 @@ class JoinedShards:
 
     def _has(self, family: Family, key: str) -> bool:
         held = self.layout in family.layouts
-        return held and family.layout(self.layout).table.find(key) is not None
+        return held and family.get_layout(self.layout).table.find_meaning(key) is not None
 
     @cached_property
-    def stored(self) -> Sizes:
+    def stored(self) -> AxisSizes:
         """Axis sizes, with heads counted as often as they are stored."""
         shapes = {key: self.first[key].shape for key in self.order}
         try:
-            return stored_sizes(self.family, self.layout, shapes, self.ranks, self._configured)
+            return solve_stored_sizes(
+                self.family, self.layout, shapes, self.ranks, self._configured
+            )
         except MappingError as error:
             raise self._other_model(error) from error
 
@@ -162,7 +164,7 @@ class JoinedShards:
         if model_type:
             return (families.family(model_type),)
         shapes = {key: self.first[key].shape for key in self.order}
-        found = detect(
+        found = detect_layouts(
             shapes,
             families.families(),
             self.documents.get("config.json"),
@@ -183,9 +185,11 @@ class JoinedShards:
         return tuple(known.values())
 
     def _division(self, family: Family, key: str) -> str:
-        if family.layout(self.layout).table.find(key) is None:
+        if family.get_layout(self.layout).table.find_meaning(key) is None:
             return ""
-        return str([(cut.dim, len(cut.before)) for cut in cuts(family, self.layout, key)])
+        return str(
+            [(cut.dim, len(cut.outer_axes)) for cut in list_part_splits(family, self.layout, key)]
+        )
 
     def _require_alike(self) -> None:
         """Require that all ranks with a tensor have it in one dtype and shape."""
@@ -215,9 +219,9 @@ class JoinedShards:
                 )
 
     def _shared_out(self, key: str) -> bool:
-        if not self.known or self.known[0].layout(self.layout).table.find(key) is None:
+        if not self.known or self.known[0].get_layout(self.layout).table.find_meaning(key) is None:
             return False
-        return owned(self.known[0], self.layout, key) is not None
+        return find_owner_axis(self.known[0], self.layout, key) is not None
 
     def _repeats(self, files: SourceFiles) -> int:
         """Return the number of neighboring ranks with the same key/value head.
@@ -227,12 +231,12 @@ class JoinedShards:
         """
         params, config = self.documents.get("params.json"), self.documents.get("config.json")
         heads = read_sizes(self.family, params=params) if params else self.stored.axes
-        possible = possible_repeats(heads, self.ranks)
+        possible = list_possible_repeats(heads, self.ranks)
         family, layout = self.family, self.layout
         repeated = [
             key
             for key in self.order
-            if any(cut.axis in family.repeated for cut in cuts(family, layout, key))
+            if any(cut.axis in family.repeated for cut in list_part_splits(family, layout, key))
         ]
         if not repeated or not possible:
             return 1
@@ -277,9 +281,9 @@ class JoinedShards:
                         return False
         return True
 
-    def _shares(self, key: str, sizes: Sizes, repeats: int) -> tuple[RankShard | None, ...]:
+    def _shares(self, key: str, sizes: AxisSizes, repeats: int) -> tuple[RankShard | None, ...]:
         held, shape = self.first[key].shape, self._whole(key, sizes, repeats)
-        shares = divide(self.family, self.layout, key, shape, sizes, self.ranks, repeats)
+        shares = split_tensor(self.family, self.layout, key, shape, sizes, self.ranks, repeats)
         for share, name, shard in zip(shares, self.names, self.shards, strict=True):
             if (share is None) != (key not in shard):
                 raise UnsupportedError(f"`{key}` is on the wrong rank", where=name)
@@ -291,11 +295,11 @@ class JoinedShards:
                 )
         return shares
 
-    def _whole(self, key: str, sizes: Sizes, repeats: int) -> tuple[int, ...]:
+    def _whole(self, key: str, sizes: AxisSizes, repeats: int) -> tuple[int, ...]:
         held = self.first[key].shape
-        return whole_shape(self.family, self.layout, key, held, sizes, self.ranks, repeats)
+        return compute_full_shape(self.family, self.layout, key, held, sizes, self.ranks, repeats)
 
-    def _join(self, files: SourceFiles, key: str, sizes: Sizes, repeats: int) -> TensorEntry:
+    def _join(self, files: SourceFiles, key: str, sizes: AxisSizes, repeats: int) -> TensorEntry:
         first, shape = self.first[key], self._whole(key, sizes, repeats)
         joined = JoinedTensor(first.dtype, shape, first.path, self.names[0])
         for rank, share in enumerate(self._shares(key, sizes, repeats)):
@@ -316,7 +320,7 @@ class JoinedShards:
 
     def _disagree(self, key: str, rank: int) -> None:
         """Raise if copies differ, or add a note for tensors without any divided axis."""
-        if cuts(self.family, self.layout, key):
+        if list_part_splits(self.family, self.layout, key):
             raise UnsupportedError(
                 f"the ranks disagree on `{key}`",
                 where=f"{self.names[0]} and {self.names[rank]}",
@@ -330,7 +334,9 @@ class JoinedShards:
         shapes = {key: entry.shape for key, entry in joined.items()}
         known = self._configured if params is None else read_sizes(self.family, params=params)
         try:
-            solve(self.family, observed(self.family, self.layout, shapes, 1), known)
+            solve_axis_sizes(
+                self.family, iterate_observations(self.family, self.layout, shapes, 1), known
+            )
         except MappingError as error:
             raise self._other_model(error) from error
 

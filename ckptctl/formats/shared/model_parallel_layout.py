@@ -30,7 +30,7 @@ def lay_out(
     shares: dict[str, Sequence[RankShard | None]] = {
         tensor.name: request.rank_boxes(tensor)
         if request.rank_boxes
-        else (RankShard.whole(tensor.shape),) * request.mp
+        else (RankShard.from_shape(tensor.shape),) * request.mp
         for tensor in request.tensors
     }
     for rank in range(request.mp):

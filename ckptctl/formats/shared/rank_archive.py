@@ -21,7 +21,7 @@ from ckptctl.errors import CkptError, FormatError, UnsupportedError, listed
 from ckptctl.formats.shared.indexes import Integers, integers
 from ckptctl.formats.shared.leaves import flatten, join, require_known
 from ckptctl.formats.shared.stored_leaves import is_stored, refuse_hidden_tensors
-from ckptctl.planner.placements import Local, Shard, local_part
+from ckptctl.planner.placements import MeshShard, ShardPlacement, compute_local_shard
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import Global, Inert
 from ckptctl.storage.pickles.pickle_reader import Table
@@ -258,7 +258,7 @@ def read_dtensor(args: object, state: object, meshes: Meshes) -> Sharded:
     if mesh.coordinate is not None:
         local = _local(whole.shape, mesh.sizes, mesh.coordinate, placements, order)
         _check_local(local, stored, whole, placements)
-        pieces = tuple(LocalShard(part.box, stored, part.start) for part in local.parts)
+        pieces = tuple(LocalShard(part.box, stored, part.start) for part in local.boxes)
     others = partial(_placed_boxes, whole.shape, mesh, placements, order)
     return Sharded(
         whole.dtype, whole.shape, pieces, whole.requires_grad, mesh.rank, mesh.ranks, others
@@ -268,7 +268,7 @@ def read_dtensor(args: object, state: object, meshes: Meshes) -> Sharded:
 def _placed_boxes(
     shape: Integers,
     mesh: Mesh,
-    placements: tuple[Shard | None, ...],
+    placements: tuple[ShardPlacement | None, ...],
     order: tuple[tuple[int, Integers], ...] | None,
     rank: int,
 ) -> tuple[Box, ...]:
@@ -276,7 +276,7 @@ def _placed_boxes(
     if coordinate is None:
         return ()
     local = _local(shape, mesh.sizes, coordinate, placements, order)
-    return tuple(part.box for part in local.parts)
+    return tuple(part.box for part in local.boxes)
 
 
 @lru_cache(maxsize=256)
@@ -284,15 +284,18 @@ def _local(
     shape: Integers,
     mesh: Integers,
     coordinate: Integers,
-    placements: tuple[Shard | None, ...],
+    placements: tuple[ShardPlacement | None, ...],
     order: tuple[tuple[int, Integers], ...] | None,
-) -> Local:
+) -> MeshShard:
     """Compute :func:`local_part`, cached because the layers of a model have the same shapes."""
-    return local_part(shape, mesh, coordinate, placements, dict(order) if order else None)
+    return compute_local_shard(shape, mesh, coordinate, placements, dict(order) if order else None)
 
 
 def _check_local(
-    local: Local, stored: StoredTensor, whole: Wrapped, placements: tuple[Shard | None, ...]
+    local: MeshShard,
+    stored: StoredTensor,
+    whole: Wrapped,
+    placements: tuple[ShardPlacement | None, ...],
 ) -> None:
     if stored.dtype != whole.dtype:
         raise UnsupportedError(
@@ -310,7 +313,7 @@ def _check_local(
     raise UnsupportedError("the local tensor does not match its placement", why=why)
 
 
-def _placement(record: object) -> Shard | None:
+def _placement(record: object) -> ShardPlacement | None:
     name = record.name if isinstance(record, Inert) else type(record).__name__
     if name == "Replicate":
         return None
@@ -323,7 +326,7 @@ def _placement(record: object) -> Shard | None:
         )
     fields = read_attributes(record) if record.state is not None else {"dim": record.args[0]}
     numbers = integers([fields["dim"], fields.get("split_factor", 1)])
-    return Shard(numbers[0], numbers[1])
+    return ShardPlacement(numbers[0], numbers[1])
 
 
 def _order(entries: object) -> tuple[tuple[int, Integers], ...] | None:

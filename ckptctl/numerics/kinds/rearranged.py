@@ -10,8 +10,8 @@ from typing import cast as typed
 
 from ckptctl import dtypes
 from ckptctl.catalog import Computed
-from ckptctl.planner.copying.blocks import MIB, BlockReader, dense_strides
-from ckptctl.planner.copying.copies import tiles
+from ckptctl.planner.copying.blocks import MIB, BlockReader, compute_dense_strides
+from ckptctl.planner.copying.copies import tile_targets
 from ckptctl.planner.copying.tile import Limits
 from ckptctl.planner.plan import Record, TargetBox
 from ckptctl.storage.byte_files import HostMemory
@@ -29,19 +29,19 @@ def _rearranged(out: Output) -> None:
         build_matrix_box(out.rows, out.columns),
         out.computed.dtype,
     )
-    strides = dense_strides(box.sizes, dtypes.itemsize(dtype))
+    strides = compute_dense_strides(box.sizes, dtypes.itemsize(dtype))
     target = TargetBox("", 0, box.offsets, box.sizes, strides, record=0)
     sink, unchecked = HostMemory(out.memory), list[int]()
     engine = TileEngine(out.opened, lambda _: sink, out.opened.buffers, checksum=False)
     kinds = reader.tensor.stored_dtype, dtype
-    for tile in tiles(reader, (target,), RECORDS, LIMITS):
+    for tile in tile_targets(reader, (target,), RECORDS, LIMITS):
         engine.copy_step(out.inputs[0].files, tile, 0, kinds, unchecked, unchecked)
 
 
 def _needs_torch(computed: Computed) -> bool:
     """Return whether elements are cast, or moved one by one."""
     reader = _reader(computed)
-    return reader.tensor.stored_dtype != computed.dtype or reader.permuted
+    return reader.tensor.stored_dtype != computed.dtype or reader.is_permuted
 
 
 def _reader(computed: Computed) -> BlockReader:

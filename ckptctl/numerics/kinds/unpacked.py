@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ckptctl.catalog import Box, Computed, Extent, TensorEntry
 from ckptctl.errors import DamagedError, StorageError, UnsupportedError
 from ckptctl.file_identity import FileIdentity
-from ckptctl.planner.strided import Strided
+from ckptctl.planner.strided import StridedTensor
 from ckptctl.storage.computed import Kind, Output, SharedResults, build_matrix_box
 from ckptctl.storage.crc import compute_crc
 from ckptctl.storage.files import IOV_MAX, SourceFiles, skip_bytes
@@ -50,7 +50,7 @@ def _unpacked(out: Output) -> None:
     files, packed = out.inputs[0].files, out.inputs[0].entry
     place = packed.extents[0].file, packed.extents[0].offset
     item = _ITEMS.get_or_compute(files, place, lambda: _read(files, packed, out.computed))
-    matrix = Strided.whole(item.entry).as_matrix()
+    matrix = StridedTensor.from_entry(item.entry).as_matrix()
     TensorReader(item.files, matrix).fill_view(build_matrix_box(out.rows, out.columns), out.memory)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Literal
 
 from ckptctl.numerics.quantization.recipes import WEIGHT
-from ckptctl.planner.layouts import Family, Layout, Leaf, Stored
+from ckptctl.planner.layouts import Family, Layout, LayoutTensor, Leaf
 
 VOCABULARY, EXPERTS, HIDDEN = "v", "x", "d"
 Role = Literal["linear", "experts", "stacked", "other"]
@@ -56,13 +56,13 @@ class Roles:
         Stacked experts are ``experts`` if they are ``[experts, out, in]`` and have a name by which
         transformers reads quantized stacks, otherwise ``stacked``.
         """
-        found = self._table.find(key)
-        if found is None or not isinstance(found[0], Stored):
+        found = self._table.find_meaning(key)
+        if found is None or not isinstance(found[0], LayoutTensor):
             return "other"
         stored = found[0]
         tensor, leaf = stored.parts[0]
         stem = tensor.name.partition(".")[0]
-        quantized = tensor.scales or tensor.variant in self._family.quantized
+        quantized = tensor.scaled_weight or tensor.variant in self._family.quantized
         known = tensor.indices and _layer(leaf) in self._language and not quantized
         if not known or stem in self._family.unquantized:
             return "other"

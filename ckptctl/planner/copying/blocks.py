@@ -21,17 +21,17 @@ from ckptctl import dtypes
 from ckptctl.catalog import Box, Computed, Extent, Input, TensorEntry, row_major
 from ckptctl.columns import NO_CRC, ExtentColumns
 from ckptctl.planner.plan import RecordedRange
-from ckptctl.planner.strided import Axis, Part, Strided
+from ckptctl.planner.strided import Axis, Part, StridedTensor
 from ckptctl.tree import TreePath
 
 MIB = 1 << 20
 Ints = tuple[int, ...]
 Strides = tuple[tuple[int, int, int], ...]
-LINEAR = 8
+LINEAR_SEARCH_LIMIT = 8
 """Number of boxes up to which a linear search finds overlaps."""
-SHORT_RUN = 256
+SHORT_RUN_BYTES = 256
 """Average bytes of a run below which elements are permuted in memory ..."""
-FEW_RUNS = 1024
+FEW_RUNS_LIMIT = 1024
 """... unless the tensor has fewer runs than this."""
 
 
@@ -56,12 +56,12 @@ class Block(NamedTuple):
         return math.prod(axis[0] for axis in self.axes)
 
 
-def dense_strides(sizes: Ints, item: int) -> Ints:
+def compute_dense_strides(sizes: Ints, item: int) -> Ints:
     """Return the byte strides of a dense row-major box."""
     return tuple([step * item for step in row_major(sizes)])
 
 
-def melted_axes(strides: Iterable[tuple[int, int, int]], item: int) -> tuple[Strides, int]:
+def merge_axes(strides: Iterable[tuple[int, int, int]], item: int) -> tuple[Strides, int]:
     """Merge the axes of a copy wherever it is contiguous on both sides.
 
     Args:
@@ -72,22 +72,24 @@ def melted_axes(strides: Iterable[tuple[int, int, int]], item: int) -> tuple[Str
         The remaining axes of a :class:`Block` and the bytes of its run.
     """
     axes: list[tuple[int, int, int]] = []
-    count, near, far = item, 1, 1
+    count, source_stride, buffer_stride = item, 1, 1
     for stride, step, number in sorted(strides):
-        if stride == near * count and step == far * count:
+        if stride == source_stride * count and step == buffer_stride * count:
             count *= number
         else:
-            axes.append((count, near, far))
-            count, near, far = number, stride, step
-    axes.append((count, near, far))
+            axes.append((count, source_stride, buffer_stride))
+            count, source_stride, buffer_stride = number, stride, step
+    axes.append((count, source_stride, buffer_stride))
     return tuple(axes[:0:-1]), axes[0][0]
 
 
 def list_runs(block: Block) -> list[tuple[int, int, int]]:
     """List ``(source position, buffer position, bytes)`` of every run of *block*."""
     places = [(block.source, block.buffer)]
-    for count, near, far in block.axes:
-        places = [(s + i * near, b + i * far) for s, b in places for i in range(count)]
+    for count, source_stride, buffer_stride in block.axes:
+        places = [
+            (s + i * source_stride, b + i * buffer_stride) for s, b in places for i in range(count)
+        ]
     return [(s, b, block.run) for s, b in places]
 
 
@@ -98,14 +100,16 @@ class BoxIndex:
         self._count = len(offsets)
         rank = len(offsets[0]) if offsets else 0
         spread = [len({lo[axis] for lo in offsets}) for axis in range(rank)]
-        self._axis = spread.index(max(spread)) if len(offsets) > LINEAR and rank else None
+        self._axis = (
+            spread.index(max(spread)) if len(offsets) > LINEAR_SEARCH_LIMIT and rank else None
+        )
         if self._axis is not None:
             axis = self._axis
             self._order = sorted(range(len(offsets)), key=lambda number: offsets[number][axis])
             self._starts = [offsets[number][axis] for number in self._order]
             self._widest = max(size[axis] for size in sizes)
 
-    def near(self, lo: Ints, sizes: Ints) -> Iterable[int]:
+    def find_candidates(self, lo: Ints, sizes: Ints) -> Iterable[int]:
         """Return the numbers of the boxes that may overlap a box, in ascending order."""
         if self._axis is None:
             return range(self._count)
@@ -127,7 +131,7 @@ class Domain(NamedTuple):
         """Size along the axis."""
         return self.sizes[self.axis] if self.sizes else 1
 
-    def first(self, length: int, begin: int = 0) -> Domain:
+    def take_part(self, length: int, begin: int = 0) -> Domain:
         """Return the part that starts at *begin* along the axis, with at most *length* indices."""
         if not self.sizes:
             return self
@@ -136,12 +140,12 @@ class Domain(NamedTuple):
         sizes[self.axis] = min(length, self.length - begin)
         return self._replace(lo=tuple(lo), sizes=tuple(sizes))
 
-    def cut(self, length: int, begin: int = 0) -> Iterator[Domain]:
+    def split_into_parts(self, length: int, begin: int = 0) -> Iterator[Domain]:
         """Yield consecutive parts of *length* indices along the axis, from *begin* on."""
-        return (self.first(length, at) for at in range(begin, self.length, length))
+        return (self.take_part(length, position) for position in range(begin, self.length, length))
 
 
-def domains(
+def split_into_domains(
     lo: Ints, sizes: Ints, limit: int, units: Mapping[int, int] | None = None
 ) -> Iterator[Domain]:
     """Split a box into domains whose steps have at most *limit* elements.
@@ -159,10 +163,10 @@ def domains(
     if axis < 0:
         yield Domain(lo, sizes, 0, max(sizes, default=1))
         return
-    most = max(1, limit // inner)
+    max_length = max(1, limit // inner)
     unit = units.get(axis, 1) if units else 1
-    unit = unit if unit <= most else 1
-    parts = -(-sizes[axis] // (most // unit * unit))
+    unit = unit if unit <= max_length else 1
+    parts = -(-sizes[axis] // (max_length // unit * unit))
     step = -(-sizes[axis] // (parts * unit)) * unit
     for indices in product(*map(range, sizes[:axis])):
         start = (*map(add, lo[:axis], indices), *lo[axis:])
@@ -200,12 +204,12 @@ class StoredBoxes:
     def _index(self) -> BoxIndex:
         return BoxIndex(self.offsets, self.sizes)
 
-    def strides(self, number: int) -> Ints:
+    def get_strides(self, number: int) -> Ints:
         """Return the strides of an extent, in elements."""
-        stated = self._strides[number] if self._strides else None
-        return stated or row_major(self.sizes[number])
+        explicit_strides = self._strides[number] if self._strides else None
+        return explicit_strides or row_major(self.sizes[number])
 
-    def recorded(self, number: int) -> RecordedRange | None:
+    def find_recorded_range(self, number: int) -> RecordedRange | None:
         """Return the range with a recorded checksum that contains an extent, or None."""
         extents, name = self._extents, self._name
         if isinstance(extents, ExtentColumns):
@@ -214,29 +218,29 @@ class StoredBoxes:
                 return None
             nbytes = extents.lengths[number]
             return RecordedRange(self.files[number], self.starts[number], nbytes, crc, name)
-        return recorded_range(extents[number], name)
+        return find_recorded_range(extents[number], name)
 
-    def meeting(self, part: Part) -> Iterator[tuple[int, Part]]:
+    def iterate_overlaps(self, part: Part) -> Iterator[tuple[int, Part]]:
         """Yield the number of each box that a part overlaps, and the elements in that box."""
         if len(self.files) == 1 and self.sizes[0] == self._shape:
             yield 0, part
             return
-        axes = _single_axes(part, STORED)
+        axes = _map_single_axes(part, STORED)
         if (
             axes is not None
             and all(axis.stride == 1 for axis in part.axes)
             and self._shape == tuple(axes[at].size if at in axes else 1 for at in self._dims)
         ):
-            yield from self._each(part)
+            yield from self._iterate_all_boxes(part)
             return
         numbers: Iterable[int] = range(len(self.files))
-        if len(self.files) > LINEAR:
-            numbers = self._index.near(part.begin, _reach(part, STORED))
+        if len(self.files) > LINEAR_SEARCH_LIMIT:
+            numbers = self._index.find_candidates(part.begin, _compute_spans(part, STORED))
         for number in numbers:
-            for cut in _inside(part, axes, self.offsets[number], self.sizes[number], STORED):
+            for cut in _intersect_box(part, axes, self.offsets[number], self.sizes[number], STORED):
                 yield number, cut
 
-    def _each(self, part: Part) -> Iterator[tuple[int, Part]]:
+    def _iterate_all_boxes(self, part: Part) -> Iterator[tuple[int, Part]]:
         """Yield all boxes and their elements, for a part with all elements of the tensor.
 
         This is a hot path because a plan may have a million boxes. They have few distinct shapes.
@@ -247,12 +251,12 @@ class StoredBoxes:
             and all(dim == at and step == 1 for _, dim, step, at, _ in axes)
             and len(origin) == len(self._shape)
         )
-        by_sizes: dict[Ints, tuple[Axis, ...]] = {}
+        axes_by_sizes: dict[Ints, tuple[Axis, ...]] = {}
         for number, (lo, sizes) in enumerate(zip(self.offsets, self.sizes, strict=True)):
-            own = by_sizes.get(sizes)
-            if own is None:
+            box_axes = axes_by_sizes.get(sizes)
+            if box_axes is None:
                 cuts = (axis._replace(size=sizes[axis.at]) for axis in axes)
-                own = by_sizes[sizes] = tuple(axis for axis in cuts if axis.size > 1)
+                box_axes = axes_by_sizes[sizes] = tuple(axis for axis in cuts if axis.size > 1)
             if 0 in sizes:
                 continue
             first = lo
@@ -261,90 +265,99 @@ class StoredBoxes:
                 for _, dim, step, at, _ in axes:
                     starts[dim] += lo[at] * step
                 first = tuple(starts)
-            yield number, Part(stored, own, first, lo)
+            yield number, Part(stored, box_axes, first, lo)
 
-    def ranges(self, part: Part) -> Iterator[tuple[int, int, int]]:
+    def iterate_ranges(self, part: Part) -> Iterator[tuple[int, int, int]]:
         """Yield ``(box, first element, length)`` of a row-major range of the tensor.
 
         The elements in a box form one range, even if they consist of several parts.
         """
-        found: dict[int, tuple[int, int]] = {}
-        for number, cut in self.meeting(part):
-            start, count = self.position(number, cut), math.prod(axis.size for axis in cut.axes)
-            first, total = found.get(number, (start, 0))
-            found[number] = min(first, start), total + count
-        return ((number, *range_) for number, range_ in found.items())
+        range_by_box: dict[int, tuple[int, int]] = {}
+        for number, cut in self.iterate_overlaps(part):
+            start, count = (
+                self.compute_offset(number, cut),
+                math.prod(axis.size for axis in cut.axes),
+            )
+            first, total = range_by_box.get(number, (start, 0))
+            range_by_box[number] = min(first, start), total + count
+        return ((number, *range_) for number, range_ in range_by_box.items())
 
-    def position(self, number: int, part: Part) -> int:
+    def compute_offset(self, number: int, part: Part) -> int:
         """Return the offset of the first element of a part in its box, in elements."""
         first = self.offsets[number]
         if part.begin == first:
             return 0
-        return sum(map(mul, map(sub, part.begin, first), self.strides(number)))
+        return sum(map(mul, map(sub, part.begin, first), self.get_strides(number)))
 
 
-_known: dict[int, tuple[StoredBoxes, ref[TensorEntry]]] = {}
+_boxes_by_entry: dict[int, tuple[StoredBoxes, ref[TensorEntry]]] = {}
 """Boxes by the identity of a tensor's entry, because hashing an entry hashes all its extents."""
-KEPT = 1024
+MAX_CACHED_ENTRIES = 1024
 """Number of stored tensors whose boxes are cached."""
 
 
-def stored_boxes(entry: TensorEntry) -> StoredBoxes:
+def get_stored_boxes(entry: TensorEntry) -> StoredBoxes:
     """Return the boxes of a stored tensor, cached for the lifetime of the entry."""
     key = id(entry)
-    if key not in _known:
-        if len(_known) >= KEPT:
-            _known.clear()
-        _known[key] = StoredBoxes(entry), ref(entry, lambda _: _known.pop(key))
-    return _known[key][0]
+    if key not in _boxes_by_entry:
+        if len(_boxes_by_entry) >= MAX_CACHED_ENTRIES:
+            _boxes_by_entry.clear()
+        _boxes_by_entry[key] = StoredBoxes(entry), ref(entry, lambda _: _boxes_by_entry.pop(key))
+    return _boxes_by_entry[key][0]
 
 
-def recorded_range(extent: Extent, name: str) -> RecordedRange | None:
+def find_recorded_range(extent: Extent, name: str) -> RecordedRange | None:
     """Return the range with a recorded checksum that contains an extent, or None."""
-    known = extent.recorded
-    if known is None or not known.nbytes:
+    recorded = extent.recorded
+    if recorded is None or not recorded.nbytes:
         return None
-    own = extent.crc32 is not None
-    return RecordedRange(extent.file, known.offset, known.nbytes, known.crc32, name if own else "")
+    has_own_crc = extent.crc32 is not None
+    return RecordedRange(
+        extent.file, recorded.offset, recorded.nbytes, recorded.crc32, name if has_own_crc else ""
+    )
 
 
-class _Side(NamedTuple):
+class _TensorSide(NamedTuple):
     """Positions of a dimension and a step in :class:`Axis`, for one of the tensors of a part."""
 
     dim: int
     step: int
 
 
-TENSOR, STORED = _Side(dim=1, step=2), _Side(dim=3, step=4)
+TENSOR, STORED = _TensorSide(dim=1, step=2), _TensorSide(dim=3, step=4)
 _SingleAxes = Mapping[int, Axis] | None
 
 
-def _single_axes(part: Part, side: _Side) -> _SingleAxes:
+def _map_single_axes(part: Part, side: _TensorSide) -> _SingleAxes:
     """Return the axis along each dimension, or None if a dimension has several."""
     axes = {axis[side.dim]: axis for axis in part.axes}
     return axes if len(axes) == len(part.axes) else None
 
 
-def _reach(part: Part, side: _Side) -> Ints:
+def _compute_spans(part: Part, side: _TensorSide) -> Ints:
     """Return the extent of a part in each dimension, in elements."""
-    reach = [1] * len(part.origin if side is TENSOR else part.begin)
+    spans = [1] * len(part.origin if side is TENSOR else part.begin)
     for axis in part.axes:
-        reach[axis[side.dim]] += (axis.size - 1) * axis[side.step]
-    return tuple(reach)
+        spans[axis[side.dim]] += (axis.size - 1) * axis[side.step]
+    return tuple(spans)
 
 
-def _inside(part: Part, axes: _SingleAxes, lo: Ints, sizes: Ints, side: _Side) -> Sequence[Part]:
+def _intersect_box(
+    part: Part, axes: _SingleAxes, lo: Ints, sizes: Ints, side: _TensorSide
+) -> Sequence[Part]:
     """Intersect a part, which has *axes*, with a box of one side."""
     if axes is None:
-        within = Part.within if side is TENSOR else Part.stored_within
+        within = Part.cut_range if side is TENSOR else Part.cut_stored_range
         cuts = [part]
         for dim, first in enumerate(lo):
-            cuts = [cut for one in cuts for cut in within(one, dim, first, first + sizes[dim])]
+            cuts = [
+                cut for cut_part in cuts for cut in within(cut_part, dim, first, first + sizes[dim])
+            ]
         return cuts
     # Hot path: a plan may have a million boxes.
-    of, _, origin, begin = part
+    entry, _, origin, begin = part
     firsts, step_at = origin if side is TENSOR else begin, side.step
-    kept, starts, begins = list[Axis](), list(origin), list(begin)
+    cut_axes, starts, begins = list[Axis](), list(origin), list(begin)
     is_complete = True
     for dim, first in enumerate(lo):
         start = first - firsts[dim]
@@ -356,22 +369,22 @@ def _inside(part: Part, axes: _SingleAxes, lo: Ints, sizes: Ints, side: _Side) -
             continue
         size, step = axis[0], axis[step_at]
         if start <= 0 and (size - 1) * step < stop:
-            kept.append(axis)
+            cut_axes.append(axis)
             continue
         is_complete = False
         index = -(-start // step) if start > 0 else 0
         count = min(size, (stop - 1) // step + 1) - index
         if count <= 0:
             return ()
-        _, to, to_step, at, stride = axis
-        starts[to] += index * to_step
-        begins[at] += index * stride
+        _, target_dim, target_step, stored_dim, stride = axis
+        starts[target_dim] += index * target_step
+        begins[stored_dim] += index * stride
         if count > 1:
-            kept.append(Axis(count, to, to_step, at, stride))
-    return (part if is_complete else Part(of, tuple(kept), tuple(starts), tuple(begins)),)
+            cut_axes.append(Axis(count, target_dim, target_step, stored_dim, stride))
+    return (part if is_complete else Part(entry, tuple(cut_axes), tuple(starts), tuple(begins)),)
 
 
-class Located(NamedTuple):
+class LocatedElements(NamedTuple):
     """Elements of a tensor that are in one stored box.
 
     Attributes:
@@ -398,7 +411,7 @@ class BlockReader:
         checked: Names of stored tensors whose recorded checksums are verified by reads.
     """
 
-    def __init__(self, tensor: Strided, checked: Collection[str] = ()) -> None:
+    def __init__(self, tensor: StridedTensor, checked: Collection[str] = ()) -> None:
         self.tensor = tensor
         self.item = tensor.itemsize
         self.checked = checked
@@ -407,84 +420,87 @@ class BlockReader:
     def _index(self) -> BoxIndex:
         """Index of the parts."""
         parts = self.tensor.parts
-        reaches = [_reach(part, TENSOR) for part in parts]
+        reaches = [_compute_spans(part, TENSOR) for part in parts]
         return BoxIndex([part.origin for part in parts], reaches)
 
     def __repr__(self) -> str:
         # Plan digests hash this text: changing it breaks `--resume`.
-        parts = [(part.of.name, *part[1:]) for part in self.tensor.parts]
+        parts = [(part.entry.name, *part[1:]) for part in self.tensor.parts]
         return f"BlockReader({self.tensor.stored_dtype}, {self.tensor.shape}, {parts})"
 
     @cached_property
-    def permuted(self) -> bool:
+    def is_permuted(self) -> bool:
         """Whether to permute elements of the tensor in memory."""
         shape = self.tensor.shape
-        return self.permutes((0,) * len(shape), shape)
+        return self.should_permute((0,) * len(shape), shape)
 
-    def permutes(self, lo: Ints, shape: Ints) -> bool:
+    def should_permute(self, lo: Ints, shape: Ints) -> bool:
         """Return whether to permute the elements of a box in memory, judged by the first ones."""
         if 0 in shape or self._has_long_rows(shape):
             return False
-        domain = next(domains(lo, shape, MIB // self.item))
-        box = domain.first(domain.step)
-        blocks = self.dense(box.lo, box.sizes)
-        number = sum(block.runs for some in blocks.values() for block in some)
-        size, whole = math.prod(box.sizes) * self.item, math.prod(shape) * self.item
-        return size < SHORT_RUN * number and whole * number > FEW_RUNS * size
+        domain = next(split_into_domains(lo, shape, MIB // self.item))
+        box = domain.take_part(domain.step)
+        blocks = self.find_dense_copies(box.lo, box.sizes)
+        run_count = sum(block.runs for source_blocks in blocks.values() for block in source_blocks)
+        sample_bytes, total_bytes = math.prod(box.sizes) * self.item, math.prod(shape) * self.item
+        return (
+            sample_bytes < SHORT_RUN_BYTES * run_count
+            and total_bytes * run_count > FEW_RUNS_LIMIT * sample_bytes
+        )
 
     def _has_long_rows(self, shape: Ints) -> bool:
         """Return whether rows of a box of *shape* are clearly long runs in the stored tensors."""
         last = len(shape) - 1
         return all(
-            len(part.of.extents) == 1
-            and not part.of.extents[0].strides
+            len(part.entry.extents) == 1
+            and not part.entry.extents[0].strides
             and any(
                 axis.dim == last
                 and axis.step == axis.stride == 1
                 and axis.at == len(part.begin) - 1
-                and min(axis.size, shape[last]) * self.item >= SHORT_RUN
+                and min(axis.size, shape[last]) * self.item >= SHORT_RUN_BYTES
                 for axis in part.axes
             )
             for part in self.tensor.parts
         )
 
-    def dense(self, lo: Ints, sizes: Ints) -> Blocks:
+    def find_dense_copies(self, lo: Ints, sizes: Ints) -> Blocks:
         """Find the copies that fill a row-major buffer with a box of the tensor."""
-        found: Blocks = {}
-        strides = dense_strides(sizes, self.item)
-        for source, block in self.blocks(self.locate(lo, sizes), lo, 0, strides):
-            found.setdefault(source, []).append(block)
-        return found
+        copies: Blocks = {}
+        strides = compute_dense_strides(sizes, self.item)
+        for source, block in self.iterate_blocks(self.locate_elements(lo, sizes), lo, 0, strides):
+            copies.setdefault(source, []).append(block)
+        return copies
 
-    def locate(self, lo: Ints, sizes: Ints) -> Iterator[Located]:
+    def locate_elements(self, lo: Ints, sizes: Ints) -> Iterator[LocatedElements]:
         """Yield the stored elements of a box of the tensor, one item per stored box."""
         parts: Sequence[Part] = self.tensor.parts
         if any(lo) or sizes != self.tensor.shape:
-            if len(parts) > LINEAR:
-                parts = [parts[number] for number in self._index.near(lo, sizes)]
-            pairs = ((part, _single_axes(part, TENSOR)) for part in parts)
-            parts = [cut for pair in pairs for cut in _inside(*pair, lo, sizes, TENSOR)]
+            if len(parts) > LINEAR_SEARCH_LIMIT:
+                parts = [parts[number] for number in self._index.find_candidates(lo, sizes)]
+            pairs = ((part, _map_single_axes(part, TENSOR)) for part in parts)
+            parts = [cut for pair in pairs for cut in _intersect_box(*pair, lo, sizes, TENSOR)]
         for part in parts:
-            entry, check = part.of, None
+            entry, check = part.entry, None
             is_checked = self.checked and entry.name in self.checked
             if len(entry.extents) == 1 and (extent := entry.extents[0]).box.sizes == entry.shape:
                 # Common case: nothing to look up.
                 steps = extent.strides or row_major(entry.shape)
                 first = extent.offset + sum(map(mul, part.begin, steps)) * self.item
                 if is_checked:
-                    check = recorded_range(extent, entry.name)
-                yield Located(ReadFrom(extent.file, check), first, steps, part)
+                    check = find_recorded_range(extent, entry.name)
+                yield LocatedElements(ReadFrom(extent.file, check), first, steps, part)
                 continue
-            stored = stored_boxes(entry)
-            for number, cut in stored.meeting(part):
-                first = stored.starts[number] + stored.position(number, cut) * self.item
+            stored = get_stored_boxes(entry)
+            for number, cut in stored.iterate_overlaps(part):
+                first = stored.starts[number] + stored.compute_offset(number, cut) * self.item
                 if is_checked:
-                    check = stored.recorded(number)
+                    check = stored.find_recorded_range(number)
                 source = ReadFrom(stored.files[number], check)
-                yield Located(source, first, stored.strides(number), cut)
+                yield LocatedElements(source, first, stored.get_strides(number), cut)
 
-    def blocks(
-        self, located: Iterable[Located], lo: Ints, position: int, strides: Ints
+    def iterate_blocks(
+        self, located: Iterable[LocatedElements], lo: Ints, position: int, strides: Ints
     ) -> Iterator[tuple[ReadFrom, Block]]:
         """Yield the copies that fill a part of a buffer with a box of the tensor.
 
@@ -499,39 +515,41 @@ class BlockReader:
         """
         origin, item = position - sum(map(mul, lo, strides)), self.item
         # Hot path: boxes of a checkpoint have few shapes.
-        melted: dict[tuple[tuple[Axis, ...], Ints], tuple[Strides, int]] = {}
+        merged_axes: dict[tuple[tuple[Axis, ...], Ints], tuple[Strides, int]] = {}
         for source, first, steps, (_, axes, start, _) in located:
-            shape = melted.get((axes, steps))
+            shape = merged_axes.get((axes, steps))
             if shape is None:
                 byte_axes = [
                     (stride * steps[at] * item, step * strides[dim], size)
                     for size, dim, step, at, stride in axes
                 ]
-                shape = melted[axes, steps] = melted_axes(byte_axes, item)
+                shape = merged_axes[axes, steps] = merge_axes(byte_axes, item)
             yield source, Block(first, origin + sum(map(mul, start, strides)), *shape)
 
-    def clip(self, located: Iterable[Located], lo: Ints, sizes: Ints) -> Iterator[Located]:
+    def clip_elements(
+        self, located: Iterable[LocatedElements], lo: Ints, sizes: Ints
+    ) -> Iterator[LocatedElements]:
         """Yield the *located* elements that are in a box of the tensor."""
         for source, first, steps, part in located:
-            for cut in _inside(part, _single_axes(part, TENSOR), lo, sizes, TENSOR):
-                further = sum(map(mul, map(sub, cut.begin, part.begin), steps)) * self.item
-                yield Located(source, first + further, steps, cut)
+            for cut in _intersect_box(part, _map_single_axes(part, TENSOR), lo, sizes, TENSOR):
+                distance = sum(map(mul, map(sub, cut.begin, part.begin), steps)) * self.item
+                yield LocatedElements(source, first + distance, steps, cut)
 
 
-def rearranged(root: TreePath, tensor: Strided) -> Computed:
+def build_rearranged_file(root: TreePath, tensor: StridedTensor) -> Computed:
     """Build a virtual file with the elements of a tensor in row-major order.
 
     Args:
         root: The directory of the files of its stored tensors.
         tensor: The tensor.
     """
-    entries = {id(part.of): part.of for part in tensor.parts}
+    entries = {id(part.entry): part.entry for part in tensor.parts}
     inputs = tuple(Input(root, entry) for entry in entries.values())
     matrix = BlockReader(tensor.as_matrix())
     return Computed("rearranged", tensor.dtype, tensor.shape, inputs, matrix)
 
 
-def view(entry: TensorEntry, tensor: Strided, name: str | None = None) -> TensorEntry:
+def build_view(entry: TensorEntry, tensor: StridedTensor, name: str | None = None) -> TensorEntry:
     """Build the entry of a strided tensor whose extents are views of those of *entry*.
 
     Args:
@@ -546,15 +564,15 @@ def view(entry: TensorEntry, tensor: Strided, name: str | None = None) -> Tensor
         raise ValueError(f"elements of `{entry.name}` are not evenly apart")
     stored = StoredBoxes(entry)
     extents = (
-        _extent(entry.extents[number], stored, number, cut, dtypes.itemsize(entry.dtype))
+        _restrict_extent(entry.extents[number], stored, number, cut, dtypes.itemsize(entry.dtype))
         for part in tensor.parts
-        for number, cut in stored.meeting(part)
+        for number, cut in stored.iterate_overlaps(part)
     )
-    found = replace(entry, shape=tensor.shape, extents=tuple(extents))
-    return found if name is None else replace(found, name=name, path=(name,))
+    view_entry = replace(entry, shape=tensor.shape, extents=tuple(extents))
+    return view_entry if name is None else replace(view_entry, name=name, path=(name,))
 
 
-def is_view(tensor: Strided) -> bool:
+def is_view(tensor: StridedTensor) -> bool:
     """Return whether each part of a tensor has a uniform stride in every dimension."""
     return all(
         axis.step == 1 and sum(other.dim == axis.dim for other in part.axes) == 1
@@ -563,31 +581,33 @@ def is_view(tensor: Strided) -> bool:
     )
 
 
-def transposed(entry: TensorEntry, name: str | None = None) -> TensorEntry:
+def transpose_entry(entry: TensorEntry, name: str | None = None) -> TensorEntry:
     """Return *entry* with its last two dimensions swapped."""
     *lead, rows, columns = range(len(entry.shape))
-    return view(entry, Strided.whole(entry).permute((*lead, columns, rows)), name)
+    return build_view(entry, StridedTensor.from_entry(entry).permute((*lead, columns, rows)), name)
 
 
-def _extent(extent: Extent, stored: StoredBoxes, number: int, cut: Part, item: int) -> Extent:
+def _restrict_extent(
+    extent: Extent, stored: StoredBoxes, number: int, cut: Part, item: int
+) -> Extent:
     """Restrict an extent to the elements of a part. The checksum is kept only if all remain."""
     sizes, strides = [1] * len(cut.origin), [0] * len(cut.origin)
     for axis in cut.axes:
         sizes[axis.dim] = axis.size
-        strides[axis.dim] = axis.stride * stored.strides(number)[axis.at]
+        strides[axis.dim] = axis.stride * stored.get_strides(number)[axis.at]
     pairs = list(zip(sizes, strides, row_major(tuple(sizes)), strict=True))
-    found = replace(
+    restricted = replace(
         extent,
         box=Box(cut.origin, tuple(sizes)),
         strides=None
         if all(size == 1 or step == packed for size, step, packed in pairs)
         else tuple(packed if size == 1 else step for size, step, packed in pairs),
     )
-    if found.box.numel == extent.box.numel:
-        return found
+    if restricted.box.numel == extent.box.numel:
+        return restricted
     return replace(
-        found,
-        offset=extent.offset + stored.position(number, cut) * item,
+        restricted,
+        offset=extent.offset + stored.compute_offset(number, cut) * item,
         nbytes=(sum((size - 1) * step for size, step, _ in pairs) + 1) * item,
         crc32=None,
         within=None,

@@ -18,21 +18,21 @@ from ckptctl.planner.copying.blocks import (
     Domain,
     Ints,
     ReadFrom,
-    dense_strides,
-    domains,
+    compute_dense_strides,
+    get_stored_boxes,
     list_runs,
-    melted_axes,
-    stored_boxes,
+    merge_axes,
+    split_into_domains,
 )
-from ckptctl.planner.copying.tile import Limits, Read, Tile, Write, moves, spans
+from ckptctl.planner.copying.tile import Limits, Read, Tile, Write, merge_runs, split_into_moves
 from ckptctl.planner.plan import Record, RecordedRange, TargetBox, Transfer
 from ckptctl.planner.strided import Part
 
-FEW_READS = 64
+MAX_INLINE_CHECKED_READS = 64
 """Reads of a tile up to which checksums are updated inline; otherwise sources are read again."""
 
 
-def lower(
+def lower_transfer(
     transfer: Transfer, records: Sequence[Record], limits: Limits, checked: Collection[str] = ()
 ) -> Iterator[Tile]:
     """Divide *transfer* into tiles.
@@ -48,30 +48,30 @@ def lower(
         be computed inline.
     """
     reader = BlockReader(transfer.tensor, checked if limits.check else ())
-    return tiles(reader, transfer.targets, records, limits)
+    return tile_targets(reader, transfer.targets, records, limits)
 
 
-def permutes(transfer: Transfer) -> bool:
+def needs_permutation(transfer: Transfer) -> bool:
     """Return whether *transfer* permutes single elements, which needs torch."""
-    reader, boxes = BlockReader(transfer.tensor), _boxes_of(transfer.targets)
-    work = _Tiling(reader, boxes, (), Limits())
-    if all(len(part.of.extents) == 1 for part in transfer.tensor.parts):
+    reader, boxes = BlockReader(transfer.tensor), _group_targets_by_box(transfer.targets)
+    tiling = _Tiling(reader, boxes, (), Limits())
+    if all(len(part.entry.extents) == 1 for part in transfer.tensor.parts):
         # Finding a few ranges is faster than comparing the order of elements.
-        return bool(boxes) and _plain_ranges(reader, boxes) is None and work.permuted
-    return bool(boxes) and work.permuted and _plain_ranges(reader, boxes) is None
+        return bool(boxes) and _find_flat_ranges(reader, boxes) is None and tiling.is_permuted
+    return bool(boxes) and tiling.is_permuted and _find_flat_ranges(reader, boxes) is None
 
 
-def tiles(
+def tile_targets(
     reader: BlockReader, targets: Sequence[TargetBox], records: Sequence[Record], limits: Limits
 ) -> Iterator[Tile]:
     """Divide the boxes of a tensor that are written into tiles.
 
     Their order depends only on the arguments.
     """
-    boxes = _boxes_of(targets)
-    ranges = _plain_ranges(reader, boxes)
+    boxes = _group_targets_by_box(targets)
+    ranges = _find_flat_ranges(reader, boxes)
     if ranges is None:
-        return _Tiling(reader, boxes, records, limits).tiles()
+        return _Tiling(reader, boxes, records, limits).iterate_tiles()
     return _copy_ranges(ranges, records, limits)
 
 
@@ -83,7 +83,7 @@ class _TargetPart(NamedTuple):
     sizes: Ints
 
 
-def _boxes_of(targets: Sequence[TargetBox]) -> list[_TargetPart]:
+def _group_targets_by_box(targets: Sequence[TargetBox]) -> list[_TargetPart]:
     """Group targets by box, without empty boxes."""
     boxes: dict[tuple[Ints, Ints], list[TargetBox]] = {}
     if len(targets) == 1 and 0 not in targets[0].sizes:  # common case
@@ -91,35 +91,35 @@ def _boxes_of(targets: Sequence[TargetBox]) -> list[_TargetPart]:
     for target in targets:
         if 0 not in target.sizes:
             boxes.setdefault((target.start, target.sizes), []).append(target)
-    return [_TargetPart(some, *box) for box, some in boxes.items()]
+    return [_TargetPart(box_targets, *box) for box, box_targets in boxes.items()]
 
 
-_PlainRange = tuple[TargetBox, ReadFrom, Block]
+_FlatRange = tuple[TargetBox, ReadFrom, Block]
 """A target, its source and a block without axes: a byte range that is copied unchanged."""
 
 
-def _plain_ranges(reader: BlockReader, boxes: Sequence[_TargetPart]) -> list[_PlainRange] | None:
+def _find_flat_ranges(reader: BlockReader, boxes: Sequence[_TargetPart]) -> list[_FlatRange] | None:
     """Find the byte ranges to copy unchanged, or return None if the tensor needs other copies.
 
     Boxes with several targets need buffers because they are read once.
     """
     if reader.tensor.dtype != reader.tensor.stored_dtype and boxes:
         return None
-    found: list[_PlainRange] = []
+    ranges: list[_FlatRange] = []
     for targets, lo, sizes in boxes:
         if len(targets) > 1:
             return None
         (target,) = targets
-        located = reader.locate(lo, sizes)
-        for source, block in reader.blocks(located, lo, target.offset, target.strides):
+        located = reader.locate_elements(lo, sizes)
+        for source, block in reader.iterate_blocks(located, lo, target.offset, target.strides):
             if block.axes:
                 return None
-            found.append((target, source, block))
-    return found
+            ranges.append((target, source, block))
+    return ranges
 
 
 def _copy_ranges(
-    ranges: Iterable[_PlainRange], records: Sequence[Record], limits: Limits
+    ranges: Iterable[_FlatRange], records: Sequence[Record], limits: Limits
 ) -> Iterator[Tile]:
     """Yield tiles that copy byte ranges unchanged."""
     for target, (file, check), (source, buffer, _, nbytes) in ranges:
@@ -162,50 +162,54 @@ class _Tiling:
         return lo, tuple(map(sub, map(max, zip(*ends, strict=True)), lo))
 
     @cached_property
-    def permuted(self) -> bool:
+    def is_permuted(self) -> bool:
         """Whether elements are permuted in memory (unless byte ranges are copied unchanged)."""
-        return self._reader.permutes(*self._bounds)
+        return self._reader.should_permute(*self._bounds)
 
-    def tiles(self) -> Iterator[Tile]:
+    def iterate_tiles(self) -> Iterator[Tile]:
         """Yield tiles of consecutive rows of the tensor, shared by all targets."""
         limits, out = self._limits, max(self._item, self._out)
-        step, units = self._common_prefix()
+        step, units = self._find_common_prefix()
         lo, sizes = self._bounds
-        limit = self._limit(step)
-        if self.permuted:
+        limit = self._choose_tile_size(step)
+        if self.is_permuted:
             limit = limits.arithmetic // out
         limit = max(1, limit)
-        inline = bool(self._reader.checked) and not self.permuted
+        inline = bool(self._reader.checked) and not self.is_permuted
         if inline:
-            first = next(
-                met
-                for domain in domains(lo, sizes, limit, units)
-                for box in domain.cut(domain.step)
-                if (met := self._filled(box))[0]
+            first_parts = next(
+                parts_and_blocks
+                for domain in split_into_domains(lo, sizes, limit, units)
+                for box in domain.split_into_parts(domain.step)
+                if (parts_and_blocks := self._plan_buffer(box))[0]
             )
-            inline = len(list(islice(_reads(first[1]), FEW_READS + 1))) <= FEW_READS
-        for domain in domains(lo, sizes, limit, units):
+            inline = (
+                len(list(islice(_iterate_reads(first_parts[1]), MAX_INLINE_CHECKED_READS + 1)))
+                <= MAX_INLINE_CHECKED_READS
+            )
+        for domain in split_into_domains(lo, sizes, limit, units):
             size = math.prod(domain.sizes) // domain.length * domain.step * out
             steps = max(1, limits.flat // max(size, 1))
-            for part in domain.cut(domain.step * steps):
-                done, whole = 0, part.length // part.step
-                alike = whole > 1 and not self.permuted
-                if alike and self._is_series(part.first(whole * part.step)):
-                    one, two = (
-                        self._tile(part.first(part.step, begin), inline) for begin in (0, part.step)
+            for part in domain.split_into_parts(domain.step * steps):
+                done, step_count = 0, part.length // part.step
+                may_merge = step_count > 1 and not self.is_permuted
+                if may_merge and self._has_uniform_steps(part.take_part(step_count * part.step)):
+                    first_tile, second_tile = (
+                        self._build_tile(part.take_part(part.step, begin), inline)
+                        for begin in (0, part.step)
                     )
-                    if series := _series(one, two, whole):
-                        yield series
-                        done = whole * part.step
-                for box in part.cut(part.step, done):
-                    if tile := self._tile(box, inline):
+                    if merged_tile := _merge_steps(first_tile, second_tile, step_count):
+                        yield merged_tile
+                        done = step_count * part.step
+                for box in part.split_into_parts(part.step, done):
+                    if tile := self._build_tile(box, inline):
                         yield tile
         if not inline and self._reader.checked:
-            written = sum(math.prod(box.sizes) for box in self.boxes)
-            if written == math.prod(self._tensor.shape):
-                yield from self._checks()
+            written_elements = sum(math.prod(box.sizes) for box in self.boxes)
+            if written_elements == math.prod(self._tensor.shape):
+                yield from self._iterate_check_tiles()
 
-    def _limit(self, step: int) -> int:
+    def _choose_tile_size(self, step: int) -> int:
         """Return the number of elements of a tile, at least *step* if they fit.
 
         If several files share its bytes, as in a model-parallel output, a tile is twice as large.
@@ -213,11 +217,11 @@ class _Tiling:
         """
         limits, tensor = self._limits, self._tensor
         shared = len(self.boxes) > 1 or len(tensor.parts) > 1
-        shared = shared or any(len(part.of.extents) > 1 for part in tensor.parts)
+        shared = shared or any(len(part.entry.extents) > 1 for part in tensor.parts)
         size = max(limits.tile, min(max(step * self._item, limits.tile << shared), limits.widest))
         return max(1, size // max(self._item, self._out))
 
-    def _common_prefix(self) -> tuple[int, dict[int, int]]:
+    def _find_common_prefix(self) -> tuple[int, dict[int, int]]:
         """Find the outermost axes that the largest part and its stored tensor have in common.
 
         Returns:
@@ -228,58 +232,65 @@ class _Tiling:
         if not parts:
             return 1, {}
         largest = max(parts, key=lambda part: math.prod(axis.size for axis in part.axes))
-        here = sorted(largest.axes, key=lambda axis: (axis.dim, -axis.step))
-        there = sorted(largest.axes, key=lambda axis: (axis.at, -axis.stride))
-        pairs = enumerate(zip(here, there, strict=True))
-        prefix = next((n for n, (a, b) in pairs if a != b), len(here))
-        step = math.prod(axis.size for axis in here[prefix:])
-        return step, {axis.dim: axis.step for axis in here[:prefix]}
+        tensor_axes = sorted(largest.axes, key=lambda axis: (axis.dim, -axis.step))
+        stored_axes = sorted(largest.axes, key=lambda axis: (axis.at, -axis.stride))
+        pairs = enumerate(zip(tensor_axes, stored_axes, strict=True))
+        prefix = next((n for n, (a, b) in pairs if a != b), len(tensor_axes))
+        step = math.prod(axis.size for axis in tensor_axes[prefix:])
+        return step, {axis.dim: axis.step for axis in tensor_axes[:prefix]}
 
-    def _filled(self, box: Domain) -> tuple[list[_TargetPart], Blocks]:
+    def _plan_buffer(self, box: Domain) -> tuple[list[_TargetPart], Blocks]:
         """Find the parts of targets in a box, and the copies that fill a buffer with them."""
-        clipped = (_clip(self.boxes[n], box) for n in self._index.near(box.lo, box.sizes))
+        clipped = (
+            _intersect_part(self.boxes[n], box)
+            for n in self._index.find_candidates(box.lo, box.sizes)
+        )
         parts = [part for part in clipped if part is not None]
         reader, blocks, position = self._reader, Blocks(), 0
         # Search once for all targets.
-        located = list(reader.locate(box.lo, box.sizes)) if len(parts) > 1 else ()
+        located = list(reader.locate_elements(box.lo, box.sizes)) if len(parts) > 1 else ()
         for part in parts:
             lo, sizes = part.lo, part.sizes
-            own = reader.clip(located, lo, sizes) if located else reader.locate(lo, sizes)
-            strides = dense_strides(sizes, self._item)
-            for source, block in reader.blocks(own, lo, position, strides):
+            part_elements = (
+                reader.clip_elements(located, lo, sizes)
+                if located
+                else reader.locate_elements(lo, sizes)
+            )
+            strides = compute_dense_strides(sizes, self._item)
+            for source, block in reader.iterate_blocks(part_elements, lo, position, strides):
                 blocks.setdefault(source, []).append(block)
             position += math.prod(sizes) * self._item
         return parts, blocks
 
-    def _tile(self, box: Domain, inline: bool) -> Tile | None:
-        parts, blocks = self._filled(box)
+    def _build_tile(self, box: Domain, inline: bool) -> Tile | None:
+        parts, blocks = self._plan_buffer(box)
         if not parts:
             return None
         nbytes = sum(math.prod(part.sizes) for part in parts) * self._item
-        written = tuple(self._writes(parts))
-        if self.permuted:
+        writes = tuple(self._iterate_writes(parts))
+        if self.is_permuted:
             limit = self._limits.arithmetic // 2
-            moved = (
+            tile_moves = (
                 move
-                for source, some in blocks.items()
-                for block in some
-                for move in moves(source.file, block, self._item, limit)
+                for source, source_blocks in blocks.items()
+                for block in source_blocks
+                for move in split_into_moves(source.file, block, self._item, limit)
             )
-            return Tile(nbytes, (), tuple(moved), written, False)
-        found = _reads(blocks)
+            return Tile(nbytes, (), tuple(tile_moves), writes, False)
+        reads = _iterate_reads(blocks)
         if not inline:
-            found = (read._replace(check=None) for read in found)
-        return Tile(nbytes, tuple(found), (), written, False)
+            reads = (read._replace(check=None) for read in reads)
+        return Tile(nbytes, tuple(reads), (), writes, False)
 
-    def _writes(self, parts: Sequence[_TargetPart]) -> Iterator[Write]:
+    def _iterate_writes(self, parts: Sequence[_TargetPart]) -> Iterator[Write]:
         """Yield the writes of a buffer that contains dense *parts* one after another."""
         position, last = 0, None
         for part in parts:
-            steps = dense_strides(part.sizes, self._out)
+            steps = compute_dense_strides(part.sizes, self._out)
             for target in part.targets:
                 start = sum(map(mul, map(sub, part.lo, target.start), target.strides))
                 axes = zip(target.strides, steps, part.sizes, strict=True)
-                shape = melted_axes((axis for axis in axes if axis[2] > 1), self._out)
+                shape = merge_axes((axis for axis in axes if axis[2] > 1), self._out)
                 block = Block(target.offset + start, position, *shape)
                 begin = self._records[target.record].offset if self._records else 0
                 for offset, place, nbytes in list_runs(block):
@@ -299,54 +310,59 @@ class _Tiling:
         if last is not None:
             yield last
 
-    def _is_series(self, box: Domain) -> bool:
+    def _has_uniform_steps(self, box: Domain) -> bool:
         """Return whether the steps of *box* differ only in their positions."""
         dim = box.axis
-        for number in self._index.near(box.lo, box.sizes):
-            part = _clip(self.boxes[number], box)
+        for number in self._index.find_candidates(box.lo, box.sizes):
+            part = _intersect_part(self.boxes[number], box)
             if part is None:
                 continue
             if part.sizes[dim] != box.length:
                 return False
             if not all(
-                _repeats(one.part, dim, box) for one in self._reader.locate(part.lo, part.sizes)
+                _is_periodic(elements.part, dim, box)
+                for elements in self._reader.locate_elements(part.lo, part.sizes)
             ):
                 return False
         return True
 
-    def _checks(self) -> Iterator[Tile]:
+    def _iterate_check_tiles(self) -> Iterator[Tile]:
         """Yield tiles that read stored tensors in file order, only for checksums."""
         for part in self._tensor.parts:
-            if part.of.name not in self._reader.checked:
+            if part.entry.name not in self._reader.checked:
                 continue
-            stored = stored_boxes(part.of)
-            for number, first, count in stored.ranges(part):
-                if found := stored.recorded(number):
+            stored = get_stored_boxes(part.entry)
+            for number, first, count in stored.iterate_ranges(part):
+                if recorded := stored.find_recorded_range(number):
                     offset = stored.starts[number] + first * self._item
-                    yield from check(found, offset, count * self._item, self._limits)
+                    yield from iterate_check_tiles(
+                        recorded, offset, count * self._item, self._limits
+                    )
 
 
-def _reads(blocks: Blocks) -> Iterator[Read]:
+def _iterate_reads(blocks: Blocks) -> Iterator[Read]:
     """Yield contiguous reads that cover *blocks*."""
-    for (file, check), some in blocks.items():
-        base = min(block.source for block in some)
-        relative = tuple(block._replace(source=block.source - base) for block in some)
-        for begin, nbytes, pattern in spans(relative):
+    for (file, check), source_blocks in blocks.items():
+        base = min(block.source for block in source_blocks)
+        relative = tuple(block._replace(source=block.source - base) for block in source_blocks)
+        for begin, nbytes, pattern in merge_runs(relative):
             yield Read(file, base + begin, nbytes, pattern, check)
 
 
-def check(found: RecordedRange, offset: int, nbytes: int, limits: Limits) -> Iterator[Tile]:
+def iterate_check_tiles(
+    recorded: RecordedRange, offset: int, nbytes: int, limits: Limits
+) -> Iterator[Tile]:
     """Yield tiles that read *nbytes* bytes of a recorded range from *offset*, for its checksum."""
     done = 0
     while done < nbytes:
         size = min(limits.tile, nbytes - done)
         steps = max(1, min(limits.flat, nbytes - done) // size)
-        read = Read(found.file, offset + done, size, None, found, size)
+        read = Read(recorded.file, offset + done, size, None, recorded, size)
         yield Tile(size, (read,), (), (), False, steps)
         done += size * steps
 
 
-def _clip(part: _TargetPart, box: Domain) -> _TargetPart | None:
+def _intersect_part(part: _TargetPart, box: Domain) -> _TargetPart | None:
     """Intersect a part with a box, or return None if they do not overlap."""
     lo, sizes = list[int](), list[int]()
     for first, size, begin, count in zip(part.lo, part.sizes, box.lo, box.sizes, strict=True):
@@ -358,18 +374,18 @@ def _clip(part: _TargetPart, box: Domain) -> _TargetPart | None:
     return _TargetPart(part.targets, tuple(lo), tuple(sizes))
 
 
-def _repeats(part: Part, dim: int, box: Domain) -> bool:
+def _is_periodic(part: Part, dim: int, box: Domain) -> bool:
     """Return whether the elements of a part repeat in each step of a box, evenly spaced."""
-    along = sorted((axis for axis in part.axes if axis.dim == dim), key=lambda axis: -axis.step)
-    if not along:
+    dim_axes = sorted((axis for axis in part.axes if axis.dim == dim), key=lambda axis: -axis.step)
+    if not dim_axes:
         return False
-    outer, *inner = along
+    outer, *inner = dim_axes
     reach = part.origin[dim] - box.lo[dim] + sum((axis.size - 1) * axis.step for axis in inner)
-    whole = outer.size * outer.step == box.length and box.step % outer.step == 0
-    return whole and reach < outer.step
+    fits_steps = outer.size * outer.step == box.length and box.step % outer.step == 0
+    return fits_steps and reach < outer.step
 
 
-def _series(first: Tile | None, second: Tile | None, steps: int) -> Tile | None:
+def _merge_steps(first: Tile | None, second: Tile | None, steps: int) -> Tile | None:
     """Merge two tiles and those that follow into one tile of *steps* steps, or return None."""
     if first is None or second is None or len(first.reads) != len(second.reads):
         return None
@@ -377,11 +393,11 @@ def _series(first: Tile | None, second: Tile | None, steps: int) -> Tile | None:
     # Boxes that one read covers in one step may need two reads in the next one.
     if any(a._replace(offset=b.offset) != b for a, b in pairs):
         return None
-    found = tuple(a._replace(step=b.offset - a.offset) for a, b in pairs)
+    step_reads = tuple(a._replace(step=b.offset - a.offset) for a, b in pairs)
     writes = tuple(
         write._replace(offset=write.offset + write.nbytes, at=write.at + write.nbytes)
         for write in first.writes
     )
-    in_a_row = all(read.check is None or read.step == read.nbytes for read in found)
+    in_a_row = all(read.check is None or read.step == read.nbytes for read in step_reads)
     in_a_row = in_a_row and writes == second.writes
-    return first._replace(reads=found, steps=steps) if in_a_row else None
+    return first._replace(reads=step_reads, steps=steps) if in_a_row else None

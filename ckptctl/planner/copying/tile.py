@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ckptctl.planner.copying.blocks import MIB, Block, list_runs
 from ckptctl.planner.plan import RecordedRange
 
-GAP = 256
+MAX_GAP_BYTES = 256
 """Gap in bytes up to which neighboring elements are staged in one read."""
 
 
@@ -29,7 +29,7 @@ class Pattern:
 
 
 @lru_cache(maxsize=48)
-def spans(blocks: tuple[Block, ...]) -> tuple[tuple[int, int, Pattern], ...]:
+def merge_runs(blocks: tuple[Block, ...]) -> tuple[tuple[int, int, Pattern], ...]:
     """Merge the runs of *blocks* into contiguous reads.
 
     Args:
@@ -38,13 +38,15 @@ def spans(blocks: tuple[Block, ...]) -> tuple[tuple[int, int, Pattern], ...]:
     Returns:
         ``(source position, bytes, pattern)`` in ascending order.
     """
-    found: list[tuple[int, int, Pattern]] = []
-    for begin, end, into in _joined(sorted(run for one in blocks for run in list_runs(one))):
-        found.append((begin, end - begin, Pattern(tuple(into))))
-    return tuple(found)
+    reads: list[tuple[int, int, Pattern]] = []
+    for begin, end, into in _join_adjacent(
+        sorted(run for block in blocks for run in list_runs(block))
+    ):
+        reads.append((begin, end - begin, Pattern(tuple(into))))
+    return tuple(reads)
 
 
-def _joined(
+def _join_adjacent(
     ordered: list[tuple[int, int, int]],
 ) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
     begin, end, into = ordered[0][0], ordered[0][0], list[tuple[int, int]]()
@@ -80,18 +82,18 @@ class Move(NamedTuple):
     axes: tuple[tuple[int, int, int], ...]
 
     @property
-    def staging(self) -> int:
+    def staging_nbytes(self) -> int:
         """Size of the staging area."""
         return math.prod(count for count, _ in self.outer) * self.span
 
-    def reads(self) -> Iterator[tuple[int, int, int]]:
+    def iterate_reads(self) -> Iterator[tuple[int, int, int]]:
         """Yield ``(offset in the file, bytes, position in the staging area)`` of each read."""
         starts = product(*(range(0, count * stride, stride) for count, stride in self.outer))
         for index, start in enumerate(starts):
             yield self.source + sum(start), self.span, index * self.span
 
 
-def moves(file: str, block: Block, item: int, limit: int) -> Iterator[Move]:
+def split_into_moves(file: str, block: Block, item: int, limit: int) -> Iterator[Move]:
     """Divide *block* into moves whose staging areas have at most *limit* bytes.
 
     Args:
@@ -104,7 +106,7 @@ def moves(file: str, block: Block, item: int, limit: int) -> Iterator[Move]:
     axes = sorted((axis for axis in axes if axis[0] > 1), key=lambda axis: axis[1])
     span, inner = item, 0
     for count, stride, _ in axes:
-        if stride - span > GAP:
+        if stride - span > MAX_GAP_BYTES:
             break
         span += (count - 1) * stride
         inner += 1
@@ -116,7 +118,7 @@ def moves(file: str, block: Block, item: int, limit: int) -> Iterator[Move]:
         for first, end in ((0, count // 2), (count // 2, count)):
             source, buffer = block.source + first * stride, block.buffer + first * step
             half = Block(source, buffer, (*rest, (end - first, stride, step)), item)
-            yield from moves(file, half, item, limit)
+            yield from split_into_moves(file, half, item, limit)
         return
     staged, width = axes[:inner], span
     for count, _, step in outer:
@@ -200,17 +202,17 @@ class Tile(NamedTuple):
     steps: int = 1
 
     @property
-    def copied(self) -> int:
+    def copied_nbytes(self) -> int:
         """Bytes of all steps, in source elements."""
         return self.nbytes * self.steps
 
-    def written(self) -> Sequence[Write]:
+    def list_writes(self) -> Sequence[Write]:
         """Return the writes of all steps, merged."""
         if self.steps == 1:
             return self.writes
         return [write._replace(nbytes=write.nbytes * self.steps) for write in self.writes]
 
-    def checked(self) -> Sequence[Read]:
+    def list_checked_reads(self) -> Sequence[Read]:
         """Return the reads of all steps for checksums, merged."""
         reads = [read for read in self.reads if read.check is not None]
         if self.steps == 1:

@@ -11,41 +11,47 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, TypeAlias
 
 from ckptctl.planner.families.facts import FACTS, Fact
-from ckptctl.planner.families.tables import Leaf, Tensor
+from ckptctl.planner.families.tables import Leaf, LogicalTensor
 from ckptctl.planner.families.templates import Template
 from ckptctl.results import JsonField
 
 
-def looked_up(values: Mapping[str, object], name: str) -> object:
+def get_nested(values: Mapping[str, object], name: str) -> object:
     """Look up a dotted *name* in nested objects, and return its value, or None if it is missing."""
     if name in values:
         return values[name]
     head, _, tail = name.partition(".")
     inner = values.get(head)
-    return looked_up(inner, tail) if tail and isinstance(inner, Mapping) else None
+    return get_nested(inner, tail) if tail and isinstance(inner, Mapping) else None
 
 
-def spellings(name: str) -> tuple[str, ...]:
+def split_aliases(name: str) -> tuple[str, ...]:
     """Split ``outer.a|b`` into the names of a field, the preferred one first.
 
     Versions of transformers use different names for a size, and store it in different objects, as
     in ``a|outer.a``.
     """
-    first, *others = name.split("|")
+    first, *other_names = name.split("|")
     outer, dot, _ = first.rpartition(".")
-    return (first, *(one if "." in one else f"{outer}{dot}{one}" for one in others))
+    return (
+        first,
+        *(
+            other_name if "." in other_name else f"{outer}{dot}{other_name}"
+            for other_name in other_names
+        ),
+    )
 
 
-def spelled(values: Mapping[str, object], name: str) -> str:
+def find_set_alias(values: Mapping[str, object], name: str) -> str:
     """Return the first alternative in *name* that is set in *values*, or the preferred one."""
-    names = spellings(name)
-    return next((one for one in names if looked_up(values, one) is not None), names[0])
+    names = split_aliases(name)
+    return next((alias for alias in names if get_nested(values, alias) is not None), names[0])
 
 
-def states(values: Mapping[str, object], name: str) -> bool:
+def has_field(values: Mapping[str, object], name: str) -> bool:
     """Return whether a config has a field with the dotted *name*, even if it is null."""
     outer, _, last = name.rpartition(".")
-    inner = looked_up(values, outer) if outer else values
+    inner = get_nested(values, outer) if outer else values
     return isinstance(inner, Mapping) and last in inner
 
 
@@ -71,7 +77,7 @@ class ParamsStyle:
     """The form of a family's params.json.
 
     Attributes:
-        whose: Owner of the format in messages, such as ``Meta's``.
+        owner: Owner of the format in messages, such as ``Meta's``.
         derived: Whether the feed-forward size follows from a formula (``multiple_of`` and
             ``ffn_dim_multiplier``), the head dimension is ``dim / n_heads``, and
             ``use_scaled_rope`` is the only RoPE scaling. Otherwise all of them are fields.
@@ -85,7 +91,7 @@ class ParamsStyle:
         translated: Whether config.json and params.json are converted into each other.
     """
 
-    whose: str
+    owner: str
     derived: bool = False
     within: str = ""
     text: tuple[Fact, ...] = ()
@@ -104,18 +110,18 @@ class ParamsStyle:
     @property
     def facts(self) -> list[tuple[str, Fact]]:
         """All facts, each with its full name in config.json."""
-        named = [(self.prefix + fact.config, fact) for fact in self.text]
-        return named + [(fact.config, fact) for fact in self.around]
+        text_facts = [(self.prefix + fact.config, fact) for fact in self.text]
+        return text_facts + [(fact.config, fact) for fact in self.around]
 
     @property
-    def fixed(self) -> list[tuple[str, Rule]]:
+    def fixed_rules(self) -> list[tuple[str, Rule]]:
         """All rules, each with its full name in config.json."""
-        named = [(self.prefix + rule.config, rule) for rule in self.rules]
-        return named + [(rule.config, rule) for rule in self.around_rules]
+        text_rules = [(self.prefix + rule.config, rule) for rule in self.rules]
+        return text_rules + [(rule.config, rule) for rule in self.around_rules]
 
 
 META = ParamsStyle(
-    whose="Meta's",
+    owner="Meta's",
     derived=True,
     text=(
         replace(FACTS["rms_norm_eps"], absent=1e-5),
@@ -131,11 +137,11 @@ META = ParamsStyle(
 )
 
 
-Allowed: TypeAlias = Mapping[str, tuple[object, ...]]
+AllowedValues: TypeAlias = Mapping[str, tuple[object, ...]]
 """Accepted values of models of the family, by field. The first one is written."""
 
 
-VOCABULARY_MULTIPLE = 128
+VOCABULARY_PAD_MULTIPLE = 128
 """Default vocabulary padding multiple of Megatron-LM and Megatron-Bridge."""
 
 
@@ -147,35 +153,35 @@ class MegatronStyle:
     derive from it.
 
     Attributes:
-        words: Facts that both configurations state and that vary between models of the family.
+        facts: Facts that both configurations state and that vary between models of the family.
         fields: Constant fields that differ from :data:`ckptctl.planner.families.facts.NEUTRAL`.
         config: Constant fields of config.json.
-        written: Further fields to write to config.json.
+        extra_config: Further fields to write to config.json.
         model_type: The family's ``model_type`` in config.json.
         provider: Megatron-Bridge's class for models of the family, or empty for none.
-        named: Prefixes of class names in Megatron-Bridge and NeMo for the family.
+        class_prefixes: Prefixes of class names in Megatron-Bridge and NeMo for the family.
         copies: Fields that copy another field, by name.
-        spec: Path of Megatron-Bridge's function that builds the layers, unless the provider
+        layer_spec: Path of Megatron-Bridge's function that builds the layers, unless the provider
             has it.
-        pattern: ``(layer type, every)`` for all layers but each *every*-th one, which
+        layer_pattern: ``(layer type, every)`` for all layers but each *every*-th one, which
             has full attention.
-        local: Whether sliding-window layers have separate RoPE frequencies.
-        prefix: Prefix of the fields in config.json.
+        has_local_rope: Whether sliding-window layers have separate RoPE frequencies.
+        config_prefix: Prefix of the fields in config.json.
         translated: Whether config.json is derived from Megatron-Core's configuration.
     """
 
-    words: tuple[Fact, ...]
+    facts: tuple[Fact, ...]
     model_type: str
-    fields: Allowed = field(default_factory=dict)
-    config: Allowed = field(default_factory=dict)
-    written: Mapping[str, object] = field(default_factory=dict)
+    fields: AllowedValues = field(default_factory=dict)
+    config: AllowedValues = field(default_factory=dict)
+    extra_config: Mapping[str, object] = field(default_factory=dict)
     provider: str = ""
-    named: tuple[str, ...] = ()
+    class_prefixes: tuple[str, ...] = ()
     copies: Mapping[str, str] = field(default_factory=dict)
-    spec: str = ""
-    pattern: tuple[str, int] = ("", 1)
-    local: bool = False
-    prefix: str = ""
+    layer_spec: str = ""
+    layer_pattern: tuple[str, int] = ("", 1)
+    has_local_rope: bool = False
+    config_prefix: str = ""
     translated: bool = True
 
 
@@ -191,24 +197,24 @@ SIZES: Mapping[str, tuple[str, str]] = {
 """Names of axis sizes in most config classes of transformers."""
 
 
-QKV = ("q_bias", "k_bias", "v_bias")
-MLP = ("w1_bias", "w2_bias", "w3_bias", "shared_w1_bias", "shared_w2_bias", "shared_w3_bias")
+QKV_BIASES = ("q_bias", "k_bias", "v_bias")
+MLP_BIASES = ("w1_bias", "w2_bias", "w3_bias", "shared_w1_bias", "shared_w2_bias", "shared_w3_bias")
 SWITCHES: Mapping[str, tuple[str, ...]] = {
-    "attention_bias": (*QKV, "qkv_bias", "q_a_bias", "kv_a_bias"),
+    "attention_bias": (*QKV_BIASES, "qkv_bias", "q_a_bias", "kv_a_bias"),
     "attention_out_bias": ("o_bias",),
     "enable_moe_block": ("router_scale",),
-    "mlp_bias": MLP,
+    "mlp_bias": MLP_BIASES,
     "multimodal_projector_bias": ("adapter_w1_bias", "adapter_w2_bias"),
     "qk_layernorm": ("q_norm", "k_norm"),
-    "qkv_bias": QKV,
-    "use_bias": (*QKV, "o_bias", *MLP),
+    "qkv_bias": QKV_BIASES,
+    "use_bias": (*QKV_BIASES, "o_bias", *MLP_BIASES),
     "use_qk_norm": ("q_norm", "k_norm"),
-    "use_qkv_bias": QKV,
+    "use_qkv_bias": QKV_BIASES,
 }
 """Switches in config.json, and the optional tensors (without indices) that they enable."""
 
 
-class Present:
+class PresentSign:
     """A sign that matches any value except null."""
 
     def __eq__(self, other: object) -> bool:
@@ -220,15 +226,15 @@ class Present:
         return "stated"
 
 
-PRESENT = Present()
+PRESENT = PresentSign()
 
 Signs: TypeAlias = Mapping[str, object]
 """Required values by field, with None for absent or null and :data:`PRESENT` for any other."""
 
 
-def holds(signs: Signs, values: Mapping[str, object]) -> bool:
+def matches_signs(signs: Signs, values: Mapping[str, object]) -> bool:
     """Return whether *values* match all of *signs*. Null counts as absent."""
-    return all(sign == looked_up(values, key) for key, sign in signs.items())
+    return all(sign == get_nested(values, key) for key, sign in signs.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +248,7 @@ class Drop:
         zeros: Its axes if it must exist and contain only zeros, which are checked on read and
             created on write. Empty if it is always dropped.
         dtype: Element type of the zeros.
-        beside: Name (without indices) of the logical tensor next to which zeros are created.
+        next_to: Name (without indices) of the logical tensor next to which zeros are created.
         same_as: Name of the logical tensor that it must equal, checked on read.
     """
 
@@ -251,7 +257,7 @@ class Drop:
     reason: str
     zeros: str = ""
     dtype: str = "float32"
-    beside: str = ""
+    next_to: str = ""
     same_as: str = ""
 
 
@@ -299,7 +305,7 @@ class Tiles:
     grid: str
     rows: str
 
-    def other(self, name: str) -> str:
+    def find_counterpart(self, name: str) -> str:
         """Return the name of the other representation of *name*, or an empty string."""
         return {self.grid: self.rows, self.rows: self.grid}.get(name, "")
 
@@ -328,49 +334,55 @@ class Companion:
     endings: Mapping[str, tuple[str, str]]
     suffix: str = "_scale"
 
-    def of(self, weight: Tensor) -> Tensor | None:
+    def derive_scales(self, weight: LogicalTensor) -> LogicalTensor | None:
         """Derive the scale tensor of *weight*, or return None if it is not a separate matrix."""
         home = next(iter(self.endings))
-        first = weight.leaves.get(home)
-        if first is None or len(first.dims) != len(BLOCK_AXES):
+        home_leaf = weight.leaves.get(home)
+        if home_leaf is None or len(home_leaf.dims) != len(BLOCK_AXES):
             return None
-        if first.part is not None and not (first.within and first.part == 0):
+        if home_leaf.part is not None and not (home_leaf.interleave_axis and home_leaf.part == 0):
             return None
         leaves = {
-            layout: Leaf(_key(leaf, *ends), tuple((axis,) for axis in BLOCK_AXES), leaf.spread)
+            layout: Leaf(
+                _build_scale_key(leaf, *ends),
+                tuple((axis,) for axis in BLOCK_AXES),
+                leaf.spread_axes,
+            )
             for layout, ends in self.endings.items()
             for leaf in [weight.leaves.get(layout)]
-            if leaf and leaf.place == first.place and leaf.key.text.endswith(ends[0])
+            if leaf and leaf.placement == home_leaf.placement and leaf.key.text.endswith(ends[0])
         }
         stem, dot, indices = weight.name.partition(".")
-        return Tensor(
+        return LogicalTensor(
             f"{stem}{self.suffix}{dot}{indices}",
             weight.block,
             weight.indices,
-            _split(weight.split, first),
+            _find_scale_split(weight.split_axis, home_leaf),
             True,
             weight.variant,
             leaves,
-            scales=weight.name,
+            scaled_weight=weight.name,
         )
 
 
-def with_companions(tensors: Iterable[Tensor], kinds: Iterable[Companion]) -> Iterator[Tensor]:
+def add_companions(
+    tensors: Iterable[LogicalTensor], kinds: Iterable[Companion]
+) -> Iterator[LogicalTensor]:
     """Yield *tensors*, each followed by its scale tensors."""
-    known = list(kinds)
+    companions = list(kinds)
     for tensor in tensors:
         yield tensor
-        found = [kind.of(tensor) for kind in known]
-        yield from (scales for scales in found if scales and scales.leaves)
+        scale_tensors = [kind.derive_scales(tensor) for kind in companions]
+        yield from (scales for scales in scale_tensors if scales and scales.leaves)
 
 
-def _key(leaf: Leaf, weight: str, scale: str) -> Template:
+def _build_scale_key(leaf: Leaf, weight: str, scale: str) -> Template:
     return Template.parse(leaf.key.text.removesuffix(weight) + scale)
 
 
-def _split(axis: str | None, leaf: Leaf) -> str | None:
+def _find_scale_split(axis: str | None, leaf: Leaf) -> str | None:
     """Return the axis of the scales to split across ranks if *axis* of the weight is split."""
-    if axis is None or axis in leaf.spread:
+    if axis is None or axis in leaf.spread_axes:
         return axis
     dims = zip(BLOCK_AXES, leaf.dims, strict=True)
-    return next((own for own, group in dims if axis == group[0]), None)
+    return next((scale_axis for scale_axis, group in dims if axis == group[0]), None)

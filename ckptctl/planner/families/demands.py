@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 from ckptctl.planner.families.declarations import Signs
 
 
-class Chosen:
+class TruthySign:
     """A sign that matches truthy values (not absent, null, false, 0 or empty)."""
 
     def __eq__(self, other: object) -> bool:
@@ -20,7 +20,7 @@ class Chosen:
         return "chosen"
 
 
-class Unchosen:
+class FalsySign:
     """A sign that matches falsy values (absent, null, false, 0 or empty)."""
 
     def __eq__(self, other: object) -> bool:
@@ -32,11 +32,11 @@ class Unchosen:
         return "not chosen"
 
 
-CHOSEN, UNCHOSEN = Chosen(), Unchosen()
+CHOSEN, UNCHOSEN = TruthySign(), FalsySign()
 
 
 @dataclass(frozen=True, slots=True)
-class Stated:
+class ConfigDeclaration:
     """Base of declarations about fields of config.json.
 
     Attributes:
@@ -45,13 +45,15 @@ class Stated:
 
     names: ClassVar[tuple[str, ...]] = ()
 
-    def within(self, module: str) -> Self:
+    def with_prefix(self, module: str) -> Self:
         """Return the declaration for a model whose fields are in the object *module*."""
-        named = {name: value for name in self.names if (value := getattr(self, name))}
-        return replace(self, **{name: _inside(module, value) for name, value in named.items()})
+        field_values = {name: value for name in self.names if (value := getattr(self, name))}
+        return replace(
+            self, **{name: _add_prefix(module, value) for name, value in field_values.items()}
+        )
 
 
-def _inside(module: str, value: Any) -> Any:
+def _add_prefix(module: str, value: Any) -> Any:
     """Add the prefix *module* to a field name, to the first entry of a tuple, or to signs."""
     if isinstance(value, str):
         return f"{module}.{value}"
@@ -61,7 +63,7 @@ def _inside(module: str, value: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Demand(Stated):
+class Demand(ConfigDeclaration):
     """Optional tensors that a config.json requires, of the model or of some layers.
 
     If only some layers need them, other layers may have them too.
@@ -85,13 +87,13 @@ class Demand(Stated):
     after: str = ""
 
     @property
-    def by_layer(self) -> bool:
+    def is_by_layer(self) -> bool:
         """Whether it applies to only some of the layers."""
         return bool(self.kinds or self.but_last or self.first or self.after)
 
 
 @dataclass(frozen=True, slots=True)
-class LayerKind(Stated):
+class LayerKind(ConfigDeclaration):
     """A rule that finds the layers of a variant from config.json.
 
     A layer has the variant if all conditions hold. If a variant has several rules, the first one
@@ -126,7 +128,7 @@ class LayerKind(Stated):
 
 
 @dataclass(frozen=True, slots=True)
-class LayerSize(Stated):
+class LayerSize(ConfigDeclaration):
     """The size of a free axis that config.json states per layer.
 
     Attributes:

@@ -114,14 +114,14 @@ LLAMA3_ROPE = {
 """RoPE scaling parameters of Llama 3.1, except for the factor."""
 
 
-class Needed:
+class RequiredDefault:
     """Placeholder for the default of a required field."""
 
     def __repr__(self) -> str:
         return "NEEDED"
 
 
-NEEDED = Needed()
+NEEDED = RequiredDefault()
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class Fact:
     gguf: str = ""
 
 
-def _rows() -> Iterator[tuple[Fact, tuple[object, ...]]]:
+def _parse_rows() -> Iterator[tuple[Fact, tuple[object, ...]]]:
     """Parse the rows of the table, and the neutral values of their fields."""
     for row in filter(None, TABLE.splitlines()[2:]):
         names = ("" if cell == "-" else cell for cell in re.split(" {2,}", row))
@@ -161,7 +161,7 @@ def _rows() -> Iterator[tuple[Fact, tuple[object, ...]]]:
         yield fact, values if isinstance(values, tuple) else (values,)
 
 
-_ROWS = tuple(_rows())
+_ROWS = tuple(_parse_rows())
 FACTS: Mapping[str, Fact] = {fact.config: fact for fact, _ in _ROWS if fact.config}
 """Facts by their names in config.json."""
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
@@ -170,19 +170,19 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
 """Neutral values of Megatron-Core's fields, by name. The first one is written."""
 
 
-def facts_called(*names: str) -> tuple[Fact, ...]:
+def get_facts(*names: str) -> tuple[Fact, ...]:
     """Get the rows of the table with these names in config.json."""
     return tuple(FACTS[name] for name in names)
 
 
-ARGUED = facts_called(
+TRAINING_ARGUMENT_FACTS = get_facts(
     *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "head_dim"),
     *("rope_theta", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
     *("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"),
     "moe_intermediate_size",
 )
 """Facts that training arguments state, in addition to other descriptions of the model."""
-TOLD = frozenset(fact.config for fact in ARGUED) | {
+MODEL_ARGUMENT_KEYS = frozenset(fact.config for fact in TRAINING_ARGUMENT_FACTS) | {
     *("hidden_act", "num_key_value_heads", "tie_word_embeddings")
 }
 """Keys of config.json that describe the model if they are among training arguments."""

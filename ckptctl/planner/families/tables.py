@@ -69,35 +69,42 @@ class Leaf:
     Attributes:
         key: Template of the stored tensor's key.
         dims: The axes grouped in each stored dimension, outermost first.
-        spread: Axes that are indices of the key, with a separate stored tensor per entry.
+        spread_axes: Axes that are indices of the key, with a separate stored tensor per entry.
         part: Its position among the parts that are concatenated in the stored tensor, or None.
-        along: The dimension along which parts are concatenated.
-        within: The axis per index of which parts are concatenated, or empty.
-        plus: Offset that is added to each element to store it.
+        concat_dim: The dimension along which parts are concatenated.
+        interleave_axis: The axis per index of which parts are concatenated, or empty.
+        offset: Offset that is added to each element to store it.
     """
 
     key: Template
     dims: Dims
-    spread: tuple[str, ...] = ()
+    spread_axes: tuple[str, ...] = ()
     part: int | None = None
-    along: int = 0
-    within: str = ""
-    plus: int = 0
+    concat_dim: int = 0
+    interleave_axis: str = ""
+    offset: int = 0
 
     @property
-    def alone(self) -> Leaf:
+    def standalone(self) -> Leaf:
         """The leaf as a separate stored tensor that is not fused with others."""
-        return Leaf(self.key, self.dims, self.spread, plus=self.plus)
+        return Leaf(self.key, self.dims, self.spread_axes, offset=self.offset)
 
     @property
-    def place(self) -> tuple[object, ...]:
+    def placement(self) -> tuple[object, ...]:
         """Its position and axis order in the stored tensor, without the key."""
-        return self.dims, self.spread, self.part, self.along, self.within, self.plus
+        return (
+            self.dims,
+            self.spread_axes,
+            self.part,
+            self.concat_dim,
+            self.interleave_axis,
+            self.offset,
+        )
 
     @property
     def groups(self) -> Dims:
         """The axes of each dimension, with spread axes first."""
-        return (*((axis,) for axis in self.spread), *self.dims)
+        return (*((axis,) for axis in self.spread_axes), *self.dims)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -105,34 +112,34 @@ class Leaf:
         return tuple(axis for group in self.groups for axis in group)
 
     def __str__(self) -> str:
-        return show_dims(self.dims)
+        return format_dims(self.dims)
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class LogicalTensor:
     """A logical tensor, which is one row of a table.
 
     Attributes:
         name: Name with indices, as in ``q.{i}``.
         block: Number of its table. Tensors of a block repeat together per index.
         indices: Names of its indices.
-        split: The axis that is split across model-parallel ranks, or None if it is replicated.
+        split_axis: The axis that is split across model-parallel ranks, or None if it is replicated.
         optional: Whether a model may be without it.
         variant: The layer variant that has it, or None for all.
         leaves: How each layout stores it.
-        scales: The weight whose scales it contains, or None.
-        together: Word of the group of optional tensors that it belongs to, or empty.
+        scaled_weight: The weight whose scales it contains, or None.
+        group: Word of the group of optional tensors that it belongs to, or empty.
     """
 
     name: str
     block: int
     indices: tuple[str, ...]
-    split: str | None
+    split_axis: str | None
     optional: bool
     variant: str | None
     leaves: Mapping[str, Leaf]
-    scales: str | None = None
-    together: str = ""
+    scaled_weight: str | None = None
+    group: str = ""
 
 
 @lru_cache(maxsize=4096)
@@ -150,15 +157,15 @@ def parse_dims(text: str) -> tuple[Dims, str | None]:
     if _GROUP.sub("", text).strip():
         raise ValueError(f"invalid axes `{text}`")
     groups = [(m[1] if m[1] is not None else m[2]).split() for m in _GROUP.finditer(text)]
-    starred = [axis[:-1] for group in groups for axis in group if axis.endswith("*")]
+    starred_axes = [axis[:-1] for group in groups for axis in group if axis.endswith("*")]
     dims = tuple(tuple(axis.removesuffix("*") for axis in group) for group in groups)
     names = [axis for group in dims for axis in group]
-    if len(starred) > 1 or len(set(names)) != len(names):
+    if len(starred_axes) > 1 or len(set(names)) != len(names):
         raise ValueError(f"repeated axis in `{text}`")
-    return dims, starred[0] if starred else None
+    return dims, starred_axes[0] if starred_axes else None
 
 
-def show_dims(dims: Dims) -> str:
+def format_dims(dims: Dims) -> str:
     """Format *dims* as in a table."""
     if not dims:
         return SCALAR
@@ -186,16 +193,16 @@ class _Row(NamedTuple):
     cells: Mapping[str, _Cell | None]
     block: int = 0
 
-    def tensor(self, like: Mapping[str, str]) -> Tensor:
-        others = {
+    def build_tensor(self, like: Mapping[str, str]) -> LogicalTensor:
+        inherited_cells = {
             layout: self.cells.get(like[layout]) for layout in like if layout not in self.cells
         }
         leaves = {
-            layout: _leaf(cell, self.axes, self.indices)
-            for layout, cell in {**self.cells, **others}.items()
+            layout: _build_leaf(cell, self.axes, self.indices)
+            for layout, cell in {**self.cells, **inherited_cells}.items()
             if cell
         }
-        return Tensor(
+        return LogicalTensor(
             self.name,
             self.block,
             self.indices,
@@ -203,22 +210,24 @@ class _Row(NamedTuple):
             self.optional,
             self.variant,
             leaves,
-            together=self.together,
+            group=self.together,
         )
 
 
 @lru_cache(maxsize=16384)
-def _leaf(cell: _Cell, axes: str, indices: tuple[str, ...]) -> Leaf:
+def _build_leaf(cell: _Cell, axes: str, indices: tuple[str, ...]) -> Leaf:
     """Build a leaf, cached for all families with the same cell."""
     key, dims = Template.parse(cell.key), parse_dims(cell.axes or axes)[0]
     spread = tuple(index for index in key.indices if index not in indices)
     if not cell.axes:
-        kept = (tuple(axis for axis in group if axis not in spread) for group in dims)
-        dims = tuple(group for group, old in zip(kept, dims, strict=True) if group or not old)
+        kept_groups = (tuple(axis for axis in group if axis not in spread) for group in dims)
+        dims = tuple(
+            group for group, old in zip(kept_groups, dims, strict=True) if group or not old
+        )
     return Leaf(key, dims, spread, *cell[1:-1])
 
 
-def parse_tables(tables: Sequence[str], like: Mapping[str, str]) -> tuple[Tensor, ...]:
+def parse_tables(tables: Sequence[str], like: Mapping[str, str]) -> tuple[LogicalTensor, ...]:
     """Parse *tables* into logical tensors. Later tables amend earlier ones.
 
     A layout inherits missing cells from the layout that it is *like*.
@@ -228,17 +237,17 @@ def parse_tables(tables: Sequence[str], like: Mapping[str, str]) -> tuple[Tensor
     """
     rows: dict[str, _Row] = {}
     for block, table in enumerate(tables):
-        for row in _rows(table):
-            if known := rows.get(row.name):
-                cells = {**known.cells, **row.cells}
-                rows[row.name] = known._replace(axes=row.axes or known.axes, cells=cells)
+        for row in _parse_rows(table):
+            if known_row := rows.get(row.name):
+                cells = {**known_row.cells, **row.cells}
+                rows[row.name] = known_row._replace(axes=row.axes or known_row.axes, cells=cells)
             else:
                 rows[row.name] = row._replace(block=block)
-    return tuple(row.tensor(like) for row in rows.values())
+    return tuple(row.build_tensor(like) for row in rows.values())
 
 
 @lru_cache(maxsize=1024)
-def _rows(table: str) -> tuple[_Row, ...]:
+def _parse_rows(table: str) -> tuple[_Row, ...]:
     """Parse the rows of a table, cached because many families share tables."""
     header, *body = [line.strip() for line in table.splitlines() if line.strip()] or [""]
     names = _GAP.split(header)
@@ -247,20 +256,20 @@ def _rows(table: str) -> tuple[_Row, ...]:
     rows = []
     for line in body:
         try:
-            rows.append(_row(names, _GAP.split(line)))
+            rows.append(_parse_row(names, _GAP.split(line)))
         except ValueError as error:
             raise TableError(str(error), line) from error
     return tuple(rows)
 
 
-def _row(names: list[str], texts: list[str]) -> _Row:
+def _parse_row(names: list[str], texts: list[str]) -> _Row:
     """Parse the cells of a row, where *names* are the column headers."""
     if len(texts) != len(names):
         raise ValueError(
             f"row `{texts[0]}` has {counted(len(texts), 'cell')} instead of {len(names)}"
         )
-    called = _NAME.match(texts[0])
-    if called is None:
+    name_match = _NAME.match(texts[0])
+    if name_match is None:
         raise ValueError(f"invalid row name `{texts[0]}`")
     row = dict(zip(names, texts, strict=True))
     axes = row.pop("axes", "")
@@ -272,20 +281,22 @@ def _row(names: list[str], texts: list[str]) -> _Row:
         prefix = prefix.strip()
         if indices is None:
             indices = Template.parse(prefix.rstrip(".")).indices if prefix else ()
-        cell = _cell(prefix, text)
+        cell = _parse_cell(prefix, text)
         cells |= {layout.strip(): cell for layout in layouts.split(",")}
-    name = ".".join([called[1], *(f"{{{index}}}" for index in indices or ())])
-    return _Row(name, indices or (), bool(called[3]), called[4] or "", called[2], axes, cells)
+    name = ".".join([name_match[1], *(f"{{{index}}}" for index in indices or ())])
+    return _Row(
+        name, indices or (), bool(name_match[3]), name_match[4] or "", name_match[2], axes, cells
+    )
 
 
-def _cell(prefix: str, text: str) -> _Cell | None:
+def _parse_cell(prefix: str, text: str) -> _Cell | None:
     name, _, axes = text.partition(" ")
     if name == "-":
         return None
-    found = _CELL.match(name)
-    if found is None:
+    match = _CELL.match(name)
+    if match is None:
         raise ValueError(f"invalid cell `{text}`")
     parse_dims(axes)
-    key = Template.parse(prefix + found[1])
-    part = None if found[2] is None else int(found[2])
-    return _Cell(key.text, part, int(found[3] or 0), found[4] or "", int(found[5] or 0), axes)
+    key = Template.parse(prefix + match[1])
+    part = None if match[2] is None else int(match[2])
+    return _Cell(key.text, part, int(match[3] or 0), match[4] or "", int(match[5] or 0), axes)

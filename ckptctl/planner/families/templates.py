@@ -18,13 +18,13 @@ from typing import Generic, TypeVar
 _INDEX = re.compile(r"\{([a-z]+)(?:=(\w+(?:\|\w+)+))?\}\Z")
 _NUMBER = re.compile(r"(?:0|[1-9][0-9]{0,4})\Z")
 
-KEYS = 1 << 16
+MAX_CACHED_KEYS = 1 << 16
 """Number of cached keys. Each key is looked up in every layout that may match."""
 T = TypeVar("T")
 
 
-@lru_cache(maxsize=KEYS)
-def taken_apart(key: str) -> tuple[str, tuple[int, ...]]:
+@lru_cache(maxsize=MAX_CACHED_KEYS)
+def split_numbers(key: str) -> tuple[str, tuple[int, ...]]:
     """Split a key into its skeleton, with ``#`` for each number, and the numbers."""
     parts, numbers = key.split("."), []
     for place, part in enumerate(parts):
@@ -45,7 +45,7 @@ class Template:
             for an index with words.
         slots: For each ``#`` the index's name, or the literal number.
         indices: The names of the indices, each once, in order of appearance.
-        worded: The index whose values are words, or empty.
+        word_index: The index whose values are words, or empty.
         words: Words for its values, from 0 on.
         fixed: An index and its value if no slot contains it, or ``()``.
     """
@@ -54,7 +54,7 @@ class Template:
     skeleton: str
     slots: tuple[str, ...]
     indices: tuple[str, ...]
-    worded: str = ""
+    word_index: str = ""
     words: tuple[str, ...] = ()
     fixed: tuple[tuple[str, int], ...] = ()
 
@@ -66,7 +66,7 @@ class Template:
         Raises:
             ValueError: An index is not a complete part of the key.
         """
-        slots, shown, indices = [], [], []
+        slots, skeleton_parts, indices = [], [], []
         words: dict[str, tuple[str, ...]] = {}
         for part in text.split("."):
             index = _INDEX.match(part)
@@ -80,35 +80,45 @@ class Template:
                 part = "#"
             elif "{" in part or "}" in part or part in ("", "#"):
                 raise ValueError(f"invalid part `{part}` in the key template `{text}`")
-            shown.append(part)
+            skeleton_parts.append(part)
         if len(words) > 1 or any(slot in words for slot in slots):
             raise ValueError(f"unsupported mix of indices and words in the key template `{text}`")
-        known = tuple(dict.fromkeys(indices))
-        return Template(text, ".".join(shown), tuple(slots), known, *next(iter(words.items()), ()))
+        index_names = tuple(dict.fromkeys(indices))
+        return Template(
+            text,
+            ".".join(skeleton_parts),
+            tuple(slots),
+            index_names,
+            *next(iter(words.items()), ()),
+        )
 
     @property
-    def plain(self) -> bool:
+    def has_distinct_slots(self) -> bool:
         """Whether any numbers match, because every slot is a different index."""
         return len(self.slots) == len(self.indices)
 
     @property
-    def written(self) -> str:
+    def word_placeholder(self) -> str:
         """The part of the text that lists words, or empty."""
-        return f"{{{self.worded}={'|'.join(self.words)}}}" if self.words else ""
+        return f"{{{self.word_index}={'|'.join(self.words)}}}" if self.words else ""
 
     @property
-    def spellings(self) -> tuple[Template, ...]:
+    def word_variants(self) -> tuple[Template, ...]:
         """One template per word, or the template itself if it has no words."""
         if not self.words:
             return (self,)
-        spelled = (Template.parse(self.text.replace(self.written, word)) for word in self.words)
-        return tuple(replace(one, fixed=((self.worded, n),)) for n, one in enumerate(spelled))
+        templates = (
+            Template.parse(self.text.replace(self.word_placeholder, word)) for word in self.words
+        )
+        return tuple(
+            replace(template, fixed=((self.word_index, n),)) for n, template in enumerate(templates)
+        )
 
-    def read(self, numbers: tuple[int, ...]) -> dict[str, int] | None:
+    def parse_numbers(self, numbers: tuple[int, ...]) -> dict[str, int] | None:
         """Convert the numbers of a key to index values, or return None if they do not match."""
         if len(numbers) != len(self.slots):
             return None
-        if self.plain:
+        if self.has_distinct_slots:
             return dict(zip(self.slots, numbers, strict=True), **dict(self.fixed))
         values: dict[str, int] = dict(self.fixed)
         for slot, number in zip(self.slots, numbers, strict=True):
@@ -116,19 +126,19 @@ class Template:
                 return None
         return values
 
-    def key(self, values: Mapping[str, int | str]) -> str:
+    def format_key(self, values: Mapping[str, int | str]) -> str:
         """Format the key with these index values. Strings may be placeholders."""
         if not self.words:
             return self.text.format_map(values)
-        known: dict[int | str, str] = dict(enumerate(self.words))
-        word = known.get(values[self.worded], self.written)
-        before, after = (part.format_map(values) for part in self.text.split(self.written))
+        word_by_value: dict[int | str, str] = dict(enumerate(self.words))
+        word = word_by_value.get(values[self.word_index], self.word_placeholder)
+        before, after = (part.format_map(values) for part in self.text.split(self.word_placeholder))
         return f"{before}{word}{after}"
 
 
-def skeleton(key: str) -> str:
+def get_skeleton(key: str) -> str:
     """Return *key* with ``#`` for each number, under which templates are indexed."""
-    return taken_apart(key)[0]
+    return split_numbers(key)[0]
 
 
 class TemplateTable(Generic[T]):
@@ -137,22 +147,22 @@ class TemplateTable(Generic[T]):
     def __init__(self, entries: Iterable[tuple[Template, T]]) -> None:
         self._by_skeleton: dict[str, list[tuple[Template, T]]] = {}
         for template, meaning in entries:
-            for one in template.spellings if template.words else (template,):
-                self._by_skeleton.setdefault(one.skeleton, []).append((one, meaning))
+            for variant in template.word_variants if template.words else (template,):
+                self._by_skeleton.setdefault(variant.skeleton, []).append((variant, meaning))
 
-    def entries(self, skeleton: str) -> Sequence[tuple[Template, T]]:
-        """List the templates of a :func:`skeleton` with meanings, in order of precedence."""
+    def list_entries(self, skeleton: str) -> Sequence[tuple[Template, T]]:
+        """List the templates of a :func:`get_skeleton` with meanings, in order of precedence."""
         return self._by_skeleton.get(skeleton, ())
 
-    def find(self, key: str) -> tuple[T, dict[str, int]] | None:
+    def find_meaning(self, key: str) -> tuple[T, dict[str, int]] | None:
         """Find the meaning and the index values of *key*, or return None if no template matches."""
-        return next(self.all(key), None)
+        return next(self.iterate_meanings(key), None)
 
-    def all(self, key: str) -> Iterator[tuple[T, dict[str, int]]]:
+    def iterate_meanings(self, key: str) -> Iterator[tuple[T, dict[str, int]]]:
         """Yield all meanings of *key* with its index values, in order of precedence."""
-        skeleton, numbers = taken_apart(key)
-        for template, meaning in self.entries(skeleton):
-            values = template.read(numbers)
+        skeleton, numbers = split_numbers(key)
+        for template, meaning in self.list_entries(skeleton):
+            values = template.parse_numbers(numbers)
             if values is not None:
                 yield meaning, values
 
@@ -173,21 +183,21 @@ class KeyKind:
         """The first number of each key, the second of each key, and so on."""
         return tuple(zip(*self.numbers, strict=True))
 
-    def only(self, chosen: Sequence[bool]) -> KeyKind:
+    def select_keys(self, chosen: Sequence[bool]) -> KeyKind:
         """Select the keys for which *chosen* is true."""
         keys, numbers = compress(self.keys, chosen), compress(self.numbers, chosen)
         return KeyKind(self.skeleton, list(keys), list(numbers))
 
 
-def key_kinds(keys: Iterable[str]) -> list[KeyKind]:
+def group_by_kind(keys: Iterable[str]) -> list[KeyKind]:
     """Group *keys* by kind, in the order of their first keys."""
-    found: dict[tuple[str, int], KeyKind] = {}
+    kinds: dict[tuple[str, int], KeyKind] = {}
     for key in keys:
-        skeleton, numbers = taken_apart(key)
+        skeleton, numbers = split_numbers(key)
         # A part may be a literal "#", which is not a number.
-        kind = found.get((skeleton, len(numbers)))
+        kind = kinds.get((skeleton, len(numbers)))
         if kind is None:
-            kind = found[skeleton, len(numbers)] = KeyKind(skeleton, [], [])
+            kind = kinds[skeleton, len(numbers)] = KeyKind(skeleton, [], [])
         kind.keys.append(key)
         kind.numbers.append(numbers)
-    return list(found.values())
+    return list(kinds.values())

@@ -19,36 +19,41 @@ from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
-from ckptctl.planner.families.tables import Dims, Leaf, Tensor
+from ckptctl.planner.families.tables import Dims, Leaf, LogicalTensor
 from ckptctl.planner.families.templates import Template
 from ckptctl.planner.layouts import Family
-from ckptctl.planner.mapping.matching import match
+from ckptctl.planner.mapping.matching import match_keys
 
-SUFFIX = "-lora"
+ADAPTER_SUFFIX = "-lora"
 """Suffix of the model type for its adapters."""
 
-APART = "apart"
+UNFUSED = "apart"
 """The layout of logical names without concatenation, with the row order of another layout."""
 
-RANK = "R"
-PREFIX = "base_model.model."
-PEFT = ("peft", "peft-v5")
-ROLES = ("lora_a", "lora_b", "magnitude")
-EMBEDDING = "embed"
-EXPERTS = "x"
+RANK_AXIS = "R"
+PEFT_PREFIX = "base_model.model."
+PEFT_LAYOUTS = ("peft", "peft-v5")
+FACTOR_ROLES = ("lora_a", "lora_b", "magnitude")
+EMBEDDING_TENSOR = "embed"
+EXPERT_AXIS = "x"
 """The axis of a family's experts."""
-COPIES = {"saved": "", "beneath": ".base_layer"}
+COPY_INFIXES = {"saved": "", "beneath": ".base_layer"}
 """Roles of complete tensors of the model: a replacement, and the base layer of factors."""
-_PLAIN = (".lora_a.weight", ".lora_b.weight", ".magnitude")
-_PEFT = (".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector")
-_MCORE = (".linear_in.weight", ".linear_out.weight")
-_EMBEDDED = (".lora_embedding_B", ".lora_embedding_A")
+_PLAIN_SUFFIXES = (".lora_a.weight", ".lora_b.weight", ".magnitude")
+_PEFT_SUFFIXES = (".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector")
+_MCORE_SUFFIXES = (".linear_in.weight", ".linear_out.weight")
+_PEFT_EMBEDDING_SUFFIXES = (".lora_embedding_B", ".lora_embedding_A")
 """PEFT's suffixes for A and B of an embedding, which it stores transposed to look up A."""
-RANKED = (_PLAIN[0], _PEFT[0], _MCORE[0], _EMBEDDED[1])
+RANK_FIRST_SUFFIXES = (
+    _PLAIN_SUFFIXES[0],
+    _PEFT_SUFFIXES[0],
+    _MCORE_SUFFIXES[0],
+    _PEFT_EMBEDDING_SUFFIXES[1],
+)
 """Suffixes of factors whose first dimension is the rank."""
 
 
-class _Naming(NamedTuple):
+class _FactorNaming(NamedTuple):
     """A program's names for the factors of a layer.
 
     Attributes:
@@ -65,62 +70,67 @@ class _Naming(NamedTuple):
     parts: Mapping[str, str] = {}
 
 
-CANONICAL = "-canonical"
+CANONICAL_SUFFIX = "-canonical"
 """Megatron-Bridge's name for adapters whose concatenated layers have factors for each part."""
-_PARTS = {"q": "q", "k": "k", "v": "v", "w1": "gate", "w3": "up"}
+_MCORE_PART_NAMES = {"q": "q", "k": "k", "v": "v", "w1": "gate", "w3": "up"}
 _NAMINGS = {
-    "peft": _Naming("hf", _PEFT),
-    "peft-v5": _Naming("hf-v5", _PEFT),
-    "torchtune": _Naming("torchtune", _PLAIN),
-    "torchtitan@0.3": _Naming("torchtitan@0.3", _PLAIN[:2]),
-    "mistral": _Naming("mistral", _PEFT[:2]),
-    "mcore": _Naming("mcore", _MCORE, ".adapter"),
-    f"mcore{CANONICAL}": _Naming(
-        "mcore", _MCORE, ".adapter", {n: f".adapter_{part}" for n, part in _PARTS.items()}
+    "peft": _FactorNaming("hf", _PEFT_SUFFIXES),
+    "peft-v5": _FactorNaming("hf-v5", _PEFT_SUFFIXES),
+    "torchtune": _FactorNaming("torchtune", _PLAIN_SUFFIXES),
+    "torchtitan@0.3": _FactorNaming("torchtitan@0.3", _PLAIN_SUFFIXES[:2]),
+    "mistral": _FactorNaming("mistral", _PEFT_SUFFIXES[:2]),
+    "mcore": _FactorNaming("mcore", _MCORE_SUFFIXES, ".adapter"),
+    f"mcore{CANONICAL_SUFFIX}": _FactorNaming(
+        "mcore",
+        _MCORE_SUFFIXES,
+        ".adapter",
+        {n: f".adapter_{part}" for n, part in _MCORE_PART_NAMES.items()},
     ),
 }
 ADAPTER_LAYOUTS = tuple(_NAMINGS)
-SCALED_BIASES = ("torchtune",)
+SCALED_BIAS_LAYOUTS = ("torchtune",)
 """Layouts of programs whose DoRA also scales the bias of a layer. PEFT's does not."""
-_ADAPTED = re.compile(
+_ADAPTER_KEY = re.compile(
     r"\.lora_(?:[abAB]|embedding_[AB])(?:\.|\Z)"
     r"|\.adapter(?:\.adapter_\w+)?\.linear_(?:in|out)\.weight\Z"
 )
-_WEIGHT = ".weight"
+_WEIGHT_SUFFIX = ".weight"
 
 
 def is_adapter(names: Collection[str]) -> bool:
     """Return whether any of *names* is a low-rank factor."""
-    return any(_ADAPTED.search(name) for name in names)
+    return any(_ADAPTER_KEY.search(name) for name in names)
 
 
 def is_factor(name: str) -> bool:
     """Return whether *name* is a low-rank factor or a magnitude."""
-    return name.endswith((*_PLAIN, *_PEFT, *_EMBEDDED)) or (
-        name.endswith(_MCORE) and is_adapter([name])
+    return name.endswith((*_PLAIN_SUFFIXES, *_PEFT_SUFFIXES, *_PEFT_EMBEDDING_SUFFIXES)) or (
+        name.endswith(_MCORE_SUFFIXES) and is_adapter([name])
     )
 
 
-def lone_factors(names: Collection[str]) -> list[str]:
+def list_unpaired_factors(names: Collection[str]) -> list[str]:
     """List the factors among *names* whose counterpart is missing."""
-    pairs = {_EMBEDDED, *(naming.suffixes[:2] for naming in _NAMINGS.values())}
+    pairs = {_PEFT_EMBEDDING_SUFFIXES, *(naming.suffixes[:2] for naming in _NAMINGS.values())}
     return [
         name
         for name in names
-        for one, other in (*pairs, *((b, a) for a, b in pairs))
-        if name.endswith(one) and is_factor(name) and name.removesuffix(one) + other not in names
+        for suffix, other_suffix in (*pairs, *((b, a) for a, b in pairs))
+        if name.endswith(suffix)
+        and is_factor(name)
+        and name.removesuffix(suffix) + other_suffix not in names
     ]
 
 
-def module_of(name: str) -> str:
+def get_module_name(name: str) -> str:
     """Return the layer of an adapter's tensor, without PEFT's prefix."""
-    for suffix in (*_PEFT, *_PLAIN, *_MCORE, *_EMBEDDED):
+    for suffix in (*_PEFT_SUFFIXES, *_PLAIN_SUFFIXES, *_MCORE_SUFFIXES, *_PEFT_EMBEDDING_SUFFIXES):
         name = name.removesuffix(suffix)
-    return name.removeprefix(PREFIX)
+    return name.removeprefix(PEFT_PREFIX)
 
 
 @cache
-def adapter_family(base: Family) -> Family:
+def derive_adapter_family(base: Family) -> Family:
     """Derive the family of the adapters of *base*.
 
     Its layouts are those of *base* in which programs write adapters, with the same names except for
@@ -134,79 +144,92 @@ def adapter_family(base: Family) -> Family:
         if naming.layout == model and model not in placed
     }
     # MTP layers, which follow all others, have no adapters.
-    behind = {shift.index for shift in base.shifts}
-    tensors = [tensor for tensor in base.tensors.values() if not behind & {*tensor.indices}]
+    trailing_indices = {shift.index for shift in base.shifts}
+    tensors = [
+        tensor for tensor in base.tensors.values() if not trailing_indices & {*tensor.indices}
+    ]
     return Family(
-        name=base.name + SUFFIX,
+        name=base.name + ADAPTER_SUFFIX,
         title=f"LoRA and DoRA adapters of {base.title}",
         layouts=tuple(namings),
         tables=(),
-        rows=tuple(row for tensor in tensors for row in _rows(tensor, namings)),
+        rows=tuple(row for tensor in tensors for row in _iterate_adapter_tensors(tensor, namings)),
         architecture=base.architecture,
         constants=base.constants,
         composite=base.composite,
         sizes=base.sizes,
-        free=(RANK, *base.free),
+        free=(RANK_AXIS, *base.free),
         partial=True,
-        refines=base.refines and base.refines + SUFFIX,
+        refines=base.refines and base.refines + ADAPTER_SUFFIX,
         config_signs=base.config_signs,
         params_signs=base.params_signs,
         megatron=base.megatron,
-        tiny={**base.tiny, RANK: 3},
+        tiny={**base.tiny, RANK_AXIS: 3},
     )
 
 
 @cache
-def adapters_apart(base: Family, layout: str) -> Family:
-    """Derive the adapter family with :data:`APART`, in the row order of *layout*.
+def derive_unfused_adapters(base: Family, layout: str) -> Family:
+    """Derive the adapter family with :data:`UNFUSED`, in the row order of *layout*.
 
-    In this layout, embeddings have factors in the form of linear layers (:func:`as_linear`).
+    In this layout, embeddings have factors in the form of linear layers (:func:`to_linear_name`).
     """
-    family = adapter_family(base)
+    family = derive_adapter_family(base)
     stored = {t.name: t.leaves[layout] for t in base.tensors.values() if layout in t.leaves}
     rows = []
     for tensor in family.rows:
         head, role = tensor.name.partition(".")[0].rsplit("-", 1)
         leaf = stored.get(".".join([head, *tensor.name.split(".")[1:]]))
-        if leaf is not None and (role in COPIES or _linear(leaf)):
-            apart = _leaf(leaf, role, leaf.key).alone
-            held = {name: _plain(one) for name, one in tensor.leaves.items()}
-            tensor = replace(tensor, leaves={**held, APART: _named(tensor, apart)})
+        if leaf is not None and (role in COPY_INFIXES or _is_linear(leaf)):
+            unfused_leaf = _build_factor_leaf(leaf, role, leaf.key).standalone
+            linear_leaves = {
+                name: _to_linear_leaf(leaf_of_layout)
+                for name, leaf_of_layout in tensor.leaves.items()
+            }
+            tensor = replace(
+                tensor, leaves={**linear_leaves, UNFUSED: _name_unfused(tensor, unfused_leaf)}
+            )
         rows.append(tensor)
-    return replace(family, rows=tuple(rows), layouts=(*family.layouts, APART))
+    return replace(family, rows=tuple(rows), layouts=(*family.layouts, UNFUSED))
 
 
 @cache
-def scaled_biases(base: Family, layout: str) -> Mapping[str, str]:
+def find_scaled_biases(base: Family, layout: str) -> Mapping[str, str]:
     """Find the biases that DoRA scales in an adapter's *layout*, by their weights.
 
     Returns:
         Names in the tables, without indices.
     """
-    held = base.tensors.values() if layout in SCALED_BIASES else ()
+    tensors = base.tensors.values() if layout in SCALED_BIAS_LAYOUTS else ()
     keys = {
         leaf.key.text: tensor.name.partition(".")[0]
-        for tensor in held
+        for tensor in tensors
         if (leaf := tensor.leaves.get(layout)) is not None
     }
-    bias = {key: key.removesuffix(_WEIGHT) + ".bias" for key in keys if key.endswith(_WEIGHT)}
-    return {keys[key]: keys[other] for key, other in bias.items() if other in keys}
+    bias_by_weight = {
+        key: key.removesuffix(_WEIGHT_SUFFIX) + ".bias"
+        for key in keys
+        if key.endswith(_WEIGHT_SUFFIX)
+    }
+    return {
+        keys[key]: keys[bias_key] for key, bias_key in bias_by_weight.items() if bias_key in keys
+    }
 
 
 @cache
-def models_apart(base: Family, layout: str) -> Family:
-    """Restrict *base* to *layout* and :data:`APART`."""
+def derive_unfused_model(base: Family, layout: str) -> Family:
+    """Restrict *base* to *layout* and :data:`UNFUSED`."""
     rows = tuple(
         replace(
             tensor,
-            leaves={layout: leaf, APART: _named(tensor, leaf.alone)},
+            leaves={layout: leaf, UNFUSED: _name_unfused(tensor, leaf.standalone)},
         )
         for tensor in base.tensors.values()
         if (leaf := tensor.leaves.get(layout)) is not None
     )
     return replace(
         base,
-        layouts=(layout, APART),
+        layouts=(layout, UNFUSED),
         tables=(),
         like={},
         rows=rows,
@@ -217,134 +240,149 @@ def models_apart(base: Family, layout: str) -> Family:
     )
 
 
-def _rows(tensor: Tensor, namings: Mapping[str, _Naming]) -> Iterator[Tensor]:
+def _iterate_adapter_tensors(
+    tensor: LogicalTensor, namings: Mapping[str, _FactorNaming]
+) -> Iterator[LogicalTensor]:
     """Yield the possible adapter tensors of a tensor of the model."""
-    held = {
-        n: tensor.leaves[one.layout] for n, one in namings.items() if one.layout in tensor.leaves
+    leaves = {
+        n: tensor.leaves[naming.layout]
+        for n, naming in namings.items()
+        if naming.layout in tensor.leaves
     }
-    linear = {name: leaf for name, leaf in held.items() if _linear(leaf)}
-    roles: tuple[str, ...] = ROLES
-    if tensor.name == EMBEDDING:  # only PEFT trains these factors, without magnitudes
-        linear, roles = {n: leaf for n, leaf in linear.items() if n in PEFT}, ROLES[:2]
+    linear = {name: leaf for name, leaf in leaves.items() if _is_linear(leaf)}
+    roles: tuple[str, ...] = FACTOR_ROLES
+    if tensor.name == EMBEDDING_TENSOR:  # only PEFT trains these factors, without magnitudes
+        linear, roles = (
+            {n: leaf for n, leaf in linear.items() if n in PEFT_LAYOUTS},
+            FACTOR_ROLES[:2],
+        )
     if linear:
         rows = sorted(next(iter(linear.values())).dims[0])
-        alike = {n: leaf for n, leaf in linear.items() if sorted(leaf.dims[0]) == rows}
+        same_rows = {n: leaf for n, leaf in linear.items() if sorted(leaf.dims[0]) == rows}
         for number, role in enumerate(roles):
-            found = {
-                name: _leaf(part, role, key)
-                for name, leaf in alike.items()
+            factor_leaves = {
+                name: _build_factor_leaf(part, role, key)
+                for name, leaf in same_rows.items()
                 if number < len(namings[name].suffixes)
-                for part, key in [_factor(tensor, name, leaf, number)]
+                for part, key in [_find_factor(tensor, name, leaf, number)]
             }
-            if tensor.name == EMBEDDING:
-                found = {name: _embedded(leaf) for name, leaf in found.items()}
-            if found:
-                yield _row(tensor, role, found)
-    for role, infix in COPIES.items():
+            if tensor.name == EMBEDDING_TENSOR:
+                factor_leaves = {
+                    name: _to_embedding_leaf(leaf) for name, leaf in factor_leaves.items()
+                }
+            if factor_leaves:
+                yield _build_row(tensor, role, factor_leaves)
+    for role, infix in COPY_INFIXES.items():
         copies = {
-            name: replace(leaf, key=_copied(leaf.key.text, infix))
-            for name, leaf in held.items()
-            if name in PEFT and "." in leaf.key.text  # PEFT copies modules only
+            name: replace(leaf, key=_build_copy_key(leaf.key.text, infix))
+            for name, leaf in leaves.items()
+            if name in PEFT_LAYOUTS and "." in leaf.key.text  # PEFT copies modules only
         }
         if copies:
-            yield _row(tensor, role, copies)
+            yield _build_row(tensor, role, copies)
 
 
-def _linear(leaf: Leaf) -> bool:
+def _is_linear(leaf: Leaf) -> bool:
     """Return whether *leaf* is a linear layer, or some rows of a concatenated one."""
-    named = leaf.key.text.endswith(_WEIGHT)
-    return named and len(leaf.dims) == 2 and not (leaf.part is not None and leaf.along)
+    is_weight = leaf.key.text.endswith(_WEIGHT_SUFFIX)
+    return is_weight and len(leaf.dims) == 2 and not (leaf.part is not None and leaf.concat_dim)
 
 
-def linear_keys(family: Family, layout: str, keys: Collection[str]) -> list[str]:
+def list_linear_keys(family: Family, layout: str, keys: Collection[str]) -> list[str]:
     """List the weights of linear layers among *keys*, without embeddings and routers.
 
     transformers 5 has a separate module for routers, to which PEFT adds no factors.
     """
-    groups = match(family, family.layout(layout), keys).groups
+    groups = match_keys(family, family.get_layout(layout), keys).groups
     linear = {
         key
         for group in groups
-        if all(_linear(leaf) and (EXPERTS,) not in leaf.dims for _, leaf in group.stored.parts)
+        if all(
+            _is_linear(leaf) and (EXPERT_AXIS,) not in leaf.dims for _, leaf in group.stored.parts
+        )
         for key in group.keys
-        if not _is_looked_up(key)
+        if not _is_embedding(key)
     }
     return [key for key in keys if key in linear]
 
 
-def _is_looked_up(key: str) -> bool:
+def _is_embedding(key: str) -> bool:
     """Return whether *key* is an embedding of tokens or of distances."""
     module = key.rpartition(".")[0].rpartition(".")[2]
     distances = key.endswith(".relative_attention_bias.weight")
     return "embed" in module or distances or key == "shared.weight"
 
 
-def _factor(tensor: Tensor, name: str, leaf: Leaf, number: int) -> tuple[Leaf, Template]:
+def _find_factor(
+    tensor: LogicalTensor, name: str, leaf: Leaf, number: int
+) -> tuple[Leaf, Template]:
     """Return the leaf of the model that a factor changes, and the factor's key."""
     naming = _NAMINGS[name]
     part = naming.parts.get(tensor.name.partition(".")[0], "") if leaf.part is not None else ""
-    prefix = PREFIX if name in PEFT else ""
-    module = prefix + leaf.key.text.removesuffix(_WEIGHT) + naming.module
-    return leaf.alone if part else leaf, Template.parse(module + part + naming.suffixes[number])
+    prefix = PEFT_PREFIX if name in PEFT_LAYOUTS else ""
+    module = prefix + leaf.key.text.removesuffix(_WEIGHT_SUFFIX) + naming.module
+    return leaf.standalone if part else leaf, Template.parse(
+        module + part + naming.suffixes[number]
+    )
 
 
-def as_linear(name: str) -> str:
+def to_linear_name(name: str) -> str:
     """Convert the name of an embedding's factor to that of a linear layer's."""
-    for suffix, linear in zip(_EMBEDDED, _PEFT, strict=False):
+    for suffix, linear in zip(_PEFT_EMBEDDING_SUFFIXES, _PEFT_SUFFIXES, strict=False):
         if name.endswith(suffix):
             return name.removesuffix(suffix) + linear
     return name
 
 
-def _plain(leaf: Leaf) -> Leaf:
+def _to_linear_leaf(leaf: Leaf) -> Leaf:
     """Convert a leaf of an embedding's factor to that of a linear layer's. Others stay."""
-    name = as_linear(leaf.key.text)
+    name = to_linear_name(leaf.key.text)
     if name == leaf.key.text:
         return leaf
     return replace(leaf, key=Template.parse(name), dims=leaf.dims[::-1])
 
 
-def _embedded(leaf: Leaf) -> Leaf:
+def _to_embedding_leaf(leaf: Leaf) -> Leaf:
     """Convert a leaf of a factor to PEFT's transposed form for embeddings."""
-    for suffix, linear in zip(_EMBEDDED, _PEFT, strict=False):
+    for suffix, linear in zip(_PEFT_EMBEDDING_SUFFIXES, _PEFT_SUFFIXES, strict=False):
         if leaf.key.text.endswith(linear):
             key = Template.parse(leaf.key.text.removesuffix(linear) + suffix)
             return replace(leaf, key=key, dims=leaf.dims[::-1])
     return leaf
 
 
-def _copied(key: str, infix: str) -> Template:
+def _build_copy_key(key: str, infix: str) -> Template:
     module, dot, last = key.rpartition(".")
-    return Template.parse(PREFIX + module + infix + dot + last)
+    return Template.parse(PEFT_PREFIX + module + infix + dot + last)
 
 
-def _leaf(leaf: Leaf, role: str, key: Template) -> Leaf:
+def _build_factor_leaf(leaf: Leaf, role: str, key: Template) -> Leaf:
     """Build the leaf of one factor, or of a copy, of a tensor that is stored as *leaf*."""
-    if role in COPIES:
+    if role in COPY_INFIXES:
         return replace(leaf, key=key)
     rows: Dims = (leaf.dims[0],)
     if role == "lora_a":
-        return Leaf(key, ((RANK,), leaf.dims[1]), leaf.spread)
+        return Leaf(key, ((RANK_AXIS,), leaf.dims[1]), leaf.spread_axes)
     if role == "lora_b":
-        rows = (leaf.dims[0], (RANK,))
-    return Leaf(key, rows, leaf.spread, leaf.part, within=leaf.within)
+        rows = (leaf.dims[0], (RANK_AXIS,))
+    return Leaf(key, rows, leaf.spread_axes, leaf.part, interleave_axis=leaf.interleave_axis)
 
 
-def _row(tensor: Tensor, role: str, leaves: Mapping[str, Leaf]) -> Tensor:
+def _build_row(tensor: LogicalTensor, role: str, leaves: Mapping[str, Leaf]) -> LogicalTensor:
     head, dot, rest = tensor.name.partition(".")
-    return Tensor(
+    return LogicalTensor(
         name=f"{head}-{role}{dot}{rest}",
         block=tensor.block,
         indices=tensor.indices,
-        split=None,
+        split_axis=None,
         optional=True,
         variant=None,
         leaves=leaves,
-        scales=tensor.scales,
-        together=tensor.together,
+        scaled_weight=tensor.scaled_weight,
+        group=tensor.group,
     )
 
 
-def _named(tensor: Tensor, leaf: Leaf) -> Leaf:
-    spread = [f"{{{axis}}}" for axis in leaf.spread]
+def _name_unfused(tensor: LogicalTensor, leaf: Leaf) -> Leaf:
+    spread = [f"{{{axis}}}" for axis in leaf.spread_axes]
     return replace(leaf, key=Template.parse(".".join([tensor.name, *spread])))

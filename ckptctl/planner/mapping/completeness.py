@@ -11,60 +11,60 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from ckptctl.errors import HomelessError, MissingTensorsError, listed, nearest, spell_option
-from ckptctl.planner.families.tables import Tensor
+from ckptctl.planner.families.tables import LogicalTensor
 from ckptctl.planner.families.templates import Template
 from ckptctl.planner.layouts import Drop, Family, Layout
 from ckptctl.planner.mapping.matching import (
-    LayerKind,
-    Matched,
+    IndexValues,
+    MatchedKeys,
     Slot,
-    Values,
-    key_of,
-    leads,
-    slots,
+    VariantLayers,
+    format_key,
+    iterate_leads,
+    list_indices,
 )
 from ckptctl.units import counted
 
-MANY = 1000
+ALWAYS_LISTED = 1000
 """Number of missing keys that are always listed. Further ones may only be counted."""
 
 
-class Absent(NamedTuple):
+class MissingKey(NamedTuple):
     """A key that a complete model would have and this one does not have.
 
     Attributes:
         key: The missing key.
-        shown: Whether this model certainly needs it, because the tensor exists at other
+        is_certain: Whether this model certainly needs it, because the tensor exists at other
             indices or has no index.
     """
 
     key: str
-    shown: bool
+    is_certain: bool
 
 
-class Lacking(NamedTuple):
+class MissingKeys(NamedTuple):
     """The missing keys of a model.
 
     Attributes:
-        listed: The keys, only the first ones of very many.
-        number: Number of missing keys, including those that are not listed.
+        keys: The keys, only the first ones of very many.
+        total: Number of missing keys, including those that are not listed.
     """
 
-    listed: list[Absent]
-    number: int
+    keys: list[MissingKey]
+    total: int
 
 
-def lacking(
+def find_missing_keys(
     family: Family,
     layout: Layout,
-    matched: Matched,
+    matched: MatchedKeys,
     sizes: Mapping[str, int],
     *,
     tied: bool,
-    without: Collection[str] = (),
-    demanded: Collection[Slot] = (),
-    most: int | None = None,
-) -> Lacking:
+    absent_tensors: Collection[str] = (),
+    required: Collection[Slot] = (),
+    max_keys: int | None = None,
+) -> MissingKeys:
     """Find the keys that a complete model would have and this one does not have.
 
     If *sizes* does not contain a count, the largest number in a key is the last one.
@@ -75,34 +75,40 @@ def lacking(
         matched: The keys of the model.
         sizes: Axis sizes and numbers of layers from a config.
         tied: Whether tensors are tied.
-        without: Logical tensors that this model does not have.
-        demanded: Optional tensors that its config requires.
-        most: Maximum number of keys to list, or None for a default limit.
+        absent_tensors: Logical tensors that this model does not have.
+        required: Optional tensors that its config requires.
+        max_keys: Maximum number of keys to list, or None for a default limit.
     """
     # MTP layers, which follow all others, are often omitted.
-    after = {shift.index for shift in family.shifts if shift.place == "after"}
-    counted = {index for tensor in family.tensors.values() for index in tensor.indices} - after
-    stated = {axis: sizes[axis] for axis in layout.spread & sizes.keys()}
-    given = {index: sizes[index] for index in counted & sizes.keys()}
+    trailing_indices = {shift.index for shift in family.shifts if shift.place == "after"}
+    counted_indices = {
+        index for tensor in family.tensors.values() for index in tensor.indices
+    } - trailing_indices
+    stated_axes = {axis: sizes[axis] for axis in layout.spread_axes & sizes.keys()}
+    stated_counts = {index: sizes[index] for index in counted_indices & sizes.keys()}
     leaves = layout.leaves
-    excused = {leaves[name].key.text for name in without if name in leaves}
+    excused = {leaves[name].key.text for name in absent_tensors if name in leaves}
     for tie in family.ties if tied else ():
         pair = (tie.tensor, tie.of)
         if any((name, ()) in matched.keys for name in pair):  # one of them suffices
             excused |= {leaves[name].key.text for name in pair if name in leaves}
-    counts = {**stated, **matched.counts(), **given}
-    as_shown = not demanded and counts == matched.counts()
-    if as_shown and matched.absent is not None and excused >= matched.absent:
-        return Lacking([], 0)
-    expected = Expected(family, layout, matched, counts, demanded)
-    keys = [absent for absent in expected.absent(most) if absent.key not in excused]
-    known = {absent.key for absent in keys}
-    more = [absent for absent in expected.undelivered(demanded) if absent.key not in known]
-    number = 0 if family.partial else expected.number(excused) + len(more)
-    return Lacking([*keys, *more], number)
+    counts = {**stated_axes, **matched.count_indices(), **stated_counts}
+    matches_config = not required and counts == matched.count_indices()
+    if matches_config and matched.absent is not None and excused >= matched.absent:
+        return MissingKeys([], 0)
+    expected = ExpectedTensors(family, layout, matched, counts, required)
+    keys = [absent for absent in expected.iterate_missing(max_keys) if absent.key not in excused]
+    known_keys = {absent.key for absent in keys}
+    further_keys = [
+        absent
+        for absent in expected.iterate_missing_required(required)
+        if absent.key not in known_keys
+    ]
+    number = 0 if family.partial else expected.count_missing(excused) + len(further_keys)
+    return MissingKeys([*keys, *further_keys], number)
 
 
-class Expected:
+class ExpectedTensors:
     """The logical tensors of a complete model, judged by those that exist.
 
     An optional tensor is expected in every layer if one layer has it, or another tensor of its
@@ -113,9 +119,9 @@ class Expected:
         self,
         family: Family,
         layout: Layout,
-        matched: Matched,
+        matched: MatchedKeys,
         counts: Mapping[str, int],
-        demanded: Collection[Slot] = (),
+        required: Collection[Slot] = (),
     ) -> None:
         self._family, self._layout, self._matched = family, layout, matched
         self._limit = sum(len(group.keys) for group in matched.groups) + 1
@@ -125,86 +131,98 @@ class Expected:
             tensor.name
             for group in matched.groups
             for tensor, _ in group.stored.parts
-            if matched.number(tensor)
+            if matched.count_keys(tensor)
         }
-        self._together = {family.tensors[name].together for name in self._present} - {""}
+        self._present_groups = {family.tensors[name].group for name in self._present} - {""}
         self._layers = {kind: set(layers) for kind, layers in matched.layers.items()}
-        self._beyond: Counter[LayerKind] = Counter()
-        known = {family.tensors[name].variant for name in layout.leaves}
+        self._uncounted: Counter[VariantLayers] = Counter()
+        known_variants = {family.tensors[name].variant for name in layout.leaves}
         for group in family.variants:
-            self._complete([variant for variant in group if variant in known], demanded)
+            self._assign_variants(
+                [variant for variant in group if variant in known_variants], required
+            )
 
-    def absent(self, most: int | None = None) -> Iterator[Absent]:
-        """Yield missing keys, at most *most* or a default limit."""
+    def iterate_missing(self, max_keys: int | None = None) -> Iterator[MissingKey]:
+        """Yield missing keys, at most *max_keys* or a default limit."""
         if self._family.partial:
             return
         seen: set[str] = set()
-        for absent in islice(self._absent(), most or 2 * self._limit + MANY):
+        for absent in islice(
+            self._iterate_all_missing(), max_keys or 2 * self._limit + ALWAYS_LISTED
+        ):
             if absent.key not in seen:
                 seen.add(absent.key)
                 yield absent
 
-    def _absent(self) -> Iterator[Absent]:
+    def _iterate_all_missing(self) -> Iterator[MissingKey]:
         """Yield missing keys, those of a fused tensor once for each part."""
         for name in self._layout.leaves:
             tensor = self._family.tensors[name]
-            shown = not tensor.indices or bool(self._matched.number(tensor))
-            yield from (Absent(key, shown) for key in self._keys(tensor))
-        for rule, keys, beside in self._zeros():
-            for values in self._slots(beside):
-                named = dict(zip(beside.indices, values, strict=True))
-                key = Template.parse(rule.key).key(self._matched.numbering.stored(named))
+            is_certain = not tensor.indices or bool(self._matched.count_keys(tensor))
+            yield from (MissingKey(key, is_certain) for key in self._iterate_missing_keys(tensor))
+        for rule, keys, neighbor in self._iterate_zero_rules():
+            for values in self._list_expected_indices(neighbor):
+                indices = dict(zip(neighbor.indices, values, strict=True))
+                key = Template.parse(rule.key).format_key(
+                    self._matched.numbering.to_stored(indices)
+                )
                 if key not in keys:
-                    yield Absent(key, shown=True)
+                    yield MissingKey(key, is_certain=True)
 
-    def undelivered(self, demanded: Collection[Slot]) -> Iterator[Absent]:
-        """Yield the missing keys of *demanded* tensors, once per stored tensor."""
-        found: dict[str, None] = {}
+    def iterate_missing_required(self, required: Collection[Slot]) -> Iterator[MissingKey]:
+        """Yield the missing keys of *required* tensors, once per stored tensor."""
+        missing_keys: dict[str, None] = {}
         numbering = self._matched.numbering
-        for name, places in groupby(sorted(demanded), key=itemgetter(0)):
+        for name, places in groupby(sorted(required), key=itemgetter(0)):
             leaf, tensor = self._layout.leaves.get(name), self._family.tensors[name]
             if leaf is None or self._family.partial:
                 continue
-            there = self._matched.places(tensor, leaf.spread)
+            existing = self._matched.find_indices(tensor, leaf.spread_axes)
             of_kind = self._layers.get((tensor.variant or "", tensor.indices), ())
             for _, values in places:
                 if tensor.variant and values not in of_kind:
                     continue
-                for lead in leads(leaf, self._counts):
-                    if (*values, *lead) not in there:
-                        found[key_of(self._layout, tensor, values, lead, numbering)] = None
-        yield from (Absent(key, shown=True) for key in found)
+                for lead in iterate_leads(leaf, self._counts):
+                    if (*values, *lead) not in existing:
+                        missing_keys[format_key(self._layout, tensor, values, lead, numbering)] = (
+                            None
+                        )
+        yield from (MissingKey(key, is_certain=True) for key in missing_keys)
 
-    def number(self, excused: Collection[str]) -> int:
+    def count_missing(self, excused: Collection[str]) -> int:
         """Count the missing keys, without those of *excused* templates."""
-        there: Counter[int] = Counter()
+        key_counts: Counter[int] = Counter()
         for group in self._matched.groups:
-            there[id(group.stored)] += len(group.keys)
+            key_counts[id(group.stored)] += len(group.keys)
         missing = 0
         for stored in self._layout.stored:
             if stored.template.text not in excused:
-                each = math.prod(self._stated.get(axis, 0) for axis in stored.parts[0][1].spread)
+                entry_count = math.prod(
+                    self._stated.get(axis, 0) for axis in stored.parts[0][1].spread_axes
+                )
                 numbers: Counter[str | None] = Counter()
                 for tensor, _ in stored.parts:
-                    numbers[tensor.variant] = max(numbers[tensor.variant], self._number(tensor))
-                missing += max(0, numbers.total() * each - there[id(stored)])
-        for _, keys, beside in self._zeros():
-            missing += self._number(beside) - len(keys)
+                    numbers[tensor.variant] = max(
+                        numbers[tensor.variant], self._count_expected(tensor)
+                    )
+                missing += max(0, numbers.total() * entry_count - key_counts[id(stored)])
+        for _, keys, neighbor in self._iterate_zero_rules():
+            missing += self._count_expected(neighbor) - len(keys)
         return missing
 
-    def _keys(self, tensor: Tensor) -> Iterator[str]:
+    def _iterate_missing_keys(self, tensor: LogicalTensor) -> Iterator[str]:
         """Yield the missing keys of *tensor*, none if their number is right."""
         leaf, matched = self._layout.leaves[tensor.name], self._matched
-        each = math.prod(self._stated.get(axis, 0) for axis in leaf.spread)
-        if matched.number(tensor) == self._number(tensor) * each:
+        entry_count = math.prod(self._stated.get(axis, 0) for axis in leaf.spread_axes)
+        if matched.count_keys(tensor) == self._count_expected(tensor) * entry_count:
             return
-        there = matched.places(tensor, leaf.spread)
-        for values in self._slots(tensor):
-            for lead in leads(leaf, self._counts):
-                if (*values, *lead) not in there:
-                    yield key_of(self._layout, tensor, values, lead, matched.numbering)
+        existing = matched.find_indices(tensor, leaf.spread_axes)
+        for values in self._list_expected_indices(tensor):
+            for lead in iterate_leads(leaf, self._counts):
+                if (*values, *lead) not in existing:
+                    yield format_key(self._layout, tensor, values, lead, matched.numbering)
 
-    def _zeros(self) -> Iterator[tuple[Drop, set[str], Tensor]]:
+    def _iterate_zero_rules(self) -> Iterator[tuple[Drop, set[str], LogicalTensor]]:
         """Yield each rule for zeros that some layers have, their keys, and the adjacent tensor.
 
         All layers with that tensor need the zeros.
@@ -213,76 +231,78 @@ class Expected:
             dropped = self._matched.dropped.items()
             keys = {key for key, drop in dropped if drop is rule and drop.zeros}
             tensors = self._family.tensors.values()
-            beside = next((t for t in tensors if t.name.partition(".")[0] == rule.beside), None)
-            if keys and beside is not None and rule.layout == self._layout.name:
-                yield rule, keys, beside
+            neighbor = next((t for t in tensors if t.name.partition(".")[0] == rule.next_to), None)
+            if keys and neighbor is not None and rule.layout == self._layout.name:
+                yield rule, keys, neighbor
 
-    def _number(self, tensor: Tensor) -> int:
+    def _count_expected(self, tensor: LogicalTensor) -> int:
         """Count the index values at which *tensor* is expected."""
-        if not self._wanted(tensor):
+        if not self._is_expected(tensor):
             return 0
-        if self._by_layer(tensor):
-            return len(self._shown(tensor))
+        if self._is_per_layer(tensor):
+            return len(self._find_layers(tensor))
         if tensor.variant:
             kind = tensor.variant, tensor.indices
-            return len(self._layers.get(kind, ())) + self._beyond[kind]
+            return len(self._layers.get(kind, ())) + self._uncounted[kind]
         return math.prod(self._stated.get(index, 0) for index in tensor.indices)
 
-    def _slots(self, tensor: Tensor) -> Sequence[Values]:
+    def _list_expected_indices(self, tensor: LogicalTensor) -> Sequence[IndexValues]:
         """List the index values at which *tensor* is expected."""
-        if not self._wanted(tensor):
+        if not self._is_expected(tensor):
             return ()
-        if self._by_layer(tensor):
-            return sorted(self._shown(tensor))
+        if self._is_per_layer(tensor):
+            return sorted(self._find_layers(tensor))
         if tensor.variant:
             return sorted(self._layers.get((tensor.variant, tensor.indices), ()))
-        return slots(tensor, self._counts)
+        return list_indices(tensor, self._counts)
 
-    def _wanted(self, tensor: Tensor) -> bool:
+    def _is_expected(self, tensor: LogicalTensor) -> bool:
         """Return whether *tensor* is expected at any index."""
-        shown = tensor.name in self._present or tensor.together in self._together
-        return shown or not tensor.optional
+        is_present = tensor.name in self._present or tensor.group in self._present_groups
+        return is_present or not tensor.optional
 
-    def _by_layer(self, tensor: Tensor) -> bool:
+    def _is_per_layer(self, tensor: LogicalTensor) -> bool:
         """Return whether only some layers have *tensor*, or the weight that it scales."""
-        return (tensor.scales or tensor.name) in self._family.by_layer
+        return (tensor.scaled_weight or tensor.name) in self._family.per_layer_tensors
 
-    def _shown(self, tensor: Tensor) -> set[Values]:
+    def _find_layers(self, tensor: LogicalTensor) -> set[IndexValues]:
         """Return the layers that have *tensor*, its weight, or another tensor of its group."""
-        if tensor.scales:
-            tensor = self._family.tensors[tensor.scales]
-        mates = self._family.named((tensor.together,)) if tensor.together else (tensor,)
-        return set().union(*(self._matched.places(mate) for mate in mates))
+        if tensor.scaled_weight:
+            tensor = self._family.tensors[tensor.scaled_weight]
+        group_tensors = self._family.find_tensors((tensor.group,)) if tensor.group else (tensor,)
+        return set().union(*(self._matched.find_indices(mate) for mate in group_tensors))
 
-    def _complete(self, group: Sequence[str], demanded: Collection[Slot]) -> None:
-        """Assign a variant to layers without one, by *demanded* tensors or else by frequency."""
+    def _assign_variants(self, group: Sequence[str], required: Collection[Slot]) -> None:
+        """Assign a variant to layers without one, by *required* tensors or else by frequency."""
         samples = {t.indices: t for t in self._family.tensors.values() if t.variant in group}
         for indices, sample in samples.items():
             layers = {variant: self._layers.get((variant, indices), set()) for variant in group}
-            shown = max(group, key=lambda variant: len(layers[variant]))
+            most_frequent = max(group, key=lambda variant: len(layers[variant]))
             covered = set().union(*layers.values())
-            for name, values in demanded:
+            for name, values in required:
                 tensor = self._family.tensors[name]
                 kind = tensor.variant or "", tensor.indices
                 if kind[0] in group and kind[1] == indices and values not in covered:
                     self._layers.setdefault(kind, set()).add(values)
                     covered.add(values)
-            looked_at = slots(sample, self._counts)
-            self._layers.setdefault((shown, indices), set()).update(
-                values for values in looked_at if values not in covered
+            all_layers = list_indices(sample, self._counts)
+            self._layers.setdefault((most_frequent, indices), set()).update(
+                values for values in all_layers if values not in covered
             )
-            stated = math.prod(self._stated.get(index, 0) for index in indices)
-            self._beyond[shown, indices] += max(0, stated - len(looked_at))
+            stated_count = math.prod(self._stated.get(index, 0) for index in indices)
+            self._uncounted[most_frequent, indices] += max(0, stated_count - len(all_layers))
 
 
-def untold(
-    family: Family, source: Layout, target: Layout, demanded: Collection[Slot]
+def note_unplaceable(
+    family: Family, source: Layout, target: Layout, required: Collection[Slot]
 ) -> Iterator[str]:
-    """Yield a note about *demanded* tensors that only *target* has."""
+    """Yield a note about *required* tensors that only *target* has."""
     names = [
-        key_of(target, family.tensors[name], values)
-        for name, values in sorted(demanded)
-        if name in target.leaves and name not in source.leaves and not target.leaves[name].spread
+        format_key(target, family.tensors[name], values)
+        for name, values in sorted(required)
+        if name in target.leaves
+        and name not in source.leaves
+        and not target.leaves[name].spread_axes
     ]
     if names:
         yield (
@@ -291,54 +311,64 @@ def untold(
         )
 
 
-def begins_only(family: Family, layout: Layout, matched: Matched, absent: Collection[str]) -> bool:
+def is_truncated(
+    family: Family, layout: Layout, matched: MatchedKeys, absent: Collection[str]
+) -> bool:
     """Return whether a model has only its first tensors and layers, as if it were truncated."""
     blocks = [tensor.block for tensor in family.tensors.values() if tensor.indices]
     if not blocks:
         return False
-    ends = [t for n, t in family.tensors.items() if n in layout.leaves and not t.indices]
-    before = [tensor for tensor in ends if tensor.block < min(blocks)]
-    after = [tensor for tensor in ends if tensor.block > max(blocks)]
-    layers = matched.counts().get("i", 0)
-    lacks = (next(layout.table.all(key), None) for key in absent)
-    inner = [indices["i"] for _, indices in filter(None, lacks) if "i" in indices]
+    outer_tensors = [t for n, t in family.tensors.items() if n in layout.leaves and not t.indices]
+    before = [tensor for tensor in outer_tensors if tensor.block < min(blocks)]
+    after = [tensor for tensor in outer_tensors if tensor.block > max(blocks)]
+    layers = matched.count_indices().get("i", 0)
+    missing_meanings = (next(layout.table.iterate_meanings(key), None) for key in absent)
+    missing_layers = [
+        indices["i"] for _, indices in filter(None, missing_meanings) if "i" in indices
+    ]
     return (
         bool(layers and after)
-        and all(matched.number(tensor) for tensor in before if not tensor.optional)
-        and not any(matched.number(tensor) for tensor in after)
-        and all(number >= layers for number in inner)
+        and all(matched.count_keys(tensor) for tensor in before if not tensor.optional)
+        and not any(matched.count_keys(tensor) for tensor in after)
+        and all(number >= layers for number in missing_layers)
     )
 
 
-def torn(family: Family, matched: Matched) -> str | None:
+def find_variant_conflict(family: Family, matched: MatchedKeys) -> str | None:
     """Describe the first layer with tensors of two variants, or return None."""
     layers = matched.layers
     for group in family.variants:
-        for one, other in combinations([kind for kind in layers if kind[0] in group], 2):
-            if one[1] == other[1] and not layers[one].isdisjoint(layers[other]):
-                return _contradiction(family, group, matched)
+        for first_kind, second_kind in combinations(
+            [kind for kind in layers if kind[0] in group], 2
+        ):
+            if first_kind[1] == second_kind[1] and not layers[first_kind].isdisjoint(
+                layers[second_kind]
+            ):
+                return _describe_conflict(family, group, matched)
     return None
 
 
-def _contradiction(family: Family, group: Sequence[str], matched: Matched) -> str | None:
+def _describe_conflict(family: Family, group: Sequence[str], matched: MatchedKeys) -> str | None:
     """Describe the first keys that assign a layer to two variants of *group*."""
-    place = {key: number for number, key in enumerate(matched.order)}
+    position_by_key = {key: number for number, key in enumerate(matched.order)}
     firsts = [(next(iter(keys.values())), slot) for slot, keys in matched.keys.items()]
-    layers: dict[LayerKind, dict[Values, str]] = {}
-    for key, (name, values) in sorted(firsts, key=lambda first: place[first[0]]):
+    layers: dict[VariantLayers, dict[IndexValues, str]] = {}
+    for key, (name, values) in sorted(firsts, key=lambda first: position_by_key[first[0]]):
         tensor = family.tensors[name]
         if tensor.variant and tensor.variant in group:
             layers.setdefault((tensor.variant, tensor.indices), {}).setdefault(values, key)
     seen: dict[object, str] = {}
-    for (_, indices), found in layers.items():
-        for values, key in found.items():
+    for (_, indices), key_by_indices in layers.items():
+        for values, key in key_by_indices.items():
             if (indices, values) in seen:
                 return f"`{seen[indices, values]}` and `{key}` are mutually exclusive"
             seen[indices, values] = key
     return None
 
 
-def require_known(family: Family, layout: Layout, matched: Matched, absent: Sequence[str]) -> None:
+def require_known_keys(
+    family: Family, layout: Layout, matched: MatchedKeys, absent: Sequence[str]
+) -> None:
     """Require that the layout knows all keys.
 
     Raises:
@@ -348,42 +378,45 @@ def require_known(family: Family, layout: Layout, matched: Matched, absent: Sequ
         return
     lines = []
     for key in matched.unmatched[:5]:
-        close = nearest(key, [other for other in near(layout, key, absent) if other != key])
-        lines.append(f"`{key}`" + (f" (near: `{close}`)" if close else ""))
+        closest_key = nearest(
+            key,
+            [candidate for candidate in list_similar_keys(layout, key, absent) if candidate != key],
+        )
+        lines.append(f"`{key}`" + (f" (near: `{closest_key}`)" if closest_key else ""))
     more = len(matched.unmatched) - len(lines)
-    alone = len(matched.unmatched) == 1
-    strange = f"{counted(len(matched.unmatched), 'tensor')} {'is' if alone else 'are'} unknown"
+    is_single = len(matched.unmatched) == 1
+    subject = f"{counted(len(matched.unmatched), 'tensor')} {'is' if is_single else 'are'} unknown"
     raise HomelessError(
-        f"{strange} to `{family.name}` in layout `{layout.name}`",
+        f"{subject} to `{family.name}` in layout `{layout.name}`",
         where=f"tensor `{matched.unmatched[0]}`",
         why=", ".join(lines) + (f" and {more:,} more" if more > 0 else ""),
         hint=f"set the right {spell_option('--model-type')} or {spell_option('--from-layout')}, "
-        f"or omit {'it' if alone else 'one'} with "
+        f"or omit {'it' if is_single else 'one'} with "
         f"{spell_option(f'--exclude {shlex.quote(matched.unmatched[0])}')}",
         keys=matched.unmatched,
     )
 
 
-def near(layout: Layout, key: str, absent: Sequence[str] = ()) -> list[str]:
+def list_similar_keys(layout: Layout, key: str, absent: Sequence[str] = ()) -> list[str]:
     """List candidates for a misspelled *key*, both missing keys and keys with its indices."""
     numbers = [part for part in key.split(".") if part.isdigit()]
-    known = []
+    candidates = []
     for leaf in layout.leaves.values():
         names = leaf.key.indices
         if len(names) <= len(numbers):
             values = zip(names, (int(n) for n in numbers), strict=False)
-            known.append(leaf.key.key(dict(values)))
-    return [*absent[:50], *known]
+            candidates.append(leaf.key.format_key(dict(values)))
+    return [*absent[:50], *candidates]
 
 
-def require_whole(
+def require_no_missing(
     names: Sequence[str],
     number: int,
     family: Family,
     layout: Layout,
     *,
     tied: bool,
-    strange: Sequence[str] = (),
+    unknown_keys: Sequence[str] = (),
     where: str | None = None,
     hint: str | None = None,
 ) -> None:
@@ -403,6 +436,6 @@ def require_whole(
         else "the model is missing a tensor",
         where=where or f"tensor `{names[0]}`",
         why=f"`{family.name}` requires {listed(names, number=number)}"
-        + (f", but has no {listed(strange)}" if strange else ""),
+        + (f", but has no {listed(unknown_keys)}" if unknown_keys else ""),
         hint=hint,
     )

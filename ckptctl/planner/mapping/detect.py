@@ -7,17 +7,17 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import NamedTuple
 
-from ckptctl.planner.config_facts import Json, is_tied, with_rope_type
-from ckptctl.planner.families.declarations import holds
-from ckptctl.planner.families.templates import KeyKind, key_kinds
-from ckptctl.planner.layouts import LIKE, Family, is_base
-from ckptctl.planner.mapping.completeness import Expected, torn
-from ckptctl.planner.mapping.matching import Matched, match, tied_away
-from ckptctl.planner.model_parallel import ranks_fit
+from ckptctl.planner.config_facts import Json, has_tied_embeddings, with_rope_type
+from ckptctl.planner.families.declarations import matches_signs
+from ckptctl.planner.families.templates import KeyKind, group_by_kind
+from ckptctl.planner.layouts import INHERITED_LAYOUTS, Family, is_base
+from ckptctl.planner.mapping.completeness import ExpectedTensors, find_variant_conflict
+from ckptctl.planner.mapping.matching import MatchedKeys, list_omitted_ties, match_keys
+from ckptctl.planner.model_parallel import fits_ranks
 from ckptctl.units import counted
 
-ENOUGH = 0.5
-SHOWN = 5
+MIN_KNOWN_SHARE = 0.5
+MAX_NAMED_KEYS = 5
 """Maximum number of unknown or missing keys to name."""
 
 
@@ -40,13 +40,13 @@ class Candidate:
     layout: str
     alike: tuple[str, ...]
     evidence: tuple[str, ...]
-    matched: Matched = field(repr=False)
+    matched: MatchedKeys = field(repr=False)
     unmatched: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     share: float = 1.0
 
     @property
-    def exact(self) -> bool:
+    def is_exact(self) -> bool:
         """Whether every key is known and none is missing."""
         return not self.unmatched and not self.missing
 
@@ -54,7 +54,7 @@ class Candidate:
         return f"{self.family} in layout {self.layout} ({', '.join(self.evidence)})"
 
 
-def detect(
+def detect_layouts(
     shapes: Mapping[str, tuple[int, ...]],
     families: Mapping[str, Family],
     config: Json | None = None,
@@ -62,8 +62,8 @@ def detect(
     *,
     ranks: int = 1,
     prefer: str | None = None,
-    least: float = ENOUGH,
-    named: bool = False,
+    min_share: float = MIN_KNOWN_SHARE,
+    is_user_specified: bool = False,
     root: str = "",
 ) -> tuple[Candidate, ...]:
     """Detect the model types and layouts that match best, several if they match equally well.
@@ -77,88 +77,99 @@ def detect(
         params: params.json, or None.
         ranks: Number of model-parallel shards.
         prefer: The preferred layout among identical ones.
-        least: Fraction of all keys that a layout must know, 1 for exact matches only.
-        named: Whether the user specified the model type, which configs do not exclude.
+        min_share: Fraction of all keys that a layout must know, 1 for exact matches only.
+        is_user_specified: Whether the user specified the model type, which configs do not exclude.
         root: Prefix that was removed from the keys, with its dot.
     """
-    known = [None if file is None else with_rope_type(file) for file in (config, params)]
+    configs = [None if file is None else with_rope_type(file) for file in (config, params)]
     # Keys of an unknown model mostly have parts that no table has, so they are filtered only once.
-    words = frozenset[str]().union(*(family.words for family in families.values()))
-    kinds = key_kinds(shapes)
-    spelled = [kind for kind in kinds if kind.words <= words]
-    asked = _Question(shapes, kinds, spelled, (config, params), ranks, prefer, root)
+    words = frozenset[str]().union(*(family.key_parts for family in families.values()))
+    kinds = group_by_kind(shapes)
+    known_kinds = [kind for kind in kinds if kind.words <= words]
+    question = _DetectionInput(shapes, kinds, known_kinds, (config, params), ranks, prefer, root)
     # Only layouts that know every key are exact. Then the tables of most families are not parsed.
-    for share in dict.fromkeys((1.0, least)):
+    for share in dict.fromkeys((1.0, min_share)):
         candidates: list[Candidate] = []
         for family in families.values():
-            evidence = () if named else _evidence(family, *known)
+            evidence = () if is_user_specified else _find_evidence(family, *configs)
             if evidence is None:
                 continue
-            if names := _plausible(family, asked, share):
-                candidates += _layouts(family, names, asked, share, evidence)
-        if any(candidate.exact for candidate in candidates):
+            if names := _list_plausible_layouts(family, question, share):
+                candidates += _list_candidates(family, names, question, share, evidence)
+        if any(candidate.is_exact for candidate in candidates):
             break
     # Most known keys first, then fewest missing ones. Exact candidates come before all others.
-    ranked = [(c.exact, c.share, -len(c.missing)) for c in candidates]
+    ranked = [(c.is_exact, c.share, -len(c.missing)) for c in candidates]
     best = [c for c, rank in zip(candidates, ranked, strict=True) if rank == max(ranked)]
     # Layouts may have the same keys but different axis orders. That check needs all shapes.
-    if len({one.layout for one in best}) > 1:
+    if len({item.layout for item in best}) > 1:
         fitting = [
-            one
-            for one in best
-            if ranks_fit(families[one.family], one.layout, asked.shapes, asked.ranks)
+            item
+            for item in best
+            if fits_ranks(families[item.family], item.layout, question.shapes, question.ranks)
         ]
         best = fitting or best
-    best = _originals(best)
-    if named:
+    best = _exclude_inherited(best)
+    if is_user_specified:
         return tuple(best)
-    select = _shown if known == [None, None] else _most_refined
+    select = _exclude_unproven if configs == [None, None] else _exclude_refined
     return tuple(select(best, families))
 
 
-def configured(
+def list_configured_families(
     families: Mapping[str, Family], config: Json | None = None, params: Json | None = None
 ) -> list[str]:
     """List the model types that match the configs, without those that others of them refine."""
-    known = [None if file is None else with_rope_type(file) for file in (config, params)]
-    names = [name for name, one in families.items() if _evidence(one, *known) is not None]
-    general = {parent for name in names for parent in refined(families[name], families)}
+    normalized_configs = [
+        None if file is None else with_rope_type(file) for file in (config, params)
+    ]
+    names = [
+        name
+        for name, family in families.items()
+        if _find_evidence(family, *normalized_configs) is not None
+    ]
+    general = {
+        parent for name in names for parent in list_refined_families(families[name], families)
+    }
     return [name for name in names if name not in general]
 
 
-class _Question(NamedTuple):
-    """Arguments of one call of :func:`detect`."""
+class _DetectionInput(NamedTuple):
+    """Arguments of one call of :func:`detect_layouts`."""
 
     shapes: Mapping[str, tuple[int, ...]]
     by_kind: Sequence[KeyKind]
-    spelled: Sequence[KeyKind]  # those whose words are in any family
+    known_kinds: Sequence[KeyKind]  # those whose words are in any family
     files: tuple[Json | None, Json | None]
     ranks: int
     prefer: str | None
     root: str
 
 
-def _plausible(family: Family, asked: _Question, share: float) -> list[str]:
+def _list_plausible_layouts(family: Family, question: _DetectionInput, share: float) -> list[str]:
     """List the layouts that may know a *share* of the keys, judged only by key skeletons.
 
     Words of keys are compared first, so that the tables of other families are never parsed.
     """
-    enough = share * len(asked.shapes)
-    spelled = [kind for kind in asked.spelled if kind.words <= family.words]
-    if sum(len(kind.keys) for kind in spelled) < enough:
+    min_keys = share * len(question.shapes)
+    known_kinds = [kind for kind in question.known_kinds if kind.words <= family.key_parts]
+    if sum(len(kind.keys) for kind in known_kinds) < min_keys:
         return []
-    wrapped = {kind.skeleton.partition(".")[0] + "." for kind in spelled}
-    wrapped.add(f"{asked.root.rstrip('.').rpartition('.')[2]}.")
-    base = family.bases if family.wrapper not in wrapped else ()
-    tables = {name: family.layout(name).table for name in (*family.layouts, *base)}
+    prefixes = {kind.skeleton.partition(".")[0] + "." for kind in known_kinds}
+    prefixes.add(f"{question.root.rstrip('.').rpartition('.')[2]}.")
+    base_layouts = family.base_layouts if family.wrapper_prefix not in prefixes else ()
+    tables = {name: family.get_layout(name).table for name in (*family.layouts, *base_layouts)}
     return [
         name
         for name, table in tables.items()
-        if sum(len(kind.keys) for kind in spelled if table.entries(kind.skeleton)) >= enough
+        if sum(len(kind.keys) for kind in known_kinds if table.list_entries(kind.skeleton))
+        >= min_keys
     ]
 
 
-def _evidence(family: Family, config: Json | None, params: Json | None) -> tuple[str, ...] | None:
+def _find_evidence(
+    family: Family, config: Json | None, params: Json | None
+) -> tuple[str, ...] | None:
     """List the config fields that match *family*, or return None if a config excludes it."""
     evidence: list[str] = []
     for name, values, signs in (
@@ -167,124 +178,143 @@ def _evidence(family: Family, config: Json | None, params: Json | None) -> tuple
     ):
         if values is None:
             continue
-        shown = [sign for sign in signs if holds(sign, values)]
-        if not shown:
+        matching_signs = [sign for sign in signs if matches_signs(sign, values)]
+        if not matching_signs:
             return None
-        text = ", ".join(f"{k} {v}" for k, v in shown[0].items() if v is not None)
+        text = ", ".join(f"{k} {v}" for k, v in matching_signs[0].items() if v is not None)
         evidence += [f"{name}: {text}"] if text else []
     return tuple(evidence)
 
 
-def _layouts(
+def _list_candidates(
     family: Family,
     plausible: Iterable[str],
-    asked: _Question,
-    least: float,
+    question: _DetectionInput,
+    min_share: float,
     evidence: tuple[str, ...],
 ) -> list[Candidate]:
-    """List a candidate for each layout that knows at least a fraction *least* of the keys.
+    """List a candidate for each layout that knows at least a fraction *min_share* of the keys.
 
     Layouts that give these keys the same meanings are merged into one candidate.
     """
-    tied = is_tied(family, *asked.files)
-    seen: list[str] = []
-    found: list[Candidate] = []
-    for name in sorted(plausible, key=lambda n: n != asked.prefer):
-        if any(family.layout(name).same_as(family.layout(other)) for other in seen):
+    tied = has_tied_embeddings(family, *question.files)
+    distinct_layouts: list[str] = []
+    candidates: list[Candidate] = []
+    for name in sorted(plausible, key=lambda n: n != question.prefer):
+        if any(
+            family.get_layout(name).has_same_tensors(family.get_layout(earlier_name))
+            for earlier_name in distinct_layouts
+        ):
             continue
-        seen.append(name)
-        matched = match(family, family.layout(name), asked.shapes, asked.by_kind)
-        share = (len(asked.shapes) - len(matched.unmatched)) / max(1, len(asked.shapes))
-        if share < least or not matched.groups:
+        distinct_layouts.append(name)
+        matched = match_keys(family, family.get_layout(name), question.shapes, question.by_kind)
+        share = (len(question.shapes) - len(matched.unmatched)) / max(1, len(question.shapes))
+        if share < min_share or not matched.groups:
             continue
-        candidate = _candidate(family, name, matched, asked, tied, share, evidence)
-        if asked.ranks == 1 or ranks_fit(family, name, asked.shapes, asked.ranks):
+        candidate = _build_candidate(family, name, matched, question, tied, share, evidence)
+        if question.ranks == 1 or fits_ranks(family, name, question.shapes, question.ranks):
             # Layouts are alike if they match the same keys and miss equally many, whatever the
             # missing ones are called, because no existing tensor distinguishes them.
-            for place, old in enumerate(found):
-                lacks = old.unmatched, len(old.missing)
-                same = lacks == (candidate.unmatched, len(candidate.missing))
-                if same and old.matched.same_as(matched):
-                    alike = (*old.alike, name, *candidate.alike)
-                    found[place] = replace(old, alike=alike)
+            for place, old in enumerate(candidates):
+                old_defects = old.unmatched, len(old.missing)
+                has_same_defects = old_defects == (candidate.unmatched, len(candidate.missing))
+                if has_same_defects and old.matched.has_same_matches(matched):
+                    same_layouts = (*old.alike, name, *candidate.alike)
+                    candidates[place] = replace(old, alike=same_layouts)
                     break
             else:
-                found.append(candidate)
-    return found
+                candidates.append(candidate)
+    return candidates
 
 
-def _candidate(
+def _build_candidate(
     family: Family,
     name: str,
-    matched: Matched,
-    asked: _Question,
+    matched: MatchedKeys,
+    question: _DetectionInput,
     tied: bool,
     share: float,
     evidence: tuple[str, ...],
 ) -> Candidate:
-    layout, number = family.layout(name), len(asked.shapes)
-    tail = {layout.leaves[n].key.text for n in tied_away(family, name, tied) if n in layout.leaves}
-    surplus = [key for key in tail if key in asked.shapes and asked.files[0] is None]
-    expected = Expected(family, layout, matched, matched.counts())
-    most = SHOWN + len(family.ties)
-    absent = [one.key for one in islice(expected.absent(), most)]
-    matched = replace(matched, absent=frozenset(absent) if len(absent) < most else None)
-    headless = {tie.tensor for tie in family.ties} if is_base(name) else set()
-    excused = tail | {layout.leaves[n].key.text for n in headless if n in layout.leaves}
-    gone = [key for key in absent if key not in excused]
-    alike = [n for n in family.layouts if n != name and layout.same_as(family.layout(n))]
+    layout, number = family.get_layout(name), len(question.shapes)
+    tied_keys = {
+        layout.leaves[n].key.text
+        for n in list_omitted_ties(family, name, tied)
+        if n in layout.leaves
+    }
+    untied_keys = [key for key in tied_keys if key in question.shapes and question.files[0] is None]
+    expected = ExpectedTensors(family, layout, matched, matched.count_indices())
+    max_keys = MAX_NAMED_KEYS + len(family.ties)
+    missing_keys = [missing.key for missing in islice(expected.iterate_missing(), max_keys)]
+    matched = replace(
+        matched, absent=frozenset(missing_keys) if len(missing_keys) < max_keys else None
+    )
+    head_tensors = {tie.tensor for tie in family.ties} if is_base(name) else set()
+    excused = tied_keys | {layout.leaves[n].key.text for n in head_tensors if n in layout.leaves}
+    required_keys = [key for key in missing_keys if key not in excused]
+    same_layouts = [
+        n for n in family.layouts if n != name and layout.has_same_tensors(family.get_layout(n))
+    ]
     return Candidate(
         family.name,
         name,
-        tuple(alike),
+        tuple(same_layouts),
         (f"{number - len(matched.unmatched):,} of {counted(number, 'key')}", *evidence),
         matched,
-        tuple(matched.unmatched[:SHOWN] or surplus),
-        (*filter(None, [torn(family, matched)]), *gone)[:SHOWN],
+        tuple(matched.unmatched[:MAX_NAMED_KEYS] or untied_keys),
+        (*filter(None, [find_variant_conflict(family, matched)]), *required_keys)[:MAX_NAMED_KEYS],
         share,
     )
 
 
-def _originals(candidates: Sequence[Candidate]) -> list[Candidate]:
+def _exclude_inherited(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Exclude candidates whose layout inherits names that another family has in its own layout.
 
     The remaining ones match as they are published. If one family matches in both layouts, the
     result is ambiguous.
     """
-    fitting: dict[str, set[str]] = {}
-    for one in candidates:
-        fitting.setdefault(one.layout, set()).add(one.family)
-    published = (LIKE.get(one.layout, "") for one in candidates)
-    others = (fitting.get(layout, set()) for layout in published)
-    return [one for one, names in zip(candidates, others, strict=True) if names <= {one.family}]
+    families_by_layout: dict[str, set[str]] = {}
+    for candidate in candidates:
+        families_by_layout.setdefault(candidate.layout, set()).add(candidate.family)
+    published = (INHERITED_LAYOUTS.get(candidate.layout, "") for candidate in candidates)
+    other_families = (families_by_layout.get(layout, set()) for layout in published)
+    return [
+        candidate
+        for candidate, names in zip(candidates, other_families, strict=True)
+        if names <= {candidate.family}
+    ]
 
 
-def _shown(candidates: list[Candidate], families: Mapping[str, Family]) -> list[Candidate]:
+def _exclude_unproven(
+    candidates: list[Candidate], families: Mapping[str, Family]
+) -> list[Candidate]:
     """Exclude families that no tensor distinguishes from others, unless none remains."""
 
-    def is_shown(one: Candidate) -> bool:
-        family = families[one.family]
-        telling = family.named(family.shown_by or ())
-        return family.shown_by is None or any(map(one.matched.number, telling))
+    def is_proven(candidate: Candidate) -> bool:
+        family = families[candidate.family]
+        proving_tensors = family.find_tensors(family.shown_by or ())
+        return family.shown_by is None or any(map(candidate.matched.count_keys, proving_tensors))
 
-    return list(filter(is_shown, candidates)) or candidates
+    return list(filter(is_proven, candidates)) or candidates
 
 
-def refined(family: Family, known: Mapping[str, Family]) -> list[str]:
-    """List the *known* families that *family* refines, the nearest first."""
+def list_refined_families(family: Family, known_families: Mapping[str, Family]) -> list[str]:
+    """List the *known_families* families that *family* refines, the nearest first."""
     names: list[str] = []
     parent = family.refines
-    while parent is not None and parent in known and parent not in names:
+    while parent is not None and parent in known_families and parent not in names:
         names.append(parent)
-        parent = known[parent].refines
+        parent = known_families[parent].refines
     return names
 
 
-def _most_refined(candidates: list[Candidate], known: Mapping[str, Family]) -> list[Candidate]:
+def _exclude_refined(
+    candidates: list[Candidate], known_families: Mapping[str, Family]
+) -> list[Candidate]:
     """Exclude families that another candidate refines."""
     general = {
         (name, special.layout)
         for special in candidates
-        for name in refined(known[special.family], known)
+        for name in list_refined_families(known_families[special.family], known_families)
     }
     return [c for c in candidates if (c.family, c.layout) not in general]

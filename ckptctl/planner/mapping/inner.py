@@ -9,42 +9,44 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ckptctl.planner.families.tables import Tensor
+from ckptctl.planner.families.tables import LogicalTensor
 from ckptctl.planner.layouts import Family
 
-ALONE = "alone"
+SUBMODEL_LAYOUT = "alone"
 """The layout with the names of the separate submodel."""
 
 
-def with_names_of(part: Family, layout: str, whole: Family, target: str) -> Family | None:
-    """Derive the family of shared tensors of two models, in :data:`ALONE` and *target*.
+def derive_submodel_family(
+    submodel: Family, layout: str, model: Family, target: str
+) -> Family | None:
+    """Derive the family of shared tensors of two models, in :data:`SUBMODEL_LAYOUT` and *target*.
 
     Args:
-        part: The model type of the submodel.
+        submodel: The model type of the submodel.
         layout: The submodel's layout.
-        whole: The model type that contains it.
+        model: The model type that contains it.
         target: A layout of the complete model.
 
     Returns:
         The family, or None if the complete model does not contain all tensors of the submodel.
     """
-    rows = tuple(_shared(part, layout, whole, target))
-    needed = {name for name, one in part.tensors.items() if layout in one.leaves}
-    needed -= {name for name in needed if part.tensors[name].optional}
-    if not needed or not needed <= {row.name for row in rows}:
+    rows = tuple(_iterate_shared_tensors(submodel, layout, model, target))
+    required_names = {name for name, item in submodel.tensors.items() if layout in item.leaves}
+    required_names -= {name for name in required_names if submodel.tensors[name].optional}
+    if not required_names or not required_names <= {row.name for row in rows}:
         return None
-    names = {layout: ALONE}
+    names = {layout: SUBMODEL_LAYOUT}
     drops = (
-        replace(drop, layout=names[drop.layout]) for drop in part.drops if drop.layout in names
+        replace(drop, layout=names[drop.layout]) for drop in submodel.drops if drop.layout in names
     )
     shifts = (
-        replace(one, layout=names.get(one.layout, one.layout))
-        for one in part.shifts
-        if one.layout in (layout, target)
+        replace(item, layout=names.get(item.layout, item.layout))
+        for item in submodel.shifts
+        if item.layout in (layout, target)
     )
     return replace(
-        part,
-        layouts=(ALONE, target),
+        submodel,
+        layouts=(SUBMODEL_LAYOUT, target),
         tables=(),
         like={},
         rows=rows,
@@ -56,13 +58,18 @@ def with_names_of(part: Family, layout: str, whole: Family, target: str) -> Fami
     )
 
 
-def _shared(part: Family, layout: str, whole: Family, target: str) -> Iterator[Tensor]:
-    """Yield the logical tensors of *part* that are also in *whole*."""
-    for name, tensor in part.tensors.items():
-        own = tensor.leaves.get(layout)
-        other = whole.tensors.get(name)
-        leaf = other.leaves.get(target) if other else None
-        if own is None or other is None or leaf is None:
+def _iterate_shared_tensors(
+    submodel: Family, layout: str, model: Family, target: str
+) -> Iterator[LogicalTensor]:
+    """Yield the logical tensors of *submodel* that are also in *model*."""
+    for name, tensor in submodel.tensors.items():
+        submodel_leaf = tensor.leaves.get(layout)
+        model_tensor = model.tensors.get(name)
+        leaf = model_tensor.leaves.get(target) if model_tensor else None
+        if submodel_leaf is None or model_tensor is None or leaf is None:
             continue
-        if sorted(own.axes) == sorted(leaf.axes) and other.indices == tensor.indices:
-            yield replace(tensor, leaves={ALONE: own, target: leaf})
+        if (
+            sorted(submodel_leaf.axes) == sorted(leaf.axes)
+            and model_tensor.indices == tensor.indices
+        ):
+            yield replace(tensor, leaves={SUBMODEL_LAYOUT: submodel_leaf, target: leaf})

@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 
 from ckptctl.catalog import TensorEntry
 from ckptctl.errors import MappingError, spell_option
-from ckptctl.planner.axes import Axes, Sizes, unbroken_runs
-from ckptctl.planner.families.tables import Leaf, Tensor
-from ckptctl.planner.layouts import Family, Layout, Stored
+from ckptctl.planner.axes import Axes, AxisSizes, group_unbroken_runs
+from ckptctl.planner.families.tables import Leaf, LogicalTensor
+from ckptctl.planner.layouts import Family, Layout, LayoutTensor
 from ckptctl.planner.mapping.matching import Lead
-from ckptctl.planner.strided import Ints, Strided, concat, union
+from ckptctl.planner.strided import Ints, StridedTensor, concat, merge_parts
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class TableCell:
     """The form of a logical tensor in a layout.
 
     Attributes:
@@ -31,7 +31,7 @@ class Cell:
 
     family: Family
     layout: Layout
-    tensor: Tensor
+    tensor: LogicalTensor
     size: Callable[[Axes], int]
     resize: Mapping[str, int] = field(default_factory=dict)
 
@@ -40,55 +40,59 @@ class Cell:
         """The leaf in the table."""
         return self.layout.leaves[self.tensor.name]
 
-    def dims(self, shared: Collection[str]) -> list[Axes]:
+    def list_dims(self, shared: Collection[str]) -> list[Axes]:
         """List the axes of the logical tensor, with spread axes first unless they are *shared*."""
-        return [*self._spread(shared), *logical_dims(self.family, self.leaf)]
+        return [*self._list_spread_dims(shared), *list_logical_dims(self.family, self.leaf)]
 
-    def read(self, stored: Strided, lead: Lead, shared: Collection[str]) -> Strided:
+    def to_logical(
+        self, stored: StridedTensor, lead: Lead, shared: Collection[str]
+    ) -> StridedTensor:
         """Convert a stored tensor, the entry at *lead*, to the logical tensor."""
         leaf, along = self.leaf, self._along
-        if leaf.within:
-            rows = sum(self._lengths())
+        if leaf.interleave_axis:
+            rows = sum(self._list_part_sizes())
             stored = stored.split(0, (stored.shape[0] // rows if rows else 0, rows))
-        if leaf.within or leaf.part is not None:
-            *before, length = self._lengths((leaf.part or 0) + 1)
+        if leaf.interleave_axis or leaf.part is not None:
+            *before, length = self._list_part_sizes((leaf.part or 0) + 1)
             stored = stored.narrow(along, sum(before), length)
-        for axis, index in reversed([*zip(self._spread(shared), lead, strict=True)]):
+        for axis, index in reversed([*zip(self._list_spread_dims(shared), lead, strict=True)]):
             stored = stored.merge(0, 0).place(0, index, self.size(axis))
         return stored
 
-    def write(self, logical: Strided, lead: Lead) -> Strided:
+    def to_stored(self, logical: StridedTensor, lead: Lead) -> StridedTensor:
         """Convert the logical tensor to the stored tensor at *lead*, which it may fill partly."""
         leaf = self.leaf
         for index in lead:
             logical = logical.select(0, index)
-        if leaf.within or leaf.part is not None:
-            lengths = self._lengths()
+        if leaf.interleave_axis or leaf.part is not None:
+            lengths = self._list_part_sizes()
             logical = logical.place(self._along, sum(lengths[: leaf.part or 0]), sum(lengths))
-        return logical.merge(0, 2) if leaf.within else logical
+        return logical.merge(0, 2) if leaf.interleave_axis else logical
 
-    def _spread(self, shared: Collection[str]) -> list[Axes]:
-        return [self.family.expand((axis,)) for axis in self.leaf.spread if axis not in shared]
+    def _list_spread_dims(self, shared: Collection[str]) -> list[Axes]:
+        return [
+            self.family.expand_axes((axis,)) for axis in self.leaf.spread_axes if axis not in shared
+        ]
 
     @property
     def _along(self) -> int:
-        return self.leaf.along + bool(self.leaf.within)
+        return self.leaf.concat_dim + bool(self.leaf.interleave_axis)
 
-    def _lengths(self, count: int | None = None) -> list[int]:
+    def _list_part_sizes(self, count: int | None = None) -> list[int]:
         """List the sizes of the first *count* parts along their common dimension."""
-        others = fused_axes(self.family, self.layout.holders[self.tensor.name])
-        return [self.size(group) for group in others[:count]]
+        part_axes = list_fused_axes(self.family, self.layout.stored_by_name[self.tensor.name])
+        return [self.size(group) for group in part_axes[:count]]
 
 
-def cells(
+def build_cells(
     family: Family,
-    sizes: Sizes,
-    source: tuple[Layout, Tensor],
-    target: tuple[Layout, Tensor],
+    sizes: AxisSizes,
+    source: tuple[Layout, LogicalTensor],
+    target: tuple[Layout, LogicalTensor],
     key: str,
     shape: Ints,
     resize: Mapping[str, int],
-) -> tuple[Cell, Cell]:
+) -> tuple[TableCell, TableCell]:
     """Build the cells of a kind of tensors in the source and in the target.
 
     If two tensors are tied, the source may have one of them and the target the other.
@@ -102,54 +106,57 @@ def cells(
         shape: Its shape.
         resize: New sizes of axes that are resized.
     """
-    stored, wanted = (layout.leaves[tensor.name] for layout, tensor in (source, target))
-    own = {
-        family.expand(group): shape[dim]
-        for dim, group in enumerate(stored.dims)
-        if stored.part is None or dim != stored.along
+    source_leaf, target_leaf = (layout.leaves[tensor.name] for layout, tensor in (source, target))
+    own_sizes = {
+        family.expand_axes(group): shape[dim]
+        for dim, group in enumerate(source_leaf.dims)
+        if source_leaf.part is None or dim != source_leaf.concat_dim
     }
 
-    def size(group: Axes) -> int:
-        known = own.get(group, sizes.of(group))
-        if known is None:
+    def get_size(group: Axes) -> int:
+        known_size = own_sizes.get(group, sizes.find_size(group))
+        if known_size is None:
             unknown = [axis for axis in group if axis not in sizes.axes]
-            names = dict.fromkeys(family.called(axis) for axis in unknown)
+            names = dict.fromkeys(family.describe_size(axis) for axis in unknown)
             raise MappingError(
                 f"cannot reorder the axes of `{source[1].name.partition('.')[0]}` without "
                 f"{' and '.join(names)}",
                 where=f"tensor `{key}`",
-                why=f"its shape is {shape}: {stored} becomes {wanted}, and no "
+                why=f"its shape is {shape}: {source_leaf} becomes {target_leaf}, and no "
                 "configuration sets their sizes",
                 hint=f"pass {spell_option('--assets DIR')} with the trained model's config.json "
                 f"or params.json, or {spell_option('--set')} to set single numbers",
             )
-        return known
+        return known_size
 
-    def new_size(group: Axes) -> int:
-        same = tuple(axis for axis in group if axis not in resize)
+    def get_new_size(group: Axes) -> int:
+        kept_axes = tuple(axis for axis in group if axis not in resize)
         resized = math.prod(resize[axis] for axis in group if axis in resize)
-        return resized * (size(same) if same else 1)
+        return resized * (get_size(kept_axes) if kept_axes else 1)
 
-    return Cell(family, *source, size), Cell(family, *target, new_size, resize)
+    return TableCell(family, *source, get_size), TableCell(family, *target, get_new_size, resize)
 
 
-def logical_dims(family: Family, leaf: Leaf) -> list[Axes]:
+def list_logical_dims(family: Family, leaf: Leaf) -> list[Axes]:
     """List the atomic axes of each dimension of the logical tensor in *leaf*."""
-    groups = [family.expand(group) for group in leaf.dims]
-    return [groups[0][:1], groups[0][1:], *groups[1:]] if leaf.within else groups
+    groups = [family.expand_axes(group) for group in leaf.dims]
+    return [groups[0][:1], groups[0][1:], *groups[1:]] if leaf.interleave_axis else groups
 
 
-def fused_axes(family: Family, stored: Stored) -> list[Axes]:
+def list_fused_axes(family: Family, stored: LayoutTensor) -> list[Axes]:
     """List the atomic axes of each part of *stored* along their common dimension."""
-    return [logical_dims(family, leaf)[leaf.along + bool(leaf.within)] for leaf in stored.leaves]
+    return [
+        list_logical_dims(family, leaf)[leaf.concat_dim + bool(leaf.interleave_axis)]
+        for leaf in stored.leaves
+    ]
 
 
-def rearrange(
-    source: Cell,
-    target: Cell,
+def rearrange_tensor(
+    source: TableCell,
+    target: TableCell,
     entries: Mapping[Lead, Ints],
     leads: Sequence[Lead],
-) -> list[Strided]:
+) -> list[StridedTensor]:
     """Convert one logical tensor to stored tensors of the target, which it may fill partly.
 
     Args:
@@ -163,22 +170,25 @@ def rearrange(
         The tensor at each of *leads*. Its parts refer to placeholders for *entries*, and for the
         zeros that extend an axis.
     """
-    shared = {*source.leaf.spread} & {*target.leaf.spread}
-    before, after = source.dims(shared), target.dims(shared)
-    for run in unbroken_runs(before, after):
+    shared = {*source.leaf.spread_axes} & {*target.leaf.spread_axes}
+    before, after = source.list_dims(shared), target.list_dims(shared)
+    for run in group_unbroken_runs(before, after):
         source.size(run)  # raises for the outermost axis with unknown size
-    stored = [stand_in(number, shape) for number, shape in enumerate(entries.values())]
-    logical = union(
-        [source.read(one, lead, shared) for one, lead in zip(stored, entries, strict=True)]
+    stored = [build_placeholder(number, shape) for number, shape in enumerate(entries.values())]
+    logical = merge_parts(
+        [
+            source.to_logical(placeholder, lead, shared)
+            for placeholder, lead in zip(stored, entries, strict=True)
+        ]
     )
     if target.resize:
-        apart = [
+        separate_axes = [
             dim
             for group in before
             for dim in ([group] if target.resize.keys().isdisjoint(group) else zip(group))
         ]
-        logical = logical.regrouped(before, apart, source.size)
-        before = apart
+        logical = logical.regroup_axes(before, separate_axes, source.size)
+        before = separate_axes
     for axis, size in target.resize.items():
         if (axis,) not in before:
             continue
@@ -186,14 +196,14 @@ def rearrange(
         shape = logical.shape
         added = size - shape[dim]
         if added > 0:  # zeros, numbered after the stored tensors
-            zeros = stand_in(len(stored), (*shape[:dim], added, *shape[dim + 1 :]))
+            zeros = build_placeholder(len(stored), (*shape[:dim], added, *shape[dim + 1 :]))
             logical = concat([logical, zeros], dim)
         else:
             logical = logical.narrow(dim, 0, size)
-    logical = logical.regrouped(before, after, source.size)
-    return [target.write(logical, lead) for lead in leads]
+    logical = logical.regroup_axes(before, after, source.size)
+    return [target.to_stored(logical, lead) for lead in leads]
 
 
-def stand_in(number: int, shape: Ints) -> Strided:
+def build_placeholder(number: int, shape: Ints) -> StridedTensor:
     """Build a placeholder with only a shape and its position among the sources."""
-    return Strided.whole(TensorEntry(str(number), "", shape, (), ()))
+    return StridedTensor.from_entry(TensorEntry(str(number), "", shape, (), ()))

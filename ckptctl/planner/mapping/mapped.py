@@ -10,10 +10,10 @@ from typing import Literal, NamedTuple
 
 from ckptctl.catalog import TensorEntry, is_computed
 from ckptctl.errors import MappingError, spell_option
-from ckptctl.planner.families.tables import Tensor
+from ckptctl.planner.families.tables import LogicalTensor
 from ckptctl.planner.layouts import Layout
-from ckptctl.planner.mapping.logical import stand_in
-from ckptctl.planner.strided import Part, Strided
+from ckptctl.planner.mapping.logical import build_placeholder
+from ckptctl.planner.strided import Part, StridedTensor
 from ckptctl.units import counted
 
 
@@ -41,16 +41,16 @@ class RedundantData:
     kind: Literal["tensor", "tiles", "padding"] = "tensor"
 
     @classmethod
-    def copy(cls, key: str, of: str) -> RedundantData:
+    def from_copy(cls, key: str, kept_key: str) -> RedundantData:
         """Build the record of a tensor that must equal another one, which is kept."""
-        return cls(Region(key), Region(of))
+        return cls(Region(key), Region(kept_key))
 
     @property
     def keys(self) -> tuple[str, ...]:
         """Keys of the tensors to compare."""
         return (self.part.key, *([self.same_as.key] if self.same_as else ()))
 
-    def under(self, root: str) -> RedundantData:
+    def with_prefix(self, root: str) -> RedundantData:
         """Add the prefix *root* to its keys."""
         part, same_as = self.part, self.same_as
         return replace(
@@ -65,13 +65,13 @@ class SourceTensor(NamedTuple):
 
     Attributes:
         logical: Name of the logical tensor with index values, as in ``q.3``.
-        plus: Offset to add to each element. Elements are then computed, not copied.
+        offset: Offset to add to each element. Elements are then computed, not copied.
     """
 
     key: str
     shape: tuple[int, ...]
     logical: str
-    plus: int = 0
+    offset: int = 0
 
 
 class TargetTensor(NamedTuple):
@@ -83,7 +83,7 @@ class TargetTensor(NamedTuple):
     """
 
     key: str
-    tensor: Strided
+    tensor: StridedTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +99,12 @@ class MappedTensor:
     targets: tuple[TargetTensor, ...]
 
     @classmethod
-    def same(
+    def from_unchanged(
         cls, source: str, target: str, shape: tuple[int, ...], logical: str = ""
     ) -> MappedTensor:
         """Map a stored tensor that keeps its axes. *logical* defaults to *target*."""
         read = SourceTensor(source, shape, logical or target)
-        return cls((read,), (TargetTensor(target, stand_in(0, shape)),))
+        return cls((read,), (TargetTensor(target, build_placeholder(0, shape)),))
 
     @property
     def logical(self) -> str:
@@ -113,7 +113,7 @@ class MappedTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Zeros:
+class ZeroTensor:
     """A virtual tensor of zeros among the sources of mapped tensors.
 
     Attributes:
@@ -137,13 +137,13 @@ class ComposedTensor:
     """
 
     key: str
-    tensor: Strided
+    tensor: StridedTensor
     sources: tuple[SourceTensor, ...]
 
     @classmethod
-    def same(cls, source: str, target: str, shape: tuple[int, ...]) -> ComposedTensor:
+    def from_unchanged(cls, source: str, target: str, shape: tuple[int, ...]) -> ComposedTensor:
         """Compose a target from one stored tensor that is kept unchanged."""
-        return cls(target, stand_in(0, shape), (SourceTensor(source, shape, target),))
+        return cls(target, build_placeholder(0, shape), (SourceTensor(source, shape, target),))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -164,25 +164,29 @@ class ComposedTensor:
         return groups
 
     @property
-    def place(self) -> tuple[object, ...]:
+    def arrangement(self) -> tuple[object, ...]:
         """Value that is equal for tensors with the same arrangement of source elements."""
-        return self.shape, tuple([(part.of.name, *part[1:]) for part in self.tensor.parts])
+        return self.shape, tuple([(part.entry.name, *part[1:]) for part in self.tensor.parts])
 
     @property
-    def renames(self) -> bool:
+    def is_rename(self) -> bool:
         """Whether it is one stored tensor, renamed, with the same bytes."""
-        first, *others = self.sources
-        if others or first.plus:
+        first, *other_sources = self.sources
+        if other_sources or first.offset:
             return False
-        same = all(self.tensor == Strided.whole(part.of) for part in self.tensor.parts)
+        same = all(
+            self.tensor == StridedTensor.from_entry(part.entry) for part in self.tensor.parts
+        )
         return same and (bool(self.tensor.parts) or first.shape == self.shape)
 
     @property
     def is_covered(self) -> bool:
         """Whether logical tensors fill all of its elements."""
-        return self.tensor.covered == math.prod(self.shape)
+        return self.tensor.covered_elements == math.prod(self.shape)
 
-    def elements(self, entries: Mapping[str, TensorEntry], dtype: str | None = None) -> Strided:
+    def bind_entries(
+        self, entries: Mapping[str, TensorEntry], dtype: str | None = None
+    ) -> StridedTensor:
         """Replace placeholders by stored tensors, without offsets.
 
         Args:
@@ -201,22 +205,22 @@ class ComposedTensor:
                     where=f"tensor `{entry.name}`",
                     why=f"they are merged into one tensor, `{self.key}`",
                 )
-        parts = [Part(read[int(part.of.name)], *part[1:]) for part in self.tensor.parts]
-        return Strided(self.shape, stored_dtype, dtype or stored_dtype, tuple(parts))
+        parts = [Part(read[int(part.entry.name)], *part[1:]) for part in self.tensor.parts]
+        return StridedTensor(self.shape, stored_dtype, dtype or stored_dtype, tuple(parts))
 
     def __add__(self, other: ComposedTensor) -> ComposedTensor:
         """Add the parts and the sources of *other*."""
         count = len(self.sources)
-        others = [
-            Part(replace(part.of, name=str(count + int(part.of.name))), *part[1:])
+        other_parts = [
+            Part(replace(part.entry, name=str(count + int(part.entry.name))), *part[1:])
             for part in other.tensor.parts
         ]
-        parts = (*self.tensor.parts, *others)
+        parts = (*self.tensor.parts, *other_parts)
         tensor = replace(self.tensor, parts=parts)
         return replace(self, tensor=tensor, sources=(*self.sources, *other.sources))
 
 
-def compose(
+def compose_tensors(
     tensors: Iterable[MappedTensor], root: str = "", prefix: str = ""
 ) -> dict[str, ComposedTensor]:
     """Compose the stored tensors of the target, by key, in the order of *tensors*.
@@ -236,8 +240,8 @@ def compose(
             )
         for target in mapped.targets:
             key, tensor = prefix + target.key, target.tensor
-            made = ComposedTensor(key, tensor, sources)
-            composed[key] = composed[key] + made if key in composed else made
+            composed_tensor = ComposedTensor(key, tensor, sources)
+            composed[key] = composed[key] + composed_tensor if key in composed else composed_tensor
     return composed
 
 
@@ -247,35 +251,43 @@ def require_covered(tensors: Sequence[MappedTensor]) -> None:
     Raises:
         MappingError: Some parts of a target tensor are missing.
     """
-    lacking: dict[str, int] = {}
+    missing_elements: dict[str, int] = {}
     for mapped in tensors:
         for key, tensor in mapped.targets:
-            lacking[key] = lacking.get(key, math.prod(tensor.shape)) - tensor.covered
-    partly = next((key for key, count in lacking.items() if count), None)
-    if partly is not None:
+            missing_elements[key] = (
+                missing_elements.get(key, math.prod(tensor.shape)) - tensor.covered_elements
+            )
+    partial_key = next((key for key, count in missing_elements.items() if count), None)
+    if partial_key is not None:
         raise MappingError(
             "a target tensor would be only partly filled",
-            where=f"tensor `{partly}`",
+            where=f"tensor `{partial_key}`",
             why="the tensors for the rest of it are missing",
             hint=f"convert all of them or none ({spell_option('--include')}, "
             f"{spell_option('--exclude')})",
         )
 
 
-def notes_on_sums(tensors: Iterable[MappedTensor]) -> Iterator[str]:
+def iterate_offset_notes(tensors: Iterable[MappedTensor]) -> Iterator[str]:
     """Yield notes about tensors to which an offset is added."""
-    read = (one.sources[0] for one in tensors)
-    sums = Counter((one.logical.partition(".")[0], one.plus) for one in read if one.plus)
-    for (name, plus), count in sums.items():
-        done = "added to" if plus > 0 else "subtracted from"
+    read = (mapped.sources[0] for mapped in tensors)
+    offset_counts = Counter(
+        (mapped.logical.partition(".")[0], mapped.offset) for mapped in read if mapped.offset
+    )
+    for (name, plus), count in offset_counts.items():
+        verb = "added to" if plus > 0 else "subtracted from"
         yield (
-            f"{abs(plus)} is {done} `{name}`: {counted(count, 'tensor')} computed and rounded to "
+            f"{abs(plus)} is {verb} `{name}`: {counted(count, 'tensor')} computed and rounded to "
             "the dtype, not copied"
         )
 
 
-def stays_interleaved(tensor: Tensor, source: Layout, target: Layout) -> bool:
+def stays_interleaved(tensor: LogicalTensor, source: Layout, target: Layout) -> bool:
     """Return whether both layouts interleave the parts of a tensor in the same way."""
-    sides = (layout.holders[tensor.name].parts for layout in (source, target))
-    here, there = ({part.name: leaf.place for part, leaf in parts} for parts in sides)
-    return bool(source.leaves[tensor.name].within) and here == there
+    sides = (layout.stored_by_name[tensor.name].parts for layout in (source, target))
+    source_placements, target_placements = (
+        {part.name: leaf.placement for part, leaf in parts} for parts in sides
+    )
+    return (
+        bool(source.leaves[tensor.name].interleave_axis) and source_placements == target_placements
+    )

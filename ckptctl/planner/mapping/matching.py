@@ -8,22 +8,22 @@ from functools import cached_property
 from itertools import compress, product, repeat
 from typing import TypeAlias
 
-from ckptctl.planner.families.tables import Leaf, Tensor
-from ckptctl.planner.families.templates import KeyKind, Template, key_kinds
-from ckptctl.planner.layouts import Drop, Family, Layout, Stored
-from ckptctl.planner.mapping.numbering import OTHER, Numbering, observed
+from ckptctl.planner.families.tables import Leaf, LogicalTensor
+from ckptctl.planner.families.templates import KeyKind, Template, group_by_kind
+from ckptctl.planner.layouts import Drop, Family, Layout, LayoutTensor
+from ckptctl.planner.mapping.numbering import OTHER_KIND, LayerNumbering, infer_numbering
 
-Values: TypeAlias = tuple[int, ...]
+IndexValues: TypeAlias = tuple[int, ...]
 """Values of some indices."""
 
-Slot: TypeAlias = tuple[str, Values]
+Slot: TypeAlias = tuple[str, IndexValues]
 """A logical tensor, as its name, such as ``q.{i}``, and the values of its indices."""
 
 
 Lead: TypeAlias = tuple[int, ...]
 """Position along the axes that a layout spreads over several keys, empty for one key."""
 
-LayerKind: TypeAlias = tuple[str, tuple[str, ...]]
+VariantLayers: TypeAlias = tuple[str, tuple[str, ...]]
 """A variant, and the names of the indices of its layers."""
 
 Columns: TypeAlias = Mapping[str, Sequence[int]]
@@ -34,22 +34,22 @@ Columns: TypeAlias = Mapping[str, Sequence[int]]
 class KeyGroup:
     """Keys of the same stored tensor that differ only in their indices."""
 
-    stored: Stored
+    stored: LayoutTensor
     keys: Sequence[str]
     columns: Columns
 
     @property
-    def spread(self) -> tuple[str, ...]:
+    def spread_axes(self) -> tuple[str, ...]:
         """Axes that the layout spreads over several keys."""
-        return self.stored.parts[0][1].spread
+        return self.stored.parts[0][1].spread_axes
 
-    def points(self, indices: Sequence[str]) -> Iterable[Values]:
+    def iterate_values(self, indices: Sequence[str]) -> Iterable[IndexValues]:
         """Return the values of *indices* in each key."""
         if not indices:
             return repeat((), len(self.keys))
         return zip(*(self.columns[index] for index in indices), strict=True)
 
-    def only(self, keys: Collection[str]) -> KeyGroup:
+    def select_keys(self, keys: Collection[str]) -> KeyGroup:
         """Restrict the group to some *keys*."""
         chosen = [key in keys for key in self.keys]
         columns = {index: [*compress(column, chosen)] for index, column in self.columns.items()}
@@ -57,7 +57,7 @@ class KeyGroup:
 
 
 @dataclass(frozen=True, eq=False)
-class Matched:
+class MatchedKeys:
     """The keys of a checkpoint, matched to logical tensors.
 
     Attributes:
@@ -71,7 +71,7 @@ class Matched:
             if unknown or too many.
     """
 
-    numbering: Numbering
+    numbering: LayerNumbering
     groups: tuple[KeyGroup, ...]
     dropped: Mapping[str, Drop]
     unmatched: Sequence[str]
@@ -80,54 +80,61 @@ class Matched:
     absent: frozenset[str] | None = None
 
     @cached_property
-    def held(self) -> Mapping[str, KeyGroup]:
+    def group_by_name(self) -> Mapping[str, KeyGroup]:
         """The group of each logical tensor, by name."""
         return {tensor.name: group for group in self.groups for tensor, _ in group.stored.parts}
 
     @cached_property
-    def stored(self) -> Mapping[str, Stored]:
+    def tensor_by_key(self) -> Mapping[str, LayoutTensor]:
         """The stored tensor of each known key, in the original order."""
-        known = {key: group.stored for group in self.groups for key in group.keys}
-        return {key: known[key] for key in self.order if key in known}
+        known_tensors = {key: group.stored for group in self.groups for key in group.keys}
+        return {key: known_tensors[key] for key in self.order if key in known_tensors}
 
     @cached_property
     def keys(self) -> Mapping[Slot, Mapping[Lead, str]]:
         """The keys of each logical tensor, by position along spread axes."""
-        found: dict[Slot, dict[Lead, str]] = {}
+        keys_by_slot: dict[Slot, dict[Lead, str]] = {}
         for group in self.groups:
             for tensor, leaf in group.stored.parts:
-                points = group.points(tensor.indices), group.points(leaf.spread)
+                points = (
+                    group.iterate_values(tensor.indices),
+                    group.iterate_values(leaf.spread_axes),
+                )
                 for values, lead, key in zip(*points, group.keys, strict=True):
-                    found.setdefault((tensor.name, values), {})[lead] = key
-        return {slot: keys for slot, keys in found.items() if slot not in self.excluded}
+                    keys_by_slot.setdefault((tensor.name, values), {})[lead] = key
+        return {slot: keys for slot, keys in keys_by_slot.items() if slot not in self.excluded}
 
-    def places(self, tensor: Tensor, axes: Sequence[str] = ()) -> set[Values]:
+    def find_indices(self, tensor: LogicalTensor, axes: Sequence[str] = ()) -> set[IndexValues]:
         """Return the index values of *tensor* in all keys, with positions along spread *axes*."""
-        if tensor.name not in self.held:
+        if tensor.name not in self.group_by_name:
             return set()
-        found = set(self.held[tensor.name].points((*tensor.indices, *axes)))
-        gone = {values for name, values in self.excluded if name == tensor.name}
-        return {p for p in found if p[: len(tensor.indices)] not in gone} if gone else found
+        indices = set(self.group_by_name[tensor.name].iterate_values((*tensor.indices, *axes)))
+        excluded_indices = {values for name, values in self.excluded if name == tensor.name}
+        return (
+            {p for p in indices if p[: len(tensor.indices)] not in excluded_indices}
+            if excluded_indices
+            else indices
+        )
 
-    def number(self, tensor: Tensor) -> int:
+    def count_keys(self, tensor: LogicalTensor) -> int:
         """Count the keys that contain *tensor*, at any indices."""
-        group = self.held.get(tensor.name)
+        group = self.group_by_name.get(tensor.name)
         if group and any(name == tensor.name for name, _ in self.excluded):
-            return len(self.places(tensor, group.spread))
+            return len(self.find_indices(tensor, group.spread_axes))
         return len(group.keys) if group else 0
 
     @cached_property
-    def layers(self) -> Mapping[LayerKind, Set[Values]]:
+    def layers(self) -> Mapping[VariantLayers, Set[IndexValues]]:
         """The layers of each variant."""
-        found: dict[LayerKind, set[Values]] = {}
+        layers_by_variant: dict[VariantLayers, set[IndexValues]] = {}
         for group in self.groups:
             for tensor, _ in group.stored.parts:
                 if tensor.variant:
                     kind = tensor.variant, tensor.indices
-                    found.setdefault(kind, set()).update(self.places(tensor))
-        return found
+                    layers_by_variant.setdefault(kind, set()).update(self.find_indices(tensor))
+        return layers_by_variant
 
-    def counts(self) -> dict[str, int]:
+    def count_indices(self) -> dict[str, int]:
         """Return the largest value plus 1 of each index and spread axis."""
         counts: dict[str, int] = {}
         for group in self.groups:
@@ -135,17 +142,17 @@ class Matched:
                 counts[index] = max(counts.get(index, 0), max(column) + 1)
         return counts
 
-    def same_as(self, other: Matched) -> bool:
+    def has_same_matches(self, other: MatchedKeys) -> bool:
         """Return whether *other* has the same keys with the same meanings."""
-        return self._rows() == other._rows()
+        return self._map_first_keys() == other._map_first_keys()
 
-    def _rows(self) -> dict[str, tuple[Stored, Sequence[str]]]:
+    def _map_first_keys(self) -> dict[str, tuple[LayoutTensor, Sequence[str]]]:
         return {group.keys[0]: (group.stored, group.keys) for group in self.groups}
 
-    def only(self, keys: Collection[str]) -> Matched:
+    def select_keys(self, keys: Collection[str]) -> MatchedKeys:
         """Restrict the result to some *keys*."""
-        groups = [group.only(keys) for group in self.groups]
-        return Matched(
+        groups = [group.select_keys(keys) for group in self.groups]
+        return MatchedKeys(
             self.numbering,
             tuple(group for group in groups if group.keys),
             {key: rule for key, rule in self.dropped.items() if key in keys},
@@ -155,135 +162,146 @@ class Matched:
         )
 
 
-def match(
+def match_keys(
     family: Family, layout: Layout, keys: Collection[str], by_kind: Sequence[KeyKind] | None = None
-) -> Matched:
+) -> MatchedKeys:
     """Match *keys* to the stored tensors of *layout*."""
     if by_kind is None:
-        by_kind = key_kinds(keys)
-    numbering = observed(family, layout.name, by_kind)
+        by_kind = group_by_kind(keys)
+    numbering = infer_numbering(family, layout.name, by_kind)
     groups: list[KeyGroup] = []
     dropped: dict[str, Drop] = {}
     unmatched: set[str] = set()
     for kind in by_kind:
-        rest = kind
-        for template, meaning in layout.table.entries(kind.skeleton):
-            columns, chosen = _read(template, rest, numbering)
-            taken = rest if chosen is None else rest.only(chosen)
+        remaining = kind
+        for template, meaning in layout.table.list_entries(kind.skeleton):
+            columns, chosen = _read_indices(template, remaining, numbering)
+            taken = remaining if chosen is None else remaining.select_keys(chosen)
             if isinstance(meaning, Drop):
                 dropped |= dict.fromkeys(taken.keys, meaning)
             elif taken.keys:
                 groups.append(KeyGroup(meaning, taken.keys, columns))
             if chosen is None:
                 break
-            rest = rest.only([not one for one in chosen])
+            remaining = remaining.select_keys([not is_chosen for is_chosen in chosen])
         else:
-            unmatched.update(rest.keys)
-    return Matched(
+            unmatched.update(remaining.keys)
+    return MatchedKeys(
         numbering,
-        tuple(_together(groups)),
+        tuple(_merge_groups(groups)),
         {key: dropped[key] for key in keys if key in dropped} if dropped else dropped,
         [key for key in keys if key in unmatched] if unmatched else [],
         keys,
-        frozenset(_excluded(groups)),
+        frozenset(_iterate_excluded(groups)),
     )
 
 
-def _together(groups: Iterable[KeyGroup]) -> Iterator[KeyGroup]:
+def _merge_groups(groups: Iterable[KeyGroup]) -> Iterator[KeyGroup]:
     """Merge groups of the same stored tensor whose keys have different words."""
-    found: dict[int, list[KeyGroup]] = {}
+    groups_by_tensor: dict[int, list[KeyGroup]] = {}
     for group in groups:
-        found.setdefault(id(group.stored), []).append(group)
-    for first, *others in found.values():
+        groups_by_tensor.setdefault(id(group.stored), []).append(group)
+    for first, *other_groups in groups_by_tensor.values():
         keys, columns = list(first.keys), {i: list(c) for i, c in first.columns.items()}
-        for other in others:
+        for other in other_groups:
             keys += other.keys
-            columns = {index: [*own, *other.columns[index]] for index, own in columns.items()}
-        yield KeyGroup(first.stored, keys, columns) if others else first
+            columns = {index: [*column, *other.columns[index]] for index, column in columns.items()}
+        yield KeyGroup(first.stored, keys, columns) if other_groups else first
 
 
-def _read(
-    template: Template, kind: KeyKind, numbering: Numbering
+def _read_indices(
+    template: Template, kind: KeyKind, numbering: LayerNumbering
 ) -> tuple[Columns, list[bool] | None]:
     """Read the indices of the keys that *template* matches.
 
     Returns:
         The index values of these keys, and whether each key matches, or None if all do.
     """
-    if template.plain and len(kind.columns) == len(template.slots):
+    if template.has_distinct_slots and len(kind.columns) == len(template.slots):
         same = {index: [value] * len(kind.keys) for index, value in template.fixed}
         columns: Columns = dict(zip(template.slots, kind.columns, strict=True), **same)
         if not numbering.inserted or not columns:
             return columns, None
-        columns = {index: numbering.column(index, column) for index, column in columns.items()}
-        chosen = [OTHER not in values for values in zip(*columns.values(), strict=True)]
+        columns = {index: numbering.to_indices(index, column) for index, column in columns.items()}
+        chosen = [OTHER_KIND not in values for values in zip(*columns.values(), strict=True)]
     else:
-        rows = [template.read(numbers) for numbers in kind.numbers]
-        rows = [row if row is None else numbering.logical(row) for row in rows]
+        rows = [template.parse_numbers(numbers) for numbers in kind.numbers]
+        rows = [row if row is None else numbering.to_logical(row) for row in rows]
         chosen = [row is not None for row in rows]
-        named = (*template.indices, *(index for index, _ in template.fixed))
-        columns = {i: [row[i] if row else OTHER for row in rows] for i in named}
+        index_names = (*template.indices, *(index for index, _ in template.fixed))
+        columns = {i: [row[i] if row else OTHER_KIND for row in rows] for i in index_names}
     return {i: list(compress(column, chosen)) for i, column in columns.items()}, chosen
 
 
-def _excluded(groups: Sequence[KeyGroup]) -> Iterator[Slot]:
+def _iterate_excluded(groups: Sequence[KeyGroup]) -> Iterator[Slot]:
     """Yield the excluded meanings of keys that may belong to either of two variants.
 
     The other tensors of a layer determine its variant. Without any, it has the most frequent one.
     """
     shared = [group for group in groups if len({t.variant for t, _ in group.stored.parts}) > 1]
-    doubtful = {tensor.name for group in shared for tensor, _ in group.stored.parts}
-    shown: dict[object, set[Values]] = {}
+    ambiguous_names = {tensor.name for group in shared for tensor, _ in group.stored.parts}
+    layers_by_variant: dict[object, set[IndexValues]] = {}
     for group in groups if shared else ():
         for tensor, _ in group.stored.parts:
-            if tensor.name not in doubtful:
-                layers = shown.setdefault((tensor.variant, tensor.indices), set())
-                layers.update(group.points(tensor.indices))
+            if tensor.name not in ambiguous_names:
+                layers = layers_by_variant.setdefault((tensor.variant, tensor.indices), set())
+                layers.update(group.iterate_values(tensor.indices))
     for group in shared:
         tensors = [tensor for tensor, _ in group.stored.parts]
-        usual = max(tensors, key=lambda t: len(shown.get((t.variant, t.indices), ())))
-        for values in set(group.points(tensors[0].indices)):
-            fits = {t.name for t in tensors if values in shown.get((t.variant, t.indices), ())}
-            yield from ((t.name, values) for t in tensors if t.name not in (fits or {usual.name}))
+        most_frequent = max(
+            tensors, key=lambda t: len(layers_by_variant.get((t.variant, t.indices), ()))
+        )
+        for values in set(group.iterate_values(tensors[0].indices)):
+            fits = {
+                t.name
+                for t in tensors
+                if values in layers_by_variant.get((t.variant, t.indices), ())
+            }
+            yield from (
+                (t.name, values) for t in tensors if t.name not in (fits or {most_frequent.name})
+            )
 
 
-def key_of(
+def format_key(
     layout: Layout,
-    tensor: Tensor,
+    tensor: LogicalTensor,
     values: tuple[int, ...],
     lead: Lead = (),
-    numbering: Numbering | None = None,
+    numbering: LayerNumbering | None = None,
 ) -> str:
     """Format the key of a logical tensor in *layout*. Layers count from 0 without *numbering*."""
     leaf = layout.leaves[tensor.name]
-    named = dict(zip(tensor.indices, values, strict=True))
+    indices = dict(zip(tensor.indices, values, strict=True))
     if numbering is not None:
-        named = numbering.stored(named)
-    return leaf.key.key(named | dict(zip(leaf.spread, lead, strict=True)))
+        indices = numbering.to_stored(indices)
+    return leaf.key.format_key(indices | dict(zip(leaf.spread_axes, lead, strict=True)))
 
 
-def slots(tensor: Tensor, counts: Mapping[str, int]) -> list[tuple[int, ...]]:
+def list_indices(tensor: LogicalTensor, counts: Mapping[str, int]) -> list[tuple[int, ...]]:
     """List the index values of all tensors of a kind, in order."""
     return list(product(*(range(counts.get(index, 0)) for index in tensor.indices)))
 
 
-def leads(
+def iterate_leads(
     leaf: Leaf, counts: Mapping[str, int], fixed: Mapping[str, int] | None = None
 ) -> Iterator[Lead]:
     """Yield all positions along the axes that a layout spreads, except that some are *fixed*."""
-    one = fixed or {}
+    fixed_values = fixed or {}
     yield from product(
-        *((one[axis],) if axis in one else range(counts.get(axis, 0)) for axis in leaf.spread)
+        *(
+            (fixed_values[axis],) if axis in fixed_values else range(counts.get(axis, 0))
+            for axis in leaf.spread_axes
+        )
     )
 
 
-def tied_away(family: Family, layout: str, tied: bool) -> Collection[str]:
+def list_omitted_ties(family: Family, layout: str, tied: bool) -> Collection[str]:
     """Return the logical tensors that *layout* omits because they are tied to others."""
     return {tie.tensor for tie in family.ties if tied and layout not in tie.stored_in}
 
 
 @dataclass(frozen=True, slots=True)
-class Tensors:
+class ModelTensors:
     """The tensors of a model, matched to a layout.
 
     Attributes:
@@ -293,11 +311,11 @@ class Tensors:
     """
 
     layout: Layout
-    matched: Matched
+    matched: MatchedKeys
     shapes: Mapping[str, tuple[int, ...]]
 
-    def dims_of(self, axis: str) -> dict[str, int]:
+    def find_dims(self, axis: str) -> dict[str, int]:
         """Find the dimension that consists only of *axis*, by key of each tensor that has one."""
-        dims = ((key, stored.dim_of(axis)) for key, stored in self.matched.stored.items())
+        dims = ((key, stored.find_dim(axis)) for key, stored in self.matched.tensor_by_key.items())
         ranks = {key: len(shape) for key, shape in self.shapes.items()}
         return {key: dim for key, dim in dims if dim is not None and dim < ranks.get(key, 0)}

@@ -16,12 +16,12 @@ from ckptctl.planner.families.templates import KeyKind, TemplateTable
 from ckptctl.planner.layouts import Family, Layout, Shift
 from ckptctl.units import counted
 
-OTHER = -1
+OTHER_KIND = -1
 """Meaning of a number that belongs to the other kind of layers."""
 
 
 @dataclass(frozen=True, slots=True)
-class Numbering:
+class LayerNumbering:
     """Layer numbers of one checkpoint.
 
     Attributes:
@@ -32,80 +32,94 @@ class Numbering:
     inserted: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     into: Mapping[str, str] = field(default_factory=dict)
 
-    def logical(self, values: Mapping[str, int]) -> dict[str, int] | None:
+    def to_logical(self, values: Mapping[str, int]) -> dict[str, int] | None:
         """Convert stored numbers to index values, or return None if they are of the other kind."""
         if not self.inserted:
             return dict(values)
-        found = {index: self.meant(index, number) for index, number in values.items()}
-        return None if OTHER in found.values() else found
+        indices = {index: self.to_index(index, number) for index, number in values.items()}
+        return None if OTHER_KIND in indices.values() else indices
 
-    def meant(self, index: str, number: int) -> int:
-        """Convert a stored number to a value of *index*, or to :data:`OTHER`."""
-        own, others = self.inserted.get(index), self._among(index)
-        if (own is not None and number not in own) or number in others:
-            return OTHER
-        count = sum(1 for n in (others if own is None else own) if n < number)
-        return number - count if own is None else count
+    def to_index(self, index: str, number: int) -> int:
+        """Convert a stored number to a value of *index*, or to :data:`OTHER_KIND`."""
+        own_numbers, inserted_numbers = self.inserted.get(index), self._list_inserted(index)
+        if (own_numbers is not None and number not in own_numbers) or number in inserted_numbers:
+            return OTHER_KIND
+        count = sum(
+            1 for n in (inserted_numbers if own_numbers is None else own_numbers) if n < number
+        )
+        return number - count if own_numbers is None else count
 
-    def column(self, index: str, numbers: Sequence[int]) -> list[int]:
+    def to_indices(self, index: str, numbers: Sequence[int]) -> list[int]:
         """Convert several stored numbers to values of *index*."""
-        known = {number: self.meant(index, number) for number in set(numbers)}
-        return [known[number] for number in numbers]
+        index_by_number = {number: self.to_index(index, number) for number in set(numbers)}
+        return [index_by_number[number] for number in numbers]
 
-    def stored(self, values: Mapping[str, int]) -> dict[str, int]:
+    def to_stored(self, values: Mapping[str, int]) -> dict[str, int]:
         """Convert index values to the numbers in stored keys."""
         if not self.inserted:
             return dict(values)
-        return {index: self._stored(index, value) for index, value in values.items()}
+        return {index: self._to_stored_number(index, value) for index, value in values.items()}
 
-    def _stored(self, index: str, value: int) -> int:
-        own = self.inserted.get(index)
-        if own is not None:
-            return own[value] if value < len(own) else (own[-1] if own else -1) + 1 + value
-        for number in self._among(index):
+    def _to_stored_number(self, index: str, value: int) -> int:
+        own_numbers = self.inserted.get(index)
+        if own_numbers is not None:
+            return (
+                own_numbers[value]
+                if value < len(own_numbers)
+                else (own_numbers[-1] if own_numbers else -1) + 1 + value
+            )
+        for number in self._list_inserted(index):
             value += number <= value
         return value
 
-    def _among(self, index: str) -> Sequence[int]:
-        inside = (self.inserted[own] for own, other in self.into.items() if other == index)
-        return sorted(number for numbers in inside for number in numbers)
+    def _list_inserted(self, index: str) -> Sequence[int]:
+        number_lists = (
+            self.inserted[inserted_index]
+            for inserted_index, outer_index in self.into.items()
+            if outer_index == index
+        )
+        return sorted(number for numbers in number_lists for number in numbers)
 
 
-def observed(family: Family, layout: str, kinds: Iterable[KeyKind]) -> Numbering:
+def infer_numbering(family: Family, layout: str, kinds: Iterable[KeyKind]) -> LayerNumbering:
     """Infer the numbering of a checkpoint from its keys in *layout*."""
-    shifts = family.shifts_in(layout)
+    shifts = family.list_shifts(layout)
     if not shifts:
-        return Numbering()
-    table = _own(family.layout(layout), tuple(shifts))
-    found: dict[str, set[int]] = {shift.index: set() for shift in shifts}
-    for key in (key for kind in kinds if table.entries(kind.skeleton) for key in kind.keys):
-        match = table.find(key)
+        return LayerNumbering()
+    table = _build_inserted_table(family.get_layout(layout), tuple(shifts))
+    numbers_by_index: dict[str, set[int]] = {shift.index: set() for shift in shifts}
+    for key in (key for kind in kinds if table.list_entries(kind.skeleton) for key in kind.keys):
+        match = table.find_meaning(key)
         if match:
-            found[match[0].index].add(match[1][match[0].index])
-    return Numbering(
-        {index: tuple(sorted(numbers)) for index, numbers in found.items()},
-        _into(shifts),
+            numbers_by_index[match[0].index].add(match[1][match[0].index])
+    return LayerNumbering(
+        {index: tuple(sorted(numbers)) for index, numbers in numbers_by_index.items()},
+        _map_inserted(shifts),
     )
 
 
 @lru_cache(maxsize=64)
-def _own(layout: Layout, shifts: tuple[Shift, ...]) -> TemplateTable[Shift]:
+def _build_inserted_table(layout: Layout, shifts: tuple[Shift, ...]) -> TemplateTable[Shift]:
     """Build a table of the keys that only inserted layers have in *layout*."""
-    found = []
+    entries = []
     for shift in shifts:
         for template in (stored.template for stored in layout.stored):
-            alike = [other for other, _ in layout.table.entries(template.skeleton)]
-            if shift.index in template.indices and not any(shift.into in t.indices for t in alike):
-                found.append((template, shift))
-    return TemplateTable(found)
+            same_skeleton = [
+                candidate for candidate, _ in layout.table.list_entries(template.skeleton)
+            ]
+            if shift.index in template.indices and not any(
+                shift.into in t.indices for t in same_skeleton
+            ):
+                entries.append((template, shift))
+    return TemplateTable(entries)
 
 
-def planned(
+def compute_numbering(
     family: Family,
     layout: str,
     counts: Mapping[str, int],
     lists: Mapping[str, Sequence[int]],
-) -> Numbering:
+) -> LayerNumbering:
     """Compute the numbering of a new checkpoint in *layout*.
 
     Args:
@@ -117,17 +131,17 @@ def planned(
     Raises:
         MappingError: The config does not list the positions of inserted layers.
     """
-    found: dict[str, tuple[int, ...]] = {}
-    shifts = family.shifts_in(layout)
+    numbers_by_index: dict[str, tuple[int, ...]] = {}
+    shifts = family.list_shifts(layout)
     for shift in shifts:
         count = counts.get(shift.index, 0)
         first = counts.get(shift.into, 0)
-        stated = lists.get(shift.place)
+        stated_numbers = lists.get(shift.place)
         if shift.place == "after":
-            found[shift.index] = tuple(range(first, first + count))
+            numbers_by_index[shift.index] = tuple(range(first, first + count))
         elif count == 0:
-            found[shift.index] = ()
-        elif stated is None or len(stated) != count:
+            numbers_by_index[shift.index] = ()
+        elif stated_numbers is None or len(stated_numbers) != count:
             raise MappingError(
                 f"layout `{layout}` requires the positions of {counted(count, 'inserted layer')}",
                 why=f"config.json must list their numbers as `{shift.place}`",
@@ -135,32 +149,37 @@ def planned(
             )
         else:
             before = range(count) if shift.nested else (0,) * count
-            found[shift.index] = tuple(
-                number - n for number, n in zip(sorted(stated), before, strict=True)
+            numbers_by_index[shift.index] = tuple(
+                number - n for number, n in zip(sorted(stated_numbers), before, strict=True)
             )
-    return Numbering(found, _into(shifts))
+    return LayerNumbering(numbers_by_index, _map_inserted(shifts))
 
 
-def require_stated(
-    family: Family, layout: str, found: Numbering, lists: Mapping[str, Sequence[int]]
+def require_numbering(
+    family: Family, layout: str, numbering: LayerNumbering, lists: Mapping[str, Sequence[int]]
 ) -> None:
     """Require that the layer numbers of a checkpoint agree with the *lists* of its config.
 
     Raises:
         MappingError: They disagree.
     """
-    for shift in family.shifts_in(layout):
-        held, stated = found.inserted.get(shift.index, ()), lists.get(shift.place)
-        moved = range(len(held)) if shift.nested else (0,) * len(held)
-        numbers = [number + n for number, n in zip(held, moved, strict=True)]
-        if held and stated is not None and numbers != sorted(stated):
+    for shift in family.list_shifts(layout):
+        inserted_numbers, stated_numbers = (
+            numbering.inserted.get(shift.index, ()),
+            lists.get(shift.place),
+        )
+        shifts_by_layer = (
+            range(len(inserted_numbers)) if shift.nested else (0,) * len(inserted_numbers)
+        )
+        numbers = [number + n for number, n in zip(inserted_numbers, shifts_by_layer, strict=True)]
+        if inserted_numbers and stated_numbers is not None and numbers != sorted(stated_numbers):
             raise MappingError(
                 "config.json and the names of the tensors disagree on which layers are inserted",
                 where=shift.place,
-                why=f"it lists {sorted(stated)}, but the tensor names show {numbers}",
+                why=f"it lists {sorted(stated_numbers)}, but the tensor names show {numbers}",
                 hint=f"pass {spell_option('--assets DIR')} with the right config.json",
             )
 
 
-def _into(shifts: Iterable[Shift]) -> dict[str, str]:
+def _map_inserted(shifts: Iterable[Shift]) -> dict[str, str]:
     return {shift.index: shift.into for shift in shifts if not shift.nested}

@@ -13,15 +13,15 @@ from functools import cached_property
 from typing import Annotated
 
 from ckptctl.errors import MappingError, listed, spell_option
-from ckptctl.planner.axes import Axes, Sizes, solve
-from ckptctl.planner.families.tables import Leaf, Tensor
-from ckptctl.planner.layouts import Drop, Family, Layout, Stored, Tie
-from ckptctl.planner.mapping.completeness import near
-from ckptctl.planner.mapping.logical import fused_axes
-from ckptctl.planner.mapping.numbering import Numbering, planned
+from ckptctl.planner.axes import Axes, AxisSizes, solve_axis_sizes
+from ckptctl.planner.families.tables import Leaf, LogicalTensor
+from ckptctl.planner.layouts import Drop, Family, Layout, LayoutTensor, Tie
+from ckptctl.planner.mapping.completeness import list_similar_keys
+from ckptctl.planner.mapping.logical import list_fused_axes
+from ckptctl.planner.mapping.numbering import LayerNumbering, compute_numbering
 from ckptctl.results import JsonField, Result, or_none
 
-Values = Mapping[str, int]
+KnownIndices = Mapping[str, int]
 """Known values of indices. Others remain placeholders in keys and formulas."""
 
 
@@ -56,7 +56,7 @@ class SymbolicSize:
         return SymbolicSize(f"{text}*{other.text}", product)
 
 
-ZERO, UNKNOWN = SymbolicSize("0", 0), SymbolicSize("")
+ZERO_SIZE, UNKNOWN_SIZE = SymbolicSize("0", 0), SymbolicSize("")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +72,10 @@ class Range(Result, order="formula start stop"):
 
     start: Annotated[
         SymbolicSize, JsonField("first index; null if unknown", name="start", of="number")
-    ] = UNKNOWN
+    ] = UNKNOWN_SIZE
     stop: Annotated[
         SymbolicSize, JsonField("end, exclusive; null if unknown", name="stop", of="number")
-    ] = UNKNOWN
+    ] = UNKNOWN_SIZE
     label: str = ""
 
     def __str__(self) -> str:
@@ -87,17 +87,17 @@ class Range(Result, order="formula start stop"):
         return self.label or f"{self.start.text} : {self.stop.text}"
 
 
-def formulas(shape: Sequence[SymbolicSize]) -> list[str]:
+def list_formulas(shape: Sequence[SymbolicSize]) -> list[str]:
     """List sizes as formulas in axis names."""
     return [size.text for size in shape]
 
 
-def numbers(shape: Sequence[SymbolicSize]) -> list[int | None]:
+def list_numbers(shape: Sequence[SymbolicSize]) -> list[int | None]:
     """List sizes as numbers, or None if unknown."""
     return [size.number for size in shape]
 
 
-def counts(
+def list_counts(
     each: Mapping[str, SymbolicSize],
 ) -> dict[str, Annotated[int | None, JsonField("size of the axis; null if unknown")]]:
     """Return the sizes of axes as numbers, or None if unknown."""
@@ -134,11 +134,11 @@ class Arrival(Result, order="key shape numbers each variant pieces"):
     key: Annotated[str, JsonField("key of the target tensor; `{x}` stands for each `x`")]
     shape: Annotated[
         tuple[SymbolicSize, ...],
-        JsonField("sizes as formulas", to=formulas),
-        JsonField("sizes as numbers; null if unknown", name="numbers", to=numbers),
+        JsonField("sizes as formulas", to=list_formulas),
+        JsonField("sizes as numbers; null if unknown", name="numbers", to=list_numbers),
     ]
     each: Annotated[
-        Mapping[str, SymbolicSize], JsonField("sizes of the axes in the key", to=counts)
+        Mapping[str, SymbolicSize], JsonField("sizes of the axes in the key", to=list_counts)
     ]
     pieces: Annotated[tuple[Contribution, ...], JsonField("source tensors of this target")]
     variant: Annotated[
@@ -162,7 +162,7 @@ class Route:
 
 
 @dataclass(frozen=True)
-class Router:
+class KeyRouter:
     """Router of keys from one layout to another.
 
     Attributes:
@@ -179,9 +179,9 @@ class Router:
     lists: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     @cached_property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> AxisSizes:
         """All axis sizes that follow from the known ones."""
-        return solve(self.family, (), self.counts)
+        return solve_axis_sizes(self.family, (), self.counts)
 
     @cached_property
     def ties(self) -> Mapping[str, Tie]:
@@ -189,184 +189,216 @@ class Router:
         ties = self.family.ties if self.tied else ()
         return {tie.tensor: tie for tie in ties if tie.of in self.source.leaves}
 
-    def route(self, key: str) -> Route:
+    def find_route(self, key: str) -> Route:
         """Find the targets of *key*, which is a tensor's name or a template with ``{i}``.
 
         Raises:
             MappingError: The source has no such key, or its layer number is ambiguous.
         """
         route = Route(key)
-        meaning, values = self._meaning(route)
+        meaning, values = self._find_meaning(route)
         if isinstance(meaning, Drop):
             route.template, route.dropped = meaning.key, meaning.reason
             if meaning.zeros:
                 route.notes.append("rejected if it contains anything but zeros")
         else:
             route.template = meaning.template.text
-            self._follow(route, meaning, values)
+            self._add_arrivals(route, meaning, values)
         for index, number in values.items():
             if number >= self.counts.get(index, number + 1):
                 route.notes.append(
-                    f"the model has no such tensor: {self.family.called(index)} is "
+                    f"the model has no such tensor: {self.family.describe_size(index)} is "
                     f"{self.counts[index]:,}, and indices start at 0"
                 )
         return route
 
     # ------------------------------------------------------------------ meaning of the key
 
-    def _meaning(self, route: Route) -> tuple[Stored | Drop, Values]:
+    def _find_meaning(self, route: Route) -> tuple[LayoutTensor | Drop, KnownIndices]:
         """Find the meaning of the key, and its index values as the family counts them."""
-        meanings = list(self.source.meanings(route.key))
-        numbering = self._numbering(self.source, [n for _, own in meanings for n in own.values()])
+        meanings = list(self.source.iterate_meanings(route.key))
+        numbering = self._find_numbering(
+            self.source, [n for _, indices in meanings for n in indices.values()]
+        )
         for meaning, values in meanings:
             if numbering is not None:
-                logical = numbering.logical(values)
+                logical = numbering.to_logical(values)
                 if logical is not None:
                     return meaning, logical
             elif not values.keys() & {
-                shift.index for shift in self.family.shifts_in(self.source.name)
+                shift.index for shift in self.family.list_shifts(self.source.name)
             }:
                 if values:
                     route.notes.append(
-                        f"treated as one of the first {self.family.called('i')} layers; the "
+                        f"treated as one of the first {self.family.describe_size('i')} layers; the "
                         "numbers of layers of another kind depend on the model (pass "
                         f"{spell_option('--set')} or {spell_option('--config')})"
                     )
                 return meaning, values
-        raise self._ambiguous(self.source) if meanings else self._unknown(route.key)
+        raise self._ambiguous_error(self.source) if meanings else self._unknown_key_error(route.key)
 
-    def _unknown(self, key: str) -> MappingError:
-        close = difflib.get_close_matches(key, near(self.source, key), n=3, cutoff=0.5)
-        layouts = (self.family.layout(name) for name in self.family.layouts)
-        others = [f"`{layout.name}`" for layout in layouts if any(layout.meanings(key))]
+    def _unknown_key_error(self, key: str) -> MappingError:
+        similar_keys = difflib.get_close_matches(
+            key, list_similar_keys(self.source, key), n=3, cutoff=0.5
+        )
+        layouts = (self.family.get_layout(name) for name in self.family.layouts)
+        other_layouts = [
+            f"`{layout.name}`" for layout in layouts if any(layout.iterate_meanings(key))
+        ]
         command = f"ckptctl models {self.family.name} --layout {self.source.name}"
         return MappingError(
             f"layout `{self.source.name}` of `{self.family.name}` has no key `{key}`",
-            why=f"similar keys: {listed(close)}" if close else None,
-            hint=f"the key exists in layout {' and '.join(others)}"
-            if others
+            why=f"similar keys: {listed(similar_keys)}" if similar_keys else None,
+            hint=f"the key exists in layout {' and '.join(other_layouts)}"
+            if other_layouts
             else f"run `{command}` to list its keys",
         )
 
     # -------------------------------------------------------------------------- targets
 
-    def _follow(self, route: Route, stored: Stored, values: Values) -> None:
+    def _add_arrivals(self, route: Route, stored: LayoutTensor, values: KnownIndices) -> None:
         """Add the targets of the logical tensors in *stored* to the route."""
-        several = len({tensor.variant for tensor, _ in stored.parts}) > 1
+        has_variants = len({tensor.variant for tensor, _ in stored.parts}) > 1
         leaves, arrivals = self.target.leaves, dict[str, Arrival]()
         copies = [t for t in self.ties.values() if self.target.name in t.stored_in]
         for tensor, leaf in stored.parts:
-            tie, same = self.ties.get(tensor.name), []
+            tie, tensor_arrivals = self.ties.get(tensor.name), []
             if tie:
-                kept = self.source.leaves[tie.of].key.text
-                route.dropped = f"tied: the same as `{kept}`"
+                kept_key = self.source.leaves[tie.of].key.text
+                route.dropped = f"tied: the same as `{kept_key}`"
                 if tie in copies and tensor.name in leaves:
-                    route.notes.append(f"`{leaves[tensor.name].key.text}` is a copy of `{kept}`")
+                    route.notes.append(
+                        f"`{leaves[tensor.name].key.text}` is a copy of `{kept_key}`"
+                    )
             elif tensor.name in leaves:
                 names = [tensor.name, *(t.tensor for t in copies if t.of == tensor.name)]
-                variant = tensor.variant if several else None
-                same = [self._arrival(route, n, values, variant) for n in names if n in leaves]
+                variant = tensor.variant if has_variants else None
+                tensor_arrivals = [
+                    self._build_arrival(route, n, values, variant) for n in names if n in leaves
+                ]
             else:
-                same = [self._tile_by_tile(route, tensor, leaf)]
-            for arrival in same:
+                tensor_arrivals = [self._build_tile_arrival(route, tensor, leaf)]
+            for arrival in tensor_arrivals:
                 arrivals.setdefault(arrival.key, arrival)
         if arrivals:
             route.arrivals, route.dropped = [*arrivals.values()], ""
 
-    def _arrival(self, route: Route, name: str, values: Values, variant: str | None) -> Arrival:
+    def _build_arrival(
+        self, route: Route, name: str, values: KnownIndices, variant: str | None
+    ) -> Arrival:
         """Build the target tensor that contains the logical tensor *name*."""
-        stored, wanted = self.target.holders[name], self.target.leaves[name]
-        moved = any(
+        stored, target_leaf = self.target.stored_by_name[name], self.target.leaves[name]
+        is_renumbered = any(
             shift.index in values
             or (shift.into in values and not shift.nested and shift.place != "after")
-            for shift in self.family.shifts_in(self.target.name)
+            for shift in self.family.list_shifts(self.target.name)
         )
-        if moved and self._numbering(self.target, values.values()) is None:
-            raise self._ambiguous(self.target)
+        if is_renumbered and self._find_numbering(self.target, values.values()) is None:
+            raise self._ambiguous_error(self.target)
         return Arrival(
-            self._key(self.target, wanted, values),
-            self._shape(stored),
-            {axis: self._amount((axis,)) for axis in wanted.spread if axis not in values},
-            tuple(self._pieces(route, name, values)),
+            self._format_key(self.target, target_leaf, values),
+            self._compute_shape(stored),
+            {
+                axis: self._multiply_axes((axis,))
+                for axis in target_leaf.spread_axes
+                if axis not in values
+            },
+            tuple(self._iterate_contributions(route, name, values)),
             variant,
         )
 
-    def _tile_by_tile(self, route: Route, tensor: Tensor, leaf: Leaf) -> Arrival:
+    def _build_tile_arrival(self, route: Route, tensor: LogicalTensor, leaf: Leaf) -> Arrival:
         """Build the target of tile embeddings that the target stores in another form."""
-        others = (tiles.other(tensor.name) for tiles in self.family.tiles)
-        other = next((name for name in others if name in self.target.leaves), None)
+        counterparts = (tiles.find_counterpart(tensor.name) for tiles in self.family.tiles)
+        counterpart = next((name for name in counterparts if name in self.target.leaves), None)
         name = tensor.name.partition(".")[0]
-        if other is None:
+        if counterpart is None:
             raise MappingError(
                 f"layout `{self.target.name}` of `{self.family.name}` has no place for "
                 f"`{route.key}`",
                 why=f"a model with `{name}` cannot be expressed in it",
                 hint="keep the source layout",
             )
-        wanted, ranges = self.target.leaves[other], (Range(label="tile by tile"),)
-        axes = str(leaf), str(wanted)
+        target_leaf, ranges = self.target.leaves[counterpart], (Range(label="tile by tile"),)
+        axes = str(leaf), str(target_leaf)
         piece = Contribution(leaf.key.text, name, *axes, ranges, ranges, True, True)
-        return Arrival(wanted.key.text, self._shape(self.target.holders[other]), {}, (piece,))
+        return Arrival(
+            target_leaf.key.text,
+            self._compute_shape(self.target.stored_by_name[counterpart]),
+            {},
+            (piece,),
+        )
 
-    def _pieces(self, route: Route, name: str, values: Values) -> Iterator[Contribution]:
+    def _iterate_contributions(
+        self, route: Route, name: str, values: KnownIndices
+    ) -> Iterator[Contribution]:
         """Yield the contributions to a target tensor, one for rows that are the same part.
 
         The requested entry comes first, then all entries.
         """
-        stored = self.target.holders[name]
+        stored = self.target.stored_by_name[name]
         rows: dict[int | None, tuple[Leaf, str]] = {}
-        for tensor, wanted in stored.parts:
+        for tensor, target_leaf in stored.parts:
             tie = self.ties.get(tensor.name)
             origin = tie.of if tie else tensor.name
-            if origin in self.source.leaves and (wanted.part not in rows or tensor.name == name):
-                rows[wanted.part] = wanted, origin
-        for wanted, origin in rows.values():
+            if origin in self.source.leaves and (
+                target_leaf.part not in rows or tensor.name == name
+            ):
+                rows[target_leaf.part] = target_leaf, origin
+        for target_leaf, origin in rows.values():
             leaf = self.source.leaves[origin]
-            apart = {*leaf.spread} - {*wanted.spread}
-            shared = {axis: n for axis, n in values.items() if axis not in apart}
+            source_only_axes = {*leaf.spread_axes} - {*target_leaf.spread_axes}
+            shared = {axis: n for axis, n in values.items() if axis not in source_only_axes}
             sides = [
-                [a for group in one.dims for a in group if a not in (*leaf.spread, *wanted.spread)]
-                for one in (leaf, wanted)
+                [
+                    a
+                    for group in side.dims
+                    for a in group
+                    if a not in (*leaf.spread_axes, *target_leaf.spread_axes)
+                ]
+                for side in (leaf, target_leaf)
             ]
-            before, after = (self.family.expand(tuple(axes)) for axes in sides)
-            own = leaf.key.text == route.template and len(shared) < len(values)
-            for known in (values, shared) if own else (shared,):
-                key = self._key(self.source, leaf, known)
+            before, after = (self.family.expand_axes(tuple(axes)) for axes in sides)
+            is_requested_row = leaf.key.text == route.template and len(shared) < len(values)
+            for indices in (values, shared) if is_requested_row else (shared,):
+                key = self._format_key(self.source, leaf, indices)
                 yield Contribution(
                     key,
                     origin.partition(".")[0],
                     str(leaf),
-                    str(wanted),
-                    self._ranges(self.source.holders[origin], leaf, wanted.spread, known),
-                    self._ranges(stored, wanted, leaf.spread, known),
+                    str(target_leaf),
+                    self._compute_ranges(
+                        self.source.stored_by_name[origin], leaf, target_leaf.spread_axes, indices
+                    ),
+                    self._compute_ranges(stored, target_leaf, leaf.spread_axes, indices),
                     before != after,
                     key == route.key,
-                    wanted.plus - leaf.plus,
+                    target_leaf.offset - leaf.offset,
                 )
 
     # ------------------------------------------------------------------ sizes, ranges and numbers
 
-    def _amount(self, axes: Axes) -> SymbolicSize:
+    def _multiply_axes(self, axes: Axes) -> SymbolicSize:
         """Multiply *axes*, with names of composite axes instead of their parts."""
-        atoms = self.family.expand(axes)
+        atoms = self.family.expand_axes(axes)
         names = list(atoms)
         for axis, parts in self.family.composite.items():
             if {*parts} <= {*names}:
                 names[min(map(names.index, parts))] = axis
                 names = [name for name in names if name not in parts]
-        shown = [str(self.family.constants.get(name, name)) for name in names]
-        return SymbolicSize("*".join(shown) or "1", self.sizes.of(atoms))
+        factors = [str(self.family.constants.get(name, name)) for name in names]
+        return SymbolicSize("*".join(factors) or "1", self.sizes.find_size(atoms))
 
-    def _shape(self, stored: Stored) -> tuple[SymbolicSize, ...]:
+    def _compute_shape(self, stored: LayoutTensor) -> tuple[SymbolicSize, ...]:
         """Compute the shape of a stored tensor with all its parts."""
-        first, *others = stored.leaves
-        sizes = [self._amount(group) for group in first.dims]
-        for other in others:
-            sizes[first.along] += self._amount(other.dims[first.along])
+        first, *other_leaves = stored.leaves
+        sizes = [self._multiply_axes(group) for group in first.dims]
+        for other_leaf in other_leaves:
+            sizes[first.concat_dim] += self._multiply_axes(other_leaf.dims[first.concat_dim])
         return tuple(sizes)
 
-    def _ranges(
-        self, stored: Stored, leaf: Leaf, spread: Sequence[str], values: Values
+    def _compute_ranges(
+        self, stored: LayoutTensor, leaf: Leaf, spread: Sequence[str], values: KnownIndices
     ) -> tuple[Range, ...]:
         """Compute the ranges of *stored* that a leaf of it occupies.
 
@@ -374,48 +406,50 @@ class Router:
         """
         ranges: list[Range] = []
         for dim, group in enumerate(leaf.dims):
-            apart = [axis for axis in group if axis in spread]
-            if apart and apart != [*group[:1]]:
-                entry = ", ".join(f"{axis} = {values.get(axis, axis)}" for axis in apart)
+            entry_axes = [axis for axis in group if axis in spread]
+            if entry_axes and entry_axes != [*group[:1]]:
+                entry = ", ".join(f"{axis} = {values.get(axis, axis)}" for axis in entry_axes)
                 ranges.append(Range(label=f"{entry} of ({' '.join(group)})"))
-            elif apart:
-                index, rest = values.get(group[0]), self._amount(group[1:])
+            elif entry_axes:
+                index, rest = values.get(group[0]), self._multiply_axes(group[1:])
                 ends = (group[0], f"{group[0]} + 1") if index is None else (index, index + 1)
                 start, stop = (
                     SymbolicSize(str(n), n if isinstance(n, int) else None) for n in ends
                 )
                 ranges.append(Range(start * rest, stop * rest))
-            elif leaf.part is None or dim != leaf.along:
-                ranges.append(Range(ZERO, self._amount(group), ":"))
+            elif leaf.part is None or dim != leaf.concat_dim:
+                ranges.append(Range(ZERO_SIZE, self._multiply_axes(group), ":"))
             else:
-                *before, own = map(self._amount, fused_axes(self.family, stored)[: leaf.part + 1])
-                start = sum(before, ZERO)
-                part = Range(start, start + own)
-                each = Range(label=f"{part} of each {leaf.within}")
-                ranges.append(each if leaf.within else part)
+                *before, own_size = map(
+                    self._multiply_axes, list_fused_axes(self.family, stored)[: leaf.part + 1]
+                )
+                start = sum(before, ZERO_SIZE)
+                part = Range(start, start + own_size)
+                each = Range(label=f"{part} of each {leaf.interleave_axis}")
+                ranges.append(each if leaf.interleave_axis else part)
         return tuple(ranges)
 
-    def _numbering(self, layout: Layout, numbers: Collection[int]) -> Numbering | None:
+    def _find_numbering(self, layout: Layout, numbers: Collection[int]) -> LayerNumbering | None:
         """Compute the layer numbering of *layout* up to *numbers*, or return None if unknown."""
         counts = dict(self.counts)
-        for shift in self.family.shifts_in(layout.name):
+        for shift in self.family.list_shifts(layout.name):
             if shift.place == "after" and shift.into in counts:
                 counts[shift.index] = max(counts.get(shift.index, 0), 1, *(n + 1 for n in numbers))
             elif shift.place in self.lists:
                 counts[shift.index] = len(self.lists[shift.place])
             else:
                 return None
-        return planned(self.family, layout.name, counts, self.lists)
+        return compute_numbering(self.family, layout.name, counts, self.lists)
 
-    def _key(self, layout: Layout, leaf: Leaf, values: Values) -> str:
+    def _format_key(self, layout: Layout, leaf: Leaf, values: KnownIndices) -> str:
         """Format a key, with placeholders for indices without a value."""
-        numbering = self._numbering(layout, values.values())
-        numbers = numbering.stored(values) if numbering else values
-        return leaf.key.key(
+        numbering = self._find_numbering(layout, values.values())
+        numbers = numbering.to_stored(values) if numbering else values
+        return leaf.key.format_key(
             {index: numbers.get(index, f"{{{index}}}") for index in leaf.key.indices}
         )
 
-    def _ambiguous(self, layout: Layout) -> MappingError:
+    def _ambiguous_error(self, layout: Layout) -> MappingError:
         """Build the error for a layer number that may belong to several kinds of layers."""
         name = self.family.sizes.get("i", ("i",))[0]
         return MappingError(

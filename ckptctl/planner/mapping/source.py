@@ -14,18 +14,26 @@ from itertools import compress, islice
 from typing import TYPE_CHECKING, TypeAlias
 
 from ckptctl.errors import MappingError, listed, spell_option
-from ckptctl.planner.axes import Observation, Sizes, solve
-from ckptctl.planner.families.tables import Tensor
+from ckptctl.planner.axes import AxisSizes, Observation, solve_axis_sizes
+from ckptctl.planner.families.tables import LogicalTensor
 from ckptctl.planner.layouts import Family, Layout, Tie
 from ckptctl.planner.mapping.completeness import (
-    MANY,
-    lacking,
-    require_known,
-    require_whole,
-    torn,
+    ALWAYS_LISTED,
+    find_missing_keys,
+    find_variant_conflict,
+    require_known_keys,
+    require_no_missing,
 )
-from ckptctl.planner.mapping.matching import Lead, Matched, Slot, Values, key_of, leads, match
-from ckptctl.planner.mapping.numbering import Numbering
+from ckptctl.planner.mapping.matching import (
+    IndexValues,
+    Lead,
+    MatchedKeys,
+    Slot,
+    format_key,
+    iterate_leads,
+    match_keys,
+)
+from ckptctl.planner.mapping.numbering import LayerNumbering
 
 if TYPE_CHECKING:
     from ckptctl.planner.mapping.mapped import MappedTensor
@@ -33,7 +41,7 @@ if TYPE_CHECKING:
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 """Shape of each stored tensor by key."""
 
-Origin: TypeAlias = tuple[Tensor, Mapping[Lead, str]]
+Origin: TypeAlias = tuple[LogicalTensor, Mapping[Lead, str]]
 """A logical tensor of the source and the keys that hold it."""
 
 
@@ -55,7 +63,7 @@ class SurplusError(MappingError):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class MatchedSource:
     """A source checkpoint with matched keys and solved axis sizes.
 
     Attributes:
@@ -67,22 +75,22 @@ class Source:
     layout: Layout
     shapes: Shapes
     tied: bool
-    matched: Matched
+    matched: MatchedKeys
     counts: Mapping[str, int]
-    sizes: Sizes
+    sizes: AxisSizes
 
     @property
     def ties(self) -> tuple[Tie, ...]:
         """Tensors that are tied."""
         return self.family.ties if self.tied else ()
 
-    def held(self, name: str, values: Values = ()) -> Origin | None:
+    def find_tensor(self, name: str, values: IndexValues = ()) -> Origin | None:
         """Find a logical tensor and its keys, or return None if it is missing."""
         keys = self.matched.keys.get((name, values))
         return (self.family.tensors[name], keys) if keys else None
 
 
-def solve_source(
+def resolve_source(
     family: Family,
     layout: Layout,
     shapes: Shapes,
@@ -90,10 +98,10 @@ def solve_source(
     *,
     tied: bool,
     partial: bool,
-    matched: Matched | None = None,
-    without: Collection[str] = (),
-    demanded: Collection[Slot] = (),
-) -> Source:
+    matched: MatchedKeys | None = None,
+    absent_tensors: Collection[str] = (),
+    required: Collection[Slot] = (),
+) -> MatchedSource:
     """Match the tensors of *shapes* to logical tensors, and solve for axis sizes.
 
     Args:
@@ -105,47 +113,47 @@ def solve_source(
         partial: Whether *shapes* is a selection, so that no tensor is missing. Its layers are
             numbered as in the complete model.
         matched: The matched keys of the complete model, or None to match *shapes*.
-        without: Logical tensors that this model does not have.
-        demanded: Optional tensors that its config requires.
+        absent_tensors: Logical tensors that this model does not have.
+        required: Optional tensors that its config requires.
 
     Raises:
         MappingError: Tensors are unknown, missing or contradictory.
     """
-    everything = matched or match(family, layout, shapes)
-    same = len(everything.order) == len(shapes)
-    matched = everything if same else everything.only(shapes)
-    counts = _counts(family, layout, matched, everything, sizes)
+    all_matched = matched or match_keys(family, layout, shapes)
+    same = len(all_matched.order) == len(shapes)
+    matched = all_matched if same else all_matched.select_keys(shapes)
+    counts = _count_indices(family, layout, matched, all_matched, sizes)
     if matched.unmatched or not partial:
-        lacks = lacking(
+        missing_keys = find_missing_keys(
             family,
             layout,
             matched,
             {**sizes, **counts},
             tied=tied,
-            without=without,
-            demanded=demanded,
+            absent_tensors=absent_tensors,
+            required=required,
         )
-        names = [absent.key for absent in lacks.listed]
-        require_known(family, layout, matched, names)
-    if contradiction := torn(family, matched):
+        names = [absent.key for absent in missing_keys.keys]
+        require_known_keys(family, layout, matched, names)
+    if contradiction := find_variant_conflict(family, matched):
         raise MappingError(f"a layer has tensors of two kinds: {contradiction}")
     if not partial:
-        require_whole(names, lacks.number, family, layout, tied=tied)
-    alike: dict[object, Observation] = {}
-    for key, stored in matched.stored.items():
-        alike.setdefault((id(stored), shapes[key]), Observation(key, stored, shapes[key]))
-    spread = {axis: counts[axis] for axis in layout.spread if axis in counts}
+        require_no_missing(names, missing_keys.total, family, layout, tied=tied)
+    observations: dict[object, Observation] = {}
+    for key, stored in matched.tensor_by_key.items():
+        observations.setdefault((id(stored), shapes[key]), Observation(key, stored, shapes[key]))
+    spread = {axis: counts[axis] for axis in layout.spread_axes if axis in counts}
     counted = [axis for axis, count in counts.items() if sizes.get(axis) != count]
-    solved = solve(family, alike.values(), {**sizes, **spread}, counted)
-    known = Sizes({**solved.axes, **counts}, solved.products)
-    return Source(family, layout, shapes, tied, matched, counts, known)
+    solved = solve_axis_sizes(family, observations.values(), {**sizes, **spread}, counted)
+    axis_sizes = AxisSizes({**solved.axes, **counts}, solved.products)
+    return MatchedSource(family, layout, shapes, tied, matched, counts, axis_sizes)
 
 
-def _counts(
+def _count_indices(
     family: Family,
     layout: Layout,
-    matched: Matched,
-    everything: Matched,
+    matched: MatchedKeys,
+    all_matched: MatchedKeys,
     sizes: Mapping[str, int],
 ) -> dict[str, int]:
     """Count the values of each index, and require that they do not exceed *sizes*.
@@ -153,14 +161,14 @@ def _counts(
     Layers that are numbered together with others count even if they were not selected. So do all
     entries that the layout spreads over keys, because a stacked tensor has all of them.
     """
-    found = matched.counts()
-    if surplus := surplus_error(family, found, sizes):
+    counts = matched.count_indices()
+    if surplus := surplus_error(family, counts, sizes):
         raise surplus
     shifted = {index for shift in family.shifts for index in (shift.index, shift.into)}
-    beside = everything.counts()
-    together = shifted | layout.spread
-    found |= {index: count for index, count in beside.items() if index in together}
-    return found | {i: n for i, n in sizes.items() if i in found}
+    all_counts = all_matched.count_indices()
+    shared_indices = shifted | layout.spread_axes
+    counts |= {index: count for index, count in all_counts.items() if index in shared_indices}
+    return counts | {i: n for i, n in sizes.items() if i in counts}
 
 
 def surplus_error(
@@ -169,11 +177,11 @@ def surplus_error(
     """Build the error for an index whose count exceeds its size in *sizes*, or return None."""
     for index, count in counts.items():
         if count > sizes.get(index, count):
-            return SurplusError(family.called(index), count, sizes[index])
+            return SurplusError(family.describe_size(index), count, sizes[index])
     return None
 
 
-class Fusing:
+class FusedPartCheck:
     """Check that all parts and entries of fused and stacked target tensors exist.
 
     Expected parts follow from the tables and from the number of entries of the complete model, not
@@ -181,84 +189,109 @@ class Fusing:
     """
 
     def __init__(
-        self, source: Source, target: Layout, numbering: Numbering, missing: Collection[str]
+        self,
+        source: MatchedSource,
+        target: Layout,
+        numbering: LayerNumbering,
+        missing: Collection[str],
     ) -> None:
         self._source, self._target, self._numbering = source, target, numbering
         self._missing = missing
         self._incomplete: dict[str, str] = {}
 
-    def require_parts(self, tensor: Tensor, values: Values) -> None:
+    def require_parts(self, tensor: LogicalTensor, values: IndexValues) -> None:
         """Skip a fused tensor with missing parts if those may be missing, or raise."""
         if self._target.leaves[tensor.name].part is None:
             return
-        parts = self._target.holders[tensor.name].parts
-        there = self._source.matched.keys
-        held_parts = {leaf.part for other, leaf in parts if (other.name, values) in there}
-        first = {leaf.part: other for other, leaf in reversed(parts)}
-        gone = [first[part] for part in sorted(first.keys() - held_parts, key=lambda n: n or 0)]
-        if gone:
-            keys = (there.get((other.name, values), {}) for other, _ in parts)
-            held = [key for some in keys for key in some.values()]
-            lacking = [key for other in gone for key in self._keys(other, values)]
-            self._leave_out(tensor, values, held, lacking)
+        parts = self._target.stored_by_name[tensor.name].parts
+        existing = self._source.matched.keys
+        held_parts = {leaf.part for other, leaf in parts if (other.name, values) in existing}
+        tensor_by_part = {leaf.part: other for other, leaf in reversed(parts)}
+        missing_tensors = [
+            tensor_by_part[part]
+            for part in sorted(tensor_by_part.keys() - held_parts, key=lambda n: n or 0)
+        ]
+        if missing_tensors:
+            keys = (existing.get((other.name, values), {}) for other, _ in parts)
+            existing_keys = [key for tensor_keys in keys for key in tensor_keys.values()]
+            missing_keys = [
+                key for other in missing_tensors for key in self._iterate_keys(other, values)
+            ]
+            self._skip_or_raise(tensor, values, existing_keys, missing_keys)
 
-    def require_entries(self, tensor: Tensor, held: Tensor, values: Values) -> None:
+    def require_entries(
+        self, tensor: LogicalTensor, source_tensor: LogicalTensor, values: IndexValues
+    ) -> None:
         """Skip a stacked tensor with missing entries if those may be missing, or raise."""
-        leaf, wanted = self._source.layout.leaves[held.name], self._target.leaves[tensor.name]
-        if set(leaf.spread) <= set(wanted.spread):
+        leaf, target_leaf = (
+            self._source.layout.leaves[source_tensor.name],
+            self._target.leaves[tensor.name],
+        )
+        if set(leaf.spread_axes) <= set(target_leaf.spread_axes):
             return
-        keys = self._source.matched.keys[held.name, values]
-        shared = [n for n, axis in enumerate(leaf.spread) if axis in wanted.spread]
-        begun = {tuple(lead[n] for n in shared) for lead in keys}
-        entries = leads(leaf, self._source.sizes.axes)
-        missing = (e for e in entries if e not in keys and tuple(e[n] for n in shared) in begun)
-        gone = list(islice(missing, MANY))
-        if gone:
-            lacking = [self._key(held, values, lead) for lead in gone]
-            self._leave_out(tensor, values, list(keys.values()), lacking)
+        keys = self._source.matched.keys[source_tensor.name, values]
+        shared = [n for n, axis in enumerate(leaf.spread_axes) if axis in target_leaf.spread_axes]
+        started = {tuple(lead[n] for n in shared) for lead in keys}
+        entries = iterate_leads(leaf, self._source.sizes.axes)
+        missing = (e for e in entries if e not in keys and tuple(e[n] for n in shared) in started)
+        missing_entries = list(islice(missing, ALWAYS_LISTED))
+        if missing_entries:
+            missing_keys = [
+                self._format_key(source_tensor, values, lead) for lead in missing_entries
+            ]
+            self._skip_or_raise(tensor, values, list(keys.values()), missing_keys)
 
-    def whole(self, tensors: Sequence[MappedTensor]) -> tuple[list[MappedTensor], dict[str, str]]:
+    def exclude_incomplete(
+        self, tensors: Sequence[MappedTensor]
+    ) -> tuple[list[MappedTensor], dict[str, str]]:
         """Exclude the skipped tensors and those with a target in common.
 
         Returns:
             The remaining tensors, and the source keys that are not read, with reasons.
         """
-        kept, gone, left_out = list(tensors), list(tensors), dict[str, str]()
-        while gone and self._incomplete:
-            touched = [any(v.key in self._incomplete for v in one.targets) for one in kept]
-            gone = list(compress(kept, touched))
-            kept = [one for one, without in zip(kept, touched, strict=True) if not without]
-            for mapped in gone:
+        complete, incomplete, skipped_keys = list(tensors), list(tensors), dict[str, str]()
+        while incomplete and self._incomplete:
+            is_incomplete = [
+                any(v.key in self._incomplete for v in mapped_tensor.targets)
+                for mapped_tensor in complete
+            ]
+            incomplete = list(compress(complete, is_incomplete))
+            complete = [
+                mapped_tensor
+                for mapped_tensor, is_excluded in zip(complete, is_incomplete, strict=True)
+                if not is_excluded
+            ]
+            for mapped in incomplete:
                 why = next(filter(None, (self._incomplete.get(v.key) for v in mapped.targets)))
                 self._incomplete |= {target.key: why for target in mapped.targets}
-                left_out |= {source.key: why for source in mapped.sources}
-        return kept, left_out
+                skipped_keys |= {source.key: why for source in mapped.sources}
+        return complete, skipped_keys
 
-    def _keys(self, tensor: Tensor, values: Values) -> Iterator[str]:
+    def _iterate_keys(self, tensor: LogicalTensor, values: IndexValues) -> Iterator[str]:
         leaf = self._source.layout.leaves.get(tensor.name)
         if leaf is not None:
-            entries = islice(leads(leaf, self._source.sizes.axes), MANY)
-            yield from (self._key(tensor, values, entry) for entry in entries)
+            entries = islice(iterate_leads(leaf, self._source.sizes.axes), ALWAYS_LISTED)
+            yield from (self._format_key(tensor, values, entry) for entry in entries)
 
-    def _key(self, tensor: Tensor, values: Values, lead: Lead) -> str:
+    def _format_key(self, tensor: LogicalTensor, values: IndexValues, lead: Lead) -> str:
         numbering = self._source.matched.numbering
-        return key_of(self._source.layout, tensor, values, lead, numbering)
+        return format_key(self._source.layout, tensor, values, lead, numbering)
 
-    def _leave_out(
-        self, tensor: Tensor, values: Values, held: list[str], lacking: list[str]
+    def _skip_or_raise(
+        self, tensor: LogicalTensor, values: IndexValues, existing: list[str], missing: list[str]
     ) -> None:
         """Skip a tensor whose missing parts may be missing, or raise."""
-        entries = leads(self._target.leaves[tensor.name], self._source.sizes.axes)
-        keys = [key_of(self._target, tensor, values, lead, self._numbering) for lead in entries]
-        if all(key in self._missing for key in lacking):
+        entries = iterate_leads(self._target.leaves[tensor.name], self._source.sizes.axes)
+        keys = [format_key(self._target, tensor, values, lead, self._numbering) for lead in entries]
+        if all(key in self._missing for key in missing):
             for key in keys:
                 why = f"it is a part of `{key}`, which is skipped because parts are missing:"
-                self._incomplete[key] = f"{why} {listed(lacking)}"
+                self._incomplete[key] = f"{why} {listed(missing)}"
             return
         key = keys[0]
         raise MappingError(
             "a fused tensor cannot be written in part",
             where=f"tensor `{key}`",
-            why=f"the checkpoint contains its parts {listed(held)}, but not {listed(lacking)}",
+            why=f"the checkpoint contains its parts {listed(existing)}, but not {listed(missing)}",
             hint=f"pass {spell_option('--exclude')} for all of its parts or for none of them",
         )

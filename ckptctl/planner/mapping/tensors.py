@@ -11,37 +11,37 @@ from itertools import groupby, islice
 from ckptctl.catalog import computed_name
 from ckptctl.errors import HomelessError, MappingError, listed, spell_option
 from ckptctl.notes import Notes
-from ckptctl.planner.families.tables import Leaf, Tensor
+from ckptctl.planner.families.tables import Leaf, LogicalTensor
 from ckptctl.planner.families.templates import Template
 from ckptctl.planner.layouts import Drop, Family, Layout
-from ckptctl.planner.mapping.completeness import untold
-from ckptctl.planner.mapping.logical import cells, rearrange
+from ckptctl.planner.mapping.completeness import note_unplaceable
+from ckptctl.planner.mapping.logical import build_cells, rearrange_tensor
 from ckptctl.planner.mapping.mapped import (
     MappedTensor,
     RedundantData,
     Region,
     SourceTensor,
     TargetTensor,
-    Zeros,
-    notes_on_sums,
+    ZeroTensor,
+    iterate_offset_notes,
     require_covered,
     stays_interleaved,
 )
-from ckptctl.planner.mapping.matching import Lead, Matched, Slot, key_of, leads
-from ckptctl.planner.mapping.numbering import planned, require_stated
-from ckptctl.planner.mapping.source import Fusing, Origin, Source, solve_source
-from ckptctl.planner.mapping.tiles import Tiling, tiling
-from ckptctl.planner.strided import Ints, Strided
+from ckptctl.planner.mapping.matching import Lead, MatchedKeys, Slot, format_key, iterate_leads
+from ckptctl.planner.mapping.numbering import compute_numbering, require_numbering
+from ckptctl.planner.mapping.source import FusedPartCheck, MatchedSource, Origin, resolve_source
+from ckptctl.planner.mapping.tiles import TileConversion, convert_tiles
+from ckptctl.planner.strided import Ints, StridedTensor
 from ckptctl.units import counted
 
-MOST = 1 << 16
+MAX_SPREAD_KEYS = 1 << 16
 """Maximum number of keys of one stacked tensor, since the shape of an empty one is arbitrary."""
-_LAYER = re.compile(r"\D*\.\d+\.")
+_LAYER_PREFIX = re.compile(r"\D*\.\d+\.")
 """Prefix of a key up to its layer number."""
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class LayoutChange:
     """The mapping of a model from one layout to another, or to the same one.
 
     Attributes:
@@ -51,7 +51,7 @@ class Change:
         redundant: Elements of the source that no target has, which must be verified as redundant.
         zeros: Virtual sources of *tensors*.
         sizes: All known axis sizes, and the number of layers as ``i``.
-        left_out: Source keys of fused or stacked tensors with missing parts, and reasons.
+        skipped_keys: Source keys of fused or stacked tensors with missing parts, and reasons.
         vocab: Size to which the vocabulary was padded or truncated, or None if it was kept.
         notes: Messages for the user, including dropped source keys with reasons, and the choice
             among facts on which descriptions differ.
@@ -62,20 +62,20 @@ class Change:
     target_layout: str | None
     tensors: tuple[MappedTensor, ...]
     redundant: tuple[RedundantData, ...] = ()
-    zeros: tuple[Zeros, ...] = ()
+    zeros: tuple[ZeroTensor, ...] = ()
     sizes: Mapping[str, int] = field(default_factory=dict)
     tied: bool = False
-    left_out: Mapping[str, str] = field(default_factory=dict)
+    skipped_keys: Mapping[str, str] = field(default_factory=dict)
     vocab: int | None = None
     notes: Notes = field(default_factory=Notes)
 
     @property
-    def dropped(self) -> dict[str, str]:
+    def dropped_keys(self) -> dict[str, str]:
         """Dropped source keys, with reasons."""
         return self.notes.reasons("dropped")
 
     @property
-    def identity(self) -> bool:
+    def keeps_names(self) -> bool:
         """Whether every tensor keeps its name."""
         return self.source_layout == self.target_layout
 
@@ -91,12 +91,12 @@ def map_tensors(
     untie: bool = False,
     partial: bool = False,
     lists: Mapping[str, Sequence[int]] | None = None,
-    matched: Matched | None = None,
-    without: Collection[str] = (),
-    demanded: Collection[Slot] = (),
-    missing: Collection[str] = (),
+    matched: MatchedKeys | None = None,
+    absent_tensors: Collection[str] = (),
+    required: Collection[Slot] = (),
+    may_be_missing: Collection[str] = (),
     resize: Mapping[str, int] | None = None,
-) -> Change:
+) -> LayoutChange:
     """Map the tensors of *shapes* to another layout.
 
     Args:
@@ -110,17 +110,17 @@ def map_tensors(
         partial: Whether *shapes* is a selection, so that no tensor is missing.
         lists: Lists of layer numbers from the config.
         matched: The matched keys of the complete model, or None to match *shapes*.
-        without: Logical tensors that this model does not have.
-        demanded: Optional tensors that the config requires.
-        missing: Keys that may be missing, so that fused tensors with them are skipped.
+        absent_tensors: Logical tensors that this model does not have.
+        required: Optional tensors that the config requires.
+        may_be_missing: Keys that may be missing, so that fused tensors with them are skipped.
         resize: New sizes of axes to truncate or to pad with zeros.
 
     Raises:
         MappingError: Tensors are unknown, missing, contradictory, or unmapped in the target.
     """
-    source, target = family.layout(source_layout), family.layout(target_layout)
+    source, target = family.get_layout(source_layout), family.get_layout(target_layout)
     tied = family.tied if tied is None else tied
-    held = solve_source(
+    matched_source = resolve_source(
         family,
         source,
         shapes,
@@ -128,24 +128,24 @@ def map_tensors(
         tied=tied,
         partial=partial,
         matched=matched,
-        without=without,
-        demanded=demanded,
+        absent_tensors=absent_tensors,
+        required=required,
     )
-    run = _Run(held, target, resize or {}, untie, partial)
+    mapper = _TensorMapper(matched_source, target, resize or {}, untie, partial)
     if source is target:
-        return run.unchanged()
-    found = run.result(lists or {}, missing)
+        return mapper.map_unchanged()
+    change = mapper.map_to_target(lists or {}, may_be_missing)
     if not partial:
-        found.notes.add(*untold(family, source, target, demanded))
-    return found
+        change.notes.add(*note_unplaceable(family, source, target, required))
+    return change
 
 
-class _Run:
+class _TensorMapper:
     """State of one call of :func:`map_tensors`."""
 
     def __init__(
         self,
-        source: Source,
+        source: MatchedSource,
         target: Layout,
         resize: Mapping[str, int],
         untie: bool,
@@ -156,200 +156,241 @@ class _Run:
         self.resize, self.sizes = resize, {**source.sizes.axes, **resize}
         self.resized = {
             name
-            for name, stored in (source.layout.holders.items() if resize else ())
+            for name, stored in (source.layout.stored_by_name.items() if resize else ())
             for leaf in stored.leaves
-            if not resize.keys().isdisjoint(self.family.expand(leaf.axes))
+            if not resize.keys().isdisjoint(self.family.expand_axes(leaf.axes))
         }
-        self.zeros: list[Zeros] = []
+        self.zeros: list[ZeroTensor] = []
         self.notes = Notes()
         self.copies: list[RedundantData] = []
-        self.tilings: list[Tiling] = []
-        self.rearranged: dict[object, Sequence[Strided]] = {}
+        self.tilings: list[TileConversion] = []
+        self.target_cache: dict[object, Sequence[StridedTensor]] = {}
 
-    def unchanged(self) -> Change:
+    def map_unchanged(self) -> LayoutChange:
         """Map to the same layout. Tensors are kept unless they are resized or untied."""
         matched = self.source.matched
         self.numbering = matched.numbering
-        self.fusing = Fusing(self.source, self.target, self.numbering, ())
+        self.fusing = FusedPartCheck(self.source, self.target, self.numbering, ())
         tensors: list[MappedTensor] = []
         for (name, values), keys in matched.keys.items() if self.resized else ():
             if name in self.resized:
                 tensor = self.family.tensors[name]
-                tensors += self._mapped(tensor, values, (tensor, keys))
-        resized = {source.key for one in tensors for source in one.sources}
-        kept = ((key, shape) for key, shape in self.source.shapes.items() if key not in resized)
-        tensors = self._once(tensors)
-        tensors += (MappedTensor.same(key, key, shape) for key, shape in kept)
+                tensors += self._map_tensor(tensor, values, (tensor, keys))
+        resized = {source.key for mapped in tensors for source in mapped.sources}
+        kept_shapes = (
+            (key, shape) for key, shape in self.source.shapes.items() if key not in resized
+        )
+        tensors = self._remove_duplicates(tensors)
+        tensors += (MappedTensor.from_unchanged(key, key, shape) for key, shape in kept_shapes)
         for tie in self.source.ties if self.untie and not self.partial else ():
-            origin = self.source.held(tie.of)
-            if origin and not self.source.held(tie.tensor) and tie.tensor in self.target.leaves:
-                tensors += self._mapped(self.family.tensors[tie.tensor], (), origin)
-        return self._map(tensors, {})
+            origin = self.source.find_tensor(tie.of)
+            if (
+                origin
+                and not self.source.find_tensor(tie.tensor)
+                and tie.tensor in self.target.leaves
+            ):
+                tensors += self._map_tensor(self.family.tensors[tie.tensor], (), origin)
+        return self._build_change(tensors, {})
 
-    def result(self, lists: Mapping[str, Sequence[int]], missing: Collection[str]) -> Change:
+    def map_to_target(
+        self, lists: Mapping[str, Sequence[int]], may_be_missing: Collection[str]
+    ) -> LayoutChange:
         """Map to another layout."""
-        require_stated(self.family, self.source.layout.name, self.source.matched.numbering, lists)
-        self.numbering = planned(self.family, self.target.name, self.source.counts, lists)
-        self.fusing = Fusing(self.source, self.target, self.numbering, missing)
-        tensors, left_out = self.fusing.whole(list(self._tensors()))
-        self._drop()
-        tensors = self._once(tensors)
+        require_numbering(
+            self.family, self.source.layout.name, self.source.matched.numbering, lists
+        )
+        self.numbering = compute_numbering(self.family, self.target.name, self.source.counts, lists)
+        self.fusing = FusedPartCheck(self.source, self.target, self.numbering, may_be_missing)
+        tensors, skipped_keys = self.fusing.exclude_incomplete(list(self._iterate_tensors()))
+        self._note_drops()
+        tensors = self._remove_duplicates(tensors)
         require_covered(tensors)
         rules = () if self.partial else self.family.drops
         unfilled = (rule for rule in rules if rule.layout == self.target.name and rule.zeros)
-        for found in self.tilings:
-            tensors += found.tensors
-            self.zeros += found.zeros
-        tensors += [made for rule in unfilled for made in self._zeros_of(rule)]
-        return self._map(tensors, left_out)
+        for tiling in self.tilings:
+            tensors += tiling.tensors
+            self.zeros += tiling.zeros
+        tensors += [zero_tensor for rule in unfilled for zero_tensor in self._iterate_zeros(rule)]
+        return self._build_change(tensors, skipped_keys)
 
-    def _map(self, tensors: list[MappedTensor], left_out: Mapping[str, str]) -> Change:
-        if self.resize and self.resized.isdisjoint(self.source.matched.held):
+    def _build_change(
+        self, tensors: list[MappedTensor], skipped_keys: Mapping[str, str]
+    ) -> LayoutChange:
+        if self.resize and self.resized.isdisjoint(self.source.matched.group_by_name):
             raise MappingError(
                 f"no tensor has a separate dimension for axis {' or '.join(self.resize)}"
             )
-        changed = self.source.layout is not self.target
-        checked = self.source.matched.dropped.items() if changed else ()
-        self.notes.add(*notes_on_sums(tensors))
-        return Change(
+        is_changed = self.source.layout is not self.target
+        dropped_keys = self.source.matched.dropped.items() if is_changed else ()
+        self.notes.add(*iterate_offset_notes(tensors))
+        return LayoutChange(
             self.family,
             self.source.layout.name,
             self.target.name,
             tuple(tensors),
             (
-                *(RedundantData(Region(key)) for key, rule in checked if rule.zeros),
-                *(one for found in self.tilings for one in found.redundant),
+                *(RedundantData(Region(key)) for key, rule in dropped_keys if rule.zeros),
+                *(redundant for conversion in self.tilings for redundant in conversion.redundant),
                 *self.copies,
             ),
             tuple(self.zeros),
             self.source.sizes.axes,
             self.source.tied and not self.untie,
-            left_out,
+            skipped_keys,
             notes=self.notes,
         )
 
     # ------------------------------------------------------------------- sources of tensors
 
-    def _tensors(self) -> Iterator[MappedTensor]:
+    def _iterate_tensors(self) -> Iterator[MappedTensor]:
         """Yield each mapped tensor. Tile embeddings in another form are collected separately."""
-        homeless: dict[str, Tensor] = {}
-        for tensor, values in self._wanted():
-            origin = self._origin(tensor, values)
+        unmapped: dict[str, LogicalTensor] = {}
+        for tensor, values in self._iterate_logical_tensors():
+            origin = self._find_origin(tensor, values)
             if origin and tensor.name in self.target.leaves:
-                yield from self._mapped(tensor, values, origin)
-            elif origin and not self._tiled(tensor, origin[1].get((), "")):
-                homeless |= dict.fromkeys(origin[1].values(), tensor)
-        if homeless:
-            raise self._homeless(homeless)
+                yield from self._map_tensor(tensor, values, origin)
+            elif origin and not self._convert_tiles(tensor, origin[1].get((), "")):
+                unmapped |= dict.fromkeys(origin[1].values(), tensor)
+        if unmapped:
+            raise self._unmapped_error(unmapped)
 
-    def _origin(self, tensor: Tensor, values: tuple[int, ...]) -> Origin | None:
+    def _find_origin(self, tensor: LogicalTensor, values: tuple[int, ...]) -> Origin | None:
         """Find the source of a logical tensor, or None if it is missing or the target omits it."""
-        own = self.source.held(tensor.name, values)
+        own_origin = self.source.find_tensor(tensor.name, values)
         tie = next((tie for tie in self.source.ties if tensor.name in (tie.tensor, tie.of)), None)
-        if tie is None or (own and (self.untie or tensor.name == tie.of)):
-            return own
+        if tie is None or (own_origin and (self.untie or tensor.name == tie.of)):
+            return own_origin
         if tensor.name == tie.of:
-            return None if self.partial and self.untie else self.source.held(tie.tensor)
-        if self.partial and not own and self.source.layout.name in tie.stored_in:
+            return None if self.partial and self.untie else self.source.find_tensor(tie.tensor)
+        if self.partial and not own_origin and self.source.layout.name in tie.stored_in:
             return None
-        kept = self.source.held(tie.of)
-        if kept and own:
-            key, dropped = kept[1][()], own[1][()]
-            self.copies.append(RedundantData.copy(dropped, of=key))
+        kept_origin = self.source.find_tensor(tie.of)
+        if kept_origin and own_origin:
+            key, dropped = kept_origin[1][()], own_origin[1][()]
+            self.copies.append(RedundantData.from_copy(dropped, kept_key=key))
             self.notes.explain("dropped", {dropped: f"tied: the same as `{key}`"})
-        return (kept or own) if self.untie or self.target.name in tie.stored_in else None
+        return (
+            (kept_origin or own_origin) if self.untie or self.target.name in tie.stored_in else None
+        )
 
-    def _drop(self) -> None:
+    def _note_drops(self) -> None:
         """Note dropped keys, and the tensors that dropped copies must equal."""
         tied = {tie.tensor: tie.of for tie in self.source.ties}
         for key, rule in self.source.matched.dropped.items():
             self.notes.explain("dropped", {key: rule.reason})
-            kept = self.source.held(rule.same_as) or self.source.held(tied.get(rule.same_as, ""))
-            if kept:
-                self.copies.append(RedundantData.copy(key, of=kept[1][()]))
+            kept_origin = self.source.find_tensor(rule.same_as) or self.source.find_tensor(
+                tied.get(rule.same_as, "")
+            )
+            if kept_origin:
+                self.copies.append(RedundantData.from_copy(key, kept_key=kept_origin[1][()]))
 
-    def _wanted(self) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+    def _iterate_logical_tensors(self) -> Iterator[tuple[LogicalTensor, tuple[int, ...]]]:
         """Yield the logical tensors in natural order, with the tensors of a block together."""
         indices: dict[int, set[tuple[int, ...]]] = {}
         for name, values in self.source.matched.keys:
             indices.setdefault(self.family.tensors[name].block, set()).add(values)
         for number, block in groupby(self.family.tensors.values(), key=lambda t: t.block):
             members = list(block)
-            plain = not members[0].indices
-            for values in [()] if plain else sorted(indices.get(number, ())):
+            has_no_index = not members[0].indices
+            for values in [()] if has_no_index else sorted(indices.get(number, ())):
                 yield from ((tensor, values) for tensor in members)
 
-    def _mapped(
-        self, tensor: Tensor, values: tuple[int, ...], origin: Origin
+    def _map_tensor(
+        self, tensor: LogicalTensor, values: tuple[int, ...], origin: Origin
     ) -> Iterator[MappedTensor]:
         """Map a logical tensor, separately for each entry of axes that both layouts spread."""
-        held, keys = origin
+        source_tensor, keys = origin
         self.fusing.require_parts(tensor, values)
-        self.fusing.require_entries(tensor, held, values)
-        stored, wanted = self.source.layout.leaves[held.name], self.target.leaves[tensor.name]
+        self.fusing.require_entries(tensor, source_tensor, values)
+        source_leaf, target_leaf = (
+            self.source.layout.leaves[source_tensor.name],
+            self.target.leaves[tensor.name],
+        )
         name = tensor.name.format(**dict(zip(tensor.indices, values, strict=True)))
-        is_same = tensor is held and held.name not in self.resized
+        is_same = tensor is source_tensor and source_tensor.name not in self.resized
         if is_same and stays_interleaved(tensor, self.source.layout, self.target):
-            for lead in () if stored.part else sorted(keys):
-                there = key_of(self.target, tensor, values, lead, self.numbering)
+            for lead in () if source_leaf.part else sorted(keys):
+                target_key = format_key(self.target, tensor, values, lead, self.numbering)
                 label = ".".join([name, *map(str, lead)])
                 shape = self.source.shapes[keys[lead]]
-                yield MappedTensor.same(keys[lead], there, shape, label)
+                yield MappedTensor.from_unchanged(keys[lead], target_key, shape, label)
             return
-        both = [axis for axis in stored.spread if axis in wanted.spread]
-        self._require_few(wanted, both, keys)
-        for shared, members in _shared(stored, sorted(keys), both).items():
-            fixed = dict(zip(both, shared, strict=True))
-            targets = _shared(wanted, leads(wanted, self.sizes, fixed), both)
+        shared_axes = [axis for axis in source_leaf.spread_axes if axis in target_leaf.spread_axes]
+        self._require_few_keys(target_leaf, shared_axes, keys)
+        for shared, members in _group_leads(source_leaf, sorted(keys), shared_axes).items():
+            fixed = dict(zip(shared_axes, shared, strict=True))
+            targets = _group_leads(
+                target_leaf, iterate_leads(target_leaf, self.sizes, fixed), shared_axes
+            )
             pairs = targets.get(shared, ())
-            entries = {own: self.source.shapes[keys[lead]] for lead, own in members}
-            label, plus = ".".join([name, *map(str, shared)]), wanted.plus - stored.plus
-            reads = [SourceTensor(keys[lead], entries[own], label, plus) for lead, own in members]
-            tensors = self._rearranged(tensor, origin, entries, [own for _, own in pairs])
-            writes = [
-                TargetTensor(key_of(self.target, tensor, values, lead, self.numbering), one)
-                for (lead, _), one in zip(pairs, tensors, strict=True)
+            entries = {own_lead: self.source.shapes[keys[lead]] for lead, own_lead in members}
+            label, plus = (
+                ".".join([name, *map(str, shared)]),
+                target_leaf.offset - source_leaf.offset,
+            )
+            reads = [
+                SourceTensor(keys[lead], entries[own_lead], label, plus)
+                for lead, own_lead in members
             ]
-            if held.name in self.resized:
+            tensors = self._build_targets(
+                tensor, origin, entries, [own_lead for _, own_lead in pairs]
+            )
+            writes = [
+                TargetTensor(format_key(self.target, tensor, values, lead, self.numbering), strided)
+                for (lead, _), strided in zip(pairs, tensors, strict=True)
+            ]
+            if source_tensor.name in self.resized:
                 self._add_zeros(reads, writes)
             yield MappedTensor(tuple(reads), tuple(writes))
 
     def _add_zeros(self, reads: list[SourceTensor], writes: Sequence[TargetTensor]) -> None:
         """Add sources of zeros for the elements by which targets are extended."""
         parts = ((target.key, part) for target in writes for part in target.tensor.parts)
-        added = ((key, part) for key, part in parts if int(part.of.name) == len(reads))
+        added = ((key, part) for key, part in parts if int(part.entry.name) == len(reads))
         for key, part in islice(added, 1):
-            name, shape = computed_name(f"{key}@{part.origin}"), part.of.shape
-            self.zeros.append(Zeros(name, shape, like=reads[0].key))
+            name, shape = computed_name(f"{key}@{part.origin}"), part.entry.shape
+            self.zeros.append(ZeroTensor(name, shape, like=reads[0].key))
             reads.append(reads[0]._replace(key=name, shape=shape))
 
-    def _require_few(self, wanted: Leaf, both: Sequence[str], keys: Mapping[Lead, str]) -> None:
+    def _require_few_keys(
+        self, target_leaf: Leaf, shared_axes: Sequence[str], keys: Mapping[Lead, str]
+    ) -> None:
         """Require that an axis is not spread over more keys than any model has."""
-        made = {axis: self.sizes.get(axis, 0) for axis in wanted.spread if axis not in both}
-        for axis, size in made.items():
-            if size > MOST:
-                name = self.family.called(axis)
+        entry_counts = {
+            axis: self.sizes.get(axis, 0)
+            for axis in target_leaf.spread_axes
+            if axis not in shared_axes
+        }
+        for axis, size in entry_counts.items():
+            if size > MAX_SPREAD_KEYS:
+                name = self.family.describe_size(axis)
                 raise MappingError(
                     f"one tensor would become {counted(size, 'tensor')}",
                     where=f"tensor `{next(iter(keys.values()))}`",
-                    why=f"{name} is {size:,}; at most {MOST:,} are expected",
+                    why=f"{name} is {size:,}; at most {MAX_SPREAD_KEYS:,} are expected",
                 )
 
-    def _rearranged(
-        self, tensor: Tensor, origin: Origin, entries: Mapping[Lead, Ints], leads: Sequence[Lead]
-    ) -> Sequence[Strided]:
+    def _build_targets(
+        self,
+        tensor: LogicalTensor,
+        origin: Origin,
+        entries: Mapping[Lead, Ints],
+        leads: Sequence[Lead],
+    ) -> Sequence[StridedTensor]:
         """Build the target tensors at *leads* from elements of *entries*, cached per kind."""
-        held, keys = origin
-        kind = (held.name, tensor.name, tuple(entries.items()), tuple(leads))
-        if kind not in self.rearranged:
+        source_tensor, keys = origin
+        kind = (source_tensor.name, tensor.name, tuple(entries.items()), tuple(leads))
+        if kind not in self.target_cache:
             key = next(iter(keys.values()))
-            sides = (self.source.layout, held), (self.target, tensor)
+            sides = (self.source.layout, source_tensor), (self.target, tensor)
             shape = self.source.shapes[key]
-            both = cells(self.family, self.source.sizes, *sides, key, shape, self.resize)
-            self.rearranged[kind] = rearrange(*both, entries, leads)
-        return self.rearranged[kind]
+            cells_of_sides = build_cells(
+                self.family, self.source.sizes, *sides, key, shape, self.resize
+            )
+            self.target_cache[kind] = rearrange_tensor(*cells_of_sides, entries, leads)
+        return self.target_cache[kind]
 
-    def _once(self, tensors: list[MappedTensor]) -> list[MappedTensor]:
+    def _remove_duplicates(self, tensors: list[MappedTensor]) -> list[MappedTensor]:
         """Remove tensors that fill the same target elements as another one, and must equal it."""
         first: dict[object, MappedTensor] = {}
         for item in tensors:
@@ -357,53 +398,66 @@ class _Run:
                 (key, tensor.parts[0].origin if tensor.parts else item.logical)
                 for key, tensor in item.targets
             )
-            other = first.setdefault(place, item)
-            if other is not item:
-                pairs = zip(other.sources, item.sources, strict=True)
-                copies = ((one.key, kept.key) for kept, one in pairs if kept.key != one.key)
-                self.copies += [RedundantData.copy(key, of=kept) for key, kept in copies]
+            first_tensor = first.setdefault(place, item)
+            if first_tensor is not item:
+                pairs = zip(first_tensor.sources, item.sources, strict=True)
+                copies = (
+                    (duplicate.key, kept_source.key)
+                    for kept_source, duplicate in pairs
+                    if kept_source.key != duplicate.key
+                )
+                self.copies += [
+                    RedundantData.from_copy(key, kept_key=kept_source)
+                    for key, kept_source in copies
+                ]
         return list(first.values())
 
     # ------------------------------------------------------- unmapped and generated tensors
 
-    def _tiled(self, tensor: Tensor, key: str) -> bool:
+    def _convert_tiles(self, tensor: LogicalTensor, key: str) -> bool:
         """Convert tile embeddings that the target stores in another form, or return False."""
         for rule in self.family.tiles:
-            leaf = self.target.leaves.get(rule.other(tensor.name))
+            leaf = self.target.leaves.get(rule.find_counterpart(tensor.name))
             if leaf is not None:
                 grid = tensor.name == rule.rows
                 dims = (leaf if grid else self.source.layout.leaves[tensor.name]).dims[2:]
-                inner = [self.source.sizes.of(self.family.expand(group)) for group in dims]
-                shape, other = self.source.shapes[key], leaf.key.text
-                self.tilings.append(tiling(key, other, shape, inner, grid))
+                inner = [
+                    self.source.sizes.find_size(self.family.expand_axes(group)) for group in dims
+                ]
+                shape, target_key = self.source.shapes[key], leaf.key.text
+                self.tilings.append(convert_tiles(key, target_key, shape, inner, grid))
                 self.notes.add(
-                    f"entries of `{other}` for impossible image positions are zeros"
+                    f"entries of `{target_key}` for impossible image positions are zeros"
                     if grid
                     else f"only entries of `{key}` for possible image positions are kept"
                 )
                 return True
         return False
 
-    def _homeless(self, lost: Mapping[str, Tensor]) -> HomelessError:
-        keys = list(lost)
-        quantized = [t for t in lost.values() if t.scales or t.variant in self.family.quantized]
-        known = why = f"including {listed(keys)}"
+    def _unmapped_error(self, unmapped: Mapping[str, LogicalTensor]) -> HomelessError:
+        keys = list(unmapped)
+        quantized = [
+            t for t in unmapped.values() if t.scaled_weight or t.variant in self.family.quantized
+        ]
+        names = why = f"including {listed(keys)}"
         hints = []
         if quantized:
             hints.append(f"dequantize them with {spell_option('--dequantize bf16')}")
         if self.family.partial:
-            why = f"programs with that layout train only low-rank factors of linear layers; {known}"
+            why = f"programs with that layout train only low-rank factors of linear layers; {names}"
             hints = ["use `ckptctl merge BASE ADAPTER DST` to merge the adapter into its model"]
-        elif len(quantized) < len(lost):
-            why = f"the layout cannot express a model with these tensors; {known}"
+        elif len(quantized) < len(unmapped):
+            why = f"the layout cannot express a model with these tensors; {names}"
             hints.append(f"skip them with {spell_option('--exclude')}")
-        behind = {shift.index for shift in self.family.shifts if shift.place == "after"}
-        if all(behind & {*tensor.indices} for tensor in lost.values()):  # layers after all others
-            layers = dict.fromkeys(found[0] for key in keys if (found := _LAYER.match(key)))
+        trailing_indices = {shift.index for shift in self.family.shifts if shift.place == "after"}
+        if all(
+            trailing_indices & {*tensor.indices} for tensor in unmapped.values()
+        ):  # layers after all others
+            layers = dict.fromkeys(match[0] for key in keys if (match := _LAYER_PREFIX.match(key)))
             globs = (shlex.quote(f"{layer}*") for layer in layers)
-            left_out = " and ".join(spell_option(f"--exclude {glob}") for glob in globs)
-            why = f"they belong to MTP layers, which programs with that layout omit; {known}"
-            hints = [f"skip them with {left_out}; the output of the model stays the same"]
+            exclude_options = " and ".join(spell_option(f"--exclude {glob}") for glob in globs)
+            why = f"they belong to MTP layers, which programs with that layout omit; {names}"
+            hints = [f"skip them with {exclude_options}; the output of the model stays the same"]
         return HomelessError(
             f"layout `{self.target.name}` of `{self.family.name}` has no place for "
             f"{counted(len(keys), 'tensor')}",
@@ -413,27 +467,27 @@ class _Run:
             keys=keys,
         )
 
-    def _zeros_of(self, rule: Drop) -> Iterator[MappedTensor]:
+    def _iterate_zeros(self, rule: Drop) -> Iterator[MappedTensor]:
         """Yield target tensors of zeros, and add their sources."""
         template = Template.parse(rule.key)
         shape = tuple(self.sizes[axis] for axis in rule.zeros.split())
         for name, values in sorted(self.source.matched.keys):
-            if name.partition(".")[0] == rule.beside:
+            if name.partition(".")[0] == rule.next_to:
                 indices = self.family.tensors[name].indices
-                named = dict(zip(indices, values, strict=True))
-                key = template.key(self.numbering.stored(named))
-                self.zeros.append(Zeros(computed_name(key), shape, rule.dtype))
-                yield MappedTensor.same(computed_name(key), key, shape)
+                indices_by_name = dict(zip(indices, values, strict=True))
+                key = template.format_key(self.numbering.to_stored(indices_by_name))
+                self.zeros.append(ZeroTensor(computed_name(key), shape, rule.dtype))
+                yield MappedTensor.from_unchanged(computed_name(key), key, shape)
 
 
-def _shared(
+def _group_leads(
     leaf: Leaf, positions: Iterable[Lead], axes: Sequence[str]
 ) -> dict[Lead, list[tuple[Lead, Lead]]]:
     """Group *positions* by their part along *axes*, each with its part along other axes."""
     groups: dict[Lead, list[tuple[Lead, Lead]]] = {}
     for lead in positions:
-        shared = tuple(lead[leaf.spread.index(axis)] for axis in axes)
-        pairs = zip(leaf.spread, lead, strict=True)
-        own = tuple(number for axis, number in pairs if axis not in axes)
-        groups.setdefault(shared, []).append((lead, own))
+        shared = tuple(lead[leaf.spread_axes.index(axis)] for axis in axes)
+        pairs = zip(leaf.spread_axes, lead, strict=True)
+        other_numbers = tuple(number for axis, number in pairs if axis not in axes)
+        groups.setdefault(shared, []).append((lead, other_numbers))
     return groups

@@ -8,21 +8,21 @@ from dataclasses import dataclass, replace
 
 from ckptctl.catalog import computed_name
 from ckptctl.errors import MappingError
-from ckptctl.planner.mapping.logical import stand_in
+from ckptctl.planner.mapping.logical import build_placeholder
 from ckptctl.planner.mapping.mapped import (
     MappedTensor,
     RedundantData,
     Region,
     SourceTensor,
     TargetTensor,
-    Zeros,
+    ZeroTensor,
 )
 
 Ints = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Tiling:
+class TileConversion:
     """The conversion of a tile embedding to its other form.
 
     Attributes:
@@ -32,19 +32,19 @@ class Tiling:
     """
 
     tensors: tuple[MappedTensor, ...]
-    zeros: tuple[Zeros, ...]
+    zeros: tuple[ZeroTensor, ...]
     redundant: tuple[RedundantData, ...] = ()
 
 
-def ratios(tiles: int) -> list[tuple[int, int]]:
+def list_aspect_ratios(tiles: int) -> list[tuple[int, int]]:
     """List the heights and widths, in tiles, of images with at most *tiles* tiles, in order."""
     sides = range(1, tiles + 1)
     return [(height, width) for height in sides for width in sides if height * width <= tiles]
 
 
-def tiling(
+def convert_tiles(
     source: str, target: str, shape: Ints, inner: Sequence[int | None], grid: bool
-) -> Tiling:
+) -> TileConversion:
     """Convert a tile embedding to its other form.
 
     Args:
@@ -57,22 +57,22 @@ def tiling(
     Raises:
         MappingError: The shape does not fit the model.
     """
-    kept = tuple(size for size in inner if size is not None)
-    tiles = next((n for n in range(1, 65) if len(ratios(n)) + 1 == shape[0]), 0)
+    inner_sizes = tuple(size for size in inner if size is not None)
+    tiles = next((n for n in range(1, 65) if len(list_aspect_ratios(n)) + 1 == shape[0]), 0)
     tiles = tiles if grid else shape[0]
-    expected = (shape[0], tiles * math.prod(kept)) if grid else (tiles, tiles, *kept)
-    if len(kept) != len(inner) or shape != expected or not tiles:
+    expected = (shape[0], tiles * math.prod(inner_sizes)) if grid else (tiles, tiles, *inner_sizes)
+    if len(inner_sizes) != len(inner) or shape != expected or not tiles:
         raise MappingError(
             "the embeddings of tiles do not fit this model",
             where=f"tensor `{source}`",
             why=f"its shape is {shape}",
         )
-    work = _TileCopies(source, target, tiles, kept)
-    return work.gridded() if grid else work.ready_made()
+    converter = _TileConverter(source, target, tiles, inner_sizes)
+    return converter.build_grid() if grid else converter.build_rows()
 
 
 @dataclass(frozen=True, slots=True)
-class _TileCopies:
+class _TileConverter:
     source: str
     target: str
     tiles: int
@@ -84,84 +84,87 @@ class _TileCopies:
 
     @property
     def rows(self) -> int:
-        return len(ratios(self.tiles)) + 1
+        return len(list_aspect_ratios(self.tiles)) + 1
 
-    def ready_made(self) -> Tiling:
+    def build_rows(self) -> TileConversion:
         """Build the rows of all aspect ratios from a grid."""
         tensors = [
-            self._row(row, height, width)
-            for row, (height, width) in enumerate(ratios(self.tiles), 1)
+            self._map_row(row, height, width)
+            for row, (height, width) in enumerate(list_aspect_ratios(self.tiles), 1)
         ]
         shape = self.rows, self.tiles * self.width
-        return self._filled_up(tensors, [*self._unused(self.target)], shape)
+        return self._fill_with_zeros(tensors, [*self._iterate_unused(self.target)], shape)
 
-    def _row(self, row: int, height: int, width: int) -> MappedTensor:
+    def _map_row(self, row: int, height: int, width: int) -> MappedTensor:
         """Map the row of one aspect ratio."""
         shape = self.tiles, self.tiles, *self.inner
         read = SourceTensor(self.source, shape, f"{self.target}.{height}x{width}")
-        grid = stand_in(0, read.shape)
+        grid = build_placeholder(0, read.shape)
         part = grid.narrow(0, 0, height).narrow(1, 0, width).merge(0, len(grid.shape))
         tensor = part.place(0, 0, self.tiles * self.width).merge(0, 0).place(0, row, self.rows)
         written = TargetTensor(self.target, tensor)
         return MappedTensor((read,), (written,))
 
-    def gridded(self) -> Tiling:
+    def build_grid(self) -> TileConversion:
         """Build a grid from the rows of all aspect ratios."""
         tensors: list[MappedTensor] = []
         unused: list[Region] = []
         redundant: list[RedundantData] = []
         for place in ((y, x) for y in range(self.tiles) for x in range(self.tiles)):
-            held = list(self._of(place))
-            if held:
-                tensors.append(self._place(place, held[0]))
-                redundant += [RedundantData(other, held[0], "tiles") for other in held[1:]]
+            regions = list(self._iterate_sources(place))
+            if regions:
+                tensors.append(self._map_position(place, regions[0]))
+                redundant += [RedundantData(region, regions[0], "tiles") for region in regions[1:]]
             else:
                 origin = (*place, *[0] * len(self.inner))
                 unused.append(Region(self.target, origin, (1, 1, *self.inner)))
-        found = self._filled_up(tensors, unused, (self.tiles, self.tiles, *self.inner))
-        redundant += [RedundantData(one, kind="tiles") for one in self._unused(self.source)]
-        return replace(found, redundant=tuple(redundant))
+        conversion = self._fill_with_zeros(tensors, unused, (self.tiles, self.tiles, *self.inner))
+        redundant += [
+            RedundantData(unused_region, kind="tiles")
+            for unused_region in self._iterate_unused(self.source)
+        ]
+        return replace(conversion, redundant=tuple(redundant))
 
-    def _of(self, place: tuple[int, int]) -> Iterator[Region]:
+    def _iterate_sources(self, place: tuple[int, int]) -> Iterator[Region]:
         """Yield the regions of rows that contain a position of the grid."""
         y, x = place
-        for row, (height, width) in enumerate(ratios(self.tiles), 1):
+        for row, (height, width) in enumerate(list_aspect_ratios(self.tiles), 1):
             if y < height and x < width:
                 start = (y * width + x) * self.width
                 yield Region(self.source, (row, start), (1, self.width))
 
-    def _place(self, place: tuple[int, int], held: Region) -> MappedTensor:
+    def _map_position(self, place: tuple[int, int], region: Region) -> MappedTensor:
         """Map one position of the grid."""
         shape = self.rows, self.tiles * self.width
         read = SourceTensor(self.source, shape, f"{self.target}.{place[0]}.{place[1]}")
-        row, start = held.origin
-        part = stand_in(0, read.shape).select(0, row).narrow(0, start, self.width)
+        row, start = region.origin
+        part = build_placeholder(0, read.shape).select(0, row).narrow(0, start, self.width)
         part = part.split(0, (1, 1, *self.inner))
         tensor = part.place(0, place[0], self.tiles).place(1, place[1], self.tiles)
         written = TargetTensor(self.target, tensor)
         return MappedTensor((read,), (written,))
 
-    def _unused(self, key: str) -> Iterator[Region]:
+    def _iterate_unused(self, key: str) -> Iterator[Region]:
         """Yield the parts of the rows that no aspect ratio uses (row 0 and the ends of others)."""
         total = self.tiles * self.width
         yield Region(key, (0, 0), (1, total))
-        for row, (height, width) in enumerate(ratios(self.tiles), 1):
+        for row, (height, width) in enumerate(list_aspect_ratios(self.tiles), 1):
             used = height * width * self.width
             if used < total:
                 yield Region(key, (row, used), (1, total - used))
 
-    def _filled_up(
+    def _fill_with_zeros(
         self, tensors: list[MappedTensor], unused: Sequence[Region], shape: Ints
-    ) -> Tiling:
+    ) -> TileConversion:
         """Fill the *unused* parts of a target of *shape* with zeros."""
         zeros = [
-            Zeros(computed_name(f"{key}@{origin}"), sizes, like=self.source)
+            ZeroTensor(computed_name(f"{key}@{origin}"), sizes, like=self.source)
             for key, origin, sizes in unused
         ]
-        for made, region in zip(zeros, unused, strict=True):
-            tensor = stand_in(0, made.shape)
+        for zero_tensor, region in zip(zeros, unused, strict=True):
+            tensor = build_placeholder(0, zero_tensor.shape)
             for dim, (start, size) in enumerate(zip(region.origin, shape, strict=True)):
                 tensor = tensor.place(dim, start, size)
-            same = MappedTensor.same(made.key, self.target, made.shape)
+            same = MappedTensor.from_unchanged(zero_tensor.key, self.target, zero_tensor.shape)
             tensors.append(replace(same, targets=(TargetTensor(self.target, tensor),)))
-        return Tiling(tuple(tensors), tuple(zeros))
+        return TileConversion(tuple(tensors), tuple(zeros))

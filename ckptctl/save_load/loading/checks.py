@@ -11,7 +11,7 @@ from ckptctl.conversion.proofs import find_lost, lost_part_error
 from ckptctl.conversion.sources import located
 from ckptctl.errors import MappingError, listed
 from ckptctl.numerics.quantized import quantized
-from ckptctl.planner.boxes import check_coverage, intersect
+from ckptctl.planner.boxes import check_coverage, intersect_boxes
 from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.save_load.loading.state_mapping import StateMapping, Target, Wanted
 from ckptctl.storage.computed import open_reader
@@ -34,7 +34,9 @@ def require_boxes(entry: TensorEntry, targets: Iterable[Target]) -> None:
     for target in targets:
         inside: list[Extent] = []
         for extent in entry.extents:
-            part = extent.box if extent.box == target.box else intersect(extent.box, target.box)
+            part = (
+                extent.box if extent.box == target.box else intersect_boxes(extent.box, target.box)
+            )
             if part is not None:
                 pairs = zip(part.offsets, target.box.offsets, strict=True)
                 moved = Box(tuple(a - b for a, b in pairs), part.sizes)

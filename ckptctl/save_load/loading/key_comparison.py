@@ -217,11 +217,13 @@ def with_own(
     own: dict[str, ComposedTensor] = {}
     for name in plain if apart else ():
         composed = mapping.tensors.get(name)
-        if composed is None or not composed.renames:
+        if composed is None or not composed.is_rename:
             continue
         other = f"rank_{rank}.{composed.sources[0].key}"
         if other in apart and moved(other, mapping.root, mapping.prefix) not in state:
-            own[name] = ComposedTensor.same(other, name, mapping.catalog.tensors[other].shape)
+            own[name] = ComposedTensor.from_unchanged(
+                other, name, mapping.catalog.tensors[other].shape
+            )
     if not own:
         return mapping
     return replace(mapping, tensors={**mapping.tensors, **own}, own=frozenset(own))

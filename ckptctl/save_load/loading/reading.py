@@ -20,7 +20,7 @@ from ckptctl.conversion.checked_ranges import find_checked
 from ckptctl.conversion.sources import with_bytes
 from ckptctl.conversion.transfers import identities, plan_transfers, sources_of
 from ckptctl.formats.base import OutputLayout, TensorPlace
-from ckptctl.planner.boxes import check_coverage, intersect
+from ckptctl.planner.boxes import check_coverage, intersect_boxes
 from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.planner.plan import Plan, Record, Transfer
 from ckptctl.save_load.loading.checks import casts, require_boxes, require_filled, require_shapes
@@ -180,12 +180,12 @@ def _located(
     for name, composed in tensors.items():
         for key in composed.keys:
             entry = entries[key]
-            if len(entry.extents) > 1 and composed.renames:
+            if len(entry.extents) > 1 and composed.is_rename:
                 boxes = [target.box for target in wanted[name].targets]
                 meeting = (
                     e
                     for e in entry.extents
-                    if any(e.box == box or intersect(e.box, box) is not None for box in boxes)
+                    if any(e.box == box or intersect_boxes(e.box, box) is not None for box in boxes)
                 )
                 entry = replace(entry, extents=tuple(meeting))
             known = found.get(key, entry)
@@ -239,5 +239,5 @@ def _output(wanted: Mapping[str, Wanted]) -> OutputLayout:
 
 def _position(copy: Transfer) -> tuple[str, int]:
     """Return the file and offset where a transfer begins to read."""
-    ranges = (one for entry in copy.stored_tensors() for one in ranges_of(entry.extents))
+    ranges = (one for entry in copy.iterate_stored_tensors() for one in ranges_of(entry.extents))
     return min((place[:2] for place in ranges), default=("", 0))

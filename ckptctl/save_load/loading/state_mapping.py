@@ -25,7 +25,7 @@ from ckptctl.notes import Notes
 from ckptctl.numerics.dequantizing import describe_plain, keep_together
 from ckptctl.numerics.quantized import advised
 from ckptctl.planner.mapping.mapped import ComposedTensor, RedundantData
-from ckptctl.planner.mapping.tensors import Change
+from ckptctl.planner.mapping.tensors import LayoutChange
 from ckptctl.save_load.saving.local_shards import TensorMeta
 from ckptctl.tree import TreePath
 
@@ -123,7 +123,7 @@ def understand_source(catalog: Catalog, request: MappingRequest) -> Model:
 
 
 def map_model(
-    model: Model, change: Change, prefix: str = "", outside: Sequence[str] = ()
+    model: Model, change: LayoutChange, prefix: str = "", outside: Sequence[str] = ()
 ) -> StateMapping:
     """Map the tensors of a model by *change*, to names under *prefix*.
 
@@ -133,14 +133,14 @@ def map_model(
     rest = follow(model.catalog, outside, root, change)
     catalog, mapped = apply_change(model.catalog, change, root, prefix)
     tensors = {**mapped, **rest.tensors}
-    redundant = (*(one.under(root) for one in change.redundant), *rest.redundant)
+    redundant = (*(one.with_prefix(root) for one in change.redundant), *rest.redundant)
     read = {key for composed in tensors.values() for key in composed.keys}
     notes = Notes()
     notes.add(*change.notes.texts())
     for one in redundant:
         if one.same_as is not None and one.part.key not in read:
             notes.explain("dropped", {one.part.key: f"the same as `{one.same_as.key}`"})
-    notes.explain("dropped", {root + name: why for name, why in change.dropped.items()})
+    notes.explain("dropped", {root + name: why for name, why in change.dropped_keys.items()})
     return StateMapping(
         rest.add_virtual_tensors(catalog),
         tensors,
@@ -160,7 +160,7 @@ def map_model(
 def keep_names(catalog: Catalog, root: str = "", prefix: str = "") -> StateMapping:
     """Map every tensor to the same name, with *prefix* instead of *root*."""
     same = (
-        ComposedTensor.same(name, moved(name, root, prefix), entry.shape)
+        ComposedTensor.from_unchanged(name, moved(name, root, prefix), entry.shape)
         for name, entry in catalog.tensors.items()
     )
     return StateMapping(catalog, {one.key: one for one in same}, root, prefix)
@@ -221,7 +221,7 @@ def _change_layout(
     with advised(model):
         change = _change(model, wanted, names, request)
     held = {model.root + name for name in model.tensors}
-    keep_together(model.catalog, held, renamed=not change.identity, dtype=None)
+    keep_together(model.catalog, held, renamed=not change.keeps_names, dtype=None)
     outside = model.selection.rest if inside.rest else ()
     return replace(map_model(model, change, wanted.root, outside), layout=wanted.layout)
 
@@ -254,7 +254,7 @@ def _understand_state(
 
 def _change(
     model: Model, wanted: Model, names: AbstractSet[str], request: MappingRequest
-) -> Change:
+) -> LayoutChange:
     """Find the change of layout, with tied tensors untied if the state has both copies."""
     asked = LayoutRequest(
         wanted.layout, partial=bool(request.partial), trust_assets=request.trust_assets

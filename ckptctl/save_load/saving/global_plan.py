@@ -16,8 +16,14 @@ from ckptctl import dtypes
 from ckptctl.catalog import Box, Path
 from ckptctl.errors import CoverageError, MappingError, listed
 from ckptctl.formats.base import OutputTensor
-from ckptctl.planner.balance import EVEN, assign, cut, fine_limit, piece_limit
-from ckptctl.planner.boxes import coverage
+from ckptctl.planner.balance import (
+    EVEN_LOAD_RATIO,
+    assign_chunks,
+    compute_fine_limit,
+    compute_piece_limit,
+    split_box,
+)
+from ckptctl.planner.boxes import compute_coverage
 from ckptctl.ranks.coordinator import format_ranks
 from ckptctl.save_load.saving.local_shards import Packed, Structure, TensorMeta, divide_values
 from ckptctl.storage.threads import pause_gc
@@ -70,7 +76,7 @@ def make_global_plan(held: Sequence[Packed]) -> GlobalPlan:
         require_equal_replicas(held, structures)
         compared = {name for structure in structures.values() for name in structure.compared}
         nbytes = sum(_nbytes(meta.shape, meta) for meta in known.values())
-        limits = (piece_limit(nbytes, len(held)), fine_limit(nbytes, len(held)))
+        limits = (compute_piece_limit(nbytes, len(held)), compute_fine_limit(nbytes, len(held)))
         for limit in dict.fromkeys(limits):
             cut_shared(known, patterns, limit)
             writers, even = writers_of(known, patterns, len(held), compared)
@@ -255,7 +261,7 @@ def cut_shared(
         pattern.boxes, pattern.ranks, pattern.places, pattern.parts = [], [], [], []
         for box, holders, places, part in held:
             shared = len(holders) > 1
-            pieces = cut(box, _nbytes(box.sizes, one), limit) if shared else [box]
+            pieces = split_box(box, _nbytes(box.sizes, one), limit) if shared else [box]
             pattern.boxes += pieces
             pattern.ranks += [holders] * len(pieces)
             pattern.places += [places] * len(pieces)
@@ -281,7 +287,7 @@ def writers_of(
                 load[holders[0]] += _nbytes(box.sizes, one)
             else:
                 shared.append((_nbytes(box.sizes, one), holders))
-    ranks_of_shared = assign(shared, ranks, load=load)
+    ranks_of_shared = assign_chunks(shared, ranks, initial_loads=load)
     most_alone = max(load)
     for (nbytes, _), rank in zip(shared, ranks_of_shared, strict=True):
         load[rank] += nbytes
@@ -290,7 +296,7 @@ def writers_of(
         pattern.alone or array("I", _chosen(pattern, None if name in lowest else chosen))
         for name, pattern in zip(known, patterns, strict=True)
     ]
-    return writers, max(load) <= max(most_alone, EVEN * sum(load) / ranks)
+    return writers, max(load) <= max(most_alone, EVEN_LOAD_RATIO * sum(load) / ranks)
 
 
 def _chosen(pattern: ShardPattern, chosen: Iterator[int] | None) -> Iterator[int]:
@@ -321,8 +327,8 @@ def _nbytes(sizes: Sequence[int], one: TensorMeta) -> int:
 
 
 def _require_tiled(name: str, described: TensorMeta, boxes: Sequence[Box]) -> None:
-    found = coverage(described.shape, boxes)
-    if found.exact:
+    found = compute_coverage(described.shape, boxes)
+    if found.is_exact:
         return
     wrong = found.outside or found.holes or found.overlaps
     what = "covered more than once"

@@ -21,9 +21,9 @@ from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.dcp.data_files import DataFiles
 from ckptctl.formats.dcp.metadata import Item
 from ckptctl.formats.dcp.metadata_writer import Located, TensorMetadata, encode_tensors
-from ckptctl.planner.balance import assign
+from ckptctl.planner.balance import assign_chunks
 from ckptctl.planner.plan import CrcOf, OutputFile, Plan, TargetBox, Transfer
-from ckptctl.planner.strided import Strided
+from ckptctl.planner.strided import StridedTensor
 from ckptctl.save_load.saving.global_plan import GlobalPlan, RankShare, output_tensor
 from ckptctl.save_load.saving.local_shards import HeldChunk, LocalShards
 from ckptctl.storage.threads import pause_gc
@@ -94,7 +94,7 @@ def tensor_files(
         for (_, box), tensor in zip(boxes, tensors, strict=True)
     ]
     files = file_count(sum(sizes))
-    homes = assign([(nbytes, range(files)) for nbytes in sizes], files, small=0)
+    homes = assign_chunks([(nbytes, range(files)) for nbytes in sizes], files, small_bytes=0)
     writer = DataFiles()
     transfers: list[Transfer] = []
     for number in sorted(set(homes)):
@@ -159,7 +159,7 @@ def _transfer(
     held = TensorEntry(chunk.name, tensor.dtype, sizes, (extent,), (chunk.name,))
     strides = tuple(step * size for step in row_major(sizes))
     target = TargetBox(place.file, place.offset, whole.offsets, sizes, strides, record)
-    return Transfer(chunk.name, Strided.whole(held), (target,))
+    return Transfer(chunk.name, StridedTensor.from_entry(held), (target,))
 
 
 def with_values(

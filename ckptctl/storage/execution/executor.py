@@ -20,7 +20,7 @@ from operator import eq
 from pathlib import Path
 
 from ckptctl.errors import CkptError
-from ckptctl.planner.balance import Share, lanes, nbytes_of
+from ckptctl.planner.balance import WorkShare, count_work_bytes, group_work_by_file
 from ckptctl.planner.copying.blocks import MIB
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.arithmetic import import_torch, limit_torch_to_thread
@@ -97,7 +97,7 @@ class PlanRun:
         options: ExecutionOptions,
         stack: ExitStack,
         memory: Mapping[str, Memory] | None = None,
-        share: Share | None = None,
+        share: WorkShare | None = None,
         uploads: UploadQueue | None = None,
         buffers: Callable[[], TileBuffers] = TileBuffers,
     ) -> None:
@@ -162,9 +162,9 @@ class PlanRun:
                 Lane(
                     self._iterate_units(numbers),
                     count_useful_threads(self._plan, self._memory, self._threads, numbers),
-                    sum(nbytes_of(self._plan, number) for number in numbers),
+                    sum(count_work_bytes(self._plan, number) for number in numbers),
                 )
-                for numbers in lanes(self._plan, self._limits.check)
+                for numbers in group_work_by_file(self._plan, self._limits.check)
             ]
             stop = self._supervisor.stop
             wait_for_room = (
@@ -224,8 +224,8 @@ class PlanRun:
 
     def _has_journaled_data(self, unit: Unit, journaled_unit: FinishedUnit) -> bool:
         """Return whether the output files still contain the data of a journaled unit."""
-        writes = unit.tile.written()
-        if (len(writes), len(unit.tile.checked())) != (
+        writes = unit.tile.list_writes()
+        if (len(writes), len(unit.tile.list_checked_reads())) != (
             len(journaled_unit.written),
             len(journaled_unit.read),
         ):

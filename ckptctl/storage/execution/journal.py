@@ -234,7 +234,7 @@ class Ledger:
             lost, rounding = OutOfRange(*finished.lost), Rounding(*finished.rounding)
             self._add_outcome(unit.transfer, Outcome(lost, rounding))
         total = 0
-        for write, crc in zip(unit.tile.written(), finished.written, strict=True):
+        for write, crc in zip(unit.tile.list_writes(), finished.written, strict=True):
             if write.record >= 0:
                 if write.nbytes == records[write.record].nbytes:
                     self._record_crcs[write.record] = crc
@@ -264,8 +264,8 @@ class Ledger:
     def _add_reads(self, unit: Unit, finished: FinishedUnit) -> list[tuple[SourceRange, Parts]]:
         """Add the checked reads, and return the recorded ranges that are now complete."""
         complete: list[tuple[SourceRange, Parts]] = []
-        root = self._plan.root_of(unit.transfer)
-        for read, crc in zip(unit.tile.checked(), finished.read, strict=True):
+        root = self._plan.get_root(unit.transfer)
+        for read, crc in zip(unit.tile.list_checked_reads(), finished.read, strict=True):
             if read.check is not None:
                 part = (read.offset - read.check.offset, read.nbytes, crc)
                 if covered := self._add_range_parts((root, read.check), [part]):

@@ -12,8 +12,8 @@ import threading
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import NamedTuple
 
-from ckptctl.planner.balance import Share
-from ckptctl.planner.copying.copies import check, lower
+from ckptctl.planner.balance import WorkShare
+from ckptctl.planner.copying.copies import iterate_check_tiles, lower_transfer
 from ckptctl.planner.copying.tile import Limits, Read, Tile, Write
 from ckptctl.planner.plan import CheckedRange, Plan, RawCopy
 from ckptctl.storage.files import SourceFiles
@@ -70,7 +70,7 @@ class Lane:
                     self.empty = True
                     break
                 batch.append(unit)
-                total += unit.tile.copied
+                total += unit.tile.copied_nbytes
             self.remaining_bytes -= total
         return batch
 
@@ -144,7 +144,7 @@ def count_useful_threads(
     transfers = [plan.transfers[number] for number in numbers if number < len(plan.transfers)]
     virtual = plan.computed.keys()
     if not transfers or any(
-        transfer.casts or (virtual and not virtual.isdisjoint(transfer.files()))
+        transfer.is_cast or (virtual and not virtual.isdisjoint(transfer.list_files()))
         for transfer in transfers
     ):
         return threads
@@ -153,7 +153,7 @@ def count_useful_threads(
 
 
 def plan_units(
-    plan: Plan, number: int, sources: Sources, limits: Limits, share: Share | None
+    plan: Plan, number: int, sources: Sources, limits: Limits, share: WorkShare | None
 ) -> Iterator[Unit]:
     """Yield the units, or the *share* of them, of the transfer, raw copy or check *number*.
 
@@ -161,7 +161,9 @@ def plan_units(
     """
     transfers, root = plan.transfers, plan.source_root
     if number < len(transfers):
-        tiles = lower(transfers[number], plan.records, limits, plan.checked_by(number))
+        tiles = lower_transfer(
+            transfers[number], plan.records, limits, plan.list_checked_tensors(number)
+        )
     elif number >= plan.first_check:
         checked = plan.checks[number - plan.first_check]
         root, tiles = checked.root, _split_check(checked, limits)
@@ -169,7 +171,7 @@ def plan_units(
         raw = plan.raw_copies[number - len(transfers)]
         root, tiles = raw.root or root, _split_raw_copy(raw, limits.flat)
     files = sources.get_files(root)
-    for index, tile in share.own(number, tiles) if share else enumerate(tiles):
+    for index, tile in share.iterate_tiles(number, tiles) if share else enumerate(tiles):
         yield Unit(number, index, tile, files)
 
 
@@ -184,4 +186,4 @@ def _split_raw_copy(raw: RawCopy, limit: int) -> Iterator[Tile]:
 def _split_check(range_: CheckedRange, limits: Limits) -> Iterator[Tile]:
     for position, nbytes in range_.gaps:
         recorded = range_.recorded
-        yield from check(recorded, recorded.offset + position, nbytes, limits)
+        yield from iterate_check_tiles(recorded, recorded.offset + position, nbytes, limits)

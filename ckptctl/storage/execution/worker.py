@@ -310,8 +310,12 @@ class TileEngine:
         """Read the tile's moves into a staging buffer, and permute their elements into *buffer*."""
         outcome = NO_OUTCOME
         for move in tile.moves:
-            staged = self._buffers.get_buffer(STAGING_BUFFER, move.staging)[: move.staging]
-            outcome += self._opened.open_source(files, move.file).read_pieces(move.reads(), staged)
+            staged = self._buffers.get_buffer(STAGING_BUFFER, move.staging_nbytes)[
+                : move.staging_nbytes
+            ]
+            outcome += self._opened.open_source(files, move.file).read_pieces(
+                move.iterate_reads(), staged
+            )
             self._ready_torch()
             permute_elements(staged, buffer, move.buffer, move.axes, itemsize)
         return outcome

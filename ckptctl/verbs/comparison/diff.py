@@ -252,7 +252,7 @@ def _require_bits(pairs: Sequence[Pair], tolerance: Tolerance | None) -> None:
 
 def _known(a: Catalog, b: Catalog, one: Pair) -> bool:
     """Return whether the checksums that both sides record of a tensor match."""
-    if not one.composed.renames:
+    if not one.composed.is_rename:
         return False
     held = b.tensors[one.composed.sources[0].key]
     return held.shape == one.composed.shape and same_checksums(a.tensors[one.entry.name], held)

@@ -11,10 +11,10 @@ from ckptctl.conversion.proofs import find_lost
 from ckptctl.conversion.recognition.model import AXIS
 from ckptctl.facts.recorded import Records
 from ckptctl.formats.base import WritableFormat
-from ckptctl.planner.copying.blocks import view
-from ckptctl.planner.layouts import Stored
+from ckptctl.planner.copying.blocks import build_view
+from ckptctl.planner.layouts import LayoutTensor
 from ckptctl.planner.mapping.mapped import RedundantData, Region
-from ckptctl.planner.strided import Strided
+from ckptctl.planner.strided import StridedTensor
 from ckptctl.save_load.loading.state_mapping import StateMapping
 from ckptctl.storage.computed import open_reader
 from ckptctl.units import counted
@@ -48,7 +48,9 @@ def without_padding(a: Catalog, mapping: StateMapping) -> tuple[Catalog, int]:
         if used:
             return a, bytes_read
     cut = {
-        name: view(a.tensors[name], Strided.whole(a.tensors[name]).narrow(0, 0, size))
+        name: build_view(
+            a.tensors[name], StridedTensor.from_entry(a.tensors[name]).narrow(0, 0, size)
+        )
         for name in longer
     }
     omitted = counted(before - size, "row")
@@ -62,12 +64,12 @@ def _longer(a: Catalog, mapping: StateMapping) -> Iterator[tuple[str, int]]:
     pads = isinstance(written, WritableFormat) and written.pads
     if not pads or mapping.model_type is None or mapping.layout is None:
         return
-    layout = families.family(mapping.model_type).layout(mapping.layout)
+    layout = families.family(mapping.model_type).get_layout(mapping.layout)
     for name, composed in mapping.tensors.items():
         entry, shape = a.tensors.get(name), composed.shape
-        known = layout.table.find(name.removeprefix(mapping.prefix))
+        known = layout.table.find_meaning(name.removeprefix(mapping.prefix))
         stored = known[0] if known else None
-        if entry is None or not isinstance(stored, Stored) or stored.dim_of(AXIS) != 0:
+        if entry is None or not isinstance(stored, LayoutTensor) or stored.find_dim(AXIS) != 0:
             continue
         if entry.shape[1:] == shape[1:] and entry.shape[0] > shape[0]:
             yield name, shape[0]

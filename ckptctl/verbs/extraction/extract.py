@@ -231,6 +231,6 @@ def _layouts(catalog: Catalog, asked: str, options: ExtractOptions) -> Iterator[
         known = understand(catalog, request=request)
         for family in map(families.family, known.candidates):
             for name in family.layouts:
-                table = family.layout(name).table
-                if name != known.layout and next(table.all(asked), None) is not None:
+                table = family.get_layout(name).table
+                if name != known.layout and next(table.iterate_meanings(asked), None) is not None:
                     yield name

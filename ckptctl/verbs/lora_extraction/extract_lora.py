@@ -44,7 +44,7 @@ from ckptctl.installed import require_torch
 from ckptctl.notes import Notes
 from ckptctl.numerics.quantized import quantized
 from ckptctl.planner.layouts import HF, Family
-from ckptctl.planner.mapping.adapters import PREFIX, linear_keys
+from ckptctl.planner.mapping.adapters import PEFT_PREFIX, list_linear_keys
 from ckptctl.storage.arithmetic import import_torch
 from ckptctl.storage.destinations import Replaceable
 from ckptctl.storage.file_system import sync_directory
@@ -112,7 +112,7 @@ class Extraction:
         self.base, self.tuned = (self._opened(source) for source in sources)
         self.linear = frozenset(
             key
-            for key in linear_keys(self.family, self.layout, self.base)
+            for key in list_linear_keys(self.family, self.layout, self.base)
             if not is_refused(self.family.name, module_of(key)) and key not in self.copies
         )
         self.stacks = stack_keys(self.family, self.base)
@@ -224,12 +224,12 @@ class Extraction:
     def _names(self, key: str) -> Iterator[str]:
         """Yield the names that the adapter may store for a tensor of the model."""
         if key in self.linear:
-            yield from (f"{PREFIX}{module_of(key)}.lora_{role}.weight" for role in "AB")
+            yield from (f"{PEFT_PREFIX}{module_of(key)}.lora_{role}.weight" for role in "AB")
         if key in self.stacks:
-            inside = PREFIX + module_of(key) + NESTED * self.siblings[key][::-1].index(key)
+            inside = PEFT_PREFIX + module_of(key) + NESTED * self.siblings[key][::-1].index(key)
             yield from (f"{inside}.lora_{role}.weight" for role in "AB")
         if self.options.others == "save":
-            yield PREFIX + key
+            yield PEFT_PREFIX + key
 
     def _differing(self, name: str) -> tuple[Tensor, Tensor] | None:
         """Return a tensor of both models, or None if it is equal or not selected."""
@@ -294,7 +294,10 @@ class Extraction:
         for role, factor in (("A", made.a), ("B", made.b)):
             kind = str(factor.dtype).removeprefix("torch.")
             folder.add(
-                f"{PREFIX}{module}.lora_{role}.weight", kind, tuple(factor.shape), pieces(factor)
+                f"{PEFT_PREFIX}{module}.lora_{role}.weight",
+                kind,
+                tuple(factor.shape),
+                pieces(factor),
             )
         shape = self.base[name].shape
         self.layers.append(ExtractedLayer(name, shape, rank, made.error, made.change))
@@ -328,7 +331,7 @@ class Extraction:
         self._write(name, one.dtype, one[...], folder)
 
     def _write(self, name: str, dtype: str, tensor: Tensor, folder: AdapterFolder) -> None:
-        folder.add(PREFIX + name, dtype, tuple(tensor.shape), pieces(tensor))
+        folder.add(PEFT_PREFIX + name, dtype, tuple(tensor.shape), pieces(tensor))
         self.saved[name] = None
 
     def _chosen(self, name: str) -> bool:
@@ -375,15 +378,15 @@ def _family(
     require_one(known)
     family = families.family(known.model_type or "")
     layout = STACKED if STACKED in family.layouts else HF
-    fresh = family.layout(FRESH).leaves.values() if known.layout == FRESH else ()
-    if fresh and layout == HF and not any(leaf.spread for leaf in fresh):
+    fresh = family.get_layout(FRESH).leaves.values() if known.layout == FRESH else ()
+    if fresh and layout == HF and not any(leaf.spread_axes for leaf in fresh):
         raise RefusedError(
             "PEFT would not find the layers of this model",
             where=catalog.path,
             why=f"in memory, its layers have names of layout {FRESH}; adapters use layout {HF}",
         )
     ties = family.ties if known.is_tied(family) else ()
-    leaves = family.layout(layout).leaves
+    leaves = family.get_layout(layout).leaves
     tied = frozenset(leaves[tie.of].key.text for tie in ties if tie.of in leaves)
     copies = frozenset(leaves[tie.tensor].key.text for tie in ties if tie.tensor in leaves)
     return family, layout, tied, copies

@@ -22,7 +22,7 @@ from ckptctl.errors import (
 )
 from ckptctl.formats.shared.findings import NO_TENSOR, of_error
 from ckptctl.installed import require_torch
-from ckptctl.planner.boxes import coverage
+from ckptctl.planner.boxes import compute_coverage
 from ckptctl.storage.computed import open_reader
 from ckptctl.storage.paths import redact_path
 from ckptctl.storage.threads import Watch, ignore_progress
@@ -261,7 +261,7 @@ def holes_of(entry: TensorEntry) -> Sequence[Box]:
     """Return the boxes of a tensor that nothing covers."""
     try:
         boxes = [extent.box for extent in entry.extents]
-        return () if entry.unsupported else coverage(entry.shape, boxes).holes
+        return () if entry.unsupported else compute_coverage(entry.shape, boxes).holes
     except UnsupportedError:
         return ()  # too complex, as a finding states
 

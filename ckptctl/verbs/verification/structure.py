@@ -13,7 +13,7 @@ from ckptctl.catalog import Box, Catalog, Extent, Finding, TensorEntry
 from ckptctl.columns import ExtentColumns, boxes_of, codecs_of, ranges_of
 from ckptctl.errors import CkptError, UnsupportedError, listed
 from ckptctl.formats.shared.findings import of_error, weighed
-from ckptctl.planner.boxes import Coverage, coverage, intersect
+from ckptctl.planner.boxes import Coverage, compute_coverage, intersect_boxes
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.read_ahead import FileOffset, prefetch_items
 from ckptctl.storage.stand_ins import ZIP, ZIP_END, ZIP_REACH, ZIP_TAIL, starts_like_zip
@@ -75,7 +75,7 @@ def _tiling(
         yield Finding("a tensor cannot be read", entry.unsupported, "unknown", tensor=entry.name)
         return
     try:
-        found = coverage(entry.shape, boxes_of(entry.extents))
+        found = compute_coverage(entry.shape, boxes_of(entry.extents))
     except UnsupportedError as error:
         found = Coverage()
         yield of_error(error, tensor=entry.name)
@@ -89,7 +89,7 @@ def _tiling(
             basis="index",
         )
     for box in found.overlaps:
-        holders = [e.file for e in entry.extents if not e.box.sizes or intersect(e.box, box)]
+        holders = [e.file for e in entry.extents if not e.box.sizes or intersect_boxes(e.box, box)]
         yield Finding(
             "elements are stored more than once",
             f"overlapping chunks are stored in {listed(natural(set(holders)))}",
@@ -125,7 +125,7 @@ def _hole(
 
 def lost_parts(hole: Box, lost: Sequence[tuple[Box, str]]) -> list[tuple[Box, str]]:
     """Return the parts of *hole* that are known to be in unusable files."""
-    parts = ((intersect(box, hole) if hole.sizes else hole, file) for box, file in lost)
+    parts = ((intersect_boxes(box, hole) if hole.sizes else hole, file) for box, file in lost)
     return [(box, file) for box, file in parts if box is not None]
 
 

@@ -12,7 +12,7 @@ from ckptctl.adapters.expert_adapters import changes, targets, without
 from ckptctl.adapters.peft import SINGLE, described, settings
 from ckptctl.catalog import Input, TensorEntry
 from ckptctl.errors import CkptError
-from ckptctl.planner.copying.blocks import view
+from ckptctl.planner.copying.blocks import build_view
 from ckptctl.storage.files import source_files
 from ckptctl.storage.tensor_reader import TensorReader
 from tests.checkpoints.adapters import save_peft
@@ -66,7 +66,8 @@ def test_every_expert_has_its_part(tmp_path: Path, order: str) -> None:
     made = {name: torch.zeros(model[name].shape) for name in model}
     for one in changes(found, model, catalog.tensors):
         a, b = (
-            read(Input(catalog.root, view(tensor.parts[0].of, tensor))) for tensor in (one.a, one.b)
+            read(Input(catalog.root, build_view(tensor.parts[0].entry, tensor)))
+            for tensor in (one.a, one.b)
         )
         rows = made[one.key].view(-1, made[one.key].shape[-1])
         rows[one.rows.start : one.rows.stop] = b @ a

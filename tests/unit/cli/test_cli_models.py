@@ -95,7 +95,7 @@ def test_keys_that_no_other_family_has(run):
             name
             for name, family in families().items()
             for layout in family.layouts
-            if family.layout(layout).table.find(key)
+            if family.get_layout(layout).table.find_meaning(key)
         }
         assert knowing == {"mixtral"}
     assert found["tables"][0]["own_keys"]

@@ -45,7 +45,7 @@ def test_it_is_known_for_a_while(file):
     with using(file()):
         assert "mine" in names()
         assert family("My-Own").title == "Mine"
-        assert families()["mine"].layout("own")
+        assert families()["mine"].get_layout("own")
     assert "mine" not in names()
 
 

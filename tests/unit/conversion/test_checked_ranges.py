@@ -11,16 +11,16 @@ import pytest
 from ckptctl.catalog import Box, Checksum, Extent, TensorEntry
 from ckptctl.columns import BoxColumns, ExtentColumns
 from ckptctl.conversion.checked_ranges import checks_of, find_checked
-from ckptctl.planner.copying.copies import lower
+from ckptctl.planner.copying.copies import lower_transfer
 from ckptctl.planner.copying.tile import Limits
 from ckptctl.planner.plan import Record, RecordedRange, Transfer
-from ckptctl.planner.strided import Strided, concat
+from ckptctl.planner.strided import StridedTensor, concat
 from tests.transfers import stored, target
 
 A = stored("a", [4, 6], crc32=1)
 
 
-def copy(tensor: Strided, *boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> Transfer:
+def copy(tensor: StridedTensor, *boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> Transfer:
     whole = Box.whole(tensor.shape)
     places = boxes or ((whole.offsets, whole.sizes),)
     targets = (target("x", 0, sizes, 0, start=start) for start, sizes in places)
@@ -34,8 +34,8 @@ def columns(crcs: list[int] | None) -> TensorEntry:
     return TensorEntry("a", "uint8", (4, 6), extents, ("a",))
 
 
-WHOLE = Strided.whole(A)
-TALL = Strided.whole(stored("a", [128, 6], crc32=1))
+WHOLE = StridedTensor.from_entry(A)
+TALL = StridedTensor.from_entry(stored("a", [128, 6], crc32=1))
 
 
 def checksummed(file: str, offset: int, box: Box) -> Extent:
@@ -61,10 +61,10 @@ def checksummed(file: str, offset: int, box: Box) -> Extent:
         ([copy(WHOLE, ((0, 0), (4, 6)), ((0, 0), (4, 6)))], [0]),
         ([copy(WHOLE, ((0, 0), (4, 3))), copy(WHOLE)], [1]),
         ([copy(WHOLE, ((0, 0), (4, 3)), ((0, 2), (4, 3)))], []),
-        ([copy(Strided.whole(stored("a", [4, 6])))], []),
-        ([copy(Strided.whole(stored("a", [4, 6], strides=[1, 4], crc32=1)))], []),
-        ([copy(Strided.whole(columns([5, 6])))], [0]),
-        ([copy(Strided.whole(columns(None)))], []),
+        ([copy(StridedTensor.from_entry(stored("a", [4, 6])))], []),
+        ([copy(StridedTensor.from_entry(stored("a", [4, 6], strides=[1, 4], crc32=1)))], []),
+        ([copy(StridedTensor.from_entry(columns([5, 6])))], [0]),
+        ([copy(StridedTensor.from_entry(columns(None)))], []),
     ],
 )
 def test_transfers_that_read_each_element_once_take_checksums(
@@ -91,10 +91,10 @@ def gaps_of(*transfers: Transfer) -> list[tuple[str, tuple[tuple[int, int], ...]
     return [(check.recorded.file, check.gaps) for check in checks]
 
 
-ROWS = Strided.whole(
+ROWS = StridedTensor.from_entry(
     replace(A, extents=tuple(checksummed("fg"[n], 0, Box((2 * n, 0), (2, 6))) for n in (0, 1)))
 )
-UNEVEN = Strided.whole(
+UNEVEN = StridedTensor.from_entry(
     TensorEntry(
         "a",
         "uint8",
@@ -103,7 +103,7 @@ UNEVEN = Strided.whole(
         ("a",),
     )
 )
-COLUMNS = Strided.whole(columns([5, 6]))
+COLUMNS = StridedTensor.from_entry(columns([5, 6]))
 
 
 @pytest.mark.parametrize(
@@ -148,8 +148,8 @@ def test_bytes_of_recorded_ranges_are_read_for_checksums_once(
     counts: Counter[tuple[RecordedRange, int]] = Counter()
     for number, transfer in enumerate(transfers):
         names = {name for other, name in checked if other == number}
-        for tile in lower(transfer, [Record("t", "x", 0, 0)], limits, names):
-            for read in tile.checked():
+        for tile in lower_transfer(transfer, [Record("t", "x", 0, 0)], limits, names):
+            for read in tile.list_checked_reads():
                 assert read.check is not None
                 counts.update(
                     (read.check, byte) for byte in range(read.offset, read.offset + read.nbytes)
@@ -158,7 +158,7 @@ def test_bytes_of_recorded_ranges_are_read_for_checksums_once(
         for position, nbytes in check.gaps:
             counts.update((check.recorded, position + byte) for byte in range(nbytes))
     ranges = {recorded for recorded, _ in counts}
-    assert {recorded.file for recorded in ranges} >= {f for t in transfers for f in t.files()}
+    assert {recorded.file for recorded in ranges} >= {f for t in transfers for f in t.list_files()}
     assert counts == {(one, byte): 1 for one in ranges for byte in range(one.nbytes)}
 
 
@@ -171,7 +171,7 @@ def part(name: str, offset: int, size: int) -> TensorEntry:
 
 def test_gaps_between_tensors_in_one_range_are_read() -> None:
     entries = [part("b", 10, 30), part("c", 40, 20), part("d", 50, 20)]
-    transfers = [copy(Strided.whole(entry)) for entry in entries]
+    transfers = [copy(StridedTensor.from_entry(entry)) for entry in entries]
     checked, (check,) = checks_of(Path("/"), transfers, {})
     assert checked == {(0, "b"), (1, "c")}
     assert check.recorded == RecordedRange("f", 0, 100, 7)
@@ -179,10 +179,10 @@ def test_gaps_between_tensors_in_one_range_are_read() -> None:
 
 
 def test_bytes_that_two_names_have_are_read_once_for_their_checksum() -> None:
-    tied = [copy(Strided.whole(replace(A, name=name)).narrow(1, 0, 3)) for name in "ab"]
+    tied = [copy(StridedTensor.from_entry(replace(A, name=name)).narrow(1, 0, 3)) for name in "ab"]
     assert gaps_of(*tied) == [("a", ((0, 24),))]
 
 
 def test_a_tensor_without_elements_needs_no_check() -> None:
     empty = replace(A, shape=(0, 6), extents=())
-    assert checks_of(Path("/"), [copy(Strided.whole(empty))], {}) == (frozenset(), ())
+    assert checks_of(Path("/"), [copy(StridedTensor.from_entry(empty))], {}) == (frozenset(), ())

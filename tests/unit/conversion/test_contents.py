@@ -19,7 +19,7 @@ def entry(name, dtype="bfloat16"):
 
 
 def mapped(name, logical):
-    return replace(ComposedTensor.same(name, logical, (4,)), key=name)
+    return replace(ComposedTensor.from_unchanged(name, logical, (4,)), key=name)
 
 
 def planned(entries, tensors, **options):

@@ -10,7 +10,7 @@ import torch
 from ckptctl.conversion import plan as plans
 from ckptctl.conversion.conversion_options import ConversionOptions
 from ckptctl.conversion.convert import plan_conversion
-from ckptctl.planner.copying.copies import permutes
+from ckptctl.planner.copying.copies import needs_permutation
 from ckptctl.planner.plan import Transfer
 from tests.checkpoints.dcp import save_dcp
 
@@ -23,9 +23,9 @@ def test_each_transfer_is_looked_at_once_for_permuted_elements(
 
     def noted(transfer: Transfer) -> bool:
         looked_at.append(transfer.name)
-        return permutes(transfer)
+        return needs_permutation(transfer)
 
-    monkeypatch.setattr(plans, "permutes", noted)
+    monkeypatch.setattr(plans, "needs_permutation", noted)
     plan = plan_conversion(source, tmp_path / "out", ConversionOptions(to="torch"))
     assert plan.to_json()["arithmetic"] is plan.arithmetic is False
     assert plan.memory_bytes < 200 << 20

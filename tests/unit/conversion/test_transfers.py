@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 from ckptctl.catalog import Box, Catalog, Computed, Extent, Input, TensorEntry, computed_name
 from ckptctl.conversion.transfers import plan_transfers, sources_of
 from ckptctl.formats.base import OutputLayout, TensorPlace
-from ckptctl.planner.copying.copies import lower
+from ckptctl.planner.copying.copies import lower_transfer
 from ckptctl.planner.copying.tile import Limits
-from ckptctl.planner.mapping.logical import stand_in
-from ckptctl.planner.mapping.mapped import MappedTensor, SourceTensor, TargetTensor, compose
+from ckptctl.planner.mapping.logical import build_placeholder
+from ckptctl.planner.mapping.mapped import MappedTensor, SourceTensor, TargetTensor, compose_tensors
 from ckptctl.planner.plan import RawCopy, Record, Transfer
-from ckptctl.planner.strided import Strided, concat
+from ckptctl.planner.strided import StridedTensor, concat
 from tests.transfers import stored, target
 from tests.unit.planner.copying.test_copies import fill, steps
 
 
 def _transfer(*files: str) -> Transfer:
-    tensors = [Strided.whole(stored(file, [4])) for file in files]
+    tensors = [StridedTensor.from_entry(stored(file, [4])) for file in files]
     return Transfer("t", concat(tensors, 0), (target("x", 0, [4 * len(files)]),))
 
 
@@ -78,16 +78,18 @@ def test_parts_of_interleaved_rows_wherever_boxes_are_cut(
     output = OutputLayout((), tuple(records), {"u": tuple(places)})
     mapped, first, grid = [], 0, array.reshape(INDICES, step, WIDTH)
     for part in PARTS:
-        rows_of_part = stand_in(0, (rows, WIDTH)).split(0, (INDICES, step)).narrow(1, first, part)
+        rows_of_part = (
+            build_placeholder(0, (rows, WIDTH)).split(0, (INDICES, step)).narrow(1, first, part)
+        )
         tensor = rows_of_part.place(1, first, step).merge(0, 2)
         into = TargetTensor("u", tensor)
         mapped.append(MappedTensor((SourceTensor("t", (rows, WIDTH), "p"),), (into,)))
         first += part
     catalog = Catalog(Path("/"), Path("/"), "torch", {}, {"t": entry})
-    ((found,), _) = plan_transfers(catalog, compose(mapped), output, {"u": "uint8"})
+    ((found,), _) = plan_transfers(catalog, compose_tensors(mapped), output, {"u": "uint8"})
     assert len(found.tensor.parts) == len(PARTS)
     written = bytearray(rows * WIDTH)
-    for tile in steps(lower(found, records, Limits())):
+    for tile in steps(lower_transfer(found, records, Limits())):
         buffer = fill(tile, {"f": array.tobytes()}, 1)
         for _, offset, nbytes, start, *_ in tile.writes:
             written[offset : offset + nbytes] = buffer[start : start + nbytes]
@@ -102,7 +104,7 @@ def test_parts_of_several_dtypes_are_cast_before_they_are_merged() -> None:
     mapped = [
         MappedTensor(
             (SourceTensor(key, (2,), key),),
-            (TargetTensor("ab", stand_in(0, (2,)).place(0, first, 4)),),
+            (TargetTensor("ab", build_placeholder(0, (2,)).place(0, first, 4)),),
         )
         for key, first in (("a", 0), ("b", 2))
     ]
@@ -110,8 +112,10 @@ def test_parts_of_several_dtypes_are_cast_before_they_are_merged() -> None:
         (), (Record("ab", "f", 0, 8),), {"ab": (TensorPlace(Box((0,), (4,)), 0),)}
     )
     catalog = Catalog(Path("/"), Path("/"), "torch", {}, entries)
-    (transfer,), computed = plan_transfers(catalog, compose(mapped), output, {"ab": "bfloat16"})
-    assert (transfer.tensor.stored_dtype, transfer.casts) == ("bfloat16", False)
-    assert transfer.files() == {"b", *computed}
+    (transfer,), computed = plan_transfers(
+        catalog, compose_tensors(mapped), output, {"ab": "bfloat16"}
+    )
+    assert (transfer.tensor.stored_dtype, transfer.is_cast) == ("bfloat16", False)
+    assert transfer.list_files() == {"b", *computed}
     (made,) = computed.values()
     assert (made.kind, made.dtype) == ("rearranged", "bfloat16")

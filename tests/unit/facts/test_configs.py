@@ -9,8 +9,8 @@ from ckptctl.errors import MappingError
 from ckptctl.facts.contradictions import contradictions, of_config
 from ckptctl.facts.params import config_to_params, ffn_params, ffn_size, of_params, params_to_config
 from ckptctl.families import family
-from ckptctl.planner.config_facts import is_tied, read_sizes, rope
-from ckptctl.planner.mapping.detect import detect
+from ckptctl.planner.config_facts import has_tied_embeddings, read_rope, read_sizes
+from ckptctl.planner.mapping.detect import detect_layouts
 from tests.contract.tables import stored_shapes
 
 PARAMS_KEYS = (
@@ -211,7 +211,7 @@ def test_a_hidden_size_that_is_not_divisible():
     ],
 )
 def test_both_spellings_of_rope(config, expected):
-    assert rope(config) == expected
+    assert read_rope(config) == expected
 
 
 def test_what_is_returned_is_the_callers():
@@ -221,17 +221,19 @@ def test_what_is_returned_is_the_callers():
 
 
 def test_ties():
-    assert is_tied(family("llama3_2"), None) and not is_tied(family("llama3"), None)
-    assert is_tied(family("llama3"), {"tie_word_embeddings": True})
-    assert not is_tied(family("llama3_2"), {"tie_word_embeddings": False})
+    assert has_tied_embeddings(family("llama3_2"), None) and not has_tied_embeddings(
+        family("llama3"), None
+    )
+    assert has_tied_embeddings(family("llama3"), {"tie_word_embeddings": True})
+    assert not has_tied_embeddings(family("llama3_2"), {"tie_word_embeddings": False})
 
 
 @pytest.mark.parametrize("said", ["yes", 1, 0, [True]])
 def test_ties_are_stated_or_not(said):
     for files in ({"tie_word_embeddings": said}, None), (None, {"tied_embeddings": said}):
         with pytest.raises(MappingError, match="must be true or false"):
-            is_tied(family("llama3"), *files)
-    assert not is_tied(family("llama3"), {"tie_word_embeddings": None})
+            has_tied_embeddings(family("llama3"), *files)
+    assert not has_tied_embeddings(family("llama3"), {"tie_word_embeddings": None})
 
 
 def test_params_of_a_small_config():
@@ -311,7 +313,7 @@ def only_mapping_errors(call, *arguments):
 def test_nonsense_is_a_mapping_error(change):
     llama, sizes = family("llama3"), {"v": 96, "f": 96}
     for file in (change, CONFIG | change, L31_8B | change):
-        only_mapping_errors(detect, {}, {"llama3": llama}, file, file)
+        only_mapping_errors(detect_layouts, {}, {"llama3": llama}, file, file)
         only_mapping_errors(config_to_params, llama, file, sizes)
         only_mapping_errors(params_to_config, llama, file, sizes)
         only_mapping_errors(compared, llama, file, file)
@@ -328,7 +330,7 @@ def test_transformers_reads_the_config(name, params, size, length):
     assert config.intermediate_size == size
     assert config.tie_word_embeddings is (name == "llama3_2")
     said = config.to_dict()
-    theta, scaling = rope(said)
+    theta, scaling = read_rope(said)
     assert theta == written["rope_theta"] and scaling == written.get("rope_scaling")
     assert config_to_params(family(name), said, solved(params, size)) == config_to_params(
         family(name), written, solved(params, size)
@@ -350,8 +352,8 @@ def test_transformers_has_the_keys_and_shapes_of_the_tables(change):
     shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         del shapes["lm_head.weight"]
-    found = detect(shapes, families(), model.config.to_dict())
-    assert all(c.exact for c in found)
+    found = detect_layouts(shapes, families(), model.config.to_dict())
+    assert all(c.is_exact for c in found)
     name = "llama3_2" if model.config.tie_word_embeddings else "llama3"
     assert [(c.family, c.layout) for c in found] == [(name, "hf")]
     mapped = map_tensors(family(name), "hf", "hf", shapes, read_sizes(family(name), config))

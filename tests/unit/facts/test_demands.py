@@ -12,13 +12,13 @@ import torch
 import ckptctl
 from ckptctl.errors import MissingTensorsError
 from ckptctl.families import families
-from ckptctl.planner.config_demands import demanded
-from ckptctl.planner.config_facts import is_tied
-from ckptctl.planner.families.declarations import holds
+from ckptctl.planner.config_demands import find_required_tensors
+from ckptctl.planner.config_facts import has_tied_embeddings
+from ckptctl.planner.families.declarations import matches_signs
 from ckptctl.planner.families.demands import CHOSEN, UNCHOSEN, Demand
-from ckptctl.planner.families.validation import flaws
-from ckptctl.planner.mapping.completeness import lacking
-from ckptctl.planner.mapping.matching import key_of, leads, match, slots
+from ckptctl.planner.families.validation import iterate_contradictions
+from ckptctl.planner.mapping.completeness import find_missing_keys
+from ckptctl.planner.mapping.matching import format_key, iterate_leads, list_indices, match_keys
 from tests.checkpoints import save_hf
 from tests.checkpoints.golden import Golden
 
@@ -60,13 +60,18 @@ def keys(
 
 
 def lacks(names: list[str], config: dict[str, object] | None) -> list[str]:
-    layout = FAMILY.layout("hf")
-    there = match(FAMILY, layout, names)
-    found = lacking(
-        FAMILY, layout, there, {"i": 4}, tied=True, demanded=demanded(FAMILY, config, there)
+    layout = FAMILY.get_layout("hf")
+    there = match_keys(FAMILY, layout, names)
+    found = find_missing_keys(
+        FAMILY,
+        layout,
+        there,
+        {"i": 4},
+        tied=True,
+        required=find_required_tensors(FAMILY, config, there),
     )
-    assert found.number == len(found.listed)
-    return sorted(absent.key.removeprefix("model.") for absent in found.listed)
+    assert found.total == len(found.keys)
+    return sorted(absent.key.removeprefix("model.") for absent in found.keys)
 
 
 def of(*layers: str) -> list[str]:
@@ -122,12 +127,12 @@ def without(name: str, gone: str) -> list[str]:
     """What the golden model *name* lacks without the tensors whose keys hold *gone*."""
     golden = Golden.read(name)
     family = families()[name.partition(".")[0]]
-    layout = family.layout("hf")
-    there = match(family, layout, [key for key in golden.tensors if gone not in key])
-    tied = is_tied(family, golden.config)
-    wanted = demanded(family, golden.config, there)
-    less = lacking(family, layout, there, {}, tied=tied, demanded=wanted)
-    return sorted(absent.key for absent in less.listed)
+    layout = family.get_layout("hf")
+    there = match_keys(family, layout, [key for key in golden.tensors if gone not in key])
+    tied = has_tied_embeddings(family, golden.config)
+    wanted = find_required_tensors(family, golden.config, there)
+    less = find_missing_keys(family, layout, there, {}, tied=tied, required=wanted)
+    return sorted(absent.key for absent in less.keys)
 
 
 def test_only_layers_of_its_kind_have_to_have_a_tensor() -> None:
@@ -164,7 +169,7 @@ def test_of_a_router_what_its_layer_is_said_to_choose_by_is_missed(
 ) -> None:
     """transformers: the first ``num_hash_layers`` choose by hash, unless a list says which do."""
     family = families()["deepseek_v4"]
-    layout, sizes = family.layout("hf"), {"i": 4, "j": 1, "x": 2}
+    layout, sizes = family.get_layout("hf"), {"i": 4, "j": 1, "x": 2}
     kinds = ["hash_moe"] * hashed + ["moe"] * (4 - hashed)
     config: dict[str, object] = {"num_hash_layers": 2 if listed else hashed}
     if listed:
@@ -174,26 +179,26 @@ def test_of_a_router_what_its_layer_is_said_to_choose_by_is_missed(
     held = [router + slot[kind] for router, kind in zip(routers, kinds, strict=True)]
     held.append("mtp.0.ffn.gate.bias")
     rest = [
-        key_of(layout, tensor, values, lead)
+        format_key(layout, tensor, values, lead)
         for name, leaf in layout.leaves.items()
         for tensor in [family.tensors[name]]
         if not tensor.variant and not tensor.optional
-        for values in slots(tensor, sizes)
-        for lead in leads(leaf, sizes)
+        for values in list_indices(tensor, sizes)
+        for lead in iterate_leads(leaf, sizes)
     ]
     for gone in held:
-        there = match(family, layout, [*rest, *(key for key in held if key != gone)])
-        wanted = demanded(family, config, there)
-        less = lacking(family, layout, there, sizes, tied=False, demanded=wanted)
-        assert [one.key for one in less.listed] == [gone]
+        there = match_keys(family, layout, [*rest, *(key for key in held if key != gone)])
+        wanted = find_required_tensors(family, config, there)
+        less = find_missing_keys(family, layout, there, sizes, tied=False, required=wanted)
+        assert [one.key for one in less.keys] == [gone]
 
 
 @pytest.mark.parametrize("value", [None, False, 0, "", [], True, 256, "vision", [1]])
 def test_a_value_chooses_or_it_does_not(value: object) -> None:
-    assert holds({"x": CHOSEN}, {"x": value}) is bool(value)
-    assert holds({"x": UNCHOSEN}, {"x": value}) is not bool(value)
+    assert matches_signs({"x": CHOSEN}, {"x": value}) is bool(value)
+    assert matches_signs({"x": UNCHOSEN}, {"x": value}) is not bool(value)
 
 
 def test_a_demand_for_no_tensor_is_a_flaw() -> None:
-    (found,) = flaws(replace(FAMILY, demands=(Demand(("nothing",)),)))
+    (found,) = iterate_contradictions(replace(FAMILY, demands=(Demand(("nothing",)),)))
     assert "`nothing`" in found

@@ -187,7 +187,7 @@ def test_every_fact_is_compared(name: str) -> None:
     told = record(name, "arguments")
     changed = {"number": 7.5, "factor": 7.5, "flag": None, "not": None, "root": 0.5}
     value: Any
-    for word in family.megatron.words:
+    for word in family.megatron.facts:
         if name.startswith("deepseek") and word.config == "num_key_value_heads":
             continue  # Latent attention has none of its own.
         value = changed.get(word.kind, 7)
@@ -300,7 +300,7 @@ def windowed() -> list[str]:
     return [
         name
         for name, family in known
-        if family.megatron and any(word.kind == "window" for word in family.megatron.words)
+        if family.megatron and any(word.kind == "window" for word in family.megatron.facts)
     ]
 
 

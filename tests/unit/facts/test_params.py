@@ -9,8 +9,8 @@ from ckptctl.errors import MappingError
 from ckptctl.facts.contradictions import contradictions, of_config
 from ckptctl.facts.params import assumed, config_to_params, of_params, params_to_config
 from ckptctl.families import families, family
-from ckptctl.planner.config_facts import is_tied, with_rope_type
-from ckptctl.planner.families.declarations import holds
+from ckptctl.planner.config_facts import has_tied_embeddings, with_rope_type
+from ckptctl.planner.families.declarations import matches_signs
 
 BASE: dict[str, Any] = {
     "dim": 4096,
@@ -168,8 +168,8 @@ def test_yarn():
 
 
 def test_ties():
-    assert is_tied(family("ministral3"), None, {"tied_embeddings": True})
-    assert not is_tied(family("ministral3"), {"tie_word_embeddings": False}, {})
+    assert has_tied_embeddings(family("ministral3"), None, {"tied_embeddings": True})
+    assert not has_tied_embeddings(family("ministral3"), {"tie_word_embeddings": False}, {})
     config = there("ministral3", MINISTRAL | {"tied_embeddings": True})
     assert config["tie_word_embeddings"] is True
     assert config_to_params(family("ministral3"), config, {})["tied_embeddings"] is True
@@ -239,7 +239,7 @@ def test_params_json_says_which_family_it_is(name, params):
     found = {
         other
         for other, known in families().items()
-        if "mistral" in known.layouts and any(holds(s, stated) for s in known.params_signs)
+        if "mistral" in known.layouts and any(matches_signs(s, stated) for s in known.params_signs)
     }
     shaped = {"pixtral", "mistral3"} if "vision_encoder" in params else set()
     assert name in found and found <= {*shaped, name}

@@ -13,7 +13,7 @@ from ckptctl import formats
 from ckptctl.catalog import Box, Catalog
 from ckptctl.errors import CkptError, DamagedError
 from ckptctl.formats.base import ReadOptions
-from ckptctl.planner.boxes import coverage
+from ckptctl.planner.boxes import compute_coverage
 from tests.unit.formats.test_rank_files import save_ranks
 
 SAMPLES = {
@@ -74,7 +74,7 @@ def test_what_other_files_hold_is_read_and_the_rest_is_named(
         for key in lost:
             assert lost[key] == gone.get(key, set())
         for key, entry in found.tensors.items():
-            holes = coverage(entry.shape, [extent.box for extent in entry.extents]).holes
+            holes = compute_coverage(entry.shape, [extent.box for extent in entry.extents]).holes
             assert set(holes) <= lost.get(key, set())
         assert not any(
             extent.file == name for entry in found.tensors.values() for extent in entry.extents

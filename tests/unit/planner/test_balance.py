@@ -10,22 +10,22 @@ from hypothesis import strategies as st
 
 from ckptctl.catalog import Box
 from ckptctl.planner.balance import (
-    FINE_PIECE,
-    FINE_PIECES,
-    LEAST_FILE,
-    LEAST_PIECE,
+    DEFAULT_SHARD_COUNT,
+    MAX_FINE_PIECES,
+    MIN_FILE_BYTES,
+    MIN_FINE_PIECE_BYTES,
+    MIN_PIECE_BYTES,
     PIECES_PER_RANK,
-    SHARDS,
-    SMALL,
-    assign,
-    cut,
-    file_count,
-    fill,
-    fine_limit,
-    piece_limit,
-    shard_limit,
+    SMALL_CHUNK_BYTES,
+    assign_chunks,
+    choose_shard_limit,
+    compute_fine_limit,
+    compute_piece_limit,
+    count_output_files,
+    group_into_shards,
+    split_box,
 )
-from ckptctl.planner.boxes import coverage
+from ckptctl.planner.boxes import compute_coverage
 
 MIB, GB = 1 << 20, 10**9
 
@@ -42,31 +42,31 @@ def evenness(
 def test_ascending_sizes() -> None:
     """Torch 2.13 goes by plan order: max/mean 1.269."""
     chunks = [(size * MIB, range(4)) for size in range(1, 30)]
-    assert evenness(chunks, assign(chunks, 4), 4) <= 1.02
+    assert evenness(chunks, assign_chunks(chunks, 4), 4) <= 1.02
 
 
 def test_what_one_rank_writes_anyway_counts_wherever_it_comes() -> None:
     chunks = [(MIB, (0, 1)), (MIB, (0,))]
-    assert assign(chunks, 2) == [1, 0]
-    assert assign(list(reversed(chunks)), 2) == [0, 1]
-    assert assign([(MIB, (0, 1))], 2, load=[1, 0]) == [1]
+    assert assign_chunks(chunks, 2) == [1, 0]
+    assert assign_chunks(list(reversed(chunks)), 2) == [0, 1]
+    assert assign_chunks([(MIB, (0, 1))], 2, initial_loads=[1, 0]) == [1]
 
 
 def test_small_chunks_stay_on_one_rank_while_it_has_room() -> None:
     chunks = [(10 * MIB, (0, 1)), (10 * MIB, (0, 1)), *[(8, (0, 1))] * 50]
-    chosen = assign(chunks, 2)
+    chosen = assign_chunks(chunks, 2)
     assert set(chosen[2:27]) == {0}
-    many = [(SMALL - 1, range(4))] * 400
-    assert evenness(many, assign(many, 4), 4) <= 1.02
+    many = [(SMALL_CHUNK_BYTES - 1, range(4))] * 400
+    assert evenness(many, assign_chunks(many, 4), 4) <= 1.02
 
 
 def test_empty_chunks_go_somewhere() -> None:
-    assert assign([(0, (1, 2)), (0, (2,))], 3) == [1, 2]
-    assert assign([], 3) == []
+    assert assign_chunks([(0, (1, 2)), (0, (2,))], 3) == [1, 2]
+    assert assign_chunks([], 3) == []
 
 
 def test_ties_go_to_the_lowest() -> None:
-    assert assign([(MIB, (2, 1, 0))], 3) == [0]
+    assert assign_chunks([(MIB, (2, 1, 0))], 3) == [0]
 
 
 @given(
@@ -79,7 +79,7 @@ def test_ties_go_to_the_lowest() -> None:
     )
 )
 def test_each_goes_to_a_holder_as_the_plain_rule_says(chunks: list[tuple[int, list[int]]]) -> None:
-    assert assign(chunks, 6, small=0) == plain(chunks, 6)
+    assert assign_chunks(chunks, 6, small_bytes=0) == plain(chunks, 6)
 
 
 def plain(chunks: Sequence[tuple[int, Sequence[int]]], ranks: int) -> list[int]:
@@ -102,30 +102,33 @@ def plain(chunks: Sequence[tuple[int, Sequence[int]]], ranks: int) -> list[int]:
 )
 def test_cut_pieces_tile_the_box(sizes: tuple[int, ...], count: int) -> None:
     box = Box(tuple(range(5, 5 + len(sizes))), sizes)
-    pieces = cut(box, 1000, 90)
+    pieces = split_box(box, 1000, 90)
     shifted = [
         Box(tuple(o - b for o, b in zip(piece.offsets, box.offsets, strict=True)), piece.sizes)
         for piece in pieces
     ]
-    assert coverage(sizes, shifted).exact
+    assert compute_coverage(sizes, shifted).is_exact
     assert len(pieces) == count
 
 
 def test_limits_of_pieces() -> None:
-    assert piece_limit(1 << 40, 4) == (1 << 40) // 4 // PIECES_PER_RANK
-    assert piece_limit(100, 4) == LEAST_PIECE
-    assert fine_limit(1 << 40, 4) == piece_limit(1 << 40, 4) // 2
-    assert fine_limit(100, 4) == FINE_PIECE
-    assert fine_limit(10 * GB, 2048) == 10 * GB // FINE_PIECES
-    assert fine_limit(10 * GB, 1 << 20) < LEAST_PIECE
-    assert cut(Box((0,), (10,)), 10, 10) == [Box((0,), (10,))]
+    assert compute_piece_limit(1 << 40, 4) == (1 << 40) // 4 // PIECES_PER_RANK
+    assert compute_piece_limit(100, 4) == MIN_PIECE_BYTES
+    assert compute_fine_limit(1 << 40, 4) == compute_piece_limit(1 << 40, 4) // 2
+    assert compute_fine_limit(100, 4) == MIN_FINE_PIECE_BYTES
+    assert compute_fine_limit(10 * GB, 2048) == 10 * GB // MAX_FINE_PIECES
+    assert compute_fine_limit(10 * GB, 1 << 20) < MIN_PIECE_BYTES
+    assert split_box(Box((0,), (10,)), 10, 10) == [Box((0,), (10,))]
 
 
 def test_a_file_for_each_thread_that_has_enough_to_do() -> None:
-    counts = [file_count(nbytes, 8) for nbytes in (0, 1, 2 * LEAST_FILE, 3 * LEAST_FILE - 1)]
+    counts = [
+        count_output_files(nbytes, 8)
+        for nbytes in (0, 1, 2 * MIN_FILE_BYTES, 3 * MIN_FILE_BYTES - 1)
+    ]
     assert counts == [1, 1, 2, 2]
-    assert file_count(1 << 40, 8) == 8
-    assert file_count(1 << 40, 1) == 1
+    assert count_output_files(1 << 40, 8) == 8
+    assert count_output_files(1 << 40, 1) == 1
 
 
 @pytest.mark.parametrize(
@@ -144,7 +147,7 @@ def test_sizes_alone_decide_into_how_many_files_a_conversion_writes(
     nbytes: int, one_file: int, expected: int
 ) -> None:
     sizes = [(f"{index}", max(nbytes // 1120, min(nbytes, 1))) for index in range(1120)]
-    assert shard_limit(sizes, one_file) == pytest.approx(expected, rel=0.02)
+    assert choose_shard_limit(sizes, one_file) == pytest.approx(expected, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +160,7 @@ def test_sizes_alone_decide_into_how_many_files_a_conversion_writes(
 )
 def test_no_seventeenth_file_is_left_when_sixteen_threads_have_done(tensors: list[int]) -> None:
     sizes = [(f"{index}", nbytes) for index, nbytes in enumerate(tensors)]
-    limit = shard_limit(sizes, 0)
-    held = [sum(tensors[int(name)] for name in shard) for shard in fill(sizes, limit)]
-    assert len(held) <= SHARDS
-    assert max(held) <= max(*tensors, 1.25 * sum(tensors) / SHARDS)
+    limit = choose_shard_limit(sizes, 0)
+    held = [sum(tensors[int(name)] for name in shard) for shard in group_into_shards(sizes, limit)]
+    assert len(held) <= DEFAULT_SHARD_COUNT
+    assert max(held) <= max(*tensors, 1.25 * sum(tensors) / DEFAULT_SHARD_COUNT)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from ckptctl.catalog import Box, Extent, TensorEntry
 from ckptctl.errors import CoverageError, UnsupportedError
-from ckptctl.planner.boxes import check_coverage, coverage, intersect, split_rows
+from ckptctl.planner.boxes import check_coverage, compute_coverage, intersect_boxes, split_rows
 from tests import effort
 
 
@@ -35,7 +35,7 @@ def test_agrees_with_painting_every_cell(case):
         for cell in cells(box):
             count[cell] = count.get(cell, 0) + 1
     everything = cells(Box.whole(shape))
-    found = coverage(shape, boxes)
+    found = compute_coverage(shape, boxes)
     assert set().union(*map(cells, found.holes)) == everything - set(count)
     doubled = {cell for cell, times in count.items() if times > 1}
     assert set().union(*map(cells, found.overlaps)) == doubled
@@ -71,7 +71,7 @@ def nearly_tiled(draw):
 def test_tilings_and_near_misses_are_told_apart(case):
     shape, boxes = case
     painted = sorted(cell for box in boxes for cell in cells(box))
-    assert coverage(shape, boxes).exact == (painted == sorted(cells(Box.whole(shape))))
+    assert compute_coverage(shape, boxes).is_exact == (painted == sorted(cells(Box.whole(shape))))
 
 
 def test_many_dimensions_are_proven_without_counting_corners():
@@ -80,8 +80,8 @@ def test_many_dimensions_are_proven_without_counting_corners():
     for dim in range(24):
         boxes.append(Box((1,) * dim + (0,) * (24 - dim), (1,) * (dim + 1) + (2,) * (23 - dim)))
     boxes.append(Box((1,) * 24, (1,) * 24))
-    assert coverage(shape, boxes).exact
-    assert coverage(shape, boxes[:-1]).holes == (boxes[-1],)
+    assert compute_coverage(shape, boxes).is_exact
+    assert compute_coverage(shape, boxes[:-1]).holes == (boxes[-1],)
 
 
 def test_a_tangle_is_refused_by_name():
@@ -99,15 +99,15 @@ def test_pinwheel_is_exact():
         Box((1, 0), (2, 1)),
         Box((1, 1), (1, 1)),
     ]
-    assert coverage((3, 3), boxes).exact
-    assert coverage((3, 3), boxes[:-1]).holes == (Box((1, 1), (1, 1)),)
+    assert compute_coverage((3, 3), boxes).is_exact
+    assert compute_coverage((3, 3), boxes[:-1]).holes == (Box((1, 1), (1, 1)),)
 
 
 @pytest.mark.parametrize(
     "box", [Box((2,), (3,)), Box((-1,), (2,)), Box((0, 0), (1, 1)), Box((0,), (-1,))]
 )
 def test_boxes_outside_are_named(box):
-    assert coverage((4,), [box]).outside == (box,)
+    assert compute_coverage((4,), [box]).outside == (box,)
 
 
 def test_a_hole_is_located():
@@ -122,10 +122,12 @@ def test_a_hole_is_located():
 def test_large_grids_and_stacks_are_near_linear():
     def work(rows):
         grid = [Box((i * 4, j * 4), (4, 4)) for i in range(rows) for j in range(64)]
-        assert coverage((rows * 4, 256), grid).exact
-        assert coverage((rows * 4, 256), grid[:-1]).holes == (Box((rows * 4 - 4, 252), (4, 4)),)
+        assert compute_coverage((rows * 4, 256), grid).is_exact
+        assert compute_coverage((rows * 4, 256), grid[:-1]).holes == (
+            Box((rows * 4 - 4, 252), (4, 4)),
+        )
         columns = [Box((0, i), (1_000_000, 1)) for i in range(16 * rows)]
-        assert coverage((1_000_000, 16 * rows), columns).exact
+        assert compute_coverage((1_000_000, 16 * rows), columns).is_exact
 
     assert effort.growth(work, 64) < 2.2
 
@@ -139,16 +141,16 @@ def test_no_grid_is_needed_to_be_near_linear():
             for row in range(rows)
             for start in range(-2 * (row % 2), 256, 4)
         ]
-        assert coverage((rows, 256), bricks).exact
+        assert compute_coverage((rows, 256), bricks).is_exact
 
     assert effort.growth(work, 100) < 2.2
 
 
 def test_intersect_and_split_rows():
-    assert intersect(Box((0, 0), (4, 4)), Box((2, 3), (4, 4))) == Box((2, 3), (2, 1))
-    assert intersect(Box((0,), (2,)), Box((2,), (2,))) is None
+    assert intersect_boxes(Box((0, 0), (4, 4)), Box((2, 3), (4, 4))) == Box((2, 3), (2, 1))
+    assert intersect_boxes(Box((0,), (2,)), Box((2,), (2,))) is None
     assert [box.sizes[0] for box in split_rows((7, 2), 3)] == [3, 2, 2]
-    assert coverage((7, 2), list(split_rows((7, 2), 3))).exact
+    assert compute_coverage((7, 2), list(split_rows((7, 2), 3))).is_exact
 
 
 def test_a_spiral_of_many_strips_is_exact():
@@ -169,8 +171,8 @@ def test_a_spiral_of_many_strips_is_exact():
                 boxes.append(Box((top, left), (bottom - top, 1)))
                 left += 1
     assert len(boxes) > 1300
-    assert coverage((700, 700), boxes).exact
-    assert coverage((700, 700), boxes[:-1]).holes == (boxes[-1],)
+    assert compute_coverage((700, 700), boxes).is_exact
+    assert compute_coverage((700, 700), boxes[:-1]).holes == (boxes[-1],)
 
 
 @pytest.mark.parametrize("box", [Box((0, 0), (2, 2)), Box((0, 1), (2, 3)), Box((0,), (6,))])

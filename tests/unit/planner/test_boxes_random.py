@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ckptctl.catalog import Box, Extent, TensorEntry
 from ckptctl.errors import CoverageError, UnsupportedError
-from ckptctl.planner.boxes import check_coverage, coverage
+from ckptctl.planner.boxes import check_coverage, compute_coverage
 
 Shape = tuple[int, ...]
 MARGIN = 3
@@ -84,24 +84,24 @@ def changed(draw: st.DrawFn) -> tuple[Shape, list[Box]]:
 @given(changed())
 def test_what_is_wrong_is_what_the_bitmap_shows(case: tuple[Shape, list[Box]]) -> None:
     shape, boxes = case
-    found = coverage(shape, boxes)
+    found = compute_coverage(shape, boxes)
     outside = [box for box in boxes if leaves(shape, box)]
     assert list(found.outside) == outside
     if outside:
-        assert not found.exact
+        assert not found.is_exact
         return
     count = bitmap(shape, boxes)
     assert np.array_equal(bitmap(shape, list(found.holes)), count == 0)
     assert np.array_equal(bitmap(shape, list(found.overlaps)) > 0, count > 1)
-    assert found.exact == bool((count == 1).all())
+    assert found.is_exact == bool((count == 1).all())
 
 
 @given(tilings())
 def test_cuts_tile(case: tuple[Shape, list[Box]]) -> None:
     shape, boxes = case
-    assert coverage(shape, boxes).exact
+    assert compute_coverage(shape, boxes).is_exact
     for box in {box for box in boxes if box.numel}:
-        found = coverage(shape, [other for other in boxes if other != box])
+        found = compute_coverage(shape, [other for other in boxes if other != box])
         assert np.array_equal(bitmap(shape, list(found.holes)), bitmap(shape, [box]))
         assert not found.overlaps
 
@@ -111,8 +111,8 @@ def test_the_error_names_a_box_that_is_wrong(case: tuple[Shape, list[Box]]) -> N
     shape, boxes = case
     extents = tuple(Extent(box, "file", 0, 0) for box in boxes)
     entry = TensorEntry("some.name", "float32", shape, extents, ("some", "name"))
-    found = coverage(shape, boxes)
-    if found.exact:
+    found = compute_coverage(shape, boxes)
+    if found.is_exact:
         check_coverage(entry)
         return
     with pytest.raises(CoverageError if found.holes else UnsupportedError) as caught:

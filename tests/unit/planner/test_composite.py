@@ -4,8 +4,8 @@ import pytest
 
 from ckptctl.errors import MappingError
 from ckptctl.families import family
-from ckptctl.planner.axes import Sizes
-from ckptctl.planner.mapping.preview import Router
+from ckptctl.planner.axes import AxisSizes
+from ckptctl.planner.mapping.preview import KeyRouter
 from ckptctl.planner.mapping.tensors import map_tensors
 from ckptctl.planner.model_parallel import without_repeats
 
@@ -34,17 +34,21 @@ def test_parts_that_do_not_make_up_the_whole():
 
 def test_sizes_are_called_by_what_states_them():
     llama = family("llama2")
-    assert "num_key_value_heads" in llama.called("k")
-    assert "num_attention_heads" in llama.called("q")
-    assert "head_dim" in llama.called("r")
+    assert "num_key_value_heads" in llama.describe_size("k")
+    assert "num_attention_heads" in llama.describe_size("q")
+    assert "head_dim" in llama.describe_size("r")
     with pytest.raises(MappingError, match="without `num_attention_heads`"):
         queries({"k": K})
 
 
 def test_formulas_name_the_whole_and_need_no_parts():
     qwen = family("qwen2")
-    router = Router(qwen, qwen.layout("hf"), qwen.layout("gguf"), {"h": H, "e": E}, tied=False)
-    found = {name: router.route(f"model.layers.0.self_attn.{name}_proj.weight") for name in "qk"}
+    router = KeyRouter(
+        qwen, qwen.get_layout("hf"), qwen.get_layout("gguf"), {"h": H, "e": E}, tied=False
+    )
+    found = {
+        name: router.find_route(f"model.layers.0.self_attn.{name}_proj.weight") for name in "qk"
+    }
     rows = {name: found[name].arrivals[0].shape[0] for name in "qk"}
     assert (rows["q"].text, rows["q"].number) == ("h*e", H * E)
     assert (rows["k"].text, rows["k"].number) == ("k*e", None)
@@ -52,7 +56,7 @@ def test_formulas_name_the_whole_and_need_no_parts():
 
 def test_repeated_entries_counted_once_leave_the_whole_as_it_is():
     """Four ranks hold the two key/value heads twice: it is four queries a head, not two."""
-    stored = Sizes({"h": 8, "k": 4, "q": 2, "e": 6}, {("k", "q"): 8, ("q", "r"): 6})
+    stored = AxisSizes({"h": 8, "k": 4, "q": 2, "e": 6}, {("k", "q"): 8, ("q", "r"): 6})
     found = without_repeats(family("llama2"), stored, 2)
     assert found.axes == {"h": 8, "k": 2, "q": 4, "e": 6}
     assert found.products == {("k", "q"): 8, ("q", "r"): 12}

@@ -8,15 +8,21 @@ from hypothesis import strategies as st
 from ckptctl.catalog import Box
 from ckptctl.errors import MappingError, MissingTensorsError, UsageError
 from ckptctl.families import families, family
-from ckptctl.planner.axes import Sizes
-from ckptctl.planner.families.declarations import holds, spelled, spellings
-from ckptctl.planner.families.tables import parse_dims, parse_tables, show_dims
+from ckptctl.planner.axes import AxisSizes
+from ckptctl.planner.families.declarations import find_set_alias, matches_signs, split_aliases
+from ckptctl.planner.families.tables import format_dims, parse_dims, parse_tables
 from ckptctl.planner.families.templates import Template, TemplateTable
 from ckptctl.planner.layouts import PRESENT, Family
-from ckptctl.planner.mapping.detect import detect
-from ckptctl.planner.mapping.mapped import compose
+from ckptctl.planner.mapping.detect import detect_layouts
+from ckptctl.planner.mapping.mapped import compose_tensors
 from ckptctl.planner.mapping.tensors import map_tensors
-from ckptctl.planner.model_parallel import cuts, divide, divided_dim, possible_repeats, ranks_fit
+from ckptctl.planner.model_parallel import (
+    find_split_dim,
+    fits_ranks,
+    list_part_splits,
+    list_possible_repeats,
+    split_tensor,
+)
 from tests import effort
 from tests.contract import tables
 from tests.contract.tables import copies, stored_shapes
@@ -54,7 +60,7 @@ def meta(layers=N):
 def test_a_template_reads_back_what_it_writes():
     template = Template.parse("a.{i}.w1.{x}.weight")
     assert template.indices == ("i", "x")
-    assert template.key({"i": 3, "x": 11}) == "a.3.w1.11.weight"
+    assert template.format_key({"i": 3, "x": 11}) == "a.3.w1.11.weight"
 
 
 @pytest.mark.parametrize("text", ["a{i}.b", "a.{i", "a..b", "a.{I}.b", ""])
@@ -67,21 +73,21 @@ def test_lookup_is_anchored_and_literal_numbers_count():
     table = TemplateTable(
         [(Template.parse(t), t) for t in ("a.{i}.b", "mtp.0.x", "a.{i}.c.{i}.d", "m.{i}.x")]
     )
-    assert table.find("a.12.b") == ("a.{i}.b", {"i": 12})
-    assert table.find("mtp.0.x") == ("mtp.0.x", {})
-    assert table.find("a.2.c.2.d") == ("a.{i}.c.{i}.d", {"i": 2})
+    assert table.find_meaning("a.12.b") == ("a.{i}.b", {"i": 12})
+    assert table.find_meaning("mtp.0.x") == ("mtp.0.x", {})
+    assert table.find_meaning("a.2.c.2.d") == ("a.{i}.c.{i}.d", {"i": 2})
     for key in ("a.12.b.c", "z.a.12.b", "a.012.b", "a.-1.b", "mtp.1.x", "a.2.c.3.d", "a.#.b", ""):
-        assert table.find(key) is None, key
+        assert table.find_meaning(key) is None, key
 
 
 def test_words_stand_for_the_values_of_an_index():
     template = Template.parse("a.{i}.{c=gate|up}.x")
     assert template.indices == ("i", "c")
-    assert [template.key({"i": 3, "c": c}) for c in (0, 1)] == ["a.3.gate.x", "a.3.up.x"]
-    assert template.key({"i": "{i}", "c": "{c}"}) == "a.{i}.{c=gate|up}.x"
+    assert [template.format_key({"i": 3, "c": c}) for c in (0, 1)] == ["a.3.gate.x", "a.3.up.x"]
+    assert template.format_key({"i": "{i}", "c": "{c}"}) == "a.{i}.{c=gate|up}.x"
     table = TemplateTable([(template, "t")])
-    assert table.find("a.3.up.x") == ("t", {"i": 3, "c": 1})
-    assert table.find("a.3.down.x") is table.find("a.3.c.x") is None
+    assert table.find_meaning("a.3.up.x") == ("t", {"i": 3, "c": 1})
+    assert table.find_meaning("a.3.down.x") is table.find_meaning("a.3.c.x") is None
     for text in ("{c=a|b}.{d=a|b}", "{c=a|b}.{c}", "{c=a}.x", "{c=}.x"):
         with pytest.raises(ValueError, match="template"):
             Template.parse(text)
@@ -105,14 +111,14 @@ def test_parts_that_take_turns_in_both_layouts_are_kept_as_one():
     deepseek = family("deepseek_v3")
     key = "model.layers.0.self_attn.kv_b_proj.weight"
     found = map_tensors(deepseek, "hf", "deepseek", tables.tiny(deepseek, "hf"))
-    ours = [t for t in compose(found.tensors).values() if t.sources[0].key == key]
-    assert [([*t.logical], t.renames) for t in ours] == [(["kv_b_k.0"], True)]
+    ours = [t for t in compose_tensors(found.tensors).values() if t.sources[0].key == key]
+    assert [([*t.logical], t.is_rename) for t in ours] == [(["kv_b_k.0"], True)]
 
 
 @given(st.text(alphabet="a.0129#{}xé٣", max_size=12))
 def test_lookup_never_fails_and_is_exact(key):
     table = TemplateTable([(Template.parse("a.{i}.x"), "t")])
-    found = table.find(key)
+    found = table.find_meaning(key)
     if found:
         assert f"a.{found[1]['i']}.x" == key
 
@@ -135,7 +141,7 @@ def test_tables():
     q        p
     """
     q, b, n = parse_tables([first, second, third], {"three": "one"})
-    assert (q.name, q.indices, q.split, q.optional) == ("q.{i}", ("i",), "h", False)
+    assert (q.name, q.indices, q.split_axis, q.optional) == ("q.{i}", ("i",), "h", False)
     assert q.leaves["one"].dims == (("r", "h"), ("d",))
     assert q.leaves["two"].key.text == "m.{i}.p"
     assert q.leaves["three"] == q.leaves["one"]
@@ -163,7 +169,7 @@ def test_bad_axes(text):
 
 
 def test_axes_are_shown_as_written():
-    assert show_dims(parse_dims("(h* r p) d")[0]) == "(h r p) d"
+    assert format_dims(parse_dims("(h* r p) d")[0]) == "(h r p) d"
     assert parse_dims("") == ((), None)
 
 
@@ -206,8 +212,8 @@ def test_meta_to_hf_permutes_as_transformers_does():
 @pytest.mark.parametrize("target", ["torchtune", "torchtitan@0.2", "torchtitan@0.3"])
 def test_interleaved_layouts_differ_in_names_only_and_need_no_config(target):
     mapped = map_tensors(family("llama3"), "meta", target, meta())
-    composed = compose(mapped.tensors).values()
-    assert all(tensor.renames for tensor in composed)
+    composed = compose_tensors(mapped.tensors).values()
+    assert all(tensor.is_rename for tensor in composed)
     assert [t.sources[0].key for t in composed] == list(meta())
 
 
@@ -227,13 +233,13 @@ def test_the_same_layout_is_the_identity():
     shapes = hf() | {"model.layers.0.self_attn.rotary_emb.inv_freq": (4,)}
     mapped = map_tensors(family("llama2"), "hf", "hf", shapes, tied=True)
     assert stored_shapes(mapped.tensors) == shapes
-    assert not mapped.dropped and not mapped.redundant
+    assert not mapped.dropped_keys and not mapped.redundant
 
 
 def test_frequencies_are_dropped_by_name():
     shapes = meta() | {"rope.freqs": (4,)}
     mapped = map_tensors(family("llama2"), "meta", "hf", shapes, SIZES)
-    assert list(mapped.dropped) == ["rope.freqs"]
+    assert list(mapped.dropped_keys) == ["rope.freqs"]
 
 
 def test_heads_are_needed():
@@ -368,7 +374,7 @@ def test_a_tied_model_gains_and_loses_its_output():
     back = map_tensors(tied, "meta", "hf", stored_shapes(there.tensors), SIZES)
     assert stored_shapes(back.tensors) == hf(lm_head=False)
     assert copies(back) == {"output.weight": "tok_embeddings.weight"}
-    assert list(back.dropped) == ["output.weight"]
+    assert list(back.dropped_keys) == ["output.weight"]
     tune = map_tensors(tied, "meta", "torchtune", stored_shapes(there.tensors), SIZES)
     assert "output.weight" not in stored_shapes(tune.tensors)
 
@@ -423,12 +429,12 @@ def test_a_part_does_not_grow_an_output_that_was_left_out():
 
 
 def cut_of(name, key):
-    (cut,) = cuts(family(name), "meta", key)
+    (cut,) = list_part_splits(family(name), "meta", key)
     return cut.dim, cut.axis
 
 
 def split(llama, key, shape, sizes, ranks):
-    return divide(llama, "meta", key, shape, Sizes(sizes, {}), ranks)
+    return split_tensor(llama, "meta", key, shape, AxisSizes(sizes, {}), ranks)
 
 
 def test_split_axes():
@@ -441,10 +447,10 @@ def test_split_axes():
         assert cut_of("llama3", f"layers.0.feed_forward.{name}.weight") == expected
     assert cut_of("llama3", "output.weight") == (0, "v")
     for key in ("norm.weight", "layers.1.ffn_norm.weight"):
-        assert divided_dim(family("llama3"), "meta", key) is None
-    assert cuts(family("llama3"), "meta", "rope.freqs") == ()
+        assert find_split_dim(family("llama3"), "meta", key) is None
+    assert list_part_splits(family("llama3"), "meta", "rope.freqs") == ()
     with pytest.raises(MappingError):
-        cuts(family("llama3"), "meta", "nonsense")
+        list_part_splits(family("llama3"), "meta", "nonsense")
 
 
 def test_fewer_heads_than_ranks_are_repeated_for_neighbors():
@@ -452,20 +458,20 @@ def test_fewer_heads_than_ranks_are_repeated_for_neighbors():
     found = split(llama, key, (K * E, D), SIZES, 4)
     first, second = Box((0, 0), (E, D)), Box((E, 0), (E, D))
     assert [share.pieces[0].box for share in found] == [first, first, second, second]
-    assert possible_repeats({"k": 4}, 4) == (4, 2) and possible_repeats({"k": 4}, 2) == ()
+    assert list_possible_repeats({"k": 4}, 4) == (4, 2) and list_possible_repeats({"k": 4}, 2) == ()
 
 
 def test_parts_that_take_turns_are_not_divided():
     key = "decoder.layers.0.self_attention.linear_qkv.weight"
-    sizes = Sizes({"k": 2, "h": 4, "e": 3, "d": 12}, {})
+    sizes = AxisSizes({"k": 2, "h": 4, "e": 3, "d": 12}, {})
     with pytest.raises(MappingError, match="parts of a tensor alternate"):
-        divide(family("llama3"), "mcore", key, (24, 12), sizes, 2)
+        split_tensor(family("llama3"), "mcore", key, (24, 12), sizes, 2)
 
 
 def test_heads_whose_parts_take_turns_are_divided_whole():
     key, deepseek = "layers.0.attn.wkv_b.weight", family("deepseek_v32")
-    sizes = Sizes({"h": 4, "kn": 3, "vd": 2, "kl": 5}, {})
-    found = divide(deepseek, "deepseek", key, (20, 5), sizes, 2)
+    sizes = AxisSizes({"h": 4, "kn": 3, "vd": 2, "kl": 5}, {})
+    found = split_tensor(deepseek, "deepseek", key, (20, 5), sizes, 2)
     boxes = [piece.box for share in found for piece in share.pieces]
     assert boxes == [Box((0, 0), (10, 5)), Box((10, 0), (10, 5))]
 
@@ -486,9 +492,9 @@ def rank_shapes(name):
 
 def test_one_rank_shows_which_llama_it_is():
     for name, other in (("llama2", "llama3"), ("llama3", "llama2")):
-        assert ranks_fit(family(name), "meta", rank_shapes(name), 2)
-        assert not ranks_fit(family(other), "meta", rank_shapes(name), 2)
-    found = detect(rank_shapes("llama2"), families(), ranks=2, prefer="meta")
+        assert fits_ranks(family(name), "meta", rank_shapes(name), 2)
+        assert not fits_ranks(family(other), "meta", rank_shapes(name), 2)
+    found = detect_layouts(rank_shapes("llama2"), families(), ranks=2, prefer="meta")
     assert ("llama2", "meta") in names_of(found)
     assert ("llama3", "meta") not in names_of(found)
 
@@ -515,14 +521,16 @@ LLAMA3 = {"model_type": "llama", "rope_theta": 500000.0, "tie_word_embeddings": 
 )
 def test_config_decides(config, expected):
     shapes = hf(lm_head=expected != "llama3_2")
-    found = detect(shapes, families(), config)
-    assert names_of(found) == [(expected, "hf")] and found[0].exact
+    found = detect_layouts(shapes, families(), config)
+    assert names_of(found) == [(expected, "hf")] and found[0].is_exact
     assert any("config.json" in text for text in found[0].evidence)
 
 
 def test_another_model_type_with_the_same_keys_is_not_llama():
-    assert names_of(detect(hf(), families(), {"model_type": "mistral"})) == [("mistral", "hf")]
-    assert not detect(hf(), families(), {"model_type": "unheard_of"})
+    assert names_of(detect_layouts(hf(), families(), {"model_type": "mistral"})) == [
+        ("mistral", "hf")
+    ]
+    assert not detect_layouts(hf(), families(), {"model_type": "unheard_of"})
 
 
 @pytest.mark.parametrize(
@@ -535,24 +543,24 @@ def test_another_model_type_with_the_same_keys_is_not_llama():
     ],
 )
 def test_params_decide(params, expected):
-    found = detect(meta(), families(), None, params, prefer="meta")
+    found = detect_layouts(meta(), families(), None, params, prefer="meta")
     assert names_of(found) == [(expected, "meta")]
     assert found[0].alike == ("torchtitan@0.2",)
 
 
 def test_params_of_mistral_are_not_llama():
-    found = detect(meta(), families(), None, {"dim": 8, "hidden_dim": 16})
+    found = detect_layouts(meta(), families(), None, {"dim": 8, "hidden_dim": 16})
     assert names_of(found) == [("mistral", "mistral")]
 
 
 def test_keys_alone_leave_several_families():
-    found = detect(meta(), families())
+    found = detect_layouts(meta(), families())
     assert {c.family for c in found} >= {"llama2", "llama3", "llama3_2"}
     assert {"meta", "mistral"} <= {c.layout for c in found}
-    found = detect(meta(), families(), prefer="torchtitan@0.2")
+    found = detect_layouts(meta(), families(), prefer="torchtitan@0.2")
     assert ("llama3", "torchtitan@0.2") in names_of(found)
     assert ("llama3", "meta") not in names_of(found)
-    found = detect(hf(lm_head=False), families())
+    found = detect_layouts(hf(lm_head=False), families())
     assert ("llama3_2", "hf") in names_of(found)
     assert ("llama3", "hf") not in names_of(found)
 
@@ -560,16 +568,16 @@ def test_keys_alone_leave_several_families():
 def test_nearly_a_model_is_named_and_marked():
     shapes = hf()
     del shapes["model.layers.1.mlp.up_proj.weight"]
-    found = detect(shapes, families(), LLAMA3)
-    assert names_of(found) == [("llama3", "hf")] and not found[0].exact
+    found = detect_layouts(shapes, families(), LLAMA3)
+    assert names_of(found) == [("llama3", "hf")] and not found[0].is_exact
     assert found[0].missing == ("model.layers.1.mlp.up_proj.weight",)
-    found = detect(hf() | {"model.extra": (1,)}, families(), LLAMA3)
+    found = detect_layouts(hf() | {"model.extra": (1,)}, families(), LLAMA3)
     assert found[0].unmatched == ("model.extra",)
 
 
 def test_strangers():
-    assert not detect({"a": (1,), "b": (2,)}, families())
-    assert not detect({}, families())
+    assert not detect_layouts({"a": (1,), "b": (2,)}, families())
+    assert not detect_layouts({}, families())
 
 
 def test_a_new_family_is_a_table():
@@ -584,7 +592,7 @@ def test_a_new_family_is_a_table():
 
 def test_layouts_that_take_these_keys_for_the_same_are_one():
     """Where no layer has experts, what packs experts is no other layout."""
-    found = [c for c in detect(hf(), families()) if c.family == "qwen2_moe"]
+    found = [c for c in detect_layouts(hf(), families()) if c.family == "qwen2_moe"]
     assert [(c.layout, "hf-v5" in c.alike) for c in found] == [("hf", True)]
 
 
@@ -593,32 +601,32 @@ def test_shapes_tell_layouts_of_the_same_keys_apart():
     moe = family("qwen3_vl_moe")
     for layout, other in (("hf", "hf-v5"), ("hf-v5", "hf")):
         shapes = tables.tiny(moe, layout)
-        found = detect(shapes, families(), {"model_type": "qwen3_vl_moe"})
+        found = detect_layouts(shapes, families(), {"model_type": "qwen3_vl_moe"})
         assert names_of(found) == [("qwen3_vl_moe", layout)]
         assert shapes.keys() == tables.tiny(moe, other).keys()
     square = {
         key: (shape[0], 40, 40) if "experts" in key else shape for key, shape in shapes.items()
     }
-    found = detect(square, families(), {"model_type": "qwen3_vl_moe"})
+    found = detect_layouts(square, families(), {"model_type": "qwen3_vl_moe"})
     assert {layout for _, layout in names_of(found)} == {"hf", "hf-v5"}
 
 
 def test_a_size_may_have_several_names_in_several_places():
-    assert spellings("text.a|b") == ("text.a", "text.b")
-    assert spellings("a|text.a") == ("a", "text.a")
-    assert spelled({"text": {"a": 3}}, "a|text.a") == "text.a"
-    assert spelled({}, "a|text.a") == "a"
+    assert split_aliases("text.a|b") == ("text.a", "text.b")
+    assert split_aliases("a|text.a") == ("a", "text.a")
+    assert find_set_alias({"text": {"a": 3}}, "a|text.a") == "text.a"
+    assert find_set_alias({}, "a|text.a") == "a"
 
 
 def test_signs():
     said = {"a": 1, "b": {"c": 2}, "d": None}
-    assert holds({"a": 1, "b.c": 2, "d": None, "e.f": None}, said)
-    assert holds({"a": PRESENT, "b.c": PRESENT}, said)
-    assert not any(holds({name: PRESENT}, said) for name in ("d", "e", "b.x", "a.c"))
+    assert matches_signs({"a": 1, "b.c": 2, "d": None, "e.f": None}, said)
+    assert matches_signs({"a": PRESENT, "b.c": PRESENT}, said)
+    assert not any(matches_signs({name: PRESENT}, said) for name in ("d", "e", "b.x", "a.c"))
     assert str(PRESENT) == "stated"
 
 
 def test_columns_of_other_layouts_are_left_out():
     mistral = family("mistral")
     assert {name for t in mistral.tensors.values() for name in t.leaves} == set(mistral.layouts)
-    assert family("llama2").layout("meta").leaves == mistral.layout("mistral").leaves
+    assert family("llama2").get_layout("meta").leaves == mistral.get_layout("mistral").leaves

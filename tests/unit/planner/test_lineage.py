@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from ckptctl.planner.lineage import Lineage, Resume, left_behind
-from ckptctl.planner.retention import Policy, Retainable, decide, disorder
+from ckptctl.planner.lineage import Lineage, Resume, find_abandoned_saves
+from ckptctl.planner.retention import Policy, Retainable, decide_retention, find_out_of_order
 
 
 def test_random_runs_against_their_history() -> None:
@@ -19,9 +19,9 @@ def test_random_runs_against_their_history() -> None:
                 name = chance.choice(list(there))
                 step, saved, base = there[name]
                 newest = max(one.save for _, one, _ in there.values())
-                own = saved.going_on(step, newest)
+                own = saved.resume_at(step, newest)
             else:
-                own, step, count = own.next(), step + 10, count + 1
+                own, step, count = own.next_save(), step + 10, count + 1
                 base |= {f"save {count}"}
                 there[f"save {count}"] = step, own, base
             if len(there) > 3 and chance.random() < 0.3:
@@ -30,15 +30,15 @@ def test_random_runs_against_their_history() -> None:
         if not there:
             continue
         tip = max(there, key=lambda name: there[name][1].save)
-        found = left_behind({name: one for name, (_, one, _) in there.items()})
+        found = find_abandoned_saves({name: one for name, (_, one, _) in there.items()})
         assert found.keys() == there.keys() - there[tip][2], there
 
 
 def test_going_on_from_the_newest_leaves_nothing() -> None:
-    first = Lineage().next()
-    again = first.going_on(10, 1).next().going_on(20, 2).next()
+    first = Lineage().next_save()
+    again = first.resume_at(10, 1).next_save().resume_at(20, 2).next_save()
     assert again == Lineage(3, (Resume(20, 2, 2),))
-    assert left_behind({"a": first, "c": again}) == {}
+    assert find_abandoned_saves({"a": first, "c": again}) == {}
 
 
 def candidate(step: int, save: int, time: float) -> Retainable:
@@ -47,16 +47,18 @@ def candidate(step: int, save: int, time: float) -> Retainable:
 
 def test_numbers_of_saves_count_more_than_clocks() -> None:
     backwards = [candidate(10, 1, 900.0), candidate(20, 2, 100.0)]
-    assert disorder(backwards) is None
+    assert find_out_of_order(backwards) is None
     at_once = [candidate(10, 2, 100.0), candidate(20, 1, 100.0)]
-    found = disorder(at_once)
+    found = find_out_of_order(at_once)
     assert found and [one.step for one in found] == [10, 20]
     unknown = [candidate(10, 0, 900.0), candidate(20, 2, 100.0)]
-    assert disorder(unknown) is not None
+    assert find_out_of_order(unknown) is not None
 
 
 def test_what_is_left_behind_does_not_count() -> None:
     left = Retainable("step-30", "step-", (30,), 3.0, exempt="left behind")
     run = [candidate(20, 2, 2.0), candidate(21, 4, 4.0), left]
-    actions = {one.checkpoint.name: one.action for one in decide(run, Policy(last=1), 10.0)}
+    actions = {
+        one.checkpoint.name: one.action for one in decide_retention(run, Policy(last=1), 10.0)
+    }
     assert actions == {"step-20": "remove", "step-21": "keep", "step-30": "skip"}

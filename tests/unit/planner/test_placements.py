@@ -20,12 +20,12 @@ from ckptctl.catalog import Box, TensorEntry
 from ckptctl.catalog import Extent as CatalogExtent
 from ckptctl.errors import UnsupportedError
 from ckptctl.planner.boxes import check_coverage
-from ckptctl.planner.placements import MAX_PARTS, Local, Shard, local_part
+from ckptctl.planner.placements import MAX_PARTS, MeshShard, ShardPlacement, compute_local_shard
 
-Case = tuple[tuple[int, ...], tuple[int, ...], list[Shard | None]]
+Case = tuple[tuple[int, ...], tuple[int, ...], list[ShardPlacement | None]]
 
 
-def torchs(placement: Shard | None) -> Any:
+def torchs(placement: ShardPlacement | None) -> Any:
     if placement is None:
         return Replicate()
     if placement.split_factor == 1:
@@ -37,7 +37,7 @@ def torchs(placement: Shard | None) -> Any:
 def cases(draw: st.DrawFn, factors: tuple[int, ...] = (1,)) -> Case:
     shape = tuple(draw(st.lists(st.integers(0, 13), min_size=1, max_size=3)))
     mesh = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
-    one = st.builds(Shard, st.integers(0, len(shape) - 1), st.sampled_from(factors))
+    one = st.builds(ShardPlacement, st.integers(0, len(shape) - 1), st.sampled_from(factors))
     placements = [draw(st.one_of(st.none(), one)) for _ in mesh]
     return shape, mesh, placements
 
@@ -58,9 +58,9 @@ def torchs_indices(size: int, dim: int, mesh: Any, at: Any, placements: Any) -> 
     return indices.reshape(-1)
 
 
-def indices(local: Local, dim: int) -> list[int]:
+def indices(local: MeshShard, dim: int) -> list[int]:
     """The global indices along *dim*, in the order of the local tensor."""
-    spans = {(part.start[dim], part.box.offsets[dim], part.box.sizes[dim]) for part in local.parts}
+    spans = {(part.start[dim], part.box.offsets[dim], part.box.sizes[dim]) for part in local.boxes}
     return [first + n for _, first, count in sorted(spans) for n in range(count)]
 
 
@@ -68,30 +68,30 @@ def indices(local: Local, dim: int) -> list[int]:
 def test_shards_are_where_torch_says(case: Case) -> None:
     shape, mesh, placements = case
     for at in coordinates(mesh):
-        local = local_part(shape, mesh, at, placements)
+        local = compute_local_shard(shape, mesh, at, placements)
         size, offset = _compute_local_shape_and_global_offset(
             shape, mesh, list(at), [torchs(placement) for placement in placements]
         )
         assert local.shape == size
         if math.prod(size):
-            assert [(part.box, part.start) for part in local.parts] == [
+            assert [(part.box, part.start) for part in local.boxes] == [
                 (Box(offset, size), (0,) * len(shape))
             ]
         else:
-            assert not local.parts
+            assert not local.boxes
 
 
 @given(cases(factors=(1, 2, 3, 4)))
 def test_strided_shards_hold_the_indices_that_torch_gives_them(case: Case) -> None:
     shape, mesh, placements = case
     for at in coordinates(mesh):
-        local = local_part(shape, mesh, at, placements)
+        local = compute_local_shard(shape, mesh, at, placements)
         size, offset = _compute_local_shape_and_global_offset(
             shape, mesh, list(at), [torchs(placement) for placement in placements]
         )
         assert local.shape == size
-        if local.parts:
-            assert local.parts[0].box.offsets == offset
+        if local.boxes:
+            assert local.boxes[0].box.offsets == offset
             for dim, length in enumerate(shape):
                 expected = torchs_indices(length, dim, mesh, at, placements)
                 assert indices(local, dim) == expected.tolist()
@@ -103,9 +103,9 @@ def test_the_ranks_tile_the_tensor(case: Case) -> None:
     shape, mesh, placements = case
     boxes: set[Box] = set()
     for at in coordinates(mesh):
-        local = local_part(shape, mesh, at, placements)
-        _check_tiling(local.shape, [Box(p.start, p.box.sizes) for p in local.parts])
-        boxes |= {part.box for part in local.parts}
+        local = compute_local_shard(shape, mesh, at, placements)
+        _check_tiling(local.shape, [Box(p.start, p.box.sizes) for p in local.boxes])
+        boxes |= {part.box for part in local.boxes}
     _check_tiling(shape, sorted(boxes, key=lambda box: box.offsets))
 
 
@@ -129,33 +129,33 @@ def test_an_order_of_shards_is_that_of_strided_shards(
     plain: Any = tuple(TorchShard(0) for _ in mesh)
     strided = DTensorSpec._convert_shard_order_to_StridedShard(entry, plain, Mesh())  # type: ignore[arg-type]
     for at in coordinates(mesh):
-        found = local_part((size,), mesh, at, [Shard(0)] * 3, {0: tuple(order)})
+        found = compute_local_shard((size,), mesh, at, [ShardPlacement(0)] * 3, {0: tuple(order)})
         shape, offset = _compute_local_shape_and_global_offset((size,), mesh, list(at), strided)
         assert found.shape == shape
-        assert found.parts[0].box == Box(offset, shape)
+        assert found.boxes[0].box == Box(offset, shape)
 
 
 @pytest.mark.parametrize(
     ("shape", "mesh", "at", "placements", "order"),
     [
-        ((4,), (2,), (2,), [Shard(0)], None),
-        ((4,), (2,), (0,), [Shard(1)], None),
-        ((4,), (2,), (0,), [Shard(0, 0)], None),
-        ((4,), (2,), (0, 0), [Shard(0)], None),
-        ((4,), (2, 2), (0, 0), [Shard(0)], None),
-        ((4, 4), (2, 2), (0, 0), [Shard(0), Shard(1)], {0: (1,)}),
-        ((1 << 40,), (2,), (0,), [Shard(0, 1 << 30)], None),
-        ((1 << 20,) * 3, (2,) * 3, (0,) * 3, [Shard(n, 1 << 10) for n in range(3)], None),
+        ((4,), (2,), (2,), [ShardPlacement(0)], None),
+        ((4,), (2,), (0,), [ShardPlacement(1)], None),
+        ((4,), (2,), (0,), [ShardPlacement(0, 0)], None),
+        ((4,), (2,), (0, 0), [ShardPlacement(0)], None),
+        ((4,), (2, 2), (0, 0), [ShardPlacement(0)], None),
+        ((4, 4), (2, 2), (0, 0), [ShardPlacement(0), ShardPlacement(1)], {0: (1,)}),
+        ((1 << 40,), (2,), (0,), [ShardPlacement(0, 1 << 30)], None),
+        ((1 << 20,) * 3, (2,) * 3, (0,) * 3, [ShardPlacement(n, 1 << 10) for n in range(3)], None),
     ],
 )
 def test_contradictions_are_refused(
     shape: Any, mesh: Any, at: Any, placements: Any, order: Any
 ) -> None:
     with pytest.raises(UnsupportedError):
-        local_part(shape, mesh, at, placements, order)
+        compute_local_shard(shape, mesh, at, placements, order)
 
 
 def test_a_large_tensor_costs_nothing() -> None:
-    local = local_part((1 << 50, 8), (1 << 10,), (3,), [Shard(0)])
+    local = compute_local_shard((1 << 50, 8), (1 << 10,), (3,), [ShardPlacement(0)])
     assert local.shape == (1 << 40, 8)
-    assert len(local.parts) == 1 < MAX_PARTS
+    assert len(local.boxes) == 1 < MAX_PARTS

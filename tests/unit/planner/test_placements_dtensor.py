@@ -17,10 +17,10 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ckptctl.planner.placements import Local, Shard, local_part
+from ckptctl.planner.placements import MeshShard, ShardPlacement, compute_local_shard
 
 Ints = tuple[int, ...]
-Placements = list[Shard | None]
+Placements = list[ShardPlacement | None]
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def cases(draw: st.DrawFn) -> tuple[Ints, Ints, Placements]:
     shape = tuple(draw(st.lists(st.sampled_from([0, 1, 2, 3, 5, 7, 8]), max_size=3)))
     mesh = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
     dims = st.integers(0, len(shape) - 1)
-    one = st.builds(Shard, dims, st.just(1)) if shape else st.none()
+    one = st.builds(ShardPlacement, dims, st.just(1)) if shape else st.none()
     return shape, mesh, [draw(st.one_of(st.none(), one)) for _ in mesh]
 
 
@@ -53,11 +53,11 @@ def numbered(shape: Ints) -> torch.Tensor:
     return torch.arange(math.prod(shape)).view(shape)
 
 
-def check(local: Local, held: torch.Tensor, full: torch.Tensor) -> None:
+def check(local: MeshShard, held: torch.Tensor, full: torch.Tensor) -> None:
     """Expect that the boxes of *local* are all that a rank holds, each where it should be."""
     assert local.shape == tuple(held.shape)
     seen = torch.zeros(held.shape, dtype=torch.bool)
-    for part in local.parts:
+    for part in local.boxes:
         mine = _slices(part.start, part.box.sizes)
         assert torch.equal(held[mine], full[_slices(part.box.offsets, part.box.sizes)])
         assert not seen[mine].any()
@@ -76,7 +76,11 @@ def test_each_rank_holds_what_torch_gives_it(case: tuple[Ints, Ints, Placements]
     full = numbered(shape)
     torchs: Any = [Replicate() if one is None else TorchShard(one.dim) for one in placements]
     for rank, at in enumerate(product(*map(range, mesh))):
-        check(local_part(shape, mesh, at, placements), on_rank(rank, mesh, torchs, full), full)
+        check(
+            compute_local_shard(shape, mesh, at, placements),
+            on_rank(rank, mesh, torchs, full),
+            full,
+        )
 
 
 @st.composite
@@ -84,7 +88,7 @@ def strided(draw: st.DrawFn) -> tuple[Ints, Ints, Placements]:
     shape = tuple(draw(st.lists(st.integers(0, 9), min_size=1, max_size=3)))
     mesh = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
     dims, factors = st.integers(0, len(shape) - 1), st.integers(1, 4)
-    one = st.builds(Shard, dims, factors)
+    one = st.builds(ShardPlacement, dims, factors)
     return shape, mesh, [draw(st.one_of(st.none(), one)) for _ in mesh]
 
 
@@ -100,10 +104,10 @@ def test_strided_shards_hold_the_elements_that_torch_cuts_for_them(
         for axis, one in enumerate(placements):
             if one is not None:
                 held = _piece(held, one, mesh[axis], at[axis])
-        check(local_part(shape, mesh, at, placements), held, full)
+        check(compute_local_shard(shape, mesh, at, placements), held, full)
 
 
-def _piece(held: torch.Tensor, one: Shard, ranks: int, at: int) -> torch.Tensor:
+def _piece(held: torch.Tensor, one: ShardPlacement, ranks: int, at: int) -> torch.Tensor:
     kind: Any = TorchShard(one.dim)
     if one.split_factor > 1:
         kind = _StridedShard(one.dim, split_factor=one.split_factor)

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptctl.planner.retention import Best, Policy, Retainable, decide, disorder, ordered
+from ckptctl.planner.retention import (
+    BestRule,
+    Policy,
+    Retainable,
+    decide_retention,
+    find_out_of_order,
+    sort_checkpoints,
+)
 from ckptctl.verdict import Verdict
 
 NOW = 1_000_000.0
@@ -24,7 +31,7 @@ def candidate(step: int, **more) -> Retainable:
 def kept(
     policy: Policy, *candidates: Retainable, coming: int = 0, replaced: bool = False
 ) -> dict[str, tuple[str, ...]]:
-    decisions = decide(candidates, policy, NOW, coming=coming, replaced=replaced)
+    decisions = decide_retention(candidates, policy, NOW, pending_saves=coming, replaced=replaced)
     return {d.checkpoint.name: d.reasons for d in decisions if d.action == "keep"}
 
 
@@ -67,21 +74,21 @@ def test_patterns():
 def test_the_best(lowest, name):
     nan = candidate(1, metrics={"loss": float("nan")})
     values = [candidate(step, metrics={"loss": v}) for step, v in ((2, 0.5), (3, 0.7), (4, 0.6))]
-    found = kept(Policy(best=(Best("loss", lowest),)), nan, *values, candidate(5))
+    found = kept(Policy(best=(BestRule("loss", lowest),)), nan, *values, candidate(5))
     assert list(found) == [name, "s-5"]
     assert found["s-5"] == ("newest complete checkpoint",)
 
 
 def test_of_equals_the_newest_is_the_best():
     values = [candidate(step, metrics={"loss": 0.5}) for step in (1, 2, 3)]
-    policy = Policy(best=(Best("loss", True),))
+    policy = Policy(best=(BestRule("loss", True),))
     assert list(kept(policy, *values, candidate(4))) == ["s-3", "s-4"]
 
 
 def test_the_best_few():
     values = ((1, 0.5), (2, 0.3), (3, 0.9), (4, 0.3), (5, 0.7))
     rated = [candidate(step, metrics={"loss": value}) for step, value in values]
-    found = kept(Policy(best=(Best("loss", True, 3),)), *rated, candidate(6))
+    found = kept(Policy(best=(BestRule("loss", True, 3),)), *rated, candidate(6))
     assert list(found) == ["s-1", "s-2", "s-4", "s-6"]
     assert found["s-4"] == ("3 lowest loss (0.3)",)
 
@@ -117,11 +124,11 @@ def test_a_clock_that_was_set_back_begins_intervals_anew():
 
 
 def test_what_a_function_wants():
-    policy = Policy(wanted=lambda one: one.metrics.get("loss", 1.0) < 0.5)
+    policy = Policy(keep_if=lambda one: one.metrics.get("loss", 1.0) < 0.5)
     rated = [candidate(step, metrics={"loss": step / 10}) for step in (3, 6, 7)]
     assert kept(policy, *rated) == {"s-3": ("selected by `keep_if`",), "s-7": NEWEST}
     with pytest.raises(ZeroDivisionError):
-        kept(Policy(wanted=lambda one: 1 // 0), *rated)
+        kept(Policy(keep_if=lambda one: 1 // 0), *rated)
 
 
 @pytest.mark.parametrize(("last", "left"), [(1, [10000]), (2, [10000]), (3, [9900, 10000])])
@@ -141,7 +148,7 @@ def test_what_is_named_stays():
 
 def test_incomplete_ones_do_not_count():
     broken = candidate(20000, verdict=Verdict.DAMAGED, torn=True, problem="cut off")
-    found = decide([*STEPS, broken], Policy(last=1), NOW)
+    found = decide_retention([*STEPS, broken], Policy(last=1), NOW)
     assert [d.action for d in found] == ["remove"] * 5 + ["keep", "skip"]
     assert found[-1].reasons == ("damaged: cut off",)
 
@@ -162,13 +169,15 @@ def test_incomplete_ones_do_not_count():
 def test_only_torn_ones_are_removed_on_request(state, age, more, action):
     broken = candidate(7, time=NOW - age, **state, **more)
     policy = Policy(last=1, incomplete=True, patterns=("precious",))
-    found = {d.checkpoint.step: d.action for d in decide([broken, *STEPS], policy, NOW)}
+    found = {d.checkpoint.step: d.action for d in decide_retention([broken, *STEPS], policy, NOW)}
     assert found[7] == action
 
 
 def test_where_nothing_is_complete_nothing_is_removed():
     broken = [candidate(step, **TORN) for step in (1, 2)]
-    assert {d.action for d in decide(broken, Policy(last=1, incomplete=True), NOW)} == {"skip"}
+    assert {d.action for d in decide_retention(broken, Policy(last=1, incomplete=True), NOW)} == {
+        "skip"
+    }
 
 
 def test_all_may_go_when_something_stands_for_them():
@@ -182,12 +191,12 @@ def test_series_are_counted_apart():
 
 
 def test_disorder():
-    assert disorder(STEPS) is None
+    assert find_out_of_order(STEPS) is None
     stale = candidate(20000, time=50.0)
-    newer, older = disorder([*STEPS, stale])
+    newer, older = find_out_of_order([*STEPS, stale])
     assert (newer.name, older.name) == ("s-10000", "s-20000")
-    assert disorder([*STEPS, replace(stale, **TORN)]) is None
-    assert disorder([*STEPS, candidate(20000, time=9999.0)]) is None, "clocks are coarse"
+    assert find_out_of_order([*STEPS, replace(stale, **TORN)]) is None
+    assert find_out_of_order([*STEPS, candidate(20000, time=9999.0)]) is None, "clocks are coarse"
 
 
 # ------------------------------------------------------------------------------ what always holds
@@ -230,7 +239,7 @@ POLICIES = st.builds(
     last=st.none() | st.integers(0, 5),
     every=st.none() | st.integers(1, 5),
     within=st.none() | st.integers(0, 20).map(float),
-    best=st.sampled_from([(), (Best("loss", True),), (Best("loss", False),)]),
+    best=st.sampled_from([(), (BestRule("loss", True),), (BestRule("loss", False),)]),
     patterns=st.sampled_from([(), ("s-1*",), ("*3",)]),
     incomplete=st.booleans(),
     min_age=st.integers(0, 50).map(float),
@@ -240,13 +249,13 @@ CLOCKS = st.integers(0, 60).map(float)
 
 @given(RUNS, POLICIES, CLOCKS)
 def test_each_is_decided_on_once(run, policy, now):
-    found = decide(run, policy, now)
-    assert [d.checkpoint for d in found] == ordered(run)
+    found = decide_retention(run, policy, now)
+    assert [d.checkpoint for d in found] == sort_checkpoints(run)
 
 
 @given(RUNS, POLICIES, CLOCKS)
 def test_the_newest_complete_one_of_each_series_stays(run, policy, now):
-    actions = {d.checkpoint.name: d.action for d in decide(run, policy, now)}
+    actions = {d.checkpoint.name: d.action for d in decide_retention(run, policy, now)}
     for series in ("s-", "e-"):
         whole = [c for c in run if c.series == series and c.complete]
         if whole:
@@ -255,7 +264,7 @@ def test_the_newest_complete_one_of_each_series_stays(run, policy, now):
 
 @given(RUNS, POLICIES, CLOCKS, st.booleans())
 def test_what_is_named_or_at_work_is_never_removed(run, policy, now, replaced):
-    for decision in decide(run, policy, now, replaced=replaced):
+    for decision in decide_retention(run, policy, now, replaced=replaced):
         one = decision.checkpoint
         if decision.action == "remove":
             assert not one.pinned
@@ -269,8 +278,10 @@ def test_what_is_named_or_at_work_is_never_removed(run, policy, now, replaced):
 @given(RUNS, POLICIES, CLOCKS)
 def test_none_goes_because_of_one_that_training_may_not_go_on_from(run, policy, now):
     sure = [one for one in run if not one.lacks]
-    kept = {d.checkpoint.name for d in decide(sure, policy, now) if d.action == "keep"}
-    assert kept <= {d.checkpoint.name for d in decide(run, policy, now) if d.action == "keep"}
+    kept = {d.checkpoint.name for d in decide_retention(sure, policy, now) if d.action == "keep"}
+    assert kept <= {
+        d.checkpoint.name for d in decide_retention(run, policy, now) if d.action == "keep"
+    }
 
 
 @given(RUNS, POLICIES, POLICIES, CLOCKS)
@@ -282,19 +293,21 @@ def test_more_rules_keep_more(run, policy, more, now):
         best=policy.best + more.best,
         patterns=policy.patterns + more.patterns,
     )
-    before = {d.checkpoint.name for d in decide(run, policy, now) if d.action == "keep"}
-    assert before <= {d.checkpoint.name for d in decide(run, joined, now) if d.action == "keep"}
+    before = {d.checkpoint.name for d in decide_retention(run, policy, now) if d.action == "keep"}
+    assert before <= {
+        d.checkpoint.name for d in decide_retention(run, joined, now) if d.action == "keep"
+    }
 
 
 @given(RUNS, POLICIES, CLOCKS)
 def test_a_second_time_removes_nothing_more(run, policy, now):
-    first = decide(run, policy, now)
+    first = decide_retention(run, policy, now)
     left = [d.checkpoint for d in first if d.action != "remove"]
-    assert "remove" not in [d.action for d in decide(left, policy, now)]
+    assert "remove" not in [d.action for d in decide_retention(left, policy, now)]
 
 
 @given(RUNS, POLICIES, CLOCKS, st.randoms())
 def test_the_order_of_a_listing_does_not_matter(run, policy, now, random):
     shuffled = list(run)
     random.shuffle(shuffled)
-    assert decide(shuffled, policy, now) == decide(run, policy, now)
+    assert decide_retention(shuffled, policy, now) == decide_retention(run, policy, now)

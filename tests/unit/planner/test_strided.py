@@ -11,27 +11,27 @@ import pytest
 from ckptctl.catalog import TensorEntry
 from ckptctl.errors import MappingError
 from ckptctl.planner.axes import Axes
-from ckptctl.planner.strided import Axis, Strided, concat, stack, union
+from ckptctl.planner.strided import Axis, StridedTensor, concat, merge_parts, stack
 
 Arrays = dict[str, np.ndarray]
 """What stored tensors hold, by name."""
 
 
-def stored(arrays: Arrays, *shape: int) -> tuple[Strided, np.ndarray]:
+def stored(arrays: Arrays, *shape: int) -> tuple[StridedTensor, np.ndarray]:
     """Store numbers that no other tensor has; return them as a tensor, and as an array."""
     name, first = f"stored{len(arrays)}", 1 + sum(one.size for one in arrays.values())
     arrays[name] = np.arange(first, first + math.prod(shape)).reshape(shape)
-    return Strided.whole(TensorEntry(name, "float32", shape, (), (name,))), arrays[name]
+    return StridedTensor.from_entry(TensorEntry(name, "float32", shape, (), (name,))), arrays[name]
 
 
-def elements(tensor: Strided, arrays: Arrays) -> np.ndarray:
+def elements(tensor: StridedTensor, arrays: Arrays) -> np.ndarray:
     """Return the elements of *tensor*, each of which must come from one part."""
     found = elements_of_parts(tensor, arrays)
     assert (found != -1).all() or not found.size
     return found
 
 
-def elements_of_parts(tensor: Strided, arrays: Arrays) -> np.ndarray:
+def elements_of_parts(tensor: StridedTensor, arrays: Arrays) -> np.ndarray:
     """Return the elements that parts of *tensor* have, and -1 for the others."""
     found = np.full(tensor.shape, -1)
     for part in tensor.parts:
@@ -42,7 +42,9 @@ def elements_of_parts(tensor: Strided, arrays: Arrays) -> np.ndarray:
             into[axis.dim] = into[axis.dim] + index * axis.step
             source[axis.at] = source[axis.at] + index * axis.stride
         assert (found[tuple(into)] == -1).all(), "elements of two parts"
-        found[tuple(into)] = arrays.get(part.of.name, np.zeros(part.of.shape, int))[tuple(source)]
+        found[tuple(into)] = arrays.get(part.entry.name, np.zeros(part.entry.shape, int))[
+            tuple(source)
+        ]
     return found
 
 
@@ -61,7 +63,7 @@ def test_rotary_order_stays_one_part() -> None:
     arrays: Arrays = {}
     tensor, array = stored(arrays, 4 * 2 * 3, 5)
     sizes: dict[Axes, int] = {("h",): 4, ("r",): 2, ("p",): 3}
-    found = tensor.regrouped(
+    found = tensor.regroup_axes(
         [("h", "r", "p"), ("d",)], [("h", "p", "r"), ("d",)], sizes.__getitem__
     )
     expected = array.reshape(4, 2, 3, 5).transpose(0, 2, 1, 3).reshape(24, 5)
@@ -72,7 +74,7 @@ def test_rotary_order_stays_one_part() -> None:
 def test_ranges_of_a_dimension_are_placed_one_by_one() -> None:
     arrays: Arrays = {}
     (a, first), (b, second) = stored(arrays, 2, 3), stored(arrays, 2, 1)
-    found = union([b.place(1, 3, 4), a.place(1, 0, 4)])
+    found = merge_parts([b.place(1, 3, 4), a.place(1, 0, 4)])
     assert (elements(found, arrays) == np.concatenate([first, second], 1)).all()
     assert a.place(1, 1, 4).narrow(1, 1, 3) == a
 
@@ -86,7 +88,7 @@ def test_axes_that_stay_neighbors_are_split_by_their_product() -> None:
         asked.append(axes)
         return {("a",): 2, ("b", "c"): 12}[axes]
 
-    found = tensor.regrouped([("a", "b", "c"), ("d",)], [("b", "c"), ("d", "a")], size)
+    found = tensor.regroup_axes([("a", "b", "c"), ("d",)], [("b", "c"), ("d", "a")], size)
     expected = array.reshape(2, 12, 5).transpose(1, 2, 0).reshape(12, 10)
     assert (elements(found, arrays) == expected).all()
     assert asked == [("a",), ("b", "c")]
@@ -96,9 +98,9 @@ def test_dimensions_without_axes_come_and_go() -> None:
     arrays: Arrays = {}
     unknown = dict[Axes, int]().__getitem__
     tensor, array = stored(arrays, 1, 3)
-    found = tensor.regrouped([(), ("d",)], [("d",), ()], unknown)
+    found = tensor.regroup_axes([(), ("d",)], [("d",), ()], unknown)
     assert (elements(found, arrays) == array.reshape(3, 1)).all()
-    scalar = tensor.narrow(1, 2, 1).regrouped([(), ()], [], unknown)
+    scalar = tensor.narrow(1, 2, 1).regroup_axes([(), ()], [], unknown)
     assert elements(scalar, arrays) == array[0, 2]
 
 
@@ -130,7 +132,7 @@ def test_a_padded_vocabulary_ends_with_a_virtual_file() -> None:
     tensor, array = stored(arrays, 5, 2)
     padded = tensor.pad(0, 8, "//zeros")
     assert (elements(padded, arrays) == np.pad(array, ((0, 3), (0, 0)))).all()
-    assert padded.parts[1].of.extents[0].file == "//zeros"
+    assert padded.parts[1].entry.extents[0].file == "//zeros"
     assert padded.narrow(0, 0, 5) == tensor
 
 
@@ -155,7 +157,7 @@ def test_a_split_that_cuts_is_head_middle_and_tail() -> None:
 
 def test_a_split_in_too_many_parts_names_the_tensor() -> None:
     entry = TensorEntry("embed", "float32", (20_011, 20_000), (), ("embed",))
-    turned = Strided.whole(entry).permute((1, 0)).merge(0, 2)
+    turned = StridedTensor.from_entry(entry).permute((1, 0)).merge(0, 2)
     with pytest.raises(MappingError, match="too many places") as caught:
         turned.split(0, (20_011, 20_000))
     assert caught.value.where == "tensor `embed`"
@@ -199,7 +201,7 @@ def _factors(rng: random.Random, size: int) -> tuple[int, ...]:
     return (*found, size) if found or size != 1 or rng.random() < 0.7 else ()
 
 
-def _regrouped(rng: random.Random, tensor: Strided, array: np.ndarray):
+def _regrouped(rng: random.Random, tensor: StridedTensor, array: np.ndarray):
     names = iter("abcdefghijklmnopqrstuvwxyz")
     sizes: dict[str, int] = {}
     before = []
@@ -215,14 +217,14 @@ def _regrouped(rng: random.Random, tensor: Strided, array: np.ndarray):
         count = min(rng.choice((0, 1, 2, 2, 3)), len(order))
         after.append(tuple(order[:count]))
         order = order[count:]
-    made = tensor.regrouped(before, after, lambda axes: math.prod(sizes[axis] for axis in axes))
+    made = tensor.regroup_axes(before, after, lambda axes: math.prod(sizes[axis] for axis in axes))
     split = array.reshape(list(sizes.values()))
     flat = [axis for group in after for axis in group]
     split = split.transpose([list(sizes).index(axis) for axis in flat])
     return made, split.reshape([math.prod(sizes[axis] for axis in group) for group in after])
 
 
-def _step(rng: random.Random, arrays: Arrays, tensor: Strided, array: np.ndarray):
+def _step(rng: random.Random, arrays: Arrays, tensor: StridedTensor, array: np.ndarray):
     """Return what one operation makes of a tensor, and of the array with its elements."""
     rank, what = array.ndim, rng.randrange(9 if array.ndim < 6 else 5)
     dim = rng.randrange(rank) if rank else 0

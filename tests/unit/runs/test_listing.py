@@ -55,7 +55,7 @@ def test_by_step_not_by_text(tmp_path):
     ],
 )
 def test_what_trainers_wrote(sample, name, format, pins):
-    (found,) = (one for one in read_run(DATA / sample / "ckpt").checkpoints if one.counts)
+    (found,) = (one for one in read_run(DATA / sample / "ckpt").checkpoints if one.is_counted)
     assert (found.name, found.state) == (name, "complete")
     assert format in (None, found.format)
     assert pins in (None, found.pinned)
@@ -448,7 +448,7 @@ def test_links_are_listed_and_may_be_the_newest(tmp_path):
     (root / "step-500").symlink_to("nowhere")
     own, link = read_run(root).checkpoints
     assert (own.entry.link, link.entry.link) == ("", "../other/step-300")
-    assert (link.entry.nbytes, link.complete, link.counts) == (own.entry.nbytes, True, False)
+    assert (link.entry.nbytes, link.complete, link.is_counted) == (own.entry.nbytes, True, False)
     assert (link.to_json()["link"], link.protection) == ("../other/step-300", ("a symbolic link",))
     assert read_run(root).others == ("step-400", "step-500")
     assert read_run(root).newest == {"step-100"}

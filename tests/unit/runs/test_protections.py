@@ -667,7 +667,7 @@ def test_a_record_that_is_not_understood_protects(run: Path, text: str) -> None:
     (run / "step-2" / "ckptctl.run.json").write_text(text)
     assert removed(run) == ["step-1", "step-3"]
     (listed,) = (one for one in read_run(run).checkpoints if one.name == "step-2")
-    assert listed.complete and not listed.counts
+    assert listed.complete and not listed.is_counted
     assert listed.protection[0].startswith("its `ckptctl.run.json` cannot be read: ")
     plan = plan_prune(run, Policy(last=1))
     assert [one.action for one in plan.decisions] == ["remove", "skip", "remove", "keep"]

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from ckptctl.errors import RefusedError, SourceNotFoundError, StorageError, UsageError
-from ckptctl.planner.retention import Best, Policy
+from ckptctl.planner.retention import BestRule, Policy
 from ckptctl.runs import removal as op
 from ckptctl.runs.removal import plan_prune, run_prune
 from ckptctl.storage import file_system, lock, trash, two_phase_delete
@@ -290,23 +290,23 @@ def test_the_trainers_best_stays(tmp_path):
         trainer(path, step, "out/checkpoint-10", eval_loss=step, eval_accuracy=step)
         age(path, START + step)
     assert prune(tmp_path / "run").done == ("checkpoint-20",)
-    best = Policy(best=(Best("loss", True),))
+    best = Policy(best=(BestRule("loss", True),))
     assert prune(tmp_path / "run", best).done == ()
 
 
 @pytest.mark.parametrize(
     ("text", "best"),
     [
-        ("eval_loss", Best("eval_loss", True)),
-        ("eval_accuracy", Best("eval_accuracy", False)),
-        ("ppl:min", Best("ppl", True)),
-        ("a:b:max", Best("a:b", False)),
-        ("eval_loss:3", Best("eval_loss", True, 3)),
-        ("a:b:max:10", Best("a:b", False, 10)),
+        ("eval_loss", BestRule("eval_loss", True)),
+        ("eval_accuracy", BestRule("eval_accuracy", False)),
+        ("ppl:min", BestRule("ppl", True)),
+        ("a:b:max", BestRule("a:b", False)),
+        ("eval_loss:3", BestRule("eval_loss", True, 3)),
+        ("a:b:max:10", BestRule("a:b", False, 10)),
     ],
 )
 def test_metrics(text, best):
-    assert Best.parse(text) == best
+    assert BestRule.parse(text) == best
 
 
 @pytest.mark.parametrize(
@@ -314,16 +314,16 @@ def test_metrics(text, best):
 )
 def test_metrics_that_do_not_say_what_is_good(text):
     with pytest.raises(UsageError):
-        Best.parse(text)
+        BestRule.parse(text)
 
 
 def test_a_metric_that_is_not_there(run):
     with pytest.raises(UsageError, match="bleu"):
-        plan_prune(run, Policy(best=(Best("bleu", False),)))
+        plan_prune(run, Policy(best=(BestRule("bleu", False),)))
 
 
 @pytest.mark.parametrize(
-    "policy", [Policy(patterns=("stpe-*",)), Policy(best=(Best("loss", True),))]
+    "policy", [Policy(patterns=("stpe-*",)), Policy(best=(BestRule("loss", True),))]
 )
 def test_patterns_and_metrics_that_choose_nothing(run, policy):
     """Else all but the newest would go because of a typing error, or of a run that diverged."""
@@ -343,7 +343,7 @@ def test_a_metric_that_is_no_number_is_not_ignored(run, stated):
     for step, loss in ((1, stated), (2, "0.5"), (9, "0.7")):
         (run / f"step-{step}" / "ckptctl.run.json").write_text(f'{{"metrics": {{"loss": {loss}}}}}')
         age(run / f"step-{step}", START + step * 60)
-    plan = plan_prune(run, Policy(best=(Best("loss", True),)))
+    plan = plan_prune(run, Policy(best=(BestRule("loss", True),)))
     (skipped,) = plan.of("skip")
     assert skipped.name == "step-1"
     decision = next(one for one in plan.decisions if one.action == "skip")
@@ -356,7 +356,7 @@ def test_a_metric_that_is_null_is_not_stated(run):
     for step, loss in ((1, "null"), (2, "0.5"), (9, "0.7")):
         (run / f"step-{step}" / "ckptctl.run.json").write_text(f'{{"metrics": {{"loss": {loss}}}}}')
         age(run / f"step-{step}", START + step * 60)
-    plan = plan_prune(run, Policy(best=(Best("loss", True),)))
+    plan = plan_prune(run, Policy(best=(BestRule("loss", True),)))
     assert "step-1" in [one.name for one in plan.of("remove")]
 
 

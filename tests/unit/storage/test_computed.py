@@ -12,8 +12,8 @@ import torch
 from ckptctl.catalog import Box, Catalog, Computed, Extent, Input, TensorEntry, computed_name
 from ckptctl.errors import DamagedError
 from ckptctl.numerics.quantization.formulas import ScaleBlocks
-from ckptctl.planner.copying.blocks import rearranged
-from ckptctl.planner.strided import Strided, stack
+from ckptctl.planner.copying.blocks import build_rearranged_file
+from ckptctl.planner.strided import StridedTensor, stack
 from ckptctl.storage.compare import are_tensors_equal
 from ckptctl.storage.computed import (
     OpenFiles,
@@ -180,9 +180,9 @@ def test_rearranged_elements_are_read_in_any_rectangles(files, dtype, turned):
     """Experts apart, stacked and reordered: in long runs, and element by element."""
     experts = [torch.randn(60, 400) for _ in range(3)]
     inputs = [stored(files, f"e{number}", one) for number, one in enumerate(experts)]
-    stacked = stack([Strided.whole(one.entry) for one in inputs])
+    stacked = stack([StridedTensor.from_entry(one.entry) for one in inputs])
     order = (0, 2, 1) if turned else (1, 0, 2)
-    computed = rearranged(inputs[0].root, stacked.permute(order).cast(dtype))
+    computed = build_rearranged_file(inputs[0].root, stacked.permute(order).cast(dtype))
     assert needs_torch(computed) == (turned or dtype == "bfloat16")
     same_everywhere(files, computed, torch.stack(experts).permute(order).to(DTYPES[dtype]))
 

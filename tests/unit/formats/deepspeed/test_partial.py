@@ -27,7 +27,7 @@ from ckptctl.formats import deepspeed, deepspeed_universal
 from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.deepspeed.states import read_optim
 from ckptctl.formats.deepspeed.zero import complete_optims
-from ckptctl.planner.boxes import coverage
+from ckptctl.planner.boxes import compute_coverage
 from ckptctl.storage.files import source_files
 from ckptctl.storage.schema import MalformedError
 from tests.checkpoints.readers import differences
@@ -137,7 +137,7 @@ def test_model_states_of_a_rank(data: Path, tmp_path: Path, name: str) -> None:
         found = read(copy)
         frozen = found.tensors["module.frz.weight"]
         assert found.lost["module.frz.weight"] == held(model_of(whole)["module.frz.weight"], gone)
-        assert coverage(frozen.shape, [e.box for e in frozen.extents]).holes
+        assert compute_coverage(frozen.shape, [e.box for e in frozen.extents]).holes
         first = "rank_0_" in gone
         buffers = {f"module.{buffer}" for buffer in BUFFERS if first}
         assert found.lost.keys() == {"module.frz.weight", *buffers}

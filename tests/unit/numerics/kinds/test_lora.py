@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 from ckptctl import formats
 from ckptctl.catalog import Computed, Input
 from ckptctl.numerics.kinds.lora import LoraUpdate
-from ckptctl.planner.copying.blocks import rearranged
-from ckptctl.planner.strided import Strided
+from ckptctl.planner.copying.blocks import build_rearranged_file
+from ckptctl.planner.strided import StridedTensor
 from ckptctl.storage.computed import OpenFiles
 from ckptctl.storage.files import source_files
 
@@ -66,12 +66,12 @@ def definition(
     inputs, dtype="float32", dora=False, order=None, first=0, rows=(0, ROWS), columns=()
 ):
     names = ("b", "magnitude") if dora else ("b",)
-    parts = {"a": reordered(Strided.whole(inputs["a"].entry), 1, columns)}
+    parts = {"a": reordered(StridedTensor.from_entry(inputs["a"].entry), 1, columns)}
     for name in names:
-        held = Strided.whole(inputs[name].entry).narrow(0, first, ROWS)
+        held = StridedTensor.from_entry(inputs[name].entry).narrow(0, first, ROWS)
         parts[name] = reordered(held, 0, order)
     root = inputs["base"].root
-    others = {f"//{name}": rearranged(root, part) for name, part in parts.items()}
+    others = {f"//{name}": build_rearranged_file(root, part) for name, part in parts.items()}
     made = (Input(root, others[f"//{name}"].entry(name, (), f"//{name}")) for name in parts)
     change = LoraUpdate(range(*rows), 0.7, dora)
     every = (inputs["base"], *made)

@@ -27,12 +27,12 @@ STACKED = ("experts", "stacked")
 def roles_of(name: str, layout: str) -> dict[str, Role]:
     """Return what every matrix is, by its name with numbers filled in."""
     family = families.family(name)
-    found = Roles(family, family.layout(layout))
+    found = Roles(family, family.get_layout(layout))
     keys: dict[str, Role] = {}
-    for stored in family.layout(layout).stored:
+    for stored in family.get_layout(layout).stored:
         tensor, leaf = stored.parts[0]
         shape = [family.constants.get(group[0], 64) if group else 64 for group in leaf.dims]
-        if len(shape) > 1 and not tensor.scales:
+        if len(shape) > 1 and not tensor.scaled_weight:
             key = re.sub(r"\{\w+\}", "3", stored.template.text)
             keys[key] = found.of(key, shape)
     return keys

@@ -18,14 +18,14 @@ from ckptctl.planner.copying.blocks import (
     Block,
     BlockReader,
     ReadFrom,
-    dense_strides,
+    compute_dense_strides,
+    get_stored_boxes,
     list_runs,
-    stored_boxes,
 )
-from ckptctl.planner.copying.copies import tiles
+from ckptctl.planner.copying.copies import tile_targets
 from ckptctl.planner.copying.tile import Limits
 from ckptctl.planner.plan import Record, TargetBox
-from ckptctl.planner.strided import Part, Strided, stack
+from ckptctl.planner.strided import Part, StridedTensor, stack
 from tests.unit.planner.copying.test_copies import cast, fill, steps
 from tests.unit.planner.test_strided import Arrays, _step
 
@@ -48,8 +48,8 @@ def rows(name: str, count: int, width: int, boxes: int) -> TensorEntry:
 
 def test_boxes_are_looked_up_once_and_forgotten_with_their_tensor():
     entry = rows("a", 4096, 8, 1024)
-    boxes = stored_boxes(entry)
-    assert stored_boxes(entry) is boxes
+    boxes = get_stored_boxes(entry)
+    assert get_stored_boxes(entry) is boxes
     gone = weakref.ref(boxes)
     del entry, boxes
     gc.collect()
@@ -57,32 +57,32 @@ def test_boxes_are_looked_up_once_and_forgotten_with_their_tensor():
 
 
 def test_rows_of_a_dense_tensor_are_one_run() -> None:
-    reader = BlockReader(Strided.whole(rows("a", 4096, 8, 1024)))
-    assert reader.dense((10, 0), (4, 8)) == {
+    reader = BlockReader(StridedTensor.from_entry(rows("a", 4096, 8, 1024)))
+    assert reader.find_dense_copies((10, 0), (4, 8)) == {
         ReadFrom("a2"): [Block(16, 0, (), 16)],
         ReadFrom("a3"): [Block(0, 16, (), 16)],
     }
 
 
 def test_a_rotary_order_is_a_strided_copy_of_rows() -> None:
-    turned = Strided.whole(rows("a", 24, 8, 1)).split(0, (4, 2, 3)).permute((0, 2, 1, 3))
+    turned = StridedTensor.from_entry(rows("a", 24, 8, 1)).split(0, (4, 2, 3)).permute((0, 2, 1, 3))
     reader = BlockReader(turned.merge(0, 3))
-    assert reader.dense((6, 0), (6, 8)) == {
+    assert reader.find_dense_copies((6, 0), (6, 8)) == {
         ReadFrom("a0"): [Block(48, 0, ((2, 24, 8), (3, 8, 16)), 8)]
     }
 
 
 def test_a_part_that_is_far_from_a_box_is_not_met(monkeypatch) -> None:
-    experts = stack([Strided.whole(rows(f"e{n}", 4, 8, 1)) for n in range(64)])
+    experts = stack([StridedTensor.from_entry(rows(f"e{n}", 4, 8, 1)) for n in range(64)])
     asked = []
-    inside = blocks._inside
+    inside = blocks._intersect_box
 
     def noted(part: Part, *box):
-        asked.append(part.of.name)
+        asked.append(part.entry.name)
         return inside(part, *box)
 
-    monkeypatch.setattr(blocks, "_inside", noted)
-    assert list(BlockReader(experts).dense((7, 0, 0), (1, 4, 8))) == [ReadFrom("e70")]
+    monkeypatch.setattr(blocks, "_intersect_box", noted)
+    assert list(BlockReader(experts).find_dense_copies((7, 0, 0), (1, 4, 8))) == [ReadFrom("e70")]
     assert set(asked) == {"e7"}
 
 
@@ -90,7 +90,12 @@ def test_a_plain_tensor_is_written_as_ranges() -> None:
     entry = rows("a", 64, 8, 4)
     target = TargetBox("x", 100, (0, 0), (64, 8), (8, 1), record=0)
     found = list(
-        tiles(BlockReader(Strided.whole(entry)), [target], [Record("t", "x", 100, 512)], Limits())
+        tile_targets(
+            BlockReader(StridedTensor.from_entry(entry)),
+            [target],
+            [Record("t", "x", 100, 512)],
+            Limits(),
+        )
     )
     assert [tile.flat for tile in found] == [True] * 4
     assert [(w.offset, w.nbytes, w.at) for tile in found for w in tile.writes] == [
@@ -99,9 +104,9 @@ def test_a_plain_tensor_is_written_as_ranges() -> None:
 
 
 def test_transposed_elements_are_moved_in_memory() -> None:
-    turned = Strided.whole(rows("a", 64, 64, 1)).permute((1, 0))
+    turned = StridedTensor.from_entry(rows("a", 64, 64, 1)).permute((1, 0))
     target = TargetBox("x", 0, (0, 0), (64, 64), (64, 1), record=0)
-    (tile,) = tiles(BlockReader(turned), [target], [Record("t", "x", 0, 4096)], Limits())
+    (tile,) = tile_targets(BlockReader(turned), [target], [Record("t", "x", 0, 4096)], Limits())
     assert tile.moves and not tile.reads
 
 
@@ -131,7 +136,7 @@ def boxes_of(rng: random.Random, shape: tuple[int, ...]) -> list[Box]:
 def strides_of(rng: random.Random, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Return strides of a box, in elements: dense in any order, or with gaps."""
     order = rng.sample(range(len(sizes)), len(sizes)) if rng.random() < 0.4 else range(len(sizes))
-    steps = dense_strides(tuple(sizes[axis] for axis in order), rng.choice((1, 1, 1, 2)))
+    steps = compute_dense_strides(tuple(sizes[axis] for axis in order), rng.choice((1, 1, 1, 2)))
     return tuple(steps[order.index(axis)] for axis in range(len(sizes)))
 
 
@@ -152,7 +157,7 @@ def store(rng: random.Random, files: Files, array: np.ndarray, name: str, item: 
     extents = []
     in_order = rng.random() < 0.5
     for box in boxes_of(rng, array.shape) if array.size else []:
-        strides = dense_strides(box.sizes, 1) if in_order else strides_of(rng, box.sizes)
+        strides = compute_dense_strides(box.sizes, 1) if in_order else strides_of(rng, box.sizes)
         data = files.setdefault(rng.choice("ab"), bytearray())
         offset = len(data) + rng.randint(0, 3)
         nbytes = reach(box.sizes, strides) * item
@@ -178,14 +183,16 @@ def program(seed: int):
     shape = tuple(rng.choice((1, 2, 3, 4, 6, 12)) for _ in range(rng.randint(0, 3)))
     name = "stored0"
     arrays[name] = array = np.arange(1, math.prod(shape) + 1).reshape(shape)
-    tensor = Strided.whole(TensorEntry(name, "float32", shape, (), (name,)))
+    tensor = StridedTensor.from_entry(TensorEntry(name, "float32", shape, (), (name,)))
     for _ in range(rng.randint(0, 5)):
         tensor, array = _step(rng, arrays, tensor, array)
     files: Files = {"//zeros": bytearray(1 << 16)}
     entries = {one: store(rng, files, held, one, item) for one, held in arrays.items()}
-    parts = tuple(Part(entries.get(part.of.name, part.of), *part[1:]) for part in tensor.parts)
+    parts = tuple(
+        Part(entries.get(part.entry.name, part.entry), *part[1:]) for part in tensor.parts
+    )
     dtype = DTYPES[item]
-    tensor = Strided(tensor.shape, dtype, dtype, tuple(map(_zeros(item), parts)))
+    tensor = StridedTensor(tensor.shape, dtype, dtype, tuple(map(_zeros(item), parts)))
     return rng, tensor, array, files, item
 
 
@@ -193,10 +200,10 @@ def _zeros(item: int):
     """Give virtual files the dtype of the others."""
 
     def changed(part: Part) -> Part:
-        if part.of.name != "//zeros":
+        if part.entry.name != "//zeros":
             return part
-        zeros = Strided.filled(DTYPES[item], part.of.shape, "//zeros")
-        return Part(zeros.parts[0].of, *part[1:])
+        zeros = StridedTensor.from_virtual_file(DTYPES[item], part.entry.shape, "//zeros")
+        return Part(zeros.parts[0].entry, *part[1:])
 
     return changed
 
@@ -214,7 +221,7 @@ def check_boxes(seed: int) -> None:
         sizes = tuple(rng.randint(0, n - o) for n, o in zip(array.shape, lo, strict=True))
         wanted = raw(array[tuple(slice(o, o + s) for o, s in zip(lo, sizes, strict=True))], item)
         buffer, filled = bytearray(len(wanted)), 0
-        for (file, _), some in reader.dense(lo, sizes).items():
+        for (file, _), some in reader.find_dense_copies(lo, sizes).items():
             for source, start, nbytes in itertools.chain.from_iterable(map(list_runs, some)):
                 buffer[start : start + nbytes] = files[file][source : source + nbytes]
                 filled += nbytes
@@ -244,7 +251,7 @@ def check_tiles(seed):
     written = {file: bytearray(len(data)) for file, data in expected.items()}
     limits = Limits(*(rng.choice((16, 64, 208, 4096)) for _ in range(4)))
     done = 0
-    for tile in steps(tiles(BlockReader(tensor), targets, records, limits)):
+    for tile in steps(tile_targets(BlockReader(tensor), targets, records, limits)):
         buffer = fill(tile, files, item)
         if out != item:
             buffer = cast(buffer, item, out)
@@ -267,8 +274,8 @@ def test_random_boxes_hold_the_elements_of_numpy(block: int) -> None:
 @pytest.mark.parametrize("permuted", [False, True])
 def test_random_tiles_write_the_elements_of_numpy(permuted, monkeypatch):
     if permuted:
-        monkeypatch.setattr(blocks, "FEW_RUNS", 0)
-        monkeypatch.setattr(blocks, "SHORT_RUN", 1 << 30)
+        monkeypatch.setattr(blocks, "FEW_RUNS_LIMIT", 0)
+        monkeypatch.setattr(blocks, "SHORT_RUN_BYTES", 1 << 30)
     for seed in range(permuted * 500, permuted * 500 + 500):
         check_tiles(seed)
 

@@ -14,10 +14,10 @@ from ckptctl import dtypes
 from ckptctl.catalog import Box, Extent, TensorEntry
 from ckptctl.formats.deepspeed.partitions import product_boxes
 from ckptctl.planner.copying import blocks, copies
-from ckptctl.planner.copying.copies import lower
-from ckptctl.planner.copying.tile import Limits, Tile, spans
+from ckptctl.planner.copying.copies import lower_transfer
+from ckptctl.planner.copying.tile import Limits, Tile, merge_runs
 from ckptctl.planner.plan import Record, RecordedRange, TargetBox, Transfer
-from ckptctl.planner.strided import Strided
+from ckptctl.planner.strided import StridedTensor
 from tests.transfers import regrouped, stored, target
 
 DTYPES = {1: "uint8", 2: "bfloat16", 4: "float32", 8: "int64", 16: "complex128"}
@@ -95,7 +95,7 @@ def transfers(draw):
             ends[file] = offset + nbytes
             records.append(Record("t", file, begin, offset + nbytes - begin))
             targets.append(TargetBox(file, offset, start, sizes, strides, len(records) - 1))
-    tensor = regrouped(Strided.whole(entry), axes, source_dims, target_dims)
+    tensor = regrouped(StridedTensor.from_entry(entry), axes, source_dims, target_dims)
     tensor = tensor.cast("float32" if out == item == 4 else DTYPES[out])
     transfer = Transfer("t", tensor, tuple(targets))
     return transfer, records, (axes, source_dims, target_dims), in_order
@@ -151,13 +151,13 @@ def fill(tile: Tile, files: Mapping[str, Sequence[int]], item: int) -> bytes:
             buffer[start : start + nbytes], data = data[:nbytes], data[nbytes:]
         assert not data
     for move in tile.moves:
-        staged = bytearray(move.staging)
-        for offset, nbytes, start in move.reads():
+        staged = bytearray(move.staging_nbytes)
+        for offset, nbytes, start in move.iterate_reads():
             staged[start : start + nbytes] = files[move.file][offset : offset + nbytes]
         for index in itertools.product(*(range(axis[0]) for axis in move.axes)):
             a = sum(i * axis[1] for i, axis in zip(index, move.axes, strict=True))
             b = move.buffer + sum(i * axis[2] for i, axis in zip(index, move.axes, strict=True))
-            assert a + item <= move.staging
+            assert a + item <= move.staging_nbytes
             buffer[b : b + item] = staged[a : a + item]
     return bytes(buffer)
 
@@ -177,10 +177,10 @@ def cast(data, item, out):
 )
 def test_every_element_arrives(made, sizes, permuted, few_reads):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copies, "FEW_READS", few_reads)
+        patch.setattr(copies, "MAX_INLINE_CHECKED_READS", few_reads)
         if permuted:
-            patch.setattr(blocks, "FEW_RUNS", 0)
-            patch.setattr(blocks, "SHORT_RUN", 1 << 30)
+            patch.setattr(blocks, "FEW_RUNS_LIMIT", 0)
+            patch.setattr(blocks, "SHORT_RUN_BYTES", 1 << 30)
         check_transfer(*made, Limits(*sizes))
 
 
@@ -211,7 +211,7 @@ def check_transfer(transfer, records, how, in_order, limits):
     found = {}
     checked = {}
     copied = 0
-    for tile in steps(lower(transfer, records, limits, {"s"} if in_order else ())):
+    for tile in steps(lower_transfer(transfer, records, limits, {"s"} if in_order else ())):
         assert tile.nbytes <= max(limits[:4], default=0) or tile.nbytes == item
         buffer = fill(tile, files, item)
         copied += tile.nbytes if tile.writes else 0
@@ -246,26 +246,26 @@ def simple(axes, source_dims, target_dims, item=2, crc=None):
         tuple(math.prod(axes[a] for a in g) for g in dims) for dims in (source_dims, target_dims)
     ]
     entry = stored("a", shapes[0], dtype=DTYPES[item], crc32=crc)
-    tensor = regrouped(Strided.whole(entry), axes, source_dims, target_dims)
+    tensor = regrouped(StridedTensor.from_entry(entry), axes, source_dims, target_dims)
     box = target("x", 0, shapes[1], 0, item=item)
     return Transfer("t", tensor, (box,)), [Record("t", "x", 0, math.prod(axes) * item)]
 
 
 def test_zero_sized_tensors_have_no_tiles():
     transfer, records = simple((4, 0, 2), ((0,), (1,), (2,)), ((2,), (1,), (0,)))
-    assert list(lower(transfer, records, Limits())) == []
+    assert list(lower_transfer(transfer, records, Limits())) == []
 
 
 def test_a_scalar_is_one_tile():
     transfer, records = simple((), (), ())
-    (tile,) = lower(transfer, records, Limits())
+    (tile,) = lower_transfer(transfer, records, Limits())
     assert (tile.nbytes, len(tile.reads), len(tile.writes)) == (2, 1, 1)
 
 
 def test_rope_reads_whole_heads_and_scatters_rows():
     axes, hf, meta = (4, 2, 8, 64), ((0, 1, 2), (3,)), ((0, 2, 1), (3,))
     transfer, records = simple(axes, hf, meta, crc=1)
-    (series,) = lower(transfer, records, Limits(tile=2048, widest=4096), {"a"})
+    (series,) = lower_transfer(transfer, records, Limits(tile=2048, widest=4096), {"a"})
     tiles = list(steps([series]))
     assert [len(tile.reads) for tile in tiles] == [1] * 4
     assert all(tile.reads[0].nbytes == 2048 for tile in tiles)
@@ -276,22 +276,24 @@ def test_rope_reads_whole_heads_and_scatters_rows():
 
 def test_transposes_are_permuted_in_memory_and_others_are_not():
     transposed, _ = simple((512, 512), ((0,), (1,)), ((1,), (0,)))
-    assert copies.permutes(transposed)
+    assert copies.needs_permutation(transposed)
     small, _ = simple((16, 16), ((0,), (1,)), ((1,), (0,)))
-    assert not copies.permutes(small)
+    assert not copies.needs_permutation(small)
     rope, _ = simple((32, 2, 64, 4096), ((0, 1, 2), (3,)), ((0, 2, 1), (3,)))
-    assert not copies.permutes(rope)
+    assert not copies.needs_permutation(rope)
 
 
 def test_a_column_split_reads_each_row_once():
     axes = (64, 32)
     halves = tuple(target("x", i * 2048, (64, 16), i, item=2, start=(0, i * 16)) for i in range(2))
     entry = stored("a", axes, dtype="bfloat16")
-    transfer = Transfer("t", Strided.whole(entry), halves)
+    transfer = Transfer("t", StridedTensor.from_entry(entry), halves)
     records = [Record("t", "x", i * 2048, 2048) for i in range(2)]
-    (tile,) = lower(transfer, records, Limits(tile=512))  # twice that, as two files share it
+    (tile,) = lower_transfer(
+        transfer, records, Limits(tile=512)
+    )  # twice that, as two files share it
     assert (tile.steps, len(tile.reads), len(tile.writes)) == (4, 1, 2)
-    tiles = list(lower(transfer, records, Limits(tile=512, flat=2048)))
+    tiles = list(lower_transfer(transfer, records, Limits(tile=512, flat=2048)))
     assert [tile.steps for tile in tiles] == [2, 2]
 
 
@@ -305,11 +307,11 @@ def test_lowering_is_deterministic():
                     read._replace(pattern=read.pattern and read.pattern.runs) for read in tile.reads
                 )
             )
-            for tile in lower(transfer, records, Limits(tile=64, widest=128))
+            for tile in lower_transfer(transfer, records, Limits(tile=64, widest=128))
         ]
 
     first = shape()
-    spans.cache_clear()
+    merge_runs.cache_clear()
     assert shape() == first
 
 
@@ -317,7 +319,9 @@ def test_boxes_that_ranks_repeat_are_read_once():
     entry = stored("a", (64, 16))
     boxes = tuple(target("xyz"[i], 0, (64, 16), i) for i in range(3))
     records = [Record("t", "xyz"[i], 0, 1024) for i in range(3)]
-    (tile,) = lower(Transfer("t", Strided.whole(entry), boxes), records, Limits())
+    (tile,) = lower_transfer(
+        Transfer("t", StridedTensor.from_entry(entry), boxes), records, Limits()
+    )
     assert [(read.offset, read.nbytes) for read in tile.reads] == [(0, 1024)]
     assert [(write.file, write.start) for write in tile.writes] == [("x", 0), ("y", 0), ("z", 0)]
 
@@ -325,7 +329,7 @@ def test_boxes_that_ranks_repeat_are_read_once():
 def test_tensors_that_are_not_checked_leave_their_checksums_alone():
     transfer, records = simple((64, 64), ((0,), (1,)), ((0,), (1,)), crc=5)
     for checked, limits in ((("b",), Limits()), (("a",), Limits(check=False))):
-        tiles = lower(transfer, records, limits, checked)
+        tiles = lower_transfer(transfer, records, limits, checked)
         assert [read.check for tile in tiles for read in tile.reads] == [None]
 
 
@@ -333,9 +337,9 @@ def test_many_boxes_are_found_without_looking_at_all(monkeypatch):
     shards = tuple(Extent(Box((i * 4, 0), (4, 8)), "a", i * 64, 64) for i in range(1024))
     entry = TensorEntry("s", "bfloat16", (4096, 8), shards, ("s",))
     records, box = [Record("t", "x", 0, 4096 * 16)], target("x", 0, (4096, 8), 0, item=2)
-    transfer = Transfer("t", Strided.whole(entry), (box,))
-    assert sum(t.copied for t in lower(transfer, records, Limits())) == 4096 * 16
-    found = blocks.BlockReader(transfer.tensor).locate((10, 2), (6, 1))
+    transfer = Transfer("t", StridedTensor.from_entry(entry), (box,))
+    assert sum(t.copied_nbytes for t in lower_transfer(transfer, records, Limits())) == 4096 * 16
+    found = blocks.BlockReader(transfer.tensor).locate_elements((10, 2), (6, 1))
     assert [elements.first for elements in found] == [2 * 64 + 36, 3 * 64 + 4]
 
 
@@ -358,4 +362,4 @@ def test_product_boxes_cover_a_range_once_and_in_order(sizes, a, b):
 def test_a_tensor_that_is_stored_transposed_is_permuted_in_memory():
     entry = stored("a", [1024, 512], strides=[1, 1024])
     box = target("x", 0, (1024, 512), 0)
-    assert copies.permutes(Transfer("t", Strided.whole(entry), (box,)))
+    assert copies.needs_permutation(Transfer("t", StridedTensor.from_entry(entry), (box,)))

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from ckptctl.catalog import Box, Checksum, Extent, TensorEntry
-from ckptctl.planner.copying.blocks import transposed, view
-from ckptctl.planner.strided import Strided
+from ckptctl.planner.copying.blocks import build_view, transpose_entry
+from ckptctl.planner.strided import StridedTensor
 
 STORED = np.arange(200, dtype=np.uint8)
 
@@ -39,8 +39,8 @@ def elements(tensor: TensorEntry) -> np.ndarray:
 @pytest.mark.parametrize("tensor", [WHOLE, HALVES])
 def test_rows_of_a_split_dimension_are_a_view(tensor: TensorEntry) -> None:
     """Expert 1 of 2: every second column, from the second on."""
-    apart = Strided.whole(tensor).narrow(0, 1, 4).split(1, (4, 2)).select(2, 1)
-    found = view(tensor, apart, "b")
+    apart = StridedTensor.from_entry(tensor).narrow(0, 1, 4).split(1, (4, 2)).select(2, 1)
+    found = build_view(tensor, apart, "b")
     assert (elements(found) == elements(tensor)[1:5, 1::2]).all()
     assert (found.name, found.path, found.shape) == ("b", ("b",), (4, 4))
     assert all(extent.recorded is None for extent in found.extents)
@@ -48,20 +48,20 @@ def test_rows_of_a_split_dimension_are_a_view(tensor: TensorEntry) -> None:
 
 @pytest.mark.parametrize("tensor", [WHOLE, HALVES])
 def test_transposed_extents_keep_their_checksums(tensor: TensorEntry) -> None:
-    found = transposed(tensor)
+    found = transpose_entry(tensor)
     assert (elements(found) == elements(tensor).T).all()
     assert [one.recorded for one in found.extents] == [one.recorded for one in tensor.extents]
-    assert transposed(found) == tensor
+    assert transpose_entry(found) == tensor
 
 
 def test_extents_that_stay_complete_keep_their_checksums() -> None:
-    found = view(HALVES, Strided.whole(HALVES).narrow(1, 0, 4))
+    found = build_view(HALVES, StridedTensor.from_entry(HALVES).narrow(1, 0, 4))
     first, second = found.extents
     assert first == HALVES.extents[0]
     assert (second.box, second.nbytes, second.recorded) == (Box((0, 3), (6, 1)), 6, None)
 
 
 def test_elements_that_are_not_evenly_apart_are_no_view() -> None:
-    turned = Strided.whole(WHOLE).split(0, (3, 2)).permute((1, 0, 2)).merge(0, 2)
+    turned = StridedTensor.from_entry(WHOLE).split(0, (3, 2)).permute((1, 0, 2)).merge(0, 2)
     with pytest.raises(ValueError, match="evenly"):
-        view(WHOLE, turned)
+        build_view(WHOLE, turned)

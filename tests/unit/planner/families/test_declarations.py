@@ -8,7 +8,7 @@ from ckptctl.errors import MappingError, MissingTensorsError
 from ckptctl.families import family
 from ckptctl.planner.families.declarations import BLOCK_AXES, Companion
 from ckptctl.planner.layouts import Family
-from ckptctl.planner.mapping.mapped import compose
+from ckptctl.planner.mapping.mapped import compose_tensors
 from ckptctl.planner.mapping.tensors import map_tensors
 from tests.contract.tables import copies, mapped, stored_shapes, tiny
 
@@ -52,7 +52,7 @@ def quantized_hf(family=V3):
 
 
 def renamed(found):
-    assert all(tensor.renames for tensor in compose(found.tensors).values())
+    assert all(tensor.is_rename for tensor in compose_tensors(found.tensors).values())
     return {item.sources[0].key: item.targets[0].key for item in found.tensors}
 
 
@@ -102,7 +102,9 @@ def test_a_scale_of_one_layer_that_is_missing_is_missed():
 
 
 def test_ranks_divide_scales_as_they_divide_weights():
-    split = {name: t.split for name, t in V3.tensors.items() if t.scales and "{i}" in name}
+    split = {
+        name: t.split_axis for name, t in V3.tensors.items() if t.scaled_weight and "{i}" in name
+    }
     down = ("q", "q_b", "kv_b_k", "w1", "w3", "shared_w1", "shared_w3")
     assert {n.split(".")[0] for n, axis in split.items() if axis == BLOCK_AXES[0]} == {
         f"{name}_scale" for name in down
@@ -132,13 +134,13 @@ def test_only_whole_matrices_in_their_own_order_have_scales():
     found = {
         name: {layout: leaf.key.text for layout, leaf in tensor.leaves.items()}
         for name, tensor in made.tensors.items()
-        if tensor.scales
+        if tensor.scaled_weight
     }
     assert found == {
         "plain_scale": {"one": "a.one_scale", "two": "b.two_scale", "three": "c.three_scale"},
         "turned_scale": {"one": "f.one_scale", "three": "h.three_scale"},
     }
-    assert {"one_scale", "two_scale", "three_scale"} <= made.words
+    assert {"one_scale", "two_scale", "three_scale"} <= made.key_parts
 
 
 def test_layers_that_predict_further_tokens_follow_the_others_on_disk():
@@ -185,7 +187,7 @@ def test_their_embedding_and_head_have_to_repeat_the_models():
     shapes |= {copy: shapes[kept] for copy, kept in repeated.items()}
     found = mapped(MTP, "hf", "torchtitan@0.3", shapes)
     assert copies(found) == repeated
-    assert found.dropped.keys() == repeated.keys()
+    assert found.dropped_keys.keys() == repeated.keys()
     assert stored_shapes(found.tensors) == tiny(MTP, "torchtitan@0.3")
     assert stored_shapes(mapped(MTP, "hf", "hf", shapes).tensors) == shapes
 
@@ -204,9 +206,9 @@ def test_quantized_experts_of_gpt_oss_keep_their_bytes():
     assert stored_shapes(found.tensors).keys() >= {
         f"block.0.mlp.mlp{n}_weight.{end}" for n in (1, 2) for end in ("blocks", "scales")
     }
-    composed = compose(found.tensors)
+    composed = compose_tensors(found.tensors)
     moved = [item for key, item in composed.items() if key.endswith(("blocks", "scales"))]
-    assert len(moved) == 8 and all(item.renames for item in moved)
+    assert len(moved) == 8 and all(item.is_rename for item in moved)
 
 
 def test_quantized_experts_of_gpt_oss_have_no_place_in_torchtitan():

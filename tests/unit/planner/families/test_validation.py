@@ -3,13 +3,13 @@ from dataclasses import replace
 import pytest
 
 from ckptctl.families import family, names
-from ckptctl.planner.families.validation import flaws
+from ckptctl.planner.families.validation import iterate_contradictions
 from ckptctl.planner.layouts import Drop, Family, Tie
 
 
 @pytest.mark.parametrize("name", names())
 def test_families_that_ship_are_sound(name):
-    assert list(flaws(family(name))) == []
+    assert list(iterate_contradictions(family(name))) == []
 
 
 PHI = family("phi3")
@@ -34,4 +34,6 @@ def extended(*rows: str) -> Family:
     ],
 )
 def test_flaws(broken, said):
-    assert any(said in flaw for flaw in flaws(broken)), list(flaws(broken))
+    assert any(said in flaw for flaw in iterate_contradictions(broken)), list(
+        iterate_contradictions(broken)
+    )

@@ -7,7 +7,7 @@ import pytest
 from ckptctl.errors import MappingError, MissingTensorsError
 from ckptctl.families import families, family
 from ckptctl.planner.config_facts import read_sizes
-from ckptctl.planner.mapping.detect import detect
+from ckptctl.planner.mapping.detect import detect_layouts
 from ckptctl.planner.mapping.tensors import map_tensors
 from tests import effort
 from tests.checkpoints.golden import Golden
@@ -39,7 +39,7 @@ def test_six_digits_are_no_index(number):
 def test_a_layer_and_an_expert_too_many():
     """Layers times experts that are missing would be ten thousand millions of keys."""
     found = shapes() | {EXPERT.format(99999, 0): (96, 64), EXPERT.format(0, 99999): (96, 64)}
-    (candidate,) = detect(found, families(), {"model_type": "mixtral"})
+    (candidate,) = detect_layouts(found, families(), {"model_type": "mixtral"})
     assert candidate.missing
     with pytest.raises(MissingTensorsError, match="missing"):
         map_tensors(family("mixtral"), "hf", "hf-v5", found)
@@ -68,6 +68,6 @@ def test_a_number_of_keys_is_not_said_to_be_the_configuration_s():
 
 def test_heads_that_are_not_stated_are_found_in_shapes():
     """Without a configuration nobody says that there are as many key heads as query heads."""
-    stated = read_sizes(family("mixtral"), given={"h": 4}, implied=False)
+    stated = read_sizes(family("mixtral"), overrides={"h": 4}, include_defaults=False)
     found = map_tensors(family("mixtral"), "hf", "mistral", shapes(), stated)
     assert found.sizes["k"] == 2

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from ckptctl.planner.mapping.detect import detect
+from ckptctl.planner.mapping.detect import detect_layouts
 from tests import effort
 from tests.contract.tables import FAMILIES, tiny
 
 
 def layouts(shapes: dict[str, tuple[int, ...]], name: str) -> list[str]:
-    return [one.layout for one in detect(shapes, {name: FAMILIES[name]})]
+    return [one.layout for one in detect_layouts(shapes, {name: FAMILIES[name]})]
 
 
 @pytest.mark.parametrize("layout", ["hf", "mlx"])
@@ -36,7 +36,7 @@ def test_keys_with_words_that_no_family_has_are_looked_at_once() -> None:
 
     def work(count: int) -> int:
         shapes = {f"t{n}": (8,) for n in range(count)}
-        return effort.lines(lambda: detect(shapes, FAMILIES))
+        return effort.lines(lambda: detect_layouts(shapes, FAMILIES))
 
     work(1_000)
     assert work(3_000) - work(1_000) < 2_000 * 40

@@ -14,16 +14,16 @@ from ckptctl.catalog import TensorEntry
 from ckptctl.errors import MappingError
 from ckptctl.families import family
 from ckptctl.planner.layouts import Family, Layout
-from ckptctl.planner.mapping.logical import stand_in
+from ckptctl.planner.mapping.logical import build_placeholder
 from ckptctl.planner.mapping.mapped import (
     ComposedTensor,
     MappedTensor,
     SourceTensor,
     TargetTensor,
-    compose,
+    compose_tensors,
     require_covered,
 )
-from ckptctl.planner.mapping.matching import match
+from ckptctl.planner.mapping.matching import match_keys
 from ckptctl.planner.mapping.tensors import map_tensors
 from tests.contract import tables
 from tests.unit.planner.test_strided import Arrays
@@ -39,29 +39,31 @@ def moved_by_the_tables(
     """Return what arrays become as the tables say it, by numpy."""
     sizes = tables.tiny_sizes(known)
     logical = {}
-    layout = known.layout(source)
-    for (name, indices), keys in match(known, layout, values).keys.items():
+    layout = known.get_layout(source)
+    for (name, indices), keys in match_keys(known, layout, values).keys.items():
         leaf = layout.leaves[name]
-        atoms = [known.expand((axis,)) for axis in leaf.spread]
-        atoms += [known.expand(group) for group in leaf.dims]
+        atoms = [known.expand_axes((axis,)) for axis in leaf.spread_axes]
+        atoms += [known.expand_axes(group) for group in leaf.dims]
         entries = [part_of(values[keys[lead]], known, layout, name, sizes) for lead in sorted(keys)]
         flat = [axis for group in atoms for axis in group]
-        array = np.stack(entries).reshape([sizes[axis] for axis in flat]) - leaf.plus
+        array = np.stack(entries).reshape([sizes[axis] for axis in flat]) - leaf.offset
         for dim, axis in enumerate(flat):
             if axis in resize:
                 array = resized(array, dim, resize[axis])
         logical[name, indices] = flat, array
     known = replace(known, tiny={**known.tiny, **resize})
-    layout, sizes = known.layout(target), tables.tiny_sizes(known)
+    layout, sizes = known.get_layout(target), tables.tiny_sizes(known)
     shapes = tables.tiny(known, target)
     made = {key: np.full(shape, -1) for key, shape in shapes.items()}
     filled = set()
     same = {tie.tensor: tie.of for tie in known.ties}
-    for (name, indices), keys in match(known, layout, shapes).keys.items():
+    for (name, indices), keys in match_keys(known, layout, shapes).keys.items():
         leaf = layout.leaves[name]
         before, array = logical.get((name, indices)) or logical[same[name], indices]
-        after = [axis for group in (leaf.spread, *leaf.dims) for axis in known.expand(group)]
-        array = array.transpose([before.index(axis) for axis in after]) + leaf.plus
+        after = [
+            axis for group in (leaf.spread_axes, *leaf.dims) for axis in known.expand_axes(group)
+        ]
+        array = array.transpose([before.index(axis) for axis in after]) + leaf.offset
         for lead, entry in zip(sorted(keys), array.reshape(len(keys), -1), strict=True):
             part = part_of(made[keys[lead]], known, layout, name, sizes)
             part[...] = entry.reshape(part.shape)
@@ -73,16 +75,18 @@ def part_of(
     stored: np.ndarray, known: Family, layout: Layout, name: str, sizes: Mapping[str, int]
 ) -> np.ndarray:
     """Return the part of a stored array that is a logical tensor: the same memory."""
-    leaf, others = layout.leaves[name], layout.holders[name].leaves
-    if leaf.part is None and not leaf.within:
+    leaf, others = layout.leaves[name], layout.stored_by_name[name].leaves
+    if leaf.part is None and not leaf.interleave_axis:
         return stored
-    groups = [known.expand(other.dims[leaf.along]) for other in others]
-    rows = [math.prod(sizes[axis] for axis in group[bool(leaf.within) :]) for group in groups]
-    if leaf.within:
+    groups = [known.expand_axes(other.dims[leaf.concat_dim]) for other in others]
+    rows = [
+        math.prod(sizes[axis] for axis in group[bool(leaf.interleave_axis) :]) for group in groups
+    ]
+    if leaf.interleave_axis:
         stored = stored.reshape(-1, sum(rows), *stored.shape[1:])
     first = sum(rows[: leaf.part or 0])
     place = slice(first, first + rows[leaf.part or 0])
-    return stored[(slice(None),) * (leaf.along + bool(leaf.within)) + (place,)]
+    return stored[(slice(None),) * (leaf.concat_dim + bool(leaf.interleave_axis)) + (place,)]
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "qwen3_moe", "llama4", "deepseek_v3", "qwen3_next"])
@@ -146,16 +150,16 @@ def resized(array: np.ndarray, dim: int, size: int) -> np.ndarray:
 
 
 def test_only_a_whole_tensor_in_its_order_is_renamed() -> None:
-    same = ComposedTensor.same("a", "b", (2, 3))
-    assert same.renames
-    assert not replace(same, sources=(same.sources[0]._replace(plus=1),)).renames
+    same = ComposedTensor.from_unchanged("a", "b", (2, 3))
+    assert same.is_rename
+    assert not replace(same, sources=(same.sources[0]._replace(plus=1),)).is_rename
     for tensor in (same.tensor.permute((1, 0)), same.tensor.narrow(0, 0, 1)):
-        assert not replace(same, tensor=tensor).renames
-    assert ComposedTensor.same("a", "b", (0, 3)).renames
+        assert not replace(same, tensor=tensor).is_rename
+    assert ComposedTensor.from_unchanged("a", "b", (0, 3)).is_rename
 
 
 def test_an_empty_tensor_has_no_parts() -> None:
-    found = ComposedTensor.same("a", "b", (0, 3)).elements({"a": entry("a", (0, 3))})
+    found = ComposedTensor.from_unchanged("a", "b", (0, 3)).bind_entries({"a": entry("a", (0, 3))})
     assert (found.shape, found.dtype, found.parts) == ((0, 3), "float32", ())
 
 
@@ -165,7 +169,7 @@ def fused(*names: str) -> list[MappedTensor]:
     return [
         MappedTensor(
             (SourceTensor(name, sizes, name),),
-            (TargetTensor("ab", stand_in(0, sizes).place(0, at, 4)),),
+            (TargetTensor("ab", build_placeholder(0, sizes).place(0, at, 4)),),
         )
         for name, at in (("a", 0), ("b", 2))
         if name in names
@@ -173,14 +177,14 @@ def fused(*names: str) -> list[MappedTensor]:
 
 
 def test_composed_tensors_have_names_in_both_checkpoints() -> None:
-    same = MappedTensor.same("c", "c", (3,))
-    found = compose([*fused("a", "b"), same], "model.", "state.")
+    same = MappedTensor.from_unchanged("c", "c", (3,))
+    found = compose_tensors([*fused("a", "b"), same], "model.", "state.")
     assert list(found) == ["state.ab", "state.c"]
     assert [list(one.keys) for one in found.values()] == [["model.a", "model.b"], ["model.c"]]
     assert list(found["state.ab"].logical) == ["a", "b"]
     entries = {f"model.{key}": entry(f"model.{key}", (2,)) for key in "ab"}
-    elements = found["state.ab"].elements(entries)
-    assert [(part.of.name, part.origin) for part in elements.parts] == [
+    elements = found["state.ab"].bind_entries(entries)
+    assert [(part.entry.name, part.origin) for part in elements.parts] == [
         ("model.a", (0,)),
         ("model.b", (2,)),
     ]
@@ -189,7 +193,7 @@ def test_composed_tensors_have_names_in_both_checkpoints() -> None:
 def test_parts_of_different_dtypes_are_refused() -> None:
     entries = {"a": entry("a", (2,)), "b": entry("b", (2,), "bfloat16")}
     with pytest.raises(MappingError, match="float32 and bfloat16") as caught:
-        compose(fused("a", "b"))["ab"].elements(entries)
+        compose_tensors(fused("a", "b"))["ab"].bind_entries(entries)
     assert caught.value.where == "tensor `b`"
 
 

@@ -10,12 +10,12 @@ import pytest
 
 from ckptctl.errors import MissingTensorsError
 from ckptctl.families import families
-from ckptctl.planner.families.templates import Template, key_kinds, taken_apart
+from ckptctl.planner.families.templates import Template, group_by_kind, split_numbers
 from ckptctl.planner.layouts import Drop
-from ckptctl.planner.mapping.completeness import Expected
-from ckptctl.planner.mapping.detect import detect
-from ckptctl.planner.mapping.matching import match
-from ckptctl.planner.mapping.numbering import observed
+from ckptctl.planner.mapping.completeness import ExpectedTensors
+from ckptctl.planner.mapping.detect import detect_layouts
+from ckptctl.planner.mapping.matching import match_keys
+from ckptctl.planner.mapping.numbering import infer_numbering
 from ckptctl.planner.mapping.tensors import map_tensors
 from tests.contract.tables import ALL, FAMILIES, stored_shapes, tiny
 
@@ -53,13 +53,13 @@ def changed(keys: list[str], choice: random.Random) -> list[str]:
 def test_each_key_is_what_it_is_alone(name, layout):
     family, choice = FAMILIES[name], random.Random(name + layout)
     own = list(tiny(family, layout, optional=True))
-    table = family.layout(layout).table
+    table = family.get_layout(layout).table
     for keys in [own, *(changed(own, choice) for _ in range(8))]:
-        numbering = observed(family, layout, key_kinds(keys))
+        numbering = infer_numbering(family, layout, group_by_kind(keys))
         stored, dropped, unmatched, held = {}, {}, [], {}
         for key in keys:
-            for meaning, numbers in table.all(key):
-                values = numbering.logical(numbers)
+            for meaning, numbers in table.iterate_meanings(key):
+                values = numbering.to_logical(numbers)
                 if values is None:
                     continue
                 if isinstance(meaning, Drop):
@@ -68,18 +68,18 @@ def test_each_key_is_what_it_is_alone(name, layout):
                     stored[key] = meaning
                     for tensor, leaf in meaning.parts:
                         slot = tensor.name, tuple(values[index] for index in tensor.indices)
-                        lead = tuple(values[axis] for axis in leaf.spread)
+                        lead = tuple(values[axis] for axis in leaf.spread_axes)
                         held.setdefault(slot, {})[lead] = key
                 break
             else:
                 unmatched.append(key)
-        found = match(family, family.layout(layout), keys)
-        assert list(found.stored.items()) == list(stored.items())
+        found = match_keys(family, family.get_layout(layout), keys)
+        assert list(found.tensor_by_key.items()) == list(stored.items())
         assert list(found.dropped.items()) == list(dropped.items())
         assert found.unmatched == unmatched
         assert found.keys == {s: k for s, k in held.items() if s not in found.excluded}
         some = set(keys[::2])
-        assert found.only(some).keys == {
+        assert found.select_keys(some).keys == {
             slot: left
             for slot, leads in found.keys.items()
             if (left := {lead: key for lead, key in leads.items() if key in some})
@@ -90,14 +90,16 @@ def test_each_key_is_what_it_is_alone(name, layout):
 def test_what_is_missing_is_what_was_taken_away(name, layout):
     family, choice = FAMILIES[name], random.Random(layout + name)
     own = list(tiny(family, layout, tied=False))
-    whole = match(family, family.layout(layout), own)
-    counts = whole.counts()
-    assert not [*Expected(family, family.layout(layout), whole, counts).absent()]
-    for gone in choice.sample(list(whole.stored), min(4, len(own))):
-        rest = match(family, family.layout(layout), [key for key in own if key != gone])
-        expected = Expected(family, family.layout(layout), rest, counts)
-        lacks = [one.key for one in expected.absent()]
-        parts = whole.stored[gone].parts
+    whole = match_keys(family, family.get_layout(layout), own)
+    counts = whole.count_indices()
+    assert not [
+        *ExpectedTensors(family, family.get_layout(layout), whole, counts).iterate_missing()
+    ]
+    for gone in choice.sample(list(whole.tensor_by_key), min(4, len(own))):
+        rest = match_keys(family, family.get_layout(layout), [key for key in own if key != gone])
+        expected = ExpectedTensors(family, family.get_layout(layout), rest, counts)
+        lacks = [one.key for one in expected.iterate_missing()]
+        parts = whole.tensor_by_key[gone].parts
         plain = all(not tensor.optional and tensor.variant is None for tensor, _ in parts)
         if plain and rest.numbering == whole.numbering:
             assert lacks == [gone]
@@ -135,23 +137,23 @@ def test_detection_looks_at_kinds_not_at_keys(monkeypatch: pytest.MonkeyPatch) -
     """A deeper model costs no more reading of templates, and each key is taken apart once."""
     known = families()
     taken, read = list[str](), list[object]()
-    original = Template.read
+    original = Template.parse_numbers
 
     def counted(key: str) -> tuple[str, tuple[int, ...]]:
         taken.append(key)
-        return taken_apart(key)
+        return split_numbers(key)
 
     def reading(self: Template, numbers: tuple[int, ...]) -> Mapping[str, int] | None:
         read.append(numbers)
         return original(self, numbers)
 
-    monkeypatch.setattr("ckptctl.planner.families.templates.taken_apart", counted)
-    monkeypatch.setattr(Template, "read", reading)
+    monkeypatch.setattr("ckptctl.planner.families.templates.split_numbers", counted)
+    monkeypatch.setattr(Template, "parse_numbers", reading)
     shapes = llama(200)
-    found = detect(shapes, known)
-    assert found and all(c.exact for c in found)
+    found = detect_layouts(shapes, known)
+    assert found and all(c.is_exact for c in found)
     assert taken == list(shapes) and not read
     del shapes["model.layers.7.mlp.up_proj.weight"]
-    found = detect(shapes, known)
+    found = detect_layouts(shapes, known)
     assert {c.missing for c in found} == {("model.layers.7.mlp.up_proj.weight",)}
     assert not read

@@ -4,8 +4,8 @@ import pytest
 
 from ckptctl.errors import MappingError
 from ckptctl.families import family
-from ckptctl.planner.families.templates import key_kinds
-from ckptctl.planner.mapping.numbering import observed, planned
+from ckptctl.planner.families.templates import group_by_kind
+from ckptctl.planner.mapping.numbering import compute_numbering, infer_numbering
 
 VISION = family("llama3_vision")
 LISTS = {"text_config.cross_attention_layers": [1, 4]}
@@ -13,30 +13,33 @@ COUNTS = {"i": 4, "j": 2}
 
 
 def test_both_kinds_are_counted_together_on_the_hub() -> None:
-    found = planned(VISION, "hf", COUNTS, LISTS)
-    assert [found.stored({"i": n})["i"] for n in range(4)] == [0, 2, 3, 5]
-    assert [found.stored({"j": n})["j"] for n in range(2)] == [1, 4]
+    found = compute_numbering(VISION, "hf", COUNTS, LISTS)
+    assert [found.to_stored({"i": n})["i"] for n in range(4)] == [0, 2, 3, 5]
+    assert [found.to_stored({"j": n})["j"] for n in range(2)] == [1, 4]
 
 
 def test_torchtune_gives_each_the_number_of_the_layer_behind_it() -> None:
     """Source: torchtune's ``llama3_vision_hf_to_tune``, and its model of these sizes."""
-    found = planned(VISION, "torchtune", COUNTS, LISTS)
-    assert [found.stored({"i": n})["i"] for n in range(4)] == [0, 1, 2, 3]
-    assert [found.stored({"j": n})["j"] for n in range(2)] == [1, 3]
+    found = compute_numbering(VISION, "torchtune", COUNTS, LISTS)
+    assert [found.to_stored({"i": n})["i"] for n in range(4)] == [0, 1, 2, 3]
+    assert [found.to_stored({"j": n})["j"] for n in range(2)] == [1, 3]
 
 
 def test_meta_counts_each_kind_from_0() -> None:
-    assert planned(VISION, "meta", COUNTS, {}).stored({"i": 3, "j": 1}) == {"i": 3, "j": 1}
+    assert compute_numbering(VISION, "meta", COUNTS, {}).to_stored({"i": 3, "j": 1}) == {
+        "i": 3,
+        "j": 1,
+    }
 
 
 def test_they_are_found_again() -> None:
     keys = [f"decoder.layers.{n}.fusion_layer.attn.q_proj.weight" for n in (1, 3)]
-    found = observed(VISION, "torchtune", key_kinds(keys))
-    assert found.logical({"j": 3}) == {"j": 1} and found.logical({"j": 2}) is None
-    assert [found.logical({"i": n}) for n in (1, 3)] == [{"i": 1}, {"i": 3}]
+    found = infer_numbering(VISION, "torchtune", group_by_kind(keys))
+    assert found.to_logical({"j": 3}) == {"j": 1} and found.to_logical({"j": 2}) is None
+    assert [found.to_logical({"i": n}) for n in (1, 3)] == [{"i": 1}, {"i": 3}]
 
 
 @pytest.mark.parametrize("layout", ["hf", "torchtune"])
 def test_where_they_are_has_to_be_known(layout: str) -> None:
     with pytest.raises(MappingError, match="requires the positions of 2 inserted layers"):
-        planned(VISION, layout, COUNTS, {})
+        compute_numbering(VISION, layout, COUNTS, {})

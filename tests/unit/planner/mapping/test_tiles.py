@@ -4,7 +4,7 @@ from numpy.typing import NDArray
 
 from ckptctl.errors import MappingError
 from ckptctl.planner.mapping.mapped import Region
-from ckptctl.planner.mapping.tiles import Tiling, ratios, tiling
+from ckptctl.planner.mapping.tiles import TileConversion, convert_tiles, list_aspect_ratios
 from tests.unit.planner.test_strided import elements_of_parts
 
 Array = NDArray[np.int64]
@@ -13,13 +13,13 @@ Array = NDArray[np.int64]
 def rows_of(grid: Array) -> Array:
     """Return what transformers' script makes of a grid, written from its definition."""
     tiles, width = grid.shape[0], int(np.prod(grid.shape[2:]))
-    found = np.zeros((len(ratios(tiles)) + 1, tiles, width), grid.dtype)
-    for index, (height, across) in enumerate(ratios(tiles), 1):
+    found = np.zeros((len(list_aspect_ratios(tiles)) + 1, tiles, width), grid.dtype)
+    for index, (height, across) in enumerate(list_aspect_ratios(tiles), 1):
         found[index, : height * across] = grid[:height, :across].reshape(-1, width)
     return found.reshape(len(found), -1)
 
 
-def moved(how: Tiling, values: Array, shape: tuple[int, ...]) -> Array:
+def moved(how: TileConversion, values: Array, shape: tuple[int, ...]) -> Array:
     found = np.full(shape, -1)
     for tensor in how.tensors:
         ((_, written),) = tensor.targets
@@ -45,7 +45,7 @@ def grid_of(tiles: int, inner: tuple[int, ...]) -> Array:
 
 def test_ratios_are_those_of_transformers() -> None:
     expected = [(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1)]
-    assert ratios(4) == expected
+    assert list_aspect_ratios(4) == expected
 
 
 @pytest.mark.parametrize("inner", [(5, 3), (1, 3)])
@@ -53,9 +53,9 @@ def test_ratios_are_those_of_transformers() -> None:
 def test_there_and_back(tiles: int, inner: tuple[int, ...]) -> None:
     grid = grid_of(tiles, inner)
     rows = rows_of(grid)
-    there = tiling("grid", "rows", grid.shape, inner, grid=False)
+    there = convert_tiles("grid", "rows", grid.shape, inner, grid=False)
     assert (moved(there, grid, rows.shape) == rows).all()
-    back = tiling("rows", "grid", rows.shape, inner, grid=True)
+    back = convert_tiles("rows", "grid", rows.shape, inner, grid=True)
     again = moved(back, rows, grid.shape)
     possible = np.add.outer(np.arange(tiles), np.zeros(tiles, int)) + 1
     possible = possible * (np.arange(tiles) + 1) <= tiles
@@ -68,7 +68,7 @@ def test_there_and_back(tiles: int, inner: tuple[int, ...]) -> None:
 def test_every_value_of_the_rows_counts() -> None:
     """What is neither copied nor compared nor known to be zero could be lost."""
     rows = rows_of(grid_of(4, (2, 3)))
-    how = tiling("rows", "grid", rows.shape, (2, 3), grid=True)
+    how = convert_tiles("rows", "grid", rows.shape, (2, 3), grid=True)
     seen = np.zeros(rows.shape, int)
     for tensor in (one for one in how.tensors if one.sources[0].key == "rows"):
         read = elements_of_parts(
@@ -85,6 +85,6 @@ def test_every_value_of_the_rows_counts() -> None:
 )
 def test_shapes_that_are_no_tiles(shape: tuple[int, ...], grid: bool) -> None:
     with pytest.raises(MappingError, match="embeddings of tiles"):
-        tiling("one", "other", shape, (2, 3), grid)
+        convert_tiles("one", "other", shape, (2, 3), grid)
     with pytest.raises(MappingError, match="embeddings of tiles"):
-        tiling("one", "other", (4, 4, 2, 3), (None, 3), grid)
+        convert_tiles("one", "other", (4, 4, 2, 3), (None, 3), grid)

@@ -12,7 +12,7 @@ import pytest
 from ckptctl.catalog import Blob, row_major
 from ckptctl.errors import CkptError, CoverageError, MappingError, RefusedError
 from ckptctl.formats.dcp.metadata import Item, decode
-from ckptctl.planner.balance import LEAST_PIECE
+from ckptctl.planner.balance import MIN_PIECE_BYTES
 from ckptctl.ranks.coordinator import Alone, RankError, through_first
 from ckptctl.save_load.rank_agreement import (
     RankStatement,
@@ -92,7 +92,7 @@ def test_ranks_that_disagree_are_named() -> None:
 
 
 def test_large_replicas_are_cut_so_that_all_write_them() -> None:
-    shape = (64, LEAST_PIECE // 16)
+    shape = (64, MIN_PIECE_BYTES // 16)
     held = [shards({"w": [((0, 0), shape)]}, {"w": shape}) for _ in range(4)]
     global_plan = make_global_plan(packed(held))
     written = Counter(rank for ranks in global_plan.writers for rank in ranks)

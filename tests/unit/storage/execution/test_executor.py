@@ -21,7 +21,7 @@ from ckptctl.errors import ChangedError, DamagedError, StorageError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.planner.copying import blocks, copies
 from ckptctl.planner.plan import OutputFile, Plan, RawCopy, Record, Transfer
-from ckptctl.planner.strided import Strided, concat
+from ckptctl.planner.strided import StridedTensor, concat
 from ckptctl.storage import arithmetic
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.execution import execution_options, worker
@@ -77,7 +77,7 @@ class Case:
         shape = tuple(math.prod(axes[a] for a in g) for g in target_dims)
         item = dtypes.itemsize(to or dtype)
         box = target("all.bin", offset, shape, record, item=item)
-        tensor = regrouped(Strided.whole(source), axes, source_dims, target_dims)
+        tensor = regrouped(StridedTensor.from_entry(source), axes, source_dims, target_dims)
         self.transfers.append(Transfer(f"t{record}", tensor.cast(to or dtype), (box,)))
 
     def everything(self):
@@ -133,7 +133,7 @@ class Case:
             checked=frozenset(
                 (number, entry.name)
                 for number, one in enumerate(self.transfers)
-                for entry in one.stored_tensors()
+                for entry in one.iterate_stored_tensors()
             ),
         )
 
@@ -169,7 +169,7 @@ def jobs(request):
 
 @pytest.fixture
 def case(tmp_path, monkeypatch):
-    monkeypatch.setattr(blocks, "FEW_RUNS", 512)
+    monkeypatch.setattr(blocks, "FEW_RUNS_LIMIT", 512)
     return Case(tmp_path)
 
 
@@ -177,7 +177,7 @@ def case(tmp_path, monkeypatch):
 @pytest.mark.parametrize("memory", [64 << 20, 1])
 def test_all_kinds_of_transfers(case, jobs, checksum, memory):
     plan = case.everything()
-    assert copies.permutes(plan.transfers[4])
+    assert copies.needs_permutation(plan.transfers[4])
     done = case.run(plan, jobs=jobs, checksum=checksum, memory=memory)
     case.check(plan, done, checksum)
     assert os.stat(case.out / "all.bin").st_mode & 0o777 == 0o666 & ~umask()
@@ -193,7 +193,9 @@ def test_large_tensors_are_split(case, jobs):
     rows = ((0,), (1,))
     case.add((9000, 1024), rows, rows, lambda data: data)
     plan = case.plan()
-    tiles = list(copies.lower(plan.transfers[0], plan.records, ExecutionOptions().compute_limits()))
+    tiles = list(
+        copies.lower_transfer(plan.transfers[0], plan.records, ExecutionOptions().compute_limits())
+    )
     assert [tile.nbytes for tile in tiles] == [16 << 20, (9000 << 11) - (16 << 20)]
     case.check(plan, case.run(plan, jobs=jobs))
 
@@ -208,12 +210,12 @@ def test_every_size_of_element_is_permuted_bit_for_bit(case, name):
 
     case.add((30, 40), ((0,), (1,)), ((1,), (0,)), transpose, dtype=name)
     plan = case.plan()
-    assert copies.permutes(plan.transfers[0])
+    assert copies.needs_permutation(plan.transfers[0])
     case.check(plan, case.run(plan))
 
 
 def test_torch_keeps_its_thread_count(tmp_path, monkeypatch):
-    monkeypatch.setattr(blocks, "FEW_RUNS", 512)
+    monkeypatch.setattr(blocks, "FEW_RUNS_LIMIT", 512)
     before = torch.get_num_threads()
     seen: set[int] = set()
     cast, permute = arithmetic.cast_elements, arithmetic.permute_elements
@@ -265,14 +267,14 @@ def test_merged_tensors_are_checked(case):
     halves = [case.tensor(f"h{i}", (ROWS, 32)) for i in range(2)]
     want = b"".join(data[row * 64 : row * 64 + 64] for row in range(ROWS) for data, _ in halves)
     number, offset = case.record(len(want), want)
-    tensors = [Strided.whole(one) for _, one in halves]
+    tensors = [StridedTensor.from_entry(one) for _, one in halves]
     box = target("all.bin", offset, (ROWS, 64), number, item=2)
     case.transfers.append(Transfer("t", concat(tensors, 1), (box,)))
     plan = case.plan()
     case.check(plan, case.run(plan))
     (extent,) = halves[1][1].extents
     wrong = replace(halves[1][1], extents=(replace(extent, crc32=1),))
-    tensor = concat([tensors[0], Strided.whole(wrong)], 1)
+    tensor = concat([tensors[0], StridedTensor.from_entry(wrong)], 1)
     plan = replace(plan, transfers=(replace(plan.transfers[0], tensor=tensor),))
     with pytest.raises(DamagedError, match="checksum"):
         case.run(plan)
@@ -569,7 +571,7 @@ def test_thousands_of_files_need_few_descriptors(tmp_path):
         files.append((f"o{number}", data))
         case.records.append(Record(f"t{number}", f"o{number}", 0, 8))
         box = target(f"o{number}", 0, (4,), number, item=2)
-        case.transfers.append(Transfer("t", Strided.whole(source), (box,)))
+        case.transfers.append(Transfer("t", StridedTensor.from_entry(source), (box,)))
     plan = case.plan()
     outputs = tuple(OutputFile(name, 8, lambda _: iter(())) for name, _ in files)
     plan = replace(plan, files=outputs, raw_copies=())

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from ckptctl.catalog import memory_name
-from ckptctl.planner.balance import lanes
+from ckptctl.planner.balance import group_work_by_file
 from ckptctl.planner.copying.tile import Tile
 from ckptctl.planner.plan import Plan, Transfer
-from ckptctl.planner.strided import Strided
+from ckptctl.planner.strided import StridedTensor
 from ckptctl.storage.execution.lanes import (
     BATCH_BYTES,
     THREADS_PER_FILE,
@@ -26,7 +26,7 @@ from tests.transfers import stored, target
 
 
 def plan(*targets: tuple[str, ...], source: str = "s", dtype: str = "uint8") -> Plan:
-    tensor = Strided.whole(stored(source, [4])).cast(dtype)
+    tensor = StridedTensor.from_entry(stored(source, [4])).cast(dtype)
     transfers = tuple(
         Transfer("t", tensor, tuple(target(file, 0, [4]) for file in files)) for files in targets
     )
@@ -44,7 +44,7 @@ def plan(*targets: tuple[str, ...], source: str = "s", dtype: str = "uint8") -> 
     ],
 )
 def test_as_many_threads_write_a_file_as_gain_by_it(what: Plan, expected: int) -> None:
-    (numbers,) = lanes(what, checks=True)
+    (numbers,) = group_work_by_file(what, checks=True)
     memory = {memory_name("x")}
     assert count_useful_threads(what, memory, 16, numbers) == expected
     assert count_useful_threads(what, memory, 2, numbers) == 2

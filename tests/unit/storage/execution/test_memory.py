@@ -16,7 +16,7 @@ from ckptctl.catalog import Computed, TensorEntry, computed_name, memory_name
 from ckptctl.errors import DamagedError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.planner.plan import OutputFile, Plan, Record, TargetBox, Transfer
-from ckptctl.planner.strided import Strided
+from ckptctl.planner.strided import StridedTensor
 from ckptctl.storage.execution.execution_options import ExecutionOptions
 from ckptctl.storage.execution.executor import execute_plan
 from ckptctl.storage.files import source_files
@@ -28,7 +28,7 @@ FAST = ExecutionOptions(jobs=2, sync=False)
 def plan(
     source: TensorEntry, target: TargetBox, record: Record, files: Sequence[OutputFile], root: Path
 ) -> Plan:
-    transfer = Transfer("t", Strided.whole(source), (target,))
+    transfer = Transfer("t", StridedTensor.from_entry(source), (target,))
     sources: dict[str, FileIdentity] = {}
     if not source.name.startswith("/"):
         with source_files(root) as known:

@@ -9,8 +9,8 @@ import pytest
 
 from ckptctl.catalog import Box, Extent, TensorEntry, computed_name, memory_name
 from ckptctl.errors import DamagedError
-from ckptctl.planner.copying.blocks import rearranged
-from ckptctl.planner.strided import Strided
+from ckptctl.planner.copying.blocks import build_rearranged_file
+from ckptctl.planner.strided import StridedTensor
 from ckptctl.storage import computed
 from ckptctl.storage.byte_files import ByteSource, HostMemory
 from ckptctl.storage.execution import run_files
@@ -30,7 +30,7 @@ def opened(kind: str, folder: Path) -> tuple[RunFiles, ByteSource]:
     shape = (100, 100)
     extent = Extent(Box.whole(shape), "in", 0, len(CONTENT))
     entry = TensorEntry("t", "uint8", shape, (extent,), ("t",))
-    virtual = {NAMES["computed"]: rearranged(folder, Strided.whole(entry))}
+    virtual = {NAMES["computed"]: build_rearranged_file(folder, StridedTensor.from_entry(entry))}
     memory = {NAMES["memory"]: HostMemory(memoryview(bytearray(CONTENT)))}
     made = RunFiles(virtual, lambda _: files, folder, memory)
     return made, made.open_source(files, NAMES[kind])

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from ckptctl.errors import CkptError, DamagedError
-from ckptctl.planner.balance import lanes, share_of
+from ckptctl.planner.balance import compute_share, group_work_by_file
 from ckptctl.planner.copying import blocks
-from ckptctl.planner.copying.copies import lower
+from ckptctl.planner.copying.copies import lower_transfer
 from ckptctl.planner.plan import Plan
-from ckptctl.planner.strided import Strided
+from ckptctl.planner.strided import StridedTensor
 from ckptctl.storage.execution.execution_options import ExecutionOptions
 from ckptctl.storage.execution.executor import PlanRun
 from tests.unit.storage.execution.test_executor import Case
@@ -24,7 +24,7 @@ SMALL = {"memory": 1 << 10, "jobs": 1}
 
 @pytest.fixture
 def case(tmp_path, monkeypatch):
-    monkeypatch.setattr(blocks, "FEW_RUNS", 512)
+    monkeypatch.setattr(blocks, "FEW_RUNS_LIMIT", 512)
     return Case(tmp_path)
 
 
@@ -52,7 +52,9 @@ def carry_out(case, plan, ranks, **options):
 
     with ExitStack() as stack:
         runs = [
-            PlanRun(plan, case.out, how, stack, share=share_of(plan, how.checksum, rank, ranks))
+            PlanRun(
+                plan, case.out, how, stack, share=compute_share(plan, how.checksum, rank, ranks)
+            )
             for rank in range(ranks)
         ]
         runs[0].output.create_files()
@@ -82,10 +84,10 @@ def test_a_source_whose_checksum_two_ranks_read(case):
     case.add((4096, 64), rows, rows, lambda data: data)
     plan: Plan = case.plan()
     (transfer,) = plan.transfers
-    (entry,) = transfer.stored_tensors()
+    (entry,) = transfer.iterate_stored_tensors()
     (extent,) = entry.extents
     wrong = replace(entry, extents=(replace(extent, crc32=(extent.crc32 or 0) ^ 1),))
-    damaged = replace(plan, transfers=(replace(transfer, tensor=Strided.whole(wrong)),))
+    damaged = replace(plan, transfers=(replace(transfer, tensor=StridedTensor.from_entry(wrong)),))
     with pytest.raises(DamagedError, match="checksum"):
         carry_out(case, damaged, 2, **SMALL)
 
@@ -94,7 +96,7 @@ def test_a_share_that_nobody_did(case):
     plan = plan_of(case)
     how = ExecutionOptions(jobs=1)
     with ExitStack() as stack:
-        run = PlanRun(plan, case.out, how, stack, share=share_of(plan, True, 0, 2))
+        run = PlanRun(plan, case.out, how, stack, share=compute_share(plan, True, 0, 2))
         run.output.create_files()
         run.fill_files(lambda _: None)
         with pytest.raises(CkptError, match="not written completely"):
@@ -105,18 +107,22 @@ def test_a_share_that_nobody_did(case):
 def test_every_tile_has_one_owner(case, ranks):
     plan = plan_of(case)
     limits = ExecutionOptions(**SMALL).compute_limits()
-    shares = [share_of(plan, True, rank, ranks) for rank in range(ranks)]
+    shares = [compute_share(plan, True, rank, ranks) for rank in range(ranks)]
     for number, transfer in enumerate(plan.transfers):
-        tiles = list(lower(transfer, plan.records, limits, plan.checked_by(number)))
-        owned = sorted(index for share in shares for index, _ in share.own(number, iter(tiles)))
+        tiles = list(
+            lower_transfer(transfer, plan.records, limits, plan.list_checked_tensors(number))
+        )
+        owned = sorted(
+            index for share in shares for index, _ in share.iterate_tiles(number, iter(tiles))
+        )
         assert owned == list(range(len(tiles)))
     total = sum(share.nbytes for share in shares)
     assert max(share.nbytes for share in shares) - total / ranks < 1
     # Neighbors: each cut goes through at most one file.
-    held = {number for share in shares for number in share.stretches}
-    order = [number for lane in lanes(plan, True) for number in lane if number in held]
+    held = {number for share in shares for number in share.ranges}
+    order = [number for lane in group_work_by_file(plan, True) for number in lane if number in held]
     for share in shares:
-        places = [order.index(number) for number in share.stretches]
+        places = [order.index(number) for number in share.ranges]
         assert not places or places == list(range(places[0], places[-1] + 1))
 
 
@@ -124,7 +130,7 @@ def test_files_of_one_rank_are_finished_by_it(case):
     plan = plan_of(case)
     how = ExecutionOptions(jobs=1)
     with ExitStack() as stack:
-        shares = [share_of(plan, True, rank, 2) for rank in range(2)]
+        shares = [compute_share(plan, True, rank, 2) for rank in range(2)]
         runs = [PlanRun(plan, case.out, how, stack, share=share) for share in shares]
         runs[0].output.create_files()
         for run in runs:

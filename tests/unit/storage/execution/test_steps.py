@@ -49,7 +49,7 @@ def test_any_number_of_threads_writes_the_same(case, jobs, checksum):
     plan = case.plan()
     limits = ExecutionOptions(jobs=jobs, **SMALL).compute_limits()
     units = [
-        list(copies.lower(one, plan.records, limits, plan.checked_by(number)))
+        list(copies.lower_transfer(one, plan.records, limits, plan.checked_by(number)))
         for number, one in enumerate(plan.transfers)
     ]
     assert len(units[0]) == 1 and units[0][0].flat

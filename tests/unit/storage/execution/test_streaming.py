@@ -20,7 +20,7 @@ import pytest
 from ckptctl.catalog import memory_name, row_major
 from ckptctl.errors import ChangedError, DamagedError
 from ckptctl.planner.plan import CrcOf, OutputFile, Plan, Record, Transfer
-from ckptctl.planner.strided import Strided
+from ckptctl.planner.strided import StridedTensor
 from ckptctl.storage.execution.execution_options import ExecutionOptions
 from ckptctl.storage.execution.executor import execute_plan
 from ckptctl.storage.execution.streaming import stream_plan
@@ -62,7 +62,7 @@ def tensors(order: random.Random) -> tuple[Plan, dict[str, memoryview]]:
             source = stored(memory_name(str(len(memory))), shape, offset=3, strides=steps)
             memory[source.name] = memoryview(order.randbytes(source.extents[0].nbytes + 3))
             box = target(name, end, shape, len(records))
-            transfers.append(Transfer("t", Strided.whole(source), (box,)))
+            transfers.append(Transfer("t", StridedTensor.from_entry(source), (box,)))
             nbytes = math.prod(shape)
             records.append(Record("t", name, end, nbytes))
             end += nbytes
