@@ -129,27 +129,27 @@ def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        value = _imported(name)
+        value = _import_name(name)
     except ImportError as error:
-        return _unavailable(name, str(error))
+        return _build_unavailable(name, str(error))
     globals()[name] = value
     return value
 
 
-def _imported(name: str) -> Any:
+def _import_name(name: str) -> Any:
     import importlib
 
     return getattr(importlib.import_module(_HOME[name]), name)
 
 
-def _unavailable(name: str, why: str) -> type:
+def _build_unavailable(name: str, reason: str) -> type:
     """Build a placeholder for a name that cannot be imported. Calling it retries the import."""
 
     def new(_: object, *args: object, **options: object) -> object:
-        return _imported(name)(*args, **options)
+        return _import_name(name)(*args, **options)
 
-    said = {"__module__": __name__, "__doc__": f"Not available: {why}.", "__new__": new}
-    return type(name, (), said)
+    namespace = {"__module__": __name__, "__doc__": f"Not available: {reason}.", "__new__": new}
+    return type(name, (), namespace)
 
 
 def __dir__() -> list[str]:

@@ -128,7 +128,7 @@ class Extent:
     part: ItemPart | None = None
 
     @property
-    def recorded(self) -> Checksum | None:
+    def recorded_checksum(self) -> Checksum | None:
         """Checksum that covers these bytes, or None if the format records none."""
         if self.crc32 is None:
             return self.within
@@ -160,7 +160,7 @@ class TensorEntry:
     unsupported: str | None = None
 
     @classmethod
-    def unread(
+    def build_unreadable(
         cls, name: str, dtype: str, shape: tuple[int, ...], path: Path, why: str
     ) -> TensorEntry:
         """Build the entry of a tensor whose elements cannot be read."""
@@ -178,7 +178,7 @@ class TensorEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Input:
+class ComputeInput:
     """Input tensor of a computed tensor.
 
     Attributes:
@@ -192,7 +192,7 @@ class Input:
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
+class ComputedTensor:
     """Virtual file with the row-major elements of a tensor that is computed when it is read.
 
     Attributes:
@@ -206,17 +206,17 @@ class Computed:
     kind: str
     dtype: str
     shape: tuple[int, ...]
-    inputs: tuple[Input, ...] = ()
+    inputs: tuple[ComputeInput, ...] = ()
     arguments: object = None
 
-    def extent(self, name: str) -> Extent:
+    def to_extent(self, name: str) -> Extent:
         """Return the extent that covers the entire virtual file called *name*."""
-        whole = Box.whole(self.shape)
-        return Extent(whole, name, 0, whole.numel * dtypes.itemsize(self.dtype))
+        box = Box.whole(self.shape)
+        return Extent(box, name, 0, box.numel * dtypes.itemsize(self.dtype))
 
-    def entry(self, name: str, path: Path, file: str) -> TensorEntry:
+    def to_entry(self, name: str, path: Path, file: str) -> TensorEntry:
         """Return the entry of a tensor called *name* that fills the virtual file *file*."""
-        return TensorEntry(name, self.dtype, self.shape, (self.extent(file),), path)
+        return TensorEntry(name, self.dtype, self.shape, (self.to_extent(file),), path)
 
 
 def computed_name(key: str) -> str:
@@ -239,27 +239,29 @@ def memory_key(name: str) -> str:
     return name.removeprefix(MEMORY)
 
 
-def made_of(computed: Mapping[str, Computed]) -> frozenset[tuple[TreePath, str]]:
+def list_input_files(computed: Mapping[str, ComputedTensor]) -> frozenset[tuple[TreePath, str]]:
     """List ``(root, file)`` of every real file that virtual files are computed from."""
     return frozenset(
-        (found.root, extent.file)
-        for one in computed.values()
-        for found in one.inputs
-        for extent in found.entry.extents
+        (item.root, extent.file)
+        for virtual in computed.values()
+        for item in virtual.inputs
+        for extent in item.entry.extents
         if extent.file not in computed
     )
 
 
-def reached(computed: Mapping[str, Computed], files: Iterable[str]) -> dict[str, Computed]:
+def find_reachable_files(
+    computed: Mapping[str, ComputedTensor], files: Iterable[str]
+) -> dict[str, ComputedTensor]:
     """Find the virtual files among *files* and among their inputs, recursively."""
     names = list(files)
-    found: dict[str, Computed] = {}
+    reachable: dict[str, ComputedTensor] = {}
     while names:
         name = names.pop()
-        if name in computed and name not in found:
-            found[name] = one = computed[name]
-            names += [extent.file for item in one.inputs for extent in item.entry.extents]
-    return dict(sorted(found.items()))
+        if name in computed and name not in reachable:
+            reachable[name] = virtual = computed[name]
+            names += [extent.file for item in virtual.inputs for extent in item.entry.extents]
+    return dict(sorted(reachable.items()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,7 +369,7 @@ class Catalog:
     stated: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    computed: Mapping[str, Computed] = field(default_factory=dict)
+    computed: Mapping[str, ComputedTensor] = field(default_factory=dict)
     replicas: Mapping[str, Sequence[Extent]] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
     lost: Mapping[str, tuple[tuple[Box, str], ...]] = field(default_factory=dict)

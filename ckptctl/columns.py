@@ -48,7 +48,7 @@ class BoxColumns(Sequence[Box]):
         return map(Box, self.offsets, self.sizes)
 
     @overload
-    def __getitem__(self, at: int) -> Box: ...
+    def __getitem__(self, index: int) -> Box: ...
     @overload
     def __getitem__(self, at: slice) -> BoxColumns: ...
     def __getitem__(self, at: int | slice) -> Box | BoxColumns:
@@ -91,12 +91,12 @@ class ExtentColumns(Sequence[Extent]):
         self.crcs = crcs
 
     @classmethod
-    def of(cls, rows: Iterable[Row]) -> ExtentColumns:
+    def from_rows(cls, rows: Iterable[Row]) -> ExtentColumns:
         """Build columns from *rows*."""
         offsets, sizes, files, starts, lengths = tuple(zip(*rows, strict=True)) or ((),) * 5
         return cls(BoxColumns(offsets, sizes), files, starts, lengths)
 
-    def rows(self) -> Iterator[Row]:
+    def iterate_rows(self) -> Iterator[Row]:
         """Iterate over the extents as rows, without creating objects."""
         boxes = self.boxes
         return zip(boxes.offsets, boxes.sizes, self.files, self.starts, self.lengths, strict=True)
@@ -106,13 +106,13 @@ class ExtentColumns(Sequence[Extent]):
 
     def __iter__(self) -> Iterator[Extent]:
         codec, crcs, parts = self.codec, self.crcs or repeat(NO_CRC), self.parts or repeat(None)
-        for row, crc, part in zip(self.rows(), crcs, parts, strict=False):
+        for row, crc, part in zip(self.iterate_rows(), crcs, parts, strict=False):
             offsets, sizes, file, start, length = row
             crc32 = None if crc == NO_CRC else crc
             yield Extent(Box(offsets, sizes), file, start, length, codec, None, crc32, None, part)
 
     @overload
-    def __getitem__(self, at: int) -> Extent: ...
+    def __getitem__(self, index: int) -> Extent: ...
     @overload
     def __getitem__(self, at: slice) -> ExtentColumns: ...
     def __getitem__(self, at: int | slice) -> Extent | ExtentColumns:

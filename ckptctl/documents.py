@@ -20,7 +20,14 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from ckptctl.errors import CkptError
-from ckptctl.results import Inline, JsonField, Printed, Result, printed, schema_name
+from ckptctl.results import (
+    Inline,
+    JsonField,
+    PrintedField,
+    Result,
+    list_printed_fields,
+    schema_name,
+)
 from ckptctl.tree import TreePath
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -53,7 +60,7 @@ class ErrorDocument(Result):
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class DocumentForm:
     """One of several forms of a document.
 
     Attributes:
@@ -65,22 +72,29 @@ class Shape:
     option: str = ""
 
     @classmethod
-    def of(cls, text: str) -> Shape:
+    def from_text(cls, text: str) -> DocumentForm:
         """Parse one form of :attr:`Document.prints`."""
-        option, _, parts = text.rpartition(": ")
-        named = (tuple(map(resolve_name, part.split(" | "))) for part in parts.split(" & "))
-        return cls(tuple(named), option)
+        option, _, parts_text = text.rpartition(": ")
+        form_parts = (
+            tuple(map(resolve_name, part.split(" | "))) for part in parts_text.split(" & ")
+        )
+        return cls(tuple(form_parts), option)
 
     @property
-    def fields(self) -> dict[str, Printed]:
+    def fields(self) -> dict[str, PrintedField]:
         """Fields without the envelope. A field that is absent from some results is optional."""
-        found: dict[str, Printed] = {}
+        fields: dict[str, PrintedField] = {}
         for forms in self.parts:
-            every = [{one.name: one for one in printed(form)} for form in forms]
-            for name, one in (field for form in every for field in form.items()):
-                absent = any(name not in form for form in every)
-                found.setdefault(name, replace(one, optional=one.optional or absent))
-        return found
+            form_fields = [
+                {printed_field.name: printed_field for printed_field in list_printed_fields(form)}
+                for form in forms
+            ]
+            for name, printed_field in (field for form in form_fields for field in form.items()):
+                is_optional = any(name not in form for form in form_fields)
+                fields.setdefault(
+                    name, replace(printed_field, optional=printed_field.optional or is_optional)
+                )
+        return fields
 
 
 @dataclass(frozen=True)
@@ -107,35 +121,35 @@ class Document:
         return f"urn:{self.title.replace('.', ':').replace('/', ':')}"
 
     @cached_property
-    def shapes(self) -> tuple[Shape, ...]:
+    def forms(self) -> tuple[DocumentForm, ...]:
         """Forms of the document. Most have one."""
-        return tuple(map(Shape.of, self.prints.split(", ")))
+        return tuple(map(DocumentForm.from_text, self.prints.split(", ")))
 
     @property
-    def text(self) -> str:
+    def description(self) -> str:
         """Description of the document, from the second paragraph of its class docstring."""
-        said = inspect.getdoc(self.shapes[0].parts[-1][0]) or ""
-        paragraph = said.partition("\n\n")[2].partition("\n\n")[0]
+        docstring = inspect.getdoc(self.forms[0].parts[-1][0]) or ""
+        paragraph = docstring.partition("\n\n")[2].partition("\n\n")[0]
         return "" if _SECTION.match(paragraph) else " ".join(paragraph.split())
 
-    def described(self, shape: Shape) -> dict[str, Any]:
+    def build_form_schema(self, form: DocumentForm) -> dict[str, Any]:
         """Build the schema of one form, with descriptions in Markdown."""
         envelope = {
             "schema": {"type": "string", "description": f"`{self.title}`", "enum": [self.title]},
             "ckptctl": {"type": "string", "description": "version of the program"},
         }
-        found = _record(shape.fields.values())
-        found["properties"] = envelope | found["properties"]
-        found["required"] = [*envelope, *found["required"]]
-        return found
+        schema = _build_object_schema(form.fields.values())
+        schema["properties"] = envelope | schema["properties"]
+        schema["required"] = [*envelope, *schema["required"]]
+        return schema
 
-    def schema(self, *, closed: bool = False) -> dict[str, Any]:
+    def build_schema(self, *, closed: bool = False) -> dict[str, Any]:
         """Build the JSON Schema. A *closed* one rejects unknown fields."""
-        found = [_finished(self.described(shape), closed) for shape in self.shapes]
+        form_schemas = [_finish_schema(self.build_form_schema(form), closed) for form in self.forms]
         head = {"$schema": DIALECT, "$id": self.id, "title": self.title}
-        if self.text:
-            head["description"] = LINK.sub(r"\1", self.text)
-        return {**head, **(found[0] if len(found) == 1 else {"anyOf": found})}
+        if self.description:
+            head["description"] = LINK.sub(r"\1", self.description)
+        return {**head, **(form_schemas[0] if len(form_schemas) == 1 else {"anyOf": form_schemas})}
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,53 +162,55 @@ class Documents(Result):
     schemas: Annotated[tuple[Document, ...], JsonField("sorted by name")]
 
 
-def schema_of(kind: Any, text: str = "") -> dict[str, Any]:
+def build_type_schema(kind: Any, text: str = "") -> dict[str, Any]:
     """Build the schema of a type, with *text* as its description."""
     if get_origin(kind) is Annotated:
-        kind, said = get_args(kind)
-        text = text or said.text
+        kind, json_field = get_args(kind)
+        text = text or json_field.text
     union = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-    null = NoneType in union
-    (kind,) = (one for one in union if one is not NoneType)
-    found = _schema_of(kind, get_args(kind))
-    name = found.pop("type")
-    if null and "enum" in found:
-        found["enum"] = [*found["enum"], None]
-    described = {"description": text} if text else {}
-    return {"type": [name, "null"] if null else name, **described, **found}
+    is_nullable = NoneType in union
+    (kind,) = (member for member in union if member is not NoneType)
+    schema = _build_schema(kind, get_args(kind))
+    name = schema.pop("type")
+    if is_nullable and "enum" in schema:
+        schema["enum"] = [*schema["enum"], None]
+    description = {"description": text} if text else {}
+    return {"type": [name, "null"] if is_nullable else name, **description, **schema}
 
 
-def _schema_of(kind: Any, inner: tuple[Any, ...]) -> dict[str, Any]:
+def _build_schema(kind: Any, inner: tuple[Any, ...]) -> dict[str, Any]:
     origin = get_origin(kind)
     if isinstance(kind, type) and issubclass(kind, StrEnum):
-        return {"type": "string", "enum": [one.value for one in kind]}
+        return {"type": "string", "enum": [member.value for member in kind]}
     if origin is Literal:
         return {"type": TYPES[type(inner[0])], "enum": [*inner]}
     if origin in (tuple, list):
-        return {"type": "array", "items": schema_of(inner[0])}
+        return {"type": "array", "items": build_type_schema(inner[0])}
     if origin and issubclass(origin, Mapping):
-        return {"type": "object", "additionalProperties": schema_of(inner[1])}
-    return {"type": TYPES[kind]} if kind in TYPES else _record(printed(kind))
+        return {"type": "object", "additionalProperties": build_type_schema(inner[1])}
+    return (
+        {"type": TYPES[kind]} if kind in TYPES else _build_object_schema(list_printed_fields(kind))
+    )
 
 
-def _record(fields: Any) -> dict[str, Any]:
+def _build_object_schema(fields: Any) -> dict[str, Any]:
     return {
         "type": "object",
-        "properties": {one.name: schema_of(one.type, one.text) for one in fields},
-        "required": [one.name for one in fields if not one.optional],
+        "properties": {field.name: build_type_schema(field.type, field.text) for field in fields},
+        "required": [field.name for field in fields if not field.optional],
         "additionalProperties": True,
     }
 
 
-def _finished(node: Any, closed: bool) -> Any:
+def _finish_schema(node: Any, closed: bool) -> Any:
     """Remove links from the descriptions of a schema, and close it if asked."""
     if isinstance(node, list):
-        return [_finished(one, closed) for one in node]
+        return [_finish_schema(item, closed) for item in node]
     if not isinstance(node, dict):
         return node
-    found = {name: _finished(one, closed) for name, one in node.items()}
-    if isinstance(found.get("description"), str):
-        found["description"] = LINK.sub(r"\1", found["description"])
-    if closed and found.get("additionalProperties") is True:
-        found["additionalProperties"] = False
-    return found
+    schema = {name: _finish_schema(item, closed) for name, item in node.items()}
+    if isinstance(schema.get("description"), str):
+        schema["description"] = LINK.sub(r"\1", schema["description"])
+    if closed and schema.get("additionalProperties") is True:
+        schema["additionalProperties"] = False
+    return schema

@@ -85,7 +85,7 @@ def itemsize(name: str) -> int:
     return BY_NAME[name].itemsize
 
 
-def parse(text: str) -> str | None:
+def parse_dtype(text: str) -> str | None:
     """Return torch's name for user input such as ``bf16`` or ``torch.bfloat16``, or None."""
     name = text.strip().lower().removeprefix("torch.")
     return name if name in BY_NAME else _SPELLINGS.get(name)

@@ -33,9 +33,9 @@ from typing import Annotated
 
 from ckptctl.results import JsonField, Result
 
-SHOWN = 5
-ALTERNATIVES = 3
-CLOSE = 0.8
+MAX_LISTED_NAMES = 5
+MAX_ALTERNATIVES = 3
+MIN_SIMILARITY = 0.8
 """Minimum similarity of suggested names with another first letter."""
 
 
@@ -156,7 +156,7 @@ class MappingError(CkptError):
     code = "mapping"
 
 
-class HomelessError(MappingError):
+class UnmappedTensorError(MappingError):
     """Tensors that are unknown to all layouts, or cannot be stored in the target layout.
 
     Args:
@@ -216,7 +216,7 @@ class StorageError(CkptError):
 
 
 @contextmanager
-def storage_errors(doing: str, where: object) -> Iterator[None]:
+def wrap_os_errors(doing: str, where: object) -> Iterator[None]:
     """Convert an ``OSError`` in the block to a :class:`StorageError`.
 
     Args:
@@ -290,59 +290,63 @@ class Mention:
         return f"`{' '.join(filter(None, (self.command, *self.options)))}`"
 
 
-Spelling = Callable[[Mention], str]
-_spelling: ContextVar[Spelling] = ContextVar("spelling", default=Mention.on_command_line)
+SpellMention = Callable[[Mention], str]
+_SPELL_MENTION: ContextVar[SpellMention] = ContextVar("spelling", default=Mention.on_command_line)
 """Spelling of options in messages, set by the front end; see :mod:`ckptctl.keywords`."""
 
 
 def spell_option(*options: str, of: str = "") -> str:
     """Return the spelling of *options* for the front end that shows the message."""
-    return _spelling.get()(Mention(options, of))
+    return _SPELL_MENTION.get()(Mention(options, of))
 
 
 @contextmanager
-def spelling(how: Callable[[Mention, Spelling], str]) -> Iterator[None]:
+def override_spelling(spell: Callable[[Mention, SpellMention], str]) -> Iterator[None]:
     """Override the spelling of options in messages within the block."""
-    before = _spelling.get()
-    token = _spelling.set(lambda mention: how(mention, before))
+    previous = _SPELL_MENTION.get()
+    token = _SPELL_MENTION.set(lambda mention: spell(mention, previous))
     try:
         yield
     finally:
-        _spelling.reset(token)
+        _SPELL_MENTION.reset(token)
 
 
-def renaming(names: Mapping[str, str]) -> AbstractContextManager[None]:
+def rename_options(names: Mapping[str, str]) -> AbstractContextManager[None]:
     """Rename options in messages within the block, e.g. ``--from`` to ``--format-b``.
 
     Args:
         names: Option names by the names in messages, with dashes.
     """
 
-    def renamed(mention: Mention, spell: Spelling) -> str:
-        pairs = (one.partition(" ") for one in mention.options)
+    def spell_renamed(mention: Mention, spell: SpellMention) -> str:
+        pairs = (option.partition(" ") for option in mention.options)
         options = tuple(names.get(name, name) + space + value for name, space, value in pairs)
         return spell(Mention(options, mention.command))
 
-    return spelling(renamed)
+    return override_spelling(spell_renamed)
 
 
-def listed(
-    names: Sequence[str], shown: int = SHOWN, *, number: int | None = None, quote: str = "`"
+def quote_names(
+    names: Sequence[str],
+    limit: int = MAX_LISTED_NAMES,
+    *,
+    total: int | None = None,
+    quote: str = "`",
 ) -> str:
     """Format the first names, quoted, and the number of the others.
 
     Args:
-        names: All names, or the first of a larger *number*.
-        shown: Maximum number of names to show.
-        number: Total number of names, or None if *names* are all.
+        names: All names, or the first of a larger *total*.
+        limit: Maximum number of names to show.
+        total: Total number of names, or None if *names* are all.
         quote: Quotation mark around each name.
     """
-    head = ", ".join(f"{quote}{name}{quote}" for name in names[:shown])
-    more = (len(names) if number is None else number) - shown
-    return f"{head} and {more:,} more" if more > 0 else head
+    head = ", ".join(f"{quote}{name}{quote}" for name in names[:limit])
+    hidden_count = (len(names) if total is None else total) - limit
+    return f"{head} and {hidden_count:,} more" if hidden_count > 0 else head
 
 
-def command(name: str, *arguments: object, options: Sequence[str] = ()) -> str:
+def format_command(name: str, *arguments: object, options: Sequence[str] = ()) -> str:
     """Format a command of this program for a hint, quoted for a shell.
 
     Args:
@@ -359,25 +363,32 @@ def command(name: str, *arguments: object, options: Sequence[str] = ()) -> str:
     return f"`{shlex.join(['ckptctl', name, *words])}`"
 
 
-def excluding(name: str) -> str:
+def exclude_hint(name: str) -> str:
     """Return the hint to exclude one item that cannot be converted."""
-    return f"use {command('convert', 'SRC', 'DST', options=('--exclude', name))} to skip it"
+    return f"use {format_command('convert', 'SRC', 'DST', options=('--exclude', name))} to skip it"
 
 
-def either(names: Sequence[str], word: str = "or") -> str:
+def format_alternatives(names: Sequence[str], word: str = "or") -> str:
     """Format the first names as alternatives, and the number of the others."""
-    more = len(names) - ALTERNATIVES
-    shown = [*names[:ALTERNATIVES], *([f"{more:,} others"] if more > 1 else names[ALTERNATIVES:])]
+    more = len(names) - MAX_ALTERNATIVES
+    shown = [
+        *names[:MAX_ALTERNATIVES],
+        *([f"{more:,} others"] if more > 1 else names[MAX_ALTERNATIVES:]),
+    ]
     return f" {word} ".join(filter(None, (", ".join(shown[:-1]), *shown[-1:])))
 
 
-def possible(model_types: Sequence[str]) -> str:
+def format_model_types(model_types: Sequence[str]) -> str:
     """Format model types as alternatives, or their number if there are many."""
     count = len(model_types)
-    return either(model_types) if count <= ALTERNATIVES else f"one of {count:,} model types"
+    return (
+        format_alternatives(model_types)
+        if count <= MAX_ALTERNATIVES
+        else f"one of {count:,} model types"
+    )
 
 
-def nearest(name: str, known: Sequence[str]) -> str | None:
+def find_nearest(name: str, candidates: Sequence[str]) -> str | None:
     """Return the known name most similar to *name*, or None if none is similar.
 
     A name with another first letter must be more similar, because the first letter is rarely
@@ -385,8 +396,8 @@ def nearest(name: str, known: Sequence[str]) -> str | None:
     """
     import difflib
 
-    for close in difflib.get_close_matches(name, known, n=SHOWN, cutoff=0.6):
-        alike = difflib.SequenceMatcher(None, close, name).ratio()
-        if close[:1] == name[:1] or alike >= CLOSE:
+    for close in difflib.get_close_matches(name, candidates, n=MAX_LISTED_NAMES, cutoff=0.6):
+        similarity = difflib.SequenceMatcher(None, close, name).ratio()
+        if close[:1] == name[:1] or similarity >= MIN_SIMILARITY:
             return close
     return None

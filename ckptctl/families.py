@@ -4,7 +4,7 @@ Built-in families are the modules of :data:`PACKAGE`. A wheel contains it inside
 the repository its folder is ``converters/``, next to ``ckptctl/``. A package adds a family with an
 entry point in the group ``ckptctl.converters`` whose name is the model type and whose object is a
 :class:`~ckptctl.planner.layouts.Family`. A family in a converter file is only known within
-:func:`using`.
+:func:`use_converter_file`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from ckptctl import installed
-from ckptctl.errors import SourceNotFoundError, UsageError, nearest, spell_option
+from ckptctl.errors import SourceNotFoundError, UsageError, find_nearest, spell_option
 from ckptctl.tree import TreePath
 
 if TYPE_CHECKING:
@@ -32,19 +32,19 @@ if TYPE_CHECKING:
     from ckptctl.planner.layouts import Family
 
 PACKAGE = "ckptctl.converters"
-GROUP = "ckptctl.converters"
-MODULE = "ckptctl_converter_file"
+ENTRY_POINT_GROUP = "ckptctl.converters"
+CONVERTER_MODULE = "ckptctl_converter_file"
 """Module name of a ``--converter`` file."""
 
 _USER: ContextVar[Family | None] = ContextVar("user", default=None)
 
 
 @cache
-def built_in() -> tuple[str, ...]:
+def list_built_in() -> tuple[str, ...]:
     """Return the built-in model types. Imports the package that contains them."""
     home = Path(__file__).parent
-    inside, beside = home / "converters", home.parent / "converters"
-    folder = inside if inside.is_dir() else beside
+    bundled_folder, repository_folder = home / "converters", home.parent / "converters"
+    folder = bundled_folder if bundled_folder.is_dir() else repository_folder
     spec = importlib.util.spec_from_file_location(
         PACKAGE, folder / "__init__.py", submodule_search_locations=[str(folder)]
     )
@@ -57,11 +57,11 @@ def built_in() -> tuple[str, ...]:
 
 @cache
 def _entry_points() -> dict[str, EntryPoint]:
-    return installed.entry_points(GROUP)
+    return installed.entry_points(ENTRY_POINT_GROUP)
 
 
 @cache
-def _load(name: str) -> Family:
+def _load_family(name: str) -> Family:
     """Load the family called *name*, which must exist.
 
     The tables of a built-in family are parsed on first use.
@@ -69,16 +69,16 @@ def _load(name: str) -> Family:
     from ckptctl.planner.layouts import Family
 
     try:
-        if name in built_in():
-            found = importlib.import_module(f"{PACKAGE}.{name}").FAMILY
+        if name in list_built_in():
+            loaded_family = importlib.import_module(f"{PACKAGE}.{name}").FAMILY
         else:
-            found = _entry_points()[name].load()
-        if not isinstance(found, Family):
-            raise TypeError(f"{found!r} is not a Family")
-        if name not in built_in():
+            loaded_family = _entry_points()[name].load()
+        if not isinstance(loaded_family, Family):
+            raise TypeError(f"{loaded_family!r} is not a Family")
+        if name not in list_built_in():
             from ckptctl.planner.families.validation import iterate_contradictions
 
-            if flaw := next(iterate_contradictions(found), None):
+            if flaw := next(iterate_contradictions(loaded_family), None):
                 raise ValueError(flaw)
     except Exception as error:
         raise UsageError(
@@ -86,11 +86,11 @@ def _load(name: str) -> Family:
             why=f"{type(error).__name__}: {error}",
             hint="fix its tables, or uninstall the package that adds it",
         ) from error
-    return found
+    return loaded_family
 
 
 @contextmanager
-def using(file: str | TreePath | None) -> Iterator[None]:
+def use_converter_file(file: str | TreePath | None) -> Iterator[None]:
     """Register the family defined in *file* for the duration of the block.
 
     The file is executed. No other function executes code that the user names.
@@ -100,21 +100,21 @@ def using(file: str | TreePath | None) -> Iterator[None]:
         return
     token = _USER.set(None)
     try:
-        found = _load_file(Path(file))
-        _require_new(found, Path(file))
-        _USER.set(found)
+        loaded_family = _load_file(Path(file))
+        _require_unused_names(loaded_family, Path(file))
+        _USER.set(loaded_family)
         yield
     finally:
         _USER.reset(token)
 
 
-def _require_new(found: Family, file: Path) -> None:
+def _require_unused_names(loaded_family: Family, file: Path) -> None:
     taken = {
-        name: known.name
-        for key, known in families().items()
-        for name in (key, known.name, *known.aliases)
+        name: other.name
+        for key, other in load_families().items()
+        for name in (key, other.name, *other.aliases)
     }
-    for name in (found.name, *found.aliases):
+    for name in (loaded_family.name, *loaded_family.aliases):
         if name in taken:
             raise UsageError(
                 f"the name `{name}` is already used",
@@ -124,21 +124,23 @@ def _require_new(found: Family, file: Path) -> None:
             )
 
 
-def names() -> tuple[str, ...]:
+def list_names() -> tuple[str, ...]:
     """Return the known model types, without loading their families."""
     user = _USER.get()
-    return tuple(sorted({*built_in(), *_entry_points(), *([user.name] if user else [])}))
+    return tuple(sorted({*list_built_in(), *_entry_points(), *([user.name] if user else [])}))
 
 
-def families() -> dict[str, Family]:
+def load_families() -> dict[str, Family]:
     """Load all model families, by name."""
     user = _USER.get()
-    return {name: user if user and user.name == name else _load(name) for name in names()}
+    return {
+        name: user if user and user.name == name else _load_family(name) for name in list_names()
+    }
 
 
-def layouts(known: Iterable[Family]) -> list[str]:
-    """Return the names of all layouts of *known* families."""
-    return sorted({name for one in known for name in one.layouts})
+def list_layouts(family_list: Iterable[Family]) -> list[str]:
+    """Return the names of all layouts of *family_list* families."""
+    return sorted({name for member in family_list for name in member.layouts})
 
 
 def require_layout(family: Family, name: str) -> None:
@@ -148,19 +150,21 @@ def require_layout(family: Family, name: str) -> None:
     try:
         family.get_layout(name)
     except UsageError as error:
-        if error.hint == LIST_LAYOUTS and name in layouts(families().values()):
+        if error.hint == LIST_LAYOUTS and name in list_layouts(load_families().values()):
             error.hint = (
                 f"run `ckptctl models --layout {name}` to list the model types that have it"
             )
         raise
 
 
-def adapters(known: Iterable[Family]) -> dict[str, Family]:
-    """Return the adapter families of *known* families, by name."""
+def build_adapter_families(family_list: Iterable[Family]) -> dict[str, Family]:
+    """Return the adapter families of *family_list* families, by name."""
     from ckptctl.planner.mapping.adapters import derive_adapter_family
 
-    found = (one if one.partial else derive_adapter_family(one) for one in known)
-    return {one.name: one for one in found if one.layouts}
+    adapter_families = (
+        member if member.partial else derive_adapter_family(member) for member in family_list
+    )
+    return {member.name: member for member in adapter_families if member.layouts}
 
 
 def family(name: str) -> Family:
@@ -175,21 +179,23 @@ def family(name: str) -> Family:
 
     if name.endswith(ADAPTER_SUFFIX):
         return derive_adapter_family(family(name.removesuffix(ADAPTER_SUFFIX)))
-    plain = name.strip().lower().replace("-", "_").replace(".", "_")
-    for exact in (name, plain):
-        if exact in built_in():
-            return _load(exact)
-    known = families()
-    for spelling in (name, plain):
-        if spelling in known:
-            return known[spelling]
-        for candidate in known.values():
+    normalized = name.strip().lower().replace("-", "_").replace(".", "_")
+    for exact in (name, normalized):
+        if exact in list_built_in():
+            return _load_family(exact)
+    candidates = load_families()
+    for spelling in (name, normalized):
+        if spelling in candidates:
+            return candidates[spelling]
+        for candidate in candidates.values():
             if spelling in candidate.aliases:
                 return candidate
-    close = nearest(plain, [*known, *(alias for f in known.values() for alias in f.aliases)])
+    close = find_nearest(
+        normalized, [*candidates, *(alias for f in candidates.values() for alias in f.aliases)]
+    )
     raise UsageError(
         f"unknown model type `{name}`",
-        why=f"none of the {len(known)} known model types has that name",
+        why=f"none of the {len(candidates)} known model types has that name",
         hint=(f"did you mean `{close}`? " if close else "")
         + "`ckptctl models` lists all model types",
     )
@@ -209,25 +215,29 @@ def _load_file(file: Path) -> Family:
             where=str(file),
             hint=f"pass {spell_option('--converter FILE.py')}",
         )
-    found = getattr(_run(file), "FAMILY", None)
-    if not isinstance(found, Family):
-        why = "`FAMILY` is missing" if found is None else f"`FAMILY` is {type(found).__name__}"
+    loaded_family = getattr(_run_file(file), "FAMILY", None)
+    if not isinstance(loaded_family, Family):
+        why = (
+            "`FAMILY` is missing"
+            if loaded_family is None
+            else f"`FAMILY` is {type(loaded_family).__name__}"
+        )
         raise UsageError(
             "the converter file does not define a model family",
             where=str(file),
             why=why,
             hint="define `FAMILY = Family(...)` with `Family` from `ckptctl.plugins.families`",
         )
-    _check(found, file)
-    return found
+    _check_tables(loaded_family, file)
+    return loaded_family
 
 
-def _run(file: Path) -> ModuleType:
+def _run_file(file: Path) -> ModuleType:
     """Execute *file* as a module. No byte code is written."""
-    module = ModuleType(MODULE)
+    module = ModuleType(CONVERTER_MODULE)
     module.__file__ = str(file)
-    before = sys.modules.get(MODULE)
-    sys.modules[MODULE] = module
+    previous = sys.modules.get(CONVERTER_MODULE)
+    sys.modules[CONVERTER_MODULE] = module
     try:
         exec(compile(file.read_bytes(), str(file), "exec", dont_inherit=True), module.__dict__)
     except KeyboardInterrupt:
@@ -236,18 +246,18 @@ def _run(file: Path) -> ModuleType:
         message = error.msg if isinstance(error, SyntaxError) else str(error)
         raise UsageError(
             "cannot run the converter file",
-            where=f"{file}, line {_line_of(error, file)}",
+            where=f"{file}, line {_find_error_line(error, file)}",
             why=f"{type(error).__name__}: {message}",
         ) from error
     finally:
-        if before is None:
-            del sys.modules[MODULE]
+        if previous is None:
+            del sys.modules[CONVERTER_MODULE]
         else:
-            sys.modules[MODULE] = before
+            sys.modules[CONVERTER_MODULE] = previous
     return module
 
 
-def _line_of(error: BaseException, file: Path) -> int:
+def _find_error_line(error: BaseException, file: Path) -> int:
     """Return the line of *file* where *error* was raised."""
     if isinstance(error, SyntaxError) and error.filename == str(file):
         return error.lineno or 1
@@ -256,13 +266,15 @@ def _line_of(error: BaseException, file: Path) -> int:
     return (lines[-1] if lines else None) or 1
 
 
-def _check(found: Family, file: Path) -> None:
+def _check_tables(loaded_family: Family, file: Path) -> None:
     from ckptctl.planner.families.tables import TableError
     from ckptctl.planner.families.validation import iterate_contradictions, iterate_type_errors
 
     where = str(file)
     try:
-        flaw = next(chain(iterate_type_errors(found), iterate_contradictions(found)), None)
+        flaw = next(
+            chain(iterate_type_errors(loaded_family), iterate_contradictions(loaded_family)), None
+        )
     except TableError as error:
         lines = [line.strip() for line in file.read_text("utf-8", "replace").splitlines()]
         number = lines.index(error.line) + 1 if error.line in lines else 1

@@ -31,11 +31,11 @@ class FileIdentity:
     device: int
 
     @classmethod
-    def of(cls, status: os.stat_result) -> FileIdentity:
+    def from_stat(cls, status: os.stat_result) -> FileIdentity:
         """Return the identity for a ``stat`` result."""
         times = status.st_mtime_ns, status.st_ctime_ns
         return cls(status.st_size, *times, status.st_ino, status.st_dev)
 
-    def one_with(self, other: FileIdentity) -> bool:
+    def is_same_inode(self, other: FileIdentity) -> bool:
         """Check if both have the same inode, even if its content has changed."""
         return (self.inode, self.device) == (other.inode, other.device)

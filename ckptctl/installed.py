@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 INSTALL_TORCH = "install it with `pip install torch`"
-ENDINGS = (".dist-info", "egg-info")
+METADATA_SUFFIXES = (".dist-info", "egg-info")
 """Suffixes of the folders with the metadata of packages."""
 
 
@@ -33,25 +33,25 @@ def has_torch() -> bool:
     return spec is not None and spec.origin is not None
 
 
-def require_torch(what: str, why: str | None = None, *, instead: str = "") -> None:
+def require_torch(feature: str, why: str | None = None, *, alternative: str = "") -> None:
     """Raise if torch is not installed.
 
     Args:
-        what: Subject of the message, in the singular.
+        feature: Subject of the message, in the singular.
         why: Reason why torch is required.
-        instead: Alternative that does not require torch.
+        alternative: Alternative that does not require torch.
 
     Raises:
         MissingPackageError: torch is not installed.
     """
     if not has_torch():
-        hint = "; ".join(filter(None, (INSTALL_TORCH, instead)))
+        hint = "; ".join(filter(None, (INSTALL_TORCH, alternative)))
         raise MissingPackageError(
-            f"{what} requires torch, which is not installed", why=why, hint=hint
+            f"{feature} requires torch, which is not installed", why=why, hint=hint
         )
 
 
-def require_package(name: str, what: str) -> None:
+def require_package(name: str, feature: str) -> None:
     """Raise if the package *name* is not installed.
 
     Raises:
@@ -61,14 +61,14 @@ def require_package(name: str, what: str) -> None:
 
     if find_spec(name) is None:
         raise MissingPackageError(
-            f"{what} requires the package {name}, which is not installed",
+            f"{feature} requires the package {name}, which is not installed",
             hint=f"install it with `pip install {name}`",
         )
 
 
 def entry_points(group: str) -> dict[str, EntryPoint]:
     """Return the entry points of *group* by name, without loading them."""
-    if not mentioned(group):
+    if not may_have_entry_points(group):
         return {}
     from importlib import metadata
 
@@ -86,29 +86,29 @@ def load_entry_point(point: EntryPoint, kind: type[T]) -> T:
         UsageError: The object cannot be imported, or has another class or name.
     """
     try:
-        found = point.load()
-        if not isinstance(found, kind) or getattr(found, "name", None) != point.name:
-            raise TypeError(f"{found!r} is not a {kind.__name__} named `{point.name}`")
+        loaded = point.load()
+        if not isinstance(loaded, kind) or getattr(loaded, "name", None) != point.name:
+            raise TypeError(f"{loaded!r} is not a {kind.__name__} named `{point.name}`")
     except Exception as error:
         raise UsageError(
             f"cannot load {kind.__name__.lower()} `{point.name}`",
-            where=package_of(point),
+            where=find_package(point),
             why=f"{type(error).__name__}: {error}",
             hint="fix or uninstall the package that adds it",
         ) from error
-    return found
+    return loaded
 
 
-def package_of(point: EntryPoint) -> str:
+def find_package(point: EntryPoint) -> str:
     """Return the package of an entry point, or its module if the package is unknown."""
     return point.dist.name if point.dist else point.module
 
 
-def mentioned(group: str) -> bool:
+def may_have_entry_points(group: str) -> bool:
     """Check if an installed package may have entry points of *group*."""
     # Other importers may provide further packages.
-    others = (finder for finder in sys.meta_path if finder is not PathFinder)
-    if any(hasattr(finder, "find_distributions") for finder in others):
+    other_finders = (finder for finder in sys.meta_path if finder is not PathFinder)
+    if any(hasattr(finder, "find_distributions") for finder in other_finders):
         return True
     for folder in (folder or "." for folder in sys.path):
         if os.path.isfile(folder):  # noqa: PTH113  (a zip file)
@@ -117,7 +117,7 @@ def mentioned(group: str) -> bool:
         with suppress(OSError):
             names = os.listdir(folder)  # noqa: PTH208
         for name in names:
-            if name.lower().endswith(ENDINGS):
+            if name.lower().endswith(METADATA_SUFFIXES):
                 with (
                     suppress(OSError),
                     open(f"{folder}/{name}/entry_points.txt", "rb") as file,  # noqa: PTH123

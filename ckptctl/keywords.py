@@ -15,10 +15,10 @@ from contextlib import AbstractContextManager
 from functools import cache, partial, wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
-from ckptctl.errors import Mention, Spelling, UsageError, nearest, spelling
-from ckptctl.options import Declared, declared
+from ckptctl.errors import Mention, SpellMention, UsageError, find_nearest, override_spelling
+from ckptctl.options import DeclaredOption, list_options
 
-FUNCTIONS = (
+OWNER_FUNCTIONS = (
     *("convert", "merge", "consolidate", "verify", "diff", "extract", "inspect", "map", "prune"),
     "extract_lora",
 )
@@ -46,7 +46,7 @@ class _Keywords(Protocol[P, O_co]):
     ) -> Callable[Concatenate[A, B, C, P], R]: ...
 
 
-def keywords(options: Callable[P, O_co], without: Sequence[str] = ()) -> _Keywords[P, O_co]:
+def accept_keywords(options: Callable[P, O_co], excluded: Sequence[str] = ()) -> _Keywords[P, O_co]:
     """Replace the last parameter of a function, a dataclass of options, by keyword arguments.
 
     Signature, docstring and static types of the function are derived from the dataclass. Errors and
@@ -54,108 +54,131 @@ def keywords(options: Callable[P, O_co], without: Sequence[str] = ()) -> _Keywor
 
     Args:
         options: Dataclass of options.
-        without: Fields that the function does not take.
+        excluded: Fields that the function does not take.
     """
-    made: Callable[..., O_co] = options
-    offered = [one for one in declared(options) if one.name not in without]
-    types = {one.name: one.type for one in offered}
+    options_class: Callable[..., O_co] = options
+    declared_options = [entry for entry in list_options(options) if entry.name not in excluded]
+    types = {entry.name: entry.type for entry in declared_options}
 
-    def decorated(function: Callable[..., R]) -> Callable[..., R]:
-        *own, last = inspect.signature(function).parameters.values()
+    def decorate_function(function: Callable[..., R]) -> Callable[..., R]:
+        *own_parameters, last = inspect.signature(function).parameters.values()
         parameters = [
-            one.replace(annotation=types[one.name])
-            for one in inspect.signature(options).parameters.values()
-            if one.name in types
+            entry.replace(annotation=types[entry.name])
+            for entry in inspect.signature(options).parameters.values()
+            if entry.name in types
         ]
-        signature = inspect.signature(function).replace(parameters=[*own, *parameters])
-        names = [one.name for one in parameters]
-        spelled = partial(_as_keywords, names=_keyword_names(offered))
+        signature = inspect.signature(function).replace(parameters=[*own_parameters, *parameters])
+        names = [entry.name for entry in parameters]
+        spell = partial(_spell_as_keywords, names=_map_keyword_names(declared_options))
 
         @wraps(function)
-        def called(*args: Any, **given: Any) -> R:
-            for name in given.keys() - signature.parameters.keys():
-                close = nearest(name, names)
+        def call_with_options(*args: Any, **arguments: Any) -> R:
+            for name in arguments.keys() - signature.parameters.keys():
+                close = find_nearest(name, names)
                 raise UsageError(
                     f"unknown option `{name}`", hint=f"did you mean `{close}`?" if close else None
                 )
             try:
-                bound = signature.bind(*args, **given).arguments
+                bound = signature.bind(*args, **arguments).arguments
             except TypeError as error:
                 raise TypeError(f"{function.__qualname__}(): {error}") from None
-            for one in own:
-                if one.annotation == "str" and not isinstance(bound[one.name], str):
-                    raise UsageError(f"{bound[one.name]!r} is not a string", where=one.name)
-            with spelling(spelled):
-                chosen = made(**{name: bound.pop(name) for name in names if name in bound})
+            for entry in own_parameters:
+                if entry.annotation == "str" and not isinstance(bound[entry.name], str):
+                    raise UsageError(f"{bound[entry.name]!r} is not a string", where=entry.name)
+            with override_spelling(spell):
+                chosen = options_class(**{name: bound.pop(name) for name in names if name in bound})
                 return function(**bound, **{last.name: chosen})
 
-        called.__signature__ = signature  # type: ignore[attr-defined]
-        called.options = offered  # type: ignore[attr-defined]
-        called.__doc__ = _documented(function.__doc__ or "", offered)
-        return called
+        call_with_options.__signature__ = signature  # type: ignore[attr-defined]
+        call_with_options.options = declared_options  # type: ignore[attr-defined]
+        call_with_options.__doc__ = _document_options(function.__doc__ or "", declared_options)
+        return call_with_options
 
-    return decorated
+    return decorate_function
 
 
-def in_python(*options: Any) -> AbstractContextManager[None]:
+def spell_in_python(*options: Any) -> AbstractContextManager[None]:
     """Spell the fields of *options*, dataclasses, as keyword arguments in messages."""
-    names = _keyword_names([one for each in options for one in declared(each)])
-    return spelling(partial(_as_keywords, names=names))
+    names = _map_keyword_names(
+        [option for options_class in options for option in list_options(options_class)]
+    )
+    return override_spelling(partial(_spell_as_keywords, names=names))
 
 
-def _as_keywords(mention: Mention, _: Spelling, *, names: Mapping[str, str]) -> str:
+def _spell_as_keywords(mention: Mention, _: SpellMention, *, names: Mapping[str, str]) -> str:
     """Spell *mention* as keyword arguments, of another function if an option is not in *names*."""
-    pairs = [one.partition(" ")[::2] for one in mention.options]
-    foreign = [name for name, _ in pairs if name.startswith("--") and name not in names]
-    other = mention.command
-    if foreign:
-        other = next((_elsewhere()[name][0] for name in foreign if name in _elsewhere()), other)
-    if other:
-        taken = {name: one for name, (function, one) in _elsewhere().items() if function == other}
-        names = {**names, **taken}
-    given = ", ".join(_assigned(names.get(name, name), value) for name, value in pairs)
-    if not other:
-        return f"`{given}`"
-    return f"`ckptctl.{other}({given})`" if "=" in given else f"`{given}` of `ckptctl.{other}`"
+    name_value_pairs = [text.partition(" ")[::2] for text in mention.options]
+    unknown_names = [
+        name for name, _ in name_value_pairs if name.startswith("--") and name not in names
+    ]
+    owner = mention.command
+    if unknown_names:
+        owner = next(
+            (
+                _map_option_owners()[name][0]
+                for name in unknown_names
+                if name in _map_option_owners()
+            ),
+            owner,
+        )
+    if owner:
+        owner_names = {
+            name: text
+            for name, (function, text) in _map_option_owners().items()
+            if function == owner
+        }
+        names = {**names, **owner_names}
+    assignments = ", ".join(
+        _format_assignment(names.get(name, name), value) for name, value in name_value_pairs
+    )
+    if not owner:
+        return f"`{assignments}`"
+    return (
+        f"`ckptctl.{owner}({assignments})`"
+        if "=" in assignments
+        else f"`{assignments}` of `ckptctl.{owner}`"
+    )
 
 
-def _documented(text: str, fields: Sequence[Declared]) -> str:
+def _document_options(text: str, fields: Sequence[DeclaredOption]) -> str:
     """Replace the docstring entry of the last parameter by entries for *fields*."""
     return re.sub(
         r"^( *)options: .*\n",
-        lambda found: "".join(f"{found[1]}{one.name}: {python(one)}\n" for one in fields),
+        lambda match: "".join(
+            f"{match[1]}{option.name}: {describe_option(option)}\n" for option in fields
+        ),
         text,
         flags=re.MULTILINE,
     )
 
 
-def python(one: Declared) -> str:
+def describe_option(declared_option: DeclaredOption) -> str:
     """Return the help of an option for Python."""
-    text = one.option.python or one.option.help.replace(" Repeatable.", "")
+    text = declared_option.option.python or declared_option.option.help.replace(" Repeatable.", "")
     text, default, value = text.partition("[default: ")
     if default:
         text = f"{text.rstrip()} Default: {value.removesuffix(']')}."
-    return " ".join(_marked(word, one.words) for word in text.split(" "))
+    return " ".join(_mark_code(word, declared_option.words) for word in text.split(" "))
 
 
-def _marked(word: str, values: Sequence[str]) -> str:
+def _mark_code(word: str, values: Sequence[str]) -> str:
     """Mark *word* as code if it is one of *values*."""
     bare = word.strip("(),.:;")
     return word.replace(bare, f"``{bare}``") if bare in values else word
 
 
 @cache
-def _elsewhere() -> Mapping[str, tuple[str, str]]:
+def _map_option_owners() -> Mapping[str, tuple[str, str]]:
     """Map options to the function that takes them and to their keyword."""
     package = importlib.import_module("ckptctl")
-    found: dict[str, tuple[str, str]] = {}
-    for function in FUNCTIONS:
-        names = _keyword_names(getattr(package, function).options)
-        found = {**{spelled: (function, name) for spelled, name in names.items()}, **found}
-    return found
+    owners: dict[str, tuple[str, str]] = {}
+    for function in OWNER_FUNCTIONS:
+        names = _map_keyword_names(getattr(package, function).options)
+        owners = {**{spelling: (function, name) for spelling, name in names.items()}, **owners}
+    return owners
 
 
-def _assigned(name: str, value: str) -> str:
+def _format_assignment(name: str, value: str) -> str:
     """Format an option with its value as a keyword argument."""
     if not value or "=" in name:
         return name + (f" {value}" if value else "")
@@ -168,11 +191,11 @@ def _assigned(name: str, value: str) -> str:
     return f"{name}={value if bare else repr(value)}"
 
 
-def _keyword_names(fields: Sequence[Declared]) -> dict[str, str]:
+def _map_keyword_names(fields: Sequence[DeclaredOption]) -> dict[str, str]:
     """Map options of the command line to keyword arguments."""
     return {
-        spelling: f"{one.name}={not one.default}" if one.flag else one.name
-        for one in fields
-        for spelling in one.spellings
+        spelling: f"{option.name}={not option.default}" if option.flag else option.name
+        for option in fields
+        for spelling in option.spellings
         if spelling.startswith("--")
     }

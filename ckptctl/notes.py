@@ -41,10 +41,10 @@ class Notes(list[Note]):
         """Add reasons by subject. The last reason for a subject counts."""
         self.extend(Note(kind, subject, text) for subject, text in reasons.items())
 
-    def texts(self, kind: Kind = "note") -> tuple[str, ...]:
+    def get_texts(self, kind: Kind = "note") -> tuple[str, ...]:
         """Return the texts of a kind, each once."""
         return tuple(dict.fromkeys(note.text for note in self if note.kind == kind))
 
-    def reasons(self, kind: Kind) -> dict[str, str]:
+    def get_reasons(self, kind: Kind) -> dict[str, str]:
         """Return the reasons of a kind by subject."""
         return {note.subject: note.text for note in self if note.kind == kind}

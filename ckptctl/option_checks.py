@@ -11,66 +11,66 @@ from pathlib import Path
 from typing import SupportsIndex
 
 from ckptctl.errors import UsageError, spell_option
-from ckptctl.options import Given, among
+from ckptctl.options import Given, require_choice
 from ckptctl.tree import TreePath, UrlPath
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
-MOST_THREADS = 1024
-STEPS = "ckptctl.steps"
+MAX_THREADS = 1024
+STEP_GROUP = "ckptctl.steps"
 """Entry point group for steps of conversions."""
-READ_HERE = "pass a path; `.` is the working directory"
+PATH_HINT = "pass a path; `.` is the working directory"
 AnyPath = str | Path | UrlPath
 
 
-def readable_formats(_: Given | None = None) -> list[str]:
+def list_readable_formats(_: Given | None = None) -> list[str]:
     """List the formats that can be read, including those of installed packages."""
     from ckptctl import formats
 
     return [*formats.names(), *formats.added()]
 
 
-def writable_formats(_: Given | None = None) -> list[str]:
+def list_writable_formats(_: Given | None = None) -> list[str]:
     """List the formats that can be written, including those of installed packages."""
     from ckptctl import formats
     from ckptctl.formats.base import WritableFormat
 
     added = formats.added().items()
-    more = (name for name, found in added if isinstance(found, WritableFormat))
-    return [*formats.writable(), *more]
+    added_names = (name for name, known_format in added if isinstance(known_format, WritableFormat))
+    return [*formats.writable(), *added_names]
 
 
-def model_types(given: Given) -> list[str]:
+def list_model_types(arguments: Given) -> list[str]:
     """List all model types, including that of ``converter``."""
     from ckptctl import families
 
-    with families.using(given.get("converter")):
-        return list(families.names())
+    with families.use_converter_file(arguments.get("converter")):
+        return list(families.list_names())
 
 
-def layouts(given: Given) -> list[str]:
+def list_layouts(arguments: Given) -> list[str]:
     """List the layouts of the given model type, or of all."""
     from ckptctl import families
 
-    named = given.get("model_type") or given.get("family")
-    with families.using(given.get("converter")):
-        if named:
-            return list(families.family(named).layouts)
-        return families.layouts(families.families().values())
+    model_type = arguments.get("model_type") or arguments.get("family")
+    with families.use_converter_file(arguments.get("converter")):
+        if model_type:
+            return list(families.family(model_type).layouts)
+        return families.list_layouts(families.load_families().values())
 
 
-def tensors(given: Given) -> list[str]:
+def list_tensor_names(arguments: Given) -> list[str]:
     """List the tensor names of the first checkpoint on the command line."""
     from ckptctl import formats
 
-    path = given.get("")
+    path = arguments.get("")
     # Completion never accesses the network, and names in another layout are not in the checkpoint.
-    if not path or ":/" in str(path) or given.get("layout"):
+    if not path or ":/" in str(path) or arguments.get("layout"):
         return []
-    chosen = given.get("from_format") or given.get("format")
-    return list(formats.open_checkpoint(Path(path), chosen).tensors)
+    format_name = arguments.get("from_format") or arguments.get("format")
+    return list(formats.open_checkpoint(Path(path), format_name).tensors)
 
 
-def floating_dtypes(_: Given | None = None) -> list[str]:
+def list_floating_dtypes(_: Given | None = None) -> list[str]:
     """List the dtypes that tensors can be cast to."""
     from ckptctl.dtypes import BY_NAME
 
@@ -78,12 +78,12 @@ def floating_dtypes(_: Given | None = None) -> list[str]:
     return [f"fp{name[1:]}" if name[1:].isdigit() else name for name in short]
 
 
-def dequantized_dtypes(_: Given | None = None) -> list[str]:
+def list_dequantized_dtypes(_: Given | None = None) -> list[str]:
     """List the dtypes that quantized tensors can be dequantized to."""
     return ["bf16", "fp32"]
 
 
-def quantization_schemes(_: Given | None = None) -> list[str]:
+def list_quantization_schemes(_: Given | None = None) -> list[str]:
     """List the schemes that weights can be quantized with."""
     from ckptctl.numerics.quantization.recipes import recipes
 
@@ -93,7 +93,7 @@ def quantization_schemes(_: Given | None = None) -> list[str]:
 # ---------------------------------------------------------------------------------- checks
 
 
-def path(value: str | TreePath, hint: str = READ_HERE) -> TreePath:
+def check_path(value: str | TreePath, hint: str = PATH_HINT) -> TreePath:
     """Return a path, or raise with *hint* if it is empty."""
     from ckptctl.storage.urls import to_path_text  # not needed for `--help`
 
@@ -102,64 +102,64 @@ def path(value: str | TreePath, hint: str = READ_HERE) -> TreePath:
     return Path(value)
 
 
-def place(value: str | TreePath, hint: str = READ_HERE) -> TreePath:
+def check_location(value: str | TreePath, hint: str = PATH_HINT) -> TreePath:
     """Parse the path or URL of a checkpoint, without looking it up."""
     from ckptctl.storage.paths import parse_path
 
-    path(value, hint)
+    check_path(value, hint)
     return parse_path(value)
 
 
-new_place = partial(place, hint="pass the path of the output")
+check_new_location = partial(check_location, hint="pass the path of the output")
 
 
-def output_file(value: str | TreePath) -> Path:
+def check_output_file(value: str | TreePath) -> Path:
     """Return the local path of an output file, which may be given as a ``file://`` URL."""
     from ckptctl.storage.destinations import require_local_path
     from ckptctl.storage.paths import parse_path
 
-    path(value, "pass the file to write")
+    check_path(value, "pass the file to write")
     require_local_path(value)
     return Path(parse_path(value))
 
 
-def globs(value: Iterable[str]) -> tuple[str, ...]:
+def check_globs(value: Iterable[str]) -> tuple[str, ...]:
     """Return globs as a tuple. A single string is one glob."""
     if not isinstance(value, Iterable):
         raise UsageError(f"{value!r} is neither a glob nor a list of globs")
-    several = (value,) if isinstance(value, str) else tuple(value)
-    for one in several:
-        if not isinstance(one, str):
-            raise UsageError(f"{one!r} is not a glob")
-    return several
+    patterns = (value,) if isinstance(value, str) else tuple(value)
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise UsageError(f"{pattern!r} is not a glob")
+    return patterns
 
 
-def added_steps(_: Given | None = None) -> list[str]:
+def list_added_steps(_: Given | None = None) -> list[str]:
     """List the steps that installed packages add to a conversion."""
     from ckptctl import installed
 
-    return sorted(installed.entry_points(STEPS))
+    return sorted(installed.entry_points(STEP_GROUP))
 
 
-def steps(value: Iterable[str]) -> tuple[str, ...]:
+def check_steps(value: Iterable[str]) -> tuple[str, ...]:
     """Raise if a step is unknown or is given twice."""
-    several = globs(value)
-    names = [one.partition("=")[0] for one in several]
+    values = check_globs(value)
+    names = [text.partition("=")[0] for text in values]
     for name in names:
-        among(name, "step", added_steps())
+        require_choice(name, "step", list_added_steps())
         if names.count(name) > 1:
             raise UsageError(f"step `{name}` is given twice", hint="give it once")
-    return several
+    return values
 
 
-def readable(value: str) -> str:
+def check_readable_format(value: str) -> str:
     """Raise if a format cannot be read. Only unknown names search installed packages."""
     from ckptctl import formats
 
-    return value if value in formats.names() else _format(value, readable_formats())
+    return value if value in formats.names() else _check_format(value, list_readable_formats())
 
 
-def writable(value: str) -> str:
+def check_writable_format(value: str) -> str:
     """Raise if a format cannot be written."""
     from ckptctl import formats
 
@@ -171,59 +171,63 @@ def writable(value: str) -> str:
             "`convert_hf_to_gguf.py`"
         )
         raise UsageError("writing GGUF is not supported", hint=hint)
-    known = writable_formats()
-    if value in formats.names() and value not in known:
-        written = ", ".join(known)
-        raise UsageError(f"format `{value}` can only be read", why=f"writable formats: {written}")
-    return _format(value, known)
+    choices = list_writable_formats()
+    if value in formats.names() and value not in choices:
+        format_names = ", ".join(choices)
+        raise UsageError(
+            f"format `{value}` can only be read", why=f"writable formats: {format_names}"
+        )
+    return _check_format(value, choices)
 
 
-def _format(value: str, known: Sequence[str]) -> str:
+def _check_format(value: str, choices: Sequence[str]) -> str:
     from ckptctl import formats
 
-    return among(value, "format", known, formats.other_names(), "ckptctl formats")
+    return require_choice(value, "format", choices, formats.other_names(), "ckptctl formats")
 
 
-def positive(value: int) -> int:
+def check_positive(value: int) -> int:
     """Raise unless *value* is an integer above 0."""
     if type(value) is not int or value < 1:
         raise UsageError(f"{value} is not a positive number")
     return value
 
 
-def number_check(
+def build_number_check(
     noun: str, fits: Callable[[float], bool], why: str | None = None
 ) -> Callable[[float], float]:
     """Return a check that raises unless *fits* accepts the number."""
 
-    def checked(value: float) -> float:
+    def check_number(value: float) -> float:
         if type(value) not in (int, float) or not fits(value):
             raise UsageError(f"{value} is not {noun}", why=why)
         return value
 
-    return checked
+    return check_number
 
 
-factor = number_check("a positive number", lambda value: 0 < value < math.inf)
-share = number_check(
+check_factor = build_number_check("a positive number", lambda value: 0 < value < math.inf)
+check_fraction = build_number_check(
     "a fraction", lambda value: 0 < value <= 1, why="it must be above 0 and at most 1"
 )
-tolerated = number_check("a non-negative number", lambda value: 0 <= value <= sys.float_info.max)
+check_tolerance = build_number_check(
+    "a non-negative number", lambda value: 0 <= value <= sys.float_info.max
+)
 
 
-def at_least(least: int) -> Callable[[SupportsIndex], int]:
-    """Return a check for integers, including NumPy's, of at least *least*."""
+def build_minimum_check(minimum: int) -> Callable[[SupportsIndex], int]:
+    """Return a check for integers, including NumPy's, of at least *minimum*."""
 
-    def checked(value: SupportsIndex) -> int:
-        number = operator.index(value) if hasattr(value, "__index__") else least - 1
-        if number < least:
-            raise UsageError(f"{value!r} is not an integer >= {least}")
+    def check_minimum(value: SupportsIndex) -> int:
+        number = operator.index(value) if hasattr(value, "__index__") else minimum - 1
+        if number < minimum:
+            raise UsageError(f"{value!r} is not an integer >= {minimum}")
         return number
 
-    return checked
+    return check_minimum
 
 
-def step(value: SupportsIndex) -> int:
+def check_step(value: SupportsIndex) -> int:
     """Return a step number, which may be an integer of NumPy or torch, as an int."""
     try:
         number = -1 if isinstance(value, bool) else operator.index(value)
@@ -234,16 +238,16 @@ def step(value: SupportsIndex) -> int:
     return number
 
 
-def thread_count(value: int) -> int:
+def check_thread_count(value: int) -> int:
     """Raise if *value* is not a supported number of threads."""
-    if positive(value) > MOST_THREADS:
+    if check_positive(value) > MAX_THREADS:
         raise UsageError(
-            f"cannot use {counted(value, 'thread')}", why=f"the maximum is {MOST_THREADS}"
+            f"cannot use {pluralize(value, 'thread')}", why=f"the maximum is {MAX_THREADS}"
         )
     return value
 
 
-def axis_sizes(value: Mapping[str, int]) -> dict[str, int]:
+def check_axis_sizes(value: Mapping[str, int]) -> dict[str, int]:
     """Raise if a size is not positive."""
     if not isinstance(value, Mapping):
         raise UsageError(f"{value!r} is not a dictionary of sizes")
@@ -267,24 +271,24 @@ def parse_sizes(texts: Sequence[str]) -> dict[str, int]:
     return sizes
 
 
-def dtype_check(kind: str, known: Callable[[], list[str]]) -> Callable[[str], str]:
-    """Return a check that raises for other than *known* dtypes, and returns torch's name."""
+def build_dtype_check(kind: str, list_choices: Callable[[], list[str]]) -> Callable[[str], str]:
+    """Return a check that raises for other than *list_choices* dtypes, and returns torch's name."""
 
-    def checked(value: str) -> str:
+    def check_dtype(value: str) -> str:
         from ckptctl import dtypes
 
-        name = dtypes.parse(str(value))
-        if name not in map(dtypes.parse, known()):
-            among(str(value), kind, known())
+        name = dtypes.parse_dtype(str(value))
+        if name not in map(dtypes.parse_dtype, list_choices()):
+            require_choice(str(value), kind, list_choices())
         return str(name)
 
-    return checked
+    return check_dtype
 
 
-floating = dtype_check("floating dtype", floating_dtypes)
-dequantized = dtype_check("dtype", dequantized_dtypes)
+check_floating_dtype = build_dtype_check("floating dtype", list_floating_dtypes)
+check_dequantized_dtype = build_dtype_check("dtype", list_dequantized_dtypes)
 
 
-def scheme(value: str) -> str:
+def check_scheme(value: str) -> str:
     """Raise if a quantization scheme is unknown."""
-    return among(str(value), "scheme", quantization_schemes())
+    return require_choice(str(value), "scheme", list_quantization_schemes())

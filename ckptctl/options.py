@@ -32,7 +32,7 @@ from typing import (
     get_type_hints,
 )
 
-from ckptctl.errors import UsageError, nearest, spell_option
+from ckptctl.errors import UsageError, find_nearest, spell_option
 
 Given = Mapping[str, Any]
 """Command line so far, by field name. The key ``""`` is the first argument."""
@@ -41,9 +41,9 @@ Panel = Literal[
     "Common", "Select", "Format and model", "Output", "Safety", "Performance", "Advanced"
 ]
 """Sections of the help of a command with many options, in order."""
-FEW = 8
+MAX_LISTED_CHOICES = 8
 """Maximum number of names that a message lists."""
-_MANY = (Sequence, Mapping)
+_REPEATABLE = (Sequence, Mapping)
 # Patterns are compiled on use, because few commands need them.
 _NUMBERS = {
     int: (r"\s*[-+]?[0-9][0-9_]*(\.0*)?\s*", "an integer"),
@@ -120,7 +120,7 @@ class Argument(Option):
     """Declaration of a positional argument, in the ``Annotated`` type of its field."""
 
 
-class Declared:
+class DeclaredOption:
     """Declared option of a command or function, with its type and default.
 
     Attributes:
@@ -135,7 +135,7 @@ class Declared:
         kinds: Types of the value, without None.
         words: Allowed values of a ``Literal``; otherwise empty.
         spellings: Spellings on the command line, for Typer.
-        shown: Name in errors on the command line.
+        display_name: Name in errors on the command line.
     """
 
     def __init__(self, name: str, option: Option, type: Any, default: Any) -> None:
@@ -144,33 +144,33 @@ class Declared:
         self.flag = type is bool
         union = get_args(type) if get_origin(type) in (Union, UnionType) else (type,)
         self.optional = NoneType in union
-        self.kinds: tuple[Any, ...] = tuple(one for one in union if one is not NoneType)
-        origins = {get_origin(one) for one in self.kinds}
-        self.repeated = not origins.isdisjoint(_MANY)
+        self.kinds: tuple[Any, ...] = tuple(member for member in union if member is not NoneType)
+        origins = {get_origin(member) for member in self.kinds}
+        self.repeated = not origins.isdisjoint(_REPEATABLE)
         literal = origins == {Literal}
-        words = (word for one in self.kinds for word in get_args(one)) if literal else ()
+        words = (word for member in self.kinds for word in get_args(member)) if literal else ()
         self.words: tuple[str, ...] = tuple(words)
         self.spellings = tuple(option.flags.split()) or (f"--{name.replace('_', '-')}",)
-        self.shown = option.metavar if isinstance(option, Argument) else self.spellings[-1]
+        self.display_name = option.metavar if isinstance(option, Argument) else self.spellings[-1]
 
-    def read(self, given: Any) -> Any:
+    def parse_value(self, raw_value: Any) -> Any:
         """Convert text from the command line to a checked value.
 
         Raises:
             UsageError: The text is not a valid value.
         """
-        if given is None:
+        if raw_value is None:
             return self.default if self.repeated else None
         if self.option.parse:
-            return self.checked(self.option.parse(given))
+            return self.check_value(self.option.parse(raw_value))
         if self.flag:
-            return given is not self.default
-        kind = next((one for one in self.kinds if one in _NUMBERS), None)
-        if isinstance(given, str) and kind and str not in self.kinds:
-            return self.checked(number(kind, given))
-        return self.checked(tuple(given) if self.repeated else given)
+            return raw_value is not self.default
+        kind = next((member for member in self.kinds if member in _NUMBERS), None)
+        if isinstance(raw_value, str) and kind and str not in self.kinds:
+            return self.check_value(parse_number(kind, raw_value))
+        return self.check_value(tuple(raw_value) if self.repeated else raw_value)
 
-    def checked(self, value: Any) -> Any:
+    def check_value(self, value: Any) -> Any:
         """Check *value* and convert it to the type that the operation takes.
 
         Raises:
@@ -179,18 +179,20 @@ class Declared:
         if value is None:
             return value
         if getattr(value, "shape", None) == ():
-            value = _item(value)
+            value = _to_python_number(value)
         if self.words:
-            among(value, "value", self.words)
+            require_choice(value, "value", self.words)
         if self.option.check:
             return self.option.check(value)
-        if not any(_fits(value, kind) for kind in self.kinds):
-            nouns = " or ".join(_NOUNS.get(get_origin(one) or one, "None") for one in self.kinds)
+        if not any(_matches_kind(value, kind) for kind in self.kinds):
+            nouns = " or ".join(
+                _NOUNS.get(get_origin(member) or member, "None") for member in self.kinds
+            )
             raise UsageError(f"{value!r} is not {nouns}")
         return value
 
 
-def _item(value: Any) -> Any:
+def _to_python_number(value: Any) -> Any:
     """Convert a number of NumPy or torch to Python's."""
     try:
         return value.item()
@@ -198,7 +200,7 @@ def _item(value: Any) -> Any:
         raise UsageError(f"{value!r} cannot be converted to a number", why=f"{error}") from error
 
 
-def _fits(value: object, kind: Any) -> bool:
+def _matches_kind(value: object, kind: Any) -> bool:
     """Check if *value* has type *kind*. Kinds without a known noun accept everything."""
     kind = get_origin(kind) or kind
     if kind is Sequence:
@@ -206,7 +208,7 @@ def _fits(value: object, kind: Any) -> bool:
     return kind not in _NOUNS or isinstance(value, kind)
 
 
-def number(kind: type[int] | type[float], text: str) -> float:
+def parse_number(kind: type[int] | type[float], text: str) -> float:
     """Parse *text* as a number of type *kind*.
 
     Raises:
@@ -227,21 +229,21 @@ class Options:
         Raises:
             UsageError: A value is invalid, or options conflict. *where* names the option.
         """
-        options, values = declared(type(self)), {}
+        options, values = list_options(type(self)), {}
         try:
-            for one in options:
-                value = getattr(self, one.name)
-                if value is None and not one.optional:
+            for option in options:
+                value = getattr(self, option.name)
+                if value is None and not option.optional:
                     raise UsageError("it cannot be None", hint="omit it to use the default")
-                values[one.name] = one.checked(value)
-                object.__setattr__(self, one.name, values[one.name])
+                values[option.name] = option.check_value(value)
+                object.__setattr__(self, option.name, values[option.name])
         except UsageError as error:
-            error.where = error.where or one.name
+            error.where = error.where or option.name
             raise
         require_compatible(options, values)
 
 
-def require_compatible(options: Sequence[Declared], values: Mapping[str, Any]) -> None:
+def require_compatible(options: Sequence[DeclaredOption], values: Mapping[str, Any]) -> None:
     """Raise if options conflict, or if an option that another one requires is missing.
 
     Args:
@@ -251,67 +253,71 @@ def require_compatible(options: Sequence[Declared], values: Mapping[str, Any]) -
     Raises:
         UsageError: Two options conflict, or a required option is missing.
     """
-    known = {one.name: one for one in options}
+    options_by_name = {option.name: option for option in options}
 
     def is_given(name: str, value: str = "") -> bool:
-        given = values[name]
-        return bool(given == value if value else given != known[name].default)
+        current = values[name]
+        return bool(current == value if value else current != options_by_name[name].default)
 
-    def spelled(name: str, value: str = "") -> str:
-        return spell_option(" ".join(filter(None, (known[name].shown, value))))
+    def format_option(name: str, value: str = "") -> str:
+        return spell_option(" ".join(filter(None, (options_by_name[name].display_name, value))))
 
-    for one in options:
-        if not (one.option.excludes or one.option.requires) or not is_given(one.name):
+    for option in options:
+        if not (option.option.excludes or option.option.requires) or not is_given(option.name):
             continue
-        this = spelled(one.name)
-        for excluded in one.option.excludes:
+        this = format_option(option.name)
+        for excluded in option.option.excludes:
             name, _, value = excluded.other.partition("=")
-            if name in known and is_given(name, value):
-                both = {"this": this, "other": spelled(name, value)}
+            if name in options_by_name and is_given(name, value):
+                option_names = {"this": this, "other": format_option(name, value)}
                 reason = excluded.reason and f" ({excluded.reason})"
                 raise UsageError(
-                    "{this} conflicts with {other}".format(**both) + reason,
-                    why=excluded.why.format(**both) or None,
-                    hint=excluded.hint.format(**both) or None,
+                    "{this} conflicts with {other}".format(**option_names) + reason,
+                    why=excluded.why.format(**option_names) or None,
+                    hint=excluded.hint.format(**option_names) or None,
                 )
-        name, _, value = one.option.requires.partition("=")
-        if name in known and not is_given(name, value):
-            other = spelled(name, value)
-            raise UsageError(f"{this} requires {other}", hint=f"add {other}" if value else None)
+        name, _, value = option.option.requires.partition("=")
+        if name in options_by_name and not is_given(name, value):
+            other_option = format_option(name, value)
+            raise UsageError(
+                f"{this} requires {other_option}", hint=f"add {other_option}" if value else None
+            )
 
 
 T = TypeVar("T")
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
-def group(fields: type[T]) -> type[T]:
+def option_group(class_: type[T]) -> type[T]:
     """Make a class a mixin of option dataclasses that is never instantiated itself.
 
     It gets no ``__init__``, ``__repr__`` and ``__eq__``, because generating them slows ``--help``.
     """
-    return dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)(fields)
+    return dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)(class_)
 
 
-def declared(of: Any) -> tuple[Declared, ...]:
+def list_options(owner: Any) -> tuple[DeclaredOption, ...]:
     """Return the options that a dataclass or function declares, in order."""
-    return _declared(of)
+    return _find_options(owner)
 
 
 @cache
-def _declared(of: Callable[..., Any]) -> tuple[Declared, ...]:
-    hints = get_type_hints(of, include_extras=True)
-    found = []
-    for name, parameter in inspect.signature(of).parameters.items():
+def _find_options(owner: Callable[..., Any]) -> tuple[DeclaredOption, ...]:
+    hints = get_type_hints(owner, include_extras=True)
+    options = []
+    for name, parameter in inspect.signature(owner).parameters.items():
         if get_origin(hints.get(name)) is Annotated:
-            kind, *more = get_args(hints[name])
-            option = next((one for one in more if isinstance(one, Option)), None)
+            kind, *metadata = get_args(hints[name])
+            option = next(
+                (annotation for annotation in metadata if isinstance(annotation, Option)), None
+            )
             if option is not None:
-                found.append(Declared(name, option, kind, parameter.default))
-    return tuple(found)
+                options.append(DeclaredOption(name, option, kind, parameter.default))
+    return tuple(options)
 
 
 @contextmanager
-def about(name: str) -> Iterator[None]:
+def blame_option(name: str) -> Iterator[None]:
     """Attribute a UsageError in the block to option *name*, unless it names one."""
     try:
         yield
@@ -320,34 +326,38 @@ def about(name: str) -> Iterator[None]:
         raise
 
 
-def among(
+def require_choice(
     value: str,
     kind: str,
-    known: Sequence[str],
-    elsewhere: Mapping[str, str] | None = None,
-    lists: str | None = None,
+    choices: Sequence[str],
+    aliases: Mapping[str, str] | None = None,
+    list_command: str | None = None,
 ) -> str:
-    """Return *value* if it is one of *known*, or raise.
+    """Return *value* if it is one of *choices*, or raise.
 
     Args:
         value: Value to check.
         kind: Noun for the message.
-        known: Allowed values.
-        elsewhere: Aliases of allowed values, for suggestions.
-        lists: Command that lists the allowed values, shown if there are too many for the message.
+        choices: Allowed values.
+        aliases: Aliases of allowed values, for suggestions.
+        list_command: Command that lists the allowed values, shown if there are too many for the message.
 
     Raises:
         UsageError: The value is not allowed. The message suggests the most similar one.
     """
-    if value in known:
+    if value in choices:
         return value
-    word, others = str(value).lower(), elsewhere or {}
-    close = word if word in others else nearest(word, [*known, *others])
-    close = others.get(close or "", close)
-    close = close if close in known else None
-    many = f"`{lists}` lists all {len(known)} {kind}s" if lists and len(known) > FEW else None
+    word, other_names = str(value).lower(), aliases or {}
+    close = word if word in other_names else find_nearest(word, [*choices, *other_names])
+    close = other_names.get(close or "", close)
+    close = close if close in choices else None
+    list_hint = (
+        f"`{list_command}` lists all {len(choices)} {kind}s"
+        if list_command and len(choices) > MAX_LISTED_CHOICES
+        else None
+    )
     raise UsageError(
         f"unknown {kind} `{value}`",
-        why=None if many else f"known: {', '.join(known)}",
-        hint=" ".join(filter(None, (close and f"did you mean `{close}`?", many))) or None,
+        why=None if list_hint else f"known: {', '.join(choices)}",
+        hint=" ".join(filter(None, (close and f"did you mean `{close}`?", list_hint))) or None,
     )

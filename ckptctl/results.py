@@ -27,7 +27,7 @@ from operator import attrgetter
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
-_PLAIN = (str, int, float, bool, NoneType)
+_JSON_TYPES = (str, int, float, bool, NoneType)
 
 
 @dataclass(eq=False)
@@ -80,7 +80,7 @@ class Result:
 
 
 @dataclass(eq=False)
-class Printed:
+class PrintedField:
     """Printed field of a result.
 
     Attributes:
@@ -89,7 +89,7 @@ class Printed:
         text: Description in Markdown.
         optional: Whether the key is absent if the value is None.
         get: Function that returns the value of a result.
-        plain: Whether the value needs no conversion to JSON.
+        is_json: Whether the value needs no conversion to JSON.
     """
 
     name: str
@@ -97,7 +97,7 @@ class Printed:
     text: str
     optional: bool
     get: Callable[[Any], Any]
-    plain: bool
+    is_json: bool
 
 
 def schema_name(command: str) -> str:
@@ -110,127 +110,148 @@ def schema_name(command: str) -> str:
 
 def to_json(result: Any) -> dict[str, object]:
     """Return the JSON object of a result."""
-    found: dict[str, object] = {}
-    made: Any = type(result)
-    for one in printed(made):
-        value = one.get(result)
-        if value is not None or not one.optional:
-            found[one.name] = value if one.plain else _json(value)
-    return found
+    fields: dict[str, object] = {}
+    result_class: Any = type(result)
+    for field in list_printed_fields(result_class):
+        value = field.get(result)
+        if value is not None or not field.optional:
+            fields[field.name] = value if field.is_json else _to_json_value(value)
+    return fields
 
 
-def _json(value: Any) -> object:
-    if isinstance(value, _PLAIN):
+def _to_json_value(value: Any) -> object:
+    if isinstance(value, _JSON_TYPES):
         return value
     if isinstance(value, Mapping):
-        return {name: _json(one) for name, one in value.items()}
+        return {name: _to_json_value(item) for name, item in value.items()}
     if isinstance(value, (tuple, list)):
-        return [_json(one) for one in value]
+        return [_to_json_value(item) for item in value]
     return str(value) if isinstance(value, os.PathLike) else to_json(value)
 
 
 @cache
-def printed(of: Any) -> tuple[Printed, ...]:
+def list_printed_fields(result_class: Any) -> tuple[PrintedField, ...]:
     """Return the printed fields of a class, or none if it is not a result."""
-    found: dict[str, Printed] = {}
-    for attribute, hint in _hints(of).items():
+    fields: dict[str, PrintedField] = {}
+    for attribute, hint in _collect_hints(result_class).items():
         if get_origin(hint) is Annotated:
-            kind, *more = get_args(hint)
-            text = _documented(getattr(of, attribute, None))
-            every = (one for said in more for one in _printed(attribute, kind, said))
-            found |= {one.name: replace(one, text=one.text or text) for one in every}
-    first = [name for name in getattr(of, "_order", ()) if name in found]
-    return tuple(found[name] for name in dict.fromkeys((*first, *found)))
+            kind, *metadata = get_args(hint)
+            text = _property_text(getattr(result_class, attribute, None))
+            candidates = (
+                field
+                for annotation in metadata
+                for field in _iterate_printed_fields(attribute, kind, annotation)
+            )
+            fields |= {field.name: replace(field, text=field.text or text) for field in candidates}
+    leading = [name for name in getattr(result_class, "_order", ()) if name in fields]
+    return tuple(fields[name] for name in dict.fromkeys((*leading, *fields)))
 
 
-def _documented(attribute: object) -> str:
+def _property_text(attribute: object) -> str:
     """Return the docstring of a property as the text of a field."""
     line = (attribute.__doc__ or "").partition("\n")[0] if isinstance(attribute, property) else ""
     return line[:1].lower() + line[1:].removesuffix(".")
 
 
-def _printed(attribute: str, kind: Any, said: object) -> Iterator[Printed]:
-    if isinstance(said, JsonField):
-        path = f"{attribute}.{said.of}" if said.of else attribute
-        kind = _type_of(kind, said.of) if said.of else kind
+def _iterate_printed_fields(
+    attribute: str, kind: Any, annotation: object
+) -> Iterator[PrintedField]:
+    if isinstance(annotation, JsonField):
+        path = f"{attribute}.{annotation.of}" if annotation.of else attribute
+        kind = _resolve_attribute_type(kind, annotation.of) if annotation.of else kind
         get: Callable[[Any], Any] = attrgetter(path)
-        if said.to:
-            kind, get = get_type_hints(said.to, include_extras=True)["return"], _then(get, said.to)
-        if said.optional:
-            kind = Union[tuple(one for one in get_args(kind) if one is not NoneType)]  # noqa: UP007
-        name = said.name or path.rpartition(".")[2]
-        yield Printed(name, kind, said.text, said.optional, get, _plain(kind))
-    elif isinstance(said, Inline):
-        absent = NoneType in get_args(kind)
-        inner = next(one for one in (*get_args(kind), kind) if one is not NoneType)
-        for one in printed(inner):
-            if not said.names or one.name in said.names.split():
-                get = _then(attrgetter(attribute), one.get)
-                yield replace(one, get=get, optional=one.optional or absent)
+        if annotation.to:
+            kind, get = (
+                get_type_hints(annotation.to, include_extras=True)["return"],
+                _compose_getters(get, annotation.to),
+            )
+        if annotation.optional:
+            kind = Union[tuple(field for field in get_args(kind) if field is not NoneType)]  # noqa: UP007
+        name = annotation.name or path.rpartition(".")[2]
+        yield PrintedField(
+            name, kind, annotation.text, annotation.optional, get, _is_json_type(kind)
+        )
+    elif isinstance(annotation, Inline):
+        is_optional = NoneType in get_args(kind)
+        inner_class = next(field for field in (*get_args(kind), kind) if field is not NoneType)
+        for field in list_printed_fields(inner_class):
+            if not annotation.names or field.name in annotation.names.split():
+                get = _compose_getters(attrgetter(attribute), field.get)
+                yield replace(field, get=get, optional=field.optional or is_optional)
 
 
-def _then(first: Callable[[Any], Any], second: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def both(result: Any) -> Any:
+def _compose_getters(
+    first: Callable[[Any], Any], second: Callable[[Any], Any]
+) -> Callable[[Any], Any]:
+    def get_value(result: Any) -> Any:
         value = first(result)
         return None if value is None else second(value)
 
-    return both
+    return get_value
 
 
-def _hints(of: type) -> dict[str, Any]:
+def _collect_hints(result_class: type) -> dict[str, Any]:
     """Return the types of printable attributes, those of properties last."""
-    found: dict[str, Any] = {}
-    for base in reversed(of.__mro__):
+    hints: dict[str, Any] = {}
+    for base in reversed(result_class.__mro__):
         # The other annotations of a class may import names for type checkers only, and the module
         # of a converter file is not in `sys.modules`.
-        texts = {n: text for n, text in _texts(base).items() if str(text).startswith("Annotated[")}
-        found |= _types(base, texts) if texts else {}
+        texts = {
+            n: text
+            for n, text in _collect_annotations(base).items()
+            if str(text).startswith("Annotated[")
+        }
+        hints |= _resolve_types(base, texts) if texts else {}
     fields = {
-        n: hint for n, hint in found.items() if not isinstance(getattr(of, n, None), property)
+        n: hint
+        for n, hint in hints.items()
+        if not isinstance(getattr(result_class, n, None), property)
     }
-    return {**fields, **found}
+    return {**fields, **hints}
 
 
-def _types(of: type, texts: Mapping[str, Any]) -> dict[str, Any]:
+def _resolve_types(owner: type, texts: Mapping[str, Any]) -> dict[str, Any]:
     holder = type("Holder", (), {"__annotations__": texts})
-    return get_type_hints(holder, vars(sys.modules[of.__module__]), include_extras=True)
+    return get_type_hints(holder, vars(sys.modules[owner.__module__]), include_extras=True)
 
 
-def _type_of(kind: Any, path: str) -> Any:
+def _resolve_attribute_type(kind: Any, path: str) -> Any:
     """Return the type of the attribute at the dotted *path* of a class."""
     for name in path.split("."):
-        bases = ((base, _texts(base)) for base in kind.__mro__)
-        kind = next(_types(b, {name: texts[name]})[name] for b, texts in bases if name in texts)
+        bases = ((base, _collect_annotations(base)) for base in kind.__mro__)
+        kind = next(
+            _resolve_types(b, {name: texts[name]})[name] for b, texts in bases if name in texts
+        )
         while get_origin(kind) in (Annotated, ClassVar):
             kind = get_args(kind)[0]
     return kind
 
 
-def _texts(of: type) -> dict[str, Any]:
+def _collect_annotations(owner: type) -> dict[str, Any]:
     """Return the annotations of a class's fields and properties, unevaluated."""
-    gets = {n: p.fget for n, p in vars(of).items() if isinstance(p, property) and p.fget}
-    returned = {n: inspect.get_annotations(get).get("return") for n, get in gets.items()}
-    return {**inspect.get_annotations(of), **returned}
+    getters = {n: p.fget for n, p in vars(owner).items() if isinstance(p, property) and p.fget}
+    return_types = {n: inspect.get_annotations(get).get("return") for n, get in getters.items()}
+    return {**inspect.get_annotations(owner), **return_types}
 
 
-def _plain(kind: Any) -> bool:
+def _is_json_type(kind: Any) -> bool:
     origin = get_origin(kind)
-    if origin is Annotated or origin is Literal or kind in _PLAIN:
+    if origin is Annotated or origin is Literal or kind in _JSON_TYPES:
         return origin is not Annotated
     args = get_args(kind)
-    return type(None) in args and all(map(_plain, args))
+    return type(None) in args and all(map(_is_json_type, args))
 
 
-def or_none(text: str) -> str | None:
+def empty_to_none(text: str) -> str | None:
     """Return *text*, or None if it is empty."""
     return text or None
 
 
-def count(of: Any) -> int:
+def count_items(items: Any) -> int:
     """Return the number of items."""
-    return len(of)
+    return len(items)
 
 
-def rounded(seconds: float) -> float:
+def round_seconds(seconds: float) -> float:
     """Round a time in seconds to milliseconds."""
     return round(seconds, 3)

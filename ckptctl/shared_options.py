@@ -8,59 +8,61 @@ from typing import Annotated, Literal
 
 from ckptctl.option_checks import (
     AnyPath,
-    axis_sizes,
-    dequantized,
-    dequantized_dtypes,
-    floating,
-    floating_dtypes,
-    globs,
-    layouts,
-    model_types,
-    new_place,
+    check_axis_sizes,
+    check_dequantized_dtype,
+    check_floating_dtype,
+    check_globs,
+    check_location,
+    check_new_location,
+    check_path,
+    check_positive,
+    check_readable_format,
+    check_scheme,
+    check_thread_count,
+    check_writable_format,
+    list_dequantized_dtypes,
+    list_floating_dtypes,
+    list_layouts,
+    list_model_types,
+    list_quantization_schemes,
+    list_readable_formats,
+    list_tensor_names,
+    list_writable_formats,
     parse_sizes,
-    path,
-    place,
-    positive,
-    quantization_schemes,
-    readable,
-    readable_formats,
-    scheme,
-    tensors,
-    thread_count,
-    writable,
-    writable_formats,
 )
-from ckptctl.options import Argument, Excludes, Option, Options, Panel, group
+from ckptctl.options import Argument, Excludes, Option, Options, Panel, option_group
 from ckptctl.tree import TreePath
 
 WeightsOf = Literal["master", "module"]
 Part = Literal["model", "all"]
 
 FORMATS = "dcp, deepseek, hf, mcore, meta, mistral, peft or torch"
-WHOLE = Excludes("allow_missing", "it needs a complete source")
+CONFLICTS_WITH_MISSING = Excludes("allow_missing", "it needs a complete source")
 LAYOUTS = (
     "hf, meta or torchtune. Others include hf-v5, mistral and torchtitan@0.3. See `ckptctl models`."
 )
 
 
 Source = Annotated[
-    TreePath, Argument("Source checkpoint: directory, file or URL.", metavar="SRC", check=place)
+    TreePath,
+    Argument("Source checkpoint: directory, file or URL.", metavar="SRC", check=check_location),
 ]
 Destination = Annotated[
-    TreePath, Argument("Destination path or URL.", metavar="DST", check=new_place)
+    TreePath, Argument("Destination path or URL.", metavar="DST", check=check_new_location)
 ]
 Checkpoint = Annotated[
-    TreePath, Argument("Checkpoint: directory, file or URL.", metavar="PATH", check=place)
+    TreePath, Argument("Checkpoint: directory, file or URL.", metavar="PATH", check=check_location)
 ]
 Root = Annotated[
-    TreePath, Argument("Folder of a training run's checkpoints.", metavar="ROOT", check=place)
+    TreePath,
+    Argument("Folder of a training run's checkpoints.", metavar="ROOT", check=check_location),
 ]
 RootOrHere = Annotated[
     TreePath,
     Argument(
         "Folder of a training run's checkpoints.  [default: current directory]",
         metavar="ROOT",
-        check=place,
+        check=check_location,
     ),
 ]
 
@@ -68,29 +70,35 @@ RootOrHere = Annotated[
 # --------------------------------------------------------------------------------- options
 
 
-def source_format(text: str, flags: str = "") -> Option:
+def source_format_option(text: str, flags: str = "") -> Option:
     """Return the option for the format of a source, with *text* as its help."""
     return Option(
         text,
         flags=flags,
         metavar="FORMAT",
-        check=readable,
-        offers=readable_formats,
+        check=check_readable_format,
+        offers=list_readable_formats,
         panel="Format and model",
     )
 
 
-def target_format(text: str, python: str = "") -> Option:
+def target_format_option(text: str, python: str = "") -> Option:
     """Return the option for the format to write, with *text* as its help."""
-    return Option(text, metavar="FORMAT", check=writable, offers=writable_formats, python=python)
+    return Option(
+        text,
+        metavar="FORMAT",
+        check=check_writable_format,
+        offers=list_writable_formats,
+        python=python,
+    )
 
 
-def layout(text: str, *, panel: Panel = "Format and model", brief: bool = False) -> Option:
+def layout_option(text: str, *, panel: Panel = "Format and model", brief: bool = False) -> Option:
     """Return an option for a layout, with *text* as its help."""
-    return Option(text, metavar="LAYOUT", offers=layouts, panel=panel, brief=brief)
+    return Option(text, metavar="LAYOUT", offers=list_layouts, panel=panel, brief=brief)
 
 
-def trust_assets(requires: str = "") -> Option:
+def trust_assets_option(requires: str = "") -> Option:
     """Return the option to prefer the files of ``--assets``."""
     return Option(
         "Prefer --assets over other files that contradict it.",
@@ -102,9 +110,11 @@ def trust_assets(requires: str = "") -> Option:
 
 From = Annotated[
     str | None,
-    source_format("Format of the source. See `ckptctl formats`.  [default: detected]", "--from"),
+    source_format_option(
+        "Format of the source. See `ckptctl formats`.  [default: detected]", "--from"
+    ),
 ]
-To = Annotated[str, target_format(f"Format to write: {FORMATS}.")]
+To = Annotated[str, target_format_option(f"Format to write: {FORMATS}.")]
 Weights = Annotated[
     WeightsOf | None,
     Option(
@@ -127,7 +137,7 @@ Ranks = Annotated[
     Option(
         "Number of ranks that saved the checkpoint, if its files do not record it.",
         metavar="N",
-        check=positive,
+        check=check_positive,
         panel="Advanced",
     ),
 ]
@@ -137,7 +147,7 @@ Rules = Annotated[
         "Rules by which ranks split tensors, if the files do not record them: a TOML file or "
         "megatron-core.",
         metavar="FILE",
-        check=path,
+        check=check_path,
         panel="Advanced",
     ),
 ]
@@ -147,7 +157,7 @@ ModelType = Annotated[
         "Model type. See `ckptctl models`.  [default: detected]",
         flags="-m --model-type",
         metavar="NAME",
-        offers=model_types,
+        offers=list_model_types,
         panel="Format and model",
         brief=True,
     ),
@@ -157,7 +167,7 @@ Converter = Annotated[
     Option(
         "Python file that defines an additional model type. The file is executed.",
         metavar="FILE.py",
-        check=path,
+        check=check_path,
         panel="Advanced",
     ),
 ]
@@ -169,20 +179,20 @@ Sizes = Annotated[
         flags="--set",
         metavar="NAME=VALUE",
         parse=parse_sizes,
-        check=axis_sizes,
+        check=check_axis_sizes,
         panel="Format and model",
     ),
 ]
-FromLayout = Annotated[str | None, layout("Layout of the source.  [default: detected]")]
-ToLayout = Annotated[str | None, layout(f"Layout to write, e.g. {LAYOUTS}", brief=True)]
+FromLayout = Annotated[str | None, layout_option("Layout of the source.  [default: detected]")]
+ToLayout = Annotated[str | None, layout_option(f"Layout to write, e.g. {LAYOUTS}", brief=True)]
 DType = Annotated[
     str | None,
     Option(
         "Cast floating-point tensors, e.g. to bf16 or fp16. Tensors that the model "
         "pins to fp32 are not cast.",
         metavar="DTYPE",
-        check=floating,
-        offers=floating_dtypes,
+        check=check_floating_dtype,
+        offers=list_floating_dtypes,
     ),
 ]
 Dequantize = Annotated[
@@ -190,9 +200,9 @@ Dequantize = Annotated[
     Option(
         "Dequantize quantized tensors to bf16 or fp32.",
         metavar="DTYPE",
-        check=dequantized,
-        offers=dequantized_dtypes,
-        excludes=(WHOLE,),
+        check=check_dequantized_dtype,
+        offers=list_dequantized_dtypes,
+        excludes=(CONFLICTS_WITH_MISSING,),
     ),
 ]
 Quantize = Annotated[
@@ -202,9 +212,9 @@ Quantize = Annotated[
         "fp8-channel, mxfp8 and nvfp4. Requires no calibration data. Skips norms, "
         "embeddings, routers, gates, convolutions, vision towers and lm_head.",
         metavar="SCHEME",
-        check=scheme,
-        offers=quantization_schemes,
-        excludes=(WHOLE,),
+        check=check_scheme,
+        offers=list_quantization_schemes,
+        excludes=(CONFLICTS_WITH_MISSING,),
     ),
 ]
 QuantizeAlso = Annotated[
@@ -212,7 +222,7 @@ QuantizeAlso = Annotated[
     Option(
         "Quantize additional weights that match, e.g. lm_head.weight. Repeatable.",
         metavar="GLOB",
-        check=globs,
+        check=check_globs,
         panel="Select",
     ),
 ]
@@ -221,7 +231,7 @@ QuantizeNot = Annotated[
     Option(
         "Exclude matching weights from quantization. Repeatable.",
         metavar="GLOB",
-        check=globs,
+        check=check_globs,
         panel="Select",
     ),
 ]
@@ -230,8 +240,8 @@ Include = Annotated[
     Option(
         "Include only matching tensors. Repeatable.",
         metavar="GLOB",
-        check=globs,
-        offers=tensors,
+        check=check_globs,
+        offers=list_tensor_names,
         panel="Select",
         brief=True,
     ),
@@ -241,8 +251,8 @@ Exclude = Annotated[
     Option(
         "Exclude matching tensors. Repeatable.",
         metavar="GLOB",
-        check=globs,
-        offers=tensors,
+        check=check_globs,
+        offers=list_tensor_names,
         panel="Select",
     ),
 ]
@@ -260,12 +270,12 @@ Assets = Annotated[
         "Source of config and tokenizer files. Accepts a folder, a URL or a Hub "
         "repository (ORG/NAME).",
         metavar="DIR",
-        check=place,
+        check=check_location,
         panel="Output",
         brief=True,
     ),
 ]
-TrustAssets = Annotated[bool, trust_assets()]
+TrustAssets = Annotated[bool, trust_assets_option()]
 AllowOverflow = Annotated[
     bool, Option("Allow elements to become infinite, NaN or saturated.", panel="Safety")
 ]
@@ -274,14 +284,14 @@ Jobs = Annotated[
     Option(
         "Number of threads.  [default: one per core, at most 16]",
         metavar="N",
-        check=thread_count,
+        check=check_thread_count,
         panel="Performance",
         brief=True,
     ),
 ]
 
 
-@group
+@option_group
 class ModelOptions(Options):
     """Options that select the model type."""
 
@@ -294,18 +304,18 @@ class ModelOptions(Options):
         if self.model_type is not None:
             from ckptctl import families
 
-            with families.using(self.converter):
+            with families.use_converter_file(self.converter):
                 families.family(self.model_type)
 
 
-@group
+@option_group
 class FormatOptions(Options):
     """Option for the format of a checkpoint."""
 
     format: From = None
 
 
-@group
+@option_group
 class SourceOptions(Options):
     """Options that select among the saves and weights of a checkpoint."""
 
@@ -319,7 +329,7 @@ class SourceOptions(Options):
 class MapOptions(Options):
     """Options of ``ckptctl map``."""
 
-    to_layout: Annotated[str, layout(f"Target layout, e.g. {LAYOUTS}", panel="Common")]
+    to_layout: Annotated[str, layout_option(f"Target layout, e.g. {LAYOUTS}", panel="Common")]
     model_type: Annotated[
         str | None,
         Option(
@@ -327,11 +337,11 @@ class MapOptions(Options):
             python="Model type. See `ckptctl models`.  [default: from `config`]",
             flags="-m --model-type",
             metavar="NAME",
-            offers=model_types,
+            offers=list_model_types,
         ),
     ] = None
     from_layout: Annotated[
-        str | None, layout("Layout of KEY, if several layouts have this key.")
+        str | None, layout_option("Layout of KEY, if several layouts have this key.")
     ] = None
     sizes: Sizes = None
     config: Annotated[
@@ -340,7 +350,7 @@ class MapOptions(Options):
             "Path of config.json, params.json or their folder, which states the model "
             "type and sizes.",
             metavar="PATH",
-            check=place,
+            check=check_location,
         ),
     ] = None
     converter: Converter = None
@@ -351,7 +361,10 @@ class ModelsOptions(Options):
     """Options of ``ckptctl models``."""
 
     family: Annotated[
-        str | None, Argument("Model type to show in detail.", metavar="NAME", offers=model_types)
+        str | None,
+        Argument("Model type to show in detail.", metavar="NAME", offers=list_model_types),
     ] = field(default=None, kw_only=False)
-    layout: Annotated[str | None, layout("Show only model types and tables of this layout.")] = None
+    layout: Annotated[
+        str | None, layout_option("Show only model types and tables of this layout.")
+    ] = None
     converter: Converter = None

@@ -20,8 +20,8 @@ from typing import IO, Any, Protocol, Self
 
 from ckptctl.errors import CkptError, SourceNotFoundError
 
-READ_ONLY = 0o444
-INDEXES = (".index.json", ".metadata")
+READ_ONLY_MODE = 0o444
+INDEX_SUFFIXES = (".index.json", ".metadata")
 """Suffixes of index files, which are uploaded last."""
 
 
@@ -90,12 +90,12 @@ class TreeEntry:
     digest: str | None = None
 
     @property
-    def number(self) -> int:
+    def version_number(self) -> int:
         """Number derived from the version, used as inode."""
-        return number_of(self.version)
+        return version_to_number(self.version)
 
 
-def number_of(version: str) -> int:
+def version_to_number(version: str) -> int:
     """Return a number derived from a version, used as inode."""
     import hashlib  # only for URLs
 
@@ -131,16 +131,16 @@ class Upload(Protocol):
     resumed: int
     """Bytes that an interrupted run had uploaded."""
 
-    def put(self, name: str, path: Path) -> None:
+    def upload_file(self, name: str, path: Path) -> None:
         """Upload a complete local file as *name*."""
 
-    def require_whole(self) -> None:
+    def require_complete(self) -> None:
         """Verify that all uploaded files of this output are unchanged."""
 
-    def commit(self) -> None:
+    def publish_files(self) -> None:
         """Make the uploaded files visible."""
 
-    def abandon(self) -> str:
+    def abandon_upload(self) -> str:
         """Remove uploaded files if possible, and describe the remaining ones."""
 
     def close(self) -> None:
@@ -158,13 +158,13 @@ class FileTree(Protocol):
 
     atomic: bool
 
-    def look(self, url: str) -> str:
+    def resolve_url(self, url: str) -> str:
         """List the tree at *url* unless that was done before, and return its canonical URL."""
 
-    def find(self, url: str) -> TreeEntry | None:
+    def find_entry(self, url: str) -> TreeEntry | None:
         """Return the entry of a file or folder, or None if there is none."""
 
-    def file(self, url: str) -> TreeEntry:
+    def get_file_entry(self, url: str) -> TreeEntry:
         """Return the entry of a file.
 
         Raises:
@@ -172,34 +172,34 @@ class FileTree(Protocol):
             UnsupportedError: The URL is a folder.
         """
 
-    def members(self, url: str) -> Iterable[str]:
+    def list_members(self, url: str) -> Iterable[str]:
         """Return the names in a folder, or none if there is no such folder."""
 
-    def read(self, url: str, offset: int, nbytes: int) -> bytearray:
+    def read_range(self, url: str, offset: int, nbytes: int) -> bytearray:
         """Return a byte range of a file, or fewer bytes at its end."""
 
-    def prefetch(self, url: str, offset: int) -> None:
+    def prefetch_range(self, url: str, offset: int) -> None:
         """Fetch the bytes around *offset* into the cache. Negative offsets count from the end."""
 
-    def end(self, url: str, stop: int) -> None:
+    def mark_range_end(self, url: str, stop: int) -> None:
         """Note that a sequential read of a file ends at byte *stop*."""
 
-    def trim(self) -> None:
+    def trim_cache(self) -> None:
         """Release most of the cached data."""
 
-    def forget(self, url: str) -> None:
+    def refresh_entries(self, url: str) -> None:
         """List the tree again on next use, but at the same commit."""
 
-    def drop(self, url: str) -> None:
+    def forget_url(self, url: str) -> None:
         """Forget all listings of *url*, which has changed, and of paths below and above it."""
 
-    def failure(self, url: str) -> CkptError | None:
+    def last_failure(self, url: str) -> CkptError | None:
         """Return the last error of the server, or None if there was none."""
 
     def begin_upload(self, url: str, request: UploadRequest) -> Upload:
         """Begin an upload to *url*, which is locked until it ends."""
 
-    def secret_of(self, url: str) -> str:
+    def add_secret(self, url: str) -> str:
         """Return *url* with its credentials."""
 
 
@@ -240,7 +240,7 @@ class UrlPath(os.PathLike[str]):
         return hash(self.url)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return open_url, (self.tree.secret_of(self.url),)
+        return open_url, (self.tree.add_secret(self.url),)
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -299,16 +299,16 @@ class UrlPath(os.PathLike[str]):
 
     def exists(self) -> bool:
         """Check if there is a file or folder."""
-        return self.tree.find(self.url) is not None
+        return self.tree.find_entry(self.url) is not None
 
     def is_dir(self) -> bool:
         """Check if it is a folder."""
-        entry = self.tree.find(self.url)
+        entry = self.tree.find_entry(self.url)
         return entry is not None and entry.folder
 
     def is_file(self) -> bool:
         """Check if it is a file."""
-        entry = self.tree.find(self.url)
+        entry = self.tree.find_entry(self.url)
         return entry is not None and not entry.folder
 
     def is_symlink(self) -> bool:
@@ -321,13 +321,24 @@ class UrlPath(os.PathLike[str]):
 
     def stat(self) -> os.stat_result:
         """Return size, time and version (as the inode)."""
-        entry = self.tree.find(self.url)
+        entry = self.tree.find_entry(self.url)
         if entry is None:
             raise FileNotFoundError(2, os.strerror(2), self.url)
         kind = stat.S_IFDIR if entry.folder else stat.S_IFREG
         seconds = entry.mtime_ns // 10**9
         times = {"st_atime_ns": 0, "st_mtime_ns": entry.mtime_ns, "st_ctime_ns": entry.mtime_ns}
-        numbers = (kind | READ_ONLY, entry.number, 0, 1, 0, 0, entry.size, 0, seconds, seconds)
+        numbers = (
+            kind | READ_ONLY_MODE,
+            entry.version_number,
+            0,
+            1,
+            0,
+            0,
+            entry.size,
+            0,
+            seconds,
+            seconds,
+        )
         return os.stat_result(numbers, times)
 
     lstat = stat
@@ -335,7 +346,7 @@ class UrlPath(os.PathLike[str]):
     def iterdir(self) -> Iterator[UrlPath]:
         """Yield the members of the folder."""
         if self.is_dir():
-            for member in self.tree.members(self.url):
+            for member in self.tree.list_members(self.url):
                 yield self / member
 
     def glob(self, pattern: str) -> Iterator[UrlPath]:
@@ -361,7 +372,7 @@ class UrlPath(os.PathLike[str]):
         """Open the file for reading. Only the bytes that are read are fetched."""
         if set(mode) - set("rbt"):
             raise OSError(30, os.strerror(30), self.url)
-        file = io.BufferedReader(_Ranges(self))
+        file = io.BufferedReader(_RemoteFile(self))
         return file if "b" in mode else io.TextIOWrapper(file, **options)
 
     def read_bytes(self) -> bytes:
@@ -375,7 +386,7 @@ class UrlPath(os.PathLike[str]):
             return str(file.read())
 
 
-class _Ranges(io.RawIOBase):
+class _RemoteFile(io.RawIOBase):
     """Raw file object that reads byte ranges from a URL."""
 
     def __init__(self, path: UrlPath) -> None:
@@ -397,7 +408,7 @@ class _Ranges(io.RawIOBase):
         view = memoryview(buffer).cast("B")
         url = self._path.url
         try:
-            data = self._path.tree.read(url, self._at, len(view))
+            data = self._path.tree.read_range(url, self._at, len(view))
         except SourceNotFoundError:
             raise FileNotFoundError(2, os.strerror(2), url) from None
         except CkptError as error:
@@ -414,9 +425,9 @@ def open_url(url: str) -> UrlPath:
     """
     from importlib import import_module
 
-    path: UrlPath = import_module(TREES).open_url(url)
+    path: UrlPath = import_module(TREES_MODULE).open_url(url)
     return path
 
 
-TREES = "ckptctl.remote.trees"
+TREES_MODULE = "ckptctl.remote.trees"
 """Module that opens URLs, with fsspec or the client of the Hub."""

@@ -11,12 +11,12 @@ from ckptctl.errors import UsageError
 _DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 _BINARY = {"KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40, "PI": 2**50}
 _PREFIXES = _DECIMAL | _BINARY
-_SIZE = re.compile(r"\s*+(\d++(?:\.\d++)?)\s*+([KMGTP]I?)?B?\s*+", re.IGNORECASE | re.ASCII)
-_DURATION = re.compile(r"\s*(\d{1,9}(?:\.\d+)?)\s*([smhdw])\s*", re.IGNORECASE | re.ASCII)
+_SIZE_PATTERN = re.compile(r"\s*+(\d++(?:\.\d++)?)\s*+([KMGTP]I?)?B?\s*+", re.IGNORECASE | re.ASCII)
+_DURATION_PATTERN = re.compile(r"\s*(\d{1,9}(?:\.\d+)?)\s*([smhdw])\s*", re.IGNORECASE | re.ASCII)
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _DIGITS = re.compile(r"([0-9]+)")
 MAX_BYTES = 2**63 - 1
-LATEST = 253_402_300_799.0
+LATEST_SECONDS = 253_402_300_799.0
 """The last second of the year 9999, in seconds since the epoch."""
 
 NaturalKey = tuple[tuple[int, int, str], ...]
@@ -31,24 +31,26 @@ def parse_bytes(text: str | int) -> int:
     Raises:
         UsageError: The text is not a size, or is zero or above 2^63 - 1.
     """
-    found = _SIZE.fullmatch(str(text))
+    match = _SIZE_PATTERN.fullmatch(str(text))
     value = 0
-    if found and len(found[1]) <= 20:
-        value = int(float(found[1]) * _PREFIXES[(found[2] or "").upper()])
-        if "." not in found[1]:
-            value = int(found[1]) * _PREFIXES[(found[2] or "").upper()]
+    if match and len(match[1]) <= 20:
+        value = int(float(match[1]) * _PREFIXES[(match[2] or "").upper()])
+        if "." not in match[1]:
+            value = int(match[1]) * _PREFIXES[(match[2] or "").upper()]
     if not 0 < value <= MAX_BYTES:
-        raise UsageError(f"`{visible(str(text))}` is not a size; write it like `5GB` or `4GiB`")
+        raise UsageError(
+            f"`{escape_unprintable(str(text))}` is not a size; write it like `5GB` or `4GiB`"
+        )
     return value
 
 
 def parse_file_size(value: str | int) -> int:
     """Parse a maximum file size. Small numbers require a unit, because they are likely in GB."""
     if isinstance(value, str) and value.strip().isdecimal() and 0 < int(value) < 1 << 20:
-        plain = value.strip()
+        digits = value.strip()
         raise UsageError(
-            f"files of {counted(int(plain), 'byte')} are too small",
-            hint=f"did you mean `{plain}GB`? use `{plain}B` for bytes",
+            f"files of {pluralize(int(digits), 'byte')} are too small",
+            hint=f"did you mean `{digits}GB`? use `{digits}B` for bytes",
         )
     return parse_bytes(value)
 
@@ -62,18 +64,20 @@ def parse_seconds(text: str) -> float:
     Raises:
         UsageError: The text is not a duration, or has an ``M``, which may mean months.
     """
-    found = _DURATION.fullmatch(text)
-    if found is None:
-        raise UsageError(f"`{visible(text)}` is not a duration; write it like `12h` or `7d`")
-    if found[2] == "M":
-        minutes, months = f"`{found[1]}m` for minutes", f"`{float(found[1]) * 30:.15g}d` for months"
-        raise UsageError(f"`{visible(text)}` is ambiguous; write {minutes}, {months}")
-    return float(found[1]) * _SECONDS[found[2].lower()]
+    match = _DURATION_PATTERN.fullmatch(text)
+    if match is None:
+        raise UsageError(
+            f"`{escape_unprintable(text)}` is not a duration; write it like `12h` or `7d`"
+        )
+    if match[2] == "M":
+        minutes, months = f"`{match[1]}m` for minutes", f"`{float(match[1]) * 30:.15g}d` for months"
+        raise UsageError(f"`{escape_unprintable(text)}` is ambiguous; write {minutes}, {months}")
+    return float(match[1]) * _SECONDS[match[2].lower()]
 
 
-def rfc3339(seconds: float) -> str:
+def format_rfc3339(seconds: float) -> str:
     """Format a time according to RFC 3339, in UTC. Times after the year 9999 are clipped."""
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(min(seconds, LATEST)))
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(min(seconds, LATEST_SECONDS)))
 
 
 def format_bytes(nbytes: int) -> str:
@@ -99,7 +103,7 @@ def format_count(count: int) -> str:
     return f"{value:,.{digits}f} {unit}"
 
 
-def counted(count: int, singular: str, plural: str = "") -> str:
+def pluralize(count: int, singular: str, plural: str = "") -> str:
     """Format *count* with its noun in singular or plural.
 
     Args:
@@ -122,7 +126,7 @@ def format_seconds(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02} min"
 
 
-def natural_key(name: str) -> NaturalKey:
+def to_natural_key(name: str) -> NaturalKey:
     """Return a sort key under which ``layers.2`` comes before ``layers.10``."""
     return tuple(
         (0, len(digits), digits) if part.isdecimal() and part.isascii() else (1, 0, part)
@@ -132,12 +136,12 @@ def natural_key(name: str) -> NaturalKey:
     )
 
 
-def natural(names: Iterable[str]) -> list[str]:
+def sort_naturally(names: Iterable[str]) -> list[str]:
     """Sort *names* in natural order."""
-    return sorted(names, key=lambda name: (natural_key(name), name))
+    return sorted(names, key=lambda name: (to_natural_key(name), name))
 
 
-def visible(text: str) -> str:
+def escape_unprintable(text: str) -> str:
     r"""Escape all characters of *text* that are not printable.
 
     Control characters, terminal escapes, line breaks, bidirectional overrides, zero-width

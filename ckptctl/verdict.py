@@ -61,9 +61,9 @@ def decide_verdict(findings: Iterable[Evidence]) -> Verdict:
 
 def worst_verdict(verdicts: Iterable[Verdict]) -> Verdict:
     """Return the verdict on several checkpoints together."""
-    known = {*verdicts}
-    worse = (Verdict.DAMAGED, Verdict.UNKNOWN)
-    return next((verdict for verdict in worse if verdict in known), Verdict.COMPLETE)
+    present = {*verdicts}
+    by_severity = (Verdict.DAMAGED, Verdict.UNKNOWN)
+    return next((verdict for verdict in by_severity if verdict in present), Verdict.COMPLETE)
 
 
 def is_complete(verdict: Verdict, scope: Scope) -> bool | None:
@@ -73,14 +73,14 @@ def is_complete(verdict: Verdict, scope: Scope) -> bool | None:
     return True if scope == "model" else None
 
 
-def drop_structure_claim(notes: Iterable[str]) -> Iterator[str]:
+def strip_structure_claim(notes: Iterable[str]) -> Iterator[str]:
     """Remove the claim that the structure is complete from *notes*."""
     return (note.removeprefix(STRUCTURE_COMPLETE) for note in notes)
 
 
-def shows_torn_write(findings: Iterable[Evidence]) -> bool:
+def shows_file_damage(findings: Iterable[Evidence]) -> bool:
     """Check if *findings* contain evidence from files, the only kind that allows deletion.
 
     An index with a hole, or a model without a required tensor, may have been saved intentionally.
     """
-    return any(one.severity == "error" and one.basis == "files" for one in findings)
+    return any(finding.severity == "error" and finding.basis == "files" for finding in findings)

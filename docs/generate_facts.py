@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ckptctl.facts.compared import counts_compared, layers_compared, sizes_compared
 from ckptctl.facts.fact_names import IGNORED, NOTED
-from ckptctl.families import families
+from ckptctl.families import load_families
 from ckptctl.planner.layouts import FACTS, Fact, Family
 
 HERE = Path(__file__).parent
@@ -61,7 +61,7 @@ name of the architecture. Model types may have names of their own for further fa
 def render() -> str:
     """Return the page."""
     shared = (fact for fact in FACTS.values() if fact.params or fact.megatron or fact.gguf)
-    table = HEAD + "".join(map(_row, families().values()))
+    table = HEAD + "".join(map(_row, load_families().values()))
     return table + NAMES + "".join(map(_names_of, shared))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptctl.cli.schema import documents
-from ckptctl.documents import Document, Shape
+from ckptctl.documents import Document, DocumentForm
 
 PAGE = Path(__file__).parent / "reference" / "json.md"
 HEAD = """# JSON output
@@ -34,13 +34,13 @@ def render() -> str:
 
 def _document(one: Document, every: Sequence[Document]) -> Iterator[str]:
     yield f"## {one.title}\n"
-    if one.text:
-        yield f"{one.text}\n"
-    for shape in one.shapes:
+    if one.description:
+        yield f"{one.description}\n"
+    for shape in one.forms:
         like = _like(one, shape, every)
-        fields = one.described(shape)
+        fields = one.build_form_schema(shape)
         if like:
-            known = like.described(like.shapes[0])["properties"]
+            known = like.build_form_schema(like.forms[0])["properties"]
             fields["properties"] = {n: f for n, f in fields["properties"].items() if n not in known}
             anchor = like.title.replace(".", "").replace("/", "")
             colon = ", and these fields:" if fields["properties"] else "."
@@ -54,10 +54,10 @@ def _document(one: Document, every: Sequence[Document]) -> Iterator[str]:
             yield from ("| Field | Type | Meaning |", "| --- | --- | --- |", *_rows(fields), "")
 
 
-def _like(one: Document, shape: Shape, every: Sequence[Document]) -> Document | None:
+def _like(one: Document, shape: DocumentForm, every: Sequence[Document]) -> Document | None:
     """Return the document all fields of which another one has."""
-    others = (other for other in every if other is not one and len(other.shapes) == 1)
-    wholes = ((other, other.shapes[0].parts) for other in others)
+    others = (other for other in every if other is not one and len(other.forms) == 1)
+    wholes = ((other, other.forms[0].parts) for other in others)
     return next((other for other, parts in wholes if shape.parts[: len(parts)] == parts), None)
 
 

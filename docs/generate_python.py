@@ -17,8 +17,8 @@ from typing import Any
 import ckptctl
 from ckptctl.conversion.conversion_options import WriteOptions
 from ckptctl.distributed.run.manager_options import OF_A_SOURCE
-from ckptctl.keywords import python
-from ckptctl.options import declared
+from ckptctl.keywords import describe_option
+from ckptctl.options import list_options
 
 PAGE = Path(__file__).parent / "reference" / "python.md"
 BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
@@ -31,7 +31,7 @@ MAPPING = {
     "values": "Return the handles.",
 }
 WIDTH = 86
-SHARED = {one.name: one for one in declared(WriteOptions)}
+SHARED = {one.name: one for one in list_options(WriteOptions)}
 ALIKE = SHARED.keys() - {*OF_A_SOURCE}
 """Who takes these takes what a conversion does."""
 
@@ -93,7 +93,7 @@ def _parameters(found: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 def _options() -> str:
     rows = (
-        f"| `{one.name}` | {_default(one.default)} | {_cell(python(one))} |"
+        f"| `{one.name}` | {_default(one.default)} | {_cell(describe_option(one))} |"
         for one in SHARED.values()
     )
     return "\n".join(("| Option | Default | Meaning |", "| --- | --- | --- |", *rows)) + "\n"

@@ -42,7 +42,7 @@ from ckptctl.planner.mapping.adapters import (
 )
 from ckptctl.planner.mapping.mapped import compose_tensors
 from ckptctl.planner.mapping.tensors import LayoutChange
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 
 def open_adapter(draft: Draft) -> Draft:
@@ -81,7 +81,7 @@ def adapter_files(draft: Draft) -> Draft:
     alone = list_unpaired_factors(catalog.tensors)
     if alone:
         raise UnsupportedError(
-            f"{counted(len(alone), 'layer has', 'layers have')} only one LoRA factor",
+            f"{pluralize(len(alone), 'layer has', 'layers have')} only one LoRA factor",
             where=f"tensor `{alone[0]}`",
             why="an adapter changes a layer by the product of two factors",
         )
@@ -119,7 +119,7 @@ def adapter_files(draft: Draft) -> Draft:
         dora = any(role.endswith("-magnitude") for role in roles)
         content = adapter_config(ranks, known, config, dora, (change.sizes or {}).get("i"))
     new = {} if content is None else {ADAPTER_CONFIG: dumped(content)}
-    copies = assets.copies((ADAPTER_CONFIG, "config.json"))
+    copies = assets.list_copies((ADAPTER_CONFIG, "config.json"))
     own = tuple(copy for copy in copies if copy.root == catalog.root)
     return replace(draft, written=new, copies=own)
 
@@ -142,7 +142,7 @@ def _require_same_biases(change: LayoutChange, assets: Assets) -> None:
     ]
     if found:
         raise RefusedError(
-            f"cannot convert DoRA on {counted(len(found), 'layer that has', 'layers that have')} "
+            f"cannot convert DoRA on {pluralize(len(found), 'layer that has', 'layers that have')} "
             "a bias",
             where=f"tensor `{found[0]}`",
             why=f"{scaling[0]} scales the bias, but PEFT does not, so the result would differ",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptctl.catalog import Computed, Input, TensorEntry, computed_name
-from ckptctl.errors import MappingError, UnsupportedError, listed, spell_option
+from ckptctl.catalog import ComputedTensor, ComputeInput, TensorEntry, computed_name
+from ckptctl.errors import MappingError, UnsupportedError, quote_names, spell_option
 from ckptctl.planner.copying.blocks import build_rearranged_file, build_view, is_view
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.adapters import (
@@ -21,7 +21,7 @@ from ckptctl.planner.mapping.source import SurplusError
 from ckptctl.planner.mapping.tensors import map_tensors
 from ckptctl.planner.strided import StridedTensor
 from ckptctl.tree import TreePath
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -166,9 +166,9 @@ class _Formulas:
         ]
         if homeless:
             raise MappingError(
-                f"the model is missing the layers of {counted(len(homeless), 'adapter tensor')}",
+                f"the model is missing the layers of {pluralize(len(homeless), 'adapter tensor')}",
                 where=paths,
-                why=listed(homeless),
+                why=quote_names(homeless),
                 hint="check that the adapter belongs to this model; if these layers are tied to "
                 f"others, convert the model with {spell_option('--untie')} first",
             )
@@ -274,15 +274,17 @@ class _Formulas:
         )
 
 
-def as_input(root: TreePath, tensor: StridedTensor, computed: dict[str, Computed]) -> Input:
+def as_input(
+    root: TreePath, tensor: StridedTensor, computed: dict[str, ComputedTensor]
+) -> ComputeInput:
     """Return an adapter tensor as a view, or as a virtual file that is added to *computed*."""
     if tensor.parts and is_view(tensor):
-        return Input(root, build_view(tensor.parts[0].entry, tensor))
+        return ComputeInput(root, build_view(tensor.parts[0].entry, tensor))
     made = build_rearranged_file(root, tensor)
     stored = tensor.parts[0].entry.name if tensor.parts else ""
     name = computed_name(f"adapter/{stored}{tensor.shape}@{len(computed)}")
     computed[name] = made
-    return Input(root, made.entry(stored, (stored,), name))
+    return ComputeInput(root, made.to_entry(stored, (stored,), name))
 
 
 def _source(item: ComposedTensor) -> str:

@@ -42,11 +42,19 @@ from ckptctl.adapters.peft import (
     patterns,
     settings,
 )
-from ckptctl.catalog import Box, Catalog, Computed, Extent, Input, TensorEntry, computed_name
+from ckptctl.catalog import (
+    Box,
+    Catalog,
+    ComputedTensor,
+    ComputeInput,
+    Extent,
+    TensorEntry,
+    computed_name,
+)
 from ckptctl.conversion.draft import Draft
 from ckptctl.conversion.recognition.model import Model
-from ckptctl.conversion.sources import located
-from ckptctl.errors import MappingError, RefusedError, UnsupportedError, listed, spell_option
+from ckptctl.conversion.sources import locate_tensors
+from ckptctl.errors import MappingError, RefusedError, UnsupportedError, quote_names, spell_option
 from ckptctl.formats.peft import CONFIG
 from ckptctl.planner.config_facts import Json
 from ckptctl.planner.copying.blocks import build_view
@@ -55,7 +63,7 @@ from ckptctl.planner.mapping.adapters import PEFT_PREFIX, get_module_name, is_fa
 from ckptctl.planner.mapping.matching import match_keys
 from ckptctl.planner.strided import StridedTensor
 from ckptctl.tree import TreePath
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 Experts = Literal["apart", "stacked"]
 A, B = ".lora_A.weight", ".lora_B.weight"
@@ -120,7 +128,7 @@ def _target(
     fits = [one for name in found for one in _fitting(name, module, held[name].shape, a, b, known)]
     if len(fits) != 1:
         raise UnsupportedError(
-            f"the factors can be applied in {counted(len(fits), 'way')}, but exactly one is "
+            f"the factors can be applied in {pluralize(len(fits), 'way')}, but exactly one is "
             "required",
             where=f"tensor `{module}{A}`",
             why=f"A is {list(a)}, B is {list(b)}; "
@@ -205,7 +213,7 @@ def convert_experts(draft: Draft) -> Draft:
 def keep_stacks(draft: Draft) -> Draft:
     """Name stacked experts as the output format does, since no table describes them."""
     layout = formats.get(draft.catalog.format).layout
-    return replace(draft, model=draft.model.by_names_alone(layout))
+    return replace(draft, model=draft.model.without_model_type(layout))
 
 
 def with_experts(catalog: Catalog, documents: Mapping[str, Json], how: Experts) -> Catalog:
@@ -295,7 +303,7 @@ def _apart(catalog: Catalog, config: Json, stacks: Sequence[Stack]) -> Catalog:
             why=f"no tensors match `{TARGETS}` in {CONFIG}",
         )
     names = [f"{one.module}{end}" for one in found for end in (A, B)]
-    held = located(catalog, names).tensors
+    held = locate_tensors(catalog, names).tensors
     tensors = dict(without(catalog, found).tensors)
     kinds: dict[str, None] = {}
     ranks: dict[str, int] = {}
@@ -370,7 +378,7 @@ def _together(catalog: Catalog, config: Json, stacks: Sequence[Stack]) -> Catalo
         )
     modules = [PEFT_PREFIX + m for _, parts in found for part in parts for m in part.modules]
     own = [f"{module}{end}" for module in modules for end in (A, B)]
-    held = located(catalog, own).tensors
+    held = locate_tensors(catalog, own).tensors
     tensors = {name: one for name, one in catalog.tensors.items() if name not in held}
     computed = dict(catalog.computed)
     in_module: dict[str, list[Stack]] = {}
@@ -399,7 +407,7 @@ def _present(catalog: Catalog, stack: Stack) -> list[ExpertSlice]:
         if any(there) and not all(there):
             lacking = part.modules[there.index(False)]
             raise UnsupportedError(
-                f"{counted(there.count(False), 'expert has', 'experts have')} no factors in a "
+                f"{pluralize(there.count(False), 'expert has', 'experts have')} no factors in a "
                 "layer",
                 where=f"tensor `{PEFT_PREFIX}{lacking}{A}`",
                 why="a stack requires the factors of all its experts",
@@ -414,12 +422,12 @@ def _joined(
     stack: Stack,
     parts: Sequence[ExpertSlice],
     held: Mapping[str, TensorEntry],
-) -> tuple[TensorEntry, TensorEntry, Computed]:
+) -> tuple[TensorEntry, TensorEntry, ComputedTensor]:
     """Return A and B of a stack, and the virtual file that computes B."""
     first = held[f"{PEFT_PREFIX}{parts[0].modules[0]}{A}"]
     ranks = [held[f"{PEFT_PREFIX}{part.modules[0]}{A}"].shape[0] for part in parts]
     extents: list[Extent] = []
-    inputs: list[Input] = []
+    inputs: list[ComputeInput] = []
     at = 0
     for expert in range(stack.experts):
         for part, rank in zip(parts, ranks, strict=True):
@@ -437,14 +445,14 @@ def _joined(
                 offsets = (extent.box.offsets[0] + at, *extent.box.offsets[1:])
                 extents.append(replace(extent, box=Box(offsets, extent.box.sizes)))
             at += rank
-            inputs.append(Input(root, b))
+            inputs.append(ComputeInput(root, b))
     shape = (stack.outputs, sum(ranks) * stack.experts)
     starts = tuple(part.start for part in parts)
-    virtual = Computed("experts_b", first.dtype, shape, tuple(inputs), starts)
+    virtual = ComputedTensor("experts_b", first.dtype, shape, tuple(inputs), starts)
     file = computed_name(module + B)
     return (
         TensorEntry(module + A, first.dtype, (at, stack.inputs), tuple(extents), (module + A,)),
-        virtual.entry(module + B, (module + B,), file),
+        virtual.to_entry(module + B, (module + B,), file),
         virtual,
     )
 
@@ -459,7 +467,7 @@ def _strength(
         raise RefusedError(
             "the experts of a stack have different scales",
             where=f"tensor `{next(iter(scales.values()))}`",
-            why=f"their scales are {listed([f'{scale:g}' for scale in scales])}",
+            why=f"their scales are {quote_names([f'{scale:g}' for scale in scales])}",
         )
     (scale,) = scales
     return scale * known.divisor(rank)

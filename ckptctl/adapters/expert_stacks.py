@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ckptctl import families
 from ckptctl.catalog import Catalog, TensorEntry
-from ckptctl.errors import MappingError, UnsupportedError, listed, spell_option
+from ckptctl.errors import MappingError, UnsupportedError, quote_names, spell_option
 from ckptctl.planner.config_facts import Json, read_sizes
 from ckptctl.planner.families.tables import Leaf, LogicalTensor
 from ckptctl.planner.families.templates import Template
@@ -71,12 +71,12 @@ class Stack:
 
 def family_of(catalog: Catalog, config: Json | None) -> Family:
     """Return the family of the adapter's model, or raise if its config.json does not tell."""
-    names = list_configured_families(families.families(), config) if config is not None else []
+    names = list_configured_families(families.load_families(), config) if config is not None else []
     if len(names) != 1:
         raise MappingError(
             "converting the experts of an adapter requires the configuration of its model",
             where=catalog.path,
-            why=f"config.json matches {listed(names)}" if names else "there is no config.json",
+            why=f"config.json matches {quote_names(names)}" if names else "there is no config.json",
             hint=f"pass {spell_option('--assets DIR')} to use that of the trained model",
         )
     return families.family(names[0])

@@ -12,13 +12,13 @@ from ckptctl.conversion.conversion_options import ConversionOptions
 from ckptctl.conversion.draft import Draft
 from ckptctl.conversion.recognition.layout_change import LayoutRequest
 from ckptctl.conversion.recognition.model import (
-    Description,
     Model,
-    Request,
-    require_one,
-    understand,
+    ModelDescription,
+    ModelRequest,
+    recognize_model,
+    require_known_model,
 )
-from ckptctl.conversion.recognition.roots import unwrapped
+from ckptctl.conversion.recognition.roots import strip_wrappers
 from ckptctl.errors import CkptError, MappingError, spell_option
 from ckptctl.facts.agreed_change import agreed_change
 from ckptctl.facts.agreement import disagreements
@@ -33,16 +33,18 @@ from ckptctl.planner.mapping.tensors import LayoutChange
 def open_base(options: ConversionOptions, documents: Mapping[str, Json]) -> Model:
     """Open the base, described by *documents* if it has no config files."""
     assert options.fill_from is not None
-    catalog = unwrapped(formats.open_checkpoint(options.fill_from))
+    catalog = strip_wrappers(formats.open_checkpoint(options.fill_from))
     if options.dequantize and quantized(catalog):
         catalog = dequantized(catalog, options.dequantize)
     told = {name: one for name, one in catalog.documents.items() if name in DOCUMENTS}
     asked = None if told else options.model_type
-    base = understand(catalog, told or documents, Request(asked, sizes=options.sizes))
-    described = (Description(name, str(catalog.root / name), one) for name, one in told.items())
+    base = recognize_model(catalog, told or documents, ModelRequest(asked, sizes=options.sizes))
+    described = (
+        ModelDescription(name, str(catalog.root / name), one) for name, one in told.items()
+    )
     base = replace(base, described=tuple(described))
     with advised(base):
-        require_one(base)
+        require_known_model(base)
     return base
 
 
@@ -70,7 +72,7 @@ def understand_as_base(draft: Draft, base: Model, family: Family) -> Draft:
         raise different_model_error(
             draft,
             base,
-            f"the source is {draft.model.named}, but the base is {family.name}",
+            f"the source is {draft.model.display_name}, but the base is {family.name}",
             f"pass {spell_option(f'--assets {base.catalog.path}')} to use the base's "
             "configuration, if the source is the text model of the base",
         )

@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ckptctl import families
-from ckptctl.catalog import Catalog, Computed, TensorEntry, computed_name
+from ckptctl.catalog import Catalog, ComputedTensor, TensorEntry, computed_name
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.columns import files_of
 from ckptctl.conversion.assets import CONFIG
 from ckptctl.conversion.draft import Draft
-from ckptctl.conversion.leaves import container
+from ckptctl.conversion.leaves import find_container
 from ckptctl.conversion.recognition.layout_change import LayoutRequest, apply_change
-from ckptctl.conversion.recognition.model import Description, Request, understand
-from ckptctl.conversion.sources import located
-from ckptctl.errors import MappingError, listed, spell_option
+from ckptctl.conversion.recognition.model import ModelDescription, ModelRequest, recognize_model
+from ckptctl.conversion.sources import locate_tensors
+from ckptctl.errors import MappingError, quote_names, spell_option
 from ckptctl.facts.agreed_change import agreed_change
 from ckptctl.planner.config_facts import Json, read_sizes
 from ckptctl.planner.copying.blocks import build_rearranged_file
@@ -39,14 +39,14 @@ def rename_text_model(draft: Draft, whole: Family) -> Draft | None:
     inner = get_nested(config or {}, module) if module else None
     if config is None or not isinstance(inner, dict):
         return None
-    if whole.name not in list_configured_families(families.families(), config):
+    if whole.name not in list_configured_families(families.load_families(), config):
         return None
     own = {k: one for k, one in catalog.documents.items() if k == CONFIG} or {CONFIG: inner}
-    known = understand(catalog, own, Request(None, options.from_layout, options.root))
-    part = families.families().get(known.model_type or "")
+    known = recognize_model(catalog, own, ModelRequest(None, options.from_layout, options.root))
+    part = families.load_families().get(known.model_type or "")
     if part is None or known.layout is None:
         return None
-    if part.name not in list_configured_families(families.families(), inner):
+    if part.name not in list_configured_families(families.load_families(), inner):
         return None
     joint = derive_submodel_family(part, known.layout, whole, HF)
     if joint is None:
@@ -57,12 +57,12 @@ def rename_text_model(draft: Draft, whole: Family) -> Draft | None:
     described = tuple(_nested(one, config, module) for one in assets.described)
     draft = replace(draft, assets=replace(assets, described=described), origins={})
     draft = rename_tensors(draft, change, known.root)
-    request = Request(whole.name, None, known.root.rstrip(".") or ".", options.sizes)
-    found = understand(draft.catalog, assets.documents, request)
+    request = ModelRequest(whole.name, None, known.root.rstrip(".") or ".", options.sizes)
+    found = recognize_model(draft.catalog, assets.documents, request)
     return replace(draft, model=replace(found, layout=HF))
 
 
-def _nested(file: Description, config: Json, module: str) -> Description:
+def _nested(file: ModelDescription, config: Json, module: str) -> ModelDescription:
     """Return the text model's own config.json as a config of the vision-language model."""
     if (
         file.name != CONFIG
@@ -99,7 +99,7 @@ def rename_tensors(draft: Draft, change: LayoutChange, root: str) -> Draft:
             "adding tensors",
             where=catalog.path,
             why=f"converting {change.source_layout} to {change.target_layout} drops or adds "
-            f"{listed([*dropped, *made], 2)}",
+            f"{quote_names([*dropped, *made], 2)}",
             hint=f"convert the source with {spell_option(f'--to-layout {change.target_layout}')} "
             "first",
         )
@@ -130,7 +130,7 @@ def make_virtual_tensors(
     root: str,
     label: str,
     paths: Mapping[str, KeyPath],
-) -> tuple[dict[str, TensorEntry], dict[str, Computed]]:
+) -> tuple[dict[str, TensorEntry], dict[str, ComputedTensor]]:
     """Build virtual files for tensors of another layout.
 
     Args:
@@ -141,19 +141,19 @@ def make_virtual_tensors(
         paths: Key path of each tensor.
     """
     read = dict.fromkeys(key for composed in parts.values() for key in composed.keys)
-    stored = located(catalog, read).tensors
+    stored = locate_tensors(catalog, read).tensors
     entries: dict[str, TensorEntry] = {}
-    files: dict[str, Computed] = {}
+    files: dict[str, ComputedTensor] = {}
     for key, composed in parts.items():
         file = computed_name(label + key)
         files[file] = made = build_rearranged_file(catalog.root, composed.bind_entries(stored))
-        entries[key] = made.entry(root + key, paths[key], file)
+        entries[key] = made.to_entry(root + key, paths[key], file)
     return entries, files
 
 
 def key_path_next_to(entry: TensorEntry, root: str, key: str) -> KeyPath:
     """Return the key path of the model's tensor *key* in the container of *entry*."""
-    head, prefix = container(entry.path, root)
+    head, prefix = find_container(entry.path, root)
     return (*head, root.removeprefix(prefix) + key)
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ckptctl.catalog import Catalog, TensorEntry
-from ckptctl.conversion.contents import main_dtype
+from ckptctl.conversion.contents import find_main_dtype
 from ckptctl.conversion.draft import Draft
 from ckptctl.conversion.recognition.model import Model
-from ckptctl.errors import RefusedError, listed, spell_option
+from ckptctl.errors import RefusedError, quote_names, spell_option
 from ckptctl.notes import Notes
 from ckptctl.numerics.quantized import glanced
 from ckptctl.planner.config_facts import Json, has_tied_embeddings, list_absent_heads
 from ckptctl.planner.families.declarations import get_nested, split_aliases
 from ckptctl.planner.layouts import HF, Family
 from ckptctl.planner.mapping.matching import MatchedKeys
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 PREDICTED = (
     *("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules"),
@@ -53,8 +53,8 @@ def find_unneeded_keys(
     if not left:
         return gone
     notes.add(
-        f"skipped {counted(len(left), 'tensor')} of the base's MTP layers, because the source's "
-        f"configuration states {counted(few or 0, 'MTP layer')}"
+        f"skipped {pluralize(len(left), 'tensor')} of the base's MTP layers, because the source's "
+        f"configuration states {pluralize(few or 0, 'MTP layer')}"
     )
     return gone | left | {key for key, rule in there.dropped.items() if rule.same_as}
 
@@ -108,17 +108,17 @@ def require_same_dtypes(
         raise RefusedError(
             "the source is quantized, but the base is not",
             where=where,
-            why=f"missing in the source: {listed(plain)}",
+            why=f"missing in the source: {quote_names(plain)}",
             hint=f"pass {spell_option('--dequantize bf16')} to dequantize the weights",
         )
-    own = main_dtype(one for one in draft.model.tensors.values() if one.name not in own_parts)
-    theirs = main_dtype(one for one in base.tensors.values() if one.name not in parts)
+    own = find_main_dtype(one for one in draft.model.tensors.values() if one.name not in own_parts)
+    theirs = find_main_dtype(one for one in base.tensors.values() if one.name not in parts)
     odd = [key for key in plain if taken[key].dtype == theirs != own]
     if odd and draft.options.dtype is None:
         raise RefusedError(
             f"the base has dtype {theirs}, but the source has {own}",
             where=where,
-            why=f"missing in the source: {listed(odd)}",
+            why=f"missing in the source: {quote_names(odd)}",
             hint=f"pass {spell_option(f'--dtype {own}')} to cast the filled tensors",
         )
 

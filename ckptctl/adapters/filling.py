@@ -24,13 +24,13 @@ from ckptctl.adapters.fill_renaming import (
     rename_to_layout,
 )
 from ckptctl.adapters.fill_selection import find_unneeded_keys, require_same_dtypes
-from ckptctl.catalog import TensorEntry, reached
+from ckptctl.catalog import TensorEntry, find_reachable_files
 from ckptctl.conversion.assets import CONFIG
-from ckptctl.conversion.destinations import replaceable, require_destination
+from ckptctl.conversion.destinations import is_replaceable, require_destination
 from ckptctl.conversion.draft import Draft
 from ckptctl.conversion.recognition.layout_change import apply_change
-from ckptctl.conversion.recognition.model import Model, Request, understand
-from ckptctl.errors import CkptError, HomelessError, UsageError, listed, spell_option
+from ckptctl.conversion.recognition.model import Model, ModelRequest, recognize_model
+from ckptctl.errors import CkptError, UnmappedTensorError, UsageError, quote_names, spell_option
 from ckptctl.notes import Notes
 from ckptctl.planner.layouts import HF, Family, is_base
 from ckptctl.planner.mapping.mapped import ComposedTensor
@@ -53,7 +53,7 @@ def fill_from_base(draft: Draft) -> Draft:
         )
     base = open_base(options, draft.assets.documents)
     source = formats.existing(options.fill_from)
-    require_destination(source, draft.destination.given, options.overwrite, replaceable)
+    require_destination(source, draft.destination.given, options.overwrite, is_replaceable)
     family = families.family(base.model_type or "")
     # The note on the filled tensors comes first, but is known last.
     notes, draft = draft.notes, replace(draft, notes=Notes())
@@ -62,7 +62,7 @@ def fill_from_base(draft: Draft) -> Draft:
     draft, change = _in_one_layout(draft, base, family)
     draft = _take_tensors(draft, base, family, change)
     if draft.filled_from:
-        notes.add(f"filled from {base.catalog.path}: {listed([*draft.filled_from])}")
+        notes.add(f"filled from {base.catalog.path}: {quote_names([*draft.filled_from])}")
     else:
         path = base.catalog.path
         notes.add(f"no tensor was taken from {path}, because the source has all of them")
@@ -80,7 +80,7 @@ def _in_one_layout(draft: Draft, base: Model, family: Family) -> tuple[Draft, La
         try:
             change = map_base(base, layout)
             return rename_to_layout(draft, layout), change
-        except HomelessError as error:
+        except UnmappedTensorError as error:
             problem = problem or error
     raise problem or different_model_error(
         draft, base, f"the source has layout {own}, but the base has {other}"
@@ -124,15 +124,18 @@ def _take_tensors(draft: Draft, base: Model, family: Family, change: LayoutChang
     if taken:
         require_same_dtypes(draft, base, family, taken, sources)
     if repeated := [entry.name for entry in made if entry.name in origins]:
-        draft.notes.add(f"copied from other tensors of the source: {listed(repeated)}")
+        draft.notes.add(f"copied from other tensors of the source: {quote_names(repeated)}")
     tensors = {**draft.catalog.tensors, **{one.name: one for one in (*taken.values(), *made)}}
-    computed = {**draft.catalog.computed, **reached({**lender.computed, **files}, files)}
+    computed = {
+        **draft.catalog.computed,
+        **find_reachable_files({**lender.computed, **files}, files),
+    }
     filled = replace(draft.catalog, tensors=tensors, computed=computed)
     if taken:
         options, prefix = draft.options, root.rstrip(".") or "."
         model_type = options.model_type or known.model_type or family.name
-        request = Request(model_type, options.from_layout, prefix, options.sizes)
-        known = understand(filled, draft.assets.documents, request)
+        request = ModelRequest(model_type, options.from_layout, prefix, options.sizes)
+        known = recognize_model(filled, draft.assets.documents, request)
     return replace(
         draft,
         model=replace(known, catalog=filled, described=draft.assets.described),
@@ -164,6 +167,6 @@ def _note_other_layers(
     odd = [key for key in taken if any(t.name in known for t, _ in there.tensor_by_key[key].parts)]
     if odd:
         draft.notes.add(
-            f"the source has tensors such as {listed(odd, 1)} in other layers and may be "
+            f"the source has tensors such as {quote_names(odd, 1)} in other layers and may be "
             "incomplete; the base does not contain their trained values"
         )

@@ -28,14 +28,19 @@ from ckptctl.adapters.peft import (
     require_saved,
     settings,
 )
-from ckptctl.catalog import Catalog, Computed, Input, TensorEntry, computed_name
+from ckptctl.catalog import Catalog, ComputedTensor, ComputeInput, TensorEntry, computed_name
 from ckptctl.conversion.conversion_options import ConversionOptions, MergeOptions
 from ckptctl.conversion.convert import ConversionPlan, Step, plan_with_steps
-from ckptctl.conversion.destinations import replaceable, require_destination
+from ckptctl.conversion.destinations import is_replaceable, require_destination
 from ckptctl.conversion.draft import Draft
-from ckptctl.conversion.recognition.layout_change import chosen_family
-from ckptctl.conversion.recognition.model import Model, Request, require_one, understand
-from ckptctl.conversion.sources import located
+from ckptctl.conversion.recognition.layout_change import choose_family
+from ckptctl.conversion.recognition.model import (
+    Model,
+    ModelRequest,
+    recognize_model,
+    require_known_model,
+)
+from ckptctl.conversion.sources import locate_tensors
 from ckptctl.errors import MappingError, RefusedError, UsageError, spell_option
 from ckptctl.numerics.kinds.lora import LoraUpdate
 from ckptctl.planner.copying.blocks import build_rearranged_file
@@ -45,7 +50,7 @@ from ckptctl.results import JsonField, Result
 from ckptctl.storage.computed import can_overflow
 from ckptctl.storage.paths import parse_path
 from ckptctl.tree import TreePath
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 ORDER = "pass the base model before the adapter: `ckptctl merge BASE ADAPTER DST`"
 LARGEST = 256 << 20
@@ -76,10 +81,10 @@ def plan_merge(
     base: str | TreePath, adapter: str | TreePath, dst: str | TreePath, options: MergeOptions
 ) -> MergePlan:
     """Plan a merge, keeping the model's format unless *options* set ``to``."""
-    with families.using(options.converter):
-        asked = options.to_format(options.to or _same_format(base, options))
+    with families.use_converter_file(options.converter):
+        asked = options.with_target_format(options.to or _same_format(base, options))
         origin = formats.existing(adapter)
-        require_destination(origin, parse_path(dst), options.overwrite, replaceable)
+        require_destination(origin, parse_path(dst), options.overwrite, is_replaceable)
         merging = Merging(origin, asked, options.scaling)
         plan = plan_with_steps(base, dst, asked, Step("merge", "model", 30, merging.apply))
     return MergePlan(
@@ -138,22 +143,25 @@ class Merging:
                 "this is an adapter, not a base model", where=catalog.path, hint=ORDER
             )
         held = known.tensors
-        self._find_changes(known, chosen_family(known, known.layout))
+        self._find_changes(known, choose_family(known, known.layout))
         weights = _grouped(self.found.changed, lambda delta: delta.key)
         scaled = _grouped(self.found.changed, lambda delta: delta.bias and delta.bias[0])
         names = [*weights, *scaled, *self.found.replaced]
-        base = located(catalog, [held[name].name for name in names]).tensors
+        base = locate_tensors(catalog, [held[name].name for name in names]).tensors
         self._refuse_ties(set(base), known)
         tensors, computed = dict(catalog.tensors), dict(catalog.computed)
         wide = {
-            key: Input(catalog.root, _in_float32(base[held[key].name], computed)) for key in weights
+            key: ComputeInput(catalog.root, _in_float32(base[held[key].name], computed))
+            for key in weights
         }
         made = {
             key: self._changed(base[held[key].name], wide[key], changes, computed)
             for key, changes in weights.items()
         }
         made |= {
-            key: self._scaled(Input(catalog.root, base[held[key].name]), wide, changes, computed)
+            key: self._scaled(
+                ComputeInput(catalog.root, base[held[key].name]), wide, changes, computed
+            )
             for key, changes in scaled.items()
         }
         made |= {
@@ -168,7 +176,7 @@ class Merging:
                 entry,
                 dtype=virtual.dtype,
                 shape=virtual.shape,
-                extents=(virtual.extent(name),),
+                extents=(virtual.to_extent(name),),
                 alias_of=None,
             )
         notes = (*catalog.notes, *(f"adapter: {note}" for note in self.adapter.notes))
@@ -191,8 +199,8 @@ class Merging:
         rest = without(self.adapter, single)
         self.layout = PEFT_LAYOUTS[0]
         if rest.tensors or not single:
-            adapter = understand(rest, known.documents, Request(family.name))
-            require_one(adapter)
+            adapter = recognize_model(rest, known.documents, ModelRequest(family.name))
+            require_known_model(adapter)
             self.layout, self.root = adapter.layout or "", adapter.root
         factors = readable_factors(self.adapter, self.root)
         if rest.tensors or not single:
@@ -202,8 +210,8 @@ class Merging:
                 (known.layout or "", self.layout),
                 {name: entry.shape for name, entry in held.items()},
                 {key: entry for key, entry in factors.items() if entry.name in linear},
-                known.sizes(family, implied=True),
-                known.lists(family),
+                known.axis_sizes(family, implied=True),
+                known.layer_lists(family),
                 (str(known.catalog.path), str(self.adapter.path)),
             )
         check_magnitudes(
@@ -219,7 +227,7 @@ class Merging:
 
     def _refuse_ties(self, changed: set[str], known: Model) -> None:
         """Raise if only one of two tied or shared tensors would change."""
-        catalog, family = known.catalog, chosen_family(known, known.layout)
+        catalog, family = known.catalog, choose_family(known, known.layout)
         hint = f"convert the model with {spell_option('--untie')} first"
         for name, entry in catalog.tensors.items():
             if entry.alias_of is not None and {name, entry.alias_of} & changed:
@@ -241,10 +249,10 @@ class Merging:
     def _changed(
         self,
         base: TensorEntry,
-        wide: Input,
+        wide: ComputeInput,
         changes: Sequence[Delta],
-        computed: dict[str, Computed],
-    ) -> Computed:
+        computed: dict[str, ComputedTensor],
+    ) -> ComputedTensor:
         _require_plain(base)
         beneath = next((delta.beneath for delta in changes if delta.beneath), None)
         base_input = as_input(self.adapter.root, beneath, computed) if beneath else wide
@@ -252,15 +260,15 @@ class Merging:
         inputs = (base_input, *(one for some in factors for one in some))
         pinned = changes[0].key in self.found.pinned
         dtype = base.dtype if pinned else self.options.dtype or base.dtype
-        return Computed("lora", dtype, base.shape, inputs, arguments)
+        return ComputedTensor("lora", dtype, base.shape, inputs, arguments)
 
     def _scaled(
         self,
-        bias: Input,
-        weights: Mapping[str, Input],
+        bias: ComputeInput,
+        weights: Mapping[str, ComputeInput],
         changes: Sequence[Delta],
-        computed: dict[str, Computed],
-    ) -> Computed:
+        computed: dict[str, ComputedTensor],
+    ) -> ComputedTensor:
         """Return a bias that DoRA scales like the rows of its weight."""
         _require_plain(bias.entry)
         factors, arguments = self._factors_of(changes, computed)
@@ -268,16 +276,16 @@ class Merging:
         for change, own in zip(changes, factors, strict=True):
             inputs += [weights[change.key], *own]
         dtype = self.options.dtype or bias.entry.dtype
-        return Computed("dora_bias", dtype, bias.entry.shape, tuple(inputs), arguments)
+        return ComputedTensor("dora_bias", dtype, bias.entry.shape, tuple(inputs), arguments)
 
     def _factors_of(
-        self, changes: Sequence[Delta], computed: dict[str, Computed]
-    ) -> tuple[list[list[Input]], tuple[LoraUpdate, ...]]:
+        self, changes: Sequence[Delta], computed: dict[str, ComputedTensor]
+    ) -> tuple[list[list[ComputeInput]], tuple[LoraUpdate, ...]]:
         """Return the factors of each delta, and the arguments of their kind.
 
         Factors that need another element order are added to *computed* as virtual files.
         """
-        factors: list[list[Input]] = []
+        factors: list[list[ComputeInput]] = []
         arguments: list[LoraUpdate] = []
         for delta in changes:
             rank, columns = delta.a.shape
@@ -287,7 +295,7 @@ class Merging:
                 raise RefusedError(
                     f"rank {rank:,} is too high to merge in bounded memory",
                     where=f"tensor `{delta.a.parts[0].entry.name}`",
-                    why=f"A has {counted(nbytes, 'byte')} in fp32; the limit is {LARGEST:,}",
+                    why=f"A has {pluralize(nbytes, 'byte')} in fp32; the limit is {LARGEST:,}",
                 )
             self.scales.add(scale)
             parts = (delta.a, delta.b, delta.magnitude)
@@ -307,7 +315,7 @@ def _grouped(
     return found
 
 
-def _in_float32(entry: TensorEntry, computed: dict[str, Computed]) -> TensorEntry:
+def _in_float32(entry: TensorEntry, computed: dict[str, ComputedTensor]) -> TensorEntry:
     """Return a dequantized tensor before rounding, with its virtual file added to *computed*."""
     extent, *others = entry.extents
     made = computed.get(extent.file)
@@ -316,7 +324,7 @@ def _in_float32(entry: TensorEntry, computed: dict[str, Computed]) -> TensorEntr
     wide = replace(made, dtype="float32")
     name = computed_name(f"{entry.name}+float32")
     computed[name] = wide
-    nbytes = wide.extent(name).nbytes
+    nbytes = wide.to_extent(name).nbytes
     return replace(entry, dtype=wide.dtype, extents=(replace(extent, file=name, nbytes=nbytes),))
 
 

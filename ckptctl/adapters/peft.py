@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from ckptctl.catalog import Catalog, TensorEntry
-from ckptctl.conversion.recognition.roots import select
-from ckptctl.conversion.sources import located
+from ckptctl.conversion.recognition.roots import select_model
+from ckptctl.conversion.sources import locate_tensors
 from ckptctl.dtypes import LARGEST_FLOAT32, SMALLEST_FLOAT32
 from ckptctl.errors import (
     CkptError,
@@ -23,7 +23,7 @@ from ckptctl.errors import (
     RefusedError,
     UnsupportedError,
     UsageError,
-    listed,
+    quote_names,
     spell_option,
 )
 from ckptctl.formats.peft import CONFIG, adapter_config
@@ -38,7 +38,7 @@ from ckptctl.planner.mapping.adapters import (
     to_linear_name,
 )
 from ckptctl.tree import TreePath
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 FLOATING = ("float64", "float32", "float16", "bfloat16")
 """Dtypes of factors, and of the weights that they change."""
@@ -216,7 +216,7 @@ def _require_all_ranks(path: TreePath) -> None:
         if len(others) > 1:
             raise RefusedError(
                 "this is the part of one rank of an adapter that "
-                f"{counted(len(others), 'rank')} saved",
+                f"{pluralize(len(others), 'rank')} saved",
                 where=str(path),
                 why="the files do not state the layers of each pipeline stage or how rows are "
                 "divided",
@@ -234,7 +234,7 @@ def factors_only(catalog: Catalog) -> Catalog:
     ):
         return catalog
     kept = {name: entry for name, entry in catalog.tensors.items() if is_factor(name)}
-    note = f"skipped {counted(len(names), 'tensor')} of the model stored with the adapter"
+    note = f"skipped {pluralize(len(names), 'tensor')} of the model stored with the adapter"
     notes = (*catalog.notes, note) if names else catalog.notes
     return replace(catalog, tensors=kept, notes=notes)
 
@@ -265,8 +265,8 @@ def readable_factors(catalog: Catalog, root: str) -> dict[str, TensorEntry]:
             raise MappingError(
                 f"cannot merge an adapter of dtype {entry.dtype}", where=f"tensor `{name}`"
             )
-    found = located(adapter, adapter.tensors).tensors
-    return {key: found[one.name] for key, one in select(adapter, root).tensors.items()}
+    found = locate_tensors(adapter, adapter.tensors).tensors
+    return {key: found[one.name] for key, one in select_model(adapter, root).tensors.items()}
 
 
 def require_biases(config: Json | None, lacking: Collection[str]) -> None:
@@ -276,7 +276,7 @@ def require_biases(config: Json | None, lacking: Collection[str]) -> None:
         raise UnsupportedError(
             "the adapter is missing biases that were trained with it",
             where=f"`bias: {stated}` in {CONFIG}",
-            why=f"{listed(list(lacking))} of the model have no counterpart in the adapter",
+            why=f"{quote_names(list(lacking))} of the model have no counterpart in the adapter",
             hint='set `"bias": "none"` there to keep the biases of the model',
         )
 
@@ -311,7 +311,7 @@ def require_saved(config: Json | None, saved: Collection[str]) -> None:
 def require_adapter(catalog: Catalog, kind: type[CkptError], what: str, hint: str = "") -> None:
     """Raise if a checkpoint has no low-rank factors."""
     if not is_adapter(catalog.tensors):
-        names = listed(list(catalog.tensors), 2)
+        names = quote_names(list(catalog.tensors), 2)
         why = "no lora_A/lora_B tensors found" + (f" among {names}" if names else "")
         raise kind(what, where=catalog.path, why=why, hint=hint or None)
 

@@ -10,13 +10,13 @@ from ckptctl.adapters import merging
 from ckptctl.adapters.merging import MergePlan
 from ckptctl.conversion import convert as conversion
 from ckptctl.conversion.conversion_options import (
-    NOT_CONSOLIDATED,
+    OPTIONS_NOT_CONSOLIDATED,
     ConsolidationOptions,
     ConversionOptions,
     MergeOptions,
 )
 from ckptctl.conversion.plan import ConversionPlan, ConversionResult
-from ckptctl.keywords import keywords
+from ckptctl.keywords import accept_keywords
 from ckptctl.option_checks import AnyPath
 from ckptctl.options import Option
 from ckptctl.storage.publish import sweep_if_refused
@@ -54,7 +54,7 @@ class _Consolidation(ConsolidationOptions):
     progress: Progress = None
 
 
-@keywords(ConversionOptions)
+@accept_keywords(ConversionOptions)
 def plan_conversion(src: AnyPath, dst: AnyPath, options: ConversionOptions) -> ConversionPlan:
     """Plan a conversion without writing anything.
 
@@ -69,7 +69,7 @@ def plan_conversion(src: AnyPath, dst: AnyPath, options: ConversionOptions) -> C
     return conversion.plan_conversion(src, dst, options)
 
 
-@keywords(_Conversion)
+@accept_keywords(_Conversion)
 def convert(src: AnyPath, dst: AnyPath, options: _Conversion) -> ConversionResult:
     """Convert *src* and publish the result atomically as *dst*.
 
@@ -86,7 +86,7 @@ def convert(src: AnyPath, dst: AnyPath, options: _Conversion) -> ConversionResul
     return conversion.run_conversion(plan, options.progress)
 
 
-@keywords(MergeOptions)
+@accept_keywords(MergeOptions)
 def plan_merge(base: AnyPath, adapter: AnyPath, dst: AnyPath, options: MergeOptions) -> MergePlan:
     """Plan the merge of an adapter into its model without writing anything.
 
@@ -102,7 +102,7 @@ def plan_merge(base: AnyPath, adapter: AnyPath, dst: AnyPath, options: MergeOpti
     return merging.plan_merge(base, adapter, dst, options)
 
 
-@keywords(_Merge)
+@accept_keywords(_Merge)
 def merge(base: AnyPath, adapter: AnyPath, dst: AnyPath, options: _Merge) -> ConversionResult:
     """Merge a LoRA or DoRA adapter into its model and publish the result as *dst*.
 
@@ -120,7 +120,7 @@ def merge(base: AnyPath, adapter: AnyPath, dst: AnyPath, options: _Merge) -> Con
     return conversion.run_conversion(plan.conversion, options.progress)
 
 
-@keywords(_LoraExtraction)
+@accept_keywords(_LoraExtraction)
 def extract_lora(
     base: AnyPath, tuned: AnyPath, out: AnyPath, options: _LoraExtraction
 ) -> LoraExtraction:
@@ -138,7 +138,7 @@ def extract_lora(
     return lora.extract_lora(base, tuned, out, options, options.progress)
 
 
-@keywords(ConsolidationOptions, without=NOT_CONSOLIDATED)
+@accept_keywords(ConsolidationOptions, excluded=OPTIONS_NOT_CONSOLIDATED)
 def plan_consolidation(
     src: AnyPath, options: ConsolidationOptions
 ) -> ConversionPlan | MetadataPlan:
@@ -153,10 +153,10 @@ def plan_consolidation(
     """
     if options.metadata_only:
         return consolidate_metadata.plan_metadata(src)
-    return conversion.plan_conversion(src, options.dst or "", options.conversion())
+    return conversion.plan_conversion(src, options.dst or "", options.to_conversion_options())
 
 
-@keywords(_Consolidation, without=NOT_CONSOLIDATED)
+@accept_keywords(_Consolidation, excluded=OPTIONS_NOT_CONSOLIDATED)
 def consolidate(src: AnyPath, options: _Consolidation) -> ConversionResult | MetadataResult:
     """Merge per-rank shards into one checkpoint. Keys stay unchanged.
 
@@ -171,5 +171,5 @@ def consolidate(src: AnyPath, options: _Consolidation) -> ConversionResult | Met
         return consolidate_metadata.run_metadata(consolidate_metadata.plan_metadata(src))
     dst = options.dst or ""
     with sweep_if_refused(dst):
-        plan = conversion.plan_conversion(src, dst, options.conversion())
+        plan = conversion.plan_conversion(src, dst, options.to_conversion_options())
     return conversion.run_conversion(plan, options.progress)

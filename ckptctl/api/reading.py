@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from ckptctl.keywords import keywords
-from ckptctl.option_checks import AnyPath, place
+from ckptctl.keywords import accept_keywords
+from ckptctl.option_checks import AnyPath, check_location
 from ckptctl.options import Option
 from ckptctl.shared_options import MapOptions, ModelsOptions
 from ckptctl.storage.threads import Watch, ignore_progress
@@ -46,7 +46,7 @@ class _Report(ReportOptions):
     ] = None
 
 
-@keywords(DiffOptions)
+@accept_keywords(DiffOptions)
 def diff(a: AnyPath, b: AnyPath, options: DiffOptions) -> Difference:
     """Compare the checkpoints *a* and *b*, across formats and layouts.
 
@@ -65,7 +65,7 @@ def diff(a: AnyPath, b: AnyPath, options: DiffOptions) -> Difference:
     return compare_checkpoints(a, b, options)
 
 
-@keywords(ExtractOptions)
+@accept_keywords(ExtractOptions)
 def extract(path: AnyPath, tensor: str, options: ExtractOptions) -> Extraction:
     """Extract tensors or slices from the checkpoint at *path*, and read nothing else.
 
@@ -80,7 +80,7 @@ def extract(path: AnyPath, tensor: str, options: ExtractOptions) -> Extraction:
     return extract_tensors(path, tensor, options)
 
 
-@keywords(OpenOptions)
+@accept_keywords(OpenOptions)
 def open(path: AnyPath, options: OpenOptions) -> LazyStateDict:
     """Open a checkpoint of any format as a lazy state dict that maps names to handles.
 
@@ -96,7 +96,7 @@ def open(path: AnyPath, options: OpenOptions) -> LazyStateDict:
     return LazyStateDict(path, options)
 
 
-@keywords(InspectOptions)
+@accept_keywords(InspectOptions)
 def inspect(path: AnyPath, options: InspectOptions) -> Inspection:
     """Summarize the checkpoint at *path*, including whether it is complete.
 
@@ -110,7 +110,7 @@ def inspect(path: AnyPath, options: InspectOptions) -> Inspection:
     return inspect_checkpoint(path, options)
 
 
-@keywords(_Report)
+@accept_keywords(_Report)
 def report(path: AnyPath, options: _Report) -> Report:
     """Write one HTML page about the checkpoint at *path*, and return its contents.
 
@@ -128,7 +128,7 @@ def report(path: AnyPath, options: _Report) -> Report:
     return write_report(path, options, options.progress or ignore_progress)
 
 
-@keywords(VerifyOptions)
+@accept_keywords(VerifyOptions)
 def verify(path: AnyPath, options: VerifyOptions) -> Verification:
     """Check whether the checkpoint at *path* is complete, and list all findings.
 
@@ -143,7 +143,7 @@ def verify(path: AnyPath, options: VerifyOptions) -> Verification:
     return verify_checkpoint(path, options)
 
 
-@keywords(MapOptions)
+@accept_keywords(MapOptions)
 def map(key: str, options: MapOptions) -> KeyMap:
     """Map a key to another layout, and list the other sources of its target.
 
@@ -160,7 +160,7 @@ def map(key: str, options: MapOptions) -> KeyMap:
     return map_key(key, options)
 
 
-@keywords(ModelsOptions)
+@accept_keywords(ModelsOptions)
 def models(options: ModelsOptions) -> Models:
     """List the model types with their layouts, or the tables of one model type.
 
@@ -183,4 +183,4 @@ def doctor(directory: AnyPath = ".") -> Diagnosis:
     Raises:
         CkptError: The directory does not exist. A failed check is a finding, not an error.
     """
-    return run_checks(Path(place(directory)))
+    return run_checks(Path(check_location(directory)))

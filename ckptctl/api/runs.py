@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ckptctl.keywords import keywords
-from ckptctl.option_checks import AnyPath, place
+from ckptctl.keywords import accept_keywords
+from ckptctl.option_checks import AnyPath, check_location
 from ckptctl.runs import removal
 from ckptctl.runs.listing import Newest, RunFolder, newest, read_run
 from ckptctl.runs.removal import PrunePlan, PruneResult
@@ -39,12 +39,12 @@ def latest(root: AnyPath = ".") -> Newest:
 
 def _looked_at_anew(root: AnyPath) -> TreePath:
     """Return the folder of a run, with cached listings of a URL dropped."""
-    path = place(root)
+    path = check_location(root)
     run_store(path).refresh()
     return path
 
 
-@keywords(PruneOptions)
+@accept_keywords(PruneOptions)
 def plan_prune(root: AnyPath, options: PruneOptions) -> PrunePlan:
     """Plan which checkpoints of a training run to remove, without changing anything.
 
@@ -56,10 +56,10 @@ def plan_prune(root: AnyPath, options: PruneOptions) -> PrunePlan:
         CkptError: No option selects checkpoints to keep, or the removal would not be safe.
     """
     policy, thin = options.policy(), options.thin is not None
-    return removal.plan_prune(place(root), policy, force=options.force, thin=thin)
+    return removal.plan_prune(check_location(root), policy, force=options.force, thin=thin)
 
 
-@keywords(PruneOptions)
+@accept_keywords(PruneOptions)
 def prune(root: AnyPath, options: PruneOptions) -> PruneResult:
     """Remove the checkpoints of a training run that no option keeps, without confirmation.
 
@@ -75,7 +75,7 @@ def prune(root: AnyPath, options: PruneOptions) -> PruneResult:
         CkptError: The removal failed. Nothing was removed.
     """
     policy, thin = options.policy(), options.thin is not None
-    plan = removal.plan_prune(place(root), policy, force=options.force, thin=thin)
+    plan = removal.plan_prune(check_location(root), policy, force=options.force, thin=thin)
     result = removal.run_prune(plan)
     result.require_all()
     return result

@@ -20,8 +20,8 @@ from ckptctl.cli.output import Printer, StoppedError, require_answer, wants_json
 from ckptctl.cli.ranks import told
 from ckptctl.cli.typed_paths import remember, typed_words
 from ckptctl.errors import CkptError, DamagedError, StorageError
-from ckptctl.option_checks import tolerated
-from ckptctl.options import about, number
+from ckptctl.option_checks import check_tolerance
+from ckptctl.options import blame_option, parse_number
 from ckptctl.storage.threads import exit_if_daemons_run, raise_on_sigterm
 from ckptctl.version import __version__
 
@@ -150,12 +150,14 @@ def root(
     del version, debug
     from ckptctl.remote.retries import patience
 
-    with about(COLOR.shown):
-        printer.WANTED.color = COLOR.read(color) or "auto"
+    with blame_option(COLOR.display_name):
+        printer.WANTED.color = COLOR.parse_value(color) or "auto"
     printer.WANTED.form = None
     machine = wants_json(typed_words())
-    with about("--timeout"):
-        patience.seconds = None if timeout is None else tolerated(number(float, timeout))
+    with blame_option("--timeout"):
+        patience.seconds = (
+            None if timeout is None else check_tolerance(parse_number(float, timeout))
+        )
     patience.tell = Printer(machine).note
 
 

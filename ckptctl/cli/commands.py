@@ -22,15 +22,15 @@ from typer.core import TyperCommand
 from ckptctl import cli
 from ckptctl.cli import output
 from ckptctl.cli.typed_paths import typed_words
-from ckptctl.errors import UsageError, nearest
-from ckptctl.option_checks import readable_formats
+from ckptctl.errors import UsageError, find_nearest
+from ckptctl.option_checks import list_readable_formats
 from ckptctl.options import (
     Argument,
-    Declared,
+    DeclaredOption,
     Option,
     Options,
     Panel,
-    declared,
+    list_options,
     require_compatible,
 )
 
@@ -64,7 +64,7 @@ Quiet = Annotated[
     ),
 ]
 NoHeader = Annotated[bool, Option("Omit the header line of TSV output.", panel="Output")]
-COLOR = Declared(
+COLOR = DeclaredOption(
     "color",
     Option(
         "Color the output: auto, always or never.  [default: auto]", metavar="WHEN", panel="Output"
@@ -78,8 +78,8 @@ COLOR = Declared(
 def _form(text: str) -> str:
     """Parse the value of ``--format``, with a hint if it is a checkpoint format."""
     if text not in get_args(output.Form):
-        checkpoint = text in readable_formats({})
-        close = nearest(text, get_args(output.Form))
+        checkpoint = text in list_readable_formats({})
+        close = find_nearest(text, get_args(output.Form))
         raise UsageError(
             f"unknown output format `{text}`",
             why=f"known: {', '.join(get_args(output.Form))}",
@@ -90,7 +90,7 @@ def _form(text: str) -> str:
     return text
 
 
-FORM = Declared(
+FORM = DeclaredOption(
     "form",
     Option(
         "Output format: table, tsv or json. The short form of json is --json.  "
@@ -176,32 +176,32 @@ class Command:
         )
         how(function)
 
-    def declared(self) -> tuple[Declared, ...]:
+    def declared(self) -> tuple[DeclaredOption, ...]:
         """List the options that the function declares, in the order of its parameters."""
-        own = {one.name: one for one in declared(self.run)}
+        own = {one.name: one for one in list_options(self.run)}
         options = (
-            [own[name]] if name in own else declared(hint)
+            [own[name]] if name in own else list_options(hint)
             for name, hint in get_type_hints(self.run).items()
             if name != "return"
         )
         return tuple(one for some in options for one in some if one.name not in self.without)
 
-    def every(self) -> tuple[Declared, ...]:
+    def every(self) -> tuple[DeclaredOption, ...]:
         """List all options of the command, including ``--format`` and ``--color``."""
         return (*self.declared(), *([FORM] if self.rows else []), COLOR)
 
-    def _function(self, every: Sequence[Declared]) -> Callable[..., None]:
+    def _function(self, every: Sequence[DeclaredOption]) -> Callable[..., None]:
         """Build the function that Typer inspects and calls, with one parameter per option."""
-        own = {one.name for one in declared(self.run)}
+        own = {one.name for one in list_options(self.run)}
         hints = {name: hint for name, hint in get_type_hints(self.run).items() if name != "return"}
 
         def run(**texts: Any) -> None:
             values: dict[str, Any] = {}
             try:
                 for one in every:
-                    values[one.name] = one.read(texts[one.name])
+                    values[one.name] = one.parse_value(texts[one.name])
             except UsageError as error:
-                error.where = error.where or one.shown
+                error.where = error.where or one.display_name
                 raise
             _require_one_form(values)
             if when := values[COLOR.name]:
@@ -213,7 +213,9 @@ class Command:
             arguments = {
                 name: values[name]
                 if name in own
-                else hint(**{f.name: values[f.name] for f in declared(hint) if f.name in values})
+                else hint(
+                    **{f.name: values[f.name] for f in list_options(hint) if f.name in values}
+                )
                 for name, hint in hints.items()
             }
             self.run(**arguments)
@@ -278,7 +280,7 @@ def _named(function: Callable[..., Any]) -> Callable[[], None]:
     return named
 
 
-def _parameter(one: Declared) -> inspect.Parameter:
+def _parameter(one: DeclaredOption) -> inspect.Parameter:
     """Build the function parameter from which Typer derives the option *one*."""
     option = one.option
     argument = isinstance(option, Argument)
@@ -301,7 +303,7 @@ def _parameter(one: Declared) -> inspect.Parameter:
     )
 
 
-def _completion(one: Declared) -> Callable[[typer.Context], list[str]]:
+def _completion(one: DeclaredOption) -> Callable[[typer.Context], list[str]]:
     offers = one.option.offers
 
     def offered(context: typer.Context) -> list[str]:

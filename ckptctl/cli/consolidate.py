@@ -10,12 +10,12 @@ from ckptctl.cli.convert import carry_out, planned
 from ckptctl.cli.output import Printer
 from ckptctl.cli.ranks import coordinator, output_of
 from ckptctl.cli.typed_paths import as_typed, typed_again
-from ckptctl.conversion.conversion_options import NOT_CONSOLIDATED, ConsolidationOptions
+from ckptctl.conversion.conversion_options import OPTIONS_NOT_CONSOLIDATED, ConsolidationOptions
 from ckptctl.ranks.coordinator import on_first
 from ckptctl.results import Result
 from ckptctl.shared_options import Source
 from ckptctl.tree import TreePath
-from ckptctl.units import counted, format_bytes
+from ckptctl.units import format_bytes, pluralize
 
 if TYPE_CHECKING:
     from ckptctl.verbs.consolidate_metadata import MetadataPlan
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     "ckptctl.conversion.plan:ConversionResult, "
     "--metadata-only: ckptctl.verbs.consolidate_metadata:MetadataPlan | "
     "ckptctl.verbs.consolidate_metadata:MetadataResult",
-    without=NOT_CONSOLIDATED,
+    without=OPTIONS_NOT_CONSOLIDATED,
 )
 def consolidate(src: Source, *, options: ConsolidationOptions, run: RunOptions) -> None:
     """Merge per-rank shards into one checkpoint.
@@ -47,7 +47,7 @@ def consolidate(src: Source, *, options: ConsolidationOptions, run: RunOptions) 
     if options.metadata_only:
         on_first(ranks, lambda: _metadata(output, src, run.dry_run))
         return
-    dst, asked = Path(options.dst or ""), options.conversion()
+    dst, asked = Path(options.dst or ""), options.to_conversion_options()
     plan = planned(ranks, lambda: plan_conversion(src, dst, asked), None if run.dry_run else dst)
     carry_out("consolidate", output, plan, dst, run, ranks)
 
@@ -57,8 +57,8 @@ def _metadata(output: Printer, src: TreePath, dry_run: bool) -> None:
 
     plan = plan_metadata(src)
     output.statement(
-        f"dcp-rank-local · {counted(plan.ranks, 'rank')} · {counted(plan.tensors, 'tensor')} in "
-        f"{counted(plan.chunks, 'chunk')}, {format_bytes(plan.data_bytes)}"
+        f"dcp-rank-local · {pluralize(plan.ranks, 'rank')} · {pluralize(plan.tensors, 'tensor')} in "
+        f"{pluralize(plan.chunks, 'chunk')}, {format_bytes(plan.data_bytes)}"
     )
     for note in plan.notes:
         output.note(note)

@@ -16,14 +16,14 @@ from ckptctl.cli.progress import progress
 from ckptctl.cli.ranks import coordinator, output_of
 from ckptctl.cli.typed_paths import as_typed, typed_again, typed_words
 from ckptctl.conversion.conversion_options import ConversionOptions
-from ckptctl.errors import CkptError, PartialError, RefusedError, listed
-from ckptctl.errors import command as suggested
+from ckptctl.errors import CkptError, PartialError, RefusedError, quote_names
+from ckptctl.errors import format_command as suggested
 from ckptctl.ranks.coordinator import Coordinator, together
 from ckptctl.results import Result
 from ckptctl.shared_options import Destination, Source
 from ckptctl.storage.outcome import OutOfRange, describe_rounding, describe_worst
 from ckptctl.tree import TreePath
-from ckptctl.units import counted, format_bytes, format_seconds
+from ckptctl.units import format_bytes, format_seconds, pluralize
 
 if TYPE_CHECKING:
     from ckptctl.conversion.convert import ConversionPlan, ConversionResult
@@ -174,7 +174,7 @@ def _announce(output: Printer, plan: ConversionPlan, dst: TreePath, yes: bool) -
         output.report(f"files to upload to {dst}:")
         for path, nbytes in plan.files:
             output.report(f"  {path}  {format_bytes(nbytes)}")
-    question = f"Upload {counted(len(plan.files), 'file')} to {dst}?"
+    question = f"Upload {pluralize(len(plan.files), 'file')} to {dst}?"
     if output.asks and not yes and not typer.confirm(question, err=True):
         raise RefusedError("nothing was uploaded", where=str(dst))
 
@@ -219,12 +219,12 @@ def _shortfall(plan: ConversionPlan, dst: TreePath) -> PartialError:
     """Return the error about items that are missing in the source and the output."""
     found = [reason for reason, _ in by_reason(plan.missing)]
     what = "item" if any(name in plan.source.blobs for name in plan.missing) else "tensor"
-    count = counted(len(plan.missing), f"{what} is", f"{what}s are")
+    count = pluralize(len(plan.missing), f"{what} is", f"{what}s are")
     return PartialError(
         f"the source is incomplete: {count} missing in `{dst}`",
         where=plan.source.path,
-        why=f"{listed(list(plan.missing))}: {found[0]}"
-        + (f"; and {counted(len(found) - 1, 'other reason')}" if found[1:] else ""),
+        why=f"{quote_names(list(plan.missing))}: {found[0]}"
+        + (f"; and {pluralize(len(found) - 1, 'other reason')}" if found[1:] else ""),
         hint=f"run {suggested('verify', plan.source.path)} to see what is damaged, "
         "or pass `--json` to list all missing items",
     )
@@ -257,7 +257,7 @@ def _summary_rows(plan: ConversionPlan) -> Iterator[Row]:
 
 def _show_plan(output: Printer, plan: ConversionPlan, dst: TreePath) -> None:
     total = format_bytes(plan.nbytes)
-    output.line(f"would write {counted(len(plan.files), 'file')} ({total}) to {dst}", "bold")
+    output.line(f"would write {pluralize(len(plan.files), 'file')} ({total}) to {dst}", "bold")
     output.first_rows(
         plan.files,
         lambda file: (f"  {file[0]}", format_bytes(file[1])),
@@ -318,7 +318,7 @@ def _result_rows(result: ConversionResult, dst: TreePath) -> Iterator[Row]:
 
 def _show_result(output: Printer, result: ConversionResult, dst: TreePath) -> None:
     output.line(_summary(result, dst), "bold")
-    if not result.plan.summary.is_plain:
+    if not result.plan.summary.is_unchanged:
         output.sentence(result.plan.summary.sentence)
     if result.rounding:
         output.sentence(describe_rounding(result.rounding))
@@ -328,7 +328,7 @@ def _show_result(output: Printer, result: ConversionResult, dst: TreePath) -> No
 def _summary(result: ConversionResult, dst: TreePath) -> str:
     moved = result.nbytes - result.resumed_bytes
     parts = [
-        f"wrote {dst}: {counted(len(result.plan.files), 'file')}",
+        f"wrote {dst}: {pluralize(len(result.plan.files), 'file')}",
         f"{format_bytes(result.nbytes)} in {format_seconds(result.seconds)}",
     ]
     if result.seconds > 0.5:

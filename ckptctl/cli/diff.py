@@ -14,10 +14,10 @@ from ckptctl.cli.commands import Json, NoHeader, Quiet, command
 from ckptctl.cli.output import Printer, Row, told
 from ckptctl.cli.progress import progress
 from ckptctl.cli.tables import SHOWN, Column
-from ckptctl.option_checks import place
+from ckptctl.option_checks import check_location
 from ckptctl.options import Argument
 from ckptctl.tree import TreePath
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 from ckptctl.verbs.comparison.diff_options import DiffOptions
 
 if TYPE_CHECKING:
@@ -48,11 +48,14 @@ LEAVES = (tables.name("non-tensor value"), tables.prose("A"), tables.prose("B"))
 )
 def diff(
     a: Annotated[
-        TreePath, Argument("First checkpoint: directory, file or URL.", metavar="A", check=place)
+        TreePath,
+        Argument("First checkpoint: directory, file or URL.", metavar="A", check=check_location),
     ],
     b: Annotated[
         TreePath,
-        Argument("Second checkpoint, mapped to the layout of A.", metavar="B", check=place),
+        Argument(
+            "Second checkpoint, mapped to the layout of A.", metavar="B", check=check_location
+        ),
     ],
     options: DiffOptions,
     no_header: NoHeader = False,
@@ -144,8 +147,8 @@ def show(output: Printer, found: Difference) -> None:
     if any(_equal_numbers(one, found) for one in found.tensors):
         output.hint("pass `--ignore-dtype` to treat equal numbers of different dtypes as equal")
     for side, letter in ((found.a, "A"), (found.b, "B")):
-        _names(output, counted(len(side.only), "tensor") + f" only in {letter}", side.only)
-        others = counted(len(side.only_leaves), "non-tensor value")
+        _names(output, pluralize(len(side.only), "tensor") + f" only in {letter}", side.only)
+        others = pluralize(len(side.only_leaves), "non-tensor value")
         _names(output, f"{others} only in {letter}", side.only_leaves)
     groups: dict[str, list[TensorDifference]] = {}
     for one in found.tensors:
@@ -153,14 +156,14 @@ def show(output: Printer, found: Difference) -> None:
         title = " and ".join(f"{kind}{dtypes if kind == 'dtype' else ''}" for kind in one.kinds)
         groups.setdefault(title, []).append(one)
     for title, alike in groups.items():
-        output.line(f"{counted(len(alike), *DIFFERS)} in {title}")
+        output.line(f"{pluralize(len(alike), *DIFFERS)} in {title}")
         rows = [_human_row(one, found) for one in alike[:SHOWN]]
         if not any(one.values and one.values.nonfinite for one in alike):
             rows = [(*row[:3], "", *row[4:]) for row in rows]
         output.table(rows, (tables.name("  tensor"), Column("shapes"), *COLUMNS[2:]))
         output.more(len(alike))
     if found.leaves:
-        output.line(counted(len(found.leaves), *LEAF_DIFFERS))
+        output.line(pluralize(len(found.leaves), *LEAF_DIFFERS))
         output.first_rows(found.leaves, lambda one: (one.name, one.a, one.b), LEAVES)
 
 
@@ -178,8 +181,8 @@ def _names(output: Printer, title: str, names: tuple[str, ...]) -> None:
 
 
 def _headline(found: Difference) -> str:
-    parts = [counted(len(found.tensors), *DIFFERS)] if found.tensors else []
-    parts += [counted(len(found.leaves), *LEAF_DIFFERS)] if found.leaves else []
+    parts = [pluralize(len(found.tensors), *DIFFERS)] if found.tensors else []
+    parts += [pluralize(len(found.leaves), *LEAF_DIFFERS)] if found.leaves else []
     for side, letter in ((found.a, "A"), (found.b, "B")):
         if count := len(side.only) + len(side.only_leaves):
             parts.append(f"{count:,} only in {letter}")
@@ -195,21 +198,21 @@ def _named(side: Side) -> str:
 def _explained(found: Difference) -> Iterator[str]:
     """Yield notes on the extent of the comparison and on explained differences."""
     yield from found.notes
-    values = counted(found.compared_leaves, "non-tensor value")
-    tensors = counted(found.compared, "tensor")
+    values = pluralize(found.compared_leaves, "non-tensor value")
+    tensors = pluralize(found.compared, "tensor")
     if found.structure:
         more = f", names of {values}" if found.compared_leaves else ""
         yield f"compared: names, shapes and dtypes of {tensors}{more}"
     else:
         yield f"compared: {tensors}" + (f", {values}" if found.compared_leaves else "")
     if found.by_checksum:
-        tensors = counted(found.by_checksum, "tensor")
+        tensors = pluralize(found.by_checksum, "tensor")
         yield f"recorded checksums match, data not read: {tensors}"
     equal = sum(_equal_numbers(one, found) for one in found.tensors)
     if equal:
-        yield f"equal numbers, different dtype: {counted(equal, 'tensor')}"
+        yield f"equal numbers, different dtype: {pluralize(equal, 'tensor')}"
     if found.within:
-        yield f"different, but within the tolerances: {counted(found.within, 'tensor')}"
+        yield f"different, but within the tolerances: {pluralize(found.within, 'tensor')}"
     yield from _left_out(found)
 
 

@@ -9,9 +9,9 @@ import typer
 
 from ckptctl.cli.commands import Json, command, only_quiet
 from ckptctl.cli.output import Printer, Style
-from ckptctl.option_checks import place
+from ckptctl.option_checks import check_location
 from ckptctl.options import Argument
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 if TYPE_CHECKING:
     from ckptctl.verbs.doctor import Diagnosis, Status
@@ -33,7 +33,7 @@ def doctor(
         Argument(
             "Folder of checkpoints to test.  [default: current directory]",
             metavar="DIR",
-            check=place,
+            check=check_location,
         ),
     ] = Path(),
     json: Json = False,
@@ -69,7 +69,7 @@ def _show(output: Printer, found: Diagnosis) -> None:
         output.line(f"  {one.status:4}  {one.name:{width}}  {one.found}", STYLES[one.status])
         if one.hint:
             output.line(f"        {'':{width}}  {one.hint}", "dim")
-    counts = ["no problems" if found.healthy else counted(found.failures, "problem")]
+    counts = ["no problems" if found.healthy else pluralize(found.failures, "problem")]
     if found.warnings:
-        counts.append(counted(found.warnings, "warning"))
+        counts.append(pluralize(found.warnings, "warning"))
     output.line(", ".join(counts), "bold")

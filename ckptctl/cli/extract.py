@@ -9,10 +9,10 @@ from ckptctl.cli import tables
 from ckptctl.cli.commands import Json, Quiet, command
 from ckptctl.cli.convert import warn_out_of_range
 from ckptctl.cli.output import Printer, Row
-from ckptctl.option_checks import tensors
+from ckptctl.option_checks import list_tensor_names
 from ckptctl.options import Argument
 from ckptctl.shared_options import Checkpoint
-from ckptctl.units import counted, format_bytes
+from ckptctl.units import format_bytes, pluralize
 from ckptctl.verbs.extraction.extract_options import ExtractOptions
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def extract(
         Argument(
             "Name or glob of tensors. A slice such as [0:128] or [:, 5] may follow.",
             metavar="TENSOR",
-            offers=tensors,
+            offers=list_tensor_names,
         ),
     ],
     options: ExtractOptions,
@@ -77,7 +77,7 @@ def _rows(found: Extraction) -> Iterator[Row]:
 def _show(output: Printer, found: Extraction) -> None:
     if found.output:
         size = format_bytes(found.nbytes)
-        count = counted(len(found.tensors), "tensor")
+        count = pluralize(len(found.tensors), "tensor")
         output.line(f"wrote {found.output}: {count}, {size}", "bold")
         output.first_rows(
             found.tensors,

@@ -9,11 +9,11 @@ from ckptctl.cli import tables
 from ckptctl.cli.commands import Json, Quiet, command
 from ckptctl.cli.output import Printer, Row, told
 from ckptctl.cli.progress import progress
-from ckptctl.errors import listed
-from ckptctl.option_checks import new_place, place
+from ckptctl.errors import quote_names
+from ckptctl.option_checks import check_location, check_new_location
 from ckptctl.options import Argument
 from ckptctl.tree import TreePath
-from ckptctl.units import counted, format_bytes, format_seconds
+from ckptctl.units import format_bytes, format_seconds, pluralize
 from ckptctl.verbs.lora_extraction.lora_options import LoraExtractionOptions
 
 if TYPE_CHECKING:
@@ -28,13 +28,15 @@ if TYPE_CHECKING:
 )
 def extract_lora(
     base: Annotated[
-        TreePath, Argument("Checkpoint of the base model.", metavar="BASE", check=place)
+        TreePath, Argument("Checkpoint of the base model.", metavar="BASE", check=check_location)
     ],
     tuned: Annotated[
-        TreePath, Argument("Checkpoint of the fine-tuned model.", metavar="TUNED", check=place)
+        TreePath,
+        Argument("Checkpoint of the fine-tuned model.", metavar="TUNED", check=check_location),
     ],
     out: Annotated[
-        TreePath, Argument("Destination folder of the adapter.", metavar="OUT", check=new_place)
+        TreePath,
+        Argument("Destination folder of the adapter.", metavar="OUT", check=check_new_location),
     ],
     options: LoraExtractionOptions,
     json: Json = False,
@@ -79,14 +81,14 @@ def _rows(found: LoraExtraction) -> Iterator[Row]:
 def _show(output: Printer, found: LoraExtraction, out: TreePath) -> None:
     layers = sorted(found.layers, key=lambda layer: -layer.error)
     output.line(
-        f"wrote {out}: {counted(len(layers), 'layer')}, {format_bytes(found.nbytes)} in "
+        f"wrote {out}: {pluralize(len(layers), 'layer')}, {format_bytes(found.nbytes)} in "
         f"{format_seconds(found.seconds)}"
-        + (f"; {counted(found.unchanged, 'tensor')} unchanged" if found.unchanged else ""),
+        + (f"; {pluralize(found.unchanged, 'tensor')} unchanged" if found.unchanged else ""),
         "bold",
     )
     if found.saved:
-        count = counted(len(found.saved), "tensor")
-        output.sentence(f"{count} stored in full: {listed(found.saved, tables.SHOWN)}")
+        count = pluralize(len(found.saved), "tensor")
+        output.sentence(f"{count} stored in full: {quote_names(found.saved, tables.SHOWN)}")
     titles = ("rank", "error", "change")
     output.first_rows(
         layers,

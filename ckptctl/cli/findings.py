@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 if TYPE_CHECKING:
     from ckptctl.catalog import Finding
@@ -26,7 +26,7 @@ class FindingGroup(NamedTuple):
     def title(self) -> str:
         """The problem, and the number of findings if there are several."""
         count = len(self.findings)
-        return self.first.what + (f" ({counted(count, 'time')})" if count > 1 else "")
+        return self.first.what + (f" ({pluralize(count, 'time')})" if count > 1 else "")
 
     @property
     def where(self) -> str:

@@ -10,7 +10,7 @@ from ckptctl.cli import tables
 from ckptctl.cli.commands import Json, NoHeader, Quiet, command
 from ckptctl.cli.output import Printer
 from ckptctl.cli.tables import Column
-from ckptctl.option_checks import readable, readable_formats
+from ckptctl.option_checks import check_readable_format, list_readable_formats
 from ckptctl.options import Argument
 
 if TYPE_CHECKING:
@@ -40,7 +40,10 @@ def formats(
     name: Annotated[
         str | None,
         Argument(
-            "Format to show in detail.", metavar="NAME", check=readable, offers=readable_formats
+            "Format to show in detail.",
+            metavar="NAME",
+            check=check_readable_format,
+            offers=list_readable_formats,
         ),
     ] = None,
     no_header: NoHeader = False,

@@ -18,11 +18,11 @@ from ckptctl.cli.ls import show_run
 from ckptctl.cli.output import VERDICTS, Printer, Row
 from ckptctl.cli.progress import progress
 from ckptctl.cli.tables import Column, Painted
-from ckptctl.errors import ALTERNATIVES, StorageError, listed
-from ckptctl.errors import command as suggested
-from ckptctl.option_checks import place, positive
+from ckptctl.errors import MAX_ALTERNATIVES, StorageError, quote_names
+from ckptctl.errors import format_command as suggested
+from ckptctl.option_checks import check_location, check_positive
 from ckptctl.options import Argument, Option, Options
-from ckptctl.units import counted, format_count
+from ckptctl.units import format_count, pluralize
 from ckptctl.verbs.inspection.inspect_options import InspectOptions, shown_without
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class ShowOptions(Options):
         Option(
             "Group tensors by the first N parts of their names.",
             metavar="N",
-            check=positive,
+            check=check_positive,
             excludes=tuple(map(shown_without, ("tensors", "stats", "json", "quiet"))),
         ),
     ] = None
@@ -74,7 +74,7 @@ def inspect(
         Argument(
             "Checkpoint or folder of checkpoints: path or URL.  [default: current directory]",
             metavar="PATH",
-            check=place,
+            check=check_location,
         ),
     ] = Path(),
     *,
@@ -111,8 +111,8 @@ def inspect(
     else:
         _print_tensors(output, found, shown, show, options)
     if found.lacks:
-        count = counted(len(found.lacks), "tensor of the model is", "tensors of the model are")
-        output.warning(f"{count} missing: {listed(found.lacks)}")
+        count = pluralize(len(found.lacks), "tensor of the model is", "tensors of the model are")
+        output.warning(f"{count} missing: {quote_names(found.lacks)}")
     if found.problems:
         _warn(output, found)
         if not found.checkpoints:
@@ -158,14 +158,14 @@ def _warn(output: Printer, found: Inspection) -> None:
         if output.mode != "human":  # on a terminal, it is listed below the headline
             output.warning(f"{found.verdict}: {_first(found.problems)}")
         return
-    count = counted(len(found.checkpoints), "checkpoint")
+    count = pluralize(len(found.checkpoints), "checkpoint")
     verb = "is" if len(found.problems) == 1 else "are"
     output.warning(f"{len(found.problems):,} of {count} {verb} not complete")
 
 
 def _print_run(output: Printer, found: Inspection) -> None:
     if output.mode == "human":
-        count = counted(len(found.checkpoints), "checkpoint")
+        count = pluralize(len(found.checkpoints), "checkpoint")
         output.line(f"{found.path}  folder of {count}", "bold")
         output.line()
     if found.run:
@@ -201,12 +201,12 @@ def _print_summary(output: Printer, found: Inspection) -> None:
     for group in groups[: tables.SHOWN]:
         output.sentence(f"  {group.line}", VERDICTS[found.verdict])
     output.more(tables.SHOWN + sum(len(group.findings) for group in groups[tables.SHOWN :]))
-    if len(found.candidates) > ALTERNATIVES:
+    if len(found.candidates) > MAX_ALTERNATIVES:
         more = len(found.candidates) - CANDIDATES
         names = ", ".join(found.candidates[:CANDIDATES]) + (f" and {more} more" if more > 0 else "")
         output.sentence(f"  model type: one of {names} (set it with `-m NAME`)", "dim")
     for how, count in Counter(found.quantized.values()).items():
-        output.sentence(f"  quantized: {counted(count, 'tensor')}, {how}", "dim")
+        output.sentence(f"  quantized: {pluralize(count, 'tensor')}, {how}", "dim")
     for note in found.notes:
         output.sentence(f"  {note}", "dim")
     if leaves := _leaves(found):
@@ -229,8 +229,8 @@ def _headline(found: Inspection) -> Iterator[object]:
 def _verdict(found: Inspection) -> Painted:
     unread = sum(one.unsupported is not None for one in found.tensors)
     if unread and not found.problems and not found.lacks:
-        return Painted(f"{found.verdict}: {counted(unread, 'tensor')} cannot be read", "bold")
-    missing = f": {counted(len(found.lacks), 'tensor')} missing" if found.lacks else ""
+        return Painted(f"{found.verdict}: {pluralize(unread, 'tensor')} cannot be read", "bold")
+    missing = f": {pluralize(len(found.lacks), 'tensor')} missing" if found.lacks else ""
     text = "structure complete" if found.complete is None else f"{found.verdict}{missing}"
     return Painted(text, VERDICTS[found.verdict])
 
@@ -249,7 +249,7 @@ def _rows(found: Inspection) -> Iterator[Row]:
     yield "verdict", found.verdict
     yield "scope", found.scope
     for how, count in Counter(found.quantized.values()).items():
-        yield "quantized", f"{how}: {counted(count, 'tensor')}"
+        yield "quantized", f"{how}: {pluralize(count, 'tensor')}"
     yield from (("value", f"{name} = {value}") for name, value in found.values.items())
     yield from (("problem", problem) for problem in found.problems)
     yield from (("lacks", name) for name in found.lacks)
@@ -258,10 +258,12 @@ def _rows(found: Inspection) -> Iterator[Row]:
 
 def _leaves(found: Inspection) -> str:
     """Format the non-tensor values other than the optimizer's, those with known values first."""
-    from ckptctl.conversion.recognition.roots import FOLDED, part_of
+    from ckptctl.conversion.recognition.roots import FOLDED_PARTS, classify_part
 
     names = [*found.values, *(name for name in found.blobs if name not in found.values)]
-    names = [name for name in names if part_of(name, found.root, found.format) not in FOLDED]
+    names = [
+        name for name in names if classify_part(name, found.root, found.format) not in FOLDED_PARTS
+    ]
     shown = [
         f"`{name}` = {found.values[name]}" if name in found.values else f"`{name}`"
         for name in names[:LEAVES]

@@ -9,7 +9,7 @@ from ckptctl.cli.commands import Json, command, only_quiet
 from ckptctl.cli.ls import LACKS, WITHOUT_STEP
 from ckptctl.cli.output import Printer
 from ckptctl.shared_options import RootOrHere
-from ckptctl.units import rfc3339
+from ckptctl.units import format_rfc3339
 
 
 @command(
@@ -48,7 +48,7 @@ def latest(
     for name in unstated(chosen.path.parent):
         output.note(WITHOUT_STEP.format(name))
     for one in found.others:
-        mine, other = rfc3339(chosen.entry.time), rfc3339(one.entry.time)
+        mine, other = format_rfc3339(chosen.entry.time), format_rfc3339(one.entry.time)
         times = f"it was written {other}, and `{chosen.name}` was written {mine}"
         output.note(f"skipped {one.name} of another series: {times}")
     for note in (*found.doubts, *Pointers.read(chosen.path.parent).dangling()):

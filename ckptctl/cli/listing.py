@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ckptctl.cli import tables
 from ckptctl.cli.tables import Column, Painted
-from ckptctl.errors import possible
-from ckptctl.units import NaturalKey, counted, format_bytes, format_count, natural_key
+from ckptctl.errors import format_model_types
+from ckptctl.units import NaturalKey, format_bytes, format_count, pluralize, to_natural_key
 
 if TYPE_CHECKING:
     from ckptctl.cli.output import Printer, Row
@@ -62,7 +62,7 @@ def collapsed(output: Printer, branches: Sequence[Branch]) -> list[Row]:
     return [
         (
             label,
-            short(branch.dtype) if branch.dtype else counted(branch.tensors * outer, "tensor"),
+            short(branch.dtype) if branch.dtype else pluralize(branch.tensors * outer, "tensor"),
             str(list(branch.shape)) if branch.dtype else "",
             str(branch.copies * outer),
             str(branch.nbytes * outer),
@@ -78,7 +78,7 @@ def _indented(nesting: int, branch: Branch, most: int) -> Row:
     times = f" x {branch.copies:,}" if branch.copies > 1 else ""
     bar = Painted("" if nesting or not most else share(branch.nbytes, most), "name")
     if branch.dtype is None:
-        each = counted(branch.tensors // branch.copies, "tensor")
+        each = pluralize(branch.tensors // branch.copies, "tensor")
         return label, each + times, "", format_bytes(branch.nbytes), bar
     tied = f"tied to {branch.alias_of}" if branch.alias_of else ""
     shape = f"{list(branch.shape)}{times}"
@@ -95,7 +95,9 @@ def listed_tensors(
     output: Printer, shown: Sequence[TensorInfo], sort: str, stats: bool
 ) -> list[tuple[str, ...]]:
     """Make one row per tensor, sorted by name or size."""
-    ordered = sorted(shown, key=lambda t: (-t.nbytes if sort == "size" else 0, natural_key(t.name)))
+    ordered = sorted(
+        shown, key=lambda t: (-t.nbytes if sort == "size" else 0, to_natural_key(t.name))
+    )
     return [
         (
             tensor.name,
@@ -141,12 +143,12 @@ def size(output: Printer, nbytes: int) -> str:
 
 def model(found: Inspection) -> str:
     """Format the model type, or the candidates if it is ambiguous."""
-    return found.model_type or possible(found.candidates) or "unknown model type"
+    return found.model_type or format_model_types(found.candidates) or "unknown model type"
 
 
 def files(found: Inspection) -> str:
     """Format the total size and the number of files."""
-    return f"{format_bytes(found.nbytes)} in {counted(len(found.files), 'file')}"
+    return f"{format_bytes(found.nbytes)} in {pluralize(len(found.files), 'file')}"
 
 
 def markdown(found: Inspection, branches: Sequence[Branch]) -> Iterator[str]:
@@ -158,7 +160,7 @@ def markdown(found: Inspection, branches: Sequence[Branch]) -> Iterator[str]:
         (
             "Types",
             ", ".join(
-                f"{short(n)} ({counted(u.tensors, 'tensor')})" for n, u in found.dtypes.items()
+                f"{short(n)} ({pluralize(u.tensors, 'tensor')})" for n, u in found.dtypes.items()
             ),
         ),
         ("Size", files(found)),
@@ -169,7 +171,7 @@ def markdown(found: Inspection, branches: Sequence[Branch]) -> Iterator[str]:
     yield "| --- | --- | --- | ---: | ---: |"
     for _, label, outer, branch in walk(branches):
         if branch.dtype or not branch.children:
-            shape = str(list(branch.shape)) if branch.dtype else counted(branch.tensors, "tensor")
+            shape = str(list(branch.shape)) if branch.dtype else pluralize(branch.tensors, "tensor")
             dtype = short(branch.dtype) if branch.dtype else ""
             cells = (_code(label), shape, dtype, f"{branch.copies * outer:,}")
             size = format_bytes(branch.nbytes * outer)
@@ -239,15 +241,15 @@ def tree(
 
 def folded(tensors: Sequence[TensorInfo], root: str, format: str, sort: Order) -> list[Branch]:
     """Build the tree of the model under *root*, with one branch per kind of training state."""
-    from ckptctl.conversion.recognition.roots import FOLDED, Part, part_of
+    from ckptctl.conversion.recognition.roots import FOLDED_PARTS, Part, classify_part
 
     parts: dict[Part, list[TensorInfo]] = {}
     for tensor in tensors:
-        parts.setdefault(part_of(tensor.name, root, format), []).append(tensor)
+        parts.setdefault(classify_part(tensor.name, root, format), []).append(tensor)
     if "model" not in parts:
         return tree(tensors, sort)
     shown = tree(parts["model"], sort) + tree(parts.get("rest", ()), sort, depth=1)
-    groups = ((part, tree(parts[part])) for part in FOLDED if part in parts)
+    groups = ((part, tree(parts[part])) for part in FOLDED_PARTS if part in parts)
     return shown + [_group(part, 1, below, hide=True) for part, below in groups]
 
 
@@ -348,7 +350,7 @@ def _signature(branch: Branch) -> Signature:
 def _ordered(branches: Iterable[Branch], sort: Order) -> list[Branch]:
     def key(branch: Branch) -> tuple[int, NaturalKey]:
         size = -branch.nbytes if sort == "size" else 0
-        return size, natural_key(branch.label.replace("[", ""))
+        return size, to_natural_key(branch.label.replace("[", ""))
 
     nested = (b._replace(children=tuple(_ordered(b.children, sort))) for b in branches)
     return sorted(nested, key=key)

@@ -12,9 +12,9 @@ from ckptctl.cli import tables
 from ckptctl.cli.commands import Json, NoHeader, Quiet, command
 from ckptctl.cli.output import VERDICTS, Printer, Row
 from ckptctl.cli.tables import Column, Painted
-from ckptctl.errors import StorageError, listed
+from ckptctl.errors import StorageError, quote_names
 from ckptctl.shared_options import RootOrHere
-from ckptctl.units import counted, format_bytes, rfc3339
+from ckptctl.units import format_bytes, format_rfc3339, pluralize
 
 if TYPE_CHECKING:
     from ckptctl.runs.health import Checkpoint
@@ -81,8 +81,8 @@ def _show(output: Printer, run: RunFolder) -> None:
     if STEPLESS in run.others:
         output.report(f"`{STEPLESS}` contains weights from before the first step of the run", "dim")
     if others:
-        count = counted(len(others), "other entry", "other entries")
-        output.report(f"ignored {count}: {listed(others, SHOWN)}", "dim")
+        count = pluralize(len(others), "other entry", "other entries")
+        output.report(f"ignored {count}: {quote_names(others, SHOWN)}", "dim")
 
 
 def show_run(output: Printer, run: RunFolder) -> None:
@@ -108,7 +108,7 @@ def _row(output: Printer, one: Checkpoint, newest: bool) -> Row:
     return (
         one.name,
         str(one.step),
-        rfc3339(one.entry.time),
+        format_rfc3339(one.entry.time),
         format_bytes(nbytes) if human else str(nbytes),
         one.format or "-",
         Painted(state, "missing" if one.writing else VERDICTS[one.verdict]),

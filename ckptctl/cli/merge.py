@@ -9,10 +9,10 @@ from ckptctl.cli.commands import RunOptions, command
 from ckptctl.cli.convert import carry_out, planned
 from ckptctl.cli.ranks import coordinator, output_of
 from ckptctl.conversion.conversion_options import MergeOptions
-from ckptctl.option_checks import place
+from ckptctl.option_checks import check_location
 from ckptctl.options import Argument
 from ckptctl.shared_options import Destination
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 
 @command(
@@ -25,13 +25,15 @@ from ckptctl.units import counted
     "ckptctl.adapters.merging:MergePlan",
 )
 def merge(
-    base: Annotated[Path, Argument("Checkpoint of the base model.", metavar="BASE", check=place)],
+    base: Annotated[
+        Path, Argument("Checkpoint of the base model.", metavar="BASE", check=check_location)
+    ],
     adapter: Annotated[
         Path,
         Argument(
             "LoRA or DoRA adapter. Accepts PEFT folders, and files of torchtune and Mistral.",
             metavar="ADAPTER",
-            check=place,
+            check=check_location,
         ),
     ],
     dst: Destination,
@@ -54,7 +56,7 @@ def merge(
     scales = ", ".join(f"{scale:g}" for scale in plan.scales)
     output.statement(
         f"adapter {plan.adapter_format}, layout {plan.adapter_layout} · "
-        f"{counted(plan.merged, 'tensor')} changed"
+        f"{pluralize(plan.merged, 'tensor')} changed"
         + (f" (scale {scales})" if scales else "")
         + (f", {plan.replaced:,} replaced" if plan.replaced else "")
     )

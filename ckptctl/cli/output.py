@@ -24,9 +24,9 @@ from typing import Literal, TextIO, TypeVar
 from ckptctl.cli import tables
 from ckptctl.cli.tables import GAP, Column, Painted, style_of
 from ckptctl.cli.typed_paths import as_typed
-from ckptctl.errors import SHOWN, CkptError, StorageError, listed
+from ckptctl.errors import MAX_LISTED_NAMES, CkptError, StorageError, quote_names
 from ckptctl.results import Result, schema_name
-from ckptctl.units import visible
+from ckptctl.units import escape_unprintable
 from ckptctl.verdict import Verdict
 from ckptctl.version import __version__
 
@@ -141,18 +141,20 @@ class Printer:
 
     def line(self, text: str = "", style: Style | None = None) -> None:
         """Print one line to stdout."""
-        self.text(_styled(sys.stdout, visible(text), style))
+        self.text(_styled(sys.stdout, escape_unprintable(text), style))
 
     def sentence(self, text: str, style: Style | None = None) -> None:
         """Print one line to stdout, wrapped to the width of the terminal."""
         indent = len(text) - len(text.lstrip())
-        for part in _wrapped(visible(text), _columns(), " " * indent + GAP):
+        for part in _wrapped(escape_unprintable(text), _columns(), " " * indent + GAP):
             self.text(_styled(sys.stdout, part, style))
 
     def headline(self, subject: object, *facts: object) -> None:
         """Print the subject and its facts on one line, wrapped between facts if necessary."""
-        room, lines = _columns(), [[Painted(visible(f"{subject}   "), "bold")]]
-        for fact in (Painted(visible(str(one)), style_of(one) or "bold") for one in facts):
+        room, lines = _columns(), [[Painted(escape_unprintable(f"{subject}   "), "bold")]]
+        for fact in (
+            Painted(escape_unprintable(str(one)), style_of(one) or "bold") for one in facts
+        ):
             used = sum(len(part.text) for part in lines[-1])
             if len(lines[-1]) > 1 and used + len(f" · {fact} ·") > room:
                 lines.append([Painted(GAP, "bold"), fact])
@@ -192,7 +194,7 @@ class Printer:
         start = max((len(label) for label, _ in known), default=0) + len(GAP)
         width = max(_columns(), start + NARROW)
         for label, text in known:
-            said = _wrapped(" " * start + visible(text), width, " " * start)
+            said = _wrapped(" " * start + escape_unprintable(text), width, " " * start)
             self.text("\n".join((label.ljust(start) + said[0].lstrip(), *said[1:])).rstrip())
 
     def document(self, name: str, *results: Result, to: TextIO | None = None) -> None:
@@ -221,7 +223,7 @@ class Printer:
     def statement(self, text: str) -> None:
         """Print one line about the next step to stderr."""
         if self.chatty:
-            for line in _said(visible(text)):
+            for line in _said(escape_unprintable(text)):
                 self.report(line, "dim")
 
     def note(self, text: str) -> None:
@@ -241,7 +243,7 @@ class Printer:
 
     def report(self, text: str, style: Style | None = None) -> None:
         """Print one line to stderr."""
-        _write(sys.stderr, _styled(sys.stderr, visible(text), style))
+        _write(sys.stderr, _styled(sys.stderr, escape_unprintable(text), style))
 
     def error(self, error: CkptError, trace: str | None = None) -> None:
         """Print *error* to stderr, as a JSON object or as labeled lines.
@@ -256,7 +258,7 @@ class Printer:
             self.document("error", ErrorDocument(TracedError(error, trace)), to=sys.stderr)
             return
         if trace:
-            _write(sys.stderr, "\n".join(visible(line) for line in trace.splitlines()))
+            _write(sys.stderr, "\n".join(escape_unprintable(line) for line in trace.splitlines()))
         self._labeled("error", error.what, "bold")
         for label, text in (("  where: ", error.where), ("  why:   ", error.why)):
             if text:
@@ -265,7 +267,7 @@ class Printer:
             self._labeled("hint", error.hint, "name")
 
     def _labeled(self, label: str, text: str, style: Style) -> None:
-        said = f"{label}: {visible(as_typed(text))}"
+        said = f"{label}: {escape_unprintable(as_typed(text))}"
         # A hint is not wrapped, so that its command can be copied.
         lines = [said] if label == "hint" else _said(said)
         lines[0] = _styled(sys.stderr, f"{label}:", style) + lines[0].removeprefix(f"{label}:")
@@ -315,7 +317,9 @@ def _wrapped(text: str, width: int, indent: str) -> list[str]:
 
 
 def _plain(cell: object) -> str:
-    return _painted(visible(str(cell)), style_of(cell) if WANTED.color == "always" else None)
+    return _painted(
+        escape_unprintable(str(cell)), style_of(cell) if WANTED.color == "always" else None
+    )
 
 
 def _painted(text: str, style: str | None) -> str:
@@ -393,17 +397,17 @@ def told(what: str, keys: Mapping[str, str]) -> Iterator[str]:
 
 def in_short(names: Sequence[str]) -> str:
     """Return the names, or if there are many, their count and common stems."""
-    if len(names) <= SHOWN:
-        return listed(names)
+    if len(names) <= MAX_LISTED_NAMES:
+        return quote_names(names)
     heads = list(dict.fromkeys(map(_head, names)))
     if len(heads) == len(names):
-        return listed(names)
+        return quote_names(names)
     inner = [head for head in heads if not any(name.startswith(head) for name in names)]
     roots = [head for head in heads if head not in inner]
     if not inner:
-        return f"{len(names):,} names under {listed(roots)}"
-    root = f"are under {listed(roots)} or " if roots else ""
-    return f"{len(names):,} names that {root}contain {listed(inner)}"
+        return f"{len(names):,} names under {quote_names(roots)}"
+    root = f"are under {quote_names(roots)} or " if roots else ""
+    return f"{len(names):,} names that {root}contain {quote_names(inner)}"
 
 
 def _head(name: str) -> str:

@@ -16,12 +16,12 @@ from ckptctl.cli.ls import LACKS
 from ckptctl.cli.output import VERDICTS, Printer, Row
 from ckptctl.cli.tables import Column, Painted
 from ckptctl.cli.typed_paths import typed_again
-from ckptctl.errors import RefusedError, StorageError, listed
+from ckptctl.errors import RefusedError, StorageError, quote_names
 from ckptctl.options import Option
 from ckptctl.runs.run_options import PruneOptions
 from ckptctl.shared_options import Root
 from ckptctl.tree import TreePath
-from ckptctl.units import counted, format_bytes
+from ckptctl.units import format_bytes, pluralize
 from ckptctl.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def _show_table(output: Printer, plan: PrunePlan, root: TreePath) -> None:
                 f"{said}; checkpoints that would be kept without `{one.name}` are also kept"
             )
     if plan.leftovers:
-        output.note(f"leftovers of an earlier prune will be removed: {listed(plan.leftovers)}")
+        output.note(f"leftovers of an earlier prune will be removed: {quote_names(plan.leftovers)}")
 
 
 def _mention_damaged(output: Printer, plan: PrunePlan) -> None:
@@ -153,7 +153,7 @@ def _mention_damaged(output: Printer, plan: PrunePlan) -> None:
     count = sum(one.action == "remove" and one.checkpoint.name in skipped for one in others)
     if count:
         them = "it" if count == 1 else "them"
-        damaged = counted(count, "damaged checkpoint")
+        damaged = pluralize(count, "damaged checkpoint")
         output.hint(f"skipped {damaged}; pass `--include-incomplete` to remove {them}")
 
 
@@ -188,9 +188,9 @@ def _rules(policy: Policy) -> Iterator[str]:
     if policy.last is not None:
         yield f"keep last {policy.last:,}"
     if policy.every is not None:
-        yield f"every {counted(policy.every, 'step')}"
+        yield f"every {pluralize(policy.every, 'step')}"
     if policy.closest is not None:
-        yield f"closest to each multiple of {counted(policy.closest, 'step')}"
+        yield f"closest to each multiple of {pluralize(policy.closest, 'step')}"
     if policy.within is not None:
         yield f"within {format_exact_units(policy.within)}"
     if policy.interval is not None:
@@ -211,4 +211,4 @@ def _verb(plan: PrunePlan) -> str:
 
 
 def _amount(plan: PrunePlan) -> str:
-    return f"{len(plan.of('remove')):,} of {counted(len(plan.decisions), 'checkpoint')}"
+    return f"{len(plan.of('remove')):,} of {pluralize(len(plan.decisions), 'checkpoint')}"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from ckptctl.cli.output import Printer
-from ckptctl.errors import CkptError, UsageError, listed
+from ckptctl.errors import CkptError, UsageError, quote_names
 from ckptctl.ranks.coordinator import Alone, Coordinator
 from ckptctl.storage.threads import create_daemon
 
@@ -39,7 +39,7 @@ def coordinator(single_process: bool, machine: bool) -> Coordinator:
     if missing:
         raise UsageError(
             "the environment does not specify how to reach the other ranks",
-            why=f"WORLD_SIZE is {world}, but {listed(missing, quote='')} "
+            why=f"WORLD_SIZE is {world}, but {quote_names(missing, quote='')} "
             f"{'is' if len(missing) == 1 else 'are'} not set",
             hint="start it with torchrun, or pass `--single-process` to run a single process",
         )

@@ -15,7 +15,7 @@ from ckptctl.cli.output import Printer
 from ckptctl.cli.progress import progress
 from ckptctl.errors import StorageError, UsageError
 from ckptctl.shared_options import Checkpoint
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 from ckptctl.verbs.report.report_options import STDOUT, ReportOptions
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def _print(output: Printer, found: Report) -> None:
     output.line(f"wrote {found.output}: {', '.join(_contents(found))}", "bold")
     left = found.left_out
     if left.tensors:
-        count = counted(left.tensors, "tensor is", "tensors are")
+        count = pluralize(left.tensors, "tensor is", "tensors are")
         output.note(f"{count} not listed on the page (see `--max-tensors`)")
     if found.problem:
         output.warning(f"{found.verification.verdict}: {found.problem}")
@@ -91,14 +91,14 @@ def _print(output: Printer, found: Report) -> None:
 
 def _contents(found: Report) -> Iterator[str]:
     """Yield a summary of each part of the page."""
-    yield counted(len(found.tensors), "tensor")
+    yield pluralize(len(found.tensors), "tensor")
     yield found.verification.verdict
     if findings := len(found.verification.findings):
-        yield counted(findings, "finding")
+        yield pluralize(findings, "finding")
     if found.difference:
         both = (found.difference.a, found.difference.b)
         apart = sum(len(side.only) + len(side.only_leaves) for side in both)
         count = len(found.difference.tensors) + len(found.difference.leaves) + apart
-        yield counted(count, "difference")
+        yield pluralize(count, "difference")
     if found.stats:
         yield "statistics"

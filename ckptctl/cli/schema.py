@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from ckptctl.cli import commands, tables
 from ckptctl.cli.commands import Json, NoHeader, Quiet
 from ckptctl.cli.output import Printer
-from ckptctl.options import Argument, among
+from ckptctl.options import Argument, require_choice
 
 if TYPE_CHECKING:
     from ckptctl.documents import Document
@@ -27,7 +27,7 @@ def documents() -> dict[str, Document]:
 def named(name: str) -> Document:
     """Return the JSON document of the command *name*, or raise `UsageError`."""
     known = documents()
-    return known[among(name, "schema", list(known))]
+    return known[require_choice(name, "schema", list(known))]
 
 
 @commands.command(
@@ -57,7 +57,7 @@ def schema(
     """
     output = Printer(json, quiet, header=not no_header)
     if command is not None:
-        output.schema(named(command).schema())
+        output.schema(named(command).build_schema())
         return
     known = documents()
     from ckptctl.documents import Documents

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from ckptctl.units import visible
+from ckptctl.units import escape_unprintable
 
 GAP = "  "
 SHOWN = 10
@@ -96,7 +96,7 @@ def lines(
         paint: Function that applies a style to text.
     """
     known = list(rows)
-    texts = [[visible(str(cell)) for cell in row] for row in known]
+    texts = [[escape_unprintable(str(cell)) for cell in row] for row in known]
     numbers = range(len(columns))
     widths = [max((len(row[n]) for row in texts if n < len(row)), default=0) for n in numbers]
     shown = [n for n in numbers if widths[n]]

@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptctl.cli.commands import first_sentence
 from ckptctl.cli.output import FORMAT
-from ckptctl.errors import UsageError, nearest
+from ckptctl.errors import UsageError, find_nearest
 
 OTHER_COMMANDS = {
     "cat": "extract",
@@ -56,7 +56,7 @@ OUTPUTS = ("-o", "--out", "--output", "--output-dir", "--dst", "--dest")
 
 def no_such_command(name: str, known: Sequence[str]) -> UsageError:
     """Return the error for an unknown command, with a suggestion if one is similar."""
-    meant = OTHER_COMMANDS.get(name) or nearest(name, known)
+    meant = OTHER_COMMANDS.get(name) or find_nearest(name, known)
     hint = f"did you mean `{meant}`?" if meant else "see `ckptctl --help`"
     return UsageError(f"unknown command `{name}`", hint=hint)
 
@@ -124,7 +124,7 @@ def _instead(option: str, command: Any, group: Any, words: Sequence[str]) -> str
         names = " ".join(arguments)
         return f"pass the destination after the source: `ckptctl {command.name} {names}`"
     if meant.split()[0] not in known:
-        close = nearest(option.strip("-"), [name.strip("-") for name in known])
+        close = find_nearest(option.strip("-"), [name.strip("-") for name in known])
         meant = f"--{close}" if close else ""
     return f"did you mean `{meant}`?" if meant else None
 

@@ -15,10 +15,10 @@ from ckptctl.cli.progress import progress
 from ckptctl.cli.ranks import coordinator, output_of
 from ckptctl.cli.tables import SHOWN, Painted
 from ckptctl.cli.typed_paths import as_typed
-from ckptctl.errors import command as suggested
-from ckptctl.errors import listed
+from ckptctl.errors import format_command as suggested
+from ckptctl.errors import quote_names
 from ckptctl.shared_options import Checkpoint
-from ckptctl.units import counted, format_bytes, format_seconds
+from ckptctl.units import format_bytes, format_seconds, pluralize
 from ckptctl.verbs.verification.verify_options import VerifyOptions
 from ckptctl.verdict import Verdict
 
@@ -73,8 +73,8 @@ def _show(output: Printer, found: Verification) -> None:
     output.headline(
         found.path,
         found.format,
-        counted(found.tensors, "tensor"),
-        f"{counted(len(found.files), 'file')}, {format_bytes(found.nbytes)}",
+        pluralize(found.tensors, "tensor"),
+        f"{pluralize(len(found.files), 'file')}, {format_bytes(found.nbytes)}",
         f"level {found.level}",
         Painted(_verdict(found), VERDICTS[found.verdict]),
         f"data {_data_check(found)}",
@@ -101,7 +101,7 @@ def _show(output: Printer, found: Verification) -> None:
 
 def _data_check(found: Verification) -> str:
     """Format the share of the data that was compared with checksums."""
-    tensors = f"{found.verified_tensors or 0:,} of {counted(found.tensors, 'tensor')}"
+    tensors = f"{found.verified_tensors or 0:,} of {pluralize(found.tensors, 'tensor')}"
     return {
         "verified": f"verified: {tensors}",
         "partly verified": f"partly verified: {tensors}",
@@ -115,7 +115,7 @@ def _data_check(found: Verification) -> str:
 def _verdict(found: Verification) -> str:
     if found.complete is None:
         return "structure complete"
-    counts = [counted(len(found.errors), "error")] if found.errors else []
+    counts = [pluralize(len(found.errors), "error")] if found.errors else []
     counts += [f"{len(found.unknown):,} unknown"] if found.unknown else []
     return f"{found.verdict}: {', '.join(counts)}" if counts else found.verdict
 
@@ -127,7 +127,7 @@ def _data(found: Verification) -> Iterator[str]:
         yield shown + (f"; without checksums: {format_bytes(unchecked)}" if unchecked else "")
     elif found.data in ("not compared", "not read") and not found.exit_code:
         checked = "data" if found.level == "headers" else "headers and data"
-        known = f" against {listed(found.checksum_lists)}" if found.checksum_lists else ""
+        known = f" against {quote_names(found.checksum_lists)}" if found.checksum_lists else ""
         yield f"pass `--level full` to check the {checked}{known}"
     yield f"checked in {format_seconds(found.seconds)}"
     if found.nan and not found.exit_code:

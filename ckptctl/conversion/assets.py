@@ -8,8 +8,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ckptctl.catalog import Catalog
-from ckptctl.conversion.recognition.model import Description, descriptions_of
-from ckptctl.errors import CkptError, SourceNotFoundError, UsageError, listed, spell_option
+from ckptctl.conversion.recognition.model import ModelDescription, iterate_descriptions
+from ckptctl.errors import CkptError, SourceNotFoundError, UsageError, quote_names, spell_option
 from ckptctl.formats.base import WritableFormat
 from ckptctl.formats.sidecar_files import CONFIGURATION, beside, documents, left_behind
 from ckptctl.notes import Notes
@@ -25,7 +25,7 @@ from ckptctl.storage.paths import (
 )
 from ckptctl.storage.urls import HUB_SCHEME, is_url
 from ckptctl.tree import TreePath
-from ckptctl.units import natural
+from ckptctl.units import sort_naturally
 
 CONFIG, PARAMS = "config.json", "params.json"
 
@@ -49,32 +49,34 @@ class Assets:
     documents: Mapping[str, Json]
     others: Mapping[str, str] = field(default_factory=dict)
     changed: frozenset[str] = frozenset()
-    described: tuple[Description, ...] = ()
+    described: tuple[ModelDescription, ...] = ()
 
-    def copies(self, without: Collection[str]) -> Iterator[RawCopy]:
+    def list_copies(self, without: Collection[str]) -> Iterator[RawCopy]:
         """Yield a copy of each sidecar file except those called *without*."""
         for name, size in self.sizes.items():
             if name not in without:
                 yield RawCopy(name, 0, size, name, root=self.roots[name])
 
 
-def assets_folder(given: str | TreePath) -> TreePath:
+def find_assets_folder(location: str | TreePath) -> TreePath:
     """Resolve the folder that ``--assets`` names.
 
     It is a local folder or a URL. A missing folder ``ORG/NAME`` means a repository of the Hub.
     """
-    if is_url(given):
-        return _existing(resolve_source_path(given))
-    if url := hub_url(given):
+    if is_url(location):
+        return _require_folder(resolve_source_path(location))
+    if url := hub_url(location):
         try:
-            return _existing(resolve_source_path(url))
+            return _require_folder(resolve_source_path(url))
         except CkptError as error:
-            error.why = "; ".join(filter(None, (f"there is no local folder `{given}`", error.why)))
+            error.why = "; ".join(
+                filter(None, (f"there is no local folder `{location}`", error.why))
+            )
             raise
-    return _existing(expand_home(Path(given)).absolute())
+    return _require_folder(expand_home(Path(location)).absolute())
 
 
-def file_notes(
+def build_file_notes(
     assets: Assets,
     directory: str | TreePath | None,
     target: WritableFormat,
@@ -90,19 +92,22 @@ def file_notes(
         if url := hub_url(directory):
             notes.add(f"{option} refers to the Hub repository `{url}`")
         elif could_be_repository(directory):
-            other = f"use `{HUB_SCHEME}://{directory}` for the Hub repository"
-            notes.add(f"{option} refers to the local folder; {other}")
-    others = {name: why for name, why in assets.others.items() if name not in written}
+            hub_hint = f"use `{HUB_SCHEME}://{directory}` for the Hub repository"
+            notes.add(f"{option} refers to the local folder; {hub_hint}")
+    reasons = {name: why for name, why in assets.others.items() if name not in written}
     if target.single_file:
-        alone = f"a single {target.name} file has no sidecar files"
-        others = {**dict.fromkeys({**assets.sizes, **assets.documents}, alone), **others}
+        single_file_reason = f"a single {target.name} file has no sidecar files"
+        reasons = {
+            **dict.fromkeys({**assets.sizes, **assets.documents}, single_file_reason),
+            **reasons,
+        }
     else:
-        notes.add(*left_behind(others))
-    notes.explain("not copied", others)
+        notes.add(*left_behind(reasons))
+    notes.explain("not copied", reasons)
     return notes
 
 
-def _existing(root: TreePath) -> TreePath:
+def _require_folder(root: TreePath) -> TreePath:
     if not root.is_dir():
         raise SourceNotFoundError(
             "no such directory",
@@ -113,43 +118,50 @@ def _existing(root: TreePath) -> TreePath:
     return root
 
 
-def gather(catalog: Catalog, directory: str | TreePath | None, globs: Sequence[str] = ()) -> Assets:
+def gather_assets(
+    catalog: Catalog, directory: str | TreePath | None, globs: Sequence[str] = ()
+) -> Assets:
     """Collect the sidecar files of a checkpoint. Those of ``--assets`` replace them."""
-    root, inner = catalog.root, f"{CONFIGURATION}/"
+    root, config_prefix = catalog.root, f"{CONFIGURATION}/"
     places: dict[str, TreePath] = {}
     sizes: dict[str, int] = {}
     # Files of verl's configuration folder are moved next to the others.
-    for name, size in sorted(catalog.assets.items(), key=lambda one: not one[0].startswith(inner)):
-        short = name.removeprefix(inner)
+    for name, size in sorted(
+        catalog.assets.items(), key=lambda item: not item[0].startswith(config_prefix)
+    ):
+        short = name.removeprefix(config_prefix)
         places[short] = root if short == name else root / CONFIGURATION
         sizes[short] = size
-    files = tuple(descriptions_of(catalog, places))
+    files = tuple(iterate_descriptions(catalog, places))
     assets = Assets(places, sizes, catalog.documents, catalog.others, described=files)
     roots = [root]
     if directory is not None:
-        root = assets_folder(directory)
+        root = find_assets_folder(directory)
         roots.append(root)
-        assets = _with_directory(catalog, assets, root)
-    return carried(assets, roots, globs) if globs else assets
+        assets = _add_directory(catalog, assets, root)
+    return add_carried_files(assets, roots, globs) if globs else assets
 
 
-def _with_directory(catalog: Catalog, own: Assets, root: TreePath) -> Assets:
-    """Add the files of *root*, the folder of ``--assets``, to *own*."""
-    stated, found = documents(root), beside(root, documented=False)
-    if not found.assets and not stated:
+def _add_directory(catalog: Catalog, source_assets: Assets, root: TreePath) -> Assets:
+    """Add the files of *root*, the folder of ``--assets``, to *source_assets*."""
+    stated_documents, sidecars = documents(root), beside(root, documented=False)
+    if not sidecars.assets and not stated_documents:
         raise UsageError("no configuration or tokenizer found", where=str(root))
-    described = own.documents if root == catalog.root else stated
-    theirs = (Description(name, str(root / name), one, True) for name, one in described.items())
+    described = source_assets.documents if root == catalog.root else stated_documents
+    descriptions = (
+        ModelDescription(name, str(root / name), content, True)
+        for name, content in described.items()
+    )
     return Assets(
-        {**own.roots, **dict.fromkeys(found.assets, root)},
-        {**own.sizes, **found.assets},
-        {**({} if described else own.documents), **described},
-        {**own.others, **found.others},
-        described=(*(own.described if root != catalog.root else ()), *theirs),
+        {**source_assets.roots, **dict.fromkeys(sidecars.assets, root)},
+        {**source_assets.sizes, **sidecars.assets},
+        {**({} if described else source_assets.documents), **described},
+        {**source_assets.others, **sidecars.others},
+        described=(*(source_assets.described if root != catalog.root else ()), *descriptions),
     )
 
 
-def carried(assets: Assets, roots: Sequence[TreePath], globs: Sequence[str]) -> Assets:
+def add_carried_files(assets: Assets, roots: Sequence[TreePath], globs: Sequence[str]) -> Assets:
     """Add the skipped files that match one of *globs* to *assets*.
 
     Args:
@@ -158,41 +170,45 @@ def carried(assets: Assets, roots: Sequence[TreePath], globs: Sequence[str]) -> 
         globs: Patterns for relative paths. ``*`` also matches slashes, but not the leading dot of
             a hidden file or folder.
     """
-    found = {name: root for root in roots for name in _files(root, assets.others)}
+    candidates = {name: root for root in roots for name in _iterate_files(root, assets.others)}
     for glob in globs:
-        if not any(_matches(name, glob) for name in (*found, *assets.sizes)):
+        if not any(_matches_glob(name, glob) for name in (*candidates, *assets.sizes)):
             raise UsageError(
                 f"{spell_option(f'--carry {glob}')} matches no file",
                 where=", ".join(map(str, roots)),
-                why="files that are not copied by default: " + listed(natural(assets.others))
+                why="files that are not copied by default: "
+                + quote_names(sort_naturally(assets.others))
                 if assets.others
                 else "all files in the folder are copied by default",
             )
-    wanted = {n: root for n, root in found.items() if any(_matches(n, glob) for glob in globs)}
-    folders = {f"{name.partition('/')[0]}/" for name in wanted}
-    stay = tuple(name for name in found if name not in wanted)
+    selected = {
+        n: root for n, root in candidates.items() if any(_matches_glob(n, glob) for glob in globs)
+    }
+    folders = {f"{name.partition('/')[0]}/" for name in selected}
+    remaining = tuple(name for name in candidates if name not in selected)
     return replace(
         assets,
-        roots={**assets.roots, **wanted},
-        sizes={**assets.sizes, **{n: (root / n).stat().st_size for n, root in wanted.items()}},
+        roots={**assets.roots, **selected},
+        sizes={**assets.sizes, **{n: (root / n).stat().st_size for n, root in selected.items()}},
         others={
             name: why
             for name, why in assets.others.items()
-            if name not in wanted and (name not in folders or any(n.startswith(name) for n in stay))
+            if name not in selected
+            and (name not in folders or any(n.startswith(name) for n in remaining))
         },
     )
 
 
-def _files(root: TreePath, names: Iterable[str]) -> Iterator[str]:
+def _iterate_files(root: TreePath, names: Iterable[str]) -> Iterator[str]:
     """Yield the files among *names* and in folders among them, except links that lead outside."""
     for name in names:
         item = root / name
-        found = item.rglob("*") if name.endswith("/") and item.is_dir() else (item,)
-        for one in found:
-            if one.is_file() and not leads_outside(one, root):
-                yield str(one.relative_to(root))
+        items = item.rglob("*") if name.endswith("/") and item.is_dir() else (item,)
+        for file in items:
+            if file.is_file() and not leads_outside(file, root):
+                yield str(file.relative_to(root))
 
 
-def _matches(name: str, glob: str) -> bool:
+def _matches_glob(name: str, glob: str) -> bool:
     """Check if *glob* matches a path. Leading dots must be matched explicitly."""
     return fnmatchcase(name, glob) and f"/{name}".count("/.") <= f"/{glob}".count("/.")

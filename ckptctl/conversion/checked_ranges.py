@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from ckptctl import dtypes
-from ckptctl.catalog import Box, Computed, TensorEntry, row_major
+from ckptctl.catalog import Box, ComputedTensor, TensorEntry, row_major
 from ckptctl.columns import ExtentColumns
-from ckptctl.conversion.transfers import entries_read
+from ckptctl.conversion.transfers import list_read_entries
 from ckptctl.planner.boxes import intersect_boxes
 from ckptctl.planner.copying.blocks import BoxIndex, find_recorded_range, get_stored_boxes
 from ckptctl.planner.plan import CheckedRange, RecordedRange, Transfer
@@ -26,7 +26,7 @@ Ranges = list[tuple[int, int, Reader]]
 """Start, length and reader of each range."""
 
 
-def find_checked(
+def find_checked_transfers(
     transfers: Sequence[Transfer], *, partly: bool = False
 ) -> frozenset[tuple[int, str]]:
     """Find the transfers whose reads of a stored tensor suffice to verify its checksums.
@@ -39,26 +39,29 @@ def find_checked(
     Returns:
         Number of the transfer and name of the stored tensor.
     """
-    recorded = {entry.name for entry in entries_read(transfers) if _is_recorded(entry)}
+    recorded = {
+        entry.name for entry in list_read_entries(transfers) if has_recorded_checksums(entry)
+    }
     ranges: dict[str, Ranges[int]] = {}
     for number, transfer in enumerate(transfers if recorded else ()):
         parts = [part for part in transfer.tensor.parts if part.entry.name in recorded]
         if parts and _is_written_once(transfer, partly):
             for part in parts:
-                ranges.setdefault(part.entry.name, []).append((*_range(part), number))
+                ranges.setdefault(part.entry.name, []).append((*_to_element_range(part), number))
     return frozenset(
         (number, name)
-        for name, some in ranges.items()
-        for number in {number for _, _, number in some} - _repeating(some)
+        for name, reader_ranges in ranges.items()
+        for number in {number for _, _, number in reader_ranges}
+        - _find_overlapping_readers(reader_ranges)
     )
 
 
-def _is_recorded(entry: TensorEntry) -> bool:
+def has_recorded_checksums(entry: TensorEntry) -> bool:
     """Check if checksums are recorded for a tensor that is stored in row-major order."""
     if isinstance(entry.extents, ExtentColumns):
         return entry.extents.crcs is not None
-    return any(one.recorded for one in entry.extents) and not any(
-        one.strides and one.strides != row_major(one.box.sizes) for one in entry.extents
+    return any(extent.recorded_checksum for extent in entry.extents) and not any(
+        extent.strides and extent.strides != row_major(extent.box.sizes) for extent in entry.extents
     )
 
 
@@ -70,25 +73,25 @@ def _is_written_once(transfer: Transfer, partly: bool) -> bool:
     distinct = list(boxes)
     index = BoxIndex([box.offsets for box in boxes], [box.sizes for box in boxes])
     return not any(
-        other < number and intersect_boxes(box, distinct[other])
+        neighbor < number and intersect_boxes(box, distinct[neighbor])
         for number, box in enumerate(boxes)
-        for other in index.find_candidates(box.offsets, box.sizes)
+        for neighbor in index.find_candidates(box.offsets, box.sizes)
     )
 
 
-def _repeating(ranges: Ranges[Reader]) -> set[Reader]:
+def _find_overlapping_readers(ranges: Ranges[Reader]) -> set[Reader]:
     """Find readers of unknown ranges, and those that read an element again."""
-    found, end = set[Reader](), 0
+    overlapping, end = set[Reader](), 0
     for start, count, reader in sorted(ranges):
-        if reader not in found:
+        if reader not in overlapping:
             if start < end or not count:
-                found.add(reader)
+                overlapping.add(reader)
             else:
                 end = start + count
-    return found
+    return overlapping
 
 
-def _range(part: Part) -> tuple[int, int]:
+def _to_element_range(part: Part) -> tuple[int, int]:
     """Return start and length of a contiguous part in elements, or length 0 for other parts."""
     strides = row_major(part.entry.shape)
     steps = sorted((axis.stride * strides[axis.at], axis.size) for axis in part.axes)
@@ -100,8 +103,8 @@ def _range(part: Part) -> tuple[int, int]:
     return sum(map(math.prod, zip(part.begin, strides, strict=True))), count
 
 
-def checks_of(
-    root: TreePath, transfers: Sequence[Transfer], computed: Mapping[str, Computed]
+def plan_checks(
+    root: TreePath, transfers: Sequence[Transfer], computed: Mapping[str, ComputedTensor]
 ) -> tuple[frozenset[tuple[int, str]], tuple[CheckedRange, ...]]:
     """Plan which checksums are verified while copying, and the gaps that are read only for them.
 
@@ -111,15 +114,17 @@ def checks_of(
         computed: Virtual files that are read.
 
     Returns:
-        Transfers as from :func:`find_checked`, and ranges with gaps.
+        Transfers as from :func:`find_checked_transfers`, and ranges with gaps.
     """
-    checked, entries = find_checked(transfers), entries_read(transfers)
-    taken, complete = _bytes_taken(entries, transfers, checked)
-    shared = {name for some in taken.values() for name in _repeating(some)}
+    checked, entries = find_checked_transfers(transfers), list_read_entries(transfers)
+    taken, complete = _collect_checked_bytes(entries, transfers, checked)
+    shared = {
+        name for taken_ranges in taken.values() for name in _find_overlapping_readers(taken_ranges)
+    }
     checked = frozenset(pair for pair in checked if pair[1] not in shared)
     names = {name for _, name in checked}
     read = [(root, entry) for entry in entries]
-    read += [(one.root, one.entry) for made in computed.values() for one in made.inputs]
+    read += [(item.root, item.entry) for virtual in computed.values() for item in virtual.inputs]
     ranges: dict[tuple[TreePath, RecordedRange], str] = {}
     for directory, entry in read:
         is_taken = directory == root and entry.name in names
@@ -127,21 +132,21 @@ def checks_of(
         if isinstance(entry.extents, ExtentColumns) and (is_complete or entry.extents.crcs is None):
             continue
         for extent in entry.extents:
-            found = find_recorded_range(extent, entry.name)
-            if found is None or (is_complete and found.name):
+            stored_range = find_recorded_range(extent, entry.name)
+            if stored_range is None or (is_complete and stored_range.name):
                 continue
-            found = found if is_taken else found._replace(name="")
-            ranges.setdefault((directory, found), entry.name)
+            stored_range = stored_range if is_taken else stored_range._replace(name="")
+            ranges.setdefault((directory, stored_range), entry.name)
     checks: list[CheckedRange] = []
     for (directory, recorded), name in ranges.items():
-        some = taken.get(recorded, ()) if directory == root else ()
-        gaps = tuple(_gaps(recorded, (one for one in some if one[2] in names)))
+        taken_ranges = taken.get(recorded, ()) if directory == root else ()
+        gaps = tuple(_iterate_gaps(recorded, (item for item in taken_ranges if item[2] in names)))
         if gaps or not recorded.name:
             checks.append(CheckedRange(directory, recorded, name, gaps))
     return checked, tuple(checks)
 
 
-def _bytes_taken(
+def _collect_checked_bytes(
     entries: Iterable[TensorEntry],
     transfers: Sequence[Transfer],
     checked: Iterable[tuple[int, str]],
@@ -153,33 +158,33 @@ def _bytes_taken(
     """
     parts: dict[str, list[Part]] = {}
     for number, name in checked:
-        own = (part for part in transfers[number].tensor.parts if part.entry.name == name)
-        parts.setdefault(name, []).extend(own)
+        named_parts = (part for part in transfers[number].tensor.parts if part.entry.name == name)
+        parts.setdefault(name, []).extend(named_parts)
     taken: dict[RecordedRange, Ranges[str]] = {}
     complete = set[str]()
     for entry in entries:
-        some = parts.get(entry.name, ())
-        if not some:
+        tensor_parts = parts.get(entry.name, ())
+        if not tensor_parts:
             continue
-        if sum(math.prod(axis.size for axis in part.axes) for part in some) == entry.numel:
+        if sum(math.prod(axis.size for axis in part.axes) for part in tensor_parts) == entry.numel:
             complete.add(entry.name)
             for extent in () if isinstance(entry.extents, ExtentColumns) else entry.extents:
-                found = find_recorded_range(extent, entry.name)
-                if found and not found.name:
-                    one = (extent.offset, extent.nbytes, entry.name)
-                    taken.setdefault(found, []).append(one)
+                recorded = find_recorded_range(extent, entry.name)
+                if recorded and not recorded.name:
+                    byte_range = (extent.offset, extent.nbytes, entry.name)
+                    taken.setdefault(recorded, []).append(byte_range)
             continue
         stored, item = get_stored_boxes(entry), dtypes.itemsize(entry.dtype)
         for number, first, count in (
-            range_ for part in some for range_ in stored.iterate_ranges(part)
+            range_ for part in tensor_parts for range_ in stored.iterate_ranges(part)
         ):
-            if found := stored.find_recorded_range(number):
-                one = (stored.starts[number] + first * item, count * item, entry.name)
-                taken.setdefault(found, []).append(one)
+            if recorded := stored.find_recorded_range(number):
+                byte_range = (stored.starts[number] + first * item, count * item, entry.name)
+                taken.setdefault(recorded, []).append(byte_range)
     return taken, complete
 
 
-def _gaps(
+def _iterate_gaps(
     recorded: RecordedRange, taken: Iterable[tuple[int, int, str]]
 ) -> Iterator[tuple[int, int]]:
     """Yield position and length of the bytes of a range that no tensor covers."""
@@ -188,5 +193,5 @@ def _gaps(
         if offset > end:
             yield end - recorded.offset, offset - end
         end = offset + nbytes
-    if left := recorded.offset + recorded.nbytes - end:
-        yield end - recorded.offset, left
+    if remaining := recorded.offset + recorded.nbytes - end:
+        yield end - recorded.offset, remaining

@@ -7,15 +7,22 @@ from dataclasses import replace
 
 from ckptctl import dtypes, formats
 from ckptctl.catalog import Blob, Catalog, Path, TensorEntry
-from ckptctl.conversion.checks import require_scaled
+from ckptctl.conversion.checks import refuse_unscaled_float8
 from ckptctl.conversion.draft import Draft
-from ckptctl.conversion.leaves import Parts, container, inside, inside_model, unpacked, unrooted
+from ckptctl.conversion.leaves import (
+    Parts,
+    blob_without_root,
+    find_container,
+    iterate_model_tensors,
+    path_without_root,
+    unpack_tensors,
+)
 from ckptctl.conversion.recognition.layout_change import LayoutRequest, apply_change, change_layout
-from ckptctl.conversion.recognition.model import require_one_model, root_hint
+from ckptctl.conversion.recognition.model import require_single_model, root_hint
 from ckptctl.conversion.selection import skip_parts
-from ckptctl.conversion.sources import located
-from ckptctl.conversion.training_state import Rest, follow
-from ckptctl.errors import MappingError, UnsupportedError, listed, spell_option
+from ckptctl.conversion.sources import locate_tensors
+from ckptctl.conversion.training_state import TrainingState, map_training_state
+from ckptctl.errors import MappingError, UnsupportedError, quote_names, spell_option
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.shared.leaves import require_known
 from ckptctl.planner.config_facts import read_tied_embeddings
@@ -23,20 +30,20 @@ from ckptctl.planner.layouts import HF
 from ckptctl.planner.mapping.mapped import ComposedTensor, SourceTensor
 
 
-def layout_request(draft: Draft) -> LayoutRequest:
+def build_layout_request(draft: Draft) -> LayoutRequest:
     """Build the request for a change of layout from the options and the target."""
     options, target, root = draft.options, draft.target, draft.model.root
     # `copy` also accepts a model without tied tensors.
-    shared = any(entry.alias_of for entry in draft.catalog.tensors.values())
-    known = draft.model.exact and draft.model.model_type is not None
+    shares_memory = any(entry.alias_of for entry in draft.catalog.tensors.values())
+    is_known = draft.model.exact and draft.model.model_type is not None
     return LayoutRequest(
         draft.layout,
         described=target.parallel or target.described,
-        untie=options.untie or (options.tied == "copy" and (shared or known)),
+        untie=options.untie or (options.tied == "copy" and (shares_memory or is_known)),
         partial=bool(options.include or options.exclude or draft.missing),
         vocab=options.vocab_size,
         pads=target.pads,
-        whole=draft.expected_names,
+        all_names=draft.expected_names,
         missing={name.removeprefix(root) for name in draft.missing},
         trust_assets=options.trust_assets,
     )
@@ -44,9 +51,9 @@ def layout_request(draft: Draft) -> LayoutRequest:
 
 def plan_layout_change(draft: Draft) -> Draft:
     """Plan how the model's tensors are mapped to the target layout."""
-    if draft.model.inside and not draft.includes_training_state:
-        require_one_model(draft.model)
-    change = change_layout(draft.model, draft.selection.tensors, layout_request(draft))
+    if draft.model.inner_models and not draft.includes_training_state:
+        require_single_model(draft.model)
+    change = change_layout(draft.model, draft.selection.tensors, build_layout_request(draft))
     draft.notes.extend(change.notes)
     draft = replace(draft, change=change)
     # Unknown names are only new to Hugging Face if they were not in its files before.
@@ -63,15 +70,19 @@ def list_output_tensors(draft: Draft) -> Draft:
     if draft.change.skipped_keys or draft.missing:
         draft = skip_parts(draft, draft.change.skipped_keys)
     root, target, notes, change = draft.model.root, draft.target, draft.notes, draft.change
-    apart = notes.reasons("skipped").keys() | draft.missing.keys()
-    catalog, parts = _with_values(draft, apart) if draft.catalog.blobs else (draft.catalog, {})
+    apart = notes.get_reasons("skipped").keys() | draft.missing.keys()
+    catalog, parts = _read_values(draft, apart) if draft.catalog.blobs else (draft.catalog, {})
     outside = dict.fromkeys(leaf for n in draft.selection.rest for leaf in parts.get(n, (n,)))
     rest = (
-        follow(catalog, tuple(outside), root, change) if draft.includes_training_state else Rest()
+        map_training_state(catalog, tuple(outside), root, change)
+        if draft.includes_training_state
+        else TrainingState()
     )
     homeless: list[str] = []
     packed = (
-        inside_model(catalog, parts, outside, root, draft.includes_training_state) if parts else ()
+        iterate_model_tensors(catalog, parts, outside, root, draft.includes_training_state)
+        if parts
+        else ()
     )
     for item, path in packed:
         if change.keeps_names or draft.includes_training_state:
@@ -81,17 +92,19 @@ def list_output_tensors(draft: Draft) -> Draft:
     catalog, model = apply_change(catalog, change, root, draft.output_root)
     catalog = rest.add_virtual_tensors(catalog)
     mapped = {**model, **rest.tensors}
-    redundant = (*(one.with_prefix(root) for one in change.redundant), *rest.redundant)
+    redundant = (*(candidate.with_prefix(root) for candidate in change.redundant), *rest.redundant)
     read = {key for composed in mapped.values() for key in composed.keys}
-    taken = {name: origin for name, origin in draft.filled_from.items() if name in read}
-    read.update(*(one.keys for one in redundant))
-    bytes_of = located(catalog, [name for name in catalog.tensors if name in read])
-    catalog = replace(catalog, tensors=bytes_of.tensors)
-    aliases = _shares_memory(draft, catalog, model)
-    tensors = _tensors(draft, catalog, model, rest, aliases)
-    tied = [one for one in tensors if one.alias_of and draft.options.tied == "drop"]
+    used_fills = {name: origin for name, origin in draft.filled_from.items() if name in read}
+    read.update(*(candidate.keys for candidate in redundant))
+    located_tensors = locate_tensors(catalog, [name for name in catalog.tensors if name in read])
+    catalog = replace(catalog, tensors=located_tensors.tensors)
+    aliases = _keeps_shared_memory(draft, catalog, model)
+    tensors = _build_tensors(draft, catalog, model, rest, aliases)
+    tied = [
+        candidate for candidate in tensors if candidate.alias_of and draft.options.tied == "drop"
+    ]
     why = "it shares memory with `{}`, which is written"
-    notes.explain("dropped", {one.name: why.format(one.alias_of) for one in tied})
+    notes.explain("dropped", {candidate.name: why.format(candidate.alias_of) for candidate in tied})
     if tied and not target.records_ties:
         tensors = tuple(tensor for tensor in tensors if not tensor.alias_of)
     blobs, unmapped = _select_blobs(draft, catalog, apart | outside.keys())
@@ -105,7 +118,7 @@ def list_output_tensors(draft: Draft) -> Draft:
         tensors=tensors,
         blobs=[*rest.blobs, *blobs],
         redundant=redundant,
-        filled_from=taken,
+        filled_from=used_fills,
     )
 
 
@@ -124,49 +137,51 @@ def _select_blobs(
         elif not draft.change.keeps_names and not keeps_names:
             unmapped.append(name)
         else:
-            selected.append(blob if keeps_names else unrooted(blob, root))
+            selected.append(blob if keeps_names else blob_without_root(blob, root))
     return selected, unmapped
 
 
-def _with_values(draft: Draft, apart: Collection[str]) -> tuple[Catalog, Parts]:
+def _read_values(draft: Draft, apart: Collection[str]) -> tuple[Catalog, Parts]:
     """Read the non-tensor values that are converted. Raise for unsafe ones."""
     catalog, target = draft.catalog, draft.target
-    wanted = {n: blob for n, blob in catalog.blobs.items() if target.nested and n not in apart}
-    read = formats.resolve(replace(catalog, tensors={}, blobs=wanted)).blobs
-    catalog = replace(catalog, blobs={**catalog.blobs, **read})
+    selected_blobs = {
+        n: blob for n, blob in catalog.blobs.items() if target.nested and n not in apart
+    }
+    resolved_blobs = formats.resolve(replace(catalog, tensors={}, blobs=selected_blobs)).blobs
+    catalog = replace(catalog, blobs={**catalog.blobs, **resolved_blobs})
     parts: Parts = {}
     if not target.verbatim:
-        catalog, parts = unpacked(catalog, read)
-    names = (part for name in read for part in parts.get(name, (name,)))
+        catalog, parts = unpack_tensors(catalog, resolved_blobs)
+    names = (part for name in resolved_blobs for part in parts.get(name, (name,)))
     leaves = (catalog.blobs[name] for name in names if name in catalog.blobs)
     require_known(leaves, verbatim=target.verbatim)
     return catalog, parts
 
 
-def _tensors(
+def _build_tensors(
     draft: Draft,
     catalog: Catalog,
     model: Mapping[str, ComposedTensor],
-    rest: Rest,
+    rest: TrainingState,
     aliases: bool,
 ) -> tuple[OutputTensor, ...]:
     entries, family = catalog.tensors, draft.change.family
-    own = output_tensors(
+    model_tensors = build_output_tensors(
         model,
         entries,
-        _paths(draft, model, entries),
+        _assign_paths(draft, model, entries),
         dtype=draft.options.dtype,
         pinned=family.pinned if family else (),
         aliases=aliases,
     )
-    require_scaled(draft.options, model, catalog, own)
-    others = output_tensors(
+    refuse_unscaled_float8(draft.options, model, catalog, model_tensors)
+    training_tensors = build_output_tensors(
         rest.tensors, entries, rest.paths, dtype=None, pinned=(), aliases=aliases
     )
-    return (*own, *others)
+    return (*model_tensors, *training_tensors)
 
 
-def _paths(
+def _assign_paths(
     draft: Draft, mapped: Mapping[str, ComposedTensor], entries: Mapping[str, TensorEntry]
 ) -> dict[str, Path]:
     """Assign a key path to each of the model's target tensors.
@@ -189,16 +204,18 @@ def _paths(
                 why="tensors in a checkpoint must have names",
             )
         if draft.change.keeps_names and not copied:
-            placed[key] = old if draft.includes_training_state else inside(old, draft.model.root)
+            placed[key] = (
+                old if draft.includes_training_state else path_without_root(old, draft.model.root)
+            )
         elif draft.includes_training_state:
-            head, prefix = container(old, draft.model.root) if draft.model.root else ((), "")
+            head, prefix = find_container(old, draft.model.root) if draft.model.root else ((), "")
             placed[key] = (*head, key.removeprefix(prefix))
         else:
             placed[key] = (key,)
     return placed
 
 
-def output_tensors(
+def build_output_tensors(
     mapped: Mapping[str, ComposedTensor],
     entries: Mapping[str, TensorEntry],
     placed: Mapping[str, Path],
@@ -211,7 +228,7 @@ def output_tensors(
     first: dict[object, str] = {}
     tensors = []
     for key, composed in mapped.items():
-        original = first.setdefault(_memory(composed, entries), key)
+        original = first.setdefault(_memory_key(composed, entries), key)
         logical = composed.logical
         gradient = any(
             all(entries[source.key].requires_grad for source in sources)
@@ -220,7 +237,7 @@ def output_tensors(
         tensors.append(
             OutputTensor(
                 name=key,
-                dtype=_dtype(key, logical, entries, dtype, pinned),
+                dtype=_choose_dtype(key, logical, entries, dtype, pinned),
                 shape=composed.shape,
                 path=placed[key],
                 alias_of=original if aliases and original != key else None,
@@ -230,7 +247,7 @@ def output_tensors(
     return tuple(tensors)
 
 
-def _memory(composed: ComposedTensor, entries: Mapping[str, TensorEntry]) -> object:
+def _memory_key(composed: ComposedTensor, entries: Mapping[str, TensorEntry]) -> object:
     """Return a key that is equal for tensors copied from the same memory."""
     if not composed.tensor.parts and not composed.is_rename:
         return composed.key
@@ -238,7 +255,7 @@ def _memory(composed: ComposedTensor, entries: Mapping[str, TensorEntry]) -> obj
     return tuple([entry.alias_of or entry.name for entry in read]), composed.arrangement
 
 
-def _dtype(
+def _choose_dtype(
     key: str,
     logical: Mapping[str, Sequence[SourceTensor]],
     entries: Mapping[str, TensorEntry],
@@ -246,41 +263,43 @@ def _dtype(
     pinned: Collection[str],
 ) -> str:
     """Choose the dtype of an output tensor. Its logical tensors must agree."""
-    made = ""
+    chosen = ""
     for name, sources in logical.items():
         stored = entries[sources[0].key].dtype
         for source in sources:
-            other = entries[source.key].dtype
-            if other != stored:
+            other_dtype = entries[source.key].dtype
+            if other_dtype != stored:
                 hint = (
                     f"first convert with {spell_option('--dtype')} in the same layout, then "
                     "convert the result"
                 )
-                raise _mixed(key, stored, other, source.key, hint)
-        kept = name.partition(".")[0] in pinned
-        kind = stored if kept or dtype is None else cast_to(stored, dtype)
-        made = made or kind
-        if kind != made:
+                raise _mixed_dtypes_error(key, stored, other_dtype, source.key, hint)
+        is_pinned = name.partition(".")[0] in pinned
+        target_dtype = stored if is_pinned or dtype is None else choose_cast_dtype(stored, dtype)
+        chosen = chosen or target_dtype
+        if target_dtype != chosen:
             hint = f"pass {spell_option('--dtype')} to cast all of them to one dtype"
-            raise _mixed(key, made, kind, entries[sources[0].key].name, hint)
-    return made
+            raise _mixed_dtypes_error(key, chosen, target_dtype, entries[sources[0].key].name, hint)
+    return chosen
 
 
-def _mixed(target: str, one: str, other: str, source: str, hint: str) -> MappingError:
+def _mixed_dtypes_error(
+    target: str, first_dtype: str, second_dtype: str, source: str, hint: str
+) -> MappingError:
     return MappingError(
-        f"parts of one tensor have different dtypes: {one} and {other}",
+        f"parts of one tensor have different dtypes: {first_dtype} and {second_dtype}",
         where=f"tensor `{source}`",
         why=f"they are merged into one tensor, `{target}`",
         hint=hint,
     )
 
 
-def cast_to(source: str, dtype: str | None) -> str:
+def choose_cast_dtype(source: str, dtype: str | None) -> str:
     """Return the dtype after ``--dtype``, which only casts floating-point tensors."""
     return dtype if dtype and dtypes.BY_NAME[source].floating else source
 
 
-def main_dtype(tensors: Iterable[OutputTensor | TensorEntry]) -> str | None:
+def find_main_dtype(tensors: Iterable[OutputTensor | TensorEntry]) -> str | None:
     """Return the floating-point dtype with the most bytes, or None if there is none."""
     total: dict[str, int] = {}
     for tensor in tensors:
@@ -289,7 +308,9 @@ def main_dtype(tensors: Iterable[OutputTensor | TensorEntry]) -> str | None:
     return max(total, key=lambda name: total[name], default=None)
 
 
-def _shares_memory(draft: Draft, catalog: Catalog, mapped: Mapping[str, ComposedTensor]) -> bool:
+def _keeps_shared_memory(
+    draft: Draft, catalog: Catalog, mapped: Mapping[str, ComposedTensor]
+) -> bool:
     """Decide whether tensors that share memory still do in the output. Add a note if not.
 
     Readers of `hf` would miss one of the tensors, unless the configuration states that they are
@@ -308,8 +329,10 @@ def _shares_memory(draft: Draft, catalog: Catalog, mapped: Mapping[str, Composed
     ):
         return True
     entries = catalog.tensors
-    names = [n for n, one in mapped.items() if any(entries[key].alias_of for key in one.keys)]
+    names = [
+        n for n, composed in mapped.items() if any(entries[key].alias_of for key in composed.keys)
+    ]
     if names:
         separate = "tensors that share memory are written as separate copies"
-        draft.notes.add(f"{separate}: {listed(names)}")
+        draft.notes.add(f"{separate}: {quote_names(names)}")
     return False

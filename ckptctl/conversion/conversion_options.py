@@ -9,29 +9,29 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from ckptctl import option_checks as checks
 from ckptctl import shared_options as opt
 from ckptctl.errors import UsageError, spell_option
-from ckptctl.options import Argument, Excludes, Option, Options, declared, group
+from ckptctl.options import Argument, Excludes, Option, Options, list_options, option_group
 from ckptctl.units import parse_bytes, parse_file_size
 
 if TYPE_CHECKING:
     from ckptctl.storage.execution.execution_options import ExecutionOptions
 
 
-@group
-class _From(Options):
+@option_group
+class _SourceFormatOptions(Options):
     """Format of the source."""
 
     from_format: opt.From = None
 
 
-@group
-class _To(Options):
+@option_group
+class _TargetFormatOptions(Options):
     """Format of the output."""
 
     to: opt.To
 
 
 @dataclass(frozen=True, kw_only=True)
-class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
+class WriteOptions(opt.ModelOptions, opt.SourceOptions, _SourceFormatOptions):
     """Options of everything that writes a checkpoint, except the target format."""
 
     sizes: opt.Sizes = None
@@ -70,18 +70,18 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
         Option(
             "Number of model-parallel files. Applies to meta and deepseek.",
             metavar="N",
-            check=checks.positive,
+            check=checks.check_positive,
             panel="Output",
         ),
     ] = 1
     assets: opt.Assets = None
-    trust_assets: Annotated[bool, opt.trust_assets(requires="assets")] = False
+    trust_assets: Annotated[bool, opt.trust_assets_option(requires="assets")] = False
     fill_from: Annotated[
         checks.AnyPath | None,
         Option(
             "Fill missing tensors from a base checkpoint of the same model.",
             metavar="BASE",
-            check=checks.place,
+            check=checks.check_location,
             panel="Output",
             excludes=(
                 Excludes("allow_missing", "it needs an otherwise complete source"),
@@ -94,7 +94,7 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
         Option(
             "Copy additional files from the folder of the source. Repeatable.",
             metavar="GLOB",
-            check=checks.globs,
+            check=checks.check_globs,
             panel="Output",
         ),
     ] = ()
@@ -103,7 +103,7 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
         Option(
             "Place each key in the same file as in this checkpoint.",
             metavar="DIR",
-            check=checks.place,
+            check=checks.check_location,
             panel="Output",
             excludes=(
                 Excludes("mp", "both set the number of shards"),
@@ -132,7 +132,7 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
         Option(
             "Pad the vocabulary with zeros, or truncate it, to N rows.",
             metavar="N",
-            check=checks.positive,
+            check=checks.check_positive,
             panel="Format and model",
             python="Pad the vocabulary with zeros, or truncate it, to this number of rows.",
         ),
@@ -149,7 +149,7 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
         Option(
             "LoRA alpha, if no adapter_config.json sets it.",
             metavar="NUMBER",
-            check=checks.factor,
+            check=checks.check_factor,
             panel="Format and model",
             excludes=(Excludes("scaling", "both set the scale"),),
         ),
@@ -159,8 +159,8 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
         Option(
             "Apply a step that an installed package adds. Repeatable.",
             metavar="NAME[=VALUE]",
-            check=checks.steps,
-            offers=checks.added_steps,
+            check=checks.check_steps,
+            offers=checks.list_added_steps,
             panel="Advanced",
         ),
     ] = ()
@@ -221,9 +221,9 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
         ),
     ] = None
 
-    def to_format(self, to: str, **changed: Any) -> ConversionOptions:
+    def with_target_format(self, to: str, **changed: Any) -> ConversionOptions:
         """Return options for a conversion to format *to*, with *changed* fields."""
-        same = {one.name: getattr(self, one.name) for one in fields(WriteOptions)}
+        same = {option.name: getattr(self, option.name) for option in fields(WriteOptions)}
         return ConversionOptions(**{**same, **changed}, to=to)
 
     @property
@@ -231,7 +231,7 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
         """Format of the source, or None to detect it."""
         return self.from_format
 
-    def execution(self) -> ExecutionOptions:
+    def to_execution_options(self) -> ExecutionOptions:
         """Return the options for executing the plan."""
         from ckptctl.storage.execution.execution_options import ExecutionOptions
 
@@ -245,7 +245,7 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConversionOptions(WriteOptions, _To):
+class ConversionOptions(WriteOptions, _TargetFormatOptions):
     """Options of a conversion (``ckptctl convert --help``)."""
 
     experts: Annotated[
@@ -259,28 +259,31 @@ class ConversionOptions(WriteOptions, _To):
     ] = None
 
 
-@group
-class _MergedTo(Options):
+@option_group
+class _MergeTargetOptions(Options):
     """Format of the output and scale of the adapter."""
 
     to: Annotated[
-        str | None, opt.target_format(f"Format to write: {opt.FORMATS}.  [default: format of BASE]")
+        str | None,
+        opt.target_format_option(f"Format to write: {opt.FORMATS}.  [default: format of BASE]"),
     ] = None
     scaling: Annotated[
         float | None,
         Option(
-            "Scale of the adapter, instead of alpha / rank.", metavar="FACTOR", check=checks.factor
+            "Scale of the adapter, instead of alpha / rank.",
+            metavar="FACTOR",
+            check=checks.check_factor,
         ),
     ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class MergeOptions(WriteOptions, _MergedTo):
+class MergeOptions(WriteOptions, _MergeTargetOptions):
     """Options of a merge (``ckptctl merge --help``)."""
 
 
-@group
-class _Consolidated(Options):
+@option_group
+class _ConsolidationTargetOptions(Options):
     """Destination and contents of a consolidation."""
 
     dst: Annotated[
@@ -289,12 +292,12 @@ class _Consolidated(Options):
             "Destination path or URL. Omit it with --metadata-only.",
             python="Destination path or URL. Omit it with `metadata_only`.",
             metavar="DST",
-            check=checks.new_place,
+            check=checks.check_new_location,
         ),
     ] = field(default=None, kw_only=False)
     to: Annotated[
         str | None,
-        opt.target_format(
+        opt.target_format_option(
             f"Format to write: {opt.FORMATS}.  [default: hf, or dcp with --optimizer]",
             python=f"Format to write: {opt.FORMATS}.  [default: hf, or dcp with `optimizer`]",
         ),
@@ -310,7 +313,7 @@ class _Consolidated(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConsolidationOptions(WriteOptions, _Consolidated):
+class ConsolidationOptions(WriteOptions, _ConsolidationTargetOptions):
     """Options of a consolidation (``ckptctl consolidate --help``)."""
 
     def __post_init__(self) -> None:
@@ -327,20 +330,20 @@ class ConsolidationOptions(WriteOptions, _Consolidated):
                 hint=f"pass DST, or {spell_option('--metadata-only')} to add a file to SRC",
             )
         metadata_only = spell_option("--metadata-only")
-        for one in declared(type(self)) if self.metadata_only else ():
-            if one.name != "metadata_only" and getattr(self, one.name) != one.default:
+        for option in list_options(type(self)) if self.metadata_only else ():
+            if option.name != "metadata_only" and getattr(self, option.name) != option.default:
                 raise UsageError(
-                    f"{spell_option(one.shown)} is not supported with {metadata_only}",
+                    f"{spell_option(option.display_name)} is not supported with {metadata_only}",
                     why="no tensor is written",
                 )
 
-    def conversion(self) -> ConversionOptions:
+    def to_conversion_options(self) -> ConversionOptions:
         """Return the options of the equivalent conversion."""
         only: opt.Part = "all" if self.optimizer else "model"
-        return self.to_format(self.to or ("dcp" if self.optimizer else "hf"), only=only)
+        return self.with_target_format(self.to or ("dcp" if self.optimizer else "hf"), only=only)
 
 
-NOT_CONSOLIDATED = (
+OPTIONS_NOT_CONSOLIDATED = (
     *("converter", "sizes", "from_layout", "to_layout", "dequantize", "only", "mp", "like"),
     *("quantize", "quantize_also", "quantize_not"),
     *("untie", "vocab_size", "stack_layers", "lora_alpha", "step"),

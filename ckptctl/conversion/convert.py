@@ -43,9 +43,9 @@ from ckptctl.conversion.laying_out import lay_out, open_reference
 from ckptctl.conversion.opening import explain_errors, open_draft, understand_model
 from ckptctl.conversion.plan import ConversionPlan, ConversionResult, describe_plan
 from ckptctl.conversion.selection import select_tensors
-from ckptctl.conversion.steps import Step, apply_steps, steps_for
+from ckptctl.conversion.steps import Step, apply_steps, select_steps
 from ckptctl.conversion.summary import summarize
-from ckptctl.conversion.writing import require_ready, write_output
+from ckptctl.conversion.writing import require_same_plans, write_output
 from ckptctl.notes import Notes
 from ckptctl.ranks.coordinator import Alone, Coordinator
 from ckptctl.storage.threads import Advance
@@ -66,7 +66,7 @@ def plan_conversion(
     src: str | TreePath, dst: str | TreePath, options: ConversionOptions
 ) -> ConversionPlan:
     """Plan a conversion. Writes nothing."""
-    with families.using(options.converter):
+    with families.use_converter_file(options.converter):
         return plan_with_steps(src, dst, options)
 
 
@@ -77,7 +77,7 @@ def plan_with_steps(
 
     ``merge`` and ``prune`` add steps this way.
     """
-    steps = [*steps_for(options), *extra_steps]
+    steps = [*select_steps(options), *extra_steps]
     draft = open_draft(src, dst, options)
     draft = apply_steps(steps, "source", draft)
     draft = understand_model(draft)
@@ -119,7 +119,7 @@ def run_conversion(
     """
     start = time.monotonic()
     ranks, notes = ranks or Alone(), Notes()
-    require_ready(plan, ranks)
+    require_same_plans(plan, ranks)
     execution = write_output(plan, progress or (lambda _: None), ranks, notes)
     return ConversionResult(
         plan,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptctl import formats
-from ckptctl.errors import CkptError, RefusedError, listed
+from ckptctl.errors import CkptError, RefusedError, quote_names
 from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.checksums import carried
 from ckptctl.formats.sidecar_files import WEIGHTS, beside
@@ -16,11 +16,11 @@ from ckptctl.storage import destinations
 from ckptctl.storage.paths import expand_home, resolve_links
 from ckptctl.storage.urls import is_url
 from ckptctl.tree import TreePath
-from ckptctl.units import natural
+from ckptctl.units import sort_naturally
 
-SAME = "source and destination are the same"
-AROUND = "the source is inside the destination"
-ELSEWHERE = "choose a new path next to the source or elsewhere"
+SAME_PATH_MESSAGE = "source and destination are the same"
+SOURCE_INSIDE_MESSAGE = "the source is inside the destination"
+OTHER_PATH_HINT = "choose a new path next to the source or elsewhere"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +47,11 @@ def require_destination(
     target: TreePath,
     overwrite: bool,
     is_checkpoint: Callable[[TreePath], bool],
-    elsewhere: str = ELSEWHERE,
+    hint: str = OTHER_PATH_HINT,
 ) -> Destination:
     """Check that an output may be created at *target*, and return it.
 
-    *elsewhere* is the hint if the destination overlaps the source.
+    *hint* is the hint if the destination overlaps the source.
     """
     if is_url(target):
         # The URL is only accessed when the run begins.
@@ -61,25 +61,25 @@ def require_destination(
             raise RefusedError("the destination must have a name", where=str(target))
         return Destination(target, target, upload=True)
     destinations.require_local_path(target)
-    found = destinations.resolve_destination(expand_home(Path(target)).absolute())
-    real, origin = resolve_links(found), resolve_links(source)
+    destination = destinations.resolve_destination(expand_home(Path(target)).absolute())
+    real, origin = resolve_links(destination), resolve_links(source)
     if real == origin:
-        raise RefusedError(SAME, where=str(target), hint=elsewhere)
+        raise RefusedError(SAME_PATH_MESSAGE, where=str(target), hint=hint)
     if origin.is_dir() and real.is_relative_to(origin):
         raise RefusedError(
             "the destination is inside the source",
             where=str(target),
             why=f"ckptctl never writes into a source ({source})",
-            hint=elsewhere,
+            hint=hint,
         )
     if origin.is_relative_to(real):
-        raise RefusedError(AROUND, where=str(target), hint=elsewhere)
-    destinations.check_target(found, overwrite=overwrite, is_checkpoint=is_checkpoint)
-    destinations.require_writable(found)
-    return Destination(target, found)
+        raise RefusedError(SOURCE_INSIDE_MESSAGE, where=str(target), hint=hint)
+    destinations.check_target(destination, overwrite=overwrite, is_checkpoint=is_checkpoint)
+    destinations.require_writable(destination)
+    return Destination(target, destination)
 
 
-def replaceable(path: TreePath) -> bool:
+def is_replaceable(path: TreePath) -> bool:
     """Check if *path* is a checkpoint without unrelated files.
 
     A directory must match a format and contain only the files of that format, known sidecar files,
@@ -96,52 +96,54 @@ def replaceable(path: TreePath) -> bool:
         return False
     parts = (formats.get(name).only_part(path) for name in sniffed)
     if inner := next(filter(None, parts), None):
-        return replaceable(inner)
+        return is_replaceable(inner)
     if not path.is_dir():
-        return path.suffix in WEIGHTS or _readable(path)
-    assets, others = _beside(path)
-    ours = [name for name, size in carried(path).items() if _has(path / name, size)]
-    folders = {name.partition("/")[0] for name in (*assets, *ours)}
+        return path.suffix in WEIGHTS or _is_readable(path)
+    assets, other_names = _list_sidecar_names(path)
+    recorded_names = [
+        name for name, size in carried(path).items() if _is_file_of_size(path / name, size)
+    ]
+    folders = {name.partition("/")[0] for name in (*assets, *recorded_names)}
     if any(item.is_dir() and item.name not in folders for item in path.iterdir()):
         return False
-    others = [name for name in _files(path, others) if name not in ours]
-    if others:
+    other_names = [name for name in _iterate_files(path, other_names) if name not in recorded_names]
+    if other_names:
         raise RefusedError(
             "the destination contains more than a checkpoint",
             where=str(path),
-            why=f"{listed(others)} would be lost",
+            why=f"{quote_names(other_names)} would be lost",
             hint="move these files away, or choose another destination",
         )
     return True
 
 
-def _beside(path: TreePath) -> tuple[Collection[str], list[str]]:
+def _list_sidecar_names(path: TreePath) -> tuple[Collection[str], list[str]]:
     """Return the names of sidecar files in a folder, and of unrelated files.
 
     If the checkpoint cannot be read, its files are recognized by their names.
     """
     try:
-        found = formats.open_checkpoint(path, asked=ReadOptions(partial=True), manifest=False)
+        catalog = formats.open_checkpoint(path, asked=ReadOptions(partial=True), manifest=False)
     except CkptError:
-        known = beside(path, documented=False)
-        return known.assets, natural(known.others)
-    return found.assets, natural(found.others)
+        sidecars = beside(path, documented=False)
+        return sidecars.assets, sort_naturally(sidecars.others)
+    return catalog.assets, sort_naturally(catalog.others)
 
 
-def _files(path: TreePath, names: Iterable[str]) -> Iterator[str]:
+def _iterate_files(path: TreePath, names: Iterable[str]) -> Iterator[str]:
     """Yield *names*, with folders replaced by the files in them."""
     for name in names:
-        inside = (path / name).rglob("*") if name.endswith("/") else ()
-        yield from (str(item.relative_to(path)) for item in inside if not item.is_dir())
+        items = (path / name).rglob("*") if name.endswith("/") else ()
+        yield from (str(item.relative_to(path)) for item in items if not item.is_dir())
         if not name.endswith("/"):
             yield name
 
 
-def _has(file: TreePath, size: int) -> bool:
+def _is_file_of_size(file: TreePath, size: int) -> bool:
     return not file.is_symlink() and file.is_file() and file.stat().st_size == size
 
 
-def _readable(path: TreePath) -> bool:
+def _is_readable(path: TreePath) -> bool:
     try:
         return bool(formats.open_checkpoint(path).tensors)
     except CkptError:

@@ -25,12 +25,12 @@ class Quantization:
     """Quantized tensors of an output.
 
     Attributes:
-        plain: The tensors of the output before quantization.
+        original_tensors: The tensors of the output before quantization.
         parts: Unquantized tensor of each quantized tensor and of each scale tensor, by name.
         config: The ``quantization_config`` for config.json.
     """
 
-    plain: tuple[OutputTensor, ...]
+    original_tensors: tuple[OutputTensor, ...]
     parts: Mapping[str, str]
     config: Mapping[str, object] = field(default_factory=dict)
 
@@ -42,8 +42,12 @@ class Quantization:
     @property
     def unquantized(self) -> tuple[OutputTensor, ...]:
         """Matrices, and stacks of matrices, that are not quantized."""
-        made = set(self.weights)
-        return tuple(one for one in self.plain if one.name not in made and len(one.shape) > 1)
+        quantized = set(self.weights)
+        return tuple(
+            tensor
+            for tensor in self.original_tensors
+            if tensor.name not in quantized and len(tensor.shape) > 1
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +134,8 @@ class Draft:
 
     def argument_of(self, step: str) -> str:
         """Return the value of ``--step NAME=VALUE``, or an empty string without one."""
-        given = (one.partition("=") for one in self.options.step)
-        return next((value for name, _, value in given if name == step), "")
+        assignments = (text.partition("=") for text in self.options.step)
+        return next((value for name, _, value in assignments if name == step), "")
 
     @property
     def is_adapter(self) -> bool:
@@ -154,21 +158,21 @@ class Draft:
 
         A model without a head keeps its names (``layers.0``): transformers loads these, too.
         """
-        own, adapted = self.model.layout, self.target.adapter_layouts
+        source_layout, adapted = self.model.layout, self.target.adapter_layouts
         if self.options.to_layout:
             return self.options.to_layout
-        if is_base(own) and self.target.layout == HF:
+        if is_base(source_layout) and self.target.layout == HF:
             return BASE
         if adapted and self.is_adapter:
-            return own if own in adapted else adapted[0]
+            return source_layout if source_layout in adapted else adapted[0]
         return self.target.layout
 
     @property
-    def own_tensors(self) -> tuple[OutputTensor, ...]:
+    def stored_tensors(self) -> tuple[OutputTensor, ...]:
         """Tensors of the output, without those that ``--tied drop`` omits."""
         if self.options.tied != "drop":
             return self.tensors
-        return tuple(one for one in self.tensors if one.alias_of is None)
+        return tuple(tensor for tensor in self.tensors if tensor.alias_of is None)
 
     @property
     def ranks(self) -> int:

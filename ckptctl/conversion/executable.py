@@ -15,11 +15,16 @@ from functools import lru_cache
 from typing import Literal
 
 from ckptctl import dtypes
-from ckptctl.catalog import MANIFEST, Computed, made_of
+from ckptctl.catalog import MANIFEST, ComputedTensor, list_input_files
 from ckptctl.columns import BoxColumns, columns_of
-from ckptctl.conversion.checked_ranges import checks_of
+from ckptctl.conversion.checked_ranges import plan_checks
 from ckptctl.conversion.draft import Draft
-from ckptctl.conversion.transfers import entries_read, identities, plan_transfers, sources_of
+from ckptctl.conversion.transfers import (
+    find_sources,
+    list_read_entries,
+    plan_transfers,
+    read_identities,
+)
 from ckptctl.errors import RefusedError, spell_option
 from ckptctl.formats.base import OutputLayout, OutputTensor, TensorPlace, copied, document
 from ckptctl.formats.checksums import SCHEMA
@@ -41,37 +46,42 @@ def build_plan(draft: Draft) -> Plan:
     """Build the plan for the executor from a completed draft."""
     output, catalog, root = draft.output_layout, draft.located, draft.located.root
     checksum, single_file = draft.options.checksum, draft.target.single_file
-    beside = tuple(document(name, content) for name, content in draft.written.items())
-    beside += tuple(copied(copy.target, copy.nbytes) for copy in draft.copies)
-    _require_apart(output, beside)
+    sidecar_files = tuple(document(name, content) for name, content in draft.written.items())
+    sidecar_files += tuple(copied(copy.target, copy.nbytes) for copy in draft.copies)
+    _require_distinct_files(output, sidecar_files)
     by_name = {tensor.name: tensor.dtype for tensor in draft.tensors}
     raw = (*output.raw_copies, *draft.copies)
     folder = f"{output.folder}/" if output.folder else ""
     if folder:
-        records = tuple(replace(one, file=folder + one.file) for one in output.records)
+        records = tuple(replace(item, file=folder + item.file) for item in output.records)
         output = replace(output, records=records)
-        raw = tuple(replace(one, target=folder + one.target) for one in raw)
+        raw = tuple(replace(item, target=folder + item.target) for item in raw)
     copies, virtual = plan_transfers(catalog, draft.mapped, output, by_name)
-    own = tuple(document(name, content) for name, content in output.contents.items())
-    files = (*output.files, *own, *beside)
-    computed, sources = sources_of(root, copies, virtual, output.raw_copies)
-    checked, checks = checks_of(root, copies, computed)
+    format_files = tuple(document(name, content) for name, content in output.contents.items())
+    files = (*output.files, *format_files, *sidecar_files)
+    computed, sources = find_sources(root, copies, virtual, output.raw_copies)
+    checked, checks = plan_checks(root, copies, computed)
     written = {
         **output.contents,
         **draft.written,
         "__metadata__": repr(sorted(draft.strings.items())).encode(),
         **{f"__above__/{name}": content for name, content in output.above.items()},
     }
-    digest = digest_of(checksum, files, output.records, copies, raw, written, computed, checks)
+    digest = compute_digest(checksum, files, output.records, copies, raw, written, computed, checks)
     if checksum and not single_file:
         names = {copy.target: copy.nbytes for copy in draft.copies if not kind_of(copy.target)}
-        head = {"source": provenance(draft), "plan": digest}
+        head = {"source": build_provenance(draft), "plan": digest}
         head |= {"carried": names} if names else {}
-        files = (*files, manifest(head, draft.tensors, output.boxes, draft.output_layout.records))
+        files = (
+            *files,
+            build_manifest(head, draft.tensors, output.boxes, draft.output_layout.records),
+        )
     if folder:
-        files = tuple(replace(one, path=folder + one.path) for one in files)
+        files = tuple(replace(item, path=folder + item.path) for item in files)
     files += tuple(document(name, content) for name, content in output.above.items())
-    elsewhere = [(place, file) for place, file in sorted(made_of(computed)) if place != root]
+    other_inputs = [
+        (place, file) for place, file in sorted(list_input_files(computed)) if place != root
+    ]
     return Plan(
         source_root=root,
         sources=sources,
@@ -83,169 +93,180 @@ def build_plan(draft: Draft) -> Plan:
         raw_copies=raw,
         digest=digest,
         computed=computed,
-        inputs={(place, file): identities(place, (file,))[file] for place, file in elsewhere},
+        inputs={
+            (place, file): read_identities(place, (file,))[file] for place, file in other_inputs
+        },
         checked=checked,
         checks=checks,
         opened=catalog.opened,
     )
 
 
-def _require_apart(output: OutputLayout, beside: Sequence[OutputFile]) -> None:
+def _require_distinct_files(output: OutputLayout, sidecar_files: Sequence[OutputFile]) -> None:
     """Raise if a copied sidecar file has the name of a written file."""
     written = {MANIFEST, *(file.path for file in output.files), *output.contents}
-    twice = [file.path for file in beside if file.path in written]
-    if twice:
+    duplicates = [file.path for file in sidecar_files if file.path in written]
+    if duplicates:
         raise RefusedError(
             "a copied sidecar file would replace an output file",
-            where=f"`{twice[0]}`",
+            where=f"`{duplicates[0]}`",
             hint=f"pass a narrower GLOB to {spell_option('--carry')} to skip it",
         )
 
 
-def provenance(draft: Draft) -> dict[str, object]:
+def build_provenance(draft: Draft) -> dict[str, object]:
     """Build the description of the source for the manifest."""
-    found: dict[str, object] = {
-        "name": last_name(draft.catalog.path),
+    fields: dict[str, object] = {
+        "name": checkpoint_name(draft.catalog.path),
         "format": draft.catalog.format,
         "layout": draft.model.layout,
         "model_type": draft.model.model_type,
     }
     if draft.quantization:
-        found["quantized"] = draft.options.quantize
+        fields["quantized"] = draft.options.quantize
     if draft.missing:
-        found["missing"] = list(draft.missing)
+        fields["missing"] = list(draft.missing)
     if draft.base and draft.filled_from:
-        name, taken = last_name(draft.base.path), list(draft.filled_from)
-        found["filled"] = {"name": name, "format": draft.base.format, "tensors": taken}
-    return found
+        name, taken = checkpoint_name(draft.base.path), list(draft.filled_from)
+        fields["filled"] = {"name": name, "format": draft.base.format, "tensors": taken}
+    return fields
 
 
-def last_name(path: TreePath) -> str:
+def checkpoint_name(path: TreePath) -> str:
     """Return the name of a checkpoint without its directory, as valid UTF-8."""
     return path.name.encode(errors="replace").decode()
 
 
-def digest_of(
+def compute_digest(
     checksum: bool,
     files: Sequence[OutputFile],
     records: Sequence[Record],
     transfers: Sequence[Transfer],
     raw_copies: Sequence[RawCopy],
     contents: Mapping[str, bytes],
-    computed: Mapping[str, Computed],
+    computed: Mapping[str, ComputedTensor],
     checks: Sequence[CheckedRange] = (),
 ) -> str:
     """Compute the SHA-256, as hexadecimal digits, of everything that determines an output's bytes.
 
     Contents and directories of the sources are not included.
     """
-    found = hashlib.sha256(repr(checksum).encode())
+    digest = hashlib.sha256(repr(checksum).encode())
     for file in files:
-        found.update(repr((file.path, file.size)).encode())
+        digest.update(repr((file.path, file.size)).encode())
     for record in records:
-        found.update(repr(record).encode())
+        digest.update(repr(record).encode())
     for transfer in transfers:
-        found.update(repr((transfer.name, transfer.tensor, transfer.targets)).encode())
+        digest.update(repr((transfer.name, transfer.tensor, transfer.targets)).encode())
     text_of_boxes = lru_cache(maxsize=64)(repr)  # most tensors share a few of these columns
-    for entry in entries_read(transfers):
+    for entry in list_read_entries(transfers):
         for part in (entry.name, entry.dtype, entry.shape, *columns_of(entry.extents)):
             text = text_of_boxes(part) if isinstance(part, BoxColumns) else repr(part)
-            found.update(text.encode())
+            digest.update(text.encode())
     for raw in raw_copies:
         place = (raw.source, raw.offset, raw.nbytes, raw.target, raw.target_offset)
-        found.update(repr(place).encode())
+        digest.update(repr(place).encode())
     for name, content in contents.items():
-        found.update(repr((name, len(content))).encode() + content)
-    for virtual, one in computed.items():
-        inputs = [made_of.entry for made_of in one.inputs]
-        how = (virtual, one.kind, one.dtype, one.shape, inputs, one.arguments)
-        found.update(repr(how).encode())
+        digest.update(repr((name, len(content))).encode() + content)
+    for virtual, computed_tensor in computed.items():
+        inputs = [input_tensor.entry for input_tensor in computed_tensor.inputs]
+        how = (
+            virtual,
+            computed_tensor.kind,
+            computed_tensor.dtype,
+            computed_tensor.shape,
+            inputs,
+            computed_tensor.arguments,
+        )
+        digest.update(repr(how).encode())
     for check in checks:
-        found.update(repr(check.recorded).encode())
-    return found.hexdigest()
+        digest.update(repr(check.recorded).encode())
+    return digest.hexdigest()
 
 
-def manifest(
+def build_manifest(
     head: Mapping[str, object],
     tensors: Sequence[OutputTensor],
     boxes: Mapping[str, Sequence[TensorPlace]],
     records: Sequence[Record],
 ) -> OutputFile:
     """Build the manifest. Its checksums are filled in after all records are written."""
-    carried = head.get("carried")
-    for name in carried if isinstance(carried, Mapping) else ():
-        _encoded(name, "file", name)
+    copied_files = head.get("carried")
+    for name in copied_files if isinstance(copied_files, Mapping) else ():
+        _encode_text(name, "file", name)
 
-    def content(crc_of: CrcOf) -> Iterator[bytes]:
-        whole = {"schema": SCHEMA, "ckptctl": __version__, **head, "tensors": {}}
-        before, _, after = json.dumps(whole, indent=1, ensure_ascii=False).rpartition("{}")
+    def encode_manifest(crc_of: CrcOf) -> Iterator[bytes]:
+        document = {"schema": SCHEMA, "ckptctl": __version__, **head, "tensors": {}}
+        before, _, after = json.dumps(document, indent=1, ensure_ascii=False).rpartition("{}")
         listed = {t.name: t for t in tensors}.values()
         begin = before + "{"
         for tensor in listed:
-            found = _tensor(tensor, boxes.get(tensor.name, ()), records, crc_of)
-            yield _encoded(f"{begin}\n  {_text(tensor.name)}: {found}", "tensor", tensor.name)
+            tensor_text = _format_tensor(tensor, boxes.get(tensor.name, ()), records, crc_of)
+            yield _encode_text(
+                f"{begin}\n  {_encode_string(tensor.name)}: {tensor_text}", "tensor", tensor.name
+            )
             begin = ","
         yield (("\n }" if listed else begin + "}") + after + "\n").encode()
 
-    def frame(crc_of: CrcOf) -> Iterator[tuple[int, bytes]]:
-        yield 0, b"".join(content(crc_of))
+    def write_frame(crc_of: CrcOf) -> Iterator[tuple[int, bytes]]:
+        yield 0, b"".join(encode_manifest(crc_of))
 
-    return OutputFile(MANIFEST, sum(map(len, content(lambda _: 0))), frame)
+    return OutputFile(MANIFEST, sum(map(len, encode_manifest(lambda _: 0))), write_frame)
 
 
-def _encoded(text: str, kind: Literal["file", "tensor"], name: str) -> bytes:
+def _encode_text(text: str, kind: Literal["file", "tensor"], name: str) -> bytes:
     """Encode a part of the manifest about the file or tensor called *name*."""
     try:
         return text.encode()
     except UnicodeEncodeError:
-        other = f"{spell_option('--exclude')} to skip the tensor"
+        exclude_hint = f"{spell_option('--exclude')} to skip the tensor"
         raise RefusedError(
             "the name is not valid text",
             where=f"{kind} `{name}`",
             why="it is not valid UTF-8, which the manifest requires",
             hint=f"pass {spell_option('--no-checksum')} to write no manifest, or "
-            f"{other if kind == 'tensor' else 'rename the file'}",
+            f"{exclude_hint if kind == 'tensor' else 'rename the file'}",
         ) from None
 
 
-def _tensor(
+def _format_tensor(
     tensor: OutputTensor,
     boxes: Sequence[TensorPlace],
     records: Sequence[Record],
     crc_of: CrcOf,
 ) -> str:
     members = {
-        "dtype": _text(tensor.dtype),
-        "shape": _numbers(tensor.shape, 4),
-        **({"alias_of": _text(tensor.alias_of)} if tensor.alias_of else {}),
+        "dtype": _encode_string(tensor.dtype),
+        "shape": _format_numbers(tensor.shape, 4),
+        **({"alias_of": _encode_string(tensor.alias_of)} if tensor.alias_of else {}),
     }
     chunks = []
     itemsize = dtypes.itemsize(tensor.dtype)
     for place in boxes:
         record, box = records[place.record], place.box
         # The checksum of a record with several boxes does not apply to any of them.
-        whole = record.nbytes == box.numel * itemsize
+        is_single_box = record.nbytes == box.numel * itemsize
         chunk = {
-            "offsets": _numbers(box.offsets, 6),
-            "sizes": _numbers(box.sizes, 6),
-            "file": _text(record.file),
+            "offsets": _format_numbers(box.offsets, 6),
+            "sizes": _format_numbers(box.sizes, 6),
+            "file": _encode_string(record.file),
             "offset": str(record.offset + place.start * itemsize),
-            **({"crc32": f'"{crc_of(place.record):08x}"'} if whole else {}),
+            **({"crc32": f'"{crc_of(place.record):08x}"'} if is_single_box else {}),
         }
-        chunks.append(_indented(chunk, 5))
-    return _indented({**members, "chunks": _indented(chunks, 4)}, 3)
+        chunks.append(_format_indented(chunk, 5))
+    return _format_indented({**members, "chunks": _format_indented(chunks, 4)}, 3)
 
 
-_text = json.JSONEncoder(ensure_ascii=False).encode
+_encode_string = json.JSONEncoder(ensure_ascii=False).encode
 # The text is that of ``json.dumps(indent=1)``, which takes ten times as long.
 
 
 @lru_cache(maxsize=4096)
-def _numbers(values: tuple[int, ...], depth: int) -> str:
-    return _indented([str(value) for value in values], depth)
+def _format_numbers(values: tuple[int, ...], depth: int) -> str:
+    return _format_indented([str(value) for value in values], depth)
 
 
-def _indented(values: Mapping[str, str] | Sequence[str], depth: int) -> str:
+def _format_indented(values: Mapping[str, str] | Sequence[str], depth: int) -> str:
     """Format an object or array whose *values* are already JSON."""
     begin, end, items = "[", "]", values
     if isinstance(values, Mapping):

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from ckptctl import formats
-from ckptctl.conversion.assets import assets_folder, gather
-from ckptctl.conversion.checks import existing_source, require_fitting_name, require_sense
+from ckptctl.conversion.assets import find_assets_folder, gather_assets
+from ckptctl.conversion.checks import require_matching_suffix, require_source, require_valid_options
 from ckptctl.conversion.conversion_options import ConversionOptions
-from ckptctl.conversion.destinations import replaceable, require_destination
+from ckptctl.conversion.destinations import is_replaceable, require_destination
 from ckptctl.conversion.draft import Draft
-from ckptctl.conversion.recognition.model import Model, Request, understand
-from ckptctl.conversion.recognition.roots import unwrapped
+from ckptctl.conversion.recognition.model import Model, ModelRequest, recognize_model
+from ckptctl.conversion.recognition.roots import strip_wrappers
 from ckptctl.conversion.sources import open_source
 from ckptctl.errors import RefusedError
 from ckptctl.formats.sidecar_files import documents
@@ -27,12 +27,12 @@ from ckptctl.tree import TreePath
 def open_draft(src: str | TreePath, dst: str | TreePath, options: ConversionOptions) -> Draft:
     """Check the options and destination, and open the source and its configuration."""
     target = formats.target(options.to)
-    require_sense(options, target)
-    source = existing_source(src, dst)
-    may_go = Replaceable(replaceable, file=target.single_file)
-    destination = require_destination(source, parse_path(dst), options.overwrite, may_go)
+    require_valid_options(options, target)
+    source = require_source(src, dst)
+    can_replace = Replaceable(is_replaceable, file=target.single_file)
+    destination = require_destination(source, parse_path(dst), options.overwrite, can_replace)
     if not destination.upload:
-        require_fitting_name(destination.path, target)
+        require_matching_suffix(destination.path, target)
     elif target.single_file and destination.path.parent == destination.path:
         raise RefusedError(
             "the destination has no file name",
@@ -46,18 +46,18 @@ def open_draft(src: str | TreePath, dst: str | TreePath, options: ConversionOpti
         options,
         partial=options.allow_missing,
         replicas=options.verify_replicas,
-        documents=documents(assets_folder(trusted)) if trusted else None,
+        documents=documents(find_assets_folder(trusted)) if trusted else None,
     )
-    opened = unwrapped(opened) if options.only == "model" else opened
-    assets = gather(opened, options.assets, options.carry)
-    asked = Request(options.model_type, options.from_layout, options.root, options.sizes)
-    model = Model(opened, asked, assets.documents)
+    opened = strip_wrappers(opened) if options.only == "model" else opened
+    assets = gather_assets(opened, options.assets, options.carry)
+    request = ModelRequest(options.model_type, options.from_layout, options.root, options.sizes)
+    model = Model(opened, request, assets.documents)
     return Draft(options, target, destination, opened, assets, model, opened)
 
 
 def understand_model(draft: Draft) -> Draft:
     """Recognize the model in the checkpoint after the steps at ``source``."""
-    model = understand(draft.catalog, draft.assets.documents, draft.model.request)
+    model = recognize_model(draft.catalog, draft.assets.documents, draft.model.request)
     return replace(draft, model=replace(model, described=draft.assets.described))
 
 

@@ -9,10 +9,10 @@ from typing import Annotated, TypeAlias
 
 from ckptctl import formats
 from ckptctl.catalog import Catalog
-from ckptctl.conversion.assets import file_notes
+from ckptctl.conversion.assets import build_file_notes
 from ckptctl.conversion.conversion_options import ConversionOptions
 from ckptctl.conversion.draft import Draft, Quantization
-from ckptctl.conversion.items import replicated
+from ckptctl.conversion.items import select_replicated
 from ckptctl.conversion.recognition.model import Model
 from ckptctl.conversion.summary import Summary
 from ckptctl.formats.base import OutputTensor
@@ -21,19 +21,19 @@ from ckptctl.planner.copying.copies import needs_permutation
 from ckptctl.planner.mapping.mapped import RedundantData
 from ckptctl.planner.mapping.tensors import LayoutChange
 from ckptctl.planner.plan import Plan
-from ckptctl.results import Inline, JsonField, Result, rounded
+from ckptctl.results import Inline, JsonField, Result, round_seconds
 from ckptctl.storage.computed import needs_arithmetic
 from ckptctl.storage.outcome import EXACT, OUT_OF_RANGE, ROUNDED, OutOfRange, Rounding
 from ckptctl.tree import TreePath
-from ckptctl.units import counted, format_bytes
+from ckptctl.units import format_bytes, pluralize
 
-START_UP = 32 << 20
-PER_TENSOR = 7_000
+START_UP_BYTES = 32 << 20
+BYTES_PER_TENSOR = 7_000
 """Memory per stored tensor of the source, in bytes."""
-PER_TRANSFER = 3_000
+BYTES_PER_TRANSFER = 3_000
 """Memory per written tensor, in bytes. Measured: 2,400 with 36,945 expert tensors."""
-TORCH = 270 << 20
-QUANTIZING = 32 << 20
+TORCH_BYTES = 270 << 20
+QUANTIZING_BYTES = 32 << 20
 """Memory per quantizing thread, in bytes, for half a million elements in several dtypes."""
 
 
@@ -53,9 +53,9 @@ class OutputFile:
     nbytes: Annotated[int, JsonField("size in bytes", name="bytes")]
 
 
-def output_files(files: tuple[tuple[str, int], ...]) -> list[OutputFile]:
+def list_output_files(files: tuple[tuple[str, int], ...]) -> list[OutputFile]:
     """Return the files of a plan as they are printed."""
-    return [OutputFile(*one) for one in files]
+    return [OutputFile(*file) for file in files]
 
 
 @dataclass(frozen=True)
@@ -167,12 +167,15 @@ class ConversionPlan(
         self,
     ) -> Annotated[int, JsonField("number of tensors with a new name or axis order")]:
         """Number of tensors with another name or axis order than in the source."""
-        made = {zeros.key for zeros in self.change.zeros}
-        first = ((one.sources[0].key, one.targets[0].key) for one in self.change.tensors)
-        return sum(source != target and source not in made for source, target in first)
+        zero_keys = {zeros.key for zeros in self.change.zeros}
+        first = (
+            (mapped_tensor.sources[0].key, mapped_tensor.targets[0].key)
+            for mapped_tensor in self.change.tensors
+        )
+        return sum(source != target and source not in zero_keys for source, target in first)
 
     @property
-    def files(self) -> Annotated[tuple[tuple[str, int], ...], JsonField(to=output_files)]:
+    def files(self) -> Annotated[tuple[tuple[str, int], ...], JsonField(to=list_output_files)]:
         """All files of the output."""
         return tuple((file.path, file.size) for file in self.plan.files)
 
@@ -184,12 +187,12 @@ class ConversionPlan(
     @property
     def dropped(self) -> Annotated[Reasons, JsonField()]:
         """Source keys dropped by a rule of the model type or by `--tied drop`."""
-        return self.log.reasons("dropped")
+        return self.log.get_reasons("dropped")
 
     @property
     def left_out(self) -> Annotated[Reasons, JsonField()]:
         """Other source values that are not copied."""
-        return self.log.reasons("skipped")
+        return self.log.get_reasons("skipped")
 
     @property
     def missing(
@@ -202,7 +205,7 @@ class ConversionPlan(
         ),
     ]:
         """Incomplete or missing items that are not written, and the reason for each."""
-        return self.log.reasons("missing")
+        return self.log.get_reasons("missing")
 
     @property
     def decided(
@@ -212,7 +215,7 @@ class ConversionPlan(
         JsonField("contradictory facts about the model that `--trust-assets` resolved"),
     ]:
         """Contradictory facts, with the value that was used for each."""
-        return self.log.reasons("decided")
+        return self.log.get_reasons("decided")
 
     @property
     def not_carried(
@@ -225,17 +228,17 @@ class ConversionPlan(
         ),
     ]:
         """Sidecar files that are not copied, and the reason for each."""
-        return self.log.reasons("not copied")
+        return self.log.get_reasons("not copied")
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes for the user."""
-        return self.log.texts()
+        return self.log.get_texts()
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """Warnings for the user."""
-        return self.log.texts("warning")
+        return self.log.get_texts("warning")
 
     @property
     def all_notes(self) -> Annotated[tuple[str, ...], JsonField(name="notes")]:
@@ -251,7 +254,7 @@ class ConversionPlan(
     def unquantized(self) -> Annotated[dict[str, int], JsonField()]:
         """Matrices that `--quantize` does not quantize: bytes by name."""
         return (
-            {one.name: one.nbytes for one in self.quantization.unquantized}
+            {tensor.name: tensor.nbytes for tensor in self.quantization.unquantized}
             if self.quantization
             else {}
         )
@@ -259,31 +262,31 @@ class ConversionPlan(
     @property
     def arithmetic(self) -> Annotated[bool, JsonField("whether elements are cast")]:
         """Whether elements are computed, cast or transposed, which requires torch."""
-        return needs_arithmetic(self.plan) or self.permutes
+        return needs_arithmetic(self.plan) or self.needs_permutation
 
     @cached_property
-    def permutes(self) -> bool:
+    def needs_permutation(self) -> bool:
         """Whether elements are transposed in memory."""
         return any(map(needs_permutation, self.plan.transfers))
 
     @property
     def threads(self) -> Annotated[int, JsonField()]:
         """Number of threads."""
-        return self.options.execution().threads
+        return self.options.to_execution_options().threads
 
     @property
     def memory_bytes(self) -> Annotated[int, JsonField()]:
         """Estimated peak memory."""
-        options = self.options.execution()
+        options = self.options.to_execution_options()
         limits = options.compute_limits()
         each = limits.widest
-        if self.permutes:
+        if self.needs_permutation:
             # A tile of the target, and the elements that are read for it.
             each = 2 * limits.arithmetic
-        buffers = self.threads * (each + (QUANTIZING if self.quantization else 0))
-        transfers = PER_TRANSFER * len(self.plan.transfers)
-        index = max(PER_TENSOR * len(self.source.tensors), transfers)
-        return START_UP + index + buffers + (TORCH if self.arithmetic else 0)
+        buffers = self.threads * (each + (QUANTIZING_BYTES if self.quantization else 0))
+        transfers = BYTES_PER_TRANSFER * len(self.plan.transfers)
+        index = max(BYTES_PER_TENSOR * len(self.source.tensors), transfers)
+        return START_UP_BYTES + index + buffers + (TORCH_BYTES if self.arithmetic else 0)
 
     @property
     def statement(self) -> str:
@@ -292,19 +295,19 @@ class ConversionPlan(
         layouts = f"{before} → {after}" if before != after else before or "keys unchanged"
         model_type, evidence = self.model_type, self.recognition.evidence
         if not model_type:
-            model_type = self.recognition.named
+            model_type = self.recognition.display_name
         elif self.options.model_type:
             model_type += " (from --model-type)"
         elif not formats.get(self.source.format).self_described:
             files = ("config.json", "params.json")
-            stated = (file for file in files for one in evidence if f"{file}:" in one)
-            model_type += f" (from {next(stated, 'keys')})"
+            stated_files = (file for file in files for text in evidence if f"{file}:" in text)
+            model_type += f" (from {next(stated_files, 'keys')})"
         nbytes = sum(tensor.nbytes for tensor in self.output)
         parts = [
             f"{self.source.format} → {self.options.to}",
             model_type,
             f"layout {layouts}" if before else layouts,
-            f"{counted(len(self.output), 'tensor')}, {format_bytes(nbytes)}",
+            f"{pluralize(len(self.output), 'tensor')}, {format_bytes(nbytes)}",
         ]
         if self.recognition.root:
             parts.insert(2, f"model under `{self.recognition.root.rstrip('.')}`")
@@ -316,12 +319,12 @@ def describe_plan(
 ) -> ConversionPlan:
     """Describe a planned conversion, with the notes about its source."""
     options, source = draft.options, draft.source
-    skipped = draft.notes.reasons("skipped")
+    skipped = draft.notes.get_reasons("skipped")
     replicas = source.replicas.keys() - draft.missing.keys() - skipped.keys()
     notes = Notes()
     notes.add(*draft.catalog.notes)
     notes += source_notes
-    notes += file_notes(draft.assets, options.assets, draft.target, draft.written)
+    notes += build_file_notes(draft.assets, options.assets, draft.target, draft.written)
     notes += draft.notes
     return ConversionPlan(
         source=draft.located,
@@ -337,7 +340,7 @@ def describe_plan(
         log=notes,
         free_bytes=draft.destination.free_bytes(),
         upload=draft.destination.upload,
-        replicated=replicated(source, replicas) if options.verify_replicas else None,
+        replicated=select_replicated(source, replicas) if options.verify_replicas else None,
         quantization=draft.quantization,
     )
 
@@ -356,7 +359,7 @@ class ConversionResult(Result):
     plan: Annotated[ConversionPlan, Inline()]
     target: TreePath
     nbytes: int
-    seconds: Annotated[float, JsonField("time for copying and publishing", to=rounded)]
+    seconds: Annotated[float, JsonField("time for copying and publishing", to=round_seconds)]
     resumed_bytes: Annotated[int, JsonField("bytes written by an earlier, resumed run")]
     verified: Annotated[bool, JsonField("whether the result was read again and verified")]
     log: Notes
@@ -366,11 +369,11 @@ class ConversionResult(Result):
     @property
     def rounding(self) -> Annotated[dict[str, Rounding], ROUNDED]:
         """Quantization error of each quantized weight, by unquantized name."""
-        made = self.plan.quantization
-        if made is None:
+        quantization = self.plan.quantization
+        if quantization is None:
             return {}
-        found = {made.parts[name]: one for name, one in self.rounded.items()}
-        return {name: found.get(name, EXACT) for name in made.weights}
+        errors = {quantization.parts[name]: rounding for name, rounding in self.rounded.items()}
+        return {name: errors.get(name, EXACT) for name in quantization.weights}
 
     @property
     def dry_run(self) -> Annotated[bool, DRY_RUN]:
@@ -385,7 +388,7 @@ class ConversionResult(Result):
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes about the run."""
-        return self.log.texts()
+        return self.log.get_texts()
 
     @property
     def all_notes(self) -> Annotated[tuple[str, ...], JsonField(name="notes")]:

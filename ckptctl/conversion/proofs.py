@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ckptctl.catalog import Catalog, TensorEntry
-from ckptctl.conversion.items import portion_of
-from ckptctl.conversion.items import require_equal as replicas_equal
+from ckptctl.conversion.items import require_equal_replicas as replicas_equal
+from ckptctl.conversion.items import select_portion
 from ckptctl.conversion.plan import ConversionPlan
 from ckptctl.errors import CkptError, MappingError, StorageError, spell_option
 from ckptctl.planner.copying.blocks import build_view
@@ -25,37 +25,37 @@ from ckptctl.storage.crc import compute_crc
 from ckptctl.storage.files import Readable, SourceFiles, source_files
 from ckptctl.storage.publish import Staging
 from ckptctl.tree import TreePath
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 
 def require_redundant(plan: ConversionPlan, ranks: Coordinator) -> None:
     """Verify that replicas are equal and that dropped data is redundant."""
     if plan.replicated is not None:
-        replicas_equal(portion_of(plan.replicated, ranks))
+        replicas_equal(select_portion(plan.replicated, ranks))
     if not plan.redundant:
         return
     entries = plan.source.tensors
-    shares = portion(ranks, plan.redundant, lambda one: entries[one.part.key].nbytes)
+    shares = portion(ranks, plan.redundant, lambda item: entries[item.part.key].nbytes)
     with open_reader(plan.source) as files:
-        for lost in find_lost(files, plan.source, shares):
-            raise _lost_error(plan, lost)
+        for lost_data in find_lost_data(files, plan.source, shares):
+            raise _lost_error(plan, lost_data)
 
 
-def find_lost(
+def find_lost_data(
     files: Readable, catalog: Catalog, redundant: Iterable[RedundantData]
 ) -> Iterator[RedundantData]:
     """Yield the items of *redundant* that are neither zero nor equal to their counterpart."""
-    for one in redundant:
-        part = _part_of(catalog, one.part)
-        if one.same_as is None:
+    for item in redundant:
+        part = _select_region(catalog, item.part)
+        if item.same_as is None:
             is_redundant = is_all_zero(files, part)
         else:
-            is_redundant = are_tensors_equal(files, _part_of(catalog, one.same_as), part)
+            is_redundant = are_tensors_equal(files, _select_region(catalog, item.same_as), part)
         if not is_redundant:
-            yield one
+            yield item
 
 
-def _part_of(catalog: Catalog, region: Region) -> TensorEntry:
+def _select_region(catalog: Catalog, region: Region) -> TensorEntry:
     entry = catalog.tensors[region.key]
     if not region.sizes:
         return entry
@@ -103,7 +103,7 @@ def lost_part_error(catalog: Catalog, lost: RedundantData) -> MappingError:
         return MappingError(
             f"rows beyond the vocabulary size of {size:,} are not zero",
             where=f"{catalog.path}, tensor `{key}`",
-            why=f"the tensor has {counted(rows, 'row')}; no file states that the rest "
+            why=f"the tensor has {pluralize(rows, 'row')}; no file states that the rest "
             "is padding, and config.json may belong to another model",
             hint=f"pass {spell_option(f'--vocab-size {size}')} to drop them anyway, or "
             f"{spell_option(f'--vocab-size {rows}')} to keep them",
@@ -119,7 +119,7 @@ def lost_part_error(catalog: Catalog, lost: RedundantData) -> MappingError:
     )
 
 
-WINDOW = 4 << 20
+WINDOW_BYTES = 4 << 20
 """Bytes that are read and compared at a time."""
 
 
@@ -135,29 +135,31 @@ def require_published(plan: Plan, crcs: Sequence[int], ranks: Coordinator | None
     records = list(zip(plan.records, crcs, strict=True))
     with source_files(root) as files:
         for file in plan.files:
-            _drop_cache(files, file.path)
+            _drop_page_cache(files, file.path)
             if files.size(file.path) != file.size:
                 why = (
-                    f"the file has {counted(files.size(file.path), 'byte')} instead of "
+                    f"the file has {pluralize(files.size(file.path), 'byte')} instead of "
                     f"{file.size:,}"
                 )
-                raise _unlike(file.path, root / file.path, why)
+                raise _read_back_error(file.path, root / file.path, why)
         for record, expected in portion(ranks, records, lambda pair: pair[0].nbytes):
             if compute_crc(files, record.file, record.offset, record.nbytes) != expected:
-                place = _range(record.offset, record.nbytes)
-                raise _unlike(record.name, root / record.file, place)
+                place = _format_range(record.offset, record.nbytes)
+                raise _read_back_error(record.name, root / record.file, place)
         for file in portion(ranks, plan.files, lambda file: file.size):
             for offset, data in file.frame(crcs.__getitem__):
-                if not _holds(files, file.path, offset, data):
-                    raise _unlike(file.path, root / file.path, _range(offset, len(data)))
+                if not _has_content(files, file.path, offset, data):
+                    raise _read_back_error(
+                        file.path, root / file.path, _format_range(offset, len(data))
+                    )
         for raw in portion(ranks, plan.raw_copies, lambda raw: raw.nbytes):
             with source_files(raw.root or plan.source_root) as sources:
-                if not _copied(files, sources, raw):
-                    place = _range(raw.target_offset, raw.nbytes)
-                    raise _unlike(raw.target, root / raw.target, place)
+                if not _is_copied(files, sources, raw):
+                    place = _format_range(raw.target_offset, raw.nbytes)
+                    raise _read_back_error(raw.target, root / raw.target, place)
 
 
-def _unlike(name: str, where: TreePath, why: str) -> StorageError:
+def _read_back_error(name: str, where: TreePath, why: str) -> StorageError:
     return StorageError(
         f"`{name}` differs from what was written when it is read back",
         where=str(where),
@@ -166,28 +168,28 @@ def _unlike(name: str, where: TreePath, why: str) -> StorageError:
     )
 
 
-def _range(offset: int, nbytes: int) -> str:
+def _format_range(offset: int, nbytes: int) -> str:
     return f"bytes {offset:,} to {offset + nbytes:,} differ"
 
 
-def _holds(files: SourceFiles, name: str, offset: int, data: bytes) -> bool:
+def _has_content(files: SourceFiles, name: str, offset: int, data: bytes) -> bool:
     return all(
         files.read(name, offset + start, len(part)) == part
-        for start in range(0, len(data), WINDOW)
-        for part in (data[start : start + WINDOW],)
+        for start in range(0, len(data), WINDOW_BYTES)
+        for part in (data[start : start + WINDOW_BYTES],)
     )
 
 
-def _copied(files: SourceFiles, sources: SourceFiles, raw: RawCopy) -> bool:
+def _is_copied(files: SourceFiles, sources: SourceFiles, raw: RawCopy) -> bool:
     return all(
         files.read(raw.target, raw.target_offset + start, size)
         == sources.read(raw.source, raw.offset + start, size)
-        for start in range(0, raw.nbytes, WINDOW)
-        for size in (min(WINDOW, raw.nbytes - start),)
+        for start in range(0, raw.nbytes, WINDOW_BYTES)
+        for size in (min(WINDOW_BYTES, raw.nbytes - start),)
     )
 
 
-def _drop_cache(files: SourceFiles, name: str) -> None:
+def _drop_page_cache(files: SourceFiles, name: str) -> None:
     """Evict the file's pages from the page cache, so that reads reach the disk."""
     if not files.local:
         return

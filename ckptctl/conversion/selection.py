@@ -12,17 +12,22 @@ from typing import NamedTuple
 
 from ckptctl.catalog import Box, Catalog, Finding, TensorEntry
 from ckptctl.conversion.draft import Draft
-from ckptctl.conversion.items import resolved
-from ckptctl.conversion.recognition.lacking import lacks
-from ckptctl.conversion.recognition.roots import Selection, chosen, select, wanted
-from ckptctl.conversion.training_state import name_parts
+from ckptctl.conversion.items import resolve_items
+from ckptctl.conversion.recognition.lacking import find_missing_tensors
+from ckptctl.conversion.recognition.roots import (
+    Selection,
+    is_selected,
+    select_by_globs,
+    select_model,
+)
+from ckptctl.conversion.training_state import iterate_name_parts
 from ckptctl.errors import (
     CkptError,
     CoverageError,
     DamagedError,
     MappingError,
     UnsupportedError,
-    command,
+    format_command,
     spell_option,
 )
 from ckptctl.numerics.quantized import glanced
@@ -30,36 +35,38 @@ from ckptctl.planner.boxes import check_coverage
 from ckptctl.storage.files import source_files
 from ckptctl.storage.zips.zip_reader import read_archive
 from ckptctl.tree import TreePath
-from ckptctl.verdict import drop_structure_claim
+from ckptctl.verdict import strip_structure_claim
 
-SETTINGS = "param_groups"
+OPTIMIZER_SETTINGS = "param_groups"
 EXTRA_STATE = "._extra_state/"
 
 
 def select_tensors(draft: Draft) -> Draft:
     """Select the tensors to convert by options, and skip incomplete ones if allowed."""
     catalog, options, root, notes = draft.catalog, draft.options, draft.model.root, draft.notes
-    names, files = find_missing(draft.source) if options.allow_missing else ({}, {})
-    selection = select(catalog, root)
+    names, files = find_incomplete_items(draft.source) if options.allow_missing else ({}, {})
+    selection = select_model(catalog, root)
     if draft.target.training:
-        selection = _with_states_of_modules(selection, catalog)
-    whole = tuple(selection.tensors)
+        selection = _add_module_states(selection, catalog)
+    expected_names = tuple(selection.tensors)
     if selection.rest and not draft.includes_training_state:
         why = f"not part of the model ({draft.keep_hint})"
         notes.explain("skipped", dict.fromkeys(selection.rest, why))
-    lost = (name for name in names if name.startswith(root) and name not in catalog.blobs)
-    there = dict.fromkeys((*whole, *(name.removeprefix(root) for name in lost)))
-    lacking = lacks(draft.model, there, draft.layout)
-    selection, unwanted = chosen(
+    missing_names = (name for name in names if name.startswith(root) and name not in catalog.blobs)
+    model_names = dict.fromkeys(
+        (*expected_names, *(name.removeprefix(root) for name in missing_names))
+    )
+    lacking = find_missing_tensors(draft.model, model_names, draft.layout)
+    selection, unwanted = select_by_globs(
         selection, options.include, options.exclude, draft.includes_training_state, lacking.names
     )
     if unwanted:
         chosen_by = f"{spell_option('--include')}, {spell_option('--exclude')}"
         notes.explain("skipped", dict.fromkeys(unwanted, f"not selected ({chosen_by})"))
-    nothing = not catalog.tensors and (names or files)
+    is_empty = not catalog.tensors and (names or files)
     if (
         not selection.tensors
-        and not nothing
+        and not is_empty
         and not (draft.includes_training_state and selection.rest)
     ):
         raise MappingError(
@@ -70,10 +77,10 @@ def select_tensors(draft: Draft) -> Draft:
         )
     missing: dict[str, str] = {}
     if names or files:
-        unknown, incomplete = _incomplete(draft, selection, names)
+        unknown, incomplete = _find_incomplete(draft, selection, names)
         missing = {**incomplete, **files}
-        whole += unknown
-        selection = _without(selection, missing)
+        expected_names += unknown
+        selection = _remove_names(selection, missing)
         if not selection.tensors:
             reasons = missing or names
             name, why = next(iter(reasons.items()))
@@ -81,16 +88,18 @@ def select_tensors(draft: Draft) -> Draft:
                 "no complete tensors to convert",
                 where=catalog.path,
                 why=f"`{name}`: {why} ({len(reasons):,} missing in total)",
-                hint=f"run {command('verify', catalog.path)} to list everything that is missing",
+                hint=f"run {format_command('verify', catalog.path)} to list everything that is missing",
             )
     if lacking.names:
-        lacking = lacking.only([name for name in lacking.names if _is_wanted(draft, root + name)])
+        lacking = lacking.keep_only(
+            [name for name in lacking.names if _is_requested(draft, root + name)]
+        )
         if not options.allow_missing:
-            lacking.require_whole(str(catalog.path))
-    whole += lacking.names if lacking.certain else ()
-    notes.add(*(drop_structure_claim(lacking.doubts) if missing else lacking.doubts))
+            lacking.require_complete(str(catalog.path))
+    expected_names += lacking.names if lacking.certain else ()
+    notes.add(*(strip_structure_claim(lacking.doubts) if missing else lacking.doubts))
     missing |= lacking.missing
-    return replace(draft, selection=selection, expected_names=whole, missing=missing)
+    return replace(draft, selection=selection, expected_names=expected_names, missing=missing)
 
 
 def skip_parts(draft: Draft, parts: Mapping[str, str]) -> Draft:
@@ -99,50 +108,53 @@ def skip_parts(draft: Draft, parts: Mapping[str, str]) -> Draft:
     Notes then list the missing items of the selection.
     """
     root, selection = draft.model.root, draft.selection
-    gone = {**draft.missing, **{root + name: why for name, why in parts.items()}}
-    model = {root + name for name in (*selection.tensors, *parts)} | gone.keys()
+    missing_names = {**draft.missing, **{root + name: why for name, why in parts.items()}}
+    model = {root + name for name in (*selection.tensors, *parts)} | missing_names.keys()
     outside = selection.rest if draft.includes_training_state else ()
-    missing = {**dependent(gone, model, outside, root), **gone}
+    missing = {**find_dependent_state(missing_names, model, outside, root), **missing_names}
     draft.notes.explain("missing", missing)
-    return replace(draft, selection=_without(selection, missing), missing=missing)
+    return replace(draft, selection=_remove_names(selection, missing), missing=missing)
 
 
-def _is_wanted(draft: Draft, name: str) -> bool:
+def _is_requested(draft: Draft, name: str) -> bool:
     """Check if a missing leaf would be converted if it existed."""
     globs = draft.options.include, draft.options.exclude
-    return wanted(draft.catalog, name, draft.model.root, *globs, draft.includes_training_state)
+    return is_selected(draft.catalog, name, draft.model.root, *globs, draft.includes_training_state)
 
 
-def _with_states_of_modules(selection: Selection, catalog: Catalog) -> Selection:
+def _add_module_states(selection: Selection, catalog: Catalog) -> Selection:
     """Add non-tensor states of modules, e.g. the scales of Transformer Engine.
 
     Only programs that write such states expect them.
     """
-    found = {name: catalog.blobs[name] for name in selection.rest if EXTRA_STATE in name}
-    rest = tuple(name for name in selection.rest if name not in found)
-    return replace(selection, blobs={**selection.blobs, **found}, rest=rest)
+    states = {name: catalog.blobs[name] for name in selection.rest if EXTRA_STATE in name}
+    rest = tuple(name for name in selection.rest if name not in states)
+    return replace(selection, blobs={**selection.blobs, **states}, rest=rest)
 
 
-def _incomplete(
+def _find_incomplete(
     draft: Draft, selection: Selection, names: Mapping[str, str]
 ) -> tuple[tuple[str, ...], dict[str, str]]:
     """Return missing tensors of the model, and the items that are not written, with reasons."""
     catalog, root = draft.catalog, draft.model.root
-    here = {root + name for name in (*selection.tensors, *selection.blobs)}
+    selected_names = {root + name for name in (*selection.tensors, *selection.blobs)}
     outside = selection.rest if draft.includes_training_state else ()
-    there = {*here, *outside}
+    converted_names = {*selected_names, *outside}
     absent = names.keys() - catalog.tensors.keys() - catalog.blobs.keys()
     lacking = {
         name: why
         for name, why in names.items()
-        if name in there or (name in absent and _is_wanted(draft, name))
+        if name in converted_names or (name in absent and _is_requested(draft, name))
     }
-    own = {name for name in absent if wanted(catalog, name, root, (), (), False)}
-    unknown = sorted(name.removeprefix(root) for name in own)
-    return tuple(unknown), {**dependent(lacking, here | own, outside, root), **lacking}
+    absent_names = {name for name in absent if is_selected(catalog, name, root, (), (), False)}
+    unknown = sorted(name.removeprefix(root) for name in absent_names)
+    return tuple(unknown), {
+        **find_dependent_state(lacking, selected_names | absent_names, outside, root),
+        **lacking,
+    }
 
 
-def _without(selection: Selection, names: Collection[str]) -> Selection:
+def _remove_names(selection: Selection, names: Collection[str]) -> Selection:
     """Remove the leaves called *names* in the checkpoint from *selection*."""
     root = selection.root
     return replace(
@@ -153,78 +165,80 @@ def _without(selection: Selection, names: Collection[str]) -> Selection:
     )
 
 
-def dependent(
+def find_dependent_state(
     missing: Iterable[str], model: Iterable[str], outside: Sequence[str], root: str
 ) -> dict[str, str]:
     """Return the optimizer state that is useless without *missing* items, with reasons.
 
     The moments of a parameter depend on it and on each other. Its settings are kept.
     """
-    own = set(model)
+    model_names = set(model)
     missing = list(missing)
-    parameters = {name.removeprefix(root) for name in own}
-    lost = {name.removeprefix(root) for name in missing if name in own}
-    states = {_state_of(name): name for name in missing if name not in own and _is_state(name)}
-    found: dict[str, str] = {}
+    parameters = {name.removeprefix(root) for name in model_names}
+    lost = {name.removeprefix(root) for name in missing if name in model_names}
+    states = {
+        _parent_name(name): name for name in missing if name not in model_names and _is_state(name)
+    }
+    reasons: dict[str, str] = {}
     for name in outside if lost or states else ():
         if not _is_state(name):
             continue
-        owner = next((part for part in name_parts(name) if part in parameters), None)
+        owner = next((part for part in iterate_name_parts(name) if part in parameters), None)
         if owner in lost:
-            found[name] = f"its parameter `{owner}` is missing"
-        elif _state_of(name) in states:
-            found[name] = f"it depends on `{states[_state_of(name)]}`, which is missing"
-    return found
+            reasons[name] = f"its parameter `{owner}` is missing"
+        elif _parent_name(name) in states:
+            reasons[name] = f"it depends on `{states[_parent_name(name)]}`, which is missing"
+    return reasons
 
 
 def _is_state(name: str) -> bool:
     parts = name.split(".")
-    return "state" in parts and SETTINGS not in parts
+    return "state" in parts and OPTIMIZER_SETTINGS not in parts
 
 
-def _state_of(name: str) -> str:
+def _parent_name(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def find_missing(catalog: Catalog) -> tuple[dict[str, str], dict[str, str]]:
+def find_incomplete_items(catalog: Catalog) -> tuple[dict[str, str], dict[str, str]]:
     """Find the incomplete items of a checkpoint that was read with ``partial``.
 
     Returns:
         Incomplete leaves by name in the checkpoint, and unusable files with unknown contents, each
         with the reason.
     """
-    _, wrong = resolved(replace(catalog, replicas={}))
+    _, wrong = resolve_items(replace(catalog, replicas={}))
     errors = [f for f in (*catalog.findings, *wrong) if f.severity != "warning"]
-    names = {found.tensor: found.summary for found in errors if found.tensor}
-    names = _in_mixed_files(catalog, wrong) | names
+    names = {finding.tensor: finding.summary for finding in errors if finding.tensor}
+    names = _find_mixed_files(catalog, wrong) | names
     for name, boxes in catalog.lost.items():
         if boxes:
-            names.setdefault(name, _gone(boxes))
+            names.setdefault(name, _explain_loss(boxes))
     for entry in catalog.tensors.values():
-        if entry.name not in names and (why := _torn(entry)):
+        if entry.name not in names and (why := _explain_hole(entry)):
             names[entry.name] = why
     aliases = ((t.name, t.alias_of) for t in catalog.tensors.values() if t.alias_of)
-    _spread(names, aliases, "it shares memory with")
+    _spread_reasons(names, aliases, "it shares memory with")
     if names:
-        together = (
+        pairs = (
             (weight.lead, name) for weight in glanced(catalog).weights for name in weight.names[1:]
         )
-        _spread(names, together, "it is part of the same quantized tensor as")
+        _spread_reasons(names, pairs, "it is part of the same quantized tensor as")
     explained = {file for boxes in catalog.lost.values() for box, file in boxes if box.numel}
-    explained |= {found.file for found in errors if found.tensor and found.file}
+    explained |= {finding.file for finding in errors if finding.tensor and finding.file}
     unknown = [f for f in errors if not f.tensor and f.file not in explained]
     return names, {f.file or f.what: f.summary for f in unknown}
 
 
-def _gone(boxes: Sequence[tuple[Box, str]]) -> str:
+def _explain_loss(boxes: Sequence[tuple[Box, str]]) -> str:
     """Explain which file of a tensor is missing."""
-    known = next((file for box, file in boxes if box.numel), None)
-    if known is None:
+    known_file = next((file for box, file in boxes if box.numel), None)
+    if known_file is None:
         return f"it may continue in `{boxes[0][1]}`, which cannot be used"
-    return f"a part of it is in `{known}`, which cannot be used"
+    return f"a part of it is in `{known_file}`, which cannot be used"
 
 
-def _torn(entry: TensorEntry) -> str | None:
+def _explain_hole(entry: TensorEntry) -> str | None:
     try:
         check_coverage(entry)
     except (CoverageError, UnsupportedError) as error:
@@ -232,16 +246,16 @@ def _torn(entry: TensorEntry) -> str | None:
     return None
 
 
-def _spread(names: dict[str, str], couples: Iterable[tuple[str, str]], why: str) -> None:
+def _spread_reasons(names: dict[str, str], pairs: Iterable[tuple[str, str]], why: str) -> None:
     """Propagate reasons between names that belong together."""
-    couples = list(couples)
-    grown = True
-    while grown:
-        grown = False
-        for one, other in (*couples, *((b, a) for a, b in couples)):
-            if one in names and other not in names:
-                names[other] = f"{why} `{one}`"
-                grown = True
+    pairs = list(pairs)
+    has_grown = True
+    while has_grown:
+        has_grown = False
+        for name, partner in (*pairs, *((b, a) for a, b in pairs)):
+            if name in names and partner not in names:
+                names[partner] = f"{why} `{name}`"
+                has_grown = True
 
 
 class _StoredItem(NamedTuple):
@@ -251,7 +265,7 @@ class _StoredItem(NamedTuple):
     nbytes: int
 
 
-def _in_mixed_files(catalog: Catalog, wrong: Sequence[Finding]) -> dict[str, str]:
+def _find_mixed_files(catalog: Catalog, wrong: Sequence[Finding]) -> dict[str, str]:
     """Return all items in files that do not match the metadata, with reasons.
 
     A file of another rank or save may contain items of the right dtype and shape by chance, with
@@ -264,24 +278,24 @@ def _in_mixed_files(catalog: Catalog, wrong: Sequence[Finding]) -> dict[str, str
         if finding.severity == "error" and finding.file and finding.tensor in catalog.tensors:
             bad[finding.file].append(finding.tensor or "")
     stored: dict[str, list[_StoredItem]] = defaultdict(list)
-    for item in _items(catalog):
+    for item in _iterate_items(catalog):
         if item.file in bad:
             stored[item.file].append(item)
     reasons: dict[str, str] = {}
     for file, items in stored.items():
-        first, *others = bad[file]
+        first, *other_names = bad[file]
         if (
-            others
+            other_names
             or catalog.files.get(file) != max(item.offset + item.nbytes for item in items)
-            or any(_sound(catalog.root, item) for item in items if item.name == first)
+            or any(_is_readable(catalog.root, item) for item in items if item.name == first)
         ):
-            more = f" and {len(others):,} more" if others else ""
-            why = f"its file does not match the metadata: cannot read or verify `{first}`{more}"
+            suffix = f" and {len(other_names):,} more" if other_names else ""
+            why = f"its file does not match the metadata: cannot read or verify `{first}`{suffix}"
             reasons |= {item.name: why for item in items}
     return reasons
 
 
-def _items(catalog: Catalog) -> Iterator[_StoredItem]:
+def _iterate_items(catalog: Catalog) -> Iterator[_StoredItem]:
     for entry in catalog.tensors.values():
         for extent in entry.extents:
             yield _StoredItem(entry.name, extent.file, extent.offset, extent.nbytes)
@@ -290,7 +304,7 @@ def _items(catalog: Catalog) -> Iterator[_StoredItem]:
             yield _StoredItem(blob.name, blob.file, blob.offset, blob.nbytes)
 
 
-def _sound(root: TreePath, item: _StoredItem) -> bool:
+def _is_readable(root: TreePath, item: _StoredItem) -> bool:
     """Check if the bytes of an item can be read."""
     try:
         with source_files(root) as files:

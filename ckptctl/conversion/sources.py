@@ -15,11 +15,11 @@ from ckptctl.planner.boxes import check_coverage
 from ckptctl.storage.files import source_files
 from ckptctl.tree import TreePath
 
-MANY = 100
+MAX_LEAVES = 100
 """Maximum number of leaves that are read from separate files, nearest to the root first."""
-LARGE = 16_384
+MAX_LEAF_BYTES = 16_384
 """Maximum size of a leaf that is read. A `torch.save` zip has at least a kilobyte."""
-LONG = 200
+MAX_TEXT_LENGTH = 200
 """Maximum length of a text in characters, and about that of an integer in digits."""
 
 
@@ -61,7 +61,7 @@ def open_source(
     manifest: bool | None = True,
 ) -> Catalog:
     """Read the index of a checkpoint with :func:`ckptctl.formats.open_checkpoint`."""
-    asked = ReadOptions(
+    read_options = ReadOptions(
         chosen.model_type,
         chosen.weights,
         chosen.tag,
@@ -71,10 +71,10 @@ def open_source(
         replicas,
         documents or {},
     )
-    return formats.open_checkpoint(path, chosen.format, asked, manifest=manifest)
+    return formats.open_checkpoint(path, chosen.format, read_options, manifest=manifest)
 
 
-def located(catalog: Catalog, names: Iterable[str]) -> Catalog:
+def locate_tensors(catalog: Catalog, names: Iterable[str]) -> Catalog:
     """Check that the tensors called *names* are covered, and locate their bytes.
 
     The returned catalog contains only these tensors, in the order of *names*.
@@ -82,10 +82,10 @@ def located(catalog: Catalog, names: Iterable[str]) -> Catalog:
     entries = {name: catalog.tensors[name] for name in names}
     for entry in entries.values():
         check_coverage(entry)
-    return with_bytes(catalog, entries)
+    return locate_bytes(catalog, entries)
 
 
-def with_bytes(catalog: Catalog, entries: Mapping[str, TensorEntry]) -> Catalog:
+def locate_bytes(catalog: Catalog, entries: Mapping[str, TensorEntry]) -> Catalog:
     """Locate the bytes of *entries*, which may have only some of their extents."""
     resolved = formats.resolve(replace(catalog, tensors=dict(entries), blobs={}, replicas={}))
     for entry in resolved.tensors.values():
@@ -94,7 +94,7 @@ def with_bytes(catalog: Catalog, entries: Mapping[str, TensorEntry]) -> Catalog:
     return resolved
 
 
-def leaf_values(catalog: Catalog, names: Collection[str] | None = None) -> dict[str, str]:
+def read_short_values(catalog: Catalog, names: Collection[str] | None = None) -> dict[str, str]:
     """Read numbers and short texts among the leaves, as Python literals.
 
     Other and unreadable values are skipped.
@@ -107,11 +107,11 @@ def leaf_values(catalog: Catalog, names: Collection[str] | None = None) -> dict[
     blobs = [blob for name, blob in catalog.blobs.items() if names is None or name in names]
     read = {blob.name: blob for blob in blobs if blob.file is None}
     if names is not None or _is_local(catalog):
-        small = [blob for blob in blobs if blob.file is not None and blob.nbytes <= LARGE]
+        small = [blob for blob in blobs if blob.file is not None and blob.nbytes <= MAX_LEAF_BYTES]
         small.sort(key=lambda blob: len(blob.path))
-        read |= _read(catalog, small[: MANY if names is None else None])
+        read |= _read_blobs(catalog, small[: MAX_LEAVES if names is None else None])
     values = ((name, read[name].value) for name in catalog.blobs if name in read)
-    return {name: repr(value) for name, value in values if _plain(value)}
+    return {name: repr(value) for name, value in values if _is_short_value(value)}
 
 
 def _is_local(catalog: Catalog) -> bool:
@@ -119,20 +119,20 @@ def _is_local(catalog: Catalog) -> bool:
         return files.local
 
 
-def _read(catalog: Catalog, blobs: Collection[Blob]) -> Mapping[str, Blob]:
+def _read_blobs(catalog: Catalog, blobs: Collection[Blob]) -> Mapping[str, Blob]:
     """Read the values of *blobs*, except those that cannot be read."""
-    wanted = replace(catalog, tensors={}, replicas={}, blobs={blob.name: blob for blob in blobs})
+    selection = replace(catalog, tensors={}, replicas={}, blobs={blob.name: blob for blob in blobs})
     try:
-        return formats.resolve(wanted).blobs
+        return formats.resolve(selection).blobs
     except CkptError:
         if len(blobs) < 2:
             return {}
-    return {name: read for blob in blobs for name, read in _read(catalog, [blob]).items()}
+    return {name: read for blob in blobs for name, read in _read_blobs(catalog, [blob]).items()}
 
 
-def _plain(value: object) -> bool:
+def _is_short_value(value: object) -> bool:
     # A pickle may contain subclasses with other behavior. Python does not format integers of more
     # than 4,300 digits.
     if type(value) is int:
-        return value.bit_length() <= LONG * 10 // 3
-    return type(value) in (bool, float) or (type(value) is str and len(value) <= LONG)
+        return value.bit_length() <= MAX_TEXT_LENGTH * 10 // 3
+    return type(value) in (bool, float) or (type(value) is str and len(value) <= MAX_TEXT_LENGTH)

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from ckptctl import installed
 from ckptctl.conversion.conversion_options import ConversionOptions
 from ckptctl.conversion.draft import Draft
-from ckptctl.errors import MappingError, listed
-from ckptctl.option_checks import STEPS
-from ckptctl.units import counted
+from ckptctl.errors import MappingError, quote_names
+from ckptctl.option_checks import STEP_GROUP
+from ckptctl.units import pluralize
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -55,53 +55,71 @@ class Step:
             raise ValueError(f"unknown place `{self.place}` (one of: {', '.join(get_args(Place))})")
 
 
-def _late(place: str) -> Callable[..., Any]:
+def _import_later(place: str) -> Callable[..., Any]:
     """Return a function that imports its module on the first call."""
 
-    def apply(*arguments: object) -> Any:
+    def call_function(*arguments: object) -> Any:
         module, _, function = place.partition(":")
         return getattr(import_module(f"ckptctl.{module}"), function)(*arguments)
 
-    return apply
+    return call_function
 
 
 BUILT_IN = (
-    Step("open-adapter", "source", 10, _late("adapters.adapter_files:open_adapter")),
-    Step("experts", "source", 15, _late("adapters.expert_adapters:convert_experts"), "experts"),
-    Step("dequantize", "source", 20, _late("numerics.dequantizing:dequantize"), "dequantize"),
-    Step("stacks", "model", 10, _late("adapters.expert_adapters:keep_stacks"), "experts=stacked"),
-    Step("fill", "model", 20, _late("adapters.filling:fill_from_base"), "fill_from"),
-    Step("compare-facts", "selection", 10, _late("facts.config_files:compare_descriptions")),
-    Step("keep-scales", "layout", 10, _late("numerics.dequantizing:keep_scales")),
-    Step("quantize", "output", 10, _late("numerics.quantizing:quantize"), "quantize"),
-    Step("keep-blocks", "output", 20, _late("numerics.dequantizing:keep_blocks")),
-    Step("describe-adapter", "output", 30, _late("adapters.adapter_files:describe_adapter")),
-    Step("adapter-files", "files", 10, _late("adapters.adapter_files:adapter_files")),
-    Step("config-files", "files", 20, _late("facts.config_files:config_files")),
+    Step("open-adapter", "source", 10, _import_later("adapters.adapter_files:open_adapter")),
+    Step(
+        "experts",
+        "source",
+        15,
+        _import_later("adapters.expert_adapters:convert_experts"),
+        "experts",
+    ),
+    Step(
+        "dequantize", "source", 20, _import_later("numerics.dequantizing:dequantize"), "dequantize"
+    ),
+    Step(
+        "stacks",
+        "model",
+        10,
+        _import_later("adapters.expert_adapters:keep_stacks"),
+        "experts=stacked",
+    ),
+    Step("fill", "model", 20, _import_later("adapters.filling:fill_from_base"), "fill_from"),
+    Step(
+        "compare-facts", "selection", 10, _import_later("facts.config_files:compare_descriptions")
+    ),
+    Step("keep-scales", "layout", 10, _import_later("numerics.dequantizing:keep_scales")),
+    Step("quantize", "output", 10, _import_later("numerics.quantizing:quantize"), "quantize"),
+    Step("keep-blocks", "output", 20, _import_later("numerics.dequantizing:keep_blocks")),
+    Step(
+        "describe-adapter", "output", 30, _import_later("adapters.adapter_files:describe_adapter")
+    ),
+    Step("adapter-files", "files", 10, _import_later("adapters.adapter_files:adapter_files")),
+    Step("config-files", "files", 20, _import_later("facts.config_files:config_files")),
 )
 
 
 @cache
 def entry_points() -> dict[str, EntryPoint]:
     """Return the entry points of steps by name, without loading them."""
-    return installed.entry_points(STEPS)
+    return installed.entry_points(STEP_GROUP)
 
 
 @cache
-def load_added(name: str) -> Step:
+def load_added_step(name: str) -> Step:
     """Load the step of the entry point called *name*."""
     return installed.load_entry_point(entry_points()[name], Step)
 
 
-def steps_for(options: ConversionOptions) -> list[Step]:
+def select_steps(options: ConversionOptions) -> list[Step]:
     """Return the steps that *options* select."""
     steps = []
     for step in BUILT_IN:
         field, _, value = step.option.partition("=")
-        given = getattr(options, field) if field else True
-        if given == value if value else given:
+        current = getattr(options, field) if field else True
+        if current == value if value else current:
             steps.append(step)
-    return [*steps, *(load_added(one.partition("=")[0]) for one in options.step)]
+    return [*steps, *(load_added_step(text.partition("=")[0]) for text in options.step)]
 
 
 def apply_steps(steps: Iterable[Step], place: Place, draft: Draft) -> Draft:
@@ -112,22 +130,22 @@ def apply_steps(steps: Iterable[Step], place: Place, draft: Draft) -> Draft:
     """
     for step in sorted(steps, key=lambda step: step.order):
         if step.place == place:
-            before, draft = draft, step.apply(draft)
-            same = draft.tensors is before.tensors and draft.mapped is before.mapped
-            if not same and draft.quantization is before.quantization:
-                inputs = _inputs_of(draft)
-                if dropped := [key for key in _inputs_of(before) if key not in inputs]:
+            previous, draft = draft, step.apply(draft)
+            is_unchanged = draft.tensors is previous.tensors and draft.mapped is previous.mapped
+            if not is_unchanged and draft.quantization is previous.quantization:
+                inputs = _list_inputs(draft)
+                if dropped := [key for key in _list_inputs(previous) if key not in inputs]:
                     raise MappingError(
-                        f"step `{step.name}` drops {counted(len(dropped), 'tensor')}",
-                        where=listed(dropped),
+                        f"step `{step.name}` drops {pluralize(len(dropped), 'tensor')}",
+                        where=quote_names(dropped),
                         why="a step at `output` must keep every tensor",
                         hint="drop tensors in a step at `model`",
                     )
     return draft
 
 
-def _inputs_of(draft: Draft) -> dict[str, None]:
+def _list_inputs(draft: Draft) -> dict[str, None]:
     """Return the names of the tensors in ``draft.located`` that the output reads."""
     written = {tensor.name for tensor in draft.tensors}
-    composed = (one for name, one in draft.mapped.items() if name in written)
-    return dict.fromkeys(key for one in composed for key in one.keys)
+    composed = (item for name, item in draft.mapped.items() if name in written)
+    return dict.fromkeys(key for item in composed for key in item.keys)

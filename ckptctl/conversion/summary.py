@@ -20,11 +20,11 @@ from ckptctl.conversion.draft import Draft
 from ckptctl.formats.base import OutputTensor
 from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.results import JsonField, Result
-from ckptctl.units import counted, format_bytes
+from ckptctl.units import format_bytes, pluralize
 
 KINDS = ("made", "same", "fused", "divided", "regrouped", "repeated")
-MOST = sys.maxsize
-INTO = "number of resulting tensors"
+MAX_OFFSET = sys.maxsize
+INTO_TEXT = "number of resulting tensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Regrouped(Result):
     """Number of input tensors and of resulting tensors."""
 
     tensors: Annotated[int, JsonField("number of input tensors")] = 0
-    into: Annotated[int, JsonField(INTO)] = 0
+    into: Annotated[int, JsonField(INTO_TEXT)] = 0
 
     def __bool__(self) -> bool:
         return bool(self.tensors or self.into)
@@ -94,22 +94,24 @@ class Summary(Result):
             "repeated as": self.repeated,
             "quantized into": self.quantized,
         }
-        found = [f"{count:,} {word}" for word, count in counts.items() if count]
-        found += [f"{one.tensors:,} {word} {one.into:,}" for word, one in groups.items() if one]
-        return (*found, *([f"{self.made:,} filled with zeros"] if self.made else ()))
+        phrases = [f"{count:,} {word}" for word, count in counts.items() if count]
+        phrases += [
+            f"{group.tensors:,} {word} {group.into:,}" for word, group in groups.items() if group
+        ]
+        return (*phrases, *([f"{self.made:,} filled with zeros"] if self.made else ()))
 
     @property
     def sentence(self) -> str:
         """Summary in one line, without zero counts."""
         sides = dict.fromkeys(
-            f"{counted(side.tensors, 'tensor')}, {format_bytes(side.nbytes)}"
+            f"{pluralize(side.tensors, 'tensor')}, {format_bytes(side.nbytes)}"
             for side in (self.read, self.written)
         )
         changes = ", ".join(self.changes)
         return " → ".join(sides) + (f" ({changes})" if changes else "")
 
     @property
-    def is_plain(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Whether every tensor is written once and unchanged in size."""
         return self.read == self.written and not self.changes
 
@@ -121,45 +123,49 @@ def summarize(draft: Draft, output: Draft) -> Summary:
         draft: Draft before steps at ``output``, such as quantization.
         output: Completed draft.
     """
-    source, origins, skipped = draft.source, draft.origins, output.notes.reasons("skipped")
-    written = {one.name: one for one in draft.own_tensors}
-    groups = _Groups(_Origins(draft), written)
+    source, origins, skipped = draft.source, draft.origins, output.notes.get_reasons("skipped")
+    written = {output_tensor.name: output_tensor for output_tensor in draft.stored_tensors}
+    groups = _TensorGroups(_TensorOrigins(draft), written)
     for composed in draft.mapped.values():
-        groups.add(composed)
+        groups.add_tensor(composed)
     used = {name for name in groups.sources if not name.startswith("/")}
     unused = source.tensors.keys() - used
-    lost = unused & draft.missing.keys()
-    apart = {origins.get(name, name) for name in skipped}
-    left = (unused - lost) & (apart | (source.tensors.keys() - draft.catalog.tensors.keys()))
-    inside = [draft.located.tensors[name] for name in used - source.tensors.keys()]
-    kinds = groups.kinds()
-    made = output.quantization
+    missing_names = unused & draft.missing.keys()
+    skipped_sources = {origins.get(name, name) for name in skipped}
+    skipped_names = (unused - missing_names) & (
+        skipped_sources | (source.tensors.keys() - draft.catalog.tensors.keys())
+    )
+    virtual_entries = [draft.located.tensors[name] for name in used - source.tensors.keys()]
+    kinds = groups.count_kinds()
+    quantization = output.quantization
     return Summary(
         Amount(
-            len(source.tensors) + len(inside),
-            source.nbytes + sum(entry.nbytes for entry in inside),
+            len(source.tensors) + len(virtual_entries),
+            source.nbytes + sum(entry.nbytes for entry in virtual_entries),
         ),
         Amount(
-            len(output.own_tensors),
+            len(output.stored_tensors),
             sum(tensor.nbytes for tensor in output.tensors if tensor.alias_of is None),
         ),
-        len(unused) - len(left) - len(lost),
-        len(left),
-        len(lost),
+        len(unused) - len(skipped_names) - len(missing_names),
+        len(skipped_names),
+        len(missing_names),
         len(groups.sources - used),
         kinds["made"].into,
         kinds["fused"],
         kinds["divided"],
         kinds["regrouped"],
         kinds["repeated"],
-        Regrouped(len(made.weights), len(made.parts)) if made else Regrouped(),
+        Regrouped(len(quantization.weights), len(quantization.parts))
+        if quantization
+        else Regrouped(),
     )
 
 
 _NOTHING = TensorEntry("", "uint8", (0,), (), ())
 
 
-class _Origins:
+class _TensorOrigins:
     """Index from tensors to the source and base tensors that they are computed from."""
 
     def __init__(self, draft: Draft) -> None:
@@ -167,84 +173,87 @@ class _Origins:
         self._names, self._taken = draft.origins, draft.filled_from
         self._known: dict[str, frozenset[str]] = {}
 
-    def of(self, key: str) -> frozenset[str]:
+    def find_origins(self, key: str) -> frozenset[str]:
         """Return the names of origins. Names from the base begin with a slash."""
         if key in self._taken:
             return frozenset((f"/{key}",))
         if key not in self._known:
             name, entry = self._names.get(key, key), self._catalog.tensors[key]
             # A tensor that is not in the source may be computed, or nested in a leaf.
-            found = {name}
+            origins = {name}
             if name not in self._source.tensors:
                 computed = self._catalog.computed
-                stored = (one for one in entry.extents if one.file not in computed)
-                found = {self._holder(one) or name for one in stored}
+                stored = (extent for extent in entry.extents if extent.file not in computed)
+                origins = {self._find_holder(extent) or name for extent in stored}
             if self._catalog.computed:
-                found.update(self._inside(entry))
-            self._known[key] = frozenset(found)
+                origins.update(self._iterate_inputs(entry))
+            self._known[key] = frozenset(origins)
         return self._known[key]
 
-    def numel(self, name: str) -> int:
+    def count_elements(self, name: str) -> int:
         """Return the number of elements of an origin."""
-        own = self._catalog.tensors.get(name.removeprefix("/"))
-        return self._source.tensors.get(name, own or _NOTHING).numel
+        filled_entry = self._catalog.tensors.get(name.removeprefix("/"))
+        return self._source.tensors.get(name, filled_entry or _NOTHING).numel
 
-    def _holder(self, extent: Extent) -> str | None:
+    def _find_holder(self, extent: Extent) -> str | None:
         """Find the source tensor that stores the bytes of *extent*."""
-        spans = self._spans.get(extent.file, ())
-        at = bisect_right(spans, (extent.offset, MOST)) - 1
+        spans = self._file_spans.get(extent.file, ())
+        at = bisect_right(spans, (extent.offset, MAX_OFFSET)) - 1
         return spans[at][2] if at >= 0 and extent.offset < spans[at][1] else None
 
     @cached_property
-    def _spans(self) -> Mapping[str, Sequence[tuple[int, int, str]]]:
+    def _file_spans(self) -> Mapping[str, Sequence[tuple[int, int, str]]]:
         """Sorted byte ranges of the source's tensors, by file."""
-        found: dict[str, list[tuple[int, int, str]]] = {}
+        spans_by_file: dict[str, list[tuple[int, int, str]]] = {}
         for name, entry in self._source.tensors.items():
-            for one in entry.extents:
-                span = one.offset, one.offset + one.nbytes, name
-                found.setdefault(one.file, []).append(span)
-        return {file: sorted(spans) for file, spans in found.items()}
+            for extent in entry.extents:
+                span = extent.offset, extent.offset + extent.nbytes, name
+                spans_by_file.setdefault(extent.file, []).append(span)
+        return {file: sorted(spans) for file, spans in spans_by_file.items()}
 
-    def _inside(self, entry: TensorEntry) -> Iterator[str]:
+    def _iterate_inputs(self, entry: TensorEntry) -> Iterator[str]:
         """Yield the source tensors that virtual files are computed from."""
-        made = map(self._catalog.computed.get, dict.fromkeys(files_of(entry.extents)))
-        for computed in filter(None, made):
-            for one in computed.inputs:
-                if one.root == self._source.root and one.entry.name in self._source.tensors:
-                    yield one.entry.name
-                yield from self._inside(one.entry)
+        computed_tensors = map(self._catalog.computed.get, dict.fromkeys(files_of(entry.extents)))
+        for computed in filter(None, computed_tensors):
+            for input_tensor in computed.inputs:
+                if (
+                    input_tensor.root == self._source.root
+                    and input_tensor.entry.name in self._source.tensors
+                ):
+                    yield input_tensor.entry.name
+                yield from self._iterate_inputs(input_tensor.entry)
 
 
-class _Groups:
+class _TensorGroups:
     """Groups of source and output tensors that are connected by mappings.
 
     Attributes:
         sources: Tensors that the output uses; names from the base begin with a slash.
     """
 
-    def __init__(self, origins: _Origins, written: Mapping[str, OutputTensor]) -> None:
+    def __init__(self, origins: _TensorOrigins, written: Mapping[str, OutputTensor]) -> None:
         self._origins, self._written = origins, written
-        self._above: dict[object, object] = {}
+        self._parents: dict[object, object] = {}
         self.sources: set[str] = set()
         self._targets: set[str] = set()
 
-    def add(self, composed: ComposedTensor) -> None:
+    def add_tensor(self, composed: ComposedTensor) -> None:
         """Connect a tensor of the output with its origins."""
         if composed.key not in self._written:
             return
-        sources = {name for key in composed.keys for name in self._origins.of(key)}
+        sources = {name for key in composed.keys for name in self._origins.find_origins(key)}
         self.sources |= sources
         self._targets.add(composed.key)
         for node in ((0, name) for name in sources):
-            self._above[self._top(node)] = self._top((1, composed.key))
+            self._parents[self._find_root(node)] = self._find_root((1, composed.key))
 
-    def kinds(self) -> dict[str, Regrouped]:
+    def count_kinds(self) -> dict[str, Regrouped]:
         """Count input and resulting tensors by kind of group."""
         groups: dict[object, tuple[list[str], list[str]]] = {}
         for name in self.sources:
-            groups.setdefault(self._top((0, name)), ([], []))[0].append(name)
+            groups.setdefault(self._find_root((0, name)), ([], []))[0].append(name)
         for key in self._targets:
-            groups.setdefault(self._top((1, key)), ([], []))[1].append(key)
+            groups.setdefault(self._find_root((1, key)), ([], []))[1].append(key)
         counts = dict.fromkeys(KINDS, (0, 0))
         for sources, targets in groups.values():
             if not sources:
@@ -255,13 +264,15 @@ class _Groups:
                 kind = "regrouped"
             else:
                 written = sum(math.prod(self._written[key].shape) for key in targets)
-                kind = "repeated" if written > self._origins.numel(sources[0]) else "divided"
+                kind = (
+                    "repeated" if written > self._origins.count_elements(sources[0]) else "divided"
+                )
             before, after = counts[kind]
             counts[kind] = before + len(sources), after + len(targets)
         return {kind: Regrouped(*count) for kind, count in counts.items()}
 
-    def _top(self, node: object) -> object:
-        while (above := self._above.get(node, node)) != node:
-            self._above[node] = self._above.get(above, above)
-            node = above
+    def _find_root(self, node: object) -> object:
+        while (parent := self._parents.get(node, node)) != node:
+            self._parents[node] = self._parents.get(parent, parent)
+            node = parent
         return node

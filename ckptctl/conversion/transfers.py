@@ -8,11 +8,11 @@ from typing import NamedTuple
 from ckptctl import dtypes
 from ckptctl.catalog import (
     Catalog,
-    Computed,
+    ComputedTensor,
     TensorEntry,
     computed_name,
-    made_of,
-    reached,
+    find_reachable_files,
+    list_input_files,
     row_major,
 )
 from ckptctl.columns import files_of
@@ -30,7 +30,7 @@ class Transfers(NamedTuple):
     """Transfers of an output, and the virtual files that they may read."""
 
     transfers: tuple[Transfer, ...]
-    computed: Mapping[str, Computed]
+    computed: Mapping[str, ComputedTensor]
 
 
 def plan_transfers(
@@ -40,21 +40,23 @@ def plan_transfers(
     target_dtypes: Mapping[str, str],
 ) -> Transfers:
     """Plan the transfer of each tensor of an output that has boxes."""
-    computed, found = dict(catalog.computed), list[Transfer]()
+    computed, transfers = dict(catalog.computed), list[Transfer]()
     for key, composed in tensors.items():
         places = output.boxes.get(key)
         if not places:
             continue
         dtype = target_dtypes[key]
-        tensor = elements_of(catalog, composed, dtype, computed)
+        tensor = build_elements(catalog, composed, dtype, computed)
         item = dtypes.itemsize(dtype)
-        boxes = tuple(_target(place, output.records[place.record], item) for place in places)
-        found.append(Transfer(key, tensor, boxes))
-    return Transfers(tuple(found), computed)
+        boxes = tuple(
+            _build_target_box(place, output.records[place.record], item) for place in places
+        )
+        transfers.append(Transfer(key, tensor, boxes))
+    return Transfers(tuple(transfers), computed)
 
 
-def elements_of(
-    catalog: Catalog, composed: ComposedTensor, dtype: str, computed: dict[str, Computed]
+def build_elements(
+    catalog: Catalog, composed: ComposedTensor, dtype: str, computed: dict[str, ComputedTensor]
 ) -> StridedTensor:
     """Build a target tensor of *dtype* from elements of stored tensors.
 
@@ -65,43 +67,50 @@ def elements_of(
         for key, entry in read.items():
             if entry.dtype != dtype:
                 file = computed_name(f"{entry.name}@{dtype}")
-                made = build_rearranged_file(
+                computed_tensor = build_rearranged_file(
                     catalog.root, StridedTensor.from_entry(entry).cast(dtype)
                 )
-                computed[file], read[key] = made, made.entry(entry.name, entry.path, file)
+                computed[file], read[key] = (
+                    computed_tensor,
+                    computed_tensor.to_entry(entry.name, entry.path, file),
+                )
     return composed.bind_entries(read, dtype)
 
 
-def _target(place: TensorPlace, record: Record, itemsize: int) -> TargetBox:
+def _build_target_box(place: TensorPlace, record: Record, itemsize: int) -> TargetBox:
     box, strides = place.box, place.strides or row_major(place.box.sizes)
     steps = tuple([stride * itemsize for stride in strides])
     begin = record.offset + place.start * itemsize
     return TargetBox(record.file, begin, box.offsets, box.sizes, steps, place.record)
 
 
-def entries_read(transfers: Iterable[Transfer]) -> list[TensorEntry]:
+def list_read_entries(transfers: Iterable[Transfer]) -> list[TensorEntry]:
     """Return the stored tensors that transfers read, each once."""
-    found = {id(entry): entry for one in transfers for entry in one.iterate_stored_tensors()}
-    return list(found.values())
+    entries = {
+        id(entry): entry for transfer in transfers for entry in transfer.iterate_stored_tensors()
+    }
+    return list(entries.values())
 
 
-def sources_of(
+def find_sources(
     root: TreePath,
     transfers: Sequence[Transfer],
-    virtual: Mapping[str, Computed],
+    virtual: Mapping[str, ComputedTensor],
     raw: Sequence[RawCopy] = (),
-) -> tuple[dict[str, Computed], dict[str, FileIdentity]]:
+) -> tuple[dict[str, ComputedTensor], dict[str, FileIdentity]]:
     """Return the virtual files that are read, and the identities of the real files below *root*."""
-    entries = entries_read(transfers)
+    entries = list_read_entries(transfers)
     read = dict.fromkeys(file for entry in entries for file in files_of(entry.extents))
-    computed = reached(virtual, read)
+    computed = find_reachable_files(virtual, read)
     names = {name: None for name in read if name not in computed}
-    names |= dict.fromkeys(sorted(file for place, file in made_of(computed) if place == root))
+    names |= dict.fromkeys(
+        sorted(file for place, file in list_input_files(computed) if place == root)
+    )
     names |= dict.fromkeys(item.source for item in raw)
-    return computed, identities(root, names)
+    return computed, read_identities(root, names)
 
 
-def identities(root: TreePath, names: Iterable[str]) -> dict[str, FileIdentity]:
+def read_identities(root: TreePath, names: Iterable[str]) -> dict[str, FileIdentity]:
     """Return the identities of the files called *names*."""
     with source_files(root) as files:
         return {name: files.read_identity(name) for name in names}

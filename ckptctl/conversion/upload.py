@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from ckptctl.conversion.destinations import replaceable
+from ckptctl.conversion.destinations import is_replaceable
 from ckptctl.errors import CkptError
 from ckptctl.planner.plan import Plan
 from ckptctl.storage import lock, trash
@@ -26,35 +26,35 @@ from ckptctl.storage.execution.executor import execute_plan
 from ckptctl.storage.execution.finisher import MAX_KEPT_BYTES, MAX_WAITING, UploadQueue
 from ckptctl.storage.paths import resolve_source_path
 from ckptctl.storage.threads import Advance, raise_on_sigterm
-from ckptctl.tree import INDEXES, FileTree, Upload, UploadRequest, UrlPath
+from ckptctl.tree import INDEX_SUFFIXES, FileTree, Upload, UploadRequest, UrlPath
 
-PREFIX = "ckptctl-upload-"
+SCRATCH_PREFIX = "ckptctl-upload-"
 """Prefix of the names of scratch directories."""
-NOT_AT_ONCE = (
+NOT_ATOMIC_NOTE = (
     "objects are not published atomically; the index or the configuration was uploaded last"
 )
 
 
-def publishes_at_once(plan: Plan) -> bool:
+def is_atomic(plan: Plan) -> bool:
     """Check if all files of *plan* appear at the URL in one atomic step."""
-    return _tree(plan).atomic or len(plan.files) == 1
+    return _get_tree(plan).atomic or len(plan.files) == 1
 
 
-def room_needed(plan: Plan) -> int:
+def compute_scratch_bytes(plan: Plan) -> int:
     """Return the maximum size of the scratch directory in bytes."""
     sizes = sorted((file.size for file in plan.files), reverse=True)
     large = sizes[: MAX_WAITING + 2]
     return sum(large) + sum(size for size in sizes[len(large) :] if size <= MAX_KEPT_BYTES)
 
 
-def upload(
+def upload_output(
     plan: Plan,
     options: ExecutionOptions,
     progress: Advance,
     *,
     overwrite: bool,
-    written: Callable[[Execution], None],
-    proven: Callable[[Sequence[int]], None],
+    check_written: Callable[[Execution], None],
+    check_published: Callable[[Sequence[int]], None],
 ) -> Execution:
     """Execute *plan* and publish the output at its URL.
 
@@ -63,61 +63,61 @@ def upload(
         options: Execution options. With *resume*, files that an interrupted run uploaded are kept.
         progress: Called with the bytes done since the last call.
         overwrite: Whether an existing checkpoint may be replaced.
-        written: Called with the execution when everything is written but not published; may raise.
-        proven: Called with the checksums of the records after publishing. If it raises, the output
+        check_written: Called with the execution when everything is written but not published; may raise.
+        check_published: Called with the checksums of the records after publishing. If it raises, the output
             is withdrawn if possible.
 
     Raises:
         RefusedError: The URL is not empty, or there is too little space for the scratch directory.
         CkptError: The upload failed, and nothing was published.
     """
-    last = _last(plan)
+    last = _list_last_files(plan)
     read = {plan.source_root: set(plan.sources)}
     for folder, name in plan.inputs:
         read.setdefault(folder, set()).add(name)
-    asked = UploadRequest(
+    request = UploadRequest(
         [*(file.path for file in plan.files if file.path not in last), *last],
         single=plan.target.name if plan.single_file else None,
         overwrite=overwrite,
         resume=options.resume,
-        is_checkpoint=lambda: replaceable(resolve_source_path(plan.target)),
+        is_checkpoint=lambda: is_replaceable(resolve_source_path(plan.target)),
         read=read,
     )
-    tree, folder = _tree(plan), plan.target.parent if plan.single_file else plan.target
+    tree, folder = _get_tree(plan), plan.target.parent if plan.single_file else plan.target
     with raise_on_sigterm(), scratch_directory() as root:
-        require_space(root, room_needed(plan))
-        target = tree.begin_upload(str(folder), asked)
+        require_space(root, compute_scratch_bytes(plan))
+        target = tree.begin_upload(str(folder), request)
         try:
-            uploads = UploadQueue(target.put, last)
-            done = execute_plan(plan, root, options, progress, uploads=uploads)
-            written(done)
-            uploads.upload_last_files(root, target.require_whole)
-            target.commit()
-            tree.drop(str(plan.target))
-            proven(done.crcs)
+            uploads = UploadQueue(target.upload_file, last)
+            execution = execute_plan(plan, root, options, progress, uploads=uploads)
+            check_written(execution)
+            uploads.upload_last_files(root, target.require_complete)
+            target.publish_files()
+            tree.forget_url(str(plan.target))
+            check_published(execution.crcs)
         except BaseException as error:
-            _abandon(target, error)
+            _abandon_upload(target, error)
             raise
         target.close()
-    return replace(done, resumed_bytes=target.resumed)
+    return replace(execution, resumed_bytes=target.resumed)
 
 
-def _tree(plan: Plan) -> FileTree:
+def _get_tree(plan: Plan) -> FileTree:
     """Return the tree that *plan* uploads to."""
     assert isinstance(plan.target, UrlPath)
     return plan.target.tree
 
 
-def _last(plan: Plan) -> list[str]:
+def _list_last_files(plan: Plan) -> list[str]:
     """Return the files without tensors, which are uploaded last, with the index at the end."""
     full = {record.file for record in plan.records if record.nbytes}
     full |= {raw.target for raw in plan.raw_copies if raw.nbytes}
     names = [file.path for file in plan.files if file.path not in full]
-    return sorted(names, key=lambda name: name.endswith(INDEXES))
+    return sorted(names, key=lambda name: name.endswith(INDEX_SUFFIXES))
 
 
-def _abandon(target: Upload, error: BaseException) -> None:
-    outcome = target.abandon()
+def _abandon_upload(target: Upload, error: BaseException) -> None:
+    outcome = target.abandon_upload()
     if isinstance(error, CkptError):
         error.why = "; ".join(filter(None, (error.why, outcome)))
 
@@ -125,8 +125,8 @@ def _abandon(target: Upload, error: BaseException) -> None:
 @contextmanager
 def scratch_directory() -> Iterator[Path]:
     """Create a locked scratch directory, and remove it at the end of the block."""
-    _sweep()
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    _remove_stale_folders()
+    folder = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX))
     with lock.hold_lock(folder, folder, "using this folder"):
         try:
             data = folder / "data"
@@ -136,17 +136,17 @@ def scratch_directory() -> Iterator[Path]:
             trash.remove_path(folder)
 
 
-def _sweep() -> None:
+def _remove_stale_folders() -> None:
     """Remove scratch directories of killed runs of the same user."""
     with suppress(OSError):
-        for found in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-            if _is_own(found) and (found / lock.LOCK_FILE).is_file():
-                held = lock.hold_lock(found, found, "using this folder", to_sweep=True)
-                with suppress(CkptError), held:
-                    trash.remove_path(found)
+        for folder in Path(tempfile.gettempdir()).glob(f"{SCRATCH_PREFIX}*"):
+            if _is_own_folder(folder) and (folder / lock.LOCK_FILE).is_file():
+                locked = lock.hold_lock(folder, folder, "using this folder", to_sweep=True)
+                with suppress(CkptError), locked:
+                    trash.remove_path(folder)
 
 
-def _is_own(path: Path) -> bool:
+def _is_own_folder(path: Path) -> bool:
     with suppress(OSError):
         state = path.lstat()
         return stat.S_ISDIR(state.st_mode) and state.st_uid == os.getuid()

@@ -8,7 +8,7 @@ from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
-from ckptctl.conversion.destinations import replaceable
+from ckptctl.conversion.destinations import is_replaceable
 from ckptctl.conversion.plan import ConversionPlan
 from ckptctl.conversion.proofs import require_published, require_readable, require_redundant
 from ckptctl.errors import UsageError, spell_option
@@ -23,10 +23,10 @@ from ckptctl.storage.publish import Staging, stage_output
 from ckptctl.storage.threads import Advance
 
 
-def require_ready(plan: ConversionPlan, ranks: Coordinator) -> None:
+def require_same_plans(plan: ConversionPlan, ranks: Coordinator) -> None:
     """Verify that all ranks have the same plan, and that dropped data is redundant."""
     if ranks.world > 1:
-        _require_same(plan, ranks)
+        _require_same_plan(plan, ranks)
     require_torch_for(plan.plan, "this conversion")
     together(ranks, lambda: require_redundant(plan, ranks))
 
@@ -39,10 +39,10 @@ def write_output(
     A file is only uploaded when it is complete.
     """
     if plan.upload:
-        return _upload(plan, progress, ranks, notes)
+        return _upload_output(plan, progress, ranks, notes)
     options, single_file = plan.options, plan.plan.single_file
 
-    def begin() -> AbstractContextManager[Staging]:
+    def open_stage() -> AbstractContextManager[Staging]:
         return stage_output(
             Path(plan.plan.target),
             overwrite=options.overwrite,
@@ -51,21 +51,25 @@ def write_output(
             keep_on_error=options.resume,
             keep_on_interrupt=True,
             single_file=single_file,
-            is_checkpoint=Replaceable(replaceable, file=single_file),
+            is_checkpoint=Replaceable(is_replaceable, file=single_file),
         )
 
-    with sharing.staged(ranks, begin) as stage:
+    with sharing.staged(ranks, open_stage) as stage:
         on_first(ranks, partial(_require_room, plan, stage))
-        done = sharing.execute_together(plan.plan, stage, options.execution(), progress, ranks)
-        on_first(ranks, lambda: _require_in_range(plan, done))
+        execution = sharing.execute_together(
+            plan.plan, stage, options.to_execution_options(), progress, ranks
+        )
+        on_first(ranks, lambda: _require_in_range(plan, execution))
         on_first(ranks, lambda: stage and stage.publish())
         if options.verify:
-            require_readable(plan.plan, stage, done.crcs, ranks)
+            require_readable(plan.plan, stage, execution.crcs, ranks)
     notes.add(*(stage.notes if stage else ()))
-    return done
+    return execution
 
 
-def _upload(plan: ConversionPlan, progress: Advance, ranks: Coordinator, notes: Notes) -> Execution:
+def _upload_output(
+    plan: ConversionPlan, progress: Advance, ranks: Coordinator, notes: Notes
+) -> Execution:
     """Write the output to a scratch directory, and upload each file when it is complete."""
     from ckptctl.conversion import upload  # only for URLs
 
@@ -76,21 +80,21 @@ def _upload(plan: ConversionPlan, progress: Advance, ranks: Coordinator, notes: 
         )
     options = plan.options
 
-    def proven(crcs: Sequence[int]) -> None:
+    def check_published(crcs: Sequence[int]) -> None:
         if options.verify:
             require_published(plan.plan, crcs)
 
-    done = upload.upload(
+    execution = upload.upload_output(
         plan.plan,
-        options.execution(),
+        options.to_execution_options(),
         progress,
         overwrite=options.overwrite,
-        written=partial(_require_in_range, plan),
-        proven=proven,
+        check_written=partial(_require_in_range, plan),
+        check_published=check_published,
     )
-    if not upload.publishes_at_once(plan.plan):
-        notes.add(upload.NOT_AT_ONCE)
-    return done
+    if not upload.is_atomic(plan.plan):
+        notes.add(upload.NOT_ATOMIC_NOTE)
+    return execution
 
 
 def _require_room(plan: ConversionPlan, stage: Staging | None) -> None:
@@ -104,17 +108,19 @@ def _require_in_range(plan: ConversionPlan, done: Execution) -> None:
         require_in_range(done.lost, f"pass {spell_option('--allow-overflow')} to write them anyway")
 
 
-def _require_same(plan: ConversionPlan, ranks: Coordinator) -> None:
+def _require_same_plan(plan: ConversionPlan, ranks: Coordinator) -> None:
     """Verify that all ranks have the same plan for the same source."""
     options = plan.options
     buffers = f"{spell_option('--jobs')}, {spell_option('--memory')}"
-    asked = {f"option `{one.name}`": getattr(options, one.name) for one in fields(options)}
+    option_values = {
+        f"option `{option.name}`": getattr(options, option.name) for option in fields(options)
+    }
     require_same(
         ranks,
         {
-            **asked,
+            **option_values,
             "the destination": str(plan.plan.target),
-            f"buffer sizes ({buffers})": options.execution().compute_limits(),
+            f"buffer sizes ({buffers})": options.to_execution_options().compute_limits(),
             "the source files": sharing.source_summary(plan.plan),
             "the plan": plan.plan.digest,
         },

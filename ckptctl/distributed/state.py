@@ -18,7 +18,7 @@ from ckptctl.catalog import Box, Index, Path
 from ckptctl.distributed import compat
 from ckptctl.distributed.compat import ShardedTensor
 from ckptctl.distributed.group import world
-from ckptctl.errors import RefusedError, UsageError, listed
+from ckptctl.errors import RefusedError, UsageError, quote_names
 from ckptctl.planner.boxes import intersect_boxes
 from ckptctl.planner.placements import ShardPlacement as Cut
 from ckptctl.planner.placements import compute_local_shard
@@ -206,7 +206,7 @@ def state_of(state_dict: StateDict, *, on_meta: bool = False) -> State:
     except RecursionError:
         raise UsageError(
             "the state dict contains itself, or is nested too deeply",
-            where=listed(_endless(plain)),
+            where=quote_names(_endless(plain)),
         ) from None
     tensors: dict[str, HeldTensor] = {}
     values: dict[str, ObjectLeaf] = {}

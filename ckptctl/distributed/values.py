@@ -23,7 +23,7 @@ from ckptctl.errors import (
     RefusedError,
     UnsupportedError,
     UsageError,
-    listed,
+    quote_names,
 )
 from ckptctl.formats.shared.leaves import value_bytes
 from ckptctl.save_load.loading.key_comparison import held_as, kept_apart
@@ -31,7 +31,7 @@ from ckptctl.save_load.loading.state_mapping import StateMapping
 from ckptctl.storage.files import MemoryFiles, source_files
 from ckptctl.storage.zips.zip_reader import LEGACY_MAGIC, read_archive
 from ckptctl.storage.zstd import MemoryBudget
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 TRUST = "pass `trusted=True` to load it anyway, which can run any code"
 LEAVE_OUT = "pass `strict=False` to load the rest"
@@ -119,9 +119,9 @@ def _refusal(
     if not lost:
         hint += "; or pass `trusted=True`, and load them with `load(trusted=True)`"
     return RefusedError(
-        (listed(list(refused)) if len(refused) == 1 else f"{counted(len(refused), 'value')}")
+        (quote_names(list(refused)) if len(refused) == 1 else f"{pluralize(len(refused), 'value')}")
         + " cannot be saved",
-        where=listed(named, SHOWN),
+        where=quote_names(named, SHOWN),
         why="; ".join(list(dict.fromkeys(refused.values()))[:SHOWN]),
         hint=hint,
     )
@@ -202,8 +202,8 @@ def _joined(refused: Mapping[str, UnsupportedError], where: str) -> UnsupportedE
         return errors[0]
     reasons = dict.fromkeys(error.why or error.what for error in errors)
     return type(errors[0])(
-        f"{counted(len(errors), 'value is', 'values are')} not known to be harmless: "
-        f"{listed(list(refused))}",
+        f"{pluralize(len(errors), 'value is', 'values are')} not known to be harmless: "
+        f"{quote_names(list(refused))}",
         where=where,
         why="; ".join(list(reasons)[:5]),
         hint=f"{TRUST}; or {LEAVE_OUT}",
@@ -212,7 +212,7 @@ def _joined(refused: Mapping[str, UnsupportedError], where: str) -> UnsupportedE
 
 def left_out_note(refused: Mapping[str, str]) -> str:
     """Format the warning about values that were skipped and stay as they were."""
-    names = listed([f"{name}: {why}" for name, why in refused.items()])
+    names = quote_names([f"{name}: {why}" for name, why in refused.items()])
     return f"skipped values that are not known to be harmless: {names}"
 
 

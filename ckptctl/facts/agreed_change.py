@@ -9,8 +9,8 @@ from ckptctl.catalog import TensorEntry
 from ckptctl.conversion.recognition.layout_change import (
     LayoutRequest,
     change_layout,
-    compared_tensors,
-    requested_layout,
+    match_tensors,
+    resolve_layout,
 )
 from ckptctl.conversion.recognition.model import Model
 from ckptctl.facts.agreement import agree, tensors_compared
@@ -22,9 +22,9 @@ def agree_on_change(
     known: Model, tensors: Mapping[str, TensorEntry], asked: LayoutRequest
 ) -> Notes:
     """Compare every statement about a model before *tensors* get another layout."""
-    family, *_ = requested_layout(known, tensors, asked)
+    family, *_ = resolve_layout(known, tensors, asked)
     if family is not None:
-        compared = compared_tensors(known, family, tensors, asked)
+        compared = match_tensors(known, family, tensors, asked)
     else:
         family, compared = tensors_compared(known)
         if compared is not None and len(tensors) < len(known.tensors):

@@ -9,16 +9,16 @@ from typing import TypeAlias
 from ckptctl import families
 from ckptctl.conversion.recognition.model import (
     ARGUMENTS,
-    AXIS,
     CONFIG,
     PADDED_LAYOUTS,
-    Description,
+    VOCABULARY_AXIS,
     Model,
-    Request,
-    descriptions_of,
-    understand,
+    ModelDescription,
+    ModelRequest,
+    iterate_descriptions,
+    recognize_model,
 )
-from ckptctl.errors import SHOWN, CkptError, MappingError, UsageError, spell_option
+from ckptctl.errors import MAX_LISTED_NAMES, CkptError, MappingError, UsageError, spell_option
 from ckptctl.facts import MEGATRON
 from ckptctl.facts.contradictions import (
     Contradiction,
@@ -57,7 +57,7 @@ class ContradictionError(MappingError):
 
 def agree(
     family: Family | None,
-    described: Sequence[Description],
+    described: Sequence[ModelDescription],
     given: Mapping[str, int] | None = None,
     *,
     asked: str | None = None,
@@ -98,7 +98,7 @@ def agree(
 
 def _compared(
     family: Family | None,
-    described: Sequence[Description],
+    described: Sequence[ModelDescription],
     given: Mapping[str, int],
     asked: str | None,
     tensors: ModelTensors | None,
@@ -141,7 +141,7 @@ def contradictions_in(known: Model, files: Collection[str] = ()) -> tuple[Contra
     Raises:
         MappingError: A file contains an unsupported value.
     """
-    every = descriptions_of(known.catalog)
+    every = iterate_descriptions(known.catalog)
     described = tuple(one for one in every if not files or one.name in files)
     family, tensors = tensors_compared(known)
     return _compared(family, described, {}, known.request.model_type, tensors)[1]
@@ -157,8 +157,8 @@ def tensors_compared(known: Model) -> tuple[Family | None, ModelTensors | None]:
         stated = {name: one for name, one in documents.items() if one is not None}
         try:
             plain = dequantized(known.catalog, "bfloat16")
-            asked = Request(known.request.model_type, root=known.root)
-            known = understand(plain, stated, asked)
+            asked = ModelRequest(known.request.model_type, root=known.root)
+            known = recognize_model(plain, stated, asked)
         except CkptError:  # other checks report the error
             return None, None
     if known.model_type is None or not known.pairs:
@@ -166,17 +166,19 @@ def tensors_compared(known: Model) -> tuple[Family | None, ModelTensors | None]:
     family = families.family(known.pairs[0][0])
     layout = family.get_layout(known.pairs[0][1])
     shapes = {name: one.shape for name, one in known.tensors.items()}
-    return family, ModelTensors(layout, known.match(family, layout, shapes), shapes)
+    return family, ModelTensors(layout, known.match_keys(family, layout, shapes), shapes)
 
 
-def disagreements(family: Family, described: Sequence[Description]) -> tuple[Contradiction, ...]:
+def disagreements(
+    family: Family, described: Sequence[ModelDescription]
+) -> tuple[Contradiction, ...]:
     """Return the contradictions between *described* files, of one model or of two."""
     configs = [with_rope_type(one.content) for one in described if one.name == CONFIG]
     by_file = (_of_file(family, one, configs, family.name) for one in described)
     return contradictions(said for file in by_file for said in file)
 
 
-def _beside_megatron(family: Family, described: Sequence[Description]) -> Iterator[Statement]:
+def _beside_megatron(family: Family, described: Sequence[ModelDescription]) -> Iterator[Statement]:
     """Yield the implied values of a config.json next to records of Megatron."""
     from ckptctl.facts.megatron import fixed, silent
 
@@ -187,7 +189,7 @@ def _beside_megatron(family: Family, described: Sequence[Description]) -> Iterat
 
 
 def _of_file(
-    family: Family | None, file: Description, configs: Sequence[Json], asked: str | None
+    family: Family | None, file: ModelDescription, configs: Sequence[Json], asked: str | None
 ) -> Iterator[Statement]:
     """Yield the statements of one file."""
     said: Iterable[Statement] = ()
@@ -212,7 +214,7 @@ def _writer(family: Family, params: Json, configs: Sequence[Json]) -> Family | N
 
     Sizes that identify a release (Llama 3.2) decide first; otherwise a config.json does.
     """
-    known = families.families()
+    known = families.load_families()
     below = [one for one in known.values() if family.name in list_refined_families(one, known)]
     below.sort(key=lambda one: -len(list_refined_families(one, known)))
     above = [known[name] for name in list_refined_families(family, known)]
@@ -260,13 +262,20 @@ def _of_tensors(
     rows = None
     if tensors.layout.name in PADDED_LAYOUTS:
         # late, for a fast start: most layouts have no padding
-        from ckptctl.conversion.recognition.vocabulary import rows_with_padding
+        from ckptctl.conversion.recognition.vocabulary import find_rows_with_padding
 
         size = next(
-            (one.value for one in statements if one.fact == name_axis_size(family, AXIS)), None
+            (
+                one.value
+                for one in statements
+                if one.fact == name_axis_size(family, VOCABULARY_AXIS)
+            ),
+            None,
         )
-        rows = rows_with_padding(tensors, size if isinstance(size, int) else None)
-    yield from of_shapes(family, tensors, statements, {} if rows is None else {AXIS: rows})
+        rows = find_rows_with_padding(tensors, size if isinstance(size, int) else None)
+    yield from of_shapes(
+        family, tensors, statements, {} if rows is None else {VOCABULARY_AXIS: rows}
+    )
     switches = switched(family)
     if not switches.keys().isdisjoint(one.fact for one in statements):
         yield from of_tensors(
@@ -275,9 +284,9 @@ def _of_tensors(
 
 
 def _contradiction(
-    found: Sequence[Contradiction], described: Sequence[Description]
+    found: Sequence[Contradiction], described: Sequence[ModelDescription]
 ) -> ContradictionError:
-    more = f" and {len(found) - SHOWN:,} more" if len(found) > SHOWN else ""
+    more = f" and {len(found) - MAX_LISTED_NAMES:,} more" if len(found) > MAX_LISTED_NAMES else ""
     assets = any(file.assets for file in described)
     sources = {said.source for one in found for said in one.statements}
     if all(one.decided for one in found):
@@ -291,13 +300,13 @@ def _contradiction(
     return ContradictionError(
         SHOWN_OTHERWISE if all(one.is_shown for one in found) else DESCRIBED_OTHERWISE,
         where=" and ".join(one.place for one in described if one.place in sources),
-        why="; ".join(map(str, found[:SHOWN])) + more + f"; {WRONG}",
+        why="; ".join(map(str, found[:MAX_LISTED_NAMES])) + more + f"; {WRONG}",
         hint=hint,
     )
 
 
 def _notes(
-    described: Sequence[Description], by_file: Sequence[Sequence[Statement]]
+    described: Sequence[ModelDescription], by_file: Sequence[Sequence[Statement]]
 ) -> Iterator[str]:
     """Yield notes on differences between config.json files that change no logits."""
     configs = [pair for pair in zip(described, by_file, strict=True) if pair[0].name == CONFIG]
@@ -310,6 +319,12 @@ def _notes(
                 yield f"`{fact}` is {one!r} in {file.place} and {two!r} in {other.place}"
             alone = unsaid(said, theirs)
             if alone:
-                shown = ", ".join(f"`{one.fact}` ({one.value!r})" for one in alone[:SHOWN])
-                more = f" and {len(alone) - SHOWN:,} more" if len(alone) > SHOWN else ""
+                shown = ", ".join(
+                    f"`{one.fact}` ({one.value!r})" for one in alone[:MAX_LISTED_NAMES]
+                )
+                more = (
+                    f" and {len(alone) - MAX_LISTED_NAMES:,} more"
+                    if len(alone) > MAX_LISTED_NAMES
+                    else ""
+                )
                 yield f"{file.place} states {shown}{more}, but {other.place} does not"

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from ckptctl.conversion.assets import CONFIG, PARAMS, Assets
-from ckptctl.conversion.contents import layout_request, main_dtype
+from ckptctl.conversion.contents import build_layout_request, find_main_dtype
 from ckptctl.conversion.draft import Draft
 from ckptctl.errors import MappingError, spell_option
 from ckptctl.facts import MEGATRON
@@ -28,7 +28,7 @@ from ckptctl.planner.mapping.tensors import LayoutChange
 
 def compare_descriptions(draft: Draft) -> Draft:
     """Compare the files that describe the source's model, and note differences."""
-    asked = layout_request(draft)
+    asked = build_layout_request(draft)
     draft.notes.extend(agree_on_change(draft.model, draft.selection.tensors, asked))
     return draft
 
@@ -48,8 +48,8 @@ def config_files(draft: Draft) -> Draft:
     dtype = None
     if cast or CONFIG not in assets.documents:
         own = compose_tensors(change.tensors, draft.model.root, draft.output_root)
-        plain = draft.quantization.plain if draft.quantization else draft.tensors
-        dtype = main_dtype([tensor for tensor in plain if tensor.name in own])
+        plain = draft.quantization.original_tensors if draft.quantization else draft.tensors
+        dtype = find_main_dtype([tensor for tensor in plain if tensor.name in own])
     written = _written(assets, target, change, draft.ranks, dtype, cast)
     config = written.get(CONFIG, assets.documents.get(CONFIG))
     if options.to_layout == MLX:
@@ -77,7 +77,7 @@ def config_files(draft: Draft) -> Draft:
             "params.json",
         )
     contents = {name: dumped(document) for name, document in written.items()}
-    return replace(draft, written=contents, copies=tuple(assets.copies(written)))
+    return replace(draft, written=contents, copies=tuple(assets.list_copies(written)))
 
 
 def _about_transformers(draft: Draft, written: Collection[str]) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ckptctl.errors import listed, spell_option
+from ckptctl.errors import quote_names, spell_option
 from ckptctl.facts.fact_names import (
     IGNORED,
     NOTED,
@@ -191,7 +191,7 @@ def of_tensors(
     """
     for name, tensors in switches.items():
         on = any(tensor in present for tensor in tensors)
-        source = f"the tensors ({'with' if on else 'without any'} {listed(sorted(tensors))})"
+        source = f"the tensors ({'with' if on else 'without any'} {quote_names(sorted(tensors))})"
         yield Statement(name, on, source, shows=True)
 
 

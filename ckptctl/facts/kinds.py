@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from ckptctl.errors import MappingError, spell_option
 from ckptctl.planner.config_facts import parse_size
 from ckptctl.planner.families.facts import NEEDED, Fact
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 Values: TypeAlias = Mapping[str, object]
 
@@ -137,7 +137,7 @@ def _read_method(value: object, name: str, fields: Values) -> str:
     groups = parse_size(fields.get("moe_router_group_topk"), "moe_router_group_topk") or 1
     weighing = chosen // groups
     return (
-        LIMITED if weighing == 1 else f"groups ranked by their best {counted(weighing, 'expert')}"
+        LIMITED if weighing == 1 else f"groups ranked by their best {pluralize(weighing, 'expert')}"
     )
 
 

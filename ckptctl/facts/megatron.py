@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from ckptctl.errors import MappingError, listed, spell_option
+from ckptctl.errors import MappingError, quote_names, spell_option
 from ckptctl.facts.contradictions import Statement, of_config, used
 from ckptctl.facts.kinds import (
     KINDS,
@@ -282,8 +282,8 @@ def _require_stated(style: MegatronStyle, told: Json, rope: Json | None) -> None
         lacking |= {f"rope_scaling.{name}": f"yarn_{YARN[name].megatron}" for name in needed}
     if lacking:
         raise MappingError(
-            f"config.json requires {listed(list(lacking))}",
-            why=f"Megatron's configuration does not set {listed(list(lacking.values()))}",
+            f"config.json requires {quote_names(list(lacking))}",
+            why=f"Megatron's configuration does not set {quote_names(list(lacking.values()))}",
             hint=assets_hint(),
         )
 

@@ -14,7 +14,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
-from ckptctl.errors import MappingError, UsageError, listed, spell_option
+from ckptctl.errors import MappingError, UsageError, quote_names, spell_option
 from ckptctl.facts.megatron import TARGET
 from ckptctl.planner.config_facts import Json
 
@@ -72,7 +72,7 @@ def section(
     if len(ranks) != 1:
         raise MappingError(
             "Megatron-Bridge requires the same LoRA rank in all layers",
-            why=f"the layers have ranks {listed([str(rank) for rank in ranks])}",
+            why=f"the layers have ranks {quote_names([str(rank) for rank in ranks])}",
         )
     canonical = any(part for _, part in modules)
     return {

@@ -22,9 +22,9 @@ from ckptctl.errors import (
     FormatError,
     SourceNotFoundError,
     UsageError,
-    command,
-    listed,
-    nearest,
+    find_nearest,
+    format_command,
+    quote_names,
     spell_option,
 )
 from ckptctl.formats import checksums, foreign
@@ -35,7 +35,7 @@ from ckptctl.storage.sources import raise_changed_if, read_identity, require_sam
 from ckptctl.storage.urls import to_path_text
 from ckptctl.storage.writing import LOCK_NAME, find_unfinished_error
 from ckptctl.tree import TreePath
-from ckptctl.units import counted, natural_key
+from ckptctl.units import pluralize, to_natural_key
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -82,7 +82,7 @@ def load_added(name: str) -> Format:
 def package_of(name: str) -> str | None:
     """Return the package whose entry point defines the format *name*, or None."""
     point = entry_points().get(name)
-    return installed.package_of(point) if point else None
+    return installed.find_package(point) if point else None
 
 
 def added() -> dict[str, Format]:
@@ -115,7 +115,7 @@ def get(name: str) -> Format:
     """Return the format called *name*, or raise UsageError."""
     found = builtin().get(name) or registered().get(name)
     if found is None:
-        close = nearest(name.lower(), names())
+        close = find_nearest(name.lower(), names())
         raise UsageError(
             f"unknown format `{name}`",
             why=f"none of the {len(names())} known formats has this name",
@@ -197,10 +197,10 @@ def only_format(path: TreePath, sniffed: Mapping[str, str]) -> Format:
     inside = list_run(path)
     if inside:
         raise FormatError(
-            f"this is a folder of {counted(len(inside), 'checkpoint')}, not a checkpoint",
+            f"this is a folder of {pluralize(len(inside), 'checkpoint')}, not a checkpoint",
             where=str(path),
-            why=listed([item.name for item in inside]),
-            hint=f"pass one of them; {command('inspect', path)} shows which are complete",
+            why=quote_names([item.name for item in inside]),
+            hint=f"pass one of them; {format_command('inspect', path)} shows which are complete",
         )
     problem = find_unfinished_error(path)
     if problem is None and (begun := interrupted(path)):
@@ -291,7 +291,7 @@ def list_run(path: TreePath) -> list[TreePath]:
     shown = (item for item in path.iterdir() if not item.name.startswith("."))
     members = (item for item in shown if item.is_dir() or item.suffix == ".ckpt")
     return sorted(
-        (item for item in members if sniff(item)), key=lambda item: natural_key(item.name)
+        (item for item in members if sniff(item)), key=lambda item: to_natural_key(item.name)
     )
 
 
@@ -301,7 +301,7 @@ def below(path: TreePath) -> list[TreePath]:
     def folders(folder: TreePath) -> list[TreePath]:
         with suppress(OSError):
             inside = [item for item in folder.iterdir() if item.is_dir() and item.name[0] != "."]
-            return sorted(inside, key=lambda item: natural_key(item.name))
+            return sorted(inside, key=lambda item: to_natural_key(item.name))
         return []
 
     found: list[TreePath] = []
@@ -329,20 +329,20 @@ def only_inside(path: TreePath) -> TreePath | None:
         "the newest checkpoint in this folder is not complete",
         where=str(path),
         why=f"`{torn.name}` is not recognized as a checkpoint, and `{models[0].name}` is older",
-        hint=f"pass the checkpoint to read; {command('ls', path)} shows the problem",
+        hint=f"pass the checkpoint to read; {format_command('ls', path)} shows the problem",
     )
 
 
 def _newer_than(one: TreePath) -> TreePath | None:
     """Return the newest sibling with the same name pattern and a higher number, or None."""
-    kind, number = _DIGITS.sub("N", one.name), natural_key(one.name)
+    kind, number = _DIGITS.sub("N", one.name), to_natural_key(one.name)
     others = (item for item in one.parent.iterdir() if _DIGITS.sub("N", item.name) == kind)
     newer = [
         item
         for item in others
-        if natural_key(item.name) > number and (item.is_dir() or item.suffix == ".ckpt")
+        if to_natural_key(item.name) > number and (item.is_dir() or item.suffix == ".ckpt")
     ]
-    return max(newer, key=lambda item: natural_key(item.name), default=None)
+    return max(newer, key=lambda item: to_natural_key(item.name), default=None)
 
 
 def existing(path: str | TreePath) -> TreePath:

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from ckptctl.catalog import Box, Catalog, Extent, Finding, TensorEntry
 from ckptctl.columns import boxes_of, vectors_of
-from ckptctl.errors import FormatError, listed
+from ckptctl.errors import FormatError, quote_names
 from ckptctl.formats.base import AS_IT_IS, Listing, ReadOptions
 from ckptctl.formats.dcp import METADATA, ItemFormat, metadata_name
 from ckptctl.formats.shared.findings import UNUSABLE, Faults
@@ -23,7 +23,7 @@ from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.read_ahead import prefetch_items
 from ckptctl.storage.threads import pause_gc
 from ckptctl.tree import TreePath
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 _RANK = re.compile(r"__(0|[1-9]\d*)\.metadata")
 _UNFINISHED = re.compile(r"__(0|[1-9]\d*)\.metadata\.tmp")
@@ -60,7 +60,7 @@ class DcpRankLocalFormat(ItemFormat):
         if not listing.is_folder or listing.has(METADATA):
             return None
         ranks = _numbers(listing.names, _RANK)
-        return f"metadata of {counted(len(ranks), 'rank')}, without {METADATA}" if ranks else None
+        return f"metadata of {pluralize(len(ranks), 'rank')}, without {METADATA}" if ranks else None
 
     def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`.
@@ -86,14 +86,17 @@ class DcpRankLocalFormat(ItemFormat):
             torn = joined.with_holes(refused=not asked.partial)
             if torn and not faults.findings:  # no other finding explains the holes
                 what = "files of further ranks may be missing"
-                why, further = f"parts of {listed(torn)} are missing", metadata_name(joined.ranks)
+                why, further = (
+                    f"parts of {quote_names(torn)} are missing",
+                    metadata_name(joined.ranks),
+                )
                 faults.findings.append(Finding(what, why, "unknown", further))
             kept = joined.leaves() | (values.apart if 0 in readable else {})
             for name in joined.blobs() if asked.partial and 0 not in readable else ():
                 why = "the value of rank 0, which is used for per-rank values, cannot be read"
                 faults.findings.append(Finding("a value is missing", why, tensor=name))
                 del kept[name]
-            found = f"found {counted(joined.ranks, 'rank')} ({UNRECORDED})"
+            found = f"found {pluralize(joined.ranks, 'rank')} ({UNRECORDED})"
             notes = (*(() if joined.world else (found,)), *kept_apart(values.differing))
             catalog = catalog_of(files, kept, self.name, faults, notes, joined.ends)
             known = {one.file for one in catalog.findings}

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ckptctl.catalog import Catalog
-from ckptctl.errors import FormatError, UnsupportedError, listed
+from ckptctl.errors import FormatError, UnsupportedError, quote_names
 from ckptctl.formats import hf
 from ckptctl.formats.base import (
     AS_IT_IS,
@@ -56,7 +56,7 @@ class DeepSeekFormat(WritableFormat):
     def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
         names = [name for name in listing.names if hf_files.RANK.fullmatch(name)]
-        return listed(names) if names else None
+        return quote_names(names) if names else None
 
     def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
@@ -109,7 +109,7 @@ def _ranks(root: TreePath) -> list[str]:
         )
     if len(totals) > 1 or max(found) >= max(totals) or len(_named(root)) != len(found):
         raise UnsupportedError(
-            "the shards belong to different models", where=str(root), why=listed(_named(root))
+            "the shards belong to different models", where=str(root), why=quote_names(_named(root))
         )
     total = totals.pop()
     named = f"model{{}}-mp{total}.safetensors".format

@@ -15,7 +15,7 @@ from ckptctl.formats.deepspeed.deepspeed_files import FP32, ZERO
 from ckptctl.formats.shared.tags import LATEST_UNIVERSAL, is_run, tag_folder
 from ckptctl.storage.files import source_files
 from ckptctl.tree import TreePath
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 
 def _evidence(folder: TreePath) -> str | None:
@@ -23,7 +23,7 @@ def _evidence(folder: TreePath) -> str | None:
     if not (folder / ZERO).is_dir() or not folder.is_dir():
         return None
     found = [item.name for item in (folder / ZERO).iterdir() if (item / f"{FP32}.pt").is_file()]
-    return f"`{ZERO}` with {counted(len(found), 'parameter')}" if found else None
+    return f"`{ZERO}` with {pluralize(len(found), 'parameter')}" if found else None
 
 
 class DeepSpeedUniversalFormat(Format):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ckptctl.errors import FormatError, listed, spell_option
+from ckptctl.errors import FormatError, quote_names, spell_option
 from ckptctl.storage.stand_ins import GIT_LFS, GIT_LFS_HINT, HDF5, LEGACY_TORCH
 from ckptctl.tree import TreePath
-from ckptctl.units import natural
+from ckptctl.units import sort_naturally
 
 _ADVICE = {
     "ONNX": "export the weights from the framework that made the model",
@@ -41,13 +41,13 @@ def unrecognized(
         return FormatError(
             "this folder is not a checkpoint",
             where=str(path),
-            why=f"subfolders contain {listed([str(item.relative_to(path)) for item in below])}",
+            why=f"subfolders contain {quote_names([str(item.relative_to(path)) for item in below])}",
             hint=f"pass one of them, such as `{below[-1]}`",
         )
     held = ""
     if path.is_dir():
-        names = natural([_shown(item) for item in path.iterdir()])
-        held = f"; the folder contains {listed(names)}" if names else "; the folder is empty"
+        names = sort_naturally([_shown(item) for item in path.iterdir()])
+        held = f"; the folder contains {quote_names(names)}" if names else "; the folder is empty"
     return FormatError(
         "not a recognized checkpoint",
         where=str(path),

@@ -20,7 +20,7 @@ from ckptctl.errors import (
     FormatError,
     UnsupportedError,
     UsageError,
-    listed,
+    quote_names,
     spell_option,
 )
 from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions
@@ -40,7 +40,7 @@ from ckptctl.storage.read_ahead import prefetch_heads
 from ckptctl.storage.safetensors_header import MAX_HEADER_BYTES, SafetensorsHeader, read_header
 from ckptctl.storage.schema import MalformedError, find_member, malformed_errors, read_as
 from ckptctl.tree import TreePath
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 OFFSETS = "DCP_SHARDING_INFO"
 SHARDED = "sharded"
@@ -72,7 +72,7 @@ class HfRankShardsFormat(Format):
     def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
         found = len(_shards(listing))
-        return f"{counted(found, 'file')} shard-*-model-*.safetensors" if found else None
+        return f"{pluralize(found, 'file')} shard-*-model-*.safetensors" if found else None
 
     def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
@@ -97,7 +97,7 @@ class HfRankShardsFormat(Format):
             _require_whole(entry, path, partial=bool(faults.findings))
         sure = faults.findings or asked.ranks
         uncompared = (
-            f"found the shards of {counted(ranks, 'rank')} (neither the world size nor tensor "
+            f"found the shards of {pluralize(ranks, 'rank')} (neither the world size nor tensor "
             "sizes are recorded, so missing last ranks cannot be detected); set "
             f"{spell_option('--ranks N')} to check"
         )
@@ -143,14 +143,14 @@ def _take(
             raise UnsupportedError(
                 INVALID,
                 where=where,
-                why=f"`{key}` has {counted(len(sizes), 'dimension')} and "
-                f"{counted(len(start), 'offset')}",
+                why=f"`{key}` has {pluralize(len(sizes), 'dimension')} and "
+                f"{pluralize(len(start), 'offset')}",
             )
         reach = tuple(map(sum, zip(start, sizes, strict=True)))
         known = joined.setdefault(key, JoinedTensor(dtype, reach, (key,), name))
         if known.dtype != dtype or len(known.shape) != len(reach):
             why = (
-                f"it is {dtype} with {counted(len(reach), 'dimension')} in this file, "
+                f"it is {dtype} with {pluralize(len(reach), 'dimension')} in this file, "
                 f"{known.dtype} with {len(known.shape)} in `{known.file}`"
             )
             raise ranks_disagree_error(key, where, why)
@@ -199,7 +199,7 @@ def _ranks(path: TreePath, shards: Mapping[str, re.Match[str]], said: int | None
     if len(totals) > 1:
         examples = [next(name for name, m in shards.items() if m[3] == total) for total in totals]
         raise UnsupportedError(
-            "the shards belong to different saves", where=str(path), why=listed(examples)
+            "the shards belong to different saves", where=str(path), why=quote_names(examples)
         )
     last = max(int(match[1]) for match in shards.values())
     if said is not None and last > said:
@@ -224,7 +224,7 @@ def _require_all(
     present = {n for n, name in numbers.items() if n in wanted and named(n) == name}
     hint = "copy the missing files from the nodes of the other ranks"
     if len(present) == ranks * files != len(shards):
-        what, why = "the shard numbers are inconsistent", listed(list(shards))
+        what, why = "the shard numbers are inconsistent", quote_names(list(shards))
         raise UnsupportedError(what, where=str(faults.root), why=why, hint=hint)
     faults.require_all(present, wanted, named, "shards", hint)
 
@@ -245,10 +245,10 @@ def _require_whole(entry: TensorEntry, path: TreePath, *, partial: bool) -> None
     raise kind(
         f"the shards of `{entry.name}` leave a gap or overlap",
         where=f"{path}, tensor `{entry.name}`, shape {list(entry.shape)}",
-        why=f"{listed([str(box) for box in wrong])} "
+        why=f"{quote_names([str(box) for box in wrong])} "
         + ("is not in any file" if found.holes else "is in more than one file"),
         hint="replace files of other saves: "
-        f"{listed(list(dict.fromkeys(e.file for e in entry.extents)))}",
+        f"{quote_names(list(dict.fromkeys(e.file for e in entry.extents)))}",
     )
 
 
@@ -274,9 +274,9 @@ def _compared(tensors: Mapping[str, TensorEntry], faults: Faults, following: str
         error = DamagedError(
             "the last ranks' shards are missing",
             where=str(faults.root),
-            why=f"no shard has {listed(lacking)}, which are listed in {where}"
+            why=f"no shard has {quote_names(lacking)}, which are listed in {where}"
             if lacking
-            else f"the shards have {counted(here, 'byte')}, but {where} states {total:,}",
+            else f"the shards have {pluralize(here, 'byte')}, but {where} states {total:,}",
             hint="copy the missing files, or convert the consolidated checkpoint in the parent "
             "directory",
         )

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ckptctl.catalog import Catalog, TensorEntry
-from ckptctl.errors import CkptError, FormatError, listed
+from ckptctl.errors import CkptError, FormatError, quote_names
 from ckptctl.formats import hf
 from ckptctl.formats.base import AS_IT_IS, Listing, ReadOptions
 from ckptctl.formats.hf import hf_files
@@ -108,7 +108,7 @@ class MistralFormat(hf.HfFormat):
         torch_only = bool(found) and not found[0].endswith((".safetensors", ".json", ".pt"))
         if not found or (torch_only and not is_mistral(path)):
             return None
-        return listed(found)
+        return quote_names(found)
 
     def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""

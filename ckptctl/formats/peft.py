@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ckptctl.catalog import Catalog
-from ckptctl.errors import FormatError, listed
+from ckptctl.errors import FormatError, quote_names
 from ckptctl.formats.base import AS_IT_IS, Listing, OutputLayout, OutputRequest, ReadOptions
 from ckptctl.formats.hf import HfFormat
 from ckptctl.formats.sidecar_files import ADAPTER
@@ -71,7 +71,7 @@ class PeftFormat(HfFormat):
         notes = found.notes
         if own:
             notes += (
-                f"found torchtune's own {listed(own)}; "
+                f"found torchtune's own {quote_names(own)}; "
                 "convert it instead, because torchtune's PEFT export is wrong for Qwen and DoRA",
             )
         documents = {**found.documents, **adapter_config(root)}

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 
 from ckptctl.catalog import Catalog
 from ckptctl.catalog import Path as KeyPath
-from ckptctl.errors import FormatError, UnsupportedError, listed
+from ckptctl.errors import FormatError, UnsupportedError, quote_names
 from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions, require_folder
 from ckptctl.formats.shared.findings import Faults, mixed_saves
 from ckptctl.formats.sidecar_files import CONFIGURATION, with_folder
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.read_ahead import list_zip_ends, prefetch_items
 from ckptctl.tree import TreePath
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 if TYPE_CHECKING:
     from ckptctl.formats.shared.rank_merge import RankMerger
@@ -97,7 +97,7 @@ class RankFilesFormat(Format):
     def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
         found = [] if listing.has(".metadata") else [file.name for file in rank_files(listing)]
-        return listed(found, 2) if found else None
+        return quote_names(found, 2) if found else None
 
     def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
@@ -156,7 +156,7 @@ def _grouped(path: TreePath) -> dict[str, dict[int, RankFile]]:
             raise UnsupportedError(
                 f"two files belong to rank {file.rank}",
                 where=str(path),
-                why=listed([twin.name, file.name]),
+                why=quote_names([twin.name, file.name]),
                 hint="keep the files of one save (these belong to different saves)",
             )
     if not groups:
@@ -172,9 +172,9 @@ def _grouped(path: TreePath) -> dict[str, dict[int, RankFile]]:
         surplus = [file.name for rank, file in found.items() if worlds and rank >= worlds[0]]
         if surplus:
             raise UnsupportedError(
-                f"found files of more than the {counted(worlds[0], 'rank')} of the save",
+                f"found files of more than the {pluralize(worlds[0], 'rank')} of the save",
                 where=str(path),
-                why=listed(surplus),
+                why=quote_names(surplus),
                 hint="remove files that were renamed or belong to another save",
             )
     return groups
@@ -204,7 +204,7 @@ def _joined(files: SourceFiles, groups: RankGroups, merger: RankMerger) -> Leave
     joined = merger.finish()
     if not told:
         joined.notes.append(
-            f"found the files of {counted(world, 'rank')} (the world size is not recorded, so "
+            f"found the files of {pluralize(world, 'rank')} (the world size is not recorded, so "
             "missing last ranks cannot be detected)"
         )
     return joined

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from ckptctl.catalog import MANIFEST, Catalog
-from ckptctl.errors import CkptError, listed, spell_option
+from ckptctl.errors import CkptError, quote_names, spell_option
 from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL
 from ckptctl.planner.config_facts import get_model_params
 from ckptctl.storage.files import source_files
@@ -196,7 +196,7 @@ def left_behind(others: Mapping[str, str]) -> Iterator[str]:
     for why in dict.fromkeys(told.values()):
         names = [name for name, said in told.items() if said == why]
         more = "" if why == OUTSIDE else f"; pass {spell_option('--carry GLOB')} to copy them"
-        yield f"not copied ({why}): {listed(names)}{more}"
+        yield f"not copied ({why}): {quote_names(names)}{more}"
 
 
 def amended(params: Mapping[str, object], name: str, value: object) -> dict[str, object]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog, TensorEntry
 from ckptctl.catalog import Path as KeyPath
-from ckptctl.errors import DamagedError, FormatError, UnsupportedError, listed
+from ckptctl.errors import DamagedError, FormatError, UnsupportedError, quote_names
 from ckptctl.formats import rank_files
 from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions, require_folder
 from ckptctl.formats.shared.findings import Faults
@@ -165,11 +165,11 @@ class TorchCheckpointingFormat(Format):
         names = listing.files
         named = [name for name in names if (match := NAME.fullmatch(name)) and _is_own(match)]
         if METADATA in names:
-            return listed([METADATA, *sorted(named)[:1]]) if named else None
+            return quote_names([METADATA, *sorted(named)[:1]]) if named else None
         visible = [name for name in names if not name.startswith(".")]
         if len(named) < len(visible) or not any(name.endswith("_0.pt") for name in named):
             return None
-        return listed(sorted(named), 2)
+        return quote_names(sorted(named), 2)
 
     def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
@@ -226,7 +226,7 @@ def _files_of(files: SourceFiles, merger: RankMerger) -> _Found:
             raise UnsupportedError(
                 f"two files contain item `{name}` of rank {rank}",
                 where=str(files.root),
-                why=listed([twin, path.name]),
+                why=quote_names([twin, path.name]),
             )
     items = found.metadata.items
     for name, item in items.items():
@@ -354,9 +354,9 @@ def _notes(found: _Found, merger: RankMerger) -> Iterator[str]:
     known = {gap.head for gap in merger.gaps}
     alone = [name for name in found.items if _alone(found, name) and (name,) not in known]
     if alone:
-        yield f"only rank 0 has {listed(alone)}"
+        yield f"only rank 0 has {quote_names(alone)}"
     if found.raw:
-        yield f"skipped large raw files: {listed(found.raw)}"
+        yield f"skipped large raw files: {quote_names(found.raw)}"
     if (version := found.metadata.version) != VERSION:
         yield f"{METADATA} has version {version} and was not compared with the files"
 

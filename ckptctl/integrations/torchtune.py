@@ -19,7 +19,7 @@ from ckptctl.distributed.saving.converted import save_converted
 from ckptctl.errors import SourceNotFoundError, UsageError
 from ckptctl.integrations.whole import all_ranks, own_group, whole, whole_model, with_numbers
 from ckptctl.planner.mapping.adapters import ADAPTER_SUFFIX
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 LAYOUT = "torchtune"
 RECIPE = "recipe"
@@ -216,7 +216,7 @@ def named(optimizer: Mapping[str, Any], parameters: Sequence[str]) -> Mapping[st
         raise UsageError(
             "the parameters of the optimizer do not match the model",
             where=training.OPT_KEY,
-            why=f"the optimizer has {counted(len(numbers), 'parameter')}, but the model has "
+            why=f"the optimizer has {pluralize(len(numbers), 'parameter')}, but the model has "
             f"{len(parameters):,}",
         )
     return {

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ckptctl.api.conversion import plan_conversion
-from ckptctl.conversion.destinations import replaceable
+from ckptctl.conversion.destinations import is_replaceable
 from ckptctl.distributed import compat
 from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.loading.load import load
@@ -145,7 +145,7 @@ def save_beside(
 def _linked(source: Path, path: Path, files: Mapping[str, bytes]) -> bool:
     """Publish hard links to the data of *source*, and return whether the file system can."""
     target = resolve_destination(expand_home(path).absolute())
-    with stage_output(target, overwrite=True, restart=True, is_checkpoint=replaceable) as stage:
+    with stage_output(target, overwrite=True, restart=True, is_checkpoint=is_replaceable) as stage:
         try:
             for item in source.iterdir():
                 if item.name not in files:

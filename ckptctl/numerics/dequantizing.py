@@ -9,16 +9,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from ckptctl.catalog import Catalog
-from ckptctl.conversion.assets import CONFIG, Assets, assets_folder
+from ckptctl.conversion.assets import CONFIG, Assets, find_assets_folder
 from ckptctl.conversion.draft import Draft
-from ckptctl.conversion.laying_out import Divide, division
+from ckptctl.conversion.laying_out import Divide, build_division
 from ckptctl.errors import (
     DamagedError,
     MappingError,
     RefusedError,
     UnsupportedError,
     UsageError,
-    listed,
+    quote_names,
     spell_option,
 )
 from ckptctl.formats.base import OutputTensor
@@ -39,7 +39,7 @@ from ckptctl.numerics.quantized import (
 )
 from ckptctl.planner.model_parallel import RankShard
 from ckptctl.tree import TreePath
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 
 def dequantize(draft: Draft) -> Draft:
@@ -56,7 +56,7 @@ def quantization_in(directory: str | TreePath | None) -> list[QuantizationStatem
     """Return the quantization statements of ``--assets``, or none without that option."""
     if directory is None:
         return []
-    root = assets_folder(directory)
+    root = find_assets_folder(directory)
     names = beside(root, documented=False).assets
     return list(statements_in(root, documents(root).get(CONFIG, {}), names))
 
@@ -103,9 +103,9 @@ def keep_together(
     alone = [weight.lead for weight in found if not set(weight.names) <= set(chosen)]
     if alone:
         raise MappingError(
-            f"{counted(len(alone), 'quantized tensor')} would be written without scales",
+            f"{pluralize(len(alone), 'quantized tensor')} would be written without scales",
             where=f"tensor `{alone[0]}`",
-            why=f"their scales are not selected: {listed(alone)}",
+            why=f"their scales are not selected: {quote_names(alone)}",
             hint=f"select both ({spell_option('--include')}, {spell_option('--exclude')}), or pass "
             f"{spell_option('--dequantize bf16')} to dequantize them",
         )
@@ -126,7 +126,7 @@ def require_uncast(catalog: Catalog, chosen: Collection[str], seen: Survey | Non
             f"{spell_option('--dtype')} cannot cast quantized tensors ({len(cast):,} found): "
             "their scales would be ignored",
             where=f"tensor `{cast[0]}`",
-            why=f"scales are stored in separate tensors; quantized tensors: {listed(cast)}",
+            why=f"scales are stored in separate tensors; quantized tensors: {quote_names(cast)}",
             hint=f"pass {spell_option('--dequantize bf16')} to dequantize them",
         )
 
@@ -139,7 +139,7 @@ Block = tuple[int, int]
 def keep_blocks(draft: Draft) -> Draft:
     """Raise if ranks would get parts of a block of a float8 weight."""
     ranks = draft.ranks
-    divide = division(draft.change, draft.target.layout) if ranks > 1 else None
+    divide = build_division(draft.change, draft.target.layout) if ranks > 1 else None
     if divide is None:
         return draft
     documents = {**draft.located.documents, **draft.assets.documents}
@@ -160,10 +160,10 @@ def keep_blocks(draft: Draft) -> Draft:
     first, block = next(iter(cut.items()))
     fits = next(count for count in range(ranks - 1, 0, -1) if _fit(cut, divide, count))
     raise RefusedError(
-        f"{counted(ranks, 'rank')} would split float8 weights inside blocks of "
+        f"{pluralize(ranks, 'rank')} would split float8 weights inside blocks of "
         f"{block[0]}x{block[1]}",
         where=f"tensor `{first.name}` {list(first.shape)}",
-        why=f"{listed([tensor.name for tensor in cut])}: a block has one scale, so part of a "
+        why=f"{quote_names([tensor.name for tensor in cut])}: a block has one scale, so part of a "
         "block would be read with the scale of another rank",
         hint=f"pass {spell_option(f'--mp {fits}')} to keep blocks intact, or "
         f"{spell_option('--dequantize bf16')} to write unquantized weights",

@@ -16,23 +16,23 @@ from ckptctl import dtypes
 from ckptctl.catalog import (
     Box,
     Catalog,
-    Computed,
+    ComputedTensor,
+    ComputeInput,
     Finding,
-    Input,
     Path,
     TensorEntry,
     computed_name,
     row_major,
 )
-from ckptctl.conversion.sources import located
+from ckptctl.conversion.sources import locate_tensors
 from ckptctl.errors import (
     CkptError,
     DamagedError,
-    HomelessError,
     MappingError,
+    UnmappedTensorError,
     UnsupportedError,
     UsageError,
-    listed,
+    quote_names,
     spell_option,
 )
 from ckptctl.formats.shared.findings import severity_of
@@ -51,7 +51,7 @@ from ckptctl.numerics.quantization.survey import Survey, look_plain, survey
 from ckptctl.storage.files import source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.tree import TreePath
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 if TYPE_CHECKING:
     from ckptctl.conversion.recognition.model import Model
@@ -110,11 +110,11 @@ def surveyed(catalog: Catalog, more: Iterable[QuantizationStatement] = ()) -> Su
         if entry.nbytes > SMALL:
             raise UnsupportedError(
                 f"`{entry.name}` is too large: "
-                f"{counted(entry.nbytes, 'byte')}, at most {SMALL:,} are "
+                f"{pluralize(entry.nbytes, 'byte')}, at most {SMALL:,} are "
                 "supported",
                 where=catalog.path,
             )
-        whole = located(catalog, [entry.name])
+        whole = locate_tensors(catalog, [entry.name])
         with open_reader(whole) as reader:
             return bytes(TensorReader(reader, whole.tensors[entry.name]).read())
 
@@ -142,7 +142,7 @@ def unsaid(catalog: Catalog, config: Json | None, beside: Collection[str]) -> It
         return
     if ways := glanced(catalog).ways:
         yield (
-            f"{CONFIG} does not state that {counted(len(ways), 'tensor')} are quantized "
+            f"{CONFIG} does not state that {pluralize(len(ways), 'tensor')} are quantized "
             f"({', '.join(dict.fromkeys(ways.values()))}), so programs would use their raw "
             f"values; pass {spell_option('--dequantize bf16')} to dequantize them"
         )
@@ -154,7 +154,7 @@ def advised(model: Model) -> Iterator[None]:
     catalog, root = model.catalog, model.root
     try:
         yield
-    except HomelessError as error:
+    except UnmappedTensorError as error:
         own = error.where == str(catalog.path) or any(
             root + k in catalog.tensors for k in error.keys
         )
@@ -173,10 +173,10 @@ def advised(model: Model) -> Iterator[None]:
 
 def _is_known_when_plain(catalog: Catalog) -> bool:
     """Return whether a family has the tensors of the dequantized checkpoint."""
-    from ckptctl.conversion.recognition.model import understand  # late: only for errors
+    from ckptctl.conversion.recognition.model import recognize_model  # late: only for errors
 
     try:
-        return bool(understand(dequantized(catalog, "bfloat16")).candidates)
+        return bool(recognize_model(dequantized(catalog, "bfloat16")).candidates)
     except CkptError:
         return False
 
@@ -248,7 +248,7 @@ def _require_pairs(found: Survey, catalog: Catalog, kind: type[CkptError]) -> No
         (found.lone, ("scales without quantized tensors")),
     ):
         if names:
-            raise kind(f"{what}: {listed(names)}", where=catalog.path)
+            raise kind(f"{what}: {quote_names(names)}", where=catalog.path)
 
 
 def dequantized(
@@ -266,8 +266,8 @@ def dequantized(
     seen = surveyed(catalog, more or ())
     found = _understood(seen, catalog, more)
     names = (name for weight in found for name in weight.inputs)
-    entries = located(catalog, dict.fromkeys(names)).tensors
-    inputs = {name: Input(catalog.root, entry) for name, entry in entries.items()}
+    entries = locate_tensors(catalog, dict.fromkeys(names)).tensors
+    inputs = {name: ComputeInput(catalog.root, entry) for name, entry in entries.items()}
     made = {weight.lead: weight for weight in found}
     gone = {name for weight in found for name in weight.names[1:]} | seen.dropped.keys()
     tensors: dict[str, TensorEntry] = {}
@@ -276,7 +276,7 @@ def dequantized(
         if name in made:
             weight = made[name]
             made_of = tuple(inputs[name] for name in weight.inputs)
-            virtual = Computed(weight.kind, dtype, weight.shape, made_of, weight.arguments)
+            virtual = ComputedTensor(weight.kind, dtype, weight.shape, made_of, weight.arguments)
             computed[computed_name(weight.key)] = virtual
             tensors[weight.key] = _entry(weight, inputs[weight.lead].entry, virtual)
         elif name not in gone:
@@ -296,10 +296,10 @@ def dequantized(
 def _notes(found: Survey, dtype: str) -> Iterator[str]:
     """Note the dequantized and the dropped tensors."""
     ways = ", ".join(dict.fromkeys(weight.how for weight in found.weights))
-    yield f"dequantized {counted(len(found.weights), 'tensor')} to {dtype} ({ways})"
+    yield f"dequantized {pluralize(len(found.weights), 'tensor')} to {dtype} ({ways})"
     for what in dict.fromkeys(found.dropped.values()):
         names = [name for name, one in found.dropped.items() if one == what]
-        count = counted(len(names), "tensor")
+        count = pluralize(len(names), "tensor")
         yield f"dropped {count} ({what}), which unquantized weights do not need"
 
 
@@ -311,7 +311,7 @@ def _understood(
         raise MappingError(
             f"cannot dequantize {', '.join(ways)}",
             where=catalog.path,
-            why=f"found in {listed(list(found.unknown))}",
+            why=f"found in {quote_names(list(found.unknown))}",
             hint=_advice(catalog, more),
         )
     known = understood(found, statement_of(catalog, more or ()).method)
@@ -330,7 +330,8 @@ def _understood(
     clash = [key for key in keys if key in catalog.tensors]
     if clash:
         raise MappingError(
-            f"unquantized tensors with the same names exist: {listed(clash)}", where=catalog.path
+            f"unquantized tensors with the same names exist: {quote_names(clash)}",
+            where=catalog.path,
         )
     return plain
 
@@ -349,8 +350,8 @@ def _advice(catalog: Catalog, more: Sequence[QuantizationStatement] | None) -> s
     )
 
 
-def _entry(weight: QuantizedWeight, lead: TensorEntry, computed: Computed) -> TensorEntry:
-    extent, shape = computed.extent(computed_name(weight.key)), weight.shape
+def _entry(weight: QuantizedWeight, lead: TensorEntry, computed: ComputedTensor) -> TensorEntry:
+    extent, shape = computed.to_extent(computed_name(weight.key)), weight.shape
     if weight.transposed:
         strides = row_major(shape)
         shape = (*shape[:-2], shape[-1], shape[-2])

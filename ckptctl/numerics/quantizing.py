@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from ckptctl.catalog import Computed, Input, computed_name
+from ckptctl.catalog import ComputedTensor, ComputeInput, computed_name
 from ckptctl.conversion.draft import Draft, Quantization
-from ckptctl.conversion.transfers import elements_of
-from ckptctl.errors import MappingError, RefusedError, UsageError, listed, spell_option
+from ckptctl.conversion.transfers import build_elements
+from ckptctl.errors import MappingError, RefusedError, UsageError, quote_names, spell_option
 from ckptctl.formats.base import OutputTensor
 from ckptctl.numerics.quantization.linear_weights import (
     Role,
@@ -28,7 +28,7 @@ from ckptctl.planner.copying.blocks import build_rearranged_file
 from ckptctl.planner.layouts import BASE, HF, MLX, Family
 from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.planner.mapping.tensors import LayoutChange
-from ckptctl.units import counted, format_bytes
+from ckptctl.units import format_bytes, pluralize
 
 HEAD = "lm_head"
 PLAIN = ("float32", "bfloat16", "float16")
@@ -63,9 +63,9 @@ def _note(made: Quantization, recipe: Recipe) -> str:
         [one.name for one in made.unquantized],
         sum(one.nbytes for one in made.unquantized),
     )
-    kept = f"; skipped {counted(len(names), 'tensor')}, {format_bytes(nbytes)}"
-    left = f"{kept} ({listed(names)})" if names else ""
-    return f"quantized {counted(len(made.weights), 'weight')} to {recipe.title}{left}"
+    kept = f"; skipped {pluralize(len(names), 'tensor')}, {format_bytes(nbytes)}"
+    left = f"{kept} ({quote_names(names)})" if names else ""
+    return f"quantized {pluralize(len(made.weights), 'weight')} to {recipe.title}{left}"
 
 
 def _ignored_modules(made: Quantization) -> tuple[str, ...]:
@@ -78,7 +78,7 @@ def _ignored_modules(made: Quantization) -> tuple[str, ...]:
     apart = {name: name.rpartition(".")[0] for name in stacks if not name.endswith(WEIGHT)}
     named = (apart.get(one.name, one.name) for one in made.unquantized)
     found = (name for name in named if name.endswith(WEIGHT) or name in apart.values())
-    tied = not any(one.name.endswith(f"{HEAD}{WEIGHT}") for one in made.plain)
+    tied = not any(one.name.endswith(f"{HEAD}{WEIGHT}") for one in made.original_tensors)
     return tuple(dict.fromkeys((*(n.removesuffix(WEIGHT) for n in found), *[HEAD] * tied)))
 
 
@@ -90,8 +90,8 @@ def _ragged(recipe: Recipe, chosen: Sequence[OutputTensor]) -> Iterator[str]:
     if cut:
         yield (
             "vLLM cannot load this model: it fuses weights such as q/k/v and gate/up, and "
-            f"{counted(len(cut), 'of them has', 'of them have')} a row count that is not a "
-            f"multiple of {down} ({listed(cut)})"
+            f"{pluralize(len(cut), 'of them has', 'of them have')} a row count that is not a "
+            f"multiple of {down} ({quote_names(cut)})"
         )
 
 
@@ -100,7 +100,7 @@ def _stacks(chosen: Sequence[OutputTensor], change: LayoutChange) -> Iterator[st
     stacked = [tensor.name for tensor in chosen if len(tensor.shape) == 3]
     if stacked:
         told = (
-            f"{listed(stacked)}: transformers reads stacked quantized experts only on GPUs "
+            f"{quote_names(stacked)}: transformers reads stacked quantized experts only on GPUs "
             "with FP8 support, and ignores their scales where it dequantizes"
         )
         yield "; ".join((told, *_one_by_one(change.family)))
@@ -148,7 +148,7 @@ def _require_whole(names: set[str], there: Sequence[str]) -> None:
         some = names.intersection(group)
         if some and len(some) < len(group):
             raise UsageError(
-                f"cannot quantize only {listed(sorted(some))} of {listed(group)}",
+                f"cannot quantize only {quote_names(sorted(some))} of {quote_names(group)}",
                 why=f"{why}, so either all or none must be quantized",
                 hint=f"pass {spell_option('--quantize-also')} and "
                 f"{spell_option('--quantize-not')} with a glob that matches all of them",
@@ -162,7 +162,7 @@ def _linear(draft: Draft) -> dict[str, Role]:
     already = quantized_already(catalog)
     if already:
         raise UsageError(
-            f"{counted(len(already), 'tensor is', 'tensors are')} already quantized",
+            f"{pluralize(len(already), 'tensor is', 'tensors are')} already quantized",
             where=f"tensor `{next(iter(already))}`",
             why=", ".join(dict.fromkeys(already.values())),
             hint=f"pass {spell_option('--dequantize bf16')} with {spell_option('--quantize')} to "
@@ -291,7 +291,7 @@ class _Making:
         self._entries = dict(draft.located.tensors)
         self._computed = dict(draft.located.computed)
         self.catalog = replace(draft.located, tensors=self._entries, computed=self._computed)
-        self._known: dict[str, Input] = {}
+        self._known: dict[str, ComputeInput] = {}
 
     def parts_of(self, tensor: OutputTensor) -> list[OutputTensor]:
         """Build the tensors that *tensor* is stored as, in the order of the recipe."""
@@ -307,33 +307,35 @@ class _Making:
             if self._recipe.shared:
                 self._part(tensor, self._recipe.shared)
                 key = _key(self._recipe.shared.name(tensor.name))
-                inputs.append(Input(self.catalog.root, self._entries[key]))
-        self._virtual(_key(name), Computed(part.kind, dtype, shape, tuple(inputs)))
+                inputs.append(ComputeInput(self.catalog.root, self._entries[key]))
+        self._virtual(_key(name), ComputedTensor(part.kind, dtype, shape, tuple(inputs)))
         return OutputTensor(name, dtype, shape, (name,), requires_grad=False)
 
-    def _largest(self, tensor: OutputTensor) -> Input:
+    def _largest(self, tensor: OutputTensor) -> ComputeInput:
         key = computed_name(f"{tensor.name}@largest")
         if key not in self._known:
             weight = (self._plain(tensor),)
-            self._known[key] = self._virtual(key, Computed("largest", tensor.dtype, (1,), weight))
+            self._known[key] = self._virtual(
+                key, ComputedTensor("largest", tensor.dtype, (1,), weight)
+            )
         return self._known[key]
 
-    def _plain(self, tensor: OutputTensor) -> Input:
+    def _plain(self, tensor: OutputTensor) -> ComputeInput:
         """Return the unquantized tensor, which is the source's own if unchanged, else virtual."""
         key = computed_name(f"{tensor.name}@plain")
         if key not in self._known:
             composed = self._draft.mapped[tensor.name]
             first = self._entries[composed.sources[0].key]
             if composed.is_rename and first.dtype == tensor.dtype:
-                self._known[key] = Input(self.catalog.root, first)
+                self._known[key] = ComputeInput(self.catalog.root, first)
             else:
-                made = elements_of(self.catalog, composed, tensor.dtype, self._computed)
+                made = build_elements(self.catalog, composed, tensor.dtype, self._computed)
                 self._known[key] = self._virtual(
                     key, build_rearranged_file(self.catalog.root, made)
                 )
         return self._known[key]
 
-    def _virtual(self, key: str, made: Computed) -> Input:
-        entry = made.entry(key, (key,), key)
+    def _virtual(self, key: str, made: ComputedTensor) -> ComputeInput:
+        entry = made.to_entry(key, (key,), key)
         self._computed[key], self._entries[key] = made, entry
-        return Input(self.catalog.root, entry)
+        return ComputeInput(self.catalog.root, entry)

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from ckptctl.errors import MappingError
 from ckptctl.planner.layouts import Family, LayoutTensor
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 Axes = tuple[str, ...]
 
@@ -235,7 +235,7 @@ def solve_axis_sizes(
         rank = len(item.stored.parts[0][1].dims)
         if len(item.shape) != rank:
             raise MappingError(
-                f"a tensor has {counted(len(item.shape), 'dimension')}, not {rank}",
+                f"a tensor has {pluralize(len(item.shape), 'dimension')}, not {rank}",
                 where=f"tensor `{item.key}`",
                 why=f"its shape is {item.shape}; `{family.name}` stores it as `{item.stored}`",
             )

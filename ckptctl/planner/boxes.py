@@ -20,8 +20,8 @@ from operator import add
 
 from ckptctl.catalog import Box, TensorEntry
 from ckptctl.columns import BoxColumns, Vector, boxes_of, vectors_of
-from ckptctl.errors import CoverageError, UnsupportedError, excluding, listed
-from ckptctl.units import counted
+from ckptctl.errors import CoverageError, UnsupportedError, exclude_hint, quote_names
+from ckptctl.units import pluralize
 
 MAX_CELLS = 4_000_000
 MAX_CORNERS = 1 << 22
@@ -90,7 +90,7 @@ def check_coverage(entry: TensorEntry) -> None:
             f"`{entry.name}` cannot be read",
             where=where,
             why=entry.unsupported,
-            hint=excluding(entry.name),
+            hint=exclude_hint(entry.name),
         )
     extents = entry.extents
     if len(extents) == 1 and extents[0].box == Box.whole(entry.shape):
@@ -112,7 +112,7 @@ def check_coverage(entry: TensorEntry) -> None:
         if boxes
     )
     message = f"the chunks of `{entry.name}` do not cover it exactly once"
-    why = f"elements {listed([str(box) for box in boxes])} {problem}"
+    why = f"elements {quote_names([str(box) for box in boxes])} {problem}"
     if boxes is not defects.holes:
         raise UnsupportedError(message, where=where, why=why)
     hint = "check whether a rank's file is missing; the checkpoint is incomplete"
@@ -279,8 +279,8 @@ def _find_painted_defects(region: Spans, boxes: Sequence[Spans]) -> Iterator[tup
     if math.prod(shape) > MAX_CELLS:
         raise UnsupportedError(
             "the chunks of a tensor have too many overlaps to list",
-            why=f"{counted(len(boxes), 'chunk')} divide {_to_box(region)} into "
-            f"{counted(math.prod(shape), 'cell')}",
+            why=f"{pluralize(len(boxes), 'chunk')} divide {_to_box(region)} into "
+            f"{pluralize(math.prod(shape), 'cell')}",
         )
     index = [{edge: position for position, edge in enumerate(line)} for line in edges]
     coverage_counts = bytearray(math.prod(shape))

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
-from ckptctl.errors import MappingError, UsageError, nearest
+from ckptctl.errors import MappingError, UsageError, find_nearest
 from ckptctl.planner.config_defaults import DEFAULTS
 from ckptctl.planner.families.declarations import (
     find_set_alias,
@@ -229,7 +229,7 @@ def require_axis(family: Family, name: str) -> str:
         *(" or ".join(_list_axis_names(a, family)) for a in family.sizes),
         *sorted(unsized_axes),
     ]
-    closest_name = nearest(name, [*axes_by_name, *unsized_axes])
+    closest_name = find_nearest(name, [*axes_by_name, *unsized_axes])
     raise UsageError(
         f"`{family.name}` has no size named `{name}`"
         if not matching_axes

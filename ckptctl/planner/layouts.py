@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeAlias
 
-from ckptctl.errors import UsageError, listed, nearest
+from ckptctl.errors import UsageError, find_nearest, quote_names
 from ckptctl.planner.families.declarations import (
     BLOCK_AXES,
     META,
@@ -387,8 +387,8 @@ class Family:
         return layout
 
     def _unknown_layout_error(self, name: str) -> UsageError:
-        why = f"its layouts are {listed(self.layouts, len(self.layouts))}"
-        if closest_name := nearest(name, self.layouts):
+        why = f"its layouts are {quote_names(self.layouts, len(self.layouts))}"
+        if closest_name := find_nearest(name, self.layouts):
             hint = f"did you mean `{closest_name}`?"
         elif self.partial:
             why = f"no known program writes adapters with the keys of this layout; {why}"

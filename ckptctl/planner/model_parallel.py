@@ -18,7 +18,7 @@ from ckptctl.errors import MappingError, spell_option
 from ckptctl.planner.axes import AxisSizes, Observation, solve_axis_sizes
 from ckptctl.planner.families.tables import Leaf
 from ckptctl.planner.layouts import Drop, Family, LayoutTensor
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ def unknown_size_error(family: Family, key: str, axes: Sequence[str], ranks: int
     """Build the error about unknown sizes that are needed to split a tensor."""
     names = " and ".join(dict.fromkeys(map(family.describe_size, axes)))
     return MappingError(
-        f"cannot split a tensor across {counted(ranks, 'rank')} without {names}",
+        f"cannot split a tensor across {pluralize(ranks, 'rank')} without {names}",
         where=f"tensor `{key}`",
         hint=f"pass {spell_option('--assets DIR')} with the trained model's config.json or "
         "params.json",
@@ -290,7 +290,7 @@ def _require_divisible(family: Family, axis: str, count: int, ranks: int, key: s
     if count % ranks:
         size = family.describe_size(axis)
         raise MappingError(
-            f"{size} = {count} cannot be divided among {counted(ranks, 'rank')}",
+            f"{size} = {count} cannot be divided among {pluralize(ranks, 'rank')}",
             where=f"tensor `{key}`",
             hint=f"choose a value of {spell_option('--mp')} that divides the numbers of heads and "
             "experts, the feed-forward size and the vocabulary size",

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ckptctl.catalog import Box
 from ckptctl.errors import UnsupportedError
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 MAX_PARTS = 1 << 12
 Ints = tuple[int, ...]
@@ -181,7 +181,7 @@ def _check_placements(
         raise UnsupportedError(
             "placements do not fit the device mesh",
             why=f"mesh {list(mesh)}, coordinate {list(coordinate)}, "
-            f"{counted(len(placements), 'placement')}",
+            f"{pluralize(len(placements), 'placement')}",
         )
     if any(not 0 <= index < size for index, size in zip(coordinate, mesh, strict=True)):
         raise UnsupportedError(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ckptctl.catalog import Computed, TensorEntry
+from ckptctl.catalog import ComputedTensor, TensorEntry
 from ckptctl.columns import files_of
 from ckptctl.file_identity import FileIdentity
 from ckptctl.planner.strided import StridedTensor
@@ -204,7 +204,7 @@ class Plan:
     transfers: tuple[Transfer, ...]
     raw_copies: tuple[RawCopy, ...]
     digest: str
-    computed: Mapping[str, Computed] = field(default_factory=dict)
+    computed: Mapping[str, ComputedTensor] = field(default_factory=dict)
     inputs: Mapping[tuple[TreePath, str], FileIdentity] = field(default_factory=dict)
     checked: frozenset[tuple[int, str]] = frozenset()
     checks: tuple[CheckedRange, ...] = ()

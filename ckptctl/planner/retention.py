@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Annotated, Generic, Literal, TypeVar
 
-from ckptctl.errors import RefusedError, UsageError, listed, nearest, spell_option
+from ckptctl.errors import RefusedError, UsageError, find_nearest, quote_names, spell_option
 from ckptctl.planner.lineage import UNKNOWN_LINEAGE, Lineage, find_abandoned_saves
-from ckptctl.results import JsonField, or_none
+from ckptctl.results import JsonField, empty_to_none
 from ckptctl.verdict import Verdict
 
 Action = Literal["keep", "remove", "skip"]
@@ -58,14 +58,14 @@ class Retainable:
         JsonField("whether it is incomplete, and locked or changed less than ten minutes ago"),
     ] = False
     torn: bool = False
-    problem: Annotated[str, JsonField("reason it is not complete, or null", to=or_none)] = ""
+    problem: Annotated[str, JsonField("reason it is not complete, or null", to=empty_to_none)] = ""
     lacks: Annotated[
         str,
         JsonField(
             "file that is missing here, that most other checkpoints have, and that trainers "
             "write last; training may not resume from this checkpoint, so no other one is "
             "removed in its favor",
-            to=or_none,
+            to=empty_to_none,
         ),
     ] = ""
     pinned: tuple[str, ...] = ()
@@ -177,10 +177,10 @@ class BestRule:
         for name in (self.metric, f"eval_{self.metric}"):
             if name in known_metrics:
                 return replace(self, metric=name)
-        closest_metric = nearest(self.metric, known_metrics)
+        closest_metric = find_nearest(self.metric, known_metrics)
         raise UsageError(
             f"no complete checkpoint has a metric `{self.metric}`",
-            why=f"known metrics: {listed(known_metrics)}"
+            why=f"known metrics: {quote_names(known_metrics)}"
             if known_metrics
             else "they have no metrics",
             hint=f"did you mean `{closest_metric}`?" if closest_metric else None,
@@ -305,17 +305,17 @@ class Policy:
         if not self.has_general_rules and len(complete) > 1 and not matches and not has_metric:
             requested = [*self.patterns, *(best.metric for best in self.best)]
             raise RefusedError(
-                f"{listed(requested)} keeps nothing",
+                f"{quote_names(requested)} keeps nothing",
                 why="no complete checkpoint matches by name or has a number for the metric",
-                hint=f"choose among {listed([checkpoint.name for checkpoint in complete], 3)}, "
+                hint=f"choose among {quote_names([checkpoint.name for checkpoint in complete], 3)}, "
                 f"or pass {spell_option('--keep-last 1')} to keep the newest checkpoint",
             )
         for pattern in () if growing else self.patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
-                closest_name = nearest(pattern, names)
+                closest_name = find_nearest(pattern, names)
                 raise RefusedError(
                     f"{spell_option(f'--keep {pattern}')} matches no checkpoint",
-                    why=f"the checkpoints are {listed(names, 3)}",
+                    why=f"the checkpoints are {quote_names(names, 3)}",
                     hint=f"did you mean `{closest_name}`?"
                     if closest_name
                     else "correct or omit the pattern",

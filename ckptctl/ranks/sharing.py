@@ -23,7 +23,7 @@ from ckptctl.storage.execution.journal import LedgerEntries
 from ckptctl.storage.publish import Staging
 from ckptctl.storage.sources import raise_changed_if
 from ckptctl.storage.threads import Advance
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 T = TypeVar("T")
 LOOK_EVERY = 0.5
@@ -119,7 +119,7 @@ def require_alone(ranks: Coordinator) -> None:
     if ranks.world > 1:
         raise RefusedError(
             f"{spell_option('--resume')} is not supported with multiple ranks",
-            why=f"{counted(ranks.world, 'rank')} write here, but a journal only covers the "
+            why=f"{pluralize(ranks.world, 'rank')} write here, but a journal only covers the "
             "output of one",
             hint=f"omit {spell_option('--resume')}, or use a single process",
         )

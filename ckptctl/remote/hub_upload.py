@@ -62,7 +62,7 @@ class HubUpload:
                 "(old files stay in the history)",
             )
 
-    def put(self, name: str, path: Path) -> None:
+    def upload_file(self, name: str, path: Path) -> None:
         """See :class:`~ckptctl.tree.Upload`."""
         from huggingface_hub import CommitOperationAdd
 
@@ -84,10 +84,10 @@ class HubUpload:
         with self._lock:
             self._added[added.path_in_repo] = added
 
-    def require_whole(self) -> None:
+    def require_complete(self) -> None:
         """Do nothing, because the Hub verifies hashes itself."""
 
-    def commit(self) -> None:
+    def publish_files(self) -> None:
         """See :class:`~ckptctl.tree.Upload`."""
         from huggingface_hub import CommitOperationDelete
 
@@ -121,7 +121,7 @@ class HubUpload:
         same = (n in files and _is_same(files[n], added) for n, added in self._added.items())
         return commit != self._head and files.keys().isdisjoint(gone) and all(same)
 
-    def abandon(self) -> str:
+    def abandon_upload(self) -> str:
         """See :class:`~ckptctl.tree.Upload`."""
         if self._committed:
             return "the commit was made; replaced files are in the history of the repository"

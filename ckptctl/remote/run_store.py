@@ -25,7 +25,7 @@ from ckptctl.storage.writing import (
     find_killed_removal,
     has_killed_save,
 )
-from ckptctl.tree import INDEXES, UrlPath
+from ckptctl.tree import INDEX_SUFFIXES, UrlPath
 
 LOCK = ".ckptctl-removing"
 """The lock of a run from which checkpoints are removed."""
@@ -48,9 +48,9 @@ class RemoteRun:
 
     def refresh(self) -> None:
         """See :class:`~ckptctl.runs.run_store.RunStore`."""
-        self.root.tree.drop(self.root.url)
+        self.root.tree.forget_url(self.root.url)
         with suppress(SourceNotFoundError):
-            self.root.tree.look(self.root.url)
+            self.root.tree.resolve_url(self.root.url)
 
     def is_free(self, name: str) -> bool:
         """See :class:`~ckptctl.runs.run_store.RunStore`.
@@ -58,7 +58,9 @@ class RemoteRun:
         Taking the lock of an unfinished save shows whether it has a holder.
         """
         there = {item.name for item in (self.root / name).iterdir()}
-        return (LOCK_NAME in there and not any(one.endswith(INDEXES) for one in there)) or not there
+        return (
+            LOCK_NAME in there and not any(one.endswith(INDEX_SUFFIXES) for one in there)
+        ) or not there
 
     def left_saves(self) -> list[str]:
         """See :class:`~ckptctl.runs.run_store.RunStore`."""
@@ -170,7 +172,7 @@ class RemoteDeletion:
 
     def _remove(self, place: Objects, lock: RemoteLock, doomed: Mapping[str, UploadedFile]) -> None:
         """Remove *doomed*, the index first. After an error, the lock records the rest."""
-        order = sorted(doomed, key=lambda name: not name.endswith(INDEXES))
+        order = sorted(doomed, key=lambda name: not name.endswith(INDEX_SUFFIXES))
         place.remove(order, doomed, lock.still)
         if not place.look():
             place.drop_parts()

@@ -30,7 +30,7 @@ from ckptctl.storage.urls import (
     parse_scheme,
 )
 from ckptctl.tree import FileTree, TreeEntry, Upload, UploadRequest, UrlPath
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 _numbers = itertools.count()
 """Numbers that keep cached blocks of different trees apart."""
@@ -105,7 +105,7 @@ class Tree:
             raise
 
     def prefetch(self, name: str, offset: int, nbytes: int = 1) -> bytearray:
-        """Read a byte range of *name* without recording an error in :attr:`failure`."""
+        """Read a byte range of *name* without recording an error in :attr:`last_failure`."""
         entry = self.file(name)
         nbytes = min(nbytes, entry.size - offset)
         if nbytes <= 0:
@@ -117,7 +117,7 @@ class Tree:
                 raise StorageError(
                     f"the server does not support range requests for `{name}`",
                     where=self.url,
-                    why=f"requested {counted(stop - start, 'byte')}, received {len(data):,}",
+                    why=f"requested {pluralize(stop - start, 'byte')}, received {len(data):,}",
                 )
             return data
 
@@ -176,76 +176,76 @@ class RemoteTree(FileTree):
     def __hash__(self) -> int:
         return hash(self._secrets)
 
-    def secret_of(self, url: str) -> str:
+    def add_secret(self, url: str) -> str:
         """See :class:`FileTree`."""
         user, query = self._secrets
         plain = url.replace(f"://{MASK}@", f"://{user}@", 1) if user else url
         return plain + query
 
-    def look(self, url: str) -> str:
+    def resolve_url(self, url: str) -> str:
         """See :class:`FileTree`."""
         return url if self._tree_at(url)[0] else self._looked_at(url)
 
-    def find(self, url: str) -> TreeEntry | None:
+    def find_entry(self, url: str) -> TreeEntry | None:
         """See :class:`FileTree`."""
         tree, name = self._tree_at(url)
         return tree.find(name) if tree else None
 
-    def file(self, url: str) -> TreeEntry:
+    def get_file_entry(self, url: str) -> TreeEntry:
         """See :class:`FileTree`."""
         tree, name = self._tree_of(url)
         return tree.file(name)
 
-    def members(self, url: str) -> list[str]:
+    def list_members(self, url: str) -> list[str]:
         """See :class:`FileTree`."""
         tree, name = self._tree_at(url)
         return list(tree.members(name)) if tree else []
 
-    def read(self, url: str, offset: int, nbytes: int) -> bytearray:
+    def read_range(self, url: str, offset: int, nbytes: int) -> bytearray:
         """See :class:`FileTree`."""
         tree, name = self._tree_of(url)
         return tree.read(name, offset, nbytes)
 
-    def prefetch(self, url: str, offset: int) -> None:
+    def prefetch_range(self, url: str, offset: int) -> None:
         """See :class:`FileTree`."""
         tree, name = self._tree_of(url)
         tree.prefetch(name, offset if offset >= 0 else max(0, tree.file(name).size + offset))
 
-    def end(self, url: str, stop: int) -> None:
+    def mark_range_end(self, url: str, stop: int) -> None:
         """See :class:`FileTree`."""
         tree, name = self._tree_of(url)
         tree.end(name, stop)
 
-    def trim(self) -> None:
+    def trim_cache(self) -> None:
         """See :class:`FileTree`."""
         SHARED.trim()
 
-    def forget(self, url: str) -> None:
+    def refresh_entries(self, url: str) -> None:
         """See :class:`FileTree`."""
         self._tree_of(url)[0].forget()
 
-    def drop(self, url: str) -> None:
+    def forget_url(self, url: str) -> None:
         """See :class:`FileTree`."""
         with self._lock:
             for other in list(self._trees):
                 if _inside(other, url) or _inside(url, other):
                     del self._trees[other]
 
-    def failure(self, url: str) -> CkptError | None:
+    def last_failure(self, url: str) -> CkptError | None:
         """See :class:`FileTree`."""
         tree, _ = self._tree_at(url)
         return tree.failure if tree else None
 
     def begin_upload(self, url: str, request: UploadRequest) -> Upload:
         """See :class:`FileTree`."""
-        secret = self.secret_of(url)
+        secret = self.add_secret(url)
         if self.atomic:
             return HubUpload(secret, single=request.single, overwrite=request.overwrite)
         return ObjectUpload(FsspecStore(secret, url), request)
 
     def _looked_at(self, url: str) -> str:
         """List *url* again, and return the store's canonical form of it."""
-        secret = self.secret_of(url)
+        secret = self.add_secret(url)
         store: Store = HubStore(secret) if self.atomic else FsspecStore(secret, url)
         listed = store.members("")
         if not listed:
@@ -300,7 +300,7 @@ def open_url(url: str) -> UrlPath:
 
 def store_at(path: UrlPath) -> FsspecStore:
     """Open the store at *path* for writing."""
-    return FsspecStore(path.tree.secret_of(path.url), path.url)
+    return FsspecStore(path.tree.add_secret(path.url), path.url)
 
 
 def _inside(url: str, folder: str) -> bool:

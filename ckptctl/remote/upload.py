@@ -20,8 +20,8 @@ from ckptctl.remote.lock import RemoteLock
 from ckptctl.remote.objects import Objects, OccupiedError
 from ckptctl.remote.store import FsspecStore, system_of
 from ckptctl.storage.writing import BUSY_MESSAGE, LockRecord, UploadedFile
-from ckptctl.tree import INDEXES, UploadRequest, UrlPath
-from ckptctl.units import counted
+from ckptctl.tree import INDEX_SUFFIXES, UploadRequest, UrlPath
+from ckptctl.units import pluralize
 
 
 def require_apart(store: FsspecStore, request: UploadRequest) -> None:
@@ -33,7 +33,7 @@ def require_apart(store: FsspecStore, request: UploadRequest) -> None:
     for root, names in request.read.items():
         if not isinstance(root, UrlPath) or root.tree.atomic:  # Hub commits stay readable
             continue
-        other, folder = system_of(root.tree.secret_of(root.url))
+        other, folder = system_of(root.tree.add_secret(root.url))
         inside = (f"{folder}/{name}/".startswith(f"{path}/") for name in names)
         if other == store.system and any(inside):
             what = "the source is inside the destination"
@@ -69,7 +69,7 @@ class ObjectUpload:
             raise
         self._doomed = [] if asked.single else [n for n in self._before if n not in self._kept]
 
-    def put(self, name: str, path: Path) -> None:
+    def upload_file(self, name: str, path: Path) -> None:
         """See :class:`~ckptctl.tree.Upload`."""
         digest = ""
         if self._asked.resume:
@@ -97,7 +97,7 @@ class ObjectUpload:
         if self._asked.resume:
             self._lock.note(name, sent)
 
-    def require_whole(self) -> None:
+    def require_complete(self) -> None:
         """See :class:`~ckptctl.tree.Upload`."""
         self._lock.require()
         found = self._objects.look()
@@ -108,19 +108,19 @@ class ObjectUpload:
         for name, sent in self._sent.items():
             if not self._objects.is_same(name, sent, found):
                 size = found[name].size if name in found else 0
-                why = f"{size:,} of {counted(sent.size, 'byte')} are stored"
+                why = f"{size:,} of {pluralize(sent.size, 'byte')} are stored"
                 raise StorageError(
                     f"`{name}` differs from the uploaded file",
                     where=self._shown,
                     why=why if size != sent.size else "it was overwritten",
                 )
 
-    def commit(self) -> None:
+    def publish_files(self) -> None:
         """Check all files. The upload of the index has already published the checkpoint."""
         self._committed = True
-        self.require_whole()
+        self.require_complete()
 
-    def abandon(self) -> str:
+    def abandon_upload(self) -> str:
         """See :class:`~ckptctl.tree.Upload`."""
         self._objects.stop()
         try:
@@ -182,7 +182,7 @@ class ObjectUpload:
             if self._doomed:
                 self._lock.note_removal(self._doomed)
                 self._ruined = self._replaces
-            order = sorted(self._doomed, key=lambda name: not name.endswith(INDEXES))
+            order = sorted(self._doomed, key=lambda name: not name.endswith(INDEX_SUFFIXES))
             self._objects.remove([*order, *others], self._before, self._lock.still)
             self._doomed = []
         return bool(order or others)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ckptctl import formats
 from ckptctl.catalog import MANIFEST
-from ckptctl.errors import FormatError, RefusedError, SourceNotFoundError, listed
+from ckptctl.errors import FormatError, RefusedError, SourceNotFoundError, quote_names
 from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.sidecar_files import SIDECAR
 from ckptctl.runs.names import Named, is_last, parse, staged
@@ -135,7 +135,7 @@ def entry_at(item: TreePath) -> RunEntry | None:
         time=time or status.st_mtime,
         touched=max([status.st_mtime, *(file.st_mtime for _, file in files)]),
         staging=target is not None,
-        identity=FileIdentity.of(own),
+        identity=FileIdentity.from_stat(own),
         shared=sum(file.st_size for _, file in files if file.st_nlink > 1),
         newest=newest,
         link=link,
@@ -183,7 +183,7 @@ def _no_run(root: TreePath) -> FormatError:
             what = f"the run has no step yet, only its initial weights in `{STEPLESS}`"
         return FormatError(what, where=str(root), why=why, hint=hint)
     if runs:
-        examples = listed([str(run) for run in runs], RUNS)
+        examples = quote_names([str(run) for run in runs], RUNS)
         hint = f"pass a folder with checkpoints, such as {examples}"
     why = (
         "recognized names are step-N, checkpoint-N, iter_N, global_stepN, epoch_N, "
@@ -191,7 +191,7 @@ def _no_run(root: TreePath) -> FormatError:
     )
     without_step = unstated(root)
     if without_step:
-        why = f"{listed(without_step)} does not record the step at which it was saved; {why}"
+        why = f"{quote_names(without_step)} does not record the step at which it was saved; {why}"
     return FormatError(what, where=str(root), why=why, hint=hint)
 
 

@@ -16,7 +16,7 @@ from ckptctl.formats.dcp import METADATA
 from ckptctl.formats.shared.findings import of_error
 from ckptctl.formats.sidecar_files import SIDECAR
 from ckptctl.planner.retention import Retainable
-from ckptctl.results import JsonField, Result, or_none
+from ckptctl.results import JsonField, Result, empty_to_none
 from ckptctl.runs.entries import RunEntry
 from ckptctl.runs.notes import RunRecord, noted, run_record, trainer_state
 from ckptctl.storage import lock
@@ -25,11 +25,11 @@ from ckptctl.storage.paths import require_no_failure, resolve_links
 from ckptctl.storage.writing import LOCK_NAME as LOCK
 from ckptctl.storage.writing import OBJECTS_NAME, UnfinishedError, find_unfinished_error
 from ckptctl.tree import TreePath
-from ckptctl.units import counted, rfc3339
+from ckptctl.units import format_rfc3339, pluralize
 from ckptctl.verbs.verification.verify import IndexChecks
 from ckptctl.verbs.verification.verify import examine as verify
 from ckptctl.verbs.verification.verify_options import VerifyOptions
-from ckptctl.verdict import Verdict, decide_verdict, shows_torn_write, worst_verdict
+from ckptctl.verdict import Verdict, decide_verdict, shows_file_damage, worst_verdict
 
 NOTES = frozenset({SIDECAR, LOCK, OBJECTS_NAME})
 """Files next to a checkpoint's own that may remain after its removal."""
@@ -81,10 +81,10 @@ class Checkpoint(Retainable, Result, order=CHECKPOINT):
         JsonField(
             "modification time of the newest file of weights or trainer state, RFC 3339, UTC",
             of="time",
-            to=rfc3339,
+            to=format_rfc3339,
         ),
         JsonField("size of all its files", of="nbytes", name="bytes"),
-        JsonField("target, if it is a symbolic link", of="link", to=or_none),
+        JsonField("target, if it is a symbolic link", of="link", to=empty_to_none),
     ]
     record: RunRecord = field(default_factory=RunRecord)
     format: Annotated[str | None, JsonField("[format](formats.md), or null if unrecognized")] = None
@@ -308,14 +308,14 @@ def _judged(path: TreePath, name: str | None, asked: _Asked) -> Health:
             return Health(Verdict.UNKNOWN, error.what)
     except CkptError as error:
         finding = of_error(error)
-        verdict, torn = decide_verdict([finding]), shows_torn_write([finding])
+        verdict, torn = decide_verdict([finding]), shows_file_damage([finding])
         return Health(verdict, error.what, torn=torn, read_failed=finding.read_failed)
     problem, wrong = "", (*verified.errors, *verified.unknown)
     if wrong:
         first, *others = wrong
         is_named = first.where in ("", str(path.absolute())) or first.where in first.what
         where = "" if is_named else f" ({first.where})"
-        more = f" and {counted(len(others), 'more problem')}" if others else ""
+        more = f" and {pluralize(len(others), 'more problem')}" if others else ""
         problem = f"{first.what}{where}{more}"
     return Health(
         verified.verdict, problem, torn=verified.has_torn_write, read_failed=verified.read_failed

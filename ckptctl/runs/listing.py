@@ -18,8 +18,8 @@ from ckptctl.errors import (
     SourceNotFoundError,
     StorageError,
     UnsupportedError,
-    command,
-    listed,
+    format_command,
+    quote_names,
 )
 from ckptctl.formats.sidecar_files import SIDECAR
 from ckptctl.planner.lineage import list_unsaved_resumes
@@ -32,7 +32,7 @@ from ckptctl.runs.notes import stated_step
 from ckptctl.runs.protections import Pointers, Protected, RunView, protect
 from ckptctl.storage.paths import resolve_source_path
 from ckptctl.tree import TreePath
-from ckptctl.units import rfc3339
+from ckptctl.units import format_rfc3339
 from ckptctl.verbs.verification.verify import IndexChecks
 from ckptctl.verdict import Verdict
 
@@ -264,7 +264,7 @@ def _examine_newest(
         "no complete checkpoint found",
         where=str(root),
         why=f"{last.name}: {last.problem}{more}",
-        hint=f"run {command('verify', last.path)} for details",
+        hint=f"run {format_command('verify', last.path)} for details",
     )
 
 
@@ -286,13 +286,13 @@ def _doubts(
     higher = [one.name for one in own if one.name in left and one.order > chosen.order]
     if higher and name not in left:
         yield (
-            f"skipped {listed(higher)}, which has a higher step than `{name}`: the run resumed "
+            f"skipped {quote_names(higher)}, which has a higher step than `{name}`: the run resumed "
             f"from step {left[higher[0]]} and saved `{name}` later"
         )
     back = list_unsaved_resumes({one.name: one.lineage for one in own})
     if back and name not in back:
         yield (
-            f"a run resumed from {listed(back)} and has not saved since; "
+            f"a run resumed from {quote_names(back)} and has not saved since; "
             f"`{name}` is older, although its step is higher"
         )
     lower = (one for one in own if one.order < chosen.order and one.name not in left)
@@ -301,7 +301,7 @@ def _doubts(
     ]
     if later:
         last = max(later, key=lambda one: (one.lineage.save, one.entry.time))
-        times = rfc3339(chosen.entry.time), rfc3339(last.entry.time)
+        times = format_rfc3339(chosen.entry.time), format_rfc3339(last.entry.time)
         yield (
             f"`{name}` has the highest step, but `{last.name}` was saved later "
             f"({times[0]} and {times[1]}); the folder may contain two runs"
@@ -343,5 +343,5 @@ def _require_understood(newer: Sequence[Checkpoint], chosen: Checkpoint | None =
             where=str(found.path),
             why=found.problem,
             hint=f"move this checkpoint away if it does not belong to the run{name} "
-            f"(see {command('ls', found.path.parent)})",
+            f"(see {format_command('ls', found.path.parent)})",
         )

@@ -145,7 +145,7 @@ def _noted(file: TreePath) -> Noted:
         return Noted()
     status = file.stat()
     try:
-        return _read(file, FileIdentity.of(status))
+        return _read(file, FileIdentity.from_stat(status))
     except FormatError:  # not a file of Lightning
         return Noted()
     except CkptError as error:
@@ -220,7 +220,7 @@ def trainer_state(folder: TreePath) -> Noted:
             return Noted()
         with source_files(folder) as files:
             files.path(TRAINER)
-        return _read_state(path, FileIdentity.of(status))
+        return _read_state(path, FileIdentity.from_stat(status))
     except (FileNotFoundError, NotADirectoryError):
         gone = path.is_symlink()
         return Noted(there=True, error=FormatError("it is a broken link")) if gone else Noted()

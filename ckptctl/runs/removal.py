@@ -23,7 +23,7 @@ from ckptctl.errors import (
     RefusedError,
     SourceNotFoundError,
     StorageError,
-    listed,
+    quote_names,
     spell_option,
 )
 from ckptctl.planner.retention import Action, Decision, Policy, decide_retention, find_out_of_order
@@ -38,7 +38,7 @@ from ckptctl.storage.file_system import list_mounts_in
 from ckptctl.storage.paths import parse_path, path_hint, require_local, resolve_links
 from ckptctl.storage.two_phase_delete import TRASH_FOLDER, TwoPhaseDelete
 from ckptctl.tree import TreePath
-from ckptctl.units import counted, rfc3339
+from ckptctl.units import format_rfc3339, pluralize
 
 DRY_RUN = JsonField("whether this is a plan; if true, `done`, `failed` and `freed` are absent")
 
@@ -181,8 +181,8 @@ class PruneResult(Result):
         if not self.done and isinstance(error, RefusedError):
             kind = RefusedError
         raise kind(
-            f"{counted(len(self.failed), 'checkpoint')} could not be removed",
-            where=listed(list(self.failed)),
+            f"{pluralize(len(self.failed), 'checkpoint')} could not be removed",
+            where=quote_names(list(self.failed)),
             why=f"`{name}`: {error.what}" + (f", {error.where}" if error.where else ""),
             hint="run the same command again to finish",
         )
@@ -262,7 +262,7 @@ def plan_prune(
         raise RefusedError(
             "step order and modification times disagree",
             where=f"`{older.name}` and `{newer.name}`",
-            why=f"written {rfc3339(older.time)} and {rfc3339(newer.time)}; the folder may contain "
+            why=f"written {format_rfc3339(older.time)} and {format_rfc3339(newer.time)}; the folder may contain "
             f"two runs, or `{newer.entry.newest}` was added to `{newer.name}` later",
             hint=f"pass {spell_option('--force')} to use the order of the steps",
         )
@@ -483,7 +483,7 @@ def _require_kept(plan: PrunePlan) -> None:
         known = decision.checkpoint.entry
         entry = entry_at(known.path)
         why = ""
-        if entry is None or not entry.identity.one_with(known.identity):
+        if entry is None or not entry.identity.is_same_inode(known.identity):
             why = "a checkpoint that should be kept no longer exists"
         elif not entry.same(known):
             why = health(known.path, model=False).problem

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from ckptctl import option_checks as checks
 from ckptctl.errors import UsageError, spell_option
-from ckptctl.options import Option, Options, group
+from ckptctl.options import Option, Options, option_group
 from ckptctl.units import parse_seconds
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def duration(value: float | str) -> float:
     if isinstance(value, str):
         return 0.0 if value.strip() == "0" else parse_seconds(value)
     try:
-        return checks.tolerated(value)
+        return checks.check_tolerance(value)
     except UsageError:
         raise UsageError(f"{value!r} is not a non-negative number of seconds") from None
 
@@ -32,29 +32,34 @@ def metrics(value: str | Sequence[str]) -> tuple[str, ...]:
     """Parse metric names, each with its direction unless it ends in ``loss`` or ``accuracy``."""
     from ckptctl.planner.retention import BestRule
 
-    texts = checks.globs(value)
+    texts = checks.check_globs(value)
     for text in texts:
         BestRule.parse(text)
     return texts
 
 
-@group
+@option_group
 class KeepOptions(Options):
     """Options that keep checkpoints, shared by ``prune`` and `CheckpointManager`."""
 
     keep_last: Annotated[
-        int | None, Option("Keep the newest N checkpoints.", metavar="N", check=checks.at_least(0))
+        int | None,
+        Option("Keep the newest N checkpoints.", metavar="N", check=checks.build_minimum_check(0)),
     ] = None
     keep_every: Annotated[
         int | None,
         Option(
-            "Keep checkpoints with a step divisible by K.", metavar="K", check=checks.at_least(0)
+            "Keep checkpoints with a step divisible by K.",
+            metavar="K",
+            check=checks.build_minimum_check(0),
         ),
     ] = None
     keep_closest: Annotated[
         int | None,
         Option(
-            "Keep the step closest to each multiple of K.", metavar="K", check=checks.at_least(0)
+            "Keep the step closest to each multiple of K.",
+            metavar="K",
+            check=checks.build_minimum_check(0),
         ),
     ] = None
     keep_within: Annotated[
@@ -92,7 +97,9 @@ class KeepOptions(Options):
     keep: Annotated[
         str | Sequence[str],
         Option(
-            "Keep checkpoints with matching names. Repeatable.", metavar="GLOB", check=checks.globs
+            "Keep checkpoints with matching names. Repeatable.",
+            metavar="GLOB",
+            check=checks.check_globs,
         ),
     ] = ()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Protocol
 
-from ckptctl.errors import storage_errors
+from ckptctl.errors import wrap_os_errors
 from ckptctl.file_identity import FileIdentity
 from ckptctl.storage import trash, two_phase_delete
 from ckptctl.storage.destinations import is_empty_folder, parse_staging_name
@@ -112,11 +112,11 @@ class LocalRun:
     def create(self, name: str, content: bytes) -> None:
         """See :class:`RunStore`."""
         target = self.root / name
-        with storage_errors("create", self.root):
+        with wrap_os_errors("create", self.root):
             self.root.mkdir(parents=True, exist_ok=True)
         part = target.with_name(f"{name}.{token_hex(4)}.tmp")
         add_file(part, [content], sync=True)
-        with storage_errors("write", target):
+        with wrap_os_errors("write", target):
             try:
                 rename_exclusively(part, target)
                 sync_directory(self.root)

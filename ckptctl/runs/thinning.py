@@ -18,7 +18,7 @@ from ckptctl import formats
 from ckptctl.catalog import Catalog
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.conversion.conversion_options import ConversionOptions
-from ckptctl.errors import CkptError, RefusedError, listed, storage_errors
+from ckptctl.errors import CkptError, RefusedError, quote_names, wrap_os_errors
 from ckptctl.formats.dcp.dcp_reader import COMPANION
 from ckptctl.formats.shared.stored_leaves import read_leaves
 from ckptctl.formats.sidecar_files import SIDECAR
@@ -95,7 +95,7 @@ def plan_thinning(found: Checkpoint) -> Thinning | str:
         named = [tensor.name for tensor in kept if _named_so(tensor.path)]
         if not named:
             return "it contains no optimizer state"
-        names = listed(named, SHOWN)
+        names = quote_names(named, SHOWN)
         return f"{names} may be weights that are only named like optimizer state"
     if name in REWRITTEN and found.parts == (path,):
         return Thinning(found.entry, name, (), freed, tuple(tensor.name for tensor in out))
@@ -123,7 +123,7 @@ def _strike_out(folder: Path, files: Sequence[Path], deletion: TwoPhaseDelete) -
         path = folder / name
         if not path.is_file() or path.is_symlink():
             continue
-        with storage_errors("change", path):
+        with wrap_os_errors("change", path):
             text = os.fsdecode(path.read_bytes())
             left = lines_without(text, goes)
             if left != text:
@@ -147,7 +147,7 @@ def _rewrite(thinning: Thinning, deletion: TwoPhaseDelete) -> None:
     entry = thinning.entry
     room = deletion.free_name(f"{entry.path.name}-thin")
     target = room / entry.path.name
-    with storage_errors("rewrite", entry.path):
+    with wrap_os_errors("rewrite", entry.path):
         room.mkdir()
         options = ConversionOptions(to=thinning.format, from_format=thinning.format, only="all")
 
@@ -162,7 +162,7 @@ def _rewrite(thinning: Thinning, deletion: TwoPhaseDelete) -> None:
         _keep_time(target, entry.time)
     entry.require_unchanged()
     try:
-        with storage_errors("replace", entry.path):
+        with wrap_os_errors("replace", entry.path):
             file_system.rename_atomically(target, Path(entry.path), file_system.EXCHANGE)
             sync_directory(deletion.root)
     except file_system.UnsupportedRenameError:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 from ckptctl import dtypes
-from ckptctl.catalog import Box, Catalog, Computed, Input, made_of
+from ckptctl.catalog import Box, Catalog, ComputedTensor, ComputeInput, list_input_files
 from ckptctl.installed import has_torch, require_package, require_torch
 from ckptctl.planner.copying.copies import needs_permutation
 from ckptctl.planner.plan import Plan
@@ -70,7 +70,7 @@ class Kind:
     compute: Callable[[Output], Rounding | None]
     overflows: bool = False
     keeps_infinite: bool = False
-    needs_torch: Callable[[Computed], bool] = lambda _: True
+    needs_torch: Callable[[ComputedTensor], bool] = lambda _: True
     rows: int = 1
     package: str = ""
 
@@ -84,12 +84,12 @@ def load_kinds() -> dict[str, Kind]:
     return {name: kind for module in modules for name, kind in module.KINDS.items()}
 
 
-def can_overflow(computed: Computed) -> bool:
+def can_overflow(computed: ComputedTensor) -> bool:
     """Return whether the arithmetic of *computed* can exceed the range of a dtype."""
     return load_kinds()[computed.kind].overflows
 
 
-def needs_torch(computed: Computed) -> bool:
+def needs_torch(computed: ComputedTensor) -> bool:
     """Return whether computing *computed* requires torch."""
     return load_kinds()[computed.kind].needs_torch(computed)
 
@@ -129,7 +129,7 @@ class Output:
     """
 
     opened: OpenFiles
-    computed: Computed
+    computed: ComputedTensor
     inputs: Sequence[InputTensor]
     rows: range
     columns: range
@@ -173,7 +173,7 @@ class InputTensor:
         entry: The tensor.
     """
 
-    def __init__(self, opened: OpenFiles, made_of: Input, file: str, number: int) -> None:
+    def __init__(self, opened: OpenFiles, made_of: ComputeInput, file: str, number: int) -> None:
         self.entry = made_of.entry
         self._opened = opened
         self._root = made_of.root
@@ -286,7 +286,7 @@ class OpenFiles:
     """
 
     def __init__(
-        self, computed: Mapping[str, Computed], open_root: Callable[[TreePath], SourceFiles]
+        self, computed: Mapping[str, ComputedTensor], open_root: Callable[[TreePath], SourceFiles]
     ) -> None:
         self._computed = computed
         self.open_root = open_root
@@ -388,7 +388,7 @@ class ComputedFile(ByteSource):
 
     batches_pieces = True
 
-    def __init__(self, opened: OpenFiles, name: str, computed: Computed) -> None:
+    def __init__(self, opened: OpenFiles, name: str, computed: ComputedTensor) -> None:
         self.kind = load_kinds()[computed.kind]
         self._opened = opened
         self._computed = computed
@@ -554,7 +554,7 @@ class CatalogReader(threading.local, RootReader):
 @contextmanager
 def open_reader(catalog: Catalog) -> Iterator[CatalogReader]:
     """Open a reader of the stored and virtual files of *catalog*."""
-    roots = {catalog.root} | {root for root, _ in made_of(catalog.computed)}
+    roots = {catalog.root} | {root for root, _ in list_input_files(catalog.computed)}
     with ExitStack() as stack:
         sources = {root: stack.enter_context(source_files(root)) for root in roots}
         yield CatalogReader(catalog, sources.__getitem__)

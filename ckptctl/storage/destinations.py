@@ -12,15 +12,15 @@ from ckptctl.errors import (
     RefusedError,
     StorageError,
     UsageError,
-    listed,
+    quote_names,
     spell_option,
-    storage_errors,
+    wrap_os_errors,
 )
 from ckptctl.storage.file_system import list_mounts_in
 from ckptctl.storage.paths import require_local, resolve_links
 from ckptctl.storage.urls import SCHEME, to_local_path
 from ckptctl.tree import TreePath
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 STAGING_SUFFIX = ".ckptctl-staging"
 Recognize = Callable[[TreePath], bool]
@@ -123,7 +123,7 @@ def check_target(target: Path, *, overwrite: bool, is_checkpoint: Recognize) -> 
         raise RefusedError(
             f"the destination is not {replaceable.noun} and is not overwritten",
             where=str(target),
-            why=f"it contains {listed(sorted(item.name for item in target.iterdir()))}"
+            why=f"it contains {quote_names(sorted(item.name for item in target.iterdir()))}"
             if is_folder
             else None,
             hint="move it away or choose another destination",
@@ -176,7 +176,7 @@ def count_free_bytes(path: Path) -> int:
     path = path.absolute()
     while not path.exists() and path != path.parent:
         path = path.parent
-    with storage_errors("access", path):
+    with wrap_os_errors("access", path):
         status = os.statvfs(path)
     return status.f_bavail * status.f_frsize
 
@@ -188,7 +188,7 @@ def require_space(path: Path, needed: int, allocated: int = 0) -> None:
         raise RefusedError(
             "not enough disk space for the output",
             where=str(path),
-            why=f"{counted(needed - allocated, 'byte')} needed, {free:,} free",
+            why=f"{pluralize(needed - allocated, 'byte')} needed, {free:,} free",
         )
 
 

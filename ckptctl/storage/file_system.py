@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from ckptctl.errors import storage_errors
+from ckptctl.errors import wrap_os_errors
 
 NOREPLACE = 1
 EXCHANGE = 2
@@ -77,7 +77,7 @@ def rename_exclusively(path: Path, target: Path) -> None:
 
 def write_file(path: Path, *parts: bytes, sync: bool = True) -> None:
     """Write a new file, or raise if it exists."""
-    with storage_errors("write", path), path.open("xb") as file:
+    with wrap_os_errors("write", path), path.open("xb") as file:
         file.writelines(parts)
         file.flush()
         if sync:
@@ -93,7 +93,7 @@ def add_file(path: Path, content: Sequence[bytes], *, sync: bool) -> None:
 
 def sync_directory(path: Path) -> None:
     """Sync the entries of a directory."""
-    with storage_errors("sync", path):
+    with wrap_os_errors("sync", path):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)

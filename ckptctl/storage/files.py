@@ -22,7 +22,7 @@ from ckptctl.errors import (
     SourceNotFoundError,
     StorageError,
     UnsupportedError,
-    storage_errors,
+    wrap_os_errors,
 )
 from ckptctl.file_identity import FileIdentity
 from ckptctl.storage.paths import OutsideError, leads_outside, require_relative, resolve_links
@@ -214,7 +214,7 @@ class LocalFiles(SourceFiles):
     def read_identity(self, name: str) -> FileIdentity:
         """See :meth:`SourceFiles.read_identity`."""
         with self._hold_descriptor(name) as descriptor:
-            return FileIdentity.of(os.fstat(descriptor))
+            return FileIdentity.from_stat(os.fstat(descriptor))
 
     def read_some(self, name: str, offset: int, nbytes: int) -> bytes:
         """See :meth:`SourceFiles.read_some`."""
@@ -240,7 +240,7 @@ class LocalFiles(SourceFiles):
 
     def open_descriptor(self, name: str) -> int:
         """See :meth:`SourceFiles.open_descriptor`."""
-        with storage_errors("open", self.root / name):
+        with wrap_os_errors("open", self.root / name):
             return os.open(self.path(name), os.O_RDONLY | os.O_CLOEXEC)
 
     def _read_fully(
@@ -301,33 +301,33 @@ class UrlFiles(SourceFiles):
 
     def __init__(self, root: UrlPath) -> None:
         self._tree = root.tree
-        self.root: UrlPath = UrlPath(root.tree, root.tree.look(root.url))
+        self.root: UrlPath = UrlPath(root.tree, root.tree.resolve_url(root.url))
 
     def close(self) -> None:
         """Drop cached data."""
-        self._tree.trim()
+        self._tree.trim_cache()
 
     def drop_metadata(self) -> None:
         """Drop cached metadata and listings."""
-        self._tree.forget(self.root.url)
+        self._tree.refresh_entries(self.root.url)
 
     def path(self, name: str) -> UrlPath:
         """See :meth:`SourceFiles.path`."""
-        self._tree.file(self._build_url(name))
+        self._tree.get_file_entry(self._build_url(name))
         return self.root / name
 
     def read_identity(self, name: str) -> FileIdentity:
         """See :meth:`SourceFiles.read_identity`."""
-        entry = self._tree.file(self._build_url(name))
-        return FileIdentity(entry.size, entry.mtime_ns, entry.mtime_ns, entry.number, 0)
+        entry = self._tree.get_file_entry(self._build_url(name))
+        return FileIdentity(entry.size, entry.mtime_ns, entry.mtime_ns, entry.version_number, 0)
 
     def find_digest(self, name: str) -> str | None:
         """See :meth:`SourceFiles.find_digest`."""
-        return self._tree.file(self._build_url(name)).digest
+        return self._tree.get_file_entry(self._build_url(name)).digest
 
     def read_some(self, name: str, offset: int, nbytes: int) -> bytes:
         """See :meth:`SourceFiles.read_some`."""
-        return bytes(self._tree.read(self._build_url(name), offset, nbytes))
+        return bytes(self._tree.read_range(self._build_url(name), offset, nbytes))
 
     def fill_views(self, name: str, views: Sequence[memoryview], offset: int) -> int:
         """See :meth:`SourceFiles.fill_views`."""
@@ -335,7 +335,7 @@ class UrlFiles(SourceFiles):
         remaining, filled, requested = list(views), 0, sum(map(len, views))
         while filled < requested:
             request_bytes = min(MAX_REQUEST_BYTES, requested - filled)
-            data = memoryview(self._tree.read(url, offset + filled, request_bytes))
+            data = memoryview(self._tree.read_range(url, offset + filled, request_bytes))
             copied = 0
             for view in remaining:
                 part = data[copied : copied + len(view)]
@@ -350,11 +350,11 @@ class UrlFiles(SourceFiles):
 
     def prefetch(self, name: str, offset: int) -> None:
         """See :meth:`SourceFiles.prefetch`."""
-        self._tree.prefetch(self._build_url(name), offset)
+        self._tree.prefetch_range(self._build_url(name), offset)
 
     def limit_read_ahead(self, name: str, stop: int) -> None:
         """See :meth:`SourceFiles.limit_read_ahead`."""
-        self._tree.end(self._build_url(name), stop)
+        self._tree.mark_range_end(self._build_url(name), stop)
 
     def _build_url(self, name: str) -> str:
         return f"{self.root.url}/{require_relative(name, self.root.url)}"

@@ -15,7 +15,7 @@ from typing import IO, NoReturn
 from ckptctl.errors import DamagedError, UnsupportedError
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.stand_ins import require_content
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 MAX_BYTES = 100_000_000
 MAX_DIGITS = 400
@@ -125,7 +125,7 @@ def _check_size(size: int, limit: int, where: str) -> None:
         raise UnsupportedError(
             "the JSON text is too large",
             where=where,
-            why=f"{counted(size, 'byte')}, limit {limit:,}",
+            why=f"{pluralize(size, 'byte')}, limit {limit:,}",
         )
 
 
@@ -153,7 +153,7 @@ def _parse_finite(text: str) -> float:
 
 def _parse_integer(text: str) -> int:
     if len(text) > MAX_DIGITS:
-        raise ValueError(f"an integer has {counted(len(text), 'digit')}")
+        raise ValueError(f"an integer has {pluralize(len(text), 'digit')}")
     return int(text)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ckptctl.errors import RefusedError, StorageError, storage_errors
+from ckptctl.errors import RefusedError, StorageError, wrap_os_errors
 
 LOCK_FILE = "lock"
 _PROC_LOCKS = Path("/proc/locks")
@@ -50,7 +50,7 @@ def hold_folder_lock(folder: Path, doing: str) -> Iterator[None]:
 
     Not every file system supports this, and :func:`hold_lock` does not conflict with such a lock.
     """
-    with storage_errors("lock", folder):
+    with wrap_os_errors("lock", folder):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         _acquire_flock(descriptor, folder, doing, wait=False)
@@ -90,7 +90,7 @@ def _acquire_lock(folder: Path, target: Path, doing: str, *, to_sweep: bool) -> 
         try:
             if folder.is_symlink():
                 raise RefusedError("the staging directory is a symbolic link", where=str(folder))
-            with storage_errors("create", folder):
+            with wrap_os_errors("create", folder):
                 folder.mkdir(exist_ok=True)
             descriptor = os.open(path, flags, 0o666)
         except FileNotFoundError:  # another process removed the folder just now

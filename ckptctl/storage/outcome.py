@@ -10,7 +10,7 @@ from typing import Annotated
 
 from ckptctl.errors import RefusedError
 from ckptctl.results import JsonField
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 MAX_SHOWN_TENSORS = 3
 OUT_OF_RANGE = JsonField(
@@ -57,7 +57,9 @@ def describe_worst(losses: Mapping[str, OutOfRange]) -> str:
     names = sorted(losses, key=lambda name: (-losses[name].total, name))
     hidden_count = len(names) - MAX_SHOWN_TENSORS
     summary = "; ".join(f"`{name}`: {losses[name]}" for name in names[:MAX_SHOWN_TENSORS])
-    return f"{summary}; and {counted(hidden_count, 'more tensor')}" if hidden_count > 0 else summary
+    return (
+        f"{summary}; and {pluralize(hidden_count, 'more tensor')}" if hidden_count > 0 else summary
+    )
 
 
 def require_in_range(losses: Mapping[str, OutOfRange], hint: str) -> None:

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path, PureWindowsPath
 from typing import TypeVar, cast
 
-from ckptctl.errors import CkptError, UnsupportedError, UsageError, listed, nearest
+from ckptctl.errors import CkptError, UnsupportedError, UsageError, find_nearest, quote_names
 from ckptctl.storage.urls import (
     HUB_SCHEME,
     PACKAGES,
@@ -21,7 +21,7 @@ from ckptctl.storage.urls import (
     to_local_path,
 )
 from ckptctl.tree import TreePath, UrlPath, open_url
-from ckptctl.units import natural_key
+from ckptctl.units import to_natural_key
 
 P = TypeVar("P", bound=TreePath)
 MAX_LISTED_NAMES = 1000
@@ -50,7 +50,7 @@ def resolve_source_path(path: str | os.PathLike[str]) -> TreePath:
     """Parse a path or URL to read from, accessing a URL to resolve it."""
     parsed = parse_path(path)
     return (
-        UrlPath(parsed.tree, parsed.tree.look(parsed.url))
+        UrlPath(parsed.tree, parsed.tree.resolve_url(parsed.url))
         if isinstance(parsed, UrlPath)
         else parsed
     )
@@ -87,7 +87,7 @@ def require_no_failure(path: TreePath) -> None:
 
     Readers treat an unreadable file as damaged, which is only right for local files.
     """
-    if isinstance(path, UrlPath) and (failure := path.tree.failure(path.url)):
+    if isinstance(path, UrlPath) and (failure := path.tree.last_failure(path.url)):
         raise failure
 
 
@@ -125,11 +125,11 @@ def path_hint(path: str | TreePath) -> str:
             ]
     except OSError:
         return f"`{parent_folder}` cannot be listed"
-    similar_name = nearest(missing_name, names)
+    similar_name = find_nearest(missing_name, names)
     if similar_name:
         return f"did you mean `{parent_folder / similar_name}`?"
-    sorted_names = sorted(names, key=natural_key)
-    contents = f"`{parent_folder}` contains {listed(sorted_names, MAX_SHOWN_NAMES) if sorted_names else 'nothing'}"
+    sorted_names = sorted(names, key=to_natural_key)
+    contents = f"`{parent_folder}` contains {quote_names(sorted_names, MAX_SHOWN_NAMES) if sorted_names else 'nothing'}"
     repository = hub_url(path)
     return f"{contents}; write a Hub repository as `{repository}`" if repository else contents
 

@@ -23,9 +23,9 @@ from ckptctl.errors import (
     CkptError,
     RefusedError,
     StorageError,
-    listed,
+    quote_names,
     spell_option,
-    storage_errors,
+    wrap_os_errors,
 )
 from ckptctl.storage import file_system, lock, trash
 from ckptctl.storage.destinations import (
@@ -81,7 +81,7 @@ class Staging:
     def publish(self) -> list[str]:
         """Rename the output, whose files are synced, to its final name, and return notes."""
         check_target(self.target, overwrite=self._overwrite, is_checkpoint=self._is_checkpoint)
-        with storage_errors("publish", self.target):
+        with wrap_os_errors("publish", self.target):
             # After an exchange, `data` is the old output, which no journal may describe.
             self.journal.unlink(missing_ok=True)
             sync_directory(self.root)
@@ -102,7 +102,7 @@ class Staging:
             RefusedError: The output was replaced in the meantime; nothing is changed.
             StorageError: The rename or a sync failed.
         """
-        with storage_errors("withdraw the output", self.target):
+        with wrap_os_errors("withdraw the output", self.target):
             if _read_inode(self.target) != self._identity:
                 raise RefusedError(
                     "the output was replaced in the meantime", where=str(self.target)
@@ -204,7 +204,7 @@ def stage_output(
         stack.enter_context(raise_on_sigterm())
         parents = (target.parent, *target.parent.parents)
         missing = [path for path in parents if not path.exists()]
-        with storage_errors("create", target.parent):
+        with wrap_os_errors("create", target.parent):
             for path in reversed(missing):
                 path.mkdir(exist_ok=True)
                 sync_directory(path.parent)
@@ -265,14 +265,14 @@ def sweep_staging(target: Path, idle_seconds: float = 0.0) -> bool:
         return False
     if not lock_file.is_file() and (idle_seconds or any(root.iterdir())):
         return False  # a run killed while removing it leaves an empty folder
-    with storage_errors("remove", root):
+    with wrap_os_errors("remove", root):
         try:
             _require_own(root)
             if idle_seconds and _seconds_since_write(root) < idle_seconds:
                 return False
         except FileNotFoundError:  # its run is removing it
             return False
-    with lock.hold_lock(root, target, LOCK_PURPOSE, to_sweep=True), storage_errors("remove", root):
+    with lock.hold_lock(root, target, LOCK_PURPOSE, to_sweep=True), wrap_os_errors("remove", root):
         if journal.exists() or _seconds_since_write(root) < idle_seconds:
             return False
         trash.remove_path(root / DATA_NAME)
@@ -302,7 +302,7 @@ def _require_own(root: Path) -> None:
         raise RefusedError(
             "the staging directory contains files that ckptctl did not create",
             where=str(root),
-            why=f"unknown: {listed(sorted(unknown_names))}",
+            why=f"unknown: {quote_names(sorted(unknown_names))}",
             hint="move them away; this folder is deleted once the output is published",
         )
 
@@ -316,7 +316,7 @@ def _prepare_data(stage: Staging, *, resume: bool) -> None:
     if not resume or stage.data.is_symlink() or not stage.data.is_dir():
         trash.remove_path(stage.journal)
         trash.remove_path(stage.data)
-    with storage_errors("create", stage.data):
+    with wrap_os_errors("create", stage.data):
         stage.data.mkdir(exist_ok=True)
 
 

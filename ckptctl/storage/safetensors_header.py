@@ -22,7 +22,7 @@ from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import parse_json
 from ckptctl.storage.schema import MalformedError, malformed_errors, read_as
 from ckptctl.storage.stand_ins import describe_zeros, guess_kind, require_content
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 MAX_HEADER_BYTES = 100_000_000
 MAX_RANK = 64
@@ -69,7 +69,7 @@ def read_header(
     size = files.size(name) - start
     if size < 8:
         _raise_truncated(
-            f"the file has {counted(size, 'byte')}" if size else "the file is empty", where
+            f"the file has {pluralize(size, 'byte')}" if size else "the file is empty", where
         )
     length = int.from_bytes(files.read(name, start, 8), "little")
     if length > MAX_HEADER_BYTES or length + 8 > size:
@@ -81,11 +81,11 @@ def read_header(
             raise UnsupportedError(
                 "not a safetensors file: the first 8 bytes are not a plausible header length",
                 where=where,
-                why=f"it looks like {kind}" if kind else f"they encode {counted(length, 'byte')}",
+                why=f"it looks like {kind}" if kind else f"they encode {pluralize(length, 'byte')}",
                 hint=hint,
             )
         _raise_truncated(
-            f"a header of {counted(length, 'byte')} does not fit into a file of {size:,}", where
+            f"a header of {pluralize(length, 'byte')} does not fit into a file of {size:,}", where
         )
     text = files.read(name, start + 8, length)
     if not length and not any(files.read(name, start, min(size, HEAD_BYTES))):
@@ -152,14 +152,14 @@ def _parse_tensor(key: str, entry: object) -> Span:
     dtype_info = dtypes.BY_SAFETENSORS.get(code)
     if dtype_info is None:
         if end < begin:
-            raise MalformedError(f"`{key}` has {counted(end - begin, 'byte')}")
+            raise MalformedError(f"`{key}` has {pluralize(end - begin, 'byte')}")
         return code, tuple(shape), begin, end
     sizes, is_odd = tuple(shape), False
     if dtype_info.name == PACKED_DTYPE:  # torch counts two 4-bit elements as one
         is_odd = not shape or shape[-1] % 2 != 0
         sizes = sizes if is_odd else (*sizes[:-1], sizes[-1] // 2)
     if is_odd or end < begin or math.prod(sizes) * dtype_info.itemsize != end - begin:
-        raise MalformedError(f"`{key}` is {code} {shape}, but has {counted(end - begin, 'byte')}")
+        raise MalformedError(f"`{key}` is {code} {shape}, but has {pluralize(end - begin, 'byte')}")
     # The reference reader computes the running products in 64 bits.
     if any(size.bit_length() > 63 for size in (*shape, *accumulate(shape, mul))):
         raise MalformedError(f"the shape of `{key}` overflows")
@@ -181,7 +181,7 @@ def _check_spans(tensors: Mapping[str, Span], nbytes: int, where: str) -> None:
             )
         expected = end
     if expected != nbytes:
-        sizes_message = f"{counted(nbytes, 'byte')}, but the header describes {expected:,}"
+        sizes_message = f"{pluralize(nbytes, 'byte')}, but the header describes {expected:,}"
         if expected > nbytes:
             _raise_truncated(f"the data is truncated: {sizes_message}", where)
         raise MalformedError(f"the data is followed by other bytes: {sizes_message}")
@@ -222,7 +222,7 @@ def encode_header(
     raw = ("{" + ",".join(parts) + "}").encode("utf-8")
     raw += b" " * (-len(raw) % ALIGNMENT)
     if len(raw) > MAX_HEADER_BYTES:
-        raise RefusedError(f"a safetensors header of {counted(len(raw), 'byte')} is too large")
+        raise RefusedError(f"a safetensors header of {pluralize(len(raw), 'byte')} is too large")
     start = 8 + len(raw)
     return len(raw).to_bytes(8, "little") + raw, tuple(start + offset for offset in positions)
 
@@ -245,6 +245,6 @@ def _encode_shape(name: str, dtype: str, shape: tuple[int, ...]) -> str:
         shape = (*shape[:-1], shape[-1] * 2)
     if len(shape) > MAX_RANK:
         raise RefusedError(
-            f"`{name}` has {counted(len(shape), 'dimension')}, but at most {MAX_RANK} are supported"
+            f"`{name}` has {pluralize(len(shape), 'dimension')}, but at most {MAX_RANK} are supported"
         )
     return "[" + ",".join(map(str, shape)) + "]"

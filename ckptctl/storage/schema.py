@@ -36,9 +36,9 @@ from typing import (
     get_type_hints,
 )
 
-from ckptctl.errors import CkptError, UnsupportedError, either, nearest
+from ckptctl.errors import CkptError, UnsupportedError, find_nearest, format_alternatives
 from ckptctl.storage.pickles.inert import Inert
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 MAX_SHOWN_CHARACTERS = 40
 """Most characters of a value or key in a message."""
@@ -103,7 +103,8 @@ def value_in_range(minimum: int, end: int) -> Constraint:
 def size_between(minimum: int, maximum: int) -> Constraint:
     """Require *minimum* to *maximum* items."""
     return Constraint(
-        f"{minimum:,} to {counted(maximum, 'item')}", lambda value: minimum <= len(value) <= maximum
+        f"{minimum:,} to {pluralize(maximum, 'item')}",
+        lambda value: minimum <= len(value) <= maximum,
     )
 
 
@@ -143,7 +144,7 @@ def describe_value(value: object) -> str:
     if isinstance(value, str):
         return repr(value[:MAX_SHOWN_CHARACTERS])
     if type(value) is int and value.bit_length() > 64:
-        return f"an integer of {counted(value.bit_length(), 'bit')}"
+        return f"an integer of {pluralize(value.bit_length(), 'bit')}"
     if value is None or type(value) in (bool, int, float):
         return str(value)
     name = value.name[:MAX_SHOWN_CHARACTERS] if isinstance(value, Inert) else type(value).__name__
@@ -279,13 +280,13 @@ def _read_either(readers: Sequence[_Reader], value: object, seen: _Seen) -> obje
     raise (
         nested_errors[0]
         if nested_errors
-        else MismatchError(either([mismatch.expected for mismatch in errors]), value)
+        else MismatchError(format_alternatives([mismatch.expected for mismatch in errors]), value)
     )
 
 
 def _read_row(readers: Sequence[_Reader], value: object, seen: _Seen) -> object:
     if not isinstance(value, list | tuple) or len(value) != len(readers):
-        raise MismatchError(f"a list of {counted(len(readers), 'item')}", value)
+        raise MismatchError(f"a list of {pluralize(len(readers), 'item')}", value)
     return tuple(_read_each(readers, value, seen))
 
 
@@ -339,7 +340,7 @@ def _read_members(
         unknown_keys := [key for key in content if key not in members]
     ):
         name = str(unknown_keys[0])[:MAX_SHOWN_CHARACTERS]
-        similar_key = nearest(name, [*members])
+        similar_key = find_nearest(name, [*members])
         advice = f"; did you mean `{similar_key}`?" if similar_key else ""
         raise MismatchError("", name=f".{name}", problem=f"is unknown{advice}")
     arguments: dict[str, object] = {}

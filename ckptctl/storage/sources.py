@@ -7,12 +7,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import astuple
 from typing import TYPE_CHECKING
 
-from ckptctl.catalog import made_of
-from ckptctl.errors import ChangedError, CkptError, SourceNotFoundError, storage_errors
+from ckptctl.catalog import list_input_files
+from ckptctl.errors import ChangedError, CkptError, SourceNotFoundError, wrap_os_errors
 from ckptctl.file_identity import FileIdentity
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.tree import TreePath
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 if TYPE_CHECKING:
     from ckptctl.planner.plan import Plan
@@ -25,7 +25,7 @@ class Sources:
         self._plan = plan
         roots = {plan.source_root}
         roots |= {raw.root or plan.source_root for raw in plan.raw_copies}
-        roots |= {root for root, _ in made_of(plan.computed)}
+        roots |= {root for root, _ in list_input_files(plan.computed)}
         roots |= {root for root, _ in plan.inputs} | {check.root for check in plan.checks}
         self._open = {root: stack.enter_context(source_files(root)) for root in roots}
         self._identities = {
@@ -61,7 +61,7 @@ class Sources:
             is_complete = raw.offset == raw.target_offset == 0 and raw.nbytes == sizes[raw.target]
             if is_complete and current.size != raw.nbytes:
                 raise ChangedError(
-                    *key, f"it had {counted(raw.nbytes, 'byte')} and now has {current.size:,}"
+                    *key, f"it had {pluralize(raw.nbytes, 'byte')} and now has {current.size:,}"
                 )
         for key, identity in self._identities.items():
             current = self._read_identity(*key)
@@ -74,13 +74,13 @@ class Sources:
             status = self._open[root].path(name).stat()
         except (SourceNotFoundError, FileNotFoundError):
             raise ChangedError(root, name, "it was deleted") from None
-        return FileIdentity.of(status)
+        return FileIdentity.from_stat(status)
 
 
 def read_identity(path: TreePath) -> FileIdentity:
     """Return the identity of the file or folder at *path*."""
-    with storage_errors("access", path):
-        return FileIdentity.of(path.stat())
+    with wrap_os_errors("access", path):
+        return FileIdentity.from_stat(path.stat())
 
 
 def require_same_file(opened: tuple[TreePath, FileIdentity] | None) -> None:
@@ -89,7 +89,7 @@ def require_same_file(opened: tuple[TreePath, FileIdentity] | None) -> None:
         return
     path, original = opened
     try:
-        if original.one_with(FileIdentity.of(path.stat())):
+        if original.is_same_inode(FileIdentity.from_stat(path.stat())):
             return
     except FileNotFoundError:
         pass
@@ -110,7 +110,7 @@ def raise_changed_if(check: Callable[[], None]) -> Iterator[None]:
 
 def _describe_difference(was: FileIdentity, now: FileIdentity) -> str:
     if was.size != now.size:
-        return f"it had {counted(was.size, 'byte')} and now has {now.size:,}"
-    if not was.one_with(now):
+        return f"it had {pluralize(was.size, 'byte')} and now has {now.size:,}"
+    if not was.is_same_inode(now):
         return "another file has replaced it"
     return "its content, time, mode, owner or links changed"

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptctl.errors import RefusedError, StorageError, storage_errors
+from ckptctl.errors import RefusedError, StorageError, wrap_os_errors
 
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -32,7 +32,7 @@ def remove_path(path: Path) -> None:
 
 def clear_folder(path: Path) -> None:
     """Remove the contents of the directory at *path*."""
-    with storage_errors("empty", path), _open_walk(path, _OPEN) as walk:
+    with wrap_os_errors("empty", path), _open_walk(path, _OPEN) as walk:
         for name in _list_names(walk.descriptor):
             walk.remove_entry(name)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from ckptctl.errors import CkptError, RefusedError, StorageError, storage_errors
+from ckptctl.errors import CkptError, RefusedError, StorageError, wrap_os_errors
 from ckptctl.file_identity import FileIdentity
 from ckptctl.storage import file_system, lock, trash
 from ckptctl.storage.file_system import list_mounts_in, sync_directory
@@ -119,7 +119,7 @@ class TwoPhaseDelete:
         self.empty_trash()
 
     def _move_to_trash(self, path: Path, target: Path) -> None:
-        with storage_errors("remove", path):
+        with wrap_os_errors("remove", path):
             if target == self.folder and target.exists():
                 target.rmdir()  # raises if another run uses it
             file_system.rename_exclusively(path, target)
@@ -170,9 +170,9 @@ def lock_for_deletion(root: Path) -> Iterator[TwoPhaseDelete]:
 
 
 def _require_unchanged(path: Path, identity: FileIdentity) -> None:
-    with storage_errors("remove", path):
+    with wrap_os_errors("remove", path):
         status = path.lstat()
-    if FileIdentity.of(status) != identity:
+    if FileIdentity.from_stat(status) != identity:
         raise RefusedError("it was replaced in the meantime", where=str(path))
     mounted = list_mounts_in(path)
     if mounted:

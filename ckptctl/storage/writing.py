@@ -16,8 +16,8 @@ from typing import Any
 
 from ckptctl.errors import CkptError, DamagedError, UnsupportedError
 from ckptctl.storage import processes
-from ckptctl.tree import TreePath, UrlPath, number_of
-from ckptctl.units import counted
+from ckptctl.tree import TreePath, UrlPath, version_to_number
+from ckptctl.units import pluralize
 
 BUSY_MESSAGE = "another process is writing to the same destination"
 LOCK_NAME = ".ckptctl-writing"
@@ -229,7 +229,9 @@ def is_unchanged(path: TreePath, expected: UploadedFile, *, moved: bool = False)
     if moved or not isinstance(path, UrlPath) or not expected.version:
         return same
     versions = status.st_ino, str(status.st_mtime_ns)
-    return same and (number_of(expected.version) == versions[0] or expected.version == versions[1])
+    return same and (
+        version_to_number(expected.version) == versions[0] or expected.version == versions[1]
+    )
 
 
 def encode_objects(url: str, files: Mapping[str, UploadedFile]) -> bytes:
@@ -257,7 +259,7 @@ def _changed_objects_error(folder: TreePath) -> CkptError | None:
     for name, file in files.items():
         if not is_unchanged(folder / name, file, moved=True):
             why = (
-                f"`{name}` is missing or does not have the {counted(file.size, 'byte')} that were "
+                f"`{name}` is missing or does not have the {pluralize(file.size, 'byte')} that were "
                 "saved"
             )
             return _unfinished_error(

@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptctl.errors import UnsupportedError
 from ckptctl.storage.schema import read_as
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 MAX_TEXT_LENGTH = 1 << 20
 """Most characters to parse; a configuration has a few thousand lines."""
@@ -40,7 +40,7 @@ def parse_yaml(text: str, where: str) -> Mapping[str, object]:
 
     try:
         if len(text) > MAX_TEXT_LENGTH:
-            raise ValueError(f"the file has {counted(len(text), 'character')}")
+            raise ValueError(f"the file has {pluralize(len(text), 'character')}")
         loader = _build_loader()
         _require_few_events(text, loader)
         content = yaml.load(text, Loader=loader)
@@ -76,7 +76,7 @@ def _require_few_events(text: str, loader: Any) -> None:
             raise ValueError(TOO_DEEP)
         is_plain = isinstance(event, yaml.ScalarEvent) and event.implicit[0]
         if is_plain and len(event.value) > MAX_PLAIN_LENGTH:
-            raise ValueError(f"an unquoted value has {counted(len(event.value), 'character')}")
+            raise ValueError(f"an unquoted value has {pluralize(len(event.value), 'character')}")
 
 
 def _require_small(content: object) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from ckptctl.errors import DamagedError, MissingPackageError, UnsupportedError
 from ckptctl.storage.files import SourceFiles
 from ckptctl.tree import TreePath
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 STEP_BYTES = 1 << 20
 MAGIC = b"\x28\xb5\x2f\xfd"
@@ -171,7 +171,7 @@ def _require_complete_frames(source: _CompressedRange, where: str) -> None:
     def read_exactly(size: int) -> bytes:
         content = source.read(size)
         if len(content) < size:
-            why = f"the last frame is incomplete after {counted(nbytes, 'byte')}"
+            why = f"the last frame is incomplete after {pluralize(nbytes, 'byte')}"
             raise DamagedError("the Zstandard data is truncated", where=where, why=why)
         return content
 

@@ -24,7 +24,7 @@ from ckptctl.formats.dcp.metadata import Item
 from ckptctl.formats.dcp.metadata_writer import encode
 from ckptctl.formats.dcp_rank_local import FORMAT, rank_files
 from ckptctl.planner.boxes import check_coverage
-from ckptctl.results import Inline, JsonField, Result, rounded
+from ckptctl.results import Inline, JsonField, Result, round_seconds
 from ckptctl.storage.destinations import require_writable
 from ckptctl.storage.file_system import write_file
 from ckptctl.storage.files import source_files
@@ -85,7 +85,7 @@ class MetadataResult(Result, order=f"{FIELDS} notes"):
     """
 
     plan: Annotated[MetadataPlan, Inline(FIELDS)]
-    seconds: Annotated[float, JsonField("elapsed time; absent with `--dry-run`", to=rounded)]
+    seconds: Annotated[float, JsonField("elapsed time; absent with `--dry-run`", to=round_seconds)]
     notes: tuple[str, ...]
 
     @property

@@ -28,14 +28,14 @@ from typing import Annotated, Literal
 from ckptctl import families, formats
 from ckptctl.conversion import steps
 from ckptctl.errors import CkptError, SourceNotFoundError
-from ckptctl.installed import package_of
-from ckptctl.option_checks import STEPS
+from ckptctl.installed import find_package
+from ckptctl.option_checks import STEP_GROUP
 from ckptctl.results import JsonField, Result
 from ckptctl.storage import crc, file_system
 from ckptctl.storage.destinations import require_local_path
 from ckptctl.storage.file_system import sync_directory
 from ckptctl.storage.paths import expand_home, path_hint, resolve_links
-from ckptctl.units import counted, format_bytes, format_seconds
+from ckptctl.units import format_bytes, format_seconds, pluralize
 from ckptctl.version import __version__
 
 Status = Literal["ok", "warn", "fail"]
@@ -185,8 +185,10 @@ def _numbers(version: str) -> list[int]:
 def _plug_ins() -> Iterator[Check]:
     """Check whether plug-ins can be loaded and have unique names."""
     yield from _added("format", formats.ENTRY_POINTS, formats.names(), formats.load_added)
-    yield from _added("step", STEPS, (), steps.load_added)
-    yield from _added("model type", families.GROUP, families.built_in(), families.family)
+    yield from _added("step", STEP_GROUP, (), steps.load_added_step)
+    yield from _added(
+        "model type", families.ENTRY_POINT_GROUP, families.list_built_in(), families.family
+    )
 
 
 def _added(
@@ -197,7 +199,7 @@ def _added(
         yield Check(f"{kind}s", f"{len(built_in):,} built in, none added")
     counts = Counter(point.name for point in points)
     for point in sorted(points, key=lambda one: one.name):
-        name, found = f"{kind} {point.name}", f"added by {package_of(point)}"
+        name, found = f"{kind} {point.name}", f"added by {find_package(point)}"
         if point.name in built_in:
             hint = f"ignored, because ckptctl has a {kind} of that name; rename it in the package"
             yield Check(name, found, "warn", hint)
@@ -424,7 +426,7 @@ def _terminal() -> Check:
         return Check("terminal", "none (output is tab-separated)")
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     width = shutil.get_terminal_size().columns
-    return Check("terminal", f"{counted(width, 'column')}, {'no ' if plain else ''}color")
+    return Check("terminal", f"{pluralize(width, 'column')}, {'no ' if plain else ''}color")
 
 
 def _ranks() -> Check:

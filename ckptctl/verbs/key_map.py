@@ -8,8 +8,14 @@ from pathlib import Path
 from typing import Annotated
 
 from ckptctl import families, formats
-from ckptctl.conversion.recognition.model import Description
-from ckptctl.errors import SourceNotFoundError, UsageError, nearest, possible, spell_option
+from ckptctl.conversion.recognition.model import ModelDescription
+from ckptctl.errors import (
+    SourceNotFoundError,
+    UsageError,
+    find_nearest,
+    format_model_types,
+    spell_option,
+)
 from ckptctl.facts.agreement import agree
 from ckptctl.formats import meta
 from ckptctl.formats.base import ReadOptions
@@ -51,7 +57,7 @@ def map_key(key: str, options: MapOptions) -> KeyMap:
 
     Without a model type, the configuration determines it.
     """
-    with families.using(options.converter):
+    with families.use_converter_file(options.converter):
         model_type, to_layout, given = options.model_type, options.to_layout, options.sizes
         config = Path(options.config) if options.config else None
         if not (model_type or config):
@@ -67,7 +73,7 @@ def map_key(key: str, options: MapOptions) -> KeyMap:
         if config:
             read = _of_ranks(config, read, family)
         described, params = read.get("config.json"), read.get("params.json")
-        files = [Description(name, _place(config, name), one) for name, one in read.items()]
+        files = [ModelDescription(name, _place(config, name), one) for name, one in read.items()]
         agree(family, files, given, asked=model_type or family.name)
         sizes = read_sizes(family, described, params, given)
         tied = has_tied_embeddings(family, described, params)
@@ -83,7 +89,7 @@ def _layout_of(family: Family, key: str) -> str:
     known = [name for name in family.layouts if any(family.get_layout(name).iterate_meanings(key))]
     if not known:
         layouts = {name: list_similar_keys(family.get_layout(name), key) for name in family.layouts}
-        close = nearest(key, [known for keys in layouts.values() for known in keys])
+        close = find_nearest(key, [known for keys in layouts.values() for known in keys])
         return next((name for name, keys in layouts.items() if close in keys), family.layouts[0])
     first = family.get_layout(known[0])
     if all(family.get_layout(name).has_same_tensors(first) for name in known):
@@ -98,13 +104,15 @@ def _layout_of(family: Family, key: str) -> str:
 def _configured(place: TreePath | None, read: Mapping[str, Json]) -> str:
     """Return the model type that the files at *place* describe."""
     names = list_configured_families(
-        families.families(), read.get("config.json"), read.get("params.json")
+        families.load_families(), read.get("config.json"), read.get("params.json")
     )
     if len(names) != 1:
         raise UsageError(
             "the configuration does not determine the model type",
             where=str(place),
-            why=f"it matches {possible(names)}" if names else "it matches no known model type",
+            why=f"it matches {format_model_types(names)}"
+            if names
+            else "it matches no known model type",
             hint=f"set it with {spell_option('--model-type')}; `ckptctl models` lists all model "
             "types",
         )

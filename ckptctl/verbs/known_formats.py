@@ -7,7 +7,7 @@ from typing import Annotated
 
 from ckptctl import dtypes, formats
 from ckptctl.formats.base import Format, WritableFormat
-from ckptctl.results import JsonField, Result, or_none
+from ckptctl.results import JsonField, Result, empty_to_none
 
 FAMILY = ("--model-type NAME", "model type used to join the shards, if several match")
 OPTIONS = {
@@ -61,11 +61,13 @@ class KnownFormat(
         JsonField(
             "human-readable criteria for detection; null if its package does not state them",
             of="recognized",
-            to=or_none,
+            to=empty_to_none,
         ),
-        JsonField("human-readable criteria for completeness", of="wholeness", to=or_none),
+        JsonField("human-readable criteria for completeness", of="wholeness", to=empty_to_none),
         JsonField(
-            "programs that the format was tested against, and the tests", of="proof", to=or_none
+            "programs that the format was tested against, and the tests",
+            of="proof",
+            to=empty_to_none,
         ),
     ]
     package: Annotated[str | None, JsonField("package that adds it; null if built in")]

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from ckptctl import families
-from ckptctl.options import among
+from ckptctl.options import require_choice
 from ckptctl.planner.families.declarations import Signs, split_aliases
 from ckptctl.planner.families.tables import LogicalTensor, format_dims
 from ckptctl.planner.layouts import HF, Family, Layout
-from ckptctl.results import Inline, JsonField, Result, or_none
+from ckptctl.results import Inline, JsonField, Result, empty_to_none
 from ckptctl.shared_options import ModelsOptions
 
 SHOWN_KEYS = 3
@@ -80,8 +80,8 @@ class SizeNames:
     """Names of an axis size in configurations."""
 
     axis: Annotated[str, JsonField("name in the tables")]
-    config: Annotated[str, JsonField("name in `config.json`", to=or_none)]
-    params: Annotated[str, JsonField("name in `params.json`", to=or_none)]
+    config: Annotated[str, JsonField("name in `config.json`", to=empty_to_none)]
+    params: Annotated[str, JsonField("name in `params.json`", to=empty_to_none)]
 
 
 def size_names(sizes: Mapping[str, tuple[str, str]]) -> list[SizeNames]:
@@ -184,7 +184,7 @@ class Models(Result):
 
 def models(options: ModelsOptions) -> Models:
     """List all model types without parsing tables, or one of them with its tables."""
-    with families.using(options.converter):
+    with families.use_converter_file(options.converter):
         return Models(tuple(_models(options.family, options.layout)))
 
 
@@ -197,9 +197,9 @@ def _models(name: str | None, layout: str | None) -> Iterator[ModelType]:
         tables = tuple(_tables(family, chosen))
         yield ModelType(family, chosen, tuple(_recognized(family)), tables)
         return
-    known = families.families()
+    known = families.load_families()
     if layout is not None:
-        among(layout, "layout", families.layouts(known.values()))
+        require_choice(layout, "layout", families.list_layouts(known.values()))
     for family in known.values():
         if layout is None or layout in family.layouts:
             chosen = (layout,) if layout else family.layouts
@@ -229,7 +229,7 @@ def _value(value: object) -> str:
 
 
 def _tables(family: Family, chosen: tuple[str, ...]) -> Iterator[LayoutTable]:
-    others = [other for other in families.families().values() if other.name != family.name]
+    others = [other for other in families.load_families().values() if other.name != family.name]
     earlier: list[Layout] = []
     for name in chosen:
         layout = family.get_layout(name)

@@ -167,7 +167,7 @@ def _indented(text: str) -> str:
 
 NEEDS: Mapping[str, tuple[Collection[str], Callable[[str], Iterator[str]]]] = {
     "format": (formats.names(), format_needs),
-    "model type": (families.built_in(), family_needs),
+    "model type": (families.list_built_in(), family_needs),
     "command": (COMMANDS, command_needs),
     "module": (modules(REPOSITORY), module_needs),
 }
@@ -186,7 +186,7 @@ def hide_unfinished(patch: pytest.MonkeyPatch) -> None:
     known, shown, model_types = formats.builtin(), documents(), finished("model type")
     hidden = {*COMMANDS} - {*finished("command")}
     patch.setattr(formats, "builtin", lambda: {name: known[name] for name in FORMATS})
-    patch.setattr(families, "built_in", lambda: model_types)
+    patch.setattr(families, "list_built_in", lambda: model_types)
     patch.setattr(schema, "documents", lambda: {n: shown[n] for n in shown if n not in hidden})
 
 

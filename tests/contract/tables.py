@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ckptctl.catalog import TensorEntry
-from ckptctl.families import families
+from ckptctl.families import load_families
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.mapped import MappedTensor, compose_tensors
 from ckptctl.planner.mapping.matching import format_key, iterate_leads, list_indices
@@ -17,7 +17,7 @@ from ckptctl.planner.mapping.numbering import compute_numbering
 from ckptctl.planner.mapping.tensors import LayoutChange, map_tensors
 from tests.unit.planner.test_strided import elements_of_parts
 
-FAMILIES = families()
+FAMILIES = load_families()
 PAIRS = [
     (name, *pair)
     for name, family in FAMILIES.items()

@@ -19,13 +19,15 @@ from ckptctl.planner.mapping.adapters import (
 from ckptctl.planner.mapping.detect import detect_layouts
 from tests.contract.tables import copies, direct, mapped, moved, numbered, tiny
 
-ADAPTERS = families.adapters(families.families().values())
+ADAPTERS = families.build_adapter_families(families.load_families().values())
 PAIRS = [
     (name, *pair)
     for name, family in ADAPTERS.items()
     for pair in itertools.permutations(family.layouts, 2)
 ]
-BASES = [(name, layout) for name, base in families.families().items() for layout in base.layouts]
+BASES = [
+    (name, layout) for name, base in families.load_families().items() for layout in base.layouts
+]
 
 
 def factors(name, layout):
@@ -174,7 +176,7 @@ def fused(parts, groups):
 
 @pytest.mark.parametrize(("name", "layout"), BASES)
 def test_taken_apart_model_and_adapter_have_the_same_names(name, layout):
-    base = families.families()[name]
+    base = families.load_families()[name]
     model = derive_unfused_model(base, layout).get_layout(UNFUSED)
     adapter = (
         derive_unfused_adapters(base, layout).get_layout(UNFUSED)

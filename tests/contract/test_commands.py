@@ -56,8 +56,10 @@ def test_every_command_has_a_schema() -> None:
 def test_schemas_are_schemas(name: str) -> None:
     jsonschema = pytest.importorskip("jsonschema")
     for closed in (False, True):
-        jsonschema.Draft202012Validator.check_schema(schemas.named(name).schema(closed=closed))
-    found = schemas.named(name).schema()
+        jsonschema.Draft202012Validator.check_schema(
+            schemas.named(name).build_schema(closed=closed)
+        )
+    found = schemas.named(name).build_schema()
     assert found["$id"] == f"urn:ckptctl:{name}:1" and found["title"] == f"ckptctl.{name}/1"
     everything = json.dumps(found)
     assert '"additionalProperties": false' not in everything and "](" not in everything

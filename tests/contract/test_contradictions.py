@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 
 import ckptctl
-from ckptctl.conversion.recognition.model import Description
+from ckptctl.conversion.recognition.model import ModelDescription
 from ckptctl.errors import CkptError, MappingError, MissingTensorsError
 from ckptctl.facts.agreement import ContradictionError, agree
 from ckptctl.facts.fact_names import IGNORED, NOTED
 from ckptctl.facts.params import FORMULA, config_to_params, ffn_of
-from ckptctl.families import families
+from ckptctl.families import load_families
 from ckptctl.planner.families.declarations import split_aliases
 from tests.checkpoints.golden import Golden, family_of, names
 from tests.sweeps import one_in
 
-FAMILIES = families()
+FAMILIES = load_families()
 GOLDEN = {name: Golden.read(name) for name in names()}
 OWN, OTHER = "own/config.json", "assets/config.json"
 SKIPPED = {key for keys in IGNORED.values() for key in keys}
@@ -82,17 +82,17 @@ def without(values: Mapping[str, Any], path: Place) -> dict[str, Any]:
     return copy
 
 
-def configs(own: Any, assets: Any) -> list[Description]:
+def configs(own: Any, assets: Any) -> list[ModelDescription]:
     return [
-        Description("config.json", OWN, own),
-        Description("config.json", OTHER, assets, assets=True),
+        ModelDescription("config.json", OWN, own),
+        ModelDescription("config.json", OTHER, assets, assets=True),
     ]
 
 
 def contradicts_itself(family: Any, config: Any) -> bool:
     """Whether it states one fact in two ways, such as the number of layers and their kinds."""
     try:
-        agree(family, [Description("config.json", OWN, config)])
+        agree(family, [ModelDescription("config.json", OWN, config)])
     except ContradictionError:
         return True
     return False
@@ -116,21 +116,21 @@ def unused(config: Mapping[str, Any], path: Place) -> bool:
 def test_two_configurations(name: str) -> None:
     family, config = FAMILIES[family_of(name)], GOLDEN[name].config
     assert agree(family, configs(config, config)) == agree(None, configs(config, config))
-    assert not agree(family, configs(config, config)).texts()
+    assert not agree(family, configs(config, config)).get_texts()
     for path, value in leaves(config):
         less = changed(config, path, other(value))
         files = configs(config, less)
         if contradicts_itself(family, less):
             continue
         if irrelevant(path) or unused(config, path):
-            assert not agree(family, files).texts(), path
+            assert not agree(family, files).get_texts(), path
             continue
         try:
-            notes = agree(family, files).texts()
+            notes = agree(family, files).get_texts()
         except MappingError as error:
             said = error.why or ""
             assert OWN in said and OTHER in said, (path, error.to_json())
-            decided = agree(family, files, trust_assets=True).reasons("decided")
+            decided = agree(family, files, trust_assets=True).get_reasons("decided")
             assert decided and all(OTHER in text for text in decided.values())
         else:
             assert path[-1] in NOTED and any(path[-1] in note for note in notes), path
@@ -160,7 +160,7 @@ def test_what_only_the_source_says(name: str) -> None:
             assert error.exit_code in (2, 5)
             continue
         defaults = agree(family, configs(less, config))
-        assert found.texts() or not defaults.texts(), path
+        assert found.get_texts() or not defaults.get_texts(), path
 
 
 def params_of(name: str) -> dict[str, Any] | None:
@@ -180,9 +180,9 @@ def test_params_and_a_configuration(name: str) -> None:
     params = params_of(name) or {}
     shape = ffn_of(params, params["dim"])
 
-    def files(params: Any, config: Any) -> list[Description]:
-        own = Description("params.json", "own/params.json", params)
-        return [own, Description("config.json", OTHER, config, assets=True)]
+    def files(params: Any, config: Any) -> list[ModelDescription]:
+        own = ModelDescription("params.json", "own/params.json", params)
+        return [own, ModelDescription("config.json", OTHER, config, assets=True)]
 
     agree(family, files(params, config), asked=name)
     for path, value in leaves(config):

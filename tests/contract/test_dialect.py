@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 import ckptctl
-from ckptctl.errors import renaming, spell_option
-from ckptctl.keywords import in_python
+from ckptctl.errors import rename_options, spell_option
+from ckptctl.keywords import spell_in_python
 from ckptctl.runs.run_options import PruneOptions
 from ckptctl.save_load.loading.load_options import LoadOptions
 from ckptctl.verbs.inspection.inspect_options import InspectOptions
@@ -87,7 +87,7 @@ def test_texts_leave_the_spelling_of_options_to_front_ends() -> None:
 def test_no_message_speaks_of_a_command_line(options: type) -> None:
     found = dict(mentions())
     assert len(found) > 120
-    with in_python(options):
+    with spell_in_python(options):
         said = {place: spell_option(*texts) for place, texts in found.items()}
     left = {place: text for place, text in said.items() if SPELLED.search(text)}
     assert not left, "name the function that has the option in `keywords.FUNCTIONS`"
@@ -111,12 +111,12 @@ def test_how_front_ends_spell_options(
     options: tuple[str, ...], of: str, typed: str | None, said: str
 ) -> None:
     assert spell_option(*options, of=of) == (typed or f"`{' '.join(options)}`")
-    with in_python(LoadOptions):
+    with spell_in_python(LoadOptions):
         assert spell_option(*options, of=of) == said
 
 
 def test_an_option_of_one_side() -> None:
-    with renaming({"--from": "--format-a"}):
+    with rename_options({"--from": "--format-a"}):
         assert spell_option("--from hf", "--from-layout x") == "`--format-a hf --from-layout x`"
-    with in_python(LoadOptions), renaming({"--dtype": "cast=True"}):
+    with spell_in_python(LoadOptions), rename_options({"--dtype": "cast=True"}):
         assert spell_option("--dtype") == "`cast=True`"

@@ -45,7 +45,7 @@ from ckptctl.cli.app import app
 from ckptctl.cli.output import StoppedError
 from ckptctl.conversion import steps as conversion_steps
 from ckptctl.conversion.conversion_options import MergeOptions
-from ckptctl.options import declared
+from ckptctl.options import list_options
 from tests import s3_server
 from tests.contract.additions import FUNCTIONS, hide_unfinished
 
@@ -79,9 +79,9 @@ BLOCK = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 CACHES = (
-    *(families._entry_points, families._load),
+    *(families._entry_points, families._load_family),
     *(formats.entry_points, formats.load_added),
-    *(conversion_steps.entry_points, conversion_steps.load_added),
+    *(conversion_steps.entry_points, conversion_steps.load_added_step),
 )
 
 
@@ -485,13 +485,13 @@ def test_every_public_name_is_documented() -> None:
 
 def test_every_option_of_the_python_functions_is_documented() -> None:
     written = render("python")
-    missing = [o.name for o in declared(MergeOptions) if f"| `{o.name}` |" not in written]
+    missing = [o.name for o in list_options(MergeOptions) if f"| `{o.name}` |" not in written]
     assert not missing
 
 
 def test_every_model_type_and_layout_is_documented() -> None:
     models = render("models")
-    for name, family in families.families().items():
+    for name, family in families.load_families().items():
         assert f"| `{name}` |" in models
         assert all(f"`{text}`" in models for text in (*family.layouts, *family.aliases))
 

@@ -13,12 +13,12 @@ from safetensors.torch import save_file
 import ckptctl
 from ckptctl.errors import CkptError, MappingError
 from ckptctl.facts.compared import layers_compared, sizes_compared
-from ckptctl.families import families
+from ckptctl.families import load_families
 from tests.checkpoints.golden import Golden, family_of, names
 from tests.checkpoints.mutations import Mutation, mutated
 from tests.sweeps import one_in
 
-FAMILIES = families()
+FAMILIES = load_families()
 GOLDEN = {name: Golden.read(name) for name in names()}
 COUNTS = ("num_experts_per_tok", "n_group", "topk_group")
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ckptctl.errors import MappingError
-from ckptctl.families import names
+from ckptctl.families import list_names
 from ckptctl.planner.axes import AxisSizes
 from ckptctl.planner.mapping.detect import detect_layouts
 from ckptctl.planner.mapping.matching import list_indices
@@ -29,7 +29,7 @@ DIVIDED = [pair for pair in ALL if not pair[1].startswith("mcore")]
 """Layouts whose tensors ranks may divide: no parts of them take turns."""
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", list_names())
 def test_a_family_is_called_as_its_file_and_describes_itself(name):
     family = FAMILIES[name]
     assert family.name == name

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ckptctl
-from ckptctl.families import families
+from ckptctl.families import load_families
 from ckptctl.planner.families.declarations import find_set_alias, get_nested, has_field
 from tests.checkpoints.golden import Golden, digest, family_of, names
 from tests.sweeps import one_in
@@ -19,7 +19,7 @@ CASES = [(name, layout) for name, golden in GOLDEN.items() for layout in golden.
 
 
 def test_every_golden_digest_has_its_layout() -> None:
-    known = families()
+    known = load_families()
     unknown = [(n, layout) for n, layout in CASES if layout not in known[family_of(n)].layouts]
     assert not unknown, "run `python -m tests.oracle.make_golden`"
 
@@ -27,7 +27,7 @@ def test_every_golden_digest_has_its_layout() -> None:
 @pytest.mark.parametrize("name", GOLDEN)
 def test_configurations_state_all_sizes(name: str) -> None:
     """Only a head dimension may be silent, and what the model does not have is null."""
-    family, config = families()[family_of(name)], GOLDEN[name].config
+    family, config = load_families()[family_of(name)], GOLDEN[name].config
     names = {
         axis: find_set_alias(config, named[0]) for axis, named in family.sizes.items() if named[0]
     }

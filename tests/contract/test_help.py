@@ -19,7 +19,7 @@ from ckptctl.distributed.dcp.storage_reader import _ReaderOptions
 from ckptctl.distributed.loading.state_options import LoadCall
 from ckptctl.distributed.run.manager_options import FinalOptions, ManagerOptions
 from ckptctl.distributed.saving.save import _Save
-from ckptctl.options import Declared, Panel, declared
+from ckptctl.options import DeclaredOption, Panel, list_options
 from tests.vocabulary import BRITISH, words
 
 COMMANDS = {one.name: one for one in commands()}
@@ -40,9 +40,9 @@ SHORT = 80
 def texts() -> Iterator[tuple[str, str]]:
     """Yield every help text, with what it is of."""
     for name, command in COMMANDS.items():
-        yield from ((f"{name} {one.shown}", one.option.help) for one in command.every())
+        yield from ((f"{name} {one.display_name}", one.option.help) for one in command.every())
     for options in IN_PYTHON:
-        for one in declared(options):
+        for one in list_options(options):
             yield f"{options.__name__}.{one.name}", one.option.help
             if one.option.python:
                 yield f"{options.__name__}.{one.name} in Python", one.option.python
@@ -89,11 +89,11 @@ def test_panels_have_the_agreed_names() -> None:
     ],
 )
 def test_options_are_in_their_panel(panel: str, options: tuple[str, ...]) -> None:
-    panels = {one.shown: one.option.panel for one in COMMANDS["convert"].every()}
+    panels = {one.display_name: one.option.panel for one in COMMANDS["convert"].every()}
     assert {panels[option] for option in options} == {panel}
 
 
-def options_of(command: Command) -> list[Declared]:
+def options_of(command: Command) -> list[DeclaredOption]:
     return [one for one in command.every() if type(one.option).__name__ == "Option"]
 
 
@@ -113,7 +113,7 @@ def listed(text: str) -> set[str]:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_long_help_lists_all_options(name: str) -> None:
-    known = {one.shown for one in options_of(COMMANDS[name])}
+    known = {one.display_name for one in options_of(COMMANDS[name])}
     text = shown(name, "--help")
     assert listed(text) == known | {"--help"}
     assert shown("help", name) == text
@@ -129,7 +129,9 @@ def test_short_help_lists_common_and_brief_options(name: str) -> None:
         return
     summary = (command.run.__doc__ or "").partition("\n")[0]
     assert f"\n\n  {summary}\n\n" in short
-    brief = {one.shown for one in options if one.option.brief or one.option.panel == "Common"}
+    brief = {
+        one.display_name for one in options if one.option.brief or one.option.panel == "Common"
+    }
     assert listed(short) == brief | {"--help"} and len(brief) + 1 < count
     assert short.endswith(f"\n\n`ckptctl {name} --help` lists all {count} options\n")
     assert "Examples:\n" in short and "Arguments:\n" in short

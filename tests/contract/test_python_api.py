@@ -11,7 +11,7 @@ import ckptctl
 from ckptctl.cli import commands
 from ckptctl.cli.commands import Command
 from ckptctl.errors import UsageError
-from ckptctl.options import Argument, declared
+from ckptctl.options import Argument, list_options
 from tests.contract.additions import NOT_IN_PYTHON
 
 OF_THE_TERMINAL = {"dry_run", "json", "no_header", "quiet", "yes"}
@@ -35,7 +35,7 @@ def test_a_command_has_its_function(name: str) -> None:
     taken = inspect.signature(function).parameters
     hints = get_type_hints(command.run)
     of_cli = [hint for hint in hints.values() if hint.__module__.startswith("ckptctl.cli.")]
-    own = [*declared(command.run), *(one for hint in of_cli for one in declared(hint))]
+    own = [*list_options(command.run), *(one for hint in of_cli for one in list_options(hint))]
     arguments = {one.name for one in own if isinstance(one.option, Argument)}
     terminal = {one.name for one in own} - arguments
     known = OF_THE_TERMINAL | OF_A_LAUNCHER | OF_A_TREE

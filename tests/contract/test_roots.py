@@ -8,8 +8,8 @@ import torch
 
 import ckptctl
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
-from ckptctl.conversion.recognition.model import Request, understand
-from ckptctl.conversion.recognition.roots import unwrapped
+from ckptctl.conversion.recognition.model import ModelRequest, recognize_model
+from ckptctl.conversion.recognition.roots import strip_wrappers
 from ckptctl.errors import MappingError, UsageError
 from tests.checkpoints import save_torch, tiny_llama
 from tests.contract.tables import ALL, FAMILIES, tiny
@@ -41,7 +41,7 @@ def nested(shapes, head=(), prefix="", format="torch"):
 
 
 def found(catalog, **named):
-    known = understand(catalog, request=Request(**named))
+    known = recognize_model(catalog, request=ModelRequest(**named))
     return known.root, known.candidates, known.layout, known.exact
 
 
@@ -68,14 +68,14 @@ def test_no_model_type_has_to_be_named(head, prefix):
 def test_wrappers_of_layers_are_left_out_of_names(word):
     shapes = tiny(FAMILIES["qwen3"], "hf")
     named = {key.replace(".mlp.", f".{word}.mlp."): shape for key, shape in shapes.items()}
-    catalog = unwrapped(nested(named, ("state_dict",), "_orig_mod."))
+    catalog = strip_wrappers(nested(named, ("state_dict",), "_orig_mod."))
     assert catalog.tensors.keys() == nested(shapes, ("state_dict",), "_orig_mod.").tensors.keys()
     assert any(word in note for note in catalog.notes)
 
 
 def test_names_that_wrappers_alone_tell_apart_stay():
     catalog = nested({"layers.0.w": (1,), "layers.0._orig_mod.w": (1,)})
-    assert unwrapped(catalog) is catalog
+    assert strip_wrappers(catalog) is catalog
 
 
 def saved(tmp_path, content):

@@ -96,7 +96,11 @@ def interrupted(
     source: Path, target: Path, monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> None:
     """Convert until the first unit is in the journal, and stop."""
-    execution, append, do = ConversionOptions.execution, Journal.append_units, Worker.execute_unit
+    execution, append, do = (
+        ConversionOptions.to_execution_options,
+        Journal.append_units,
+        Worker.execute_unit,
+    )
     done: list[Unit] = []
 
     def journaled(options: ConversionOptions) -> ExecutionOptions:
@@ -115,7 +119,7 @@ def interrupted(
     with monkeypatch.context() as patch:
         patch.setattr("ckptctl.storage.execution.lanes.BATCH_UNITS", 1)
         patch.setattr(Worker, "execute_unit", one)
-        patch.setattr(ConversionOptions, "execution", journaled)
+        patch.setattr(ConversionOptions, "to_execution_options", journaled)
         patch.setattr(Journal, "append_units", appended)
         with pytest.raises(Stop):
             ckptctl.convert(source, target, **options)
@@ -149,7 +153,9 @@ def test_checksums_of_the_first_read_count_on_resume(
     """Where a file system keeps no time of the last change, what the source records of itself."""
     source, values = tmp_path / "in.pt", torch.arange(1 << 23, dtype=torch.int32)
     torch.save({"w": values}, source)
-    monkeypatch.setattr(FileIdentity, "of", lambda status: FileIdentity(status.st_size, 0, 0, 0, 0))
+    monkeypatch.setattr(
+        FileIdentity, "from_stat", lambda status: FileIdentity(status.st_size, 0, 0, 0, 0)
+    )
     options: dict[str, Any] = {"to": "hf", "jobs": 1, "memory": "4MiB", "resume": True}
     interrupted(source, tmp_path / "out", monkeypatch, **options)
     if written:

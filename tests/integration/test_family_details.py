@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import ckptctl
 from ckptctl.errors import MappingError
-from ckptctl.families import families
+from ckptctl.families import load_families
 from ckptctl.planner.mapping.detect import detect_layouts
 from tests.checkpoints import load_any_reference, save_dcp, save_hf
 from tests.checkpoints.golden import Golden, State, filled
@@ -136,11 +136,11 @@ def test_what_an_optimizer_keeps_of_such_a_norm(tmp_path: Path) -> None:
 def test_an_incomplete_extra_layer_is_noticed(tmp_path: Path) -> None:
     source = qwen3_next_with_mtp(tmp_path / "hf")
     shapes = {k: tuple(v.shape) for k, v in load_file(source / "model.safetensors").items()}
-    (found,) = detect_layouts(shapes, families(), {"model_type": "qwen3_next"})
+    (found,) = detect_layouts(shapes, load_families(), {"model_type": "qwen3_next"})
     assert found.is_exact
     gone = "mtp.layers.0.mlp.experts.3.up_proj.weight"
     del shapes[gone]
-    (found,) = detect_layouts(shapes, families(), {"model_type": "qwen3_next"})
+    (found,) = detect_layouts(shapes, load_families(), {"model_type": "qwen3_next"})
     assert (found.layout, found.missing, found.unmatched) == ("hf", (gone,), ())
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import ckptctl
 from ckptctl.errors import MappingError, MissingTensorsError, RefusedError, UsageError
-from ckptctl.families import families
+from ckptctl.families import load_families
 from tests.checkpoints.golden import Golden, digest, family_of, names
 
 QUICK = ("gemma3", "glm4_moe")
@@ -26,7 +26,7 @@ State = dict[str, torch.Tensor]
 
 def require_copied(name: str, layout: str) -> None:
     """Skip a layout that has the elements plus one: that rounds."""
-    leaves = families()[family_of(name)].get_layout(layout).leaves.values()
+    leaves = load_families()[family_of(name)].get_layout(layout).leaves.values()
     if any(leaf.offset > 0 for leaf in leaves):
         pytest.skip("elements are computed")
 

@@ -11,10 +11,10 @@ import torch
 
 import ckptctl
 from ckptctl.errors import (
-    HomelessError,
     MappingError,
     RefusedError,
     SourceNotFoundError,
+    UnmappedTensorError,
     UsageError,
 )
 from tests.checkpoints import save_hf
@@ -60,7 +60,7 @@ def test_what_would_stop_it_stops_it_before_training(tmp_path: Path) -> None:
     state = {"model": {**MODEL, "model.rotations": torch.zeros(3)}}
     with ckptctl.CheckpointManager(tmp_path / "run", final_format="meta") as manager:
         for arguments, error, said in (
-            ({"assets": assets}, HomelessError, r"`exclude='model.rotations'`"),
+            ({"assets": assets}, UnmappedTensorError, r"`exclude='model.rotations'`"),
             ({"assets": tmp_path / "elsewhere"}, SourceNotFoundError, ""),
             (
                 {"assets": assets, "exclude": "*.rotations", "mp": 3},

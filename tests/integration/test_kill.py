@@ -67,7 +67,7 @@ def make_plan(source: Path, target: Path, single: bool) -> Plan:
         raw.append(RawCopy("config.json", 0, 2, "sub/config.json"))
     sources = {}
     for path in source.iterdir():
-        sources[path.name] = FileIdentity.of(path.stat())
+        sources[path.name] = FileIdentity.from_stat(path.stat())
     return Plan(
         source,
         sources,

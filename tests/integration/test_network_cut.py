@@ -179,13 +179,13 @@ def test_31_an_upload_that_ends_early(
         if process.returncode == 8:
             assert "uploaded files were deleted" in text
     assert not _is_whole(url) and not any(_is_complete_for_readers(url))
-    assert bool(list(tmp_path.glob(f"{upload.PREFIX}*"))) == (how == "SIGKILL")
+    assert bool(list(tmp_path.glob(f"{upload.SCRATCH_PREFIX}*"))) == (how == "SIGKILL")
 
     code, text = _run(source, url, to, tmp_path, "--verify")
     assert code == 0, text
     assert not any("ckptctl-writing" in name for name in _there(url))
     assert server.uploads() == [], "parts that belong to nothing are paid for"
-    assert not list(tmp_path.glob(f"{upload.PREFIX}*"))
+    assert not list(tmp_path.glob(f"{upload.SCRATCH_PREFIX}*"))
     assert _is_whole(url) and all(_is_complete_for_readers(url))
 
 

@@ -130,7 +130,7 @@ def test_what_an_earlier_run_counted_is_not_forgotten(
     """A run that is refused leaves its journal where ``--resume`` asked for it."""
     monkeypatch.setattr(
         ConversionOptions,
-        "execution",
+        "to_execution_options",
         lambda asked: ExecutionOptions(jobs=1, resume=asked.resume, journal_every=1),
     )
     state, source, out = weights(), tmp_path / "source", tmp_path / "out"

@@ -242,12 +242,12 @@ def test_an_interrupted_run_goes_on(
         return whole(self, unit)
 
     options: dict[str, Any] = {"to": "hf", "quantize": "nvfp4", "jobs": 1, "resume": True}
-    execution = ConversionOptions.execution
+    execution = ConversionOptions.to_execution_options
 
     def often(asked: ConversionOptions) -> Any:
         return replace(execution(asked), journal_every=4096)
 
-    monkeypatch.setattr(ConversionOptions, "execution", often)
+    monkeypatch.setattr(ConversionOptions, "to_execution_options", often)
     monkeypatch.setattr("ckptctl.storage.execution.lanes.BATCH_UNITS", 2)
     with monkeypatch.context() as patch:
         patch.setattr(Worker, "execute_unit", stops)

@@ -341,13 +341,13 @@ def test_what_gitignore_names_is_not_left_out(hub: Hub) -> None:
 
 
 def test_a_push_beside_another_one(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = HubUpload.put
+    original = HubUpload.upload_file
 
     def put(self: HubUpload, name: str, path: Path) -> None:
         hub.repositories["org/new"].commit({"README.md": name.encode()})
         original(self, name, path)
 
-    monkeypatch.setattr(HubUpload, "put", put)
+    monkeypatch.setattr(HubUpload, "upload_file", put)
     with pytest.raises(StorageError, match="changed in the meantime"):
         _push()
     assert list(hub.repositories["org/new"].files) == ["README.md"]

@@ -16,7 +16,7 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ckptctl.facts.contradictions import LIMITED
-from ckptctl.families import families
+from ckptctl.families import load_families
 from ckptctl.planner.config_facts import list_operands
 from ckptctl.planner.families.declarations import split_aliases
 from tests.checkpoints.golden import Golden, family_of, names
@@ -53,7 +53,7 @@ def found() -> dict[str, dict[str, int]]:
 
 
 def _wanted(family_name: str) -> set[str]:
-    family = families()[family_name]
+    family = load_families()[family_name]
     sizes = {one for stated, _ in family.sizes.values() for one in split_aliases(stated) if one}
     formulas = {one for _, text in family.formulas for one in list_operands(text)}
     kinds = {fact for kind in family.kinds for fact in kind.facts}

@@ -14,7 +14,7 @@ import torch
 
 import ckptctl
 from ckptctl.errors import CkptError
-from ckptctl.families import families
+from ckptctl.families import load_families
 from tests.checkpoints.golden import Golden, digest, family_of
 from tests.checkpoints.readers import load_any_reference
 from tests.oracle.hf_models import random_model, save
@@ -22,7 +22,7 @@ from tests.oracle.tiny import TINY
 
 
 def main(chosen: list[str]) -> None:
-    known = families()
+    known = load_families()
     for name in chosen or TINY:
         if family_of(name) in known:
             with tempfile.TemporaryDirectory() as folder:
@@ -40,7 +40,7 @@ def golden(name: str, folder: Path) -> Golden:
     config.pop("transformers_version", None)
     found = Golden(config, tensors, {})
     source = found.save(folder / "source")
-    for layout in families()[family_of(name)].layouts:
+    for layout in load_families()[family_of(name)].layouts:
         target = folder / f"{layout}.pt"
         try:
             ckptctl.convert(

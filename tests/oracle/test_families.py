@@ -36,9 +36,9 @@ WITH_PEER = [
 def require(name: str, layout: str = "hf", peer: Peer | None = None) -> str:
     """Return the family of *name*; skip what is not there."""
     family = family_of(name)
-    if family not in families.names():
+    if family not in families.list_names():
         pytest.skip(f"no model type `{family}`")
-    if layout not in families.families()[family].layouts:
+    if layout not in families.load_families()[family].layouts:
         pytest.skip(f"`{family}` has no layout `{layout}`")
     if peer is not None and missing(peer):
         pytest.skip(f"not installed: {', '.join(missing(peer))}")
@@ -124,7 +124,7 @@ def test_peer_to_hf(tmp_path: Path, name: str, peer: Peer) -> None:
 
 def in_memory_layout(name: str, family: str) -> str:
     """Return the layout of ``model.state_dict()``: often that of the files."""
-    known = families.families()[family].layouts
+    known = families.load_families()[family].layouts
     if name == "clip_text" and "hf-fresh" in known:
         return "hf-fresh"
     return "hf-v5" if "hf-v5" in known else "hf"

@@ -32,7 +32,7 @@ ELSEWHERE = {
 
 
 def compared() -> set[tuple[str, str]]:
-    known = families.names()
+    known = families.list_names()
     found = {
         (family_of(name), peer.LAYOUT)
         for peer in PEERS
@@ -46,15 +46,17 @@ def compared() -> set[tuple[str, str]]:
     found |= {(family_of(name), "mcore") for name in mcore_models.MODELS}
     found |= {(family_of(name), "mcore-local") for name in mcore_models.MODELS}
     found |= {(family_of(name), "gguf") for name in {*gguf_files.NAMES} - {*gguf_files.UNREAD}}
-    layouts = {(name, layout) for name, f in families.families().items() for layout in f.layouts}
+    layouts = {
+        (name, layout) for name, f in families.load_families().items() for layout in f.layouts
+    }
     return (found | ELSEWHERE.keys()) & layouts
 
 
 def test_what_is_claimed_is_compared() -> None:
-    claimed = {(n, layout) for n, f in families.families().items() for layout in f.proofs}
+    claimed = {(n, layout) for n, f in families.load_families().items() for layout in f.proofs}
     assert claimed - compared() == set()
 
 
 def test_what_is_compared_is_claimed() -> None:
-    claimed = {(n, layout) for n, f in families.families().items() for layout in f.proofs}
+    claimed = {(n, layout) for n, f in families.load_families().items() for layout in f.proofs}
     assert compared() - claimed == set()

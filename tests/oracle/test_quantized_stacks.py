@@ -202,7 +202,7 @@ def stacks_of(name: str) -> dict[str, tuple[str, bool]]:
 @pytest.mark.parametrize("name", TINY)
 def test_what_transformers_holds_in_stacks(name: str) -> None:
     family = family_of(name)
-    if family not in families.names():
+    if family not in families.list_names():
         pytest.skip(f"no model type `{family}`")
     stacks = stacks_of(name)
     if not stacks:

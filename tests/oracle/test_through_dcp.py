@@ -35,7 +35,7 @@ def recognized(folder: Path) -> set[str]:
     config = json.loads((folder / "config.json").read_text())
     state = load_any_reference(folder)
     shapes = {key: tuple(value.shape) for key, value in state.items()}
-    found = detect_layouts(shapes, families.families(), config)
+    found = detect_layouts(shapes, families.load_families(), config)
     return {candidate.family for candidate in found if candidate.is_exact}
 
 

@@ -24,7 +24,7 @@ EXTENTS = tuple(
 
 
 def test_extents_are_made_on_demand() -> None:
-    columns = ExtentColumns.of(ROWS)
+    columns = ExtentColumns.from_rows(ROWS)
     assert len(columns) == 5
     assert tuple(columns) == EXTENTS
     assert (columns[0], columns[-1]) == (EXTENTS[0], EXTENTS[-1])
@@ -35,8 +35,8 @@ def test_extents_are_made_on_demand() -> None:
 
 
 def test_they_equal_a_tuple_of_the_same() -> None:
-    columns = ExtentColumns.of(ROWS)
-    assert columns == EXTENTS == ExtentColumns.of(list(ROWS))
+    columns = ExtentColumns.from_rows(ROWS)
+    assert columns == EXTENTS == ExtentColumns.from_rows(list(ROWS))
     assert hash(columns) == hash(EXTENTS) and repr(columns) == repr(EXTENTS)
     assert pickle.loads(pickle.dumps(columns)) == columns
     assert columns != EXTENTS[:4] and columns[:4] != columns
@@ -47,7 +47,7 @@ def test_they_equal_a_tuple_of_the_same() -> None:
 
 
 def test_some_have_checksums() -> None:
-    plain = ExtentColumns.of(ROWS)
+    plain = ExtentColumns.from_rows(ROWS)
 
     def with_crcs(crcs: list[int] | None) -> ExtentColumns:
         parts = plain.boxes, plain.files, plain.starts, plain.lengths
@@ -63,12 +63,12 @@ def test_some_have_checksums() -> None:
 
 
 def test_there_may_be_none() -> None:
-    assert ExtentColumns.of([]) == ()
-    assert not ExtentColumns.of(ROWS[:0]).boxes
+    assert ExtentColumns.from_rows([]) == ()
+    assert not ExtentColumns.from_rows(ROWS[:0]).boxes
 
 
 def test_what_is_asked_of_columns_is_asked_of_objects() -> None:
-    columns = ExtentColumns.of(ROWS)
+    columns = ExtentColumns.from_rows(ROWS)
     assert list(ranges_of(columns)) == list(ranges_of(EXTENTS))
     assert list(files_of(columns)) == list(files_of(EXTENTS))
     assert codecs_of(columns) == codecs_of(EXTENTS) == ["torch"] * 5

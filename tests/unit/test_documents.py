@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import pytest
 
-from ckptctl.documents import Document, schema_of
+from ckptctl.documents import Document, build_type_schema
 from ckptctl.results import Inline, JsonField, Result
 
 
@@ -50,7 +50,7 @@ SMALL = Document("small", f"{__name__}:Small")
 
 
 def test_types():
-    found = SMALL.schema()
+    found = SMALL.build_schema()
     assert found["description"] == "It is `open`."
     assert found["required"] == ["schema", "ckptctl", "name", "by_key"]
     assert found["properties"]["name"] == {
@@ -62,8 +62,8 @@ def test_types():
     assert by_key["additionalProperties"] == {"type": "string", "description": "one"}
     assert found["properties"]["more"]["items"]["properties"] == {"x": {"type": "string"}}
     assert found["additionalProperties"] is True
-    assert SMALL.schema(closed=True)["additionalProperties"] is False
-    assert schema_of(dict[str, bool])["additionalProperties"] == {"type": "boolean"}
+    assert SMALL.build_schema(closed=True)["additionalProperties"] is False
+    assert build_type_schema(dict[str, bool])["additionalProperties"] == {"type": "boolean"}
 
 
 @pytest.mark.parametrize(
@@ -82,17 +82,17 @@ def test_types():
 def test_what_another_program_says(change, valid):
     jsonschema = pytest.importorskip("jsonschema")
     body = {"schema": "ckptctl.small/1", "ckptctl": "1", "name": "a", "by_key": {}, **change}
-    assert jsonschema.Draft202012Validator(SMALL.schema()).is_valid(body) is valid
-    closed = jsonschema.Draft202012Validator(SMALL.schema(closed=True))
+    assert jsonschema.Draft202012Validator(SMALL.build_schema()).is_valid(body) is valid
+    closed = jsonschema.Draft202012Validator(SMALL.build_schema(closed=True))
     assert closed.is_valid(body) is (valid and "new" not in change)
 
 
 def test_several_forms():
     here = __name__
     both = Document("both", f"{here}:Small | {here}:Done & {here}:Other, --else: {here}:Other")
-    first, second = both.schema()["anyOf"]
+    first, second = both.build_schema()["anyOf"]
     assert first["required"] == ["schema", "ckptctl", "name", "by_key", "z"]
     assert list(first["properties"])[2:] == ["name", "more", "by_key", "seconds", "z"]
     assert second["required"] == ["schema", "ckptctl", "z"]
     assert second["properties"]["z"]["items"] == {"type": ["integer", "null"]}
-    assert [shape.option for shape in both.shapes] == ["", "--else"]
+    assert [shape.option for shape in both.forms] == ["", "--else"]

@@ -7,14 +7,20 @@ import shlex
 
 import pytest
 
-from ckptctl.errors import ChangedError, CkptError, HomelessError, command, nearest
+from ckptctl.errors import (
+    ChangedError,
+    CkptError,
+    UnmappedTensorError,
+    find_nearest,
+    format_command,
+)
 
 
 @pytest.mark.parametrize(
     "error",
     [
         ChangedError("/run/step-1", "a.distcp", "it is gone"),
-        HomelessError("no such tensor", where="m", keys=("a", "b")),
+        UnmappedTensorError("no such tensor", where="m", keys=("a", "b")),
         CkptError("interrupted"),
     ],
 )
@@ -43,12 +49,12 @@ def test_its_text_is_what_it_says_now() -> None:
     ],
 )
 def test_the_nearest_name_is_near(name: str, known: list[str], found: str | None) -> None:
-    assert nearest(name, known) == found
+    assert find_nearest(name, known) == found
 
 
 @pytest.mark.parametrize("path", ["run", "-dash", "a b", "it's"])
 def test_a_command_takes_its_path_for_one(path: str) -> None:
-    words = shlex.split(command("convert", path, "DST", options=("--to", "hf")).strip("`"))
+    words = shlex.split(format_command("convert", path, "DST", options=("--to", "hf")).strip("`"))
     plain = ["ckptctl", "convert", path, "DST", "--to", "hf"]
     guarded = ["ckptctl", "convert", "--to", "hf", "--", path, "DST"]
     assert words == (guarded if path == "-dash" else plain)

@@ -5,12 +5,12 @@ import pytest
 
 from ckptctl import families as module
 from ckptctl.errors import CkptError, UsageError
-from ckptctl.families import families, family, names
+from ckptctl.families import family, list_names, load_families
 
 
 @pytest.fixture
 def fresh(monkeypatch):
-    caches = (module.built_in, module._entry_points, module._load)
+    caches = (module.list_built_in, module._entry_points, module._load_family)
     for cached in caches:
         cached.cache_clear()
     yield monkeypatch
@@ -40,8 +40,8 @@ def test_only_a_known_layout_is_looked_up(layout, hint):
 
 
 def test_llamas_are_there():
-    assert {"llama2", "llama3", "llama3_2"} <= set(names())
-    assert families()["llama3"] is family("llama3")
+    assert {"llama2", "llama3", "llama3_2"} <= set(list_names())
+    assert load_families()["llama3"] is family("llama3")
 
 
 @pytest.mark.parametrize("said", ["llama3.2", "Llama3-2", "llama3_2", " llama3_2 "])
@@ -79,7 +79,7 @@ def test_entry_points(fresh):
     real = family("llama3")
     fresh.setattr(module, "_entry_points", lambda: {"mine": Entry("mine", real)})
     assert family("mine") is real
-    assert "mine" in families()
+    assert "mine" in load_families()
 
 
 def test_an_entry_point_that_is_no_family(fresh):

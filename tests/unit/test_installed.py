@@ -38,7 +38,7 @@ def test_where_packages_describe_themselves(
     assert installed.entry_points(GROUP) == {}
     monkeypatch.syspath_prepend(str(folder))
     assert [point.value for point in installed.entry_points(GROUP).values()] == ["json:dumps"]
-    assert not installed.mentioned(f"{GROUP}.others") or place == "zip"
+    assert not installed.may_have_entry_points(f"{GROUP}.others") or place == "zip"
 
 
 def test_importers_that_know_packages_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,9 +50,9 @@ def test_importers_that_know_packages_are_asked(monkeypatch: pytest.MonkeyPatch)
         def find_distributions(*_: object) -> list[object]:
             return []
 
-    assert not installed.mentioned(GROUP)
+    assert not installed.may_have_entry_points(GROUP)
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
-    assert installed.mentioned(GROUP)
+    assert installed.may_have_entry_points(GROUP)
 
 
 def test_nothing_is_imported_where_there_are_none() -> None:

@@ -9,7 +9,7 @@ def test_texts_of_a_kind_are_returned_once_and_in_order() -> None:
     notes = Notes()
     notes.add("one", "two", "one")
     notes.add("three", kind="warning")
-    assert notes.texts() == ("one", "two") and notes.texts("warning") == ("three",)
+    assert notes.get_texts() == ("one", "two") and notes.get_texts("warning") == ("three",)
 
 
 def test_last_reason_of_a_subject_counts() -> None:
@@ -17,8 +17,8 @@ def test_last_reason_of_a_subject_counts() -> None:
     notes.explain("skipped", {"a": "first", "b": "other"})
     notes.explain("dropped", {"a": "elsewhere"})
     notes.explain("skipped", {"a": "last"})
-    assert list(notes.reasons("skipped").items()) == [("a", "last"), ("b", "other")]
-    assert notes.reasons("missing") == {}
+    assert list(notes.get_reasons("skipped").items()) == [("a", "last"), ("b", "other")]
+    assert notes.get_reasons("missing") == {}
 
 
 def test_notes_of_another_step_are_taken_over_with_their_kinds() -> None:

@@ -17,8 +17,8 @@ from ckptctl.api.conversion import _Conversion, _Merge
 from ckptctl.api.reading import _Report
 from ckptctl.distributed.run.manager_options import FinalOptions, ManagerOptions
 from ckptctl.errors import CkptError, UsageError, spell_option
-from ckptctl.keywords import keywords, python
-from ckptctl.options import Argument, Excludes, Option, Options, declared
+from ckptctl.keywords import accept_keywords, describe_option
+from ckptctl.options import Argument, Excludes, Option, Options, list_options
 from ckptctl.runs.run_options import PruneOptions
 from ckptctl.save_load.loading.load_options import LoadOptions
 from ckptctl.storage.threads import create_daemon, create_thread_pool
@@ -58,7 +58,7 @@ class Some(Base):
     inner: str = "not an option"
 
 
-KNOWN = {one.name: one for one in declared(Some)}
+KNOWN = {one.name: one for one in list_options(Some)}
 
 
 def test_fields_are_declared_in_their_order():
@@ -69,7 +69,7 @@ def test_fields_are_declared_in_their_order():
     assert [name for name, one in KNOWN.items() if one.required] == ["to"]
     assert [name for name, one in KNOWN.items() if one.repeated] == ["include", "sizes"]
     assert [name for name, one in KNOWN.items() if one.flag] == ["checksum", "resume"]
-    assert [KNOWN[name].shown for name in ("output", "checksum")] == ["--output", "--no-sum"]
+    assert [KNOWN[name].display_name for name in ("output", "checksum")] == ["--output", "--no-sum"]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_fields_are_declared_in_their_order():
     ],
 )
 def test_what_texts_mean(name, text, value):
-    found = KNOWN[name].read(text)
+    found = KNOWN[name].parse_value(text)
     assert found == value and type(found) is type(value)
 
 
@@ -112,7 +112,7 @@ def test_what_texts_mean(name, text, value):
 )
 def test_what_means_nothing(name, text, said):
     with pytest.raises(UsageError) as caught:
-        KNOWN[name].read(text)
+        KNOWN[name].parse_value(text)
     assert caught.value.what == said
 
 
@@ -154,7 +154,7 @@ def test_what_is_no_name_of_a_format(given, tmp_path):
         ckptctl.plan_conversion(DATA / "tiny-llama3-hf", tmp_path / "o", to=given)
 
 
-@keywords(Some)
+@accept_keywords(Some)
 def act(src: str, options: Some) -> Some:
     """Do something.
 
@@ -185,8 +185,8 @@ def test_keywords():
 
 
 def test_what_python_says():
-    assert python(KNOWN["checksum"]) == "Sums."
-    assert python(KNOWN["include"]) == "Globs."
+    assert describe_option(KNOWN["checksum"]) == "Sums."
+    assert describe_option(KNOWN["include"]) == "Globs."
 
 
 @pytest.mark.parametrize("given", [{"jbos": 2, "to": "x"}, {"src": "a", "inner": "x"}])
@@ -201,7 +201,7 @@ def test_an_argument_that_is_missing():
 
 
 def test_errors_in_python_name_keywords():
-    @keywords(Some)
+    @accept_keywords(Some)
     def run(path, options):
         raise CkptError(
             f"{spell_option('--to dcp')} and {spell_option('--jobs 3')} are odd",
@@ -220,7 +220,7 @@ def test_errors_in_python_name_keywords():
 
 
 def test_threads_spell_options_as_who_started_them():
-    @keywords(Some)
+    @accept_keywords(Some)
     def run(path, options):
         said = []
         thread = create_daemon(lambda: said.append(spell_option("--jobs 3")))
@@ -235,7 +235,7 @@ def test_threads_spell_options_as_who_started_them():
 
 
 def test_fields_that_mean_nothing_to_a_function():
-    @keywords(Some, without=("jobs",))
+    @accept_keywords(Some, excluded=("jobs",))
     def run(path, options):
         """Do it.
 
@@ -327,8 +327,8 @@ STRANGE: tuple[object, ...] = (
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_no_value_is_answered_with_anything_but_a_usage_error(options):
-    needed = {one.name: "hf" for one in declared(options) if one.required}
-    for one in declared(options):
+    needed = {one.name: "hf" for one in list_options(options) if one.required}
+    for one in list_options(options):
         for value in STRANGE:
             with suppress(UsageError):
                 options(**{**needed, one.name: value})
@@ -337,4 +337,4 @@ def test_no_value_is_answered_with_anything_but_a_usage_error(options):
 def test_an_argument_is_called_as_in_the_usage():
     def command(path: Annotated[str, Argument("A path.", metavar="PATH")]) -> None: ...
 
-    assert [one.shown for one in declared(command)] == ["PATH"]
+    assert [one.display_name for one in list_options(command)] == ["PATH"]

@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from ckptctl.errors import CkptError
-from ckptctl.results import Inline, JsonField, Result, count, or_none, printed, rounded
+from ckptctl.results import (
+    Inline,
+    JsonField,
+    Result,
+    count_items,
+    empty_to_none,
+    list_printed_fields,
+    round_seconds,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +31,12 @@ class Place:
 class Found(Result, order="bytes state"):
     """What there is."""
 
-    places: Annotated[tuple[Place, ...], JsonField(), JsonField(name="how_many", to=count)] = ()
+    places: Annotated[
+        tuple[Place, ...], JsonField(), JsonField(name="how_many", to=count_items)
+    ] = ()
     nbytes: Annotated[int, JsonField("size", name="bytes")] = 0
     hidden: Unknown = None  # type: ignore[name-defined]  # noqa: F821
-    why: Annotated[str, JsonField(to=or_none)] = ""
+    why: Annotated[str, JsonField(to=empty_to_none)] = ""
     by_name: Annotated[Mapping[str, Place], JsonField()] = field(default_factory=dict)
 
     @property
@@ -41,7 +51,7 @@ class Done(Result):
 
     found: Annotated[Found, Inline("bytes state why")]
     place: Annotated[Place | None, Inline()]
-    seconds: Annotated[float, JsonField(to=rounded)]
+    seconds: Annotated[float, JsonField(to=round_seconds)]
     other: Annotated[Found, JsonField("its size", of="nbytes", name="size")]
 
     @property
@@ -64,9 +74,9 @@ def test_fields_properties_and_their_order():
 
 
 def test_a_property_is_told_by_its_docstring():
-    texts = {one.name: one.text for one in printed(Found)}
+    texts = {one.name: one.text for one in list_printed_fields(Found)}
     assert (texts["state"], texts["bytes"]) == ("return a word", "size")
-    assert {one.name: one.text for one in printed(Done)}["state"] == "another"
+    assert {one.name: one.text for one in list_printed_fields(Done)}["state"] == "another"
 
 
 def test_inline():
@@ -75,7 +85,7 @@ def test_inline():
     assert list(done.to_json()) == ["bytes", "state", "why", "seconds", "size"]
     with_place = Done(Found(), Place(Path("/a")), 1, Found()).to_json()
     assert with_place["path"] == "/a" and "rank" not in with_place
-    optional = {one.name: one.optional for one in printed(Done)}
+    optional = {one.name: one.optional for one in list_printed_fields(Done)}
     assert optional["path"] and optional["rank"] and not optional["why"]
 
 
@@ -88,4 +98,4 @@ def test_a_module_that_nobody_knows():
 
 
 def test_what_else_there_is():
-    assert printed(int) == () and printed(Path) == ()
+    assert list_printed_fields(int) == () and list_printed_fields(Path) == ()

@@ -78,14 +78,14 @@ def test_format_seconds(seconds, text):
 
 def test_natural_order():
     names = ["layers.10.w", "layers.2.w", "layers.2", "a", "layers.02.w", "2", "b10", "b9"]
-    assert units.natural(names) == [
+    assert units.sort_naturally(names) == [
         "2", "a", "b9", "b10", "layers.2", "layers.02.w", "layers.2.w", "layers.10.w",
     ]  # fmt: skip
 
 
 @given(st.lists(st.text(alphabet="a1.²٣0é", max_size=6)))
 def test_natural_order_is_total(names):
-    assert units.natural(names) == units.natural(reversed(names))
+    assert units.sort_naturally(names) == units.sort_naturally(reversed(names))
 
 
 @pytest.mark.parametrize(
@@ -100,12 +100,12 @@ def test_natural_order_is_total(names):
     ],
 )
 def test_visible(text, shown):
-    assert units.visible(text) == shown
+    assert units.escape_unprintable(text) == shown
 
 
 @given(st.text(st.characters(exclude_categories=())))
 def test_visible_is_printable(text):
-    assert units.visible(text).isprintable()
+    assert units.escape_unprintable(text).isprintable()
 
 
 @pytest.mark.parametrize(
@@ -148,4 +148,4 @@ def test_minutes_are_not_months(text, months):
     ],
 )
 def test_counted_words_agree_with_the_number(words, none, single, several):
-    assert [units.counted(count, *words) for count in (0, 1, 1234)] == [none, single, several]
+    assert [units.pluralize(count, *words) for count in (0, 1, 1234)] == [none, single, several]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from ckptctl import families
 from ckptctl.conversion.recognition.model import Model
-from ckptctl.errors import listed, spell_option
+from ckptctl.errors import quote_names, spell_option
 from ckptctl.numerics.quantization.survey import plain_names
 from ckptctl.planner.config_demands import find_required_tensors
 from ckptctl.planner.config_facts import list_absent_heads
@@ -25,7 +25,7 @@ from ckptctl.planner.mapping.completeness import (
 )
 from ckptctl.planner.mapping.detect import detect_layouts
 from ckptctl.planner.mapping.matching import MatchedKeys
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 from ckptctl.verdict import STRUCTURE_COMPLETE, UNKNOWN_MODEL, Scope
 
 UNKNOWN_ADAPTER = (
@@ -38,7 +38,7 @@ TRANSFORMERS = "hf"
 
 
 @dataclass(frozen=True, slots=True)
-class Lacks:
+class MissingTensors:
     """Missing tensors of a model.
 
     Attributes:
@@ -64,16 +64,16 @@ class Lacks:
     def missing(self) -> dict[str, str]:
         """Tensors that are certainly missing, by name in the checkpoint, with reasons."""
         names = self.names if self.certain else ()
-        one = self.model.model_type
-        who = f"`{one}`" if one else "all matching model types"
+        model_type = self.model.model_type
+        who = f"`{model_type}`" if model_type else "all matching model types"
         why = f"required by {who}"
         return {self.model.root + name: why for name in names}
 
     @property
     def scope(self) -> Scope:
         """Scope of the check, either the model or only the structure."""
-        known = self.model.pairs and not self.unknown
-        return "model" if known and (self.certain or not self.names) else "structure"
+        has_table = self.model.pairs and not self.unknown
+        return "model" if has_table and (self.certain or not self.names) else "structure"
 
     @property
     def doubts(self) -> tuple[str, ...]:
@@ -81,19 +81,23 @@ class Lacks:
         if self.unknown or not self.model.pairs:
             return (self.unknown or UNKNOWN_MODEL,)
         if self.names and self.certain and self.more:
-            more = counted(self.more, "more missing tensor is", "more missing tensors are")
-            return (f"{more} not listed",)
+            hidden_count = pluralize(
+                self.more, "more missing tensor is", "more missing tensors are"
+            )
+            return (f"{hidden_count} not listed",)
         if not self.names or self.certain:
             return ()
-        missing = listed(self.names, 1, number=len(self.names) + self.more)
-        return (f"this is a part of {self.model.named} or a different model; missing: {missing}",)
+        missing = quote_names(self.names, 1, total=len(self.names) + self.more)
+        return (
+            f"this is a part of {self.model.display_name} or a different model; missing: {missing}",
+        )
 
-    def only(self, names: Collection[str]) -> Lacks:
+    def keep_only(self, names: Collection[str]) -> MissingTensors:
         """Return a copy that is limited to the tensors called *names*."""
-        kept = tuple(name for name in self.names if name in names)
-        return replace(self, names=kept, more=self.more if kept == self.names else 0)
+        kept_names = tuple(name for name in self.names if name in names)
+        return replace(self, names=kept_names, more=self.more if kept_names == self.names else 0)
 
-    def require_whole(self, where: str) -> None:
+    def require_complete(self, where: str) -> None:
         """Raise if tensors are certainly missing."""
         if self.names and self.certain:
             name, layout = self.model.pairs[0]
@@ -121,7 +125,9 @@ class Lacks:
             )
 
 
-def lacks(model: Model, names: Collection[str], target: str | None = None) -> Lacks:
+def find_missing_tensors(
+    model: Model, names: Collection[str], target: str | None = None
+) -> MissingTensors:
     """Find the tensors that are missing under every family that matches.
 
     A model without a head is complete for transformers, but not in another *target* layout.
@@ -131,24 +137,29 @@ def lacks(model: Model, names: Collection[str], target: str | None = None) -> La
         UsageError: A size given by the user is unknown, or contradicts a file.
     """
     if not names or is_adapter(names):
-        return Lacks((), False, model, UNKNOWN_ADAPTER if names else "")
+        return MissingTensors((), False, model, UNKNOWN_ADAPTER if names else "")
     if not model.exact:
-        model, names = _unquantized(model, names)
+        model, names = _as_unquantized(model, names)
     headless = target in (None, model.layout) or str(target).startswith(TRANSFORMERS)
     base = is_base(model.layout)
-    if model.exact and not model.configured and not model.request.sizes and (headless or not base):
-        return Lacks((), False, model)
-    found: dict[str, None] | None = None
+    if (
+        model.exact
+        and not model.has_configuration
+        and not model.request.sizes
+        and (headless or not base)
+    ):
+        return MissingTensors((), False, model)
+    common_names: dict[str, None] | None = None
     numbers: list[int] = []
     totals: list[int] = []
     # Long lists are not needed if many families match.
-    most = ALWAYS_LISTED if len(model.pairs) > FEW_FAMILIES else None
+    limit = ALWAYS_LISTED if len(model.pairs) > FEW_FAMILIES else None
     certain, begins, strange = True, True, tuple[str, ...]()
     for name, layout in model.pairs:
         family = families.family(name)
-        matched = model.match(family, family.get_layout(layout), names)
-        sizes = model.sizes(family, implied=False)
-        less = find_missing_keys(
+        matched = model.match_keys(family, family.get_layout(layout), names)
+        sizes = model.axis_sizes(family, implied=False)
+        lacking_tensors = find_missing_keys(
             family,
             family.get_layout(layout),
             matched,
@@ -158,59 +169,65 @@ def lacks(model: Model, names: Collection[str], target: str | None = None) -> La
             if headless
             else (),
             required=find_required_tensors(family, model.config, matched),
-            max_keys=most,
+            max_keys=limit,
         )
-        keys = dict.fromkeys(absent.key for absent in less.keys)
-        numbers.append(less.total - len(keys))
-        totals.append(less.total)
+        keys = dict.fromkeys(absent.key for absent in lacking_tensors.keys)
+        numbers.append(lacking_tensors.total - len(keys))
+        totals.append(lacking_tensors.total)
         strange = strange or tuple(matched.unmatched)
-        found = keys if found is None else {key: None for key in found if key in keys}
-        if found:  # otherwise the answers are not used
-            certain = certain and _certain(family, matched, model, less)
+        common_names = (
+            keys if common_names is None else {key: None for key in common_names if key in keys}
+        )
+        if common_names:  # otherwise the answers are not used
+            certain = certain and _is_certain(family, matched, model, lacking_tensors)
             begins = begins and is_truncated(family, family.get_layout(layout), matched, keys)
-    more = min(numbers, default=0)
-    if most and more > 0:  # truncated lists have fewer keys in common
-        more = min(totals) - len(found or ())
-    names = tuple(found or ())
-    return Lacks(names, certain, model, strange=strange, more=more, begins=begins)
+    hidden_count = min(numbers, default=0)
+    if limit and hidden_count > 0:  # truncated lists have fewer keys in common
+        hidden_count = min(totals) - len(common_names or ())
+    names = tuple(common_names or ())
+    return MissingTensors(names, certain, model, strange=strange, more=hidden_count, begins=begins)
 
 
-def _unquantized(model: Model, names: Collection[str]) -> tuple[Model, Collection[str]]:
+def _as_unquantized(model: Model, names: Collection[str]) -> tuple[Model, Collection[str]]:
     """Return the model and its names as if it were not quantized.
 
     Only applies to quantization schemes that no table describes.
     """
-    plain = plain_names(names)
-    if plain is names:
+    unquantized_names = plain_names(names)
+    if unquantized_names is names:
         return model, names
     model_type = model.request.model_type
-    types = [model_type] if model_type else families.names()
+    types = [model_type] if model_type else families.list_names()
     fitting = detect_layouts(
-        dict.fromkeys(plain, ()),
+        dict.fromkeys(unquantized_names, ()),
         {name: families.family(name) for name in types},
         model.config,
         model.params,
         is_user_specified=bool(model_type),
         root=model.root,
     )
-    pairs = tuple((one.family, one.layout) for one in fitting)
-    return replace(model, pairs=pairs, exact=any(one.is_exact for one in fitting)), plain
+    pairs = tuple((candidate.family, candidate.layout) for candidate in fitting)
+    return replace(
+        model, pairs=pairs, exact=any(candidate.is_exact for candidate in fitting)
+    ), unquantized_names
 
 
-def _certain(family: Family, matched: MatchedKeys, model: Model, less: MissingKeys) -> bool:
+def _is_certain(
+    family: Family, matched: MatchedKeys, model: Model, lacking_tensors: MissingKeys
+) -> bool:
     """Check if a checkpoint certainly contains a model of *family* despite missing tensors."""
     config = model.config or {}
     if matched.unmatched:
-        stated = config.get("architectures")
-        named = isinstance(stated, list) and family.architecture in stated
-        return named and "quantization_config" not in config
-    if model.request.model_type or model.configured:
+        architectures = config.get("architectures")
+        is_named = isinstance(architectures, list) and family.architecture in architectures
+        return is_named and "quantization_config" not in config
+    if model.request.model_type or model.has_configuration:
         return True
     # Require layers and tensors outside of layers: a head alone is not a model.
     tensors = family.tensors.values()
-    there = {bool(tensor.indices) for tensor in tensors if matched.count_keys(tensor)}
+    stored_kinds = {bool(tensor.indices) for tensor in tensors if matched.count_keys(tensor)}
     return (
-        less.total <= sum(len(group.keys) for group in matched.groups)
-        and there == {bool(tensor.indices) for tensor in tensors}
-        and all(absent.is_certain for absent in less.keys)
+        lacking_tensors.total <= sum(len(group.keys) for group in matched.groups)
+        and stored_kinds == {bool(tensor.indices) for tensor in tensors}
+        and all(absent.is_certain for absent in lacking_tensors.keys)
     )

@@ -11,25 +11,25 @@ from ckptctl import families, formats
 from ckptctl.catalog import Blob, Catalog, Path, TensorEntry
 from ckptctl.conversion.recognition.roots import (
     Selection,
-    checked_root,
-    containers,
-    covers,
-    roots,
-    select,
-    subtrees,
+    is_only_model,
+    list_containers,
+    list_roots,
+    list_subtrees,
+    parse_root,
+    select_model,
 )
 from ckptctl.errors import (
-    ALTERNATIVES,
-    HomelessError,
+    MAX_ALTERNATIVES,
     MappingError,
-    either,
-    listed,
-    nearest,
-    possible,
+    UnmappedTensorError,
+    find_nearest,
+    format_alternatives,
+    format_model_types,
+    quote_names,
     spell_option,
 )
 from ckptctl.formats.sidecar_files import DOCUMENTS
-from ckptctl.options import among
+from ckptctl.options import require_choice
 from ckptctl.planner.config_facts import (
     SUBMODEL_KEYS,
     Json,
@@ -48,7 +48,7 @@ from ckptctl.planner.mapping.detect import (
 )
 from ckptctl.planner.mapping.matching import MatchedKeys, match_keys
 from ckptctl.tree import TreePath
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 Candidates: TypeAlias = Sequence[Candidate]
 SHOWN_CANDIDATES = 12
@@ -56,9 +56,9 @@ SHOWN_CANDIDATES = 12
 
 CONFIG, ARGUMENTS = "config.json", "arguments"
 HYPER_PARAMETERS = "hyper_parameters"
-HOLDERS = ("config", "model_config", "model", "model_args", "cfg")
+CONFIG_HOLDERS = ("config", "model_config", "model", "model_args", "cfg")
 """Common keys for the configuration of the model in a module's arguments."""
-AXIS = "v"
+VOCABULARY_AXIS = "v"
 """Axis of the vocabulary's rows."""
 PADDED_LAYOUTS = ("mcore", "mcore-local")
 """Layouts of programs that pad the vocabulary."""
@@ -69,7 +69,7 @@ class WrongTypeError(MappingError):
 
 
 @dataclass(frozen=True, slots=True)
-class Description:
+class ModelDescription:
     """File that describes the model.
 
     Attributes:
@@ -88,7 +88,7 @@ class Description:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ModelRequest:
     """Properties of the model that the user sets, or None to detect them.
 
     Attributes:
@@ -102,7 +102,7 @@ class Request:
     sizes: Mapping[str, int] | None = None
 
 
-DETECTED = Request()
+DETECT_ALL = ModelRequest()
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Model:
         alike: Other layouts with the same names and axis orders.
         root: Prefix of the model's names in the checkpoint, with its dot; empty at the top.
         exact: Whether every key is known and none is missing.
-        inside: Prefixes of models elsewhere in the checkpoint with the families that match, if none
+        inner_models: Prefixes of models elsewhere in the checkpoint with the families that match, if none
             matches at *root*.
         pairs: Families and layouts that match; equivalent layouts are listed once.
         matched: Match of the model's keys in each of these layouts.
@@ -126,7 +126,7 @@ class Model:
     """
 
     catalog: Catalog = field(repr=False, compare=False)
-    request: Request
+    request: ModelRequest
     documents: Mapping[str, Json] = field(repr=False, compare=False)
     model_type: str | None = None
     candidates: tuple[str, ...] = ()
@@ -137,16 +137,16 @@ class Model:
     exact: bool = False
     config: Json | None = None
     params: Json | None = None
-    inside: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    inner_models: tuple[tuple[str, tuple[str, ...]], ...] = ()
     pairs: tuple[tuple[str, str], ...] = ()
     matched: Mapping[Layout, MatchedKeys] = field(default_factory=dict, repr=False, compare=False)
     denied: tuple[str, ...] = ()
-    described: tuple[Description, ...] = field(default=(), repr=False, compare=False)
+    described: tuple[ModelDescription, ...] = field(default=(), repr=False, compare=False)
 
     @cached_property
     def selection(self) -> Selection:
         """Leaves of the model, and names of all other leaves."""
-        return select(self.catalog, self.root)
+        return select_model(self.catalog, self.root)
 
     @cached_property
     def is_adapter(self) -> bool:
@@ -162,92 +162,102 @@ class Model:
         """Check if the tensors that *family* may tie are tied."""
         return has_tied_embeddings(family, self.config, self.params)
 
-    def sizes(self, family: Family, *, implied: bool) -> dict[str, int]:
+    def axis_sizes(self, family: Family, *, implied: bool) -> dict[str, int]:
         """Return the axis sizes that files or the user state. Add implied sizes if *implied*."""
         return read_sizes(
             family, self.config, self.params, self.request.sizes, include_defaults=implied
         )
 
-    def lists(self, family: Family) -> dict[str, list[int]]:
+    def layer_lists(self, family: Family) -> dict[str, list[int]]:
         """Return the lists of layer numbers from the configuration."""
         return read_layer_lists(family, self.config)
 
     def as_type(self, model_type: str) -> Model:
         """Recognize the same checkpoint as *model_type*."""
-        asked = replace(self.request, model_type=model_type)
-        return replace(understand(self.catalog, self.documents, asked), described=self.described)
+        request = replace(self.request, model_type=model_type)
+        return replace(
+            recognize_model(self.catalog, self.documents, request), described=self.described
+        )
 
-    def match(self, family: Family, layout: Layout, keys: Collection[str]) -> MatchedKeys:
+    def match_keys(self, family: Family, layout: Layout, keys: Collection[str]) -> MatchedKeys:
         """Match *keys* to the layout. Reuse the earlier match if they are all of the model's."""
         matched = self.matched.get(layout)
         if matched is not None and list(matched.order) == list(keys):
             return matched
         return match_keys(family, layout, keys)
 
-    def strays(self, keys: Collection[str]) -> Sequence[str]:
+    def list_unknown_keys(self, keys: Collection[str]) -> Sequence[str]:
         """Return those of *keys* that are unknown to the best-matching family."""
         if self.exact or not self.pairs:
             return ()
         name, layout = self.pairs[0]
         family = families.family(name)
-        return self.match(family, family.get_layout(layout), keys).unmatched
+        return self.match_keys(family, family.get_layout(layout), keys).unmatched
 
     def states_padding(self, rows: int, size: int) -> bool:
         """Check if recorded facts state that only *size* of *rows* rows are in use."""
         records = formats.get(self.catalog.format).recorded_facts(self.catalog)
         return records is not None and records.state_padding(rows, size)
 
-    def by_names_alone(self, layout: str | None) -> Model:
+    def without_model_type(self, layout: str | None) -> Model:
         """Return a copy of unknown model type whose names follow *layout*."""
         return replace(self, model_type=None, candidates=(), layout=layout, pairs=(), matched={})
 
     @property
-    def configured(self) -> bool:
+    def has_configuration(self) -> bool:
         """Whether a file describes the model."""
         return self.config is not None or self.params is not None
 
     @property
-    def named(self) -> str:
+    def display_name(self) -> str:
         """Model type for messages."""
-        return self.model_type or possible(self.candidates) or "unknown model"
+        return self.model_type or format_model_types(self.candidates) or "unknown model"
 
 
-def understand(
+def recognize_model(
     catalog: Catalog,
     documents: Mapping[str, Json] | None = None,
-    request: Request = DETECTED,
+    request: ModelRequest = DETECT_ALL,
 ) -> Model:
     """Recognize the model in *catalog* by names, shapes and configuration."""
     model_type, layout, root = request.model_type, request.layout, request.root
     documents = catalog.documents if documents is None else documents
     config, params = documents.get("config.json"), documents.get("params.json")
-    asked = families.family(model_type) if model_type else None
-    if asked is not None and asked.name in families.built_in() and config is not None:
-        _require_described(asked, str(model_type), config, catalog.path)
-    known = {asked.name: asked} if asked else families.families()
+    requested_family = families.family(model_type) if model_type else None
+    if (
+        requested_family is not None
+        and requested_family.name in families.list_built_in()
+        and config is not None
+    ):
+        _require_matching_type(requested_family, str(model_type), config, catalog.path)
+    families_by_name = (
+        {requested_family.name: requested_family} if requested_family else families.load_families()
+    )
     if adapter := is_adapter(catalog.tensors):
-        known = families.adapters(known.values())
-        model_type = next(iter(known), None) if model_type else None
+        families_by_name = families.build_adapter_families(families_by_name.values())
+        model_type = next(iter(families_by_name), None) if model_type else None
     if layout is not None and not is_base(layout):
-        among(layout, "layout", families.layouts(known.values()))
-    prefixes = [checked_root(catalog, root)] if root is not None else roots(catalog)
+        require_choice(layout, "layout", families.list_layouts(families_by_name.values()))
+    prefixes = [parse_root(catalog, root)] if root is not None else list_roots(catalog)
     format = formats.get(catalog.format)
     prefer = layout or format.layout
     records = format.recorded_facts(catalog)
     asked_records = None if config or params or model_type else records
-    named = containers(catalog)
+    container_roots = list_containers(catalog)
     tried: dict[str, Candidates] = {}
     denied: list[Candidate] = []
     for prefix in prefixes:
-        if prefix not in named and any(map(_exact, tried.values())):
+        if prefix not in container_roots and any(map(_has_exact, tried.values())):
             break
-        shapes = {name: entry.shape for name, entry in select(catalog, prefix).tensors.items()}
+        shapes = {
+            name: entry.shape for name, entry in select_model(catalog, prefix).tensors.items()
+        }
         fitting: Candidates = ()
         if asked_records:
-            fitting = asked_records.candidates(known, shapes, prefix)
+            fitting = asked_records.candidates(families_by_name, shapes, prefix)
         fitting = fitting or detect_layouts(
             shapes,
-            known,
+            families_by_name,
             config,
             params,
             prefer=prefer,
@@ -255,20 +265,28 @@ def understand(
             root=prefix,
         )
         if asked_records:
-            wrong = [one for one in fitting if asked_records.contradict(known[one.family])]
+            wrong = [
+                candidate
+                for candidate in fitting
+                if asked_records.contradict(families_by_name[candidate.family])
+            ]
             denied += wrong
-            fitting = [one for one in fitting if one not in wrong]
+            fitting = [candidate for candidate in fitting if candidate not in wrong]
         if not layout and not format.other_layouts:
             fitting = [c for c in fitting if format.layout in (c.layout, *c.alike)] or fitting
         tried[prefix] = fitting
-    place = prefixes[0]
+    best_root = prefixes[0]
     if len(tried) > 1:
-        place = max(tried, key=lambda prefix: _rank(tried[prefix]))
-        _require_one_root(place, tried, named, catalog.path)
-    inside = {} if root is not None or tried[place] else _inside(catalog, known, tried)
-    if len(inside) == 1 and covers(catalog, next(iter(inside))):
-        place = next(iter(inside))
-    fitting = tuple({**tried, **inside}[place])
+        best_root = max(tried, key=lambda prefix: _rank_candidates(tried[prefix]))
+        _require_single_root(best_root, tried, container_roots, catalog.path)
+    inner_models = (
+        {}
+        if root is not None or tried[best_root]
+        else _find_inner_models(catalog, families_by_name, tried)
+    )
+    if len(inner_models) == 1 and is_only_model(catalog, next(iter(inner_models))):
+        best_root = next(iter(inner_models))
+    fitting = tuple({**tried, **inner_models}[best_root])
     candidates = [c for c in fitting if layout in (None, c.layout, *c.alike)]
     if layout is not None and not candidates:
         matches = " or ".join(map(str, fitting))
@@ -279,41 +297,43 @@ def understand(
             if matches
             else "no known model type has these keys in that layout",
         )
-    names = _families(candidates)
+    names = _list_families(candidates)
     layouts = list(dict.fromkeys(c.layout for c in candidates))
     # The layouts only differ in layers without adapter, so any of them is correct.
-    any_layout = _exact(fitting) and adapter
+    any_layout = _has_exact(fitting) and adapter
     if layout is None and layouts and (len(layouts) == 1 or any_layout):
         layout = layouts[0]
-    model = names[0] if len(names) == 1 else model_type if names else None
-    if records and config is None and params is None and model in known:
-        config = records.configuration(known[model])
-    found = Model(
+    family_name = names[0] if len(names) == 1 else model_type if names else None
+    if records and config is None and params is None and family_name in families_by_name:
+        config = records.configuration(families_by_name[family_name])
+    recognized = Model(
         catalog,
         replace(request, model_type=model_type),
         documents,
-        model_type=model,
+        model_type=family_name,
         candidates=names,
         layout=layout,
         alike=candidates[0].alike if candidates else (),
         evidence=tuple(map(str, candidates)),
-        root=place,
-        exact=_exact(fitting),
+        root=best_root,
+        exact=_has_exact(fitting),
         config=config,
         params=params,
-        inside=() if candidates else tuple((p, _families(c)) for p, c in inside.items()),
+        inner_models=()
+        if candidates
+        else tuple((p, _list_families(c)) for p, c in inner_models.items()),
         pairs=tuple((c.family, c.layout) for c in candidates),
-        matched={known[c.family].get_layout(c.layout): c.matched for c in candidates},
-        denied=_families(denied),
+        matched={families_by_name[c.family].get_layout(c.layout): c.matched for c in candidates},
+        denied=_list_families(denied),
     )
     if model_type is None and config is None:
-        return _perhaps_tied(found, known)
-    return found
+        return _add_tied_families(recognized, families_by_name)
+    return recognized
 
 
-def descriptions_of(
+def iterate_descriptions(
     catalog: Catalog, roots: Mapping[str, TreePath] | None = None
-) -> Iterator[Description]:
+) -> Iterator[ModelDescription]:
     """Yield all descriptions of the model in a checkpoint, including trainer arguments.
 
     Lightning stores the arguments of a module as ``hyper_parameters``, which may contain a complete
@@ -326,40 +346,45 @@ def descriptions_of(
     for name, content in catalog.documents.items():
         if name in DOCUMENTS:
             home = (roots or {}).get(name, catalog.root)
-            yield Description(name, str(home / name), content)
-    for place, stated in catalog.stated.items():
-        yield Description(ARGUMENTS, place, stated)
+            yield ModelDescription(name, str(home / name), content)
+    for place, facts in catalog.stated.items():
+        yield ModelDescription(ARGUMENTS, place, facts)
     for name, records in catalog.extensions.items():
         for file, record in records.items():
-            yield Description(name, f"{file} in {catalog.path}", record)
-    given = [blob for blob in catalog.blobs.values() if blob.path[:1] == (HYPER_PARAMETERS,)]
-    for holder in ((), *((name,) for name in HOLDERS)) if given else ():
+            yield ModelDescription(name, f"{file} in {catalog.path}", record)
+    hyper_parameters = [
+        blob for blob in catalog.blobs.values() if blob.path[:1] == (HYPER_PARAMETERS,)
+    ]
+    for holder in ((), *((name,) for name in CONFIG_HOLDERS)) if hyper_parameters else ():
         path = (HYPER_PARAMETERS, *holder)
-        place, held = f"`{'.'.join(path)}` in {catalog.path}", _below(given, path)
-        if isinstance(held.get("model_type"), str):
-            yield Description(CONFIG, place, held, complete=False)
-        elif told := {
+        place, values = (
+            f"`{'.'.join(path)}` in {catalog.path}",
+            _nest_values(hyper_parameters, path),
+        )
+        if isinstance(values.get("model_type"), str):
+            yield ModelDescription(CONFIG, place, values, complete=False)
+        elif known_values := {
             name: value
-            for name, value in held.items()
+            for name, value in values.items()
             if name in MODEL_ARGUMENT_KEYS and isinstance(value, (bool, int, float, str))
         }:
-            yield Description(ARGUMENTS, place, told)
+            yield ModelDescription(ARGUMENTS, place, known_values)
 
 
-def _below(blobs: Iterable[Blob], path: Path) -> Json:
+def _nest_values(blobs: Iterable[Blob], path: Path) -> Json:
     """Build a nested dictionary from the values of the leaves below *path*."""
-    held: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for blob in blobs:
         keys = [key for key in blob.path[len(path) :] if isinstance(key, str)]
         if keys and blob.path == (*path, *keys):
-            inner = held
+            inner = values
             for key in keys[:-1]:
                 inner = inner.setdefault(key, {})
             inner[keys[-1]] = blob.value
-    return held
+    return values
 
 
-def _require_described(asked: Family, called: str, config: Json, where: TreePath) -> None:
+def _require_matching_type(family: Family, given_name: str, config: Json, where: TreePath) -> None:
     """Raise if config.json names another known model type than the user.
 
     Model types that refine each other, or have the same table, are equivalent. So are text models
@@ -367,101 +392,111 @@ def _require_described(asked: Family, called: str, config: Json, where: TreePath
     """
     parts = [
         config,
-        *(one for name in SUBMODEL_KEYS if isinstance(one := config.get(name), Mapping)),
+        *(section for name in SUBMODEL_KEYS if isinstance(section := config.get(name), Mapping)),
     ]
-    known = families.families()
-    own = {asked.name, *list_refined_families(asked, known)}
+    families_by_name = families.load_families()
+    related_names = {family.name, *list_refined_families(family, families_by_name)}
     for part in parts:
-        for name in list_configured_families(known, part):
-            other = known[name]
-            related = {name, *list_refined_families(other, known)} & own
-            named_alike = HF in asked.layouts and HF in other.layouts
+        for name in list_configured_families(families_by_name, part):
+            other_family = families_by_name[name]
+            related = {name, *list_refined_families(other_family, families_by_name)} & related_names
+            named_alike = HF in family.layouts and HF in other_family.layouts
             if related or (
-                named_alike and asked.get_layout(HF).has_same_tensors(other.get_layout(HF))
+                named_alike and family.get_layout(HF).has_same_tensors(other_family.get_layout(HF))
             ):
                 return
-    stated = list_configured_families(known, config)
-    if not stated:
+    stated_types = list_configured_families(families_by_name, config)
+    if not stated_types:
         return
     raise WrongTypeError(
-        f"{spell_option(f'--model-type {called}')} contradicts config.json",
+        f"{spell_option(f'--model-type {given_name}')} contradicts config.json",
         where=where,
         why=f"config.json has `model_type` `{config.get('model_type')}`, which belongs to "
-        f"{possible(tuple(stated))}",
+        f"{format_model_types(tuple(stated_types))}",
         hint=f"omit {spell_option('--model-type')}",
     )
 
 
-def _exact(fitting: Candidates) -> bool:
+def _has_exact(fitting: Candidates) -> bool:
     return any(candidate.is_exact for candidate in fitting)
 
 
-def _rank(fitting: Candidates) -> tuple[bool, float]:
-    return _exact(fitting), max((c.share for c in fitting), default=0.0)
+def _rank_candidates(fitting: Candidates) -> tuple[bool, float]:
+    return _has_exact(fitting), max((c.share for c in fitting), default=0.0)
 
 
-def _families(fitting: Candidates) -> tuple[str, ...]:
+def _list_families(fitting: Candidates) -> tuple[str, ...]:
     return tuple(dict.fromkeys(candidate.family for candidate in fitting))
 
 
-def _inside(
-    catalog: Catalog, known: Mapping[str, Family], tried: Mapping[str, Candidates]
+def _find_inner_models(
+    catalog: Catalog, families_by_name: Mapping[str, Family], tried: Mapping[str, Candidates]
 ) -> dict[str, Candidates]:
     """Find parts of *catalog* that exactly match a family, by prefix."""
     models: dict[str, Candidates] = {}
-    for prefix in subtrees(catalog):
+    for prefix in list_subtrees(catalog):
         if prefix in tried or any(prefix.startswith(outer) for outer in models):
             continue
-        shapes = {name: entry.shape for name, entry in select(catalog, prefix).tensors.items()}
-        fitting = detect_layouts(shapes, known, min_share=1.0, root=prefix)
-        if _exact(fitting):
+        shapes = {
+            name: entry.shape for name, entry in select_model(catalog, prefix).tensors.items()
+        }
+        fitting = detect_layouts(shapes, families_by_name, min_share=1.0, root=prefix)
+        if _has_exact(fitting):
             models[prefix] = fitting
     return models
 
 
-def _perhaps_tied(found: Model, known: Mapping[str, Family]) -> Model:
+def _add_tied_families(model: Model, families_by_name: Mapping[str, Family]) -> Model:
     """Add tied families if only equal tensors tell them apart.
 
     Meta's files of Llama 3.2 store the embedding twice, and params.json does not state that the
     tensors are tied.
     """
-    family = known.get(found.model_type or "")
-    if family is None or family.tied or found.layout is None or not found.exact:
-        return found
-    leaves = family.get_layout(found.layout).leaves
+    family = families_by_name.get(model.model_type or "")
+    if family is None or family.tied or model.layout is None or not model.exact:
+        return model
+    leaves = family.get_layout(model.layout).leaves
     pairs = [
         (leaves[tie.tensor].key.text, leaves[tie.of].key.text)
         for tie in family.ties
         if tie.tensor in leaves and tie.of in leaves
     ]
-    if not any(_same_crc(found.tensors, *pair) for pair in pairs):
-        return found
-    tied = [name for name, other in known.items() if other.tied and other.refines == family.name]
+    if not any(_have_same_checksums(model.tensors, *pair) for pair in pairs):
+        return model
+    tied = [
+        name
+        for name, tied_family in families_by_name.items()
+        if tied_family.tied and tied_family.refines == family.name
+    ]
     why = "because its tied tensors have the same recorded checksums"
     evidence = (f"{name}, {why}" for name in tied)
     return replace(
-        found,
-        model_type=None if tied else found.model_type,
-        candidates=(*found.candidates, *tied),
-        evidence=(*found.evidence, *evidence),
+        model,
+        model_type=None if tied else model.model_type,
+        candidates=(*model.candidates, *tied),
+        evidence=(*model.evidence, *evidence),
     )
 
 
-def _same_crc(tensors: Mapping[str, TensorEntry], one: str, other: str) -> bool:
+def _have_same_checksums(
+    tensors: Mapping[str, TensorEntry], first_name: str, second_name: str
+) -> bool:
     """Check if two tensors have the same recorded checksum for every box."""
     crcs = [
         [(extent.box, extent.crc32) for extent in tensors[name].extents]
-        for name in (one, other)
+        for name in (first_name, second_name)
         if name in tensors
     ]
     return len(crcs) == 2 and crcs[0] == crcs[1] and all(crc is not None for _, crc in crcs[0])
 
 
-def _require_one_root(
+def _require_single_root(
     place: str, tried: Mapping[str, Candidates], named: Sequence[str], where: TreePath
 ) -> None:
-    best = _rank(tried[place])
-    alike = [prefix for prefix in tried if prefix in named and _rank(tried[prefix]) == best]
+    best = _rank_candidates(tried[place])
+    alike = [
+        prefix for prefix in tried if prefix in named and _rank_candidates(tried[prefix]) == best
+    ]
     equals = [p for p in alike if not any(q != p and q.startswith(p) for q in alike)]
     if place in equals and len(equals) > 1:
         shown = " or ".join(f"`{prefix.rstrip('.')}`" for prefix in equals)
@@ -473,50 +508,53 @@ def _require_one_root(
         )
 
 
-def require_one_model(model: Model) -> None:
+def require_single_model(model: Model) -> None:
     """Raise if a checkpoint has several models of one kind, e.g. a teacher and a student."""
-    families_of = [set(names) for _, names in model.inside]
+    families_of = [set(names) for _, names in model.inner_models]
     if any(a & b for n, a in enumerate(families_of) for b in families_of[:n]):
-        first = model.inside[0][0].rstrip(".")
+        first = model.inner_models[0][0].rstrip(".")
         raise MappingError(
-            f"the checkpoint contains {counted(len(model.inside), 'model')}",
+            f"the checkpoint contains {pluralize(len(model.inner_models), 'model')}",
             where=model.catalog.path,
-            why=lying(model),
+            why=describe_locations(model),
             hint=f"pass {spell_option(f'--root {first}')} to select the first, or "
             f"{spell_option('--root .')} to select all with their prefixes",
         )
 
 
-def lying(model: Model) -> str:
+def describe_locations(model: Model) -> str:
     """Describe where the models of a checkpoint are, for messages."""
-    parts = [f"`{prefix.rstrip('.')}` ({possible(names)})" for prefix, names in model.inside]
-    return f"there is a model under {either(parts, 'and')}"
+    parts = [
+        f"`{prefix.rstrip('.')}` ({format_model_types(names)})"
+        for prefix, names in model.inner_models
+    ]
+    return f"there is a model under {format_alternatives(parts, 'and')}"
 
 
-def require_one(model: Model) -> None:
+def require_known_model(model: Model) -> None:
     """Raise MappingError unless exactly one family and one layout match."""
     if not model.candidates:
-        raise HomelessError(
+        raise UnmappedTensorError(
             "unknown model type",
             where=model.catalog.path,
-            why=lying(model) if model.inside else _strange(model),
+            why=describe_locations(model) if model.inner_models else _explain_mismatch(model),
             hint=f"{root_hint(model)}, or use format hf, dcp or torch to copy keys unchanged",
         )
     if model.model_type is None or model.layout is None:
-        matches = either(model.evidence, "and")
-        if len(model.evidence) > ALTERNATIVES:
+        matches = format_alternatives(model.evidence, "and")
+        if len(model.evidence) > MAX_ALTERNATIVES:
             described = (
                 "tensors and configuration" if model.config or model.params else "the tensors"
             )
-            matches = f"{described} match {listed(model.candidates, SHOWN_CANDIDATES)}"
-        option = _asked(model)
+            matches = f"{described} match {quote_names(model.candidates, SHOWN_CANDIDATES)}"
+        option = _deciding_option(model)
         hint = (
             f"pass {spell_option('--assets DIR')} with the trained model's config.json, which also "
             f"states the axis sizes, or choose with {option}"
         )
         if model.config or model.params:
-            other = f"pass another config.json with {spell_option('--assets DIR')}"
-            hint = f"choose with {option}, or {other}"
+            assets_hint = f"pass another config.json with {spell_option('--assets DIR')}"
+            hint = f"choose with {option}, or {assets_hint}"
         raise MappingError(
             "the model type or layout is ambiguous",
             where=model.catalog.path,
@@ -536,8 +574,8 @@ def root_hint(model: Model) -> str:
             f"pass {spell_option(f'--model-type {model.denied[0]}')} to list the "
             "contradicting facts"
         )
-    if model.inside:
-        return f"set its prefix with {_root_option(model.inside[0][0])}"
+    if model.inner_models:
+        return f"set its prefix with {_root_option(model.inner_models[0][0])}"
     if model.request.root is not None:
         return f"omit {_root_option(model.root)} to search the entire checkpoint"
     if model.request.model_type:
@@ -548,29 +586,31 @@ def root_hint(model: Model) -> str:
     )
 
 
-def _asked(model: Model) -> str:
+def _deciding_option(model: Model) -> str:
     """Return the option that resolves the ambiguity, with its values if they are few."""
     names = model.candidates
     layouts = dict.fromkeys(layout for _, layout in model.pairs)
     if len(names) == 1 and len(layouts) > 1:
-        return either([f"{spell_option(f'--from-layout {layout}')}" for layout in layouts])
-    if len(names) > ALTERNATIVES:
+        return format_alternatives(
+            [f"{spell_option(f'--from-layout {layout}')}" for layout in layouts]
+        )
+    if len(names) > MAX_ALTERNATIVES:
         return spell_option("--model-type")
-    return either([f"{spell_option(f'--model-type {name}')}" for name in names])
+    return format_alternatives([f"{spell_option(f'--model-type {name}')}" for name in names])
 
 
-def _strange(model: Model) -> str:
+def _explain_mismatch(model: Model) -> str:
     """Explain why no family matches."""
     if model.request.model_type:
         return f"no layout of `{model.request.model_type}` has these keys"
     if model.denied:
-        fitting = listed(model.denied, SHOWN_CANDIDATES)
+        fitting = quote_names(model.denied, SHOWN_CANDIDATES)
         return f"Megatron's records contradict every model type that has these keys: {fitting}"
-    stated = (model.config or {}).get("model_type")
-    signs = (sign for family in families.families().values() for sign in family.config_signs)
+    stated_type = (model.config or {}).get("model_type")
+    signs = (sign for family in families.load_families().values() for sign in family.config_signs)
     model_types = [str(sign["model_type"]) for sign in signs if "model_type" in sign]
-    if not isinstance(stated, str) or stated in model_types:
+    if not isinstance(stated_type, str) or stated_type in model_types:
         return "no known model type has these keys"
-    close = nearest(stated, model_types)
-    near = f" (did you mean `{close}`?)" if close else ""
-    return f"config.json has the unknown `model_type` `{stated}`{near}"
+    close = find_nearest(stated_type, model_types)
+    suggestion = f" (did you mean `{close}`?)" if close else ""
+    return f"config.json has the unknown `model_type` `{stated_type}`{suggestion}"

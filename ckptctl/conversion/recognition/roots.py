@@ -16,7 +16,7 @@ from typing import Literal
 
 from ckptctl import formats
 from ckptctl.catalog import Blob, Catalog, Path, TensorEntry
-from ckptctl.errors import MappingError, UsageError, listed, nearest, spell_option
+from ckptctl.errors import MappingError, UsageError, find_nearest, quote_names, spell_option
 from ckptctl.formats.base import WritableFormat
 from ckptctl.formats.shared.leaves import join
 
@@ -28,7 +28,7 @@ ROOTS = frozenset(
     }
 )
 """Names of containers of models, and of wrappers."""
-PASSED = frozenset({"state", "app", "dcp"})
+TRANSPARENT_ROOTS = frozenset({"state", "app", "dcp"})
 """Names in :data:`ROOTS` that usually contain the model's container next to others."""
 WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Prefixes of ``torch.compile``, FSDP and activation checkpointing for wrapped layers."""
@@ -40,55 +40,59 @@ TRAINING = frozenset(
         *("hyper_parameters", "step", "epoch", "global_step"),
     }
 )
-DEEPEST = 4
-"""Maximum depth of the prefixes that :func:`subtrees` returns."""
-FEWEST = 3
+MAX_DEPTH = 4
+"""Maximum depth of the prefixes that :func:`list_subtrees` returns."""
+MIN_TENSORS = 3
 """Minimum number of tensors in a part that may be a model."""
-MOST = 24
+MAX_SUBTREES = 24
 """Maximum number of parts."""
 
 
-def roots(catalog: Catalog) -> list[str]:
+def list_roots(catalog: Catalog) -> list[str]:
     """List the prefixes under which a model may be, the most likely first.
 
     A container may have siblings. A wrapper must be a prefix of all names except training state.
     """
-    inside = _walk(catalog)
-    named = containers(catalog, inside)
-    top = [""] if _own(catalog, "") else []
-    return list(dict.fromkeys([*named, *top, *inside])) or [""]
+    inner_roots = _find_roots(catalog)
+    container_roots = list_containers(catalog, inner_roots)
+    top = [""] if _list_model_names(catalog, "") else []
+    return list(dict.fromkeys([*container_roots, *top, *inner_roots])) or [""]
 
 
-def containers(catalog: Catalog, among: Sequence[str] | None = None) -> list[str]:
+def list_containers(catalog: Catalog, roots: Sequence[str] | None = None) -> list[str]:
     """List the prefixes of dictionaries with names that models have, the innermost first."""
-    inside = _walk(catalog) if among is None else among
-    held = _dictionaries(catalog) if inside else ()
-    named = (root for root in inside if root in held and root.split(".")[-2].lower() not in PASSED)
+    candidates = _find_roots(catalog) if roots is None else roots
+    dictionaries = _list_dictionaries(catalog) if candidates else ()
+    named = (
+        root
+        for root in candidates
+        if root in dictionaries and root.split(".")[-2].lower() not in TRANSPARENT_ROOTS
+    )
     return sorted(named, key=lambda root: -root.count("."))
 
 
-def subtrees(catalog: Catalog) -> list[str]:
+def list_subtrees(catalog: Catalog) -> list[str]:
     """List prefixes of parts that may be models under any name, outer ones first.
 
     Numbered parts are layers and are not included.
     """
     count: Counter[str] = Counter()
-    for name in _own(catalog, ""):
-        parts = name.split(".")[:-1][:DEEPEST]
+    for name in _list_model_names(catalog, ""):
+        parts = name.split(".")[:-1][:MAX_DEPTH]
         for depth, part in enumerate(parts, 1):
             if part.isdecimal():
                 break
             count[".".join(parts[:depth]) + "."] += 1
-    found = [prefix for prefix, number in count.items() if number >= FEWEST]
-    return sorted(found, key=lambda prefix: prefix.count("."))[:MOST]
+    prefixes = [prefix for prefix, number in count.items() if number >= MIN_TENSORS]
+    return sorted(prefixes, key=lambda prefix: prefix.count("."))[:MAX_SUBTREES]
 
 
-def covers(catalog: Catalog, root: str) -> bool:
+def is_only_model(catalog: Catalog, root: str) -> bool:
     """Check if only training state is outside of *root*."""
-    return all(name.startswith(root) for name in _own(catalog, ""))
+    return all(name.startswith(root) for name in _list_model_names(catalog, ""))
 
 
-def unwrapped(catalog: Catalog) -> Catalog:
+def strip_wrappers(catalog: Catalog) -> Catalog:
     """Remove the names of layer wrappers from the names of *catalog*.
 
     ``layers.0._orig_mod.wq.weight`` becomes ``layers.0.wq.weight``. Prefixes of all names are roots
@@ -97,23 +101,25 @@ def unwrapped(catalog: Catalog) -> Catalog:
     leaves = (*catalog.tensors, *catalog.blobs)
     if not any(word in name for name in leaves for word in WRAPPED):
         return catalog
-    names = {name: _plain(name) for name in leaves}
-    if all(name == plain for name, plain in names.items()):
+    names = {name: _strip_wrappers(name) for name in leaves}
+    if all(name == stripped for name, stripped in names.items()):
         return catalog
     if len(set(names.values())) < len(names):
         return catalog
     removed = {part for name in names for part in name.split(".") if part in WRAPPED}
-    note = f"ignored {listed(sorted(removed))} in tensor names (added by layer wrappers)"
-    lost = {_plain(name): boxes for name, boxes in catalog.lost.items()}
-    return replace(renamed(catalog, names), lost=lost, notes=(*catalog.notes, note))
+    note = f"ignored {quote_names(sorted(removed))} in tensor names (added by layer wrappers)"
+    lost = {_strip_wrappers(name): boxes for name, boxes in catalog.lost.items()}
+    return replace(rename_leaves(catalog, names), lost=lost, notes=(*catalog.notes, note))
 
 
-def renamed(catalog: Catalog, names: Mapping[str, str]) -> Catalog:
+def rename_leaves(catalog: Catalog, names: Mapping[str, str]) -> Catalog:
     """Rename all leaves of *catalog*. New names must be unique."""
-    tensors = [_renamed(entry, names) for entry in catalog.tensors.values()]
+    tensors = [_rename_entry(entry, names) for entry in catalog.tensors.values()]
     blobs = [
-        replace(one, name=names[one.name], path=_shortened(one.path, one.name, names[one.name]))
-        for one in catalog.blobs.values()
+        replace(
+            leaf, name=names[leaf.name], path=_rename_path(leaf.path, leaf.name, names[leaf.name])
+        )
+        for leaf in catalog.blobs.values()
     ]
     return replace(
         catalog,
@@ -124,68 +130,74 @@ def renamed(catalog: Catalog, names: Mapping[str, str]) -> Catalog:
     )
 
 
-def checked_root(catalog: Catalog, root: str) -> str:
+def parse_root(catalog: Catalog, root: str) -> str:
     """Return the ``--root`` of the user with a trailing dot, or "" for ``.``."""
     prefix = f"{root.strip('.')}." if root.strip(".") else ""
     if any(name.startswith(prefix) for name in catalog.tensors):
         return prefix
     heads = sorted({name.partition(".")[0] for name in catalog.tensors})
     parts = (f".{name}".partition(f".{prefix}") for name in catalog.tensors)
-    ending = next((f"{head}.{prefix}".strip(".") for head, found, _ in parts if found), None)
-    close = ending or nearest(root, heads)
+    ending = next((f"{head}.{prefix}".strip(".") for head, matched, _ in parts if matched), None)
+    close = ending or find_nearest(root, heads)
     raise UsageError(
         f"no tensor has the prefix `{root}`",
         where=catalog.path,
-        why=f"the top-level names are {listed(heads)}",
+        why=f"the top-level names are {quote_names(heads)}",
         hint=f"did you mean {spell_option(f'--root {close}')}?"
         if close
         else f"omit {spell_option('--root')} to detect the prefix",
     )
 
 
-def is_training(name: str) -> bool:
+def is_training_state(name: str) -> bool:
     """Check if *name* belongs to an optimizer, a scheduler or other training state."""
     head, _, number = name.partition(".")[0].lower().rpartition("_")
     return name.partition(".")[0].lower() in TRAINING or (number.isdecimal() and head in TRAINING)
 
 
-def outside(catalog: Catalog, name: str) -> bool:
+def is_outside_model(catalog: Catalog, name: str) -> bool:
     """Check if *name* is training state, in a format that stores it."""
-    apart = formats.get(catalog.format).training and name in catalog.blobs
-    return bool(apart) or (has_room(catalog.format) and is_training(name))
+    is_training_blob = formats.get(catalog.format).training and name in catalog.blobs
+    return bool(is_training_blob) or (
+        stores_training_state(catalog.format) and is_training_state(name)
+    )
 
 
-def has_room(format: str) -> bool:
+def stores_training_state(format: str) -> bool:
     """Check if a format can store training state."""
-    found = formats.get(format)
-    return bool(found.training) or not isinstance(found, WritableFormat) or found.nested
+    known_format = formats.get(format)
+    return (
+        bool(known_format.training)
+        or not isinstance(known_format, WritableFormat)
+        or known_format.nested
+    )
 
 
-def _walk(catalog: Catalog) -> list[str]:
+def _find_roots(catalog: Catalog) -> list[str]:
     """Find all prefixes below the top, outer ones first."""
-    held = _dictionaries(catalog)
-    found: list[str] = []
-    waiting = [("", _own(catalog, ""))]
-    for prefix, names in waiting:
+    dictionaries = _list_dictionaries(catalog)
+    roots: list[str] = []
+    pending = [("", _list_model_names(catalog, ""))]
+    for prefix, names in pending:
         heads = dict.fromkeys(name[len(prefix) :].partition(".")[0] for name in names)
         for head in (head for head in heads if head.lower() in ROOTS):
             root = f"{prefix}{head}."
             below = [name for name in names if name.startswith(root)]
-            if below and (len(heads) == 1 or root in held):
-                found.append(root)
-                waiting.append((root, _own(catalog, root, below)))
-    return found
+            if below and (len(heads) == 1 or root in dictionaries):
+                roots.append(root)
+                pending.append((root, _list_model_names(catalog, root, below)))
+    return roots
 
 
-def _own(catalog: Catalog, root: str, names: Iterable[str] | None = None) -> list[str]:
+def _list_model_names(catalog: Catalog, root: str, names: Iterable[str] | None = None) -> list[str]:
     """List the names under *root* that are not training state, among *names* or all tensors."""
     names = catalog.tensors if names is None else names
-    if not has_room(catalog.format):
+    if not stores_training_state(catalog.format):
         return list(names)
-    return [name for name in names if not is_training(name[len(root) :])]
+    return [name for name in names if not is_training_state(name[len(root) :])]
 
 
-def _dictionaries(catalog: Catalog) -> frozenset[str]:
+def _list_dictionaries(catalog: Catalog) -> frozenset[str]:
     """List the prefixes of all dictionaries that contain tensors."""
     heads = {entry.path[:-1] for entry in catalog.tensors.values()}
     return frozenset(
@@ -193,26 +205,26 @@ def _dictionaries(catalog: Catalog) -> frozenset[str]:
     )
 
 
-def _plain(name: str) -> str:
+def _strip_wrappers(name: str) -> str:
     """Remove the names of layer wrappers from *name*."""
     parts = name.split(".")
     first = next((n for n, part in enumerate(parts) if part.lower() not in ROOTS), len(parts))
     return ".".join((*parts[:first], *(part for part in parts[first:] if part not in WRAPPED)))
 
 
-def _renamed(entry: TensorEntry, names: Mapping[str, str]) -> TensorEntry:
+def _rename_entry(entry: TensorEntry, names: Mapping[str, str]) -> TensorEntry:
     alias = entry.alias_of and names[entry.alias_of]
-    path = _shortened(entry.path, entry.name, names[entry.name])
+    path = _rename_path(entry.path, entry.name, names[entry.name])
     return replace(entry, name=names[entry.name], path=path, alias_of=alias)
 
 
-def _shortened(path: Path, name: str, plain: str) -> Path:
-    """Change *path*, which spells *name*, so that it spells *plain*."""
-    if name == plain:
+def _rename_path(path: Path, name: str, new_name: str) -> Path:
+    """Change *path*, which spells *name*, so that it spells *new_name*."""
+    if name == new_name:
         return path
     head = path[:-1]
     prefix = f"{join(head)}." if head else ""
-    return (*head, plain[len(prefix) :]) if plain.startswith(prefix) else (plain,)
+    return (*head, new_name[len(prefix) :]) if new_name.startswith(prefix) else (new_name,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,28 +244,34 @@ class Selection:
     rest: tuple[str, ...]
 
 
-def select(catalog: Catalog, root: str) -> Selection:
+def select_model(catalog: Catalog, root: str) -> Selection:
     """Select the leaves under *root*, or all except training state at the top."""
     leaves = (*catalog.tensors, *catalog.blobs)
     if root:
-        inside = {n: n.removeprefix(root) for n in leaves if n.startswith(root) and n != root}
+        inner_names = {n: n.removeprefix(root) for n in leaves if n.startswith(root) and n != root}
     else:
-        apart = has_room(catalog.format)
-        inside = {n: n for n in leaves if not (apart and outside(catalog, n))}
+        has_training_state = stores_training_state(catalog.format)
+        inner_names = {
+            n: n for n in leaves if not (has_training_state and is_outside_model(catalog, n))
+        }
     return Selection(
         root,
-        {inside[name]: entry for name, entry in catalog.tensors.items() if name in inside},
-        {inside[name]: blob for name, blob in catalog.blobs.items() if name in inside},
-        tuple(n for n in leaves if n not in inside),
+        {
+            inner_names[name]: entry
+            for name, entry in catalog.tensors.items()
+            if name in inner_names
+        },
+        {inner_names[name]: blob for name, blob in catalog.blobs.items() if name in inner_names},
+        tuple(n for n in leaves if n not in inner_names),
     )
 
 
-def chosen(
+def select_by_globs(
     selection: Selection,
     include: Sequence[str],
     exclude: Sequence[str],
-    everything: bool,
-    lacking: Sequence[str] = (),
+    include_training_state: bool,
+    missing_names: Sequence[str] = (),
 ) -> tuple[Selection, tuple[str, ...]]:
     """Apply ``--include`` and ``--exclude`` to the names inside the model.
 
@@ -261,8 +279,8 @@ def chosen(
         selection: Leaves to select from.
         include: Globs of leaves to keep; all if empty.
         exclude: Globs of leaves to skip.
-        everything: Whether leaves outside the model are selected as well.
-        lacking: Names of missing tensors, which patterns may also match.
+        include_training_state: Whether leaves outside the model are selected as well.
+        missing_names: Names of missing tensors, which patterns may also match.
 
     Returns:
         The selected leaves, and the names of those not selected.
@@ -273,55 +291,57 @@ def chosen(
     if not (include or exclude):
         return selection, ()
     inner = [*selection.tensors, *selection.blobs]
-    names = [*inner, *(selection.rest if everything else ())]
+    names = [*inner, *(selection.rest if include_training_state else ())]
     for pattern in (*include, *exclude):
-        known = (*names, *lacking)
-        if not any(_matches(name, selection.root, (pattern,)) for name in known):
-            raise unmatched([pattern], names)
-    wanted = {
+        candidates = (*names, *missing_names)
+        if not any(_matches_any(name, selection.root, (pattern,)) for name in candidates):
+            raise unmatched_pattern_error([pattern], names)
+    wanted_names = {
         name
         for name in names
-        if (not include or _matches(name, selection.root, include))
-        and not _matches(name, selection.root, exclude)
+        if (not include or _matches_any(name, selection.root, include))
+        and not _matches_any(name, selection.root, exclude)
     }
-    kept = replace(
+    selected = replace(
         selection,
-        tensors={name: entry for name, entry in selection.tensors.items() if name in wanted},
-        blobs={name: blob for name, blob in selection.blobs.items() if name in wanted},
-        rest=tuple(name for name in selection.rest if name in wanted or not everything),
+        tensors={name: entry for name, entry in selection.tensors.items() if name in wanted_names},
+        blobs={name: blob for name, blob in selection.blobs.items() if name in wanted_names},
+        rest=tuple(
+            name for name in selection.rest if name in wanted_names or not include_training_state
+        ),
     )
-    left = (selection.root + name for name in inner if name not in wanted)
-    outer = (name for name in selection.rest if everything and name not in wanted)
-    return kept, (*left, *outer)
+    unwanted_names = (selection.root + name for name in inner if name not in wanted_names)
+    outer = (name for name in selection.rest if include_training_state and name not in wanted_names)
+    return selected, (*unwanted_names, *outer)
 
 
-def wanted(
+def is_selected(
     catalog: Catalog,
     name: str,
     root: str,
     include: Sequence[str],
     exclude: Sequence[str],
-    everything: bool,
+    include_training_state: bool,
 ) -> bool:
-    """Check if :func:`select` and :func:`chosen` would select a leaf called *name*."""
-    inside = name.startswith(root) and (bool(root) or not outside(catalog, name))
+    """Check if :func:`select_model` and :func:`select_by_globs` would select a leaf called *name*."""
+    is_inside = name.startswith(root) and (bool(root) or not is_outside_model(catalog, name))
     return (
-        (inside or everything)
-        and (not include or _matches(name.removeprefix(root), root, include))
-        and not _matches(name.removeprefix(root), root, exclude)
+        (is_inside or include_training_state)
+        and (not include or _matches_any(name.removeprefix(root), root, include))
+        and not _matches_any(name.removeprefix(root), root, exclude)
     )
 
 
-def unmatched(patterns: Sequence[str], names: Sequence[str]) -> MappingError:
+def unmatched_pattern_error(patterns: Sequence[str], names: Sequence[str]) -> MappingError:
     """Build the error for patterns that match none of *names*."""
     return MappingError(
-        f"no tensor matches {listed(patterns)}",
-        why=f"there are {len(names):,} names, such as {listed(names, 2)}",
+        f"no tensor matches {quote_names(patterns)}",
+        why=f"there are {len(names):,} names, such as {quote_names(names, 2)}",
         hint="patterns must match whole names; `*` also matches dots",
     )
 
 
-def _matches(name: str, root: str, patterns: Iterable[str]) -> bool:
+def _matches_any(name: str, root: str, patterns: Iterable[str]) -> bool:
     return any(
         fnmatchcase(name, pattern) or fnmatchcase(root + name, pattern) for pattern in patterns
     )
@@ -330,7 +350,7 @@ def _matches(name: str, root: str, patterns: Iterable[str]) -> bool:
 # ------------------------------------------------------------ parts of a training checkpoint
 
 Part = Literal["model", "optimizer", "scheduler", "loader", "rest"]
-FOLDED: tuple[Part, ...] = ("optimizer", "scheduler", "loader")
+FOLDED_PARTS: tuple[Part, ...] = ("optimizer", "scheduler", "loader")
 """Parts that are shown as one line each after the model, in this order."""
 _WORDS: dict[Part, re.Pattern[str]] = {
     "optimizer": re.compile(r"optim|opt(_\d+)?$"),
@@ -340,12 +360,14 @@ _WORDS: dict[Part, re.Pattern[str]] = {
 _CONTAINER = re.compile(r"extra_state|rank_\d+")
 
 
-def part_of(name: str, root: str, format: str) -> Part:
+def classify_part(name: str, root: str, format: str) -> Part:
     """Classify a leaf of a checkpoint in *format* whose model is under *root*.
 
     ``rest`` covers random states, callbacks and other models.
     """
-    if name.startswith(root) and (root or not (has_room(format) and is_training(name))):
+    if name.startswith(root) and (
+        root or not (stores_training_state(format) and is_training_state(name))
+    ):
         return "model"
     words = name.lower().split(".")
     word = next((w for w in words if w not in ROOTS and not _CONTAINER.fullmatch(w)), "")

@@ -37,8 +37,8 @@ from ckptctl.distributed.saving.save import (
 from ckptctl.distributed.saving.save_options import Beside, SaveOptions
 from ckptctl.distributed.state import StateDict, state_of
 from ckptctl.errors import RefusedError
-from ckptctl.keywords import keywords
-from ckptctl.options import Option, among
+from ckptctl.keywords import accept_keywords
+from ckptctl.options import Option, require_choice
 from ckptctl.ranks.coordinator import Alone, Coordinator
 from ckptctl.storage.paths import expand_home, parse_path
 from ckptctl.storage.threads import pause_gc
@@ -103,7 +103,7 @@ class _AsyncSave(BackgroundOptions):
     process_group: ProcessGroup = None
 
 
-@keywords(_AsyncSave)
+@accept_keywords(_AsyncSave)
 def async_save(state_dict: StateDict, path: str | TreePath, options: _AsyncSave) -> SaveFuture:
     """Save *state_dict* like :func:`ckptctl.save`, but in the background of training.
 
@@ -184,8 +184,8 @@ class AsyncSaver(Closing):
         host_memory: int | None = None,
         max_failures: int | None = None,
     ) -> None:
-        among(mode, "mode", get_args(Mode))
-        among(when_busy, "when_busy", get_args(WhenBusy))
+        require_choice(mode, "mode", get_args(Mode))
+        require_choice(when_busy, "when_busy", get_args(WhenBusy))
         self._parent = process_group
         self._mode = mode
         self._when_busy = when_busy
@@ -237,7 +237,7 @@ class AsyncSaver(Closing):
         self._preparing = in_background(work, "prepare saves")
         return self._preparing
 
-    @keywords(BackgroundOptions)
+    @accept_keywords(BackgroundOptions)
     def save(
         self, state_dict: StateDict | LocalState, path: str | TreePath, options: BackgroundOptions
     ) -> SaveFuture:

@@ -23,7 +23,7 @@ import torch
 
 from ckptctl.distributed.group import threads
 from ckptctl.errors import RefusedError, StorageError
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 T = TypeVar("T")
 PAGE = mmap.PAGESIZE
@@ -110,7 +110,7 @@ class HostRegion:
             if hasattr(self, "bytes"):
                 del self.bytes  # a reference to the error must not keep the memory
             raise StorageError(
-                f"cannot allocate {counted(nbytes, 'byte')} of host memory for a copy of the state",
+                f"cannot allocate {pluralize(nbytes, 'byte')} of host memory for a copy of the state",
                 why=str(error),
             ) from error
         self.pinned = pinned and self._pin()
@@ -234,7 +234,7 @@ class HostPool:
         if self._held() + size > self._limit:
             raise RefusedError(
                 "the copy of the state exceeds the limit for host memory",
-                why=f"{counted(size, 'byte')} in addition to {self._held():,}; the limit is "
+                why=f"{pluralize(size, 'byte')} in addition to {self._held():,}; the limit is "
                 f"{self._limit:,}",
                 hint="raise the limit, or save synchronously",
             )

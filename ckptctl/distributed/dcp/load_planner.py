@@ -30,7 +30,7 @@ from ckptctl.distributed.state import (
     state_of,
 )
 from ckptctl.distributed.values import left_out_note, outside, put, unpickle_value
-from ckptctl.errors import CoverageError, MappingError, UnsupportedError, listed
+from ckptctl.errors import CoverageError, MappingError, UnsupportedError, quote_names
 from ckptctl.planner.boxes import compute_coverage
 from ckptctl.save_load.loading.checks import casts, require_shapes
 from ckptctl.save_load.loading.key_comparison import compare, describe_load, require_equal
@@ -207,7 +207,7 @@ class LoadPlanner(DefaultLoadPlanner):
                     else "in the checkpoint more than once"
                 ),
                 where=f"tensor `{name}`, {shard.box}",
-                why=f"affected within this box: {listed([str(part) for part in wrong])}",
+                why=f"affected within this box: {quote_names([str(part) for part in wrong])}",
                 hint="check whether a rank's file or metadata is missing",
             )
         return items

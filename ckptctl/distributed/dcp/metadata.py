@@ -20,14 +20,14 @@ from torch.distributed.checkpoint.metadata import (
 
 from ckptctl.catalog import Blob, Box, Catalog, Extent, TensorEntry
 from ckptctl.catalog import Path as Keys
-from ckptctl.conversion.recognition.model import Request
+from ckptctl.conversion.recognition.model import ModelRequest
 from ckptctl.distributed.saving.save_options import SaveOptions
 from ckptctl.distributed.state import keys_of, path_of
 from ckptctl.errors import CkptError, RefusedError
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.dcp.metadata import Item, Origin
 from ckptctl.formats.dcp.metadata_writer import encode_tensors
-from ckptctl.keywords import in_python
+from ckptctl.keywords import spell_in_python
 from ckptctl.save_load.loading.load_options import LoadOptions
 from ckptctl.save_load.loading.state_mapping import MappingRequest, StateMapping, map_state, moved
 from ckptctl.save_load.saving.global_plan import GlobalPlan
@@ -44,7 +44,7 @@ def with_notes(method: Callable[P, R]) -> Callable[P, R]:
     @wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            with in_python(LoadOptions, SaveOptions):
+            with spell_in_python(LoadOptions, SaveOptions):
                 return method(*args, **kwargs)
         except CkptError as error:
             known = getattr(error, "__notes__", ())
@@ -106,7 +106,9 @@ class CatalogMetadata(Metadata):
         self._problem = problem
         self.mapping: StateMapping | None = None
         if catalog:
-            self._offer(map_state(catalog, {}, MappingRequest(source=Request(root=options.root))))
+            self._offer(
+                map_state(catalog, {}, MappingRequest(source=ModelRequest(root=options.root)))
+            )
 
     def require(self) -> StateMapping:
         """Return the mapping, or raise the error of reading the checkpoint."""

@@ -36,7 +36,7 @@ from ckptctl.distributed.group import threads
 from ckptctl.distributed.plan_cache import PlanCache
 from ckptctl.distributed.saving.local_state import LocalState, local_state, replica_digests
 from ckptctl.distributed.state import state_of
-from ckptctl.errors import MappingError, RefusedError, listed
+from ckptctl.errors import MappingError, RefusedError, quote_names
 from ckptctl.formats.base import OutputTensor
 from ckptctl.planner.boxes import intersect_boxes
 from ckptctl.save_load.saving.global_plan import (
@@ -47,7 +47,7 @@ from ckptctl.save_load.saving.global_plan import (
 )
 from ckptctl.save_load.saving.local_shards import LocalShards, Packed, digest, divide_values
 from ckptctl.save_load.saving.save_files import boxes_of
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 PLANS = 8
 VERSION = 1
@@ -188,8 +188,8 @@ class SavePlanner(DefaultSavePlanner):
         apart = {n for one in divided.shares for n, under in one.values.items() if n != under}
         if apart and self._per_rank == "error":
             raise MappingError(
-                f"{counted(len(apart), 'value differs', 'values differ')} between ranks",
-                where=listed(sorted(apart)),
+                f"{pluralize(len(apart), 'value differs', 'values differ')} between ranks",
+                where=quote_names(sorted(apart)),
                 hint="pass `per_rank='keep'` to save the values of all ranks",
             )
         metadata = metadata_of(divided)

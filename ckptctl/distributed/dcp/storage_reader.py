@@ -24,7 +24,7 @@ from ckptctl.distributed.positions import note_position
 from ckptctl.distributed.state import HeldShard, state_of
 from ckptctl.distributed.values import left_out_note, read_values, save_to_bytes
 from ckptctl.errors import CkptError, MappingError
-from ckptctl.keywords import keywords
+from ckptctl.keywords import accept_keywords
 from ckptctl.options import Option
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.save_load.loading.checks import require_nothing_lost
@@ -62,7 +62,7 @@ class Reader(StorageReader):
         UsageError: An option is invalid.
     """
 
-    @keywords(_ReaderOptions)
+    @accept_keywords(_ReaderOptions)
     def __init__(self, path: str | os.PathLike[str], options: _ReaderOptions) -> None:
         """Create a reader for *path*.
 

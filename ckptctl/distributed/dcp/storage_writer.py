@@ -37,8 +37,8 @@ from ckptctl.distributed.saving.destination import (
 )
 from ckptctl.distributed.saving.local_state import LocalState, steps_of
 from ckptctl.distributed.saving.save_options import WriterOptions
-from ckptctl.errors import MappingError, RefusedError, StorageError, listed
-from ckptctl.keywords import keywords
+from ckptctl.errors import MappingError, RefusedError, StorageError, quote_names
+from ckptctl.keywords import accept_keywords
 from ckptctl.save_load.saving.global_plan import RankShare
 from ckptctl.save_load.saving.local_shards import HeldChunk, LocalShards, TensorMeta
 from ckptctl.save_load.saving.save_files import rank_files
@@ -57,7 +57,7 @@ class Writer(StorageWriter):
     locks the destination, files are uploaded as streams, and the metadata comes last.
     """
 
-    @keywords(WriterOptions)
+    @accept_keywords(WriterOptions)
     def __init__(self, path: str | os.PathLike[str], options: WriterOptions) -> None:
         """Create a writer for *path*.
 
@@ -258,7 +258,7 @@ def _require_all(metadata: Metadata, stored: Collection[MetadataIndex], where: s
         raise StorageError(
             f"{len(lacking):,} of the plan's items were not written",
             where=where,
-            why=listed(lacking),
+            why=quote_names(lacking),
         )
 
 

@@ -22,7 +22,7 @@ from ckptctl.distributed.leaves.records import (
 )
 from ckptctl.errors import UsageError
 from ckptctl.storage.pickles.inert import Global, Inert
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 if TYPE_CHECKING:
     import numpy
@@ -66,7 +66,7 @@ def _dtype(record: Inert, _: Make) -> Dtype:
     unit = _unit(record, state) if code in _TIMES else ""
     made = _numpy().dtype(f"{order}{code}{unit}")
     if elsize not in (-1, made.itemsize):
-        raise wrong(record, f"`{code}` of {counted(elsize, 'byte')}")
+        raise wrong(record, f"`{code}` of {pluralize(elsize, 'byte')}")
     found: Dtype = made
     return found
 
@@ -156,7 +156,7 @@ def _filled(
         raise unknown("numpy.ndarray of objects")
     count = math.prod(sizes)
     if count * dtype.itemsize != len(content) or (count and not dtype.itemsize):
-        raise wrong(record, f"{list(sizes)} of {dtype} in {counted(len(content), 'byte')}")
+        raise wrong(record, f"{list(sizes)} of {dtype} in {pluralize(len(content), 'byte')}")
     numpy = _numpy()
     found: Array = numpy.ndarray(sizes, dtype, bytearray(content), order=order).copy("K")
     _require_values(record, found)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from ckptctl.errors import UnsafePickleError, UnsupportedError
 from ckptctl.storage.pickles.inert import Global, Inert
 from ckptctl.storage.pickles.pickle_reader import escape_name
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 MAX_INT = 1 << 63
 Make = Callable[[object], object]
@@ -47,7 +47,7 @@ def arguments(record: Inert, least: int, most: int | None = None) -> tuple[objec
         raise wrong(record, "it has a state or elements")
     count = len(record.args)
     if not least <= count <= (least if most is None else most):
-        raise wrong(record, f"it has {counted(count, 'argument')}")
+        raise wrong(record, f"it has {pluralize(count, 'argument')}")
     return record.args
 
 
@@ -86,5 +86,5 @@ def require_positions(state: Mapping[object, object]) -> None:
         if hasattr(found, "dtype") and type(at) is int and not 0 <= at <= len(found):  # type: ignore[arg-type]
             raise UnsupportedError(
                 "it is not a valid state of a random-number generator",
-                why=f"position {at:,} of {counted(len(found), 'number')}",  # type: ignore[arg-type]
+                why=f"position {at:,} of {pluralize(len(found), 'number')}",  # type: ignore[arg-type]
             )

@@ -25,7 +25,7 @@ from ckptctl.distributed.leaves.records import (
     wrong,
 )
 from ckptctl.storage.pickles.inert import Global, Inert
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 _PATHS = ("Path", "PosixPath", "PurePath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
 
@@ -52,7 +52,7 @@ def _packed(record: Inert, nbytes: int) -> tuple[bytes, tuple[object, ...]]:
     """Return the packed bytes of a date or time, and its time zone if it has one."""
     content, *rest = arguments(record, 1, 2)
     if type(content) is not bytes or len(content) != nbytes:
-        raise wrong(record, f"it is not packed into {counted(nbytes, 'byte')}")
+        raise wrong(record, f"it is not packed into {pluralize(nbytes, 'byte')}")
     return content, tuple(rest)
 
 

@@ -33,7 +33,7 @@ from ckptctl.distributed.loading.request import (
 from ckptctl.distributed.loading.state_options import LoadCall
 from ckptctl.distributed.positions import note_position
 from ckptctl.distributed.values import ReadValues
-from ckptctl.keywords import keywords
+from ckptctl.keywords import accept_keywords
 from ckptctl.ranks.coordinator import Alone, Coordinator, on_first, sendable, telling, together
 from ckptctl.save_load.loading.checks import require_nothing_lost
 from ckptctl.save_load.loading.identity import Fingerprint, fingerprint_of
@@ -160,7 +160,7 @@ class CollectiveLoad:
         return read + together(ranks, lambda: own.compare_tied(plan)), received, values
 
 
-@keywords(LoadCall)
+@accept_keywords(LoadCall)
 def load(state_dict: Target, path: str | TreePath, options: LoadCall) -> LoadReport:
     """Fill *state_dict* from a checkpoint of any format. Call it on all ranks.
 
@@ -187,7 +187,7 @@ def load(state_dict: Target, path: str | TreePath, options: LoadCall) -> LoadRep
     error: BaseException | None = None
     with ExitStack() as stack, pause_gc():  # a garbage collection takes 0.15 s with torch
         try:
-            stack.enter_context(families.using(options.converter))
+            stack.enter_context(families.use_converter_file(options.converter))
         except BaseException as failure:  # the other ranks wait for it
             error = failure
         return CollectiveLoad(ranks, group, options).into(state_dict, path, error)

@@ -27,7 +27,7 @@ from ckptctl.distributed.loading.target_memory import (
 from ckptctl.distributed.plan_cache import PlanCache
 from ckptctl.distributed.state import HeldShard
 from ckptctl.distributed.values import ReadValues, held_names, left_out_note, read_values
-from ckptctl.errors import listed
+from ckptctl.errors import quote_names
 from ckptctl.planner.plan import Plan
 from ckptctl.save_load.loading.identity import Fingerprint
 from ckptctl.save_load.loading.key_comparison import (
@@ -222,16 +222,16 @@ class RankLoad:
             _log.warning(
                 "rank %d did not take part in the save, so it loaded the values of rank 0 for %s",
                 self._rank,
-                listed(of_rank_0),
+                quote_names(of_rank_0),
             )
         if values.refused:
             _log.warning("%s", left_out_note(values.refused))
-        notes = [f"loaded the values of this rank for {listed(own)}"] if own else []
+        notes = [f"loaded the values of this rank for {quote_names(own)}"] if own else []
         on_meta = tuple(self.request.owners.on_meta())
         if on_meta:
             _log.warning(
                 "still on the meta device, because the checkpoint does not contain them: %s",
-                listed(on_meta),
+                quote_names(on_meta),
             )
         return replace(
             report,

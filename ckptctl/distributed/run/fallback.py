@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from ckptctl.distributed.group import UnreachableError
 from ckptctl.distributed.run.keeper import Keeper, Start
-from ckptctl.errors import CkptError, CoverageError, DamagedError, RefusedError, listed
+from ckptctl.errors import CkptError, CoverageError, DamagedError, RefusedError, quote_names
 from ckptctl.ranks.coordinator import Coordinator, RankError, on_first, sendable
 from ckptctl.save_load.loading.load_options import LoadReport
 
@@ -83,7 +83,7 @@ def load_newest(
                 "the state may contain elements of a damaged checkpoint",
                 where=str(damaged.entry),
                 why="it was partly filled from the damaged checkpoint; the complete "
-                f"`{start.entry.name}` does not contain {listed(attempt.missing)}",
+                f"`{start.entry.name}` does not contain {quote_names(attempt.missing)}",
                 hint="create the state again, and load that step",
             )
         return start, attempt.report

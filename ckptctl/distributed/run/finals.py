@@ -22,7 +22,7 @@ from ckptctl.conversion.conversion_options import ConversionOptions
 from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.saving.converted import final_target, remove_left, save_converted
 from ckptctl.distributed.state import StateDict
-from ckptctl.errors import CkptError, RefusedError, listed, storage_errors
+from ckptctl.errors import CkptError, RefusedError, quote_names, wrap_os_errors
 from ckptctl.ranks.coordinator import on_first
 from ckptctl.runs.run_store import run_store
 from ckptctl.storage.files import source_files
@@ -76,7 +76,7 @@ class Finals:
         if noted is None:
             return None
         run_store(out.parent).refresh()
-        with storage_errors("read", out):
+        with wrap_os_errors("read", out):
             same = out.exists() and noted.get("contents") == contents(out)
         return _finished(out, noted) if same else None
 
@@ -134,7 +134,7 @@ def require_same(
     def make_room() -> None:
         remove_left(folder, known)
         if not is_url(folder):
-            with storage_errors("make", folder):
+            with wrap_os_errors("make", folder):
                 Path(folder).mkdir()
 
     on_first(ranks, make_room)
@@ -158,14 +158,14 @@ def beside(target: TreePath) -> TreePath:
 
 def _require_equal(new: TreePath, old: TreePath) -> None:
     run_store(new.parent).refresh()
-    with storage_errors("compare", old):
+    with wrap_os_errors("compare", old):
         names = {file.relative_to(root) for root in (new, old) for file in _files(root)}
         other = [str(name) for name in sorted(names) if not _same(new / name, old / name)]
     if other:
         raise RefusedError(
             "this run has published another model at this path",
             where=str(old),
-            why=f"these files differ: {listed(other)}",
+            why=f"these files differ: {quote_names(other)}",
             hint="save under another name, or pass `overwrite=True`",
         )
 

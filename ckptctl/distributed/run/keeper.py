@@ -17,7 +17,7 @@ from ckptctl.distributed.saving.destination import sweep_left
 from ckptctl.distributed.saving.save import write
 from ckptctl.distributed.saving.save_options import SaveOptions
 from ckptctl.distributed.state import StateDict
-from ckptctl.errors import CkptError, RefusedError, listed
+from ckptctl.errors import CkptError, RefusedError, quote_names
 from ckptctl.formats.sidecar_files import SIDECAR
 from ckptctl.planner.lineage import Lineage
 from ckptctl.planner.retention import Policy
@@ -38,7 +38,7 @@ from ckptctl.runs.removal import (
 from ckptctl.runs.run_store import run_store
 from ckptctl.storage.paths import resolve_links
 from ckptctl.tree import TreePath
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 Hook = Callable[[Any], object]
 SERIES = "step-"
@@ -129,9 +129,9 @@ class Keeper:
         found = [one for one in found if one.path == self.root / f"{SERIES}{step}"] or found
         if len(found) > 1:
             raise RefusedError(
-                f"{counted(len(found), 'checkpoint has', 'checkpoints have')} step {step}",
+                f"{pluralize(len(found), 'checkpoint has', 'checkpoints have')} step {step}",
                 where=str(self.root),
-                why=listed([one.path.name for one in found]),
+                why=quote_names([one.path.name for one in found]),
                 hint="load one of them with `ckptctl.load`",
             )
         if not found:
@@ -284,7 +284,7 @@ class Keeper:
         ]
         if later:
             raise RefusedError(
-                f"step {step} is lower than that of {listed(later)}, "
+                f"step {step} is lower than that of {quote_names(later)}, "
                 "and no earlier step was loaded",
                 where=str(self.root),
                 why="the run went back to an earlier step, or it is another run; "

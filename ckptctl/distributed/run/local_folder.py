@@ -17,7 +17,7 @@ from secrets import token_hex
 from typing import NamedTuple
 
 from ckptctl.distributed.run.keeper import SERIES
-from ckptctl.errors import FormatError, RefusedError, StorageError, storage_errors
+from ckptctl.errors import FormatError, RefusedError, StorageError, wrap_os_errors
 from ckptctl.runs.run_store import run_store
 from ckptctl.storage import lock
 from ckptctl.storage.file_system import sync_directory
@@ -123,7 +123,7 @@ class LocalFolder:
         """Create the folder of a new start, and try to become the rank that removes old saves."""
         self.close()
         folder = self.path / start
-        with storage_errors("make", folder):
+        with wrap_os_errors("make", folder):
             folder.mkdir(parents=True, exist_ok=True)
             sync_directory(self.path)
         self._start = start
@@ -175,7 +175,7 @@ class LocalFolder:
 
 def _names(folder: Path) -> list[str]:
     """List the names in *folder*, or none if it does not exist."""
-    with storage_errors("list", folder):
+    with wrap_os_errors("list", folder):
         try:
             return sorted(item.name for item in folder.iterdir())
         except (FileNotFoundError, NotADirectoryError):

@@ -32,14 +32,14 @@ from ckptctl.errors import (
     StorageError,
     UnsafePickleError,
     UnsupportedError,
-    listed,
+    quote_names,
 )
 from ckptctl.formats.dcp_rank_local import FORMAT, read_rank
 from ckptctl.ranks.coordinator import Coordinator, format_ranks, on_first, telling
 from ckptctl.runs.notes import run_record
 from ckptctl.save_load.loading.load_options import LoadOptions, LoadReport
 from ckptctl.tree import TreePath
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 COPY_OF = "local"
 """Key of ``ckptctl.run.json``: name of the run's start whose local save was copied."""
@@ -204,7 +204,7 @@ def _choices(
         strange = folder.of_others(root.run)
         if strange:
             _log.warning(
-                "%s: ignoring %s, which belongs to another run", folder.path, listed(strange)
+                "%s: ignoring %s, which belongs to another run", folder.path, quote_names(strange)
             )
         wants = None
         if state is not None and saves:
@@ -247,7 +247,7 @@ def _look(path: TreePath, rank: int, world: int, wants: Wants | None) -> Look:
         if rank not in here:
             lacks = "it has no data of this save"
         elif saved_by != world:
-            lacks = f"it was saved by {counted(saved_by, 'rank')}"
+            lacks = f"it was saved by {pluralize(saved_by, 'rank')}"
         elif wants and own_part(path, rank, *wants) is None:
             lacks = "the state is sharded differently, or has other names"
         if not lacks:

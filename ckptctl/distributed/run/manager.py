@@ -30,9 +30,9 @@ from ckptctl.distributed.run.schedule import Schedule
 from ckptctl.distributed.saving.converted import final_target, plan_converted, save_converted
 from ckptctl.distributed.saving.save_options import SaveOptions
 from ckptctl.distributed.state import StateDict
-from ckptctl.errors import RefusedError, SourceNotFoundError, UsageError, listed
-from ckptctl.keywords import keywords
-from ckptctl.options import about, among, declared
+from ckptctl.errors import RefusedError, SourceNotFoundError, UsageError, quote_names
+from ckptctl.keywords import accept_keywords
+from ckptctl.options import blame_option, list_options, require_choice
 from ckptctl.ranks.coordinator import Coordinator, on_first, telling
 from ckptctl.runs.run_store import run_store
 from ckptctl.save_load.loading.load_options import LoadReport
@@ -61,7 +61,7 @@ class CheckpointManager(Closing):
     is complete on all ranks, wherever it is stored.
     """
 
-    @keywords(ManagerOptions)
+    @accept_keywords(ManagerOptions)
     def __init__(self, root: str | TreePath, options: ManagerOptions) -> None:
         """Open a run.
 
@@ -77,7 +77,7 @@ class CheckpointManager(Closing):
         self.root = _root(root)
         self._group = options.process_group
         self._options = options
-        self._saving = {one.name: getattr(options, one.name) for one in declared(SaveOptions)}
+        self._saving = {one.name: getattr(options, one.name) for one in list_options(SaveOptions)}
         told = (hooks,) if callable(hooks) else tuple(hooks)
         self.keeper = Keeper(
             self.root,
@@ -115,7 +115,7 @@ class CheckpointManager(Closing):
         Raises:
             CkptError: ``save_if`` raised on another rank, or the ranks are at different steps.
         """
-        return self._schedule.due(checks.step(step))
+        return self._schedule.due(checks.check_step(step))
 
     def preempted(self, *, every: int = 1) -> bool:
         """Return whether the run must end because of a ``preemption`` notice on any rank.
@@ -130,8 +130,8 @@ class CheckpointManager(Closing):
             StorageError: The other ranks cannot be reached.
         """
         self._require_open()
-        with about("every"):
-            return self._preemption.noticed(checks.positive(every))
+        with blame_option("every"):
+            return self._preemption.noticed(checks.check_positive(every))
 
     def prepare(self, state: StateDict) -> None:
         """Allocate host memory for copies of *state* in the background.
@@ -178,7 +178,7 @@ class CheckpointManager(Closing):
                 saves, when this one has started.
         """
         self._require_open()
-        step = checks.step(step)
+        step = checks.check_step(step)
         if not self._began:
             self._begin(step)
         if self._tier is not None:
@@ -252,7 +252,7 @@ class CheckpointManager(Closing):
         """
         self._require_open()
         self.wait()
-        among(fallback, "fallback", get_args(Fallback))
+        require_choice(fallback, "fallback", get_args(Fallback))
         if resumed := self._load_local(state, options, fallback=fallback):
             return resumed
         ranks = coordinator(self._group)
@@ -292,7 +292,7 @@ class CheckpointManager(Closing):
                 removed.
         """
         self._require_open()
-        step = checks.step(step)
+        step = checks.check_step(step)
         self.wait()
         ranks = coordinator(self._group)
         resumed = self._load_local(state, options, step)
@@ -337,7 +337,7 @@ class CheckpointManager(Closing):
             StorageError: The checkpoint could not be removed.
         """
         self._require_open()
-        step = checks.step(step)
+        step = checks.check_step(step)
         if self._saver is not None:
             self._saver.join()
         ranks = coordinator(self._group)
@@ -360,7 +360,7 @@ class CheckpointManager(Closing):
             CkptError: The running save failed.
         """
         self._require_open()
-        step = checks.step(step)
+        step = checks.check_step(step)
         if self._tier is not None and self._tier.rate(step, rating(metrics)):
             return
         self.wait()
@@ -370,7 +370,7 @@ class CheckpointManager(Closing):
             raise self._missing(step)
         on_first(ranks, lambda: self.keeper.rate(path, rating(metrics)))
 
-    @keywords(FinalOptions, without=OF_A_SOURCE)
+    @accept_keywords(FinalOptions, excluded=OF_A_SOURCE)
     def plan_final(
         self, state: StateDict, out: str | TreePath, options: FinalOptions
     ) -> ConversionPlan | None:
@@ -409,7 +409,7 @@ class CheckpointManager(Closing):
         ranks, target = coordinator(self._group), final_target(out)
         return ranks.broadcast(on_first(ranks, lambda: self.keeper.finals.finished(target)))
 
-    @keywords(FinalOptions, without=OF_A_SOURCE)
+    @accept_keywords(FinalOptions, excluded=OF_A_SOURCE)
     def save_final(self, state: StateDict, out: str | TreePath, options: FinalOptions) -> TreePath:
         """Save the trained model in an exchange format, and return when it is published.
 
@@ -534,7 +534,7 @@ class CheckpointManager(Closing):
                 "%s: abandoned later checkpoints: %s; from the next save on, rules ignore them; "
                 "`discard_newer=True` removes them",
                 self.root,
-                listed(later),
+                quote_names(later),
             )
 
 
@@ -544,8 +544,8 @@ def _root(root: str | TreePath) -> TreePath:
     Raises:
         CkptError: Checkpoints cannot be managed there.
     """
-    with about("root"):
-        checks.path(root)
+    with blame_option("root"):
+        checks.check_path(root)
     if not is_url(root):
         require_local_path(root)
     path = expand_home(parse_path(root)).absolute()

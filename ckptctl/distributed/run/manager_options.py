@@ -16,7 +16,7 @@ from ckptctl.distributed.run.preemption import PreemptionOptions
 from ckptctl.distributed.run.schedule import SaveRules
 from ckptctl.distributed.saving.save_options import SaveOptions
 from ckptctl.errors import RefusedError, UsageError
-from ckptctl.options import Option, declared
+from ckptctl.options import Option, list_options
 from ckptctl.planner.retention import Policy, Retainable
 from ckptctl.runs.run_options import KeepOptions
 from ckptctl.save_load.loading.load_options import LoadReport
@@ -52,7 +52,7 @@ class Resumed:
 
 def _named(given: str | TreePath) -> str | TreePath:
     """Return *given*, or raise if it is not a path."""
-    checks.path(given)
+    checks.check_path(given)
     return given
 
 
@@ -74,7 +74,7 @@ class ManagerOptions(PreemptionOptions, opt.ModelOptions, SaveOptions, KeepOptio
             "Number of newest checkpoints to keep. With 0, all are kept until "
             ":meth:`save_final` has published the model, and none afterwards. With None and no "
             "other rule, all are kept.",
-            check=checks.at_least(0),
+            check=checks.build_minimum_check(0),
         ),
     ] = None
     keep_if: Annotated[
@@ -88,7 +88,9 @@ class ManagerOptions(PreemptionOptions, opt.ModelOptions, SaveOptions, KeepOptio
     ] = None
     final_format: Annotated[
         str | None,
-        Option("Format of :meth:`save_final`. None uses ``hf``.", check=checks.writable),
+        Option(
+            "Format of :meth:`save_final`. None uses ``hf``.", check=checks.check_writable_format
+        ),
     ] = None
     model_type: Annotated[
         str | None, Option("Model type for :meth:`save_final`. Detected if None.")
@@ -107,7 +109,7 @@ class ManagerOptions(PreemptionOptions, opt.ModelOptions, SaveOptions, KeepOptio
             "Number of consecutive background saves that may fail. Each failure is "
             "logged as an error, and training continues. A further failure is raised "
             "after the next save has started.",
-            check=checks.at_least(0),
+            check=checks.build_minimum_check(0),
         ),
     ] = MAX_FAILURES
     make_room: Annotated[
@@ -130,7 +132,7 @@ class ManagerOptions(PreemptionOptions, opt.ModelOptions, SaveOptions, KeepOptio
         int,
         Option(
             "Number of saves to keep in *fast*: the newest ones that are complete on all ranks.",
-            check=checks.at_least(1),
+            check=checks.build_minimum_check(1),
         ),
     ] = 2
     copy_every: Annotated[
@@ -139,7 +141,7 @@ class ManagerOptions(PreemptionOptions, opt.ModelOptions, SaveOptions, KeepOptio
             "Copy the first save in *fast* after each start of the run, and every Nth "
             "save after it. If a save is due during a copy, the next save is copied "
             "instead.",
-            check=checks.at_least(1),
+            check=checks.build_minimum_check(1),
         ),
     ] = 1
     copy_rate: Annotated[
@@ -147,7 +149,7 @@ class ManagerOptions(PreemptionOptions, opt.ModelOptions, SaveOptions, KeepOptio
         Option(
             "Maximum bytes per second at which each rank copies from *fast*. None sets "
             "no limit. The limit does not apply while training waits for a copy.",
-            check=checks.at_least(1),
+            check=checks.build_minimum_check(1),
         ),
     ] = None
     process_group: ProcessGroup = None
@@ -189,7 +191,7 @@ class ManagerOptions(PreemptionOptions, opt.ModelOptions, SaveOptions, KeepOptio
     def _require_effect(self) -> None:
         """Raise for options that have no effect because another one is not set."""
         for needed, others in ONLY_WITH.items():
-            given = [one for one in declared(ManagerOptions) if one.name in others]
+            given = [one for one in list_options(ManagerOptions) if one.name in others]
             given = [one for one in given if getattr(self, one.name) != one.default]
             if given and not getattr(self, needed):
                 where = f"without `{needed}`" if needed == "fast" else f"with `{needed}=False`"
@@ -203,7 +205,7 @@ class ManagerOptions(PreemptionOptions, opt.ModelOptions, SaveOptions, KeepOptio
 
     def final(self, options: FinalOptions) -> ConversionOptions:
         """Return the conversion options for the trained model, with defaults of the manager."""
-        return options.to_format(
+        return options.with_target_format(
             options.to or self.final_format or "hf",
             model_type=options.model_type or self.model_type,
             converter=options.converter or self.converter,
@@ -215,7 +217,7 @@ class FinalOptions(WriteOptions):
     """Options for saving the trained model."""
 
     to: Annotated[
-        str | None, opt.target_format("Format to write. None uses the manager's format.")
+        str | None, opt.target_format_option("Format to write. None uses the manager's format.")
     ] = None
 
 

@@ -25,7 +25,7 @@ from ckptctl.distributed.background.async_save import AsyncSaver
 from ckptctl.distributed.background.save_thread import SaveFuture
 from ckptctl.distributed.group import all_reduce_max
 from ckptctl.errors import CkptError, RefusedError, StorageError, UsageError
-from ckptctl.options import Option, Options, group
+from ckptctl.options import Option, Options, option_group
 from ckptctl.ranks.coordinator import Coordinator
 from ckptctl.tree import TreePath
 
@@ -60,7 +60,7 @@ def _source(given: Any) -> Source:
     )
 
 
-@group
+@option_group
 class PreemptionOptions(Options):
     """Options for preemption notices and the deadline of urgent saves."""
 
@@ -80,7 +80,7 @@ class PreemptionOptions(Options):
             "Seconds within which an urgent save must be on disk, counted from the preemption "
             "notice, or from the call if there was none. A later save is an error. None sets no "
             "limit.",
-            check=checks.factor,
+            check=checks.check_factor,
         ),
     ] = None
 

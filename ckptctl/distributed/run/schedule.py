@@ -13,7 +13,7 @@ from typing import Annotated, NamedTuple
 
 from ckptctl import option_checks as checks
 from ckptctl.errors import UsageError
-from ckptctl.options import Option, Options, group
+from ckptctl.options import Option, Options, option_group
 from ckptctl.ranks.coordinator import Coordinator, telling
 from ckptctl.runs.run_options import duration
 
@@ -22,10 +22,10 @@ def _steps(value: Iterable[int]) -> frozenset[int]:
     """Convert *value* to a set of steps, or raise."""
     if not isinstance(value, Iterable):
         raise UsageError(f"{value!r} is not a list of steps")
-    return frozenset(map(checks.step, value))
+    return frozenset(map(checks.check_step, value))
 
 
-@group
+@option_group
 class SaveRules(Options):
     """Rules of ``should_save``. Any rule can require a save."""
 
@@ -34,7 +34,7 @@ class SaveRules(Options):
         Option(
             "Save steps divisible by K. If the loop skips such a step, the next step passed to "
             ":meth:`should_save` is saved.",
-            check=checks.at_least(1),
+            check=checks.build_minimum_check(1),
         ),
     ] = None
     save_interval: Annotated[

@@ -23,7 +23,7 @@ from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.saving.local_state import LocalState, local_state
 from ckptctl.distributed.saving.save import save
 from ckptctl.distributed.state import StateDict
-from ckptctl.errors import CkptError, RefusedError, listed
+from ckptctl.errors import CkptError, RefusedError, quote_names
 from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.dcp import METADATA
 from ckptctl.formats.dcp.metadata import Origin
@@ -167,7 +167,7 @@ def remove_left(folder: TreePath, known: re.Pattern[str]) -> None:
         raise RefusedError(
             "the folder for temporary saves contains other files",
             where=str(folder),
-            why=f"no save has written {listed(sorted(names))}",
+            why=f"no save has written {quote_names(sorted(names))}",
             hint="move the folder away: a folder of this name is removed when the output is "
             "published",
         )
@@ -175,7 +175,7 @@ def remove_left(folder: TreePath, known: re.Pattern[str]) -> None:
         trash.remove_path(Path(folder))
         return
     with store.deleting() as deletion:
-        deletion.delete(folder.name, FileIdentity.of(folder.stat()))
+        deletion.delete(folder.name, FileIdentity.from_stat(folder.stat()))
 
 
 def _tell(plan: ConversionPlan) -> None:

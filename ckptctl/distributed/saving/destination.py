@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from ckptctl.conversion.destinations import replaceable
+from ckptctl.conversion.destinations import is_replaceable
 from ckptctl.distributed.group import threads
 from ckptctl.distributed.saving.device_memory import MOST, on_host
 from ckptctl.distributed.saving.local_state import memory_of, read_by
@@ -107,7 +107,7 @@ class Folder:
         """See :class:`SaveTarget`."""
         overwrite = self._options.overwrite
         room = stage_output(
-            self.target, overwrite=overwrite, restart=True, is_checkpoint=replaceable
+            self.target, overwrite=overwrite, restart=True, is_checkpoint=is_replaceable
         )
         self._stage = stack.enter_context(room)
 

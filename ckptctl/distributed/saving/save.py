@@ -32,7 +32,7 @@ from ckptctl.distributed.state import State, StateDict, state_of
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.dcp.metadata import Item, Origin
 from ckptctl.formats.dcp.metadata_writer import TensorMetadata
-from ckptctl.keywords import in_python, keywords
+from ckptctl.keywords import accept_keywords, spell_in_python
 from ckptctl.options import Option
 from ckptctl.ranks.coordinator import Coordinator, sendable, through_first
 from ckptctl.save_load.rank_agreement import (
@@ -109,7 +109,7 @@ class _Save(SaveOptions):
     ] = True
 
 
-@keywords(_Save)
+@accept_keywords(_Save)
 def save(state_dict: StateDict, path: str | TreePath, options: _Save) -> TreePath:
     """Save *state_dict* atomically as a DCP directory. Call it on all ranks.
 
@@ -143,7 +143,7 @@ def write(
     plans: PlanCache[SavedPlan] = PLANS,
 ) -> TreePath:
     """Plan, write and publish the state of all ranks, as :func:`save` does."""
-    with in_python(SaveOptions), ExitStack() as stack:
+    with spell_in_python(SaveOptions), ExitStack() as stack:
         run = CollectiveSave(ranks, path, options, plans)
         statements = ranks.all_gather(run.prepare(state, stack))
         run.require_agreement(statements)

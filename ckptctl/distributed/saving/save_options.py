@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from ckptctl.distributed.group import threads
-from ckptctl.option_checks import at_least
+from ckptctl.option_checks import build_minimum_check
 from ckptctl.options import Option, Options
 from ckptctl.planner.balance import count_output_files
 from ckptctl.planner.copying.blocks import MIB
@@ -30,14 +30,14 @@ class WriterOptions(Options):
         Option(
             "Number of files per rank. Threads that write separate files do not wait for "
             "each other. None uses one file per thread, and at most one per 128 MiB.",
-            check=at_least(1),
+            check=build_minimum_check(1),
         ),
     ] = None
     jobs: Annotated[
         int,
         Option(
             "Number of threads per rank. 0 uses its share of the host's cores, at most 16.",
-            check=at_least(0),
+            check=build_minimum_check(0),
         ),
     ] = 0
     memory: Annotated[
@@ -45,7 +45,7 @@ class WriterOptions(Options):
         Option(
             "Size of the buffers of each rank in bytes. They are for tensors that must be "
             "reordered or copied from a device.",
-            check=at_least(0),
+            check=build_minimum_check(0),
         ),
     ] = 64 * MIB
     sync: Annotated[

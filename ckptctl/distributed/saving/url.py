@@ -11,7 +11,7 @@ import torch
 
 from ckptctl.distributed.saving.local_state import memory_of
 from ckptctl.distributed.saving.save_options import WriterOptions
-from ckptctl.errors import CkptError, RefusedError, StorageError, listed
+from ckptctl.errors import CkptError, RefusedError, StorageError, quote_names
 from ckptctl.formats.dcp import METADATA
 from ckptctl.planner.plan import Plan
 from ckptctl.remote.lock import ConditionalObject, RemoteLock
@@ -63,7 +63,7 @@ class Url:
         found = self._place.look()
         self._was_there = self._store.is_folder()
         if self._options.overwrite and METADATA in found:  # only a damaged one is replaced
-            self.target.tree.drop(self.target.url)
+            self.target.tree.forget_url(self.target.url)
             self._replaces = health(self.target, model=False).torn
         self._require_none(found)
         self._lock = RemoteLock(self._store, LOCK_NAME, [METADATA])
@@ -134,7 +134,7 @@ class Url:
             raise RefusedError(
                 "the destination contains parts of another checkpoint",
                 where=str(self.target),
-                why=f"{listed(sorted(data))}: no lock identifies the save that wrote them",
+                why=f"{quote_names(sorted(data))}: no lock identifies the save that wrote them",
                 hint="save under another name, or remove them with `ckptctl prune "
                 "--include-incomplete` if no save is running",
             )

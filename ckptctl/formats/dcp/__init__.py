@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 
 from ckptctl.catalog import Blob, Catalog, TupleIndex
-from ckptctl.errors import DamagedError, FormatError, listed
+from ckptctl.errors import DamagedError, FormatError, quote_names
 from ckptctl.formats.base import (
     AS_IT_IS,
     Format,
@@ -25,7 +25,7 @@ from ckptctl.formats.base import (
 )
 from ckptctl.formats.shared.leaves import join
 from ckptctl.tree import TreePath
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 METADATA = ".metadata"
 DATA = ".distcp"
@@ -77,7 +77,7 @@ class DcpFormat(ItemFormat, WritableFormat):
         if not listing.has(METADATA):
             return None
         count = sum(name.endswith(DATA) for name in listing.names)
-        return f"{METADATA} and {counted(count, f'{DATA} file')}"
+        return f"{METADATA} and {pluralize(count, f'{DATA} file')}"
 
     def is_interrupted(self, listing: Listing) -> bool:
         """Return whether there are data files but no metadata, which ranks write last."""
@@ -140,10 +140,10 @@ def _unsupported(request: OutputRequest) -> Iterator[str]:
     leaves: list[OutputTensor | Blob] = [*request.tensors, *request.blobs]
     aliases = [tensor.name for tensor in request.tensors if tensor.alias_of]
     if aliases:
-        yield f"DCP does not support tied tensors; each is written in full: {listed(aliases)}"
+        yield f"DCP does not support tied tensors; each is written in full: {quote_names(aliases)}"
     numbered = [leaf.name for leaf in leaves if any(type(key) is int for key in leaf.path)]
     if numbered:
-        yield f"DCP does not support integer keys; they become strings: {listed(numbered)}"
+        yield f"DCP does not support integer keys; they become strings: {quote_names(numbered)}"
     tuples = dict.fromkeys(
         join(leaf.path[:depth])
         for leaf in leaves
@@ -151,7 +151,7 @@ def _unsupported(request: OutputRequest) -> Iterator[str]:
         if isinstance(key, TupleIndex)
     )
     if tuples:
-        yield f"DCP does not support tuples of tensors; they become lists: {listed([*tuples])}"
+        yield f"DCP does not support tuples of tensors; they become lists: {quote_names([*tuples])}"
 
 
 FORMAT = DcpFormat()

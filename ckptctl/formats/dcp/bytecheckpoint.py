@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ckptctl.catalog import Catalog, Extent, TensorEntry
 from ckptctl.dtypes import itemsize
-from ckptctl.errors import FormatError, SourceNotFoundError, UnsupportedError, listed
+from ckptctl.errors import FormatError, SourceNotFoundError, UnsupportedError, quote_names
 from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.dcp import METADATA
 from ckptctl.formats.dcp.dcp_reader import catalog_of
@@ -22,7 +22,7 @@ from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
 from ckptctl.storage.pickles.torch_tensors import StorageRef, TensorView, parse_storage_id
 from ckptctl.storage.schema import ObjectSchema, malformed_errors, read_as
 from ckptctl.tree import TreePath
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 _HOME = "bytecheckpoint.checkpointer.meta_type"
 _CLASSES = ("Metadata", "_StorageInfo", "MetadataIndex")
@@ -100,7 +100,7 @@ def _views(root: object, where: str) -> _Views:
             raise FormatError(
                 "FSDP1's flat parameters are not supported",
                 where=where,
-                why=f"the metadata marks {listed([str(name) for name in names])} as flat",
+                why=f"the metadata marks {quote_names([str(name) for name in names])} as flat",
                 hint="merge the checkpoint with ByteCheckpoint's `merge_bcp.py`",
             )
         for index, header in metadata.all_tensor_metadata.items():
@@ -130,8 +130,8 @@ def _raw(entry: TensorEntry, item: Extent, views: _Views, where: str) -> Extent:
         raise UnsupportedError(
             f"two descriptions of a chunk of `{entry.name}` disagree",
             where=where,
-            why=f"{view.dtype} {list(view.shape)} in {counted(view.storage_nbytes, 'byte')}, but "
-            f"{entry.dtype} {list(item.box.sizes)} in {counted(item.nbytes, 'byte')}",
+            why=f"{view.dtype} {list(view.shape)} in {pluralize(view.storage_nbytes, 'byte')}, but "
+            f"{entry.dtype} {list(item.box.sizes)} in {pluralize(item.nbytes, 'byte')}",
         )
     # The view has as many elements as the storage but not all of them, so a stride is wrong.
     if item.box.numel * itemsize(entry.dtype) == view.storage_nbytes != view.nbytes:

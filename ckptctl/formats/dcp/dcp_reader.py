@@ -23,13 +23,13 @@ from ckptctl.catalog import (
     Blob,
     Box,
     Catalog,
-    Computed,
+    ComputedTensor,
+    ComputeInput,
     Extent,
     Finding,
-    Input,
     TensorEntry,
     computed_name,
-    reached,
+    find_reachable_files,
 )
 from ckptctl.columns import ExtentColumns
 from ckptctl.errors import (
@@ -37,7 +37,7 @@ from ckptctl.errors import (
     DamagedError,
     SourceNotFoundError,
     UnsupportedError,
-    listed,
+    quote_names,
 )
 from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.dcp.locating import located, resolved_extent
@@ -55,7 +55,7 @@ from ckptctl.storage.zips.items import read_similar_item, require_chunk
 from ckptctl.storage.zips.zip_reader import read_archive
 from ckptctl.storage.zstd import MemoryBudget, is_zstd, require_zstd
 from ckptctl.tree import TreePath
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 COMPANION = "meta.pt"
 COMPRESSED = "the checkpoint is compressed; each item is decompressed into a temporary file"
@@ -110,7 +110,7 @@ def _require_extensions(catalog: Catalog) -> None:
     needed = any(is_zstd(blob.extension) for blob in catalog.blobs.values())
     if catalog.computed and not needed:  # which may also be merged or dequantized tensors
         extents = (e.file for entry in catalog.tensors.values() for e in entry.extents)
-        sources = reached(catalog.computed, extents).values()
+        sources = find_reachable_files(catalog.computed, extents).values()
         needed = any(source.kind == "unpacked" for source in sources)
     if needed:
         require_zstd(catalog.path)
@@ -159,7 +159,7 @@ def catalog_of(
     around = beside(path, {*sizes, *stray, *indexes})
     of_tensors = [leaf for leaf in leaves.values() if leaf.dtype]
     tensors = {leaf.name: _entry_of(leaf) for leaf in of_tensors}
-    computed: dict[str, Computed] = {}
+    computed: dict[str, ComputedTensor] = {}
     if zips:
         notes = (*notes, *_stored_otherwise(files, of_tensors, tensors, computed, faults))
     elif any(leaf.extension for leaf in leaves.values()):
@@ -175,7 +175,7 @@ def catalog_of(
         },
         notes=(
             *notes,
-            *((f"unused files: {listed(surplus)}",) if surplus else ()),
+            *((f"unused files: {quote_names(surplus)}",) if surplus else ()),
         ),
         computed=computed,
         findings=tuple(faults.findings),
@@ -187,7 +187,7 @@ def _stored_otherwise(
     files: SourceFiles,
     leaves: Sequence[MetadataLeaf],
     tensors: dict[str, TensorEntry],
-    computed: dict[str, Computed],
+    computed: dict[str, ComputedTensor],
     faults: Faults,
 ) -> Sequence[str]:
     """Fix entries of *tensors* that are compressed or in safetensors, and return notes on these."""
@@ -227,7 +227,7 @@ def _data_files(
             raise DamagedError(
                 f"`{name}` is truncated",
                 where=f"{files.root / name}" + (f", `{leaf_name}`" if leaf_name else ""),
-                why=f"{counted(end, 'byte is', 'bytes are')} needed, but the file has "
+                why=f"{pluralize(end, 'byte is', 'bytes are')} needed, but the file has "
                 f"{sizes[name]:,}",
             )
     return sizes
@@ -249,9 +249,11 @@ def _entry_of(leaf: MetadataLeaf) -> TensorEntry:
     """Return the catalog entry of a tensor in the metadata, before its items are read."""
     if leaf.dtype not in dtypes.BY_NAME:
         why = f"the dtype `{leaf.dtype}` is not supported"
-        return TensorEntry.unread(leaf.name, leaf.dtype, leaf.shape, leaf.path, why)
+        return TensorEntry.build_unreadable(leaf.name, leaf.dtype, leaf.shape, leaf.path, why)
     if leaf.unread:
-        return TensorEntry.unread(leaf.name, leaf.dtype, leaf.shape, leaf.path, leaf.unread)
+        return TensorEntry.build_unreadable(
+            leaf.name, leaf.dtype, leaf.shape, leaf.path, leaf.unread
+        )
     return TensorEntry(
         leaf.name, leaf.dtype, leaf.shape, leaf.extents, leaf.path, requires_grad=leaf.requires_grad
     )
@@ -269,14 +271,14 @@ def _usable(
             size = sizes[file] = files.size(file)
             if end <= size:
                 continue
-            why = f"{counted(end, 'byte is', 'bytes are')} needed, but the file has {size:,}; "
+            why = f"{pluralize(end, 'byte is', 'bytes are')} needed, but the file has {size:,}; "
             finding = Finding("a data file is truncated", why, file=file)
         except SourceNotFoundError:
             finding = Finding("a data file is missing", "", file=file)
         except CkptError as error:
             finding = replace(of_error(error, file=file), why="")
         inside = [n for n, leaf in leaves.items() if any(r[0] == file for r in leaf.ranges)]
-        why = f"{finding.why}it contains parts of {listed(inside, 2)}"
+        why = f"{finding.why}it contains parts of {quote_names(inside, 2)}"
         faults.findings.append(replace(finding, why=why))
     found: dict[str, MetadataLeaf] = {}
     for name, leaf in leaves.items():
@@ -284,9 +286,11 @@ def _usable(
         if all(fits):
             found[name] = leaf
         elif leaf.item is None:
-            rows = list(zip(leaf.extents.rows(), fits, strict=True))
-            found[name] = replace(leaf, extents=ExtentColumns.of(row for row, fit in rows if fit))
-            gone = ExtentColumns.of(row for row, fit in rows if not fit)
+            rows = list(zip(leaf.extents.iterate_rows(), fits, strict=True))
+            found[name] = replace(
+                leaf, extents=ExtentColumns.from_rows(row for row, fit in rows if fit)
+            )
+            gone = ExtentColumns.from_rows(row for row, fit in rows if not fit)
             faults.lost[name] = tuple(zip(gone.boxes, gone.files, strict=True))
         else:
             file = leaf.item.file
@@ -329,27 +333,27 @@ def with_leaves(files: SourceFiles, catalog: Catalog, name: str, found: Leaves) 
 
 
 def unpacked(
-    root: TreePath, leaf: MetadataLeaf, entry: TensorEntry, computed: dict[str, Computed]
+    root: TreePath, leaf: MetadataLeaf, entry: TensorEntry, computed: dict[str, ComputedTensor]
 ) -> TensorEntry:
     """Return a tensor whose elements are computed from compressed items, and extend *computed*."""
     if entry.unsupported:
         return entry
     if not is_zstd(leaf.extension):
         why = f"the extension `{leaf.extension}` is not supported"
-        return TensorEntry.unread(leaf.name, leaf.dtype, leaf.shape, leaf.path, why)
+        return TensorEntry.build_unreadable(leaf.name, leaf.dtype, leaf.shape, leaf.path, why)
     width = dtypes.itemsize(entry.dtype)
     if any(width * one.box.numel > MOST_TIMES * one.nbytes for one in entry.extents):
         why = "the items are too short for the shape, even if compressed"
-        return TensorEntry.unread(leaf.name, leaf.dtype, leaf.shape, leaf.path, why)
+        return TensorEntry.build_unreadable(leaf.name, leaf.dtype, leaf.shape, leaf.path, why)
     extents = []
     for extent in entry.extents:
         name = computed_name(f"{extent.file}@{extent.offset}")
         length = Box.whole((extent.nbytes,))
         stored = Extent(length, extent.file, extent.offset, extent.nbytes)
         item = TensorEntry(leaf.name, "uint8", length.sizes, (stored,), leaf.path)
-        made = Computed("unpacked", leaf.dtype, extent.box.sizes, (Input(root, item),))
+        made = ComputedTensor("unpacked", leaf.dtype, extent.box.sizes, (ComputeInput(root, item),))
         computed[name] = made
-        extents.append(replace(made.extent(name), box=extent.box))
+        extents.append(replace(made.to_extent(name), box=extent.box))
     return replace(entry, extents=tuple(extents))
 
 

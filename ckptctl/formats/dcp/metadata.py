@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ckptctl.catalog import Index, Path
 from ckptctl.columns import BoxColumns, ExtentColumns, Vector, ranges_of
-from ckptctl.errors import CkptError, UnsupportedError, listed
+from ckptctl.errors import CkptError, UnsupportedError, quote_names
 from ckptctl.formats.dcp.metadata_scan import Chunks, Places, Scanned, Scanner
 from ckptctl.formats.shared.indexes import integers
 from ckptctl.storage.paths import require_relative
@@ -372,7 +372,7 @@ def located(name: str, boxes: BoxColumns, stored: StoredItem | None, where: str)
     ]
     if missing:
         raise UnsupportedError(
-            f"chunks of `{name}` are not stored in any file", where=where, why=listed(missing)
+            f"chunks of `{name}` are not stored in any file", where=where, why=quote_names(missing)
         )
     rows = [order[place] for place in places]
     return ExtentColumns(

@@ -15,7 +15,7 @@ from ckptctl.catalog import Blob, Box, Index
 from ckptctl.errors import RefusedError
 from ckptctl.formats.base import OutputTensor, TensorPlace
 from ckptctl.formats.dcp.metadata import MAX_METADATA, OWN, UNKNOWN, WORLD, Item, Origin
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 VERSION = "1.0.0"
 BATCH = 1000
@@ -86,7 +86,7 @@ def _readable(content: bytes, before: int = 0) -> bytes:
     if before + len(content) > MAX_METADATA:
         raise RefusedError(
             "the metadata would be too large to read",
-            why=f"{counted(before + len(content), 'byte')}, limit {MAX_METADATA:,}",
+            why=f"{pluralize(before + len(content), 'byte')}, limit {MAX_METADATA:,}",
             hint="save on fewer ranks, or save without collectives (each rank then writes its own "
             "metadata)",
         )

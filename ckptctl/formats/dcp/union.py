@@ -21,7 +21,7 @@ from ckptctl.errors import (
     DamagedError,
     SourceNotFoundError,
     UnsupportedError,
-    listed,
+    quote_names,
 )
 from ckptctl.formats.dcp import metadata_name
 from ckptctl.formats.dcp.metadata import UNKNOWN, Item, MetadataLeaf, Origin, refuse_twins
@@ -30,7 +30,7 @@ from ckptctl.formats.shared.joined_tensors import ONE_SAVE, ranks_disagree_error
 from ckptctl.formats.shared.leaves import below_rank, join
 from ckptctl.planner.boxes import compute_coverage
 from ckptctl.storage.files import SourceFiles
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 if TYPE_CHECKING:
     from hashlib import blake2b
@@ -97,7 +97,7 @@ class Union:
                         hint="restore the original file names (files were renamed or overwritten)",
                     )
                 self.ends[file] = max(self.ends.get(file, 0), end)
-            for row in leaf.extents.rows():
+            for row in leaf.extents.iterate_rows():
                 self._add(rank, held, row)
 
     def _add(self, rank: int, held: _Held, row: Row) -> None:
@@ -128,7 +128,7 @@ class Union:
             rows = held.chunks.values()
             count = sum(math.prod(sizes) for _, sizes, *_ in rows)
             if held.leaf.dtype and count != math.prod(held.leaf.shape):
-                boxes = ExtentColumns.of(rows).boxes
+                boxes = ExtentColumns.from_rows(rows).boxes
                 found = compute_coverage(held.leaf.shape, boxes)
                 if refused or not found.holes or found.overlaps or found.outside:
                     raise self._incomplete(held.leaf, boxes)
@@ -141,7 +141,7 @@ class Union:
         for name, held in self._held.items():
             copies = chain.from_iterable(self.copies.get(name, {}).values())
             rows = chain(held.chunks.values(), copies)
-            found[name] = replace(held.leaf, extents=ExtentColumns.of(rows))
+            found[name] = replace(held.leaf, extents=ExtentColumns.from_rows(rows))
         refuse_twins(found, self._where)
         return found
 
@@ -163,7 +163,7 @@ class Union:
                 why=f"this file belongs to {said}"
                 + (
                     ", but the file of a lower rank belongs to a save of "
-                    f"{counted(self.world, 'rank')}"
+                    f"{pluralize(self.world, 'rank')}"
                     if self.world
                     else ""
                 ),
@@ -185,14 +185,14 @@ class Union:
             return CoverageError(
                 f"parts of `{leaf.name}` are missing",
                 where=f"{self._where}, tensor `{leaf.name}`, shape {list(leaf.shape)}",
-                why=f"found {there}; none of them has {listed([str(b) for b in found.holes])}",
+                why=f"found {there}; none of them has {quote_names([str(b) for b in found.holes])}",
                 hint=f"copy the files of the remaining ranks, such as `{next_one}`",
             )
         wrong = found.outside or found.overlaps
         return UnsupportedError(
             f"the ranks' chunks of `{leaf.name}` overlap or exceed its shape",
             where=f"{self._where}, tensor `{leaf.name}`, shape {list(leaf.shape)}",
-            why=f"found {there}; {listed([str(box) for box in wrong])} "
+            why=f"found {there}; {quote_names([str(box) for box in wrong])} "
             + ("are outside its shape" if found.outside else "are covered more than once"),
             hint="remove the files of other saves",
         )

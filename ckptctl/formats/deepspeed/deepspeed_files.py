@@ -10,11 +10,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptctl.errors import DamagedError, FormatError, listed, spell_option
+from ckptctl.errors import DamagedError, FormatError, quote_names, spell_option
 from ckptctl.formats.shared.findings import Faults, missing_error, mixed_saves
 from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL
 from ckptctl.tree import TreePath
-from ckptctl.units import counted, natural
+from ckptctl.units import pluralize, sort_naturally
 
 FP32 = "fp32"
 ZERO = "zero"
@@ -71,7 +71,7 @@ def evidence(folder: TreePath) -> str | None:
     except PermissionError:  # such as `lost+found`
         return None
     known = [name for name in names if saved_name(name)]
-    return f"{listed(natural(known), 1)}" if known else None
+    return f"{quote_names(sort_naturally(known), 1)}" if known else None
 
 
 def saved_name(name: str) -> str | None:
@@ -82,7 +82,7 @@ def saved_name(name: str) -> str | None:
 def model_files(root: TreePath, folder: str, faults: Faults) -> tuple[str, ...]:
     """Return the files of a universal checkpoint's model states, in natural order."""
     items = (item.name for item in (root / folder).iterdir())
-    names = natural([n for n in items if n.endswith("_model_states.pt") and saved_name(n)])
+    names = sort_naturally([n for n in items if n.endswith("_model_states.pt") and saved_name(n)])
     found = [match for name in names if (match := _RANK.fullmatch(name)) and not int(match[2])]
     if not found or len(found) < len(names):
         return tuple(f"{folder}/{name}" if folder else name for name in names)
@@ -93,7 +93,7 @@ def model_files(root: TreePath, folder: str, faults: Faults) -> tuple[str, ...]:
 def rank_files(root: TreePath, folder: str, faults: Faults) -> SaveFiles:
     """Return the files of one save."""
     where = root / folder
-    names = natural([item.name for item in where.iterdir()])
+    names = sort_naturally([item.name for item in where.iterdir()])
     _refuse(where, names)
     ranks: dict[str, dict[int, str]] = {"model": {}, "optim": {}}
     for name in names:
@@ -110,7 +110,7 @@ def rank_files(root: TreePath, folder: str, faults: Faults) -> SaveFiles:
         raise DamagedError(
             f"`{MODEL}` is missing",
             where=str(where),
-            why=f"found {listed(names)}" if names else "the folder is empty",
+            why=f"found {quote_names(names)}" if names else "the folder is empty",
         )
     prefix = f"{folder}/" if folder else ""
     models, optims = (
@@ -168,7 +168,7 @@ def _complete(
     if beyond:
         raise mixed_saves(
             root / folder,
-            f"the save has {counted(last + 1, 'rank')}, but {listed(beyond)} "
+            f"the save has {pluralize(last + 1, 'rank')}, but {quote_names(beyond)} "
             f"{'is' if len(beyond) == 1 else 'are'} from a save with more ranks",
         )
     hint = f"copy the missing files, or choose another save with {spell_option('--tag')}"
@@ -179,7 +179,7 @@ def _complete(
     if error and faults.partial and last < MAX_PARTIAL:
         for rank in range(last + 1):
             if rank not in found:
-                why = f"the {kind} states of rank {rank} of {counted(last + 1, 'rank')}"
+                why = f"the {kind} states of rank {rank} of {pluralize(last + 1, 'rank')}"
                 faults.missing(prefix + _like(found, rank), why)
         return tuple(prefix + (found.get(n) or _like(found, n)) for n in range(last + 1))
     if error:

@@ -15,7 +15,7 @@ from ckptctl.formats.deepspeed.zero import Save
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.stored_leaves import Leaves, extent_of, leaves_in
 from ckptctl.storage.zips.zip_reader import StoredTensor
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 ROOT = "module"
 
@@ -158,7 +158,7 @@ class MasterWeights:
             raise UnsupportedError(
                 f"a rank's share of the frozen parameter `{name}` is malformed",
                 where=str(Path(self.where).parent / Path(odd[0]).name),
-                why=f"expected {counted(share, 'element')} of {first.dtype}",
+                why=f"expected {pluralize(share, 'element')} of {first.dtype}",
             )
         strip = Strip([Segment(file, item) for file, item in shares])
         boxes = extents(FlatPart(shape, ((0, 0, numel),), 0), [strip])

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ckptctl.catalog import Blob, TensorEntry
-from ckptctl.errors import UnsupportedError, listed
+from ckptctl.errors import UnsupportedError, quote_names
 from ckptctl.formats.deepspeed.partitions import Segment, Shapes, Strip, extents, is_flat
 from ckptctl.formats.deepspeed.states import INDEX, ModelState, OptimState
 from ckptctl.formats.deepspeed.zero import Save, strips_of
@@ -248,7 +248,7 @@ def _add_moments(save: Save, key: str, having: set[int], found: Leaves) -> None:
     if not strips:
         found.notes.append(
             f"skipped `{key}` of the optimizer's state, which does not have one value per "
-            f"element of the parameter: {listed(names)}"
+            f"element of the parameter: {quote_names(names)}"
         )
         return
     for name in names:

@@ -19,7 +19,7 @@ from ckptctl.catalog import Box, Checksum, Extent
 from ckptctl.errors import DamagedError, UnsupportedError
 from ckptctl.formats.shared.stored_leaves import extent_of
 from ckptctl.storage.zips.zip_reader import StoredTensor
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
@@ -46,7 +46,7 @@ class Segment:
     @property
     def recorded(self) -> Checksum | None:
         """Checksum of the record that contains it, or None."""
-        return extent_of(self.tensor, self.file).recorded
+        return extent_of(self.tensor, self.file).recorded_checksum
 
 
 class Strip:
@@ -155,7 +155,7 @@ def in_groups(
             raise UnsupportedError(
                 "the alignment paddings do not match the parameters",
                 where=where,
-                why=f"{counted(len(gaps), 'padding')}, but {counted(len(shapes), 'parameter')} in "
+                why=f"{pluralize(len(gaps), 'padding')}, but {pluralize(len(shapes), 'parameter')} in "
                 f"group {number}",
             )
         end = 0
@@ -166,7 +166,7 @@ def in_groups(
                 raise DamagedError(
                     f"the partitions end before `{name}`",
                     where=where,
-                    why=f"group {number} contains {counted(strip.numel, 'element')}",
+                    why=f"group {number} contains {pluralize(strip.numel, 'element')}",
                     hint=_OTHER_SAVE,
                 )
             end = high + gap
@@ -174,7 +174,7 @@ def in_groups(
             raise UnsupportedError(
                 "the length of the partitions does not match the parameters",
                 where=where,
-                why=f"the ranks have {counted(strip.numel, 'element')}, but the parameters need "
+                why=f"the ranks have {pluralize(strip.numel, 'element')}, but the parameters need "
                 f"{end:,}",
                 hint=_OTHER_SAVE,
             )
@@ -205,7 +205,7 @@ def in_ranks(shapes: Shapes, strips: Sequence[Strip], where: str) -> FlatParts:
             raise UnsupportedError(
                 f"the length of rank {rank}'s partition does not match its share of the parameters",
                 where=where,
-                why=f"`{strip.segments[0].file}` has {counted(strip.numel, 'element')}, "
+                why=f"`{strip.segments[0].file}` has {pluralize(strip.numel, 'element')}, "
                 f"expected {start:,}",
                 hint="check whether the file belongs to another save or world size",
             )

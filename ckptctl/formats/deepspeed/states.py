@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Annotated
 
-from ckptctl.errors import FormatError, UnsupportedError, listed
+from ckptctl.errors import FormatError, UnsupportedError, quote_names
 from ckptctl.formats.deepspeed.deepspeed_files import ADVICE, saved_name
 from ckptctl.formats.deepspeed.partitions import Segment, Shape, is_flat
 from ckptctl.storage.files import SourceFiles
@@ -213,7 +213,7 @@ def read_model(files: SourceFiles, name: str, *, whole: bool = True) -> ModelSta
             raise UnsupportedError(
                 "the file does not contain model states",
                 where=where,
-                why=f"it contains {listed([*content])}",
+                why=f"it contains {quote_names([*content])}",
             )
         _refuse_experts(content, where)
         stated = read_as(_ModelFile, content)
@@ -243,7 +243,7 @@ def read_optim(files: SourceFiles, name: str) -> OptimState:
             raise FormatError(
                 "unknown kind of optimizer states",
                 where=where,
-                why=f"found the keys {listed([*inner])}",
+                why=f"found the keys {quote_names([*inner])}",
                 hint="use a checkpoint of DeepSpeed 0.4 or later",
             )
         stated = read_as(_ZeroState, inner)

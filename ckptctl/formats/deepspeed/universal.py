@@ -18,7 +18,7 @@ from ckptctl.errors import (
     FormatError,
     UnsupportedError,
     UsageError,
-    listed,
+    quote_names,
     spell_option,
 )
 from ckptctl.formats.base import ReadOptions
@@ -41,7 +41,7 @@ from ckptctl.storage.paths import is_present
 from ckptctl.storage.schema import find_member, malformed_errors, read_as
 from ckptctl.storage.zips.zip_reader import StoredTensor, read_archive
 from ckptctl.tree import TreePath
-from ckptctl.units import counted, natural
+from ckptctl.units import pluralize, sort_naturally
 
 _NOT_SETTINGS = (
     "param_groups",
@@ -157,9 +157,9 @@ class UniversalSave:
         missing = [name for name in self.shapes if FP32 not in self.values.get(name, {})]
         if missing and not self.faults.partial:
             raise DamagedError(
-                f"{counted(len(missing), 'parameter is', 'parameters are')} missing",
+                f"{pluralize(len(missing), 'parameter is', 'parameters are')} missing",
                 where=str(root / self.prefix / ZERO),
-                why=listed([f"{name}/{FP32}.pt" for name in missing]),
+                why=quote_names([f"{name}/{FP32}.pt" for name in missing]),
             )
         if not self.divided:
             found = self._parameters({*self.model.module, *self.model.frozen})
@@ -179,10 +179,10 @@ class UniversalSave:
                 self.faults.nowhere(name, why, self.file(name, FP32))
         elif lost:
             raise DamagedError(
-                f"{counted(len(lost), 'tensor is', 'tensors are')} not stored as a whole in any "
+                f"{pluralize(len(lost), 'tensor is', 'tensors are')} not stored as a whole in any "
                 "file",
                 where=str(root / self.prefix / ZERO),
-                why=f"the model states contain {listed(natural(lost))}, divided among the ranks",
+                why=f"the model states contain {quote_names(sort_naturally(lost))}, divided among the ranks",
             )
         model = replace(first, module=module)
         return MasterWeights((model,), found, False, self.faults).leaves()
@@ -191,7 +191,7 @@ class UniversalSave:
         """Return the tensors under ``zero`` that are parameters, and not in *others*."""
         found = {
             name: self.parameter(name, FP32)
-            for name in natural(self.values)
+            for name in sort_naturally(self.values)
             if FP32 in self.values[name] and (name in self.shapes or name not in others)
         }
         gone = ((name, self.missing(name, FP32, None)) for name in self.shapes.keys() - found)

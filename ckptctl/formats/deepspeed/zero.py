@@ -34,7 +34,7 @@ from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.read_ahead import prefetch_zips
 from ckptctl.storage.schema import MalformedError, malformed_errors
 from ckptctl.storage.zips.zip_reader import StoredTensor
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 _State = TypeVar("_State", ModelState, OptimState)
 
@@ -167,7 +167,7 @@ def _differences(
         yield model.file, optim.file, "stages"
     world = model.content.get("dp_world_size")
     if isinstance(world, int) and (world < 1 or optim.world % world):
-        ranks = counted(optim.world, "rank")
+        ranks = pluralize(optim.world, "rank")
         yield model.file, optim.file, f"world sizes ({world} and {ranks})"
 
 
@@ -211,7 +211,7 @@ def _require_order(strips: Sequence[Strip], where: str) -> None:
                 raise UnsupportedError(
                     "the partitions are not in the order of their ranks",
                     where=str(Path(where).parent),
-                    why=f"`{one.file}` has {counted(one.numel, 'element')}, `{after.file}` "
+                    why=f"`{one.file}` has {pluralize(one.numel, 'element')}, `{after.file}` "
                     f"{after.numel:,}",
                     hint="copy the files again, keeping their names",
                 )
@@ -272,9 +272,9 @@ def complete_optims(
     gaps: Sequence[Sequence[int]] = like.paddings or [()] * len(groups)
     if like.stage < 3 and not len(gaps) == len(groups) == len(like.partitions):
         raise MalformedError(
-            f"{counted(len(groups), 'group')} of parameters, but "
-            f"{counted(len(like.partitions), 'group')} of partitions"
-            + (f" and {counted(len(gaps), 'list')} of paddings" if like.paddings else "")
+            f"{pluralize(len(groups), 'group')} of parameters, but "
+            f"{pluralize(len(like.partitions), 'group')} of partitions"
+            + (f" and {pluralize(len(gaps), 'list')} of paddings" if like.paddings else "")
         )
     numels = [[segment.numel for segment in like.partitions]] * len(names)
     if like.stage < 3 and None in found:
@@ -301,7 +301,7 @@ def _column(
         part = optim.partitions[number] if optim else None
         if part is not None and not least <= part.numel <= most:
             raise MalformedError(
-                f"`{part.file}` has {counted(part.numel, 'element')}, expected {least:,} to "
+                f"`{part.file}` has {pluralize(part.numel, 'element')}, expected {least:,} to "
                 f"{most:,}"
             )
         stripped = stripped and (part is None or part.numel == least)

@@ -12,10 +12,10 @@ from __future__ import annotations
 import re
 
 from ckptctl.catalog import Catalog
-from ckptctl.errors import DamagedError, FormatError, listed
+from ckptctl.errors import DamagedError, FormatError, quote_names
 from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions
 from ckptctl.tree import TreePath
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 SUFFIX = ".gguf"
 _PART = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
@@ -44,9 +44,9 @@ def parts_of(root: TreePath, path: TreePath) -> list[str]:
         return names
     if first is None or any(one is None or one[1] != first[1] for one in parts):
         raise FormatError(
-            f"this folder contains {counted(len(names), 'GGUF file')}, and each may be a model",
+            f"this folder contains {pluralize(len(names), 'GGUF file')}, and each may be a model",
             where=str(root),
-            why=listed(names),
+            why=quote_names(names),
             hint="pass one of these files",
         )
     count = int(first[3])
@@ -54,9 +54,9 @@ def parts_of(root: TreePath, path: TreePath) -> list[str]:
     missing = [name for name in wanted if not (root / name).is_file()]
     if missing or not wanted:
         raise DamagedError(
-            f"{len(missing):,} of {counted(count, 'file is', 'files are')} missing",
+            f"{len(missing):,} of {pluralize(count, 'file is', 'files are')} missing",
             where=str(root),
-            why=listed(missing),
+            why=quote_names(missing),
             hint="copy the remaining files of the model",
         )
     return wanted
@@ -88,7 +88,7 @@ class GgufFormat(Format):
         if not listing.is_folder:
             return listing.path.name if is_gguf(listing.path) else None
         found = models(listing.path)
-        return listed(found) if found else None
+        return quote_names(found) if found else None
 
     def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""

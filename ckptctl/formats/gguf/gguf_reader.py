@@ -17,14 +17,14 @@ from typing import Any
 
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
 from ckptctl.dtypes import itemsize
-from ckptctl.errors import DamagedError, UnsupportedError, listed
+from ckptctl.errors import DamagedError, UnsupportedError, quote_names
 from ckptctl.facts.gguf_config import FACTORS, described, sizes_of
 from ckptctl.formats.sidecar_files import beside
 from ckptctl.numerics.quantization.ggml import BLOCKS, PLAIN
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.schema import MalformedError, malformed_errors
 from ckptctl.tree import TreePath
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 CONFIG = "config.json"
 MAX_FACTORS = 1 << 12
@@ -118,7 +118,7 @@ def _tensors(root: TreePath, headers: Mapping[str, Header]) -> dict[str, TensorE
                 name, dtype = f"{name}.{block.name}", "uint8"
                 shape = (*shape[:-1], shape[-1] // block.elements * block.nbytes)
             if of.setdefault(one.name, file) != file:
-                why = f"it is in {listed([of[one.name], file])}"
+                why = f"it is in {quote_names([of[one.name], file])}"
                 raise DamagedError(f"duplicate tensor `{one.name}`", where=str(root), why=why)
             if name in found:
                 why = (
@@ -284,7 +284,7 @@ class _Cursor:
         """Read the number of following entries, each of at least *least* bytes."""
         found: int = self.number(code)
         if found > MAX_COUNT:
-            raise MalformedError(f"the header declares {counted(found, 'entry', 'entries')}")
+            raise MalformedError(f"the header declares {pluralize(found, 'entry', 'entries')}")
         self.require(found * least)
         return found
 
@@ -293,7 +293,7 @@ class _Cursor:
         found: int = _LENGTH.unpack(self.take(8))[0]
         self.require(found)
         if found > most:
-            raise MalformedError(f"a string of {counted(found, 'byte')} is too long")
+            raise MalformedError(f"a string of {pluralize(found, 'byte')} is too long")
         return found
 
     def text(self, most: int = MAX_TEXT) -> str:
@@ -335,7 +335,7 @@ def _claim(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     """Read the name, shape, type and relative offset of the next tensor."""
     name, rank = cursor.text(MAX_NAME), cursor.number("<I")
     if rank > MAX_DIMS:
-        raise MalformedError(f"`{name}` has {counted(rank, 'dimension')}")
+        raise MalformedError(f"`{name}` has {pluralize(rank, 'dimension')}")
     form = _CLAIMS[rank]
     *shape, kind, offset = form.unpack(cursor.take(form.size))
     return name, tuple(shape[::-1]), kind, offset
@@ -377,6 +377,6 @@ def _nbytes(cursor: _Cursor, name: str, shape: tuple[int, ...], kind: int) -> in
     block = BLOCKS[kind]
     if not shape or shape[-1] % block.elements:
         raise cursor.torn(
-            f"a row of `{name}` is not a multiple of {counted(block.elements, 'element')}"
+            f"a row of `{name}` is not a multiple of {pluralize(block.elements, 'element')}"
         )
     return count // block.elements * block.nbytes

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog, TensorEntry
-from ckptctl.errors import listed
+from ckptctl.errors import quote_names
 from ckptctl.formats import torch_file
 from ckptctl.formats.base import (
     AS_IT_IS,
@@ -58,7 +58,7 @@ from ckptctl.storage.read_ahead import prefetch_heads
 from ckptctl.storage.safetensors_header import encode_header
 from ckptctl.storage.schema import find_member
 from ckptctl.tree import TreePath
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 PT = "pt"
 """The ``format`` in headers, except for layout ``mlx``."""
@@ -105,7 +105,7 @@ class HfFormat(WritableFormat):
             named = name.endswith((".safetensors", INDEX)) or name in BIN
             return name if named or torch_file.HF_BIN.fullmatch(name) else None
         main = main_files(listing)
-        return listed(main) if main else None
+        return quote_names(main) if main else None
 
     def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
@@ -126,7 +126,7 @@ class HfFormat(WritableFormat):
         for name, (found, _) in read.items():
             merge(tensors, found, name)
         agreed, differ = agreed_strings(strings for _, strings in read.values())
-        loose = () if len(names) == 1 else (f"{counted(len(names), 'shard')} without an index",)
+        loose = () if len(names) == 1 else (f"{pluralize(len(names), 'shard')} without an index",)
         return self._catalog(files, path, tensors, agreed, names, (*loose, *differ), None)
 
     def _read_index(
@@ -145,7 +145,7 @@ class HfFormat(WritableFormat):
         extra = {name: t for name, t in found.tensors.items() if name not in weight_map}
         notes = found.notes
         if extra:
-            notes.append(f"the index does not list these tensors: {listed([*extra])}")
+            notes.append(f"the index does not list these tensors: {quote_names([*extra])}")
         names = list(found.sizes)
         catalog = self._catalog(files, path, ordered | extra, found.metadata, names, notes, main)
         return replace(

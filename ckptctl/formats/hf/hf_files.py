@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 
-from ckptctl.errors import CkptError, FormatError, listed
+from ckptctl.errors import CkptError, FormatError, quote_names
 from ckptctl.formats.base import Listing
 from ckptctl.formats.hf.shards import ReadShard, read_shard
 from ckptctl.formats.shared.findings import missing_error
@@ -15,7 +15,7 @@ from ckptctl.storage.crc import is_digest_of
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.read_ahead import prefetch_heads
 from ckptctl.tree import TreePath
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 ENDS = ("\n", "")
 ReadIndex = dict[str, dict[str, object]]
@@ -76,7 +76,7 @@ def files_to_read(path: TreePath) -> list[str]:
     raise FormatError(
         "several files may contain the model",
         where=str(path),
-        why=listed(main),
+        why=quote_names(main),
         hint=f"pass one of them, such as `{path / main[0]}`",
     )
 
@@ -96,8 +96,8 @@ def require_whole(path: TreePath, names: Sequence[str], hint: str) -> None:
 
     error = missing_error(path, numbers, wanted, named, "shards", hint)
     if error and max(numbers) in wanted:
-        count = counted(wanted.stop - wanted.start, "shard")
-        error.what = f"found only {len(names)} of {count}: {listed(names)}"
+        count = pluralize(wanted.stop - wanted.start, "shard")
+        error.what = f"found only {len(names)} of {count}: {quote_names(names)}"
         error.why = f"missing: {error.why}"
         raise error
 

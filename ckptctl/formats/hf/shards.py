@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from ckptctl.catalog import Box, Extent, TensorEntry
-from ckptctl.errors import CkptError, DamagedError, UnsupportedError, listed, spell_option
+from ckptctl.errors import CkptError, DamagedError, UnsupportedError, quote_names, spell_option
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.indexes import sizes_of
 from ckptctl.storage.files import SourceFiles
@@ -16,7 +16,7 @@ from ckptctl.storage.paths import require_relative
 from ckptctl.storage.read_ahead import prefetch_heads
 from ckptctl.storage.safetensors_header import read_header, unread_reason
 from ckptctl.storage.schema import NOT_EMPTY, Schema, find_member, malformed_errors, read_as
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 if TYPE_CHECKING:
     from ckptctl.formats.shared.stored_leaves import Leaves
@@ -39,7 +39,9 @@ def read_shard(files: SourceFiles, name: str) -> ReadShard:
     tensors: dict[str, TensorEntry] = {}
     for key, (dtype, shape, begin, end) in header.tensors.items():
         if key in header.unread:
-            tensors[key] = TensorEntry.unread(key, dtype, shape, (key,), unread_reason(dtype))
+            tensors[key] = TensorEntry.build_unreadable(
+                key, dtype, shape, (key,), unread_reason(dtype)
+            )
             continue
         extent = Extent(Box.whole(shape), name, begin, end - begin)
         tensors[key] = TensorEntry(key, dtype, shape, (extent,), (key,))
@@ -56,7 +58,7 @@ def agreed_strings(
         apart |= {
             key: None for key, text in strings.items() if agreed.setdefault(key, text) != text
         }
-    note = f"metadata values differ between shards: {listed([*apart])}"
+    note = f"metadata values differ between shards: {quote_names([*apart])}"
     kept = {key: text for key, text in agreed.items() if key not in apart}
     return kept, (note,) if apart else ()
 
@@ -70,7 +72,7 @@ def read_bin(files: SourceFiles, name: str) -> Leaves:
         raise UnsupportedError(
             "this file contains values other than tensors",
             where=str(files.root / name),
-            why=listed(list(found.blobs)),
+            why=quote_names(list(found.blobs)),
             hint=f"read it with {spell_option('--from torch')}",
         )
     return found
@@ -104,18 +106,18 @@ def _unnamed(
     missing = sorted(key for key, file in weight_map.items() if file == name and key not in found)
     if missing:
         raise DamagedError(
-            f"`{name}` is missing {counted(len(missing), 'tensor')} listed in the index",
+            f"`{name}` is missing {pluralize(len(missing), 'tensor')} listed in the index",
             where=where,
-            why=listed(missing),
+            why=quote_names(missing),
             hint="download the shard again",
         )
     others = sorted(key for key in found if weight_map.get(key, name) != name)
     if others:
         raise UnsupportedError(
-            f"`{name}` contains {counted(len(others), 'tensor')} that the index places in other "
+            f"`{name}` contains {pluralize(len(others), 'tensor')} that the index places in other "
             "files",
             where=where,
-            why=listed(others),
+            why=quote_names(others),
         )
     return {key: entry for key, entry in found.items() if key not in weight_map}
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ckptctl.catalog import Catalog
-from ckptctl.errors import listed
+from ckptctl.errors import quote_names
 from ckptctl.formats.base import (
     AS_IT_IS,
     Listing,
@@ -103,7 +103,7 @@ class McoreFormat(ItemFormat, WritableFormat):
             return catalog
         faults = Faults(catalog.root, asked.partial, list(catalog.findings))
         joined = canonical(catalog, faults, {})
-        new = listed([name for name in joined.tensors if name not in catalog.tensors])
+        new = quote_names([name for name in joined.tensors if name not in catalog.tensors])
         note = f"tensors that Megatron-FSDP saved in parts are joined and renamed: {new}"
         return replace(joined, notes=(*joined.notes, note))
 

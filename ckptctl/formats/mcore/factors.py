@@ -17,7 +17,7 @@ from ckptctl.catalog import Box, Catalog, TensorEntry
 from ckptctl.errors import UnsupportedError
 from ckptctl.facts.megatron import merged
 from ckptctl.planner.config_facts import Json
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 _HALVED = re.compile(r".*\.linear_fc1\.adapter\.adapter_(?:up|gate)\.linear_out\.weight")
 
@@ -50,7 +50,7 @@ def _in_order(catalog: Catalog, entry: TensorEntry, ranks: object) -> TensorEntr
         raise UnsupportedError(
             "the row order of an adapter is ambiguous",
             where=f"tensor `{entry.name}` of {catalog.path}",
-            why=f"tensor-parallel ranks saved it in {counted(count, 'piece')}, and {said}",
+            why=f"tensor-parallel ranks saved it in {pluralize(count, 'piece')}, and {said}",
             hint="copy Megatron-Bridge's `run_config.yaml`, which records the world size, into "
             "the checkpoint",
         )

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ckptctl.catalog import Box, Catalog, ItemPart, TensorEntry
 from ckptctl.columns import BoxColumns, ExtentColumns, Vector
-from ckptctl.errors import CoverageError, UnsupportedError, listed
+from ckptctl.errors import CoverageError, UnsupportedError, quote_names
 from ckptctl.formats.dcp.metadata import Boxes
 from ckptctl.formats.mcore.spelling import (
     HALVES,
@@ -115,7 +115,7 @@ class _Joiner:
         if len(usable) < len(columns) or len({column.codec for column in usable}) > 1:
             unread = unread or IN_TWO_WAYS
         if unread:
-            return TensorEntry.unread(name, entry.dtype, shape, (name,), unread)
+            return TensorEntry.build_unreadable(name, entry.dtype, shape, (name,), unread)
         if len(pieces) == 1 and shape == entry.shape:
             return entry if name == entry.name else replace(entry, name=name, path=(name,))
         extents = self._extents(pieces, usable)
@@ -161,7 +161,7 @@ class _Joiner:
             error = CoverageError(
                 f"a part of `{name}` is missing",
                 where=str(self.faults.root),
-                why=listed(absent, quote=""),
+                why=quote_names(absent, quote=""),
                 hint="use another checkpoint (a rank never saved its part of this one)",
             )
             self.faults.unreadable(error, tensor=name)
@@ -224,7 +224,7 @@ def _columns(entry: TensorEntry) -> ExtentColumns | None:
     if len({one.codec for one in extents}) > 1:
         return None
     rows = ((e.box.offsets, e.box.sizes, e.file, e.offset, e.nbytes) for e in extents)
-    columns = ExtentColumns.of(rows)
+    columns = ExtentColumns.from_rows(rows)
     columns.codec = extents[0].codec if extents else columns.codec
     return columns
 

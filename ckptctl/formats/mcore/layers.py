@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from ckptctl.errors import RefusedError, listed, spell_option
+from ckptctl.errors import RefusedError, quote_names, spell_option
 from ckptctl.formats.base import OutputTensor
 
 _LAYER = re.compile(r"((?:optimizer\.state\.\w+\.)?decoder\.layers)\.([0-9]+)\.(.+)")
@@ -72,5 +72,5 @@ def _difference(layers: Mapping[int, Mapping[str, object]]) -> str | None:
     for number, layer in layers.items():
         names = [name for name in {**layers[0], **layer} if layers[0].get(name) != layer.get(name)]
         if names:
-            return f"layer {number} differs from layer 0: {listed(names)}"
+            return f"layer {number} differs from layer 0: {quote_names(names)}"
     return None if layers else "there are no decoder layers"

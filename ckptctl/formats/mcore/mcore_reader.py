@@ -67,7 +67,7 @@ from ckptctl.storage.schema import find_member, malformed_errors, read_as
 from ckptctl.storage.yaml_text import MAX_TEXT_LENGTH, parse_yaml
 from ckptctl.storage.zips.zip_reader import KEEPING_TABLE, read_archive
 from ckptctl.tree import TreePath
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 ARGUMENTS = "args"
 OWN = (COMMON, MARK, RUN_CONFIG, ADAPTER)
@@ -238,7 +238,7 @@ def _reader(home: TreePath) -> Callable[[str], Mapping[str, object]]:
                 raise UnsupportedError(
                     "this YAML file is too large for a configuration",
                     where=where,
-                    why=f"it has {counted(size, 'byte')}; the limit is {MAX_TEXT_LENGTH:,}",
+                    why=f"it has {pluralize(size, 'byte')}; the limit is {MAX_TEXT_LENGTH:,}",
                 )
             return parse_yaml(files.read(name, 0, size).decode(errors="replace"), where)
 

@@ -40,7 +40,7 @@ from dataclasses import replace
 from typing import NamedTuple, cast
 
 from ckptctl.catalog import Blob, Box, Index, Path
-from ckptctl.errors import MappingError, RefusedError, listed, spell_option
+from ckptctl.errors import MappingError, RefusedError, quote_names, spell_option
 from ckptctl.facts import MEGATRON
 from ckptctl.facts import megatron_carried as carried
 from ckptctl.facts.megatron_adapter import SECTION, lacking, section
@@ -116,7 +116,7 @@ def lay_out(request: OutputRequest) -> OutputLayout:
             writer.add_blob(one)
         writer.finish()
     if aliases := [tensor.name for tensor in request.tensors if tensor.alias_of]:
-        written = f"each is written in full: {listed(aliases)}"
+        written = f"each is written in full: {quote_names(aliases)}"
         request.notes.add(f"mcore does not support tied tensors; {written}")
     described = describe(request, run.common)
     common = common_file(described.common, run.tensors)
@@ -191,12 +191,12 @@ def _adapter(request: OutputRequest, stated: Mapping[str, object]) -> Described:
     yaml[SECTION] = section(shapes, stated, request.sizes.get("i"))
     if layers := lacking(shapes):
         parts = "factors for query, key and value together, and for gate and up together"
-        missing = f"some are missing in {listed(layers)}"
+        missing = f"some are missing in {quote_names(layers)}"
         request.notes.add(f"Megatron-Bridge 0.3 requires {parts}; {missing}")
     if exchanged := halved(shapes):
         request.notes.add(
             "with several tensor-parallel ranks, Megatron-Bridge 0.3 swaps rows of these "
-            f"factors; load them on one rank: {listed(exchanged)}"
+            f"factors; load them on one rank: {quote_names(exchanged)}"
         )
     common = common_content(None, stacked=request.stack_layers)
     return Described(common, {MARK: MARK_FILE, RUN_CONFIG: dump_yaml(yaml)})
@@ -220,7 +220,7 @@ def _told(
     found = carry(recorded[file], _rows(request), _dtype(request))
     if found.left_out:
         request.notes.add(
-            f"omitted from {what}, because they are not plain values: {listed(found.left_out)}"
+            f"omitted from {what}, because they are not plain values: {quote_names(found.left_out)}"
         )
     return found.values
 

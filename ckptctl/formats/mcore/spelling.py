@@ -26,10 +26,10 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from ckptctl.catalog import TensorEntry
-from ckptctl.errors import CoverageError, UnsupportedError, listed
+from ckptctl.errors import CoverageError, UnsupportedError, quote_names
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.planner.mapping.adapters import is_adapter
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 _PREFIX = re.compile(r"(?:chained_\d+\.)?(optimizer\.state\.\w+\.)?(?:module\.)*")
 _LAYER = re.compile(r"(\d{1,6})\.(.+)", re.DOTALL)
@@ -142,11 +142,11 @@ def require_layers(
             else sorted({*range(told or max(layers) + 1)} - layers)
         )
         if absent and not any(map(arguments.get, _UNEVEN)):
-            lacking = counted(len(absent), f"layer of `{stack}` is", f"layers of `{stack}` are")
+            lacking = pluralize(len(absent), f"layer of `{stack}` is", f"layers of `{stack}` are")
             error = CoverageError(
                 f"{lacking} missing",
                 where=str(faults.root),
-                why=listed([str(layer) for layer in absent]),
+                why=quote_names([str(layer) for layer in absent]),
                 hint="check whether a pipeline stage is missing",
             )
             faults.unreadable(error)
@@ -170,11 +170,11 @@ def _require_one(
         raise UnsupportedError(
             f"the number of layers of `{stack}` is ambiguous",
             where=where,
-            why=listed(list(said.values()), quote=""),
+            why=quote_names(list(said.values()), quote=""),
             hint="remove the files of other saves",
         )
     if max(said, default=high) > MAX_LAYERS:
-        why = listed(list(said.values()), quote="")
+        why = quote_names(list(said.values()), quote="")
         what = f"`{stack}` has more than {MAX_LAYERS:,} layers"
         raise UnsupportedError(what, where=where, why=why)
 

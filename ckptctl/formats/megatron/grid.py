@@ -21,7 +21,7 @@ from ckptctl.formats.megatron.megatron_folder import (
 from ckptctl.formats.shared.findings import Faults, mixed_saves
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.read_ahead import prefetch_zips
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 MAX_RANKS = 1 << 17
 _SIZES = (
@@ -67,7 +67,7 @@ def sizes_of(
         if lengths != {expected}:
             raise mixed_saves(
                 where,
-                f"the folder names of {_shown(sizes)} ranks contain {counted(expected, 'number')}",
+                f"the folder names of {_shown(sizes)} ranks contain {pluralize(expected, 'number')}",
             )
         return sizes
     return _sizes_of_names(named, where)
@@ -85,9 +85,9 @@ def _said(state: RankState) -> GridPosition | None:
         raise UnsupportedError(
             "the arguments contain an invalid number of ranks",
             where=state.file,
-            why=f"{counted(pipeline, 'pipeline stage')}, "
-            f"{counted(expert, 'expert-parallel rank')}, "
-            f"{counted(tensor, 'tensor-parallel rank')}",
+            why=f"{pluralize(pipeline, 'pipeline stage')}, "
+            f"{pluralize(expert, 'expert-parallel rank')}, "
+            f"{pluralize(tensor, 'tensor-parallel rank')}",
         )
     return GridPosition(pipeline, expert, tensor)
 

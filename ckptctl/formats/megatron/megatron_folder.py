@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptctl.catalog import Path as KeyPath
-from ckptctl.errors import FormatError, UnsupportedError, listed
+from ckptctl.errors import FormatError, UnsupportedError, quote_names
 from ckptctl.formats.shared.findings import mixed_saves
 from ckptctl.formats.shared.leaves import flatten, join
 from ckptctl.storage.files import SourceFiles
@@ -149,7 +149,7 @@ def _models(content: Mapping[str, object], where: str) -> tuple[str, ...]:
         raise UnsupportedError(
             "this file does not contain a model",
             where=where,
-            why=f"it contains {listed([*content])}",
+            why=f"it contains {quote_names([*content])}",
         )
     return found
 

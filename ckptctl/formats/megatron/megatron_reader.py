@@ -22,7 +22,7 @@ from ckptctl.errors import (
     FormatError,
     MappingError,
     UnsupportedError,
-    listed,
+    quote_names,
     spell_option,
 )
 from ckptctl.facts.megatron_words import ARGUMENTS
@@ -66,7 +66,7 @@ from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.schema import malformed_errors
 from ckptctl.storage.zips.zip_reader import StoredTensor
 from ckptctl.tree import TreePath
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 _ROTARY = "rope"
 _LEFT_OUT = {
@@ -390,7 +390,7 @@ class Names:
             raise UnsupportedError(
                 "layers are missing, or there are too many",
                 where=self.where,
-                why=f"`{container}` has {counted(total, 'layer')}, but the argument `{argument}` "
+                why=f"`{container}` has {pluralize(total, 'layer')}, but the argument `{argument}` "
                 f"is {said:,}",
             )
 
@@ -410,8 +410,8 @@ class Names:
                 raise UnsupportedError(
                     "experts are missing, or there are too many",
                     where=self.where,
-                    why=f"`{before}*{after}` has {counted(len(numbers), 'expert')} on each of "
-                    f"{counted(ranks, 'rank')}, but the argument `{self.rules.experts_count}` is "
+                    why=f"`{before}*{after}` has {pluralize(len(numbers), 'expert')} on each of "
+                    f"{pluralize(ranks, 'rank')}, but the argument `{self.rules.experts_count}` is "
                     f"{said:,}",
                 )
         sizes, experts = self.grid.sizes, first.argument("expert_tensor_parallel_size")
@@ -465,7 +465,7 @@ def require_rules(grid: Grid, rules: Rules | None, where: str) -> None:
         raise MappingError(
             "the division of tensors among ranks is not recorded",
             where=where,
-            why=f"found files of {counted(len(grid.files), 'rank')}",
+            why=f"found files of {pluralize(len(grid.files), 'rank')}",
             hint=f"pass {spell_option(f'--rules {BUILT_IN}')}, which has a rule for every tensor"
             if fits
             else _ADVICE,
@@ -478,9 +478,9 @@ def require_rules(grid: Grid, rules: Rules | None, where: str) -> None:
             alike.setdefault(".".join(parts), shape)
         lines = [f"{name} {shape}" for name, shape in alike.items()]
         raise MappingError(
-            f"no rule matches {counted(len(without), 'tensor')}",
+            f"no rule matches {pluralize(len(without), 'tensor')}",
             where=rules.where,
-            why=f"with the shapes on each rank: {listed(lines, SHOWN)}",
+            why=f"with the shapes on each rank: {quote_names(lines, SHOWN)}",
             hint=_ADVICE,
         )
 

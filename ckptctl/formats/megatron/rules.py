@@ -30,7 +30,7 @@ from ckptctl.storage.schema import (
     value_in_range,
 )
 from ckptctl.tree import TreePath
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 Shape = tuple[int, ...]
 FIRST, SECOND = "linear_fc1", "linear_fc2"
@@ -213,7 +213,7 @@ def divide(
         return Division(local, rule.dim, count, ranks)
     assert isinstance(count, int)
     if length % count:
-        raise MalformedError(f"{length} cannot be divided into {counted(count, 'equal part')}")
+        raise MalformedError(f"{length} cannot be divided into {pluralize(count, 'equal part')}")
     return Division(local, rule.dim, (length // count,) * count, ranks)
 
 
@@ -225,7 +225,7 @@ def _halves(key: str, rows: int, second: Sequence[int] | None, swiglu: bool) -> 
         )
     if rows not in (second[1], 2 * second[1]):
         raise MalformedError(
-            f"it has {counted(rows, 'row')}, `{partner_of(key)}` has {counted(second[1], 'column')}"
+            f"it has {pluralize(rows, 'row')}, `{partner_of(key)}` has {pluralize(second[1], 'column')}"
         )
     if swiglu and rows == second[1]:
         raise MalformedError(

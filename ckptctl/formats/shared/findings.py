@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from ckptctl.catalog import Box, Finding, TensorEntry
 from ckptctl.errors import (
-    SHOWN,
+    MAX_LISTED_NAMES,
     CkptError,
     CoverageError,
     DamagedError,
@@ -20,7 +20,7 @@ from ckptctl.errors import (
     StorageError,
     UnsafePickleError,
     UnsupportedError,
-    listed,
+    quote_names,
 )
 from ckptctl.storage.files import SourceFiles
 from ckptctl.tree import TreePath
@@ -145,14 +145,17 @@ def missing_error(
         what: Plural noun for the files.
         hint: Suggested action.
     """
-    few = [named(number) for number in islice((n for n in wanted if n not in present), SHOWN)]
+    few = [
+        named(number)
+        for number in islice((n for n in wanted if n not in present), MAX_LISTED_NAMES)
+    ]
     if not few:
         return None
     total = wanted.stop - wanted.start if isinstance(wanted, range) else len(wanted)
     count = total - sum(number in wanted for number in present)
-    more = f" and {count - SHOWN:,} more" if count > SHOWN else ""
+    more = f" and {count - MAX_LISTED_NAMES:,} more" if count > MAX_LISTED_NAMES else ""
     what = f"{count:,} of {total:,} {what} are missing"
-    return DamagedError(what, where=str(where), why=listed(few) + more, hint=hint)
+    return DamagedError(what, where=str(where), why=quote_names(few) + more, hint=hint)
 
 
 @dataclass(slots=True)

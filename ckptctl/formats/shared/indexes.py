@@ -6,11 +6,11 @@ from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
-from ckptctl.errors import DamagedError, SourceNotFoundError, UnsupportedError, listed
+from ckptctl.errors import DamagedError, SourceNotFoundError, UnsupportedError, quote_names
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.torch_tensors import MAX_INT, MAX_RANK
 from ckptctl.storage.schema import MismatchError
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 Integers = tuple[int, ...]
 
@@ -31,7 +31,7 @@ def read_whole(files: SourceFiles, name: str, limit: int) -> bytes:
         raise UnsupportedError(
             "the metadata is too large",
             where=str(files.root / name),
-            why=f"{counted(size, 'byte')}, limit {limit:,}",
+            why=f"{pluralize(size, 'byte')}, limit {limit:,}",
         )
     return files.read(name, 0, size)
 
@@ -48,7 +48,7 @@ def sizes_of(
     if missing:
         count = f"{len(missing):,} of {len(names):,}"
         raise DamagedError(
-            f"{count} {what} are missing", where=where, why=listed(missing), hint=hint
+            f"{count} {what} are missing", where=where, why=quote_names(missing), hint=hint
         )
     return sizes
 
@@ -73,7 +73,7 @@ def require_tiled(ranges: Iterable[ByteRange], sizes: Mapping[str, int], where: 
                 f"`{file}` does not match the index",
                 where=where,
                 why=f"its parts end at byte {end:,}, but the file has "
-                f"{counted(sizes[file], 'byte')}",
+                f"{pluralize(sizes[file], 'byte')}",
                 hint="restore the file (it is truncated or belongs to another save)",
             )
 

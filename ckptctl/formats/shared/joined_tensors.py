@@ -87,7 +87,7 @@ def part_extent(extent: Extent, dtype: str, shape: Integers, start: Integers, bo
         extent.offset + sum(map(mul, start, strides)) * item,
         span * item,
         strides=None if dense else strides,
-        within=extent.recorded,
+        within=extent.recorded_checksum,
     )
 
 

@@ -18,14 +18,14 @@ from ckptctl.errors import (
     RefusedError,
     UnsafePickleError,
     UnsupportedError,
-    excluding,
-    listed,
+    exclude_hint,
+    quote_names,
     spell_option,
 )
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import Global, Inert, walk_values
 from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 if TYPE_CHECKING:
     from ckptctl.storage.zstd import MemoryBudget
@@ -72,7 +72,7 @@ def flatten(
                 raise UnsupportedError(
                     "the names of the values are too long",
                     where=where,
-                    why=f"{counted(length, 'character')} in the first {counted(leaves, 'name')}",
+                    why=f"{pluralize(length, 'character')} in the first {pluralize(leaves, 'name')}",
                 )
             yield path, node
 
@@ -159,7 +159,7 @@ def kept_apart(names: Iterable[str]) -> tuple[str, ...]:
     found = list(dict.fromkeys(names))
     if not found:
         return ()
-    return (f"values differ between ranks; each is kept under `rank_N.`: {listed(found)}",)
+    return (f"values differ between ranks; each is kept under `rank_N.`: {quote_names(found)}",)
 
 
 def _unknown_class(value: object) -> str | None:
@@ -190,7 +190,7 @@ def unknown_notes(blobs: Iterable[Blob]) -> Iterator[str]:
     """Yield a note on the *blobs* that cannot be written."""
     found = {blob.name: name for blob in blobs if (name := _unknown_class(blob.value))}
     if found:
-        names = listed([f"{leaf}: {name}" for leaf, name in found.items()])
+        names = quote_names([f"{leaf}: {name}" for leaf, name in found.items()])
         yield f"objects of unknown classes can be read but not written: {names}"
 
 
@@ -205,15 +205,15 @@ def require_known(blobs: Iterable[Blob], *, verbatim: bool = False) -> None:
             raise UnsafePickleError(
                 f"`{blob.name}` references `{name}`, which is not allowed",
                 why="loading the output would execute it",
-                hint=excluding(blob.name),
+                hint=exclude_hint(blob.name),
             )
         tensors = (isinstance(node, StoredTensor) for node in walk_values(blob.value))
         if not (verbatim and blob.file) and any(tensors):
             inside.append(blob.name)
     if inside:
         raise RefusedError(
-            f"{counted(len(inside), 'value contains', 'values contain')} tensors inside of objects",
-            where=listed(inside),
+            f"{pluralize(len(inside), 'value contains', 'values contain')} tensors inside of objects",
+            where=quote_names(inside),
             hint=f"skip them with {spell_option('--exclude GLOB', of='convert')}, or copy DCP "
             f"items with {spell_option('--to dcp')}",
         )

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from ckptctl import families
 from ckptctl.catalog import Catalog, Extent, TensorEntry
-from ckptctl.errors import MappingError, UnsupportedError, listed, spell_option
+from ckptctl.errors import MappingError, UnsupportedError, quote_names, spell_option
 from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.shared.joined_tensors import JoinedTensor, part_extent, separate_entry
 from ckptctl.formats.sidecar_files import amended, beside
@@ -34,7 +34,7 @@ from ckptctl.planner.model_parallel import (
 )
 from ckptctl.storage.compare import have_same_elements
 from ckptctl.storage.files import SourceFiles
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 RankTensors = Mapping[str, TensorEntry]
 Documents = Mapping[str, Mapping[str, object]]
@@ -125,12 +125,12 @@ class JoinedShards:
             hint = f"set another {spell_option('--model-type')}"
         head = f"{self.order[0].partition('.')[0]}."
         bare = self.order[0].removeprefix(head)
-        if any(self._has(family, bare) for family in families.families().values()):
+        if any(self._has(family, bare) for family in families.load_families().values()):
             hint = f"save the shards without the prefix `{head}`"
         raise MappingError(
-            f"{what} these {counted(self.ranks, 'shard')}",
+            f"{what} these {pluralize(self.ranks, 'shard')}",
             where=self.names[0],
-            why=f"their keys are {listed(self.order)}",
+            why=f"their keys are {quote_names(self.order)}",
             hint=f"{hint}, or copy a missing shard",
         )
 
@@ -166,7 +166,7 @@ class JoinedShards:
         shapes = {key: self.first[key].shape for key in self.order}
         found = detect_layouts(
             shapes,
-            families.families(),
+            families.load_families(),
             self.documents.get("config.json"),
             self.documents.get("params.json"),
             ranks=self.ranks,
@@ -215,7 +215,7 @@ class JoinedShards:
                 raise UnsupportedError(
                     f"`{name}` is missing tensors that other ranks have",
                     where=name,
-                    why=listed(lacking),
+                    why=quote_names(lacking),
                 )
 
     def _shared_out(self, key: str) -> bool:
@@ -247,7 +247,7 @@ class JoinedShards:
             if differ:
                 raise UnsupportedError(
                     f"the ranks disagree on `{differ[0]}`",
-                    where=listed(self.names),
+                    where=quote_names(self.names),
                     why=f"according to config.json, {repeats} neighboring ranks have copies of one "
                     "head",
                     hint="check that config.json belongs to this model",
@@ -260,7 +260,7 @@ class JoinedShards:
                 return 1
         if repeats > 1:
             self.notes += (
-                f"each key/value head is stored {counted(repeats, 'time')}; one copy is used",
+                f"each key/value head is stored {pluralize(repeats, 'time')}; one copy is used",
             )
             if params is not None:
                 kept = self.ranks // repeats
@@ -344,7 +344,7 @@ class JoinedShards:
         file = "params.json" if "params.json" in self.documents else "config.json"
         return UnsupportedError(
             f"the tensors do not match the model described in {file}",
-            where=", ".join(filter(None, (listed(self.names), error.where))),
+            where=", ".join(filter(None, (quote_names(self.names), error.where))),
             why=error.why if error.where else error.summary,
             hint="check for missing shards, or pass "
             f"{spell_option('--assets DIR', '--trust-assets')} with the right {file}",

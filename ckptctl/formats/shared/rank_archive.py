@@ -17,7 +17,7 @@ from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
 from ckptctl.catalog import Blob, Box, Path, row_major
-from ckptctl.errors import CkptError, FormatError, UnsupportedError, listed
+from ckptctl.errors import CkptError, FormatError, UnsupportedError, quote_names
 from ckptctl.formats.shared.indexes import Integers, integers
 from ckptctl.formats.shared.leaves import flatten, join, require_known
 from ckptctl.formats.shared.stored_leaves import is_stored, refuse_hidden_tensors
@@ -29,7 +29,7 @@ from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
 from ckptctl.storage.pickles.torch_tensors import MAX_RANK
 from ckptctl.storage.schema import malformed_errors, read_attributes
 from ckptctl.storage.zips.zip_reader import StoredTensor, read_archive
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 Axis = tuple[tuple[int, int], ...]
 """Sizes and strides of the axes that form one dimension of a mesh, slowest first."""
@@ -151,7 +151,7 @@ def _require_inside(mesh: Mesh) -> None:
     if any(n >= size for n, size in zip(at, mesh.sizes, strict=False)):
         why = f"its position is {list(at)}, but the mesh has {sizes} ranks"
     elif mesh.ranks and mesh.rank is not None and mesh.rank not in mesh.ranks:
-        why = f"the {sizes} mesh has the ranks {listed([str(n) for n in sorted(mesh.ranks)])}"
+        why = f"the {sizes} mesh has the ranks {quote_names([str(n) for n in sorted(mesh.ranks)])}"
     else:
         return
     raise UnsupportedError(
@@ -349,7 +349,7 @@ def _read_sharded_tensor(args: object, state: object) -> Sharded:
     group = read_attributes(state[2])
     rank, world = integers((group["global_rank"], group["global_world_size"]))
     if world > MAX_WORLD:
-        raise UnsupportedError("the world size is too large", why=f"{counted(world, 'rank')}")
+        raise UnsupportedError("the world size is too large", why=f"{pluralize(world, 'rank')}")
     pieces = tuple(_piece(read_attributes(shard), whole.dtype) for shard in state[0])
     others = partial(_listed_boxes, read_attributes(state[1])["shards_metadata"])
     return Sharded(whole.dtype, shape, pieces, whole.requires_grad, rank, _world(world), others)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ckptctl.catalog import Blob, Box, Extent, Path
-from ckptctl.errors import CkptError, DamagedError, FormatError, UnsupportedError, listed
+from ckptctl.errors import CkptError, DamagedError, FormatError, UnsupportedError, quote_names
 from ckptctl.formats.shared.findings import Faults, Lost
 from ckptctl.formats.shared.joined_tensors import (
     JoinedTensor,
@@ -195,7 +195,7 @@ class RankMerger:
                 "the files do not belong to the ranks of one checkpoint",
                 where=where,
                 why="no file contains a sharded tensor, and no two contain the same tensor: "
-                + listed(self._copies.differing, 2),
+                + quote_names(self._copies.differing, 2),
                 hint="pass one of the files if each is a separate checkpoint",
             )
 

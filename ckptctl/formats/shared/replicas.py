@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ckptctl.catalog import Extent, TensorEntry
-from ckptctl.errors import listed
+from ckptctl.errors import quote_names
 from ckptctl.storage.compare import has_same_checksum, have_same_elements
 from ckptctl.storage.files import SourceFiles
 
@@ -57,10 +57,10 @@ class CopyComparison:
     def notes(self) -> Iterator[str]:
         """Yield notes on copies that were not read."""
         if self.uncompared:
-            names = listed([*dict.fromkeys(self.uncompared)])
+            names = quote_names([*dict.fromkeys(self.uncompared)])
             yield f"values are not compared between ranks; the lowest rank's is used: {names}"
         if self.recorded:
-            names = listed([*dict.fromkeys(self.recorded)])
+            names = quote_names([*dict.fromkeys(self.recorded)])
             yield (
                 "copies on several ranks have equal recorded checksums (data not compared); the "
                 f"lowest rank's is used: {names}"

@@ -8,15 +8,15 @@ from itertools import count
 from ckptctl.catalog import (
     Blob,
     Box,
-    Computed,
+    ComputedTensor,
+    ComputeInput,
     Extent,
-    Input,
     TensorEntry,
     computed_name,
     row_major,
 )
 from ckptctl.catalog import Path as KeyPath
-from ckptctl.errors import UnsupportedError, excluding, listed
+from ckptctl.errors import UnsupportedError, exclude_hint, quote_names
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.shared.leaves import flatten, join
 from ckptctl.storage.files import SourceFiles
@@ -36,7 +36,7 @@ class Leaves:
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     blobs: dict[str, Blob] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    computed: dict[str, Computed] = field(default_factory=dict)
+    computed: dict[str, ComputedTensor] = field(default_factory=dict)
 
     def add(self, value: object, path: KeyPath, file: str, where: str) -> None:
         """Flatten *value* and add its leaves, or raise if a name already exists."""
@@ -74,7 +74,7 @@ def leaves_in(root: object, name: str, path: KeyPath = (), home: TreePath | None
     """
     tensors: dict[str, TensorEntry] = {}
     blobs: dict[str, Blob] = {}
-    computed: dict[str, Computed] = {}
+    computed: dict[str, ComputedTensor] = {}
     seen: dict[object, str] = {}
     sharing: dict[str, dict[str, None]] = {}
     for place, leaf in flatten(root, is_stored, path, where=name):
@@ -84,12 +84,14 @@ def leaves_in(root: object, name: str, path: KeyPath = (), home: TreePath | None
             key = next(name for name in another if name not in tensors and name not in blobs)
             dtype, shape = (leaf.dtype, leaf.shape) if isinstance(leaf, StoredTensor) else ("", ())
             why = f"another value has the name `{join(place)}`"
-            tensors[key] = TensorEntry.unread(key, dtype, shape, place, why)
+            tensors[key] = TensorEntry.build_unreadable(key, dtype, shape, place, why)
         elif isinstance(leaf, StoredTensor) and leaf.base is not None and home is not None:
             stored = TensorEntry(key, leaf.dtype, leaf.shape, (extent_of(leaf.base, name),), place)
             tensors[key], computed[computed_name(key)] = _mirrored(key, place, leaf, stored, home)
         elif isinstance(leaf, StoredTensor) and leaf.unsupported:
-            tensors[key] = TensorEntry.unread(key, leaf.dtype, leaf.shape, place, leaf.unsupported)
+            tensors[key] = TensorEntry.build_unreadable(
+                key, leaf.dtype, leaf.shape, place, leaf.unsupported
+            )
         elif isinstance(leaf, StoredTensor):
             identity = (leaf.storage, leaf.offset, leaf.dtype, leaf.shape, leaf.strides)
             alias = seen.setdefault(identity, key) if leaf.nbytes else key
@@ -110,20 +112,20 @@ def leaves_in(root: object, name: str, path: KeyPath = (), home: TreePath | None
     apart = [key for group in sharing.values() if len(group) > 1 for key in group]
     if apart:
         shared = "tensors that share part of their memory are written separately"
-        notes.append(f"{shared}: {listed(apart)}")
+        notes.append(f"{shared}: {quote_names(apart)}")
     inside = [key for key, blob in blobs.items() if any(map(is_stored, walk_values(blob.value)))]
     if inside:
-        notes.append(f"tensors inside objects are not extracted: {listed(inside)}")
+        notes.append(f"tensors inside objects are not extracted: {quote_names(inside)}")
     return Leaves(tensors, blobs, notes, computed)
 
 
 def _mirrored(
     key: str, place: KeyPath, leaf: StoredTensor, stored: TensorEntry, root: TreePath
-) -> tuple[TensorEntry, Computed]:
+) -> tuple[TensorEntry, ComputedTensor]:
     """Return a conjugate or negative view, and the virtual file of its elements."""
-    flags, inputs = tuple(sorted(leaf.flags)), (Input(root, stored),)
-    computed = Computed("mirrored", leaf.dtype, leaf.shape, inputs, flags)
-    extents = (computed.extent(computed_name(key)),)
+    flags, inputs = tuple(sorted(leaf.flags)), (ComputeInput(root, stored),)
+    computed = ComputedTensor("mirrored", leaf.dtype, leaf.shape, inputs, flags)
+    extents = (computed.to_extent(computed_name(key)),)
     grad = leaf.requires_grad
     return TensorEntry(key, leaf.dtype, leaf.shape, extents, place, requires_grad=grad), computed
 
@@ -152,7 +154,7 @@ def refuse_hidden_tensors(leaf: object, key: str, where: str) -> None:
         raise UnsupportedError(
             f"`{key}` contains tensors inside an object that cannot be decomposed",
             where=where,
-            hint=excluding(key),
+            hint=exclude_hint(key),
         )
 
 

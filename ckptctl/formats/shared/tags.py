@@ -8,11 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ckptctl.errors import FormatError, UnsupportedError, UsageError, listed, nearest, spell_option
+from ckptctl.errors import (
+    FormatError,
+    UnsupportedError,
+    UsageError,
+    find_nearest,
+    quote_names,
+    spell_option,
+)
 from ckptctl.storage.files import source_files
 from ckptctl.storage.paths import require_relative
 from ckptctl.tree import TreePath
-from ckptctl.units import natural
+from ckptctl.units import sort_naturally
 
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
@@ -22,7 +29,7 @@ Evidence = Callable[[TreePath], str | None]
 
 def tags(root: TreePath, evidence: Evidence) -> list[str]:
     """Return the folders of saves directly in *root*, in natural order."""
-    return natural([item.name for item in root.iterdir() if evidence(item)])
+    return sort_naturally([item.name for item in root.iterdir() if evidence(item)])
 
 
 def is_run(root: TreePath, pointer: str, evidence: Evidence) -> bool:
@@ -52,7 +59,7 @@ def tag_folder(
     raise FormatError(
         f"`{pointer}` is missing",
         where=str(root),
-        why=f"this file selects one of the saves, which are {listed(found)}"
+        why=f"this file selects one of the saves, which are {quote_names(found)}"
         if found
         else "no saves were found",
         hint=f"select a save with {spell_option('--tag')}" if found else None,
@@ -64,11 +71,11 @@ def _asked(root: TreePath, tag: str, found: list[str], evidence: Evidence) -> st
         return tag
     if tag == root.name and evidence(root):
         return ""
-    close = nearest(tag, found)
+    close = find_nearest(tag, found)
     raise UsageError(
         f"unknown tag `{tag}`",
         where=str(root),
-        why=f"found {listed(found)}" if found else "no saves were found",
+        why=f"found {quote_names(found)}" if found else "no saves were found",
         hint=f"did you mean {spell_option(f'--tag {close}')}?" if close else None,
     )
 
@@ -102,7 +109,7 @@ def _pointed_at(root: TreePath, pointer: str, found: list[str], meant: Callable[
         raise UnsupportedError(
             f"`{pointer}` points to `{named}`, which does not exist",
             where=where,
-            why=f"found {listed(found)}" if found else "no saves were found",
+            why=f"found {quote_names(found)}" if found else "no saves were found",
             hint=hint,
         )
     return require_relative(named, where)

@@ -48,7 +48,7 @@ from ckptctl.storage.schema import (
 from ckptctl.storage.zips.items import read_item_tensor
 from ckptctl.storage.zips.zip_reader import StoredTensor, read_archive
 from ckptctl.tree import TreePath
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 METADATA = ".snapshot_metadata"
 _Sizes = Mapping[str, int]
@@ -151,7 +151,7 @@ def _tensor(
         )
     needed = Box.whole(stored.shape).numel * dtypes.itemsize(stored.dtype)
     if needed != nbytes:
-        raise ValueError(f"`{name}` needs {counted(needed, 'byte')} but has {nbytes:,}")
+        raise ValueError(f"`{name}` needs {pluralize(needed, 'byte')} but has {nbytes:,}")
     place = f"{stored.file}:{first}"
     return StoredTensor(stored.dtype, stored.shape, None, first, nbytes, None, place, False)
 
@@ -374,7 +374,7 @@ def sizes_of(
         error = DamagedError(
             f"`{file}` is truncated",
             where=f"{files.root / file}, `{tensor}`",
-            why=f"{counted(needed, 'byte is', 'bytes are')} needed, but the file has "
+            why=f"{pluralize(needed, 'byte is', 'bytes are')} needed, but the file has "
             f"{sizes[file]:,}",
         )
         faults.unreadable(error, file)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from typing import cast as typed
 
-from ckptctl.catalog import Computed
+from ckptctl.catalog import ComputedTensor
 from ckptctl.storage.computed import Kind, Output
 
 
@@ -22,13 +22,13 @@ def _constant(out: Output) -> None:
         out.elements.fill_(_value(out.computed))
 
 
-def _is_zero(computed: Computed) -> bool:
+def _is_zero(computed: ComputedTensor) -> bool:
     """Return whether the constant is +0, which is zero bytes in every dtype."""
     value = _value(computed)
     return value == 0 and math.copysign(1, value) > 0
 
 
-def _value(computed: Computed) -> float:
+def _value(computed: ComputedTensor) -> float:
     return 0.0 if computed.arguments is None else float(typed(float, computed.arguments))
 
 

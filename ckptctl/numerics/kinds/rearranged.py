@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import cast as typed
 
 from ckptctl import dtypes
-from ckptctl.catalog import Computed
+from ckptctl.catalog import ComputedTensor
 from ckptctl.planner.copying.blocks import MIB, BlockReader, compute_dense_strides
 from ckptctl.planner.copying.copies import tile_targets
 from ckptctl.planner.copying.tile import Limits
@@ -38,13 +38,13 @@ def _rearranged(out: Output) -> None:
         engine.copy_step(out.inputs[0].files, tile, 0, kinds, unchecked, unchecked)
 
 
-def _needs_torch(computed: Computed) -> bool:
+def _needs_torch(computed: ComputedTensor) -> bool:
     """Return whether elements are cast, or moved one by one."""
     reader = _reader(computed)
     return reader.tensor.stored_dtype != computed.dtype or reader.is_permuted
 
 
-def _reader(computed: Computed) -> BlockReader:
+def _reader(computed: ComputedTensor) -> BlockReader:
     return typed(BlockReader, computed.arguments)
 
 

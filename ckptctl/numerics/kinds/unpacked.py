@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ckptctl.catalog import Box, Computed, Extent, TensorEntry
+from ckptctl.catalog import Box, ComputedTensor, Extent, TensorEntry
 from ckptctl.errors import DamagedError, StorageError, UnsupportedError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.planner.strided import StridedTensor
@@ -23,7 +23,7 @@ from ckptctl.storage.tensor_reader import TensorReader
 from ckptctl.storage.zips.items import read_item_tensor, require_chunk
 from ckptctl.storage.zstd import iterate_decompressed
 from ckptctl.tree import TreePath
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 KEPT_ITEMS = 64
 KEPT_BYTES = 8 << 30
@@ -54,16 +54,16 @@ def _unpacked(out: Output) -> None:
     TensorReader(item.files, matrix).fill_view(build_matrix_box(out.rows, out.columns), out.memory)
 
 
-def _read(files: SourceFiles, packed: TensorEntry, computed: Computed) -> _UnpackedItem:
+def _read(files: SourceFiles, packed: TensorEntry, computed: ComputedTensor) -> _UnpackedItem:
     """Decompress an item and check its checksum."""
     name, place = packed.name, packed.extents[0]
     where = f"{files.root / place.file}, at byte {place.offset:,}"
     room = TemporaryFile(files.root, place.file)
-    most = MOST_TIMES * computed.extent("").nbytes + MOST_MORE
+    most = MOST_TIMES * computed.to_extent("").nbytes + MOST_MORE
     for piece in iterate_decompressed(files, place.file, place.offset, place.nbytes):
         room.append([piece])
         if room.nbytes > most:
-            why = f"more than {counted(most, 'byte')} for {computed.dtype} {list(computed.shape)}"
+            why = f"more than {pluralize(most, 'byte')} for {computed.dtype} {list(computed.shape)}"
             raise UnsupportedError(f"an item of `{name}` is too long", where=where, why=why)
     stored = read_item_tensor(room, place.file, 0, room.nbytes)
     require_chunk((stored.dtype, stored.shape), name, computed.dtype, computed.shape, lambda: where)
@@ -74,7 +74,7 @@ def _read(files: SourceFiles, packed: TensorEntry, computed: Computed) -> _Unpac
         crc32=stored.crc32,
         within=stored.within,
     )
-    sum_ = extent.recorded
+    sum_ = extent.recorded_checksum
     if sum_ and compute_crc(room, place.file, sum_.offset, sum_.nbytes) != sum_.crc32:
         why = f"the CRC-32 of `{name}` differs from the one in its zip"
         raise DamagedError("checksum mismatch", where=where, why=why)

@@ -18,7 +18,7 @@ from functools import cache
 from ckptctl.errors import MappingError
 from ckptctl.numerics.quantization.scheme import Group
 from ckptctl.numerics.quantization.statement import Json, QuantizationStatement
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 NAME = "config_groups"
 MIXED = "mixed-precision"
@@ -130,7 +130,7 @@ def _chosen(group: Group) -> Json:
     found = named or matching or classes
     if not found or any(one["weights"] != found[0]["weights"] for one in found):
         raise MappingError(
-            f"{counted(len(found), 'group targets', 'groups target')} `{group.module}`",
+            f"{pluralize(len(found), 'group targets', 'groups target')} `{group.module}`",
             why="`config_groups` must assign exactly one group to each layer",
             where=said.where,
         )

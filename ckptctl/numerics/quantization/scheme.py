@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any, TypeAlias
 
 from ckptctl.catalog import TensorEntry
-from ckptctl.errors import DamagedError, MappingError, UnsupportedError, listed
+from ckptctl.errors import DamagedError, MappingError, UnsupportedError, quote_names
 from ckptctl.numerics.quantization import schemes as modules
 from ckptctl.numerics.quantization.formulas import ScaleBlocks
 from ckptctl.numerics.quantization.statement import QuantizationStatement
@@ -31,7 +31,7 @@ class QuantizedWeight:
         how: Description for messages, such as ``fp8 blocks of 128x128``.
         kind: The kind in ``ckptctl/numerics/kinds`` that computes it.
         shape: The shape that the kind computes.
-        arguments: Arguments of the kind; see :class:`~ckptctl.catalog.Computed`.
+        arguments: Arguments of the kind; see :class:`~ckptctl.catalog.ComputedTensor`.
         transposed: Whether the last two dimensions are swapped after that.
         others: Names of further tensors of the weight, which are not needed to compute it.
     """
@@ -256,7 +256,7 @@ def missing_error(group: Group, missing: Mapping[str, str]) -> DamagedError:
     """
     verb = "is" if len(missing) == 1 else "are"
     return DamagedError(
-        f"{listed(list(missing))} {verb} missing",
+        f"{quote_names(list(missing))} {verb} missing",
         where=group.lead.name,
         why=f"`{group.lead.name}` is quantized: {'; '.join(dict.fromkeys(missing.values()))}",
     )

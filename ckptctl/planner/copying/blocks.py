@@ -18,7 +18,7 @@ from typing import NamedTuple
 from weakref import ref
 
 from ckptctl import dtypes
-from ckptctl.catalog import Box, Computed, Extent, Input, TensorEntry, row_major
+from ckptctl.catalog import Box, ComputedTensor, ComputeInput, Extent, TensorEntry, row_major
 from ckptctl.columns import NO_CRC, ExtentColumns
 from ckptctl.planner.plan import RecordedRange
 from ckptctl.planner.strided import Axis, Part, StridedTensor
@@ -308,7 +308,7 @@ def get_stored_boxes(entry: TensorEntry) -> StoredBoxes:
 
 def find_recorded_range(extent: Extent, name: str) -> RecordedRange | None:
     """Return the range with a recorded checksum that contains an extent, or None."""
-    recorded = extent.recorded
+    recorded = extent.recorded_checksum
     if recorded is None or not recorded.nbytes:
         return None
     has_own_crc = extent.crc32 is not None
@@ -536,7 +536,7 @@ class BlockReader:
                 yield LocatedElements(source, first + distance, steps, cut)
 
 
-def build_rearranged_file(root: TreePath, tensor: StridedTensor) -> Computed:
+def build_rearranged_file(root: TreePath, tensor: StridedTensor) -> ComputedTensor:
     """Build a virtual file with the elements of a tensor in row-major order.
 
     Args:
@@ -544,9 +544,9 @@ def build_rearranged_file(root: TreePath, tensor: StridedTensor) -> Computed:
         tensor: The tensor.
     """
     entries = {id(part.entry): part.entry for part in tensor.parts}
-    inputs = tuple(Input(root, entry) for entry in entries.values())
+    inputs = tuple(ComputeInput(root, entry) for entry in entries.values())
     matrix = BlockReader(tensor.as_matrix())
-    return Computed("rearranged", tensor.dtype, tensor.shape, inputs, matrix)
+    return ComputedTensor("rearranged", tensor.dtype, tensor.shape, inputs, matrix)
 
 
 def build_view(entry: TensorEntry, tensor: StridedTensor, name: str | None = None) -> TensorEntry:

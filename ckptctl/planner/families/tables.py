@@ -40,7 +40,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ckptctl.planner.families.templates import Template
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 
 class TableError(ValueError):
@@ -266,7 +266,7 @@ def _parse_row(names: list[str], texts: list[str]) -> _Row:
     """Parse the cells of a row, where *names* are the column headers."""
     if len(texts) != len(names):
         raise ValueError(
-            f"row `{texts[0]}` has {counted(len(texts), 'cell')} instead of {len(names)}"
+            f"row `{texts[0]}` has {pluralize(len(texts), 'cell')} instead of {len(names)}"
         )
     name_match = _NAME.match(texts[0])
     if name_match is None:

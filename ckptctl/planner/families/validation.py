@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from ckptctl.errors import listed
+from ckptctl.errors import quote_names
 from ckptctl.planner.layouts import Family, Layout
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
@@ -60,7 +60,7 @@ def _check_names(family: Family) -> Iterator[str]:
     for tie in family.ties:
         for name in (tie.tensor, tie.of):
             if name not in family.tensors:
-                rows = listed(list(family.tensors))
+                rows = quote_names(list(family.tensors))
                 yield f"a tie names `{name}`, which is not one of the rows {rows}"
     for demand in family.demands:
         for name in demand.tensors:

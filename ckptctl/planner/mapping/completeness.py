@@ -10,7 +10,13 @@ from itertools import combinations, groupby, islice
 from operator import itemgetter
 from typing import NamedTuple
 
-from ckptctl.errors import HomelessError, MissingTensorsError, listed, nearest, spell_option
+from ckptctl.errors import (
+    MissingTensorsError,
+    UnmappedTensorError,
+    find_nearest,
+    quote_names,
+    spell_option,
+)
 from ckptctl.planner.families.tables import LogicalTensor
 from ckptctl.planner.families.templates import Template
 from ckptctl.planner.layouts import Drop, Family, Layout
@@ -23,7 +29,7 @@ from ckptctl.planner.mapping.matching import (
     iterate_leads,
     list_indices,
 )
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 ALWAYS_LISTED = 1000
 """Number of missing keys that are always listed. Further ones may only be counted."""
@@ -306,8 +312,8 @@ def note_unplaceable(
     ]
     if names:
         yield (
-            f"the configuration requires {counted(len(names), 'tensor')} that layout "
-            f"`{source.name}` has no place for; not written: {listed(names)}"
+            f"the configuration requires {pluralize(len(names), 'tensor')} that layout "
+            f"`{source.name}` has no place for; not written: {quote_names(names)}"
         )
 
 
@@ -378,15 +384,17 @@ def require_known_keys(
         return
     lines = []
     for key in matched.unmatched[:5]:
-        closest_key = nearest(
+        closest_key = find_nearest(
             key,
             [candidate for candidate in list_similar_keys(layout, key, absent) if candidate != key],
         )
         lines.append(f"`{key}`" + (f" (near: `{closest_key}`)" if closest_key else ""))
     more = len(matched.unmatched) - len(lines)
     is_single = len(matched.unmatched) == 1
-    subject = f"{counted(len(matched.unmatched), 'tensor')} {'is' if is_single else 'are'} unknown"
-    raise HomelessError(
+    subject = (
+        f"{pluralize(len(matched.unmatched), 'tensor')} {'is' if is_single else 'are'} unknown"
+    )
+    raise UnmappedTensorError(
         f"{subject} to `{family.name}` in layout `{layout.name}`",
         where=f"tensor `{matched.unmatched[0]}`",
         why=", ".join(lines) + (f" and {more:,} more" if more > 0 else ""),
@@ -431,11 +439,11 @@ def require_no_missing(
     if not tied and set(names) <= ends:
         hint = "if the embeddings are tied, set `tie_word_embeddings: true` in config.json"
     raise MissingTensorsError(
-        f"the model is missing {counted(number, 'tensor')}"
+        f"the model is missing {pluralize(number, 'tensor')}"
         if number > 1
         else "the model is missing a tensor",
         where=where or f"tensor `{names[0]}`",
-        why=f"`{family.name}` requires {listed(names, number=number)}"
-        + (f", but has no {listed(unknown_keys)}" if unknown_keys else ""),
+        why=f"`{family.name}` requires {quote_names(names, total=number)}"
+        + (f", but has no {quote_names(unknown_keys)}" if unknown_keys else ""),
         hint=hint,
     )

@@ -14,7 +14,7 @@ from ckptctl.planner.layouts import INHERITED_LAYOUTS, Family, is_base
 from ckptctl.planner.mapping.completeness import ExpectedTensors, find_variant_conflict
 from ckptctl.planner.mapping.matching import MatchedKeys, list_omitted_ties, match_keys
 from ckptctl.planner.model_parallel import fits_ranks
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 MIN_KNOWN_SHARE = 0.5
 MAX_NAMED_KEYS = 5
@@ -259,7 +259,7 @@ def _build_candidate(
         family.name,
         name,
         tuple(same_layouts),
-        (f"{number - len(matched.unmatched):,} of {counted(number, 'key')}", *evidence),
+        (f"{number - len(matched.unmatched):,} of {pluralize(number, 'key')}", *evidence),
         matched,
         tuple(matched.unmatched[:MAX_NAMED_KEYS] or untied_keys),
         (*filter(None, [find_variant_conflict(family, matched)]), *required_keys)[:MAX_NAMED_KEYS],

@@ -14,7 +14,7 @@ from ckptctl.planner.families.tables import LogicalTensor
 from ckptctl.planner.layouts import Layout
 from ckptctl.planner.mapping.logical import build_placeholder
 from ckptctl.planner.strided import Part, StridedTensor
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 
 class Region(NamedTuple):
@@ -277,7 +277,7 @@ def iterate_offset_notes(tensors: Iterable[MappedTensor]) -> Iterator[str]:
     for (name, plus), count in offset_counts.items():
         verb = "added to" if plus > 0 else "subtracted from"
         yield (
-            f"{abs(plus)} is {verb} `{name}`: {counted(count, 'tensor')} computed and rounded to "
+            f"{abs(plus)} is {verb} `{name}`: {pluralize(count, 'tensor')} computed and rounded to "
             "the dtype, not copied"
         )
 

@@ -14,7 +14,7 @@ from functools import lru_cache
 from ckptctl.errors import MappingError, spell_option
 from ckptctl.planner.families.templates import KeyKind, TemplateTable
 from ckptctl.planner.layouts import Family, Layout, Shift
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 OTHER_KIND = -1
 """Meaning of a number that belongs to the other kind of layers."""
@@ -143,7 +143,7 @@ def compute_numbering(
             numbers_by_index[shift.index] = ()
         elif stated_numbers is None or len(stated_numbers) != count:
             raise MappingError(
-                f"layout `{layout}` requires the positions of {counted(count, 'inserted layer')}",
+                f"layout `{layout}` requires the positions of {pluralize(count, 'inserted layer')}",
                 why=f"config.json must list their numbers as `{shift.place}`",
                 hint=f"pass {spell_option('--assets DIR')} with the model's config.json",
             )

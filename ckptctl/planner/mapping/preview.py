@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated
 
-from ckptctl.errors import MappingError, listed, spell_option
+from ckptctl.errors import MappingError, quote_names, spell_option
 from ckptctl.planner.axes import Axes, AxisSizes, solve_axis_sizes
 from ckptctl.planner.families.tables import Leaf, LogicalTensor
 from ckptctl.planner.layouts import Drop, Family, Layout, LayoutTensor, Tie
 from ckptctl.planner.mapping.completeness import list_similar_keys
 from ckptctl.planner.mapping.logical import list_fused_axes
 from ckptctl.planner.mapping.numbering import LayerNumbering, compute_numbering
-from ckptctl.results import JsonField, Result, or_none
+from ckptctl.results import JsonField, Result, empty_to_none
 
 KnownIndices = Mapping[str, int]
 """Known values of indices. Others remain placeholders in keys and formulas."""
@@ -157,7 +157,9 @@ class Route:
         list[Arrival],
         JsonField("target tensors that contain the key; empty if it is dropped", name="targets"),
     ] = field(default_factory=list)
-    dropped: Annotated[str, JsonField("reason for dropping the key, or null", to=or_none)] = ""
+    dropped: Annotated[str, JsonField("reason for dropping the key, or null", to=empty_to_none)] = (
+        ""
+    )
     notes: Annotated[list[str], JsonField("further notes")] = field(default_factory=list)
 
 
@@ -248,7 +250,7 @@ class KeyRouter:
         command = f"ckptctl models {self.family.name} --layout {self.source.name}"
         return MappingError(
             f"layout `{self.source.name}` of `{self.family.name}` has no key `{key}`",
-            why=f"similar keys: {listed(similar_keys)}" if similar_keys else None,
+            why=f"similar keys: {quote_names(similar_keys)}" if similar_keys else None,
             hint=f"the key exists in layout {' and '.join(other_layouts)}"
             if other_layouts
             else f"run `{command}` to list its keys",

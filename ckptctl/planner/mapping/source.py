@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import compress, islice
 from typing import TYPE_CHECKING, TypeAlias
 
-from ckptctl.errors import MappingError, listed, spell_option
+from ckptctl.errors import MappingError, quote_names, spell_option
 from ckptctl.planner.axes import AxisSizes, Observation, solve_axis_sizes
 from ckptctl.planner.families.tables import LogicalTensor
 from ckptctl.planner.layouts import Family, Layout, Tie
@@ -286,12 +286,12 @@ class FusedPartCheck:
         if all(key in self._missing for key in missing):
             for key in keys:
                 why = f"it is a part of `{key}`, which is skipped because parts are missing:"
-                self._incomplete[key] = f"{why} {listed(missing)}"
+                self._incomplete[key] = f"{why} {quote_names(missing)}"
             return
         key = keys[0]
         raise MappingError(
             "a fused tensor cannot be written in part",
             where=f"tensor `{key}`",
-            why=f"the checkpoint contains its parts {listed(existing)}, but not {listed(missing)}",
+            why=f"the checkpoint contains its parts {quote_names(existing)}, but not {quote_names(missing)}",
             hint=f"pass {spell_option('--exclude')} for all of its parts or for none of them",
         )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import groupby, islice
 
 from ckptctl.catalog import computed_name
-from ckptctl.errors import HomelessError, MappingError, listed, spell_option
+from ckptctl.errors import MappingError, UnmappedTensorError, quote_names, spell_option
 from ckptctl.notes import Notes
 from ckptctl.planner.families.tables import Leaf, LogicalTensor
 from ckptctl.planner.families.templates import Template
@@ -32,7 +32,7 @@ from ckptctl.planner.mapping.numbering import compute_numbering, require_numberi
 from ckptctl.planner.mapping.source import FusedPartCheck, MatchedSource, Origin, resolve_source
 from ckptctl.planner.mapping.tiles import TileConversion, convert_tiles
 from ckptctl.planner.strided import Ints, StridedTensor
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 MAX_SPREAD_KEYS = 1 << 16
 """Maximum number of keys of one stacked tensor, since the shape of an empty one is arbitrary."""
@@ -72,7 +72,7 @@ class LayoutChange:
     @property
     def dropped_keys(self) -> dict[str, str]:
         """Dropped source keys, with reasons."""
-        return self.notes.reasons("dropped")
+        return self.notes.get_reasons("dropped")
 
     @property
     def keeps_names(self) -> bool:
@@ -365,7 +365,7 @@ class _TensorMapper:
             if size > MAX_SPREAD_KEYS:
                 name = self.family.describe_size(axis)
                 raise MappingError(
-                    f"one tensor would become {counted(size, 'tensor')}",
+                    f"one tensor would become {pluralize(size, 'tensor')}",
                     where=f"tensor `{next(iter(keys.values()))}`",
                     why=f"{name} is {size:,}; at most {MAX_SPREAD_KEYS:,} are expected",
                 )
@@ -434,12 +434,12 @@ class _TensorMapper:
                 return True
         return False
 
-    def _unmapped_error(self, unmapped: Mapping[str, LogicalTensor]) -> HomelessError:
+    def _unmapped_error(self, unmapped: Mapping[str, LogicalTensor]) -> UnmappedTensorError:
         keys = list(unmapped)
         quantized = [
             t for t in unmapped.values() if t.scaled_weight or t.variant in self.family.quantized
         ]
-        names = why = f"including {listed(keys)}"
+        names = why = f"including {quote_names(keys)}"
         hints = []
         if quantized:
             hints.append(f"dequantize them with {spell_option('--dequantize bf16')}")
@@ -458,9 +458,9 @@ class _TensorMapper:
             exclude_options = " and ".join(spell_option(f"--exclude {glob}") for glob in globs)
             why = f"they belong to MTP layers, which programs with that layout omit; {names}"
             hints = [f"skip them with {exclude_options}; the output of the model stays the same"]
-        return HomelessError(
+        return UnmappedTensorError(
             f"layout `{self.target.name}` of `{self.family.name}` has no place for "
-            f"{counted(len(keys), 'tensor')}",
+            f"{pluralize(len(keys), 'tensor')}",
             where=f"tensor `{keys[0]}`",
             why=why,
             hint="; ".join(hints),

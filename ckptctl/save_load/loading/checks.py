@@ -7,15 +7,15 @@ from dataclasses import replace
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
-from ckptctl.conversion.proofs import find_lost, lost_part_error
-from ckptctl.conversion.sources import located
-from ckptctl.errors import MappingError, listed
+from ckptctl.conversion.proofs import find_lost_data, lost_part_error
+from ckptctl.conversion.sources import locate_tensors
+from ckptctl.errors import MappingError, quote_names
 from ckptctl.numerics.quantized import quantized
 from ckptctl.planner.boxes import check_coverage, intersect_boxes
 from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.save_load.loading.state_mapping import StateMapping, Target, Wanted
 from ckptctl.storage.computed import open_reader
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 
 def require_filled(tensors: Mapping[str, ComposedTensor]) -> None:
@@ -23,8 +23,8 @@ def require_filled(tensors: Mapping[str, ComposedTensor]) -> None:
     torn = [name for name, composed in tensors.items() if not composed.is_covered]
     if torn:
         raise MappingError(
-            f"{counted(len(torn), 'tensor')} would be filled only partly",
-            where=listed(torn),
+            f"{pluralize(len(torn), 'tensor')} would be filled only partly",
+            where=quote_names(torn),
             why="the checkpoint does not contain the tensors for the rest",
         )
 
@@ -51,12 +51,12 @@ def require_shapes(tensors: Mapping[str, ComposedTensor], wanted: Mapping[str, W
         name = wrong[0]
         raise MappingError(
             (
-                f"{counted(len(wrong), 'tensor has', 'tensors have')} a different shape in the "
+                f"{pluralize(len(wrong), 'tensor has', 'tensors have')} a different shape in the "
                 "checkpoint"
             )
             if wrong[1:]
             else f"`{name}` has a different shape in the checkpoint",
-            where=listed(wrong),
+            where=quote_names(wrong),
             why=f"`{name}` has shape {list(tensors[name].shape)} in the checkpoint, but "
             f"{list(wanted[name].shape)} in the state",
         )
@@ -80,7 +80,7 @@ def casts(
             if len(held) > 1:
                 raise MappingError(
                     "tensors that are merged or split have different dtypes",
-                    where=listed([*(source.key for source in sources), name]),
+                    where=quote_names([*(source.key for source in sources), name]),
                     why=f"{' and '.join(held)} in the checkpoint, {one.dtype} in the state",
                 )
             if held != [one.dtype]:
@@ -103,12 +103,12 @@ def _require_castable(found: Mapping[str, tuple[str, str]], allowed: bool) -> No
         before, after = found[name]
         raise MappingError(
             (
-                f"{counted(len(wrong), 'tensor has', 'tensors have')} a different dtype in the "
+                f"{pluralize(len(wrong), 'tensor has', 'tensors have')} a different dtype in the "
                 "checkpoint"
             )
             if wrong[1:]
             else f"`{name}` has a different dtype in the checkpoint",
-            where=listed(wrong),
+            where=quote_names(wrong),
             why=f"`{name}` is {before} in the checkpoint, but {after} in the state",
             hint=None if allowed else "pass `cast=True` to cast floating-point tensors",
         )
@@ -119,8 +119,8 @@ def _require_plain(catalog: Catalog, read: Mapping[str, str]) -> None:
     found = [name for name in quantized(catalog) if name in read]
     if found:
         raise MappingError(
-            f"{counted(len(found), 'tensor is', 'tensors are')} quantized in the checkpoint",
-            where=listed([read[name] for name in found]),
+            f"{pluralize(len(found), 'tensor is', 'tensors are')} quantized in the checkpoint",
+            where=quote_names([read[name] for name in found]),
             why="a cast would ignore their scales",
             hint='pass `dequantize="bf16"` to dequantize them',
         )
@@ -129,9 +129,9 @@ def _require_plain(catalog: Catalog, read: Mapping[str, str]) -> None:
 def require_nothing_lost(mapping: StateMapping) -> None:
     """Read data that the mapping drops as redundant, and raise if it is not redundant."""
     names = dict.fromkeys(key for one in mapping.redundant for key in one.keys)
-    catalog = located(mapping.catalog, names)
+    catalog = locate_tensors(mapping.catalog, names)
     with open_reader(catalog) as files:
-        for lost in find_lost(files, catalog, mapping.redundant):
+        for lost in find_lost_data(files, catalog, mapping.redundant):
             if lost.kind != "tensor":
                 raise lost_part_error(catalog, lost)
             if lost.same_as is None:

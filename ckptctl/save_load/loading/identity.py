@@ -17,7 +17,7 @@ from ckptctl.save_load.saving.local_shards import digest
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.urls import is_url
 from ckptctl.tree import TreePath
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 SETTLED_NS = 100_000_000
 MOST_FILES = 100_000
@@ -74,7 +74,7 @@ def _below(folder: Path, seen: set[tuple[int, int]]) -> Iterator[Stamp]:
     if (own.st_dev, own.st_ino) in seen:
         return
     seen.add((own.st_dev, own.st_ino))
-    yield str(folder), FileIdentity.of(own)
+    yield str(folder), FileIdentity.from_stat(own)
     with os.scandir(folder) as entries:
         for entry in entries:
             yield from _below(Path(entry.path), seen) if entry.is_dir() else [_stamp(entry)]
@@ -82,16 +82,16 @@ def _below(folder: Path, seen: set[tuple[int, int]]) -> Iterator[Stamp]:
 
 def _beside(path: Path) -> Iterator[Stamp]:
     """Yield the stamps of a file and of the files in its directory."""
-    yield str(path), FileIdentity.of(path.stat())
+    yield str(path), FileIdentity.from_stat(path.stat())
     with os.scandir(path.parent) as entries:
         yield from (_stamp(entry) for entry in entries if not entry.is_dir())
 
 
 def _stamp(entry: os.DirEntry[str]) -> Stamp:
     try:
-        return entry.path, FileIdentity.of(entry.stat())
+        return entry.path, FileIdentity.from_stat(entry.stat())
     except FileNotFoundError:  # a dangling symbolic link
-        return entry.path, FileIdentity.of(entry.stat(follow_symlinks=False))
+        return entry.path, FileIdentity.from_stat(entry.stat(follow_symlinks=False))
 
 
 class Fingerprint(NamedTuple):
@@ -116,7 +116,7 @@ def fingerprint_of(catalog: Catalog) -> Fingerprint:
     )
     return Fingerprint(
         found,
-        f"{name} ({counted(len(files), 'file')}, {counted(sum(catalog.files.values()), 'byte')})",
+        f"{name} ({pluralize(len(files), 'file')}, {pluralize(sum(catalog.files.values()), 'byte')})",
     )
 
 

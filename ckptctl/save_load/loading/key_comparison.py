@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from ckptctl.catalog import Catalog
 from ckptctl.catalog import Path as Keys
-from ckptctl.conversion.recognition.roots import containers, is_training
-from ckptctl.errors import MappingError, listed, nearest
+from ckptctl.conversion.recognition.roots import is_training_state, list_containers
+from ckptctl.errors import MappingError, find_nearest, quote_names
 from ckptctl.formats.dcp.dcp_reader import COMPANION
 from ckptctl.numerics.quantized import quantized
 from ckptctl.planner.mapping.mapped import ComposedTensor
@@ -30,7 +30,7 @@ def describe_load(
         compared,
         loaded=loaded,
         cast=cast,
-        notes=(*mapping.catalog.notes, *mapping.notes.texts()),
+        notes=(*mapping.catalog.notes, *mapping.notes.get_texts()),
         format=mapping.catalog.format,
         model_type=None if mapping.layout is None else mapping.model_type,
         from_layout=mapping.from_layout,
@@ -48,10 +48,10 @@ def as_strict_as(report: LoadReport, strict: Strict, mapping: StateMapping) -> L
         return replace(report, unexpected=())
     root, prefix = mapping.root, mapping.prefix
     if root == prefix == "":
-        root = prefix = next(iter(containers(mapping.catalog)), "")
+        root = prefix = next(iter(list_containers(mapping.catalog)), "")
 
     def of_model(name: str, model: str) -> bool:
-        return name.startswith(model) if model else not is_training(name)
+        return name.startswith(model) if model else not is_training_state(name)
 
     return replace(
         report,
@@ -69,8 +69,8 @@ def require_equal(report: LoadReport, mapping: StateMapping) -> None:
         (report.unexpected, "only in the checkpoint"),
     )
     counts = [f"{len(names):,} {side}" for names, side in sides if names]
-    said = [f"{side}: {listed(names)}" for names, side in sides if names]
-    close = [nearest(name, list(mapping.tensors)) for name in report.missing[:1]]
+    said = [f"{side}: {quote_names(names)}" for names, side in sides if names]
+    close = [find_nearest(name, list(mapping.tensors)) for name in report.missing[:1]]
     hints = [f"did you mean `{close[0]}`?" if close and close[0] else ""]
     if quantized(mapping.catalog):
         hints.append('the checkpoint is quantized: pass `dequantize="bf16"` to dequantize it')
@@ -82,7 +82,7 @@ def require_equal(report: LoadReport, mapping: StateMapping) -> None:
     if not report.missing:
         hints.append('pass `strict="state"` to load only the keys of the state')
     hints.append("pass `strict=False` to load the common keys and report the rest")
-    hints += mapping.notes.texts()
+    hints += mapping.notes.get_texts()
     raise MappingError(
         f"the keys of the state and the checkpoint differ: {', '.join(counts)}",
         where=mapping.catalog.path,
@@ -113,7 +113,7 @@ def compare(
         containers.discard("")  # a flat state is what the checkpoint has below the root
     containers |= {_container(keys) for name, keys in paths.items() if name in read}
     heads, apart = {_head(keys) for keys in own}, kept_apart(catalog)
-    resumes = any(map(is_training, (*tensors, *values, *read)))
+    resumes = any(map(is_training_state, (*tensors, *values, *read)))
 
     def excuse(name: str, keys: Keys) -> str | None:
         """Return the reason why a key may be skipped, or None if it is unexpected."""
@@ -129,12 +129,12 @@ def compare(
             return None
         if _container(keys) not in containers:
             return "the state has no other keys with the same parent"
-        if is_training(name) and _head(keys) not in heads:
+        if is_training_state(name) and _head(keys) not in heads:
             return "the state contains only a model"
         return None
 
     unexpected: list[str] = []
-    dropped = mapping.notes.reasons("dropped")
+    dropped = mapping.notes.get_reasons("dropped")
     left_out = {name: why for name, why in dropped.items() if name not in read}
     for name, keys in paths.items():
         if name in read or name in left_out or name in catalog.computed:
@@ -174,7 +174,7 @@ def require_kinds(mapping: StateMapping, tensors: Collection[str], values: Colle
     more = len(here) + len(there) - 1
     raise MappingError(
         said + (f" (and {more:,} more)" if more else ""),
-        where=listed([*here, *there]),
+        where=quote_names([*here, *there]),
         hint="use the type that was saved, or omit the name from the state",
     )
 

@@ -9,10 +9,10 @@ from typing import Annotated, Literal
 from ckptctl import option_checks as checks
 from ckptctl import shared_options as opt
 from ckptctl.catalog import Catalog
-from ckptctl.conversion.recognition.model import Request
-from ckptctl.conversion.recognition.roots import renamed
+from ckptctl.conversion.recognition.model import ModelRequest
+from ckptctl.conversion.recognition.roots import rename_leaves
 from ckptctl.conversion.sources import open_source
-from ckptctl.errors import MappingError, UsageError, nearest, renaming
+from ckptctl.errors import MappingError, UsageError, find_nearest, rename_options
 from ckptctl.numerics.dequantizing import quantization_in
 from ckptctl.numerics.quantized import dequantized
 from ckptctl.options import Option, Options
@@ -82,7 +82,7 @@ class LoadOptions(Options):
         int | None,
         Option(
             "Number of threads per rank. None uses its share of the host's cores, at most 16.",
-            check=checks.at_least(0),
+            check=checks.build_minimum_check(0),
         ),
     ] = None
     rename: Annotated[
@@ -99,8 +99,8 @@ class LoadOptions(Options):
     def mapping(self) -> MappingRequest:
         """The options that concern keys and layouts of the checkpoint and the state."""
         return MappingRequest(
-            source=Request(self.model_type, self.from_layout, self.root, self.sizes),
-            state=Request(layout=self.layout),
+            source=ModelRequest(self.model_type, self.from_layout, self.root, self.sizes),
+            state=ModelRequest(layout=self.layout),
             assets=self.assets,
             trust_assets=self.trust_assets,
             dequantized=bool(self.dequantize),
@@ -114,7 +114,7 @@ class LoadOptions(Options):
             catalog = renamed_by(catalog, self.rename)
         if not self.dequantize:
             return catalog
-        with renaming({"--dtype": "cast=True"}):
+        with rename_options({"--dtype": "cast=True"}):
             return dequantized(catalog, self.dequantize, quantization_in(self.assets))
 
     def require_in_range(self, found: Mapping[str, OutOfRange]) -> None:
@@ -178,7 +178,7 @@ def renamed_by(catalog: Catalog, rename: Rename) -> Catalog:
         names = {name: rename.get(name, name) for name in known}
         strange = next((name for name in rename if name not in names), None)
         if strange is not None:
-            close = nearest(strange, list(known))
+            close = find_nearest(strange, list(known))
             raise MappingError(
                 f"`rename` contains `{strange}`, which is not in the checkpoint",
                 where=catalog.path,
@@ -198,7 +198,7 @@ def renamed_by(catalog: Catalog, rename: Rename) -> Catalog:
                 where=catalog.path,
                 why=f"both `{taken[new]}` and `{name}`",
             )
-    return renamed(catalog, names)
+    return rename_leaves(catalog, names)
 
 
 def _renamed(rename: Callable[[str], str], name: str) -> str:

@@ -16,9 +16,9 @@ from typing import NamedTuple
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry, memory_name, row_major
 from ckptctl.columns import ranges_of
-from ckptctl.conversion.checked_ranges import find_checked
-from ckptctl.conversion.sources import with_bytes
-from ckptctl.conversion.transfers import identities, plan_transfers, sources_of
+from ckptctl.conversion.checked_ranges import find_checked_transfers
+from ckptctl.conversion.sources import locate_bytes
+from ckptctl.conversion.transfers import find_sources, plan_transfers, read_identities
 from ckptctl.formats.base import OutputLayout, TensorPlace
 from ckptctl.planner.boxes import check_coverage, intersect_boxes
 from ckptctl.planner.mapping.mapped import ComposedTensor
@@ -143,7 +143,7 @@ def _place(extent: Extent) -> Extent:
 
 def plan_elsewhere(plan: Plan, catalog: Catalog) -> Plan:
     """Return *plan* for another checkpoint whose files have the same layout."""
-    sources = identities(catalog.root, plan.sources)
+    sources = read_identities(catalog.root, plan.sources)
     return replace(plan, source_root=catalog.root, sources=sources, opened=catalog.opened)
 
 
@@ -194,7 +194,7 @@ def _located(
                 kept = tuple(one for one in entries[key].extents if one in both)
                 entry = replace(entry, extents=kept)
             found[key] = entry
-    return with_bytes(mapping.catalog, found).tensors
+    return locate_bytes(mapping.catalog, found).tensors
 
 
 def _plan(
@@ -206,7 +206,7 @@ def _plan(
 ) -> Plan:
     located = replace(catalog, tensors=entries)
     copies, virtual = plan_transfers(located, tensors, output, kinds)
-    computed, sources = sources_of(catalog.root, copies, virtual)
+    computed, sources = find_sources(catalog.root, copies, virtual)
     return Plan(
         source_root=catalog.root,
         sources=sources,
@@ -218,7 +218,7 @@ def _plan(
         raw_copies=(),
         digest="",
         computed=computed,
-        checked=find_checked(copies, partly=True),
+        checked=find_checked_transfers(copies, partly=True),
         opened=catalog.opened,
     )
 

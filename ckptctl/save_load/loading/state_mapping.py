@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
-from ckptctl.conversion.assets import gather
+from ckptctl.conversion.assets import gather_assets
 from ckptctl.conversion.recognition.layout_change import LayoutRequest, apply_change
-from ckptctl.conversion.recognition.model import DETECTED, Model, Request, understand
-from ckptctl.conversion.recognition.roots import checked_root, roots, unwrapped
-from ckptctl.conversion.training_state import follow
+from ckptctl.conversion.recognition.model import DETECT_ALL, Model, ModelRequest, recognize_model
+from ckptctl.conversion.recognition.roots import list_roots, parse_root, strip_wrappers
+from ckptctl.conversion.training_state import map_training_state
 from ckptctl.errors import MappingError, MissingTensorsError, RefusedError, UsageError
 from ckptctl.facts.agreed_change import agreed_change
 from ckptctl.notes import Notes
@@ -82,8 +82,8 @@ class MappingRequest:
             the model is incomplete.
     """
 
-    source: Request = DETECTED
-    state: Request = DETECTED
+    source: ModelRequest = DETECT_ALL
+    state: ModelRequest = DETECT_ALL
     assets: str | TreePath | None = None
     trust_assets: bool = False
     dequantized: bool = False
@@ -114,11 +114,11 @@ def map_state(
 
 def understand_source(catalog: Catalog, request: MappingRequest) -> Model:
     """Detect the model in a checkpoint from its config or that of *assets*."""
-    catalog = unwrapped(catalog)
-    assets = gather(catalog, request.assets)
+    catalog = strip_wrappers(catalog)
+    assets = gather_assets(catalog, request.assets)
     if request.dequantized:
         assets = describe_plain(assets)
-    model = understand(catalog, assets.documents, request.source)
+    model = recognize_model(catalog, assets.documents, request.source)
     return replace(model, described=assets.described)
 
 
@@ -130,13 +130,13 @@ def map_model(
     State *outside* of the model, such as optimizer state, is renamed to match.
     """
     root = model.root
-    rest = follow(model.catalog, outside, root, change)
+    rest = map_training_state(model.catalog, outside, root, change)
     catalog, mapped = apply_change(model.catalog, change, root, prefix)
     tensors = {**mapped, **rest.tensors}
     redundant = (*(one.with_prefix(root) for one in change.redundant), *rest.redundant)
     read = {key for composed in tensors.values() for key in composed.keys}
     notes = Notes()
-    notes.add(*change.notes.texts())
+    notes.add(*change.notes.get_texts())
     for one in redundant:
         if one.same_as is not None and one.part.key not in read:
             notes.explain("dropped", {one.part.key: f"the same as `{one.same_as.key}`"})
@@ -177,7 +177,7 @@ def _keep_matching_names(
 
 
 def _prefixes(catalog: Catalog, root: str | None) -> list[str]:
-    return ["", *roots(catalog)] if root is None else [checked_root(catalog, root)]
+    return ["", *list_roots(catalog)] if root is None else [parse_root(catalog, root)]
 
 
 def _agreement(catalog: Catalog, state: Mapping[str, TensorMeta], root: str, prefix: str) -> int:
@@ -233,18 +233,18 @@ def _understand_state(
     held, named = _catalog_of(state), request.source.model_type
     asked = replace(request.state, model_type=named or model.model_type)
     try:
-        found = understand(held, request=asked)
+        found = recognize_model(held, request=asked)
     except MappingError:
         if named or not asked.model_type:
             raise
         found = None
     if asked.model_type and not named and not (found and found.candidates):
-        found = understand(held, request=request.state)
+        found = recognize_model(held, request=request.state)
     if found is None or found.layout is None:
         raise MappingError(
             "unknown layout of the state",
             where=STATE,
-            why=f"its tensors match several layouts of {found.named}"
+            why=f"its tensors match several layouts of {found.display_name}"
             if found and found.candidates
             else "no known model type has its keys",
             hint="set it with `layout=`, and its model type with `model_type=`",

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Path
-from ckptctl.errors import CoverageError, MappingError, listed
+from ckptctl.errors import CoverageError, MappingError, quote_names
 from ckptctl.formats.base import OutputTensor
 from ckptctl.planner.balance import (
     EVEN_LOAD_RATIO,
@@ -339,5 +339,5 @@ def _require_tiled(name: str, described: TensorMeta, boxes: Sequence[Box]) -> No
     raise CoverageError(
         f"the ranks' chunks of `{name}` do not cover it exactly once",
         where=f"tensor `{name}`, shape {list(described.shape)}",
-        why=f"elements {listed([str(box) for box in wrong])} are {what}",
+        why=f"elements {quote_names([str(box) for box in wrong])} are {what}",
     )

@@ -23,7 +23,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ckptctl.catalog import Box, Path
-from ckptctl.errors import CkptError, MappingError, listed
+from ckptctl.errors import CkptError, MappingError, quote_names
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.shared.leaves import below_rank, join
 
@@ -195,7 +195,7 @@ def _require_free(names: Collection[str], written: Sequence[Mapping[str, str]]) 
         taken = [under for name, under in own.items() if name != under and under in names]
         if taken:
             raise MappingError(
-                f"the state already contains {listed(taken)}",
+                f"the state already contains {quote_names(taken)}",
                 why=f"rank {rank} stores a value that differs between ranks under that name",
                 hint="rename it so that it does not begin with `rank_N.`",
             )

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptctl.catalog import MANIFEST
-from ckptctl.errors import CkptError, DamagedError, spell_option, storage_errors
+from ckptctl.errors import CkptError, DamagedError, spell_option, wrap_os_errors
 from ckptctl.planner.copying.tile import Limits
 from ckptctl.planner.plan import Plan, RecordedRange
 from ckptctl.storage.crc import combine_crcs, crc32
@@ -361,7 +361,7 @@ class Journal:
         self._lock = threading.Lock()
         self._writing = self._closed = False
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        with storage_errors("open", path):
+        with wrap_os_errors("open", path):
             self._descriptor = os.open(path, flags, 0o666)
         try:
             size = self._load_entries() if resume else 0
@@ -399,7 +399,7 @@ class Journal:
             self._writing = True
         try:
             data = self._pending + _encode_line({"units": units})
-            with storage_errors("write", self._path):
+            with wrap_os_errors("write", self._path):
                 while data:
                     data = data[os.write(self._descriptor, data) :]
                 os.fsync(self._descriptor)
@@ -411,7 +411,7 @@ class Journal:
         self._pending = b""
 
     def _truncate_file(self, size: int) -> None:
-        with storage_errors("write", self._path):
+        with wrap_os_errors("write", self._path):
             os.ftruncate(self._descriptor, size)
             os.lseek(self._descriptor, size, os.SEEK_SET)
 

@@ -10,8 +10,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from ckptctl.catalog import Computed
-from ckptctl.errors import StorageError, storage_errors
+from ckptctl.catalog import ComputedTensor
+from ckptctl.errors import StorageError, wrap_os_errors
 from ckptctl.planner.copying.blocks import MIB
 from ckptctl.planner.copying.tile import Write
 from ckptctl.planner.plan import OutputFile
@@ -24,7 +24,7 @@ from ckptctl.storage.files import SourceFiles, skip_bytes
 from ckptctl.storage.page_cache import PAGE_BYTES, enable_direct_reads, is_mostly_uncached
 from ckptctl.storage.paths import require_relative
 from ckptctl.tree import TreePath
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 MAX_OPEN_FILES = 64
 """Open files, each with one descriptor, or two if it is also read with direct I/O."""
@@ -48,7 +48,7 @@ class RunFiles(OpenFiles):
 
     def __init__(
         self,
-        computed: Mapping[str, Computed],
+        computed: Mapping[str, ComputedTensor],
         open_root: Callable[[TreePath], SourceFiles],
         root: Path,
         memory: Mapping[str, ByteSource | ByteSink],
@@ -167,7 +167,7 @@ class LocalSource(StoredFile):
 
     def close(self) -> None:
         """Close its descriptors."""
-        with storage_errors("close", self._files.root / self.name):
+        with wrap_os_errors("close", self._files.root / self.name):
             if self._direct_descriptor is not None:
                 os.close(self._direct_descriptor)
             os.close(self.descriptor)
@@ -182,7 +182,7 @@ class LocalSink(ByteSink):
     def __init__(self, root: Path, name: str) -> None:
         self.name = name
         self._path = root / name
-        with storage_errors("open", self._path):
+        with wrap_os_errors("open", self._path):
             flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
             self.descriptor: int = os.open(self._path, flags)
 
@@ -200,12 +200,12 @@ class LocalSink(ByteSink):
 
     def sync(self) -> None:
         """Sync the file."""
-        with storage_errors("sync", self._path):
+        with wrap_os_errors("sync", self._path):
             os.fsync(self.descriptor)
 
     def close(self) -> None:
         """Close the file, which may report lost writes on NFS."""
-        with storage_errors("close", self._path):
+        with wrap_os_errors("close", self._path):
             os.close(self.descriptor)
 
 
@@ -215,7 +215,7 @@ def _write_error(error: OSError, path: Path) -> StorageError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         status = os.statvfs(path.parent)
         free = status.f_bavail * status.f_frsize
-        failure.why = f"only {counted(free, 'byte is', 'bytes are')} free"
+        failure.why = f"only {pluralize(free, 'byte is', 'bytes are')} free"
         failure.hint = "free some space or choose another destination"
     return failure
 

@@ -12,7 +12,7 @@ from operator import itemgetter
 from typing import Any
 
 from ckptctl.errors import UnsupportedError
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 MAX_DEPTH = 100
 MAX_KEY_NODES = 128
@@ -135,7 +135,7 @@ class Inert:
             state = self.state
             if type(state) is dict:
                 if len(state) > MAX_KEY_NODES:
-                    raise _large_key_error(f"{counted(len(state), 'attribute')}")
+                    raise _large_key_error(f"{pluralize(len(state), 'attribute')}")
                 if any(type(name) is not str for name in state):
                     raise UnsupportedError("an attribute name is not a string")
                 state = tuple(sorted(state.items(), key=itemgetter(0)))
@@ -181,7 +181,7 @@ def check_key(value: object) -> int:
         value_type = type(item)
         if isinstance(item, tuple) and value_type in (tuple, Size):
             if len(item) > MAX_KEY_NODES:
-                raise _large_key_error(f"a tuple of {counted(len(item), 'item')}")
+                raise _large_key_error(f"a tuple of {pluralize(len(item), 'item')}")
             pending.extend(item)
         elif value_type is int:
             if item.bit_length() > MAX_KEY_BITS:  # type: ignore[attr-defined]
@@ -238,7 +238,7 @@ def check_tree(
             raise UnsupportedError(
                 "the pickle expands without bound",
                 where=where,
-                why=f"more than {counted(limit, 'value')}",
+                why=f"more than {pluralize(limit, 'value')}",
             )
         if not children:
             continue

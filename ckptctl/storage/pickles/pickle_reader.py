@@ -32,7 +32,7 @@ from ckptctl.storage.pickles.inert import (
 )
 from ckptctl.storage.pickles.torch_globals import ATTRIBUTES
 from ckptctl.storage.threads import pause_gc
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 Table = Mapping[tuple[str, str], object]
 Stack = list[object]
@@ -314,7 +314,7 @@ class PickleMachine:
         if pos != len(self.data):
             raise UnsupportedError(
                 "malformed pickle",
-                why=f"{counted(len(self.data) - pos, 'byte follows', 'bytes follow')} its end",
+                why=f"{pluralize(len(self.data) - pos, 'byte follows', 'bytes follow')} its end",
             )
         return stack[0]
 
@@ -342,8 +342,8 @@ class PickleMachine:
         """Build the error for a pickle with too many objects for its size."""
         return UnsupportedError(
             "the pickle contains more objects than a checkpoint of its size",
-            why=f"more than {counted(self.most, 'container')}, records or names in "
-            f"{counted(len(self.data), 'byte')}",
+            why=f"more than {pluralize(self.most, 'container')}, records or names in "
+            f"{pluralize(len(self.data), 'byte')}",
         )
 
     def disable_hook(self) -> None:

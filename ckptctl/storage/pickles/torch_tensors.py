@@ -15,7 +15,7 @@ from functools import lru_cache
 from ckptctl import dtypes
 from ckptctl.errors import UnsupportedError
 from ckptctl.storage.pickles.inert import Global, Size
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 MAX_RANK = 64
 MAX_INT = 1 << 63
@@ -164,7 +164,7 @@ def _build_view(
     if len(shape) != len(strides):
         raise UnsupportedError(
             "malformed tensor",
-            why=f"{counted(len(shape), 'size')}, {counted(len(strides), 'stride')}",
+            why=f"{pluralize(len(shape), 'size')}, {pluralize(len(strides), 'stride')}",
         )
     dtype = dtype or storage.dtype
     if dtype not in dtypes.BY_NAME:
@@ -177,7 +177,7 @@ def _build_view(
         raise UnsupportedError(
             "a tensor extends beyond its storage",
             why=f"shape {list(shape)}, strides {list(strides)}, offset {offset} need"
-            f" {counted(start + span * itemsize, 'byte')}, {where} has {storage.nbytes:,}",
+            f" {pluralize(start + span * itemsize, 'byte')}, {where} has {storage.nbytes:,}",
         )
     if numel * itemsize > max(storage.nbytes, MAX_EXPANDED_BYTES):
         raise UnreadError("excessively expanded", dtype, shape)

@@ -14,7 +14,7 @@ from operator import itemgetter
 from ckptctl.errors import DamagedError, ForeignFileError, UnsupportedError
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.files import SourceFiles
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 SMALL_ZIP_BYTES = 1 << 15
 TAIL_BYTES = 4096
@@ -120,7 +120,7 @@ class FileRange:
         """Read the content of a record of at most *limit* bytes."""
         if record.nbytes > limit:
             raise self.malformed_error(
-                f"a record has {counted(record.nbytes, 'byte')}, but at most {limit:,} are "
+                f"a record has {pluralize(record.nbytes, 'byte')}, but at most {limit:,} are "
                 "supported"
             )
         content = self.read_bytes(record.offset, record.nbytes, HEAD_BYTES)
@@ -185,7 +185,7 @@ def _read_end(span: FileRange) -> tuple[int, int, int]:
     """Read start, size and number of entries of the central directory from the end record."""
     position = span.length - _END.size
     if position < 0:
-        raise _missing_end_error(span, f"the file has {counted(span.length, 'byte')}")
+        raise _missing_end_error(span, f"the file has {pluralize(span.length, 'byte')}")
     sig, disk, start_disk, disk_entries, count, size, start, comment = _END.unpack(
         span.read_bytes(position, _END.size)
     )
@@ -206,12 +206,12 @@ def _read_end(span: FileRange) -> tuple[int, int, int]:
     if start + size > end and count * _CENTRAL.size <= size:
         raise span.damaged_error(
             f"the directory starts at byte {start:,}, "
-            f"{counted(start + size - end, 'byte is', 'bytes are')} missing"
+            f"{pluralize(start + size - end, 'byte is', 'bytes are')} missing"
         )
     if start + size != end or size > MAX_DIRECTORY or count * _CENTRAL.size > size or not count:
         raise span.malformed_error(
-            f"a directory of {counted(size, 'byte')} at byte {start:,} with "
-            f"{counted(count, 'entry', 'entries')} does not fit"
+            f"a directory of {pluralize(size, 'byte')} at byte {start:,} with "
+            f"{pluralize(count, 'entry', 'entries')} does not fit"
         )
     return start, size, count
 

@@ -25,7 +25,7 @@ from ckptctl.storage.pickles.torch_tensors import (
 )
 from ckptctl.storage.stand_ins import describe_zeros, require_content
 from ckptctl.storage.zips.directory import Directory, FileRange, ZipRecord, read_directory
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 MAX_PICKLE_BYTES = 1 << 30
 BYTES_PER_VALUE = 16
@@ -229,7 +229,7 @@ def _require_record(key: str, nbytes: int, directory: Directory, span: FileRange
         raise error_type(
             f"storage `{key}` has the wrong size",
             where=span.where,
-            why=f"the pickle declares {counted(nbytes, 'byte')}, but the record has "
+            why=f"the pickle declares {pluralize(nbytes, 'byte')}, but the record has "
             f"{record.nbytes:,}",
         )
     return record
@@ -294,7 +294,7 @@ def _check_kind(span: FileRange) -> None:
         require_content(span.files, span.name)
         if b"PK\3\4".startswith(head) or not any(head):
             why = (
-                f"the file has {counted(span.length, 'byte')}"
+                f"the file has {pluralize(span.length, 'byte')}"
                 if len(head) < 4
                 else describe_zeros(span.files, span.name)
             )

@@ -9,12 +9,12 @@ from typing import TypeVar
 
 from ckptctl import dtypes, families, formats
 from ckptctl.catalog import Catalog
-from ckptctl.conversion.leaves import unpacked
-from ckptctl.conversion.proofs import find_lost
-from ckptctl.conversion.recognition.model import Request
-from ckptctl.conversion.recognition.roots import checked_root, outside
-from ckptctl.conversion.sources import located, open_source
-from ckptctl.errors import CkptError, MappingError, UsageError, renaming, spell_option
+from ckptctl.conversion.leaves import unpack_tensors
+from ckptctl.conversion.proofs import find_lost_data
+from ckptctl.conversion.recognition.model import ModelRequest
+from ckptctl.conversion.recognition.roots import is_outside_model, parse_root
+from ckptctl.conversion.sources import locate_tensors, open_source
+from ckptctl.errors import CkptError, MappingError, UsageError, rename_options, spell_option
 from ckptctl.formats.base import Weights
 from ckptctl.installed import INSTALL_TORCH, has_torch, require_torch
 from ckptctl.numerics.quantized import dequantized, quantized
@@ -53,7 +53,7 @@ def diff(
 
     Errors are deviations of *b*. *progress* receives the number of bytes to compare.
     """
-    with families.using(options.converter):
+    with families.use_converter_file(options.converter):
         return _diff(a, b, options, progress)
 
 
@@ -63,14 +63,14 @@ def _diff(
     start = time.monotonic()
     (first, own_a), (second, own_b) = map(_read_leaves, _opened(a, b, options))
     if options.root_a is not None:
-        with renaming(_option_names("a")):
-            checked_root(first, options.root_a)
+        with rename_options(_option_names("a")):
+            parse_root(first, options.root_a)
     asked = MappingRequest(
-        source=Request(options.model_type, options.layout_b, options.root_b, options.sizes),
-        state=Request(layout=options.layout_a, root=options.root_a),
+        source=ModelRequest(options.model_type, options.layout_b, options.root_b, options.sizes),
+        state=ModelRequest(layout=options.layout_a, root=options.root_a),
         dequantized=bool(options.dequantize),
     )
-    with renaming(_option_names("b")):
+    with rename_options(_option_names("b")):
         mapping = map_other(first, second, asked)
     first, padding_read = without_padding(first, mapping)
     scope = Scope(options.include, options.exclude, options.only)
@@ -133,7 +133,7 @@ class _Chosen:
     ranks: int | None = None
 
     def open(self) -> Catalog:
-        with renaming(_option_names(self.side)):
+        with rename_options(_option_names(self.side)):
             return open_source(self.path, self)
 
 
@@ -191,8 +191,8 @@ def _read_leaves(catalog: Catalog) -> tuple[Catalog, frozenset[str]]:
     """
     read = formats.resolve(replace(catalog, tensors={}, replicas={}))
     blobs = {**catalog.blobs, **read.blobs}
-    whole, parts = unpacked(replace(catalog, blobs=blobs), tuple(blobs))
-    own = (names for leaf, names in parts.items() if outside(catalog, leaf))
+    whole, parts = unpack_tensors(replace(catalog, blobs=blobs), tuple(blobs))
+    own = (names for leaf, names in parts.items() if is_outside_model(catalog, leaf))
     return whole, frozenset(name for names in own for name in names)
 
 
@@ -215,9 +215,9 @@ def _values(
 ) -> _Compared:
     alike = [one for one in pairs if one.entry.shape == one.composed.shape and "," not in one.dtype]
     names = [key for one in alike for key in one.composed.keys]
-    a = located(first, [one.entry.name for one in alike])
+    a = locate_tensors(first, [one.entry.name for one in alike])
     names += [key for one in mapping.redundant for key in one.keys]
-    other = located(mapping.catalog, names)
+    other = locate_tensors(mapping.catalog, names)
     mapping = replace(mapping, catalog=other)
     known = [one for one in alike if options.quick and _known(a, other, one)]
     skipped = {one.entry.name for one in known}
@@ -233,7 +233,9 @@ def _values(
         windows = Windows(keep_names(a), mapping, options.jobs or 0, bitwise)
         errors = windows.errors(todo, tolerance, advance)
     with open_reader(other) as files:  # data of B that A's layout cannot store
-        lost = dict.fromkeys(one.part.key for one in find_lost(files, other, mapping.redundant))
+        lost = dict.fromkeys(
+            one.part.key for one in find_lost_data(files, other, mapping.redundant)
+        )
         lost_read = files.bytes_read
     read_a, read_b = windows.bytes_read
     return _Compared(errors, len(known), (read_a, read_b + lost_read), tuple(lost), bitwise)
@@ -243,11 +245,11 @@ def _require_bits(pairs: Sequence[Pair], tolerance: Tolerance | None) -> None:
     """Require torch if comparing bits could report equal numbers as different."""
     instead = f"{spell_option('--structure')} compares names, shapes and dtypes without torch"
     if tolerance:
-        require_torch("a tolerance", instead="omit the tolerance to compare bits")
+        require_torch("a tolerance", alternative="omit the tolerance to compare bits")
     for one in pairs:
         if one.entry.dtype != one.dtype and not dtypes.UNMEASURED & {one.entry.dtype, one.dtype}:
             why = f"`{one.entry.name}` is {one.entry.dtype} in A and {one.dtype} in B"
-            require_torch("comparing values of different dtypes", why, instead=instead)
+            require_torch("comparing values of different dtypes", why, alternative=instead)
 
 
 def _known(a: Catalog, b: Catalog, one: Pair) -> bool:
@@ -278,7 +280,7 @@ def _notes(
         notes.append(
             f"only bits were compared; torch is required to measure differences: {INSTALL_TORCH}"
         )
-    return (*dict.fromkeys((*mapping.notes.texts(), *notes)),)
+    return (*dict.fromkeys((*mapping.notes.get_texts(), *notes)),)
 
 
 def _unlike(a: Catalog, b: Catalog, paired: Pairing, options: DiffOptions) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from ckptctl import option_checks as checks
 from ckptctl import shared_options as opt
-from ckptctl.options import Excludes, Option, group
+from ckptctl.options import Excludes, Option, option_group
 
 _WEIGHTS = (
     "Weights of {} to read if it has both: master (the optimizer's fp32 copies) "
@@ -20,10 +20,10 @@ _DATA = Excludes("structure", why="{other} does not compare data", hint="omit {t
 
 
 def _tolerance(text: str) -> Option:
-    return Option(text, metavar="X", check=checks.tolerated, excludes=(_DATA,))
+    return Option(text, metavar="X", check=checks.check_tolerance, excludes=(_DATA,))
 
 
-@group
+@option_group
 class ComparisonOptions(opt.ModelOptions):
     """Options of every comparison of two checkpoints."""
 
@@ -50,10 +50,14 @@ class DiffOptions(ComparisonOptions):
     """Options of ``diff``, as in ``ckptctl diff --help``."""
 
     exclude: opt.Exclude = ()
-    format_a: Annotated[str | None, opt.source_format("Format of A.  [default: detected]")] = None
-    format_b: Annotated[str | None, opt.source_format("Format of B.  [default: detected]")] = None
-    layout_a: Annotated[str | None, opt.layout("Layout of A.  [default: detected]")] = None
-    layout_b: Annotated[str | None, opt.layout("Layout of B.  [default: detected]")] = None
+    format_a: Annotated[
+        str | None, opt.source_format_option("Format of A.  [default: detected]")
+    ] = None
+    format_b: Annotated[
+        str | None, opt.source_format_option("Format of B.  [default: detected]")
+    ] = None
+    layout_a: Annotated[str | None, opt.layout_option("Layout of A.  [default: detected]")] = None
+    layout_b: Annotated[str | None, opt.layout_option("Layout of B.  [default: detected]")] = None
     weights_a: Annotated[
         opt.WeightsOf | None, Option(_WEIGHTS.format("A"), metavar="KIND", panel="Select")
     ] = None

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from ckptctl import families, formats
 from ckptctl.catalog import Catalog
-from ckptctl.conversion.proofs import find_lost
-from ckptctl.conversion.recognition.model import AXIS
+from ckptctl.conversion.proofs import find_lost_data
+from ckptctl.conversion.recognition.model import VOCABULARY_AXIS
 from ckptctl.facts.recorded import Records
 from ckptctl.formats.base import WritableFormat
 from ckptctl.planner.copying.blocks import build_view
@@ -17,7 +17,7 @@ from ckptctl.planner.mapping.mapped import RedundantData, Region
 from ckptctl.planner.strided import StridedTensor
 from ckptctl.save_load.loading.state_mapping import StateMapping
 from ckptctl.storage.computed import open_reader
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 
 def without_padding(a: Catalog, mapping: StateMapping) -> tuple[Catalog, int]:
@@ -43,7 +43,7 @@ def without_padding(a: Catalog, mapping: StateMapping) -> tuple[Catalog, int]:
         )
         with open_reader(a) as files:
             padding = (RedundantData(one, kind="padding") for one in parts)
-            used = any(find_lost(files, a, padding))
+            used = any(find_lost_data(files, a, padding))
             bytes_read = files.bytes_read
         if used:
             return a, bytes_read
@@ -53,7 +53,7 @@ def without_padding(a: Catalog, mapping: StateMapping) -> tuple[Catalog, int]:
         )
         for name in longer
     }
-    omitted = counted(before - size, "row")
+    omitted = pluralize(before - size, "row")
     mapping.notes.add(f"the last {omitted} of A's vocabulary are padding and were not compared")
     return replace(a, tensors={**a.tensors, **cut}), bytes_read
 
@@ -69,7 +69,11 @@ def _longer(a: Catalog, mapping: StateMapping) -> Iterator[tuple[str, int]]:
         entry, shape = a.tensors.get(name), composed.shape
         known = layout.table.find_meaning(name.removeprefix(mapping.prefix))
         stored = known[0] if known else None
-        if entry is None or not isinstance(stored, LayoutTensor) or stored.find_dim(AXIS) != 0:
+        if (
+            entry is None
+            or not isinstance(stored, LayoutTensor)
+            or stored.find_dim(VOCABULARY_AXIS) != 0
+        ):
             continue
         if entry.shape[1:] == shape[1:] and entry.shape[0] > shape[0]:
             yield name, shape[0]

@@ -9,8 +9,13 @@ from typing import Literal
 
 from ckptctl import formats
 from ckptctl.catalog import Catalog, TensorEntry
-from ckptctl.conversion.recognition.model import understand
-from ckptctl.conversion.recognition.roots import has_room, outside, select, unmatched
+from ckptctl.conversion.recognition.model import recognize_model
+from ckptctl.conversion.recognition.roots import (
+    is_outside_model,
+    select_model,
+    stores_training_state,
+    unmatched_pattern_error,
+)
 from ckptctl.errors import MappingError, MissingTensorsError, RefusedError, UsageError
 from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.save_load.loading.state_mapping import MappingRequest, StateMapping, map_state, moved
@@ -39,7 +44,7 @@ class Scope:
         """Raise if a glob matches nothing."""
         for glob in (*self.include, *self.exclude):
             if not any(fnmatchcase(name, glob) for name in names):
-                raise unmatched([glob], sorted(names))
+                raise unmatched_pattern_error([glob], sorted(names))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +85,7 @@ def map_other(a: Catalog, b: Catalog, request: MappingRequest) -> StateMapping:
     if request.source.model_type or not a.extensions or found.tensors.keys() & state:
         return found
     try:
-        recorded = understand(a, request=request.state).model_type
+        recorded = recognize_model(a, request=request.state).model_type
         asked = replace(request.source, model_type=recorded)
         return _mapped(b, state, replace(request, source=asked)) if recorded else found
     except (MappingError, MissingTensorsError, RefusedError, UsageError):
@@ -114,7 +119,7 @@ def pair(
     scope.require_used({*own, *(name for names in called.values() for name in names)})
     left_a = _left_out(a, mapping.prefix, b, scope, own, trainers)
     left_b = _left_out(b, mapping.root, a, scope, called, trainers)
-    left_b |= mapping.notes.reasons("dropped")
+    left_b |= mapping.notes.get_reasons("dropped")
     pairs = tuple(_pairs(a, b, mapping, left_a))
     leaves = ((moved(n, mapping.root, mapping.prefix), n) for n in b.blobs if n not in left_b)
     both = tuple(names for names in leaves if names[0] in a.blobs and names[0] not in left_a)
@@ -173,13 +178,13 @@ def _left_out(
 ) -> dict[str, str]:
     """Return the names that are not compared, with reasons."""
     names = (*catalog.tensors, *catalog.blobs)
-    rest = {*select(catalog, root).rest, *trainers}
+    rest = {*select_model(catalog, root).rest, *trainers}
     left: dict[str, str] = {}
     if scope.only == "model":
         left = {name: OUTSIDE for name in names if name in rest}
-    elif formats.get(catalog.format).training and not has_room(other.format):
+    elif formats.get(catalog.format).training and not stores_training_state(other.format):
         why = NO_ROOM.format(other.format)
-        left = {n: why for n in names if n in trainers or outside(catalog, n)}
+        left = {n: why for n in names if n in trainers or is_outside_model(catalog, n)}
     for name in names:
         if name not in left and not any(map(scope.chosen, called[name])):
             left[name] = UNCHOSEN

@@ -11,19 +11,19 @@ from typing import Annotated
 
 from ckptctl import dtypes, families, formats
 from ckptctl.catalog import Catalog
-from ckptctl.conversion.contents import cast_to
+from ckptctl.conversion.contents import choose_cast_dtype
 from ckptctl.conversion.destinations import require_destination
-from ckptctl.conversion.leaves import kept_strings, without_hashes
-from ckptctl.conversion.recognition.model import Request, understand
-from ckptctl.conversion.recognition.roots import checked_root, roots
-from ckptctl.conversion.sources import leaf_values, located
+from ckptctl.conversion.leaves import select_metadata, without_hashes
+from ckptctl.conversion.recognition.model import ModelRequest, recognize_model
+from ckptctl.conversion.recognition.roots import list_roots, parse_root
+from ckptctl.conversion.sources import locate_tensors, read_short_values
 from ckptctl.errors import (
     CkptError,
     MappingError,
     UsageError,
-    command,
-    listed,
-    nearest,
+    find_nearest,
+    format_command,
+    quote_names,
     spell_option,
 )
 from ckptctl.numerics.dequantizing import require_uncast
@@ -35,7 +35,7 @@ from ckptctl.storage.computed import require_torch_for
 from ckptctl.storage.outcome import OUT_OF_RANGE, OutOfRange
 from ckptctl.storage.paths import redact_path
 from ckptctl.tree import TreePath
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 from ckptctl.verbs.extraction.extract_options import ExtractOptions
 from ckptctl.verbs.extraction.mapped_source import mapped_source
 from ckptctl.verbs.extraction.slices import preview, split_name, take
@@ -81,7 +81,7 @@ FEW = 8
 
 def extract(path: str | TreePath, tensor: str, options: ExtractOptions) -> Extraction:
     """Extract a tensor, or the tensors that match a glob, as a file or a preview."""
-    with families.using(options.converter):
+    with families.use_converter_file(options.converter):
         source = formats.existing(path)
         catalog, mapping = mapped_source(source, options)
         taken = _taken(mapping, tensor, options)
@@ -91,7 +91,7 @@ def extract(path: str | TreePath, tensor: str, options: ExtractOptions) -> Extra
         if options.dtype is not None:
             require_uncast(mapping.catalog, names)
         mapping.notes.add(*_short(taken))
-        mapping = replace(mapping, catalog=located(mapping.catalog, names), tensors=chosen)
+        mapping = replace(mapping, catalog=locate_tensors(mapping.catalog, names), tensors=chosen)
         reading = Reading(mapping, casts(mapping, wanted, True))
         if options.output is None:
             return _shown(redact_path(path), reading, taken)
@@ -99,10 +99,10 @@ def extract(path: str | TreePath, tensor: str, options: ExtractOptions) -> Extra
         target = Path(require_destination(source, output, options.overwrite, OVERWRITABLE).path)
         kind = formats.target("hf" if target.suffix == ".safetensors" else "torch")
         notes = mapping.notes
-        strings = kept_strings(catalog, [one.output for one in taken], kind, notes)
+        strings = select_metadata(catalog, [one.output for one in taken], kind, notes)
         plan = plan_file(reading, taken, target, without_hashes(strings, notes))
-        if skipped := notes.reasons("skipped"):
-            notes.add(f"not copied: {listed(list(skipped))}")
+        if skipped := notes.get_reasons("skipped"):
+            notes.add(f"not copied: {quote_names(list(skipped))}")
         require_torch_for(plan, "this extraction")
         done = write_file(plan, target, options)
         found = tuple(_extracted(reading, one) for one in taken)
@@ -112,7 +112,7 @@ def extract(path: str | TreePath, tensor: str, options: ExtractOptions) -> Extra
             found,
             plan.nbytes,
             done.bytes_read,
-            notes.texts(),
+            notes.get_texts(),
             done.lost,
         )
 
@@ -133,7 +133,9 @@ def _taken(mapping: StateMapping, tensor: str, options: ExtractOptions) -> list[
     for key in _matching(mapping, name, options):
         shape = there[key].shape
         dtype = mapping.catalog.tensors[there[key].sources[0].key].dtype
-        taken.append(Taken(key, cast_to(dtype, options.dtype), shape, take(part, shape, key)))
+        taken.append(
+            Taken(key, choose_cast_dtype(dtype, options.dtype), shape, take(part, shape, key))
+        )
     return taken
 
 
@@ -153,9 +155,9 @@ def _short(taken: Sequence[Taken]) -> Iterator[str]:
 def _matching(mapping: StateMapping, glob: str, options: ExtractOptions) -> list[str]:
     """Return the tensors that match a name or glob, with or without the model's prefix."""
     names = mapping.tensors
-    prefixes: Sequence[str] = ("", *roots(mapping.catalog))
+    prefixes: Sequence[str] = ("", *list_roots(mapping.catalog))
     if options.root is not None:
-        own = checked_root(mapping.catalog, options.root) if options.layout is None else ""
+        own = parse_root(mapping.catalog, options.root) if options.layout is None else ""
         prefixes = (own,)
     for root in prefixes:
         if root + glob in names:
@@ -174,7 +176,7 @@ def _shown(path: str, reading: Reading, taken: Sequence[Taken]) -> Extraction:
             text, nbytes = preview(reading, one.name, one.part, one.whole, one.dtype)
             read += nbytes
         found.append(replace(_extracted(reading, one), preview=text))
-    return Extraction(path, None, tuple(found), 0, read, reading.mapping.notes.texts())
+    return Extraction(path, None, tuple(found), 0, read, reading.mapping.notes.get_texts())
 
 
 def _extracted(reading: Reading, one: Taken) -> Extracted:
@@ -187,27 +189,27 @@ def no_tensor(
     catalog: Catalog, names: Collection[str], asked: str, options: ExtractOptions
 ) -> MappingError:
     """Build the error for a name or glob without a match."""
-    leaf = next((r + asked for r in ("", *roots(catalog)) if r + asked in catalog.blobs), None)
+    leaf = next((r + asked for r in ("", *list_roots(catalog)) if r + asked in catalog.blobs), None)
     if leaf is not None:
-        value = leaf_values(catalog, [leaf]).get(leaf)
+        value = read_short_values(catalog, [leaf]).get(leaf)
         return MappingError(
             f"`{leaf}` is not a tensor",
             where=catalog.path,
             why=f"its value is {value}" if value else "it is an object",
-            hint=f"list non-tensor values with {command('inspect', catalog.path)}",
+            hint=f"list non-tensor values with {format_command('inspect', catalog.path)}",
         )
     plain = asked.strip("*")
     holding = [name for name in names if plain and plain in name]
-    close = min(holding, key=len, default=None) or nearest(asked, list(names))
+    close = min(holding, key=len, default=None) or find_nearest(asked, list(names))
     return MappingError(
         f"no tensor matches `{asked}`",
         where=catalog.path,
-        why=f"found {counted(len(names), 'tensor')}, such as {listed(list(names), 2)}",
+        why=f"found {pluralize(len(names), 'tensor')}, such as {quote_names(list(names), 2)}",
         hint=_layout_hint(catalog, asked, options)
         or (
             f"did you mean `{close}`?"
             if close
-            else f"list all tensors with {command('inspect', catalog.path, options=['--tensors'])}"
+            else f"list all tensors with {format_command('inspect', catalog.path, options=['--tensors'])}"
         ),
     )
 
@@ -215,7 +217,7 @@ def no_tensor(
 def _layout_hint(catalog: Catalog, asked: str, options: ExtractOptions) -> str | None:
     """Return a hint if the key belongs to another layout of the model type."""
     if options.layout is not None:
-        own = any(root + asked in catalog.tensors for root in ("", *roots(catalog)))
+        own = any(root + asked in catalog.tensors for root in ("", *list_roots(catalog)))
         return (
             f"omit {spell_option('--layout')}: this key belongs to the layout of the checkpoint"
             if own
@@ -226,9 +228,9 @@ def _layout_hint(catalog: Catalog, asked: str, options: ExtractOptions) -> str |
 
 
 def _layouts(catalog: Catalog, asked: str, options: ExtractOptions) -> Iterator[str]:
-    request = Request(options.model_type, options.from_layout, options.root)
+    request = ModelRequest(options.model_type, options.from_layout, options.root)
     with suppress(CkptError):
-        known = understand(catalog, request=request)
+        known = recognize_model(catalog, request=request)
         for family in map(families.family, known.candidates):
             for name in family.layouts:
                 table = family.get_layout(name).table

@@ -17,7 +17,7 @@ class OpenOptions(opt.ModelOptions, opt.SourceOptions, opt.FormatOptions):
     dtype: opt.DType = None
     layout: Annotated[
         str | None,
-        opt.layout(
+        opt.layout_option(
             "Layout in which tensors are named and extracted.  [default: layout of the checkpoint]"
         ),
     ] = None
@@ -41,7 +41,7 @@ class ExtractOptions(OpenOptions):
             "file and returns a preview of the values.",
             flags="-o --output",
             metavar="FILE",
-            check=checks.output_file,
+            check=checks.check_output_file,
         ),
     ] = field(default=None, kw_only=False)
     slice: Annotated[str | None, Option("Slice of each tensor, e.g. [0:128].", metavar="SLICE")] = (

@@ -8,10 +8,17 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ckptctl import dtypes, families, formats
 from ckptctl.catalog import Blob, Catalog
-from ckptctl.conversion.contents import cast_to
-from ckptctl.conversion.recognition.roots import checked_root
-from ckptctl.conversion.transfers import identities
-from ckptctl.errors import MappingError, RefusedError, UnsupportedError, UsageError, listed, nearest
+from ckptctl.conversion.contents import choose_cast_dtype
+from ckptctl.conversion.recognition.roots import parse_root
+from ckptctl.conversion.transfers import read_identities
+from ckptctl.errors import (
+    MappingError,
+    RefusedError,
+    UnsupportedError,
+    UsageError,
+    find_nearest,
+    quote_names,
+)
 from ckptctl.installed import require_torch
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.planner.mapping.mapped import ComposedTensor
@@ -24,7 +31,7 @@ from ckptctl.storage.paths import redact_path
 from ckptctl.storage.pickles.inert import Global, Inert, walk_values
 from ckptctl.storage.zips.zip_reader import StoredTensor
 from ckptctl.tree import TreePath
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 from ckptctl.verbs.extraction.extract_options import OpenOptions
 from ckptctl.verbs.extraction.mapped_source import mapped_source
 from ckptctl.verbs.extraction.slices import Part, Slice, cut
@@ -154,15 +161,15 @@ class LazyStateDict(Mapping[str, TensorHandle]):
 
     def __init__(self, path: str | TreePath, options: OpenOptions) -> None:
         source = formats.existing(path)
-        with families.using(options.converter):
+        with families.use_converter_file(options.converter):
             catalog, self._mapping = mapped_source(source, options)
         self._options = options
         self._closed = False
         # Later reads must use the same files as the index.
-        self._identities = identities(catalog.root, catalog.files)
+        self._identities = read_identities(catalog.root, catalog.files)
         self._prefix = ""
         if options.root is not None and options.layout is None:
-            self._prefix = checked_root(catalog, options.root)
+            self._prefix = parse_root(catalog, options.root)
         inside = (key for key in self._mapping.tensors if key.startswith(self._prefix))
         self._tensors = {
             key.removeprefix(self._prefix): self._mapping.tensors[key] for key in inside
@@ -171,7 +178,7 @@ class LazyStateDict(Mapping[str, TensorHandle]):
         self.format = catalog.format
         self.metadata = catalog.metadata
         self.leaves = PlainLeaves(catalog, self._prefix, self._require_open)
-        self.notes = (*catalog.notes, *self._mapping.notes.texts())
+        self.notes = (*catalog.notes, *self._mapping.notes.get_texts())
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
@@ -193,7 +200,7 @@ class LazyStateDict(Mapping[str, TensorHandle]):
             kind = "this is a non-tensor value; use `leaves`" if name in self.leaves else None
             raise _missing(name, self._tensors, self._mapping.catalog.path, "tensors", kind)
         entry = self._mapping.catalog.tensors[composed.sources[0].key]
-        dtype = cast_to(entry.dtype, self._options.dtype)
+        dtype = choose_cast_dtype(entry.dtype, self._options.dtype)
         return TensorHandle(self, self._prefix + name, composed, dtype)
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -211,7 +218,9 @@ class LazyStateDict(Mapping[str, TensorHandle]):
         self._closed = True
 
     def __repr__(self) -> str:
-        counts = f"{counted(len(self), 'tensor')}, {counted(len(self.leaves), 'non-tensor value')}"
+        counts = (
+            f"{pluralize(len(self), 'tensor')}, {pluralize(len(self.leaves), 'non-tensor value')}"
+        )
         return f"<LazyStateDict {self.path!r}: {self.format}, {counts}>"
 
     def _require_open(self) -> None:
@@ -220,7 +229,9 @@ class LazyStateDict(Mapping[str, TensorHandle]):
 
     def _read(self, handle: TensorHandle, composed: ComposedTensor, part: Slice) -> Tensor:
         self._require_open()
-        require_torch("a slice of a tensor", instead="`ckptctl.extract` writes files without torch")
+        require_torch(
+            "a slice of a tensor", alternative="`ckptctl.extract` writes files without torch"
+        )
         import_torch()
         return view_as_tensor(self._bytes(handle, composed, part), handle.dtype, part.shape)
 
@@ -244,10 +255,12 @@ class LazyStateDict(Mapping[str, TensorHandle]):
 def _missing(
     name: str, names: Mapping[str, object], where: TreePath, kind: str, hint: str | None = None
 ) -> NoSuchNameError:
-    close = nearest(name, list(names))
+    close = find_nearest(name, list(names))
     return NoSuchNameError(
         f"no such key: `{name}`",
         where=where,
-        why=f"there are {len(names):,} {kind}, such as {listed(list(names), 2)}" if names else None,
+        why=f"there are {len(names):,} {kind}, such as {quote_names(list(names), 2)}"
+        if names
+        else None,
         hint=hint or (close and f"did you mean `{close}`?"),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckptctl.catalog import Catalog
 from ckptctl.conversion.recognition.layout_change import LayoutRequest
-from ckptctl.conversion.recognition.model import Request
+from ckptctl.conversion.recognition.model import ModelRequest
 from ckptctl.conversion.sources import open_source
 from ckptctl.facts.agreed_change import agreed_change
 from ckptctl.numerics.quantized import advised, dequantized
@@ -26,7 +26,7 @@ def mapped_source(source: TreePath, options: OpenOptions) -> tuple[Catalog, Stat
         catalog = dequantized(catalog, options.dequantize)
     if options.layout is None:
         return catalog, keep_names(catalog)
-    asked = Request(options.model_type, options.from_layout, options.root, options.sizes)
+    asked = ModelRequest(options.model_type, options.from_layout, options.root, options.sizes)
     request = MappingRequest(source=asked, dequantized=bool(options.dequantize))
     model = understand_source(catalog, request)
     with advised(model):

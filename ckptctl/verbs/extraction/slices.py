@@ -22,7 +22,7 @@ from ckptctl.storage.arithmetic import (
     format_number,
 )
 from ckptctl.storage.computed import require_torch_for
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 SUFFIX = re.compile(r"(?P<name>.+?)(?P<slice>\[[-+\d:,.\s]*\])")
 PART = re.compile(r"\s*+(?:(?P<index>-?\d++)|(?:(?P<start>-?\d++)\s*+)?:\s*+(?P<stop>-?\d++)?)\s*+")
@@ -79,7 +79,7 @@ def _filled(parts: Sequence[Part], dims: int, name: str) -> list[Part]:
         raise UsageError(
             "too many indices for the tensor",
             where=f"`{name}`",
-            why=f"it has {counted(dims, 'dimension')}",
+            why=f"it has {pluralize(dims, 'dimension')}",
         )
     at = gaps[0] if gaps else len(parts)
     return [*parts[:at], *[slice(None)] * (dims - len(parts) + len(gaps)), *parts[at + 1 :]]
@@ -145,7 +145,7 @@ def preview(
     if any(buffers):
         if not can_decode_without_torch(dtype):
             instead = f"{spell_option('--output')} writes the bytes without torch"
-            require_torch("the preview", f"`{name}` is {dtype}", instead=instead)
+            require_torch("the preview", f"`{name}` is {dtype}", alternative=instead)
         wanted = [WantedBox(name, dtype, whole, _shifted(box, taken.box)) for box in boxes]
         plan = reading.plan_boxes(wanted)
         require_torch_for(plan, "the preview")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptctl.catalog import Box
-from ckptctl.conversion.destinations import replaceable
+from ckptctl.conversion.destinations import is_replaceable
 from ckptctl.errors import RefusedError, UsageError, spell_option
 from ckptctl.formats.base import OutputLayout, OutputRequest, OutputTensor, TensorPlace, constant
 from ckptctl.formats.hf import FORMAT as HF
@@ -21,7 +21,7 @@ from ckptctl.storage.execution.executor import execute_plan
 from ckptctl.storage.outcome import require_in_range
 from ckptctl.storage.publish import stage_output
 from ckptctl.tree import TreePath
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 from ckptctl.verbs.extraction.extract_options import ExtractOptions
 from ckptctl.verbs.extraction.slices import Slice
 
@@ -66,7 +66,7 @@ def is_tensor_file(path: TreePath) -> bool:
     if not path.is_file() or path.suffix not in KINDS:
         return False
     with path.open("rb") as file:
-        return bool(file.read(len(MAGIC) - 2) == MAGIC[:-2]) or replaceable(path)
+        return bool(file.read(len(MAGIC) - 2) == MAGIC[:-2]) or is_replaceable(path)
 
 
 OVERWRITABLE = Replaceable(is_tensor_file, "a file of tensors", file=True)
@@ -88,7 +88,7 @@ def _torch(file: str, tensors: list[OutputTensor], _: Mapping[str, str]) -> Outp
 def _npy(file: str, tensors: list[OutputTensor], _: Mapping[str, str]) -> OutputLayout:
     if len(tensors) > 1:
         raise UsageError(
-            f"a .npy file stores one tensor, but {counted(len(tensors), 'tensor')} match",
+            f"a .npy file stores one tensor, but {pluralize(len(tensors), 'tensor')} match",
             hint="select one tensor, or write a .safetensors or .pt file",
         )
     one = tensors[0]

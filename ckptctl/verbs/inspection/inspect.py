@@ -15,9 +15,14 @@ from typing import TYPE_CHECKING
 
 from ckptctl import families, formats
 from ckptctl.catalog import Catalog, Finding, TensorEntry
-from ckptctl.conversion.recognition.model import Model, Request, lying, understand
-from ckptctl.conversion.recognition.roots import unmatched, unwrapped
-from ckptctl.conversion.sources import leaf_values, open_source
+from ckptctl.conversion.recognition.model import (
+    Model,
+    ModelRequest,
+    describe_locations,
+    recognize_model,
+)
+from ckptctl.conversion.recognition.roots import strip_wrappers, unmatched_pattern_error
+from ckptctl.conversion.sources import open_source, read_short_values
 from ckptctl.errors import (
     CkptError,
     DamagedError,
@@ -25,7 +30,7 @@ from ckptctl.errors import (
     StorageError,
     UnsupportedError,
     UsageError,
-    listed,
+    quote_names,
     spell_option,
 )
 from ckptctl.formats.shared.findings import UNUSABLE, of_error
@@ -41,7 +46,7 @@ from ckptctl.verbs.inspection.inspect_result import DTypeUse, Inspection, Member
 from ckptctl.verbs.statistics import BINS, Statistics, measure, side_by_side
 from ckptctl.verbs.verification.model_check import check_model
 from ckptctl.verbs.verification.structure import is_about_unread, of_index
-from ckptctl.verdict import Verdict, decide_verdict, drop_structure_claim, worst_verdict
+from ckptctl.verdict import Verdict, decide_verdict, strip_structure_claim, worst_verdict
 
 if TYPE_CHECKING:
     from ckptctl.storage.files import Readable
@@ -59,7 +64,7 @@ def inspect(
     :attr:`~ckptctl.verbs.inspection.inspect_result.Inspection.problems`.
     """
     options = options or InspectOptions()
-    with families.using(options.converter):
+    with families.use_converter_file(options.converter):
         if options.stats:
             require_torch(spell_option("--stats"))
         # The manifest's checksums are not shown, so its request is saved.
@@ -77,7 +82,7 @@ def inspect(
             return found
         measured = _measure(catalog, options.include, progress) if options.stats else {}
         found = describe(redact_path(path), catalog, measured, options.model_type)
-        return replace(found, values=leaf_values(catalog))
+        return replace(found, values=read_short_values(catalog))
 
 
 def _readable(read: Callable[..., Catalog]) -> Catalog:
@@ -144,7 +149,7 @@ def select(tensors: Iterable[TensorInfo], include: Sequence[str]) -> list[Tensor
     tensors = list(tensors)
     found = [tensor for tensor in tensors if matches(tensor.name, include)]
     if tensors and not found:
-        raise unmatched(include, [tensor.name for tensor in tensors])
+        raise unmatched_pattern_error(include, [tensor.name for tensor in tensors])
     return found
 
 
@@ -178,15 +183,15 @@ def describe(
     held = stored(path, catalog, measured)
     if not catalog.tensors:
         return held
-    catalog = unwrapped(catalog)
-    known = understand(catalog, request=Request(model_type))
+    catalog = strip_wrappers(catalog)
+    known = recognize_model(catalog, request=ModelRequest(model_type))
     if held.dequantizable and not known.exact:
         with suppress(CkptError):  # tables contain the dequantized tensors
             catalog = replace(dequantized(catalog, "bfloat16"), notes=catalog.notes)
-        known = understand(catalog, request=Request(model_type))
+        known = recognize_model(catalog, request=ModelRequest(model_type))
     notes = Notes()
     findings, scope = ([], held.scope) if held.problems else check_model(known, notes)
-    missing = notes.reasons("missing")
+    missing = notes.get_reasons("missing")
     wrong = [one for one in findings if one.severity != "warning"]
     named = [one for one in wrong if one.tensor not in missing]
     verdict = worst_verdict((held.verdict, decide_verdict(wrong)))
@@ -206,7 +211,7 @@ def describe(
         notes=(
             *catalog.notes,
             *_unread(catalog),
-            *(notes.texts() if complete else drop_structure_claim(notes.texts())),
+            *(notes.get_texts() if complete else strip_structure_claim(notes.get_texts())),
             *(_said(one) for one in findings if one.severity == "warning"),
             *_fit(known, model_type),
         ),
@@ -215,8 +220,8 @@ def describe(
 
 def _fit(known: Model, model_type: str | None) -> Iterable[str]:
     """Yield notes on where models are, and how well the keys fit the requested model type."""
-    if known.inside:
-        yield lying(known)
+    if known.inner_models:
+        yield describe_locations(known)
     if model_type is None:
         return
     if not known.candidates:
@@ -231,7 +236,7 @@ def stored(path: str, catalog: Catalog, measured: Mapping[str, Statistics]) -> I
     problems = _problems(wrong, catalog)
     notes = [*catalog.notes, *_unread(catalog)]
     if catalog.others and catalog.path.is_dir():
-        notes.append(f"other files in this folder: {listed(list(catalog.others))}")
+        notes.append(f"other files in this folder: {quote_names(list(catalog.others))}")
     return Inspection(
         path=path,
         format=catalog.format,
@@ -259,7 +264,7 @@ def _unread(catalog: Catalog) -> Iterable[str]:
         if entry.unsupported:
             by_reason.setdefault(entry.unsupported, []).append(entry.name)
     for why, names in by_reason.items():
-        yield f"{listed(names)} cannot be read: {why}"
+        yield f"{quote_names(names)} cannot be read: {why}"
 
 
 def _tensor(entry: TensorEntry, measured: Mapping[str, Statistics]) -> TensorInfo:

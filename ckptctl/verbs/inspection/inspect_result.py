@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from ckptctl.catalog import Finding
 from ckptctl.results import JsonField, Result
-from ckptctl.units import natural
+from ckptctl.units import sort_naturally
 from ckptctl.verbs.statistics import Statistics
 from ckptctl.verdict import COMPLETE, SCOPE, Scope, Verdict, is_complete, worst_verdict
 
@@ -63,7 +63,7 @@ class FileSize:
 
 def in_order(files: Mapping[str, int]) -> list[FileSize]:
     """List files in natural order."""
-    return [FileSize(name, files[name]) for name in natural(files)]
+    return [FileSize(name, files[name]) for name in sort_naturally(files)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,16 +28,16 @@ from ckptctl.adapters.peft import (
     patterns,
     target_modules,
 )
-from ckptctl.conversion.destinations import replaceable, require_destination
-from ckptctl.conversion.recognition.model import Request, require_one, understand
+from ckptctl.conversion.destinations import is_replaceable, require_destination
+from ckptctl.conversion.recognition.model import ModelRequest, recognize_model, require_known_model
 from ckptctl.conversion.sources import open_source
 from ckptctl.errors import (
     MappingError,
     RefusedError,
     UsageError,
-    listed,
+    quote_names,
     spell_option,
-    storage_errors,
+    wrap_os_errors,
 )
 from ckptctl.formats.peft import CONFIG, WEIGHTS
 from ckptctl.installed import require_torch
@@ -53,7 +53,7 @@ from ckptctl.storage.publish import stage_output
 from ckptctl.storage.safetensors_header import encode_header
 from ckptctl.storage.threads import Advance
 from ckptctl.tree import TreePath
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 from ckptctl.verbs.extraction.extract_options import OpenOptions
 from ckptctl.verbs.extraction.lazy import LazyStateDict, TensorHandle
 from ckptctl.verbs.lora_extraction.lora_options import LoraExtractionOptions
@@ -96,13 +96,13 @@ class Extraction:
     ) -> None:
         require_torch("extracting an adapter")
         self.options = options
-        with families.using(options.converter):
+        with families.use_converter_file(options.converter):
             self._open(base, tuned, output)
 
     def _open(self, base: str | TreePath, tuned: str | TreePath, output: str | TreePath) -> None:
         options = self.options
         sources = [formats.existing(base), formats.existing(tuned)]
-        may_go = Replaceable(replaceable)
+        may_go = Replaceable(is_replaceable)
         for source in sources:
             self.target = require_destination(source, parse_path(output), options.overwrite, may_go)
         if self.target.upload:
@@ -143,7 +143,7 @@ class Extraction:
             if self.base[name].shape != self.tuned[name].shape
         ]
         problems = {"only in the base:": sorted(one), "only in the other model:": sorted(other)}
-        why = [f"{said} {listed(names)}" for said, names in problems.items() if names]
+        why = [f"{said} {quote_names(names)}" for said, names in problems.items() if names]
         if why or differ:
             raise MappingError(
                 "the two checkpoints are not of the same model",
@@ -166,7 +166,7 @@ class Extraction:
             else (f"energy {self.options.energy:g}")
         )
         return (
-            f"{formats_of} → peft · {self.family.name} · {counted(len(self.base), 'tensor')} · "
+            f"{formats_of} → peft · {self.family.name} · {pluralize(len(self.base), 'tensor')} · "
             f"{kept}"
         )
 
@@ -186,7 +186,7 @@ class Extraction:
         with stage_output(
             Path(self.target.path),
             overwrite=self.options.overwrite,
-            is_checkpoint=Replaceable(replaceable),
+            is_checkpoint=Replaceable(is_replaceable),
         ) as stage:
             folder = AdapterFolder(stage.data, names, dtype)
             try:
@@ -215,10 +215,10 @@ class Extraction:
             tuple(self.layers),
             self.unchanged,
             tuple(self.saved),
-            self.notes.reasons("skipped"),
+            self.notes.get_reasons("skipped"),
             nbytes,
             time.monotonic() - start,
-            self.notes.texts(),
+            self.notes.get_texts(),
         )
 
     def _names(self, key: str) -> Iterator[str]:
@@ -350,8 +350,8 @@ class Extraction:
                 else ("the models have no difference that an adapter can represent"),
                 where=f"{self.base.path} and {self.tuned.path}",
                 why=(
-                    f"{counted(self.unchanged, 'tensor is', 'tensors are')} identical, "
-                    f"{len(self.notes.reasons('skipped')):,} are skipped"
+                    f"{pluralize(self.unchanged, 'tensor is', 'tensors are')} identical, "
+                    f"{len(self.notes.get_reasons('skipped')):,} are skipped"
                 )
                 + saved,
             )
@@ -374,8 +374,8 @@ def _family(
     PEFT uses the names that transformers has in memory, where experts are stacked.
     """
     catalog = open_source(path, OpenOptions(model_type=options.model_type))
-    known = understand(catalog, request=Request(options.model_type))
-    require_one(known)
+    known = recognize_model(catalog, request=ModelRequest(options.model_type))
+    require_known_model(known)
     family = families.family(known.model_type or "")
     layout = STACKED if STACKED in family.layouts else HF
     fresh = family.get_layout(FRESH).leaves.values() if known.layout == FRESH else ()
@@ -428,12 +428,12 @@ class AdapterFolder:
         self._room += -self._room % 8
         self._tensors: list[tuple[str, str, tuple[int, ...]]] = []
         self._end = self._room
-        with storage_errors("write", self._path):
+        with wrap_os_errors("write", self._path):
             self._file = self._path.open("w+b")
 
     def add(self, name: str, dtype: str, shape: tuple[int, ...], content: Iterable[bytes]) -> None:
         """Append a tensor."""
-        with storage_errors("write", self._path):
+        with wrap_os_errors("write", self._path):
             self._file.seek(self._end)
             for piece in content:
                 self._file.write(piece)
@@ -444,14 +444,14 @@ class AdapterFolder:
         """Write the header and the configuration, and return the total bytes."""
         head, _ = encode_header(self._tensors, {"format": "pt"})
         text = head[8:].ljust(self._room - 8)
-        with storage_errors("write", self._path), self._file as file:
+        with wrap_os_errors("write", self._path), self._file as file:
             file.seek(0)
             file.write(len(text).to_bytes(8, "little") + text)
             file.flush()
             os.fsync(file.fileno())
         content = (json.dumps(config, indent=2) + "\n").encode()
         path = self._folder / CONFIG
-        with storage_errors("write", path), path.open("wb") as file:
+        with wrap_os_errors("write", path), path.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

@@ -21,7 +21,7 @@ class LoraExtractionOptions(opt.ModelOptions):
         Option(
             "Rank of the adapter in every layer.",
             metavar="N",
-            check=checks.positive,
+            check=checks.check_positive,
             excludes=(Excludes("energy"),),
         ),
     ] = None
@@ -30,7 +30,7 @@ class LoraExtractionOptions(opt.ModelOptions):
         Option(
             "Use the lowest rank that keeps this share of the squared change, e.g. 0.95.",
             metavar="SHARE",
-            check=checks.share,
+            check=checks.check_fraction,
         ),
     ] = None
     dtype: Annotated[
@@ -38,8 +38,8 @@ class LoraExtractionOptions(opt.ModelOptions):
         Option(
             "Dtype of the LoRA factors.  [default: fp32]",
             metavar="DTYPE",
-            check=checks.floating,
-            offers=checks.floating_dtypes,
+            check=checks.check_floating_dtype,
+            offers=checks.list_floating_dtypes,
         ),
     ] = None
     others: Annotated[
@@ -54,13 +54,15 @@ class LoraExtractionOptions(opt.ModelOptions):
         Option(
             "Include only layers with matching weights. Repeatable.",
             metavar="GLOB",
-            check=checks.globs,
+            check=checks.check_globs,
         ),
     ] = ()
     exclude: Annotated[
         Sequence[str],
         Option(
-            "Exclude layers with matching weights. Repeatable.", metavar="GLOB", check=checks.globs
+            "Exclude layers with matching weights. Repeatable.",
+            metavar="GLOB",
+            check=checks.check_globs,
         ),
     ] = ()
     dequantize: opt.Dequantize = None

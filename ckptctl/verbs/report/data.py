@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from ckptctl.catalog import Box, Finding
 from ckptctl.conversion.recognition.roots import Part
 from ckptctl.errors import CkptError
-from ckptctl.results import Inline, JsonField, Result, count
+from ckptctl.results import Inline, JsonField, Result, count_items
 from ckptctl.verbs.comparison.diff_result import Difference, Side
 from ckptctl.verbs.inspection.inspect_result import Inspection, TensorInfo
 from ckptctl.verbs.verification.verify_result import Verification
@@ -150,12 +150,12 @@ class CheckpointSummary(Result):
         Verification,
         Inline("verdict complete scope data level errors unknown warnings format"),
         JsonField("size of all data files", of="nbytes", name="file_bytes"),
-        JsonField("number of data files found", of="files", name="file_count", to=count),
+        JsonField("number of data files found", of="files", name="file_count", to=count_items),
     ]
     inspection: Inspection | None
     presence: Annotated[Presence, Inline()] = Presence()
     absent: Annotated[
-        frozenset[str], JsonField("number of missing files", name="missing_files", to=count)
+        frozenset[str], JsonField("number of missing files", name="missing_files", to=count_items)
     ] = frozenset()
 
     @property
@@ -180,8 +180,10 @@ class CheckpointSummary(Result):
     ) -> Annotated[
         Inspection,
         Inline("model_type candidates layout root parameters bytes dtypes assets"),
-        JsonField("number of tensors, listed or not", of="tensors", name="tensor_count", to=count),
-        JsonField("number of non-tensor values", of="blobs", name="leaf_count", to=count),
+        JsonField(
+            "number of tensors, listed or not", of="tensors", name="tensor_count", to=count_items
+        ),
+        JsonField("number of non-tensor values", of="blobs", name="leaf_count", to=count_items),
     ]:
         """Description of the contents, as far as they can be read."""
         return self.inspection or Inspection("", self.verification.format)

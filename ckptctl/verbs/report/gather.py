@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 
 from ckptctl import families
 from ckptctl.catalog import Box, Catalog, Finding, TensorEntry
-from ckptctl.conversion.items import resolved
-from ckptctl.conversion.recognition.roots import part_of
+from ckptctl.conversion.items import resolve_items
+from ckptctl.conversion.recognition.roots import classify_part
 from ckptctl.errors import (
     CkptError,
     FormatError,
     MappingError,
     UnsupportedError,
     UsageError,
-    renaming,
+    rename_options,
     spell_option,
 )
 from ckptctl.formats.shared.findings import NO_TENSOR, of_error
@@ -27,7 +27,7 @@ from ckptctl.storage.computed import open_reader
 from ckptctl.storage.paths import redact_path
 from ckptctl.storage.threads import Watch, ignore_progress
 from ckptctl.tree import TreePath
-from ckptctl.units import natural
+from ckptctl.units import sort_naturally
 from ckptctl.verbs.comparison.diff_options import DiffOptions
 from ckptctl.verbs.comparison.diff_result import Difference
 from ckptctl.verbs.inspection.inspect import describe, measured, select, stored
@@ -81,7 +81,10 @@ def report(
     if other is None:
         _require_no_comparison(options)
     sources = [one for one in (path, other) if one]
-    with families.using(options.converter), written(output, sources, options.overwrite) as write:
+    with (
+        families.use_converter_file(options.converter),
+        written(output, sources, options.overwrite) as write,
+    ):
         gathered = _gathered(path, options, progress, paired=other is not None)
         if other is not None:
             gathered = _compared(gathered, str(other), options, progress)
@@ -135,7 +138,7 @@ def _gathered(
         tensors = tuple(
             TensorReport(
                 tensor,
-                part_of(tensor.name, inspected.root, catalog.format),
+                classify_part(tensor.name, inspected.root, catalog.format),
                 maps.map(catalog.tensors[tensor.name], catalog.lost.get(tensor.name, ())),
             )
             for tensor in chosen
@@ -231,7 +234,9 @@ def _unusable(catalog: Catalog) -> tuple[str, ...]:
     lost = (file for boxes in catalog.lost.values() for _, file in boxes)
     used = {extent.file for one in catalog.tensors.values() for extent in one.extents}
     told = (one.file for one in catalog.findings if one.file and one.severity == "error")
-    return tuple(natural({*lost, *(used - catalog.computed.keys()), *told} - set(catalog.files)))
+    return tuple(
+        sort_naturally({*lost, *(used - catalog.computed.keys()), *told} - set(catalog.files))
+    )
 
 
 def _described(
@@ -333,7 +338,7 @@ def _statistics(
     chosen = dict.fromkeys(entries[name].alias_of or name for name in names)
     readable = (name for name in chosen if name in entries and not entries[name].unsupported)
     wanted = {name: entries[name] for name in readable}
-    known, wrong = resolved(replace(catalog, tensors=wanted, blobs={}, replicas={}))
+    known, wrong = resolve_items(replace(catalog, tensors=wanted, blobs={}, replicas={}))
     root = root_of(catalog.path)
     with open_reader(known) as reader:
         found = measured(
@@ -369,7 +374,7 @@ def _compared(about: Report, other: str, options: ReportOptions, progress: Watch
         model_type=options.model_type,
     )
     try:
-        with renaming(_OPTIONS):
+        with rename_options(_OPTIONS):
             difference = diff(about.path, other, asked, progress)
     except CkptError as error:
         if error.exit_code in (UsageError.exit_code, FormatError.exit_code):

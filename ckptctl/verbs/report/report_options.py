@@ -15,7 +15,7 @@ STDOUT = "-"
 
 
 def _page(value: checks.AnyPath) -> checks.AnyPath:
-    return value if value == STDOUT else checks.output_file(value)
+    return value if value == STDOUT else checks.check_output_file(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class ReportOptions(ComparisonOptions, opt.SourceOptions, opt.FormatOptions):
     ] = field(default=None, kw_only=False)
     other: Annotated[
         checks.AnyPath | None,
-        Argument("Checkpoint to compare with.", metavar="OTHER", check=checks.place),
+        Argument("Checkpoint to compare with.", metavar="OTHER", check=checks.check_location),
     ] = None
     stats: Annotated[bool, Option("Read the data and show statistics and histograms.")] = False
     max_tensors: Annotated[
@@ -44,12 +44,13 @@ class ReportOptions(ComparisonOptions, opt.SourceOptions, opt.FormatOptions):
             "Maximum number of listed tensors. Those with findings are listed first, "
             "then the largest.",
             metavar="N",
-            check=checks.positive,
+            check=checks.check_positive,
             panel="Output",
         ),
     ] = MAX_TENSORS
     format_other: Annotated[
-        str | None, opt.source_format("Format of OTHER.  [default: detected]", "--from-other")
+        str | None,
+        opt.source_format_option("Format of OTHER.  [default: detected]", "--from-other"),
     ] = None
     weights_other: Annotated[
         opt.WeightsOf | None,

@@ -27,7 +27,7 @@ from ckptctl.storage.files import Readable, SourceFiles, source_files
 from ckptctl.storage.threads import Advance, ByteCount, Watch, create_thread_pool, default_threads
 from ckptctl.storage.zips.directory import FileRange, read_directory
 from ckptctl.tree import TreePath
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 from ckptctl.verbs.statistics import nonfinite, side_by_side
 from ckptctl.verbs.verification import digest_lists, surroundings
 from ckptctl.verbs.verification.structure import may_be_zip
@@ -282,7 +282,7 @@ def _nonfinite(
         if isinstance(counts, CkptError):
             yield of_error(counts, root, entry.name)
         elif counts and any(counts):
-            why = f"{counts[0]:,} NaN and {counts[1]:,} Inf in {counted(entry.numel, 'value')}"
+            why = f"{counts[0]:,} NaN and {counts[1]:,} Inf in {pluralize(entry.numel, 'value')}"
             home = entry.extents[0].file if len(entry.extents) == 1 else None
             yield Finding("values are not finite", why, "unknown", home, entry.name)
 
@@ -297,7 +297,7 @@ def recorded(
     known: dict[tuple[str, int, int, int], Recorded] = {}
     for entry in resolved.tensors.values():
         for extent in entry.extents:
-            sum_ = extent.recorded
+            sum_ = extent.recorded_checksum
             if sum_ is not None and sum_.nbytes:
                 place = (extent.file, sum_.offset, sum_.nbytes, sum_.crc32)
                 known.setdefault(place, Recorded(*place, name=entry.name))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptctl.catalog import Finding
-from ckptctl.errors import CkptError, RefusedError, command
+from ckptctl.errors import CkptError, RefusedError, format_command
 from ckptctl.formats.shared.findings import of_error
 from ckptctl.ranks.coordinator import Coordinator, on_first, together
 from ckptctl.storage.crc import create_hasher, iterate_windows
@@ -154,7 +154,7 @@ def require_room(target: TreePath) -> None:
     """Raise if a checksum list exists already."""
     if os.path.lexists(target):
         path = target.parent if target.name == SUMS else target.with_suffix("")
-        compare = command("verify", path, options=("--level", "full"))
+        compare = format_command("verify", path, options=("--level", "full"))
         raise RefusedError(
             f"`{target.name}` exists already",
             where=str(target),

@@ -9,10 +9,16 @@ from collections.abc import Iterator
 
 from ckptctl import formats
 from ckptctl.catalog import Catalog, Finding
-from ckptctl.conversion.recognition.lacking import Lacks, lacks
-from ckptctl.conversion.recognition.model import CONFIG, Model, Request, WrongTypeError, understand
-from ckptctl.conversion.recognition.roots import unwrapped
-from ckptctl.errors import MappingError, UsageError, listed
+from ckptctl.conversion.recognition.lacking import MissingTensors, find_missing_tensors
+from ckptctl.conversion.recognition.model import (
+    CONFIG,
+    Model,
+    ModelRequest,
+    WrongTypeError,
+    recognize_model,
+)
+from ckptctl.conversion.recognition.roots import strip_wrappers
+from ckptctl.errors import MappingError, UsageError, quote_names
 from ckptctl.facts.agreement import (
     DESCRIBED_OTHERWISE,
     SHOWN_OTHERWISE,
@@ -37,11 +43,11 @@ def check_model(model: Model, notes: Notes) -> tuple[list[Finding], Scope]:
     """
     catalog, names = model.catalog, model.tensors
     try:
-        lack = lacks(model, names)
+        lack = find_missing_tensors(model, names)
     except (MappingError, UsageError) as error:
         why = ": ".join(filter(None, (error.what, error.why)))
         unknown = f"the configuration does not describe the model: {why}"
-        lack = Lacks((), False, model, unknown)
+        lack = MissingTensors((), False, model, unknown)
     notes.explain("missing", lack.missing)
     findings = [
         Finding("missing tensor", why, tensor=name, basis="model")
@@ -49,15 +55,15 @@ def check_model(model: Model, notes: Notes) -> tuple[list[Finding], Scope]:
     ]
     findings += misfits(catalog)
     findings += contradiction_findings(model)
-    if "ranks" in formats.get(catalog.format).choices and model.configured:
+    if "ranks" in formats.get(catalog.format).choices and model.has_configuration:
         findings += _cut_short(model)
     if not names:
         return findings, "structure"
     notes.add(*lack.doubts)
-    if lack.scope == "model" and not model.configured:
+    if lack.scope == "model" and not model.has_configuration:
         notes.add(UNCOUNTED_LAYERS)
-    if strays := model.strays(names):
-        notes.add(f"keys unknown to {model.named}: {listed(strays)}")
+    if strays := model.list_unknown_keys(names):
+        notes.add(f"keys unknown to {model.display_name}: {quote_names(strays)}")
     return findings, lack.scope
 
 
@@ -65,9 +71,9 @@ def recognized_check(
     catalog: Catalog, model_type: str | None, notes: Notes
 ) -> tuple[list[Finding], Scope]:
     """Recognize the model in *catalog* and check it, unless it contains several models."""
-    catalog = unwrapped(catalog)
+    catalog = strip_wrappers(catalog)
     try:
-        model = understand(catalog, request=Request(model_type))
+        model = recognize_model(catalog, request=ModelRequest(model_type))
     except WrongTypeError:
         raise
     except MappingError as error:

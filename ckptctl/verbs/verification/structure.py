@@ -11,14 +11,14 @@ from operator import ge, itemgetter, mul
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog, Extent, Finding, TensorEntry
 from ckptctl.columns import ExtentColumns, boxes_of, codecs_of, ranges_of
-from ckptctl.errors import CkptError, UnsupportedError, listed
+from ckptctl.errors import CkptError, UnsupportedError, quote_names
 from ckptctl.formats.shared.findings import of_error, weighed
 from ckptctl.planner.boxes import Coverage, compute_coverage, intersect_boxes
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.read_ahead import FileOffset, prefetch_items
 from ckptctl.storage.stand_ins import ZIP, ZIP_END, ZIP_REACH, ZIP_TAIL, starts_like_zip
 from ckptctl.tree import TreePath
-from ckptctl.units import counted, natural
+from ckptctl.units import pluralize, sort_naturally
 from ckptctl.verdict import Severity
 
 ADAM = frozenset({"step", "exp_avg", "exp_avg_sq"})
@@ -92,7 +92,7 @@ def _tiling(
         holders = [e.file for e in entry.extents if not e.box.sizes or intersect_boxes(e.box, box)]
         yield Finding(
             "elements are stored more than once",
-            f"overlapping chunks are stored in {listed(natural(set(holders)))}",
+            f"overlapping chunks are stored in {quote_names(sort_naturally(set(holders)))}",
             tensor=entry.name,
             box=box,
             basis="index",
@@ -115,7 +115,7 @@ def _hole(
         why = f"stored in `{file}`{rank}, which is missing or damaged"
         yield Finding("elements are missing", why, file=file, tensor=entry.name, box=box)
     if not parts:
-        suspect = f"; {listed(unread)} cannot be read" if unread else _suspect(catalog, entry)
+        suspect = f"; {quote_names(unread)} cannot be read" if unread else _suspect(catalog, entry)
         why = (
             f"no chunk covers this part of the tensor, which has shape {list(entry.shape)}{suspect}"
         )
@@ -133,7 +133,7 @@ def _unread(catalog: Catalog) -> list[str]:
     """Return unusable files whose contents are unknown."""
     told = {file for boxes in catalog.lost.values() for box, file in boxes if box.numel}
     found = {one.file for one in catalog.findings if one.file and not one.tensor}
-    return natural(found - told)
+    return sort_naturally(found - told)
 
 
 def _suspect(catalog: Catalog, entry: TensorEntry) -> str:
@@ -157,7 +157,7 @@ def _lengths(entry: TensorEntry) -> Iterator[Finding]:
         plain = extent.codec == "raw" and extent.strides is None
         item = extent.codec == "torch"  # a separate zip, which is larger than its elements
         if (plain and extent.nbytes != needed) or (item and extent.nbytes < needed):
-            stored = counted(extent.nbytes, "byte is", "bytes are")
+            stored = pluralize(extent.nbytes, "byte is", "bytes are")
             why = f"{stored} stored, but {needed:,} are required"
             severity: Severity = "error" if extent.nbytes < needed else "unknown"
             yield Finding(
@@ -195,7 +195,7 @@ def _files(catalog: Catalog) -> Iterator[Finding]:
                 )
             if file not in last or (end, name) > last[file]:
                 last[file] = end, name
-    for file in natural(last):
+    for file in sort_naturally(last):
         end, leaf = last[file]
         size = catalog.files.get(file)
         if file in catalog.computed:
@@ -203,7 +203,7 @@ def _files(catalog: Catalog) -> Iterator[Finding]:
         if size is None:
             yield Finding("a data file is missing", file=file, tensor=leaf)
         elif end > size:
-            why = f"{counted(end, 'byte is', 'bytes are')} required, but the file has {size:,}"
+            why = f"{pluralize(end, 'byte is', 'bytes are')} required, but the file has {size:,}"
             yield Finding("a data file is truncated", why, file=file, tensor=leaf)
 
 
@@ -304,7 +304,7 @@ def _moments(catalog: Catalog) -> Iterator[Finding]:
         if slots != {"step"} and "exp_avg" in usual:
             severity: Severity = "warning" if slots == {"exp_avg"} else "unknown"
             for slot in sorted(usual - slots):
-                why = f"this parameter only has {listed(sorted(slots))}, but others have `{slot}`"
+                why = f"this parameter only has {quote_names(sorted(slots))}, but others have `{slot}`"
                 what = "optimizer state is missing"
                 gone = f"{parameter}.{slot}"
                 yield Finding(what, why, severity, tensor=gone, basis="index")

@@ -26,7 +26,7 @@ from ckptctl.verbs.verification.structure import is_about_unread, root_of, struc
 from ckptctl.verbs.verification.surroundings import surroundings
 from ckptctl.verbs.verification.verify_options import VerifyOptions
 from ckptctl.verbs.verification.verify_result import Verification, unsaid
-from ckptctl.verdict import Scope, Verdict, decide_verdict, drop_structure_claim
+from ckptctl.verdict import Scope, Verdict, decide_verdict, strip_structure_claim
 
 UNUSED = f"{MANIFEST} describes other tensors"
 
@@ -122,7 +122,7 @@ def examine(
     """
     start = time.monotonic()
     ranks = ranks or Alone()
-    with families.using(options.converter):
+    with families.use_converter_file(options.converter):
         state = together(ranks, lambda: _begun(path, options))
         catalog = state.catalog
         asked = {f"option `{one.name}`": getattr(options, one.name) for one in fields(options)}
@@ -178,7 +178,7 @@ def _begun(path: str | TreePath, options: VerifyOptions) -> _State:
     if options.nan:
         require_torch(
             spell_option("--nan"),
-            instead=f"{spell_option('--level full')} compares recorded checksums without torch",
+            alternative=f"{spell_option('--level full')} compares recorded checksums without torch",
         )
     state = _opened(formats.existing(path), options)
     if options.manifest:
@@ -220,17 +220,24 @@ def _verify(
     full = options.level == "full"
     if options.level == "fast" and not options.nan:
         return
-    from ckptctl.conversion.items import differing, portion_of, resolved, with_copies
+    from ckptctl.conversion.items import (
+        add_replica_extents,
+        find_differing_replicas,
+        resolve_items,
+        select_portion,
+    )
     from ckptctl.verbs.verification.data import read_data
 
-    everything = with_copies(catalog)
-    located, wrong = resolved(everything)
+    everything = add_replica_extents(catalog)
+    located, wrong = resolve_items(everything)
     state.findings += wrong
     if full or options.nan:
         findings, proof, state.bytes_read = read_data(
             everything, located, full, options.nan, options.jobs, progress, ranks
         )
-        mine = together(ranks, lambda: list(differing(portion_of(catalog, ranks))))
+        mine = together(
+            ranks, lambda: list(find_differing_replicas(select_portion(catalog, ranks)))
+        )
         unequal = [finding for part in ranks.all_gather(mine) for finding in part]
         if full:
             # Checksums neither cover missing elements, nor show which copy is correct.
@@ -252,8 +259,8 @@ def _check_model(
 ) -> None:
     """Compare the tensors with their model type, or reuse the result for the same index."""
     if index_checks and passed:
-        state.scope, texts = index_checks.scope, index_checks.notes.texts()
-        state.notes += texts if state.complete else drop_structure_claim(texts)
+        state.scope, texts = index_checks.scope, index_checks.notes.get_texts()
+        state.notes += texts if state.complete else strip_structure_claim(texts)
         return
     # Model types and their facts are slow to import.
     from ckptctl.verbs.verification.model_check import needs_index_only, recognized_check
@@ -261,8 +268,8 @@ def _check_model(
     notes = Notes()
     findings, state.scope = recognized_check(catalog, model_type, notes)
     state.findings += findings
-    texts = notes.texts()
-    state.notes += texts if state.complete else drop_structure_claim(texts)
+    texts = notes.get_texts()
+    state.notes += texts if state.complete else strip_structure_claim(texts)
     if index_checks and not state.findings and needs_index_only(catalog, notes):
         index_checks.add(catalog, state.scope, notes)
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from ckptctl.catalog import Finding
 from ckptctl.errors import DamagedError, StorageError, UnsupportedError
-from ckptctl.results import JsonField, Result, count, rounded
+from ckptctl.results import JsonField, Result, count_items, round_seconds
 from ckptctl.verbs.verification.verify_options import Level
 from ckptctl.verdict import (
     COMPLETE,
@@ -19,7 +19,7 @@ from ckptctl.verdict import (
     Verdict,
     decide_verdict,
     is_complete,
-    shows_torn_write,
+    shows_file_damage,
 )
 
 
@@ -73,7 +73,7 @@ class Verification(
     findings: Annotated[tuple[Finding, ...], JsonField("findings, errors first")] = ()
     manifest: Annotated[str | None, JsonField("written list of SHA-256 sums, or null")] = None
     notes: Annotated[tuple[str, ...], JsonField("further notes")] = ()
-    seconds: Annotated[float, JsonField("elapsed time", to=rounded)] = 0.0
+    seconds: Annotated[float, JsonField("elapsed time", to=round_seconds)] = 0.0
 
     @property
     def nbytes(self) -> Annotated[int, JsonField(name="bytes")]:
@@ -93,7 +93,7 @@ class Verification(
     @property
     def has_torn_write(self) -> bool:
         """Whether files themselves show damage, as ``shows_torn_write`` decides."""
-        return shows_torn_write(self.findings)
+        return shows_file_damage(self.findings)
 
     @property
     def data(
@@ -134,17 +134,17 @@ class Verification(
         return any(found.read_failed for found in self.findings)
 
     @property
-    def errors(self) -> Annotated[tuple[Finding, ...], JsonField(to=count)]:
+    def errors(self) -> Annotated[tuple[Finding, ...], JsonField(to=count_items)]:
         """Number of findings with evidence of damage."""
         return self._of("error")
 
     @property
-    def unknown(self) -> Annotated[tuple[Finding, ...], JsonField(to=count)]:
+    def unknown(self) -> Annotated[tuple[Finding, ...], JsonField(to=count_items)]:
         """Number of findings with severity `unknown`."""
         return self._of("unknown")
 
     @property
-    def warnings(self) -> Annotated[tuple[Finding, ...], JsonField(to=count)]:
+    def warnings(self) -> Annotated[tuple[Finding, ...], JsonField(to=count_items)]:
         """Number of other findings."""
         return self._of("warning")
 

@@ -10,7 +10,7 @@ import torch
 from ckptctl import formats
 from ckptctl.adapters.expert_adapters import changes, targets, without
 from ckptctl.adapters.peft import SINGLE, described, settings
-from ckptctl.catalog import Input, TensorEntry
+from ckptctl.catalog import ComputeInput, TensorEntry
 from ckptctl.errors import CkptError
 from ckptctl.planner.copying.blocks import build_view
 from ckptctl.storage.files import source_files
@@ -43,7 +43,7 @@ def delta(adapter: dict[str, torch.Tensor], module: str, order: str) -> torch.Te
     return torch.einsum(f"o r e, e r i -> {order}", b, a)
 
 
-def read(one: Input) -> torch.Tensor:
+def read(one: ComputeInput) -> torch.Tensor:
     with source_files(one.root) as files:
         data = TensorReader(files, one.entry).read()
     return torch.frombuffer(data, dtype=getattr(torch, one.entry.dtype)).view(one.entry.shape)
@@ -66,7 +66,7 @@ def test_every_expert_has_its_part(tmp_path: Path, order: str) -> None:
     made = {name: torch.zeros(model[name].shape) for name in model}
     for one in changes(found, model, catalog.tensors):
         a, b = (
-            read(Input(catalog.root, build_view(tensor.parts[0].entry, tensor)))
+            read(ComputeInput(catalog.root, build_view(tensor.parts[0].entry, tensor)))
             for tensor in (one.a, one.b)
         )
         rows = made[one.key].view(-1, made[one.key].shape[-1])

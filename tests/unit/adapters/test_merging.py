@@ -14,7 +14,7 @@ import ckptctl
 from ckptctl import formats
 from ckptctl.adapters.merging import Merging
 from ckptctl.conversion.conversion_options import ConversionOptions
-from ckptctl.conversion.recognition.model import understand
+from ckptctl.conversion.recognition.model import recognize_model
 from ckptctl.errors import (
     CkptError,
     MappingError,
@@ -493,7 +493,7 @@ def test_replicas_are_not_looked_into(base, tmp_path, monkeypatch):
     catalog = doubled(formats.open_checkpoint(base))
     seen, resolve = [], formats.resolve
     monkeypatch.setattr(formats, "resolve", lambda one: seen.append(one.replicas) or resolve(one))
-    assert merging.change(understand(catalog)).computed
+    assert merging.change(recognize_model(catalog)).computed
     assert seen == [{}, {}]
 
 

@@ -375,8 +375,8 @@ def test_bad_options(run, calls, args, said):
 )
 def test_more_formats_than_a_message_lists(value, said):
     with pytest.raises(UsageError, match=f"unknown format `{value}`") as caught:
-        checks.readable(value)
-    count = len(checks.readable_formats())
+        checks.check_readable_format(value)
+    count = len(checks.list_readable_formats())
     assert caught.value.hint == f"{said}`ckptctl formats` lists all {count} formats"
     assert caught.value.why is None
 

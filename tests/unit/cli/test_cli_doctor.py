@@ -175,8 +175,8 @@ def clean():
     from ckptctl import families
     from ckptctl.conversion import steps
 
-    added = (formats.entry_points, formats.load_added, steps.entry_points, steps.load_added)
-    caches = (*added, families._entry_points, families._load)
+    added = (formats.entry_points, formats.load_added, steps.entry_points, steps.load_added_step)
+    caches = (*added, families._entry_points, families._load_family)
     for one in caches:
         one.cache_clear()
     yield

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from ckptctl.families import families
+from ckptctl.families import load_families
 
 
 def document(result):
@@ -14,28 +14,28 @@ def document(result):
 
 def test_all_families(run):
     found = document(run("models", "--json"))
-    assert [model["name"] for model in found] == sorted(families())
-    assert run("models", "-q").stdout.split() == sorted(families())
+    assert [model["name"] for model in found] == sorted(load_families())
+    assert run("models", "-q").stdout.split() == sorted(load_families())
 
 
 def test_a_row_for_each_layout_in_a_pipe(run):
     rows = [line.split("\t") for line in run("models", "--no-header").stdout.splitlines()]
-    assert len(rows) == sum(len(family.layouts) for family in families().values())
+    assert len(rows) == sum(len(family.layouts) for family in load_families().values())
     shown = {(row[0], row[1]): row for row in rows}
-    assert shown["phi3", "hf"][2] == families()["phi3"].proofs["hf"]
+    assert shown["phi3", "hf"][2] == load_families()["phi3"].proofs["hf"]
     assert shown["llama3", "meta"][5].startswith("config.json: model_type llama, rope_theta")
 
 
 def test_what_is_not_proven_says_so(run):
     for model in document(run("models", "--json")):
         for layout in model["layouts"]:
-            family = families()[model["name"]]
+            family = load_families()[model["name"]]
             assert layout["proof"] == family.proofs.get(layout["name"])
             if not layout["proof"]:
                 assert layout["sources"] == family.sources.get(layout["name"])
             assert not (layout["proof"] and layout["sources"])
     rows = [line.split("\t") for line in run("models", "--no-header").stdout.splitlines()]
-    unproven = [row for row in rows if row[1] not in families()[row[0]].proofs]
+    unproven = [row for row in rows if row[1] not in load_families()[row[0]].proofs]
     assert all(row[2].startswith("not validated by logits") for row in unproven)
     (said,) = [row[2] for row in unproven if row[:2] == ["gemma2", "mcore"]]
     assert said == "not validated by logits; names and axes are from the sources of Megatron-Bridge"
@@ -93,7 +93,7 @@ def test_keys_that_no_other_family_has(run):
         key = template.format(i=0, x=0)
         knowing = {
             name
-            for name, family in families().items()
+            for name, family in load_families().items()
             for layout in family.layouts
             if family.get_layout(layout).table.find_meaning(key)
         }
@@ -118,7 +118,7 @@ def test_a_list_fits_the_terminal(terminal):
     assert any(line.startswith("deepseek_v3") and line.endswith("mcore-local") for line in wide)
     narrow = terminal("models", COLUMNS="80", NO_COLOR="1").splitlines()
     assert max(map(len, narrow)) <= 80
-    assert [line.split()[0] for line in narrow[1:-1]] == sorted(families())
+    assert [line.split()[0] for line in narrow[1:-1]] == sorted(load_families())
 
 
 def test_a_list_parses_no_table():

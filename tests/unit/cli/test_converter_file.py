@@ -4,7 +4,7 @@ import pytest
 
 import ckptctl
 from ckptctl.errors import SourceNotFoundError, UsageError
-from ckptctl.families import families, family, names, using
+from ckptctl.families import family, list_names, load_families, use_converter_file
 
 GOOD = '''
 from ckptctl.planner.layouts import Family
@@ -42,24 +42,24 @@ def file(tmp_path):
 
 
 def test_it_is_known_for_a_while(file):
-    with using(file()):
-        assert "mine" in names()
+    with use_converter_file(file()):
+        assert "mine" in list_names()
         assert family("My-Own").title == "Mine"
-        assert families()["mine"].get_layout("own")
-    assert "mine" not in names()
+        assert load_families()["mine"].get_layout("own")
+    assert "mine" not in list_names()
 
 
 def test_nothing_is_left_behind(file):
     before = set(file().parent.iterdir())
-    with using(file()):
+    with use_converter_file(file()):
         pass
     assert set(file().parent.iterdir()) == before
 
 
 def test_no_file_changes_nothing():
-    before = names()
-    with using(None):
-        assert names() == before
+    before = list_names()
+    with use_converter_file(None):
+        assert list_names() == before
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_no_file_changes_nothing():
     ],
 )
 def test_what_is_wrong_is_said(file, change, where, why):
-    with pytest.raises(UsageError) as caught, using(file(change)):
+    with pytest.raises(UsageError) as caught, use_converter_file(file(change)):
         pass
     assert where in caught.value.where
     assert why in caught.value.why
@@ -94,12 +94,12 @@ def test_what_is_wrong_is_said(file, change, where, why):
     "change", [('name="mine"', 'name="llama3"'), ('("my_own",)', '("codellama",)')]
 )
 def test_names_of_others_are_taken(file, change):
-    with pytest.raises(UsageError, match="is already used"), using(file(change)):
+    with pytest.raises(UsageError, match="is already used"), use_converter_file(file(change)):
         pass
 
 
 def test_no_such_file(tmp_path):
-    with pytest.raises(SourceNotFoundError), using(tmp_path / "none.py"):
+    with pytest.raises(SourceNotFoundError), use_converter_file(tmp_path / "none.py"):
         pass
 
 
@@ -132,7 +132,7 @@ def test_options_of_the_command_in_any_order(file, run):
 def test_a_file_that_ends_the_program(file, line):
     with (
         pytest.raises(UsageError, match="cannot run"),
-        using(file(("TABLE = ", f"{line}\nTABLE = "))),
+        use_converter_file(file(("TABLE = ", f"{line}\nTABLE = "))),
     ):
         pass
 
@@ -150,6 +150,6 @@ def test_a_file_that_ends_the_program(file, line):
 )
 def test_a_field_of_another_type(file, field, value):
     changed = ('title="Mine"', f'title="Mine", {field}={value}')
-    with pytest.raises(UsageError, match="malformed") as caught, using(file(changed)):
+    with pytest.raises(UsageError, match="malformed") as caught, use_converter_file(file(changed)):
         pass
     assert f"`{field}` is" in str(caught.value.why)

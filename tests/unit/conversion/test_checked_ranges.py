@@ -10,7 +10,7 @@ import pytest
 
 from ckptctl.catalog import Box, Checksum, Extent, TensorEntry
 from ckptctl.columns import BoxColumns, ExtentColumns
-from ckptctl.conversion.checked_ranges import checks_of, find_checked
+from ckptctl.conversion.checked_ranges import find_checked_transfers, plan_checks
 from ckptctl.planner.copying.copies import lower_transfer
 from ckptctl.planner.copying.tile import Limits
 from ckptctl.planner.plan import Record, RecordedRange, Transfer
@@ -70,7 +70,7 @@ def checksummed(file: str, offset: int, box: Box) -> Extent:
 def test_transfers_that_read_each_element_once_take_checksums(
     transfers: list[Transfer], checked: list[int]
 ) -> None:
-    assert find_checked(transfers) == {(number, "a") for number in checked}
+    assert find_checked_transfers(transfers) == {(number, "a") for number in checked}
 
 
 @pytest.mark.parametrize(
@@ -82,12 +82,14 @@ def test_transfers_that_read_each_element_once_take_checksums(
     ],
 )
 def test_a_load_checks_what_it_reads_at_most_once(transfer: Transfer, checked: bool) -> None:
-    assert find_checked([transfer], partly=True) == ({(0, "a")} if checked else frozenset())
+    assert find_checked_transfers([transfer], partly=True) == (
+        {(0, "a")} if checked else frozenset()
+    )
 
 
 def gaps_of(*transfers: Transfer) -> list[tuple[str, tuple[tuple[int, int], ...]]]:
     """Return the file of each range that is read for its checksum, and what of it is."""
-    _, checks = checks_of(Path("/"), transfers, {})
+    _, checks = plan_checks(Path("/"), transfers, {})
     return [(check.recorded.file, check.gaps) for check in checks]
 
 
@@ -144,7 +146,7 @@ def test_what_no_transfer_reads_is_read_for_checksums(
 def test_bytes_of_recorded_ranges_are_read_for_checksums_once(
     transfers: list[Transfer], limits: Limits
 ) -> None:
-    checked, checks = checks_of(Path("/"), transfers, {})
+    checked, checks = plan_checks(Path("/"), transfers, {})
     counts: Counter[tuple[RecordedRange, int]] = Counter()
     for number, transfer in enumerate(transfers):
         names = {name for other, name in checked if other == number}
@@ -172,7 +174,7 @@ def part(name: str, offset: int, size: int) -> TensorEntry:
 def test_gaps_between_tensors_in_one_range_are_read() -> None:
     entries = [part("b", 10, 30), part("c", 40, 20), part("d", 50, 20)]
     transfers = [copy(StridedTensor.from_entry(entry)) for entry in entries]
-    checked, (check,) = checks_of(Path("/"), transfers, {})
+    checked, (check,) = plan_checks(Path("/"), transfers, {})
     assert checked == {(0, "b"), (1, "c")}
     assert check.recorded == RecordedRange("f", 0, 100, 7)
     assert check.gaps == ((0, 10), (60, 40))
@@ -185,4 +187,4 @@ def test_bytes_that_two_names_have_are_read_once_for_their_checksum() -> None:
 
 def test_a_tensor_without_elements_needs_no_check() -> None:
     empty = replace(A, shape=(0, 6), extents=())
-    assert checks_of(Path("/"), [copy(StridedTensor.from_entry(empty))], {}) == (frozenset(), ())
+    assert plan_checks(Path("/"), [copy(StridedTensor.from_entry(empty))], {}) == (frozenset(), ())

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 import ckptctl
 from ckptctl.catalog import Box, Extent, TensorEntry
-from ckptctl.conversion.contents import cast_to, main_dtype, output_tensors
+from ckptctl.conversion.contents import build_output_tensors, choose_cast_dtype, find_main_dtype
 from ckptctl.errors import UnsupportedError
 from ckptctl.planner.mapping.mapped import ComposedTensor
 from tests.checkpoints import save_torch, tiny_llama
@@ -25,7 +25,7 @@ def mapped(name, logical):
 def planned(entries, tensors, **options):
     placed = {item.key: (item.key,) for item in tensors}
     options = {"dtype": None, "pinned": (), "aliases": True, **options}
-    return output_tensors({item.key: item for item in tensors}, entries, placed, **options)
+    return build_output_tensors({item.key: item for item in tensors}, entries, placed, **options)
 
 
 def test_only_floating_tensors_are_cast_and_pinned_ones_stay():
@@ -36,8 +36,8 @@ def test_only_floating_tensors_are_cast_and_pinned_ones_stay():
 
 
 def test_a_scale_is_not_a_weight():
-    assert cast_to("float8_e8m0fnu", "float32") == "float8_e8m0fnu"
-    assert cast_to("float8_e4m3fn", "float32") == "float32"
+    assert choose_cast_dtype("float8_e8m0fnu", "float32") == "float8_e8m0fnu"
+    assert choose_cast_dtype("float8_e4m3fn", "float32") == "float32"
 
 
 def test_shared_memory_stays_shared_or_is_written_twice():
@@ -60,8 +60,8 @@ def test_only_what_transformers_ties_is_left_to_it(tmp_path: Path) -> None:
 def test_the_main_dtype_is_the_one_with_the_most_bytes():
     entries = {"a": entry("a"), "b": entry("b", "float32"), "n": entry("n", "int64")}
     tensors = [mapped(name, name) for name in entries]
-    assert main_dtype(planned(entries, tensors)) == "float32"
-    assert main_dtype(planned({"n": entries["n"]}, [tensors[2]])) is None
+    assert find_main_dtype(planned(entries, tensors)) == "float32"
+    assert find_main_dtype(planned({"n": entries["n"]}, [tensors[2]])) is None
 
 
 @pytest.mark.parametrize("to", ["hf", "dcp", "torch"])

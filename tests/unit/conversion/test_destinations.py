@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import ckptctl
-from ckptctl.conversion.destinations import Destination, replaceable, require_destination
+from ckptctl.conversion.destinations import Destination, is_replaceable, require_destination
 from ckptctl.errors import RefusedError
 from ckptctl.storage import destinations
 from tests.checkpoints import save_hf, tiny_llama
@@ -34,8 +34,8 @@ def test_source_and_destination_lie_apart(tmp_path: Path, target: str, what: str
     (folder / "in" / "inner").mkdir(parents=True)
     wanted = folder.parent / "here" / target
     with pytest.raises(RefusedError, match=what):
-        require_destination(folder / "in", wanted, True, replaceable)
-    found = require_destination(folder / "in", folder / "out", False, replaceable)
+        require_destination(folder / "in", wanted, True, is_replaceable)
+    found = require_destination(folder / "in", folder / "out", False, is_replaceable)
     assert found.path == folder.resolve() / "out"
 
 
@@ -58,7 +58,7 @@ def test_what_is_no_part_of_a_checkpoint_is_not_lost(
     if damaged:
         for weights in target.glob("*.safetensors"):
             weights.write_bytes(b"cut off")
-    assert replaceable(target)
+    assert is_replaceable(target)
     (target / name).write_text("mine")
     with pytest.raises(RefusedError, match="more than a checkpoint") as caught:
         ckptctl.convert(tiny_llama3_hf, target, to="dcp", overwrite=True)

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from ckptctl.catalog import Box
-from ckptctl.conversion.executable import manifest
+from ckptctl.conversion.executable import build_manifest
 from ckptctl.formats.base import OutputTensor, TensorPlace
 from ckptctl.planner.plan import Record
 
@@ -25,7 +25,7 @@ def test_text(name: str) -> None:
     boxes = {t.name: (TensorPlace(Box.whole(t.shape), n),) for n, t in enumerate(tensors)}
     boxes.pop("tied", None)
     records = [Record(t.name, "a.safetensors", 8 * n, t.nbytes) for n, t in enumerate(tensors)]
-    file = manifest({"source": {"name": "ö", "tensors": {}}}, tensors, boxes, records)
+    file = build_manifest({"source": {"name": "ö", "tensors": {}}}, tensors, boxes, records)
     [(offset, content)] = file.frame(lambda record: 0xABC + record)
     found = json.loads(content)
     assert list(found["tensors"]) == [tensor.name for tensor in tensors]

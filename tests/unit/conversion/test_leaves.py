@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 import ckptctl
 from ckptctl.catalog import Blob, Catalog, TensorEntry
-from ckptctl.conversion.leaves import unpacked
+from ckptctl.conversion.leaves import unpack_tensors
 from ckptctl.errors import DamagedError, MappingError, UnsupportedError, UsageError
 from ckptctl.formats import open_checkpoint, resolve
 from ckptctl.numerics.dequantizing import keep_together
@@ -110,8 +110,8 @@ def test_names_do_not_collide(megatron: Path) -> None:
         blobs={LEAF: read.blobs[LEAF], "other": Blob("other", ("other",), value=3)},
     )
     with pytest.raises(UnsupportedError, match="two values"):
-        unpacked(taken, [LEAF])
-    untouched, parts = unpacked(taken, ["other"])
+        unpack_tensors(taken, [LEAF])
+    untouched, parts = unpack_tensors(taken, ["other"])
     assert untouched == taken and not parts
 
 

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import ckptctl
 from ckptctl import formats
 from ckptctl.catalog import Box, Catalog, Extent, Finding
-from ckptctl.conversion.items import differing, require_equal
-from ckptctl.conversion.selection import dependent, find_missing
+from ckptctl.conversion.items import find_differing_replicas, require_equal_replicas
+from ckptctl.conversion.selection import find_dependent_state, find_incomplete_items
 from ckptctl.errors import DamagedError
 
 
@@ -38,36 +38,36 @@ def torn(catalog: Catalog, name: str) -> Catalog:
 
 
 def test_what_is_whole(catalog: Catalog) -> None:
-    assert find_missing(catalog) == ({}, {})
+    assert find_incomplete_items(catalog) == ({}, {})
 
 
 @pytest.mark.parametrize("name", ["a", "b"])
 def test_all_names_of_one_memory_are_missing_together(catalog: Catalog, name: str) -> None:
     assert catalog.tensors["b"].alias_of == "a"
-    names, _ = find_missing(torn(catalog, name))
+    names, _ = find_incomplete_items(torn(catalog, name))
     assert names.keys() == {"a", "b"}
 
 
 def test_holes_findings_and_lost_boxes(catalog: Catalog) -> None:
     box = Box((0,), (2,))
-    names, _ = find_missing(torn(catalog, "c"))
+    names, _ = find_incomplete_items(torn(catalog, "c"))
     assert names == {"c": "elements `[0:1]` are not covered by any chunk"}
     lost = replace(catalog, lost={"c": ((box, "gone"),), "d": ()})
-    names, _ = find_missing(lost)
+    names, _ = find_incomplete_items(lost)
     assert names == {"c": "a part of it is in `gone`, which cannot be used"}
     said = (Finding("it is gone", "look", tensor="x"), Finding("odd", None, "warning", tensor="d"))
-    names, _ = find_missing(replace(catalog, findings=said))
+    names, _ = find_incomplete_items(replace(catalog, findings=said))
     assert names == {"x": "it is gone: look"}
 
 
 def test_files_of_which_nothing_tells_what_they_hold(catalog: Catalog) -> None:
     findings = (Finding("a file is missing", file="f"), Finding("another", "why", file="g"))
     lost = {"c": ((Box((0,), (2,)), "f"),)}
-    _, files = find_missing(replace(catalog, findings=findings, lost=lost))
+    _, files = find_incomplete_items(replace(catalog, findings=findings, lost=lost))
     assert files == {"g": "another: why"}
     # An empty box stands for what may follow: it does not say what else the file holds.
     doubtful = {"c": ((Box((4,), (0,)), "f"),)}
-    names, files = find_missing(replace(catalog, findings=findings, lost=doubtful))
+    names, files = find_incomplete_items(replace(catalog, findings=findings, lost=doubtful))
     assert files.keys() == {"f", "g"}
     assert names == {"c": "it may continue in `f`, which cannot be used"}
 
@@ -85,14 +85,14 @@ def test_optimizer_state_that_is_nothing_without_what_is_missing() -> None:
         "lr_scheduler.w",
         "step",
     ]
-    found = dependent(["model.w"], model, outside, "model.")
+    found = find_dependent_state(["model.w"], model, outside, "model.")
     assert set(found) == {
         "optimizer.state.w.exp_avg",
         "optimizer.state.w.step",
     }
-    state = dependent(["optimizer.state.v.exp_avg_sq"], model, outside, "model.")
+    state = find_dependent_state(["optimizer.state.v.exp_avg_sq"], model, outside, "model.")
     assert set(state) == {"optimizer.state.v.exp_avg", "optimizer.state.v.step"}
-    assert not dependent(["step", "model.x"], model, outside, "model.")
+    assert not find_dependent_state(["step", "model.x"], model, outside, "model.")
 
 
 def test_replicas_are_compared_box_by_box(catalog: Catalog, tmp_path: Path) -> None:
@@ -101,10 +101,10 @@ def test_replicas_are_compared_box_by_box(catalog: Catalog, tmp_path: Path) -> N
     (tmp_path / "other").write_bytes(torch.tensor([1.0, 1, 1, 2]).numpy().tobytes())
     same = Extent(extent.box, "same", 0, 16)
     other, gone = replace(same, file="other"), replace(same, file="gone")
-    require_equal(replace(catalog, replicas={"c": (same,)}))
-    found = list(differing(replace(catalog, replicas={"c": (same, other)})))
+    require_equal_replicas(replace(catalog, replicas={"c": (same,)}))
+    found = list(find_differing_replicas(replace(catalog, replicas={"c": (same, other)})))
     assert [(f.tensor, f.box, f.file) for f in found] == [("c", extent.box, "other")]
-    (unread,) = differing(replace(catalog, replicas={"c": (gone,)}))
+    (unread,) = find_differing_replicas(replace(catalog, replicas={"c": (gone,)}))
     assert unread.tensor == "c" and "gone" in unread.what
 
 

@@ -10,7 +10,7 @@ import torch
 
 from ckptctl import formats
 from ckptctl.catalog import Catalog
-from ckptctl.conversion.sources import located
+from ckptctl.conversion.sources import locate_tensors
 from ckptctl.errors import CoverageError
 from tests.checkpoints import save_dcp
 
@@ -23,7 +23,7 @@ def catalog(tmp_path: Path) -> Catalog:
 
 def test_only_what_is_named_is_located(catalog: Catalog) -> None:
     copies = {name: entry.extents for name, entry in catalog.tensors.items()}
-    found = located(replace(catalog, replicas=copies), ["c", "a", "c"])
+    found = locate_tensors(replace(catalog, replicas=copies), ["c", "a", "c"])
     assert list(found.tensors) == ["c", "a"]
     assert not found.blobs and not found.replicas
     assert {e.extents[0].codec for e in found.tensors.values()} == {"raw"}
@@ -33,6 +33,6 @@ def test_only_what_is_named_is_located(catalog: Catalog) -> None:
 def test_what_is_named_is_whole(catalog: Catalog) -> None:
     torn = replace(catalog.tensors["b"], extents=())
     catalog = replace(catalog, tensors={**catalog.tensors, "b": torn})
-    assert located(catalog, ["a"]).tensors
+    assert locate_tensors(catalog, ["a"]).tensors
     with pytest.raises(CoverageError):
-        located(catalog, ["a", "b"])
+        locate_tensors(catalog, ["a", "b"])

@@ -12,14 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckptctl.catalog import Computed, computed_name
+from ckptctl.catalog import ComputedTensor, computed_name
 from ckptctl.conversion import steps
 from ckptctl.conversion.conversion_options import ConversionOptions
 from ckptctl.conversion.convert import plan_with_steps, run_conversion
 from ckptctl.conversion.draft import Draft
-from ckptctl.conversion.steps import BUILT_IN, Step, steps_for
+from ckptctl.conversion.steps import BUILT_IN, Step, select_steps
 from ckptctl.errors import MappingError, UsageError
-from ckptctl.options import declared
+from ckptctl.options import list_options
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def names(options: ConversionOptions) -> list[str]:
-    return [step.name for step in steps_for(options) if step.option]
+    return [step.name for step in select_steps(options) if step.option]
 
 
 def test_options_ask_for_their_steps() -> None:
@@ -43,7 +43,7 @@ def test_options_ask_for_their_steps() -> None:
 
 @pytest.mark.parametrize("step", BUILT_IN, ids=[step.name for step in BUILT_IN])
 def test_a_built_in_step_names_an_option_and_a_function(step: Step) -> None:
-    fields = {one.name for one in declared(ConversionOptions)}
+    fields = {one.name for one in list_options(ConversionOptions)}
     assert step.option.partition("=")[0] in {"", *fields}
     places = dict(zip(step.apply.__code__.co_freevars, step.apply.__closure__ or (), strict=True))
     module, _, function = places["place"].cell_contents.partition(":")
@@ -71,9 +71,9 @@ def test_steps_run_by_place_and_order(source: Path, tmp_path: Path) -> None:
 def test_what_a_step_returns_is_written(source: Path, tmp_path: Path) -> None:
     def zero(draft: Draft) -> Draft:
         entry = draft.catalog.tensors["a"]
-        made = Computed("constant", entry.dtype, entry.shape)
+        made = ComputedTensor("constant", entry.dtype, entry.shape)
         name = computed_name("zeros")
-        tensors = {**draft.catalog.tensors, "a": replace(entry, extents=(made.extent(name),))}
+        tensors = {**draft.catalog.tensors, "a": replace(entry, extents=(made.to_extent(name),))}
         draft.notes.add("a is zero now")
         catalog = replace(draft.catalog, tensors=tensors, computed={name: made})
         return draft.with_catalog(catalog)
@@ -93,10 +93,10 @@ def added(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "other": EntryPoint("other", "ckptctl.conversion.steps:BUILT_IN", group),
     }
     monkeypatch.setattr("ckptctl.installed.entry_points", lambda _: found)
-    for cached in (steps.entry_points, steps.load_added):
+    for cached in (steps.entry_points, steps.load_added_step):
         cached.cache_clear()
     yield
-    for cached in (steps.entry_points, steps.load_added):
+    for cached in (steps.entry_points, steps.load_added_step):
         cached.cache_clear()
 
 
@@ -106,7 +106,7 @@ def added(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 )
 def test_a_step_that_cannot_be_loaded_is_an_error(name: str, why: str) -> None:
     with pytest.raises(UsageError, match=f"cannot load step `{name}`") as caught:
-        steps_for(ConversionOptions(to="hf", step=[name]))
+        select_steps(ConversionOptions(to="hf", step=[name]))
     assert why in str(caught.value.why)
     assert caught.value.where == {"gone": "nothing.at.all", "other": steps.__name__}[name]
 
@@ -135,7 +135,7 @@ def test_the_argument_of_a_step(
 
     step = Step("mine", "source", 1, note)
     monkeypatch.setattr("ckptctl.installed.entry_points", lambda _: {"mine": 1, "other": 2})
-    monkeypatch.setattr(steps, "load_added", lambda name: replace(step, name=name))
+    monkeypatch.setattr(steps, "load_added_step", lambda name: replace(step, name=name))
     options = ConversionOptions(to="hf", step=("mine=a=b", "other"))
     plan_with_steps(source, tmp_path / "out", options)
     assert said == ["a=b", "", ""] * 2

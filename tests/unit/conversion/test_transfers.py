@@ -9,8 +9,16 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptctl.catalog import Box, Catalog, Computed, Extent, Input, TensorEntry, computed_name
-from ckptctl.conversion.transfers import plan_transfers, sources_of
+from ckptctl.catalog import (
+    Box,
+    Catalog,
+    ComputedTensor,
+    ComputeInput,
+    Extent,
+    TensorEntry,
+    computed_name,
+)
+from ckptctl.conversion.transfers import find_sources, plan_transfers
 from ckptctl.formats.base import OutputLayout, TensorPlace
 from ckptctl.planner.copying.copies import lower_transfer
 from ckptctl.planner.copying.tile import Limits
@@ -35,18 +43,18 @@ def test_files_are_named_once(tmp_path: Path) -> None:
             (folder / name).write_bytes(bytes(number))
     outer, inner, unread = map(computed_name, ("outer", "inner", "unread"))
     virtual = {
-        outer: Computed("added", "uint8", (4,), (Input(root, stored(inner, [4])),)),
-        inner: Computed(
+        outer: ComputedTensor("added", "uint8", (4,), (ComputeInput(root, stored(inner, [4])),)),
+        inner: ComputedTensor(
             "added",
             "uint8",
             (4,),
-            (Input(root, stored("c", [4])), Input(other, stored("d", [4]))),
+            (ComputeInput(root, stored("c", [4])), ComputeInput(other, stored("d", [4]))),
         ),
-        unread: Computed("constant", "uint8", (4,)),
+        unread: ComputedTensor("constant", "uint8", (4,)),
     }
     read = [_transfer("b", outer), _transfer(inner, "b")]
     raw = [RawCopy("a", 0, 1, "x", 0)]
-    computed, sources = sources_of(root, read, virtual, raw)
+    computed, sources = find_sources(root, read, virtual, raw)
     assert computed.keys() == {outer, inner}
     assert {name: one.size for name, one in sources.items()} == {"b": 2, "c": 3, "a": 1}
 

@@ -55,10 +55,10 @@ def test_what_a_killed_one_left(tmp_path: Path) -> None:
         dead.send_signal(signal.SIGKILL)
         dead.communicate()
         assert (left / "shard").exists()
-        foreign = tmp_path / f"{upload.PREFIX}foreign"
+        foreign = tmp_path / f"{upload.SCRATCH_PREFIX}foreign"
         foreign.mkdir()
         (foreign / "x").write_text("of somebody who makes no lock")
-        link = tmp_path / f"{upload.PREFIX}link"
+        link = tmp_path / f"{upload.SCRATCH_PREFIX}link"
         link.symlink_to(used.parent)
         with upload.scratch_directory():
             assert not left.parent.exists()

@@ -344,7 +344,7 @@ def test_transformers_reads_the_config(name, params, size, length):
 def test_transformers_has_the_keys_and_shapes_of_the_tables(change):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from ckptctl.families import families
+    from ckptctl.families import load_families
     from ckptctl.planner.mapping.tensors import map_tensors
 
     config = CONFIG | change
@@ -352,7 +352,7 @@ def test_transformers_has_the_keys_and_shapes_of_the_tables(change):
     shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         del shapes["lm_head.weight"]
-    found = detect_layouts(shapes, families(), model.config.to_dict())
+    found = detect_layouts(shapes, load_families(), model.config.to_dict())
     assert all(c.is_exact for c in found)
     name = "llama3_2" if model.config.tie_word_embeddings else "llama3"
     assert [(c.family, c.layout) for c in found] == [(name, "hf")]

@@ -11,7 +11,7 @@ import torch
 
 import ckptctl
 from ckptctl.errors import MissingTensorsError
-from ckptctl.families import families
+from ckptctl.families import load_families
 from ckptctl.planner.config_demands import find_required_tensors
 from ckptctl.planner.config_facts import has_tied_embeddings
 from ckptctl.planner.families.declarations import matches_signs
@@ -36,7 +36,7 @@ SMALL = {
     "num_kv_shared_layers": 2,
     "hidden_size_per_layer_input": 7,
 }
-FAMILY = families()["gemma4_text"]
+FAMILY = load_families()["gemma4_text"]
 ALWAYS = ("self_attn.q_proj", "self_attn.q_norm", "self_attn.o_proj")
 NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm")
 MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "post_feedforward_layernorm")
@@ -126,7 +126,7 @@ def test_a_model_that_lacks_what_its_config_demands_is_refused(tmp_path: Path) -
 def without(name: str, gone: str) -> list[str]:
     """What the golden model *name* lacks without the tensors whose keys hold *gone*."""
     golden = Golden.read(name)
-    family = families()[name.partition(".")[0]]
+    family = load_families()[name.partition(".")[0]]
     layout = family.get_layout("hf")
     there = match_keys(family, layout, [key for key in golden.tensors if gone not in key])
     tied = has_tied_embeddings(family, golden.config)
@@ -168,7 +168,7 @@ def test_of_a_router_what_its_layer_is_said_to_choose_by_is_missed(
     hashed: int, listed: bool
 ) -> None:
     """transformers: the first ``num_hash_layers`` choose by hash, unless a list says which do."""
-    family = families()["deepseek_v4"]
+    family = load_families()["deepseek_v4"]
     layout, sizes = family.get_layout("hf"), {"i": 4, "j": 1, "x": 2}
     kinds = ["hash_moe"] * hashed + ["moe"] * (4 - hashed)
     config: dict[str, object] = {"num_hash_layers": 2 if listed else hashed}

@@ -221,12 +221,12 @@ def test_a_contradiction_names_both_sources_and_both_words() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_model_type_follows_from_a_provider(name: str) -> None:
-    known = {name: one for name, one in families.families().items() if one.megatron}
+    known = {name: one for name, one in families.load_families().items() if one.megatron}
     assert possible(known, record(name, "run_config")) == [name]
 
 
 def test_arguments_alone_leave_what_computes_the_same() -> None:
-    known = {name: one for name, one in families.families().items() if one.megatron}
+    known = {name: one for name, one in families.load_families().items() if one.megatron}
     assert possible(known, record("llama3", "arguments")) == ["llama3", "mistral", "phi3"]
     assert possible(known, record("deepseek_v3", "arguments")) == ["deepseek_v3"]
 
@@ -296,7 +296,7 @@ def test_another_architecture_is_refused(word: str, value: object) -> None:
 
 
 def windowed() -> list[str]:
-    known = families.families().items()
+    known = families.load_families().items()
     return [
         name
         for name, family in known

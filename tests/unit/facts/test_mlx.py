@@ -3,7 +3,7 @@
 import pytest
 
 from ckptctl.facts.mlx_config import for_layout, with_earlier_spelling
-from ckptctl.families import families, family
+from ckptctl.families import family, load_families
 from ckptctl.planner.mapping.detect import list_configured_families
 
 OWN = {"model_type": "qwen3_5_text", "hidden_size": 64, "architectures": ["Qwen3_5ForCausalLM"]}
@@ -46,7 +46,7 @@ def test_of_others_nothing_changes():
     ],
 )
 def test_the_vision_config_tells_which_model_it_is(config, name):
-    assert list_configured_families(families(), config) == [name]
+    assert list_configured_families(load_families(), config) == [name]
 
 
 SCALED = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5}

@@ -8,7 +8,7 @@ import pytest
 from ckptctl.errors import MappingError
 from ckptctl.facts.contradictions import contradictions, of_config
 from ckptctl.facts.params import assumed, config_to_params, of_params, params_to_config
-from ckptctl.families import families, family
+from ckptctl.families import family, load_families
 from ckptctl.planner.config_facts import has_tied_embeddings, with_rope_type
 from ckptctl.planner.families.declarations import matches_signs
 
@@ -238,7 +238,7 @@ def test_params_json_says_which_family_it_is(name, params):
     stated = with_rope_type(params)
     found = {
         other
-        for other, known in families().items()
+        for other, known in load_families().items()
         if "mistral" in known.layouts and any(matches_signs(s, stated) for s in known.params_signs)
     }
     shaped = {"pixtral", "mistral3"} if "vision_encoder" in params else set()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from ckptctl.catalog import Box
 from ckptctl.errors import MappingError, MissingTensorsError, UsageError
-from ckptctl.families import families, family
+from ckptctl.families import family, load_families
 from ckptctl.planner.axes import AxisSizes
 from ckptctl.planner.families.declarations import find_set_alias, matches_signs, split_aliases
 from ckptctl.planner.families.tables import format_dims, parse_dims, parse_tables
@@ -494,7 +494,7 @@ def test_one_rank_shows_which_llama_it_is():
     for name, other in (("llama2", "llama3"), ("llama3", "llama2")):
         assert fits_ranks(family(name), "meta", rank_shapes(name), 2)
         assert not fits_ranks(family(other), "meta", rank_shapes(name), 2)
-    found = detect_layouts(rank_shapes("llama2"), families(), ranks=2, prefer="meta")
+    found = detect_layouts(rank_shapes("llama2"), load_families(), ranks=2, prefer="meta")
     assert ("llama2", "meta") in names_of(found)
     assert ("llama3", "meta") not in names_of(found)
 
@@ -521,16 +521,16 @@ LLAMA3 = {"model_type": "llama", "rope_theta": 500000.0, "tie_word_embeddings": 
 )
 def test_config_decides(config, expected):
     shapes = hf(lm_head=expected != "llama3_2")
-    found = detect_layouts(shapes, families(), config)
+    found = detect_layouts(shapes, load_families(), config)
     assert names_of(found) == [(expected, "hf")] and found[0].is_exact
     assert any("config.json" in text for text in found[0].evidence)
 
 
 def test_another_model_type_with_the_same_keys_is_not_llama():
-    assert names_of(detect_layouts(hf(), families(), {"model_type": "mistral"})) == [
+    assert names_of(detect_layouts(hf(), load_families(), {"model_type": "mistral"})) == [
         ("mistral", "hf")
     ]
-    assert not detect_layouts(hf(), families(), {"model_type": "unheard_of"})
+    assert not detect_layouts(hf(), load_families(), {"model_type": "unheard_of"})
 
 
 @pytest.mark.parametrize(
@@ -543,24 +543,24 @@ def test_another_model_type_with_the_same_keys_is_not_llama():
     ],
 )
 def test_params_decide(params, expected):
-    found = detect_layouts(meta(), families(), None, params, prefer="meta")
+    found = detect_layouts(meta(), load_families(), None, params, prefer="meta")
     assert names_of(found) == [(expected, "meta")]
     assert found[0].alike == ("torchtitan@0.2",)
 
 
 def test_params_of_mistral_are_not_llama():
-    found = detect_layouts(meta(), families(), None, {"dim": 8, "hidden_dim": 16})
+    found = detect_layouts(meta(), load_families(), None, {"dim": 8, "hidden_dim": 16})
     assert names_of(found) == [("mistral", "mistral")]
 
 
 def test_keys_alone_leave_several_families():
-    found = detect_layouts(meta(), families())
+    found = detect_layouts(meta(), load_families())
     assert {c.family for c in found} >= {"llama2", "llama3", "llama3_2"}
     assert {"meta", "mistral"} <= {c.layout for c in found}
-    found = detect_layouts(meta(), families(), prefer="torchtitan@0.2")
+    found = detect_layouts(meta(), load_families(), prefer="torchtitan@0.2")
     assert ("llama3", "torchtitan@0.2") in names_of(found)
     assert ("llama3", "meta") not in names_of(found)
-    found = detect_layouts(hf(lm_head=False), families())
+    found = detect_layouts(hf(lm_head=False), load_families())
     assert ("llama3_2", "hf") in names_of(found)
     assert ("llama3", "hf") not in names_of(found)
 
@@ -568,16 +568,16 @@ def test_keys_alone_leave_several_families():
 def test_nearly_a_model_is_named_and_marked():
     shapes = hf()
     del shapes["model.layers.1.mlp.up_proj.weight"]
-    found = detect_layouts(shapes, families(), LLAMA3)
+    found = detect_layouts(shapes, load_families(), LLAMA3)
     assert names_of(found) == [("llama3", "hf")] and not found[0].is_exact
     assert found[0].missing == ("model.layers.1.mlp.up_proj.weight",)
-    found = detect_layouts(hf() | {"model.extra": (1,)}, families(), LLAMA3)
+    found = detect_layouts(hf() | {"model.extra": (1,)}, load_families(), LLAMA3)
     assert found[0].unmatched == ("model.extra",)
 
 
 def test_strangers():
-    assert not detect_layouts({"a": (1,), "b": (2,)}, families())
-    assert not detect_layouts({}, families())
+    assert not detect_layouts({"a": (1,), "b": (2,)}, load_families())
+    assert not detect_layouts({}, load_families())
 
 
 def test_a_new_family_is_a_table():
@@ -592,7 +592,7 @@ def test_a_new_family_is_a_table():
 
 def test_layouts_that_take_these_keys_for_the_same_are_one():
     """Where no layer has experts, what packs experts is no other layout."""
-    found = [c for c in detect_layouts(hf(), families()) if c.family == "qwen2_moe"]
+    found = [c for c in detect_layouts(hf(), load_families()) if c.family == "qwen2_moe"]
     assert [(c.layout, "hf-v5" in c.alike) for c in found] == [("hf", True)]
 
 
@@ -601,13 +601,13 @@ def test_shapes_tell_layouts_of_the_same_keys_apart():
     moe = family("qwen3_vl_moe")
     for layout, other in (("hf", "hf-v5"), ("hf-v5", "hf")):
         shapes = tables.tiny(moe, layout)
-        found = detect_layouts(shapes, families(), {"model_type": "qwen3_vl_moe"})
+        found = detect_layouts(shapes, load_families(), {"model_type": "qwen3_vl_moe"})
         assert names_of(found) == [("qwen3_vl_moe", layout)]
         assert shapes.keys() == tables.tiny(moe, other).keys()
     square = {
         key: (shape[0], 40, 40) if "experts" in key else shape for key, shape in shapes.items()
     }
-    found = detect_layouts(square, families(), {"model_type": "qwen3_vl_moe"})
+    found = detect_layouts(square, load_families(), {"model_type": "qwen3_vl_moe"})
     assert {layout for _, layout in names_of(found)} == {"hf", "hf-v5"}
 
 

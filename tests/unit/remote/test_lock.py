@@ -285,12 +285,12 @@ def _write(url: str, content: str, folder: Path, outcomes: dict[str, str], **mor
         return
     try:
         for name in SHARDS:
-            place.put(name, path)
-        place.require_whole()
-        place.put(INDEX, path)
-        place.commit()
+            place.upload_file(name, path)
+        place.require_complete()
+        place.upload_file(INDEX, path)
+        place.publish_files()
     except CkptError as error:
-        outcomes[content] = f"{error.what}: {place.abandon()}"
+        outcomes[content] = f"{error.what}: {place.abandon_upload()}"
         return
     place.close()
     outcomes[content] = "written"
@@ -411,14 +411,14 @@ def test_a_sign_of_life_that_comes_late(
     place = ObjectUpload(FsspecStore(url), UploadRequest([*SHARDS, INDEX]))
     late = Store.store[f"{url.removeprefix('store:/')}/{LOCK_NAME}"].getvalue()
     for name in SHARDS[:number]:
-        place.put(name, path)
+        place.upload_file(name, path)
     monkeypatch.setattr(remote_lock, "is_dead", lambda *_: True)
     outcomes: dict[str, str] = {}
     _write(url, "B", tmp_path, outcomes)
     Store().pipe_file(f"{url.removeprefix('store:/')}/{LOCK_NAME}", late)
     with pytest.raises(StorageError, match="another process is writing"):
-        place.put((*SHARDS, INDEX)[number], path)
-    place.abandon()
+        place.upload_file((*SHARDS, INDEX)[number], path)
+    place.abandon_upload()
     files = _files(url)
     assert outcomes == {"B": "written"} and set(files) == {*SHARDS, INDEX}
     assert set(files.values()) == {"B"}
@@ -430,16 +430,16 @@ def test_what_makes_it_a_checkpoint_goes_with_what_it_names(url: str, tmp_path: 
     first = ObjectUpload(FsspecStore(url), asked)
     for name in asked.names:
         (tmp_path / name).write_text("A")
-        first.put(name, tmp_path / name)
+        first.upload_file(name, tmp_path / name)
     first._lock.leave()
     second = ObjectUpload(FsspecStore(url), asked)
     (tmp_path / SHARDS[0]).write_text("B")
-    second.put(SHARDS[0], tmp_path / SHARDS[0])
+    second.upload_file(SHARDS[0], tmp_path / SHARDS[0])
     assert INDEX not in _files(url)
     for name in asked.names[1:]:
-        second.put(name, tmp_path / name)
-    second.require_whole()
-    second.commit()
+        second.upload_file(name, tmp_path / name)
+    second.require_complete()
+    second.publish_files()
     second.close()
     assert _files(url) == {SHARDS[0]: "B", SHARDS[1]: "A", SHARDS[2]: "A", INDEX: "A"}
     assert second.resumed == 2

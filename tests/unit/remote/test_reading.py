@@ -107,10 +107,10 @@ def test_no_secret_is_shown(url: str, shown: str) -> None:
     assert isinstance(path, UrlPath)
     assert mask_secrets(url) == str(path) == os.fspath(path) == shown
     assert repr(path) == f"UrlPath({shown!r})"
-    assert path.tree.secret_of(shown) == url
-    assert path.tree.secret_of(str(path / "sub")).replace("/sub", "") == url
+    assert path.tree.add_secret(shown) == url
+    assert path.tree.add_secret(str(path / "sub")).replace("/sub", "") == url
     again: UrlPath = pickle.loads(pickle.dumps(path))
-    assert again == path and again.tree.secret_of(again.url) == url
+    assert again == path and again.tree.add_secret(again.url) == url
 
 
 def test_a_scheme_in_capitals(url: str) -> None:
@@ -144,7 +144,7 @@ def test_a_slash_at_the_end_of_a_signature() -> None:
     for url in ("https://host/end/x/?sig=5eC/", "https://host/end/x?sig=5eC/"):
         path = parse_path(url)
         assert isinstance(path, UrlPath)
-        assert path.tree.secret_of(path.url) == "https://host/end/x?sig=5eC/"
+        assert path.tree.add_secret(path.url) == "https://host/end/x?sig=5eC/"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptctl.catalog import Box, Catalog, Computed, Extent, Input, TensorEntry, computed_name
+from ckptctl.catalog import (
+    Box,
+    Catalog,
+    ComputedTensor,
+    ComputeInput,
+    Extent,
+    TensorEntry,
+    computed_name,
+)
 from ckptctl.errors import DamagedError
 from ckptctl.numerics.quantization.formulas import ScaleBlocks
 from ckptctl.planner.copying.blocks import build_rearranged_file
@@ -41,7 +49,7 @@ def stored(files, name, tensor):
     dtype = str(tensor.dtype).removeprefix("torch.")
     shape = tuple(tensor.shape)
     extent = Extent(Box.whole(shape), name, 0, tensor.numel() * tensor.element_size())
-    return Input(files.root, TensorEntry(name, dtype, shape, (extent,), (name,)))
+    return ComputeInput(files.root, TensorEntry(name, dtype, shape, (extent,), (name,)))
 
 
 def read(files, computed, spans, others=()):
@@ -75,7 +83,7 @@ def same_everywhere(files, computed, expected):
 def fp8(files, weight, scale, dtype, block=(128, 128)):
     inputs = stored(files, "weight", weight), stored(files, "scale", scale)
     sizes = ScaleBlocks(*block)
-    return Computed("block_fp8", dtype, tuple(weight.shape), inputs, sizes)
+    return ComputedTensor("block_fp8", dtype, tuple(weight.shape), inputs, sizes)
 
 
 def every_fp8(*shape):
@@ -133,7 +141,7 @@ def test_mxfp4_as_transformers_does(files, dtype):
     inputs = stored(files, "b", blocks), stored(files, "s", scales)
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     theirs = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=DTYPES[dtype]).transpose(1, 2)
-    same_everywhere(files, Computed("mxfp4", dtype, (3, 40, 160), inputs), theirs)
+    same_everywhere(files, ComputedTensor("mxfp4", dtype, (3, 40, 160), inputs), theirs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -144,7 +152,7 @@ def test_every_pair_of_byte_and_scale_of_mxfp4(files, dtype):
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     theirs = mxfp4.convert_moe_packed_tensors(blocks[None], scales[None], dtype=DTYPES[dtype])
     expected = theirs[0].transpose(0, 1)
-    computed = Computed("mxfp4", dtype, (256, 512), inputs)
+    computed = ComputedTensor("mxfp4", dtype, (256, 512), inputs)
     found = read(files, computed, [(0, expected.numel() * expected.element_size())])
     assert torch.equal(
         torch.frombuffer(bytearray(found), dtype=DTYPES[dtype]).view(256, 512).nan_to_num(9.0),
@@ -154,10 +162,10 @@ def test_every_pair_of_byte_and_scale_of_mxfp4(files, dtype):
 
 @pytest.mark.parametrize("shape", [(), (9,), (4, 6)])
 def test_constants(files, shape):
-    ones = Computed("constant", "bfloat16", shape, arguments=1.0)
+    ones = ComputedTensor("constant", "bfloat16", shape, arguments=1.0)
     expected = raw_bytes(torch.ones(shape, dtype=torch.bfloat16))
     assert read(files, ones, [(0, len(expected))]) == expected
-    zeros = Computed("constant", "float32", shape)
+    zeros = ComputedTensor("constant", "float32", shape)
     assert not any(read(files, zeros, [(0, 2 * len(expected))]))
 
 
@@ -165,11 +173,11 @@ def test_a_virtual_file_may_be_made_of_another(files):
     weight = torch.ones(8, 8).to(torch.float8_e4m3fn)
     inner = computed_name("scale")
     whole = Extent(Box((0, 0), (1, 1)), inner, 0, 4)
-    scale = Input(Path(), TensorEntry("scale", "float32", (1, 1), (whole,), ("scale",)))
+    scale = ComputeInput(Path(), TensorEntry("scale", "float32", (1, 1), (whole,), ("scale",)))
     inputs = stored(files, "w", weight), scale
     sizes = ScaleBlocks(128, 128)
-    computed = Computed("block_fp8", "float32", (8, 8), inputs, sizes)
-    constant = Computed("constant", "float32", (1, 1), arguments=2.5)
+    computed = ComputedTensor("block_fp8", "float32", (8, 8), inputs, sizes)
+    constant = ComputedTensor("constant", "float32", (1, 1), arguments=2.5)
     found = read(files, computed, [(0, 256)], {inner: constant}.items())
     assert found == raw_bytes(torch.full((8, 8), 2.5))
 
@@ -192,9 +200,9 @@ def test_what_is_computed_of_what_is_computed_has_memory_of_its_own(files):
     base = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(2))
     inner, shape = computed_name("inner"), tuple(base.shape)
     whole = (stored(files, "base", base),)
-    same = Computed("added", "float32", shape, whole, 0)
-    given = Input(Path(), same.entry("inner", ("inner",), inner))
-    computed = Computed("lora", "bfloat16", shape, (given,), ())
+    same = ComputedTensor("added", "float32", shape, whole, 0)
+    given = ComputeInput(Path(), same.to_entry("inner", ("inner",), inner))
+    computed = ComputedTensor("lora", "bfloat16", shape, (given,), ())
     found = read(files, computed, [(0, base.nbytes // 2)], {inner: same}.items())
     assert found == raw_bytes(base.bfloat16())
 
@@ -202,9 +210,9 @@ def test_what_is_computed_of_what_is_computed_has_memory_of_its_own(files):
 def test_computed_tensors_can_be_compared(files):
     stored(files, "real", torch.full((3, 4), 2.0))
     made = {
-        computed_name("a"): Computed("constant", "float32", (3, 4), arguments=2),
-        computed_name("b"): Computed("constant", "float32", (4, 3), arguments=2),
-        computed_name("c"): Computed("constant", "float32", (3, 4), arguments=3),
+        computed_name("a"): ComputedTensor("constant", "float32", (3, 4), arguments=2),
+        computed_name("b"): ComputedTensor("constant", "float32", (4, 3), arguments=2),
+        computed_name("c"): ComputedTensor("constant", "float32", (3, 4), arguments=3),
     }
     places = {"real": "real", **{name[2:]: name for name in made}}
     entries = {
@@ -235,7 +243,7 @@ def test_inputs_may_be_cut_into_boxes(files):
         Extent(Box((0, 70), (300, 130)), "right", 0, 300 * 130),
     )
     entry = TensorEntry("weight", "float8_e4m3fn", (300, 200), extents, ("weight",))
-    cut = Input(files.root, entry)
+    cut = ComputeInput(files.root, entry)
     computed = replace(computed, inputs=(cut, computed.inputs[1]))
     same_everywhere(files, computed, deepseek(weight, scale, torch.float32))
 
@@ -281,7 +289,7 @@ def test_a_row_beyond_the_limit_is_cut():
     ],
 )
 def test_a_range_is_cut_where_rows_are_computed_together(width, offset, step):
-    computed = Computed("lora", "bfloat16", (4096, width // 2), (), ())
+    computed = ComputedTensor("lora", "bfloat16", (4096, width // 2), (), ())
     found = OpenFiles({NAME: computed}, lambda _: pytest.fail("nothing is read")).find_virtual_file(
         NAME
     )

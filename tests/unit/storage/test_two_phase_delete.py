@@ -22,7 +22,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def identity(path: Path) -> FileIdentity:
-    return FileIdentity.of(path.lstat())
+    return FileIdentity.from_stat(path.lstat())
 
 
 def names(folder: Path) -> list[str]:

@@ -22,7 +22,7 @@ from ckptctl.numerics.quantization.scheme import (
     WeightPart,
     always,
 )
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 BITS, WORD, EACH = 4, 32, 8
 SCALES = ("float16", "bfloat16", "float32")
@@ -36,7 +36,7 @@ def _weight(group: Group) -> QuantizedWeight:
     columns, count = words * EACH, -(-rows // width) if width > 0 else 1
     scales, zeros = group.parts["scale"], group.parts["zero"]
     if not rows or (width > 0 and rows % width):
-        raise group.unfit(f"{counted(rows, 'row')} cannot be divided into groups of {width}")
+        raise group.unfit(f"{pluralize(rows, 'row')} cannot be divided into groups of {width}")
     if scales.shape != (count, columns) or scales.dtype not in SCALES:
         raise group.unfit(f"groups of {width} require floats of shape {[count, columns]}", "scale")
     if zeros.shape != (count, words) or zeros.dtype != "int32":

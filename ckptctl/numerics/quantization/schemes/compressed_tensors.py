@@ -25,7 +25,7 @@ from ckptctl.numerics.quantization.scheme import (
     always,
 )
 from ckptctl.numerics.quantization.schemes.fp8 import ACTIVATIONS, E8M0, FP8, scaled
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 NAME = "compressed-tensors"
 WORD = 32
@@ -52,7 +52,7 @@ def _packed_weight(group: Group) -> QuantizedWeight:
     columns = _columns(group, said, words)
     if words != -(-columns * said.bits // WORD):
         raise group.unfit(
-            f"{counted(columns, 'number')} of {said.bits} bits do not fill {counted(words, 'word')}"
+            f"{pluralize(columns, 'number')} of {said.bits} bits do not fill {pluralize(words, 'word')}"
         )
     return _integers(group, said, (*lead, rows, columns), said.bits)
 
@@ -106,14 +106,14 @@ def _groups(group: Group, said: Arguments, shape: tuple[int, ...]) -> tuple[int,
     width = said.group if said.strategy == "group" else columns
     if said.strategy not in ("group", "channel", "tensor") or not width or columns % width:
         raise group.unfit(
-            f"strategy `{said.strategy}` is not possible with {counted(width, 'column')}"
+            f"strategy `{said.strategy}` is not possible with {pluralize(width, 'column')}"
         )
     rows, matrices = math.prod(shape[:-1]), math.prod(shape[:-2])
     numbers = {"group": rows * columns // width, "channel": rows, "tensor": matrices}
     wanted = numbers[said.strategy]
     shaped = said.strategy != "group" or scale.shape == (*shape[:-1], columns // width)
     if scale.dtype not in FLOATS or scale.numel != wanted or not shaped:
-        raise group.unfit(f"expected {counted(wanted, 'float')} ({_words(said, width)})", "scale")
+        raise group.unfit(f"expected {pluralize(wanted, 'float')} ({_words(said, width)})", "scale")
     return width, columns // width
 
 
@@ -161,7 +161,7 @@ def _fp4(group: Group, said: Arguments) -> QuantizedWeight:
     if len(shape) < 2 or (said.bits, said.kind) != (4, "float"):
         raise group.unfit(f"the configuration declares `{said.kind}` with {said.bits} bits")
     if not width or width % 2 or shape[-1] % width:
-        columns = counted(shape[-1], "column")
+        columns = pluralize(shape[-1], "column")
         raise group.unfit(f"{columns} cannot be divided into groups of {width}")
     dtypes = (FP8,) if whole else ("uint8", E8M0)
     if scale.shape != (*shape[:-1], shape[-1] // width) or scale.dtype not in dtypes:

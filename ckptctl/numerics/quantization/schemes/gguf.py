@@ -12,7 +12,7 @@ from functools import partial
 
 from ckptctl.numerics.quantization.ggml import BLOCKS, BlockType
 from ckptctl.numerics.quantization.scheme import Form, Group, QuantizedWeight, Scheme
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 BYTES = "uint8"
 
@@ -21,7 +21,7 @@ def _weight(kind: BlockType, group: Group) -> QuantizedWeight:
     *rows, width = group.lead.shape or (1,)
     if width % kind.nbytes:
         raise group.unfit(
-            f"the row size of {kind.name} must be a multiple of {counted(kind.nbytes, 'byte')}"
+            f"the row size of {kind.name} must be a multiple of {pluralize(kind.nbytes, 'byte')}"
         )
     return group.quantized(
         f"GGUF {kind.name}",

@@ -23,7 +23,7 @@ from ckptctl.numerics.quantization.scheme import (
     always,
 )
 from ckptctl.numerics.quantization.statement import QuantizationStatement
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 FLOATS = ("float32", "bfloat16", "float16")
 GROUPS = (32, 64, 128)
@@ -42,7 +42,7 @@ def _weight(group: Group) -> QuantizedWeight:
     *lead, groups = scales.shape
     if packed.shape[-1] * WORD != groups * size * bits:
         raise group.unfit(
-            f"expected {counted(groups, 'group')} of {counted(size, 'element')} of {bits} bits",
+            f"expected {pluralize(groups, 'group')} of {pluralize(size, 'element')} of {bits} bits",
             "scales",
         )
     kind = "mlx_affine" if mode == AFFINE else "mlx_float"

@@ -21,7 +21,7 @@ from ckptctl.numerics.quantization.scheme import (
 from ckptctl.numerics.quantization.schemes.compressed_tensors import DROPPED
 from ckptctl.numerics.quantization.schemes.fp8 import FP8, scaled
 from ckptctl.numerics.quantization.statement import Json, QuantizationStatement
-from ckptctl.units import counted
+from ckptctl.units import pluralize
 
 NVFP4, MX = 16, 32
 MIXED = "MIXED_PRECISION"
@@ -55,7 +55,7 @@ def _nvfp4(group: Group) -> QuantizedWeight:
     lead = group.lead.shape
     shape = (*lead[:-1], 2 * lead[-1]) if len(lead) > 1 else (0, 0)
     if width % 2 or not shape[-1] or shape[-1] % width:
-        columns = counted(shape[-1], "column")
+        columns = pluralize(shape[-1], "column")
         raise group.unfit(f"{columns} cannot be divided into groups of {width}")
     if scale.dtype != FP8 or scale.shape != (*shape[:-1], shape[-1] // width):
         raise group.unfit(f"blocks of {width} require one {FP8} each", "scale")

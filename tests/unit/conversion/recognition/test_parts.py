@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptctl.conversion.recognition.roots import part_of
+from ckptctl.conversion.recognition.roots import classify_part
 
 
 @pytest.mark.parametrize(
@@ -29,8 +29,8 @@ from ckptctl.conversion.recognition.roots import part_of
     ],
 )
 def test_parts(name: str, root: str, part: str) -> None:
-    assert part_of(name, root, "dcp") == part
+    assert classify_part(name, root, "dcp") == part
 
 
 def test_a_format_of_models_alone_has_no_other_part() -> None:
-    assert part_of("optimizer.weight", "", "hf") == "model"
+    assert classify_part("optimizer.weight", "", "hf") == "model"

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from ckptctl.conversion.recognition.model import Description
+from ckptctl.conversion.recognition.model import ModelDescription
 from ckptctl.errors import MappingError, UsageError
 from ckptctl.facts.agreement import agree
 from ckptctl.facts.config_files import adapted_config
@@ -66,7 +66,7 @@ def test_the_same_twice_is_fine():
 )
 def test_contradictions_are_refused(given, said):
     with pytest.raises(UsageError) as caught:
-        agree(LLAMA, [Description("config.json", "m/config.json", CONFIG)], given)
+        agree(LLAMA, [ModelDescription("config.json", "m/config.json", CONFIG)], given)
     assert said in caught.value.what
 
 

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from ckptctl import formats
-from ckptctl.catalog import Computed, Input
+from ckptctl.catalog import ComputedTensor, ComputeInput
 from ckptctl.numerics.kinds.lora import LoraUpdate
 from ckptctl.planner.copying.blocks import build_rearranged_file
 from ckptctl.planner.strided import StridedTensor
@@ -34,7 +34,7 @@ def state():
 def inputs(state, tmp_path: Path):
     save_file(state, tmp_path / "model.safetensors")
     catalog = formats.open_checkpoint(tmp_path)
-    return {name: Input(tmp_path, entry) for name, entry in catalog.tensors.items()}
+    return {name: ComputeInput(tmp_path, entry) for name, entry in catalog.tensors.items()}
 
 
 def read(made, pieces, every=1):
@@ -72,10 +72,12 @@ def definition(
         parts[name] = reordered(held, 0, order)
     root = inputs["base"].root
     others = {f"//{name}": build_rearranged_file(root, part) for name, part in parts.items()}
-    made = (Input(root, others[f"//{name}"].entry(name, (), f"//{name}")) for name in parts)
+    made = (
+        ComputeInput(root, others[f"//{name}"].to_entry(name, (), f"//{name}")) for name in parts
+    )
     change = LoraUpdate(range(*rows), 0.7, dora)
     every = (inputs["base"], *made)
-    return Computed("lora", dtype, (ROWS, COLUMNS), every, arguments=(change,)), others
+    return ComputedTensor("lora", dtype, (ROWS, COLUMNS), every, arguments=(change,)), others
 
 
 def expected(state, first=0, order=None, dora=False):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ckptctl.catalog import Computed
+from ckptctl.catalog import ComputedTensor
 from ckptctl.numerics.quantization.formulas import MlxGroups
 from tests.checkpoints.mxfp4 import TABLE
 from tests.unit.storage.test_computed import DTYPES, files, same_everywhere, stored
@@ -27,7 +27,7 @@ def integers(bits, *shape):
 
 def computed(files, kind, dtype, shape, given, said):
     inputs = tuple(stored(files, role, value) for role, value in given.items())
-    return Computed(kind, dtype, shape, inputs, said)
+    return ComputedTensor(kind, dtype, shape, inputs, said)
 
 
 @pytest.mark.parametrize("bits", BITS)

@@ -38,7 +38,7 @@ def roles_of(name: str, layout: str) -> dict[str, Role]:
     return keys
 
 
-@pytest.mark.parametrize("name", families.names())
+@pytest.mark.parametrize("name", families.list_names())
 def test_by_name(name: str) -> None:
     family = families.family(name)
     for layout in {"hf", "hf-v5"} & set(family.layouts):

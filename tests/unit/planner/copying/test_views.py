@@ -43,14 +43,16 @@ def test_rows_of_a_split_dimension_are_a_view(tensor: TensorEntry) -> None:
     found = build_view(tensor, apart, "b")
     assert (elements(found) == elements(tensor)[1:5, 1::2]).all()
     assert (found.name, found.path, found.shape) == ("b", ("b",), (4, 4))
-    assert all(extent.recorded is None for extent in found.extents)
+    assert all(extent.recorded_checksum is None for extent in found.extents)
 
 
 @pytest.mark.parametrize("tensor", [WHOLE, HALVES])
 def test_transposed_extents_keep_their_checksums(tensor: TensorEntry) -> None:
     found = transpose_entry(tensor)
     assert (elements(found) == elements(tensor).T).all()
-    assert [one.recorded for one in found.extents] == [one.recorded for one in tensor.extents]
+    assert [one.recorded_checksum for one in found.extents] == [
+        one.recorded_checksum for one in tensor.extents
+    ]
     assert transpose_entry(found) == tensor
 
 
@@ -58,7 +60,7 @@ def test_extents_that_stay_complete_keep_their_checksums() -> None:
     found = build_view(HALVES, StridedTensor.from_entry(HALVES).narrow(1, 0, 4))
     first, second = found.extents
     assert first == HALVES.extents[0]
-    assert (second.box, second.nbytes, second.recorded) == (Box((0, 3), (6, 1)), 6, None)
+    assert (second.box, second.nbytes, second.recorded_checksum) == (Box((0, 3), (6, 1)), 6, None)
 
 
 def test_elements_that_are_not_evenly_apart_are_no_view() -> None:

@@ -2,12 +2,12 @@ from dataclasses import replace
 
 import pytest
 
-from ckptctl.families import family, names
+from ckptctl.families import family, list_names
 from ckptctl.planner.families.validation import iterate_contradictions
 from ckptctl.planner.layouts import Drop, Family, Tie
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", list_names())
 def test_families_that_ship_are_sound(name):
     assert list(iterate_contradictions(family(name))) == []
 

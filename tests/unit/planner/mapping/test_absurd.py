@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckptctl.errors import MappingError, MissingTensorsError
-from ckptctl.families import families, family
+from ckptctl.families import family, load_families
 from ckptctl.planner.config_facts import read_sizes
 from ckptctl.planner.mapping.detect import detect_layouts
 from ckptctl.planner.mapping.tensors import map_tensors
@@ -39,7 +39,7 @@ def test_six_digits_are_no_index(number):
 def test_a_layer_and_an_expert_too_many():
     """Layers times experts that are missing would be ten thousand millions of keys."""
     found = shapes() | {EXPERT.format(99999, 0): (96, 64), EXPERT.format(0, 99999): (96, 64)}
-    (candidate,) = detect_layouts(found, families(), {"model_type": "mixtral"})
+    (candidate,) = detect_layouts(found, load_families(), {"model_type": "mixtral"})
     assert candidate.missing
     with pytest.raises(MissingTensorsError, match="missing"):
         map_tensors(family("mixtral"), "hf", "hf-v5", found)

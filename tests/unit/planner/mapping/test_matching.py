@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from ckptctl.errors import MissingTensorsError
-from ckptctl.families import families
+from ckptctl.families import load_families
 from ckptctl.planner.families.templates import Template, group_by_kind, split_numbers
 from ckptctl.planner.layouts import Drop
 from ckptctl.planner.mapping.completeness import ExpectedTensors
@@ -135,7 +135,7 @@ def test_a_layer_without_its_feed_forward_lacks_that_of_most_layers() -> None:
 
 def test_detection_looks_at_kinds_not_at_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """A deeper model costs no more reading of templates, and each key is taken apart once."""
-    known = families()
+    known = load_families()
     taken, read = list[str](), list[object]()
     original = Template.parse_numbers
 

@@ -36,7 +36,7 @@ ROWS, COLUMNS = 96, 64
 
 def identity(path):
     found = os.stat(path)
-    return FileIdentity.of(found)
+    return FileIdentity.from_stat(found)
 
 
 class Case:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptctl.catalog import Computed, TensorEntry, computed_name, memory_name
+from ckptctl.catalog import ComputedTensor, TensorEntry, computed_name, memory_name
 from ckptctl.errors import DamagedError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.planner.plan import OutputFile, Plan, Record, TargetBox, Transfer
@@ -111,7 +111,7 @@ def test_filled_memory_is_released_after_the_run(tmp_path: Path, source: str) ->
     into = target(memory_name("a"), 0, [100], 0)
     record = Record("t", memory_name("a"), 0, 100)
     moved = plan(stored(source, [100]), into, record, [], tmp_path)
-    constant = Computed("constant", "uint8", (100,), arguments=0)
+    constant = ComputedTensor("constant", "uint8", (100,), arguments=0)
     moved = replace(moved, computed={computed_name("in"): constant})
     buffer = Buffer(b"\xa5" * 100)
     released = weakref.ref(buffer)

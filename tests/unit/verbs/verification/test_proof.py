@@ -44,7 +44,9 @@ def test_bytes_are_those_that_a_right_one_covers_and_no_wrong_one(seed: int) -> 
 
 def test_a_tensor_that_cannot_be_read_is_not_proven() -> None:
     proof = Proof([("a", 0, 9)], [])
-    assert proof.tensors([TensorEntry.unread("w", "f", (2,), ("w",), "it is sparse")]) == 0
+    assert (
+        proof.tensors([TensorEntry.build_unreadable("w", "f", (2,), ("w",), "it is sparse")]) == 0
+    )
     assert proof.tensors([entry(0, 9), entry(0, 10)]) == 1
     assert Proof([], []).tensors([entry(3, 0)]) == 1
 
