@@ -85,9 +85,9 @@ def list_dequantized_dtypes(_: Given | None = None) -> list[str]:
 
 def list_quantization_schemes(_: Given | None = None) -> list[str]:
     """List the schemes that weights can be quantized with."""
-    from ckptctl.numerics.quantization.recipes import recipes
+    from ckptctl.numerics.quantization.recipes import list_recipes
 
-    return list(recipes())
+    return list(list_recipes())
 
 
 # ---------------------------------------------------------------------------------- checks

@@ -11,8 +11,12 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ckptctl.facts.compared import counts_compared, layers_compared, sizes_compared
-from ckptctl.facts.fact_names import IGNORED, NOTED
+from ckptctl.facts.compared import (
+    list_compared_counts,
+    list_compared_layer_facts,
+    list_compared_sizes,
+)
+from ckptctl.facts.fact_names import IGNORED_KEYS, LOGIT_NEUTRAL_KEYS
 from ckptctl.families import load_families
 from ckptctl.planner.layouts import FACTS, Fact, Family
 
@@ -72,9 +76,9 @@ def _names_of(fact: Fact) -> str:
 
 def _row(family: Family) -> str:
     stated = set(_stated(family))
-    counts = {*counts_compared()}
-    sizes = {*sizes_compared(family)} & stated
-    layers = {*layers_compared(family)} & stated - sizes
+    counts = {*list_compared_counts()}
+    sizes = {*list_compared_sizes(family)} & stated
+    layers = {*list_compared_layer_facts(family)} & stated - sizes
     rest = {name for name in stated - sizes - layers - counts if not _says_nothing(name)}
     return f"| `{family.name}` | {_listed(sizes)} | {_listed(layers)} | {_listed(rest)} |\n"
 
@@ -95,7 +99,11 @@ def _names(config: Mapping[str, object], prefix: str = "") -> Iterator[str]:
 
 def _says_nothing(name: str) -> bool:
     last = name.rpartition(".")[2]
-    skipped = {*NOTED, *(key for keys in IGNORED.values() for key in keys), "model_type"}
+    skipped = {
+        *LOGIT_NEUTRAL_KEYS,
+        *(key for keys in IGNORED_KEYS.values() for key in keys),
+        "model_type",
+    }
     return last in skipped or last.startswith("_")
 
 

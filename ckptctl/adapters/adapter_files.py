@@ -9,22 +9,22 @@ from dataclasses import replace
 
 from ckptctl import families
 from ckptctl.adapters.peft import (
-    SINGLE,
-    TARGETS,
-    TRAINED,
+    MERGEABLE_FIELDS,
+    TARGET_PARAMETERS,
+    TRAINED_FIELDS,
     WEIGHT,
-    Settings,
-    described,
-    factors_only,
-    matching,
+    AdapterSettings,
+    build_layer_targets,
+    find_adapter_config,
+    match_pattern,
+    read_settings,
     require_adapter,
-    settings,
-    target_modules_of_layers,
+    select_factors,
 )
 from ckptctl.conversion.assets import Assets
 from ckptctl.conversion.draft import Draft
 from ckptctl.errors import MappingError, RefusedError, UnsupportedError, UsageError, spell_option
-from ckptctl.facts.config_files import dumped
+from ckptctl.facts.config_files import dump_json
 from ckptctl.formats.peft import CONFIG as ADAPTER_CONFIG
 from ckptctl.formats.sidecar_files import documents
 from ckptctl.planner.config_facts import Json
@@ -49,7 +49,7 @@ def open_adapter(draft: Draft) -> Draft:
     """Select the LoRA factors for adapter formats, and read the model's config next to them."""
     catalog, assets, target = draft.catalog, draft.assets, draft.target
     if target.adapters:
-        catalog = factors_only(catalog)
+        catalog = select_factors(catalog)
         require_adapter(catalog, UsageError, f"the `{target.name}` format only stores adapters")
     if not assets.documents and is_adapter(catalog.tensors):
         assets = replace(assets, documents=documents(catalog.root))
@@ -60,16 +60,18 @@ def describe_adapter(draft: Draft) -> Draft:
     """Set the adapter's PEFT config on the draft, for formats that store it in their own files."""
     if not draft.is_adapter:
         return draft
-    config = described(draft.catalog)
-    known = settings(config, draft.options.lora_alpha, carries=carries(draft.change))
-    return replace(draft, adapter={**(config or {}), "lora_alpha": known.alpha})
+    config = find_adapter_config(draft.catalog)
+    adapter_settings = read_settings(
+        config, draft.options.lora_alpha, supported=list_supported_fields(draft.change)
+    )
+    return replace(draft, adapter={**(config or {}), "lora_alpha": adapter_settings.alpha})
 
 
-def carries(change: LayoutChange) -> tuple[str, ...]:
+def list_supported_fields(change: LayoutChange) -> tuple[str, ...]:
     """List the PEFT config fields that come with tensors and that the output can store."""
     if change.target_layout not in (None, *PEFT_LAYOUTS):
         return ()
-    return SINGLE if change.keeps_names else TRAINED
+    return MERGEABLE_FIELDS if change.keeps_names else TRAINED_FIELDS
 
 
 def adapter_files(draft: Draft) -> Draft:
@@ -78,28 +80,28 @@ def adapter_files(draft: Draft) -> Draft:
         return draft
     catalog, assets = draft.catalog, draft.assets
     target, change = draft.target, draft.change
-    alone = list_unpaired_factors(catalog.tensors)
-    if alone:
+    unpaired_factors = list_unpaired_factors(catalog.tensors)
+    if unpaired_factors:
         raise UnsupportedError(
-            f"{pluralize(len(alone), 'layer has', 'layers have')} only one LoRA factor",
-            where=f"tensor `{alone[0]}`",
+            f"{pluralize(len(unpaired_factors), 'layer has', 'layers have')} only one LoRA factor",
+            where=f"tensor `{unpaired_factors[0]}`",
             why="an adapter changes a layer by the product of two factors",
         )
-    config = described(catalog)
-    carried = carries(change)
-    known = settings(
+    config = find_adapter_config(catalog)
+    supported_fields = list_supported_fields(change)
+    adapter_settings = read_settings(
         config,
         draft.options.lora_alpha,
-        carries=TRAINED if carried and target.single_file else carried,
+        supported=TRAINED_FIELDS if supported_fields and target.single_file else supported_fields,
     )
     ranks = {
         get_module_name(key): composed.shape[0]
         for key, composed in compose_tensors(change.tensors).items()
         if key.endswith(RANK_FIRST_SUFFIXES)
     }
-    _require_same_biases(change, assets)
-    peft = change.target_layout in (None, *PEFT_LAYOUTS)
-    if not peft and not known.plain:
+    _require_same_bias_scaling(change, assets)
+    is_peft_layout = change.target_layout in (None, *PEFT_LAYOUTS)
+    if not is_peft_layout and not adapter_settings.has_uniform_scale:
         raise RefusedError(
             f"layout {change.target_layout} supports only one rank and one alpha for all modules",
             where=ADAPTER_CONFIG,
@@ -107,68 +109,80 @@ def adapter_files(draft: Draft) -> Draft:
             hint="merge it into its model with `ckptctl merge BASE ADAPTER DST`",
         )
     if target.single_file:
-        shown = " and ".join(str(rank) for rank in sorted(set(ranks.values())))
-        alpha_too = "" if known.alpha is None else f" and alpha ({known.alpha:g})"
-        them = "it" if known.alpha is None else "them"
-        note = f"a torch file cannot store the rank ({shown}){alpha_too}"
-        draft.notes.add(f"{note}; set {them} in the program that loads it")
+        rank_text = " and ".join(str(rank) for rank in sorted(set(ranks.values())))
+        alpha_text = (
+            "" if adapter_settings.alpha is None else f" and alpha ({adapter_settings.alpha:g})"
+        )
+        pronoun = "it" if adapter_settings.alpha is None else "them"
+        note = f"a torch file cannot store the rank ({rank_text}){alpha_text}"
+        draft.notes.add(f"{note}; set {pronoun} in the program that loads it")
         return draft
-    content = config and renamed(config, change)
-    if peft and (config is None or change.source_layout not in (None, *PEFT_LAYOUTS)):
+    content = config and rename_config_modules(config, change)
+    if is_peft_layout and (config is None or change.source_layout not in (None, *PEFT_LAYOUTS)):
         roles = (item.logical.partition(".")[0] for item in change.tensors)
         dora = any(role.endswith("-magnitude") for role in roles)
-        content = adapter_config(ranks, known, config, dora, (change.sizes or {}).get("i"))
-    new = {} if content is None else {ADAPTER_CONFIG: dumped(content)}
+        content = build_adapter_config(
+            ranks, adapter_settings, config, dora, (change.sizes or {}).get("i")
+        )
+    written = {} if content is None else {ADAPTER_CONFIG: dump_json(content)}
     copies = assets.list_copies((ADAPTER_CONFIG, "config.json"))
-    own = tuple(copy for copy in copies if copy.root == catalog.root)
-    return replace(draft, written=new, copies=own)
+    adapter_copies = tuple(copy for copy in copies if copy.root == catalog.root)
+    return replace(draft, written=written, copies=adapter_copies)
 
 
-def _require_same_biases(change: LayoutChange, assets: Assets) -> None:
+def _require_same_bias_scaling(change: LayoutChange, assets: Assets) -> None:
     """Raise if source and target programs treat DoRA of layers with a bias differently."""
     layouts = (change.source_layout or "", change.target_layout or "")
     scaling = [layout for layout in layouts if layout in SCALED_BIAS_LAYOUTS]
     if len(scaling) != 1 or change.family is None:
         return
-    base = families.family(change.family.name.removesuffix(ADAPTER_SUFFIX))
-    stated = assets.documents.get("config.json", {}).get("attention_bias") is True
-    biases = find_scaled_biases(base, scaling[0])
-    sure = {t.name.partition(".")[0] for t in base.tensors.values() if stated or not t.optional}
-    found = [
+    base_family = families.family(change.family.name.removesuffix(ADAPTER_SUFFIX))
+    has_attention_bias = assets.documents.get("config.json", {}).get("attention_bias") is True
+    biases = find_scaled_biases(base_family, scaling[0])
+    layers_with_bias = {
+        t.name.partition(".")[0]
+        for t in base_family.tensors.values()
+        if has_attention_bias or not t.optional
+    }
+    affected_keys = [
         item.sources[0].key
         for item in change.tensors
         for logical, _, role in [item.logical.partition(".")[0].rpartition("-")]
-        if role == FACTOR_ROLES[2] and biases.get(logical) in sure
+        if role == FACTOR_ROLES[2] and biases.get(logical) in layers_with_bias
     ]
-    if found:
+    if affected_keys:
         raise RefusedError(
-            f"cannot convert DoRA on {pluralize(len(found), 'layer that has', 'layers that have')} "
+            f"cannot convert DoRA on {pluralize(len(affected_keys), 'layer that has', 'layers that have')} "
             "a bias",
-            where=f"tensor `{found[0]}`",
+            where=f"tensor `{affected_keys[0]}`",
             why=f"{scaling[0]} scales the bias, but PEFT does not, so the result would differ",
             hint="merge the adapter, including its biases, into the base model with "
             "`ckptctl merge BASE ADAPTER DST`",
         )
 
 
-def adapter_config(
-    ranks: Mapping[str, int], known: Settings, config: Json | None, dora: bool, layers: int | None
+def build_adapter_config(
+    ranks: Mapping[str, int],
+    adapter_settings: AdapterSettings,
+    config: Json | None,
+    dora: bool,
+    layers: int | None,
 ) -> dict[str, object]:
     """Build adapter_config.json for an adapter that another program trained."""
     for module, rank in ranks.items():
-        known.scale(module, rank)
-    if known.alpha is None:
+        adapter_settings.compute_scale(module, rank)
+    if adapter_settings.alpha is None:
         raise UsageError(
             "PEFT's configuration requires alpha, not a scaling factor",
             hint=f"pass {spell_option('--lora-alpha')}",
         )
-    main = Counter(ranks.values()).most_common(1)[0][0]
-    others = {re.escape(module): rank for module, rank in ranks.items() if rank != main}
-    alpha: float = known.alpha
-    if others and not known.ranks:
+    main_rank = Counter(ranks.values()).most_common(1)[0][0]
+    rank_pattern = {re.escape(module): rank for module, rank in ranks.items() if rank != main_rank}
+    alpha: float = adapter_settings.alpha
+    if rank_pattern and not adapter_settings.ranks:
         raise MappingError(
             "the modules have different ranks",
-            where=f"module `{next(iter(others))}`",
+            where=f"module `{next(iter(rank_pattern))}`",
             why="it is unknown whether all modules have the same alpha",
         )
     return {
@@ -178,69 +192,93 @@ def adapter_config(
         "base_model_name_or_path": None,
         **(config or {}),
         "peft_type": "LORA",
-        "r": main,
+        "r": main_rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
-        "target_modules": target_modules_of_layers(list(ranks), layers),
+        "target_modules": build_layer_targets(list(ranks), layers),
         "bias": "none",
         "inference_mode": True,
         "use_dora": dora,
-        "use_rslora": known.rslora,
-        "rank_pattern": others,
-        "alpha_pattern": dict(known.alphas),
+        "use_rslora": adapter_settings.rslora,
+        "rank_pattern": rank_pattern,
+        "alpha_pattern": dict(adapter_settings.alphas),
     }
 
 
 # ------------------------------------------------------------------- other names of one model
 
 
-def renamed(config: Json, change: LayoutChange) -> Json:
+def rename_config_modules(config: Json, change: LayoutChange) -> Json:
     """Return the PEFT config of an adapter whose layers get the names of another layout."""
-    views = {item.sources[0].key: item.targets[0].key for item in change.tensors}
+    new_names = {item.sources[0].key: item.targets[0].key for item in change.tensors}
     versions = {change.source_layout, change.target_layout} <= {*PEFT_LAYOUTS}
-    return under_other_names(config, views) if versions else config
+    return rename_peft_modules(config, new_names) if versions else config
 
 
-def under_other_names(config: Json, views: Mapping[str, str]) -> Json:
-    """Rename modules in a PEFT config by *views*, which maps old tensor names to new ones."""
-    if all(old == new for old, new in views.items()):
+def rename_peft_modules(config: Json, new_names: Mapping[str, str]) -> Json:
+    """Rename modules in a PEFT config by *new_names*, which maps old tensor names to new ones."""
+    if all(old_name == new_name for old_name, new_name in new_names.items()):
         return config
     factors = {
-        get_module_name(old): get_module_name(new) for old, new in views.items() if is_factor(old)
+        get_module_name(old_name): get_module_name(new_name)
+        for old_name, new_name in new_names.items()
+        if is_factor(old_name)
     }
-    whole = {_module(old): _module(new) for old, new in views.items() if not is_factor(old)}
-    listed = config.get(TARGETS)
-    single = listed if isinstance(listed, list) else []
-    parameters = {name: name for name in single if isinstance(name, str)} | {
-        old + WEIGHT: new + WEIGHT for old, new in factors.items()
+    trained_modules = {
+        _get_saved_module(old_name): _get_saved_module(new_name)
+        for old_name, new_name in new_names.items()
+        if not is_factor(old_name)
+    }
+    target_parameters = config.get(TARGET_PARAMETERS)
+    parameter_names = target_parameters if isinstance(target_parameters, list) else []
+    parameters = {name: name for name in parameter_names if isinstance(name, str)} | {
+        old_name + WEIGHT: new_name + WEIGHT for old_name, new_name in factors.items()
     }
     patterns = {
         field: {
-            re.escape(new): value
-            for old, new in {**parameters, **factors}.items()
-            if (value := matching(stated, old, None)) is not None
+            re.escape(new_name): value
+            for old_name, new_name in {**parameters, **factors}.items()
+            if (value := match_pattern(field_value, old_name, None)) is not None
         }
         for field in ("rank_pattern", "alpha_pattern")
-        if isinstance(stated := config.get(field), Mapping)
+        if isinstance(field_value := config.get(field), Mapping)
     }
-    stated = config.get("modules_to_save")
-    ends = tuple(map(str, stated)) if isinstance(stated, list) else ()
-    saved = {old: new for old, new in whole.items() if old.endswith(ends)}
+    field_value = config.get("modules_to_save")
+    saved_endings = tuple(map(str, field_value)) if isinstance(field_value, list) else ()
+    saved = {
+        old_name: new_name
+        for old_name, new_name in trained_modules.items()
+        if old_name.endswith(saved_endings)
+    }
     return {
         **config,
         **patterns,
-        "target_modules": _under_other_names(config.get("target_modules"), factors),
-        **({TARGETS: [parameters.get(one, one) for one in single]} if single else {}),
-        "modules_to_save": _under_other_names(stated, saved) or None,
+        "target_modules": _rename_targets(config.get("target_modules"), factors),
+        **(
+            {
+                TARGET_PARAMETERS: [
+                    parameters.get(parameter, parameter) for parameter in parameter_names
+                ]
+            }
+            if parameter_names
+            else {}
+        ),
+        "modules_to_save": _rename_targets(field_value, saved) or None,
     }
 
 
-def _module(key: str) -> str:
+def _get_saved_module(key: str) -> str:
     """Return the module of a fully trained tensor (PEFT's ``modules_to_save``)."""
     return get_module_name(key).rpartition(".")[0].removesuffix(".base_layer")
 
 
-def _under_other_names(stated: object, modules: Mapping[str, str]) -> list[str]:
-    """Rename the endings in *stated*, or list full module names if endings no longer suffice."""
-    ends = [modules.get(str(one), str(one)) for one in stated] if isinstance(stated, list) else []
-    meant = all(any(f".{new}".endswith(f".{end}") for end in ends) for new in modules.values())
-    return ends if meant else sorted(modules.values())
+def _rename_targets(targets: object, modules: Mapping[str, str]) -> list[str]:
+    """Rename the endings in *targets*, or list full module names if endings no longer suffice."""
+    ends = (
+        [modules.get(str(target), str(target)) for target in targets]
+        if isinstance(targets, list)
+        else []
+    )
+    endings_match_all = all(
+        any(f".{new_module}".endswith(f".{end}") for end in ends) for new_module in modules.values()
+    )
+    return ends if endings_match_all else sorted(modules.values())

@@ -36,7 +36,7 @@ class Delta:
         a: ``[rank, columns]``, with the columns in the model's order.
         b: ``[rows, rank]``, with the rows in the order of *rows*.
         magnitude: DoRA's row norms in the order of *rows*, or None without DoRA.
-        beneath: The adapter's own copy of the base tensor, which is changed instead, or None.
+        base_tensor: The adapter's own copy of the base tensor, which is changed instead, or None.
         bias: Name of the model's bias that DoRA scales too, and the index of its first element;
             None if the bias stays as it is.
     """
@@ -47,7 +47,7 @@ class Delta:
     a: StridedTensor
     b: StridedTensor
     magnitude: StridedTensor | None = None
-    beneath: StridedTensor | None = None
+    base_tensor: StridedTensor | None = None
     bias: tuple[str, int] | None = None
 
 
@@ -58,17 +58,17 @@ class Deltas:
     Attributes:
         replaced: Fully trained tensors of the adapter, by the model tensor that they replace.
         pinned: Changed or replaced model tensors whose dtype must stay.
-        logical: Logical names (from the family's tables) of everything changed or replaced.
+        logical_names: Logical names (from the family's tables) of everything changed or replaced.
     """
 
     changed: tuple[Delta, ...]
     replaced: Mapping[str, StridedTensor]
     pinned: frozenset[str]
-    logical: frozenset[str] = frozenset()
+    logical_names: frozenset[str] = frozenset()
 
 
-def deltas(
-    base: Family,
+def match_adapter(
+    family: Family,
     layouts: tuple[str, str],
     shapes: Shapes,
     factors: Mapping[str, TensorEntry],
@@ -79,7 +79,7 @@ def deltas(
     """Match an adapter's factors to the tensors of a model.
 
     Args:
-        base: The model's family.
+        family: The model's family.
         layouts: The layouts of the model and of the adapter.
         shapes: Shapes of the model's tensors.
         factors: The adapter's tensors.
@@ -87,60 +87,60 @@ def deltas(
         lists: Lists of layer numbers from the configuration.
         paths: Paths of the model and the adapter, for errors.
     """
-    both = f"adapter `{paths[1]}` and model `{paths[0]}`"
+    both_paths = f"adapter `{paths[1]}` and model `{paths[0]}`"
     try:
         model = map_tensors(
-            derive_unfused_model(base, layouts[0]), layouts[0], UNFUSED, shapes, sizes, partial=True,
+            derive_unfused_model(family, layouts[0]), layouts[0], UNFUSED, shapes, sizes, partial=True,
             tied=False, lists=lists,
         )  # fmt: skip
     except SurplusError as error:
         error.where = paths[0]
         raise
-    known = {axis: size for axis, size in model.sizes.items() if isinstance(size, int)}
-    held = {key: entry.shape for key, entry in factors.items()}
+    axis_sizes = {axis: size for axis, size in model.sizes.items() if isinstance(size, int)}
+    factor_shapes = {key: entry.shape for key, entry in factors.items()}
     try:
         adapter = map_tensors(
-            derive_unfused_adapters(base, layouts[0]), layouts[1], UNFUSED, held, known, partial=True,
+            derive_unfused_adapters(family, layouts[0]), layouts[1], UNFUSED, factor_shapes, axis_sizes, partial=True,
             tied=False, lists=lists,
         )  # fmt: skip
     except SurplusError as error:
         raise MappingError(
             f"the adapter has {error.name} = {error.count:,}, but its model has {error.stated:,}",
-            where=both,
+            where=both_paths,
             hint="check that the adapter belongs to this model",
         ) from error
     composed = compose_tensors(model.tensors), compose_tensors(adapter.tensors)
-    return _Formulas(base, layouts, *composed, shapes, factors).result(both)
+    return _AdapterMatcher(family, layouts, *composed, shapes, factors).build_deltas(both_paths)
 
 
-class _Formulas:
+class _AdapterMatcher:
     def __init__(
         self,
-        base: Family,
+        family: Family,
         layouts: tuple[str, str],
         model: Mapping[str, ComposedTensor],
         adapter: Mapping[str, ComposedTensor],
         shapes: Shapes,
         factors: Mapping[str, TensorEntry],
     ) -> None:
-        self.base, self.layouts, self.shapes, self.factors = base, layouts, shapes, factors
+        self.family, self.layouts, self.shapes, self.factors = family, layouts, shapes, factors
         self.model = model
         self.parts: dict[str, dict[str, ComposedTensor]] = {}
         for key, item in adapter.items():
-            head, dot, rest = key.partition(".")
+            head, dot, indices = key.partition(".")
             logical, role = head.rsplit("-", 1)
-            self.parts.setdefault(f"{logical}{dot}{rest}", {})[role] = item
-        self._choose_variants()
+            self.parts.setdefault(f"{logical}{dot}{indices}", {})[role] = item
+        self._drop_other_variants()
 
-    def _choose_variants(self) -> None:
+    def _drop_other_variants(self) -> None:
         """Drop parts that belong to another variant of a layer than the one the model has.
 
         The same adapter tensor can match several variants, such as the norm before experts and the
         norm before a dense layer.
         """
-        variants = {t.name.partition(".")[0] for t in self.base.tensors.values() if t.variant}
-        there = {
-            _piece(item)
+        variants = {t.name.partition(".")[0] for t in self.family.tensors.values() if t.variant}
+        matched_pieces = {
+            _get_source_place(item)
             for name, roles in self.parts.items()
             if name in self.model
             for item in roles.values()
@@ -150,25 +150,25 @@ class _Formulas:
             for name, roles in self.parts.items()
             if name in self.model
             or name.partition(".")[0] not in variants
-            or any(_piece(item) not in there for item in roles.values())
+            or any(_get_source_place(item) not in matched_pieces for item in roles.values())
         }
 
-    def result(self, paths: str) -> Deltas:
+    def build_deltas(self, paths: str) -> Deltas:
         """Build the changes.
 
         *paths* names both checkpoints in errors.
         """
-        homeless = [
-            _source(item)
+        unmapped = [
+            _get_source_key(item)
             for name, roles in self.parts.items()
             if name not in self.model
             for item in list(roles.values())[:1]
         ]
-        if homeless:
+        if unmapped:
             raise MappingError(
-                f"the model is missing the layers of {pluralize(len(homeless), 'adapter tensor')}",
+                f"the model is missing the layers of {pluralize(len(unmapped), 'adapter tensor')}",
                 where=paths,
-                why=quote_names(homeless),
+                why=quote_names(unmapped),
                 hint="check that the adapter belongs to this model; if these layers are tied to "
                 f"others, convert the model with {spell_option('--untie')} first",
             )
@@ -176,25 +176,27 @@ class _Formulas:
         replaced: dict[str, StridedTensor] = {}
         pinned: set[str] = set()
         for name, roles in self.parts.items():
-            key = _source(self.model[name])
-            if name.partition(".")[0] in self.base.pinned:
+            key = _get_source_key(self.model[name])
+            if name.partition(".")[0] in self.family.pinned:
                 pinned.add(key)
             # A layer with factors keeps its trained bias in the base layer beneath them.
             bias = roles.get("beneath") if len(self.shapes[key]) == 1 else None
-            trained = roles.get("saved") or bias
-            if trained is not None:
-                replaced[key] = self._replacement(name, trained)
+            trained_tensor = roles.get("saved") or bias
+            if trained_tensor is not None:
+                replaced[key] = self._read_replacement(name, trained_tensor)
             else:
-                delta = self._delta(name, roles)
+                delta = self._build_delta(name, roles)
                 changed.setdefault((delta.key, delta.rows, delta.factors), delta)
         logical = frozenset(self.parts)
         return Deltas(tuple(changed.values()), replaced, frozenset(pinned), logical)
 
-    def _delta(self, name: str, roles: Mapping[str, ComposedTensor]) -> Delta:
+    def _build_delta(self, name: str, roles: Mapping[str, ComposedTensor]) -> Delta:
         for role in FACTOR_ROLES[:2]:
             if role not in roles:
-                there = _source(next(iter(roles.values())))
-                raise UnsupportedError(f"`{there}` has no matching `{role}`", where=there)
+                present_factor = _get_source_key(next(iter(roles.values())))
+                raise UnsupportedError(
+                    f"`{present_factor}` has no matching `{role}`", where=present_factor
+                )
         layer = self.model[name]
         a, b, magnitude = (roles.get(role) for role in FACTOR_ROLES)
         assert a is not None and b is not None
@@ -202,110 +204,113 @@ class _Formulas:
         if ranks[0] != ranks[1] or not ranks[0]:
             raise UnsupportedError(
                 f"A has rank {ranks[0]}, B has rank {ranks[1]}",
-                where=f"tensors `{_source(a)}` and `{_source(b)}`",
+                where=f"tensors `{_get_source_key(a)}` and `{_get_source_key(b)}`",
             )
-        rows = _rows(layer)
+        rows = _find_stored_rows(layer)
         return Delta(
-            _source(layer),
-            range(self.shapes[_source(layer)][0]) if rows is None else rows,
-            (_source(a), _source(b)),
+            _get_source_key(layer),
+            range(self.shapes[_get_source_key(layer)][0]) if rows is None else rows,
+            (_get_source_key(a), _get_source_key(b)),
             a.bind_entries(self.factors),
-            self._rows_of(layer, b),
-            self._rows_of(layer, magnitude) if magnitude else None,
-            self._replacement(name, roles["beneath"]) if "beneath" in roles else None,
-            self._bias(name) if magnitude else None,
+            self._select_rows(layer, b),
+            self._select_rows(layer, magnitude) if magnitude else None,
+            self._read_replacement(name, roles["beneath"]) if "beneath" in roles else None,
+            self._find_scaled_bias(name) if magnitude else None,
         )
 
-    def _rows_of(self, layer: ComposedTensor, item: ComposedTensor) -> StridedTensor:
+    def _select_rows(self, layer: ComposedTensor, item: ComposedTensor) -> StridedTensor:
         """Return the rows of a factor or magnitude that belong to the rows of *layer*.
 
         If the parts of the tensor are interleaved, all its rows are returned, shared by its parts.
         """
-        if _rows(layer) is not None and _rows(item) is not None:
+        if _find_stored_rows(layer) is not None and _find_stored_rows(item) is not None:
             return item.bind_entries(self.factors)
-        stored = self.factors[_source(item)]
-        alike = stored.shape[0] == self.shapes[_source(layer)][0]
-        if not alike or _along_rows(layer) != _along_rows(item):
+        stored = self.factors[_get_source_key(item)]
+        has_same_rows = stored.shape[0] == self.shapes[_get_source_key(layer)][0]
+        if not has_same_rows or _find_row_axes(layer) != _find_row_axes(item):
             raise UnsupportedError(
                 "an adapter cannot be merged into rows of several layers that are interleaved "
                 "differently",
-                where=f"tensors `{_source(layer)}` and `{_source(item)}`",
+                where=f"tensors `{_get_source_key(layer)}` and `{_get_source_key(item)}`",
                 hint="convert the adapter to `peft`, or the model to the adapter's layout, first",
             )
         return StridedTensor.from_entry(stored)
 
-    def _bias(self, name: str) -> tuple[str, int] | None:
+    def _find_scaled_bias(self, name: str) -> tuple[str, int] | None:
         """Find the bias that DoRA scales with a layer, and the index of its first element."""
-        head, dot, rest = name.partition(".")
-        bias = find_scaled_biases(self.base, self.layouts[1]).get(head, "")
-        item = self.model.get(f"{bias}{dot}{rest}")
+        layer_name, dot, indices = name.partition(".")
+        bias_name = find_scaled_biases(self.family, self.layouts[1]).get(layer_name, "")
+        item = self.model.get(f"{bias_name}{dot}{indices}")
         if item is None:
             return None
-        if self._row_order(head) != self._row_order(bias):
+        if self._read_row_order(layer_name) != self._read_row_order(bias_name):
             raise MappingError(
                 "a bias that DoRA scales is ordered differently from the rows of its weight",
-                where=f"tensor `{_source(item)}`",
+                where=f"tensor `{_get_source_key(item)}`",
                 hint="convert the model to the adapter's layout first",
             )
-        rows = _rows(item)
-        return _source(item), rows.start if rows else 0
+        rows = _find_stored_rows(item)
+        return _get_source_key(item), rows.start if rows else 0
 
-    def _row_order(self, head: str) -> tuple[str, ...]:
+    def _read_row_order(self, head: str) -> tuple[str, ...]:
         leaves = (
             tensor.leaves[self.layouts[0]]
-            for tensor in self.base.tensors.values()
+            for tensor in self.family.tensors.values()
             if tensor.name.partition(".")[0] == head and self.layouts[0] in tensor.leaves
         )
         return next(leaves).dims[0]
 
-    def _replacement(self, name: str, saved: ComposedTensor) -> StridedTensor:
+    def _read_replacement(self, name: str, saved: ComposedTensor) -> StridedTensor:
         """Return an adapter tensor in the form in which the model stores the one it replaces."""
-        old, new = self.model[name], self.factors[_source(saved)]
+        model_item, adapter_entry = self.model[name], self.factors[_get_source_key(saved)]
         if len(saved.sources) == 1 and not saved.sources[0].offset:
-            if new.shape == self.shapes[_source(old)] and saved.arrangement == old.arrangement:
-                return StridedTensor.from_entry(new)
-            if old.is_rename:
+            if (
+                adapter_entry.shape == self.shapes[_get_source_key(model_item)]
+                and saved.arrangement == model_item.arrangement
+            ):
+                return StridedTensor.from_entry(adapter_entry)
+            if model_item.is_rename:
                 return saved.bind_entries(self.factors)
         raise MappingError(
             "a tensor that the adapter replaces is stored differently in the model",
-            where=f"tensor `{_source(saved)}`",
+            where=f"tensor `{_get_source_key(saved)}`",
             why="the two layouts split it or order it differently",
             hint="convert the model to the adapter's layout first",
         )
 
 
-def as_input(
+def to_input(
     root: TreePath, tensor: StridedTensor, computed: dict[str, ComputedTensor]
 ) -> ComputeInput:
     """Return an adapter tensor as a view, or as a virtual file that is added to *computed*."""
     if tensor.parts and is_view(tensor):
         return ComputeInput(root, build_view(tensor.parts[0].entry, tensor))
-    made = build_rearranged_file(root, tensor)
-    stored = tensor.parts[0].entry.name if tensor.parts else ""
-    name = computed_name(f"adapter/{stored}{tensor.shape}@{len(computed)}")
-    computed[name] = made
-    return ComputeInput(root, made.to_entry(stored, (stored,), name))
+    rearranged_tensor = build_rearranged_file(root, tensor)
+    stored_name = tensor.parts[0].entry.name if tensor.parts else ""
+    name = computed_name(f"adapter/{stored_name}{tensor.shape}@{len(computed)}")
+    computed[name] = rearranged_tensor
+    return ComputeInput(root, rearranged_tensor.to_entry(stored_name, (stored_name,), name))
 
 
-def _source(item: ComposedTensor) -> str:
+def _get_source_key(item: ComposedTensor) -> str:
     return item.sources[0].key
 
 
-def _piece(item: ComposedTensor) -> tuple[str, object]:
-    return _source(item), item.arrangement
+def _get_source_place(item: ComposedTensor) -> tuple[str, object]:
+    return _get_source_key(item), item.arrangement
 
 
-def _rows(item: ComposedTensor) -> range | None:
+def _find_stored_rows(item: ComposedTensor) -> range | None:
     """Return the rows of the stored tensor that are the item's, or None if others lie between."""
     rows = item.shape[0]
-    for begin, _, axes in _along_rows(item):
+    for first_row, _, axes in _find_row_axes(item):
         if sum((size - 1) * stride for size, _, stride in axes) >= rows:
             return None
-        return range(begin, begin + rows)
+        return range(first_row, first_row + rows)
     return range(rows)
 
 
-def _along_rows(item: ComposedTensor) -> list[tuple[int, int, list[tuple[int, int, int]]]]:
+def _find_row_axes(item: ComposedTensor) -> list[tuple[int, int, list[tuple[int, int, int]]]]:
     """List, for each part, its first row, its origin and its axes along the stored rows."""
     return [
         (

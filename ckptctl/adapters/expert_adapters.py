@@ -19,28 +19,28 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ckptctl import formats
-from ckptctl.adapters.adapter_files import under_other_names
+from ckptctl.adapters.adapter_files import rename_peft_modules
 from ckptctl.adapters.deltas import Delta
 from ckptctl.adapters.expert_stacks import (
     STACKED,
     ExpertSlice,
-    Stack,
-    family_of,
-    stack_keys,
-    stacked,
-    stacks,
+    ExpertStack,
+    count_expert_layers,
+    find_stacked_templates,
+    iterate_stacks,
+    require_family,
 )
 from ckptctl.adapters.peft import (
-    OF_EXPERTS,
-    SINGLE,
-    TARGETS,
+    EXPERT_LAYER_NAMES,
+    MERGEABLE_FIELDS,
+    TARGET_PARAMETERS,
     WEIGHT,
-    Settings,
-    as_parameter,
-    described,
-    matching,
-    patterns,
-    settings,
+    AdapterSettings,
+    build_patterns,
+    find_adapter_config,
+    match_pattern,
+    needs_parameter_target,
+    read_settings,
 )
 from ckptctl.catalog import (
     Box,
@@ -65,7 +65,7 @@ from ckptctl.planner.strided import StridedTensor
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 
-Experts = Literal["apart", "stacked"]
+ExpertForm = Literal["apart", "stacked"]
 A, B = ".lora_A.weight", ".lora_B.weight"
 _NESTED = re.compile(r"(\.base_layer)+\Z")
 
@@ -87,82 +87,109 @@ class AdaptedParameter:
     swapped: bool
 
 
-def targets(
-    adapter: Catalog, config: Json | None, known: Settings, held: Mapping[str, TensorEntry]
+def find_adapted_parameters(
+    adapter: Catalog,
+    config: Json | None,
+    adapter_settings: AdapterSettings,
+    model_tensors: Mapping[str, TensorEntry],
 ) -> tuple[AdaptedParameter, ...]:
     """Find the model parameters that the ``target_parameters`` of an adapter change."""
-    stated = (config or {}).get(TARGETS)
-    if not stated:
+    target_parameters = (config or {}).get(TARGET_PARAMETERS)
+    if not target_parameters:
         return ()
-    if not isinstance(stated, list) or not all(isinstance(one, str) for one in stated):
-        raise UnsupportedError(f"invalid `{TARGETS}`: {stated!r}", where=CONFIG)
+    if not isinstance(target_parameters, list) or not all(
+        isinstance(parameter, str) for parameter in target_parameters
+    ):
+        raise UnsupportedError(
+            f"invalid `{TARGET_PARAMETERS}`: {target_parameters!r}", where=CONFIG
+        )
     modules = (name.removesuffix(A) for name in adapter.tensors if name.endswith(A))
-    return tuple(one for module in modules for one in _target(module, adapter, stated, known, held))
+    return tuple(
+        parameter
+        for module in modules
+        for parameter in _match_parameter(
+            module, adapter, target_parameters, adapter_settings, model_tensors
+        )
+    )
 
 
-def _target(
+def _match_parameter(
     module: str,
     adapter: Catalog,
-    stated: Sequence[str],
-    known: Settings,
-    held: Mapping[str, TensorEntry],
+    target_parameters: Sequence[str],
+    adapter_settings: AdapterSettings,
+    model_tensors: Mapping[str, TensorEntry],
 ) -> Iterator[AdaptedParameter]:
     """Yield the parameter that a module's factors change, if it is not a regular linear layer."""
-    inside = _NESTED.sub("", module).removeprefix(PEFT_PREFIX)
-    called = [f"{inside}.{one.rpartition('.')[2]}" for one in stated if _ends(inside, one)]
-    if not called:
+    model_module = _NESTED.sub("", module).removeprefix(PEFT_PREFIX)
+    parameter_names = [
+        f"{model_module}.{target.rpartition('.')[2]}"
+        for target in target_parameters
+        if _is_in_module(model_module, target)
+    ]
+    if not parameter_names:
         return
-    found = [name for name in called if name in held]
-    rank = matching(known.ranks, called[0], known.rank)
-    if not found and called == [inside + WEIGHT] and adapter.tensors[module + A].shape[0] == rank:
+    present_names = [name for name in parameter_names if name in model_tensors]
+    rank = match_pattern(adapter_settings.ranks, parameter_names[0], adapter_settings.rank)
+    if (
+        not present_names
+        and parameter_names == [model_module + WEIGHT]
+        and adapter.tensors[module + A].shape[0] == rank
+    ):
         return  # Factors of a linear layer, which the model may name differently.
-    if not found:
+    if not present_names:
         raise MappingError(
             "the model is missing a parameter of the adapter",
             where=f"tensor `{module}{A}`",
-            why=f"there is no `{called[0]}`",
+            why=f"there is no `{parameter_names[0]}`",
             hint="if the model has per-expert weights, convert it to a layout with stacked "
             f"experts first, as in {spell_option('--to-layout hf-v5')}",
         )
-    a, b = adapter.tensors[f"{module}{A}"].shape, _b(adapter, module).shape
-    fits = [one for name in found for one in _fitting(name, module, held[name].shape, a, b, known)]
-    if len(fits) != 1:
+    a, b = adapter.tensors[f"{module}{A}"].shape, _require_b(adapter, module).shape
+    candidates = [
+        target
+        for name in present_names
+        for target in _find_candidates(
+            name, module, model_tensors[name].shape, a, b, adapter_settings
+        )
+    ]
+    if len(candidates) != 1:
         raise UnsupportedError(
-            f"the factors can be applied in {pluralize(len(fits), 'way')}, but exactly one is "
+            f"the factors can be applied in {pluralize(len(candidates), 'way')}, but exactly one is "
             "required",
             where=f"tensor `{module}{A}`",
             why=f"A is {list(a)}, B is {list(b)}; "
-            + ", ".join(f"`{name}` is {list(held[name].shape)}" for name in found),
+            + ", ".join(f"`{name}` is {list(model_tensors[name].shape)}" for name in present_names),
         )
-    yield fits[0]
+    yield candidates[0]
 
 
-def _ends(inside: str, stated: str) -> bool:
-    module = stated.rpartition(".")[0]
-    return f".{inside}".endswith(f".{module}") if module else True
+def _is_in_module(module_path: str, target: str) -> bool:
+    module = target.rpartition(".")[0]
+    return f".{module_path}".endswith(f".{module}") if module else True
 
 
-def _b(adapter: Catalog, module: str) -> TensorEntry:
+def _require_b(adapter: Catalog, module: str) -> TensorEntry:
     try:
         return adapter.tensors[f"{module}{B}"]
     except KeyError:
-        what = f"`{module}{A}` has no matching `lora_b`"
-        raise UnsupportedError(what, where=f"{module}{A}") from None
+        message = f"`{module}{A}` has no matching `lora_b`"
+        raise UnsupportedError(message, where=f"{module}{A}") from None
 
 
-def _fitting(
+def _find_candidates(
     name: str,
     module: str,
     shape: tuple[int, ...],
     a: tuple[int, ...],
     b: tuple[int, ...],
-    known: Settings,
+    adapter_settings: AdapterSettings,
 ) -> Iterator[AdaptedParameter]:
     """Yield the ways in which factors A and B can change a parameter of *shape*."""
     if len(shape) not in (2, 3):
         return
     experts, rows, columns = shape if len(shape) == 3 else (1, *shape)
-    rank = matching(known.ranks, name, known.rank)
+    rank = match_pattern(adapter_settings.ranks, name, adapter_settings.rank)
     if a[0] != b[1] or a[0] % experts or rank not in (None, a[0] // experts):
         return
     if (rows, columns) == (b[0], a[1]):
@@ -171,33 +198,38 @@ def _fitting(
         yield AdaptedParameter(name, module, experts, swapped=False)
 
 
-def without(adapter: Catalog, found: Sequence[AdaptedParameter]) -> Catalog:
+def without_parameters(adapter: Catalog, parameters: Sequence[AdaptedParameter]) -> Catalog:
     """Return the adapter without the factors of these parameters."""
-    own = {f"{one.module}{suffix}" for one in found for suffix in (A, B)}
-    rest = {name: entry for name, entry in adapter.tensors.items() if name not in own}
-    return replace(adapter, tensors=rest)
+    factor_names = {f"{parameter.module}{suffix}" for parameter in parameters for suffix in (A, B)}
+    other_tensors = {
+        name: entry for name, entry in adapter.tensors.items() if name not in factor_names
+    }
+    return replace(adapter, tensors=other_tensors)
 
 
-def changes(
-    found: Sequence[AdaptedParameter],
-    held: Mapping[str, TensorEntry],
+def iterate_expert_deltas(
+    parameters: Sequence[AdaptedParameter],
+    model_tensors: Mapping[str, TensorEntry],
     factors: Mapping[str, TensorEntry],
 ) -> Iterator[Delta]:
     """Yield the low-rank change of each expert."""
-    for one in found:
-        a, b = factors[f"{one.module}{A}"], factors[f"{one.module}{B}"]
-        rows = held[one.key].shape[-2]
-        rank = a.shape[0] // one.experts
-        by_expert = StridedTensor.from_entry(a).split(0, (one.experts, rank))
-        across = StridedTensor.from_entry(b).split(1, (rank, one.experts))
-        for expert in range(one.experts):
-            left, right = across.select(2, expert), by_expert.select(0, expert)
-            if not one.swapped:
-                left, right = right.permute((1, 0)), left.permute((1, 0))
+    for parameter in parameters:
+        a, b = factors[f"{parameter.module}{A}"], factors[f"{parameter.module}{B}"]
+        rows = model_tensors[parameter.key].shape[-2]
+        rank = a.shape[0] // parameter.experts
+        a_by_expert = StridedTensor.from_entry(a).split(0, (parameter.experts, rank))
+        b_by_expert = StridedTensor.from_entry(b).split(1, (rank, parameter.experts))
+        for expert in range(parameter.experts):
+            left_factor, right_factor = b_by_expert.select(2, expert), a_by_expert.select(0, expert)
+            if not parameter.swapped:
+                left_factor, right_factor = (
+                    right_factor.permute((1, 0)),
+                    left_factor.permute((1, 0)),
+                )
             # Rank and alpha patterns match parameter names, so the factor names end with one.
-            names = (f"[{expert}].{one.key}{A}", f"[{expert}].{one.key}{B}")
+            names = (f"[{expert}].{parameter.key}{A}", f"[{expert}].{parameter.key}{B}")
             changed = range(expert * rows, (expert + 1) * rows)
-            yield Delta(one.key, changed, names, right, left)
+            yield Delta(parameter.key, changed, names, right_factor, left_factor)
 
 
 # --------------------------------------------------------------------------------- both ways
@@ -207,7 +239,9 @@ def convert_experts(draft: Draft) -> Draft:
     """Unstack or stack an adapter's experts, as ``--experts`` says."""
     assert draft.options.experts is not None
     documents = draft.assets.documents
-    return draft.with_catalog(with_experts(draft.catalog, documents, draft.options.experts))
+    return draft.with_catalog(
+        convert_expert_factors(draft.catalog, documents, draft.options.experts)
+    )
 
 
 def keep_stacks(draft: Draft) -> Draft:
@@ -216,20 +250,22 @@ def keep_stacks(draft: Draft) -> Draft:
     return replace(draft, model=draft.model.without_model_type(layout))
 
 
-def with_experts(catalog: Catalog, documents: Mapping[str, Json], how: Experts) -> Catalog:
+def convert_expert_factors(
+    catalog: Catalog, documents: Mapping[str, Json], form: ExpertForm
+) -> Catalog:
     """Return a PEFT adapter with its experts unstacked or stacked, without copying data.
 
     Args:
         catalog: The adapter.
         documents: Config files of its model.
-        how: ``apart`` for per-expert factors, ``stacked`` for ``target_parameters``.
+        form: ``apart`` for per-expert factors, ``stacked`` for ``target_parameters``.
 
     Raises:
         MappingError: Config files are missing, or the model has no experts that can be stacked.
         UnsupportedError: Factors of some experts are missing.
         RefusedError: The adapter is in this form already, or experts of a stack differ in scale.
     """
-    config = described(catalog)
+    config = find_adapter_config(catalog)
     if config is None:
         raise MappingError(
             "converting the experts of an adapter requires its configuration",
@@ -237,14 +273,16 @@ def with_experts(catalog: Catalog, documents: Mapping[str, Json], how: Experts) 
             why=f"there is no {CONFIG}",
         )
     model = documents.get("config.json")
-    found = list(stacks(catalog, model))
-    family = family_of(catalog, model)
-    if how == "apart":
-        return _apart(*_renamed(catalog, config, family, STACKED, HF), found)
-    return _together(*_renamed(catalog, config, family, HF, STACKED), found)
+    expert_stacks = list(iterate_stacks(catalog, model))
+    family = require_family(catalog, model)
+    if form == "apart":
+        return _unstack_experts(
+            *_rename_to_layout(catalog, config, family, STACKED, HF), expert_stacks
+        )
+    return _stack_experts(*_rename_to_layout(catalog, config, family, HF, STACKED), expert_stacks)
 
 
-def _renamed(
+def _rename_to_layout(
     catalog: Catalog, config: Json, family: Family, source: str, target: str
 ) -> tuple[Catalog, Json]:
     """Rename tensors that are in no stack to the names of layout *target*."""
@@ -256,10 +294,15 @@ def _renamed(
     names: dict[str, str] = {}
     for group in match_keys(family, family.get_layout(source), keys).groups:
         tensor, leaf = group.stored.parts[0]
-        other = leaves.get(tensor.name)
-        if leaf.spread_axes or other is None or other.spread_axes or leaf.key == other.key:
+        target_leaf = leaves.get(tensor.name)
+        if (
+            leaf.spread_axes
+            or target_leaf is None
+            or target_leaf.spread_axes
+            or leaf.key == target_leaf.key
+        ):
             continue
-        if leaf.placement != other.placement:
+        if leaf.placement != target_leaf.placement:
             raise MappingError(
                 f"layouts {source} and {target} store a layer of the adapter differently",
                 where=f"tensor `{keys[group.keys[0]]}`",
@@ -267,79 +310,115 @@ def _renamed(
                 f"{spell_option(f'--to-layout {source}')}",
             )
         for key, values in zip(group.keys, group.iterate_values(tensor.indices), strict=True):
-            new = other.key.format_key(dict(zip(tensor.indices, values, strict=True)))
-            end = keys[key].removeprefix(PEFT_PREFIX + key.removesuffix(WEIGHT))
-            names[keys[key]] = PEFT_PREFIX + (new.removesuffix(WEIGHT) + end if end else new)
-    views = {name: names.get(name, name) for name in catalog.tensors}
+            new_name = target_leaf.key.format_key(dict(zip(tensor.indices, values, strict=True)))
+            suffix = keys[key].removeprefix(PEFT_PREFIX + key.removesuffix(WEIGHT))
+            names[keys[key]] = PEFT_PREFIX + (
+                new_name.removesuffix(WEIGHT) + suffix if suffix else new_name
+            )
+    new_names = {name: names.get(name, name) for name in catalog.tensors}
     tensors = {
-        new: replace(catalog.tensors[old], name=new, path=(new,)) for old, new in views.items()
+        new_name: replace(catalog.tensors[old_name], name=new_name, path=(new_name,))
+        for old_name, new_name in new_names.items()
     }
-    return replace(catalog, tensors=tensors), under_other_names(config, views)
+    return replace(catalog, tensors=tensors), rename_peft_modules(config, new_names)
 
 
-def with_experts_of(adapter: Catalog, known: Model, family: Family) -> Catalog:
+def unstack_for_model(adapter: Catalog, model: Model, family: Family) -> Catalog:
     """Unstack the adapter's experts if the model stores them per expert."""
-    config = (described(adapter) or {}).get(TARGETS)
-    if not config or not stacked(family) or stack_keys(family, known.tensors):
+    config = (find_adapter_config(adapter) or {}).get(TARGET_PARAMETERS)
+    if (
+        not config
+        or not find_stacked_templates(family)
+        or count_expert_layers(family, model.tensors)
+    ):
         return adapter
     modules = {get_module_name(name).split(".base_layer")[0] for name in adapter.tensors}
-    if all(one.key.rpartition(".")[0] not in modules for one in stacks(adapter, known.config)):
+    if all(
+        stack.key.rpartition(".")[0] not in modules
+        for stack in iterate_stacks(adapter, model.config)
+    ):
         return adapter
-    return with_experts(adapter, {"config.json": known.config or {}}, "apart")
+    return convert_expert_factors(adapter, {"config.json": model.config or {}}, "apart")
 
 
 # --------------------------------------------------------------------------------- apart
 
 
-def _apart(catalog: Catalog, config: Json, stacks: Sequence[Stack]) -> Catalog:
+def _unstack_experts(catalog: Catalog, config: Json, stacks: Sequence[ExpertStack]) -> Catalog:
     """Give each expert its own factors, which are views of the stack's."""
-    known = settings(config, carries=SINGLE)
+    adapter_settings = read_settings(config, supported=MERGEABLE_FIELDS)
     by_key = {stack.key: stack for stack in stacks}
-    found = targets(catalog, config, known, {key: one.entry for key, one in by_key.items()})
-    if not found:
+    parameters = find_adapted_parameters(
+        catalog,
+        config,
+        adapter_settings,
+        {key: parameter.entry for key, parameter in by_key.items()},
+    )
+    if not parameters:
         raise RefusedError(
             "the adapter has no stacked experts",
             where=catalog.path,
-            why=f"no tensors match `{TARGETS}` in {CONFIG}",
+            why=f"no tensors match `{TARGET_PARAMETERS}` in {CONFIG}",
         )
-    names = [f"{one.module}{end}" for one in found for end in (A, B)]
-    held = locate_tensors(catalog, names).tensors
-    tensors = dict(without(catalog, found).tensors)
+    names = [f"{parameter.module}{end}" for parameter in parameters for end in (A, B)]
+    entries = locate_tensors(catalog, names).tensors
+    tensors = dict(without_parameters(catalog, parameters).tensors)
     kinds: dict[str, None] = {}
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
-    for one in found:
-        a, b = held[f"{one.module}{A}"], held[f"{one.module}{B}"]
-        rank = a.shape[0] // one.experts
-        alpha = known.scale(one.key, rank) * known.divisor(rank)
-        for part in by_key[one.key].parts:
-            if known.ranks or known.alphas or (rank, alpha) != (known.rank, known.alpha):
-                ranks[_every(part)], alphas[_every(part)] = rank, alpha
+    for parameter in parameters:
+        a, b = entries[f"{parameter.module}{A}"], entries[f"{parameter.module}{B}"]
+        rank = a.shape[0] // parameter.experts
+        alpha = adapter_settings.compute_scale(
+            parameter.key, rank
+        ) * adapter_settings.get_alpha_divisor(rank)
+        for part in by_key[parameter.key].parts:
+            if (
+                adapter_settings.ranks
+                or adapter_settings.alphas
+                or (rank, alpha) != (adapter_settings.rank, adapter_settings.alpha)
+            ):
+                ranks[_build_expert_pattern(part)], alphas[_build_expert_pattern(part)] = (
+                    rank,
+                    alpha,
+                )
             kinds[part.modules[0].rpartition(".")[2]] = None
             for expert, module in enumerate(part.modules):
-                for entry in _of_expert(f"{PEFT_PREFIX}{module}", a, b, one.experts, expert, part):
+                for entry in _build_expert_views(
+                    f"{PEFT_PREFIX}{module}", a, b, parameter.experts, expert, part
+                ):
                     tensors[entry.name] = replace(entry, alias_of=None)
-    modules = _expression(config.get("target_modules"), by_key[found[0].key], list(kinds))
-    gone = {spelled for one in found for spelled in (one.key, re.escape(one.key))}
-    rest = known.parameters
-    config = {
-        **{key: value for key, value in config.items() if key != TARGETS},
-        **({TARGETS: sorted(rest)} if rest else {}),
-        "target_modules": modules,
-        "rank_pattern": {**ranks, **{k: v for k, v in known.ranks.items() if k not in gone}},
-        "alpha_pattern": {**alphas, **{k: v for k, v in known.alphas.items() if k not in gone}},
+    modules = _extend_target_modules(
+        config.get("target_modules"), by_key[parameters[0].key], list(kinds)
+    )
+    removed_patterns = {
+        pattern for parameter in parameters for pattern in (parameter.key, re.escape(parameter.key))
     }
-    return _described(replace(catalog, tensors=tensors), config)
+    other_parameters = adapter_settings.parameters
+    config = {
+        **{key: value for key, value in config.items() if key != TARGET_PARAMETERS},
+        **({TARGET_PARAMETERS: sorted(other_parameters)} if other_parameters else {}),
+        "target_modules": modules,
+        "rank_pattern": {
+            **ranks,
+            **{k: v for k, v in adapter_settings.ranks.items() if k not in removed_patterns},
+        },
+        "alpha_pattern": {
+            **alphas,
+            **{k: v for k, v in adapter_settings.alphas.items() if k not in removed_patterns},
+        },
+    }
+    return _with_adapter_config(replace(catalog, tensors=tensors), config)
 
 
-def _every(part: ExpertSlice) -> str:
+def _build_expert_pattern(part: ExpertSlice) -> str:
     """Build a regex for a layer of all experts, with and without the expert number."""
-    module, _, kind = part.modules[0].rpartition(".")
+    module, _, layer_name = part.modules[0].rpartition(".")
     parent = re.escape(module.rpartition(".")[0])
-    return rf"{parent}\.(\d+\.)?{re.escape(kind)}"
+    return rf"{parent}\.(\d+\.)?{re.escape(layer_name)}"
 
 
-def _of_expert(
+def _build_expert_views(
     module: str, a: TensorEntry, b: TensorEntry, experts: int, expert: int, part: ExpertSlice
 ) -> Iterator[TensorEntry]:
     rank = a.shape[0] // experts
@@ -348,121 +427,140 @@ def _of_expert(
     yield build_view(b, rows.split(1, (rank, experts)).select(2, expert), module + B)
 
 
-def _expression(stated: object, stack: Stack, kinds: Sequence[str]) -> str:
-    """Build a ``target_modules`` regex that matches *stated* and the experts' layers *kinds*."""
+def _extend_target_modules(target_modules: object, stack: ExpertStack, kinds: Sequence[str]) -> str:
+    """Build a ``target_modules`` regex that matches *target_modules* and the experts' layers *kinds*."""
     parent = stack.key.rpartition(".")[0].rpartition(".")[2]
-    ways = [stated] if isinstance(stated, str) else []
-    if isinstance(stated, list) and stated:
-        ways.append(rf"(.*\.)?({'|'.join(re.escape(str(one)) for one in stated)})")
+    alternatives = [target_modules] if isinstance(target_modules, str) else []
+    if isinstance(target_modules, list) and target_modules:
+        alternatives.append(
+            rf"(.*\.)?({'|'.join(re.escape(str(target)) for target in target_modules)})"
+        )
     # PEFT on transformers 5, which stacks them itself, looks for names without the number.
-    ways.append(rf".*\.{re.escape(parent)}\.(\d+\.)?({'|'.join(map(re.escape, kinds))})")
-    return "|".join(ways)
+    alternatives.append(rf".*\.{re.escape(parent)}\.(\d+\.)?({'|'.join(map(re.escape, kinds))})")
+    return "|".join(alternatives)
 
 
 # --------------------------------------------------------------------------------- stacked
 
 
-def _together(catalog: Catalog, config: Json, stacks: Sequence[Stack]) -> Catalog:
+def _stack_experts(catalog: Catalog, config: Json, stacks: Sequence[ExpertStack]) -> Catalog:
     """Join the per-expert factors of each layer to those of one stacked parameter."""
-    known = settings(config, carries=SINGLE)
+    adapter_settings = read_settings(config, supported=MERGEABLE_FIELDS)
     if config.get("use_dora"):
         raise RefusedError(
             "PEFT does not support DoRA of stacked experts", where=f"`use_dora` in {CONFIG}"
         )
-    found = [(stack, parts) for stack in stacks if (parts := _present(catalog, stack))]
-    if not found:
+    stacks_with_factors = [
+        (stack, parts) for stack in stacks if (parts := _find_complete_slices(catalog, stack))
+    ]
+    if not stacks_with_factors:
         raise RefusedError(
             "the adapter has no per-expert factors",
             where=catalog.path,
             why=f"no tensor such as `{PEFT_PREFIX}{stacks[0].parts[0].modules[0]}{A}` found",
         )
-    modules = [PEFT_PREFIX + m for _, parts in found for part in parts for m in part.modules]
-    own = [f"{module}{end}" for module in modules for end in (A, B)]
-    held = locate_tensors(catalog, own).tensors
-    tensors = {name: one for name, one in catalog.tensors.items() if name not in held}
+    modules = [
+        PEFT_PREFIX + m for _, parts in stacks_with_factors for part in parts for m in part.modules
+    ]
+    factor_names = [f"{module}{end}" for module in modules for end in (A, B)]
+    entries = locate_tensors(catalog, factor_names).tensors
+    tensors = {name: entry for name, entry in catalog.tensors.items() if name not in entries}
     computed = dict(catalog.computed)
-    in_module: dict[str, list[Stack]] = {}
-    for stack, _ in found:
+    in_module: dict[str, list[ExpertStack]] = {}
+    for stack, _ in stacks_with_factors:
         in_module.setdefault(stack.key.rpartition(".")[0], []).append(stack)
-    strengths: dict[str, tuple[int, float]] = {}
-    for stack, parts in found:
+    rank_and_alpha: dict[str, tuple[int, float]] = {}
+    for stack, parts in stacks_with_factors:
         siblings = in_module[stack.key.rpartition(".")[0]]
         # PEFT wraps the first parameter of a module first, so its factors are nested deepest.
         depth = len(siblings) - 1 - siblings.index(stack)
         module = PEFT_PREFIX + stack.key.rpartition(".")[0] + ".base_layer" * depth
-        a, b, virtual = _joined(catalog.root, module, stack, parts, held)
+        a, b, virtual = _join_factors(catalog.root, module, stack, parts, entries)
         tensors |= {a.name: a, b.name: b}
         computed[b.extents[0].file] = virtual
         rank = a.shape[0] // stack.experts
-        strengths[stack.key] = rank, _strength(known, parts, held, rank)
+        rank_and_alpha[stack.key] = (
+            rank,
+            _compute_stack_alpha(adapter_settings, parts, entries, rank),
+        )
     catalog = replace(catalog, tensors=tensors, computed=computed)
-    return _described(catalog, _stacked_config(config, known, tensors, strengths, found))
+    return _with_adapter_config(
+        catalog,
+        _build_stacked_config(
+            config, adapter_settings, tensors, rank_and_alpha, stacks_with_factors
+        ),
+    )
 
 
-def _present(catalog: Catalog, stack: Stack) -> list[ExpertSlice]:
+def _find_complete_slices(catalog: Catalog, stack: ExpertStack) -> list[ExpertSlice]:
     """Return the slices of a stack that the adapter has factors for, for all experts."""
-    found = []
+    slices = []
     for part in stack.parts:
-        there = [f"{PEFT_PREFIX}{module}{A}" in catalog.tensors for module in part.modules]
-        if any(there) and not all(there):
-            lacking = part.modules[there.index(False)]
+        is_present = [f"{PEFT_PREFIX}{module}{A}" in catalog.tensors for module in part.modules]
+        if any(is_present) and not all(is_present):
+            first_missing = part.modules[is_present.index(False)]
             raise UnsupportedError(
-                f"{pluralize(there.count(False), 'expert has', 'experts have')} no factors in a "
+                f"{pluralize(is_present.count(False), 'expert has', 'experts have')} no factors in a "
                 "layer",
-                where=f"tensor `{PEFT_PREFIX}{lacking}{A}`",
+                where=f"tensor `{PEFT_PREFIX}{first_missing}{A}`",
                 why="a stack requires the factors of all its experts",
             )
-        found += [part] if all(there) else []
-    return found
+        slices += [part] if all(is_present) else []
+    return slices
 
 
-def _joined(
+def _join_factors(
     root: TreePath,
     module: str,
-    stack: Stack,
+    stack: ExpertStack,
     parts: Sequence[ExpertSlice],
-    held: Mapping[str, TensorEntry],
+    entries: Mapping[str, TensorEntry],
 ) -> tuple[TensorEntry, TensorEntry, ComputedTensor]:
     """Return A and B of a stack, and the virtual file that computes B."""
-    first = held[f"{PEFT_PREFIX}{parts[0].modules[0]}{A}"]
-    ranks = [held[f"{PEFT_PREFIX}{part.modules[0]}{A}"].shape[0] for part in parts]
+    first_a = entries[f"{PEFT_PREFIX}{parts[0].modules[0]}{A}"]
+    ranks = [entries[f"{PEFT_PREFIX}{part.modules[0]}{A}"].shape[0] for part in parts]
     extents: list[Extent] = []
     inputs: list[ComputeInput] = []
-    at = 0
+    first_row = 0
     for expert in range(stack.experts):
         for part, rank in zip(parts, ranks, strict=True):
             name = f"{PEFT_PREFIX}{part.modules[expert]}"
-            a, b = held[name + A], held[name + B]
+            a, b = entries[name + A], entries[name + B]
             shapes = (rank, stack.inputs), (part.rows, rank)
-            if (a.shape, b.shape) != shapes or {a.dtype, b.dtype} != {first.dtype}:
+            if (a.shape, b.shape) != shapes or {a.dtype, b.dtype} != {first_a.dtype}:
                 raise UnsupportedError(
                     "the factors of experts have different shapes or dtypes",
                     where=f"tensor `{name}{A}`",
                     why=f"A is {a.dtype} {list(a.shape)}, B is {b.dtype} {list(b.shape)}; "
-                    f"expected {first.dtype} {list(shapes[0])} and {list(shapes[1])}",
+                    f"expected {first_a.dtype} {list(shapes[0])} and {list(shapes[1])}",
                 )
             for extent in a.extents:
-                offsets = (extent.box.offsets[0] + at, *extent.box.offsets[1:])
+                offsets = (extent.box.offsets[0] + first_row, *extent.box.offsets[1:])
                 extents.append(replace(extent, box=Box(offsets, extent.box.sizes)))
-            at += rank
+            first_row += rank
             inputs.append(ComputeInput(root, b))
     shape = (stack.outputs, sum(ranks) * stack.experts)
     starts = tuple(part.start for part in parts)
-    virtual = ComputedTensor("experts_b", first.dtype, shape, tuple(inputs), starts)
+    virtual = ComputedTensor("experts_b", first_a.dtype, shape, tuple(inputs), starts)
     file = computed_name(module + B)
     return (
-        TensorEntry(module + A, first.dtype, (at, stack.inputs), tuple(extents), (module + A,)),
+        TensorEntry(
+            module + A, first_a.dtype, (first_row, stack.inputs), tuple(extents), (module + A,)
+        ),
         virtual.to_entry(module + B, (module + B,), file),
         virtual,
     )
 
 
-def _strength(
-    known: Settings, parts: Iterable[ExpertSlice], held: Mapping[str, TensorEntry], rank: int
+def _compute_stack_alpha(
+    adapter_settings: AdapterSettings,
+    parts: Iterable[ExpertSlice],
+    entries: Mapping[str, TensorEntry],
+    rank: int,
 ) -> float:
     """Return the alpha of a stack of *rank*, or raise if its experts differ in scale."""
     keys = [f"{PEFT_PREFIX}{module}{A}" for part in parts for module in part.modules]
-    scales = {known.scale(key, held[key].shape[0]): key for key in keys}
+    scales = {adapter_settings.compute_scale(key, entries[key].shape[0]): key for key in keys}
     if len(scales) > 1:
         raise RefusedError(
             "the experts of a stack have different scales",
@@ -470,42 +568,55 @@ def _strength(
             why=f"their scales are {quote_names([f'{scale:g}' for scale in scales])}",
         )
     (scale,) = scales
-    return scale * known.divisor(rank)
+    return scale * adapter_settings.get_alpha_divisor(rank)
 
 
-def _stacked_config(
+def _build_stacked_config(
     config: Json,
-    known: Settings,
+    adapter_settings: AdapterSettings,
     tensors: Mapping[str, TensorEntry],
-    strengths: Mapping[str, tuple[int, float]],
-    found: Sequence[tuple[Stack, list[ExpertSlice]]],
+    rank_and_alpha: Mapping[str, tuple[int, float]],
+    stacks_with_factors: Sequence[tuple[ExpertStack, list[ExpertSlice]]],
 ) -> dict[str, object]:
     """Build the PEFT config for stacked experts and the other adapted modules."""
-    experts = {m for _, parts in found for part in parts for m in part.modules}
-    stacked = tuple(key.rpartition(".")[0] for key in strengths)
+    experts = {m for _, parts in stacks_with_factors for part in parts for m in part.modules}
+    stacked = tuple(key.rpartition(".")[0] for key in rank_and_alpha)
     factors = {get_module_name(name): name for name in tensors if name.endswith(A)}
-    others = [name for name in factors if name.split(".base_layer")[0] not in stacked]
-    single = [name for name in others if as_parameter(name)]
-    of_all = {**strengths}
-    for name in single:
+    other_modules = [name for name in factors if name.split(".base_layer")[0] not in stacked]
+    single_parameters = [name for name in other_modules if needs_parameter_target(name)]
+    rank_and_alpha_by_key = {**rank_and_alpha}
+    for name in single_parameters:
         rank = tensors[factors[name]].shape[0]
-        of_all[name + WEIGHT] = rank, known.scale(factors[name], rank) * known.divisor(rank)
-    odd = patterns(of_all, (known.rank, known.alpha))
-    for field, stated in (("rank_pattern", known.ranks), ("alpha_pattern", known.alphas)):
-        kept = {name: value for name, value in stated.items() if not _of(name, experts)}
-        odd[field] = {**kept, **odd[field]}
+        rank_and_alpha_by_key[name + WEIGHT] = (
+            rank,
+            adapter_settings.compute_scale(factors[name], rank)
+            * adapter_settings.get_alpha_divisor(rank),
+        )
+    pattern_fields = build_patterns(
+        rank_and_alpha_by_key, (adapter_settings.rank, adapter_settings.alpha)
+    )
+    for field, pattern in (
+        ("rank_pattern", adapter_settings.ranks),
+        ("alpha_pattern", adapter_settings.alphas),
+    ):
+        kept_entries = {
+            name: value for name, value in pattern.items() if not _matches_any(name, experts)
+        }
+        pattern_fields[field] = {**kept_entries, **pattern_fields[field]}
     return {
         **config,
-        "target_modules": sorted({name.rpartition(".")[2] for name in others} - OF_EXPERTS),
-        TARGETS: sorted(of_all),
-        **odd,
+        "target_modules": sorted(
+            {name.rpartition(".")[2] for name in other_modules} - EXPERT_LAYER_NAMES
+        ),
+        TARGET_PARAMETERS: sorted(rank_and_alpha_by_key),
+        **pattern_fields,
     }
 
 
-def _of(pattern: str, modules: Iterable[str]) -> bool:
+def _matches_any(pattern: str, modules: Iterable[str]) -> bool:
     """Return whether a rank or alpha pattern is for one of *modules*."""
     return any(re.fullmatch(rf"(.*\.)?({pattern})", module) for module in modules)
 
 
-def _described(catalog: Catalog, config: Mapping[str, object]) -> Catalog:
+def _with_adapter_config(catalog: Catalog, config: Mapping[str, object]) -> Catalog:
     return replace(catalog, documents={**catalog.documents, CONFIG: dict(config)})

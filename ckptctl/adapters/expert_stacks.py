@@ -37,7 +37,7 @@ class ExpertSlice:
 
 
 @dataclass(frozen=True, slots=True)
-class Stack:
+class ExpertStack:
     """A parameter that stacks the experts of a layer.
 
     Attributes:
@@ -65,11 +65,11 @@ class Stack:
     @property
     def entry(self) -> TensorEntry:
         """The parameter's shape as a catalog entry without data."""
-        sides = (self.outputs, self.inputs) if self.swapped else (self.inputs, self.outputs)
-        return TensorEntry(self.key, "float32", (self.experts, *sides), (), (self.key,))
+        matrix_shape = (self.outputs, self.inputs) if self.swapped else (self.inputs, self.outputs)
+        return TensorEntry(self.key, "float32", (self.experts, *matrix_shape), (), (self.key,))
 
 
-def family_of(catalog: Catalog, config: Json | None) -> Family:
+def require_family(catalog: Catalog, config: Json | None) -> Family:
     """Return the family of the adapter's model, or raise if its config.json does not tell."""
     names = list_configured_families(families.load_families(), config) if config is not None else []
     if len(names) != 1:
@@ -82,69 +82,75 @@ def family_of(catalog: Catalog, config: Json | None) -> Family:
     return families.family(names[0])
 
 
-def stacks(catalog: Catalog, config: Json | None) -> Iterator[Stack]:
+def iterate_stacks(catalog: Catalog, config: Json | None) -> Iterator[ExpertStack]:
     """Yield the parameters of the model that can stack experts."""
-    family = family_of(catalog, config)
+    family = require_family(catalog, config)
     sizes = read_sizes(family, config)
-    found = stacked(family)
-    if not found:
+    templates = find_stacked_templates(family)
+    if not templates:
         raise MappingError(
             f"`{family.name}` has no experts that are stacked in one layout and per-expert in "
             "another",
             where=catalog.path,
         )
     # A configuration that lists layer kinds does not state the number of each kind.
-    numbers = (int(n) for name in catalog.tensors for n in _NUMBER.findall(name))
-    most = 1 + max(numbers, default=0)
-    for parts in found.values():
-        counts = dict.fromkeys(parts[0][0].indices, most)
-        yield from _of_layers(family, parts, {**counts, **sizes})
+    layer_numbers = (int(n) for name in catalog.tensors for n in _NUMBER.findall(name))
+    max_count = 1 + max(layer_numbers, default=0)
+    for parts in templates.values():
+        counts = dict.fromkeys(parts[0][0].indices, max_count)
+        yield from _build_stacks(family, parts, {**counts, **sizes})
 
 
-def stacked(family: Family) -> dict[Template, list[tuple[LogicalTensor, Leaf, Leaf]]]:
+def find_stacked_templates(
+    family: Family,
+) -> dict[Template, list[tuple[LogicalTensor, Leaf, Leaf]]]:
     """Map key templates of tensors that one layout stacks to their parts in both layouts."""
     if not {HF, STACKED} <= {*family.layouts}:
         return {}
-    apart = family.get_layout(HF).leaves
-    found = {}
+    per_expert_leaves = family.get_layout(HF).leaves
+    templates = {}
     for stored in family.get_layout(STACKED).stored:
-        parts = [(t, leaf, apart[t.name]) for t, leaf in stored.parts if t.name in apart]
-        own = [part for part in parts if _is_stack(part[1], part[2])]
-        if own and len(own) == len(stored.parts):
-            found[stored.template] = own
-    return found
+        parts = [
+            (t, leaf, per_expert_leaves[t.name])
+            for t, leaf in stored.parts
+            if t.name in per_expert_leaves
+        ]
+        stackable = [part for part in parts if _is_stack(part[1], part[2])]
+        if stackable and len(stackable) == len(stored.parts):
+            templates[stored.template] = stackable
+    return templates
 
 
-def stack_keys(family: Family, keys: Collection[str]) -> dict[str, int]:
+def count_expert_layers(family: Family, keys: Collection[str]) -> dict[str, int]:
     """Map those of *keys* that stack experts to the number of linear layers in each."""
-    known = stacked(family)
-    groups = match_keys(family, family.get_layout(STACKED), keys).groups if known else ()
-    held = {group.stored.template: group.keys for group in groups}
+    templates = find_stacked_templates(family)
+    groups = match_keys(family, family.get_layout(STACKED), keys).groups if templates else ()
+    keys_by_template = {group.stored.template: group.keys for group in groups}
     return {
         key: len({leaf.part for _, leaf, _ in parts})
-        for template, parts in known.items()
-        for key in held.get(template, ())
+        for template, parts in templates.items()
+        for key in keys_by_template.get(template, ())
     }
 
 
-def _is_stack(leaf: Leaf, apart: Leaf) -> bool:
-    """Return whether *leaf* stacks the matrices that *apart* stores per expert."""
-    axes = apart.spread_axes
+def _is_stack(leaf: Leaf, per_expert: Leaf) -> bool:
+    """Return whether *leaf* stacks the matrices that *per_expert* stores per expert."""
+    axes = per_expert.spread_axes
     return (
         len(axes) == 1
-        and len(apart.dims) == 2
+        and len(per_expert.dims) == 2
         and leaf.dims[:1] == (axes,)
         and not leaf.spread_axes
     )
 
 
-def _of_layers(
+def _build_stacks(
     family: Family, parts: Sequence[tuple[LogicalTensor, Leaf, Leaf]], sizes: Mapping[str, int]
-) -> Iterator[Stack]:
+) -> Iterator[ExpertStack]:
     """Yield one stack for each layer."""
-    tensor, leaf, apart = parts[0]
+    tensor, leaf, per_expert = parts[0]
 
-    def size(axes: tuple[str, ...]) -> int:
+    def multiply_axes(axes: tuple[str, ...]) -> int:
         unknown = next((axis for axis in axes if axis not in sizes), None)
         if unknown:
             raise UnsupportedError(
@@ -155,15 +161,19 @@ def _of_layers(
             )
         return math.prod(sizes[axis] for axis in axes)
 
-    (axis,) = apart.spread_axes
-    swapped = leaf.dims[1] == apart.dims[0]
-    for values in list_indices(tensor, sizes):
-        named = dict(zip(tensor.indices, values, strict=True))
-        start, made = 0, []
-        for _, _, one in parts:
-            keys = (one.key.format_key({**named, axis: expert}) for expert in range(sizes[axis]))
-            rows = size(one.dims[0])
+    (axis,) = per_expert.spread_axes
+    swapped = leaf.dims[1] == per_expert.dims[0]
+    for index_values in list_indices(tensor, sizes):
+        indices = dict(zip(tensor.indices, index_values, strict=True))
+        start, slices = 0, []
+        for _, _, part_leaf in parts:
+            keys = (
+                part_leaf.key.format_key({**indices, axis: expert}) for expert in range(sizes[axis])
+            )
+            rows = multiply_axes(part_leaf.dims[0])
             modules = tuple(key.removesuffix(".weight") for key in keys)
-            made.append(ExpertSlice(start, rows, modules))
+            slices.append(ExpertSlice(start, rows, modules))
             start += rows
-        yield Stack(leaf.key.format_key(named), size(apart.dims[1]), swapped, tuple(made))
+        yield ExpertStack(
+            leaf.key.format_key(indices), multiply_axes(per_expert.dims[1]), swapped, tuple(slices)
+        )

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ckptctl import formats
 from ckptctl.adapters.fill_renaming import rename_text_model
-from ckptctl.adapters.fill_selection import PREDICTED
+from ckptctl.adapters.fill_selection import MTP_LAYER_KEYS
 from ckptctl.conversion.conversion_options import ConversionOptions
 from ckptctl.conversion.draft import Draft
 from ckptctl.conversion.recognition.layout_change import LayoutRequest
@@ -20,11 +20,11 @@ from ckptctl.conversion.recognition.model import (
 )
 from ckptctl.conversion.recognition.roots import strip_wrappers
 from ckptctl.errors import CkptError, MappingError, spell_option
-from ckptctl.facts.agreed_change import agreed_change
-from ckptctl.facts.agreement import disagreements
-from ckptctl.facts.contradictions import switched
+from ckptctl.facts.agreed_change import change_layout_checked
+from ckptctl.facts.agreement import compare_files
+from ckptctl.facts.contradictions import map_switches_to_tensors
 from ckptctl.formats.sidecar_files import DOCUMENTS
-from ckptctl.numerics.quantized import advised, dequantized, quantized
+from ckptctl.numerics.quantized import dequantize_catalog, dequantize_hint_on_error, find_quantized
 from ckptctl.planner.config_facts import Json, name_axis_size
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.tensors import LayoutChange
@@ -34,16 +34,21 @@ def open_base(options: ConversionOptions, documents: Mapping[str, Json]) -> Mode
     """Open the base, described by *documents* if it has no config files."""
     assert options.fill_from is not None
     catalog = strip_wrappers(formats.open_checkpoint(options.fill_from))
-    if options.dequantize and quantized(catalog):
-        catalog = dequantized(catalog, options.dequantize)
-    told = {name: one for name, one in catalog.documents.items() if name in DOCUMENTS}
-    asked = None if told else options.model_type
-    base = recognize_model(catalog, told or documents, ModelRequest(asked, sizes=options.sizes))
+    if options.dequantize and find_quantized(catalog):
+        catalog = dequantize_catalog(catalog, options.dequantize)
+    base_documents = {
+        name: content for name, content in catalog.documents.items() if name in DOCUMENTS
+    }
+    model_type = None if base_documents else options.model_type
+    base = recognize_model(
+        catalog, base_documents or documents, ModelRequest(model_type, sizes=options.sizes)
+    )
     described = (
-        ModelDescription(name, str(catalog.root / name), one) for name, one in told.items()
+        ModelDescription(name, str(catalog.root / name), content)
+        for name, content in base_documents.items()
     )
     base = replace(base, described=tuple(described))
-    with advised(base):
+    with dequantize_hint_on_error(base):
         require_known_model(base)
     return base
 
@@ -60,15 +65,15 @@ def different_model_error(draft: Draft, base: Model, why: str, hint: str = "") -
 
 def understand_as_base(draft: Draft, base: Model, family: Family) -> Draft:
     """Recognize the source as the base's model type, or as the text model of it."""
-    known = draft.model
-    if known.model_type == family.name:
+    model = draft.model
+    if model.model_type == family.name:
         return draft
-    if known.model_type is None and family.name in known.candidates:
-        draft = replace(draft, model=known.as_type(family.name))
+    if model.model_type is None and family.name in model.candidates:
+        draft = replace(draft, model=model.as_type(family.name))
         if draft.model.candidates:
             return draft
-    found = rename_text_model(draft, family)
-    if found is None:
+    renamed_draft = rename_text_model(draft, family)
+    if renamed_draft is None:
         raise different_model_error(
             draft,
             base,
@@ -76,31 +81,37 @@ def understand_as_base(draft: Draft, base: Model, family: Family) -> Draft:
             f"pass {spell_option(f'--assets {base.catalog.path}')} to use the base's "
             "configuration, if the source is the text model of the base",
         )
-    found.notes.add(
+    renamed_draft.notes.add(
         f"the source is the text model of {family.name}; its keys are renamed to those of "
         f"{family.name}"
     )
-    return found
+    return renamed_draft
 
 
 def require_same_facts(draft: Draft, base: Model, family: Family) -> None:
     """Raise if the configs differ on sizes or switches, and note other differences."""
-    own = [one for one in draft.assets.described if one.name in DOCUMENTS]
-    structure = {name_axis_size(family, axis) for axis in family.sizes} | switched(family).keys()
-    structure |= {"tie_word_embeddings"}
-    found = disagreements(family, [*own, *base.described])
-    wrong = [one for one in found if one.fact in structure]
-    if wrong:
-        raise different_model_error(draft, base, "; ".join(map(str, wrong)))
-    ignored = ("model_type", "quantization_config", *PREDICTED)
-    others = [o for o in found if o.fact.rpartition(".")[2] not in ignored]
-    draft.notes.add(*(f"{one}; the source's value is used" for one in others))
+    source_files = [item for item in draft.assets.described if item.name in DOCUMENTS]
+    structural_facts = {
+        name_axis_size(family, axis) for axis in family.sizes
+    } | map_switches_to_tensors(family).keys()
+    structural_facts |= {"tie_word_embeddings"}
+    contradictions = compare_files(family, [*source_files, *base.described])
+    structural = [item for item in contradictions if item.fact in structural_facts]
+    if structural:
+        raise different_model_error(draft, base, "; ".join(map(str, structural)))
+    ignored = ("model_type", "quantization_config", *MTP_LAYER_KEYS)
+    notable = [
+        contradiction
+        for contradiction in contradictions
+        if contradiction.fact.rpartition(".")[2] not in ignored
+    ]
+    draft.notes.add(*(f"{item}; the source's value is used" for item in notable))
 
 
-def map_base(base: Model, layout: str) -> LayoutChange:
+def map_base_to_layout(base: Model, layout: str) -> LayoutChange:
     """Map the tensors of the base to *layout*."""
     try:
-        return agreed_change(base, base.tensors, LayoutRequest(layout))
+        return change_layout_checked(base, base.tensors, LayoutRequest(layout))
     except CkptError as error:
         if error.where != str(base.catalog.path):
             error.where = f"{error.where}, in {base.catalog.path}"

@@ -16,7 +16,7 @@ from ckptctl.conversion.recognition.layout_change import LayoutRequest, apply_ch
 from ckptctl.conversion.recognition.model import ModelDescription, ModelRequest, recognize_model
 from ckptctl.conversion.sources import locate_tensors
 from ckptctl.errors import MappingError, quote_names, spell_option
-from ckptctl.facts.agreed_change import agreed_change
+from ckptctl.facts.agreed_change import change_layout_checked
 from ckptctl.planner.config_facts import Json, read_sizes
 from ckptctl.planner.copying.blocks import build_rearranged_file
 from ckptctl.planner.families.declarations import get_nested, split_aliases
@@ -27,42 +27,50 @@ from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.planner.mapping.tensors import LayoutChange, map_tensors
 
 
-def rename_text_model(draft: Draft, whole: Family) -> Draft | None:
-    """Rename a text model's tensors to those of *whole*, the vision-language model.
+def rename_text_model(draft: Draft, joint_family: Family) -> Draft | None:
+    """Rename a text model's tensors to those of *joint_family*, the vision-language model.
 
     Returns:
-        None if the source is no such text model, or config.json does not describe *whole*.
+        None if the source is no such text model, or config.json does not describe *joint_family*.
     """
     catalog, assets, options = draft.catalog, draft.assets, draft.options
     config = assets.documents.get(CONFIG)
-    module = split_aliases(whole.sizes.get("d", ("", ""))[0])[0].rpartition(".")[0]
-    inner = get_nested(config or {}, module) if module else None
-    if config is None or not isinstance(inner, dict):
+    module = split_aliases(joint_family.sizes.get("d", ("", ""))[0])[0].rpartition(".")[0]
+    text_config = get_nested(config or {}, module) if module else None
+    if config is None or not isinstance(text_config, dict):
         return None
-    if whole.name not in list_configured_families(families.load_families(), config):
+    if joint_family.name not in list_configured_families(families.load_families(), config):
         return None
-    own = {k: one for k, one in catalog.documents.items() if k == CONFIG} or {CONFIG: inner}
-    known = recognize_model(catalog, own, ModelRequest(None, options.from_layout, options.root))
-    part = families.load_families().get(known.model_type or "")
-    if part is None or known.layout is None:
+    text_documents = {k: item for k, item in catalog.documents.items() if k == CONFIG} or {
+        CONFIG: text_config
+    }
+    text_model = recognize_model(
+        catalog, text_documents, ModelRequest(None, options.from_layout, options.root)
+    )
+    text_family = families.load_families().get(text_model.model_type or "")
+    if text_family is None or text_model.layout is None:
         return None
-    if part.name not in list_configured_families(families.load_families(), inner):
+    if text_family.name not in list_configured_families(families.load_families(), text_config):
         return None
-    joint = derive_submodel_family(part, known.layout, whole, HF)
-    if joint is None:
+    renaming_family = derive_submodel_family(text_family, text_model.layout, joint_family, HF)
+    if renaming_family is None:
         return None
-    shapes = {name: entry.shape for name, entry in known.tensors.items()}
-    sizes = read_sizes(part, inner)
-    change = map_tensors(joint, SUBMODEL_LAYOUT, HF, shapes, sizes, partial=True, tied=False)
-    described = tuple(_nested(one, config, module) for one in assets.described)
+    shapes = {name: entry.shape for name, entry in text_model.tensors.items()}
+    sizes = read_sizes(text_family, text_config)
+    change = map_tensors(
+        renaming_family, SUBMODEL_LAYOUT, HF, shapes, sizes, partial=True, tied=False
+    )
+    described = tuple(_nest_text_config(item, config, module) for item in assets.described)
     draft = replace(draft, assets=replace(assets, described=described), origins={})
-    draft = rename_tensors(draft, change, known.root)
-    request = ModelRequest(whole.name, None, known.root.rstrip(".") or ".", options.sizes)
-    found = recognize_model(draft.catalog, assets.documents, request)
-    return replace(draft, model=replace(found, layout=HF))
+    draft = rename_tensors(draft, change, text_model.root)
+    request = ModelRequest(
+        joint_family.name, None, text_model.root.rstrip(".") or ".", options.sizes
+    )
+    model = recognize_model(draft.catalog, assets.documents, request)
+    return replace(draft, model=replace(model, layout=HF))
 
 
-def _nested(file: ModelDescription, config: Json, module: str) -> ModelDescription:
+def _nest_text_config(file: ModelDescription, config: Json, module: str) -> ModelDescription:
     """Return the text model's own config.json as a config of the vision-language model."""
     if (
         file.name != CONFIG
@@ -75,12 +83,12 @@ def _nested(file: ModelDescription, config: Json, module: str) -> ModelDescripti
 
 def rename_to_layout(draft: Draft, layout: str) -> Draft:
     """Rename the source's tensors to the names of *layout*."""
-    known = replace(draft.model, described=draft.assets.described)
-    if known.layout in (layout, None) or layout in known.alike:
+    model = replace(draft.model, described=draft.assets.described)
+    if model.layout in (layout, None) or layout in model.alike:
         return draft
-    change = agreed_change(known, known.tensors, LayoutRequest(layout, partial=True))
-    draft = rename_tensors(draft, change, known.root)
-    return replace(draft, model=replace(known, catalog=draft.catalog, layout=layout, alike=()))
+    change = change_layout_checked(model, model.tensors, LayoutRequest(layout, partial=True))
+    draft = rename_tensors(draft, change, model.root)
+    return replace(draft, model=replace(model, catalog=draft.catalog, layout=layout, alike=()))
 
 
 def rename_tensors(draft: Draft, change: LayoutChange, root: str) -> Draft:
@@ -90,36 +98,38 @@ def rename_tensors(draft: Draft, change: LayoutChange, root: str) -> Draft:
         MappingError: The change drops or creates tensors.
     """
     catalog = draft.catalog
-    zeros = {one.key for one in change.zeros}
-    made = [one.targets[0].key for one in change.tensors if one.sources[0].key in zeros]
-    dropped = dict.fromkeys([*change.dropped_keys, *(one.part.key for one in change.redundant)])
-    if dropped or made:
+    zeros = {item.key for item in change.zeros}
+    created = [item.targets[0].key for item in change.tensors if item.sources[0].key in zeros]
+    dropped = dict.fromkeys([*change.dropped_keys, *(item.part.key for item in change.redundant)])
+    if dropped or created:
         raise MappingError(
             f"cannot rename the source for {spell_option('--fill-from')} without dropping or "
             "adding tensors",
             where=catalog.path,
             why=f"converting {change.source_layout} to {change.target_layout} drops or adds "
-            f"{quote_names([*dropped, *made], 2)}",
+            f"{quote_names([*dropped, *created], 2)}",
             hint=f"convert the source with {spell_option(f'--to-layout {change.target_layout}')} "
             "first",
         )
-    summed, parts = apply_change(catalog, change, root)
-    old = {key: catalog.tensors[composed.sources[0].key] for key, composed in parts.items()}
-    paths = {key: key_path_next_to(entry, root, key) for key, entry in old.items()}
-    moved = {key: one for key, one in parts.items() if not one.is_rename}
+    mapped_catalog, parts = apply_change(catalog, change, root)
+    old_entries = {key: catalog.tensors[composed.sources[0].key] for key, composed in parts.items()}
+    paths = {key: key_path_next_to(entry, root, key) for key, entry in old_entries.items()}
+    rearranged_parts = {key: item for key, item in parts.items() if not item.is_rename}
     entries, files = make_virtual_tensors(
-        summed, moved, root, f"{change.target_layout}/{root}", paths
+        mapped_catalog, rearranged_parts, root, f"{change.target_layout}/{root}", paths
     )
     origins: dict[str, str] = {}
-    for key, entry in old.items():
-        if key not in moved:
+    for key, entry in old_entries.items():
+        if key not in rearranged_parts:
             name = root + key
             entries[key] = replace(entry, name=name, path=paths[key], alias_of=None)
             origins[name] = draft.origins.get(entry.name, entry.name)
-    read = {key for composed in parts.values() for key in composed.keys}
-    rest = {name: one for name, one in catalog.tensors.items() if name not in read}
-    tensors = {**{root + key: entries[key] for key in parts}, **rest}
-    computed = {**summed.computed, **files}
+    source_keys = {key for composed in parts.values() for key in composed.keys}
+    other_tensors = {
+        name: item for name, item in catalog.tensors.items() if name not in source_keys
+    }
+    tensors = {**{root + key: entries[key] for key in parts}, **other_tensors}
+    computed = {**mapped_catalog.computed, **files}
     draft = draft.with_catalog(replace(catalog, tensors=tensors, computed=computed))
     return replace(draft, origins=origins)
 
@@ -140,14 +150,16 @@ def make_virtual_tensors(
         label: Prefix of the names of the virtual files.
         paths: Key path of each tensor.
     """
-    read = dict.fromkeys(key for composed in parts.values() for key in composed.keys)
-    stored = locate_tensors(catalog, read).tensors
+    source_keys = dict.fromkeys(key for composed in parts.values() for key in composed.keys)
+    stored = locate_tensors(catalog, source_keys).tensors
     entries: dict[str, TensorEntry] = {}
     files: dict[str, ComputedTensor] = {}
     for key, composed in parts.items():
         file = computed_name(label + key)
-        files[file] = made = build_rearranged_file(catalog.root, composed.bind_entries(stored))
-        entries[key] = made.to_entry(root + key, paths[key], file)
+        files[file] = virtual_file = build_rearranged_file(
+            catalog.root, composed.bind_entries(stored)
+        )
+        entries[key] = virtual_file.to_entry(root + key, paths[key], file)
     return entries, files
 
 
@@ -169,18 +181,20 @@ def label_virtual_files(catalog: Catalog, label: str) -> Catalog:
 
     names = {name: computed_name(label + name) for name in catalog.computed}
 
-    def labeled(entry: TensorEntry) -> TensorEntry:
+    def relabel_extents(entry: TensorEntry) -> TensorEntry:
         if names.keys().isdisjoint(files_of(entry.extents)):
             return entry
-        extents = (replace(one, file=names.get(one.file, one.file)) for one in entry.extents)
+        extents = (replace(item, file=names.get(item.file, item.file)) for item in entry.extents)
         return replace(entry, extents=tuple(extents))
 
     computed = {
         names[name]: replace(
-            made,
-            inputs=tuple(replace(one, entry=labeled(one.entry)) for one in made.inputs),
+            virtual_file,
+            inputs=tuple(
+                replace(item, entry=relabel_extents(item.entry)) for item in virtual_file.inputs
+            ),
         )
-        for name, made in catalog.computed.items()
+        for name, virtual_file in catalog.computed.items()
     }
-    tensors = {name: labeled(entry) for name, entry in catalog.tensors.items()}
+    tensors = {name: relabel_extents(entry) for name, entry in catalog.tensors.items()}
     return replace(catalog, tensors=tensors, computed=computed)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from ckptctl import families, formats
 from ckptctl.adapters.fill_base import (
     different_model_error,
-    map_base,
+    map_base_to_layout,
     open_base,
     require_same_facts,
     understand_as_base,
@@ -59,8 +59,8 @@ def fill_from_base(draft: Draft) -> Draft:
     notes, draft = draft.notes, replace(draft, notes=Notes())
     draft = understand_as_base(draft, base, family)
     require_same_facts(draft, base, family)
-    draft, change = _in_one_layout(draft, base, family)
-    draft = _take_tensors(draft, base, family, change)
+    draft, change = _align_layouts(draft, base, family)
+    draft = _add_base_tensors(draft, base, family, change)
     if draft.filled_from:
         notes.add(f"filled from {base.catalog.path}: {quote_names([*draft.filled_from])}")
     else:
@@ -70,103 +70,111 @@ def fill_from_base(draft: Draft) -> Draft:
     return replace(draft, base=base.catalog, notes=notes)
 
 
-def _in_one_layout(draft: Draft, base: Model, family: Family) -> tuple[Draft, LayoutChange]:
+def _align_layouts(draft: Draft, base: Model, family: Family) -> tuple[Draft, LayoutChange]:
     """Map the base to the source's layout, or rename the source's tensors to the base's layout."""
-    own, other = draft.model.layout, base.layout or HF
+    source_layout, base_layout = draft.model.layout, base.layout or HF
     problem: CkptError | None = None
-    for layout in dict.fromkeys([HF if is_base(own) else own or HF, other]):
+    for layout in dict.fromkeys(
+        [HF if is_base(source_layout) else source_layout or HF, base_layout]
+    ):
         if layout not in family.layouts:
             continue
         try:
-            change = map_base(base, layout)
+            change = map_base_to_layout(base, layout)
             return rename_to_layout(draft, layout), change
         except UnmappedTensorError as error:
             problem = problem or error
     raise problem or different_model_error(
-        draft, base, f"the source has layout {own}, but the base has {other}"
+        draft, base, f"the source has layout {source_layout}, but the base has {base_layout}"
     )
 
 
-def _take_tensors(draft: Draft, base: Model, family: Family, change: LayoutChange) -> Draft:
+def _add_base_tensors(draft: Draft, base: Model, family: Family, change: LayoutChange) -> Draft:
     """Add tensors of the base, and tensors that can be derived from the source's own.
 
     MTP layers may repeat the embedding and the head, which are then the source's. Some layouts have
     tensors of zeros that other layouts do not store.
     """
-    known, root, own = draft.model, draft.model.root, draft.model.tensors
+    model, root, source_tensors = draft.model, draft.model.root, draft.model.tensors
     catalog, parts = apply_change(base.catalog, change, base.root)
-    _require_shapes(draft, base, parts)
-    layout = family.get_layout(known.layout or HF)
-    there = match_keys(family, layout, parts)
+    _require_same_shapes(draft, base, parts)
+    layout = family.get_layout(model.layout or HF)
+    matched = match_keys(family, layout, parts)
     configs = (draft.assets.documents.get(CONFIG), base.catalog.documents.get(CONFIG))
-    unwanted = find_unneeded_keys(family, there, *configs, draft.notes)
-    sources = {key: one.sources[0].key for key, one in parts.items()}
+    unwanted = find_unneeded_keys(family, matched, *configs, draft.notes)
+    sources = {key: item.sources[0].key for key, item in parts.items()}
     stored = {key for key, source in sources.items() if source in base.catalog.tensors}
-    lacking = [key for key in parts if key not in own and key not in unwanted]
-    copied = {k: parts[k] for k in lacking if k not in stored or k not in there.dropped}
-    beside = next(iter(own.values()), None) if lacking else None
-    paths = {key: key_path_next_to(beside, root, key) for key in lacking} if beside else {}
-    lender = label_virtual_files(catalog, "fill")
-    entries, files = make_virtual_tensors(lender, copied, root, "fill/", paths)
+    missing_keys = [key for key in parts if key not in source_tensors and key not in unwanted]
+    copied = {k: parts[k] for k in missing_keys if k not in stored or k not in matched.dropped}
+    sibling = next(iter(source_tensors.values()), None) if missing_keys else None
+    paths = {key: key_path_next_to(sibling, root, key) for key in missing_keys} if sibling else {}
+    base_catalog = label_virtual_files(catalog, "fill")
+    entries, files = make_virtual_tensors(base_catalog, copied, root, "fill/", paths)
     taken = {key: entry for key, entry in entries.items() if key in stored}
-    made: list[TensorEntry] = []
+    derived: list[TensorEntry] = []
     origins = dict(draft.origins)
-    for key in lacking:
-        rule = there.dropped.get(key)
+    for key in missing_keys:
+        rule = matched.dropped.get(key)
         leaf = layout.leaves.get(rule.same_as) if rule else None
-        same = own.get(leaf.key.text) if leaf else None
+        original = source_tensors.get(leaf.key.text) if leaf else None
         if key in entries:
-            made += [] if key in taken else [entries[key]]
-        elif same:
-            made.append(replace(same, name=root + key, path=paths[key], alias_of=None))
-            origins[root + key] = origins.get(same.name, same.name)
-    _note_other_layers(draft, family, [key for key in taken if key in there.tensor_by_key], there)
+            derived += [] if key in taken else [entries[key]]
+        elif original:
+            derived.append(replace(original, name=root + key, path=paths[key], alias_of=None))
+            origins[root + key] = origins.get(original.name, original.name)
+    _note_other_layers(
+        draft, family, [key for key in taken if key in matched.tensor_by_key], matched
+    )
     if taken:
         require_same_dtypes(draft, base, family, taken, sources)
-    if repeated := [entry.name for entry in made if entry.name in origins]:
-        draft.notes.add(f"copied from other tensors of the source: {quote_names(repeated)}")
-    tensors = {**draft.catalog.tensors, **{one.name: one for one in (*taken.values(), *made)}}
+    if duplicates := [entry.name for entry in derived if entry.name in origins]:
+        draft.notes.add(f"copied from other tensors of the source: {quote_names(duplicates)}")
+    tensors = {**draft.catalog.tensors, **{item.name: item for item in (*taken.values(), *derived)}}
     computed = {
         **draft.catalog.computed,
-        **find_reachable_files({**lender.computed, **files}, files),
+        **find_reachable_files({**base_catalog.computed, **files}, files),
     }
     filled = replace(draft.catalog, tensors=tensors, computed=computed)
     if taken:
         options, prefix = draft.options, root.rstrip(".") or "."
-        model_type = options.model_type or known.model_type or family.name
+        model_type = options.model_type or model.model_type or family.name
         request = ModelRequest(model_type, options.from_layout, prefix, options.sizes)
-        known = recognize_model(filled, draft.assets.documents, request)
+        model = recognize_model(filled, draft.assets.documents, request)
     return replace(
         draft,
-        model=replace(known, catalog=filled, described=draft.assets.described),
+        model=replace(model, catalog=filled, described=draft.assets.described),
         filled_from={entry.name: sources[key] for key, entry in taken.items()},
         origins=origins,
     )
 
 
-def _require_shapes(draft: Draft, base: Model, parts: Mapping[str, ComposedTensor]) -> None:
+def _require_same_shapes(draft: Draft, base: Model, parts: Mapping[str, ComposedTensor]) -> None:
     """Raise if shared tensors of the base have other shapes than the source's."""
-    own = draft.model.tensors
+    source_tensors = draft.model.tensors
     differ = [
-        f"`{key}` has shape {list(own[key].shape)} in the source and {list(part.shape)} in the base"
+        f"`{key}` has shape {list(source_tensors[key].shape)} in the source and {list(part.shape)} in the base"
         for key, part in parts.items()
-        if key in own and own[key].shape != part.shape
+        if key in source_tensors and source_tensors[key].shape != part.shape
     ]
     if differ:
-        more = f" and {len(differ) - 2:,} more" if len(differ) > 2 else ""
-        raise different_model_error(draft, base, ", ".join(differ[:2]) + more)
+        remaining = f" and {len(differ) - 2:,} more" if len(differ) > 2 else ""
+        raise different_model_error(draft, base, ", ".join(differ[:2]) + remaining)
 
 
 def _note_other_layers(
-    draft: Draft, family: Family, taken: Sequence[str], there: MatchedKeys
+    draft: Draft, family: Family, taken: Sequence[str], matched: MatchedKeys
 ) -> None:
     """Note that the source has the filled tensors in other layers, so it may be incomplete."""
     layout = family.get_layout(draft.model.layout or HF)
     groups = match_keys(family, layout, draft.model.tensors).groups
-    known = {tensor.name for group in groups for tensor, _ in group.stored.parts}
-    odd = [key for key in taken if any(t.name in known for t, _ in there.tensor_by_key[key].parts)]
-    if odd:
+    source_names = {tensor.name for group in groups for tensor, _ in group.stored.parts}
+    suspicious_keys = [
+        key
+        for key in taken
+        if any(t.name in source_names for t, _ in matched.tensor_by_key[key].parts)
+    ]
+    if suspicious_keys:
         draft.notes.add(
-            f"the source has tensors such as {quote_names(odd, 1)} in other layers and may be "
+            f"the source has tensors such as {quote_names(suspicious_keys, 1)} in other layers and may be "
             "incomplete; the base does not contain their trained values"
         )

@@ -16,7 +16,7 @@ from ckptctl.errors import RefusedError, spell_option
 if TYPE_CHECKING:
     import torch
 
-PIECE = 8 << 20
+CHUNK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,29 +42,29 @@ class Factors:
 
 
 @dataclass(frozen=True, slots=True)
-class LowRankChange:
+class WeightChange:
     """Difference of a fine-tuned weight and its base.
 
     Attributes:
         delta: ``[rows, columns]``, in float32 or float64.
-        base: Frobenius norm of the base weight.
+        base_norm: Frobenius norm of the base weight.
     """
 
     delta: torch.Tensor
-    base: float
+    base_norm: float
 
 
-def difference(base: torch.Tensor, tuned: torch.Tensor) -> LowRankChange:
+def subtract_weights(base: torch.Tensor, tuned: torch.Tensor) -> WeightChange:
     """Return ``tuned - base`` for two floating-point weights ``[rows, columns]``."""
     import torch
 
     wide = torch.float64 if torch.float64 in (base.dtype, tuned.dtype) else torch.float32
-    first = base.to(wide)
-    return LowRankChange(tuned.to(wide) - first, torch.linalg.norm(first).item())
+    wide_base = base.to(wide)
+    return WeightChange(tuned.to(wide) - wide_base, torch.linalg.norm(wide_base).item())
 
 
-def factors(
-    name: str, change: LowRankChange, *, rank: int | None, energy: float | None, dtype: str
+def compute_factors(
+    name: str, change: WeightChange, *, rank: int | None, energy: float | None, dtype: str
 ) -> Factors:
     """Factor a nonzero change, overwriting *change* to save memory.
 
@@ -80,7 +80,7 @@ def factors(
     """
     import torch
 
-    delta, norm = change.delta, change.base
+    delta, base_norm = change.delta, change.base_norm
     if not delta.isfinite().all():
         raise RefusedError(
             "a weight contains infinite or NaN elements",
@@ -88,12 +88,12 @@ def factors(
             why="the change of such elements has no singular values",
         )
     u, values, vh = torch.linalg.svd(delta, full_matrices=False)
-    kept = rank if rank is not None else _terms(values, energy or 1.0)
-    kept = min(kept, len(values))
-    root = values[:kept].sqrt()
-    kind = getattr(torch, dtype)
-    b = (u[:, :kept] * root).to(kind).contiguous()
-    a = (root[:, None] * vh[:kept]).to(kind).contiguous()
+    term_count = rank if rank is not None else _count_terms(values, energy or 1.0)
+    term_count = min(term_count, len(values))
+    root_values = values[:term_count].sqrt()
+    torch_dtype = getattr(torch, dtype)
+    b = (u[:, :term_count] * root_values).to(torch_dtype).contiguous()
+    a = (root_values[:, None] * vh[:term_count]).to(torch_dtype).contiguous()
     del u, vh
     if not all(factor.float().isfinite().all() for factor in (a, b)):  # fp8 has no isfinite
         raise RefusedError(
@@ -101,13 +101,17 @@ def factors(
             where=f"tensor `{name}`",
             hint=f"omit {spell_option('--dtype')} to write the factors in fp32",
         )
-    size = torch.linalg.norm(delta).item()
-    lost = torch.linalg.norm(delta.addmm_(b.to(delta.dtype), a.to(delta.dtype), alpha=-1)).item()
-    return Factors(a, b, lost / size, size / norm if norm else float("inf"))
+    change_norm = torch.linalg.norm(delta).item()
+    residual_norm = torch.linalg.norm(
+        delta.addmm_(b.to(delta.dtype), a.to(delta.dtype), alpha=-1)
+    ).item()
+    return Factors(
+        a, b, residual_norm / change_norm, change_norm / base_norm if base_norm else float("inf")
+    )
 
 
 @dataclass(slots=True)
-class Stacking:
+class StackedFactors:
     """Factors of a stacked parameter's matrices, collected one by one in PEFT's layout.
 
     Attributes:
@@ -119,82 +123,95 @@ class Stacking:
     shape: tuple[int, ...]
     parts: int
     dtype: str
-    _found: dict[tuple[int, int], Factors] = field(default_factory=dict)
+    _factors: dict[tuple[int, int], Factors] = field(default_factory=dict)
     _norms: list[tuple[float, float, float]] = field(default_factory=list)
 
-    def add(
-        self, name: str, number: int, change: LowRankChange, rank: int | None, energy: float | None
+    def add_change(
+        self, name: str, expert: int, change: WeightChange, rank: int | None, energy: float | None
     ) -> None:
         """Add a changed matrix, overwriting *change*."""
         import torch
 
         for part, delta in enumerate(change.delta.chunk(self.parts)):
-            size = torch.linalg.norm(delta).item()
-            if size == 0:
+            change_norm = torch.linalg.norm(delta).item()
+            if change_norm == 0:
                 continue
-            own = LowRankChange(delta, change.base)
-            made = factors(name, own, rank=rank, energy=energy, dtype=self.dtype)
-            self._found[number, part] = made
-            self._norms.append((made.error * size, size, 0.0))
-        self._norms.append((0.0, 0.0, change.base))
+            part_change = WeightChange(delta, change.base_norm)
+            part_factors = compute_factors(
+                name, part_change, rank=rank, energy=energy, dtype=self.dtype
+            )
+            self._factors[expert, part] = part_factors
+            self._norms.append((part_factors.error * change_norm, change_norm, 0.0))
+        self._norms.append((0.0, 0.0, change.base_norm))
 
-    def keep(self, base: torch.Tensor) -> None:
+    def add_unchanged(self, base: torch.Tensor) -> None:
         """Add a matrix without a change."""
         import torch
 
         self._norms.append((0.0, 0.0, torch.linalg.norm(base.float()).item()))
 
     @property
-    def factors(self) -> Factors | None:
+    def join_factors(self) -> Factors | None:
         """Factors of the whole stack at the largest rank of each part, or None if unchanged."""
         import torch
 
         experts, rows, columns = self.shape
         ranks = [
-            max((one.rank for (_, of), one in self._found.items() if of == part), default=0)
+            max(
+                (
+                    expert_factors.rank
+                    for (_, part_number), expert_factors in self._factors.items()
+                    if part_number == part
+                ),
+                default=0,
+            )
             for part in range(self.parts)
         ]
         if not any(ranks):
             return None
-        kind = getattr(torch, self.dtype)
-        a = torch.zeros(experts, sum(ranks), columns, dtype=kind)
-        b = torch.zeros(rows, sum(ranks), experts, dtype=kind)
+        torch_dtype = getattr(torch, self.dtype)
+        a = torch.zeros(experts, sum(ranks), columns, dtype=torch_dtype)
+        b = torch.zeros(rows, sum(ranks), experts, dtype=torch_dtype)
         height = rows // self.parts
-        for (number, part), one in self._found.items():
-            terms = slice(start := sum(ranks[:part]), start + one.rank)
-            a[number, terms] = one.a
-            b[part * height : (part + 1) * height, terms, number] = one.b
-        self._found.clear()
-        lost, size, norm = (math.hypot(*each) for each in zip(*self._norms, strict=True))
-        change = size / norm if norm else float("inf")
-        return Factors(a.flatten(0, 1), b.flatten(1), lost / size, change)
+        for (number, part), expert_factors in self._factors.items():
+            terms = slice(start := sum(ranks[:part]), start + expert_factors.rank)
+            a[number, terms] = expert_factors.a
+            b[part * height : (part + 1) * height, terms, number] = expert_factors.b
+        self._factors.clear()
+        residual_norm, change_norm, base_norm = (
+            math.hypot(*norms) for norms in zip(*self._norms, strict=True)
+        )
+        change = change_norm / base_norm if base_norm else float("inf")
+        return Factors(a.flatten(0, 1), b.flatten(1), residual_norm / change_norm, change)
 
 
-def _terms(values: torch.Tensor, energy: float) -> int:
+def _count_terms(values: torch.Tensor, energy: float) -> int:
     """Return the least number of terms that contain *energy* of the sum of squares."""
     import torch
 
     squares = values.to(torch.float64).square()
-    left = squares.sum() - squares.cumsum(0)
+    residual = squares.sum() - squares.cumsum(0)
     bound = (1 - energy) * squares.sum()
-    return int((left > bound).sum().item()) + 1
+    return int((residual > bound).sum().item()) + 1
 
 
-def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def are_equal(first_tensor: torch.Tensor, second_tensor: torch.Tensor) -> bool:
     """Return whether two tensors hold equal values (or NaN), regardless of dtype."""
     import torch
 
-    if one.dtype == other.dtype and not one.is_floating_point():
-        return bool(one.equal(other))
-    kind = torch.promote_types(one.dtype, other.dtype)
-    first, second = one.to(kind), other.to(kind)
-    return bool(((first == second) | (first.isnan() & second.isnan())).all())
+    if first_tensor.dtype == second_tensor.dtype and not first_tensor.is_floating_point():
+        return bool(first_tensor.equal(second_tensor))
+    common_dtype = torch.promote_types(first_tensor.dtype, second_tensor.dtype)
+    first_values, second_values = first_tensor.to(common_dtype), second_tensor.to(common_dtype)
+    return bool(
+        ((first_values == second_values) | (first_values.isnan() & second_values.isnan())).all()
+    )
 
 
-def pieces(tensor: torch.Tensor) -> Iterator[bytes]:
+def iterate_bytes(tensor: torch.Tensor) -> Iterator[bytes]:
     """Yield a tensor's row-major bytes in chunks of at most 8 MiB."""
     import torch
 
     content = tensor.contiguous().reshape(-1).view(torch.uint8)
-    for start in range(0, len(content), PIECE):
-        yield content[start : start + PIECE].numpy().tobytes()
+    for start in range(0, len(content), CHUNK_BYTES):
+        yield content[start : start + CHUNK_BYTES].numpy().tobytes()

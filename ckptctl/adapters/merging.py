@@ -12,21 +12,26 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from ckptctl import families, formats
-from ckptctl.adapters.deltas import Delta, Deltas, as_input, deltas
-from ckptctl.adapters.expert_adapters import changes, targets, with_experts_of, without
+from ckptctl.adapters.deltas import Delta, Deltas, match_adapter, to_input
+from ckptctl.adapters.expert_adapters import (
+    find_adapted_parameters,
+    iterate_expert_deltas,
+    unstack_for_model,
+    without_parameters,
+)
 from ckptctl.adapters.peft import (
-    FLOATING,
-    SINGLE,
-    Settings,
-    check_magnitudes,
-    described,
+    FLOAT_DTYPES,
+    MERGEABLE_FIELDS,
+    AdapterSettings,
     embeddings_as_linear,
-    factors_only,
-    readable_factors,
+    find_adapter_config,
+    locate_factors,
+    read_settings,
     require_adapter,
     require_biases,
-    require_saved,
-    settings,
+    require_consistent_magnitudes,
+    require_trained_modules,
+    select_factors,
 )
 from ckptctl.catalog import Catalog, ComputedTensor, ComputeInput, TensorEntry, computed_name
 from ckptctl.conversion.conversion_options import ConversionOptions, MergeOptions
@@ -52,8 +57,8 @@ from ckptctl.storage.paths import parse_path
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 
-ORDER = "pass the base model before the adapter: `ckptctl merge BASE ADAPTER DST`"
-LARGEST = 256 << 20
+ARGUMENT_ORDER_HINT = "pass the base model before the adapter: `ckptctl merge BASE ADAPTER DST`"
+MAX_FACTOR_BYTES = 256 << 20
 """Largest A in float32, in bytes: every thread keeps one in memory."""
 
 
@@ -82,34 +87,40 @@ def plan_merge(
 ) -> MergePlan:
     """Plan a merge, keeping the model's format unless *options* set ``to``."""
     with families.use_converter_file(options.converter):
-        asked = options.with_target_format(options.to or _same_format(base, options))
-        origin = formats.existing(adapter)
-        require_destination(origin, parse_path(dst), options.overwrite, is_replaceable)
-        merging = Merging(origin, asked, options.scaling)
-        plan = plan_with_steps(base, dst, asked, Step("merge", "model", 30, merging.apply))
+        conversion_options = options.with_target_format(
+            options.to or _require_writable_format(base, options)
+        )
+        adapter_path = formats.existing(adapter)
+        require_destination(adapter_path, parse_path(dst), options.overwrite, is_replaceable)
+        adapter_merge = AdapterMerge(adapter_path, conversion_options, options.scaling)
+        plan = plan_with_steps(
+            base, dst, conversion_options, Step("merge", "model", 30, adapter_merge.merge_into)
+        )
     return MergePlan(
         plan,
-        str(merging.adapter.path),
-        merging.adapter.format,
-        merging.layout,
-        len({delta.key for delta in merging.found.changed}),
-        len(merging.found.replaced),
-        tuple(sorted(merging.scales)),
+        str(adapter_merge.adapter.path),
+        adapter_merge.adapter.format,
+        adapter_merge.layout,
+        len({delta.key for delta in adapter_merge.matched.changed}),
+        len(adapter_merge.matched.replaced),
+        tuple(sorted(adapter_merge.scales)),
     )
 
 
-def _same_format(base: str | TreePath, options: MergeOptions) -> str:
+def _require_writable_format(base: str | TreePath, options: MergeOptions) -> str:
     """Return the base's format, or raise if it can only be read."""
-    found = formats.get(options.from_format) if options.from_format else formats.detect(base)
-    if found.name not in formats.writable():
+    source_format = (
+        formats.get(options.from_format) if options.from_format else formats.detect(base)
+    )
+    if source_format.name not in formats.writable():
         raise UsageError(
-            f"format `{found.name}` can only be read",
+            f"format `{source_format.name}` can only be read",
             hint=f"choose an output format with {spell_option('--to')}",
         )
-    return found.name
+    return source_format.name
 
 
-class Merging:
+class AdapterMerge:
     """Merge of one adapter into one model.
 
     Attributes:
@@ -117,62 +128,73 @@ class Merging:
         layout: Layout of the adapter, set when it is matched.
         root: Prefix of its keys in a larger state dict, set when it is matched.
         scales: Scales of B A that were used.
-        found: The changes, set when the adapter is matched.
+        matched: The changes, set when the adapter is matched.
     """
 
     def __init__(self, path: TreePath, options: ConversionOptions, scaling: float | None) -> None:
         self.options = options
-        self.adapter = factors_only(formats.open_checkpoint(path))
-        require_adapter(self.adapter, MappingError, "not a LoRA/DoRA adapter", ORDER)
-        self.config = described(self.adapter)
-        self.settings: Settings = settings(self.config, options.lora_alpha, scaling, carries=SINGLE)
+        self.adapter = select_factors(formats.open_checkpoint(path))
+        require_adapter(self.adapter, MappingError, "not a LoRA/DoRA adapter", ARGUMENT_ORDER_HINT)
+        self.config = find_adapter_config(self.adapter)
+        self.settings: AdapterSettings = read_settings(
+            self.config, options.lora_alpha, scaling, supported=MERGEABLE_FIELDS
+        )
         self.layout = ""
         self.root = ""
         self.scales: set[float] = set()
-        self.found = Deltas((), {}, frozenset())
+        self.matched = Deltas((), {}, frozenset())
 
-    def apply(self, draft: Draft) -> Draft:
+    def merge_into(self, draft: Draft) -> Draft:
         """Merge the adapter into the model of *draft*."""
-        return draft.with_catalog(self.change(draft.model))
+        return draft.with_catalog(self.merge_into_model(draft.model))
 
-    def change(self, known: Model) -> Catalog:
+    def merge_into_model(self, model: Model) -> Catalog:
         """Return the model's checkpoint with the changed tensors in virtual files."""
-        catalog = known.catalog
+        catalog = model.catalog
         if is_adapter(catalog.tensors):
             raise MappingError(
-                "this is an adapter, not a base model", where=catalog.path, hint=ORDER
+                "this is an adapter, not a base model", where=catalog.path, hint=ARGUMENT_ORDER_HINT
             )
-        held = known.tensors
-        self._find_changes(known, choose_family(known, known.layout))
-        weights = _grouped(self.found.changed, lambda delta: delta.key)
-        scaled = _grouped(self.found.changed, lambda delta: delta.bias and delta.bias[0])
-        names = [*weights, *scaled, *self.found.replaced]
-        base = locate_tensors(catalog, [held[name].name for name in names]).tensors
-        self._refuse_ties(set(base), known)
+        model_tensors = model.tensors
+        self._match_adapter(model, choose_family(model, model.layout))
+        weights = _group_deltas(self.matched.changed, lambda delta: delta.key)
+        scaled_biases = _group_deltas(
+            self.matched.changed, lambda delta: delta.bias and delta.bias[0]
+        )
+        names = [*weights, *scaled_biases, *self.matched.replaced]
+        base_entries = locate_tensors(catalog, [model_tensors[name].name for name in names]).tensors
+        self._require_untied(set(base_entries), model)
         tensors, computed = dict(catalog.tensors), dict(catalog.computed)
-        wide = {
-            key: ComputeInput(catalog.root, _in_float32(base[held[key].name], computed))
+        float32_weights = {
+            key: ComputeInput(
+                catalog.root, _to_unrounded(base_entries[model_tensors[key].name], computed)
+            )
             for key in weights
         }
-        made = {
-            key: self._changed(base[held[key].name], wide[key], changes, computed)
+        virtual_files = {
+            key: self._build_merged_weight(
+                base_entries[model_tensors[key].name], float32_weights[key], changes, computed
+            )
             for key, changes in weights.items()
         }
-        made |= {
-            key: self._scaled(
-                ComputeInput(catalog.root, base[held[key].name]), wide, changes, computed
+        virtual_files |= {
+            key: self._build_scaled_bias(
+                ComputeInput(catalog.root, base_entries[model_tensors[key].name]),
+                float32_weights,
+                changes,
+                computed,
             )
-            for key, changes in scaled.items()
+            for key, changes in scaled_biases.items()
         }
-        made |= {
+        virtual_files |= {
             key: build_rearranged_file(self.adapter.root, saved)
-            for key, saved in self.found.replaced.items()
+            for key, saved in self.matched.replaced.items()
         }
-        for key, virtual in made.items():
-            entry = base[held[key].name]
+        for key, virtual in virtual_files.items():
+            entry = base_entries[model_tensors[key].name]
             name = computed_name(f"{entry.name}+lora")
             computed[name] = virtual
-            tensors[held[key].name] = replace(
+            tensors[model_tensors[key].name] = replace(
                 entry,
                 dtype=virtual.dtype,
                 shape=virtual.shape,
@@ -182,63 +204,67 @@ class Merging:
         notes = (*catalog.notes, *(f"adapter: {note}" for note in self.adapter.notes))
         return replace(catalog, tensors=tensors, computed=computed, notes=notes)
 
-    def _find_changes(self, known: Model, family: Family) -> None:
+    def _match_adapter(self, model: Model, family: Family) -> None:
         """Match the adapter to the model and set *found*, *layout* and *root*.
 
         Raises:
             MappingError: The model is missing layers of the adapter.
             UnsupportedError: Magnitudes, biases or trained modules are missing in the adapter.
         """
-        held = known.tensors
-        apart = with_experts_of(self.adapter, known, family)
-        if apart is not self.adapter:
-            self.adapter, self.config = apart, described(apart)
+        model_tensors = model.tensors
+        unstacked = unstack_for_model(self.adapter, model, family)
+        if unstacked is not self.adapter:
+            self.adapter, self.config = unstacked, find_adapter_config(unstacked)
             alpha, scaling = self.options.lora_alpha, self.settings.scaling
-            self.settings = settings(self.config, alpha, scaling, carries=SINGLE)
-        single = targets(self.adapter, self.config, self.settings, held)
-        rest = without(self.adapter, single)
+            self.settings = read_settings(self.config, alpha, scaling, supported=MERGEABLE_FIELDS)
+        parameters = find_adapted_parameters(
+            self.adapter, self.config, self.settings, model_tensors
+        )
+        linear_factors = without_parameters(self.adapter, parameters)
         self.layout = PEFT_LAYOUTS[0]
-        if rest.tensors or not single:
-            adapter = recognize_model(rest, known.documents, ModelRequest(family.name))
+        if linear_factors.tensors or not parameters:
+            adapter = recognize_model(linear_factors, model.documents, ModelRequest(family.name))
             require_known_model(adapter)
             self.layout, self.root = adapter.layout or "", adapter.root
-        factors = readable_factors(self.adapter, self.root)
-        if rest.tensors or not single:
-            linear = embeddings_as_linear(rest).tensors
-            self.found = deltas(
+        factors = locate_factors(self.adapter, self.root)
+        if linear_factors.tensors or not parameters:
+            linear_names = embeddings_as_linear(linear_factors).tensors
+            self.matched = match_adapter(
                 family,
-                (known.layout or "", self.layout),
-                {name: entry.shape for name, entry in held.items()},
-                {key: entry for key, entry in factors.items() if entry.name in linear},
-                known.axis_sizes(family, implied=True),
-                known.layer_lists(family),
-                (str(known.catalog.path), str(self.adapter.path)),
+                (model.layout or "", self.layout),
+                {name: entry.shape for name, entry in model_tensors.items()},
+                {key: entry for key, entry in factors.items() if entry.name in linear_names},
+                model.axis_sizes(family, implied=True),
+                model.layer_lists(family),
+                (str(model.catalog.path), str(self.adapter.path)),
             )
-        check_magnitudes(
+        require_consistent_magnitudes(
             self.settings,
-            [delta.factors[1] for delta in self.found.changed if delta.magnitude],
-            [delta.factors[1] for delta in self.found.changed if not delta.magnitude],
+            [delta.factors[1] for delta in self.matched.changed if delta.magnitude],
+            [delta.factors[1] for delta in self.matched.changed if not delta.magnitude],
         )
-        require_saved(self.config, self.found.replaced)
-        biases = {delta.key.removesuffix("weight") + "bias" for delta in self.found.changed}
-        require_biases(self.config, sorted((biases & held.keys()) - self.found.replaced.keys()))
-        stacked = tuple(changes(single, held, factors))
-        self.found = replace(self.found, changed=(*self.found.changed, *stacked))
+        require_trained_modules(self.config, self.matched.replaced)
+        biases = {delta.key.removesuffix("weight") + "bias" for delta in self.matched.changed}
+        require_biases(
+            self.config, sorted((biases & model_tensors.keys()) - self.matched.replaced.keys())
+        )
+        expert_deltas = tuple(iterate_expert_deltas(parameters, model_tensors, factors))
+        self.matched = replace(self.matched, changed=(*self.matched.changed, *expert_deltas))
 
-    def _refuse_ties(self, changed: set[str], known: Model) -> None:
+    def _require_untied(self, changed_names: set[str], model: Model) -> None:
         """Raise if only one of two tied or shared tensors would change."""
-        catalog, family = known.catalog, choose_family(known, known.layout)
+        catalog, family = model.catalog, choose_family(model, model.layout)
         hint = f"convert the model with {spell_option('--untie')} first"
         for name, entry in catalog.tensors.items():
-            if entry.alias_of is not None and {name, entry.alias_of} & changed:
+            if entry.alias_of is not None and {name, entry.alias_of} & changed_names:
                 raise RefusedError(
                     f"`{name}` and `{entry.alias_of}` share memory, but the adapter changes "
                     "only one",
                     where=catalog.path,
                     hint=hint,
                 )
-        for tie in family.ties if known.is_tied(family) else ():
-            if len({tie.tensor, tie.of} & self.found.logical) == 1:
+        for tie in family.ties if model.is_tied(family) else ():
+            if len({tie.tensor, tie.of} & self.matched.logical_names) == 1:
                 raise RefusedError(
                     f"`{tie.of}` and `{tie.tensor}` are tied, but the adapter changes only one",
                     where=catalog.path,
@@ -246,40 +272,44 @@ class Merging:
                     hint=hint,
                 )
 
-    def _changed(
+    def _build_merged_weight(
         self,
         base: TensorEntry,
-        wide: ComputeInput,
-        changes: Sequence[Delta],
+        float32_weight: ComputeInput,
+        deltas_of_weight: Sequence[Delta],
         computed: dict[str, ComputedTensor],
     ) -> ComputedTensor:
-        _require_plain(base)
-        beneath = next((delta.beneath for delta in changes if delta.beneath), None)
-        base_input = as_input(self.adapter.root, beneath, computed) if beneath else wide
-        factors, arguments = self._factors_of(changes, computed)
-        inputs = (base_input, *(one for some in factors for one in some))
-        pinned = changes[0].key in self.found.pinned
+        _require_float(base)
+        base_copy = next(
+            (delta.base_tensor for delta in deltas_of_weight if delta.base_tensor), None
+        )
+        base_input = (
+            to_input(self.adapter.root, base_copy, computed) if base_copy else float32_weight
+        )
+        factors, arguments = self._build_factor_inputs(deltas_of_weight, computed)
+        inputs = (base_input, *(factor for factor_group in factors for factor in factor_group))
+        pinned = deltas_of_weight[0].key in self.matched.pinned
         dtype = base.dtype if pinned else self.options.dtype or base.dtype
         return ComputedTensor("lora", dtype, base.shape, inputs, arguments)
 
-    def _scaled(
+    def _build_scaled_bias(
         self,
         bias: ComputeInput,
         weights: Mapping[str, ComputeInput],
-        changes: Sequence[Delta],
+        deltas_of_bias: Sequence[Delta],
         computed: dict[str, ComputedTensor],
     ) -> ComputedTensor:
         """Return a bias that DoRA scales like the rows of its weight."""
-        _require_plain(bias.entry)
-        factors, arguments = self._factors_of(changes, computed)
+        _require_float(bias.entry)
+        factors, arguments = self._build_factor_inputs(deltas_of_bias, computed)
         inputs = [bias]
-        for change, own in zip(changes, factors, strict=True):
-            inputs += [weights[change.key], *own]
+        for change, factor_inputs in zip(deltas_of_bias, factors, strict=True):
+            inputs += [weights[change.key], *factor_inputs]
         dtype = self.options.dtype or bias.entry.dtype
         return ComputedTensor("dora_bias", dtype, bias.entry.shape, tuple(inputs), arguments)
 
-    def _factors_of(
-        self, changes: Sequence[Delta], computed: dict[str, ComputedTensor]
+    def _build_factor_inputs(
+        self, weight_deltas: Sequence[Delta], computed: dict[str, ComputedTensor]
     ) -> tuple[list[list[ComputeInput]], tuple[LoraUpdate, ...]]:
         """Return the factors of each delta, and the arguments of their kind.
 
@@ -287,49 +317,51 @@ class Merging:
         """
         factors: list[list[ComputeInput]] = []
         arguments: list[LoraUpdate] = []
-        for delta in changes:
+        for delta in weight_deltas:
             rank, columns = delta.a.shape
-            scale = self.settings.scale(delta.factors[0], rank)
+            scale = self.settings.compute_scale(delta.factors[0], rank)
             nbytes = 4 * rank * columns
-            if nbytes > LARGEST:
+            if nbytes > MAX_FACTOR_BYTES:
                 raise RefusedError(
                     f"rank {rank:,} is too high to merge in bounded memory",
                     where=f"tensor `{delta.a.parts[0].entry.name}`",
-                    why=f"A has {pluralize(nbytes, 'byte')} in fp32; the limit is {LARGEST:,}",
+                    why=f"A has {pluralize(nbytes, 'byte')} in fp32; the limit is {MAX_FACTOR_BYTES:,}",
                 )
             self.scales.add(scale)
             parts = (delta.a, delta.b, delta.magnitude)
-            factors.append([as_input(self.adapter.root, p, computed) for p in parts if p])
+            factors.append([to_input(self.adapter.root, part, computed) for part in parts if part])
             bias_start = delta.bias[1] if delta.bias else 0
             arguments.append(LoraUpdate(delta.rows, scale, bool(delta.magnitude), bias_start))
         return factors, tuple(arguments)
 
 
-def _grouped(
-    changes: Sequence[Delta], key: Callable[[Delta], str | None]
+def _group_deltas(
+    all_deltas: Sequence[Delta], key: Callable[[Delta], str | None]
 ) -> dict[str, list[Delta]]:
-    found: dict[str, list[Delta]] = {}
-    for delta in changes:
+    groups: dict[str, list[Delta]] = {}
+    for delta in all_deltas:
         if name := key(delta):
-            found.setdefault(name, []).append(delta)
-    return found
+            groups.setdefault(name, []).append(delta)
+    return groups
 
 
-def _in_float32(entry: TensorEntry, computed: dict[str, ComputedTensor]) -> TensorEntry:
+def _to_unrounded(entry: TensorEntry, computed: dict[str, ComputedTensor]) -> TensorEntry:
     """Return a dequantized tensor before rounding, with its virtual file added to *computed*."""
-    extent, *others = entry.extents
-    made = computed.get(extent.file)
-    if made is None or others or not can_overflow(made):
+    extent, *more_extents = entry.extents
+    virtual_file = computed.get(extent.file)
+    if virtual_file is None or more_extents or not can_overflow(virtual_file):
         return entry
-    wide = replace(made, dtype="float32")
+    float32_file = replace(virtual_file, dtype="float32")
     name = computed_name(f"{entry.name}+float32")
-    computed[name] = wide
-    nbytes = wide.to_extent(name).nbytes
-    return replace(entry, dtype=wide.dtype, extents=(replace(extent, file=name, nbytes=nbytes),))
+    computed[name] = float32_file
+    nbytes = float32_file.to_extent(name).nbytes
+    return replace(
+        entry, dtype=float32_file.dtype, extents=(replace(extent, file=name, nbytes=nbytes),)
+    )
 
 
-def _require_plain(entry: TensorEntry) -> None:
-    if entry.dtype not in FLOATING:
+def _require_float(entry: TensorEntry) -> None:
+    if entry.dtype not in FLOAT_DTYPES:
         raise MappingError(
             f"cannot merge an adapter into a weight of dtype {entry.dtype}",
             where=f"tensor `{entry.name}`",

@@ -17,7 +17,7 @@ from ckptctl.conversion.recognition.roots import strip_wrappers
 from ckptctl.conversion.sources import open_source
 from ckptctl.errors import RefusedError
 from ckptctl.formats.sidecar_files import documents
-from ckptctl.numerics.quantized import advised
+from ckptctl.numerics.quantized import dequantize_hint_on_error
 from ckptctl.storage.destinations import Replaceable
 from ckptctl.storage.paths import parse_path
 from ckptctl.storage.sources import raise_changed_if, require_same_file
@@ -65,5 +65,5 @@ def understand_model(draft: Draft) -> Draft:
 def explain_errors(draft: Draft) -> Iterator[None]:
     """Make errors in the block mention a replaced source or a quantized checkpoint."""
     opened = draft.source.opened
-    with raise_changed_if(lambda: require_same_file(opened)), advised(draft.model):
+    with raise_changed_if(lambda: require_same_file(opened)), dequantize_hint_on_error(draft.model):
         yield

@@ -30,7 +30,7 @@ from ckptctl.errors import (
     format_command,
     spell_option,
 )
-from ckptctl.numerics.quantized import glanced
+from ckptctl.numerics.quantized import survey_leniently
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.storage.files import source_files
 from ckptctl.storage.zips.zip_reader import read_archive
@@ -221,7 +221,9 @@ def find_incomplete_items(catalog: Catalog) -> tuple[dict[str, str], dict[str, s
     _spread_reasons(names, aliases, "it shares memory with")
     if names:
         pairs = (
-            (weight.lead, name) for weight in glanced(catalog).weights for name in weight.names[1:]
+            (weight.lead, name)
+            for weight in survey_leniently(catalog).weights
+            for name in weight.names[1:]
         )
         _spread_reasons(names, pairs, "it is part of the same quantized tensor as")
     explained = {file for boxes in catalog.lost.values() for box, file in boxes if box.numel}

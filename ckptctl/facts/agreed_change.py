@@ -13,37 +13,37 @@ from ckptctl.conversion.recognition.layout_change import (
     resolve_layout,
 )
 from ckptctl.conversion.recognition.model import Model
-from ckptctl.facts.agreement import agree, tensors_compared
+from ckptctl.facts.agreement import compare_statements, find_comparable_tensors
 from ckptctl.notes import Notes
 from ckptctl.planner.mapping.tensors import LayoutChange
 
 
-def agree_on_change(
-    known: Model, tensors: Mapping[str, TensorEntry], asked: LayoutRequest
+def compare_before_change(
+    model: Model, tensors: Mapping[str, TensorEntry], request: LayoutRequest
 ) -> Notes:
     """Compare every statement about a model before *tensors* get another layout."""
-    family, *_ = resolve_layout(known, tensors, asked)
+    family, *_ = resolve_layout(model, tensors, request)
     if family is not None:
-        compared = match_tensors(known, family, tensors, asked)
+        compared = match_tensors(model, family, tensors, request)
     else:
-        family, compared = tensors_compared(known)
-        if compared is not None and len(tensors) < len(known.tensors):
-            shapes = {name: one for name, one in compared.shapes.items() if name in tensors}
+        family, compared = find_comparable_tensors(model)
+        if compared is not None and len(tensors) < len(model.tensors):
+            shapes = {name: shape for name, shape in compared.shapes.items() if name in tensors}
             compared = replace(compared, shapes=shapes)
-    return agree(
+    return compare_statements(
         family,
-        known.described,
-        known.request.sizes,
-        asked=known.request.model_type,
+        model.described,
+        model.request.sizes,
+        model_type=model.request.model_type,
         tensors=compared,
-        trust_assets=asked.trust_assets,
+        trust_assets=request.trust_assets,
     )
 
 
-def agreed_change(
-    known: Model, tensors: Mapping[str, TensorEntry], asked: LayoutRequest
+def change_layout_checked(
+    model: Model, tensors: Mapping[str, TensorEntry], request: LayoutRequest
 ) -> LayoutChange:
     """Compare every statement about a model, then change its layout."""
-    agreed = agree_on_change(known, tensors, asked)
-    change = change_layout(known, tensors, asked)
-    return replace(change, notes=Notes((*agreed, *change.notes)))
+    notes = compare_before_change(model, tensors, request)
+    change = change_layout(model, tensors, request)
+    return replace(change, notes=Notes((*notes, *change.notes)))

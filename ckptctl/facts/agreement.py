@@ -23,20 +23,24 @@ from ckptctl.facts import MEGATRON
 from ckptctl.facts.contradictions import (
     Contradiction,
     Statement,
-    contradictions,
-    differences,
-    exceeded,
-    of_config,
-    of_sizes,
-    of_tensors,
-    switched,
-    unsaid,
+    compare_noted_keys,
+    find_contradicting_facts,
+    find_exceeded_limits,
+    find_switch_statements,
+    list_unmatched,
+    map_switches_to_tensors,
+    read_config_statements,
+    read_size_statements,
 )
-from ckptctl.facts.layer_kinds import misfitting, misplaced, uncounted_kinds
-from ckptctl.facts.params import of_params
-from ckptctl.facts.tensor_facts import of_shapes
+from ckptctl.facts.layer_kinds import (
+    find_kind_mismatches,
+    find_size_mismatches,
+    find_wrong_list_lengths,
+)
+from ckptctl.facts.params import read_params_statements
+from ckptctl.facts.tensor_facts import find_shape_statements
 from ckptctl.notes import Notes
-from ckptctl.numerics.quantized import dequantized, glanced
+from ckptctl.numerics.quantized import dequantize_catalog, survey_leniently
 from ckptctl.planner.config_facts import Json, name_axis_size, with_rope_type
 from ckptctl.planner.families.declarations import Signs as Sign
 from ckptctl.planner.families.declarations import matches_signs
@@ -44,23 +48,23 @@ from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.detect import list_refined_families
 from ckptctl.planner.mapping.matching import ModelTensors
 
-Signs: TypeAlias = tuple[Sign, ...]
+ConfigSigns: TypeAlias = tuple[Sign, ...]
 
-DESCRIBED_OTHERWISE = "the descriptions of the model contradict each other"
-SHOWN_OTHERWISE = "the configuration and the tensors disagree"
-WRONG = "with a wrong configuration, the same tensors produce different outputs"
+FILES_DISAGREE = "the descriptions of the model contradict each other"
+TENSORS_DISAGREE = "the configuration and the tensors disagree"
+WRONG_CONFIG_RISK = "with a wrong configuration, the same tensors produce different outputs"
 
 
 class ContradictionError(MappingError):
     """Contradicting statements in the files that describe one model."""
 
 
-def agree(
+def compare_statements(
     family: Family | None,
     described: Sequence[ModelDescription],
-    given: Mapping[str, int] | None = None,
+    given_sizes: Mapping[str, int] | None = None,
     *,
-    asked: str | None = None,
+    model_type: str | None = None,
     tensors: ModelTensors | None = None,
     trust_assets: bool = False,
 ) -> Notes:
@@ -72,190 +76,246 @@ def agree(
     Args:
         family: The model's family, or None if unknown; params.json is then ignored.
         described: The files that describe the model.
-        given: Sizes given by ``--set``.
-        asked: The model type that the user named, or None.
+        given_sizes: Sizes given by ``--set``.
+        model_type: The model type that the user named, or None.
         tensors: The model's tensors.
         trust_assets: Whether files of ``--assets`` take precedence.
 
     Raises:
         ContradictionError: Files contradict each other, or the tensors contradict them.
         MappingError: A file contains an unsupported value.
-        UsageError: A file contradicts *given*.
+        UsageError: A file contradicts *given_sizes*.
     """
-    by_file, found = _compared(family, described, given or {}, asked, tensors, trust_assets)
-    undecided = [one for one in found if not (trust_assets and one.decided)]
+    by_file, contradictions_found = _find_contradictions(
+        family, described, given_sizes or {}, model_type, tensors, trust_assets
+    )
+    undecided = [
+        contradiction
+        for contradiction in contradictions_found
+        if not (trust_assets and contradiction.trusted_statement)
+    ]
     if undecided:
-        raise _contradiction(undecided, described)
+        raise _contradiction_error(undecided, described)
     notes = Notes()
-    notes.add(*_notes(described, by_file))
-    for one in found:
-        others = " or ".join(str(other) for other in one.statements if other != one.decided)
-        decision = f"{one.decided}, not {others}"
-        notes.explain("decided", {one.fact: decision})
-        notes.add(f"`{one.fact}`: {decision}")
+    notes.add(*_note_differences(described, by_file))
+    for contradiction in contradictions_found:
+        other_values = " or ".join(
+            str(statement)
+            for statement in contradiction.statements
+            if statement != contradiction.trusted_statement
+        )
+        decision = f"{contradiction.trusted_statement}, not {other_values}"
+        notes.explain("decided", {contradiction.fact: decision})
+        notes.add(f"`{contradiction.fact}`: {decision}")
     return notes
 
 
-def _compared(
+def _find_contradictions(
     family: Family | None,
     described: Sequence[ModelDescription],
-    given: Mapping[str, int],
-    asked: str | None,
+    given_sizes: Mapping[str, int],
+    model_type: str | None,
     tensors: ModelTensors | None,
     trust_assets: bool = False,
 ) -> tuple[Sequence[Sequence[Statement]], tuple[Contradiction, ...]]:
     """Return the statements of each file in *described*, and the contradictions."""
-    configs = [with_rope_type(one.content) for one in described if one.name == CONFIG]
-    by_file = [[*_of_file(family, one, configs, asked)] for one in described]
-    statements = [one for said in by_file for one in said]
-    if family is not None and any(one.name == MEGATRON for one in described):
-        statements += _beside_megatron(family, described)
+    configs = [with_rope_type(item.content) for item in described if item.name == CONFIG]
+    by_file = [[*_read_statements(family, item, configs, model_type)] for item in described]
+    statements = [item for file_statements in by_file for item in file_statements]
+    if family is not None and any(item.name == MEGATRON for item in described):
+        statements += _compare_with_megatron(family, described)
     if family is not None:
-        if given:
-            _require_given(family, statements, given)
+        if given_sizes:
+            _require_given_agrees(family, statements, given_sizes)
         if tensors is not None:
-            statements += _of_tensors(family, tensors, [*statements])
-    found = [*contradictions(statements)]
-    decides = trust_assets and any(one.name == CONFIG and one.assets for one in described)
+            statements += _read_tensor_statements(family, tensors, [*statements])
+    contradictions_found = [*find_contradicting_facts(statements)]
+    assets_decide = trust_assets and any(item.name == CONFIG and item.assets for item in described)
     for file in described:
-        if file.name == CONFIG and file.complete and file.assets >= decides:
-            found += exceeded(file.content, file.place)
-            found += uncounted_kinds(file.content, file.place)
+        if file.name == CONFIG and file.complete and file.assets >= assets_decide:
+            contradictions_found += find_exceeded_limits(file.content, file.place)
+            contradictions_found += find_wrong_list_lengths(file.content, file.place)
             if family is not None and tensors is not None:
                 if family.kinds:
-                    found += misplaced(family, file.content, file.place, tensors.matched)
+                    contradictions_found += find_kind_mismatches(
+                        family, file.content, file.place, tensors.matched
+                    )
                 if family.layer_sizes:
-                    found += misfitting(family, file.content, file.place, tensors)
-    return by_file, tuple(found)
+                    contradictions_found += find_size_mismatches(
+                        family, file.content, file.place, tensors
+                    )
+    return by_file, tuple(contradictions_found)
 
 
-def contradictions_in(known: Model, files: Collection[str] = ()) -> tuple[Contradiction, ...]:
+def find_contradictions(model: Model, files: Collection[str] = ()) -> tuple[Contradiction, ...]:
     """Return the contradictions among everything that describes a checkpoint's model.
 
-    Every command uses this or :func:`agree`.
+    Every command uses this or :func:`compare_statements`.
 
     Args:
-        known: The model.
+        model: The model.
         files: Names of the description files to read; empty for all.
 
     Raises:
         MappingError: A file contains an unsupported value.
     """
-    every = iterate_descriptions(known.catalog)
-    described = tuple(one for one in every if not files or one.name in files)
-    family, tensors = tensors_compared(known)
-    return _compared(family, described, {}, known.request.model_type, tensors)[1]
+    descriptions = iterate_descriptions(model.catalog)
+    described = tuple(file for file in descriptions if not files or file.name in files)
+    family, tensors = find_comparable_tensors(model)
+    return _find_contradictions(family, described, {}, model.request.model_type, tensors)[1]
 
 
-def tensors_compared(known: Model) -> tuple[Family | None, ModelTensors | None]:
+def find_comparable_tensors(model: Model) -> tuple[Family | None, ModelTensors | None]:
     """Return the family and the tensors to compare, or None if no table describes them.
 
     Quantized tensors that no table describes are replaced by their dequantized tensors.
     """
-    if not known.exact and glanced(known.catalog).weights:
-        documents = {CONFIG: known.config, "params.json": known.params}
-        stated = {name: one for name, one in documents.items() if one is not None}
+    if not model.exact and survey_leniently(model.catalog).weights:
+        documents = {CONFIG: model.config, "params.json": model.params}
+        stated_documents = {name: item for name, item in documents.items() if item is not None}
         try:
-            plain = dequantized(known.catalog, "bfloat16")
-            asked = ModelRequest(known.request.model_type, root=known.root)
-            known = recognize_model(plain, stated, asked)
+            dequantized_catalog = dequantize_catalog(model.catalog, "bfloat16")
+            request = ModelRequest(model.request.model_type, root=model.root)
+            model = recognize_model(dequantized_catalog, stated_documents, request)
         except CkptError:  # other checks report the error
             return None, None
-    if known.model_type is None or not known.pairs:
+    if model.model_type is None or not model.pairs:
         return None, None
-    family = families.family(known.pairs[0][0])
-    layout = family.get_layout(known.pairs[0][1])
-    shapes = {name: one.shape for name, one in known.tensors.items()}
-    return family, ModelTensors(layout, known.match_keys(family, layout, shapes), shapes)
+    family = families.family(model.pairs[0][0])
+    layout = family.get_layout(model.pairs[0][1])
+    shapes = {name: item.shape for name, item in model.tensors.items()}
+    return family, ModelTensors(layout, model.match_keys(family, layout, shapes), shapes)
 
 
-def disagreements(
+def compare_files(
     family: Family, described: Sequence[ModelDescription]
 ) -> tuple[Contradiction, ...]:
     """Return the contradictions between *described* files, of one model or of two."""
-    configs = [with_rope_type(one.content) for one in described if one.name == CONFIG]
-    by_file = (_of_file(family, one, configs, family.name) for one in described)
-    return contradictions(said for file in by_file for said in file)
+    configs = [with_rope_type(item.content) for item in described if item.name == CONFIG]
+    by_file = (_read_statements(family, item, configs, family.name) for item in described)
+    return find_contradicting_facts(statement for file in by_file for statement in file)
 
 
-def _beside_megatron(family: Family, described: Sequence[ModelDescription]) -> Iterator[Statement]:
+def _compare_with_megatron(
+    family: Family, described: Sequence[ModelDescription]
+) -> Iterator[Statement]:
     """Yield the implied values of a config.json next to records of Megatron."""
-    from ckptctl.facts.megatron import fixed, silent
+    from ckptctl.facts.megatron import find_family_mismatches, iterate_implied_statements
 
-    for file in (one for one in described if one.name == CONFIG):
-        yield from silent(family, file.content, file.place)
-        said = fixed(family, file.content, file.place)
-        yield from (replace(one, trusted=True) for one in said) if file.assets else said
+    for file in (item for item in described if item.name == CONFIG):
+        yield from iterate_implied_statements(family, file.content, file.place)
+        statements = find_family_mismatches(family, file.content, file.place)
+        yield from (
+            (replace(item, trusted=True) for item in statements) if file.assets else statements
+        )
 
 
-def _of_file(
-    family: Family | None, file: ModelDescription, configs: Sequence[Json], asked: str | None
+def _read_statements(
+    family: Family | None, file: ModelDescription, configs: Sequence[Json], model_type: str | None
 ) -> Iterator[Statement]:
     """Yield the statements of one file."""
-    said: Iterable[Statement] = ()
+    statements: Iterable[Statement] = ()
     if file.name == CONFIG:
-        said = of_config(family, file.content, file.place)
-        said = (one for one in said if file.complete or not one.default)
+        statements = read_config_statements(family, file.content, file.place)
+        statements = (
+            statement for statement in statements if file.complete or not statement.default_owner
+        )
     elif file.name == ARGUMENTS:
-        said = (Statement(name, value, file.place) for name, value in file.content.items())
+        statements = (Statement(name, value, file.place) for name, value in file.content.items())
     elif file.name == MEGATRON:
-        from ckptctl.facts.megatron import of_megatron
+        from ckptctl.facts.megatron import read_megatron_statements
 
-        said = () if family is None else of_megatron(family, file.content, file.place)
+        statements = (
+            () if family is None else read_megatron_statements(family, file.content, file.place)
+        )
     elif family is not None:
-        writer = family if asked else _writer(family, with_rope_type(file.content), configs)
-        other = Statement("model_type", f"not {family.name}", file.place)
-        said = of_params(writer, file.content, file.place) if writer else (other,)
-    yield from (replace(one, trusted=True) for one in said) if file.assets else said
+        writer = (
+            family
+            if model_type
+            else _find_params_family(family, with_rope_type(file.content), configs)
+        )
+        mismatch = Statement("model_type", f"not {family.name}", file.place)
+        statements = (
+            read_params_statements(writer, file.content, file.place) if writer else (mismatch,)
+        )
+    yield from (
+        (replace(statement, trusted=True) for statement in statements)
+        if file.assets
+        else statements
+    )
 
 
-def _writer(family: Family, params: Json, configs: Sequence[Json]) -> Family | None:
+def _find_params_family(family: Family, params: Json, configs: Sequence[Json]) -> Family | None:
     """Return the family of *params*, which is *family* or related to it by refinement.
 
     Sizes that identify a release (Llama 3.2) decide first; otherwise a config.json does.
     """
-    known = families.load_families()
-    below = [one for one in known.values() if family.name in list_refined_families(one, known)]
-    below.sort(key=lambda one: -len(list_refined_families(one, known)))
-    above = [known[name] for name in list_refined_families(family, known)]
-    possible = [one for one in below if any(_holds(one.config_signs, file) for file in configs)]
+    known_families = families.load_families()
+    refinements = [
+        candidate
+        for candidate in known_families.values()
+        if family.name in list_refined_families(candidate, known_families)
+    ]
+    refinements.sort(key=lambda candidate: -len(list_refined_families(candidate, known_families)))
+    refined_families = [
+        known_families[name] for name in list_refined_families(family, known_families)
+    ]
+    possible = [
+        candidate
+        for candidate in refinements
+        if any(_matches_any(candidate.config_signs, file) for file in configs)
+    ]
     orders = (
-        (one for one in below if _holds(one.params_signs, params)),
-        (one for one in (*possible, family) if _holds(_sizeless(one), params)),
-        (one for one in (family, *above) if _holds(one.params_signs, params)),
+        (candidate for candidate in refinements if _matches_any(candidate.params_signs, params)),
+        (
+            candidate
+            for candidate in (*possible, family)
+            if _matches_any(_drop_size_signs(candidate), params)
+        ),
+        (
+            candidate
+            for candidate in (family, *refined_families)
+            if _matches_any(candidate.params_signs, params)
+        ),
     )
-    return next((one for order in orders for one in order), None)
+    return next((candidate for order in orders for candidate in order), None)
 
 
-def _sizeless(family: Family) -> Signs:
+def _drop_size_signs(family: Family) -> ConfigSigns:
     """Return the identifying keys of a family's params.json other than sizes."""
     sizes = {name for _, name in family.sizes.values()}
-    found = ({k: v for k, v in sign.items() if k not in sizes} for sign in family.params_signs)
-    return tuple(sign for sign in found if sign)
+    remaining = ({k: v for k, v in sign.items() if k not in sizes} for sign in family.params_signs)
+    return tuple(sign for sign in remaining if sign)
 
 
-def _holds(signs: Signs, values: Json) -> bool:
+def _matches_any(signs: ConfigSigns, values: Json) -> bool:
     return any(matches_signs(sign, values) for sign in signs)
 
 
-def _require_given(
-    family: Family, statements: Sequence[Statement], given: Mapping[str, int]
+def _require_given_agrees(
+    family: Family, statements: Sequence[Statement], given_sizes: Mapping[str, int]
 ) -> None:
     """Raise if a ``--set`` contradicts a file, since user values are never overruled."""
-    said = [*of_sizes(family, given)]
-    sources = {one.source for one in said}
-    for found in contradictions([*said, *(one for one in statements if one.stated)]):
-        options = [one for one in found.statements if one.source in sources]
+    given_statements = [*read_size_statements(family, given_sizes)]
+    sources = {statement.source for statement in given_statements}
+    for contradiction in find_contradicting_facts(
+        [*given_statements, *(statement for statement in statements if statement.is_explicit)]
+    ):
+        options = [
+            statement for statement in contradiction.statements if statement.source in sources
+        ]
         if options:
-            other = next(one for one in found.statements if one is not options[0])
+            contradicting = next(
+                statement for statement in contradiction.statements if statement is not options[0]
+            )
             raise UsageError(
-                f"{options[0].source} contradicts {other.source}",
-                why=f"it states `{found.fact}` = {other.value}",
+                f"{options[0].source} contradicts {contradicting.source}",
+                why=f"it states `{contradiction.fact}` = {contradicting.value}",
                 hint=f"use {spell_option('--set')} only for sizes that no file states",
             )
 
 
-def _of_tensors(
+def _read_tensor_statements(
     family: Family, tensors: ModelTensors, statements: Sequence[Statement]
 ) -> Iterator[Statement]:
     """Yield statements of the tensors about sizes, and about switches in *statements*."""
@@ -266,65 +326,72 @@ def _of_tensors(
 
         size = next(
             (
-                one.value
-                for one in statements
-                if one.fact == name_axis_size(family, VOCABULARY_AXIS)
+                statement.value
+                for statement in statements
+                if statement.fact == name_axis_size(family, VOCABULARY_AXIS)
             ),
             None,
         )
         rows = find_rows_with_padding(tensors, size if isinstance(size, int) else None)
-    yield from of_shapes(
+    yield from find_shape_statements(
         family, tensors, statements, {} if rows is None else {VOCABULARY_AXIS: rows}
     )
-    switches = switched(family)
-    if not switches.keys().isdisjoint(one.fact for one in statements):
-        yield from of_tensors(
+    switches = map_switches_to_tensors(family)
+    if not switches.keys().isdisjoint(statement.fact for statement in statements):
+        yield from find_switch_statements(
             switches, {name.partition(".")[0] for name in tensors.matched.group_by_name}
         )
 
 
-def _contradiction(
-    found: Sequence[Contradiction], described: Sequence[ModelDescription]
+def _contradiction_error(
+    contradictions_found: Sequence[Contradiction], described: Sequence[ModelDescription]
 ) -> ContradictionError:
-    more = f" and {len(found) - MAX_LISTED_NAMES:,} more" if len(found) > MAX_LISTED_NAMES else ""
+    remaining = (
+        f" and {len(contradictions_found) - MAX_LISTED_NAMES:,} more"
+        if len(contradictions_found) > MAX_LISTED_NAMES
+        else ""
+    )
     assets = any(file.assets for file in described)
-    sources = {said.source for one in found for said in one.statements}
-    if all(one.decided for one in found):
-        trust, given = spell_option("--trust-assets"), spell_option("--assets")
-        hint = f"pass {trust} to use the values in {given}"
+    sources = {statement.source for item in contradictions_found for statement in item.statements}
+    if all(item.trusted_statement for item in contradictions_found):
+        trust_option, assets_option = spell_option("--trust-assets"), spell_option("--assets")
+        hint = f"pass {trust_option} to use the values in {assets_option}"
     elif assets:
         hint = "correct the file that is wrong"
     else:
-        trusted = spell_option("--assets DIR", "--trust-assets")
-        hint = f"pass {trusted} to use the correct files in DIR"
+        options = spell_option("--assets DIR", "--trust-assets")
+        hint = f"pass {options} to use the correct files in DIR"
     return ContradictionError(
-        SHOWN_OTHERWISE if all(one.is_shown for one in found) else DESCRIBED_OTHERWISE,
-        where=" and ".join(one.place for one in described if one.place in sources),
-        why="; ".join(map(str, found[:MAX_LISTED_NAMES])) + more + f"; {WRONG}",
+        TENSORS_DISAGREE if all(item.is_shown for item in contradictions_found) else FILES_DISAGREE,
+        where=" and ".join(item.place for item in described if item.place in sources),
+        why="; ".join(map(str, contradictions_found[:MAX_LISTED_NAMES]))
+        + remaining
+        + f"; {WRONG_CONFIG_RISK}",
         hint=hint,
     )
 
 
-def _notes(
+def _note_differences(
     described: Sequence[ModelDescription], by_file: Sequence[Sequence[Statement]]
 ) -> Iterator[str]:
     """Yield notes on differences between config.json files that change no logits."""
     configs = [pair for pair in zip(described, by_file, strict=True) if pair[0].name == CONFIG]
-    for file, said in configs:
-        for other, theirs in configs:
-            if file.assets or not other.assets:
+    for file, statements in configs:
+        for other_file, other_statements in configs:
+            if file.assets or not other_file.assets:
                 continue
-            differ = differences(file.content, other.content)
-            for fact, (one, two) in differ.items():
-                yield f"`{fact}` is {one!r} in {file.place} and {two!r} in {other.place}"
-            alone = unsaid(said, theirs)
-            if alone:
+            differ = compare_noted_keys(file.content, other_file.content)
+            for fact, (first_value, second_value) in differ.items():
+                yield f"`{fact}` is {first_value!r} in {file.place} and {second_value!r} in {other_file.place}"
+            only_here = list_unmatched(statements, other_statements)
+            if only_here:
                 shown = ", ".join(
-                    f"`{one.fact}` ({one.value!r})" for one in alone[:MAX_LISTED_NAMES]
+                    f"`{first_value.fact}` ({first_value.value!r})"
+                    for first_value in only_here[:MAX_LISTED_NAMES]
                 )
-                more = (
-                    f" and {len(alone) - MAX_LISTED_NAMES:,} more"
-                    if len(alone) > MAX_LISTED_NAMES
+                remaining = (
+                    f" and {len(only_here) - MAX_LISTED_NAMES:,} more"
+                    if len(only_here) > MAX_LISTED_NAMES
                     else ""
                 )
-                yield f"{file.place} states {shown}{more}, but {other.place} does not"
+                yield f"{file.place} states {shown}{remaining}, but {other_file.place} does not"

@@ -15,14 +15,14 @@ from typing import Literal
 
 from ckptctl.errors import quote_names, spell_option
 from ckptctl.facts.fact_names import (
-    IGNORED,
-    NOTED,
-    PLACED,
-    RENAMED,
-    SAME_WORDS,
-    SILENT,
+    CANONICAL_KEYS,
+    CANONICAL_VALUES,
+    IGNORED_KEYS,
+    IMPLIED_VALUES,
+    LOGIT_NEUTRAL_KEYS,
+    POSITION_SCALED_ROPES,
     is_module,
-    walked,
+    walk_values,
 )
 from ckptctl.planner.config_facts import (
     ROPE_KEYS,
@@ -39,11 +39,11 @@ from ckptctl.planner.families.declarations import SWITCHES, get_nested, split_al
 from ckptctl.planner.families.facts import NEEDED
 from ckptctl.planner.layouts import Family
 
-PRECISION = 1e-6
+RELATIVE_TOLERANCE = 1e-6
 """Relative tolerance between two spellings of a number: float32 has seven digits."""
 
-_WINDOWS = ("sliding_window", "max_window_layers")
-_SKIPPED = frozenset(key for keys in IGNORED.values() for key in keys)
+_WINDOW_KEYS = ("sliding_window", "max_window_layers")
+_IGNORED_KEYS = frozenset(key for keys in IGNORED_KEYS.values() for key in keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,32 +54,32 @@ class Statement:
         fact: Name of the fact, as in config.json.
         value: Value of the fact.
         source: Where it is stated, for messages.
-        stated: Whether the value is written there; otherwise it is implied by its absence.
-        said: The key used there, if it is not *fact*.
+        is_explicit: Whether the value is written there; otherwise it is implied by its absence.
+        local_key: The key used there, if it is not *fact*.
         trusted: Whether ``--trust-assets`` gives it precedence.
-        stored: The stored value, if it is not *value*.
-        shown: Text to show for an unknown value that is known to differ.
-        default: Whose default it is if it is not stated; empty if implied by other keys.
-        shows: Whether the tensors show it, which no file overrules.
+        stored_value: The stored value, if it is not *value*.
+        shown_value: Text to show for an unknown value that is known to differ.
+        default_owner: Whose default it is if it is not stated; empty if implied by other keys.
+        is_shown_by_tensors: Whether the tensors show it, which no file overrules.
     """
 
     fact: str
     value: object
     source: str
-    stated: bool = True
-    said: str = ""
+    is_explicit: bool = True
+    local_key: str = ""
     trusted: bool = False
-    stored: str = ""
-    shown: str = ""
-    default: str = ""
-    shows: bool = False
+    stored_value: str = ""
+    shown_value: str = ""
+    default_owner: str = ""
+    is_shown_by_tensors: bool = False
 
     def __str__(self) -> str:
-        called = f" as `{self.said}`" if self.said not in ("", self.fact) else ""
-        called += f" {self.stored}" if called and self.stored else ""
-        silent = "" if self.stated else ", which does not set it"
-        silent += f" ({self.default}' default)" if self.default else ""
-        return f"{self.shown or repr(self.value)} in {self.source}{called}{silent}"
+        key_text = f" as `{self.local_key}`" if self.local_key not in ("", self.fact) else ""
+        key_text += f" {self.stored_value}" if key_text and self.stored_value else ""
+        default_text = "" if self.is_explicit else ", which does not set it"
+        default_text += f" ({self.default_owner}' default)" if self.default_owner else ""
+        return f"{self.shown_value or repr(self.value)} in {self.source}{key_text}{default_text}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,53 +100,59 @@ class Contradiction:
     @property
     def is_shown(self) -> bool:
         """Whether the tensors contradict a file."""
-        return any(one.shows for one in self.statements)
+        return any(statement.is_shown_by_tensors for statement in self.statements)
 
     @property
-    def decided(self) -> Statement | None:
+    def trusted_statement(self) -> Statement | None:
         """The ``--assets`` statement, if it is unambiguous and the tensors do not contradict it."""
-        trusted = [one for one in self.statements if one.trusted]
+        trusted = [statement for statement in self.statements if statement.trusted]
         return trusted[0] if len(trusted) == 1 and not self.is_shown else None
 
 
-def contradictions(statements: Iterable[Statement]) -> tuple[Contradiction, ...]:
+def find_contradicting_facts(statements: Iterable[Statement]) -> tuple[Contradiction, ...]:
     """Return the facts with contradicting *statements*, in the order of their first statement.
 
     Implied values alone do not contradict each other.
     """
     by_fact: dict[str, list[Statement]] = {}
-    for one in statements:
-        by_fact.setdefault(one.fact, []).append(one)
-    found = []
-    for fact, said in by_fact.items():
-        if len(said) < 2:
+    for statement in statements:
+        by_fact.setdefault(statement.fact, []).append(statement)
+    result = []
+    for fact, fact_statements in by_fact.items():
+        if len(fact_statements) < 2:
             continue
         different: list[Statement] = []
-        for one in sorted(said, key=lambda one: (one.trusted, one.shows), reverse=True):
-            if not any(_equal(one.value, other.value) for other in different):
-                different.append(one)
-        different.sort(key=said.index)
-        if len(different) > 1 and any(one.stated for one in said):
-            found.append(Contradiction(fact, tuple(different)))
-    return tuple(found)
+        for statement in sorted(
+            fact_statements,
+            key=lambda statement: (statement.trusted, statement.is_shown_by_tensors),
+            reverse=True,
+        ):
+            if not any(
+                _are_equal(statement.value, known_statement.value) for known_statement in different
+            ):
+                different.append(statement)
+        different.sort(key=fact_statements.index)
+        if len(different) > 1 and any(statement.is_explicit for statement in fact_statements):
+            result.append(Contradiction(fact, tuple(different)))
+    return tuple(result)
 
 
-def of_config(family: Family | None, config: Json, source: str) -> Iterator[Statement]:
+def read_config_statements(family: Family | None, config: Json, source: str) -> Iterator[Statement]:
     """Yield the statements of a config.json."""
-    told = used(config)
-    values = dict(leaves(normalize_rope(told)))
-    yield from _at_odds(told, source)
+    used_config = drop_unused_windows(config)
+    values = dict(iterate_facts(normalize_rope(used_config)))
+    yield from _find_rope_conflicts(used_config, source)
     if family is not None:
-        named = read_sizes(family, config, include_defaults=False)
-        silent = list_default_sizes(family, config)
+        explicit_axes = read_sizes(family, config, include_defaults=False)
+        defaulted = list_default_sizes(family, config)
         for axis, size in read_sizes(family, config).items():
-            fact, stated = name_axis_size(family, axis), axis in named
-            whose = "transformers" if fact in silent and not stated else ""
-            yield Statement(fact, size, source, stated, default=whose)
+            fact, is_explicit = name_axis_size(family, axis), axis in explicit_axes
+            default_owner = "transformers" if fact in defaulted and not is_explicit else ""
+            yield Statement(fact, size, source, is_explicit, default_owner=default_owner)
         sizes = {name_axis_size(family, axis) for axis in family.sizes}
-        for fact, size in silent.items():
+        for fact, size in defaulted.items():
             if fact not in sizes:
-                yield Statement(fact, size, source, stated=False, default="transformers")
+                yield Statement(fact, size, source, is_explicit=False, default_owner="transformers")
         for names in family.sizes.values():
             for name in split_aliases(names[0]):
                 values.pop(name, None)
@@ -157,12 +163,12 @@ def of_config(family: Family | None, config: Json, source: str) -> Iterator[Stat
         for prefix, inner in {"": config, **modules}.items()
         if isinstance(inner, Mapping) and any(name in inner for name in ROPE_KEYS)
     }
-    for name, value in _defaults(family, config).items():
+    for name, value in _list_implied_values(family, config).items():
         if name not in values:
-            yield Statement(name, value, source, stated=name in unscaled)
+            yield Statement(name, value, source, is_explicit=name in unscaled)
 
 
-def of_sizes(family: Family, given: Mapping[str, int]) -> Iterator[Statement]:
+def read_size_statements(family: Family, given: Mapping[str, int]) -> Iterator[Statement]:
     """Yield the sizes of ``--set`` as statements."""
     for name, size in given.items():
         axis = require_axis(family, name)
@@ -171,200 +177,245 @@ def of_sizes(family: Family, given: Mapping[str, int]) -> Iterator[Statement]:
         )
 
 
-def switched(family: Family) -> Mapping[str, set[str]]:
+def map_switches_to_tensors(family: Family) -> Mapping[str, set[str]]:
     """Map each config.json switch of *family* to the logical tensors that it adds."""
     module, dot, _ = split_aliases(family.sizes.get("d", ("", ""))[0])[0].rpartition(".")
-    optional = {name.partition(".")[0] for name, one in family.tensors.items() if one.optional}
-    found = {name: optional.intersection(tensors) for name, tensors in SWITCHES.items()}
-    both = {f"{prefix}{name}": one for name, one in found.items() for prefix in {"", module + dot}}
-    return {name: tensors for name, tensors in both.items() if tensors}
+    optional = {name.partition(".")[0] for name, item in family.tensors.items() if item.optional}
+    tensors_by_switch = {name: optional.intersection(tensors) for name, tensors in SWITCHES.items()}
+    with_prefixes = {
+        f"{prefix}{name}": item
+        for name, item in tensors_by_switch.items()
+        for prefix in {"", module + dot}
+    }
+    return {name: tensors for name, tensors in with_prefixes.items() if tensors}
 
 
-def of_tensors(
+def find_switch_statements(
     switches: Mapping[str, Collection[str]], present: Collection[str]
 ) -> Iterator[Statement]:
     """Yield the switches that the tensors show to be on or off.
 
     Args:
-        switches: Tensors by switch, from :func:`switched`.
+        switches: Tensors by switch, from :func:`map_switches_to_tensors`.
         present: Logical names of the tensors that are present, without indices.
     """
     for name, tensors in switches.items():
-        on = any(tensor in present for tensor in tensors)
-        source = f"the tensors ({'with' if on else 'without any'} {quote_names(sorted(tensors))})"
-        yield Statement(name, on, source, shows=True)
+        is_on = any(tensor in present for tensor in tensors)
+        source = (
+            f"the tensors ({'with' if is_on else 'without any'} {quote_names(sorted(tensors))})"
+        )
+        yield Statement(name, is_on, source, is_shown_by_tensors=True)
 
 
-def differences(one: Json, other: Json) -> dict[str, tuple[object, object]]:
+def compare_noted_keys(first_config: Json, second_config: Json) -> dict[str, tuple[object, object]]:
     """Map keys of :data:`NOTED` that differ between two config.json files to both values."""
-    first, second = (
-        {n: v for n, v in walked(file, is_module) if n.rpartition(".")[2] in NOTED}
-        for file in (one, other)
+    first_values, second_values = (
+        {
+            n: v
+            for n, v in walk_values(file, is_module)
+            if n.rpartition(".")[2] in LOGIT_NEUTRAL_KEYS
+        }
+        for file in (first_config, second_config)
     )
     return {
-        name: (value, second[name])
-        for name, value in first.items()
-        if value is not None and second.get(name) not in (None, value)
+        name: (value, second_values[name])
+        for name, value in first_values.items()
+        if value is not None and second_values.get(name) not in (None, value)
     }
 
 
-def unsaid(statements: Iterable[Statement], other: Iterable[Statement]) -> list[Statement]:
-    """List explicit, nonempty *statements* about facts that the *other* ones do not mention."""
-    known = {one.fact for one in other}
+def list_unmatched(
+    statements: Iterable[Statement], other_statements: Iterable[Statement]
+) -> list[Statement]:
+    """List explicit, nonempty *statements* about facts that the *other_statements* ones do not mention."""
+    known_facts = {statement.fact for statement in other_statements}
     return [
-        one
-        for one in statements
-        if one.stated and one.value not in (None, "", [], {}) and one.fact not in known
+        statement
+        for statement in statements
+        if statement.is_explicit
+        and statement.value not in (None, "", [], {})
+        and statement.fact not in known_facts
     ]
 
 
 # -------------------------------------- counts of one config.json that limit each other
 
-EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
+EXPERT_COUNT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
+class CountLimit:
     """A bound that one count puts on another.
 
     Attributes:
         name: Name of the limited count.
         of: Names of the limiting count, of which the first that is stated is used.
         kind: ``at most`` the limiting count, or ``a divisor of`` it.
-        defaults: Whether to compare them if only one of the two is stated.
+        compares_defaults: Whether to compare them if only one of the two is stated.
     """
 
     name: str
     of: tuple[str, ...]
     kind: Literal["at most", "a divisor of"]
-    defaults: bool = True
+    compares_defaults: bool = True
 
 
-LIMITS = (
-    Limit("num_key_value_heads", ("num_attention_heads",), "a divisor of", defaults=False),
-    Limit("num_experts_per_tok", EXPERTS, "at most"),
-    Limit("n_group", EXPERTS, "a divisor of"),
-    Limit("topk_group", ("n_group",), "at most"),
+COUNT_LIMITS = (
+    CountLimit(
+        "num_key_value_heads", ("num_attention_heads",), "a divisor of", compares_defaults=False
+    ),
+    CountLimit("num_experts_per_tok", EXPERT_COUNT_KEYS, "at most"),
+    CountLimit("n_group", EXPERT_COUNT_KEYS, "a divisor of"),
+    CountLimit("topk_group", ("n_group",), "at most"),
 )
-LIMITED = frozenset(name for one in LIMITS for name in (one.name, *one.of))
-"""Facts in :data:`LIMITS`."""
+LIMITED_FACTS = frozenset(name for limit in COUNT_LIMITS for name in (limit.name, *limit.of))
+"""Facts in :data:`COUNT_LIMITS`."""
 
 
-def exceeded(config: Json, source: str, prefix: str = "") -> Iterator[Contradiction]:
+def find_exceeded_limits(config: Json, source: str, prefix: str = "") -> Iterator[Contradiction]:
     """Yield counts of a config.json, and of its nested objects, that exceed a limit."""
-    for limit in LIMITS:
-        value, stated = _count(config, limit.name)
+    for limit in COUNT_LIMITS:
+        value, is_explicit = _read_count(config, limit.name)
         for name in limit.of:
-            other, other_stated = _count(config, name)
-            if not other:
+            limiting_value, limiting_is_explicit = _read_count(config, name)
+            if not limiting_value:
                 continue
-            said = stated or other_stated if limit.defaults else stated and other_stated
-            if value is None or not said:
+            is_comparable = (
+                is_explicit or limiting_is_explicit
+                if limit.compares_defaults
+                else is_explicit and limiting_is_explicit
+            )
+            if value is None or not is_comparable:
                 break
             at_most = limit.kind == "at most"
-            if value > other if at_most else value <= 0 or other % value:
-                own = Statement(prefix + limit.name, value, source, stated)
-                shown = f"must be {limit.kind} {other} (`{prefix}{name}`)"
-                theirs = Statement(prefix + limit.name, None, source, other_stated, shown=shown)
-                yield Contradiction(prefix + limit.name, (own, theirs))
+            if value > limiting_value if at_most else value <= 0 or limiting_value % value:
+                limited_statement = Statement(prefix + limit.name, value, source, is_explicit)
+                requirement = f"must be {limit.kind} {limiting_value} (`{prefix}{name}`)"
+                limiting_statement = Statement(
+                    prefix + limit.name, None, source, limiting_is_explicit, shown_value=requirement
+                )
+                yield Contradiction(prefix + limit.name, (limited_statement, limiting_statement))
             break
     for key, inner in config.items():
         if isinstance(inner, Mapping):
-            yield from exceeded(inner, source, f"{prefix}{key}.")
+            yield from find_exceeded_limits(inner, source, f"{prefix}{key}.")
 
 
-def _count(config: Json, name: str) -> tuple[int | None, bool]:
+def _read_count(config: Json, name: str) -> tuple[int | None, bool]:
     """Return a count or its default, and whether the config states it."""
     value = config.get(name) if name in config else find_default_size(config, name)
-    known = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-    return (int(str(value)) if known else None), name in config
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return (int(str(value)) if is_count else None), name in config
 
 
 # ------------------------------------------------------------- names of facts
 
 
-def _at_odds(config: Json, source: str, prefix: str = "") -> Iterator[Statement]:
+def _find_rope_conflicts(config: Json, source: str, prefix: str = "") -> Iterator[Statement]:
     """Yield facts of the rotary frequencies that two keys of one config.json contradict."""
-    spelled = [("rope_theta", "rope_theta", config.get("rope_theta"))]
-    for holder in sorted(ROPE_KEYS):
-        if isinstance(value := config.get(holder), Mapping):
-            for name, one in leaves(normalize_rope({holder: value})):
-                spelled.append((name, f"{holder}.{name.removeprefix('rope.')}", one))
-    known = {fact: value for fact, _, value in spelled if value is not None}
-    odd = {
+    entries = [("rope_theta", "rope_theta", config.get("rope_theta"))]
+    for rope_key in sorted(ROPE_KEYS):
+        if isinstance(value := config.get(rope_key), Mapping):
+            for name, inner_value in iterate_facts(normalize_rope({rope_key: value})):
+                entries.append((name, f"{rope_key}.{name.removeprefix('rope.')}", inner_value))
+    known_values = {fact: value for fact, _, value in entries if value is not None}
+    conflicting = {
         fact
-        for fact, _, value in spelled
-        if value is not None and not _equal(respell(value), respell(known[fact]))
+        for fact, _, value in entries
+        if value is not None
+        and not _are_equal(to_canonical_value(value), to_canonical_value(known_values[fact]))
     }
-    for fact, said, value in spelled:
-        if fact in odd and value is not None:
-            yield Statement(_renamed(prefix + fact), respell(value), source, said=prefix + said)
+    for fact, local_key, value in entries:
+        if fact in conflicting and value is not None:
+            yield Statement(
+                _to_canonical_name(prefix + fact),
+                to_canonical_value(value),
+                source,
+                local_key=prefix + local_key,
+            )
     for module in SUBMODEL_KEYS:
         if isinstance(inner := config.get(module), Mapping):
-            yield from _at_odds(inner, source, f"{module}.")
+            yield from _find_rope_conflicts(inner, source, f"{module}.")
 
 
-def used(config: Json) -> Json:
+def drop_unused_windows(config: Json) -> Json:
     """Return *config* without sliding-window keys that it disables."""
-    unused = () if config.get("use_sliding_window") is not False else _WINDOWS
-    inner = {key: used(one) for key in SUBMODEL_KEYS if isinstance(one := config.get(key), Mapping)}
+    unused = () if config.get("use_sliding_window") is not False else _WINDOW_KEYS
+    inner = {
+        key: drop_unused_windows(module_config)
+        for key in SUBMODEL_KEYS
+        if isinstance(module_config := config.get(key), Mapping)
+    }
     return {key: value for key, value in config.items() if key not in unused} | inner
 
 
-def leaves(values: Json, prefix: str = "") -> Iterator[tuple[str, object]]:
+def iterate_facts(values: Json, prefix: str = "") -> Iterator[tuple[str, object]]:
     """Yield the facts that a config.json states, in its order, by canonical name."""
-    placed = get_nested(values, "rope.rope_type") in PLACED or prefix.endswith("rope.")
+    uses_max_positions = get_nested(
+        values, "rope.rope_type"
+    ) in POSITION_SCALED_ROPES or prefix.endswith("rope.")
     for key, value in values.items():
-        if key in _SKIPPED or key.startswith("_") or key in ROPE_KEYS:
+        if key in _IGNORED_KEYS or key.startswith("_") or key in ROPE_KEYS:
             continue
-        if key in NOTED and not (placed and key == "max_position_embeddings"):
+        if key in LOGIT_NEUTRAL_KEYS and not (
+            uses_max_positions and key == "max_position_embeddings"
+        ):
             continue
         name = prefix + key
         if isinstance(value, Mapping):
             if key == "quantization_config":
                 yield name, value.get("quant_method")
-            yield from leaves(value, f"{name}.")
+            yield from iterate_facts(value, f"{name}.")
         elif value is not None or key == "sliding_window":
-            yield _renamed(name), respell(value)
+            yield _to_canonical_name(name), to_canonical_value(value)
 
 
-def _renamed(name: str) -> str:
+def _to_canonical_name(name: str) -> str:
     module, dot, inner = name.partition(".")
     if module in SUBMODEL_KEYS:
-        return module + dot + RENAMED.get(inner, inner)
-    return RENAMED.get(name, name)
+        return module + dot + CANONICAL_KEYS.get(inner, inner)
+    return CANONICAL_KEYS.get(name, name)
 
 
-def respell(value: object) -> object:
+def to_canonical_value(value: object) -> object:
     """Return the canonical spelling of *value* if it has one, otherwise *value*."""
-    return SAME_WORDS.get(value, value) if isinstance(value, str) else value
+    return CANONICAL_VALUES.get(value, value) if isinstance(value, str) else value
 
 
-def _defaults(family: Family | None, config: Json) -> dict[str, object]:
+def _list_implied_values(family: Family | None, config: Json) -> dict[str, object]:
     """Return the values that a config.json implies by not setting a key."""
     modules = (
         "",
         *(f"{name}." for name in SUBMODEL_KEYS[:1] if isinstance(config.get(name), Mapping)),
     )
-    found = {module + name: value for module in modules for name, value in SILENT.items()}
+    implied = {module + name: value for module in modules for name, value in IMPLIED_VALUES.items()}
     if family is not None and family.params_signs and family.params.translated:
-        known = ((name, fact.default) for name, fact in family.params.facts)
-        found |= {n: v for n, v in known if v is not NEEDED and n.rpartition(".")[2] not in NOTED}
-    return found
+        fact_defaults = ((name, fact.default) for name, fact in family.params.facts)
+        implied |= {
+            n: v
+            for n, v in fact_defaults
+            if v is not NEEDED and n.rpartition(".")[2] not in LOGIT_NEUTRAL_KEYS
+        }
+    return implied
 
 
-def _equal(one: object, other: object) -> bool:
+def _are_equal(first_value: object, second_value: object) -> bool:
     """Return whether two values are equal, regardless of how a number is written."""
-    one, other = (_number(value) if isinstance(value, str) else value for value in (one, other))
-    if isinstance(one, bool) or isinstance(other, bool):
-        return one is other
-    if isinstance(one, (int, float)) and isinstance(other, (int, float)):
-        floats = all(abs(number) <= sys.float_info.max for number in (one, other))
-        return one == other or (floats and math.isclose(one, other, rel_tol=PRECISION))
-    return one == other
+    first_value, second_value = (
+        _parse_number(value) if isinstance(value, str) else value
+        for value in (first_value, second_value)
+    )
+    if isinstance(first_value, bool) or isinstance(second_value, bool):
+        return first_value is second_value
+    if isinstance(first_value, (int, float)) and isinstance(second_value, (int, float)):
+        floats = all(abs(number) <= sys.float_info.max for number in (first_value, second_value))
+        return first_value == second_value or (
+            floats and math.isclose(first_value, second_value, rel_tol=RELATIVE_TOLERANCE)
+        )
+    return first_value == second_value
 
 
-def _number(text: str) -> object:
+def _parse_number(text: str) -> object:
     """Parse a number such as ``1e-05``, which YAML reads as text, or return *text* unchanged."""
     try:
         number = float(text)

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator, Mapping
 from ckptctl.planner.config_facts import SUBMODEL_KEYS, Json
 
 
-def walked(
-    values: Json, enters: Callable[[str], bool], prefix: str = ""
+def walk_values(
+    values: Json, should_enter: Callable[[str], bool], prefix: str = ""
 ) -> Iterator[tuple[str, object]]:
-    """Yield all values by dotted name, descending into the objects for which *enters* is true."""
+    """Yield all values by dotted name, descending into the objects for which *should_enter* is true."""
     for key, value in values.items():
         name = prefix + key
-        if isinstance(value, Mapping) and enters(name):
-            yield from walked(value, enters, f"{name}.")
+        if isinstance(value, Mapping) and should_enter(name):
+            yield from walk_values(value, should_enter, f"{name}.")
         else:
             yield name, value
 
@@ -27,7 +27,7 @@ def is_module(name: str) -> bool:
     return name.rpartition(".")[2] in SUBMODEL_KEYS
 
 
-IGNORED: Mapping[str, tuple[str, ...]] = {
+IGNORED_KEYS: Mapping[str, tuple[str, ...]] = {
     "origin of the model": ("architectures", "auto_map", "transformers_version"),
     "dtype, which the tensors themselves show": ("dtype", "torch_dtype", "use_bfloat16"),
     "tokenizer": ("model_max_length", "tokenizer_class"),
@@ -72,7 +72,7 @@ IGNORED: Mapping[str, tuple[str, ...]] = {
 Keys that begin with an underscore are ignored too.
 """
 
-NOTED = (
+LOGIT_NEUTRAL_KEYS = (
     "bos_token_id",
     "decoder_start_token_id",
     "eos_token_id",
@@ -81,14 +81,14 @@ NOTED = (
 )
 """Keys of config.json that change no logits: differences between files are only noted."""
 
-PLACED = ("dynamic", "longrope", "su", "yarn")
+POSITION_SCALED_ROPES = ("dynamic", "longrope", "su", "yarn")
 """Kinds of rotary scaling that depend on ``max_position_embeddings``."""
 
-SILENT: Mapping[str, object] = {"rope.rope_type": "default", "quantization_config": None}
+IMPLIED_VALUES: Mapping[str, object] = {"rope.rope_type": "default", "quantization_config": None}
 """Values that a config.json implies if it does not set the key, in every family."""
 
-SAME_WORDS = {"swish": "silu"}
-RENAMED = {
+CANONICAL_VALUES = {"swish": "silu"}
+CANONICAL_KEYS = {
     "rotary_emb_base": "rope_theta",
     "rotary_pct": "partial_rotary_factor",
     "rope.partial_rotary_factor": "partial_rotary_factor",

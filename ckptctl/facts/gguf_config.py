@@ -15,85 +15,96 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckptctl.catalog import TensorEntry
-from ckptctl.facts.rope import rope_of_gguf
-from ckptctl.numerics.quantization.ggml import BLOCKS
+from ckptctl.facts.rope import read_gguf_rope
+from ckptctl.numerics.quantization.ggml import BLOCK_TYPES
 from ckptctl.planner.families.facts import FACTS, Fact, get_facts
 
-FACTORS = "rope_freqs.weight"
+ROPE_FACTORS = "rope_freqs.weight"
 """The tensor of divisors of the rotary frequencies."""
-LARGEST = 3.4e38
+MAX_FLOAT32 = 3.4e38
 Json = dict[str, object]
 
 
 @dataclass(frozen=True, slots=True)
-class Architecture:
+class GgufArchitecture:
     """A llama.cpp architecture in transformers' terms.
 
     Attributes:
         model_type: ``model_type`` in config.json.
         class_name: Class of the model with a head.
         always: Keys that its config.json always has.
-        facts: Facts in its metadata in addition to :data:`KEYS`.
-        scores: Number of layers of the model size whose attention scores are divided by the root
+        facts: Facts in its metadata in addition to :data:`COMMON_FACTS`.
+        special_layer_count: Number of layers of the model size whose attention scores are divided by the root
             of ``hidden_size / heads`` instead of the head dimension; 0 if config.json has no such
             key.
-        head_dim: Whether transformers' default head dimension is not ``hidden_size / heads``.
+        needs_head_dim: Whether transformers' default head dimension is not ``hidden_size / heads``.
     """
 
     model_type: str
     class_name: str
     always: Mapping[str, object] = field(default_factory=dict)
     facts: tuple[Fact, ...] = ()
-    scores: int = 0
-    head_dim: bool = False
+    special_layer_count: int = 0
+    needs_head_dim: bool = False
 
 
-KEYS = get_facts(
+COMMON_FACTS = get_facts(
     *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings"),
     *("rope_theta", "vocab_size"),
 )
-TOKENS = get_facts("bos_token_id", "eos_token_id", "pad_token_id")
-CAPS = get_facts("attn_logit_softcapping", "final_logit_softcapping")
-WINDOW = get_facts("sliding_window")
-SIZES = (
+TOKEN_FACTS = get_facts("bos_token_id", "eos_token_id", "pad_token_id")
+SOFTCAP_FACTS = get_facts("attn_logit_softcapping", "final_logit_softcapping")
+WINDOW_FACTS = get_facts("sliding_window")
+SIZE_KEYS = (
     *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "rope_theta", "rms_norm_eps"),
 )
 """Keys of config.json for the sizes that determine the tensors and what they compute."""
-ASSUMED = frozenset(
+OPTIONAL_KEYS = frozenset(
     {
         *("num_key_value_heads", "head_dim", "rope_theta", "vocab_size"),
-        *(fact.config for fact in (*CAPS, *TOKENS)),
+        *(fact.config for fact in (*SOFTCAP_FACTS, *TOKEN_FACTS)),
     }
 )
 """Facts that may be missing, because llama.cpp assumes or counts them."""
-EMBEDDING = "token_embd.weight"
-GEMMA = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
-ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture("llama", "LlamaForCausalLM", {"hidden_act": "silu"}),
-    "llama.experts": Architecture(
+EMBEDDING_NAME = "token_embd.weight"
+GEMMA_ACTIVATIONS = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
+ARCHITECTURES: Mapping[str, GgufArchitecture] = {
+    "llama": GgufArchitecture("llama", "LlamaForCausalLM", {"hidden_act": "silu"}),
+    "llama.experts": GgufArchitecture(
         "mixtral",
         "MixtralForCausalLM",
         {"hidden_act": "silu"},
         get_facts("num_experts_per_tok", "num_local_experts"),
     ),
-    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", {"hidden_act": "silu"}),
-    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", {"hidden_act": "silu"}, head_dim=True),
-    "qwen3moe": Architecture(
+    "qwen2": GgufArchitecture("qwen2", "Qwen2ForCausalLM", {"hidden_act": "silu"}),
+    "qwen3": GgufArchitecture(
+        "qwen3", "Qwen3ForCausalLM", {"hidden_act": "silu"}, needs_head_dim=True
+    ),
+    "qwen3moe": GgufArchitecture(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
         {"hidden_act": "silu", "norm_topk_prob": True, "decoder_sparse_step": 1},
         get_facts("num_experts_per_tok", "num_experts", "moe_intermediate_size"),
-        head_dim=True,
+        needs_head_dim=True,
     ),
-    "gemma": Architecture("gemma", "GemmaForCausalLM", GEMMA, head_dim=True),
-    "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", GEMMA, WINDOW + CAPS, 46, head_dim=True),
-    "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", GEMMA, WINDOW, 62, head_dim=True),
+    "gemma": GgufArchitecture("gemma", "GemmaForCausalLM", GEMMA_ACTIVATIONS, needs_head_dim=True),
+    "gemma2": GgufArchitecture(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        GEMMA_ACTIVATIONS,
+        WINDOW_FACTS + SOFTCAP_FACTS,
+        46,
+        needs_head_dim=True,
+    ),
+    "gemma3": GgufArchitecture(
+        "gemma3_text", "Gemma3ForCausalLM", GEMMA_ACTIVATIONS, WINDOW_FACTS, 62, needs_head_dim=True
+    ),
 }
 
 
-def described(
+def build_config_from_gguf(
     metadata: Mapping[str, object],
     counts: Mapping[str, int],
     tensors: Mapping[str, TensorEntry],
@@ -105,67 +116,75 @@ def described(
         metadata: Values by key, including short arrays of numbers.
         counts: The length of each other array.
         tensors: Tensors of the file, or of all files of the checkpoint.
-        factors: The elements of :data:`FACTORS`, or None if that tensor is missing.
+        factors: The elements of :data:`ROPE_FACTORS`, or None if that tensor is missing.
 
     Returns:
         The config and notes; the config is None if the architecture or a value is unsupported.
     """
 
-    def refused(why: str) -> tuple[None, tuple[str]]:
+    def without_config(why: str) -> tuple[None, tuple[str]]:
         return None, (f"{why}; config.json is not written",)
 
     name = str(metadata.get("general.architecture", ""))
     has_experts = metadata.get(f"{name}.expert_count")
-    known = ARCHITECTURES.get(f"{name}.experts") if has_experts else None  # Mixtral is "llama"
-    known = known or ARCHITECTURES.get(name)
-    if known is None:
-        return refused(f"GGUF architecture `{name}` is not supported")
-    said = {key.removeprefix(f"{name}."): _shown(value) for key, value in metadata.items()}
-    stated = (*KEYS, *known.facts, *TOKENS)
+    architecture = (
+        ARCHITECTURES.get(f"{name}.experts") if has_experts else None
+    )  # Mixtral is "llama"
+    architecture = architecture or ARCHITECTURES.get(name)
+    if architecture is None:
+        return without_config(f"GGUF architecture `{name}` is not supported")
+    values = {
+        key.removeprefix(f"{name}."): _shorten_float(value) for key, value in metadata.items()
+    }
+    facts = (*COMMON_FACTS, *architecture.facts, *TOKEN_FACTS)
     config: Json = {
-        "architectures": [known.class_name],
-        "model_type": known.model_type,
-        **known.always,
-        **{fact.config: said[fact.gguf] for fact in stated if fact.gguf in said},
-        "tie_word_embeddings": not _has(tensors, "output.weight"),
-        "torch_dtype": _dtype(tensors),
+        "architectures": [architecture.class_name],
+        "model_type": architecture.model_type,
+        **architecture.always,
+        **{fact.config: values[fact.gguf] for fact in facts if fact.gguf in values},
+        "tie_word_embeddings": not _has_tensor(tensors, "output.weight"),
+        "torch_dtype": _find_main_dtype(tensors),
     }
     if "vocab_size" not in config and "tokenizer.ggml.tokens" in counts:
         config["vocab_size"] = counts["tokenizer.ggml.tokens"]
-    names = [fact.config for fact in stated]
-    silent = [name for name in names if name not in config and name not in ASSUMED]
-    if silent:
-        return refused(f"the GGUF file does not state `{silent[0]}`")
-    config = {**_assumed(config, known, tensors), **config}
-    if known.scores:
-        config["query_pre_attn_scalar"] = _scores(config, known.scores)
-    strange = [name for name in names if name in config and not _is_number(config[name])]
-    if strange:
-        value = config[strange[0]]
+    names = [fact.config for fact in facts]
+    missing = [name for name in names if name not in config and name not in OPTIONAL_KEYS]
+    if missing:
+        return without_config(f"the GGUF file does not state `{missing[0]}`")
+    config = {**_assume_values(config, architecture, tensors), **config}
+    if architecture.special_layer_count:
+        config["query_pre_attn_scalar"] = _compute_score_divisor(
+            config, architecture.special_layer_count
+        )
+    invalid = [name for name in names if name in config and not _is_number(config[name])]
+    if invalid:
+        value = config[invalid[0]]
         why = "differs from layer to layer" if isinstance(value, list) else f"is {value!r}"
-        return refused(f"`{strange[0]}` {why} in the GGUF file")
-    scaling = rope_of_gguf(config, said, factors)
+        return without_config(f"`{invalid[0]}` {why} in the GGUF file")
+    scaling = read_gguf_rope(config, values, factors)
     if scaling is None:
-        return refused("the scaling of rotary frequencies in the GGUF file is not supported")
-    more = {"rope_scaling": scaling} if scaling else {}
-    return {**config, **more}, ("config.json is generated from the GGUF metadata",)
+        return without_config("the scaling of rotary frequencies in the GGUF file is not supported")
+    rope_fields = {"rope_scaling": scaling} if scaling else {}
+    return {**config, **rope_fields}, ("config.json is generated from the GGUF metadata",)
 
 
-def _assumed(config: Json, known: Architecture, tensors: Mapping[str, TensorEntry]) -> Json:
+def _assume_values(
+    config: Json, architecture: GgufArchitecture, tensors: Mapping[str, TensorEntry]
+) -> Json:
     """Return values that llama.cpp assumes if they are missing, where transformers may not."""
     heads, size = config["num_attention_heads"], config["hidden_size"]
-    found: Json = {"num_key_value_heads": heads, "rope_theta": FACTS["rope_theta"].default}
-    if known.head_dim and isinstance(size, int) and isinstance(heads, int) and heads:
-        found["head_dim"] = size // heads
-    rows = {one.shape[0] for name, one in tensors.items() if name.startswith(EMBEDDING)}
+    assumed: Json = {"num_key_value_heads": heads, "rope_theta": FACTS["rope_theta"].default}
+    if architecture.needs_head_dim and isinstance(size, int) and isinstance(heads, int) and heads:
+        assumed["head_dim"] = size // heads
+    rows = {entry.shape[0] for name, entry in tensors.items() if name.startswith(EMBEDDING_NAME)}
     if len(rows) == 1:
-        found["vocab_size"] = rows.pop()
-    return found
+        assumed["vocab_size"] = rows.pop()
+    return assumed
 
 
-def sizes_of(config: Mapping[str, object]) -> Json:
-    """Return only the sizes of a config.json built by :func:`described`."""
-    return {word: config[word] for word in SIZES if word in config}
+def select_sizes(config: Mapping[str, object]) -> Json:
+    """Return only the sizes of a config.json built by :func:`build_config_from_gguf`."""
+    return {word: config[word] for word in SIZE_KEYS if word in config}
 
 
 def _is_number(value: object) -> bool:
@@ -174,36 +193,40 @@ def _is_number(value: object) -> bool:
     return math.isfinite(value)
 
 
-def _shown(value: object) -> object:
+def _shorten_float(value: object) -> object:
     """Return the shortest decimal of a float32: 1e-06 instead of 9.999999974752427e-07."""
     if not isinstance(value, float) or not math.isfinite(value):
         return value
-    digits = (float(f"{value:.{count}g}") for count in range(1, 10))
-    return next((one for one in digits if _rounded(one) == _rounded(value)), value)
+    digits = (float(f"{value:.{digit_count}g}") for digit_count in range(1, 10))
+    return next(
+        (candidate for candidate in digits if _pack_float(candidate) == _pack_float(value)), value
+    )
 
 
-def _rounded(value: float) -> bytes:
-    return struct.pack("<f", value) if abs(value) < LARGEST else struct.pack("<d", value)
+def _pack_float(value: float) -> bytes:
+    return struct.pack("<f", value) if abs(value) < MAX_FLOAT32 else struct.pack("<d", value)
 
 
-def _has(tensors: Collection[str], name: str) -> bool:
+def _has_tensor(tensors: Collection[str], name: str) -> bool:
     """Return whether a tensor is present, quantized or not."""
-    return name in tensors or any(f"{name}.{block.name}" in tensors for block in BLOCKS.values())
+    return name in tensors or any(
+        f"{name}.{block.name}" in tensors for block in BLOCK_TYPES.values()
+    )
 
 
-def _dtype(tensors: Mapping[str, TensorEntry]) -> str:
+def _find_main_dtype(tensors: Mapping[str, TensorEntry]) -> str:
     """Return the dtype of most elements, where quantized ones count as bfloat16."""
     sizes: dict[str, int] = {}
-    for one in tensors.values():
-        kind = "bfloat16" if one.dtype == "uint8" else one.dtype
-        sizes[kind] = sizes.get(kind, 0) + one.nbytes
-    return max(sizes, key=lambda kind: sizes[kind], default="bfloat16")
+    for entry in tensors.values():
+        dtype = "bfloat16" if entry.dtype == "uint8" else entry.dtype
+        sizes[dtype] = sizes.get(dtype, 0) + entry.nbytes
+    return max(sizes, key=lambda dtype: sizes[dtype], default="bfloat16")
 
 
-def _scores(config: Json, layers: int) -> object:
+def _compute_score_divisor(config: Json, layers: int) -> object:
     """Return the number whose root divides Gemma's attention scores."""
     size, heads = config.get("hidden_size"), config.get("num_attention_heads")
-    largest = config.get("num_hidden_layers") == layers
-    if largest and isinstance(size, int) and isinstance(heads, int) and heads:
+    is_special_size = config.get("num_hidden_layers") == layers
+    if is_special_size and isinstance(size, int) and isinstance(heads, int) and heads:
         return size // heads
     return config.get("head_dim", 256)

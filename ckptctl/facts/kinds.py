@@ -14,11 +14,11 @@ from ckptctl.units import pluralize
 
 Values: TypeAlias = Mapping[str, object]
 
-GREEDY, LIMITED = "greedy", "group_limited_greedy"
+GREEDY_TOPK, GROUP_LIMITED_TOPK = "greedy", "group_limited_greedy"
 """Values of DeepSeek-V2's ``topk_method``."""
 
 
-def number(value: object, name: str) -> float:
+def require_number(value: object, name: str) -> float:
     """Return the positive number under *name*, or raise."""
     ok = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not ok or not 0 < float(str(value)) < math.inf:
@@ -26,7 +26,7 @@ def number(value: object, name: str) -> float:
     return float(str(value))
 
 
-def flag(value: object, name: str) -> bool:
+def require_flag(value: object, name: str) -> bool:
     """Return the boolean under *name*, or raise."""
     if isinstance(value, bool):
         return value
@@ -47,39 +47,39 @@ class FactKind:
         read: Converts Megatron-Core's field to the value in config.json, or None to use *check*.
         write: Converts the value in config.json to the field, or None to use *check*.
         neutral: The value in versions of Megatron-Core that have no such field.
-        null: Whether null is a valid value.
+        allows_null: Whether null is a valid value.
     """
 
     check: Check
     read: Converter | None = None
     write: Converter | None = None
     neutral: object = NEEDED
-    null: bool = False
+    allows_null: bool = False
 
 
-def value_of(fact: Fact, value: object, name: str) -> object:
+def check_value(fact: Fact, value: object, name: str) -> object:
     """Validate the value of *fact* that a file states under *name*, or return None for None."""
-    return None if value is None else KINDS[fact.kind].check(value, name)
+    return None if value is None else FACT_KINDS[fact.kind].check(value, name)
 
 
-def from_megatron(fact: Fact, fields: Values) -> object:
+def read_megatron_value(fact: Fact, fields: Values) -> object:
     """Convert the value of *fact* in Megatron-Core's *fields* to that in config.json."""
-    value, read = fields[fact.megatron], KINDS[fact.kind].read
-    return read(value, fact.megatron, fields) if read else value_of(fact, value, fact.megatron)
+    value, read = fields[fact.megatron], FACT_KINDS[fact.kind].read
+    return read(value, fact.megatron, fields) if read else check_value(fact, value, fact.megatron)
 
 
-def to_megatron(fact: Fact, values: Values) -> object:
+def write_megatron_value(fact: Fact, values: Values) -> object:
     """Convert the value of *fact* in config.json to Megatron-Core's field.
 
     Args:
         fact: The fact.
         values: Facts of config.json by name: this one and those that it depends on.
     """
-    value, write = values[fact.config], KINDS[fact.kind].write
-    return write(value, fact.config, values) if write else value_of(fact, value, fact.config)
+    value, write = values[fact.config], FACT_KINDS[fact.kind].write
+    return write(value, fact.config, values) if write else check_value(fact, value, fact.config)
 
 
-def _some(value: object, name: str, _: Values) -> int | None:
+def _positive_or_none(value: object, name: str, _: Values) -> int | None:
     """Return a count, or None for 0."""
     return None if value == 0 and not isinstance(value, bool) else parse_size(value, name)
 
@@ -107,9 +107,13 @@ def _read_dense(value: object, name: str, fields: Values) -> int:
     if value == 1 and not isinstance(value, bool):
         return 0
     if isinstance(value, (list, tuple)):
-        first = next((place for place, one in enumerate(value) if one != 0), len(value))
-        if all(one == 1 for one in value[first:]) and fields.get("num_layers") == len(value):
-            return first
+        first_moe_layer = next(
+            (layer for layer, is_moe in enumerate(value) if is_moe != 0), len(value)
+        )
+        if all(is_moe == 1 for is_moe in value[first_moe_layer:]) and fields.get(
+            "num_layers"
+        ) == len(value):
+            return first_moe_layer
     raise MappingError(
         f"`{name}` does not put all layers without experts before those with experts",
         where=name,
@@ -132,23 +136,25 @@ def _read_method(value: object, name: str, fields: Values) -> str:
     Megatron-Core ranks a group by several of its experts, transformers by the best one.
     """
     if (parse_size(value, name) or 1) == 1:
-        return GREEDY
-    chosen = parse_size(fields.get("moe_router_topk"), "moe_router_topk") or 0
+        return GREEDY_TOPK
+    expert_count = parse_size(fields.get("moe_router_topk"), "moe_router_topk") or 0
     groups = parse_size(fields.get("moe_router_group_topk"), "moe_router_group_topk") or 1
-    weighing = chosen // groups
+    experts_per_group = expert_count // groups
     return (
-        LIMITED if weighing == 1 else f"groups ranked by their best {pluralize(weighing, 'expert')}"
+        GROUP_LIMITED_TOPK
+        if experts_per_group == 1
+        else f"groups ranked by their best {pluralize(experts_per_group, 'expert')}"
     )
 
 
 def _write_method(value: object, name: str, facts: Values) -> int | None:
     """Return the number of groups, or raise if Megatron-Core would select other experts."""
     names = ("n_group", "num_experts_per_tok", "topk_group")
-    groups, chosen, limit = (parse_size(facts[one], one) or 1 for one in names)
-    if groups > 1 and (value == GREEDY or chosen // limit != 1):
+    group_count, expert_count, limit = (parse_size(facts[field], field) or 1 for field in names)
+    if group_count > 1 and (value == GREEDY_TOPK or expert_count // limit != 1):
         why = "Megatron-Core selects experts from groups differently"
         raise inexpressible_error("Megatron-Core's configuration", name, value, why)
-    return None if groups == 1 else groups
+    return None if group_count == 1 else group_count
 
 
 def _read_shared(value: object, name: str, fields: Values) -> int:
@@ -156,27 +162,27 @@ def _read_shared(value: object, name: str, fields: Values) -> int:
     if value in (None, 0):
         return 0
     size = parse_size(value, name)
-    one = parse_size(fields.get("moe_ffn_hidden_size"), "moe_ffn_hidden_size")
-    if size is None or one is None or size % one:
+    expert_size = parse_size(fields.get("moe_ffn_hidden_size"), "moe_ffn_hidden_size")
+    if size is None or expert_size is None or size % expert_size:
         raise MappingError(
             f"`{name}` is not a multiple of `moe_ffn_hidden_size`",
             where=name,
-            why=f"{value!r} and {one!r}",
+            why=f"{value!r} and {expert_size!r}",
         )
-    return size // one
+    return size // expert_size
 
 
 def _write_shared(value: object, name: str, facts: Values) -> int | None:
-    size = parse_size(facts["moe_intermediate_size"], "moe_intermediate_size") or 0
-    experts = _some(value, name, facts)
-    return None if experts is None else experts * size
+    expert_size = parse_size(facts["moe_intermediate_size"], "moe_intermediate_size") or 0
+    experts = _positive_or_none(value, name, facts)
+    return None if experts is None else experts * expert_size
 
 
 def _read_root(value: object, name: str, _: Values) -> float | None:
     """Return the number with inverse square root *value*, as an integer if it is one."""
     if value is None:
         return None
-    exact = number(value, name) ** -2
+    exact = require_number(value, name) ** -2
     return round(exact) if math.isclose(exact, round(exact), rel_tol=1e-6) else exact
 
 
@@ -189,32 +195,35 @@ def inexpressible_error(
     file: str, name: str, value: object, why: str, hint: str | None = None
 ) -> MappingError:
     """Build the error for a fact of config.json that *file* cannot express."""
-    what = f"{file} cannot express `{name}`: {value!r}"
-    return MappingError(what, where="config.json", why=why, hint=hint)
+    message = f"{file} cannot express `{name}`: {value!r}"
+    return MappingError(message, where="config.json", why=why, hint=hint)
 
 
-KINDS: Mapping[str, FactKind] = {
+FACT_KINDS: Mapping[str, FactKind] = {
     "count": FactKind(parse_size),
-    "number": FactKind(number),
-    "flag": FactKind(flag),
+    "number": FactKind(require_number),
+    "flag": FactKind(require_flag),
     # A count or null.
-    "optional": FactKind(parse_size, write=_some, null=True),
+    "optional": FactKind(parse_size, write=_positive_or_none, allows_null=True),
     # A count or 0, which Megatron-Core states as null.
     "tally": FactKind(
-        parse_size, lambda value, name, others: _some(value, name, others) or 0, _some, neutral=0
+        parse_size,
+        lambda value, name, others: _positive_or_none(value, name, others) or 0,
+        _positive_or_none,
+        neutral=0,
     ),
     # A number for which null means 1.
     "factor": FactKind(
-        number,
-        lambda value, name, _: 1.0 if value is None else number(value, name),
-        lambda value, name, _: None if value in (None, 1.0) else number(value, name),
+        require_number,
+        lambda value, name, _: 1.0 if value is None else require_number(value, name),
+        lambda value, name, _: None if value in (None, 1.0) else require_number(value, name),
         neutral=1.0,
     ),
     # A flag that Megatron-Core states inverted.
     "not": FactKind(
-        flag,
-        lambda value, name, _: None if value is None else not flag(value, name),
-        lambda value, name, _: not flag(value, name),
+        require_flag,
+        lambda value, name, _: None if value is None else not require_flag(value, name),
+        lambda value, name, _: not require_flag(value, name),
     ),
     # The number of keys that a token attends to, including itself, or null.
     "window": FactKind(
@@ -224,7 +233,7 @@ KINDS: Mapping[str, FactKind] = {
         _read_window,
         lambda value, name, _: None if (size := parse_size(value, name)) is None else [size - 1, 0],
         neutral=None,
-        null=True,
+        allows_null=True,
     ),
     # A count for which null means 1.
     "groups": FactKind(
@@ -240,5 +249,9 @@ KINDS: Mapping[str, FactKind] = {
     # The size of the shared expert as a number of routed experts.
     "shared": FactKind(parse_size, _read_shared, _write_shared, neutral=0),
     # A number that Megatron-Core states as its inverse square root.
-    "root": FactKind(number, _read_root, lambda value, name, _: 1 / math.sqrt(number(value, name))),
+    "root": FactKind(
+        require_number,
+        _read_root,
+        lambda value, name, _: 1 / math.sqrt(require_number(value, name)),
+    ),
 }

@@ -12,143 +12,172 @@ from ckptctl.planner.families.demands import LayerKind, LayerSize
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.matching import MatchedKeys, ModelTensors
 
-LISTS = ("layer_types", "mlp_layer_types", "indexer_types", "no_rope_layers")
+PER_LAYER_LISTS = ("layer_types", "mlp_layer_types", "indexer_types", "no_rope_layers")
 """Keys with a list that transformers requires to have one entry for each layer."""
 
 
-def misplaced(
+def find_kind_mismatches(
     family: Family, config: Json, source: str, matched: MatchedKeys
 ) -> Iterator[Contradiction]:
     """Yield the facts that give layers another kind than their tensors show."""
-    seen: set[str] = set()
-    for kind in family.kinds:
-        if kind.variant in seen:
+    handled_variants: set[str] = set()
+    for layer_kind in family.kinds:
+        if layer_kind.variant in handled_variants:
             continue
-        group = next((names for names in family.variants if kind.variant in names), ())
-        shown: dict[int, str] = {}
+        group = next((names for names in family.variants if layer_kind.variant in names), ())
+        variant_by_layer: dict[int, str] = {}
         for (variant, indices), places in matched.layers.items():
             if variant in group and indices[-1:] == ("i",):
-                shown |= {place[-1]: variant for place in places}
-        layers = _layers(kind, config, max(shown, default=-1) + 1)
+                variant_by_layer |= {tensor_text[-1]: variant for tensor_text in places}
+        layers = _find_layers_of_kind(layer_kind, config, max(variant_by_layer, default=-1) + 1)
         if layers is None:
             continue
-        seen.add(kind.variant)
-        wrong = [n for n in sorted(shown) if (n in layers) != (shown[n] == kind.variant)]
-        if wrong:
-            fact = next((f for f in kind.facts if has_field(config, f)), kind.facts[0])
-            stated = has_field(config, fact)
-            value = _value(config, fact)
-            whose = "" if stated else "transformers"
-            one = Statement(fact, value, source, stated, default=whose)
-            is_of = f"layer {wrong[0]} is `{shown[wrong[0]]}`"
-            place = f"the tensors (`{_key(family, matched, shown[wrong[0]], wrong[0])}`)"
-            two = Statement(fact, None, place, shown=is_of, shows=True)
-            yield Contradiction(fact, (one, two))
+        handled_variants.add(layer_kind.variant)
+        mismatched_layers = [
+            n
+            for n in sorted(variant_by_layer)
+            if (n in layers) != (variant_by_layer[n] == layer_kind.variant)
+        ]
+        if mismatched_layers:
+            fact = next((f for f in layer_kind.facts if has_field(config, f)), layer_kind.facts[0])
+            is_explicit = has_field(config, fact)
+            value = _get_value_or_default(config, fact)
+            default_owner = "" if is_explicit else "transformers"
+            config_statement = Statement(
+                fact, value, source, is_explicit, default_owner=default_owner
+            )
+            layer_text = (
+                f"layer {mismatched_layers[0]} is `{variant_by_layer[mismatched_layers[0]]}`"
+            )
+            tensor_text = f"the tensors (`{_find_example_key(family, matched, variant_by_layer[mismatched_layers[0]], mismatched_layers[0])}`)"
+            tensor_statement = Statement(
+                fact, None, tensor_text, shown_value=layer_text, is_shown_by_tensors=True
+            )
+            yield Contradiction(fact, (config_statement, tensor_statement))
 
 
-def misfitting(
+def find_size_mismatches(
     family: Family, config: Json, source: str, tensors: ModelTensors
 ) -> Iterator[Contradiction]:
     """Yield per-layer sizes that the shapes of that layer contradict."""
-    by_axis = {one.axis: one for one in family.layer_sizes}
-    fixed = {**family.constants, **read_sizes(family, config)}
+    by_axis = {item.axis: item for item in family.layer_sizes}
+    common_sizes = {**family.constants, **read_sizes(family, config)}
     total = tensors.matched.count_indices().get("i", 0)
-    seen: set[str] = set()
+    reported_facts: set[str] = set()
     for (name, values), keys in tensors.matched.keys.items():
         tensor, leaf = family.tensors[name], tensors.layout.leaves[name]
         groups = [group for group in leaf.dims if not by_axis.keys().isdisjoint(group)]
         if not groups or leaf.part is not None or tensor.indices[-1:] != ("i",):
             continue
-        layer = {a: _layer_size(one, config, values[-1], total) for a, one in by_axis.items()}
-        sizes = {**fixed, **{axis: size for axis, size in layer.items() if size is not None}}
+        layer_sizes = {
+            axis_name: _read_layer_size(item, config, values[-1], total)
+            for axis_name, item in by_axis.items()
+        }
+        sizes = {
+            **common_sizes,
+            **{axis: size for axis, size in layer_sizes.items() if size is not None},
+        }
         for key in keys.values():
             for group in groups:
                 dim = leaf.dims.index(group)
                 shape = tensors.shapes.get(key, ())
                 if dim >= len(shape) or not all(axis in sizes for axis in group):
                     continue
-                wanted = math.prod(sizes[axis] for axis in group)
+                expected_size = math.prod(sizes[axis] for axis in group)
                 fact = by_axis[next(axis for axis in group if axis in by_axis)].fact
-                if shape[dim] != wanted and fact not in seen:
-                    seen.add(fact)
-                    others = [family.describe_size(axis) for axis in group if axis not in by_axis]
-                    given = f" (times {', '.join(others)})" if others else ""
-                    said = f"{wanted:,} in layer {values[-1]}{given}"
-                    one = Statement(fact, wanted, source, shown=said)
-                    place = f"the tensors (`{key}` of shape {list(shape)})"
-                    yield Contradiction(fact, (one, Statement(fact, shape[dim], place, shows=True)))
+                if shape[dim] != expected_size and fact not in reported_facts:
+                    reported_facts.add(fact)
+                    other_axes = [
+                        family.describe_size(axis) for axis in group if axis not in by_axis
+                    ]
+                    factors_text = f" (times {', '.join(other_axes)})" if other_axes else ""
+                    expected_text = f"{expected_size:,} in layer {values[-1]}{factors_text}"
+                    item = Statement(fact, expected_size, source, shown_value=expected_text)
+                    tensor_text = f"the tensors (`{key}` of shape {list(shape)})"
+                    yield Contradiction(
+                        fact,
+                        (item, Statement(fact, shape[dim], tensor_text, is_shown_by_tensors=True)),
+                    )
 
 
-def _layer_size(size: LayerSize, config: Json, layer: int, total: int) -> int | None:
+def _read_layer_size(size: LayerSize, config: Json, layer: int, total: int) -> int | None:
     """Return the size of a layer, or None if the config does not state it."""
-    value = _value(config, size.fact)
+    value = _get_value_or_default(config, size.fact)
     kinds = get_nested(config, size.kinds[0]) if size.kinds else None
     if isinstance(kinds, list) and layer < len(kinds) and kinds[layer] in size.kinds[1:]:
-        other = get_nested(config, size.other)
-        value = value if other is None else other
+        override = get_nested(config, size.other)
+        value = value if override is None else override
     if size.by_layer:
-        own = get_nested(config, f"{size.by_layer}.{layer}.{size.fact.rpartition('.')[2]}")
-        value = value if own is None else own
+        layer_value = get_nested(config, f"{size.by_layer}.{layer}.{size.fact.rpartition('.')[2]}")
+        value = value if layer_value is None else layer_value
     if not isinstance(value, int) or isinstance(value, bool):
         return None
-    last = get_nested(config, size.last) if size.last else None
-    is_last = isinstance(last, int) and layer >= total - last
+    last_count = get_nested(config, size.last) if size.last else None
+    is_last = isinstance(last_count, int) and layer >= total - last_count
     return 2 * value if is_last and get_nested(config, size.doubled) is True else value
 
 
-def uncounted_kinds(config: Json, source: str, prefix: str = "") -> Iterator[Contradiction]:
+def find_wrong_list_lengths(config: Json, source: str, prefix: str = "") -> Iterator[Contradiction]:
     """Yield per-layer lists of a config.json whose length is not the number of layers."""
-    number = config.get("num_hidden_layers")
-    for name in LISTS:
-        kinds = config.get(name)
-        counted = isinstance(number, int) and not isinstance(number, bool)
-        if isinstance(kinds, list) and counted and len(kinds) != number:
+    layer_count = config.get("num_hidden_layers")
+    for name in PER_LAYER_LISTS:
+        per_layer_values = config.get(name)
+        has_count = isinstance(layer_count, int) and not isinstance(layer_count, bool)
+        if (
+            isinstance(per_layer_values, list)
+            and has_count
+            and len(per_layer_values) != layer_count
+        ):
             fact = f"{prefix}num_hidden_layers"
-            entries = Statement(fact, len(kinds), source, said=f"{prefix}{name}")
-            yield Contradiction(fact, (Statement(fact, number, source), entries))
+            entries = Statement(fact, len(per_layer_values), source, local_key=f"{prefix}{name}")
+            yield Contradiction(fact, (Statement(fact, layer_count, source), entries))
     for key, inner in config.items():
         if isinstance(inner, Mapping):
-            yield from uncounted_kinds(inner, source, f"{prefix}{key}.")
+            yield from find_wrong_list_lengths(inner, source, f"{prefix}{key}.")
 
 
-def _layers(kind: LayerKind, config: Json, total: int) -> frozenset[int] | None:
-    """Return the layers of *kind*, or None if the config does not tell."""
-    values = {name: _value(config, name) for name in (*kind.facts, kind.but) if name}
-    if any(values[name] is None for name in kind.facts if name not in kind.when):
+def _find_layers_of_kind(layer_kind: LayerKind, config: Json, total: int) -> frozenset[int] | None:
+    """Return the layers of *layer_kind*, or None if the config does not tell."""
+    values = {
+        name: _get_value_or_default(config, name)
+        for name in (*layer_kind.facts, layer_kind.but)
+        if name
+    }
+    if any(values[name] is None for name in layer_kind.facts if name not in layer_kind.when):
         return None
-    if not all(sign == values[name] for name, sign in kind.when.items()):
+    if not all(sign == values[name] for name, sign in layer_kind.when.items()):
         return frozenset()
     layers = set(range(total))
-    if kind.kinds:
-        listed = values[kind.kinds[0]]
+    if layer_kind.kinds:
+        listed = values[layer_kind.kinds[0]]
         if not isinstance(listed, list):
             return None
-        layers &= {n for n, one in enumerate(listed) if one in kind.kinds[1:]}
-    for name in filter(None, (kind.first, kind.after, kind.every)):
+        layers &= {layer for layer, item in enumerate(listed) if item in layer_kind.kinds[1:]}
+    for name in filter(None, (layer_kind.first, layer_kind.after, layer_kind.every)):
         count = values[name]
         if not isinstance(count, int):
             return None
-        if name == kind.first:
+        if name == layer_kind.first:
             layers &= set(range(min(count, total)))
-        elif name == kind.after:
+        elif name == layer_kind.after:
             layers -= set(range(min(count, total)))
         else:
-            layers = {n for n in layers if count > 0 and (n + 1) % count == 0}
-    if kind.numbers:
-        numbers = values[kind.numbers]
+            layers = {layer for layer in layers if count > 0 and (layer + 1) % count == 0}
+    if layer_kind.numbers:
+        numbers = values[layer_kind.numbers]
         if not isinstance(numbers, list):
             return None
-        layers &= {n for n in numbers if isinstance(n, int)}
-    excluded = values.get(kind.but)
+        layers &= {layer for layer in numbers if isinstance(layer, int)}
+    excluded = values.get(layer_kind.but)
     return frozenset(layers - {*excluded} if isinstance(excluded, list) else layers)
 
 
-def _value(config: Json, name: str) -> object:
+def _get_value_or_default(config: Json, name: str) -> object:
     """Return a value of config.json, or transformers' default if it is not set."""
     return get_nested(config, name) if has_field(config, name) else find_default_size(config, name)
 
 
-def _key(family: Family, matched: MatchedKeys, variant: str, layer: int) -> str:
+def _find_example_key(family: Family, matched: MatchedKeys, variant: str, layer: int) -> str:
     """Return a key of *layer* that only *variant* has."""
     for (name, values), keys in matched.keys.items():
         if family.tensors[name].variant == variant and values[-1:] == (layer,):

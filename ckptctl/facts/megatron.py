@@ -11,25 +11,30 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from ckptctl.errors import MappingError, quote_names, spell_option
-from ckptctl.facts.contradictions import Statement, of_config, used
+from ckptctl.facts.contradictions import Statement, drop_unused_windows, read_config_statements
 from ckptctl.facts.kinds import (
-    KINDS,
+    FACT_KINDS,
     assets_hint,
-    from_megatron,
     inexpressible_error,
-    number,
-    to_megatron,
+    read_megatron_value,
+    require_number,
+    write_megatron_value,
 )
 from ckptctl.facts.megatron_words import (
-    ACTIVATIONS,
-    ARGUMENTS,
-    DELTA,
-    LENGTHS,
-    LINEAR,
-    SAME_FUNCTION,
-    TURNED,
+    ACTIVATION_ARGUMENTS,
+    FIELD_BY_ARGUMENT,
+    FUNCTION_ALIASES,
+    GATED_DELTA_NET,
+    LENGTH_FIELDS,
+    LINEAR_ATTENTION_FIELDS,
+    NEGATED_ARGUMENTS,
 )
-from ckptctl.facts.rope import ORIGINAL, YARN, rope_of_megatron, rope_to_megatron
+from ckptctl.facts.rope import (
+    ORIGINAL_LENGTH_KEY,
+    YARN_FACTS,
+    read_megatron_rope,
+    write_megatron_rope,
+)
 from ckptctl.planner.config_facts import (
     FULL_ATTENTION,
     Json,
@@ -47,14 +52,14 @@ from ckptctl.planner.families.declarations import (
 from ckptctl.planner.families.facts import NEEDED, NEUTRAL, Fact
 from ckptctl.planner.layouts import Family
 
-TARGET = "_target_"
+TARGET_KEY = "_target_"
 """Key under which Bridge and NeMo name the class of an object."""
-EXPERTS, FURTHER = "num_moe_experts", "mtp_num_layers"
-CONFIGURATION = "Megatron-Core's configuration"
-_SIMPLE = (bool, int, float, str, list, tuple)
+EXPERT_COUNT_FIELD, MTP_COUNT_FIELD = "num_moe_experts", "mtp_num_layers"
+CONFIG_NAME = "Megatron-Core's configuration"
+_PLAIN_TYPES = (bool, int, float, str, list, tuple)
 
 
-def style_of(family: Family) -> MegatronStyle:
+def require_style(family: Family) -> MegatronStyle:
     """Return how Megatron-Core describes *family*, or raise if it does not support the family."""
     if family.megatron is None:
         raise MappingError(
@@ -64,64 +69,74 @@ def style_of(family: Family) -> MegatronStyle:
     return family.megatron
 
 
-def class_of(record: Json) -> str:
+def find_class_name(record: Json) -> str:
     """Return the name of the class whose fields *record* has, or "" if it names none."""
-    named = model_of(record).get(TARGET)
-    return named.rpartition(".")[2] if isinstance(named, str) else ""
+    target = find_model_section(record).get(TARGET_KEY)
+    return target.rpartition(".")[2] if isinstance(target, str) else ""
 
 
-def merged(records: Iterable[Json]) -> dict[str, object]:
+def merge_records(records: Iterable[Json]) -> dict[str, object]:
     """Merge the *records* of one model, where later values win."""
-    return {name: value for record in records for name, value in model_of(record).items()}
+    return {name: value for record in records for name, value in find_model_section(record).items()}
 
 
-def fields_of(record: Json) -> dict[str, object]:
+def read_fields(record: Json) -> dict[str, object]:
     """Return the values of *record* under Megatron-Core's field names."""
-    values = model_of(record)
-    fields = {n: value for n, value in values.items() if value is None or type(value) in _SIMPLE}
-    fields |= {new: fields.pop(old) for old, new in ARGUMENTS.items() if old in fields}
-    for name, field in TURNED.items():
-        turned = fields.pop(name, None)
-        fields |= {field: not turned} if isinstance(turned, bool) else {}
-    fields |= _activation(values)
-    alone = fields.get("group_query_attention") is False
-    latent = fields.get("multi_latent_attention") is True
-    if (alone or latent) and "num_attention_heads" in fields:
+    values = find_model_section(record)
+    fields = {
+        field_key: value
+        for field_key, value in values.items()
+        if value is None or type(value) in _PLAIN_TYPES
+    }
+    fields |= {
+        field_name: fields.pop(argument)
+        for argument, field_name in FIELD_BY_ARGUMENT.items()
+        if argument in fields
+    }
+    for name, field in NEGATED_ARGUMENTS.items():
+        negated = fields.pop(name, None)
+        fields |= {field: not negated} if isinstance(negated, bool) else {}
+    fields |= _read_activation(values)
+    is_ungrouped = fields.get("group_query_attention") is False
+    is_latent = fields.get("multi_latent_attention") is True
+    if (is_ungrouped or is_latent) and "num_attention_heads" in fields:
         fields["num_query_groups"] = fields["num_attention_heads"]
     if fields.get("use_rotary_position_embeddings") is True:
         fields.setdefault("position_embedding_type", "rope")
-    if fields.get("experimental_attention_variant") != DELTA:
-        fields = {name: value for name, value in fields.items() if name not in LINEAR}
+    if fields.get("experimental_attention_variant") != GATED_DELTA_NET:
+        fields = {
+            name: value for name, value in fields.items() if name not in LINEAR_ATTENTION_FIELDS
+        }
     if "old_context_len" in fields and "scale_factor" in fields:
         fields |= {"rope_scaling": True, "rope_scaling_factor": fields["scale_factor"]}
-    return _experts(fields)
+    return _normalize_expert_fields(fields)
 
 
-def model_of(record: Json) -> Json:
+def find_model_section(record: Json) -> Json:
     """Return the part of *record* that describes the model."""
     for holder in ("model", "config"):
-        inner = record.get(holder)
-        if isinstance(inner, Mapping) and {TARGET, "num_layers", "config"} & inner.keys():
-            return model_of(inner)
+        section = record.get(holder)
+        if isinstance(section, Mapping) and {TARGET_KEY, "num_layers", "config"} & section.keys():
+            return find_model_section(section)
     return record
 
 
-def _activation(values: Json) -> dict[str, object]:
+def _read_activation(values: Json) -> dict[str, object]:
     """Return the activation fields that *values* select."""
     function = values.get("activation_func")
-    named = function.get(TARGET) if isinstance(function, Mapping) else function
-    if isinstance(named, str):
-        name = named.rpartition(".")[2]
-        return {"activation_func": SAME_FUNCTION.get(name, name)}
-    said = {name: values.get(name) for name in ACTIVATIONS if name in values}
-    for name, value in said.items():
+    function_name = function.get(TARGET_KEY) if isinstance(function, Mapping) else function
+    if isinstance(function_name, str):
+        name = function_name.rpartition(".")[2]
+        return {"activation_func": FUNCTION_ALIASES.get(name, name)}
+    arguments = {name: values.get(name) for name in ACTIVATION_ARGUMENTS if name in values}
+    for name, value in arguments.items():
         if value is True:
-            function, gated = ACTIVATIONS[name]
+            function, gated = ACTIVATION_ARGUMENTS[name]
             return {"activation_func": function, "gated_linear_unit": gated}
-    return {"activation_func": "gelu", "gated_linear_unit": False} if "swiglu" in said else {}
+    return {"activation_func": "gelu", "gated_linear_unit": False} if "swiglu" in arguments else {}
 
 
-def _experts(fields: dict[str, object]) -> dict[str, object]:
+def _normalize_expert_fields(fields: dict[str, object]) -> dict[str, object]:
     """Return *fields* with expert sizes filled in, or without expert fields for dense models."""
     if "num_moe_experts" not in fields:
         return fields
@@ -130,7 +145,11 @@ def _experts(fields: dict[str, object]) -> dict[str, object]:
     if fields.get("moe_ffn_hidden_size") is None and "ffn_hidden_size" in fields:
         fields["moe_ffn_hidden_size"] = fields["ffn_hidden_size"]
     frequency = fields.get("moe_layer_freq")
-    if isinstance(frequency, (list, tuple)) and frequency and all(one == 1 for one in frequency):
+    if (
+        isinstance(frequency, (list, tuple))
+        and frequency
+        and all(is_moe == 1 for is_moe in frequency)
+    ):
         fields["moe_layer_freq"] = 1
     return fields
 
@@ -138,16 +157,16 @@ def _experts(fields: dict[str, object]) -> dict[str, object]:
 # ------------------------------------------------------------------------------- read
 
 
-def read(style: MegatronStyle, fields: Json) -> Iterator[tuple[Fact, object]]:
+def read_facts(style: MegatronStyle, fields: Json) -> Iterator[tuple[Fact, object]]:
     """Yield the facts in *fields* with their values in config.json."""
     for fact in style.facts:
         if fact.megatron in fields and not isinstance(fields[fact.megatron], dict):
-            value = from_megatron(fact, _local(style, fields))
-            if value is not None or KINDS[fact.kind].null:
+            value = read_megatron_value(fact, _select_global_base(style, fields))
+            if value is not None or FACT_KINDS[fact.kind].allows_null:
                 yield fact, value
 
 
-def _local(style: MegatronStyle, fields: Json) -> Json:
+def _select_global_base(style: MegatronStyle, fields: Json) -> Json:
     """Return *fields* with the rotary base of layers without a window as the only one."""
     bases = fields.get("rotary_base")
     if not style.has_local_rope or not isinstance(bases, (list, tuple)) or len(bases) != 2:
@@ -155,50 +174,70 @@ def _local(style: MegatronStyle, fields: Json) -> Json:
     return {**fields, "rotary_base": bases[1]}
 
 
-def of_megatron(family: Family, record: Json, source: str) -> Iterator[Statement]:
+def read_megatron_statements(family: Family, record: Json, source: str) -> Iterator[Statement]:
     """Yield the statements of *record* about a model of *family*, as facts of config.json."""
     style = family.megatron
     if style is None:
         return
-    fields = fields_of(record)
-    called = {field: name for name, field in (*ARGUMENTS.items(), *TURNED.items())}
-    for fact, value in read(style, fields):
-        if fact.megatron == FURTHER and not value:
+    fields = read_fields(record)
+    argument_names = {
+        field: name for name, field in (*FIELD_BY_ARGUMENT.items(), *NEGATED_ARGUMENTS.items())
+    }
+    for fact, value in read_facts(style, fields):
+        if fact.megatron == MTP_COUNT_FIELD and not value:
             continue  # trained without MTP layers, on which no other layer depends
         field = fact.megatron
-        said = called[field] if called.get(field) in model_of(record) else field
+        local_key = (
+            argument_names[field]
+            if argument_names.get(field) in find_model_section(record)
+            else field
+        )
         stored = f"{fields[field]}" if fact.kind == "window" and value is not None else ""
-        yield Statement(style.config_prefix + fact.config, value, source, said=said, stored=stored)
+        yield Statement(
+            style.config_prefix + fact.config,
+            value,
+            source,
+            local_key=local_key,
+            stored_value=stored,
+        )
     for fact in style.facts:  # dense models state None
-        if fact.megatron == EXPERTS and fields.get(EXPERTS, 0) is None:
-            yield Statement(style.config_prefix + fact.config, 0, source, said=called[EXPERTS])
-    rope = rope_of_megatron(style, fields) or {}
-    yield from (Statement(f"{style.config_prefix}rope.{n}", v, source) for n, v in rope.items())
+        if fact.megatron == EXPERT_COUNT_FIELD and fields.get(EXPERT_COUNT_FIELD, 0) is None:
+            yield Statement(
+                style.config_prefix + fact.config,
+                0,
+                source,
+                local_key=argument_names[EXPERT_COUNT_FIELD],
+            )
+    rope = read_megatron_rope(style, fields) or {}
+    yield from (
+        Statement(f"{style.config_prefix}rope.{fact_name}", fact_value, source)
+        for fact_name, fact_value in rope.items()
+    )
     bases = fields.get("rotary_base")
     if style.has_local_rope and isinstance(bases, (list, tuple)) and len(bases) == 2:
-        local = number(bases[0], "rotary_base")
+        local = require_number(bases[0], "rotary_base")
         yield Statement(
-            style.config_prefix + "rope_local_base_freq", local, source, said="rotary_base"
+            style.config_prefix + "rope_local_base_freq", local, source, local_key="rotary_base"
         )
     always = f"every model of `{family.name}`"
-    for name, allowed in expected(style, fields).items():
+    for name, allowed in list_expected_fields(style, fields).items():
         if name in fields:
             value = fields[name]
-            fits = allows(allowed, value)
-            yield Statement(name, allowed[0] if fits else value, source)
-            yield Statement(name, allowed[0], always, stated=False)
+            is_expected = is_allowed(allowed, value)
+            yield Statement(name, allowed[0] if is_expected else value, source)
+            yield Statement(name, allowed[0], always, is_explicit=False)
 
 
-def stated(family: Family, record: Json) -> dict[str, object]:
+def read_partial_config(family: Family, record: Json) -> dict[str, object]:
     """Return the config.json keys that *record* states."""
     style = family.megatron
     if style is None:
         return {}
-    fields = fields_of(record)
-    told = {fact.config: value for fact, value in read(style, fields)}
-    rope = rope_of_megatron(style, fields)
-    told |= {} if rope is None or rope["rope_type"] == "default" else {"rope_scaling": rope}
-    inner = {style.config_prefix.rstrip("."): told} if style.config_prefix else told
+    fields = read_fields(record)
+    config = {fact.config: value for fact, value in read_facts(style, fields)}
+    rope = read_megatron_rope(style, fields)
+    config |= {} if rope is None or rope["rope_type"] == "default" else {"rope_scaling": rope}
+    inner = {style.config_prefix.rstrip("."): config} if style.config_prefix else config
     return {"model_type": style.model_type, **inner}
 
 
@@ -215,26 +254,30 @@ def megatron_to_config(
     *sizes*, solved from the tensors, override *record*, except for the vocabulary, which is padded
     in the tensors.
     """
-    style, fields = style_of(family), fields_of(record)
+    style, fields = require_style(family), read_fields(record)
     if not style.translated:
         raise MappingError(
             f"cannot generate config.json of `{family.name}` from Megatron's configuration",
             hint=assets_hint(),
         )
     _require_expected(family, style, fields)
-    told = {fact.config: value for fact, value in read(style, fields)}
-    known = _named(family, sizes)
-    told |= {n: size for n, size in known.items() if n != "vocab_size" or told.get(n) is None}
-    told |= {} if tied is None else {"tie_word_embeddings": tied}
-    rope = rope_of_megatron(style, fields)
-    _require_stated(style, told, rope)
+    config_values = {fact.config: value for fact, value in read_facts(style, fields)}
+    sizes_by_name = _name_sizes(family, sizes)
+    config_values |= {
+        fact_name: size
+        for fact_name, size in sizes_by_name.items()
+        if fact_name != "vocab_size" or config_values.get(fact_name) is None
+    }
+    config_values |= {} if tied is None else {"tie_word_embeddings": tied}
+    rope = read_megatron_rope(style, fields)
+    _require_stated(style, config_values, rope)
     config: dict[str, object] = {"architectures": [family.architecture]}
     config["model_type"] = style.model_type
     for fact in style.facts:
-        neutral = KINDS[fact.kind].neutral
-        config[fact.config] = told.get(fact.config, None if neutral is NEEDED else neutral)
+        neutral = FACT_KINDS[fact.kind].neutral
+        config[fact.config] = config_values.get(fact.config, None if neutral is NEEDED else neutral)
     for name, allowed in style.config.items():
-        if name in config and not allows(allowed, config[name]):
+        if name in config and not is_allowed(allowed, config[name]):
             raise MappingError(
                 f"config.json cannot express `{name}` = {config[name]!r}",
                 where="Megatron's configuration",
@@ -243,55 +286,57 @@ def megatron_to_config(
         value = allowed[0]
         config.setdefault(name, list(value) if isinstance(value, tuple) else value)
     # The class's default may be outside the vocabulary; no logits depend on it.
-    config |= {"pad_token_id": None, **style.extra_config, **longest(record)}
+    config |= {"pad_token_id": None, **style.extra_config, **read_max_length(record)}
     if style.has_local_rope:
-        config["rope_local_base_freq"] = _bases(fields)[0]
+        config["rope_local_base_freq"] = _require_two_bases(fields)[0]
     if rope is not None and rope["rope_type"] != "default":
         config["rope_scaling"] = rope
     return config | ({"torch_dtype": dtype} if dtype else {})
 
 
-def longest(record: Json) -> dict[str, object]:
+def read_max_length(record: Json) -> dict[str, object]:
     """Return the maximum sequence length for config.json, which changes no logits."""
-    fields = fields_of(record)
-    lengths = (parse_size(fields.get(name), name) for name in LENGTHS)
-    length = next((one for one in lengths if one), None)
+    fields = read_fields(record)
+    lengths = (parse_size(fields.get(name), name) for name in LENGTH_FIELDS)
+    length = next((value for value in lengths if value), None)
     return {} if length is None else {"max_position_embeddings": length}
 
 
-def _named(family: Family, sizes: Mapping[str, int]) -> dict[str, int]:
+def _name_sizes(family: Family, sizes: Mapping[str, int]) -> dict[str, int]:
     """Return axis *sizes* by their names in config.json."""
     names = {axis: name for axis, (name, _) in {**SIZES, **family.sizes}.items()}
-    found = {split_aliases(names[axis])[0]: size for axis, size in sizes.items() if names.get(axis)}
-    return {name.rpartition(".")[2]: size for name, size in found.items()}
+    sizes_by_path = {
+        split_aliases(names[axis])[0]: size for axis, size in sizes.items() if names.get(axis)
+    }
+    return {name.rpartition(".")[2]: size for name, size in sizes_by_path.items()}
 
 
-def _require_stated(style: MegatronStyle, told: Json, rope: Json | None) -> None:
+def _require_stated(style: MegatronStyle, config_values: Json, rope: Json | None) -> None:
     """Raise if a field that changes logits is missing."""
-    lacking = {
+    missing = {
         fact.config: fact.megatron
         for fact in style.facts
-        if told.get(fact.config) is None
-        and KINDS[fact.kind].neutral is NEEDED
-        and not KINDS[fact.kind].null
+        if config_values.get(fact.config) is None
+        and FACT_KINDS[fact.kind].neutral is NEEDED
+        and not FACT_KINDS[fact.kind].allows_null
     }
     if rope is None:
-        lacking["rope_scaling"] = "rope_scaling"
+        missing["rope_scaling"] = "rope_scaling"
     elif rope["rope_type"] == "yarn":
-        needed = (name for name in ("factor", ORIGINAL) if name not in rope)
-        lacking |= {f"rope_scaling.{name}": f"yarn_{YARN[name].megatron}" for name in needed}
-    if lacking:
+        needed = (name for name in ("factor", ORIGINAL_LENGTH_KEY) if name not in rope)
+        missing |= {f"rope_scaling.{name}": f"yarn_{YARN_FACTS[name].megatron}" for name in needed}
+    if missing:
         raise MappingError(
-            f"config.json requires {quote_names(list(lacking))}",
-            why=f"Megatron's configuration does not set {quote_names(list(lacking.values()))}",
+            f"config.json requires {quote_names(list(missing))}",
+            why=f"Megatron's configuration does not set {quote_names(list(missing.values()))}",
             hint=assets_hint(),
         )
 
 
 def _require_expected(family: Family, style: MegatronStyle, fields: Json) -> None:
     """Raise if a field differs from its value in all models of the family."""
-    for name, allowed in expected(style, fields).items():
-        if name in fields and not allows(allowed, fields[name]):
+    for name, allowed in list_expected_fields(style, fields).items():
+        if name in fields and not is_allowed(allowed, fields[name]):
             raise MappingError(
                 f"`{name}` is {fields[name]!r}",
                 where="Megatron's configuration",
@@ -300,11 +345,11 @@ def _require_expected(family: Family, style: MegatronStyle, fields: Json) -> Non
             )
 
 
-def _bases(fields: Json) -> tuple[float, float]:
+def _require_two_bases(fields: Json) -> tuple[float, float]:
     """Return the rotary bases of layers with a window and without."""
     bases = fields.get("rotary_base")
     if isinstance(bases, (list, tuple)) and len(bases) == 2:
-        return number(bases[0], "rotary_base"), number(bases[1], "rotary_base")
+        return require_number(bases[0], "rotary_base"), require_number(bases[1], "rotary_base")
     raise MappingError(
         "`rotary_base` is not a pair of bases", why=f"it is {bases!r}", hint=assets_hint()
     )
@@ -320,108 +365,135 @@ def config_to_fields(
 
     *sizes*, solved from the tensors, override it.
     """
-    style = style_of(family)
-    values: Json = normalize_rope(used(config))
-    inner = get_nested(values, style.config_prefix.rstrip(".")) if style.config_prefix else None
-    values = inner if isinstance(inner, Mapping) else values
-    _expressible(family, style, values)
-    known = _named(family, read_sizes(family, config) | dict(sizes or {}))
-    facts = {fact.config: _stated(fact, values, known) for fact in style.facts}
+    style = require_style(family)
+    values: Json = normalize_rope(drop_unused_windows(config))
+    text_config = (
+        get_nested(values, style.config_prefix.rstrip(".")) if style.config_prefix else None
+    )
+    values = text_config if isinstance(text_config, Mapping) else values
+    _require_expressible(family, style, values)
+    sizes_by_name = _name_sizes(family, read_sizes(family, config) | dict(sizes or {}))
+    facts = {fact.config: _get_fact_value(fact, values, sizes_by_name) for fact in style.facts}
     if sizes is not None:
-        further = (fact.config for fact in style.facts if fact.megatron == FURTHER)
-        facts |= dict.fromkeys(further, sizes.get("j", 0))
-    fields = {fact.megatron: to_megatron(fact, facts) for fact in style.facts}
+        mtp_facts = (fact.config for fact in style.facts if fact.megatron == MTP_COUNT_FIELD)
+        facts |= dict.fromkeys(mtp_facts, sizes.get("j", 0))
+    fields = {fact.megatron: write_megatron_value(fact, facts) for fact in style.facts}
     fields |= {copy: fields[field] for copy, field in style.copies.items()}
     rope = values.get("rope")
     scaling = rope if isinstance(rope, Mapping) else {}
-    scaled = rope_to_megatron(style, scaling)
-    if scaled is None:
+    rope_fields = write_megatron_rope(style, scaling)
+    if rope_fields is None:
         why = f"not supported by Megatron's `{family.name}`"
-        raise inexpressible_error(CONFIGURATION, "rope_scaling", dict(scaling), why)
-    fields |= scaled
-    for name, allowed in expected(style, fields).items():
+        raise inexpressible_error(CONFIG_NAME, "rope_scaling", dict(scaling), why)
+    fields |= rope_fields
+    for name, allowed in list_expected_fields(style, fields).items():
         fields.setdefault(name, allowed[0])
     if style.has_local_rope:
-        base = number(get_nested(values, "rope_local_base_freq") or 10000.0, "rope_local_base_freq")
+        base = require_number(
+            get_nested(values, "rope_local_base_freq") or 10000.0, "rope_local_base_freq"
+        )
         fields["rotary_base"] = [base, fields["rotary_base"]]
     length = parse_size(get_nested(values, "max_position_embeddings"), "max_position_embeddings")
-    return fields | ({} if length is None else dict.fromkeys(LENGTHS, length))
+    return fields | ({} if length is None else dict.fromkeys(LENGTH_FIELDS, length))
 
 
-def _stated(fact: Fact, values: Json, known: Mapping[str, int]) -> object:
+def _get_fact_value(fact: Fact, values: Json, sizes_by_name: Mapping[str, int]) -> object:
     """Return a fact of config.json, or its default if it is not set."""
-    if fact.config in known:
-        return known[fact.config]
+    if fact.config in sizes_by_name:
+        return sizes_by_name[fact.config]
     value = get_nested(values, fact.config)
     if value is None and fact.config == "partial_rotary_factor":
         value = get_nested(values, "rope.partial_rotary_factor")
-    kind = KINDS[fact.kind]
-    if value is None and kind.null and has_field(values, fact.config):
+    fact_kind = FACT_KINDS[fact.kind]
+    if value is None and fact_kind.allows_null and has_field(values, fact.config):
         return None
     value = fact.default if value is None else value
-    if value is NEEDED and kind.neutral is NEEDED:
+    if value is NEEDED and fact_kind.neutral is NEEDED:
         raise MappingError(
-            f"{CONFIGURATION} requires `{fact.config}`", where="config.json", why="it is not set"
+            f"{CONFIG_NAME} requires `{fact.config}`", where="config.json", why="it is not set"
         )
-    return kind.neutral if value is NEEDED else value
+    return fact_kind.neutral if value is NEEDED else value
 
 
-def _expressible(family: Family, style: MegatronStyle, values: Json) -> None:
+def _require_expressible(family: Family, style: MegatronStyle, values: Json) -> None:
     """Raise if Megatron-Core's configuration cannot express *values* for the family."""
-    whose = f"Megatron's `{family.name}`"
+    megatron_family = f"Megatron's `{family.name}`"
     for name, allowed in style.config.items():
         value = get_nested(values, name)
-        if value is not None and not allows(allowed, value):
-            why = f"it is always {allowed[0]!r} in {whose}"
-            raise inexpressible_error(CONFIGURATION, name, value, why)
+        if value is not None and not is_allowed(allowed, value):
+            why = f"it is always {allowed[0]!r} in {megatron_family}"
+            raise inexpressible_error(CONFIG_NAME, name, value, why)
     kinds = get_nested(values, "layer_types")
-    other, every = style.layer_pattern
+    other_kind, period = style.layer_pattern
     if isinstance(kinds, list) and kinds != [
-        other if place % every else FULL_ATTENTION for place in range(1, len(kinds) + 1)
+        other_kind if layer_number % period else FULL_ATTENTION
+        for layer_number in range(1, len(kinds) + 1)
     ]:
-        mixed = f"{other}, with {FULL_ATTENTION} in the last of every {every} layers"
-        why = f"{whose} uses {mixed if other else f'only {FULL_ATTENTION}'}"
-        raise inexpressible_error(CONFIGURATION, "layer_types", kinds, why)
+        mixed = f"{other_kind}, with {FULL_ATTENTION} in the last of every {period} layers"
+        why = f"{megatron_family} uses {mixed if other_kind else f'only {FULL_ATTENTION}'}"
+        raise inexpressible_error(CONFIG_NAME, "layer_types", kinds, why)
 
 
 # ------------------------------------------------------------------------------- contradict
 
 
-def silent(family: Family, config: Json, source: str) -> Iterator[Statement]:
+def iterate_implied_statements(family: Family, config: Json, source: str) -> Iterator[Statement]:
     """Yield the defaults of config.json for unset facts that Megatron-based programs record."""
     style = family.megatron
     if style is None:
         return
-    named = {one.fact for one in of_config(family, config, source) if one.stated}
+    explicit_facts = {
+        statement.fact
+        for statement in read_config_statements(family, config, source)
+        if statement.is_explicit
+    }
     for fact in style.facts:
         name = style.config_prefix + fact.config
-        if fact.default is not NEEDED and name not in named:
-            yield Statement(name, fact.default, source, stated=False)
+        if fact.default is not NEEDED and name not in explicit_facts:
+            yield Statement(name, fact.default, source, is_explicit=False)
 
 
-def fixed(family: Family, config: Json, source: str) -> Iterator[Statement]:
+def find_family_mismatches(family: Family, config: Json, source: str) -> Iterator[Statement]:
     """Yield config.json values that no Megatron-Core model of *family* can have."""
     style = family.megatron
-    known = {} if style is None else {style.config_prefix + n: v for n, v in style.config.items()}
-    for fact, allowed in known.items():
+    allowed_values = (
+        {}
+        if style is None
+        else {
+            style.config_prefix + config_name: values
+            for config_name, values in style.config.items()
+        }
+    )
+    for fact, allowed in allowed_values.items():
         value = get_nested(config, fact)
-        if value is not None and not allows(allowed, value):
+        if value is not None and not is_allowed(allowed, value):
             yield Statement(fact, value, source)
             yield Statement(fact, allowed[0], f"Megatron-Core's models of `{family.name}`")
 
 
-def allows(allowed: Iterable[object], value: object) -> bool:
+def is_allowed(allowed: Iterable[object], value: object) -> bool:
     """Return whether *value* is in *allowed*.
 
     True is not 1, but a list equals a tuple.
     """
     value = tuple(value) if isinstance(value, list) else value
-    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed)
+    return any(
+        value == allowed_value and isinstance(value, bool) == isinstance(allowed_value, bool)
+        for allowed_value in allowed
+    )
 
 
-def expected(style: MegatronStyle, fields: Json) -> dict[str, tuple[object, ...]]:
+def list_expected_fields(style: MegatronStyle, fields: Json) -> dict[str, tuple[object, ...]]:
     """Return the allowed values of fields that are the same in all models of a family."""
-    own = {fact.megatron for fact in style.facts}
-    routed = EXPERTS in own or fields.get(EXPERTS) is not None
-    neutral = {n: v for n, v in NEUTRAL.items() if routed or not n.startswith("moe_")}
-    return {n: allowed for n, allowed in {**neutral, **style.fields}.items() if n not in own}
+    fact_fields = {fact.megatron for fact in style.facts}
+    has_experts = EXPERT_COUNT_FIELD in fact_fields or fields.get(EXPERT_COUNT_FIELD) is not None
+    neutral = {
+        field: values
+        for field, values in NEUTRAL.items()
+        if has_experts or not field.startswith("moe_")
+    }
+    return {
+        field: allowed
+        for field, allowed in {**neutral, **style.fields}.items()
+        if field not in fact_fields
+    }

@@ -11,29 +11,29 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ckptctl.facts.megatron_files import (
+    NO_TRAINING_STATE,
     ONE_RANK,
-    UNSAVED,
-    container,
-    dtype_of,
-    precision,
-    vocabulary,
+    build_container,
+    build_precision_flags,
+    build_vocabulary_fields,
+    to_dtype_reference,
 )
 from ckptctl.planner.config_facts import Json
 
-DIVISOR = "make_vocab_size_divisible_by"
+DIVISOR_FIELD = "make_vocab_size_divisible_by"
 """Field with the padding multiple of the vocabulary, before the tensor-parallel ranks."""
-TAG = "!"
+YAML_TAG_KEY = "!"
 """Key with the name of a YAML object that was not constructed."""
 
 
-class Carried(NamedTuple):
+class CopiedRecord(NamedTuple):
     """Copied values, and the names of the values that were skipped."""
 
     values: dict[str, object]
-    left_out: list[str]
+    skipped: list[str]
 
 
-def arguments(record: Json, padded: int | None, dtype: str | None) -> Carried:
+def copy_arguments(record: Json, padded: int | None, dtype: str | None) -> CopiedRecord:
     """Adapt Megatron-LM's arguments in *record* to the output.
 
     Args:
@@ -41,35 +41,50 @@ def arguments(record: Json, padded: int | None, dtype: str | None) -> Carried:
         padded: Rows of the embedding, or None if it is missing.
         dtype: The element type of the weights.
     """
-    found = _plain(record)
-    rows: dict[str, object] = {} if padded is None else {"padded_vocab_size": padded}
-    step = vocabulary(found.values.get("vocab_size"), padded).get(DIVISOR)
-    rows |= {} if step is None else {DIVISOR: step}
-    values = {**found.values, **ONE_RANK, **UNSAVED, **precision(dtype), **rows}
-    return Carried(values, found.left_out)
+    copied = _select_plain(record)
+    vocabulary_fields: dict[str, object] = {} if padded is None else {"padded_vocab_size": padded}
+    divisor = build_vocabulary_fields(copied.values.get("vocab_size"), padded).get(DIVISOR_FIELD)
+    vocabulary_fields |= {} if divisor is None else {DIVISOR_FIELD: divisor}
+    values = {
+        **copied.values,
+        **ONE_RANK,
+        **NO_TRAINING_STATE,
+        **build_precision_flags(dtype),
+        **vocabulary_fields,
+    }
+    return CopiedRecord(values, copied.skipped)
 
 
-def run_config(record: Json, padded: int | None, dtype: str | None) -> Carried:
-    """Adapt the ``run_config.yaml`` in *record* to the output, like :func:`arguments`."""
-    found = _plain(record)
-    stated = found.values.get("model")
-    model = dict(stated) if isinstance(stated, Mapping) else {}
-    rows = vocabulary(model["vocab_size"], padded) if padded and model.get("vocab_size") else {}
-    model |= {**ONE_RANK, **precision(dtype), "params_dtype": dtype_of(dtype), **rows}
-    new = container(model)
-    saved = {name: new[name] for name in ("model", "checkpoint")}
-    return Carried({**new, **found.values, **saved}, found.left_out)
+def copy_run_config(record: Json, padded: int | None, dtype: str | None) -> CopiedRecord:
+    """Adapt the ``run_config.yaml`` in *record* to the output, like :func:`copy_arguments`."""
+    copied = _select_plain(record)
+    model_section = copied.values.get("model")
+    model = dict(model_section) if isinstance(model_section, Mapping) else {}
+    vocabulary_fields = (
+        build_vocabulary_fields(model["vocab_size"], padded)
+        if padded and model.get("vocab_size")
+        else {}
+    )
+    model |= {
+        **ONE_RANK,
+        **build_precision_flags(dtype),
+        "params_dtype": to_dtype_reference(dtype),
+        **vocabulary_fields,
+    }
+    document = build_container(model)
+    output_sections = {name: document[name] for name in ("model", "checkpoint")}
+    return CopiedRecord({**document, **copied.values, **output_sections}, copied.skipped)
 
 
-def _plain(record: Json) -> Carried:
-    kept = {name: value for name, value in record.items() if _is_plain(value)}
-    return Carried(kept, [name for name in record if name not in kept])
+def _select_plain(record: Json) -> CopiedRecord:
+    plain_values = {name: value for name, value in record.items() if _is_plain(value)}
+    return CopiedRecord(plain_values, [name for name in record if name not in plain_values])
 
 
 def _is_plain(value: object) -> bool:
     """Return whether JSON can store *value*, and no part of it names a skipped object."""
     if isinstance(value, Mapping):
-        keys = all(type(key) is str and key != TAG for key in value)
+        keys = all(type(key) is str and key != YAML_TAG_KEY for key in value)
         return keys and all(map(_is_plain, value.values()))
     if type(value) in (list, tuple):
         return all(map(_is_plain, value))  # type: ignore[call-overload]

@@ -9,8 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ckptctl.errors import MappingError
-from ckptctl.facts.megatron import TARGET, config_to_fields, style_of
-from ckptctl.facts.megatron_words import ACTIVATIONS, ARGUMENTS, FUNCTIONS, LENGTHS
+from ckptctl.facts.megatron import TARGET_KEY, config_to_fields, require_style
+from ckptctl.facts.megatron_words import (
+    ACTIVATION_ARGUMENTS,
+    FIELD_BY_ARGUMENT,
+    FUNCTION_PATHS,
+    LENGTH_FIELDS,
+)
 from ckptctl.planner.config_facts import Json
 from ckptctl.planner.layouts import Family
 
@@ -23,7 +28,7 @@ ONE_RANK = {
 }
 """Sizes of model parallelism: outputs are written as by one rank."""
 
-UNSAVED = {
+NO_TRAINING_STATE = {
     "ckpt_format": "torch_dist",
     "ckpt_fully_parallel_save": True,
     "no_save_optim": True,
@@ -31,24 +36,24 @@ UNSAVED = {
 }
 """Arguments by which Megatron-LM knows that there is no optimizer or RNG state."""
 
-LAYERS_ALIKE = {
+COMMON_LAYER_FIELDS = {
     "add_position_embedding": True,
     "apply_query_key_layer_scaling": False,
     "attention_dropout": 0.0,
     "hidden_dropout": 0.0,
 }
-_PROVIDER = ("attention_dropout", "hidden_dropout")
+_PROVIDER_FIELDS = ("attention_dropout", "hidden_dropout")
 _NOT_ARGUMENTS = ("activation_func", "gated_linear_unit", "heterogeneous_block_specs")
-_GEMMA_ALONE = ("attn_logit_softcapping", "final_logit_softcapping")
-_GPT = "megatron.bridge.models.gpt_provider."
-PLAIN_LAYERS = {f"{_GPT}GPTModelProvider": f"{_GPT}default_layer_spec"}
+_GEMMA_FIELDS = ("attn_logit_softcapping", "final_logit_softcapping")
+_GPT_MODULE = "megatron.bridge.models.gpt_provider."
+DEFAULT_SPECS = {f"{_GPT_MODULE}GPTModelProvider": f"{_GPT_MODULE}default_layer_spec"}
 """Layer-spec function of a provider, unless the family has its own."""
-EXPERTS_RUN = {"moe_grouped_gemm": True, "moe_token_dispatcher_type": "alltoall"}
+EXPERT_IMPLEMENTATION = {"moe_grouped_gemm": True, "moe_token_dispatcher_type": "alltoall"}
 """Default implementation of experts; results do not depend on it."""
-BRIDGE = "megatron.bridge.training."
+BRIDGE_MODULE = "megatron.bridge.training."
 
 
-def arguments_of(
+def build_arguments(
     family: Family,
     config: Json,
     sizes: Mapping[str, int] | None = None,
@@ -66,37 +71,46 @@ def arguments_of(
         dtype: The element type of the weights.
     """
     fields = config_to_fields(family, config, sizes)
-    own = {new: old for old, new in ARGUMENTS.items()}
-    found: dict[str, object] = {
-        own.get(name, name): value for name, value in fields.items() if name not in _NOT_ARGUMENTS
+    argument_by_field = {field_name: argument for argument, field_name in FIELD_BY_ARGUMENT.items()}
+    arguments: dict[str, object] = {
+        argument_by_field.get(name, name): value
+        for name, value in fields.items()
+        if name not in _NOT_ARGUMENTS
     }
-    tied = found.pop("share_embeddings_and_output_weights")
-    function, gated = fields["activation_func"], fields["gated_linear_unit"]
+    is_tied = arguments.pop("share_embeddings_and_output_weights")
+    function, is_gated = fields["activation_func"], fields["gated_linear_unit"]
     # Models with other activations are not built from arguments.
-    known = (function, gated) in ACTIVATIONS.values() or (function, gated) == ("gelu", False)
-    chosen = {n: (function, gated) == one for n, one in ACTIVATIONS.items()} if known else {}
-    grouped = fields.get("num_query_groups") != fields["num_attention_heads"]
+    is_known_activation = (function, is_gated) in ACTIVATION_ARGUMENTS.values() or (
+        function,
+        is_gated,
+    ) == ("gelu", False)
+    activation_arguments = (
+        {n: (function, is_gated) == activation for n, activation in ACTIVATION_ARGUMENTS.items()}
+        if is_known_activation
+        else {}
+    )
+    is_grouped = fields.get("num_query_groups") != fields["num_attention_heads"]
     return {
-        **LAYERS_ALIKE,
-        **(EXPERTS_RUN if fields["num_moe_experts"] else {}),
-        **found,
-        **chosen,
+        **COMMON_LAYER_FIELDS,
+        **(EXPERT_IMPLEMENTATION if fields["num_moe_experts"] else {}),
+        **arguments,
+        **activation_arguments,
         **ONE_RANK,
-        **UNSAVED,
-        **precision(dtype),
-        "group_query_attention": grouped,
+        **NO_TRAINING_STATE,
+        **build_precision_flags(dtype),
+        "group_query_attention": is_grouped,
         "use_rotary_position_embeddings": True,
-        "untie_embeddings_and_output_weights": not tied,
+        "untie_embeddings_and_output_weights": not is_tied,
         "padded_vocab_size": fields["vocab_size"] if padded is None else padded,
     }
 
 
-def precision(dtype: str | None) -> dict[str, bool]:
+def build_precision_flags(dtype: str | None) -> dict[str, bool]:
     """Return the flags for the two half-precision dtypes, which both programs require."""
     return {"bf16": dtype == "bfloat16", "fp16": dtype == "float16"}
 
 
-def run_config(
+def build_run_config(
     family: Family,
     config: Json,
     sizes: Mapping[str, int] | None = None,
@@ -106,74 +120,74 @@ def run_config(
 ) -> dict[str, object]:
     """Build ``run_config.yaml``, from which Megatron-Bridge builds the model.
 
-    Parameters are those of :func:`arguments_of`.
+    Parameters are those of :func:`build_arguments`.
 
     Raises:
         MappingError: Bridge has no provider for the family, or cannot express config.json.
     """
-    style = style_of(family)
+    style = require_style(family)
     if not style.provider:
         raise MappingError(
             f"Megatron-Bridge has no provider for `{family.name}`",
             why="run_config.yaml must name one",
         )
     fields = config_to_fields(family, config, sizes)
-    left_out = {name for name in _GEMMA_ALONE if fields[name] is None} | {LENGTHS[0]}
-    fields = {name: value for name, value in fields.items() if name not in left_out}
+    omitted = {name for name in _GEMMA_FIELDS if fields[name] is None} | {LENGTH_FIELDS[0]}
+    fields = {name: value for name, value in fields.items() if name not in omitted}
     model: dict[str, object] = {
-        TARGET: style.provider,
-        **(EXPERTS_RUN if fields["num_moe_experts"] else {}),
+        TARGET_KEY: style.provider,
+        **(EXPERT_IMPLEMENTATION if fields["num_moe_experts"] else {}),
         **fields,
         **ONE_RANK,
-        **precision(dtype),
-        **{name: LAYERS_ALIKE[name] for name in _PROVIDER},
-        "activation_func": _function(FUNCTIONS[str(fields["activation_func"])]),
-        "params_dtype": dtype_of(dtype),
-        **vocabulary(fields["vocab_size"], padded),
+        **build_precision_flags(dtype),
+        **{name: COMMON_LAYER_FIELDS[name] for name in _PROVIDER_FIELDS},
+        "activation_func": _build_reference(FUNCTION_PATHS[str(fields["activation_func"])]),
+        "params_dtype": to_dtype_reference(dtype),
+        **build_vocabulary_fields(fields["vocab_size"], padded),
     }
-    spec = style.layer_spec or PLAIN_LAYERS.get(style.provider)
-    model |= {"transformer_layer_spec": _spec(spec)} if spec else {}
-    return container(model)
+    spec = style.layer_spec or DEFAULT_SPECS.get(style.provider)
+    model |= {"transformer_layer_spec": _build_layer_spec(spec)} if spec else {}
+    return build_container(model)
 
 
-def container(model: Json) -> dict[str, object]:
+def build_container(model: Json) -> dict[str, object]:
     """Build the ``run_config.yaml`` document around a *model* section."""
     checkpoint = {
-        TARGET: f"{BRIDGE}config.CheckpointConfig",
+        TARGET_KEY: f"{BRIDGE_MODULE}config.CheckpointConfig",
         "ckpt_format": "torch_dist",
         "fully_parallel_save": True,
         "save_optim": False,
         "save_rng": False,
     }
     return {
-        TARGET: f"{BRIDGE}config.ConfigContainer",
+        TARGET_KEY: f"{BRIDGE_MODULE}config.ConfigContainer",
         "checkpoint": checkpoint,
         "model": model,
         "tokenizer": None,
     }
 
 
-def vocabulary(size: object, padded: int | None) -> dict[str, object]:
+def build_vocabulary_fields(size: object, padded: int | None) -> dict[str, object]:
     """Return Bridge's fields that pad a vocabulary of *size* to *padded* rows."""
     if padded is None or not isinstance(size, int) or size >= padded:
         return {"vocab_size": size, "should_pad_vocab": False}
     powers = (1 << n for n in range(padded.bit_length()))
-    least = next((one for one in powers if -(-size // one) * one == padded), padded)
-    return {"vocab_size": size, "should_pad_vocab": True, "make_vocab_size_divisible_by": least}
+    divisor = next((power for power in powers if -(-size // power) * power == padded), padded)
+    return {"vocab_size": size, "should_pad_vocab": True, "make_vocab_size_divisible_by": divisor}
 
 
-def dtype_of(dtype: str | None) -> dict[str, object]:
+def to_dtype_reference(dtype: str | None) -> dict[str, object]:
     """Return Bridge's reference to a *dtype*."""
-    return _function(f"torch.{dtype or 'float32'}")
+    return _build_reference(f"torch.{dtype or 'float32'}")
 
 
-def _function(name: str) -> dict[str, object]:
+def _build_reference(name: str) -> dict[str, object]:
     """Return Bridge's reference to an object that is not called."""
-    return {TARGET: name, "_call_": False}
+    return {TARGET_KEY: name, "_call_": False}
 
 
-def _spec(name: str) -> dict[str, object]:
+def _build_layer_spec(name: str) -> dict[str, object]:
     """Return the layer-spec function, with arguments if it is Megatron-Core's own."""
     if name.startswith("megatron.bridge."):
-        return _function(name)
-    return {TARGET: name, "_partial_": True, "_args_": [], "use_transformer_engine": True}
+        return _build_reference(name)
+    return {TARGET_KEY: name, "_partial_": True, "_args_": [], "use_transformer_engine": True}

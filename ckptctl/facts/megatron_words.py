@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-ARGUMENTS: Mapping[str, str] = {
+FIELD_BY_ARGUMENT: Mapping[str, str] = {
     "num_experts": "num_moe_experts",
     "norm_epsilon": "layernorm_epsilon",
     "apply_layernorm_1p": "layernorm_zero_centered_gamma",
@@ -17,20 +17,20 @@ ARGUMENTS: Mapping[str, str] = {
 }
 """Arguments of Megatron-LM with another name in ``TransformerConfig``."""
 
-TURNED: Mapping[str, str] = {
+NEGATED_ARGUMENTS: Mapping[str, str] = {
     "untie_embeddings_and_output_weights": "share_embeddings_and_output_weights",
     "disable_bias_linear": "add_bias_linear",
 }
 """Arguments that are the negation of a field."""
 
-ACTIVATIONS: Mapping[str, tuple[str, bool]] = {
+ACTIVATION_ARGUMENTS: Mapping[str, tuple[str, bool]] = {
     "swiglu": ("silu", True),
     "quick_geglu": ("quick_gelu", True),
     "squared_relu": ("squared_relu", False),
 }
 """Boolean arguments, the activation that each selects, and whether it is gated."""
 
-FUNCTIONS: Mapping[str, str] = {
+FUNCTION_PATHS: Mapping[str, str] = {
     "silu": "torch.nn.functional.silu",
     "gelu": "torch.nn.functional.gelu",
     "quick_gelu": "megatron.core.fusions.fused_bias_geglu.quick_gelu",
@@ -39,9 +39,9 @@ FUNCTIONS: Mapping[str, str] = {
 }
 """Import paths of the functions that ``activation_func`` may be."""
 
-SAME_FUNCTION: Mapping[str, str] = {"openai_gelu": "fast_gelu", "swish": "silu"}
+FUNCTION_ALIASES: Mapping[str, str] = {"openai_gelu": "fast_gelu", "swish": "silu"}
 
-LINEAR = frozenset(
+LINEAR_ATTENTION_FIELDS = frozenset(
     {
         *("linear_attention_freq", "linear_conv_kernel_dim"),
         *("linear_key_head_dim", "linear_value_head_dim"),
@@ -49,7 +49,7 @@ LINEAR = frozenset(
     }
 )
 """Fields that have no effect without ``experimental_attention_variant``."""
-DELTA = "gated_delta_net"
+GATED_DELTA_NET = "gated_delta_net"
 
-LENGTHS = ("max_position_embeddings", "seq_length")
+LENGTH_FIELDS = ("max_position_embeddings", "seq_length")
 """Fields with the maximum sequence length, the preferred one first."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ckptctl.facts.fact_names import RENAMED
+from ckptctl.facts.fact_names import CANONICAL_KEYS
 from ckptctl.planner.config_facts import (
     FULL_ATTENTION,
     LOCAL_ATTENTION,
@@ -30,116 +30,143 @@ from ckptctl.planner.config_facts import (
 from ckptctl.planner.families.declarations import get_nested, split_aliases
 from ckptctl.planner.layouts import MLX, Family
 
-TYPE, TEXT, TOWER = "model_type", "text_config", "vision_config"
-UNKNOWN = "proportional"
+TYPE_KEY, TEXT_KEY, VISION_KEY = "model_type", "text_config", "vision_config"
+NEW_SCALING = "proportional"
 """A rotary scaling new in version 5: in ``rope_scaling`` it would be read as another kind."""
 
 
-def for_layout(config: Json, family: Family | None, layout: str | None) -> Json:
+def adapt_model_type(config: Json, family: Family | None, layout: str | None) -> Json:
     """Return *config* with the ``model_type`` by which programs of *layout* know *family*."""
     signs = family.config_signs if family and MLX in family.layouts else ()
-    own = next((one.get(TYPE) for one in signs if TOWER not in one), None)
-    other = next((one.get(TYPE) for one in signs if TOWER in one and one[TOWER] is None), None)
-    if not other or config.get(TOWER) is not None or config.get(TYPE) not in (own, other):
+    text_type = next((sign.get(TYPE_KEY) for sign in signs if VISION_KEY not in sign), None)
+    vision_type = next(
+        (sign.get(TYPE_KEY) for sign in signs if VISION_KEY in sign and sign[VISION_KEY] is None),
+        None,
+    )
+    if (
+        not vision_type
+        or config.get(VISION_KEY) is not None
+        or config.get(TYPE_KEY) not in (text_type, vision_type)
+    ):
         return config
     if layout == MLX:
-        return {**config, TYPE: other}
-    if config[TYPE] != other:
+        return {**config, TYPE_KEY: vision_type}
+    if config[TYPE_KEY] != vision_type:
         return config
     # As a config of the text model, where keys of `text_config` override the outer ones.
-    inner = config.get(TEXT)
-    outer = {name: value for name, value in config.items() if name != TEXT}
-    known = {**outer, **(inner if isinstance(inner, Mapping) else {}), TYPE: own}
-    return {**known, "architectures": [family.architecture]} if family else known
+    text_config = config.get(TEXT_KEY)
+    outer_config = {name: value for name, value in config.items() if name != TEXT_KEY}
+    merged_config = {
+        **outer_config,
+        **(text_config if isinstance(text_config, Mapping) else {}),
+        TYPE_KEY: text_type,
+    }
+    return {**merged_config, "architectures": [family.architecture]} if family else merged_config
 
 
-def with_earlier_spelling(config: Json, family: Family | None) -> Json:
+def add_legacy_keys(config: Json, family: Family | None) -> Json:
     """Add the keys of transformers before version 5 for those of version 5.
 
     Legacy keys that *config* has already are not changed.
     """
-    config = _parts(config, family)
-    sizes = _sizes(config, family) if family else {}
-    rotary = _rotary(config)
-    own = {name: rotary.get(RENAMED[name]) for name in (family.earlier if family else ())}
-    more = {**rotary, **_windows(config), **_heads(config), **sizes, **_stated(own)}
-    return {**config, **{name: value for name, value in more.items() if name not in config}}
+    config = _add_submodel_keys(config, family)
+    sizes = _list_legacy_size_keys(config, family) if family else {}
+    rotary = _list_legacy_rope_keys(config)
+    renamed_keys = {
+        name: rotary.get(CANONICAL_KEYS[name]) for name in (family.earlier if family else ())
+    }
+    legacy_keys = {
+        **rotary,
+        **_list_legacy_window_keys(config),
+        **_list_legacy_head_keys(config),
+        **sizes,
+        **_drop_none(renamed_keys),
+    }
+    return {**config, **{name: value for name, value in legacy_keys.items() if name not in config}}
 
 
-def _parts(config: Json, family: Family | None) -> Json:
+def _add_submodel_keys(config: Json, family: Family | None) -> Json:
     """Add the legacy keys of the text model and of the vision tower."""
-    text, tower, kind = (config.get(n) for n in (TEXT, "vision_config", "model_type"))
+    text, tower, model_type = (config.get(n) for n in (TEXT_KEY, "vision_config", "model_type"))
     if isinstance(text, Mapping):
-        sizes = _sizes(config, family, f"{TEXT}.") if family else {}
-        text = {**sizes, **with_earlier_spelling(text, None)}
-        outer = text if family and tower and _beside(family) else {}
-        config = {**outer, **config, TEXT: text}
-    if isinstance(tower, Mapping) and tower.get("model_type") == f"{kind}_vision":
-        config = {**config, "vision_config": {**tower, "model_type": kind}}
+        sizes = _list_legacy_size_keys(config, family, f"{TEXT_KEY}.") if family else {}
+        text = {**sizes, **add_legacy_keys(text, None)}
+        text_keys = text if family and tower and _has_outer_text_config(family) else {}
+        config = {**text_keys, **config, TEXT_KEY: text}
+    if isinstance(tower, Mapping) and tower.get("model_type") == f"{model_type}_vision":
+        config = {**config, "vision_config": {**tower, "model_type": model_type}}
     return config
 
 
-def _rotary(config: Json) -> dict[str, object]:
+def _list_legacy_rope_keys(config: Json) -> dict[str, object]:
     if not isinstance(config.get("rope_parameters"), Mapping):
         return {}
-    stated = normalize_rope({"rope_parameters": config["rope_parameters"]})
-    scaling = stated.get("rope")
+    normalized_rope = normalize_rope({"rope_parameters": config["rope_parameters"]})
+    scaling = normalized_rope.get("rope")
     scaling = {} if not isinstance(scaling, Mapping) else scaling
     scaling = {name: value for name, value in scaling.items() if name != "layers"}
     partial = scaling.get("partial_rotary_factor")
     names = ("rope_local_base_freq", "rope_theta")
-    found = _stated({**{n: stated.get(n) for n in names}, "partial_rotary_factor": partial})
-    kind = scaling.get("rope_type")
-    if kind == UNKNOWN:
-        return found
-    if kind not in UNSCALED_ROPE_TYPES:
-        return {**found, "rope_scaling": scaling}
-    kept = {n: v for n, v in scaling.items() if n not in ("partial_rotary_factor", "rope_type")}
-    sections = {**kept, "type": "default"} if "mrope_section" in kept else None
-    return {**found, "rope_scaling": sections}
+    base_keys = _drop_none(
+        {**{n: normalized_rope.get(n) for n in names}, "partial_rotary_factor": partial}
+    )
+    scaling_type = scaling.get("rope_type")
+    if scaling_type == NEW_SCALING:
+        return base_keys
+    if scaling_type not in UNSCALED_ROPE_TYPES:
+        return {**base_keys, "rope_scaling": scaling}
+    scaling_fields = {
+        n: v for n, v in scaling.items() if n not in ("partial_rotary_factor", "rope_type")
+    }
+    sections = {**scaling_fields, "type": "default"} if "mrope_section" in scaling_fields else None
+    return {**base_keys, "rope_scaling": sections}
 
 
-def _beside(family: Family) -> bool:
+def _has_outer_text_config(family: Family) -> bool:
     """Return whether published files state the text model next to the vision tower."""
-    names = (split_aliases(one) for one, _ in family.sizes.values())
-    return any(f"{TEXT}.{first}" in others for first, *others in names)
+    names = (split_aliases(spelling) for spelling, _ in family.sizes.values())
+    return any(f"{TEXT_KEY}.{first_name}" in other_names for first_name, *other_names in names)
 
 
-def _stated(values: Mapping[str, object]) -> dict[str, object]:
+def _drop_none(values: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _windows(config: Json) -> dict[str, object]:
+def _list_legacy_window_keys(config: Json) -> dict[str, object]:
     """Return the period of full-attention layers, if it is regular."""
     kinds = config.get("layer_types")
     if (
         not isinstance(kinds, list)
         or LOCAL_ATTENTION not in kinds
-        or any(kind not in (LOCAL_ATTENTION, FULL_ATTENTION) for kind in kinds)
+        or any(layer_type not in (LOCAL_ATTENTION, FULL_ATTENTION) for layer_type in kinds)
     ):
         return {}
     period = kinds.index(FULL_ATTENTION) + 1 if FULL_ATTENTION in kinds else len(kinds) + 1
-    regular = [
+    regular_kinds = [
         FULL_ATTENTION if n % period == 0 else LOCAL_ATTENTION for n in range(1, len(kinds) + 1)
     ]
-    return {"sliding_window_pattern": period} if kinds == regular else {}
+    return {"sliding_window_pattern": period} if kinds == regular_kinds else {}
 
 
-def _heads(config: Json) -> dict[str, object]:
+def _list_legacy_head_keys(config: Json) -> dict[str, object]:
     """Return the head sizes of full-attention layers, if all have the same."""
-    stated = config.get("per_layer_config")
-    layers = list(stated.values()) if isinstance(stated, Mapping) else []
-    own = layers[0] if layers else None
-    if not isinstance(own, Mapping) or any(one != own for one in layers):
+    per_layer_config = config.get("per_layer_config")
+    layers = list(per_layer_config.values()) if isinstance(per_layer_config, Mapping) else []
+    first_layer = layers[0] if layers else None
+    if not isinstance(first_layer, Mapping) or any(layer != first_layer for layer in layers):
         return {}
     names = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
-    return {names[name]: size for name, size in own.items() if name in names}
+    return {names[name]: size for name, size in first_layer.items() if name in names}
 
 
-def _sizes(config: Json, family: Family, within: str = "") -> dict[str, object]:
+def _list_legacy_size_keys(config: Json, family: Family, within: str = "") -> dict[str, object]:
     """Return sizes *within* an object under their first name, if another name states them."""
-    names = [split_aliases(one) for one, _ in family.sizes.values() if "|" in one]
-    stated = ((first, get_nested(config, other)) for first, *others in names for other in others)
-    found = {first: value for first, value in stated if value is not None}
-    inside = {n.removeprefix(within): v for n, v in found.items() if n.startswith(within)}
-    return {name: value for name, value in inside.items() if "." not in name}
+    names = [split_aliases(spelling) for spelling, _ in family.sizes.values() if "|" in spelling]
+    candidates = (
+        (first_name, get_nested(config, other_name))
+        for first_name, *other_names in names
+        for other_name in other_names
+    )
+    values = {first_name: value for first_name, value in candidates if value is not None}
+    values_within = {n.removeprefix(within): v for n, v in values.items() if n.startswith(within)}
+    return {name: value for name, value in values_within.items() if "." not in name}

@@ -9,18 +9,18 @@ from ckptctl.catalog import Catalog
 from ckptctl.errors import MappingError
 from ckptctl.facts import MEGATRON
 from ckptctl.facts.megatron import (
-    EXPERTS,
-    TARGET,
-    allows,
-    class_of,
-    expected,
-    fields_of,
-    merged,
-    model_of,
-    read,
-    stated,
+    EXPERT_COUNT_FIELD,
+    TARGET_KEY,
+    find_class_name,
+    find_model_section,
+    is_allowed,
+    list_expected_fields,
+    merge_records,
+    read_facts,
+    read_fields,
+    read_partial_config,
 )
-from ckptctl.facts.rope import rope_of_megatron
+from ckptctl.facts.rope import read_megatron_rope
 from ckptctl.planner.config_facts import Json, TranslatedConfig
 from ckptctl.planner.families.declarations import (
     VOCABULARY_PAD_MULTIPLE,
@@ -31,130 +31,152 @@ from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.detect import Candidate, detect_layouts
 
 
-class Records:
+class MegatronRecords:
     """Megatron's records of the model in a checkpoint."""
 
     def __init__(self, catalog: Catalog) -> None:
-        self._record = merged(catalog.extensions.get(MEGATRON, {}).values())
+        self._record = merge_records(catalog.extensions.get(MEGATRON, {}).values())
         self._layout = formats.get(catalog.format).layout
 
-    def candidates(
-        self, known: Mapping[str, Family], shapes: Mapping[str, tuple[int, ...]], root: str
+    def find_candidates(
+        self, known_families: Mapping[str, Family], shapes: Mapping[str, tuple[int, ...]], root: str
     ) -> list[Candidate]:
         """Return the recorded families whose keys match exactly."""
-        found: list[Candidate] = []
-        for name in possible(known, self._record) if self._record else ():
-            one, told = {name: known[name]}, stated(known[name], self._record)
-            fitting = detect_layouts(
-                shapes, one, told, prefer=self._layout, is_user_specified=True, root=root
+        candidates: list[Candidate] = []
+        for name in find_possible_families(known_families, self._record) if self._record else ():
+            single_family, config = (
+                {name: known_families[name]},
+                read_partial_config(known_families[name], self._record),
             )
-            found += (c for c in fitting if c.is_exact)
-        return found
+            fitting = detect_layouts(
+                shapes,
+                single_family,
+                config,
+                prefer=self._layout,
+                is_user_specified=True,
+                root=root,
+            )
+            candidates += (candidate for candidate in fitting if candidate.is_exact)
+        return candidates
 
-    def contradict(self, family: Family) -> bool:
+    def contradicts_family(self, family: Family) -> bool:
         """Return whether the records cannot describe a model of *family*."""
-        return family.megatron is not None and not _fits(family.megatron, fields_of(self._record))
+        return family.megatron is not None and not _is_consistent(
+            family.megatron, read_fields(self._record)
+        )
 
-    def configuration(self, family: Family) -> Json | None:
+    def build_config(self, family: Family) -> Json | None:
         """Build config.json from the records, or return None if they state nothing."""
-        found = stated(family, self._record)
-        return TranslatedConfig(found) if found else None
+        config = read_partial_config(family, self._record)
+        return TranslatedConfig(config) if config else None
 
-    def state_padding(self, rows: int, size: int) -> bool:
+    def confirms_padding(self, rows: int, size: int) -> bool:
         """Return whether the records confirm that *rows* are *size* entries plus padding."""
-        told = self._record
-        unit = self._count("make_vocab_size_divisible_by", VOCABULARY_PAD_MULTIPLE)
-        unit *= self._count("tensor_model_parallel_size", 1)
-        padded = told.get("padded_vocab_size")
-        pads = padded is None and told.get("should_pad_vocab") is True
-        if pads and told.get("vocab_size") == size:
+        record = self._record
+        unit = self._read_count("make_vocab_size_divisible_by", VOCABULARY_PAD_MULTIPLE)
+        unit *= self._read_count("tensor_model_parallel_size", 1)
+        padded = record.get("padded_vocab_size")
+        pads = padded is None and record.get("should_pad_vocab") is True
+        if pads and record.get("vocab_size") == size:
             padded = -(-size // unit) * unit
         return padded == rows and rows - size < unit
 
-    def _count(self, name: str, default: int) -> int:
-        found = self._record.get(name)
-        return found if type(found) is int and 0 < found <= 1 << 20 else default
+    def _read_count(self, name: str, default: int) -> int:
+        value = self._record.get(name)
+        return value if type(value) is int and 0 < value <= 1 << 20 else default
 
 
-def possible(families: Mapping[str, Family], record: Json) -> list[str]:
+def find_possible_families(families: Mapping[str, Family], record: Json) -> list[str]:
     """Return the families that *record* may describe.
 
     Bridge and NeMo name a class, which identifies most families. Megatron-LM's arguments only
     describe the computation, which several families may share.
     """
-    named, fields = class_of(record), fields_of(record)
-    told: dict[str, int] = {}
+    class_name, fields = find_class_name(record), read_fields(record)
+    match_lengths: dict[str, int] = {}
     for name, family in families.items():
         style = family.megatron
-        if style is None or not _fits(style, fields):
+        if style is None or not _is_consistent(style, fields):
             continue
-        told[name] = max(
-            (len(one) for one in style.class_prefixes if named.startswith(one)), default=0
+        match_lengths[name] = max(
+            (len(prefix) for prefix in style.class_prefixes if class_name.startswith(prefix)),
+            default=0,
         )
-    told = dict(_by_layers(families, told, record))
-    best = max(told.values(), default=0)
-    if not best and named:
-        styles = {name: families[name].megatron for name in told}
+    match_lengths = dict(_filter_by_layer_spec(families, match_lengths, record))
+    best = max(match_lengths.values(), default=0)
+    if not best and class_name:
+        styles = {name: families[name].megatron for name in match_lengths}
         by_class = {
             name
             for name, style in styles.items()
-            if style and style.provider.rpartition(".")[2] == named
+            if style and style.provider.rpartition(".")[2] == class_name
         }
-        told = {name: 0 for name in told if name in by_class} or told
-    found = [name for name, length in told.items() if length == best]
-    readable = [name for name in found if _readable(families[name], fields)]
-    return _signed(families, readable or found, fields)
+        match_lengths = {name: 0 for name in match_lengths if name in by_class} or match_lengths
+    best_names = [name for name, length in match_lengths.items() if length == best]
+    readable = [name for name in best_names if _has_valid_values(families[name], fields)]
+    return _match_config_signs(families, readable or best_names, fields)
 
 
-def _by_layers(
-    families: Mapping[str, Family], told: Mapping[str, int], record: Json
+def _filter_by_layer_spec(
+    families: Mapping[str, Family], match_lengths: Mapping[str, int], record: Json
 ) -> Iterator[tuple[str, int]]:
     """Yield the candidates that fit the layer-spec function, if Bridge records one."""
-    spec = model_of(record).get("transformer_layer_spec")
-    named = spec.get(TARGET) if isinstance(spec, Mapping) else None
-    specs = {name: style.layer_spec if (style := families[name].megatron) else "" for name in told}
-    own = {n: spec if spec.startswith("megatron.bridge.") else "" for n, spec in specs.items()}
+    spec = find_model_section(record).get("transformer_layer_spec")
+    recorded_function = spec.get(TARGET_KEY) if isinstance(spec, Mapping) else None
+    specs = {
+        name: style.layer_spec if (style := families[name].megatron) else ""
+        for name in match_lengths
+    }
+    function_by_family = {
+        n: spec if spec.startswith("megatron.bridge.") else "" for n, spec in specs.items()
+    }
     yield from (
         (name, length)
-        for name, length in told.items()
-        if named is None or own[name] == (named if named in own.values() else "")
+        for name, length in match_lengths.items()
+        if recorded_function is None
+        or function_by_family[name]
+        == (recorded_function if recorded_function in function_by_family.values() else "")
     )
 
 
-def _fits(style: MegatronStyle, fields: Json) -> bool:
+def _is_consistent(style: MegatronStyle, fields: Json) -> bool:
     """Return whether no field contradicts a value that all models of the family have."""
-    known = expected(style, fields).items()
-    needed = [fact for fact in style.facts if fact.megatron == EXPERTS]
-    if needed and fields.get(EXPERTS, 0) is None:
+    expected_values = list_expected_fields(style, fields).items()
+    needed = [fact for fact in style.facts if fact.megatron == EXPERT_COUNT_FIELD]
+    if needed and fields.get(EXPERT_COUNT_FIELD, 0) is None:
         return False
-    return all(allows(allowed, fields[name]) for name, allowed in known if name in fields)
+    return all(
+        is_allowed(allowed, fields[name]) for name, allowed in expected_values if name in fields
+    )
 
 
-def _readable(family: Family, fields: Json) -> bool:
+def _has_valid_values(family: Family, fields: Json) -> bool:
     """Return whether all facts of *family* have valid values in *fields*."""
     assert family.megatron is not None
     try:
-        list(read(family.megatron, fields))
-        rope_of_megatron(family.megatron, fields)
+        list(read_facts(family.megatron, fields))
+        read_megatron_rope(family.megatron, fields)
     except MappingError:
         return False
     return True
 
 
-def _signed(families: Mapping[str, Family], names: list[str], fields: Json) -> list[str]:
+def _match_config_signs(
+    families: Mapping[str, Family], names: list[str], fields: Json
+) -> list[str]:
     """Return the families whose config.json signs match, without those refined by another."""
     kept: list[str] = []
     for name in names:
         family = families[name]
         style = family.megatron
         assert style is not None
-        told: dict[str, object] = {"model_type": style.model_type}
-        told |= {fact.config: value for fact, value in read(style, fields)}
-        kind = (rope_of_megatron(style, fields) or {}).get("rope_type")
-        told["rope_type"] = None if kind == "default" else kind
+        config_values: dict[str, object] = {"model_type": style.model_type}
+        config_values |= {fact.config: value for fact, value in read_facts(style, fields)}
+        rope_type = (read_megatron_rope(style, fields) or {}).get("rope_type")
+        config_values["rope_type"] = None if rope_type == "default" else rope_type
         if not family.config_signs or any(
-            matches_signs(sign, told) for sign in family.config_signs
+            matches_signs(sign, config_values) for sign in family.config_signs
         ):
             kept.append(name)
-    general = {families[name].refines for name in kept}
-    return [name for name in kept if name not in general]
+    refined_names = {families[name].refines for name in kept}
+    return [name for name in kept if name not in refined_names]

@@ -12,61 +12,63 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from ckptctl.errors import MappingError
-from ckptctl.facts.kinds import assets_hint, flag, number, value_of
+from ckptctl.facts.kinds import assets_hint, check_value, require_flag, require_number
 from ckptctl.planner.config_facts import Json
 from ckptctl.planner.families.declarations import MegatronStyle
 from ckptctl.planner.families.facts import FACTS, LLAMA3_ROPE, NEEDED
 
-ORIGINAL = "original_max_position_embeddings"
+ORIGINAL_LENGTH_KEY = "original_max_position_embeddings"
 
 # ------------------------------------------------------------------------------- Megatron-Core
 
-NEMO: Mapping[str, str] = {
+NEMO_ROPE_FIELDS: Mapping[str, str] = {
     "low_freq_factor": "low_freq_factor",
     "high_freq_factor": "high_freq_factor",
-    "old_context_len": ORIGINAL,
+    "old_context_len": ORIGINAL_LENGTH_KEY,
 }
 """NeMo 2's fields of Llama 3's scaling, and their names in config.json."""
-YARN = {
+YARN_FACTS = {
     name.removeprefix("rope."): fact
     for name, fact in FACTS.items()
     if name.startswith("rope.") and fact.megatron
 }
 """Parameters of YaRN, with field names of latent attention; others have the prefix yarn_."""
-TRUNCATE = "yarn_correction_range_round_to_int"
+TRUNCATE_FIELD = "yarn_correction_range_round_to_int"
 """Whether YaRN's range of dimensions is rounded: ``truncate`` in config.json."""
 
 
-def rope_of_megatron(style: MegatronStyle, fields: Json) -> dict[str, object] | None:
+def read_megatron_rope(style: MegatronStyle, fields: Json) -> dict[str, object] | None:
     """Convert Megatron-Core's *fields* to ``rope_scaling`` of config.json.
 
     Returns:
         The kind as ``rope_type`` and its parameters, or None if *fields* do not tell.
     """
     if fields.get("multi_latent_attention") is True:
-        return _rope_of_latent(fields)
+        return _read_latent_rope(fields)
     if fields.get("position_embedding_type") == "yarn":
-        rounded = fields.get(TRUNCATE)
-        truncate = {} if rounded is None else {"truncate": flag(rounded, TRUNCATE)}
-        return _yarn(fields, "yarn_") | truncate
+        rounded = fields.get(TRUNCATE_FIELD)
+        truncate = {} if rounded is None else {"truncate": require_flag(rounded, TRUNCATE_FIELD)}
+        return _read_yarn(fields, "yarn_") | truncate
     factor = fields.get("rope_scaling_factor")
     if style.has_local_rope:
-        scaled = factor is not None and number(factor, "rope_scaling_factor") != 1.0
+        scaled = factor is not None and require_number(factor, "rope_scaling_factor") != 1.0
         return {"rope_type": "linear", "factor": factor} if scaled else {"rope_type": "default"}
     if fields.get("rope_scaling") is True:
-        numbers = {name: fields.get(field, LLAMA3_ROPE[name]) for field, name in NEMO.items()}
-        factor = number(8.0 if factor is None else factor, "rope_scaling_factor")
+        numbers = {
+            name: fields.get(field, LLAMA3_ROPE[name]) for field, name in NEMO_ROPE_FIELDS.items()
+        }
+        factor = require_number(8.0 if factor is None else factor, "rope_scaling_factor")
         return {"rope_type": "llama3", "factor": factor, **numbers}
-    known = {"rope_scaling", "position_embedding_type"} & fields.keys()
-    return {"rope_type": "default"} if known else None
+    has_rope_fields = {"rope_scaling", "position_embedding_type"} & fields.keys()
+    return {"rope_type": "default"} if has_rope_fields else None
 
 
-def _rope_of_latent(fields: Json) -> dict[str, object] | None:
+def _read_latent_rope(fields: Json) -> dict[str, object] | None:
     factor = fields.get("rotary_scaling_factor")
     if factor is None:
         return None
     unscaled = fields.get("rope_type", "yarn") == "rope"
-    if number(factor, "rotary_scaling_factor") == 1.0:
+    if require_number(factor, "rotary_scaling_factor") == 1.0:
         return {"rope_type": "default"}
     if unscaled and fields.get("mscale_all_dim") in (0, None):
         return {"rope_type": "default"}
@@ -77,57 +79,57 @@ def _rope_of_latent(fields: Json) -> dict[str, object] | None:
             why=f"`rope_type` is 'rope', and `rotary_scaling_factor` is {factor!r}",
             hint=assets_hint(),
         )
-    return _yarn(fields, "")
+    return _read_yarn(fields, "")
 
 
-def _yarn(fields: Json, prefix: str) -> dict[str, object]:
+def _read_yarn(fields: Json, prefix: str) -> dict[str, object]:
     scaling: dict[str, object] = {"rope_type": "yarn"}
-    for name, fact in YARN.items():
+    for name, fact in YARN_FACTS.items():
         value = fields.get(prefix + fact.megatron)
         is_zero = value == 0 and not isinstance(value, bool) and fact.kind == "number"
         if value is not None:
-            scaling[name] = 0.0 if is_zero else value_of(fact, value, name) or 0
+            scaling[name] = 0.0 if is_zero else check_value(fact, value, name) or 0
     return scaling
 
 
-def rope_to_megatron(style: MegatronStyle, scaling: Json) -> dict[str, object] | None:
+def write_megatron_rope(style: MegatronStyle, scaling: Json) -> dict[str, object] | None:
     """Convert ``rope_scaling`` to Megatron-Core's fields, or return None if impossible."""
-    kind = scaling.get("rope_type") or "default"
-    latent = True in style.fields.get("multi_latent_attention", ())
-    if kind == "default" and latent:
+    rope_type = scaling.get("rope_type") or "default"
+    is_latent = True in style.fields.get("multi_latent_attention", ())
+    if rope_type == "default" and is_latent:
         unscaled: dict[str, object] = {"rope_type": "rope", "rotary_scaling_factor": 1.0}
         return unscaled | {"mscale": 1.0, "mscale_all_dim": 1.0}
-    if kind == "default":
+    if rope_type == "default":
         return {"rope_scaling_factor": 1.0} if style.has_local_rope else {"rope_scaling": False}
-    if kind == "yarn" and {"factor", ORIGINAL} <= scaling.keys():
-        return dict(_yarn_fields(scaling, latent=latent))
-    linear = kind == "linear" and style.has_local_rope
-    llama3 = kind == "llama3" and not latent and LLAMA3_ROPE.items() <= scaling.items()
+    if rope_type == "yarn" and {"factor", ORIGINAL_LENGTH_KEY} <= scaling.keys():
+        return dict(_write_yarn(scaling, latent=is_latent))
+    linear = rope_type == "linear" and style.has_local_rope
+    llama3 = rope_type == "llama3" and not is_latent and LLAMA3_ROPE.items() <= scaling.items()
     if not linear and not llama3:
         return None
-    factor = number(scaling.get("factor"), "rope_scaling.factor")
+    factor = require_number(scaling.get("factor"), "rope_scaling.factor")
     return {**({} if linear else {"rope_scaling": True}), "rope_scaling_factor": factor}
 
 
-def _yarn_fields(scaling: Json, *, latent: bool) -> Iterator[tuple[str, object]]:
+def _write_yarn(scaling: Json, *, latent: bool) -> Iterator[tuple[str, object]]:
     yield ("rope_type", "yarn") if latent else ("position_embedding_type", "yarn")
-    for name, fact in sorted(YARN.items(), key=lambda item: item[1].default is NEEDED):
+    for name, fact in sorted(YARN_FACTS.items(), key=lambda item: item[1].default is NEEDED):
         value = scaling.get(name)
         if value is None and fact.default is not NEEDED:
             value = fact.default if latent or not name.startswith("mscale") else None
         yield ("" if latent else "yarn_") + fact.megatron, value
     if not latent:
-        yield TRUNCATE, scaling.get("truncate") is not False
+        yield TRUNCATE_FIELD, scaling.get("truncate") is not False
 
 
 # ------------------------------------------------------------------------------- GGUF
 
-LEGACY = "rope.scale_linear"
+LEGACY_SCALE_KEY = "rope.scale_linear"
 """Key of the scaling factor in older files."""
-NEAR = 1e-3
+RELATIVE_TOLERANCE = 1e-3
 
 
-def rope_of_gguf(config: Json, keys: Json, factors: Sequence[float] | None) -> Json | None:
+def read_gguf_rope(config: Json, keys: Json, factors: Sequence[float] | None) -> Json | None:
     """Convert a GGUF file's scaling to ``rope_scaling``.
 
     Args:
@@ -138,47 +140,55 @@ def rope_of_gguf(config: Json, keys: Json, factors: Sequence[float] | None) -> J
     Returns:
         The scaling, empty if there is none, or None if it is unsupported.
     """
-    kind = keys.get("rope.scaling.type", "none")
-    if keys.get(LEGACY, 1.0) != 1.0 or not _rotates_all(config, keys):
+    scaling_type = keys.get("rope.scaling.type", "none")
+    if keys.get(LEGACY_SCALE_KEY, 1.0) != 1.0 or not _rotates_whole_head(config, keys):
         return None
     if factors is not None:
-        most = max(factors)
-        if kind != "none" or not _is_llama3(config, factors, most):
+        largest_factor = max(factors)
+        if scaling_type != "none" or not _is_llama3_scaling(config, factors, largest_factor):
             return None
-        return {"rope_type": "llama3", "factor": most, **LLAMA3_ROPE}
-    if kind == "none":
+        return {"rope_type": "llama3", "factor": largest_factor, **LLAMA3_ROPE}
+    if scaling_type == "none":
         return {}
-    factor, length = (keys.get(FACTS[f"rope.{name}"].gguf) for name in ("factor", ORIGINAL))
-    if kind not in ("linear", "yarn") or not isinstance(factor, float):
+    factor, length = (
+        keys.get(FACTS[f"rope.{name}"].gguf) for name in ("factor", ORIGINAL_LENGTH_KEY)
+    )
+    if scaling_type not in ("linear", "yarn") or not isinstance(factor, float):
         return None
-    if kind == "linear":
-        return {"rope_type": kind, "factor": factor}
-    others = [key for key in keys if key.startswith("rope.scaling.")]
-    known = len(others) <= 3 and isinstance(length, int)
-    return {"rope_type": kind, "factor": factor, ORIGINAL: length} if known else None
+    if scaling_type == "linear":
+        return {"rope_type": scaling_type, "factor": factor}
+    scaling_keys = [key for key in keys if key.startswith("rope.scaling.")]
+    is_supported = len(scaling_keys) <= 3 and isinstance(length, int)
+    return (
+        {"rope_type": scaling_type, "factor": factor, ORIGINAL_LENGTH_KEY: length}
+        if is_supported
+        else None
+    )
 
 
-def _rotates_all(config: Json, keys: Json) -> bool:
+def _rotates_whole_head(config: Json, keys: Json) -> bool:
     """Return whether the whole head is rotated, as in all supported architectures."""
     size, heads = config.get("hidden_size"), config.get("num_attention_heads")
-    whole = size // heads if isinstance(size, int) and isinstance(heads, int) and heads else None
+    default_head_dim = (
+        size // heads if isinstance(size, int) and isinstance(heads, int) and heads else None
+    )
     rotated = keys.get("rope.dimension_count")
-    return rotated is None or rotated == config.get("head_dim", whole)
+    return rotated is None or rotated == config.get("head_dim", default_head_dim)
 
 
-def _is_llama3(config: Json, factors: Sequence[float], factor: float) -> bool:
+def _is_llama3_scaling(config: Json, factors: Sequence[float], factor: float) -> bool:
     """Return whether *factors* are those of Llama 3.1's scaling."""
     theta, pairs = config.get("rope_theta"), len(factors)
-    if not isinstance(theta, float) or not all(0 < one < math.inf for one in (theta, *factors)):
+    if not isinstance(theta, float) or not all(0 < value < math.inf for value in (theta, *factors)):
         return False
-    names = ("low_freq_factor", "high_freq_factor", ORIGINAL)
+    names = ("low_freq_factor", "high_freq_factor", ORIGINAL_LENGTH_KEY)
     slow, fast, length = (LLAMA3_ROPE[name] for name in names)
-    for index, found in enumerate(factors):
+    for index, actual in enumerate(factors):
         turns = length / (2 * math.pi * theta ** (index / pairs))
         expected = 1.0 if turns > fast else factor
         if slow <= turns <= fast:
             smooth = (turns - slow) / (fast - slow)
             expected = 1 / ((1 - smooth) / factor + smooth)
-        if abs(found - expected) > NEAR * expected:
+        if abs(actual - expected) > RELATIVE_TOLERANCE * expected:
             return False
     return True

@@ -18,13 +18,13 @@ from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.matching import ModelTensors
 
 
-def of_shapes(
+def find_shape_statements(
     family: Family,
     tensors: ModelTensors,
-    stated: Sequence[Statement],
+    statements: Sequence[Statement],
     padded: Mapping[str, int] | None = None,
 ) -> Iterator[Statement]:
-    """Yield the sizes shown by shapes and numbers of keys that differ from *stated*.
+    """Yield the sizes shown by shapes and numbers of keys that differ from *statements*.
 
     Sizes that follow from formulas over several facts are yielded together with what contradicts
     them, since no file states them.
@@ -32,71 +32,85 @@ def of_shapes(
     Sizes of *padded* axes may be larger than stated.
     """
     counts = tensors.matched.count_indices()
-    chosen = tensors.matched
-    if len(tensors.shapes) < len(chosen.order):
-        chosen = chosen.select_keys(tensors.shapes)
-    there = chosen.count_indices()
+    selected = tensors.matched
+    if len(tensors.shapes) < len(selected.order):
+        selected = selected.select_keys(tensors.shapes)
+    selected_counts = selected.count_indices()
     indices = {index for tensor in family.tensors.values() for index in tensor.indices}
-    said = _sizes(family, stated)
-    for axis, statement in said.items():
-        size = _size(statement)
+    statement_by_axis = _map_axes_to_statements(family, statements)
+    for axis, statement in statement_by_axis.items():
+        size = _get_size(statement)
         wrong = (
-            there.get(axis, 0) > size
-            if statement.stated
+            selected_counts.get(axis, 0) > size
+            if statement.is_explicit
             else axis in indices and counts.get(axis, size) != size
         )
         if wrong:
-            source = f"the indices in the tensor names ({_called(tensors, axis)})"
-            yield Statement(statement.fact, counts[axis], source, shows=True)
-    pairs = [*said.items(), *(_formulas(family, stated) if family.formulas else ())]
-    for axis, one in pairs:
-        if axis in indices and axis not in said and counts.get(axis, 0) != _size(one):
+            source = f"the indices in the tensor names ({_describe_largest_index(tensors, axis)})"
+            yield Statement(statement.fact, counts[axis], source, is_shown_by_tensors=True)
+    pairs = [
+        *statement_by_axis.items(),
+        *(_build_formula_statements(family, statements) if family.formulas else ()),
+    ]
+    for axis, item in pairs:
+        if (
+            axis in indices
+            and axis not in statement_by_axis
+            and counts.get(axis, 0) != _get_size(item)
+        ):
             source = "the indices in the tensor names"
-            yield one
-            yield Statement(one.fact, counts.get(axis, 0), source, shows=True)
-    pairs = [(axis, one) for axis, one in pairs if axis not in indices]
-    yield from _solved(family, tensors, pairs, padded or {})
+            yield item
+            yield Statement(item.fact, counts.get(axis, 0), source, is_shown_by_tensors=True)
+    pairs = [(axis, item) for axis, item in pairs if axis not in indices]
+    yield from _find_contradicted_sizes(family, tensors, pairs, padded or {})
 
 
-def _solved(
+def _find_contradicted_sizes(
     family: Family,
     tensors: ModelTensors,
-    said: Sequence[tuple[str, Statement]],
+    stated_sizes: Sequence[tuple[str, Statement]],
     padded: Mapping[str, int],
 ) -> Iterator[Statement]:
-    """Yield the axis sizes shown by shapes that differ from *said*."""
-    seen: dict[object, Observation] = {}
+    """Yield the axis sizes shown by shapes that differ from *stated_sizes*."""
+    observations_by_shape: dict[object, Observation] = {}
     for key, stored in tensors.matched.tensor_by_key.items():
         if key in tensors.shapes:
             shape = tensors.shapes[key]
-            seen.setdefault((id(stored), shape), Observation(key, stored, shape))
-    items = [*seen.values()]
-    wanted = [(axis, padded.get(axis, _size(one)), one) for axis, one in said]
-    sizes = {axis: size for axis, size, _ in wanted}
-    same = all(sizes[axis] == size for axis, size, _ in wanted)
-    if same and _solve(family, items, sizes) is not None:
+            observations_by_shape.setdefault((id(stored), shape), Observation(key, stored, shape))
+    items = [*observations_by_shape.values()]
+    expected_sizes = [
+        (axis, padded.get(axis, _get_size(statement)), statement)
+        for axis, statement in stated_sizes
+    ]
+    sizes = {axis: size for axis, size, _ in expected_sizes}
+    is_consistent = all(sizes[axis] == size for axis, size, _ in expected_sizes)
+    if is_consistent and _try_solve(family, items, sizes) is not None:
         return
-    known: dict[str, int] = {}
-    found = _solve(family, items, known)
-    if found is None:
+    assumed_sizes: dict[str, int] = {}
+    solution = _try_solve(family, items, assumed_sizes)
+    if solution is None:
         return  # shapes contradict each other: mapping the tensors reports how
-    beside: list[str] = []
-    for axis, size, one in wanted:
-        more = _solve(family, items, {**known, axis: size})
-        if more is not None and known.get(axis, size) == size:
-            if axis not in found.axes:
-                beside.append(f"`{one.fact}` = {size}")
-            known[axis], found = size, more
+    assumed_texts: list[str] = []
+    for axis, size, statement in expected_sizes:
+        refined_solution = _try_solve(family, items, {**assumed_sizes, axis: size})
+        if refined_solution is not None and assumed_sizes.get(axis, size) == size:
+            if axis not in solution.axes:
+                assumed_texts.append(f"`{statement.fact}` = {size}")
+            assumed_sizes[axis], solution = size, refined_solution
             continue
-        value = found.axes.get(axis)
+        value = solution.axes.get(axis)
         shown = "" if value is not None else "a different number"
-        others = "" if axis in _alone(items) or not beside else f", given {', '.join(beside)}"
-        source = f"the tensors ({_shown(family, items, axis)}{others})"
-        yield one
-        yield Statement(one.fact, value, source, shown=shown, shows=True)
+        condition = (
+            ""
+            if axis in _find_unfactored_axes(items) or not assumed_texts
+            else f", given {', '.join(assumed_texts)}"
+        )
+        source = f"the tensors ({_describe_evidence(family, items, axis)}{condition})"
+        yield statement
+        yield Statement(statement.fact, value, source, shown_value=shown, is_shown_by_tensors=True)
 
 
-def _solve(
+def _try_solve(
     family: Family, items: Sequence[Observation], sizes: Mapping[str, int]
 ) -> AxisSizes | None:
     try:
@@ -105,62 +119,84 @@ def _solve(
         return None
 
 
-def _sizes(family: Family, stated: Sequence[Statement]) -> dict[str, Statement]:
+def _map_axes_to_statements(
+    family: Family, statements: Sequence[Statement]
+) -> dict[str, Statement]:
     """Return the first, or a trusted, statement about the size of each axis."""
     by_fact: dict[str, Statement] = {}
-    for one in sorted(stated, key=lambda one: (not one.trusted, not one.stated)):
-        if isinstance(one.value, int) and not isinstance(one.value, bool) and one.value > 0:
-            by_fact.setdefault(one.fact, one)
+    for statement in sorted(
+        statements, key=lambda statement: (not statement.trusted, not statement.is_explicit)
+    ):
+        if (
+            isinstance(statement.value, int)
+            and not isinstance(statement.value, bool)
+            and statement.value > 0
+        ):
+            by_fact.setdefault(statement.fact, statement)
     facts = {axis: name_axis_size(family, axis) for axis in family.sizes}
     return {axis: by_fact[fact] for axis, fact in facts.items() if fact in by_fact}
 
 
-def _formulas(family: Family, stated: Sequence[Statement]) -> Iterator[tuple[str, Statement]]:
+def _build_formula_statements(
+    family: Family, statements: Sequence[Statement]
+) -> Iterator[tuple[str, Statement]]:
     """Yield axis sizes that formulas give for the stated facts."""
     values: dict[str, Statement] = {}
-    for one in sorted(stated, key=lambda one: (not one.trusted, not one.stated)):
-        if isinstance(one.value, int) and not isinstance(one.value, bool):
-            values.setdefault(one.fact, one)
-        elif isinstance(one.value, list):
-            values.setdefault(f"len({one.fact})", replace(one, value=len(one.value)))
+    for statement in sorted(
+        statements, key=lambda statement: (not statement.trusted, not statement.is_explicit)
+    ):
+        if isinstance(statement.value, int) and not isinstance(statement.value, bool):
+            values.setdefault(statement.fact, statement)
+        elif isinstance(statement.value, list):
+            values.setdefault(
+                f"len({statement.fact})", replace(statement, value=len(statement.value))
+            )
     for axis, formula in family.formulas:
         parts = {name: values[name] for name in list_operands(formula) if name in values}
-        size = evaluate_formula(formula, {name: _size(one) for name, one in parts.items()})
+        size = evaluate_formula(
+            formula, {name: _get_size(statement) for name, statement in parts.items()}
+        )
         if size is not None:
-            silent = [name for name, one in parts.items() if not one.stated]
-            shown = f"{size}" + "".join(f" (with transformers' default of `{n}`)" for n in silent)
-            sources = dict.fromkeys(one.source for one in parts.values())
-            yield axis, Statement(formula, size, " and ".join(sources), shown=shown)
+            defaulted = [name for name, statement in parts.items() if not statement.is_explicit]
+            shown = f"{size}" + "".join(
+                f" (with transformers' default of `{default_name}`)" for default_name in defaulted
+            )
+            sources = dict.fromkeys(statement.source for statement in parts.values())
+            yield axis, Statement(formula, size, " and ".join(sources), shown_value=shown)
 
 
-def _size(statement: Statement) -> int:
+def _get_size(statement: Statement) -> int:
     assert isinstance(statement.value, int)
     return statement.value
 
 
-def _alone(items: Sequence[Observation]) -> set[str]:
+def _find_unfactored_axes(items: Sequence[Observation]) -> set[str]:
     """Return the axes that are a whole dimension of some tensor."""
     leaves = [leaf for item in items for leaf in item.stored.leaves if leaf.part is None]
     return {group[0] for leaf in leaves for group in leaf.dims if len(group) == 1}
 
 
-def _shown(family: Family, items: Sequence[Observation], axis: str) -> str:
+def _describe_evidence(family: Family, items: Sequence[Observation], axis: str) -> str:
     """Describe a tensor that shows the size of *axis*, preferably as a whole dimension."""
     parts = {axis, *family.expand_axes((axis,))}
-    found: list[tuple[bool, int, int, Observation]] = []
-    for place, item in enumerate(items):
+    candidates: list[tuple[bool, int, int, Observation]] = []
+    for position, item in enumerate(items):
         groups = [group for leaf in item.stored.leaves for group in leaf.dims]
-        named = [len(group) for group in groups if axis in group]
-        inside = [len(group) for group in groups if parts & {*group, *family.expand_axes(group)}]
-        if inside:
-            found.append((not named, min(named or inside), place, item))
-    if not found:
+        sizes_with_axis = [len(group) for group in groups if axis in group]
+        sizes_with_parts = [
+            len(group) for group in groups if parts & {*group, *family.expand_axes(group)}
+        ]
+        if sizes_with_parts:
+            candidates.append(
+                (not sizes_with_axis, min(sizes_with_axis or sizes_with_parts), position, item)
+            )
+    if not candidates:
         return "all of them"
-    item = min(found)[-1]
+    item = min(candidates)[-1]
     return f"`{item.key}` of shape {list(item.shape)}"
 
 
-def _called(tensors: ModelTensors, index: str) -> str:
+def _describe_largest_index(tensors: ModelTensors, index: str) -> str:
     """Return the key with the largest number of *index*, in backquotes."""
     keys = (
         (max(column), group.keys[list(column).index(max(column))])

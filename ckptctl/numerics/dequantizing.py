@@ -24,18 +24,18 @@ from ckptctl.errors import (
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.sidecar_files import QUANTIZATION, beside, documents
 from ckptctl.numerics.quantization.schemes.fp8 import FP8
-from ckptctl.numerics.quantization.statement import QuantizationStatement, without
-from ckptctl.numerics.quantization.survey import Survey
+from ckptctl.numerics.quantization.statement import QuantizationStatement, strip_quantization_config
+from ckptctl.numerics.quantization.survey import QuantizationSurvey
 from ckptctl.numerics.quantized import (
-    dequantized,
-    glanced,
-    is_plain,
-    orphans,
-    quantized,
-    statement_of,
-    statements_in,
-    understood,
-    weights,
+    dequantize_catalog,
+    find_quantized,
+    is_supported,
+    is_unquantized,
+    list_quantized_weights,
+    read_folder_statements,
+    read_statement,
+    require_paired_scales,
+    survey_leniently,
 )
 from ckptctl.planner.model_parallel import RankShard
 from ckptctl.tree import TreePath
@@ -45,30 +45,32 @@ from ckptctl.units import pluralize
 def dequantize(draft: Draft) -> Draft:
     """Dequantize the source if requested, also before ``--fill-from`` if it is quantized."""
     options, catalog = draft.options, draft.catalog
-    draft = replace(draft, assets=describe_plain(draft.assets))
-    if options.dequantize is None or (options.fill_from and not quantized(catalog)):
+    draft = replace(draft, assets=strip_quantization(draft.assets))
+    if options.dequantize is None or (options.fill_from and not find_quantized(catalog)):
         return draft
-    stated = quantization_in(options.assets)
-    return draft.with_catalog(dequantized(catalog, options.dequantize, stated))
+    assets_statements = read_assets_statements(options.assets)
+    return draft.with_catalog(dequantize_catalog(catalog, options.dequantize, assets_statements))
 
 
-def quantization_in(directory: str | TreePath | None) -> list[QuantizationStatement]:
+def read_assets_statements(directory: str | TreePath | None) -> list[QuantizationStatement]:
     """Return the quantization statements of ``--assets``, or none without that option."""
     if directory is None:
         return []
     root = find_assets_folder(directory)
     names = beside(root, documented=False).assets
-    return list(statements_in(root, documents(root).get(CONFIG, {}), names))
+    return list(read_folder_statements(root, documents(root).get(CONFIG, {}), names))
 
 
-def describe_plain(assets: Assets) -> Assets:
+def strip_quantization(assets: Assets) -> Assets:
     """Return *assets* without any statement of quantization."""
-    described = tuple(replace(one, content=without(one.content)) for one in assets.described)
+    described = tuple(
+        replace(file, content=strip_quantization_config(file.content)) for file in assets.described
+    )
     config = assets.documents.get(CONFIG, {})
     sizes = {name: size for name, size in assets.sizes.items() if name not in QUANTIZATION}
-    if without(config) == config:
+    if strip_quantization_config(config) == config:
         return replace(assets, sizes=sizes, described=described)
-    documents = {**assets.documents, CONFIG: without(config)}
+    documents = {**assets.documents, CONFIG: strip_quantization_config(config)}
     changed = assets.changed | {CONFIG}
     return replace(assets, sizes=sizes, documents=documents, changed=changed, described=described)
 
@@ -80,53 +82,59 @@ def keep_scales(draft: Draft) -> Draft:
     """Raise if the conversion would separate quantized weights from their scales."""
     names = {draft.model.root + name for name in draft.selection.tensors}
     renamed = not draft.change.keeps_names
-    keep_together(draft.catalog, names, renamed=renamed, dtype=draft.options.dtype)
+    require_scales_kept(draft.catalog, names, renamed=renamed, dtype=draft.options.dtype)
     return draft
 
 
-def keep_together(
-    catalog: Catalog, chosen: Collection[str], *, renamed: bool, dtype: str | None
+def require_scales_kept(
+    catalog: Catalog, selected: Collection[str], *, renamed: bool, dtype: str | None
 ) -> None:
     """Raise if a conversion would separate quantized weights from their scales.
 
     A complete copy under the same names is not checked, because it loses nothing.
     """
-    if not renamed and dtype is None and catalog.tensors.keys() <= set(chosen):
+    if not renamed and dtype is None and catalog.tensors.keys() <= set(selected):
         return
-    if is_plain(catalog):
+    if is_unquantized(catalog):
         return
-    seen = glanced(catalog)
-    for error in seen.unfit.values():
+    survey = survey_leniently(catalog)
+    for error in survey.errors.values():
         if isinstance(error, DamagedError | UnsupportedError):
             raise error
-    found = [weight for weight in seen.weights if weight.lead in chosen]
-    alone = [weight.lead for weight in found if not set(weight.names) <= set(chosen)]
-    if alone:
+    selected_weights = [weight for weight in survey.weights if weight.lead in selected]
+    without_scales = [
+        weight.lead for weight in selected_weights if not set(weight.names) <= set(selected)
+    ]
+    if without_scales:
         raise MappingError(
-            f"{pluralize(len(alone), 'quantized tensor')} would be written without scales",
-            where=f"tensor `{alone[0]}`",
-            why=f"their scales are not selected: {quote_names(alone)}",
+            f"{pluralize(len(without_scales), 'quantized tensor')} would be written without scales",
+            where=f"tensor `{without_scales[0]}`",
+            why=f"their scales are not selected: {quote_names(without_scales)}",
             hint=f"select both ({spell_option('--include')}, {spell_option('--exclude')}), or pass "
             f"{spell_option('--dequantize bf16')} to dequantize them",
         )
     if dtype is not None:
-        require_uncast(catalog, chosen, seen)
-    if understood(seen, statement_of(catalog).method):
-        kept = {name: entry for name, entry in catalog.tensors.items() if name in chosen}
-        orphans(replace(catalog, tensors=kept))
+        require_uncast(catalog, selected, survey)
+    if is_supported(survey, read_statement(catalog).method):
+        selected_tensors = {
+            name: entry for name, entry in catalog.tensors.items() if name in selected
+        }
+        require_paired_scales(replace(catalog, tensors=selected_tensors))
 
 
-def require_uncast(catalog: Catalog, chosen: Collection[str], seen: Survey | None = None) -> None:
-    """Raise if quantized weights are among *chosen* tensors that are to be cast."""
-    names = {name for name in chosen if catalog.tensors[name].dtype == FP8}
-    found = (seen or glanced(catalog)).weights if names else []
-    cast = [weight.lead for weight in found if not names.isdisjoint(weight.names)]
-    if cast:
+def require_uncast(
+    catalog: Catalog, selected: Collection[str], survey: QuantizationSurvey | None = None
+) -> None:
+    """Raise if quantized weights are among *selected* tensors that are to be cast."""
+    names = {name for name in selected if catalog.tensors[name].dtype == FP8}
+    quantized_weights = (survey or survey_leniently(catalog)).weights if names else []
+    cast_names = [weight.lead for weight in quantized_weights if not names.isdisjoint(weight.names)]
+    if cast_names:
         raise UsageError(
-            f"{spell_option('--dtype')} cannot cast quantized tensors ({len(cast):,} found): "
+            f"{spell_option('--dtype')} cannot cast quantized tensors ({len(cast_names):,} found): "
             "their scales would be ignored",
-            where=f"tensor `{cast[0]}`",
-            why=f"scales are stored in separate tensors; quantized tensors: {quote_names(cast)}",
+            where=f"tensor `{cast_names[0]}`",
+            why=f"scales are stored in separate tensors; quantized tensors: {quote_names(cast_names)}",
             hint=f"pass {spell_option('--dequantize bf16')} to dequantize them",
         )
 
@@ -147,46 +155,53 @@ def keep_blocks(draft: Draft) -> Draft:
     targets = {key: name for name, composed in draft.mapped.items() for key in composed.keys}
     blocks = {
         tensor: weight.scale_blocks
-        for weight in weights(replace(draft.located, documents=documents))
+        for weight in list_quantized_weights(replace(draft.located, documents=documents))
         if weight.scale_blocks and (tensor := by_name.get(targets.get(weight.lead, "")))
     }
-    cut = {
+    split_tensors = {
         tensor: block
         for tensor, block in blocks.items()
-        if _cut(divide(tensor, ranks), tensor.shape, block)
+        if _splits_a_block(divide(tensor, ranks), tensor.shape, block)
     }
-    if not cut:
+    if not split_tensors:
         return draft
-    first, block = next(iter(cut.items()))
-    fits = next(count for count in range(ranks - 1, 0, -1) if _fit(cut, divide, count))
+    first_tensor, block = next(iter(split_tensors.items()))
+    possible_ranks = next(
+        count for count in range(ranks - 1, 0, -1) if _keeps_blocks(split_tensors, divide, count)
+    )
     raise RefusedError(
         f"{pluralize(ranks, 'rank')} would split float8 weights inside blocks of "
         f"{block[0]}x{block[1]}",
-        where=f"tensor `{first.name}` {list(first.shape)}",
-        why=f"{quote_names([tensor.name for tensor in cut])}: a block has one scale, so part of a "
+        where=f"tensor `{first_tensor.name}` {list(first_tensor.shape)}",
+        why=f"{quote_names([tensor.name for tensor in split_tensors])}: a block has one scale, so part of a "
         "block would be read with the scale of another rank",
-        hint=f"pass {spell_option(f'--mp {fits}')} to keep blocks intact, or "
+        hint=f"pass {spell_option(f'--mp {possible_ranks}')} to keep blocks intact, or "
         f"{spell_option('--dequantize bf16')} to write unquantized weights",
     )
 
 
-def _cut(shares: Sequence[RankShard | None], shape: tuple[int, ...], block: Block) -> bool:
+def _splits_a_block(
+    shares: Sequence[RankShard | None], shape: tuple[int, ...], block: Block
+) -> bool:
     """Return whether a rank's shard begins or ends inside a block of a matrix of *shape*."""
     return any(
-        offset % step or ((offset + size) % step and offset + size != whole)
+        offset % block_size or ((offset + size) % block_size and offset + size != full_size)
         for share in shares
         if share is not None
         for piece in share.pieces
-        for offset, size, whole, step in zip(
+        for offset, size, full_size, block_size in zip(
             piece.box.offsets[-2:], piece.box.sizes[-2:], shape[-2:], block, strict=True
         )
     )
 
 
-def _fit(found: Mapping[OutputTensor, Block], divide: Divide, ranks: int) -> bool:
+def _keeps_blocks(
+    blocks_by_tensor: Mapping[OutputTensor, Block], divide: Divide, ranks: int
+) -> bool:
     try:
         return not any(
-            _cut(divide(tensor, ranks), tensor.shape, block) for tensor, block in found.items()
+            _splits_a_block(divide(tensor, ranks), tensor.shape, block)
+            for tensor, block in blocks_by_tensor.items()
         )
     except MappingError:
         return False

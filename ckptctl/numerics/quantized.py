@@ -37,17 +37,21 @@ from ckptctl.errors import (
 )
 from ckptctl.formats.shared.findings import severity_of
 from ckptctl.numerics.quantization.statement import (
-    BESIDE,
     CONFIG,
+    SIDECAR_METHODS,
     Json,
     QuantizationStatement,
-    all_of_config,
-    of_config,
-    of_file,
+    find_config_statement,
+    iterate_config_statements,
+    parse_sidecar_statement,
     require_agreement,
-    without,
+    strip_quantization_config,
 )
-from ckptctl.numerics.quantization.survey import Survey, look_plain, survey
+from ckptctl.numerics.quantization.survey import (
+    QuantizationSurvey,
+    detect_quantized,
+    looks_unquantized,
+)
 from ckptctl.storage.files import source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.tree import TreePath
@@ -57,131 +61,148 @@ if TYPE_CHECKING:
     from ckptctl.conversion.recognition.model import Model
     from ckptctl.numerics.quantization.scheme import QuantizedWeight
 
-SMALL = 1 << 20
+MAX_METADATA_BYTES = 1 << 20
 """Largest tensor, in bytes, whose values schemes may read as metadata."""
 
 
-def statement_of(
-    catalog: Catalog, more: Iterable[QuantizationStatement] = ()
+def read_statement(
+    catalog: Catalog, extra_statements: Iterable[QuantizationStatement] = ()
 ) -> QuantizationStatement:
-    """Return the quantization statement of a checkpoint's files and of *more*.
+    """Return the quantization statement of a checkpoint's files and of *extra_statements*.
 
     Raises:
         MappingError: Statements contradict each other.
     """
     config = catalog.documents.get(CONFIG, {})
-    said = [*all_of_config(config), *_beside(catalog.root, catalog.assets), *more]
-    for one, other in combinations(said, 2):
-        require_agreement(one, other)
-    return said[0] if said else QuantizationStatement()
+    statements = [
+        *iterate_config_statements(config),
+        *_read_sidecar_statements(catalog.root, catalog.assets),
+        *extra_statements,
+    ]
+    for first_statement, second_statement in combinations(statements, 2):
+        require_agreement(first_statement, second_statement)
+    return statements[0] if statements else QuantizationStatement()
 
 
-def statements_in(
+def read_folder_statements(
     root: TreePath, config: Json, names: Collection[str]
 ) -> Iterator[QuantizationStatement]:
     """Yield the statements of a config folder, from its *config* and its files *names*."""
-    for one in (*all_of_config(config), *_beside(root, names)):
-        yield replace(one, where=f"{one.where} ({root})")
+    for statement in (*iterate_config_statements(config), *_read_sidecar_statements(root, names)):
+        yield replace(statement, where=f"{statement.where} ({root})")
 
 
-def _beside(root: TreePath, names: Collection[str]) -> Iterator[QuantizationStatement]:
-    for name in BESIDE:
+def _read_sidecar_statements(
+    root: TreePath, names: Collection[str]
+) -> Iterator[QuantizationStatement]:
+    for name in SIDECAR_METHODS:
         if name in names:
             with source_files(root) as files:
                 content = read_json(files, name, constants=True)
             if not isinstance(content, dict):
                 raise UnsupportedError(f"`{name}` is not a JSON object", where=root)
-            yield of_file(name, content)
+            yield parse_sidecar_statement(name, content)
 
 
-def is_plain(catalog: Catalog) -> bool:
+def is_unquantized(catalog: Catalog) -> bool:
     """Return whether neither a tensor nor a file of a checkpoint indicates quantization."""
-    return look_plain(catalog.tensors) and not statement_of(catalog).method
+    return looks_unquantized(catalog.tensors) and not read_statement(catalog).method
 
 
-def surveyed(catalog: Catalog, more: Iterable[QuantizationStatement] = ()) -> Survey:
-    """Survey the quantized tensors of a checkpoint, given statements of its and *more* files."""
+def survey_catalog(
+    catalog: Catalog, extra_statements: Iterable[QuantizationStatement] = ()
+) -> QuantizationSurvey:
+    """Survey the quantized tensors of a checkpoint, given statements of its and *extra_statements* files."""
 
-    def values(entry: TensorEntry) -> bytes:
+    def read_values(entry: TensorEntry) -> bytes:
         # late, for a fast start: only few schemes read values
         from ckptctl.storage.computed import open_reader
         from ckptctl.storage.tensor_reader import TensorReader
 
-        if entry.nbytes > SMALL:
+        if entry.nbytes > MAX_METADATA_BYTES:
             raise UnsupportedError(
                 f"`{entry.name}` is too large: "
-                f"{pluralize(entry.nbytes, 'byte')}, at most {SMALL:,} are "
+                f"{pluralize(entry.nbytes, 'byte')}, at most {MAX_METADATA_BYTES:,} are "
                 "supported",
                 where=catalog.path,
             )
-        whole = locate_tensors(catalog, [entry.name])
-        with open_reader(whole) as reader:
-            return bytes(TensorReader(reader, whole.tensors[entry.name]).read())
+        located_catalog = locate_tensors(catalog, [entry.name])
+        with open_reader(located_catalog) as reader:
+            return bytes(TensorReader(reader, located_catalog.tensors[entry.name]).read())
 
-    return survey(catalog.tensors, statement_of(catalog, more), values)
+    return detect_quantized(catalog.tensors, read_statement(catalog, extra_statements), read_values)
 
 
-def glanced(catalog: Catalog) -> Survey:
+def survey_leniently(catalog: Catalog) -> QuantizationSurvey:
     """Survey a checkpoint, reporting an unreadable quantization config as unknown."""
     try:
-        return surveyed(catalog)
+        return survey_catalog(catalog)
     except CkptError as error:
-        return Survey(unknown={str(catalog.path): error.what})
+        return QuantizationSurvey(unknown={str(catalog.path): error.what})
 
 
-def quantized(catalog: Catalog) -> Mapping[str, str]:
+def find_quantized(catalog: Catalog) -> Mapping[str, str]:
     """Map the dequantized name of each quantized tensor to its scheme."""
-    return glanced(catalog).ways
+    return survey_leniently(catalog).scheme_by_tensor
 
 
-def unsaid(catalog: Catalog, config: Json | None, beside: Collection[str]) -> Iterator[str]:
+def note_undeclared_quantization(
+    catalog: Catalog, config: Json | None, sidecar_names: Collection[str]
+) -> Iterator[str]:
     """Note if tensors are quantized but neither *config* nor sidecar files state it."""
-    said = config is not None and of_config(config) is not None
-    narrow = any(dtypes.itemsize(entry.dtype) == 1 for entry in catalog.tensors.values())
-    if config is None or said or not narrow or not BESIDE.keys().isdisjoint(beside):
+    is_stated = config is not None and find_config_statement(config) is not None
+    has_byte_dtypes = any(dtypes.itemsize(entry.dtype) == 1 for entry in catalog.tensors.values())
+    if (
+        config is None
+        or is_stated
+        or not has_byte_dtypes
+        or not SIDECAR_METHODS.keys().isdisjoint(sidecar_names)
+    ):
         return
-    if ways := glanced(catalog).ways:
+    if schemes_by_tensor := survey_leniently(catalog).scheme_by_tensor:
         yield (
-            f"{CONFIG} does not state that {pluralize(len(ways), 'tensor')} are quantized "
-            f"({', '.join(dict.fromkeys(ways.values()))}), so programs would use their raw "
+            f"{CONFIG} does not state that {pluralize(len(schemes_by_tensor), 'tensor')} are quantized "
+            f"({', '.join(dict.fromkeys(schemes_by_tensor.values()))}), so programs would use their raw "
             f"values; pass {spell_option('--dequantize bf16')} to dequantize them"
         )
 
 
 @contextmanager
-def advised(model: Model) -> Iterator[None]:
+def dequantize_hint_on_error(model: Model) -> Iterator[None]:
     """Add a dequantization hint to unmapped-tensor errors if the checkpoint is quantized."""
     catalog, root = model.catalog, model.root
     try:
         yield
     except UnmappedTensorError as error:
-        own = error.where == str(catalog.path) or any(
+        is_about_model = error.where == str(catalog.path) or any(
             root + k in catalog.tensors for k in error.keys
         )
-        if own and (found := glanced(catalog)).ways:
-            how = f"the checkpoint is quantized ({', '.join(dict.fromkeys(found.ways.values()))})"
-            error.hint = f"{how}; this scheme can be neither mapped nor dequantized"
-            if found.whole:
-                error.hint = f"{how}; pass {spell_option('--dequantize bf16')} to dequantize it"
-            if found.whole and not error.keys and _is_known_when_plain(catalog):
-                ways = ", ".join(dict.fromkeys(found.ways.values()))
-                error.what = f"the checkpoint is quantized: {ways}"
+        if is_about_model and (survey := survey_leniently(catalog)).scheme_by_tensor:
+            quantized_text = f"the checkpoint is quantized ({', '.join(dict.fromkeys(survey.scheme_by_tensor.values()))})"
+            error.hint = f"{quantized_text}; this scheme can be neither mapped nor dequantized"
+            if survey.is_fully_supported:
+                error.hint = (
+                    f"{quantized_text}; pass {spell_option('--dequantize bf16')} to dequantize it"
+                )
+            if survey.is_fully_supported and not error.keys and _is_known_when_dequantized(catalog):
+                schemes_text = ", ".join(dict.fromkeys(survey.scheme_by_tensor.values()))
+                error.what = f"the checkpoint is quantized: {schemes_text}"
                 error.why = "no layout supports tensors that are quantized in this way"
                 error.hint = f"add {spell_option('--dequantize bf16')}"
         raise
 
 
-def _is_known_when_plain(catalog: Catalog) -> bool:
+def _is_known_when_dequantized(catalog: Catalog) -> bool:
     """Return whether a family has the tensors of the dequantized checkpoint."""
     from ckptctl.conversion.recognition.model import recognize_model  # late: only for errors
 
     try:
-        return bool(recognize_model(dequantized(catalog, "bfloat16")).candidates)
+        return bool(recognize_model(dequantize_catalog(catalog, "bfloat16")).candidates)
     except CkptError:
         return False
 
 
-def weights(catalog: Catalog) -> list[QuantizedWeight]:
+def list_quantized_weights(catalog: Catalog) -> list[QuantizedWeight]:
     """Return the supported quantized weights, in the checkpoint's order.
 
     Raises:
@@ -189,70 +210,80 @@ def weights(catalog: Catalog) -> list[QuantizedWeight]:
         UnsupportedError: Tensors of a weight do not match each other.
         MappingError: A quantization statement is unsupported.
     """
-    return _fitting(surveyed(catalog))
+    return _require_matching(survey_catalog(catalog))
 
 
-def _fitting(found: Survey) -> list[QuantizedWeight]:
-    for error in found.unfit.values():
+def _require_matching(survey: QuantizationSurvey) -> list[QuantizedWeight]:
+    for error in survey.errors.values():
         raise error
-    return found.weights
+    return survey.weights
 
 
-def orphans(catalog: Catalog) -> None:
+def require_paired_scales(catalog: Catalog) -> None:
     """Raise if quantized tensors have no scales, or scales have no quantized tensor."""
-    _require_pairs(surveyed(catalog), catalog, DamagedError)
+    _require_pairs(survey_catalog(catalog), catalog, DamagedError)
 
 
-def understood(found: Survey, method: str) -> bool:
+def is_supported(survey: QuantizationSurvey, method: str) -> bool:
     """Return whether a scheme is known well enough to tell which tensors are missing.
 
     This is so if one weight is complete, or if a config states a scheme that is recognized by names
     alone. An unsupported configuration says nothing about missing tensors.
     """
-    known = (DamagedError, UnsupportedError)
-    if any(not isinstance(error, known) for error in found.unfit.values()):
+    tensor_errors = (DamagedError, UnsupportedError)
+    if any(not isinstance(error, tensor_errors) for error in survey.errors.values()):
         return False
-    from ckptctl.numerics.quantization.scheme import methods, schemes
+    from ckptctl.numerics.quantization.scheme import list_supported_methods, load_schemes
 
-    told = any(one.by_names and method in one.methods for one in schemes())
-    return told or (bool(found.weights) and (not method or method in methods()))
+    is_named_scheme = any(
+        scheme.needs_no_config and method in scheme.methods for scheme in load_schemes()
+    )
+    return is_named_scheme or (
+        bool(survey.weights) and (not method or method in list_supported_methods())
+    )
 
 
-def misfits(catalog: Catalog, seen: Survey | None = None) -> Iterator[Finding]:
+def find_misfits(
+    catalog: Catalog, known_survey: QuantizationSurvey | None = None
+) -> Iterator[Finding]:
     """Yield findings on missing or mismatched tensors of quantized weights.
 
     Args:
         catalog: The checkpoint.
-        seen: Survey of the checkpoint, or None to make one.
+        known_survey: Survey of the checkpoint, or None to make one.
     """
     try:
-        found, method = seen or surveyed(catalog), statement_of(catalog).method
+        survey, method = known_survey or survey_catalog(catalog), read_statement(catalog).method
     except CkptError as error:
         yield Finding(error.what, error.why, "unknown", basis="model")
         return
-    if (found.bare or found.lone) and understood(found, method):
-        for name in found.bare:
-            what = "a quantized tensor has no scales"
-            yield Finding(what, tensor=name, basis="model")
-        for name in found.lone:
+    if (survey.weights_without_scales or survey.scales_without_weights) and is_supported(
+        survey, method
+    ):
+        for name in survey.weights_without_scales:
+            message = "a quantized tensor has no scales"
+            yield Finding(message, tensor=name, basis="model")
+        for name in survey.scales_without_weights:
             yield Finding("scales without a quantized tensor", tensor=name, basis="model")
-    for name, wrong in found.unfit.items():
-        if isinstance(wrong, DamagedError | UnsupportedError):
-            severity = severity_of(wrong)
-            yield Finding(wrong.what, wrong.why, severity, tensor=name, basis="model")
+    for name, problem in survey.errors.items():
+        if isinstance(problem, DamagedError | UnsupportedError):
+            severity = severity_of(problem)
+            yield Finding(problem.what, problem.why, severity, tensor=name, basis="model")
 
 
-def _require_pairs(found: Survey, catalog: Catalog, kind: type[CkptError]) -> None:
-    for names, what in (
-        (found.bare, "quantized tensors without scales"),
-        (found.lone, ("scales without quantized tensors")),
+def _require_pairs(
+    survey: QuantizationSurvey, catalog: Catalog, error_class: type[CkptError]
+) -> None:
+    for names, message in (
+        (survey.weights_without_scales, "quantized tensors without scales"),
+        (survey.scales_without_weights, ("scales without quantized tensors")),
     ):
         if names:
-            raise kind(f"{what}: {quote_names(names)}", where=catalog.path)
+            raise error_class(f"{message}: {quote_names(names)}", where=catalog.path)
 
 
-def dequantized(
-    catalog: Catalog, dtype: str, more: Sequence[QuantizationStatement] | None = None
+def dequantize_catalog(
+    catalog: Catalog, dtype: str, assets_statements: Sequence[QuantizationStatement] | None = None
 ) -> Catalog:
     """Replace the quantized tensors of *catalog* and their scales by dequantized tensors.
 
@@ -261,63 +292,73 @@ def dequantized(
     Args:
         catalog: A checkpoint.
         dtype: dtype of the dequantized tensors.
-        more: Statements of ``--assets``, or None where that option does not exist.
+        assets_statements: Statements of ``--assets``, or None where that option does not exist.
     """
-    seen = surveyed(catalog, more or ())
-    found = _understood(seen, catalog, more)
-    names = (name for weight in found for name in weight.inputs)
+    survey = survey_catalog(catalog, assets_statements or ())
+    quantized_weights = _require_dequantizable(survey, catalog, assets_statements)
+    names = (name for weight in quantized_weights for name in weight.inputs)
     entries = locate_tensors(catalog, dict.fromkeys(names)).tensors
     inputs = {name: ComputeInput(catalog.root, entry) for name, entry in entries.items()}
-    made = {weight.lead: weight for weight in found}
-    gone = {name for weight in found for name in weight.names[1:]} | seen.dropped.keys()
+    weight_by_lead = {weight.lead: weight for weight in quantized_weights}
+    removed_names = {
+        name for weight in quantized_weights for name in weight.names[1:]
+    } | survey.dropped.keys()
     tensors: dict[str, TensorEntry] = {}
     computed = dict(catalog.computed)
     for name, entry in catalog.tensors.items():
-        if name in made:
-            weight = made[name]
-            made_of = tuple(inputs[name] for name in weight.inputs)
-            virtual = ComputedTensor(weight.kind, dtype, weight.shape, made_of, weight.arguments)
-            computed[computed_name(weight.key)] = virtual
-            tensors[weight.key] = _entry(weight, inputs[weight.lead].entry, virtual)
-        elif name not in gone:
-            tensors[name] = replace(entry, alias_of=None) if entry.alias_of in gone else entry
+        if name in weight_by_lead:
+            weight = weight_by_lead[name]
+            weight_inputs = tuple(inputs[name] for name in weight.inputs)
+            virtual_file = ComputedTensor(
+                weight.kind, dtype, weight.shape, weight_inputs, weight.arguments
+            )
+            computed[computed_name(weight.key)] = virtual_file
+            tensors[weight.key] = _build_virtual_entry(
+                weight, inputs[weight.lead].entry, virtual_file
+            )
+        elif name not in removed_names:
+            tensors[name] = (
+                replace(entry, alias_of=None) if entry.alias_of in removed_names else entry
+            )
     documents = dict(catalog.documents)
     if CONFIG in documents:
-        documents[CONFIG] = without(documents[CONFIG])
+        documents[CONFIG] = strip_quantization_config(documents[CONFIG])
     return replace(
         catalog,
         tensors=tensors,
         computed=computed,
         documents=documents,
-        notes=(*catalog.notes, *_notes(seen, dtype)),
+        notes=(*catalog.notes, *_note_dequantization(survey, dtype)),
     )
 
 
-def _notes(found: Survey, dtype: str) -> Iterator[str]:
+def _note_dequantization(survey: QuantizationSurvey, dtype: str) -> Iterator[str]:
     """Note the dequantized and the dropped tensors."""
-    ways = ", ".join(dict.fromkeys(weight.how for weight in found.weights))
-    yield f"dequantized {pluralize(len(found.weights), 'tensor')} to {dtype} ({ways})"
-    for what in dict.fromkeys(found.dropped.values()):
-        names = [name for name, one in found.dropped.items() if one == what]
+    schemes_text = ", ".join(dict.fromkeys(weight.description for weight in survey.weights))
+    yield f"dequantized {pluralize(len(survey.weights), 'tensor')} to {dtype} ({schemes_text})"
+    for reason in dict.fromkeys(survey.dropped.values()):
+        names = [name for name, drop_reason in survey.dropped.items() if drop_reason == reason]
         count = pluralize(len(names), "tensor")
-        yield f"dropped {count} ({what}), which unquantized weights do not need"
+        yield f"dropped {count} ({reason}), which unquantized weights do not need"
 
 
-def _understood(
-    found: Survey, catalog: Catalog, more: Sequence[QuantizationStatement] | None
+def _require_dequantizable(
+    survey: QuantizationSurvey,
+    catalog: Catalog,
+    assets_statements: Sequence[QuantizationStatement] | None,
 ) -> list[QuantizedWeight]:
-    if found.unknown:
-        ways = list(dict.fromkeys(found.unknown.values()))
+    if survey.unknown:
+        schemes = list(dict.fromkeys(survey.unknown.values()))
         raise MappingError(
-            f"cannot dequantize {', '.join(ways)}",
+            f"cannot dequantize {', '.join(schemes)}",
             where=catalog.path,
-            why=f"found in {quote_names(list(found.unknown))}",
-            hint=_advice(catalog, more),
+            why=f"found in {quote_names(list(survey.unknown))}",
+            hint=_unknown_scheme_hint(catalog, assets_statements),
         )
-    known = understood(found, statement_of(catalog, more or ()).method)
-    _require_pairs(found, catalog, DamagedError if known else UnsupportedError)
-    plain = _fitting(found)
-    if not plain:
+    is_known_scheme = is_supported(survey, read_statement(catalog, assets_statements or ()).method)
+    _require_pairs(survey, catalog, DamagedError if is_known_scheme else UnsupportedError)
+    quantized_weights = _require_matching(survey)
+    if not quantized_weights:
         raise UsageError(
             "the checkpoint is not quantized",
             where=catalog.path,
@@ -325,49 +366,61 @@ def _understood(
             hint=f"omit {spell_option('--dequantize')}; pass {spell_option('--dtype')} to change "
             "the dtype",
         )
-    leads = {weight.lead for weight in plain}
-    keys = [weight.key for weight in plain if weight.key not in leads]
+    leads = {weight.lead for weight in quantized_weights}
+    keys = [weight.key for weight in quantized_weights if weight.key not in leads]
     clash = [key for key in keys if key in catalog.tensors]
     if clash:
         raise MappingError(
             f"unquantized tensors with the same names exist: {quote_names(clash)}",
             where=catalog.path,
         )
-    return plain
+    return quantized_weights
 
 
-def _advice(catalog: Catalog, more: Sequence[QuantizationStatement] | None) -> str:
+def _unknown_scheme_hint(
+    catalog: Catalog, assets_statements: Sequence[QuantizationStatement] | None
+) -> str:
     """Return a hint with the supported schemes, or that a config is missing."""
-    if statement_of(catalog, more or ()).method:
-        from ckptctl.numerics.quantization.scheme import schemes
+    if read_statement(catalog, assets_statements or ()).method:
+        from ckptctl.numerics.quantization.scheme import load_schemes
 
-        names = [one.name for one in schemes() if any(form.make for form in one.forms)]
+        names = [
+            scheme.name
+            for scheme in load_schemes()
+            if any(form.build_weight for form in scheme.forms)
+        ]
         return f"supported schemes: {', '.join(names)}"
-    folder = "" if more is None else f" or in the folder of {spell_option('--assets')}"
+    folder = "" if assets_statements is None else f" or in the folder of {spell_option('--assets')}"
     return (
         "no file describes the quantization; add a config.json with `quantization_config` next "
         f"to the weights{folder}"
     )
 
 
-def _entry(weight: QuantizedWeight, lead: TensorEntry, computed: ComputedTensor) -> TensorEntry:
+def _build_virtual_entry(
+    weight: QuantizedWeight, lead: TensorEntry, computed: ComputedTensor
+) -> TensorEntry:
     extent, shape = computed.to_extent(computed_name(weight.key)), weight.shape
     if weight.transposed:
         strides = row_major(shape)
         shape = (*shape[:-2], shape[-1], shape[-2])
         strides = (*strides[:-2], strides[-1], strides[-2])
         extent = replace(extent, box=Box.whole(shape), strides=strides)
-    path, grad = _path(lead.path, weight), lead.requires_grad
+    path, grad = _build_dequantized_path(lead.path, weight), lead.requires_grad
     return TensorEntry(weight.key, computed.dtype, shape, (extent,), path, requires_grad=grad)
 
 
-def _path(path: Path, weight: QuantizedWeight) -> Path:
+def _build_dequantized_path(path: Path, weight: QuantizedWeight) -> Path:
     """Return the key path of the dequantized tensor, which may have another ending."""
     pairs = zip(weight.lead, weight.key, strict=False)
-    same = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-    before, after, last = weight.lead[same:], weight.key[same:], path[-1]
-    if not isinstance(last, str) or before == after:
+    common_length = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    old_ending, new_ending, last_key = (
+        weight.lead[common_length:],
+        weight.key[common_length:],
+        path[-1],
+    )
+    if not isinstance(last_key, str) or old_ending == new_ending:
         return path
-    if last == before.removeprefix("."):
-        return (*path[:-1], after.removeprefix(".")) if after else path[:-1]
-    return (*path[:-1], last.removesuffix(before) + after)
+    if last_key == old_ending.removeprefix("."):
+        return (*path[:-1], new_ending.removeprefix(".")) if new_ending else path[:-1]
+    return (*path[:-1], last_key.removesuffix(old_ending) + new_ending)

@@ -17,93 +17,125 @@ from ckptctl.errors import MappingError, RefusedError, UsageError, quote_names, 
 from ckptctl.formats.base import OutputTensor
 from ckptctl.numerics.quantization.linear_weights import (
     Role,
-    Roles,
-    fused,
-    modules_of_experts,
-    together,
+    TensorRoles,
+    find_expert_stack_groups,
+    find_fused_groups,
+    map_fused_groups,
 )
-from ckptctl.numerics.quantization.recipes import WEIGHT, Recipe, StoredPart, recipes
-from ckptctl.numerics.quantized import quantized as quantized_already
+from ckptctl.numerics.quantization.recipes import WEIGHT, Recipe, StoredPart, list_recipes
+from ckptctl.numerics.quantized import find_quantized as quantized_already
 from ckptctl.planner.copying.blocks import build_rearranged_file
 from ckptctl.planner.layouts import BASE, HF, MLX, Family
 from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.planner.mapping.tensors import LayoutChange
 from ckptctl.units import format_bytes, pluralize
 
-HEAD = "lm_head"
-PLAIN = ("float32", "bfloat16", "float16")
+HEAD_MODULE = "lm_head"
+QUANTIZABLE_DTYPES = ("float32", "bfloat16", "float16")
 """Dtypes that can be quantized."""
 
 
 def quantize(draft: Draft) -> Draft:
     """Replace the weights that ``--quantize`` selects by quantized tensors."""
-    recipe = recipes()[draft.options.quantize or ""]
-    chosen = _chosen(draft, recipe)
-    making = _Making(draft, recipe, together([tensor.name for tensor in chosen]))
-    made = {tensor.name: making.parts_of(tensor) for tensor in chosen}
-    tensors = [one for tensor in draft.tensors for one in made.get(tensor.name, (tensor,))]
-    parts = {part.name: name for name, some in made.items() for part in some}
-    mapped = {name: one for name, one in draft.mapped.items() if name not in made}
-    for part in (part for some in made.values() for part in some):
-        mapped[part.name] = ComposedTensor.from_unchanged(_key(part.name), part.name, part.shape)
-    found = Quantization(draft.tensors, parts)
-    found = replace(found, config=recipe.config(_ignored_modules(found)))
-    draft.notes.add(_note(found, recipe), *_ragged(recipe, chosen), *_stacks(chosen, draft.change))
+    recipe = list_recipes()[draft.options.quantize or ""]
+    selected = _select_tensors(draft, recipe)
+    builder = _QuantizedTensorBuilder(
+        draft, recipe, map_fused_groups([tensor.name for tensor in selected])
+    )
+    parts_by_name = {tensor.name: builder.build_parts(tensor) for tensor in selected}
+    tensors = [
+        output_tensor
+        for tensor in draft.tensors
+        for output_tensor in parts_by_name.get(tensor.name, (tensor,))
+    ]
+    parts = {
+        part.name: name for name, stored_parts in parts_by_name.items() for part in stored_parts
+    }
+    mapped = {
+        name: output_tensor
+        for name, output_tensor in draft.mapped.items()
+        if name not in parts_by_name
+    }
+    for part in (part for stored_parts in parts_by_name.values() for part in stored_parts):
+        mapped[part.name] = ComposedTensor.from_unchanged(
+            _build_quantized_key(part.name), part.name, part.shape
+        )
+    quantization = Quantization(draft.tensors, parts)
+    quantization = replace(
+        quantization, config=recipe.build_config(_list_ignored_modules(quantization))
+    )
+    draft.notes.add(
+        _build_summary_note(quantization, recipe),
+        *_note_fusion(recipe, selected),
+        *_note_stacked_experts(selected, draft.change),
+    )
     return replace(
         draft,
-        located=making.catalog,
+        located=builder.catalog,
         mapped=mapped,
         tensors=tuple(tensors),
-        quantization=found,
+        quantization=quantization,
     )
 
 
-def _note(made: Quantization, recipe: Recipe) -> str:
+def _build_summary_note(quantization: Quantization, recipe: Recipe) -> str:
     names, nbytes = (
-        [one.name for one in made.unquantized],
-        sum(one.nbytes for one in made.unquantized),
+        [tensor.name for tensor in quantization.unquantized],
+        sum(tensor.nbytes for tensor in quantization.unquantized),
     )
-    kept = f"; skipped {pluralize(len(names), 'tensor')}, {format_bytes(nbytes)}"
-    left = f"{kept} ({quote_names(names)})" if names else ""
-    return f"quantized {pluralize(len(made.weights), 'weight')} to {recipe.title}{left}"
+    skipped_counts = f"; skipped {pluralize(len(names), 'tensor')}, {format_bytes(nbytes)}"
+    skipped_text = f"{skipped_counts} ({quote_names(names)})" if names else ""
+    return f"quantized {pluralize(len(quantization.weights), 'weight')} to {recipe.title}{skipped_text}"
 
 
-def _ignored_modules(made: Quantization) -> tuple[str, ...]:
+def _list_ignored_modules(quantization: Quantization) -> tuple[str, ...]:
     """List the modules that the configuration must state as not quantized.
 
     Stacked experts are listed by their parent module. A tied lm_head has no tensor of its own, but
     is listed too.
     """
-    stacks = (one.name for one in made.unquantized if len(one.shape) > 2)
-    apart = {name: name.rpartition(".")[0] for name in stacks if not name.endswith(WEIGHT)}
-    named = (apart.get(one.name, one.name) for one in made.unquantized)
-    found = (name for name in named if name.endswith(WEIGHT) or name in apart.values())
-    tied = not any(one.name.endswith(f"{HEAD}{WEIGHT}") for one in made.original_tensors)
-    return tuple(dict.fromkeys((*(n.removesuffix(WEIGHT) for n in found), *[HEAD] * tied)))
+    stacks = (tensor.name for tensor in quantization.unquantized if len(tensor.shape) > 2)
+    stack_modules = {name: name.rpartition(".")[0] for name in stacks if not name.endswith(WEIGHT)}
+    module_names = (
+        stack_modules.get(tensor.name, tensor.name) for tensor in quantization.unquantized
+    )
+    listed_names = (
+        name for name in module_names if name.endswith(WEIGHT) or name in stack_modules.values()
+    )
+    is_tied = not any(
+        tensor.name.endswith(f"{HEAD_MODULE}{WEIGHT}") for tensor in quantization.original_tensors
+    )
+    return tuple(
+        dict.fromkeys((*(n.removesuffix(WEIGHT) for n in listed_names), *[HEAD_MODULE] * is_tied))
+    )
 
 
-def _ragged(recipe: Recipe, chosen: Sequence[OutputTensor]) -> Iterator[str]:
+def _note_fusion(recipe: Recipe, selected: Sequence[OutputTensor]) -> Iterator[str]:
     """Note if blocks would contain rows of two weights that vLLM fuses."""
-    down = next((part.block[0] for part in recipe.parts if part.block and part.block[0] > 1), 1)
-    rows = {tensor.name: tensor.shape[0] for tensor in chosen}
-    cut = [name for group in fused(rows) for name in group[:-1] if rows[name] % down]
-    if cut:
+    block_rows = next(
+        (part.block[0] for part in recipe.parts if part.block and part.block[0] > 1), 1
+    )
+    rows = {tensor.name: tensor.shape[0] for tensor in selected}
+    misaligned = [
+        name for group in find_fused_groups(rows) for name in group[:-1] if rows[name] % block_rows
+    ]
+    if misaligned:
         yield (
             "vLLM cannot load this model: it fuses weights such as q/k/v and gate/up, and "
-            f"{pluralize(len(cut), 'of them has', 'of them have')} a row count that is not a "
-            f"multiple of {down} ({quote_names(cut)})"
+            f"{pluralize(len(misaligned), 'of them has', 'of them have')} a row count that is not a "
+            f"multiple of {block_rows} ({quote_names(misaligned)})"
         )
 
 
-def _stacks(chosen: Sequence[OutputTensor], change: LayoutChange) -> Iterator[str]:
+def _note_stacked_experts(selected: Sequence[OutputTensor], change: LayoutChange) -> Iterator[str]:
     """Note that few programs read quantized stacks of experts."""
-    stacked = [tensor.name for tensor in chosen if len(tensor.shape) == 3]
+    stacked = [tensor.name for tensor in selected if len(tensor.shape) == 3]
     if stacked:
-        told = (
+        note = (
             f"{quote_names(stacked)}: transformers reads stacked quantized experts only on GPUs "
             "with FP8 support, and ignores their scales where it dequantizes"
         )
-        yield "; ".join((told, *_one_by_one(change.family)))
+        yield "; ".join((note, *_unstack_hints(change.family)))
 
 
 # ------------------------------------------------------------------------------ which weights
@@ -113,66 +145,78 @@ def _skip_hint() -> str:
     return f"pass {spell_option('--quantize-not GLOB')} to skip it"
 
 
-def _chosen(draft: Draft, recipe: Recipe) -> Sequence[OutputTensor]:
+def _select_tensors(draft: Draft, recipe: Recipe) -> Sequence[OutputTensor]:
     """Select the tensors to quantize, or raise if one of them cannot be."""
-    options, there = draft.options, [tensor.name for tensor in draft.tensors]
-    linear = _linear(draft)
-    also = _matching(there, options.quantize_also, "--quantize-also")
-    left = _matching([*linear, *also], options.quantize_not, "--quantize-not")
-    wanted = (linear.keys() | also) - left
-    chosen = [one for one in draft.tensors if one.name in wanted]
-    if not chosen:
+    options, names_in_output = draft.options, [tensor.name for tensor in draft.tensors]
+    linear_roles = _find_linear_weights(draft)
+    added_names = _match_globs(names_in_output, options.quantize_also, "--quantize-also")
+    excluded_names = _match_globs(
+        [*linear_roles, *added_names], options.quantize_not, "--quantize-not"
+    )
+    selected_names = (linear_roles.keys() | added_names) - excluded_names
+    selected = [candidate for candidate in draft.tensors if candidate.name in selected_names]
+    if not selected:
         raise UsageError("no tensors to quantize", where=draft.catalog.path)
-    for tensor in chosen:
-        _require_possible(tensor, recipe, linear.get(tensor.name, "other"), draft.change.family)
-    names = {tensor.name for tensor in chosen}
-    _require_whole(names, there)
-    pairs = [(one.name, one.alias_of) for one in draft.tensors if one.alias_of]
-    shared = dict((*pairs, *((other, name) for name, other in pairs)))
+    for tensor in selected:
+        _require_quantizable(
+            tensor, recipe, linear_roles.get(tensor.name, "other"), draft.change.family
+        )
+    names = {tensor.name for tensor in selected}
+    _require_complete_groups(names, names_in_output)
+    pairs = [
+        (candidate.name, candidate.alias_of) for candidate in draft.tensors if candidate.alias_of
+    ]
+    shared = dict((*pairs, *((alias, name) for name, alias in pairs)))
     for name in names & shared.keys():
         raise RefusedError(
             f"`{name}` shares memory with `{shared[name]}`",
             why="they would be quantized separately",
             hint=_skip_hint(),
         )
-    return chosen
+    return selected
 
 
-def _require_whole(names: set[str], there: Sequence[str]) -> None:
+def _require_complete_groups(names: set[str], available_names: Sequence[str]) -> None:
     """Raise if a selection splits weights that programs read quantized together."""
-    read = (
-        *((group, "vLLM fuses them into one weight") for group in fused(there)),
-        *((group, "they belong to one module") for group in modules_of_experts(there)),
+    groups_with_reason = (
+        *(
+            (group, "vLLM fuses them into one weight")
+            for group in find_fused_groups(available_names)
+        ),
+        *(
+            (group, "they belong to one module")
+            for group in find_expert_stack_groups(available_names)
+        ),
     )
-    for group, why in read:
-        some = names.intersection(group)
-        if some and len(some) < len(group):
+    for group, why in groups_with_reason:
+        selected_names = names.intersection(group)
+        if selected_names and len(selected_names) < len(group):
             raise UsageError(
-                f"cannot quantize only {quote_names(sorted(some))} of {quote_names(group)}",
+                f"cannot quantize only {quote_names(sorted(selected_names))} of {quote_names(group)}",
                 why=f"{why}, so either all or none must be quantized",
                 hint=f"pass {spell_option('--quantize-also')} and "
                 f"{spell_option('--quantize-not')} with a glob that matches all of them",
             )
 
 
-def _linear(draft: Draft) -> dict[str, Role]:
+def _find_linear_weights(draft: Draft) -> dict[str, Role]:
     """Map the linear weights of layers to their roles, from the family's tables."""
     change, catalog = draft.change, draft.catalog
     family = change.family
-    already = quantized_already(catalog)
-    if already:
+    quantized_names = quantized_already(catalog)
+    if quantized_names:
         raise UsageError(
-            f"{pluralize(len(already), 'tensor is', 'tensors are')} already quantized",
-            where=f"tensor `{next(iter(already))}`",
-            why=", ".join(dict.fromkeys(already.values())),
+            f"{pluralize(len(quantized_names), 'tensor is', 'tensors are')} already quantized",
+            where=f"tensor `{next(iter(quantized_names))}`",
+            why=", ".join(dict.fromkeys(quantized_names.values())),
             hint=f"pass {spell_option('--dequantize bf16')} with {spell_option('--quantize')} to "
             "dequantize them first",
         )
     layout = change.target_layout or ""
-    asked = draft.options.to_layout or layout
-    if family is not None and not (_is_named_so(layout) and asked != MLX):
+    requested_layout = draft.options.to_layout or layout
+    if family is not None and not (_has_transformers_names(layout) and requested_layout != MLX):
         raise UsageError(
-            f"{spell_option('--quantize')} is not supported with layout {asked}",
+            f"{spell_option('--quantize')} is not supported with layout {requested_layout}",
             why="programs that read this layout use other quantization schemes",
         )
     if family is None or family.partial:
@@ -187,14 +231,18 @@ def _linear(draft: Draft) -> dict[str, Role]:
             if adapter
             else f"set it with {spell_option('--model-type')}; `ckptctl models` lists them",
         )
-    roles = Roles(family, family.get_layout(layout))
-    own = {target.key for item in change.tensors for target in item.targets}
-    keys = ((one, one.name.removeprefix(draft.output_root)) for one in draft.tensors)
-    found = {one.name: roles.of(key, one.shape) for one, key in keys if key in own}
-    return {name: role for name, role in found.items() if role != "other"}
+    roles = TensorRoles(family, family.get_layout(layout))
+    output_keys = {target.key for item in change.tensors for target in item.targets}
+    keys = ((tensor, tensor.name.removeprefix(draft.output_root)) for tensor in draft.tensors)
+    role_by_name = {
+        tensor.name: roles.find_role(key, tensor.shape)
+        for tensor, key in keys
+        if key in output_keys
+    }
+    return {name: role for name, role in role_by_name.items() if role != "other"}
 
 
-def _matching(names: Sequence[str], globs: Sequence[str], option: str) -> set[str]:
+def _match_globs(names: Sequence[str], globs: Sequence[str], option: str) -> set[str]:
     for glob in globs:
         if not any(fnmatchcase(name, glob) for name in names):
             raise UsageError(
@@ -204,66 +252,70 @@ def _matching(names: Sequence[str], globs: Sequence[str], option: str) -> set[st
     return {name for name in names for glob in globs if fnmatchcase(name, glob)}
 
 
-def _require_possible(
+def _require_quantizable(
     tensor: OutputTensor, recipe: Recipe, role: Role, family: Family | None
 ) -> None:
     """Raise if the recipe cannot quantize a tensor."""
     where, shape = f"tensor `{tensor.name}`", tensor.shape
     if role in ("experts", "stacked"):
-        _require_readable(tensor, recipe, role, family)
+        _require_readable_stack(tensor, recipe, role, family)
     elif len(shape) != 2 or not tensor.name.endswith(WEIGHT):
         raise UsageError(
             "the tensor is not the weight of a linear layer", where=where, hint=_skip_hint()
         )
-    if tensor.dtype not in PLAIN:
+    if tensor.dtype not in QUANTIZABLE_DTYPES:
         raise UsageError(
             f"cannot quantize dtype {tensor.dtype}",
             where=where,
             hint=f"pass {spell_option('--dtype bf16')} to cast it first",
         )
-    if shape[-1] % recipe.columns or 0 in shape:
+    if shape[-1] % recipe.column_multiple or 0 in shape:
         raise RefusedError(
-            f"{recipe.name} requires a number of columns that is a multiple of {recipe.columns}",
+            f"{recipe.name} requires a number of columns that is a multiple of {recipe.column_multiple}",
             where=where,
             why=f"the shape is {list(shape)}",
             hint=_skip_hint(),
         )
 
 
-def _require_readable(
+def _require_readable_stack(
     tensor: OutputTensor, recipe: Recipe, role: Role, family: Family | None
 ) -> None:
     """Raise if no program reads stacked experts quantized in this way."""
     _, rows, columns = shape = tensor.shape
-    down, across = recipe.stack or (1, 1)
-    if not recipe.stack:
+    block_rows, block_columns = recipe.stack_multiples or (1, 1)
+    if not recipe.stack_multiples:
         why = f"programs that read {recipe.name} require per-expert weights"
     elif role == "stacked":
         why = (
             "only transformers reads stacks, and only of shape [experts, out, in] in a "
             "module `experts`"
         )
-    elif rows % down or columns % across:
-        why = f"transformers requires stacks of whole {down}x{across} blocks"
+    elif rows % block_rows or columns % block_columns:
+        why = f"transformers requires stacks of whole {block_rows}x{block_columns} blocks"
     else:
         return
     raise MappingError(
         "cannot quantize stacked experts",
         where=f"tensor `{tensor.name}`",
         why=f"the shape is {list(shape)}; {why}",
-        hint=", or ".join((*_one_by_one(family), _skip_hint())),
+        hint=", or ".join((*_unstack_hints(family), _skip_hint())),
     )
 
 
-def _one_by_one(family: Family | None) -> Iterator[str]:
+def _unstack_hints(family: Family | None) -> Iterator[str]:
     """Yield the option that unstacks experts, if the family has a layout for it."""
     for name in family.layouts if family else ():
-        if family and _is_named_so(name) and not Roles(family, family.get_layout(name)).stacks:
+        if (
+            family
+            and _has_transformers_names(name)
+            and not TensorRoles(family, family.get_layout(name)).has_stacked_experts
+        ):
             yield f"pass {spell_option(f'--to-layout {name}')} to write per-expert weights"
             return
 
 
-def _is_named_so(layout: str) -> bool:
+def _has_transformers_names(layout: str) -> bool:
     """Return whether *layout* uses transformers' names."""
     return layout in (HF, BASE) or layout.startswith(f"{HF}-")
 
@@ -271,12 +323,12 @@ def _is_named_so(layout: str) -> bool:
 # ------------------------------------------------------------------------- virtual tensors
 
 
-def _key(name: str) -> str:
+def _build_quantized_key(name: str) -> str:
     """Return the virtual file name of the quantized tensor *name*."""
     return computed_name(f"{name}@quantized")
 
 
-class _Making:
+class _QuantizedTensorBuilder:
     """Builder of the virtual tensors of quantized weights.
 
     Attributes:
@@ -291,51 +343,58 @@ class _Making:
         self._entries = dict(draft.located.tensors)
         self._computed = dict(draft.located.computed)
         self.catalog = replace(draft.located, tensors=self._entries, computed=self._computed)
-        self._known: dict[str, ComputeInput] = {}
+        self._inputs: dict[str, ComputeInput] = {}
 
-    def parts_of(self, tensor: OutputTensor) -> list[OutputTensor]:
+    def build_parts(self, tensor: OutputTensor) -> list[OutputTensor]:
         """Build the tensors that *tensor* is stored as, in the order of the recipe."""
-        return [self._part(tensor, part) for part in self._recipe.parts]
+        return [self._build_part(tensor, part) for part in self._recipe.parts]
 
-    def _part(self, tensor: OutputTensor, part: StoredPart) -> OutputTensor:
-        shape, dtype = part.shape(tensor.shape), part.dtype or tensor.dtype
-        name = part.name(tensor.name)
-        if part is self._recipe.shared:
-            inputs = [self._largest(self._output[one]) for one in self._groups[tensor.name]]
+    def _build_part(self, tensor: OutputTensor, part: StoredPart) -> OutputTensor:
+        shape, dtype = part.stored_shape(tensor.shape), part.dtype or tensor.dtype
+        name = part.stored_name(tensor.name)
+        if part is self._recipe.shared_part:
+            inputs = [
+                self._build_largest_input(self._output[name_in_group])
+                for name_in_group in self._groups[tensor.name]
+            ]
         else:
-            inputs = [self._plain(tensor)]
-            if self._recipe.shared:
-                self._part(tensor, self._recipe.shared)
-                key = _key(self._recipe.shared.name(tensor.name))
+            inputs = [self._build_unquantized_input(tensor)]
+            if self._recipe.shared_part:
+                self._build_part(tensor, self._recipe.shared_part)
+                key = _build_quantized_key(self._recipe.shared_part.stored_name(tensor.name))
                 inputs.append(ComputeInput(self.catalog.root, self._entries[key]))
-        self._virtual(_key(name), ComputedTensor(part.kind, dtype, shape, tuple(inputs)))
+        self._add_virtual(
+            _build_quantized_key(name), ComputedTensor(part.kind, dtype, shape, tuple(inputs))
+        )
         return OutputTensor(name, dtype, shape, (name,), requires_grad=False)
 
-    def _largest(self, tensor: OutputTensor) -> ComputeInput:
+    def _build_largest_input(self, tensor: OutputTensor) -> ComputeInput:
         key = computed_name(f"{tensor.name}@largest")
-        if key not in self._known:
-            weight = (self._plain(tensor),)
-            self._known[key] = self._virtual(
+        if key not in self._inputs:
+            weight = (self._build_unquantized_input(tensor),)
+            self._inputs[key] = self._add_virtual(
                 key, ComputedTensor("largest", tensor.dtype, (1,), weight)
             )
-        return self._known[key]
+        return self._inputs[key]
 
-    def _plain(self, tensor: OutputTensor) -> ComputeInput:
+    def _build_unquantized_input(self, tensor: OutputTensor) -> ComputeInput:
         """Return the unquantized tensor, which is the source's own if unchanged, else virtual."""
         key = computed_name(f"{tensor.name}@plain")
-        if key not in self._known:
+        if key not in self._inputs:
             composed = self._draft.mapped[tensor.name]
-            first = self._entries[composed.sources[0].key]
-            if composed.is_rename and first.dtype == tensor.dtype:
-                self._known[key] = ComputeInput(self.catalog.root, first)
+            source_entry = self._entries[composed.sources[0].key]
+            if composed.is_rename and source_entry.dtype == tensor.dtype:
+                self._inputs[key] = ComputeInput(self.catalog.root, source_entry)
             else:
-                made = build_elements(self.catalog, composed, tensor.dtype, self._computed)
-                self._known[key] = self._virtual(
-                    key, build_rearranged_file(self.catalog.root, made)
+                rearranged_tensor = build_elements(
+                    self.catalog, composed, tensor.dtype, self._computed
                 )
-        return self._known[key]
+                self._inputs[key] = self._add_virtual(
+                    key, build_rearranged_file(self.catalog.root, rearranged_tensor)
+                )
+        return self._inputs[key]
 
-    def _virtual(self, key: str, made: ComputedTensor) -> ComputeInput:
-        entry = made.to_entry(key, (key,), key)
-        self._computed[key], self._entries[key] = made, entry
+    def _add_virtual(self, key: str, virtual_file: ComputedTensor) -> ComputeInput:
+        entry = virtual_file.to_entry(key, (key,), key)
+        self._computed[key], self._entries[key] = virtual_file, entry
         return ComputeInput(self.catalog.root, entry)

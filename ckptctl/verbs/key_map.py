@@ -16,7 +16,7 @@ from ckptctl.errors import (
     format_model_types,
     spell_option,
 )
-from ckptctl.facts.agreement import agree
+from ckptctl.facts.agreement import compare_statements
 from ckptctl.formats import meta
 from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.sidecar_files import DOCUMENTS, documents
@@ -74,7 +74,7 @@ def map_key(key: str, options: MapOptions) -> KeyMap:
             read = _of_ranks(config, read, family)
         described, params = read.get("config.json"), read.get("params.json")
         files = [ModelDescription(name, _place(config, name), one) for name, one in read.items()]
-        agree(family, files, given, asked=model_type or family.name)
+        compare_statements(family, files, given, model_type=model_type or family.name)
         sizes = read_sizes(family, described, params, given)
         tied = has_tied_embeddings(family, described, params)
         lists = read_layer_lists(family, described)

@@ -13,9 +13,9 @@ import pytest
 import ckptctl
 from ckptctl.conversion.recognition.model import ModelDescription
 from ckptctl.errors import CkptError, MappingError, MissingTensorsError
-from ckptctl.facts.agreement import ContradictionError, agree
-from ckptctl.facts.fact_names import IGNORED, NOTED
-from ckptctl.facts.params import FORMULA, config_to_params, ffn_of
+from ckptctl.facts.agreement import ContradictionError, compare_statements
+from ckptctl.facts.fact_names import IGNORED_KEYS, LOGIT_NEUTRAL_KEYS
+from ckptctl.facts.params import FFN_FORMULA_KEYS, config_to_params, read_ffn_size
 from ckptctl.families import load_families
 from ckptctl.planner.families.declarations import split_aliases
 from tests.checkpoints.golden import Golden, family_of, names
@@ -24,7 +24,7 @@ from tests.sweeps import one_in
 FAMILIES = load_families()
 GOLDEN = {name: Golden.read(name) for name in names()}
 OWN, OTHER = "own/config.json", "assets/config.json"
-SKIPPED = {key for keys in IGNORED.values() for key in keys}
+SKIPPED = {key for keys in IGNORED_KEYS.values() for key in keys}
 BEYOND = {
     "image_seq_length": "the processor's",
     "tie_word_embeddings": "the tensors show it",
@@ -92,7 +92,7 @@ def configs(own: Any, assets: Any) -> list[ModelDescription]:
 def contradicts_itself(family: Any, config: Any) -> bool:
     """Whether it states one fact in two ways, such as the number of layers and their kinds."""
     try:
-        agree(family, [ModelDescription("config.json", OWN, config)])
+        compare_statements(family, [ModelDescription("config.json", OWN, config)])
     except ContradictionError:
         return True
     return False
@@ -115,35 +115,37 @@ def unused(config: Mapping[str, Any], path: Place) -> bool:
 @pytest.mark.parametrize("name", one_in(3, GOLDEN))
 def test_two_configurations(name: str) -> None:
     family, config = FAMILIES[family_of(name)], GOLDEN[name].config
-    assert agree(family, configs(config, config)) == agree(None, configs(config, config))
-    assert not agree(family, configs(config, config)).get_texts()
+    assert compare_statements(family, configs(config, config)) == compare_statements(
+        None, configs(config, config)
+    )
+    assert not compare_statements(family, configs(config, config)).get_texts()
     for path, value in leaves(config):
         less = changed(config, path, other(value))
         files = configs(config, less)
         if contradicts_itself(family, less):
             continue
         if irrelevant(path) or unused(config, path):
-            assert not agree(family, files).get_texts(), path
+            assert not compare_statements(family, files).get_texts(), path
             continue
         try:
-            notes = agree(family, files).get_texts()
+            notes = compare_statements(family, files).get_texts()
         except MappingError as error:
             said = error.why or ""
             assert OWN in said and OTHER in said, (path, error.to_json())
-            decided = agree(family, files, trust_assets=True).get_reasons("decided")
+            decided = compare_statements(family, files, trust_assets=True).get_reasons("decided")
             assert decided and all(OTHER in text for text in decided.values())
         else:
-            assert path[-1] in NOTED and any(path[-1] in note for note in notes), path
+            assert path[-1] in LOGIT_NEUTRAL_KEYS and any(path[-1] in note for note in notes), path
 
 
 def test_a_number_that_is_spelled_as_text() -> None:
     """As YAML reads ``1e-05``."""
     config = {"rms_norm_eps": 1e-05, "hidden_act": "nan"}
     text = {"rms_norm_eps": "1e-05", "hidden_act": "nan"}
-    agree(None, configs(config, text))
-    agree(None, configs(text, config))
+    compare_statements(None, configs(config, text))
+    compare_statements(None, configs(text, config))
     with pytest.raises(MappingError):
-        agree(None, configs(config, {"rms_norm_eps": "1e-06"}))
+        compare_statements(None, configs(config, {"rms_norm_eps": "1e-06"}))
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -151,15 +153,20 @@ def test_what_only_the_source_says(name: str) -> None:
     """Left out by the assets: refused where the default is known to differ, else noted."""
     family, config = FAMILIES[family_of(name)], GOLDEN[name].config
     for path, value in leaves(config):
-        if irrelevant(path) or path[-1] in NOTED or value in ([], "") or unused(config, path):
+        if (
+            irrelevant(path)
+            or path[-1] in LOGIT_NEUTRAL_KEYS
+            or value in ([], "")
+            or unused(config, path)
+        ):
             continue
         less = without(config, path)
         try:
-            found = agree(family, configs(config, less))
+            found = compare_statements(family, configs(config, less))
         except CkptError as error:
             assert error.exit_code in (2, 5)
             continue
-        defaults = agree(family, configs(less, config))
+        defaults = compare_statements(family, configs(less, config))
         assert found.get_texts() or not defaults.get_texts(), path
 
 
@@ -178,30 +185,32 @@ def test_params_and_a_configuration(name: str) -> None:
     """What params.json has no word for is always the same there, or of no consequence."""
     family, config = FAMILIES[family_of(name)], GOLDEN[name].config
     params = params_of(name) or {}
-    shape = ffn_of(params, params["dim"])
+    shape = read_ffn_size(params, params["dim"])
 
     def files(params: Any, config: Any) -> list[ModelDescription]:
         own = ModelDescription("params.json", "own/params.json", params)
         return [own, ModelDescription("config.json", OTHER, config, assets=True)]
 
-    agree(family, files(params, config), asked=name)
+    compare_statements(family, files(params, config), model_type=name)
     for path, value in leaves(config):
         try:
-            agree(family, files(params, changed(config, path, other(value))), asked=name)
+            compare_statements(
+                family, files(params, changed(config, path, other(value))), model_type=name
+            )
         except MappingError as error:
             said = error.why or ""
             assert ("own/params.json" in said and OTHER in said) or "divisible" in error.what, path
         else:
-            skipped = irrelevant(path) or path[-1] in NOTED or unused(config, path)
+            skipped = irrelevant(path) or path[-1] in LOGIT_NEUTRAL_KEYS or unused(config, path)
             assert skipped or ".".join(path) in BEYOND, path
     silent = {*family.params.silent, "max_seq_len"}
     for path, value in leaves(params):
         less = changed(params, path, other(value))
-        same_formula = path[-1] in FORMULA and ffn_of(less, params["dim"]) == shape
+        same_formula = path[-1] in FFN_FORMULA_KEYS and read_ffn_size(less, params["dim"]) == shape
         if path[-1] in silent or same_formula:
             continue
         with pytest.raises(MappingError) as caught:
-            agree(family, files(less, config), asked=name)
+            compare_statements(family, files(less, config), model_type=name)
         said = caught.value.why or ""
         assert "own/params.json" in said or "divisible" in caught.value.what, path
 

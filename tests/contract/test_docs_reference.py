@@ -11,7 +11,7 @@ import yaml
 
 import ckptctl
 from ckptctl.errors import CkptError
-from ckptctl.facts.fact_names import IGNORED, NOTED
+from ckptctl.facts.fact_names import IGNORED_KEYS, LOGIT_NEUTRAL_KEYS
 from ckptctl.planner.families.declarations import SWITCHES
 from tests.contract.additions import FUNCTIONS
 
@@ -65,9 +65,9 @@ def test_what_is_compared_is_documented() -> None:
     page = (DOCS / "explanation" / "safety.md").read_text()
     _, _, section = page.partition("## One model, described once\n")
     section = section.partition("\n## ")[0]
-    for about, keys in IGNORED.items():
+    for about, keys in IGNORED_KEYS.items():
         assert f"| {about} | {', '.join(f'`{key}`' for key in keys)} |" in section
-    for names in (NOTED, SWITCHES):
+    for names in (LOGIT_NEUTRAL_KEYS, SWITCHES):
         assert ", ".join(f"`{name}`" for name in names) in " ".join(section.split())
 
 

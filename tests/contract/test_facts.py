@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 import ckptctl
 from ckptctl.errors import CkptError, MappingError
-from ckptctl.facts.compared import layers_compared, sizes_compared
+from ckptctl.facts.compared import list_compared_layer_facts, list_compared_sizes
 from ckptctl.families import load_families
 from tests.checkpoints.golden import Golden, family_of, names
 from tests.checkpoints.mutations import Mutation, mutated
@@ -28,7 +28,7 @@ def facts_of(name: str) -> list[str]:
     family, config = FAMILIES[family_of(name)], GOLDEN[name].config
     inner = [key for key, value in config.items() if isinstance(value, dict)]
     counts = [f"{place}{fact}" for place in ("", *(f"{key}." for key in inner)) for fact in COUNTS]
-    facts = (*sizes_compared(family), *layers_compared(family), *counts)
+    facts = (*list_compared_sizes(family), *list_compared_layer_facts(family), *counts)
     return [fact for fact in dict.fromkeys(facts) if "tie_word" not in fact]
 
 

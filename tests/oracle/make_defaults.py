@@ -15,7 +15,7 @@ from typing import Any
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ckptctl.facts.contradictions import LIMITED
+from ckptctl.facts.contradictions import LIMITED_FACTS
 from ckptctl.families import load_families
 from ckptctl.planner.config_facts import list_operands
 from ckptctl.planner.families.declarations import split_aliases
@@ -57,7 +57,7 @@ def _wanted(family_name: str) -> set[str]:
     sizes = {one for stated, _ in family.sizes.values() for one in split_aliases(stated) if one}
     formulas = {one for _, text in family.formulas for one in list_operands(text)}
     kinds = {fact for kind in family.kinds for fact in kind.facts}
-    limited = {f"{prefix}{name}" for prefix in ("", "text_config.") for name in LIMITED}
+    limited = {f"{prefix}{name}" for prefix in ("", "text_config.") for name in LIMITED_FACTS}
     own = {fact for one in family.layer_sizes for fact in one.facts}
     return sizes | formulas | limited | kinds | own
 

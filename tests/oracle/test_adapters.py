@@ -362,7 +362,7 @@ def test_factors_that_peft_shares_are_not_made_up(tmp_path: Path) -> None:
 def test_patterns_are_looked_up_as_in_peft() -> None:
     from peft.utils.other import get_pattern_key
 
-    from ckptctl.adapters.peft import settings
+    from ckptctl.adapters.peft import read_settings
 
     module = "model.layers.1.self_attn.q_proj"
     for patterns in (
@@ -375,5 +375,5 @@ def test_patterns_are_looked_up_as_in_peft() -> None:
         {"v_proj": 8, "q_proj": 2, "self_attn.q_proj": 8},
     ):
         alpha = patterns.get(get_pattern_key(list(patterns), module), 5)
-        known = settings({"lora_alpha": 5, "alpha_pattern": patterns})
-        assert known.scale(f"base_model.model.{module}.lora_A.weight", 1) == alpha
+        known = read_settings({"lora_alpha": 5, "alpha_pattern": patterns})
+        assert known.compute_scale(f"base_model.model.{module}.lora_A.weight", 1) == alpha

@@ -19,7 +19,7 @@ import gguf
 import numpy as np
 
 from ckptctl.formats.gguf.gguf_reader import Many, read_header
-from ckptctl.numerics.quantization.ggml import BLOCKS, PLAIN
+from ckptctl.numerics.quantization.ggml import BLOCK_TYPES, UNQUANTIZED_TYPES
 from ckptctl.storage.files import source_files
 from tests.oracle import gguf_files, hf_models
 from tests.oracle.gguf_files import NAMES, UNREAD
@@ -94,7 +94,7 @@ def test_a_quantized_file_as_transformers_computes_it(tmp_path: Path, name: str,
 
 def finite_blocks(kind: Any, rows: int, blocks: int) -> np.ndarray:
     """Return random blocks of *kind* whose elements are finite in fp32."""
-    size = next(one for number, one in BLOCKS.items() if number == kind).nbytes
+    size = next(one for number, one in BLOCK_TYPES.items() if number == kind).nbytes
     generator = np.random.default_rng(int(kind))
     raw = generator.integers(0, 256, (rows * blocks, size), dtype=np.uint8)
     while True:
@@ -106,7 +106,9 @@ def finite_blocks(kind: Any, rows: int, blocks: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "kind", [Kind(n) for n, one in BLOCKS.items() if one.understood], ids=lambda kind: kind.name
+    "kind",
+    [Kind(n) for n, one in BLOCK_TYPES.items() if one.understood],
+    ids=lambda kind: kind.name,
 )
 def test_dequantized_bit_for_bit(tmp_path: Path, kind: Any) -> None:
     raw = finite_blocks(kind, 6, 5)
@@ -129,9 +131,9 @@ def test_dequantized_bit_for_bit(tmp_path: Path, kind: Any) -> None:
 
 def test_the_table_of_types_is_that_of_the_package() -> None:
     sizes = {int(kind): size for kind, size in gguf.GGML_QUANT_SIZES.items()}
-    ours = {number: (one.elements, one.nbytes) for number, one in BLOCKS.items()}
-    assert {n: size for n, size in sizes.items() if n not in PLAIN} == ours
-    assert {Kind(n).name for n in BLOCKS} == {one.name for one in BLOCKS.values()}
+    ours = {number: (one.elements, one.nbytes) for number, one in BLOCK_TYPES.items()}
+    assert {n: size for n, size in sizes.items() if n not in UNQUANTIZED_TYPES} == ours
+    assert {Kind(n).name for n in BLOCK_TYPES} == {one.name for one in BLOCK_TYPES.values()}
 
 
 def test_the_header_as_the_package_reads_it(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 import ckptctl
 from ckptctl import families
 from ckptctl.facts.megatron import config_to_fields, megatron_to_config
-from ckptctl.facts.megatron_files import arguments_of
+from ckptctl.facts.megatron_files import build_arguments
 from tests.gloo import run_on_ranks
 from tests.oracle.tiny import family_of
 
@@ -70,6 +70,6 @@ def test_window_written_computes_what_transformers_does(name: str, tmp_path: Pat
 def test_window_written_is_read_as_the_same_sliding_window(name: str) -> None:
     family, config = families.family(family_of(name)), tiny(name)
     config.sliding_window = WINDOW
-    told = arguments_of(family, config.to_dict())
+    told = build_arguments(family, config.to_dict())
     if family.megatron is not None and family.megatron.translated:
         assert megatron_to_config(family, told, {})["sliding_window"] == WINDOW

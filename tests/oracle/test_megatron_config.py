@@ -9,9 +9,13 @@ import pytest
 import yaml
 
 from ckptctl import families
-from ckptctl.facts.contradictions import contradictions, of_config
-from ckptctl.facts.megatron import megatron_to_config, of_megatron, silent
-from ckptctl.facts.megatron_files import arguments_of, run_config
+from ckptctl.facts.contradictions import find_contradicting_facts, read_config_statements
+from ckptctl.facts.megatron import (
+    iterate_implied_statements,
+    megatron_to_config,
+    read_megatron_statements,
+)
+from ckptctl.facts.megatron_files import build_arguments, build_run_config
 from ckptctl.storage.yaml_text import dump_yaml, parse_yaml
 from tests.unit.facts.test_megatron import NAMES, config
 
@@ -52,11 +56,11 @@ def stated(content: dict[str, Any]) -> dict[str, Any]:
 def test_transformers_understands_the_same(name: str, kind: str) -> None:
     family, content = families.family(name), config(name)
     if kind == "arguments":
-        told: Mapping[str, object] = arguments_of(family, content)
+        told: Mapping[str, object] = build_arguments(family, content)
     elif family.megatron is None or not family.megatron.provider:
         pytest.skip("Bridge has no provider for it")
     else:
-        text = dump_yaml(run_config(family, content, dtype="bfloat16")).decode()
+        text = dump_yaml(build_run_config(family, content, dtype="bfloat16")).decode()
         told = parse_yaml(text, "run_config.yaml")
         assert told == yaml.safe_load(text)
     mine, theirs = stated(megatron_to_config(family, told, {})), stated(content)
@@ -72,6 +76,11 @@ def test_what_transformers_writes_contradicts_nothing(name: str) -> None:
     family, content = families.family(name), config(name)
     kind = CONFIG_MAPPING[content["model_type"]]
     whole = kind(**{key: value for key, value in content.items() if key != "model_type"}).to_dict()
-    told = arguments_of(family, whole)
-    said = [*of_config(family, whole, "config.json"), *silent(family, whole, "config.json")]
-    assert not contradictions([*said, *of_megatron(family, told, "common.pt")])
+    told = build_arguments(family, whole)
+    said = [
+        *read_config_statements(family, whole, "config.json"),
+        *iterate_implied_statements(family, whole, "config.json"),
+    ]
+    assert not find_contradicting_facts(
+        [*said, *read_megatron_statements(family, told, "common.pt")]
+    )

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import ckptctl
 from ckptctl import families
-from ckptctl.numerics.quantization.linear_weights import Roles
+from ckptctl.numerics.quantization.linear_weights import TensorRoles
 from tests.checkpoints.golden import State
 from tests.checkpoints.quantized import hard
 from tests.oracle.models import distance
@@ -180,12 +180,12 @@ def stacks_of(name: str) -> dict[str, tuple[str, bool]]:
     That is whether ``FP8Experts``, in place of the model's own module, holds them in that shape.
     """
     family = families.family(family_of(name))
-    roles = Roles(family, family.get_layout(layout_of(family.name)))
+    roles = TensorRoles(family, family.get_layout(layout_of(family.name)))
     config = TINY[name]()
     with torch.device("meta"):
         model = hf_models.class_of(config)._from_config(config, dtype=torch.bfloat16)
     before = {key: one.shape for key, one in model.state_dict().items()}
-    every = {key: roles.of(key, shape) for key, shape in before.items()}
+    every = {key: roles.find_role(key, shape) for key, shape in before.items()}
     stacks = {key: role for key, role in every.items() if role in ("experts", "stacked")}
     try:
         finegrained_fp8.replace_with_fp8_linear(model, None, FineGrainedFP8Config())

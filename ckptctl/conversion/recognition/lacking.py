@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from ckptctl import families
 from ckptctl.conversion.recognition.model import Model
 from ckptctl.errors import quote_names, spell_option
-from ckptctl.numerics.quantization.survey import plain_names
+from ckptctl.numerics.quantization.survey import to_dequantized_names
 from ckptctl.planner.config_demands import find_required_tensors
 from ckptctl.planner.config_facts import list_absent_heads
 from ckptctl.planner.layouts import Family, is_base
@@ -193,7 +193,7 @@ def _as_unquantized(model: Model, names: Collection[str]) -> tuple[Model, Collec
 
     Only applies to quantization schemes that no table describes.
     """
-    unquantized_names = plain_names(names)
+    unquantized_names = to_dequantized_names(names)
     if unquantized_names is names:
         return model, names
     model_type = model.request.model_type

@@ -18,9 +18,9 @@ from typing import Any
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
 from ckptctl.dtypes import itemsize
 from ckptctl.errors import DamagedError, UnsupportedError, quote_names
-from ckptctl.facts.gguf_config import FACTORS, described, sizes_of
+from ckptctl.facts.gguf_config import ROPE_FACTORS, build_config_from_gguf, select_sizes
 from ckptctl.formats.sidecar_files import beside
-from ckptctl.numerics.quantization.ggml import BLOCKS, PLAIN
+from ckptctl.numerics.quantization.ggml import BLOCK_TYPES, UNQUANTIZED_TYPES
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.schema import MalformedError, malformed_errors
 from ckptctl.tree import TreePath
@@ -70,7 +70,7 @@ def read(path: TreePath, names: Sequence[str], name: str) -> Catalog:
         metadata = headers[names[0]].metadata
         values = {key: value for key, value in metadata.items() if not isinstance(value, Many)}
         counts = {key: value.count for key, value in metadata.items() if isinstance(value, Many)}
-        config, notes = described(values, counts, tensors, _factors(files, tensors))
+        config, notes = build_config_from_gguf(values, counts, tensors, _factors(files, tensors))
     around = beside(root, names, alone=path.is_file())
     found = around.catalog(root, name)
     own = CONFIG in found.documents
@@ -81,7 +81,9 @@ def read(path: TreePath, names: Sequence[str], name: str) -> Catalog:
         files=sizes,
         tensors=tensors,
         documents=documents,
-        stated={f"the metadata of {root / names[0]}": sizes_of(config)} if own and config else {},
+        stated={f"the metadata of {root / names[0]}": select_sizes(config)}
+        if own and config
+        else {},
         notes=() if own else notes,
     )
 
@@ -112,9 +114,9 @@ def _tensors(root: TreePath, headers: Mapping[str, Header]) -> dict[str, TensorE
     of: dict[str, str] = {}
     for file, header in headers.items():
         for one in header.tensors:
-            name, dtype, shape = one.name, PLAIN.get(one.kind), one.shape
+            name, dtype, shape = one.name, UNQUANTIZED_TYPES.get(one.kind), one.shape
             if dtype is None:
-                block = BLOCKS[one.kind]
+                block = BLOCK_TYPES[one.kind]
                 name, dtype = f"{name}.{block.name}", "uint8"
                 shape = (*shape[:-1], shape[-1] // block.elements * block.nbytes)
             if of.setdefault(one.name, file) != file:
@@ -133,12 +135,12 @@ def _tensors(root: TreePath, headers: Mapping[str, Header]) -> dict[str, TensorE
 
 def _factors(files: SourceFiles, tensors: Mapping[str, TensorEntry]) -> Sequence[float] | None:
     """Return the divisors of the rotary frequencies, or None if there are none."""
-    entry = tensors.get(FACTORS)
+    entry = tensors.get(ROPE_FACTORS)
     if entry is None:
         return None
     if entry.dtype != "float32" or not 0 < entry.numel <= MAX_FACTORS:
         why = f"{entry.dtype} {list(entry.shape)}"
-        raise UnsupportedError(f"`{FACTORS}` is malformed", where=str(files.root), why=why)
+        raise UnsupportedError(f"`{ROPE_FACTORS}` is malformed", where=str(files.root), why=why)
     extent = entry.extents[0]
     data = files.read(extent.file, extent.offset, extent.nbytes)
     return list(memoryview(data).cast("f"))
@@ -370,11 +372,11 @@ def _placed(
 
 def _nbytes(cursor: _Cursor, name: str, shape: tuple[int, ...], kind: int) -> int:
     count = math.prod(shape)
-    if kind in PLAIN:
-        return count * itemsize(PLAIN[kind])
-    if kind not in BLOCKS:
+    if kind in UNQUANTIZED_TYPES:
+        return count * itemsize(UNQUANTIZED_TYPES[kind])
+    if kind not in BLOCK_TYPES:
         raise MalformedError(f"`{name}` has the unknown type {kind}")
-    block = BLOCKS[kind]
+    block = BLOCK_TYPES[kind]
     if not shape or shape[-1] % block.elements:
         raise cursor.torn(
             f"a row of `{name}` is not a multiple of {pluralize(block.elements, 'element')}"

@@ -115,9 +115,9 @@ class McoreFormat(ItemFormat, WritableFormat):
 
     def recorded_facts(self, catalog: Catalog) -> RecordedFacts | None:
         """See :meth:`Format.recorded_facts`."""
-        from ckptctl.facts.recorded import Records  # most checkpoints have none
+        from ckptctl.facts.recorded import MegatronRecords  # most checkpoints have none
 
-        return Records(catalog) if catalog.extensions else None
+        return MegatronRecords(catalog) if catalog.extensions else None
 
     def only_part(self, path: TreePath) -> TreePath | None:
         """See :meth:`Format.only_part`."""

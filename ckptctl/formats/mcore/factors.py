@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from ckptctl.catalog import Box, Catalog, TensorEntry
 from ckptctl.errors import UnsupportedError
-from ckptctl.facts.megatron import merged
+from ckptctl.facts.megatron import merge_records
 from ckptctl.planner.config_facts import Json
 from ckptctl.units import pluralize
 
@@ -35,7 +35,7 @@ def in_order(catalog: Catalog, records: Mapping[str, Json]) -> Catalog:
         records: Records of the trainer by file.
     """
     found = halved(catalog.tensors)
-    ranks = merged(records.values()).get("tensor_model_parallel_size") if found else None
+    ranks = merge_records(records.values()).get("tensor_model_parallel_size") if found else None
     changed = {name: _in_order(catalog, catalog.tensors[name], ranks) for name in found}
     return replace(catalog, tensors={**catalog.tensors, **changed}) if changed else catalog
 

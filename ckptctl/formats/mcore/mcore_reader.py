@@ -34,8 +34,8 @@ from typing import Any
 from ckptctl.catalog import Blob, Catalog, Finding
 from ckptctl.errors import DamagedError, UnsupportedError
 from ckptctl.facts import MEGATRON
-from ckptctl.facts.megatron import TARGET
-from ckptctl.facts.megatron_adapter import peft_words
+from ckptctl.facts.megatron import TARGET_KEY
+from ckptctl.facts.megatron_adapter import to_peft_config
 from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.dcp.dcp_reader import catalog_of, read_metadata, with_leaves
 from ckptctl.formats.mcore.factors import in_order
@@ -106,7 +106,7 @@ def read(path: TreePath, asked: ReadOptions, name: str) -> Catalog:
         f"the checkpoint contains two models; this is the actor. Pass `{other}` for the other one"
     )
     documented: dict[str, Json] = {**described, **catalog.documents}
-    if stated := peft_words(recorded.get(RUN_CONFIG, {})):
+    if stated := to_peft_config(recorded.get(RUN_CONFIG, {})):
         documented[ADAPTER] = {**adapter_config(folder).get(ADAPTER, {}), **stated}
     return replace(
         catalog,
@@ -290,13 +290,13 @@ class _Reader:
         if node.get("type") == "leaf":
             return node.get("value")
         if node.get("type") == "pyref":
-            return {TARGET: _named(node)}
+            return {TARGET_KEY: _named(node)}
         inside = {name: self.value(part, depth + 1) for name, part in self.items(node)}
         kind = _named(node.get("type"))
         if kind in ("builtins.list", "builtins.tuple"):
             return list(inside.values())
         made = dict(self.items(self.followed(node.get("metadata")))).get(_ITSELF)
-        return inside if made is None else {TARGET: _named(made), **inside}
+        return inside if made is None else {TARGET_KEY: _named(made), **inside}
 
 
 def _named(node: object) -> str:

@@ -43,9 +43,18 @@ from ckptctl.catalog import Blob, Box, Index, Path
 from ckptctl.errors import MappingError, RefusedError, quote_names, spell_option
 from ckptctl.facts import MEGATRON
 from ckptctl.facts import megatron_carried as carried
-from ckptctl.facts.megatron_adapter import SECTION, lacking, section
-from ckptctl.facts.megatron_carried import Carried
-from ckptctl.facts.megatron_files import ONE_RANK, arguments_of, container, run_config
+from ckptctl.facts.megatron_adapter import (
+    PEFT_SECTION,
+    build_adapter_section,
+    list_incomplete_layers,
+)
+from ckptctl.facts.megatron_carried import CopiedRecord
+from ckptctl.facts.megatron_files import (
+    ONE_RANK,
+    build_arguments,
+    build_container,
+    build_run_config,
+)
 from ckptctl.formats.base import OutputLayout, OutputRequest, OutputTensor, TensorPlace, document
 from ckptctl.formats.dcp import METADATA
 from ckptctl.formats.dcp.data_files import DataFiles, shards
@@ -168,9 +177,9 @@ def describe(request: OutputRequest, around: Mapping[str, object]) -> Described:
         what = f"the arguments in {COMMON}"
         recorded = request.extensions.get(MEGATRON, ())
         said = COMMON_STATE if COMMON_STATE in recorded else COMMON
-        arguments = _told(request, arguments_of, carried.arguments, said, what)
+        arguments = _told(request, build_arguments, carried.copy_arguments, said, what)
     what = f"{RUN_CONFIG} (for Megatron-Bridge)"
-    yaml = _told(request, run_config, carried.run_config, RUN_CONFIG, what)
+    yaml = _told(request, build_run_config, carried.copy_run_config, RUN_CONFIG, what)
     if around:
         arguments = arguments and {**arguments, "no_save_optim": False}
         saved = find_member(dict[object, object], yaml, "checkpoint") or {}
@@ -185,11 +194,11 @@ def describe(request: OutputRequest, around: Mapping[str, object]) -> Described:
 def _adapter(request: OutputRequest, stated: Mapping[str, object]) -> Described:
     """Return the files that describe an adapter, and its base model if known."""
     what = f"the model section of {RUN_CONFIG} (Megatron-Bridge reads the model from elsewhere)"
-    yaml = _told(request, run_config, carried.run_config, RUN_CONFIG, what)
-    yaml = yaml or container(ONE_RANK)
+    yaml = _told(request, build_run_config, carried.copy_run_config, RUN_CONFIG, what)
+    yaml = yaml or build_container(ONE_RANK)
     shapes = {tensor.name: tensor.shape for tensor in request.tensors}
-    yaml[SECTION] = section(shapes, stated, request.sizes.get("i"))
-    if layers := lacking(shapes):
+    yaml[PEFT_SECTION] = build_adapter_section(shapes, stated, request.sizes.get("i"))
+    if layers := list_incomplete_layers(shapes):
         parts = "factors for query, key and value together, and for gate and up together"
         missing = f"some are missing in {quote_names(layers)}"
         request.notes.add(f"Megatron-Bridge 0.3 requires {parts}; {missing}")
@@ -205,7 +214,7 @@ def _adapter(request: OutputRequest, stated: Mapping[str, object]) -> Described:
 def _told(
     request: OutputRequest,
     make: Callable[..., dict[str, object]],
-    carry: Callable[..., Carried],
+    carry: Callable[..., CopiedRecord],
     file: str,
     what: str,
 ) -> dict[str, object] | None:
@@ -218,9 +227,9 @@ def _told(
         request.notes.add(f"skipped {what}, because {why_not}")
         return None
     found = carry(recorded[file], _rows(request), _dtype(request))
-    if found.left_out:
+    if found.skipped:
         request.notes.add(
-            f"omitted from {what}, because they are not plain values: {quote_names(found.left_out)}"
+            f"omitted from {what}, because they are not plain values: {quote_names(found.skipped)}"
         )
     return found.values
 

@@ -25,7 +25,7 @@ from ckptctl.errors import (
     quote_names,
     spell_option,
 )
-from ckptctl.facts.megatron_words import ARGUMENTS
+from ckptctl.facts.megatron_words import FIELD_BY_ARGUMENT
 from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.megatron.grid import Grid, GridPosition, read_grid
 from ckptctl.formats.megatron.megatron_folder import (
@@ -130,7 +130,7 @@ def _notes(grid: Grid, model: JoinedModel, root: TreePath) -> Iterator[str]:
 def _facts(arguments: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     """Yield the model facts in *arguments*, by their names in config.json."""
     rotary = arguments.get("position_embedding_type") == _ROTARY
-    called = {field: name for name, field in ARGUMENTS.items()}
+    called = {field: name for name, field in FIELD_BY_ARGUMENT.items()}
     for fact in TRAINING_ARGUMENT_FACTS:
         value = arguments.get(called.get(fact.megatron, fact.megatron))
         if isinstance(value, (int, float)) and (rotary or fact.megatron != "rotary_base"):

@@ -18,24 +18,28 @@ from collections.abc import Iterator
 from math import prod
 from typing import TYPE_CHECKING
 
-from ckptctl.numerics.kinds.narrow_floats import nibbles
+from ckptctl.numerics.kinds.narrow_floats import look_up_nibbles
 from ckptctl.numerics.quantization.formulas import CodeBlocks
 from ckptctl.storage.computed import Kind, Output
 
 if TYPE_CHECKING:
     import torch
 
-STEP = 7.874015718698502e-3
+INT8_STEP = 7.874015718698502e-3
 
 
-def _bnb_4bit(out: Output) -> None:
-    target, done = out.elements.view(-1), 0
-    for first, last in _runs(out.rows, out.columns, out.computed.shape[-1]):
-        target[done : done + last - first] = _numbers(out, first, last)
-        done += last - first
+def _dequantize_4bit(out: Output) -> None:
+    target, written_count = out.elements.view(-1), 0
+    for first_element, last_element in _iterate_element_ranges(
+        out.rows, out.columns, out.computed.shape[-1]
+    ):
+        target[written_count : written_count + last_element - first_element] = _dequantize_range(
+            out, first_element, last_element
+        )
+        written_count += last_element - first_element
 
 
-def _runs(rows: range, columns: range, width: int) -> Iterator[tuple[int, int]]:
+def _iterate_element_ranges(rows: range, columns: range, width: int) -> Iterator[tuple[int, int]]:
     """Yield the ranges of consecutive elements that make up a rectangle."""
     if len(columns) == width:
         yield rows.start * width, rows.stop * width
@@ -44,25 +48,25 @@ def _runs(rows: range, columns: range, width: int) -> Iterator[tuple[int, int]]:
         yield row * width + columns.start, row * width + columns.stop
 
 
-def _numbers(out: Output, first: int, last: int) -> torch.Tensor:
+def _dequantize_range(out: Output, first_element: int, last_element: int) -> torch.Tensor:
     """Return consecutive dequantized elements."""
     import torch
 
     packed, table, *_ = out.inputs
     formula: CodeBlocks = out.arguments
     block = formula.block
-    blocks = range(first // block, -(-last // block))
+    blocks = range(first_element // block, -(-last_element // block))
     end = min(blocks.stop * block, prod(out.computed.shape))
     raw = packed.read(range(blocks.start * block // 2, -(-end // 2))).view(torch.uint8).view(-1)
-    swapped = raw.bitwise_left_shift(4).bitwise_or_(raw.bitwise_right_shift(4))
+    low_half_first = raw.bitwise_left_shift(4).bitwise_or_(raw.bitwise_right_shift(4))
     codes = tuple(table.read_all().view(-1).tolist())
     numbers = out.get_scratch("numbers", "float32", len(blocks) * block)
-    nibbles(out, swapped, codes, numbers[: 2 * len(swapped)])
-    numbers.view(-1, block).mul_(_scales(out, blocks)[:, None])
-    return numbers[first - blocks.start * block : last - blocks.start * block]
+    look_up_nibbles(out, low_half_first, codes, numbers[: 2 * len(low_half_first)])
+    numbers.view(-1, block).mul_(_read_block_scales(out, blocks)[:, None])
+    return numbers[first_element - blocks.start * block : last_element - blocks.start * block]
 
 
-def _scales(out: Output, blocks: range) -> torch.Tensor:
+def _read_block_scales(out: Output, blocks: range) -> torch.Tensor:
     """Return the scales of consecutive blocks."""
     import torch
 
@@ -72,24 +76,24 @@ def _scales(out: Output, blocks: range) -> torch.Tensor:
         return stored.to(torch.float32)
     nested_absmax, nested_table = nested
     formula: CodeBlocks = out.arguments
-    each = formula.nested_block
-    outer = range(blocks.start // each, -(-blocks.stop // each))
+    nested_block = formula.nested_block
+    outer = range(blocks.start // nested_block, -(-blocks.stop // nested_block))
     scale = nested_absmax.read(range(1), outer).view(-1)
-    which = torch.arange(blocks.start, blocks.stop).div_(each, rounding_mode="floor")
+    nested_index = torch.arange(blocks.start, blocks.stop).div_(nested_block, rounding_mode="floor")
     numbers = nested_table.read_all().view(-1).index_select(0, stored.int())
-    return numbers.mul_(scale.index_select(0, which - outer.start)).add_(formula.offset)
+    return numbers.mul_(scale.index_select(0, nested_index - outer.start)).add_(formula.offset)
 
 
-def _bnb_int8(out: Output) -> None:
+def _dequantize_int8(out: Output) -> None:
     import torch
 
     weight, largest = out.inputs
     values = weight.read(out.rows, out.columns).to(torch.float32)
     scale = largest.read_all().view(-1, 1)[out.rows.start : out.rows.stop].to(torch.float32)
-    out.elements.copy_(values.mul_(scale).mul_(STEP))
+    out.elements.copy_(values.mul_(scale).mul_(INT8_STEP))
 
 
 KINDS = {
-    "bnb_4bit": Kind(_bnb_4bit, overflows=True),
-    "bnb_int8": Kind(_bnb_int8, overflows=True),
+    "bnb_4bit": Kind(_dequantize_4bit, overflows=True),
+    "bnb_int8": Kind(_dequantize_int8, overflows=True),
 }

@@ -15,24 +15,24 @@ from ckptctl.catalog import ComputedTensor
 from ckptctl.storage.computed import Kind, Output
 
 
-def _constant(out: Output) -> None:
+def _fill_constant(out: Output) -> None:
     if _is_zero(out.computed):
         out.memory[:] = bytes(len(out.memory))
     else:
-        out.elements.fill_(_value(out.computed))
+        out.elements.fill_(_get_constant(out.computed))
 
 
 def _is_zero(computed: ComputedTensor) -> bool:
     """Return whether the constant is +0, which is zero bytes in every dtype."""
-    value = _value(computed)
+    value = _get_constant(computed)
     return value == 0 and math.copysign(1, value) > 0
 
 
-def _value(computed: ComputedTensor) -> float:
+def _get_constant(computed: ComputedTensor) -> float:
     return 0.0 if computed.arguments is None else float(typed(float, computed.arguments))
 
 
-def _mirrored(out: Output) -> None:
+def _conjugate_or_negate(out: Output) -> None:
     values = out.inputs[0].read(out.rows, out.columns)
     if "conj" in out.arguments:
         values = values.conj()
@@ -41,13 +41,13 @@ def _mirrored(out: Output) -> None:
     out.elements.copy_(values)
 
 
-def _added(out: Output) -> None:
+def _add_constant(out: Output) -> None:
     # torch adds narrow elements in float32 and rounds the sum.
-    out.elements.copy_(out.inputs[0].read(out.rows, out.columns) + _value(out.computed))
+    out.elements.copy_(out.inputs[0].read(out.rows, out.columns) + _get_constant(out.computed))
 
 
 KINDS = {
-    "added": Kind(_added),
-    "constant": Kind(_constant, needs_torch=lambda computed: not _is_zero(computed)),
-    "mirrored": Kind(_mirrored),
+    "added": Kind(_add_constant),
+    "constant": Kind(_fill_constant, needs_torch=lambda computed: not _is_zero(computed)),
+    "mirrored": Kind(_conjugate_or_negate),
 }

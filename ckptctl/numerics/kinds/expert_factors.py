@@ -11,21 +11,21 @@ from __future__ import annotations
 from ckptctl.storage.computed import Kind, Output
 
 
-def _stacked(out: Output) -> None:
+def _stack_factors(out: Output) -> None:
     starts: tuple[int, ...] = out.arguments
     experts, rows = len(out.inputs) // len(starts), out.rows
     values = out.elements.new_zeros(len(rows), out.computed.shape[-1] // experts, experts)
     first_rank = 0
-    for number, start in enumerate(starts):
-        own = out.inputs[number :: len(starts)]
-        height, rank = own[0].entry.shape
-        first, last = max(start, rows.start), min(start + height, rows.stop)
-        for expert, factor in enumerate(own) if first < last else ():
-            part = factor.read(range(first - start, last - start))
+    for part_number, start in enumerate(starts):
+        part_inputs = out.inputs[part_number :: len(starts)]
+        height, rank = part_inputs[0].entry.shape
+        first_row, last_row = max(start, rows.start), min(start + height, rows.stop)
+        for expert, factor in enumerate(part_inputs) if first_row < last_row else ():
+            part = factor.read(range(first_row - start, last_row - start))
             ranks = slice(first_rank, first_rank + rank)
-            values[first - rows.start : last - rows.start, ranks, expert] = part
+            values[first_row - rows.start : last_row - rows.start, ranks, expert] = part
         first_rank += rank
     out.write(values)
 
 
-KINDS = {"experts_b": Kind(_stacked)}
+KINDS = {"experts_b": Kind(_stack_factors)}

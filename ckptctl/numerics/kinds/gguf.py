@@ -11,20 +11,20 @@ from ckptctl.numerics.quantization.ggml import BlockType
 from ckptctl.storage.computed import Kind, Output
 
 
-def _blocks(out: Output) -> None:
+def _dequantize_blocks(out: Output) -> None:
     import torch
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
     block: BlockType = out.arguments
     groups = out.list_groups(block.elements)
-    places = range(groups.start * block.nbytes, groups.stop * block.nbytes)
-    raw = out.inputs[0].read(out.rows, places).contiguous().numpy()
+    byte_range = range(groups.start * block.nbytes, groups.stop * block.nbytes)
+    raw = out.inputs[0].read(out.rows, byte_range).contiguous().numpy()
     values = dequantize(raw, GGMLQuantizationType[block.name])
     out.write(torch.from_numpy(values), groups.start * block.elements)
 
 
 KINDS = {
     # Non-finite results come from damaged scales, not from values of the model.
-    "gguf": Kind(_blocks, overflows=True, package="gguf"),
+    "gguf": Kind(_dequantize_blocks, overflows=True, package="gguf"),
 }

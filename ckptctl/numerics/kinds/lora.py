@@ -24,8 +24,8 @@ from ckptctl.storage.computed import InputTensor, Kind, Output, last_dimension
 if TYPE_CHECKING:
     import torch
 
-BLOCK = 64
-LIMIT = 4 << 20
+ROW_BLOCK = 64
+CHUNK_BYTES = 4 << 20
 """Bytes of W in float32 that are read at a time to scale a bias."""
 
 
@@ -45,22 +45,22 @@ class LoraUpdate(NamedTuple):
     bias_start: int = 0
 
 
-def _weight(out: Output) -> None:
+def _merge_weight(out: Output) -> None:
     import torch
 
-    rows, others = out.rows, iter(out.inputs[1:])
+    rows, factor_inputs = out.rows, iter(out.inputs[1:])
     merged = out.inputs[0].read(rows).to(torch.float32)
-    changes: tuple[LoraUpdate, ...] = out.arguments
-    for change in changes:
-        factors = _Factors(change, others)
-        start = change.rows.start
-        first, last = max(start, rows.start), min(change.rows.stop, rows.stop)
-        if first < last:
-            part = merged[first - rows.start : last - rows.start]
-            changed = range(first - start, last - start)
-            factors.add_to(part, changed)
-            if change.has_magnitude:
-                part.mul_(factors.scales(part, changed))
+    updates: tuple[LoraUpdate, ...] = out.arguments
+    for update in updates:
+        factors = _Factors(update, factor_inputs)
+        start = update.rows.start
+        first_row, last_row = max(start, rows.start), min(update.rows.stop, rows.stop)
+        if first_row < last_row:
+            merged_part = merged[first_row - rows.start : last_row - rows.start]
+            update_rows = range(first_row - start, last_row - start)
+            factors.add_product_to(merged_part, update_rows)
+            if update.has_magnitude:
+                merged_part.mul_(factors.compute_magnitude_scales(merged_part, update_rows))
     out.write(merged)
 
 
@@ -70,12 +70,12 @@ class _Factors:
     Rows are relative to the first updated row.
     """
 
-    def __init__(self, change: LoraUpdate, inputs: Iterator[InputTensor]) -> None:
-        self._scale = change.scale
+    def __init__(self, update: LoraUpdate, inputs: Iterator[InputTensor]) -> None:
+        self._scale = update.scale
         self._a, self._b = next(inputs), next(inputs)
-        self._magnitude = next(inputs) if change.has_magnitude else None
+        self._magnitude = next(inputs) if update.has_magnitude else None
 
-    def add_to(self, part: torch.Tensor, rows: range) -> None:
+    def add_product_to(self, part: torch.Tensor, rows: range) -> None:
         """Add scale · B A to *part*, the rows *rows* of the weight."""
         import torch
 
@@ -83,14 +83,14 @@ class _Factors:
         b = self._b.read(rows).to(torch.float32)
         _add_product(part, b, a, self._scale)
 
-    def scales(self, part: torch.Tensor, rows: range) -> torch.Tensor:
+    def compute_magnitude_scales(self, part: torch.Tensor, rows: range) -> torch.Tensor:
         """Return DoRA's row scales ``[rows, 1]`` of *part*, which already includes B A."""
         import torch
 
         assert self._magnitude
-        length = self._magnitude.read_all()[rows.start : rows.stop].view(-1, 1)
+        magnitudes = self._magnitude.read_all()[rows.start : rows.stop].view(-1, 1)
         norms: torch.Tensor = torch.linalg.norm(part, dim=1, keepdim=True)
-        return length.to(torch.float32) / norms
+        return magnitudes.to(torch.float32) / norms
 
 
 def _add_product(part: torch.Tensor, b: torch.Tensor, a: torch.Tensor, scale: float) -> None:
@@ -99,40 +99,48 @@ def _add_product(part: torch.Tensor, b: torch.Tensor, a: torch.Tensor, scale: fl
     Rows are multiplied in blocks of fixed size, so equal inputs give equal bits no matter which
     rows are computed together.
     """
-    whole = len(b) - len(b) % BLOCK
-    for start in range(0, whole, BLOCK):
-        rows = slice(start, start + BLOCK)
+    full_rows = len(b) - len(b) % ROW_BLOCK
+    for start in range(0, full_rows, ROW_BLOCK):
+        rows = slice(start, start + ROW_BLOCK)
         part[rows].addmm_(b[rows], a, alpha=scale)
-    if whole < len(b):
-        rest, factors = (one.new_zeros(BLOCK, one.shape[1]) for one in (part, b))
-        rest[: len(b) - whole], factors[: len(b) - whole] = part[whole:], b[whole:]
-        part[whole:] = rest.addmm_(factors, a, alpha=scale)[: len(b) - whole]
+    if full_rows < len(b):
+        padded_part, padded_b = (
+            matrix.new_zeros(ROW_BLOCK, matrix.shape[1]) for matrix in (part, b)
+        )
+        padded_part[: len(b) - full_rows], padded_b[: len(b) - full_rows] = (
+            part[full_rows:],
+            b[full_rows:],
+        )
+        part[full_rows:] = padded_part.addmm_(padded_b, a, alpha=scale)[: len(b) - full_rows]
 
 
-def _bias(out: Output) -> None:
+def _scale_bias(out: Output) -> None:
     import torch
 
-    columns, others = out.columns, iter(out.inputs[1:])
+    columns, more_inputs = out.columns, iter(out.inputs[1:])
     scaled = out.inputs[0].read(range(1), columns).to(torch.float32).view(-1)
-    changes: tuple[LoraUpdate, ...] = out.arguments
-    for change in changes:
-        weight, factors = next(others), _Factors(change, others)
-        at = change.bias_start
-        first, last = max(at, columns.start), min(at + len(change.rows), columns.stop)
-        step = max(LIMIT // (4 * last_dimension(weight.entry.shape)), 1)
-        for begin in range(first, last, step):
-            end = min(begin + step, last)
-            rows = range(begin - at, end - at)
-            part = weight.read(change.rows[rows.start : rows.stop]).to(torch.float32)
-            factors.add_to(part, rows)
-            scaled[begin - columns.start : end - columns.start].mul_(
-                factors.scales(part, rows).view(-1)
+    updates: tuple[LoraUpdate, ...] = out.arguments
+    for update in updates:
+        weight, factors = next(more_inputs), _Factors(update, more_inputs)
+        bias_start = update.bias_start
+        first_element, last_element = (
+            max(bias_start, columns.start),
+            min(bias_start + len(update.rows), columns.stop),
+        )
+        step = max(CHUNK_BYTES // (4 * last_dimension(weight.entry.shape)), 1)
+        for chunk_start in range(first_element, last_element, step):
+            chunk_end = min(chunk_start + step, last_element)
+            rows = range(chunk_start - bias_start, chunk_end - bias_start)
+            part = weight.read(update.rows[rows.start : rows.stop]).to(torch.float32)
+            factors.add_product_to(part, rows)
+            scaled[chunk_start - columns.start : chunk_end - columns.start].mul_(
+                factors.compute_magnitude_scales(part, rows).view(-1)
             )
     out.elements.copy_(scaled.view(1, -1))
 
 
 # Elements of the model may be infinite or NaN; an overflow caused by the adapter is an error.
 KINDS = {
-    "lora": Kind(_weight, overflows=True, keeps_infinite=True, rows=BLOCK),
-    "dora_bias": Kind(_bias, overflows=True, keeps_infinite=True),
+    "lora": Kind(_merge_weight, overflows=True, keeps_infinite=True, rows=ROW_BLOCK),
+    "dora_bias": Kind(_scale_bias, overflows=True, keeps_infinite=True),
 }

@@ -17,51 +17,57 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING
 
-from ckptctl.numerics.kinds.narrow_floats import E2M1, E4M3, factors, from_bytes, nibbles
+from ckptctl.numerics.kinds.narrow_floats import (
+    E2M1,
+    E4M3,
+    bytes_to_float32,
+    look_up_nibbles,
+    to_float32_scales,
+)
 from ckptctl.numerics.quantization.formulas import MlxGroups
 from ckptctl.storage.computed import Kind, Output
 
 if TYPE_CHECKING:
     import torch
 
-FOUR = 4
-TOGETHER = 8
+FOUR_BITS = 4
+PACK_SIZE = 8
 """Number of elements that fill whole bytes at any width."""
 
 
-def _affine(out: Output) -> None:
+def _dequantize_affine(out: Output) -> None:
     form: MlxGroups = out.arguments
     _, scales, biases = out.inputs
     groups = out.list_groups(form.group)
-    packed, scale = _packed(out, form), scales.read(out.rows, groups)[..., None]
-    if TOGETHER % form.bits == 0:
-        numbers = _looked_up(_integers(form.bits, scale.dtype), packed)
+    packed, scale = _read_packed(out, form), scales.read(out.rows, groups)[..., None]
+    if PACK_SIZE % form.bits == 0:
+        numbers = _look_up_rows(_build_integer_table(form.bits, scale.dtype), packed)
     else:
-        numbers = _unpacked(packed.reshape(-1, form.bits), form.bits).to(scale.dtype)
+        numbers = _unpack_groups(packed.reshape(-1, form.bits), form.bits).to(scale.dtype)
     values = numbers.view(len(out.rows), len(groups), form.group).mul_(scale)
     out.write(values.add_(biases.read(out.rows, groups)[..., None]), groups.start * form.group)
 
 
-def _float(out: Output) -> None:
+def _dequantize_float(out: Output) -> None:
     import torch
 
     form: MlxGroups = out.arguments
     groups = out.list_groups(form.group)
-    packed, scale = _packed(out, form), out.inputs[1].read(out.rows, groups)
+    packed, scale = _read_packed(out, form), out.inputs[1].read(out.rows, groups)
     if form.mode == "nvfp4":
-        scale = factors(scale.view(torch.float8_e4m3fn))
+        scale = to_float32_scales(scale.view(torch.float8_e4m3fn))
     else:
-        scale = factors(scale).nan_to_num_(nan=torch.inf)
-    if form.bits == FOUR:
+        scale = to_float32_scales(scale).nan_to_num_(nan=torch.inf)
+    if form.bits == FOUR_BITS:
         numbers = out.get_scratch("numbers", "float32", 2 * packed.numel())
-        nibbles(out, packed.contiguous(), E2M1, numbers)
+        look_up_nibbles(out, packed.contiguous(), E2M1, numbers)
     else:
-        numbers = from_bytes(packed, E4M3)
+        numbers = bytes_to_float32(packed, E4M3)
     values = numbers.view(len(out.rows), len(groups), form.group).mul_(scale[..., None])
     out.write(values, groups.start * form.group)
 
 
-def _packed(out: Output, form: MlxGroups) -> torch.Tensor:
+def _read_packed(out: Output, form: MlxGroups) -> torch.Tensor:
     """Return the bytes of whole groups, ``[rows, bytes]``."""
     import torch
 
@@ -70,39 +76,39 @@ def _packed(out: Output, form: MlxGroups) -> torch.Tensor:
     return out.inputs[0].read(out.rows).view(torch.uint8)[:, start:stop]
 
 
-def _looked_up(table: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+def _look_up_rows(table: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
     """Return the row of *table* for each byte, moving short rows as one integer."""
     import torch
 
-    places, width = packed.reshape(-1).int(), table.shape[1] * table.element_size()
-    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(width)
-    if whole is None:
-        return table.index_select(0, places)
-    return table.view(whole).view(-1).index_select(0, places).view(table.dtype)
+    byte_values, width = packed.reshape(-1).int(), table.shape[1] * table.element_size()
+    integer_dtype = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(width)
+    if integer_dtype is None:
+        return table.index_select(0, byte_values)
+    return table.view(integer_dtype).view(-1).index_select(0, byte_values).view(table.dtype)
 
 
-def _unpacked(packed: torch.Tensor, bits: int) -> torch.Tensor:
+def _unpack_groups(packed: torch.Tensor, bits: int) -> torch.Tensor:
     """Unpack ``[n, bits]`` bytes to ``[n, 8]`` integers."""
     import torch
 
     word = torch.zeros(len(packed), dtype=torch.int64)
-    for place in range(bits):
-        word |= packed[:, place].to(torch.int64) << (8 * place)
-    shifts = torch.arange(TOGETHER) * bits
+    for byte_index in range(bits):
+        word |= packed[:, byte_index].to(torch.int64) << (8 * byte_index)
+    shifts = torch.arange(PACK_SIZE) * bits
     return (word[:, None] >> shifts).bitwise_and_((1 << bits) - 1)
 
 
 @cache
-def _integers(bits: int, dtype: torch.dtype) -> torch.Tensor:
+def _build_integer_table(bits: int, dtype: torch.dtype) -> torch.Tensor:
     """Return a table of the integers in every byte, ``[256, 8 / bits]``."""
     import torch
 
-    every = torch.arange(256)[:, None] >> (torch.arange(8 // bits) * bits)
-    return (every & ((1 << bits) - 1)).to(dtype)
+    table = torch.arange(256)[:, None] >> (torch.arange(8 // bits) * bits)
+    return (table & ((1 << bits) - 1)).to(dtype)
 
 
 KINDS = {
     # Non-finite results come from damaged scales or biases, not from values of the model.
-    "mlx_affine": Kind(_affine, overflows=True),
-    "mlx_float": Kind(_float, overflows=True),
+    "mlx_affine": Kind(_dequantize_affine, overflows=True),
+    "mlx_float": Kind(_dequantize_float, overflows=True),
 }

@@ -38,66 +38,76 @@ if TYPE_CHECKING:
 E4M3 = "float8_e4m3fn"
 NAN, NEGATIVE_NAN = 0x7F, 0xFF
 """The only two NaN codes of E4M3."""
-FP8_OF_HALVES = 256.0
-LARGE = 2.0**127
+FP8_SCALE_OF_HALVES = 256.0
+FINITE_SCALE_LIMIT = 2.0**127
 """Scales below this bound stay finite."""
-RANGES = 16
+BLOCK_INDEX_CACHE = 16
 """Cached ranges of columns with the blocks that they are in."""
-NO_SIGN = ~0x4000
+SIGN_COPY_MASK = ~0x4000
 """Mask for all bits of a float16 except the second copy of an int8's sign."""
 MX_BLOCK = 32
-TABLES = 16
+TABLE_CACHE = 16
 """Cached lookup tables, one for each code table and dtype."""
-FP4_OF_HALVES = 2.0**14
-APART, CODES, SEVENS, NUMBERS = (1 << 9) + (1 << 21), 0x1E001E00, 0x70007000, ~0x71FF71FF
-POWERS = ("uint8", "float8_e8m0fnu")
+FP4_SCALE_OF_HALVES = 2.0**14
+SPREAD_FACTOR, CODE_MASK, SIGN_CARRY, NUMBER_MASK = (
+    (1 << 9) + (1 << 21),
+    0x1E001E00,
+    0x70007000,
+    ~0x71FF71FF,
+)
+POWER_DTYPES = ("uint8", "float8_e8m0fnu")
 """Dtypes of scales that are powers of two."""
 # DOUBLED is used with halved scales, since 2 to the power of 128 overflows a float32.
 E2M1 = tuple(sign * n for sign in (1, -1) for n in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
-DOUBLED = tuple(2 * n for n in E2M1)
+DOUBLED_E2M1 = tuple(2 * n for n in E2M1)
 
 
-def _block_fp8(out: Output) -> None:
+def _dequantize_block_fp8(out: Output) -> None:
     weight, scales = out.inputs
     blocks: ScaleBlocks = out.arguments
-    (down, across), columns = blocks, out.columns
-    raw = _bytes(weight, out.rows, columns)
+    (block_rows, block_columns), columns = blocks, out.columns
+    raw = _read_bytes(weight, out.rows, columns)
     dtype = weight.entry.dtype
-    groups = list(_groups(out.rows, out.computed.shape[-2], down))
-    first = groups[0][0]
-    scale_rows = range(first, groups[-1][0] + 1)
-    if across < out.computed.shape[-1]:
-        scale = factors(scales.read(scale_rows))
+    groups = list(_iterate_row_groups(out.rows, out.computed.shape[-2], block_rows))
+    first_group = groups[0][0]
+    scale_rows = range(first_group, groups[-1][0] + 1)
+    if block_columns < out.computed.shape[-1]:
+        scale = to_float32_scales(scales.read(scale_rows))
     else:
-        scale = factors(scales.read_all()).view(-1, 1)[scale_rows.start : scale_rows.stop]
-    if down == 1 and not len(columns) % across and not columns.start % across:
-        each = scale[:, columns.start // across : columns.stop // across]
-        numbers, each = _numbers(out, raw, dtype, each)
-        numbers.view(len(out.rows), -1, across).mul_(each[..., None])
+        scale = to_float32_scales(scales.read_all()).view(-1, 1)[scale_rows.start : scale_rows.stop]
+    if block_rows == 1 and not len(columns) % block_columns and not columns.start % block_columns:
+        block_scale = scale[:, columns.start // block_columns : columns.stop // block_columns]
+        numbers, block_scale = _convert_to_float32(out, raw, dtype, block_scale)
+        numbers.view(len(out.rows), -1, block_columns).mul_(block_scale[..., None])
         out.elements.copy_(numbers)
         return
-    block, target = _blocks(columns.start, columns.stop, across), out.elements
-    for number, start, stop in groups:
-        numbers, each = _numbers(out, raw[start:stop], dtype, scale[number - first])
-        target[start:stop].copy_(numbers.mul_(each.index_select(0, block)))
+    block_index, target = (
+        _map_columns_to_blocks(columns.start, columns.stop, block_columns),
+        out.elements,
+    )
+    for group_number, start, stop in groups:
+        numbers, block_scale = _convert_to_float32(
+            out, raw[start:stop], dtype, scale[group_number - first_group]
+        )
+        target[start:stop].copy_(numbers.mul_(block_scale.index_select(0, block_index)))
 
 
-def _bytes(tensor: InputTensor, rows: range, columns: range) -> torch.Tensor:
+def _read_bytes(tensor: InputTensor, rows: range, columns: range) -> torch.Tensor:
     """Read one-byte elements as uint8."""
     import torch
 
     return tensor.read(rows, columns).view(torch.uint8)
 
 
-@lru_cache(RANGES)
-def _blocks(start: int, stop: int, across: int) -> torch.Tensor:
+@lru_cache(BLOCK_INDEX_CACHE)
+def _map_columns_to_blocks(start: int, stop: int, block_columns: int) -> torch.Tensor:
     """Return the block number of each of consecutive columns."""
     import torch
 
-    return torch.arange(start, stop).div_(across, rounding_mode="floor")
+    return torch.arange(start, stop).div_(block_columns, rounding_mode="floor")
 
 
-def factors(scale: torch.Tensor) -> torch.Tensor:
+def to_float32_scales(scale: torch.Tensor) -> torch.Tensor:
     """Convert scales to float32, where uint8 s stands for 2 to the power of s - 127."""
     import torch
 
@@ -106,24 +116,26 @@ def factors(scale: torch.Tensor) -> torch.Tensor:
     if scale.dtype != torch.float8_e4m3fn or not scale.numel():
         return scale.to(torch.float32)
     raw = scale.view(torch.uint8)
-    if _some_nan(raw):
-        return from_bytes(raw, E4M3)
-    moved = fp8_halves(raw, torch.empty(raw.shape, dtype=torch.int16))
-    return moved.to(torch.float32).mul_(FP8_OF_HALVES)
+    if _has_e4m3_nan(raw):
+        return bytes_to_float32(raw, E4M3)
+    halves = shift_fp8_to_halves(raw, torch.empty(raw.shape, dtype=torch.int16))
+    return halves.to(torch.float32).mul_(FP8_SCALE_OF_HALVES)
 
 
-def _numbers(
+def _convert_to_float32(
     out: Output, raw: torch.Tensor, dtype: str, scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Convert float8 bytes to float32 in shared memory, and return them with their multiplier."""
-    if dtype != E4M3 or not raw.numel() or _some_nan(raw):
-        return from_bytes(raw, dtype), scale
-    moved = fp8_halves(raw, out.get_scratch("moved", "int16", raw.numel()).view(raw.shape))
+    if dtype != E4M3 or not raw.numel() or _has_e4m3_nan(raw):
+        return bytes_to_float32(raw, dtype), scale
+    halves = shift_fp8_to_halves(
+        raw, out.get_scratch("moved", "int16", raw.numel()).view(raw.shape)
+    )
     numbers = out.get_scratch("numbers", "float32", raw.numel()).view(raw.shape)
-    return times(FP8_OF_HALVES, numbers.copy_(moved), scale)
+    return fold_factor(FP8_SCALE_OF_HALVES, numbers.copy_(halves), scale)
 
 
-def times(
+def fold_factor(
     factor: float, numbers: torch.Tensor, scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return operands with product *factor* * *numbers* * *scale*, folding in the exact factor.
@@ -133,108 +145,110 @@ def times(
         numbers: float32, multiplied in place if the scales would overflow.
         scale: float32.
     """
-    if float(scale.abs().max()) * factor < LARGE:
+    if float(scale.abs().max()) * factor < FINITE_SCALE_LIMIT:
         return numbers, scale * factor
     return numbers.mul_(factor), scale
 
 
-def fp8_halves(raw: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
-    """Write E4M3 bytes as float16 / :data:`FP8_OF_HALVES` to the memory of int16 *into*.
+def shift_fp8_to_halves(raw: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+    """Write E4M3 bytes as float16 / :data:`FP8_SCALE_OF_HALVES` to the memory of int16 *into*.
 
     This is several times faster than torch's conversion: exponent and mantissa are shifted into
     place, and the exponent bias of float16 accounts for the factor.
     """
     import torch
 
-    into.copy_(raw.view(torch.int8)).mul_(1 << 7).bitwise_and_(NO_SIGN)
+    into.copy_(raw.view(torch.int8)).mul_(1 << 7).bitwise_and_(SIGN_COPY_MASK)
     return into.view(torch.float16)
 
 
-def _some_nan(raw: torch.Tensor) -> bool:
+def _has_e4m3_nan(raw: torch.Tensor) -> bool:
     """Return whether E4M3 bytes contain NaN: 0xFF is the largest byte, 0x7F the largest int8."""
     import torch
 
     return int(raw.max()) == NEGATIVE_NAN or int(raw.view(torch.int8).max()) == NAN
 
 
-def from_bytes(raw: torch.Tensor, dtype: str) -> torch.Tensor:
+def bytes_to_float32(raw: torch.Tensor, dtype: str) -> torch.Tensor:
     """Convert bytes that are elements of *dtype* to float32 with a lookup table."""
-    return _values(dtype).index_select(0, raw.int().view(-1)).view(raw.shape)
+    return _build_value_table(dtype).index_select(0, raw.int().view(-1)).view(raw.shape)
 
 
 @cache
-def _values(dtype: str) -> torch.Tensor:
+def _build_value_table(dtype: str) -> torch.Tensor:
     """Return the float32 value of every byte."""
     import torch
 
-    every = torch.arange(256, dtype=torch.uint8)
-    return every.view(getattr(torch, dtype)).to(torch.float32)
+    all_bytes = torch.arange(256, dtype=torch.uint8)
+    return all_bytes.view(getattr(torch, dtype)).to(torch.float32)
 
 
-def _groups(rows: range, height: int, down: int) -> Iterator[tuple[int, int, int]]:
+def _iterate_row_groups(
+    rows: range, height: int, block_rows: int
+) -> Iterator[tuple[int, int, int]]:
     """Yield ``(row of the scales, first, last)`` for rows that share scales, relative to *rows*."""
-    steps = -(-height // down)
+    blocks_per_matrix = -(-height // block_rows)
     start = rows.start
     while start < rows.stop:
         matrix, row = divmod(start, height)
-        step = row // down
-        stop = min(rows.stop, matrix * height + min((step + 1) * down, height))
-        yield matrix * steps + step, start - rows.start, stop - rows.start
+        block_row = row // block_rows
+        stop = min(rows.stop, matrix * height + min((block_row + 1) * block_rows, height))
+        yield matrix * blocks_per_matrix + block_row, start - rows.start, stop - rows.start
         start = stop
 
 
-def _mxfp4(out: Output) -> None:
+def _dequantize_mxfp4(out: Output) -> None:
     weight, scales = out.inputs
     dtype, rows, groups = out.computed.dtype, out.rows, out.list_groups(MX_BLOCK)
-    each = out.computed.shape[-1] // MX_BLOCK
-    packed = weight.read(range(rows.start * each, rows.stop * each))
-    packed = packed.view(len(rows), each, MX_BLOCK // 2)[:, groups.start : groups.stop]
+    groups_per_row = out.computed.shape[-1] // MX_BLOCK
+    packed = weight.read(range(rows.start * groups_per_row, rows.stop * groups_per_row))
+    packed = packed.view(len(rows), groups_per_row, MX_BLOCK // 2)[:, groups.start : groups.stop]
     values = out.get_scratch("numbers", dtype, 2 * packed.numel())
-    nibbles(out, packed.contiguous(), DOUBLED, values)
+    look_up_nibbles(out, packed.contiguous(), DOUBLED_E2M1, values)
     values = values.view(len(rows), len(groups), MX_BLOCK)
-    values.mul_(_powers(dtype)[scales.read(rows, groups)[..., None].int()])
+    values.mul_(_build_half_power_table(dtype)[scales.read(rows, groups)[..., None].int()])
     out.write(values, groups.start * MX_BLOCK)
 
 
-def _fp4_groups(out: Output) -> None:
+def _dequantize_fp4_groups(out: Output) -> None:
     weight, scales, *shared = out.inputs
-    form: Fp4Groups = out.arguments
-    group, rows, groups = form.group, out.rows, out.list_groups(form.group)
-    packed = _bytes(weight, rows, range(groups.start * group // 2, groups.stop * group // 2))
-    scale = factors(scales.read(rows, groups))
-    powers = scales.entry.dtype in POWERS and not shared
+    parameters: Fp4Groups = out.arguments
+    group, rows, groups = parameters.group, out.rows, out.list_groups(parameters.group)
+    packed = _read_bytes(weight, rows, range(groups.start * group // 2, groups.stop * group // 2))
+    scale = to_float32_scales(scales.read(rows, groups))
+    has_power_scales = scales.entry.dtype in POWER_DTYPES and not shared
     # Multiplying by a power of two is exact in any dtype with enough exponent bits.
-    dtype = out.computed.dtype if powers else "float32"
-    straight = len(groups) * group == len(out.columns) and dtype == out.computed.dtype
+    dtype = out.computed.dtype if has_power_scales else "float32"
+    writes_directly = len(groups) * group == len(out.columns) and dtype == out.computed.dtype
     values = out.elements.view(-1)
-    if not straight:
+    if not writes_directly:
         values = out.get_scratch("numbers", dtype, 2 * packed.numel())
-    if powers:
-        nibbles(out, packed.contiguous(), E2M1, values)
+    if has_power_scales:
+        look_up_nibbles(out, packed.contiguous(), E2M1, values)
         scale = scale.to(values.dtype)
     else:
         if shared:
-            factor = _global(shared[0], rows, out.computed.shape[-2])
-            scale = scale.div_(factor) if form.divided else scale.mul_(factor)
-        values.view(len(rows), -1).copy_(_fp4_halves(out, packed))
-        values, scale = times(FP4_OF_HALVES, values, scale)
+            factor = _read_global_scale(shared[0], rows, out.computed.shape[-2])
+            scale = scale.div_(factor) if parameters.divided else scale.mul_(factor)
+        values.view(len(rows), -1).copy_(_shift_fp4_to_halves(out, packed))
+        values, scale = fold_factor(FP4_SCALE_OF_HALVES, values, scale)
     values.view(len(rows), len(groups), group).mul_(scale[..., None])
-    if not straight:
+    if not writes_directly:
         out.write(values, groups.start * group)
 
 
-def _global(scale: InputTensor, rows: range, height: int) -> torch.Tensor:
+def _read_global_scale(scale: InputTensor, rows: range, height: int) -> torch.Tensor:
     """Return the global scale of each row's matrix, ``[rows, 1]`` or ``[1, 1]``."""
     import torch
 
-    every = scale.read_all().to(torch.float32).view(-1, 1)
-    if len(every) == 1:
-        return every
-    which = torch.arange(rows.start, rows.stop).div_(height, rounding_mode="floor")
-    return every.index_select(0, which)
+    all_scales = scale.read_all().to(torch.float32).view(-1, 1)
+    if len(all_scales) == 1:
+        return all_scales
+    matrix_of_row = torch.arange(rows.start, rows.stop).div_(height, rounding_mode="floor")
+    return all_scales.index_select(0, matrix_of_row)
 
 
-def nibbles(
+def look_up_nibbles(
     out: Output, packed: torch.Tensor, numbers: tuple[float, ...], into: torch.Tensor
 ) -> None:
     """Write the table entry for each half of each byte, low half first, to *into*.
@@ -247,48 +261,48 @@ def nibbles(
     """
     import torch
 
-    table, codes = _pairs(numbers, into.dtype), packed.view(-1)
+    table, codes = _build_pair_table(numbers, into.dtype), packed.view(-1)
     if into.element_size() == 2 and not (codes.numel() % 2 or codes.data_ptr() % 2):
-        table, codes = _fours(numbers, into.dtype), codes.view(torch.uint16)
+        table, codes = _build_quad_table(numbers, into.dtype), codes.view(torch.uint16)
     index = out.get_scratch("index", "int32", codes.numel()).copy_(codes)
     torch.index_select(table, 0, index, out=into.view(table.dtype))
 
 
-def _fp4_halves(out: Output, packed: torch.Tensor) -> torch.Tensor:
-    """Convert E2M1 to float16 / :data:`FP4_OF_HALVES` in shared scratch memory.
+def _shift_fp4_to_halves(out: Output, packed: torch.Tensor) -> torch.Tensor:
+    """Convert E2M1 to float16 / :data:`FP4_SCALE_OF_HALVES` in shared scratch memory.
 
     The two codes of a byte are shifted to the upper bits of both halves of an int32. Adding 7 to
     the sign carries it to the highest bit.
     """
     import torch
 
-    both = out.get_scratch("halves", "int32", packed.numel()).view(packed.shape).copy_(packed)
-    both.mul_(APART).bitwise_and_(CODES).add_(SEVENS).bitwise_and_(NUMBERS)
-    return both.view(torch.float16)
+    halves = out.get_scratch("halves", "int32", packed.numel()).view(packed.shape).copy_(packed)
+    halves.mul_(SPREAD_FACTOR).bitwise_and_(CODE_MASK).add_(SIGN_CARRY).bitwise_and_(NUMBER_MASK)
+    return halves.view(torch.float16)
 
 
-@lru_cache(TABLES)
-def _pairs(numbers: tuple[float, ...], dtype: torch.dtype) -> torch.Tensor:
+@lru_cache(TABLE_CACHE)
+def _build_pair_table(numbers: tuple[float, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return the two numbers of every byte as one element of twice the width, ``[256]``."""
     import torch
 
     table = torch.tensor(numbers)
-    both = torch.stack((table.repeat(16), table.repeat_interleave(16)), dim=1).to(dtype)
-    return both.view({2: torch.int32, 4: torch.int64}[both.element_size()]).view(-1)
+    pairs = torch.stack((table.repeat(16), table.repeat_interleave(16)), dim=1).to(dtype)
+    return pairs.view({2: torch.int32, 4: torch.int64}[pairs.element_size()]).view(-1)
 
 
-@lru_cache(TABLES)
-def _fours(numbers: tuple[float, ...], dtype: torch.dtype) -> torch.Tensor:
+@lru_cache(TABLE_CACHE)
+def _build_quad_table(numbers: tuple[float, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return the four numbers of every two bytes as one int64 element, ``[65536]``."""
     import torch
 
-    pairs = _pairs(numbers, dtype)
-    both = torch.stack((pairs.repeat(256), pairs.repeat_interleave(256)), dim=1)
-    return both.view(torch.int64).view(-1)
+    pairs = _build_pair_table(numbers, dtype)
+    quads = torch.stack((pairs.repeat(256), pairs.repeat_interleave(256)), dim=1)
+    return quads.view(torch.int64).view(-1)
 
 
 @cache
-def _powers(dtype: str) -> torch.Tensor:
+def _build_half_power_table(dtype: str) -> torch.Tensor:
     """Return half the factor of every E8M0 scale, ``[256]``, exact with 8 exponent bits."""
     import torch
 
@@ -297,8 +311,8 @@ def _powers(dtype: str) -> torch.Tensor:
 
 KINDS = {
     # Float8 elements may be NaN in the source, but scales may not.
-    "block_fp8": Kind(_block_fp8, overflows=True, keeps_infinite=True),
+    "block_fp8": Kind(_dequantize_block_fp8, overflows=True, keeps_infinite=True),
     # E2M1 has neither infinities nor NaN.
-    "mxfp4": Kind(_mxfp4, overflows=True),
-    "fp4_groups": Kind(_fp4_groups, overflows=True),
+    "mxfp4": Kind(_dequantize_mxfp4, overflows=True),
+    "fp4_groups": Kind(_dequantize_fp4_groups, overflows=True),
 }

@@ -36,71 +36,77 @@ from ckptctl.storage.computed import InputTensor, Kind, Output
 if TYPE_CHECKING:
     import torch
 
-WORD = 32
+WORD_BITS = 32
 """Bits of a word, and a number of integers that fill whole words at any width."""
-FOUR, BYTE = 4, 8
-EACH = WORD // FOUR
-ORDERS = 8
+FOUR_BITS, BYTE_BITS = 4, 8
+NIBBLES_PER_WORD = WORD_BITS // FOUR_BITS
+GROUP_INDEX_CACHE = 8
 """Cached widths with the group of each column."""
-STRETCH = 4 << 20
+TRANSPOSED_CHUNK_BYTES = 4 << 20
 """Bytes of a transposed weight that are read at a time."""
 
-Room = Callable[[str, str, int], "torch.Tensor"]
+ScratchAllocator = Callable[[str, str, int], "torch.Tensor"]
 """Provides memory, given a use, a dtype and a number of elements, like :meth:`Output.scratch`."""
 
 
-def _new(_use: str, dtype: str, count: int) -> torch.Tensor:
+def _allocate_tensor(_use: str, dtype: str, count: int) -> torch.Tensor:
     import torch
 
     return torch.empty(count, dtype=getattr(torch, dtype))
 
 
-def unpacked(words: torch.Tensor, bits: int, dim: int, room: Room = _new) -> torch.Tensor:
+def unpack_integers(
+    words: torch.Tensor, bits: int, dim: int, allocate: ScratchAllocator = _allocate_tensor
+) -> torch.Tensor:
     """Unpack uint8 integers from int32 words along the first or last dimension."""
     import torch
 
-    if bits == BYTE and dim:
+    if bits == BYTE_BITS and dim:
         return words.contiguous().view(torch.uint8)
-    if bits == FOUR and dim:
-        return _apart(words.contiguous().view(torch.uint8), room)
-    period = lcm(bits, WORD)
-    each, fields = period // WORD, period // bits
-    words = _padded(words, each, dim)
-    count, mask = words.shape[dim] // each, (1 << bits) - 1
-    split = (count, each, -1) if dim == 0 else (len(words), count, each)
+    if bits == FOUR_BITS and dim:
+        return _split_nibbles(words.contiguous().view(torch.uint8), allocate)
+    period = lcm(bits, WORD_BITS)
+    period_words, fields = period // WORD_BITS, period // bits
+    words = _pad_words(words, period_words, dim)
+    count, mask = words.shape[dim] // period_words, (1 << bits) - 1
+    split = (count, period_words, -1) if dim == 0 else (len(words), count, period_words)
     shape = (count, fields, words.shape[1]) if dim == 0 else (len(words), count, fields)
     groups, axis = words.reshape(split), 1 if dim == 0 else 2
-    found = room("unpacked", "uint8", prod(shape)).view(shape)
-    value = room("field", "int32", words.numel() // each).view(groups.select(axis, 0).shape)
+    result = allocate("unpacked", "uint8", prod(shape)).view(shape)
+    value = allocate("field", "int32", words.numel() // period_words).view(
+        groups.select(axis, 0).shape
+    )
     for field in range(fields):
-        word, offset = divmod(field * bits, WORD)
+        word, offset = divmod(field * bits, WORD_BITS)
         # An arithmetic shift adds copies of the sign above the bits that are used.
         torch.bitwise_right_shift(groups.select(axis, word), offset, out=value)
-        if (over := offset + bits - WORD) > 0:
-            value.bitwise_and_((1 << (bits - over)) - 1)
-            value.bitwise_or_(groups.select(axis, word + 1).bitwise_left_shift(bits - over))
-        found.select(axis, field).copy_(value.bitwise_and_(mask))
-    return found.flatten(0, 1) if dim == 0 else found.flatten(1, 2)
+        if (overflow_bits := offset + bits - WORD_BITS) > 0:
+            value.bitwise_and_((1 << (bits - overflow_bits)) - 1)
+            value.bitwise_or_(
+                groups.select(axis, word + 1).bitwise_left_shift(bits - overflow_bits)
+            )
+        result.select(axis, field).copy_(value.bitwise_and_(mask))
+    return result.flatten(0, 1) if dim == 0 else result.flatten(1, 2)
 
 
-def _apart(packed: torch.Tensor, room: Room) -> torch.Tensor:
+def _split_nibbles(packed: torch.Tensor, allocate: ScratchAllocator) -> torch.Tensor:
     """Return the lower and the upper half of each byte as two bytes."""
     import torch
 
-    found, shifted = (
-        room(use, "int16", packed.numel()).view(packed.shape) for use in ("unpacked", "field")
+    result, shifted = (
+        allocate(use, "int16", packed.numel()).view(packed.shape) for use in ("unpacked", "field")
     )
-    torch.bitwise_left_shift(found.copy_(packed), FOUR, out=shifted)
-    return found.bitwise_or_(shifted).bitwise_and_(0x0F0F).view(torch.uint8)
+    torch.bitwise_left_shift(result.copy_(packed), FOUR_BITS, out=shifted)
+    return result.bitwise_or_(shifted).bitwise_and_(0x0F0F).view(torch.uint8)
 
 
-def _padded(words: torch.Tensor, each: int, dim: int) -> torch.Tensor:
+def _pad_words(words: torch.Tensor, period_words: int, dim: int) -> torch.Tensor:
     import torch
 
-    lacking = -words.shape[dim] % each
-    if not lacking:
+    missing_words = -words.shape[dim] % period_words
+    if not missing_words:
         return words
-    shape = (lacking, words.shape[1]) if dim == 0 else (words.shape[0], lacking)
+    shape = (missing_words, words.shape[1]) if dim == 0 else (words.shape[0], missing_words)
     return torch.cat((words, torch.zeros(shape, dtype=words.dtype)), dim=dim)
 
 
@@ -115,116 +121,125 @@ class _Weight(NamedTuple):
     shape: InputTensor | None = None
 
 
-def _weight(out: Output) -> _Weight:
+def _parse_inputs(out: Output) -> _Weight:
     form: IntegerGroups = out.arguments
-    integers, scale, *others = out.inputs
-    return _Weight(form, integers, scale, **dict(zip(form.optional, others, strict=True)))
+    integers, scale, *optional_inputs = out.inputs
+    return _Weight(form, integers, scale, **dict(zip(form.optional, optional_inputs, strict=True)))
 
 
-def _int_groups(out: Output) -> None:
-    weight, rows, columns = _weight(out), out.rows, out.columns
+def _dequantize_groups(out: Output) -> None:
+    weight, rows, columns = _parse_inputs(out), out.rows, out.columns
     if weight.shape:
         sizes, name = weight.shape.read_all().view(-1).tolist(), weight.shape.entry.name
         if tuple(sizes) != out.computed.shape:
             why = f"it contains {sizes}, but the scales fit {list(out.computed.shape)}"
             raise UnsupportedError(f"`{name}` does not match the scales", where=name, why=why)
     width, group, transposed = out.computed.shape[-1], weight.form.group, weight.form.transposed
-    which = _order(weight, width)
-    unit = lcm(group, WORD) if which is None else width
-    place = range(columns.start // unit * unit, min(-(-columns.stop // unit) * unit, width))
-    for some in _stretches(weight, rows) if transposed else (rows,):
-        read = _transposed if transposed else _straight
-        integers, factors, zeros = read(out, weight, some, place)
+    group_of_column = _read_group_order(weight, width)
+    unit = lcm(group, WORD_BITS) if group_of_column is None else width
+    column_range = range(columns.start // unit * unit, min(-(-columns.stop // unit) * unit, width))
+    for row_range in _split_into_chunks(weight, rows) if transposed else (rows,):
+        read_parts = _read_transposed if transposed else _read_row_major
+        integers, factors, zeros = read_parts(out, weight, row_range, column_range)
         if zeros is not None:
-            _require_middle(weight, zeros, centred=not transposed)
-        straight = len(place) == len(columns) and out.computed.dtype == "float32"
-        target = out.elements[some.start - rows.start : some.stop - rows.start]
-        into = target if straight else out.get_scratch("numbers", "float32", integers.numel())
-        numbers = into.view(len(some), len(place))
+            _require_neutral_zeros(weight, zeros, is_centered=not transposed)
+        writes_directly = len(column_range) == len(columns) and out.computed.dtype == "float32"
+        target = out.elements[row_range.start - rows.start : row_range.stop - rows.start]
+        into = (
+            target if writes_directly else out.get_scratch("numbers", "float32", integers.numel())
+        )
+        numbers = into.view(len(row_range), len(column_range))
         numbers.copy_(integers)
-        if which is not None:
-            factors = factors.index_select(1, which)
-            zeros = None if zeros is None else zeros.index_select(1, which)
+        if group_of_column is not None:
+            factors = factors.index_select(1, group_of_column)
+            zeros = None if zeros is None else zeros.index_select(1, group_of_column)
         elif group < width:
-            numbers = numbers.view(len(some), -1, group)
-            part = slice(place.start // group, place.stop // group)
+            numbers = numbers.view(len(row_range), -1, group)
+            part = slice(column_range.start // group, column_range.stop // group)
             factors = factors[:, part, None]
             zeros = None if zeros is None else zeros[:, part, None]
         if zeros is not None:
             numbers.sub_(zeros)
-        numbers = numbers.mul_(factors).view(len(some), len(place))
-        if not straight:
-            target.copy_(numbers[:, columns.start - place.start : columns.stop - place.start])
+        numbers = numbers.mul_(factors).view(len(row_range), len(column_range))
+        if not writes_directly:
+            target.copy_(
+                numbers[:, columns.start - column_range.start : columns.stop - column_range.start]
+            )
 
 
-def _straight(
-    out: Output, weight: _Weight, rows: range, place: range
+def _read_row_major(
+    out: Output, weight: _Weight, rows: range, column_range: range
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Read the integers of some columns, and the scales and zero points of all groups."""
     import torch
 
-    scale = _per_group(out, weight.scale, rows).to(torch.float32)
-    zeros = _zeros(out, weight.zero, rows).to(torch.float32) if weight.zero else None
-    return _integers(out, weight, rows, place), scale, zeros
+    scale = _read_group_values(out, weight.scale, rows).to(torch.float32)
+    zeros = _read_zero_points(out, weight.zero, rows).to(torch.float32) if weight.zero else None
+    return _read_integers(out, weight, rows, column_range), scale, zeros
 
 
-def _require_middle(weight: _Weight, zeros: torch.Tensor, *, centred: bool) -> None:
+def _require_neutral_zeros(weight: _Weight, zeros: torch.Tensor, *, is_centered: bool) -> None:
     """Raise if a symmetric weight has zero points that change the result."""
     if not weight.form.symmetric:
         return
-    middle = 0 if centred else 1 << (weight.form.bits - 1)
-    other = zeros[zeros != middle]
-    if other.numel():
+    middle = 0 if is_centered else 1 << (weight.form.bits - 1)
+    wrong_zeros = zeros[zeros != middle]
+    if wrong_zeros.numel():
         assert weight.zero
         name = weight.zero.entry.name
         raise UnsupportedError(
             f"`{name}` contradicts the configuration",
             where=name,
-            why=f"symmetric weights have zero points of {middle}, but one is {int(other[0])}",
+            why=f"symmetric weights have zero points of {middle}, but one is {int(wrong_zeros[0])}",
             hint="correct `quantization_config`, or use the tensors that belong to it",
         )
 
 
-def _stretch(weight: _Weight, row: int) -> range:
+def _find_transposed_chunk(weight: _Weight, row: int) -> range:
     """Return the rows around *row* that are read together from a transposed weight."""
     height, width = weight.integers.entry.shape
-    each = max(STRETCH // (4 * height) // WORD, 1) * WORD
-    start = row // each * each
-    return range(start, min(start + each, width))
+    chunk_rows = max(TRANSPOSED_CHUNK_BYTES // (4 * height) // WORD_BITS, 1) * WORD_BITS
+    start = row // chunk_rows * chunk_rows
+    return range(start, min(start + chunk_rows, width))
 
 
-def _stretches(weight: _Weight, rows: range) -> Iterator[range]:
+def _split_into_chunks(weight: _Weight, rows: range) -> Iterator[range]:
     """Split *rows* into ranges that are read together."""
     start = rows.start
     while start < rows.stop:
-        stop = min(_stretch(weight, start).stop, rows.stop)
+        stop = min(_find_transposed_chunk(weight, start).stop, rows.stop)
         yield range(start, stop)
         start = stop
 
 
-def _transposed(
-    out: Output, weight: _Weight, rows: range, place: range
+def _read_transposed(
+    out: Output, weight: _Weight, rows: range, column_range: range
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Read the integers of some columns, and all scales and zero points, if transposed."""
     import torch
 
     bits, offset = weight.form.bits, weight.form.offset
-    every = _stretch(weight, rows.start)
-    own, words = slice(rows.start - every.start, rows.stop - every.start), _words(place, bits)
+    chunk = _find_transposed_chunk(weight, rows.start)
+    rows_in_chunk, words = (
+        slice(rows.start - chunk.start, rows.stop - chunk.start),
+        _to_word_range(column_range, bits),
+    )
 
-    def zeros(packed: torch.Tensor) -> torch.Tensor:
-        found = unpacked(packed, bits, 1)[:, : len(every)].add(offset)
-        return found.bitwise_and_((1 << bits) - 1).to(torch.float32)
+    def unpack_zeros(packed: torch.Tensor) -> torch.Tensor:
+        result = unpack_integers(packed, bits, 1)[:, : len(chunk)].add(offset)
+        return result.bitwise_and_((1 << bits) - 1).to(torch.float32)
 
     assert weight.zero
-    packed = weight.integers.read_transposed(every, "int32", lambda found: found)[own]
-    zero = weight.zero.read_transposed(_words(every, bits), "float32", zeros)[own]
-    scale = weight.scale.read_transposed(every, "float32", lambda found: found.to(torch.float32))
-    integers = unpacked(packed[:, words.start : words.stop], bits, 1, out.get_scratch)
-    return integers[:, : len(place)], scale[own], zero
+    packed = weight.integers.read_transposed(chunk, "int32", lambda found: found)[rows_in_chunk]
+    zero = weight.zero.read_transposed(_to_word_range(chunk, bits), "float32", unpack_zeros)[
+        rows_in_chunk
+    ]
+    scale = weight.scale.read_transposed(chunk, "float32", lambda found: found.to(torch.float32))
+    integers = unpack_integers(packed[:, words.start : words.stop], bits, 1, out.get_scratch)
+    return integers[:, : len(column_range)], scale[rows_in_chunk], zero
 
 
-def _per_group(out: Output, tensor: InputTensor, rows: range) -> torch.Tensor:
+def _read_group_values(out: Output, tensor: InputTensor, rows: range) -> torch.Tensor:
     """Read a value for each group of columns, ``[rows, groups]``.
 
     Values for each row, each matrix or the whole tensor are ``[rows, 1]`` or ``[1, 1]``.
@@ -234,45 +249,49 @@ def _per_group(out: Output, tensor: InputTensor, rows: range) -> torch.Tensor:
     form: IntegerGroups = out.arguments
     if form.group < out.computed.shape[-1]:
         return tensor.read(rows)
-    found = tensor.read_all().view(-1, 1)
-    if len(found) == 1:
-        return found
-    each = prod(out.computed.shape[:-1]) // len(found)
-    which = torch.arange(rows.start, rows.stop).div_(each, rounding_mode="floor")
-    return found.index_select(0, which)
+    values = tensor.read_all().view(-1, 1)
+    if len(values) == 1:
+        return values
+    rows_per_value = prod(out.computed.shape[:-1]) // len(values)
+    value_of_row = torch.arange(rows.start, rows.stop).div_(rows_per_value, rounding_mode="floor")
+    return values.index_select(0, value_of_row)
 
 
-def _integers(out: Output, weight: _Weight, rows: range, place: range) -> torch.Tensor:
+def _read_integers(out: Output, weight: _Weight, rows: range, column_range: range) -> torch.Tensor:
     """Read the int8 integers of a range of columns that begins at a word."""
     import torch
 
     bits = weight.form.bits
     if not bits:
-        return weight.integers.read(rows, place)
-    packed = weight.integers.read(rows, _words(place, bits))
-    found = unpacked(packed, bits, 1, out.get_scratch).view(torch.int8)[:, : len(place)]
+        return weight.integers.read(rows, column_range)
+    packed = weight.integers.read(rows, _to_word_range(column_range, bits))
+    integers = unpack_integers(packed, bits, 1, out.get_scratch).view(torch.int8)[
+        :, : len(column_range)
+    ]
     half = 1 << (bits - 1)
-    return found.bitwise_xor_(-half) if bits == BYTE else found.sub_(half)
+    return integers.bitwise_xor_(-half) if bits == BYTE_BITS else integers.sub_(half)
 
 
-def _zeros(out: Output, zero: InputTensor, rows: range) -> torch.Tensor:
+def _read_zero_points(out: Output, zero: InputTensor, rows: range) -> torch.Tensor:
     """Read the zero points of rows, ``[rows, groups]``."""
     import torch
 
     form: IntegerGroups = out.arguments
     if zero.entry.dtype != "int32":
-        return _per_group(out, zero, rows)
+        return _read_group_values(out, zero, rows)
     words, bits, parts = zero.entry.shape[-2], form.bits, []
-    for matrix, part in _matrices(rows, out.computed.shape[-2]):
-        first = part.start // WORD * WORD
-        last = min(-(-part.stop // WORD) * bits, words)
-        held = range(matrix * words + first * bits // WORD, matrix * words + last)
-        found = unpacked(zero.read(held), bits, 0)
-        parts.append(found[part.start - first : part.stop - first].to(torch.int16))
+    for matrix, part in _split_by_matrix(rows, out.computed.shape[-2]):
+        first_row = part.start // WORD_BITS * WORD_BITS
+        last_word = min(-(-part.stop // WORD_BITS) * bits, words)
+        word_rows = range(
+            matrix * words + first_row * bits // WORD_BITS, matrix * words + last_word
+        )
+        integers = unpack_integers(zero.read(word_rows), bits, 0)
+        parts.append(integers[part.start - first_row : part.stop - first_row].to(torch.int16))
     return torch.cat(parts).sub_(1 << (bits - 1))
 
 
-def _matrices(rows: range, height: int) -> Iterator[tuple[int, range]]:
+def _split_by_matrix(rows: range, height: int) -> Iterator[tuple[int, range]]:
     """Yield each matrix that consecutive rows belong to, with the rows in it."""
     start = rows.start
     while start < rows.stop:
@@ -282,59 +301,74 @@ def _matrices(rows: range, height: int) -> Iterator[tuple[int, range]]:
         start = stop
 
 
-def _order(weight: _Weight, width: int) -> torch.Tensor | None:
+def _read_group_order(weight: _Weight, width: int) -> torch.Tensor | None:
     """Return the group of each column, or None if groups are consecutive and complete."""
     import torch
 
     group = weight.form.group
     if weight.order is None:
-        return None if width % group == 0 else _in_a_row(width, group)
-    found, groups = weight.order.read_all().view(-1), -(-width // group)
-    if len(found) and not 0 <= int(found.min()) <= int(found.max()) < groups:
+        return None if width % group == 0 else _build_consecutive_groups(width, group)
+    group_of_column, groups = weight.order.read_all().view(-1), -(-width // group)
+    if (
+        len(group_of_column)
+        and not 0 <= int(group_of_column.min()) <= int(group_of_column.max()) < groups
+    ):
         name = weight.order.entry.name
         raise UnsupportedError(
             f"`{name}` refers to groups that do not exist",
             where=name,
-            why=f"it refers to groups {int(found.min())} to {int(found.max())} of {groups}",
+            why=f"it refers to groups {int(group_of_column.min())} to {int(group_of_column.max())} of {groups}",
         )
-    found = found.int()
-    return None if width % group == 0 and torch.equal(found, _in_a_row(width, group)) else found
+    group_of_column = group_of_column.int()
+    return (
+        None
+        if width % group == 0
+        and torch.equal(group_of_column, _build_consecutive_groups(width, group))
+        else group_of_column
+    )
 
 
-@lru_cache(ORDERS)
-def _in_a_row(width: int, group: int) -> torch.Tensor:
+@lru_cache(GROUP_INDEX_CACHE)
+def _build_consecutive_groups(width: int, group: int) -> torch.Tensor:
     import torch
 
-    every = torch.arange(width, dtype=torch.int32)
-    return every.div_(group, rounding_mode="floor")
+    columns = torch.arange(width, dtype=torch.int32)
+    return columns.div_(group, rounding_mode="floor")
 
 
-def _int_rows(out: Output) -> None:
+def _dequantize_row_groups(out: Output) -> None:
     import torch
 
-    weight, rows, columns = _weight(out), out.rows, out.columns
+    weight, rows, columns = _parse_inputs(out), out.rows, out.columns
     assert weight.zero
-    place = range(columns.start // EACH * EACH, -(-columns.stop // EACH) * EACH)
-    words, group = _words(place, FOUR), weight.form.group
-    codes = _interleaved(weight.integers.read(rows, words), out.get_scratch)
-    some = slice(columns.start - place.start, columns.stop - place.start)
-    for number in range(rows.start // group, -(-rows.stop // group)):
-        own = range(max(number * group, rows.start), min((number + 1) * group, rows.stop))
-        one = range(number, number + 1)
-        zero = _interleaved(weight.zero.read(one, words)).to(torch.float32)
-        scale = weight.scale.read(one, place).to(torch.float32)
-        _require_middle(weight, zero, centred=False)
-        part = slice(own.start - rows.start, own.stop - rows.start)
-        numbers = out.get_scratch("numbers", "float32", len(own) * len(place))
-        numbers = numbers.view(len(own), -1).copy_(codes[part]).sub_(zero).mul_(scale)
-        out.elements[part].copy_(numbers[:, some])
+    column_range = range(
+        columns.start // NIBBLES_PER_WORD * NIBBLES_PER_WORD,
+        -(-columns.stop // NIBBLES_PER_WORD) * NIBBLES_PER_WORD,
+    )
+    words, group = _to_word_range(column_range, FOUR_BITS), weight.form.group
+    codes = _unpack_awq(weight.integers.read(rows, words), out.get_scratch)
+    wanted_columns = slice(columns.start - column_range.start, columns.stop - column_range.start)
+    for group_number in range(rows.start // group, -(-rows.stop // group)):
+        group_rows = range(
+            max(group_number * group, rows.start), min((group_number + 1) * group, rows.stop)
+        )
+        group_range = range(group_number, group_number + 1)
+        zero = _unpack_awq(weight.zero.read(group_range, words)).to(torch.float32)
+        scale = weight.scale.read(group_range, column_range).to(torch.float32)
+        _require_neutral_zeros(weight, zero, is_centered=False)
+        part = slice(group_rows.start - rows.start, group_rows.stop - rows.start)
+        numbers = out.get_scratch("numbers", "float32", len(group_rows) * len(column_range))
+        numbers = numbers.view(len(group_rows), -1).copy_(codes[part]).sub_(zero).mul_(scale)
+        out.elements[part].copy_(numbers[:, wanted_columns])
 
 
-def _words(place: range, bits: int) -> range:
-    return range(place.start * bits // WORD, -(-place.stop * bits // WORD))
+def _to_word_range(integer_range: range, bits: int) -> range:
+    return range(
+        integer_range.start * bits // WORD_BITS, -(-integer_range.stop * bits // WORD_BITS)
+    )
 
 
-def _interleaved(words: torch.Tensor, room: Room = _new) -> torch.Tensor:
+def _unpack_awq(words: torch.Tensor, allocate: ScratchAllocator = _allocate_tensor) -> torch.Tensor:
     """Unpack integers in AWQ's order, ``[rows, columns]``.
 
     Nibbles 0 to 7 of a word are columns 0, 2, 4, 6, 1, 3, 5, 7. Two exchanges restore the order.
@@ -342,15 +376,15 @@ def _interleaved(words: torch.Tensor, room: Room = _new) -> torch.Tensor:
     import torch
 
     words = words.contiguous()
-    swap = room("swap", "int32", words.numel()).view(words.shape)
+    swap = allocate("swap", "int32", words.numel()).view(words.shape)
     for bits, mask in ((8, 0x0000FF00), (4, 0x00F000F0)):
         torch.bitwise_right_shift(words, bits, out=swap)
         swap.bitwise_xor_(words).bitwise_and_(mask)
         words.bitwise_xor_(swap).bitwise_xor_(swap.bitwise_left_shift_(bits))
-    return unpacked(words, FOUR, 1, room)
+    return unpack_integers(words, FOUR_BITS, 1, allocate)
 
 
 KINDS = {
-    "int_groups": Kind(_int_groups, overflows=True),
-    "int_rows": Kind(_int_rows, overflows=True),
+    "int_groups": Kind(_dequantize_groups, overflows=True),
+    "int_rows": Kind(_dequantize_row_groups, overflows=True),
 }

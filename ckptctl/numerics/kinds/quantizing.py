@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from ckptctl.catalog import VIRTUAL
 from ckptctl.errors import RefusedError, spell_option
-from ckptctl.numerics.kinds.narrow_floats import FP8_OF_HALVES, fp8_halves
+from ckptctl.numerics.kinds.narrow_floats import FP8_SCALE_OF_HALVES, shift_fp8_to_halves
 from ckptctl.storage.computed import InputTensor, Kind, Output, SharedResults
 from ckptctl.storage.outcome import EXACT, Rounding
 
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 
     Scales: TypeAlias = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 
-PIECE = 1 << 17
+CHUNK_ELEMENTS = 1 << 17
 """Elements that are quantized at a time; at least the rows of one block."""
-FP8, FP4 = 448.0, 6.0
+FP8_MAX, FP4_MAX = 448.0, 6.0
 """The largest values of E4M3 and E2M1."""
-BIAS = 127
-EXPONENT, MAGNITUDE = 0x7F800000, 0x7FFFFFFF
+EXPONENT_BIAS = 127
+EXPONENT_MASK, MAGNITUDE_MASK = 0x7F800000, 0x7FFFFFFF
 """Bit masks of a float32."""
 E2M1_STEP = 1.5 * 2.0**22
 """Near this multiple of 2 ** e, float32 numbers are 2 ** (e - 1) apart, as E2M1 numbers are."""
@@ -55,15 +55,15 @@ CODE_BITS = ((9, 0x7), (12, 0x8), (21, 0x70), (24, 0x80))
 
 
 @dataclass(frozen=True, slots=True)
-class _Scheme:
+class _BlockScheme:
     """Quantization of a matrix block by block.
 
     Attributes:
         rows: Rows of a block.
         columns: Columns of a block, or 0 for all.
-        scales: Computes the divisors of blocks from their largest absolute values and the global
+        compute_divisors: Computes the divisors of blocks from their largest absolute values and the global
             scale: ``[block rows, block columns]``.
-        stored: Converts divisors to stored scales.
+        to_stored_scales: Converts divisors to stored scales.
         is_float32: Whether to compute in float32 regardless of the weight's dtype.
         is_inverse: Whether *scales* returns factors instead of divisors.
         is_packed: Whether elements are E2M1, two in a byte, instead of E4M3.
@@ -71,64 +71,82 @@ class _Scheme:
 
     rows: int
     columns: int
-    scales: Scales
-    stored: Callable[[torch.Tensor], torch.Tensor]
+    compute_divisors: Scales
+    to_stored_scales: Callable[[torch.Tensor], torch.Tensor]
     is_float32: bool = False
     is_inverse: bool = False
     is_packed: bool = False
 
 
-def _quantize(scheme: _Scheme, out: Output) -> Rounding:
+def _quantize_elements(scheme: _BlockScheme, out: Output) -> Rounding:
     """Fill *out* with quantized elements and return the rounding errors."""
-    weight, shape, global_scale = _inputs(out)
+    weight, shape, global_scale = _parse_inputs(out)
     per_byte = 2 if scheme.is_packed else 1
     columns = range(out.columns.start * per_byte, out.columns.stop * per_byte)
     total = EXACT
-    for block_rows in _whole_blocks(out.rows, shape[0], scheme.rows, PIECE // max(shape[1], 1)):
+    for block_rows in _split_into_blocks(
+        out.rows, shape[0], scheme.rows, CHUNK_ELEMENTS // max(shape[1], 1)
+    ):
         matrix = weight.read(block_rows)
-        across = scheme.columns or shape[1]
-        for span in _whole_blocks(columns, shape[1], across, PIECE // len(block_rows)):
+        block_columns = scheme.columns or shape[1]
+        for span in _split_into_blocks(
+            columns, shape[1], block_columns, CHUNK_ELEMENTS // len(block_rows)
+        ):
             blocks = _Blocks(out, scheme, matrix[:, span.start : span.stop])
-            scales = blocks.scales(weight, global_scale)
-            codes = blocks.quantize(scales if global_scale is None else scales / global_scale)
-            part = _WantedPart(block_rows, span, out.rows, columns)
-            total += blocks.rounding(part)
-            into = out.elements[part.rows.start - out.rows.start :][: len(part.rows)]
-            first = part.columns.start - columns.start
-            into = into[:, first // per_byte : (first + len(part.columns)) // per_byte]
-            into.copy_(part.of(codes, per_byte))
+            scales = blocks.compute_divisors(weight, global_scale)
+            codes = blocks.quantize_blocks(
+                scales if global_scale is None else scales / global_scale
+            )
+            wanted = _WantedPart(block_rows, span, out.rows, columns)
+            total += blocks.measure_rounding(wanted)
+            target = out.elements[wanted.rows.start - out.rows.start :][: len(wanted.rows)]
+            first_column = wanted.columns.start - columns.start
+            target = target[
+                :, first_column // per_byte : (first_column + len(wanted.columns)) // per_byte
+            ]
+            target.copy_(wanted.select_from(codes, per_byte))
     return total
 
 
-def _scales(scheme: _Scheme, out: Output) -> None:
+def _write_scales(scheme: _BlockScheme, out: Output) -> None:
     """Fill *out* with the stored scales of blocks."""
     rows, columns, target = out.rows, out.columns, out.elements
-    weight, shape, global_scale = _inputs(out)
-    across = scheme.columns or shape[1]
-    whole = range(rows.start * scheme.rows, min(rows.stop * scheme.rows, shape[0]))
-    wanted = range(columns.start * across, min(columns.stop * across, shape[1]))
-    for block_rows in _whole_blocks(whole, shape[0], scheme.rows, PIECE // max(shape[1], 1)):
+    weight, shape, global_scale = _parse_inputs(out)
+    block_columns = scheme.columns or shape[1]
+    weight_rows = range(rows.start * scheme.rows, min(rows.stop * scheme.rows, shape[0]))
+    weight_columns = range(
+        columns.start * block_columns, min(columns.stop * block_columns, shape[1])
+    )
+    for block_rows in _split_into_blocks(
+        weight_rows, shape[0], scheme.rows, CHUNK_ELEMENTS // max(shape[1], 1)
+    ):
         matrix = weight.read(block_rows)
-        for span in _whole_blocks(wanted, shape[1], across, PIECE // len(block_rows)):
+        for span in _split_into_blocks(
+            weight_columns, shape[1], block_columns, CHUNK_ELEMENTS // len(block_rows)
+        ):
             blocks = _Blocks(out, scheme, matrix[:, span.start : span.stop])
-            scales = blocks.scales(weight, global_scale)
-            first = span.start // across - columns.start
-            into = target[block_rows.start // scheme.rows - rows.start :][: len(scales)]
-            into[:, first : first + scales.shape[1]].copy_(scheme.stored(scales))
+            scales = blocks.compute_divisors(weight, global_scale)
+            first_block = span.start // block_columns - columns.start
+            target_rows = target[block_rows.start // scheme.rows - rows.start :][: len(scales)]
+            target_rows[:, first_block : first_block + scales.shape[1]].copy_(
+                scheme.to_stored_scales(scales)
+            )
 
 
-def _inputs(out: Output) -> tuple[InputTensor, tuple[int, int], torch.Tensor | None]:
+def _parse_inputs(out: Output) -> tuple[InputTensor, tuple[int, int], torch.Tensor | None]:
     """Return the weight, its shape as a matrix, and the global scale or None."""
     weight, *shared = out.inputs
     *rows, columns = weight.entry.shape
     return weight, (math.prod(rows), columns), shared[0].read_all() if shared else None
 
 
-def _whole_blocks(wanted: range, size: int, block: int, most: int) -> Iterator[range]:
-    """Yield ranges of whole blocks that cover *wanted*, of about *most* elements each."""
-    step = max(block, most // block * block)
-    end = min(-(-wanted.stop // block) * block, size)
-    for start in range(wanted.start // block * block, end, step):
+def _split_into_blocks(
+    requested: range, size: int, block_size: int, max_size: int
+) -> Iterator[range]:
+    """Yield ranges of whole blocks that cover *requested*, of about *max_size* elements each."""
+    step = max(block_size, max_size // block_size * block_size)
+    end = min(-(-requested.stop // block_size) * block_size, size)
+    for start in range(requested.start // block_size * block_size, end, step):
         yield range(start, min(start + step, end))
 
 
@@ -151,14 +169,14 @@ class _WantedPart:
     @property
     def rows(self) -> range:
         """Rows in both the blocks and the output."""
-        return _intersect(self.block_rows, self.wanted_rows)
+        return _intersect_ranges(self.block_rows, self.wanted_rows)
 
     @property
     def columns(self) -> range:
         """Columns in both the blocks and the output."""
-        return _intersect(self.block_columns, self.wanted_columns)
+        return _intersect_ranges(self.block_columns, self.wanted_columns)
 
-    def of(self, matrix: torch.Tensor, per_element: int = 1) -> torch.Tensor:
+    def select_from(self, matrix: torch.Tensor, per_element: int = 1) -> torch.Tensor:
         """Return the wanted part of a matrix with *per_element* columns in each element."""
         row = self.rows.start - self.block_rows.start
         column = self.columns.start - self.block_columns.start
@@ -166,7 +184,7 @@ class _WantedPart:
         return matrix[row : row + len(self.rows), column // per_element : stop // per_element]
 
 
-def _intersect(first: range, second: range) -> range:
+def _intersect_ranges(first: range, second: range) -> range:
     return range(max(first.start, second.start), min(first.stop, second.stop))
 
 
@@ -179,21 +197,23 @@ class _Blocks:
         matrix: Elements of the weight, ``[rows, columns]``; smaller blocks are padded with zeros.
     """
 
-    def __init__(self, out: Output, scheme: _Scheme, matrix: torch.Tensor) -> None:
+    def __init__(self, out: Output, scheme: _BlockScheme, matrix: torch.Tensor) -> None:
         height, width = matrix.shape
-        down, across = scheme.rows, scheme.columns or width
-        rows, columns = -(-height // down), -(-width // across)
+        block_rows, block_columns = scheme.rows, scheme.columns or width
+        rows, columns = -(-height // block_rows), -(-width // block_columns)
         self._out, self._scheme = out, scheme
-        self._shape = (rows, down, columns, across)
-        self._size = rows * down * columns * across
+        self._shape = (rows, block_rows, columns, block_columns)
+        self._size = rows * block_rows * columns * block_columns
         self._dtype = matrix.dtype
-        self._plain = self._scratch("plain", "float32")
-        plain = self._as_matrix(self._plain)
-        if plain.shape != matrix.shape:
-            plain.zero_()
-        plain[:height, :width].copy_(matrix)
+        self._elements = self._allocate("plain", "float32")
+        padded = self._as_matrix(self._elements)
+        if padded.shape != matrix.shape:
+            padded.zero_()
+        padded[:height, :width].copy_(matrix)
 
-    def scales(self, weight: InputTensor, global_scale: torch.Tensor | None) -> torch.Tensor:
+    def compute_divisors(
+        self, weight: InputTensor, global_scale: torch.Tensor | None
+    ) -> torch.Tensor:
         """Return the divisor of each block, ``[block rows, block columns]``.
 
         Raises:
@@ -201,189 +221,206 @@ class _Blocks:
         """
         import torch
 
-        bits = self._scratch("bits", "int32")
-        torch.bitwise_and(self._plain.view(torch.int32), MAGNITUDE, out=bits)
+        bits = self._allocate("bits", "int32")
+        torch.bitwise_and(self._elements.view(torch.int32), MAGNITUDE_MASK, out=bits)
         largest = bits.amax((1, 3)).view(torch.float32)
         largest = largest if self._scheme.is_float32 else largest.to(self._dtype)
-        return _finite(weight, self._scheme.scales(_finite(weight, largest), global_scale))
+        return _require_finite(
+            weight, self._scheme.compute_divisors(_require_finite(weight, largest), global_scale)
+        )
 
-    def quantize(self, divisors: torch.Tensor) -> torch.Tensor:
+    def quantize_blocks(self, divisors: torch.Tensor) -> torch.Tensor:
         """Quantize the blocks and return their codes, ``[rows, columns or bytes]``.
 
         Quotients are rounded to the dtype of torch's arithmetic.
         """
         import torch
 
-        wide = divisors.float()[:, None, :, None]
-        values = self._values = self._scratch("values", "float32")
-        self._factors = 1.0 / wide if self._scheme.is_inverse else wide
+        wide_divisors = divisors.float()[:, None, :, None]
+        values = self._values = self._allocate("values", "float32")
+        self._factors = 1.0 / wide_divisors if self._scheme.is_inverse else wide_divisors
         if self._scheme.is_inverse:
-            torch.mul(self._plain, wide, out=values)
+            torch.mul(self._elements, wide_divisors, out=values)
         else:
-            torch.div(self._plain, wide, out=values)
+            torch.div(self._elements, wide_divisors, out=values)
         dtype = torch.promote_types(self._dtype, divisors.dtype)
         if dtype != torch.float32 and not self._scheme.is_float32:
-            values.copy_(self._scratch("narrow", str(dtype).removeprefix("torch.")).copy_(values))
-        return self._e2m1() if self._scheme.is_packed else self._e4m3()
+            values.copy_(self._allocate("narrow", str(dtype).removeprefix("torch.")).copy_(values))
+        return self._round_to_e2m1() if self._scheme.is_packed else self._round_to_e4m3()
 
-    def rounding(self, part: _WantedPart) -> Rounding:
+    def measure_rounding(self, part: _WantedPart) -> Rounding:
         """Return the rounding errors of the wanted elements of the last quantization."""
         import torch
 
-        off = self._values.mul_(self._factors).sub_(self._plain)
-        wanted, plain = part.of(self._as_matrix(off)), part.of(self._as_matrix(self._plain))
-        if not wanted.numel():
+        errors = self._values.mul_(self._factors).sub_(self._elements)
+        wanted_errors, wanted_elements = (
+            part.select_from(self._as_matrix(errors)),
+            part.select_from(self._as_matrix(self._elements)),
+        )
+        if not wanted_errors.numel():
             return EXACT
-        low, high = torch.aminmax(wanted)
+        low, high = torch.aminmax(wanted_errors)
         norm = partial(torch.linalg.vector_norm, dtype=torch.float64)
         return Rounding(
-            max(-float(low), float(high)), float(norm(wanted)) ** 2, float(norm(plain)) ** 2
+            max(-float(low), float(high)),
+            float(norm(wanted_errors)) ** 2,
+            float(norm(wanted_elements)) ** 2,
         )
 
-    def _e4m3(self) -> torch.Tensor:
+    def _round_to_e4m3(self) -> torch.Tensor:
         """Round the quotients to E4M3 and return their bytes."""
-        values = self._values.clamp_(-FP8, FP8)
-        codes = self._scratch("codes", "float8_e4m3fn").copy_(values)
-        halves = fp8_halves(codes.view(-1), self._scratch("moved", "int16").view(-1))
-        self._factors = self._factors * FP8_OF_HALVES
+        values = self._values.clamp_(-FP8_MAX, FP8_MAX)
+        codes = self._allocate("codes", "float8_e4m3fn").copy_(values)
+        halves = shift_fp8_to_halves(codes.view(-1), self._allocate("moved", "int16").view(-1))
+        self._factors = self._factors * FP8_SCALE_OF_HALVES
         values.copy_(halves.view(self._shape))
         return self._as_matrix(codes)
 
-    def _e2m1(self) -> torch.Tensor:
+    def _round_to_e2m1(self) -> torch.Tensor:
         """Round the quotients to E2M1 and return their codes, two in a byte, low half first.
 
         Adding and subtracting a large number rounds to a multiple of its step, with ties to even.
         """
         import torch
 
-        values = self._values.clamp_(-FP4, FP4).add_(0.0)  # no -0
-        steps = self._scratch("steps", "float32")
-        torch.bitwise_and(values.view(torch.int32), EXPONENT, out=steps.view(torch.int32))
+        values = self._values.clamp_(-FP4_MAX, FP4_MAX).add_(0.0)  # no -0
+        steps = self._allocate("steps", "float32")
+        torch.bitwise_and(values.view(torch.int32), EXPONENT_MASK, out=steps.view(torch.int32))
         steps.clamp_min_(1.0).mul_(E2M1_STEP)
-        rounded = self._scratch("rounded", "float32")
+        rounded = self._allocate("rounded", "float32")
         torch.add(values, steps, out=rounded).sub_(steps)
         values = torch.copysign(rounded, values, out=values)
-        halves = self._scratch("moved", "float16").copy_(steps.copy_(values).mul_(E2M1_OF_HALVES))
+        halves = self._allocate("moved", "float16").copy_(steps.copy_(values).mul_(E2M1_OF_HALVES))
         pairs = self._as_matrix(halves).view(torch.int32)
-        rooms = (self._scratch(use, "int32").view(-1) for use in ("bits", "pairs"))
-        bits, codes = (room[: pairs.numel()].view(pairs.shape) for room in rooms)
+        buffers = (self._allocate(use, "int32").view(-1) for use in ("bits", "pairs"))
+        bits, codes = (buffer[: pairs.numel()].view(pairs.shape) for buffer in buffers)
         codes.zero_()
         for shift, mask in CODE_BITS:
             codes |= torch.bitwise_right_shift(pairs, shift, out=bits).bitwise_and_(mask)
         return codes
 
-    def _scratch(self, use: str, dtype: str) -> torch.Tensor:
+    def _allocate(self, use: str, dtype: str) -> torch.Tensor:
         return self._out.get_scratch(f"quantize {use}", dtype, self._size).view(self._shape)
 
     def _as_matrix(self, blocks: torch.Tensor) -> torch.Tensor:
-        rows, down, columns, across = self._shape
-        return blocks.view(rows * down, columns * across)
+        rows, block_rows, columns, block_columns = self._shape
+        return blocks.view(rows * block_rows, columns * block_columns)
 
 
-def _finite(weight: InputTensor, found: torch.Tensor) -> torch.Tensor:
-    if not bool(found.isfinite().all()):
+def _require_finite(weight: InputTensor, values: torch.Tensor) -> torch.Tensor:
+    if not bool(values.isfinite().all()):
         raise RefusedError(
             "a weight to be quantized contains infinity, NaN or values near the dtype's maximum",
             where=f"tensor `{weight.entry.name.removeprefix(VIRTUAL)}`",
             why="no scale can represent them",
             hint=f"pass {spell_option('--quantize-not GLOB')} to skip it",
         )
-    return found
+    return values
 
 
 # ------------------------------------------------------------------------------------- scales
 
 
-def _inverse(largest: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
-    some = largest > 0
-    return (FP8 / largest.where(some, 1.0)).where(some, 1.0)
+def _compute_inverse_scales(largest: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
+    is_nonzero = largest > 0
+    return (FP8_MAX / largest.where(is_nonzero, 1.0)).where(is_nonzero, 1.0)
 
 
-def _of_rows(largest: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
+def _compute_fp8_scales(largest: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
     import torch
 
-    found = largest / FP8
-    return found.where(found != 0, torch.finfo(found.dtype).eps)
+    scales = largest / FP8_MAX
+    return scales.where(scales != 0, torch.finfo(scales.dtype).eps)
 
 
-def _power(largest: torch.Tensor, _: torch.Tensor | None, *, offset: int) -> torch.Tensor:
+def _compute_power_scales(
+    largest: torch.Tensor, _: torch.Tensor | None, *, offset: int
+) -> torch.Tensor:
     """Return scales that are powers of two, rounding up where a value would overflow."""
     import torch
 
     kinds = {torch.float32: (torch.int32, 23), torch.float16: (torch.int16, 10)}
-    opaque, mantissa = kinds.get(largest.dtype, (torch.int16, 7))
-    bits = largest.view(opaque) + (1 << (mantissa - 2))
+    integer_dtype, mantissa = kinds.get(largest.dtype, (torch.int16, 7))
+    bits = largest.view(integer_dtype) + (1 << (mantissa - 2))
     rounded = (bits & -(1 << mantissa)).view(largest.dtype)
-    exponent = (BIAS + rounded.log2().floor() - offset).clamp(0, 255).round().to(torch.uint8)
-    found = (2.0 ** (exponent.float() - BIAS)).to(largest.dtype)
-    return found.where(found != 0, 1.0)
+    exponent = (
+        (EXPONENT_BIAS + rounded.log2().floor() - offset).clamp(0, 255).round().to(torch.uint8)
+    )
+    scales = (2.0 ** (exponent.float() - EXPONENT_BIAS)).to(largest.dtype)
+    return scales.where(scales != 0, 1.0)
 
 
-def _exponents(scales: torch.Tensor) -> torch.Tensor:
+def _to_e8m0(scales: torch.Tensor) -> torch.Tensor:
     import torch
 
-    return (BIAS + scales.log2().floor().to(torch.int32)).to(torch.uint8)
+    return (EXPONENT_BIAS + scales.log2().floor().to(torch.int32)).to(torch.uint8)
 
 
-def _under_global(largest: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor:
+def _compute_nvfp4_scales(largest: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor:
     import torch
 
     assert shared is not None
-    found = (shared * (largest / FP4)).clamp(-FP8, FP8).to(torch.float8_e4m3fn).float()
-    return found.where(found != 0, 0.125).to(largest.dtype)
+    scales = (shared * (largest / FP4_MAX)).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).float()
+    return scales.where(scales != 0, 0.125).to(largest.dtype)
 
 
-def _itself(scales: torch.Tensor) -> torch.Tensor:
+def _keep_scales(scales: torch.Tensor) -> torch.Tensor:
     return scales
 
 
 # ----------------------------------------------------------------------------- the whole weight
 
 
-_LARGEST = SharedResults["torch.Tensor"]()
+_LARGEST_VALUES = SharedResults["torch.Tensor"]()
 
 
-def _of_all(out: Output) -> None:
-    weight, (height, width), _ = _inputs(out)
+def _compute_largest(out: Output) -> None:
+    weight, (height, width), _ = _parse_inputs(out)
 
-    def search() -> torch.Tensor:
+    def find_largest() -> torch.Tensor:
         import torch
 
-        rows = _whole_blocks(range(height), height, 1, PIECE // max(width, 1))
-        parts = (_finite(weight, weight.read(part).abs().amax()) for part in rows)
+        rows = _split_into_blocks(range(height), height, 1, CHUNK_ELEMENTS // max(width, 1))
+        parts = (_require_finite(weight, weight.read(part).abs().amax()) for part in rows)
         return torch.stack(list(parts)).amax()
 
-    out.elements.copy_(_LARGEST.get_or_compute(weight.files, weight.entry.name, search))
+    out.elements.copy_(
+        _LARGEST_VALUES.get_or_compute(weight.files, weight.entry.name, find_largest)
+    )
 
 
-def _global(out: Output) -> None:
+def _compute_global_scale(out: Output) -> None:
     import torch
 
-    every = torch.stack([one.read_all() for one in out.inputs])
-    largest = every.amax().clamp(min=torch.finfo(every.dtype).tiny).reshape(1)
-    out.elements.copy_(torch.nan_to_num(FP8 * FP4 / largest, nan=1.0, posinf=1.0, neginf=1.0))
+    all_largest = torch.stack([tensor.read_all() for tensor in out.inputs])
+    largest = all_largest.amax().clamp(min=torch.finfo(all_largest.dtype).tiny).reshape(1)
+    out.elements.copy_(
+        torch.nan_to_num(FP8_MAX * FP4_MAX / largest, nan=1.0, posinf=1.0, neginf=1.0)
+    )
 
 
-MXFP8 = _Scheme(1, 32, partial(_power, offset=8), _exponents)
-MXFP4 = _Scheme(1, 32, partial(_power, offset=2), _exponents, is_packed=True)
-NVFP4 = _Scheme(1, 16, _under_global, _itself, is_packed=True)
-CHANNEL = _Scheme(1, 0, _of_rows, _itself)
-BLOCK = _Scheme(128, 128, _inverse, lambda scales: 1.0 / scales, is_float32=True, is_inverse=True)
+MXFP8 = _BlockScheme(1, 32, partial(_compute_power_scales, offset=8), _to_e8m0)
+MXFP4 = _BlockScheme(1, 32, partial(_compute_power_scales, offset=2), _to_e8m0, is_packed=True)
+NVFP4 = _BlockScheme(1, 16, _compute_nvfp4_scales, _keep_scales, is_packed=True)
+FP8_CHANNEL = _BlockScheme(1, 0, _compute_fp8_scales, _keep_scales)
+FP8_BLOCK = _BlockScheme(
+    128, 128, _compute_inverse_scales, lambda scales: 1.0 / scales, is_float32=True, is_inverse=True
+)
 
 
-def _kinds(name: str, scheme: _Scheme) -> dict[str, Kind]:
+def _build_kinds(name: str, scheme: _BlockScheme) -> dict[str, Kind]:
     return {
-        f"to_{name}": Kind(partial(_quantize, scheme), rows=scheme.rows),
-        f"to_{name}_scales": Kind(partial(_scales, scheme)),
+        f"to_{name}": Kind(partial(_quantize_elements, scheme), rows=scheme.rows),
+        f"to_{name}_scales": Kind(partial(_write_scales, scheme)),
     }
 
 
 KINDS = {
-    **_kinds("fp8_block", BLOCK),
-    **_kinds("fp8_channel", CHANNEL),
-    **_kinds("mxfp8", MXFP8),
-    **_kinds("mxfp4", MXFP4),
-    **_kinds("nvfp4", NVFP4),
-    "to_nvfp4_global": Kind(_global),
-    "largest": Kind(_of_all),
+    **_build_kinds("fp8_block", FP8_BLOCK),
+    **_build_kinds("fp8_channel", FP8_CHANNEL),
+    **_build_kinds("mxfp8", MXFP8),
+    **_build_kinds("mxfp4", MXFP4),
+    **_build_kinds("nvfp4", NVFP4),
+    "to_nvfp4_global": Kind(_compute_global_scale),
+    "largest": Kind(_compute_largest),
 }

@@ -23,9 +23,9 @@ RECORDS = (Record("", "", 0, 0),)
 """A placeholder record for the target boxes."""
 
 
-def _rearranged(out: Output) -> None:
+def _rearrange_elements(out: Output) -> None:
     reader, box, dtype = (
-        _reader(out.computed),
+        _get_block_reader(out.computed),
         build_matrix_box(out.rows, out.columns),
         out.computed.dtype,
     )
@@ -40,12 +40,12 @@ def _rearranged(out: Output) -> None:
 
 def _needs_torch(computed: ComputedTensor) -> bool:
     """Return whether elements are cast, or moved one by one."""
-    reader = _reader(computed)
+    reader = _get_block_reader(computed)
     return reader.tensor.stored_dtype != computed.dtype or reader.is_permuted
 
 
-def _reader(computed: ComputedTensor) -> BlockReader:
+def _get_block_reader(computed: ComputedTensor) -> BlockReader:
     return typed(BlockReader, computed.arguments)
 
 
-KINDS = {"rearranged": Kind(_rearranged, needs_torch=_needs_torch)}
+KINDS = {"rearranged": Kind(_rearrange_elements, needs_torch=_needs_torch)}

@@ -25,9 +25,9 @@ from ckptctl.storage.zstd import iterate_decompressed
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 
-KEPT_ITEMS = 64
-KEPT_BYTES = 8 << 30
-MOST_TIMES, MOST_MORE = 4, 64 << 20
+CACHE_ITEMS = 64
+CACHE_BYTES = 8 << 30
+MAX_SIZE_FACTOR, MAX_EXTRA_BYTES = 4, 64 << 20
 """Allowed size of an item relative to its elements, which may be part of a larger storage."""
 
 
@@ -38,48 +38,58 @@ class _UnpackedItem(NamedTuple):
     entry: TensorEntry
 
 
-def _is_too_much(items: Sequence[_UnpackedItem | None]) -> bool:
+def _exceeds_cache(items: Sequence[_UnpackedItem | None]) -> bool:
     nbytes = sum(item.files.nbytes for item in items if item)
-    return len(items) > KEPT_ITEMS or nbytes > KEPT_BYTES
+    return len(items) > CACHE_ITEMS or nbytes > CACHE_BYTES
 
 
-_ITEMS = SharedResults[_UnpackedItem](_is_too_much)
+_ITEMS = SharedResults[_UnpackedItem](_exceeds_cache)
 
 
-def _unpacked(out: Output) -> None:
+def _read_unpacked(out: Output) -> None:
     files, packed = out.inputs[0].files, out.inputs[0].entry
-    place = packed.extents[0].file, packed.extents[0].offset
-    item = _ITEMS.get_or_compute(files, place, lambda: _read(files, packed, out.computed))
+    item_location = packed.extents[0].file, packed.extents[0].offset
+    item = _ITEMS.get_or_compute(
+        files, item_location, lambda: _decompress_item(files, packed, out.computed)
+    )
     matrix = StridedTensor.from_entry(item.entry).as_matrix()
     TensorReader(item.files, matrix).fill_view(build_matrix_box(out.rows, out.columns), out.memory)
 
 
-def _read(files: SourceFiles, packed: TensorEntry, computed: ComputedTensor) -> _UnpackedItem:
+def _decompress_item(
+    files: SourceFiles, packed: TensorEntry, computed: ComputedTensor
+) -> _UnpackedItem:
     """Decompress an item and check its checksum."""
-    name, place = packed.name, packed.extents[0]
-    where = f"{files.root / place.file}, at byte {place.offset:,}"
-    room = TemporaryFile(files.root, place.file)
-    most = MOST_TIMES * computed.to_extent("").nbytes + MOST_MORE
-    for piece in iterate_decompressed(files, place.file, place.offset, place.nbytes):
-        room.append([piece])
-        if room.nbytes > most:
-            why = f"more than {pluralize(most, 'byte')} for {computed.dtype} {list(computed.shape)}"
+    name, packed_extent = packed.name, packed.extents[0]
+    where = f"{files.root / packed_extent.file}, at byte {packed_extent.offset:,}"
+    file = TemporaryFile(files.root, packed_extent.file)
+    max_bytes = MAX_SIZE_FACTOR * computed.to_extent("").nbytes + MAX_EXTRA_BYTES
+    for piece in iterate_decompressed(
+        files, packed_extent.file, packed_extent.offset, packed_extent.nbytes
+    ):
+        file.append_bytes([piece])
+        if file.nbytes > max_bytes:
+            why = f"more than {pluralize(max_bytes, 'byte')} for {computed.dtype} {list(computed.shape)}"
             raise UnsupportedError(f"an item of `{name}` is too long", where=where, why=why)
-    stored = read_item_tensor(room, place.file, 0, room.nbytes)
+    stored = read_item_tensor(file, packed_extent.file, 0, file.nbytes)
     require_chunk((stored.dtype, stored.shape), name, computed.dtype, computed.shape, lambda: where)
-    whole = Box.whole(stored.shape)
+    box = Box.whole(stored.shape)
     extent = Extent(
-        *(whole, place.file, stored.offset, stored.nbytes),
+        *(box, packed_extent.file, stored.offset, stored.nbytes),
         strides=stored.strides,
         crc32=stored.crc32,
         within=stored.within,
     )
-    sum_ = extent.recorded_checksum
-    if sum_ and compute_crc(room, place.file, sum_.offset, sum_.nbytes) != sum_.crc32:
+    checksum = extent.recorded_checksum
+    if (
+        checksum
+        and compute_crc(file, packed_extent.file, checksum.offset, checksum.nbytes)
+        != checksum.crc32
+    ):
         why = f"the CRC-32 of `{name}` differs from the one in its zip"
         raise DamagedError("checksum mismatch", where=where, why=why)
     return _UnpackedItem(
-        room, TensorEntry(name, stored.dtype, stored.shape, (extent,), packed.path)
+        file, TensorEntry(name, stored.dtype, stored.shape, (extent,), packed.path)
     )
 
 
@@ -105,17 +115,17 @@ class TemporaryFile(SourceFiles):
         if self._descriptor >= 0:
             os.close(self._descriptor)
 
-    def append(self, pieces: Iterable[bytes]) -> None:
-        """Append *pieces* to the file."""
-        for piece in pieces:
-            left = memoryview(piece)
-            while left:
+    def append_bytes(self, chunks: Iterable[bytes]) -> None:
+        """Append *chunks* to the file."""
+        for chunk in chunks:
+            remaining = memoryview(chunk)
+            while remaining:
                 try:
-                    count = os.write(self._descriptor, left)
+                    count = os.write(self._descriptor, remaining)
                 except OSError as error:
                     raise self._write_error(error) from error
-                left = left[count:]
-            self.nbytes += len(piece)
+                remaining = remaining[count:]
+            self.nbytes += len(chunk)
 
     def path(self, name: str) -> TreePath:
         """Return the path of the compressed source, for errors."""
@@ -134,18 +144,18 @@ class TemporaryFile(SourceFiles):
 
     def fill_views(self, name: str, views: Sequence[memoryview], offset: int) -> int:
         """See :meth:`~ckptctl.storage.files.SourceFiles.fill_views`."""
-        done = 0
-        left = [view for view in views if view]
+        read_count = 0
+        remaining = [view for view in views if view]
         try:
-            while left:
-                count = os.preadv(self._descriptor, left[:IOV_MAX], offset + done)
+            while remaining:
+                count = os.preadv(self._descriptor, remaining[:IOV_MAX], offset + read_count)
                 if not count:
                     break
-                done += count
-                left = skip_bytes(left, count)
+                read_count += count
+                remaining = skip_bytes(remaining, count)
         except OSError as error:
             raise StorageError.from_os_error(error, "read", str(self.root / name)) from error
-        return done
+        return read_count
 
     def _write_error(self, error: OSError) -> StorageError:
         failed = StorageError.from_os_error(error, "write a temporary file", self._folder)
@@ -154,4 +164,4 @@ class TemporaryFile(SourceFiles):
         return failed
 
 
-KINDS = {"unpacked": Kind(_unpacked, needs_torch=lambda _: False)}
+KINDS = {"unpacked": Kind(_read_unpacked, needs_torch=lambda _: False)}

@@ -16,27 +16,27 @@ from dataclasses import dataclass
 from functools import cache
 
 from ckptctl.errors import MappingError
-from ckptctl.numerics.quantization.scheme import Group
+from ckptctl.numerics.quantization.scheme import TensorGroup
 from ckptctl.numerics.quantization.statement import Json, QuantizationStatement
 from ckptctl.units import pluralize
 
-NAME = "config_groups"
-MIXED = "mixed-precision"
-LONGEST = 300
+CONFIG_GROUPS = "config_groups"
+MIXED_PRECISION = "mixed-precision"
+MAX_PATTERN_LENGTH = 300
 """Longest allowed pattern, in characters."""
-REPEATED = re.compile(r"\)[*+{]")
+NESTED_REPETITION = re.compile(r"\)[*+{]")
 """Nested repetition, whose matching time is not bounded by the length of names."""
-MOST = 5
+MAX_REPETITIONS = 5
 """Most repetitions in a pattern: each multiplies the matching time by the length of names."""
 
 
 @dataclass(frozen=True, slots=True)
-class Arguments:
+class WeightArguments:
     """Quantization settings of the weights in a group.
 
     Attributes:
         bits: Bits of an element.
-        kind: ``int`` or ``float``.
+        number_type: ``int`` or ``float``.
         strategy: The elements that share a scale: a ``tensor``, a ``channel``, a ``group`` of
             columns or a ``block`` of rows and columns; ``tensor_group`` is a group plus a global
             scale.
@@ -47,7 +47,7 @@ class Arguments:
     """
 
     bits: int
-    kind: str
+    number_type: str
     strategy: str
     group: int
     block: tuple[int, int]
@@ -55,7 +55,7 @@ class Arguments:
     order: str
 
 
-def arguments(group: Group, formats: Mapping[str, tuple[str, ...]]) -> Arguments:
+def read_arguments(group: TensorGroup, formats: Mapping[str, tuple[str, ...]]) -> WeightArguments:
     """Return the quantization settings of a layer's weights.
 
     Args:
@@ -65,31 +65,35 @@ def arguments(group: Group, formats: Mapping[str, tuple[str, ...]]) -> Arguments
     Raises:
         MappingError: The config has no settings for it, or contradicts itself or the tensors.
     """
-    if isinstance(known := group.derived.get(NAME), Arguments):
-        return known
-    said = group.statement
-    found = _chosen(group)
-    form = found.get("format") or said.content.get("format")
-    if form not in (None, MIXED) and group.lead.dtype not in formats.get(str(form), ()):
+    if isinstance(cached := group.cache.get(CONFIG_GROUPS), WeightArguments):
+        return cached
+    statement = group.statement
+    config_group = _find_config_group(group)
+    format_name = config_group.get("format") or statement.content.get("format")
+    if format_name not in (None, MIXED_PRECISION) and group.lead.dtype not in formats.get(
+        str(format_name), ()
+    ):
         why = f"`{group.lead.name}` is {group.lead.dtype}"
         raise MappingError(
-            f"`format` {form!r} does not match the tensors", where=said.where, why=why
+            f"`format` {format_name!r} does not match the tensors", where=statement.where, why=why
         )
-    weights = QuantizationStatement(said.method, _mapping(found.get("weights")), said.where)
-    size = weights.number("group_size", -1) or 0
-    default = "tensor" if not size else "channel" if size < 0 else "group"
+    weights = QuantizationStatement(
+        statement.method, _as_mapping(config_group.get("weights")), statement.where
+    )
+    group_size = weights.read_number("group_size", -1) or 0
+    default = "tensor" if not group_size else "channel" if group_size < 0 else "group"
     match weights.content.get("block_structure"):
-        case [int(down), int(across)] if down > 0 and across > 0:
-            block = (down, across)
+        case [int(block_rows), int(block_columns)] if block_rows > 0 and block_columns > 0:
+            block = (block_rows, block_columns)
         case _:
             block = (0, 0)
-    symmetric = weights.flag("symmetric")
+    symmetric = weights.read_flag("symmetric")
     order = weights.content.get("actorder", "")
-    group.derived[NAME] = result = Arguments(
-        weights.number("num_bits") or 8,
+    group.cache[CONFIG_GROUPS] = result = WeightArguments(
+        weights.read_number("num_bits") or 8,
         str(weights.content.get("type") or "int"),
         str(weights.content.get("strategy") or default),
-        max(size, 0),
+        max(group_size, 0),
         block,
         symmetric is not False,
         "group" if order is True else str(order),
@@ -97,74 +101,89 @@ def arguments(group: Group, formats: Mapping[str, tuple[str, ...]]) -> Arguments
     return result
 
 
-def _mapping(value: object) -> Json:
+def _as_mapping(value: object) -> Json:
     return value if isinstance(value, Mapping) else {}
 
 
-def _chosen(group: Group) -> Json:
+def _find_config_group(group: TensorGroup) -> Json:
     """Return the group of ``config_groups`` that a layer belongs to."""
-    said = group.statement
-    _require_plain(said)
-    groups = [_mapping(one) for one in _mapping(said.content.get(NAME)).values()]
-    groups = [one for one in groups if isinstance(one.get("weights"), Mapping)]
+    statement = group.statement
+    _require_only_quantized(statement)
+    groups = [
+        _as_mapping(item) for item in _as_mapping(statement.content.get(CONFIG_GROUPS)).values()
+    ]
+    groups = [item for item in groups if isinstance(item.get("weights"), Mapping)]
     if not groups:
-        raise group.unstated(NAME, "a group with `weights` is required")
-    if any(_matches(group.module, one, said) for one in _texts(said.content.get("ignore"))):
+        raise group.missing_setting_error(CONFIG_GROUPS, "a group with `weights` is required")
+    if any(
+        _matches_target(group.module, item, statement)
+        for item in _list_strings(statement.content.get("ignore"))
+    ):
         raise MappingError(
             f"`{group.lead.name}` is quantized, but `ignore` lists its layer",
-            where=said.where,
+            where=statement.where,
         )
     if len(groups) == 1:
         return groups[0]
-    named = [one for one in groups if group.module in _texts(one.get("targets"))]
-    matching = [
-        one
-        for one in groups
-        if any(_matches(group.module, target, said) for target in _texts(one.get("targets")))
+    by_name = [item for item in groups if group.module in _list_strings(item.get("targets"))]
+    by_pattern = [
+        item
+        for item in groups
+        if any(
+            _matches_target(group.module, target, statement)
+            for target in _list_strings(item.get("targets"))
+        )
     ]
-    classes = [  # whose targets are classes, such as ``Linear``, instead of layers
-        one
-        for one in groups
-        if any(t.isidentifier() and t[0].isupper() for t in _texts(one.get("targets")))
+    by_class = [  # whose targets are classes, such as ``Linear``, instead of layers
+        item
+        for item in groups
+        if any(
+            target_name.isidentifier() and target_name[0].isupper()
+            for target_name in _list_strings(item.get("targets"))
+        )
     ]
-    found = named or matching or classes
-    if not found or any(one["weights"] != found[0]["weights"] for one in found):
+    candidates = by_name or by_pattern or by_class
+    if not candidates or any(item["weights"] != candidates[0]["weights"] for item in candidates):
         raise MappingError(
-            f"{pluralize(len(found), 'group targets', 'groups target')} `{group.module}`",
+            f"{pluralize(len(candidates), 'group targets', 'groups target')} `{group.module}`",
             why="`config_groups` must assign exactly one group to each layer",
-            where=said.where,
+            where=statement.where,
         )
-    return found[0]
+    return candidates[0]
 
 
-def _require_plain(said: QuantizationStatement) -> None:
+def _require_only_quantized(statement: QuantizationStatement) -> None:
     """Raise if weights are sparse or transformed in addition to being quantized."""
-    sparse = _mapping(said.content.get("sparsity_config")).get("format", "dense")
-    if sparse != "dense":
+    sparse_format = _as_mapping(statement.content.get("sparsity_config")).get("format", "dense")
+    if sparse_format != "dense":
         raise MappingError(
-            f"`sparsity_config` format {sparse!r} is not supported", where=said.where
+            f"`sparsity_config` format {sparse_format!r} is not supported", where=statement.where
         )
-    if _mapping(said.content.get("transform_config")).get("config_groups"):
+    if _as_mapping(statement.content.get("transform_config")).get("config_groups"):
         why = "it rotates weights and, at run time, activations"
-        raise MappingError("`transform_config` is not supported", where=said.where, why=why)
+        raise MappingError("`transform_config` is not supported", where=statement.where, why=why)
 
 
-def _texts(value: object) -> list[str]:
-    return [one for one in value if isinstance(one, str)] if isinstance(value, list) else []
+def _list_strings(value: object) -> list[str]:
+    return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
 
 
-def _matches(module: str, target: str, said: QuantizationStatement) -> bool:
+def _matches_target(module: str, target: str, statement: QuantizationStatement) -> bool:
     if not target.startswith("re:"):
         return target == module
-    return _pattern(target.removeprefix("re:"), said.where).match(module) is not None
+    return _compile_pattern(target.removeprefix("re:"), statement.where).match(module) is not None
 
 
 @cache
-def _pattern(text: str, where: str) -> re.Pattern[str]:
+def _compile_pattern(text: str, where: str) -> re.Pattern[str]:
     try:
         repeating = sum(map(text.count, "*+{"))
-        if len(text) <= LONGEST and repeating <= MOST and not REPEATED.search(text):
+        if (
+            len(text) <= MAX_PATTERN_LENGTH
+            and repeating <= MAX_REPETITIONS
+            and not NESTED_REPETITION.search(text)
+        ):
             return re.compile(text)
     except re.error:
         pass
-    raise MappingError(f"the pattern `{text[:LONGEST]}` is not supported", where=where)
+    raise MappingError(f"the pattern `{text[:MAX_PATTERN_LENGTH]}` is not supported", where=where)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-PLAIN: Mapping[int, str] = {
+UNQUANTIZED_TYPES: Mapping[int, str] = {
     0: "float32",
     1: "float16",
     24: "int8",
@@ -37,7 +37,7 @@ class BlockType(NamedTuple):
     understood: bool = True
 
 
-BLOCKS: Mapping[int, BlockType] = {
+BLOCK_TYPES: Mapping[int, BlockType] = {
     2: BlockType("Q4_0", 32, 18),
     3: BlockType("Q4_1", 32, 20),
     6: BlockType("Q5_0", 32, 22),

@@ -13,10 +13,10 @@ from typing import Literal
 from ckptctl.numerics.quantization.recipes import WEIGHT
 from ckptctl.planner.layouts import Family, Layout, LayoutTensor, Leaf
 
-VOCABULARY, EXPERTS, HIDDEN = "v", "x", "d"
+VOCABULARY_AXIS, EXPERT_AXIS, HIDDEN_AXIS = "v", "x", "d"
 Role = Literal["linear", "experts", "stacked", "other"]
 
-FUSED = (
+FUSED_MODULES = (
     ("gate_proj", "up_proj"),
     ("q_proj", "k_proj", "v_proj"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
@@ -27,96 +27,106 @@ FUSED = (
 Source: ``FUSED_LAYER_NAMES`` in llm-compressor's ``observers/helpers.py``.
 """
 
-EXPERTS_READ = {"gate_up_proj": 2, "down_proj": 1}
+HIDDEN_DIM_BY_STACK = {"gate_up_proj": 2, "down_proj": 1}
 """Stacks of a module ``experts``, and the dimension with the hidden size.
 
 Source: ``FP8Experts`` in transformers' ``integrations/finegrained_fp8.py``.
 """
 
 
-class Roles:
+class TensorRoles:
     """Roles of the tensors in one layout of a family."""
 
     def __init__(self, family: Family, layout: Layout) -> None:
         self._family = family
         self._table = layout.table
         self._leaves = leaves = layout.leaves
-        self._language = {_layer(leaf) for leaf in leaves.values() if HIDDEN in leaf.axes}
+        self._language_layers = {
+            _get_layer_prefix(leaf) for leaf in leaves.values() if HIDDEN_AXIS in leaf.axes
+        }
         groups = (group for leaf in leaves.values() for group in leaf.dims)
-        self._heads = {group[0] for group in groups if len(group) > 1}
+        self._head_axes = {group[0] for group in groups if len(group) > 1}
 
     @property
-    def stacks(self) -> bool:
+    def has_stacked_experts(self) -> bool:
         """Whether the layout stores experts stacked in one tensor."""
-        return any(_stacked(leaf) for leaf in self._leaves.values())
+        return any(_is_expert_stack(leaf) for leaf in self._leaves.values())
 
-    def of(self, key: str, shape: Sequence[int]) -> Role:
+    def find_role(self, key: str, shape: Sequence[int]) -> Role:
         """Return the role of the tensor *key*.
 
         Stacked experts are ``experts`` if they are ``[experts, out, in]`` and have a name by which
         transformers reads quantized stacks, otherwise ``stacked``.
         """
-        found = self._table.find_meaning(key)
-        if found is None or not isinstance(found[0], LayoutTensor):
+        match = self._table.find_meaning(key)
+        if match is None or not isinstance(match[0], LayoutTensor):
             return "other"
-        stored = found[0]
+        stored = match[0]
         tensor, leaf = stored.parts[0]
         stem = tensor.name.partition(".")[0]
-        quantized = tensor.scaled_weight or tensor.variant in self._family.quantized
-        known = tensor.indices and _layer(leaf) in self._language and not quantized
-        if not known or stem in self._family.unquantized:
+        is_quantized_variant = tensor.scaled_weight or tensor.variant in self._family.quantized
+        is_language_weight = (
+            tensor.indices
+            and _get_layer_prefix(leaf) in self._language_layers
+            and not is_quantized_variant
+        )
+        if not is_language_weight or stem in self._family.unquantized:
             return "other"
         axes = {axis for group in leaf.dims for axis in group}
-        if _stacked(leaf):
-            read = _read_stacked(leaf) and not self._family.experts_apart
-            return "experts" if read else "stacked"
+        if _is_expert_stack(leaf):
+            is_readable = _is_readable_stack(leaf) and not self._family.experts_apart
+            return "experts" if is_readable else "stacked"
         if len(leaf.dims) != 2 or not stored.template.text.endswith(WEIGHT) or shape[0] == 1:
             return "other"
         rows = leaf.dims[0]
-        gate = len(rows) == 1 and rows[0] in self._heads
-        return "other" if gate or axes & {VOCABULARY, EXPERTS} else "linear"
+        is_head_gate = len(rows) == 1 and rows[0] in self._head_axes
+        return "other" if is_head_gate or axes & {VOCABULARY_AXIS, EXPERT_AXIS} else "linear"
 
 
-def _stacked(leaf: Leaf) -> bool:
-    return len(leaf.dims) == 3 and leaf.dims[0] == (EXPERTS,)
+def _is_expert_stack(leaf: Leaf) -> bool:
+    return len(leaf.dims) == 3 and leaf.dims[0] == (EXPERT_AXIS,)
 
 
-def _read_stacked(leaf: Leaf) -> bool:
+def _is_readable_stack(leaf: Leaf) -> bool:
     """Return whether ``FP8Experts`` reads a stack, whose second axis must be the output."""
     module, _, name = leaf.key.text.rpartition(".")
-    hidden = EXPERTS_READ.get(name, 0)
+    hidden = HIDDEN_DIM_BY_STACK.get(name, 0)
     simple = all(len(group) == 1 for group in leaf.dims)
-    return simple and module.endswith(".experts") and leaf.dims[hidden] == (HIDDEN,)
+    return simple and module.endswith(".experts") and leaf.dims[hidden] == (HIDDEN_AXIS,)
 
 
-def _layer(leaf: Leaf) -> str:
+def _get_layer_prefix(leaf: Leaf) -> str:
     """Return the common prefix of a layer's keys, without the layer number."""
     return leaf.key.text.partition("{")[0]
 
 
-def fused(names: Collection[str]) -> Iterator[tuple[str, ...]]:
+def find_fused_groups(names: Collection[str]) -> Iterator[tuple[str, ...]]:
     """Yield the groups of weights among *names* that programs fuse."""
-    there = set(names)
+    available = set(names)
     for name in names:
         module = name.removesuffix(WEIGHT)
-        parent, dot, last = module.rpartition(".")
-        for group in FUSED:
-            every = tuple(f"{parent}{dot}{one}{WEIGHT}" for one in group)
-            if last == group[0] and name.endswith(WEIGHT) and there.issuperset(every):
-                yield every
+        parent, dot, last_name = module.rpartition(".")
+        for group in FUSED_MODULES:
+            group_names = tuple(f"{parent}{dot}{part_name}{WEIGHT}" for part_name in group)
+            if (
+                last_name == group[0]
+                and name.endswith(WEIGHT)
+                and available.issuperset(group_names)
+            ):
+                yield group_names
 
 
-def modules_of_experts(names: Collection[str]) -> Iterator[tuple[str, ...]]:
+def find_expert_stack_groups(names: Collection[str]) -> Iterator[tuple[str, ...]]:
     """Yield the groups of expert stacks among *names* that belong to one module."""
-    found: dict[str, list[str]] = {}
+    names_by_module: dict[str, list[str]] = {}
     for name in names:
-        module, _, last = name.rpartition(".")
-        if last in EXPERTS_READ and module.endswith(".experts"):
-            found.setdefault(module, []).append(name)
-    return (tuple(group) for group in found.values())
+        module, _, last_name = name.rpartition(".")
+        if last_name in HIDDEN_DIM_BY_STACK and module.endswith(".experts"):
+            names_by_module.setdefault(module, []).append(name)
+    return (tuple(group) for group in names_by_module.values())
 
 
-def together(names: Collection[str]) -> Mapping[str, tuple[str, ...]]:
+def map_fused_groups(names: Collection[str]) -> Mapping[str, tuple[str, ...]]:
     """Map each of *names* to the names it is fused with, including itself."""
-    groups = {name: group for group in fused(names) for name in group}
+    groups = {name: group for group in find_fused_groups(names) for name in group}
     return {name: groups.get(name, (name,)) for name in names}

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 WEIGHT, SCALE, PACKED = ".weight", ".weight_scale", ".weight_packed"
 FP8, FP4 = "float8_e4m3fn", "uint8"
-SIDE = 128
+FP8_BLOCK_SIZE = 128
 """Rows and columns of an FP8 block, as in DeepSeek-V3."""
-MX, NV = 32, 16
+MX_GROUP_SIZE, NVFP4_GROUP_SIZE = 32, 16
 """Elements that share a scale, which is a power of two in MX formats and FP8 in NVFP4."""
-VERSION = "0.20.0"
+COMPRESSED_TENSORS_VERSION = "0.20.0"
 
 Json = Mapping[str, object]
 
@@ -42,18 +42,22 @@ class StoredPart:
     dtype: str
     block: tuple[int, int] | None
 
-    def shape(self, weight: Sequence[int]) -> tuple[int, ...]:
+    def stored_shape(self, weight_shape: Sequence[int]) -> tuple[int, ...]:
         """Return its shape for a weight ``[rows, columns]`` or ``[experts, rows, columns]``."""
         if self.block is None:
             return (1,)
-        (*stack, rows, columns), (down, across) = weight, self.block
-        return (*stack, -(-rows // (down or rows or 1)), -(-columns // (across or columns or 1)))
+        (*stack, rows, columns), (block_rows, block_columns) = weight_shape, self.block
+        return (
+            *stack,
+            -(-rows // (block_rows or rows or 1)),
+            -(-columns // (block_columns or columns or 1)),
+        )
 
-    def name(self, weight: str) -> str:
+    def stored_name(self, weight_name: str) -> str:
         """Return its name for a weight, which in an expert stack does not end in ``.weight``."""
-        if weight.endswith(WEIGHT):
-            return weight.removesuffix(WEIGHT) + self.ending
-        return weight + self.ending.removeprefix(WEIGHT)
+        if weight_name.endswith(WEIGHT):
+            return weight_name.removesuffix(WEIGHT) + self.ending
+        return weight_name + self.ending.removeprefix(WEIGHT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,33 +68,33 @@ class Recipe:
         name: Value of ``--quantize``.
         title: Description for messages.
         parts: Tensors that store a weight, the quantized elements first.
-        config: Builds ``quantization_config`` of config.json, given the ignored modules.
-        columns: Required divisor of a weight's number of columns.
-        shared: The part with one value for all weights that programs fuse, or None.
-        stack: Required divisors of the rows and columns of stacked experts, or None if programs
+        build_config: Builds ``quantization_config`` of config.json, given the ignored modules.
+        column_multiple: Required divisor of a weight's number of columns.
+        shared_part: The part with one value for all weights that programs fuse, or None.
+        stack_multiples: Required divisors of the rows and columns of stacked experts, or None if programs
             only read experts one by one.
     """
 
     name: str
     title: str
     parts: tuple[StoredPart, ...]
-    config: Callable[[Sequence[str]], dict[str, object]]
-    columns: int = 1
-    shared: StoredPart | None = None
-    stack: tuple[int, int] | None = None
+    build_config: Callable[[Sequence[str]], dict[str, object]]
+    column_multiple: int = 1
+    shared_part: StoredPart | None = None
+    stack_multiples: tuple[int, int] | None = None
 
 
-def _fine_grained(ignored: Sequence[str]) -> dict[str, object]:
+def _build_fine_grained_config(ignored: Sequence[str]) -> dict[str, object]:
     return {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
-        "weight_block_size": [SIDE, SIDE],
+        "weight_block_size": [FP8_BLOCK_SIZE, FP8_BLOCK_SIZE],
         "modules_to_not_convert": list(ignored),
     }
 
 
-def _floats(
+def _build_float_settings(
     bits: int, strategy: str, group: int | None = None, scale: str = ""
 ) -> dict[str, object]:
     """Return compressed-tensors' settings of symmetric floats with static scales.
@@ -112,7 +116,7 @@ def _floats(
     }
 
 
-def _compressed(
+def _make_config_builder(
     layout: str, weights: Json, inputs: Json | None = None
 ) -> Callable[[Sequence[str]], dict[str, object]]:
     """Return a function that builds a compressed-tensors config for linear layers.
@@ -123,8 +127,8 @@ def _compressed(
         inputs: Settings of dynamically quantized activations, or None.
     """
 
-    def made(ignored: Sequence[str]) -> dict[str, object]:
-        group = {
+    def build_config(ignored: Sequence[str]) -> dict[str, object]:
+        group_settings = {
             "targets": ["Linear"],
             "weights": dict(weights),
             "input_activations": None if inputs is None else {**inputs, "dynamic": True},
@@ -133,33 +137,38 @@ def _compressed(
         }
         return {
             "quant_method": "compressed-tensors",
-            "version": VERSION,
+            "version": COMPRESSED_TENSORS_VERSION,
             "format": layout,
             "quantization_status": "compressed",
-            "config_groups": {"group_0": group},
+            "config_groups": {"group_0": group_settings},
             "ignore": list(ignored),
             "kv_cache_scheme": None,
             "global_compression_ratio": None,
             "transform_config": {},
         }
 
-    return made
+    return build_config
 
 
-_MXFP8 = _floats(8, "group", MX, "uint8")
+_MXFP8 = _build_float_settings(8, "group", MX_GROUP_SIZE, "uint8")
 _GLOBAL = StoredPart(".weight_global_scale", "to_nvfp4_global", "float32", None)
 
 RECIPES = (
     Recipe(
         name="fp8-block",
-        title=f"FP8 with one scale per {SIDE}x{SIDE} block",
+        title=f"FP8 with one scale per {FP8_BLOCK_SIZE}x{FP8_BLOCK_SIZE} block",
         parts=(
             StoredPart(WEIGHT, "to_fp8_block", FP8, (1, 1)),
-            StoredPart(".weight_scale_inv", "to_fp8_block_scales", "float32", (SIDE, SIDE)),
+            StoredPart(
+                ".weight_scale_inv",
+                "to_fp8_block_scales",
+                "float32",
+                (FP8_BLOCK_SIZE, FP8_BLOCK_SIZE),
+            ),
         ),
-        config=_fine_grained,
+        build_config=_build_fine_grained_config,
         # transformers' ``FP8Experts`` reads stacks whose experts are whole blocks.
-        stack=(SIDE, SIDE),
+        stack_multiples=(FP8_BLOCK_SIZE, FP8_BLOCK_SIZE),
     ),
     Recipe(
         name="fp8-channel",
@@ -168,44 +177,52 @@ RECIPES = (
             StoredPart(WEIGHT, "to_fp8_channel", FP8, (1, 1)),
             StoredPart(SCALE, "to_fp8_channel_scales", "", (1, 0)),
         ),
-        config=_compressed("float-quantized", _floats(8, "channel"), _floats(8, "token")),
+        build_config=_make_config_builder(
+            "float-quantized",
+            _build_float_settings(8, "channel"),
+            _build_float_settings(8, "token"),
+        ),
     ),
     Recipe(
         name="mxfp4",
-        title=f"MXFP4: FP4 with a power-of-two scale per {MX} elements",
+        title=f"MXFP4: FP4 with a power-of-two scale per {MX_GROUP_SIZE} elements",
         parts=(
             StoredPart(PACKED, "to_mxfp4", FP4, (1, 2)),
-            StoredPart(SCALE, "to_mxfp4_scales", "uint8", (1, MX)),
+            StoredPart(SCALE, "to_mxfp4_scales", "uint8", (1, MX_GROUP_SIZE)),
         ),
-        config=_compressed("mxfp4-pack-quantized", _floats(4, "group", MX, "uint8")),
-        columns=MX,
+        build_config=_make_config_builder(
+            "mxfp4-pack-quantized", _build_float_settings(4, "group", MX_GROUP_SIZE, "uint8")
+        ),
+        column_multiple=MX_GROUP_SIZE,
     ),
     Recipe(
         name="mxfp8",
-        title=f"MXFP8: FP8 with a power-of-two scale per {MX} elements",
+        title=f"MXFP8: FP8 with a power-of-two scale per {MX_GROUP_SIZE} elements",
         parts=(
             StoredPart(WEIGHT, "to_mxfp8", FP8, (1, 1)),
-            StoredPart(SCALE, "to_mxfp8_scales", "uint8", (1, MX)),
+            StoredPart(SCALE, "to_mxfp8_scales", "uint8", (1, MX_GROUP_SIZE)),
         ),
-        config=_compressed("mxfp8-quantized", _MXFP8, _MXFP8),
-        columns=MX,
+        build_config=_make_config_builder("mxfp8-quantized", _MXFP8, _MXFP8),
+        column_multiple=MX_GROUP_SIZE,
     ),
     # Weights only: quantizing activations to FP4 requires calibration data.
     Recipe(
         name="nvfp4",
-        title=f"NVFP4: FP4 with an FP8 scale per {NV} elements",
+        title=f"NVFP4: FP4 with an FP8 scale per {NVFP4_GROUP_SIZE} elements",
         parts=(
             StoredPart(PACKED, "to_nvfp4", FP4, (1, 2)),
-            StoredPart(SCALE, "to_nvfp4_scales", FP8, (1, NV)),
+            StoredPart(SCALE, "to_nvfp4_scales", FP8, (1, NVFP4_GROUP_SIZE)),
             _GLOBAL,
         ),
-        config=_compressed("nvfp4-pack-quantized", _floats(4, "tensor_group", NV, FP8)),
-        columns=NV,
-        shared=_GLOBAL,
+        build_config=_make_config_builder(
+            "nvfp4-pack-quantized", _build_float_settings(4, "tensor_group", NVFP4_GROUP_SIZE, FP8)
+        ),
+        column_multiple=NVFP4_GROUP_SIZE,
+        shared_part=_GLOBAL,
     ),
 )
 
 
-def recipes() -> Mapping[str, Recipe]:
+def list_recipes() -> Mapping[str, Recipe]:
     """Return all recipes by name."""
     return {recipe.name: recipe for recipe in RECIPES}

@@ -28,7 +28,7 @@ class QuantizedWeight:
         key: Name of the dequantized tensor.
         lead: Name of the tensor of quantized elements, which the dequantized tensor replaces.
         inputs: Names of the tensors that it is computed from, in the kind's order.
-        how: Description for messages, such as ``fp8 blocks of 128x128``.
+        description: Description for messages, such as ``fp8 blocks of 128x128``.
         kind: The kind in ``ckptctl/numerics/kinds`` that computes it.
         shape: The shape that the kind computes.
         arguments: Arguments of the kind; see :class:`~ckptctl.catalog.ComputedTensor`.
@@ -39,7 +39,7 @@ class QuantizedWeight:
     key: str
     lead: str
     inputs: tuple[str, ...]
-    how: str
+    description: str
     kind: str
     shape: tuple[int, ...]
     arguments: object = None
@@ -58,34 +58,34 @@ class QuantizedWeight:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """Tensors that a :class:`Form` matches as one weight.
+class TensorGroup:
+    """Tensors that a :class:`NamingForm` matches as one weight.
 
     Attributes:
         key: Name of the dequantized tensor.
         lead: The tensor of quantized elements.
         parts: The other tensors of the weight, by role.
         statement: The checkpoint's quantization config.
-        values: Reads the bytes of a small tensor.
-        derived: Cache for values that a scheme derives from *statement*.
+        read_values: Reads the bytes of a small tensor.
+        cache: Cache for values that a scheme derives from *statement*.
     """
 
     key: str
     lead: TensorEntry
     parts: Mapping[str, TensorEntry]
     statement: QuantizationStatement
-    values: Callable[[TensorEntry], bytes]
-    derived: dict[str, Any] = field(default_factory=dict, compare=False)
+    read_values: Callable[[TensorEntry], bytes]
+    cache: dict[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def module(self) -> str:
         """Name of the layer, as quantization configs have it."""
         return self.key.removesuffix(".weight")
 
-    def quantized(
+    def build_weight(
         self,
-        how: str,
-        kind: str,
+        description: str,
+        kind_name: str,
         shape: tuple[int, ...],
         roles: Sequence[str] = (),
         arguments: object = None,
@@ -97,48 +97,48 @@ class Group:
         It is computed from the quantized elements, followed by the present parts among *roles*. See
         :class:`QuantizedWeight`.
         """
-        read = [self.parts[role].name for role in roles if role in self.parts]
-        others = [part.name for role, part in self.parts.items() if role not in roles]
+        input_names = [self.parts[role].name for role in roles if role in self.parts]
+        other_names = [part.name for role, part in self.parts.items() if role not in roles]
         return QuantizedWeight(
             self.key,
             self.lead.name,
-            (self.lead.name, *read),
-            how,
-            kind,
+            (self.lead.name, *input_names),
+            description,
+            kind_name,
             shape,
             arguments,
             transposed,
-            tuple(others),
+            tuple(other_names),
         )
 
-    def unfit(self, why: str, role: str | None = None) -> UnsupportedError:
+    def mismatch_error(self, why: str, role: str | None = None) -> UnsupportedError:
         """Build the error for tensors that do not match each other, blaming the part *role*."""
         if role is None or role not in self.parts:
             parts = (self.lead, *self.parts.values())
-            told = f"`{self.lead.name}` does not match its declared quantization"
+            message = f"`{self.lead.name}` does not match its declared quantization"
         else:
             parts = (self.lead, self.parts[role])
-            told = f"`{self.parts[role].name}` does not fit `{self.lead.name}`"
+            message = f"`{self.parts[role].name}` does not fit `{self.lead.name}`"
         shapes = " and ".join(f"{part.dtype} {list(part.shape)}" for part in parts)
-        return UnsupportedError(told, where=self.lead.name, why=f"{shapes}: {why}")
+        return UnsupportedError(message, where=self.lead.name, why=f"{shapes}: {why}")
 
-    def unstated(self, key: str, why: str) -> MappingError:
+    def missing_setting_error(self, key: str, why: str) -> MappingError:
         """Build the error for a required but missing or invalid setting."""
-        error = self.statement.wrong(key, why)
+        error = self.statement.invalid_value_error(key, why)
         error.hint = f"correct the configuration to dequantize `{self.lead.name}`"
         return error
 
 
-Reason: TypeAlias = Callable[[Group], str | None]
+Reason: TypeAlias = Callable[[TensorGroup], str | None]
 """Returns the reason given by the config or another tensor, or None if it does not apply."""
 
 
-def always(_: Group) -> str:
+def always_required(_: TensorGroup) -> str:
     """Return the reason that a part is required in every weight."""
     return "dequantization requires it"
 
 
-def never(_: Group) -> None:
+def never_applies(_: TensorGroup) -> None:
     """Return None, since no reason applies."""
 
 
@@ -150,51 +150,51 @@ class WeightPart:
         ending: Ending of its name.
         required: Returns why it must be present, or None if it may be missing.
         forbidden: Returns why it must be absent, or None if it is allowed.
-        uniform: Returns whether a weight has the complete part, or None if the config decides
+        is_complete: Returns whether a weight has the complete part, or None if the config decides
             that; all weights of a checkpoint without such a config must have the same.
-        dropped: Description, if dequantized models do not need it.
+        drop_reason: Description, if dequantized models do not need it.
     """
 
     ending: str
-    required: Reason = never
-    forbidden: Reason = never
-    uniform: Callable[[Group], bool | None] | None = None
-    dropped: str = ""
+    required: Reason = never_applies
+    forbidden: Reason = never_applies
+    is_complete: Callable[[TensorGroup], bool | None] | None = None
+    drop_reason: str = ""
 
     @property
-    def essential(self) -> bool:
+    def is_always_required(self) -> bool:
         """Whether it must be present regardless of the config."""
-        return self.required is always
+        return self.required is always_required
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class NamingForm:
     """Naming of the tensors that store one weight, by endings after a common prefix.
 
     Attributes:
-        lead: Ending of the tensor of quantized elements.
+        lead_ending: Ending of the tensor of quantized elements.
         dtypes: Possible dtypes of that tensor.
         parts: The other tensors by role, which may be required, optional or forbidden.
-        make: Checks a group of such tensors and builds its weight, or None if this form is only
+        build_weight: Checks a group of such tensors and builds its weight, or None if this form is only
             recognized.
-        plain: Ending of the dequantized tensor.
-        tells: Endings that only this form has, each with the dtypes for which that holds (empty
+        dequantized_ending: Ending of the dequantized tensor.
+        unique_endings: Endings that only this form has, each with the dtypes for which that holds (empty
             for any). Such a tensor outside a complete group is an error.
     """
 
-    lead: str
+    lead_ending: str
     dtypes: tuple[str, ...]
     parts: Mapping[str, WeightPart] = field(default_factory=dict)
-    make: Callable[[Group], QuantizedWeight] | None = None
-    plain: str = ".weight"
-    tells: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    build_weight: Callable[[TensorGroup], QuantizedWeight] | None = None
+    dequantized_ending: str = ".weight"
+    unique_endings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def endings(self) -> tuple[str, ...]:
         """Endings of all tensors of the form."""
-        return (self.lead, *(part.ending for part in self.parts.values()))
+        return (self.lead_ending, *(part.ending for part in self.parts.values()))
 
-    def require_parts(self, group: Group) -> None:
+    def require_parts(self, group: TensorGroup) -> None:
         """Raise if a required tensor is missing, or a forbidden one is present.
 
         Raises:
@@ -202,20 +202,20 @@ class Form:
             UnsupportedError: The config forbids a tensor.
             MappingError: The config has an unsupported value.
         """
-        stem = group.lead.name.removesuffix(self.lead)
+        stem = group.lead.name.removesuffix(self.lead_ending)
         missing: dict[str, str] = {}
         for role, part in self.parts.items():
             if role not in group.parts and (why := part.required(group)):
                 missing[f"{stem}{part.ending}"] = why
         if missing:
-            raise missing_error(group, missing)
+            raise missing_parts_error(group, missing)
         for role, part in self.parts.items():
             if role in group.parts and (why := part.forbidden(group)):
-                raise group.unfit(f"{why}, so this tensor is not allowed", role)
+                raise group.mismatch_error(f"{why}, so this tensor is not allowed", role)
 
-    def teller(self, name: str, dtype: str) -> str | None:
+    def find_unique_ending(self, name: str, dtype: str) -> str | None:
         """Return the ending by which *name* identifies this form, or None."""
-        for ending, dtypes in self.tells.items():
+        for ending, dtypes in self.unique_endings.items():
             if name.endswith(ending) and (not dtypes or dtype in dtypes):
                 return ending
         return None
@@ -229,25 +229,25 @@ class Scheme:
         name: Name for messages.
         forms: Possible namings of its tensors, the more specific ones first.
         methods: Values of ``quant_method`` for this scheme.
-        by_names: Whether names, dtypes and shapes identify it without a config.
+        needs_no_config: Whether names, dtypes and shapes identify it without a config.
         in_tables: Whether families' tables include its tensors.
-        dropped: Endings of tensors that dequantized models do not need, with descriptions.
+        drop_reasons: Endings of tensors that dequantized models do not need, with descriptions.
     """
 
     name: str
-    forms: tuple[Form, ...] = ()
+    forms: tuple[NamingForm, ...] = ()
     methods: tuple[str, ...] = ()
-    by_names: bool = False
+    needs_no_config: bool = False
     in_tables: bool = False
-    dropped: Mapping[str, str] = field(default_factory=dict)
+    drop_reasons: Mapping[str, str] = field(default_factory=dict)
 
-    def fits(self, statement: QuantizationStatement) -> bool:
+    def can_apply(self, statement: QuantizationStatement) -> bool:
         """Return whether a checkpoint with this quantization config may use the scheme."""
-        understood = any(form.make for form in self.forms)
-        return understood and (self.by_names or statement.method in self.methods)
+        is_supported = any(form.build_weight for form in self.forms)
+        return is_supported and (self.needs_no_config or statement.method in self.methods)
 
 
-def missing_error(group: Group, missing: Mapping[str, str]) -> DamagedError:
+def missing_parts_error(group: TensorGroup, missing: Mapping[str, str]) -> DamagedError:
     """Build the error for missing required tensors of a group.
 
     Args:
@@ -263,17 +263,19 @@ def missing_error(group: Group, missing: Mapping[str, str]) -> DamagedError:
 
 
 @cache
-def schemes() -> tuple[Scheme, ...]:
+def load_schemes() -> tuple[Scheme, ...]:
     """Load all schemes, in the order of their modules' names."""
     names = sorted(module.name for module in pkgutil.iter_modules(modules.__path__))
-    found = (importlib.import_module(f"{modules.__name__}.{name}") for name in names)
-    every: list[Scheme] = []
-    for module in found:
-        every += module.SCHEMES
-    return tuple(every)
+    loaded_modules = (importlib.import_module(f"{modules.__name__}.{name}") for name in names)
+    all_schemes: list[Scheme] = []
+    for module in loaded_modules:
+        all_schemes += module.SCHEMES
+    return tuple(all_schemes)
 
 
-def methods() -> frozenset[str]:
+def list_supported_methods() -> frozenset[str]:
     """Return every supported ``quant_method``."""
-    understood = (one for one in schemes() if any(form.make for form in one.forms))
-    return frozenset(method for one in understood for method in one.methods)
+    supported_schemes = (
+        scheme for scheme in load_schemes() if any(form.build_weight for form in scheme.forms)
+    )
+    return frozenset(method for scheme in supported_schemes for method in scheme.methods)

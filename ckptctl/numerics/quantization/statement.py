@@ -19,14 +19,14 @@ Json: TypeAlias = Mapping[str, object]
 
 CONFIG = "config.json"
 QUANTIZATION = "quantization_config"
-KEYS: Mapping[str, str] = {
+CONFIG_KEYS: Mapping[str, str] = {
     "quantization": "mlx",
     QUANTIZATION: "fp8",
     "compression_config": "compressed-tensors",
 }
 """Keys of config.json with a quantization config, and its ``quant_method`` if it states none."""
-METHOD = "quant_method"
-BESIDE: Mapping[str, str] = {
+METHOD_KEY = "quant_method"
+SIDECAR_METHODS: Mapping[str, str] = {
     "hf_quant_config.json": "modelopt",
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",
@@ -34,7 +34,7 @@ BESIDE: Mapping[str, str] = {
 """Separate files with a quantization config, and the ``quant_method`` that they imply."""
 
 
-COMPARED = (
+COMPARED_KEYS = (
     *("bits", "group_size", "desc_act", "checkpoint_format", "quant_algo", "version"),
     *("mode", "weight_block_size", "sym", "zero_point"),
 )
@@ -56,12 +56,12 @@ class QuantizationStatement:
     where: str = f"{QUANTIZATION} in {CONFIG}"
 
     @property
-    def inner(self) -> Json:
+    def weight_settings(self) -> Json:
         """Settings of weights, which hf_quant_config.json nests one level deeper."""
         part = self.content.get("quantization")
         return part if isinstance(part, Mapping) else self.content
 
-    def number(self, key: str, least: int = 1) -> int | None:
+    def read_number(self, key: str, least: int = 1) -> int | None:
         """Return an integer of at least *least*, or None if it is not set.
 
         Raises:
@@ -71,10 +71,10 @@ class QuantizationStatement:
         if value is None:
             return None
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise self.wrong(key, f"expected a number of at least {least}")
+            raise self.invalid_value_error(key, f"expected a number of at least {least}")
         return value
 
-    def flag(self, key: str) -> bool | None:
+    def read_flag(self, key: str) -> bool | None:
         """Return a boolean, or None if it is not set.
 
         Raises:
@@ -82,39 +82,39 @@ class QuantizationStatement:
         """
         value = self.content.get(key)
         if value is not None and not isinstance(value, bool):
-            raise self.wrong(key, "expected true or false")
+            raise self.invalid_value_error(key, "expected true or false")
         return value
 
-    def wrong(self, key: str, why: str) -> MappingError:
+    def invalid_value_error(self, key: str, why: str) -> MappingError:
         """Build the error for an invalid or missing value of *key*."""
-        said = f"{self.content[key]!r}" if key in self.content else "missing"
-        return MappingError(f"`{key}` is {said}", where=self.where, why=why)
+        value_text = f"{self.content[key]!r}" if key in self.content else "missing"
+        return MappingError(f"`{key}` is {value_text}", where=self.where, why=why)
 
 
-def of_config(config: Json) -> QuantizationStatement | None:
+def find_config_statement(config: Json) -> QuantizationStatement | None:
     """Return the first quantization config in config.json, or None if there is none."""
-    return next(all_of_config(config), None)
+    return next(iterate_config_statements(config), None)
 
 
-def all_of_config(config: Json) -> Iterator[QuantizationStatement]:
+def iterate_config_statements(config: Json) -> Iterator[QuantizationStatement]:
     """Yield all quantization configs in config.json, nested ones too."""
     inner = {f"{key}.": part for key, part in config.items() if key.endswith("_config")}
     for name, part in {"": config, **inner}.items():
-        if name.removesuffix(".") in KEYS or not isinstance(part, Mapping):
+        if name.removesuffix(".") in CONFIG_KEYS or not isinstance(part, Mapping):
             continue
-        for key, default in KEYS.items():
+        for key, default in CONFIG_KEYS.items():
             content = part.get(key)
             if isinstance(content, Mapping):
                 where = f"{name}{key} in {CONFIG}"
-                yield QuantizationStatement(str(content.get(METHOD, default)), content, where)
+                yield QuantizationStatement(str(content.get(METHOD_KEY, default)), content, where)
 
 
-def of_file(name: str, content: Json) -> QuantizationStatement:
-    """Return the quantization config in a file of :data:`BESIDE`."""
-    return QuantizationStatement(str(content.get(METHOD, BESIDE[name])), content, name)
+def parse_sidecar_statement(name: str, content: Json) -> QuantizationStatement:
+    """Return the quantization config in a file of :data:`SIDECAR_METHODS`."""
+    return QuantizationStatement(str(content.get(METHOD_KEY, SIDECAR_METHODS[name])), content, name)
 
 
-def require_agreement(one: QuantizationStatement, other: QuantizationStatement) -> None:
+def require_agreement(first: QuantizationStatement, second: QuantizationStatement) -> None:
     """Raise if two quantization configs contradict each other.
 
     Case is ignored, since AutoAWQ writes GEMM in one file and gemm in the other; null states
@@ -123,22 +123,26 @@ def require_agreement(one: QuantizationStatement, other: QuantizationStatement) 
     Raises:
         MappingError: A key has different values.
     """
-    for key in COMPARED:
-        values = [said.inner.get(key) for said in (one, other)]
-        if None not in values and _plain(values[0]) != _plain(values[1]):
+    for key in COMPARED_KEYS:
+        values = [statement.weight_settings.get(key) for statement in (first, second)]
+        if None not in values and _fold_case(values[0]) != _fold_case(values[1]):
             raise MappingError(
                 f"`{key}` is {values[0]!r} and {values[1]!r}",
-                where=f"{one.where}; {other.where}",
+                where=f"{first.where}; {second.where}",
                 why="both describe the quantization of the same weights",
             )
 
 
-def _plain(value: object) -> object:
+def _fold_case(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
 
-def without(config: Json) -> dict[str, object]:
+def strip_quantization_config(config: Json) -> dict[str, object]:
     """Return config.json without its quantization configs."""
-    kept = {key: value for key, value in config.items() if key not in KEYS}
-    parts = {key: value for key, value in kept.items() if key.endswith("_config")}
-    return kept | {key: without(value) for key, value in parts.items() if isinstance(value, dict)}
+    remaining = {key: value for key, value in config.items() if key not in CONFIG_KEYS}
+    parts = {key: value for key, value in remaining.items() if key.endswith("_config")}
+    return remaining | {
+        key: strip_quantization_config(value)
+        for key, value in parts.items()
+        if isinstance(value, dict)
+    }

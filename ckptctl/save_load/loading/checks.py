@@ -10,7 +10,7 @@ from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
 from ckptctl.conversion.proofs import find_lost_data, lost_part_error
 from ckptctl.conversion.sources import locate_tensors
 from ckptctl.errors import MappingError, quote_names
-from ckptctl.numerics.quantized import quantized
+from ckptctl.numerics.quantized import find_quantized
 from ckptctl.planner.boxes import check_coverage, intersect_boxes
 from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.save_load.loading.state_mapping import StateMapping, Target, Wanted
@@ -116,7 +116,7 @@ def _require_castable(found: Mapping[str, tuple[str, str]], allowed: bool) -> No
 
 def _require_plain(catalog: Catalog, read: Mapping[str, str]) -> None:
     """Raise if a tensor to cast is quantized, as a cast would ignore its scales."""
-    found = [name for name in quantized(catalog) if name in read]
+    found = [name for name in find_quantized(catalog) if name in read]
     if found:
         raise MappingError(
             f"{pluralize(len(found), 'tensor is', 'tensors are')} quantized in the checkpoint",

@@ -11,7 +11,7 @@ from ckptctl.catalog import Path as Keys
 from ckptctl.conversion.recognition.roots import is_training_state, list_containers
 from ckptctl.errors import MappingError, find_nearest, quote_names
 from ckptctl.formats.dcp.dcp_reader import COMPANION
-from ckptctl.numerics.quantized import quantized
+from ckptctl.numerics.quantized import find_quantized
 from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.save_load.loading.load_options import LoadReport, Strict
 from ckptctl.save_load.loading.state_mapping import StateMapping, moved
@@ -72,7 +72,7 @@ def require_equal(report: LoadReport, mapping: StateMapping) -> None:
     said = [f"{side}: {quote_names(names)}" for names, side in sides if names]
     close = [find_nearest(name, list(mapping.tensors)) for name in report.missing[:1]]
     hints = [f"did you mean `{close[0]}`?" if close and close[0] else ""]
-    if quantized(mapping.catalog):
+    if find_quantized(mapping.catalog):
         hints.append('the checkpoint is quantized: pass `dequantize="bf16"` to dequantize it')
     if not report.missing and all(".state." in f".{name}" for name in report.unexpected):
         hints.append(

@@ -13,8 +13,8 @@ from ckptctl.conversion.recognition.model import ModelRequest
 from ckptctl.conversion.recognition.roots import rename_leaves
 from ckptctl.conversion.sources import open_source
 from ckptctl.errors import MappingError, UsageError, find_nearest, rename_options
-from ckptctl.numerics.dequantizing import quantization_in
-from ckptctl.numerics.quantized import dequantized
+from ckptctl.numerics.dequantizing import read_assets_statements
+from ckptctl.numerics.quantized import dequantize_catalog
 from ckptctl.options import Option, Options
 from ckptctl.save_load.loading.state_mapping import MappingRequest
 from ckptctl.storage.outcome import OutOfRange, require_in_range
@@ -115,7 +115,7 @@ class LoadOptions(Options):
         if not self.dequantize:
             return catalog
         with rename_options({"--dtype": "cast=True"}):
-            return dequantized(catalog, self.dequantize, quantization_in(self.assets))
+            return dequantize_catalog(catalog, self.dequantize, read_assets_statements(self.assets))
 
     def require_in_range(self, found: Mapping[str, OutOfRange]) -> None:
         """Raise if elements became infinite, NaN or saturated, unless overflow is allowed."""

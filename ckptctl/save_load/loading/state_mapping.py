@@ -20,10 +20,10 @@ from ckptctl.conversion.recognition.model import DETECT_ALL, Model, ModelRequest
 from ckptctl.conversion.recognition.roots import list_roots, parse_root, strip_wrappers
 from ckptctl.conversion.training_state import map_training_state
 from ckptctl.errors import MappingError, MissingTensorsError, RefusedError, UsageError
-from ckptctl.facts.agreed_change import agreed_change
+from ckptctl.facts.agreed_change import change_layout_checked
 from ckptctl.notes import Notes
-from ckptctl.numerics.dequantizing import describe_plain, keep_together
-from ckptctl.numerics.quantized import advised
+from ckptctl.numerics.dequantizing import require_scales_kept, strip_quantization
+from ckptctl.numerics.quantized import dequantize_hint_on_error
 from ckptctl.planner.mapping.mapped import ComposedTensor, RedundantData
 from ckptctl.planner.mapping.tensors import LayoutChange
 from ckptctl.save_load.saving.local_shards import TensorMeta
@@ -117,7 +117,7 @@ def understand_source(catalog: Catalog, request: MappingRequest) -> Model:
     catalog = strip_wrappers(catalog)
     assets = gather_assets(catalog, request.assets)
     if request.dequantized:
-        assets = describe_plain(assets)
+        assets = strip_quantization(assets)
     model = recognize_model(catalog, assets.documents, request.source)
     return replace(model, described=assets.described)
 
@@ -218,10 +218,10 @@ def _change_layout(
         model = model.as_type(common[0]) if len(common) == 1 else model
     inside = wanted.selection
     names = {wanted.root + name for name in inside.tensors}
-    with advised(model):
+    with dequantize_hint_on_error(model):
         change = _change(model, wanted, names, request)
     held = {model.root + name for name in model.tensors}
-    keep_together(model.catalog, held, renamed=not change.keeps_names, dtype=None)
+    require_scales_kept(model.catalog, held, renamed=not change.keeps_names, dtype=None)
     outside = model.selection.rest if inside.rest else ()
     return replace(map_model(model, change, wanted.root, outside), layout=wanted.layout)
 
@@ -259,10 +259,10 @@ def _change(
     asked = LayoutRequest(
         wanted.layout, partial=bool(request.partial), trust_assets=request.trust_assets
     )
-    change = agreed_change(model, model.tensors, asked)
+    change = change_layout_checked(model, model.tensors, asked)
     if names <= {wanted.root + target.key for one in change.tensors for target in one.targets}:
         return change
     try:
-        return agreed_change(model, model.tensors, replace(asked, untie=True))
+        return change_layout_checked(model, model.tensors, replace(asked, untie=True))
     except UsageError:
         return change

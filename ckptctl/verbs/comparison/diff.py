@@ -17,7 +17,7 @@ from ckptctl.conversion.sources import locate_tensors, open_source
 from ckptctl.errors import CkptError, MappingError, UsageError, rename_options, spell_option
 from ckptctl.formats.base import Weights
 from ckptctl.installed import INSTALL_TORCH, has_torch, require_torch
-from ckptctl.numerics.quantized import dequantized, quantized
+from ckptctl.numerics.quantized import dequantize_catalog, find_quantized
 from ckptctl.save_load.loading.state_mapping import MappingRequest, StateMapping, keep_names
 from ckptctl.storage.compare import Errors, Tolerance
 from ckptctl.storage.computed import open_reader
@@ -162,7 +162,7 @@ def _opened(a: str | TreePath, b: str | TreePath, options: DiffOptions) -> list[
         opened = [one.open() for one in chosen]
     if dtype is None:
         return opened
-    return _meant_for_some(opened, lambda one: dequantized(one, dtype), lambda one, _: one)
+    return _meant_for_some(opened, lambda one: dequantize_catalog(one, dtype), lambda one, _: one)
 
 
 def _meant_for_some(
@@ -287,7 +287,7 @@ def _unlike(a: Catalog, b: Catalog, paired: Pairing, options: DiffOptions) -> tu
     """Return a note if only one side is quantized."""
     if options.dequantize is not None or not (paired.a.only or paired.b.only):
         return ()
-    ways = [quantized(one) for one in (a, b)]
+    ways = [find_quantized(one) for one in (a, b)]
     if bool(ways[0]) == bool(ways[1]):
         return ()
     side, found = ("A", ways[0]) if ways[0] else ("B", ways[1])

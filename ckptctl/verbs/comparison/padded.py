@@ -9,7 +9,7 @@ from ckptctl import families, formats
 from ckptctl.catalog import Catalog
 from ckptctl.conversion.proofs import find_lost_data
 from ckptctl.conversion.recognition.model import VOCABULARY_AXIS
-from ckptctl.facts.recorded import Records
+from ckptctl.facts.recorded import MegatronRecords
 from ckptctl.formats.base import WritableFormat
 from ckptctl.planner.copying.blocks import build_view
 from ckptctl.planner.layouts import LayoutTensor
@@ -35,7 +35,7 @@ def without_padding(a: Catalog, mapping: StateMapping) -> tuple[Catalog, int]:
     located = formats.resolve(replace(a, tensors=held, blobs={}, replicas={})).tensors
     a = replace(a, tensors={**a.tensors, **located})
     bytes_read = 0
-    if not Records(a).state_padding(before, size):
+    if not MegatronRecords(a).confirms_padding(before, size):
         parts = (
             Region(name, (size, *(0,) * len(shape)), (before - size, *shape))
             for name in longer

@@ -6,8 +6,8 @@ from ckptctl.catalog import Catalog
 from ckptctl.conversion.recognition.layout_change import LayoutRequest
 from ckptctl.conversion.recognition.model import ModelRequest
 from ckptctl.conversion.sources import open_source
-from ckptctl.facts.agreed_change import agreed_change
-from ckptctl.numerics.quantized import advised, dequantized
+from ckptctl.facts.agreed_change import change_layout_checked
+from ckptctl.numerics.quantized import dequantize_catalog, dequantize_hint_on_error
 from ckptctl.save_load.loading.state_mapping import (
     MappingRequest,
     StateMapping,
@@ -23,12 +23,12 @@ def mapped_source(source: TreePath, options: OpenOptions) -> tuple[Catalog, Stat
     """Open a checkpoint and map all tensors to the requested layout."""
     catalog = open_source(source, options)
     if options.dequantize:
-        catalog = dequantized(catalog, options.dequantize)
+        catalog = dequantize_catalog(catalog, options.dequantize)
     if options.layout is None:
         return catalog, keep_names(catalog)
     asked = ModelRequest(options.model_type, options.from_layout, options.root, options.sizes)
     request = MappingRequest(source=asked, dequantized=bool(options.dequantize))
     model = understand_source(catalog, request)
-    with advised(model):
-        change = agreed_change(model, model.tensors, LayoutRequest(options.layout))
+    with dequantize_hint_on_error(model):
+        change = change_layout_checked(model, model.tensors, LayoutRequest(options.layout))
     return catalog, map_model(model, change)

@@ -36,7 +36,7 @@ from ckptctl.errors import (
 from ckptctl.formats.shared.findings import UNUSABLE, of_error
 from ckptctl.installed import require_torch
 from ckptctl.notes import Notes
-from ckptctl.numerics.quantized import dequantized, glanced
+from ckptctl.numerics.quantized import dequantize_catalog, survey_leniently
 from ckptctl.storage.paths import parse_path, redact_path, require_no_failure, resolve_source_path
 from ckptctl.storage.threads import Watch, ignore_progress
 from ckptctl.storage.writing import UnfinishedError
@@ -187,7 +187,7 @@ def describe(
     known = recognize_model(catalog, request=ModelRequest(model_type))
     if held.dequantizable and not known.exact:
         with suppress(CkptError):  # tables contain the dequantized tensors
-            catalog = replace(dequantized(catalog, "bfloat16"), notes=catalog.notes)
+            catalog = replace(dequantize_catalog(catalog, "bfloat16"), notes=catalog.notes)
         known = recognize_model(catalog, request=ModelRequest(model_type))
     notes = Notes()
     findings, scope = ([], held.scope) if held.problems else check_model(known, notes)
@@ -232,7 +232,7 @@ def _fit(known: Model, model_type: str | None) -> Iterable[str]:
 
 def stored(path: str, catalog: Catalog, measured: Mapping[str, Statistics]) -> Inspection:
     """Describe the contents of *catalog* without recognizing the model."""
-    quantized, wrong = glanced(catalog), index_findings(catalog)
+    quantized, wrong = survey_leniently(catalog), index_findings(catalog)
     problems = _problems(wrong, catalog)
     notes = [*catalog.notes, *_unread(catalog)]
     if catalog.others and catalog.path.is_dir():
@@ -252,8 +252,8 @@ def stored(path: str, catalog: Catalog, measured: Mapping[str, Statistics]) -> I
         assets=catalog.assets,
         metadata=catalog.metadata,
         notes=tuple(notes),
-        quantized=quantized.ways,
-        dequantizable=bool(quantized.weights) and quantized.whole,
+        quantized=quantized.scheme_by_tensor,
+        dequantizable=bool(quantized.weights) and quantized.is_fully_supported,
     )
 
 

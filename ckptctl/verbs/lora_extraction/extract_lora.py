@@ -17,16 +17,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptctl import families, formats
-from ckptctl.adapters.expert_stacks import STACKED, stack_keys
-from ckptctl.adapters.low_rank import Factors, Stacking, difference, factors, pieces, same
+from ckptctl.adapters.expert_stacks import STACKED, count_expert_layers
+from ckptctl.adapters.low_rank import (
+    Factors,
+    StackedFactors,
+    are_equal,
+    compute_factors,
+    iterate_bytes,
+    subtract_weights,
+)
 from ckptctl.adapters.peft import (
-    FLOATING,
-    TARGETS,
+    FLOAT_DTYPES,
+    TARGET_PARAMETERS,
     WEIGHT,
-    as_parameter,
-    is_refused,
-    patterns,
-    target_modules,
+    build_patterns,
+    build_target_modules,
+    is_unsupported_layer,
+    needs_parameter_target,
 )
 from ckptctl.conversion.destinations import is_replaceable, require_destination
 from ckptctl.conversion.recognition.model import ModelRequest, recognize_model, require_known_model
@@ -42,7 +49,7 @@ from ckptctl.errors import (
 from ckptctl.formats.peft import CONFIG, WEIGHTS
 from ckptctl.installed import require_torch
 from ckptctl.notes import Notes
-from ckptctl.numerics.quantized import quantized
+from ckptctl.numerics.quantized import find_quantized
 from ckptctl.planner.layouts import HF, Family
 from ckptctl.planner.mapping.adapters import PEFT_PREFIX, list_linear_keys
 from ckptctl.storage.arithmetic import import_torch
@@ -113,9 +120,9 @@ class Extraction:
         self.linear = frozenset(
             key
             for key in list_linear_keys(self.family, self.layout, self.base)
-            if not is_refused(self.family.name, module_of(key)) and key not in self.copies
+            if not is_unsupported_layer(self.family.name, module_of(key)) and key not in self.copies
         )
-        self.stacks = stack_keys(self.family, self.base)
+        self.stacks = count_expert_layers(self.family, self.base)
         self.siblings = {
             key: [other for other in self.stacks if module_of(other) == module_of(key)]
             for key in self.stacks
@@ -123,7 +130,7 @@ class Extraction:
         self._require_alike()
 
     def _opened(self, path: TreePath) -> LazyStateDict:
-        is_quantized = bool(quantized(open_source(path, OpenOptions())))
+        is_quantized = bool(find_quantized(open_source(path, OpenOptions())))
         asked = OpenOptions(
             model_type=self.options.model_type or self.family.name,
             layout=self.layout,
@@ -236,7 +243,7 @@ class Extraction:
         first, second = self.base[name], self.tuned[name]
         one, other = first[...], second[...]
         self.progress(first.nbytes + second.nbytes)
-        if same(one, other):
+        if are_equal(one, other):
             self.unchanged += 1
             return None
         if not self._chosen(name):
@@ -250,9 +257,9 @@ class Extraction:
         if found is None:
             return
         _require_floating(name, self.base[name], self.tuned[name])
-        change = difference(*found)
+        change = subtract_weights(*found)
         del found  # The decomposition needs several times as much memory.
-        made = factors(
+        made = compute_factors(
             name, change, rank=self.options.rank, energy=self.options.energy, dtype=dtype
         )
         self._add(name, module_of(name), made, made.rank, folder)
@@ -271,24 +278,24 @@ class Extraction:
         """Compute the factors of a stack expert by expert, or return None if it has none."""
         first, second = self.base[name], self.tuned[name]
         _require_floating(name, first, second)
-        made = Stacking(first.shape, self.stacks[name], dtype)
+        made = StackedFactors(first.shape, self.stacks[name], dtype)
         chosen, differs = self._chosen(name), False
         for expert in range(first.shape[0]):
             one, other = first[expert], second[expert]
             self.progress((first.nbytes + second.nbytes) // first.shape[0])
-            if same(one, other):
-                made.keep(one)
+            if are_equal(one, other):
+                made.add_unchanged(one)
                 continue
             differs = True
             if chosen:
-                change = difference(one, other)
+                change = subtract_weights(one, other)
                 del one, other
-                made.add(name, expert, change, self.options.rank, self.options.energy)
+                made.add_change(name, expert, change, self.options.rank, self.options.energy)
         if not differs:
             self.unchanged += 1
         elif not chosen:
             self.notes.explain("skipped", {name: _not_selected()})
-        return made.factors
+        return made.join_factors
 
     def _add(self, name: str, module: str, made: Factors, rank: int, folder: AdapterFolder) -> None:
         for role, factor in (("A", made.a), ("B", made.b)):
@@ -297,7 +304,7 @@ class Extraction:
                 f"{PEFT_PREFIX}{module}.lora_{role}.weight",
                 kind,
                 tuple(factor.shape),
-                pieces(factor),
+                iterate_bytes(factor),
             )
         shape = self.base[name].shape
         self.layers.append(ExtractedLayer(name, shape, rank, made.error, made.change))
@@ -331,7 +338,7 @@ class Extraction:
         self._write(name, one.dtype, one[...], folder)
 
     def _write(self, name: str, dtype: str, tensor: Tensor, folder: AdapterFolder) -> None:
-        folder.add(PEFT_PREFIX + name, dtype, tuple(tensor.shape), pieces(tensor))
+        folder.add(PEFT_PREFIX + name, dtype, tuple(tensor.shape), iterate_bytes(tensor))
         self.saved[name] = None
 
     def _chosen(self, name: str) -> bool:
@@ -393,7 +400,7 @@ def _family(
 
 
 def _require_floating(name: str, *handles: TensorHandle) -> None:
-    odd = next((one.dtype for one in handles if one.dtype not in FLOATING), None)
+    odd = next((one.dtype for one in handles if one.dtype not in FLOAT_DTYPES), None)
     if odd:
         raise RefusedError(
             f"cannot extract from a weight of dtype {odd}",
@@ -482,7 +489,7 @@ def adapter_config(
         experts: Whether the model has stacked experts.
         generates: Whether the model generates text.
     """
-    single = {module for module in ranks if experts and as_parameter(module)}
+    single = {module for module in ranks if experts and needs_parameter_target(module)}
     parameters = {**{module + WEIGHT: ranks[module] for module in single}, **stacks}
     modules = {module: rank for module, rank in ranks.items() if module not in single}
     of_all = {**modules, **parameters}
@@ -493,9 +500,9 @@ def adapter_config(
         "base_model_name_or_path": None,
         "r": main,
         "lora_alpha": main,
-        **patterns({name: (rank, rank) for name, rank in of_all.items()}, (main, main)),
-        "target_modules": target_modules(modules, keys),
-        **({TARGETS: sorted(parameters)} if parameters else {}),
+        **build_patterns({name: (rank, rank) for name, rank in of_all.items()}, (main, main)),
+        "target_modules": build_target_modules(modules, keys),
+        **({TARGET_PARAMETERS: sorted(parameters)} if parameters else {}),
         "modules_to_save": list(saved) or None,
         "bias": "none",
         "fan_in_fan_out": False,

@@ -20,13 +20,13 @@ from ckptctl.conversion.recognition.model import (
 from ckptctl.conversion.recognition.roots import strip_wrappers
 from ckptctl.errors import MappingError, UsageError, quote_names
 from ckptctl.facts.agreement import (
-    DESCRIBED_OTHERWISE,
-    SHOWN_OTHERWISE,
-    contradictions_in,
+    FILES_DISAGREE,
+    TENSORS_DISAGREE,
+    find_contradictions,
 )
 from ckptctl.notes import Notes
-from ckptctl.numerics.quantization.statement import BESIDE
-from ckptctl.numerics.quantized import is_plain, misfits
+from ckptctl.numerics.quantization.statement import SIDECAR_METHODS
+from ckptctl.numerics.quantized import find_misfits, is_unquantized
 from ckptctl.verdict import Scope, Severity
 
 UNCOUNTED_LAYERS = (
@@ -53,7 +53,7 @@ def check_model(model: Model, notes: Notes) -> tuple[list[Finding], Scope]:
         Finding("missing tensor", why, tensor=name, basis="model")
         for name, why in lack.missing.items()
     ]
-    findings += misfits(catalog)
+    findings += find_misfits(catalog)
     findings += contradiction_findings(model)
     if "ranks" in formats.get(catalog.format).choices and model.has_configuration:
         findings += _cut_short(model)
@@ -87,21 +87,23 @@ def needs_index_only(catalog: Catalog, notes: Notes) -> bool:
 
     It does not if quantization makes it read other files or tensors, or if notes contain a path.
     """
-    reads_files = not BESIDE.keys().isdisjoint(catalog.assets) or not is_plain(catalog)
+    reads_files = not SIDECAR_METHODS.keys().isdisjoint(catalog.assets) or not is_unquantized(
+        catalog
+    )
     return not reads_files and not any(str(catalog.root) in note.text for note in notes)
 
 
 def contradiction_findings(model: Model) -> Iterator[Finding]:
     """Yield facts of a model that descriptions or tensors contradict."""
     try:
-        found = contradictions_in(model)
+        found = find_contradictions(model)
     except MappingError as error:
         what = "cannot interpret the description of the model"
         severity: Severity = "unknown" if _is_misread(model) else "warning"
         yield Finding(what, error.summary, severity, basis="model")
         return
     for one in found:
-        what = SHOWN_OTHERWISE if one.is_shown else DESCRIBED_OTHERWISE
+        what = TENSORS_DISAGREE if one.is_shown else FILES_DISAGREE
         why = str(one).replace(f"{model.catalog.root}/", "")
         yield Finding(what, why, "unknown", basis="model")
 
@@ -109,7 +111,7 @@ def contradiction_findings(model: Model) -> Iterator[Finding]:
 def _is_misread(model: Model) -> bool:
     """Return whether config.json cannot be interpreted, although transformers loads it."""
     try:
-        contradictions_in(model, (CONFIG,))
+        find_contradictions(model, (CONFIG,))
     except MappingError:
         return True
     return False
@@ -119,10 +121,10 @@ def _cut_short(model: Model) -> Iterator[Finding]:
     """Yield a finding if shards of the last ranks seem to be missing."""
     # Few checkpoints need these modules, which are slow to import.
     from ckptctl.conversion.recognition.layout_change import LayoutRequest
-    from ckptctl.facts.agreed_change import agreed_change
+    from ckptctl.facts.agreed_change import change_layout_checked
 
     try:
-        agreed_change(model, model.tensors, LayoutRequest(None, partial=True))
+        change_layout_checked(model, model.tensors, LayoutRequest(None, partial=True))
     except MappingError as error:
         what = "the last ranks' shards may be missing: a shape contradicts the configuration"
         yield Finding(what, f"{error.where}: {error.why}", "unknown", basis="model")

@@ -7,8 +7,13 @@ import re
 
 import pytest
 
-from ckptctl.adapters.adapter_files import adapter_config
-from ckptctl.adapters.peft import check_expressions, matching, settings, target_modules_of_layers
+from ckptctl.adapters.adapter_files import build_adapter_config
+from ckptctl.adapters.peft import (
+    build_layer_targets,
+    match_pattern,
+    read_settings,
+    require_simple_patterns,
+)
 from ckptctl.conversion.conversion_options import MergeOptions
 from ckptctl.errors import CkptError, RefusedError, UnsupportedError, UsageError
 from tests import effort
@@ -18,10 +23,13 @@ CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none"}
 
 
 def test_alpha_over_rank():
-    assert settings(CONFIG).scale(Q, 4) == 2.0
-    assert settings({**CONFIG, "use_rslora": True}).scale(Q, 4) == 8 / math.sqrt(4)
-    assert settings(None, alpha=6).scale(Q, 4) == 1.5
-    assert settings(None, scaling=2.0).scale("layers.0.attention.wq.lora_A.weight", 4) == 2.0
+    assert read_settings(CONFIG).compute_scale(Q, 4) == 2.0
+    assert read_settings({**CONFIG, "use_rslora": True}).compute_scale(Q, 4) == 8 / math.sqrt(4)
+    assert read_settings(None, alpha=6).compute_scale(Q, 4) == 1.5
+    assert (
+        read_settings(None, scaling=2.0).compute_scale("layers.0.attention.wq.lora_A.weight", 4)
+        == 2.0
+    )
 
 
 @pytest.mark.parametrize(
@@ -40,15 +48,15 @@ def test_alpha_over_rank():
 def test_the_first_pattern_that_a_module_ends_with(patterns, scale):
     """As ``peft.utils.other.get_pattern_key`` looks them up."""
     rank = 8 // scale
-    assert settings({**CONFIG, "rank_pattern": patterns}).scale(Q, rank) == scale
+    assert read_settings({**CONFIG, "rank_pattern": patterns}).compute_scale(Q, rank) == scale
     alphas = {key: 4 * value for key, value in patterns.items()}
     expected = 8 / 4 if scale == 2.0 else 2 * 4 / 4
-    assert settings({**CONFIG, "alpha_pattern": alphas}).scale(Q, 4) == expected
+    assert read_settings({**CONFIG, "alpha_pattern": alphas}).compute_scale(Q, 4) == expected
 
 
 def test_a_rank_that_the_shapes_contradict():
     with pytest.raises(UnsupportedError, match="rank is 8"):
-        settings(CONFIG).scale(Q, 8)
+        read_settings(CONFIG).compute_scale(Q, 8)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +78,7 @@ def test_a_rank_that_the_shapes_contradict():
 )
 def test_what_is_refused(config, says):
     with pytest.raises(RefusedError, match=says):
-        settings({**CONFIG, **config})
+        read_settings({**CONFIG, **config})
 
 
 @pytest.mark.parametrize(
@@ -90,16 +98,16 @@ def test_what_is_refused(config, says):
 )
 def test_what_makes_no_sense(config):
     with pytest.raises(UnsupportedError):
-        settings({**CONFIG, **config})
+        read_settings({**CONFIG, **config})
 
 
 def test_options_that_contradict():
     with pytest.raises(UsageError, match="contradicts"):
-        settings(CONFIG, alpha=16)
+        read_settings(CONFIG, alpha=16)
     with pytest.raises(UsageError, match="both"):
         MergeOptions(lora_alpha=16, scaling=2)
     with pytest.raises(UsageError, match="scale"):
-        settings(None).scale(Q, 4)
+        read_settings(None).compute_scale(Q, 4)
 
 
 def modules(*names, layers=range(3)):
@@ -108,19 +116,21 @@ def modules(*names, layers=range(3)):
 
 def test_target_modules_are_short_where_that_means_the_same():
     every = [*modules("self_attn.q_proj", "mlp.up_proj"), "lm_head"]
-    assert target_modules_of_layers(every, 3) == ["lm_head", "q_proj", "up_proj"]
+    assert build_layer_targets(every, 3) == ["lm_head", "q_proj", "up_proj"]
     some = modules("self_attn.q_proj", layers=[1])
-    assert target_modules_of_layers(some, 3) == some == target_modules_of_layers(some, None)
+    assert build_layer_targets(some, 3) == some == build_layer_targets(some, None)
     mixed = modules("mlp.gate_proj", "mlp.experts.0.gate_proj")
-    assert target_modules_of_layers(mixed, 3) == sorted(mixed)
+    assert build_layer_targets(mixed, 3) == sorted(mixed)
 
 
 def test_a_configuration_that_is_made():
-    made = adapter_config(dict.fromkeys(modules("q_proj"), 4), settings(None, 8), None, True, 3)
+    made = build_adapter_config(
+        dict.fromkeys(modules("q_proj"), 4), read_settings(None, 8), None, True, 3
+    )
     assert (made["r"], made["lora_alpha"], made["use_dora"]) == (4, 8, True)
     assert made["target_modules"] == ["q_proj"]
     with pytest.raises(CkptError, match="alpha"):
-        adapter_config({"m": 4}, settings(None, None, 2.0), None, False, None)
+        build_adapter_config({"m": 4}, read_settings(None, None, 2.0), None, False, None)
 
 
 MODULE = "model.layers.11.self_attn.q_proj"
@@ -142,13 +152,13 @@ MODULE = "model.layers.11.self_attn.q_proj"
 )
 def test_what_has_too_many_ways_to_match(text):
     with pytest.raises(RefusedError, match="too complex"):
-        check_expressions({text: 1}, "here")
+        require_simple_patterns({text: 1}, "here")
 
 
 def test_many_that_are_bearable_alone():
     patterns = {f".*.*.*{number}": 1 for number in range(9)}
     with pytest.raises(RefusedError):
-        check_expressions(patterns, "here")
+        require_simple_patterns(patterns, "here")
 
 
 @pytest.mark.parametrize(
@@ -156,7 +166,7 @@ def test_many_that_are_bearable_alone():
 )
 def test_what_is_malformed(text):
     with pytest.raises(UnsupportedError, match="not a valid regex") as caught:
-        check_expressions({text: 1}, "here")
+        require_simple_patterns({text: 1}, "here")
     assert len(caught.value.what) < 100
 
 
@@ -173,18 +183,18 @@ def test_what_is_malformed(text):
     ],
 )
 def test_what_people_write(text):
-    check_expressions({text: 1}, "here")
+    require_simple_patterns({text: 1}, "here")
     expected = 3 if re.match(rf"(.*\.)?({text})$", MODULE) else None
     assert expected == 3
-    assert matching({"nothing": 1, text: 3}, MODULE, None) == expected
+    assert match_pattern({"nothing": 1, text: 3}, MODULE, None) == expected
 
 
 def test_a_pattern_for_each_of_many_modules():
     patterns = {rf"model\.layers\.{n}\.mlp\.up_proj": n for n in range(700)}
-    check_expressions(patterns, "here")
+    require_simple_patterns(patterns, "here")
     with effort.counted() as counted:
         for number in range(0, 700, 7):
-            assert matching(patterns, f"model.layers.{number}.mlp.up_proj", None) == number
+            assert match_pattern(patterns, f"model.layers.{number}.mlp.up_proj", None) == number
     assert counted.lines < 200_000
 
 
@@ -192,15 +202,20 @@ def test_a_pattern_for_each_of_many_modules():
     ("alpha", "factor"), [(1e308, "2.5e+307"), (1.4e39, "3.5e+38"), (1e-300, "2.5e-301")]
 )
 def test_a_factor_that_float32_does_not_have_is_refused_by_name(alpha, factor):
-    known = settings({"peft_type": "LORA", "r": 4, "lora_alpha": alpha})
+    known = read_settings({"peft_type": "LORA", "r": 4, "lora_alpha": alpha})
     with pytest.raises(UnsupportedError, match="lora_alpha") as caught:
-        known.scale("layers.0.q_proj.lora_A.weight", 4)
+        known.compute_scale("layers.0.q_proj.lora_A.weight", 4)
     assert factor in str(caught.value.why)
     with pytest.raises(UnsupportedError, match="scaling"):
-        settings({"peft_type": "LORA"}, scaling=alpha).scale("layers.0.q_proj.lora_A.weight", 4)
+        read_settings({"peft_type": "LORA"}, scaling=alpha).compute_scale(
+            "layers.0.q_proj.lora_A.weight", 4
+        )
 
 
 def test_the_largest_factor_of_float32_is_used():
     assert (
-        settings({"r": 1, "lora_alpha": 3.4e38}).scale("layers.0.q_proj.lora_A.weight", 1) == 3.4e38
+        read_settings({"r": 1, "lora_alpha": 3.4e38}).compute_scale(
+            "layers.0.q_proj.lora_A.weight", 1
+        )
+        == 3.4e38
     )

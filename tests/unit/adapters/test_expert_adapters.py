@@ -8,8 +8,12 @@ import pytest
 import torch
 
 from ckptctl import formats
-from ckptctl.adapters.expert_adapters import changes, targets, without
-from ckptctl.adapters.peft import SINGLE, described, settings
+from ckptctl.adapters.expert_adapters import (
+    find_adapted_parameters,
+    iterate_expert_deltas,
+    without_parameters,
+)
+from ckptctl.adapters.peft import MERGEABLE_FIELDS, find_adapter_config, read_settings
 from ckptctl.catalog import ComputeInput, TensorEntry
 from ckptctl.errors import CkptError
 from ckptctl.planner.copying.blocks import build_view
@@ -55,16 +59,18 @@ def test_every_expert_has_its_part(tmp_path: Path, order: str) -> None:
     other = {"base_model.model.layers.0.q.lora_A.weight": torch.ones(2, 6)}
     folder = save_peft(tmp_path / "a", adapter | other, r=RANK, target_parameters=BOTH)
     catalog = formats.open_checkpoint(folder)
-    config = described(catalog)
+    config = find_adapter_config(catalog)
     shapes = {"up": (3, 10, 6), "down": (3, 6, 5)}
     if order == "e i o":
         shapes = {name: (e, columns, rows) for name, (e, rows, columns) in shapes.items()}
     model = held(**shapes)
-    found = targets(catalog, config, settings(config, carries=SINGLE), model)
+    found = find_adapted_parameters(
+        catalog, config, read_settings(config, supported=MERGEABLE_FIELDS), model
+    )
     assert {one.key for one in found} == {UP, DOWN}
-    assert list(without(catalog, found).tensors) == list(other)
+    assert list(without_parameters(catalog, found).tensors) == list(other)
     made = {name: torch.zeros(model[name].shape) for name in model}
-    for one in changes(found, model, catalog.tensors):
+    for one in iterate_expert_deltas(found, model, catalog.tensors):
         a, b = (
             read(ComputeInput(catalog.root, build_view(tensor.parts[0].entry, tensor)))
             for tensor in (one.a, one.b)
@@ -91,6 +97,8 @@ def test_what_is_not_clear_is_refused(
     written = {"r": RANK, "target_parameters": BOTH, **config}
     folder = save_peft(tmp_path / "a", factors(MODULE, 4, 4), **written)
     catalog = formats.open_checkpoint(folder)
-    read = described(catalog)
+    read = find_adapter_config(catalog)
     with pytest.raises(CkptError, match=says):
-        targets(catalog, read, settings(read, carries=SINGLE), held(**model))
+        find_adapted_parameters(
+            catalog, read, read_settings(read, supported=MERGEABLE_FIELDS), held(**model)
+        )

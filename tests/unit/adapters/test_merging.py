@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import ckptctl
 from ckptctl import formats
-from ckptctl.adapters.merging import Merging
+from ckptctl.adapters.merging import AdapterMerge
 from ckptctl.conversion.conversion_options import ConversionOptions
 from ckptctl.conversion.recognition.model import recognize_model
 from ckptctl.errors import (
@@ -333,7 +333,7 @@ def test_biases_are_scaled_as_torchtune_does(tmp_path, monkeypatch, rows):
         state[name.replace("weight", "bias")] = torch.randn(len(state[name]))
     save_hf(tmp_path / "base", state, config)
     width = state[projections[0]].shape[1]
-    monkeypatch.setattr(lora, "LIMIT", 4 * width * rows)
+    monkeypatch.setattr(lora, "CHUNK_BYTES", 4 * width * rows)
     adapter, expected = {}, dict(state)
     for name in projections:
         a, b = torch.randn(4, width), torch.randn(len(state[name]), 4)
@@ -433,7 +433,7 @@ def test_an_adapter_of_mistral(tmp_path):
 
 def test_ranks_without_bound(base, tmp_path, monkeypatch):
     folder = save_peft(tmp_path / "adapter", random_adapter(STATE, rank=4))
-    monkeypatch.setattr("ckptctl.adapters.merging.LARGEST", 1000)
+    monkeypatch.setattr("ckptctl.adapters.merging.MAX_FACTOR_BYTES", 1000)
     with pytest.raises(RefusedError, match="bounded memory"):
         ckptctl.merge(base, folder, tmp_path / "out")
 
@@ -486,14 +486,14 @@ def test_replicas_are_not_looked_into(base, tmp_path, monkeypatch):
     def doubled(catalog):
         return replace(catalog, replicas={n: t.extents for n, t in catalog.tensors.items()})
 
-    merging = Merging(
+    merging = AdapterMerge(
         save_peft(tmp_path / "adapter", random_adapter(STATE)), ConversionOptions(to="hf"), None
     )
     merging.adapter = doubled(merging.adapter)
     catalog = doubled(formats.open_checkpoint(base))
     seen, resolve = [], formats.resolve
     monkeypatch.setattr(formats, "resolve", lambda one: seen.append(one.replicas) or resolve(one))
-    assert merging.change(recognize_model(catalog)).computed
+    assert merging.merge_into_model(recognize_model(catalog)).computed
     assert seen == [{}, {}]
 
 

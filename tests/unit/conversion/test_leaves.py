@@ -17,7 +17,7 @@ from ckptctl.catalog import Blob, Catalog, TensorEntry
 from ckptctl.conversion.leaves import unpack_tensors
 from ckptctl.errors import DamagedError, MappingError, UnsupportedError, UsageError
 from ckptctl.formats import open_checkpoint, resolve
-from ckptctl.numerics.dequantizing import keep_together
+from ckptctl.numerics.dequantizing import require_scales_kept
 from tests.checkpoints.readers import differences
 from tests.unit.conversion.recognition.test_quantized import (
     BLOCKS,
@@ -212,7 +212,7 @@ FP8 = {"quant_method": "fp8"}
 
 def check(tensors, *, without=(), renamed=False, dtype=None, quantization=None):
     chosen = tensors.keys() - set(without)
-    keep_together(catalog(tensors, quantization), chosen, renamed=renamed, dtype=dtype)
+    require_scales_kept(catalog(tensors, quantization), chosen, renamed=renamed, dtype=dtype)
 
 
 def test_a_whole_pair_may_get_other_names():

@@ -6,8 +6,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ckptctl.errors import MappingError
-from ckptctl.facts.contradictions import contradictions, of_config
-from ckptctl.facts.params import config_to_params, ffn_params, ffn_size, of_params, params_to_config
+from ckptctl.facts.contradictions import find_contradicting_facts, read_config_statements
+from ckptctl.facts.params import (
+    compute_ffn_size,
+    config_to_params,
+    params_to_config,
+    read_params_statements,
+    solve_ffn_factors,
+)
 from ckptctl.families import family
 from ckptctl.planner.config_facts import has_tied_embeddings, read_rope, read_sizes
 from ckptctl.planner.mapping.detect import detect_layouts
@@ -146,13 +152,13 @@ def test_params_that_are_not_understood():
 
 @given(st.integers(1, 20000), st.integers(1, 200000))
 def test_every_feed_forward_size_has_a_formula(dim, size):
-    multiple, factor = ffn_params(dim, size)
-    assert ffn_size(dim, multiple, factor) == size
+    multiple, factor = solve_ffn_factors(dim, size)
+    assert compute_ffn_size(dim, multiple, factor) == size
 
 
 @pytest.mark.parametrize(("params", "size"), [(L2_7B, 11008), (L2_70B, 28672), (L3_8B, 14336)])
 def test_known_formulas_are_found_again(params, size):
-    found = ffn_params(params["dim"], size)
+    found = solve_ffn_factors(params["dim"], size)
     assert found == (params["multiple_of"], params.get("ffn_dim_multiplier"))
 
 
@@ -240,7 +246,7 @@ def test_params_of_a_small_config():
     params = config_to_params(family("llama3"), CONFIG | {"rope_scaling": LLAMA3}, {})
     assert params["use_scaled_rope"] is True
     assert params["rope_theta"] == 500000.0 and params["n_kv_heads"] == 2
-    assert ffn_size(64, params["multiple_of"], params.get("ffn_dim_multiplier")) == 96
+    assert compute_ffn_size(64, params["multiple_of"], params.get("ffn_dim_multiplier")) == 96
     assert config_to_params(family("llama3"), CONFIG, {}, ranks=4)["n_kv_heads"] == 4
     silent = {name: value for name, value in CONFIG.items() if name != "rope_theta"}
     assert config_to_params(family("llama2"), silent, {})["rope_theta"] == 10000.0
@@ -268,8 +274,11 @@ def test_what_params_cannot_express(name, change, said):
 
 def compared(family, config, params):
     """The facts on which the two files disagree."""
-    said = [*of_config(family, config, "config.json"), *of_params(family, params, "params.json")]
-    return [one.fact for one in contradictions(said)]
+    said = [
+        *read_config_statements(family, config, "config.json"),
+        *read_params_statements(family, params, "params.json"),
+    ]
+    return [one.fact for one in find_contradicting_facts(said)]
 
 
 def test_contradictions():

@@ -9,16 +9,16 @@ import pytest
 
 from ckptctl import families
 from ckptctl.errors import MappingError
-from ckptctl.facts.contradictions import contradictions, of_config
+from ckptctl.facts.contradictions import find_contradicting_facts, read_config_statements
 from ckptctl.facts.megatron import (
     config_to_fields,
-    fields_of,
+    iterate_implied_statements,
     megatron_to_config,
-    of_megatron,
-    silent,
+    read_fields,
+    read_megatron_statements,
 )
-from ckptctl.facts.megatron_files import arguments_of, run_config
-from ckptctl.facts.recorded import possible
+from ckptctl.facts.megatron_files import build_arguments, build_run_config
+from ckptctl.facts.recorded import find_possible_families
 from ckptctl.planner.families.facts import Fact
 
 SIZES = {
@@ -156,17 +156,20 @@ def record(name: str, kind: str, told: dict[str, Any] | None = None) -> dict[str
     """Return what Megatron-LM or Bridge records of the model of that name."""
     family, told = families.family(name), told or config(name)
     if kind == "arguments":
-        return arguments_of(family, told)
+        return build_arguments(family, told)
     if family.megatron is None or not family.megatron.provider:
         pytest.skip("Bridge has no provider for it")
-    return run_config(family, told)
+    return build_run_config(family, told)
 
 
 def statements(name: str, told: dict[str, Any], described: dict[str, Any]) -> list[str]:
     family = families.family(name)
-    said = [*of_config(family, described, "config.json"), *of_megatron(family, told, "common.pt")]
-    said += silent(family, described, "config.json")
-    return [str(one) for one in contradictions(said)]
+    said = [
+        *read_config_statements(family, described, "config.json"),
+        *read_megatron_statements(family, told, "common.pt"),
+    ]
+    said += iterate_implied_statements(family, described, "config.json")
+    return [str(one) for one in find_contradicting_facts(said)]
 
 
 @pytest.mark.parametrize("kind", RECORDS)
@@ -191,7 +194,7 @@ def test_every_fact_is_compared(name: str) -> None:
         if name.startswith("deepseek") and word.config == "num_key_value_heads":
             continue  # Latent attention has none of its own.
         value = changed.get(word.kind, 7)
-        fields = fields_of(told)
+        fields = read_fields(told)
         if word.kind in ("flag", "not"):
             value = not fields[word.megatron]
         elif word.config == "moe_intermediate_size":
@@ -222,19 +225,23 @@ def test_a_contradiction_names_both_sources_and_both_words() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_model_type_follows_from_a_provider(name: str) -> None:
     known = {name: one for name, one in families.load_families().items() if one.megatron}
-    assert possible(known, record(name, "run_config")) == [name]
+    assert find_possible_families(known, record(name, "run_config")) == [name]
 
 
 def test_arguments_alone_leave_what_computes_the_same() -> None:
     known = {name: one for name, one in families.load_families().items() if one.megatron}
-    assert possible(known, record("llama3", "arguments")) == ["llama3", "mistral", "phi3"]
-    assert possible(known, record("deepseek_v3", "arguments")) == ["deepseek_v3"]
+    assert find_possible_families(known, record("llama3", "arguments")) == [
+        "llama3",
+        "mistral",
+        "phi3",
+    ]
+    assert find_possible_families(known, record("deepseek_v3", "arguments")) == ["deepseek_v3"]
 
 
 def test_a_scale_of_none_is_not_stated() -> None:
     known = {name: families.family(name) for name in ("gemma", "gemma3_text")}
     told = record("gemma", "arguments") | {"softmax_scale": None}
-    assert possible(known, told) == list(known)
+    assert find_possible_families(known, told) == list(known)
     with pytest.raises(MappingError, match=r"requires .*`query_pre_attn_scalar`"):
         megatron_to_config(known["gemma3_text"], told | {"rotary_base": [1e4, 1e6]}, {})
 
@@ -244,7 +251,7 @@ def test_what_one_model_type_cannot_say_leaves_the_others() -> None:
     assert family.megatron is not None
     style = replace(family.megatron, words=(Fact("head_dim", kind="flag", megatron="kv_channels"),))
     known = {"odd": replace(family, megatron=style), "gemma": family}
-    assert possible(known, record("gemma", "arguments")) == ["gemma"]
+    assert find_possible_families(known, record("gemma", "arguments")) == ["gemma"]
 
 
 @pytest.mark.parametrize("value", [True, "32", 1 << 60, -3, 0, 1.5, float("nan")])
@@ -315,7 +322,7 @@ def test_window_written_counts_the_keys_before_a_token(name: str, kind: str) -> 
     """Megatron-Core attends to ``left + 1`` keys, transformers to ``sliding_window``."""
     described = config(name) | {"sliding_window": 8}
     told = record(name, kind, described)
-    assert fields_of(told)["window_size"] == [7, 0]
+    assert read_fields(told)["window_size"] == [7, 0]
     assert statements(name, told, described) == []
     assert megatron_to_config(families.family(name), told, {})["sliding_window"] == 8
 
@@ -350,22 +357,22 @@ def test_window_that_is_no_causal_one_is_refused(value: object) -> None:
 def test_window_of_gemma3_is_one_number_of_all_keys() -> None:
     """Megatron-Bridge makes the pair of it, in each layer with a window."""
     told = record("gemma3_text", "run_config")
-    assert fields_of(told)["window_size"] == 512
+    assert read_fields(told)["window_size"] == 512
     assert megatron_to_config(families.family("gemma3_text"), told, {})["sliding_window"] == 512
 
 
 def test_objects_say_nothing() -> None:
     told = record("llama3", "arguments") | {"params_dtype": object(), "hidden_size": object()}
-    assert "hidden_size" not in fields_of(told)
+    assert "hidden_size" not in read_fields(told)
 
 
 def test_a_version_without_query_groups_has_one_a_head() -> None:
     told = record("llama3", "arguments") | {"group_query_attention": False, "num_query_groups": 1}
-    assert fields_of(told)["num_query_groups"] == 4
+    assert read_fields(told)["num_query_groups"] == 4
 
 
 def test_the_vocabulary_is_not_the_padded_one() -> None:
-    told = arguments_of(families.family("llama3"), config("llama3"), padded=128)
+    told = build_arguments(families.family("llama3"), config("llama3"), padded=128)
     assert told["padded_vocab_size"] == 128
     assert megatron_to_config(families.family("llama3"), told, {"v": 128})["vocab_size"] == 96
 
@@ -417,6 +424,6 @@ def test_bridge_pads_the_vocabulary_to_the_rows_there_are(
     size: int, padded: int, least: int
 ) -> None:
     stated = config("llama3") | {"vocab_size": size}
-    model: Any = run_config(families.family("llama3"), stated, padded=padded)["model"]
+    model: Any = build_run_config(families.family("llama3"), stated, padded=padded)["model"]
     assert model["should_pad_vocab"] is True
     assert (model["vocab_size"], model["make_vocab_size_divisible_by"]) == (size, least)

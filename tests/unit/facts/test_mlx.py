@@ -2,7 +2,7 @@
 
 import pytest
 
-from ckptctl.facts.mlx_config import for_layout, with_earlier_spelling
+from ckptctl.facts.mlx_config import adapt_model_type, add_legacy_keys
 from ckptctl.families import family, load_families
 from ckptctl.planner.mapping.detect import list_configured_families
 
@@ -19,19 +19,19 @@ SEEING = NESTED | {"vision_config": {"depth": 2}}
 
 def test_mlx_lm_knows_it_by_another_name_and_back():
     text = family("qwen3_5_text")
-    assert for_layout(OWN, text, "mlx") == AS_MLX
-    assert for_layout(AS_MLX, text, "mlx") == AS_MLX
-    assert for_layout(AS_MLX, text, "hf") == OWN
-    assert for_layout(OWN, text, "hf") == OWN
-    assert for_layout(NESTED, text, "hf") == OWN | {"tie_word_embeddings": True}
-    assert for_layout(NESTED, text, "mlx") == NESTED
+    assert adapt_model_type(OWN, text, "mlx") == AS_MLX
+    assert adapt_model_type(AS_MLX, text, "mlx") == AS_MLX
+    assert adapt_model_type(AS_MLX, text, "hf") == OWN
+    assert adapt_model_type(OWN, text, "hf") == OWN
+    assert adapt_model_type(NESTED, text, "hf") == OWN | {"tie_word_embeddings": True}
+    assert adapt_model_type(NESTED, text, "mlx") == NESTED
 
 
 def test_of_others_nothing_changes():
     for name, layout in (("qwen3_5", "hf"), ("qwen3_5_text", "hf"), ("llama3", "mlx")):
-        assert for_layout(SEEING, family(name), layout) == SEEING
-    assert for_layout(OWN, None, "mlx") == OWN
-    assert for_layout({"model_type": "llama"}, family("qwen3_5_text"), "mlx") == {
+        assert adapt_model_type(SEEING, family(name), layout) == SEEING
+    assert adapt_model_type(OWN, None, "mlx") == OWN
+    assert adapt_model_type({"model_type": "llama"}, family("qwen3_5_text"), "mlx") == {
         "model_type": "llama"
     }
 
@@ -54,7 +54,7 @@ SCALED = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5}
 
 def test_what_transformers_5_says_is_said_in_the_earlier_words_too():
     config = {"rope_parameters": SCALED, "num_hidden_layers": 2}
-    assert with_earlier_spelling(config, None) == config | {
+    assert add_legacy_keys(config, None) == config | {
         "rope_theta": 5e5,
         "rope_scaling": {"rope_type": "llama3", "factor": 8.0},
     }
@@ -62,9 +62,9 @@ def test_what_transformers_5_says_is_said_in_the_earlier_words_too():
 
 def test_a_family_had_words_of_its_own():
     config = {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}}
-    found = with_earlier_spelling(config, family("gpt_neox"))
+    found = add_legacy_keys(config, family("gpt_neox"))
     assert (found["rotary_emb_base"], found["rotary_pct"]) == (1e4, 0.25)
-    assert "rotary_pct" not in with_earlier_spelling(config, family("llama3"))
+    assert "rotary_pct" not in add_legacy_keys(config, family("llama3"))
 
 
 def test_models_with_towers_stated_them_otherwise():
@@ -75,26 +75,26 @@ def test_models_with_towers_stated_them_otherwise():
         "text_config": text,
         "vision_config": {"model_type": "qwen2_5_vl_vision", "depth": 2},
     }
-    found = with_earlier_spelling(config, family("qwen2_5_vl"))
+    found = add_legacy_keys(config, family("qwen2_5_vl"))
     scaling = {"type": "default", "mrope_section": [2, 1, 1]}
     assert (found["hidden_size"], found["rope_scaling"]) == (8, scaling)
     assert found["text_config"] == text | {"rope_theta": 1e6, "rope_scaling": scaling}
     assert found["vision_config"] == {"model_type": "qwen2_5_vl", "depth": 2}
     assert found["model_type"] == "qwen2_5_vl"
-    other = with_earlier_spelling(config | {"model_type": "qwen3_vl"}, family("qwen3_vl"))
+    other = add_legacy_keys(config | {"model_type": "qwen3_vl"}, family("qwen3_vl"))
     assert "hidden_size" not in other
     assert other["vision_config"]["model_type"] == "qwen2_5_vl_vision"
 
 
 def test_unscaled_frequencies_are_no_scaling():
     config = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
-    assert with_earlier_spelling(config, None)["rope_scaling"] is None
+    assert add_legacy_keys(config, None)["rope_scaling"] is None
 
 
 def test_what_was_not_known_before_has_no_earlier_word():
     rope = {"full_attention": {"rope_type": "proportional", "rope_theta": 1e6}}
     config = {"rope_parameters": rope | {"sliding_attention": {"rope_theta": 1e4}}}
-    assert "rope_scaling" not in with_earlier_spelling(config, None)
+    assert "rope_scaling" not in add_legacy_keys(config, None)
 
 
 def test_kinds_of_layers_have_their_own_words():
@@ -104,27 +104,27 @@ def test_kinds_of_layers_have_their_own_words():
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         }
     }
-    found = with_earlier_spelling(config, None)
+    found = add_legacy_keys(config, None)
     assert (found["rope_theta"], found["rope_local_base_freq"]) == (1e6, 1e4)
 
 
 def test_earlier_words_stay():
     config = {"rope_theta": 1e4, "rope_scaling": None}
-    assert with_earlier_spelling(config, family("llama3")) == config
+    assert add_legacy_keys(config, family("llama3")) == config
     both = {"rope_theta": 1.0, "rope_parameters": SCALED}
-    assert with_earlier_spelling(both, None)["rope_theta"] == 1.0
+    assert add_legacy_keys(both, None)["rope_theta"] == 1.0
 
 
 def test_layers_that_see_all_tokens_are_counted_where_they_are_regular():
     local, whole = "sliding_attention", "full_attention"
-    found = with_earlier_spelling({"layer_types": [local, local, whole, local]}, None)
+    found = add_legacy_keys({"layer_types": [local, local, whole, local]}, None)
     assert found["sliding_window_pattern"] == 3
     for kinds in ([whole], [local, whole, whole], [local, "linear_attention"], "no list"):
-        assert "sliding_window_pattern" not in with_earlier_spelling({"layer_types": kinds}, None)
+        assert "sliding_window_pattern" not in add_legacy_keys({"layer_types": kinds}, None)
 
 
 def test_sizes_have_their_first_names():
-    found = with_earlier_spelling({"num_local_experts": 4}, family("qwen3_moe"))
+    found = add_legacy_keys({"num_local_experts": 4}, family("qwen3_moe"))
     assert found["num_experts"] == 4
 
 
@@ -132,8 +132,8 @@ def test_heads_of_layers_that_see_all_tokens_have_their_own_words():
     own = {"head_dim": 512, "num_key_value_heads": 1}
     config = {"head_dim": 256, "per_layer_config": {"5": own, "11": own}}
     more = {"global_head_dim": 512, "num_global_key_value_heads": 1}
-    assert with_earlier_spelling(config, None) == config | more
+    assert add_legacy_keys(config, None) == config | more
     odd = {"per_layer_config": {"5": own, "11": {"head_dim": 128}}}
-    assert with_earlier_spelling(odd, None) == odd
-    outer = with_earlier_spelling({"text_config": config}, None)
+    assert add_legacy_keys(odd, None) == odd
+    outer = add_legacy_keys({"text_config": config}, None)
     assert outer == {"text_config": config | more}

@@ -6,8 +6,13 @@ from typing import Any
 import pytest
 
 from ckptctl.errors import MappingError
-from ckptctl.facts.contradictions import contradictions, of_config
-from ckptctl.facts.params import assumed, config_to_params, of_params, params_to_config
+from ckptctl.facts.contradictions import find_contradicting_facts, read_config_statements
+from ckptctl.facts.params import (
+    config_to_params,
+    list_preset_facts,
+    params_to_config,
+    read_params_statements,
+)
 from ckptctl.families import family, load_families
 from ckptctl.planner.config_facts import has_tied_embeddings, with_rope_type
 from ckptctl.planner.families.declarations import matches_signs
@@ -93,8 +98,10 @@ def test_there_and_back(name, params):
 def test_both_files_agree(name, params):
     config = there(name, params)
     for changed, number in ({}, 0), ({"rope_theta": 5.0, "dim": 64}, 2):
-        said = of_params(family(name), params | changed, "params.json")
-        found = contradictions([*of_config(family(name), config, "config.json"), *said])
+        said = read_params_statements(family(name), params | changed, "params.json")
+        found = find_contradicting_facts(
+            [*read_config_statements(family(name), config, "config.json"), *said]
+        )
         assert len(found) == number, found
 
 
@@ -124,7 +131,7 @@ def test_a_dense_model():
 def test_what_is_not_stated(name, params, theta, window):
     config = there(name, params)
     assert (config["rope_theta"], config["sliding_window"]) == (theta, window)
-    assert ("rope_theta" in assumed(family(name), params)) is ("rope_theta" not in params)
+    assert ("rope_theta" in list_preset_facts(family(name), params)) is ("rope_theta" not in params)
 
 
 def test_no_window_stays_none():

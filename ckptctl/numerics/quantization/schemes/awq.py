@@ -15,33 +15,37 @@ from __future__ import annotations
 from ckptctl.errors import MappingError
 from ckptctl.numerics.quantization.formulas import IntegerGroups
 from ckptctl.numerics.quantization.scheme import (
-    Form,
-    Group,
+    NamingForm,
     QuantizedWeight,
     Scheme,
+    TensorGroup,
     WeightPart,
-    always,
+    always_required,
 )
 from ckptctl.units import pluralize
 
-BITS, WORD, EACH = 4, 32, 8
+BITS, WORD_BITS, VALUES_PER_WORD = 4, 32, 8
 SCALES = ("float16", "bfloat16", "float32")
-VERSION = "gemm"
+SUPPORTED_VERSION = "gemm"
 
 
-def _weight(group: Group) -> QuantizedWeight:
-    _packed_by(group)
-    width = _group_size(group)
+def _build_weight(group: TensorGroup) -> QuantizedWeight:
+    _zero_point_reason(group)
+    group_rows = _read_group_size(group)
     rows, words = group.lead.shape if len(group.lead.shape) == 2 else (0, 0)
-    columns, count = words * EACH, -(-rows // width) if width > 0 else 1
+    columns, count = words * VALUES_PER_WORD, -(-rows // group_rows) if group_rows > 0 else 1
     scales, zeros = group.parts["scale"], group.parts["zero"]
-    if not rows or (width > 0 and rows % width):
-        raise group.unfit(f"{pluralize(rows, 'row')} cannot be divided into groups of {width}")
+    if not rows or (group_rows > 0 and rows % group_rows):
+        raise group.mismatch_error(
+            f"{pluralize(rows, 'row')} cannot be divided into groups of {group_rows}"
+        )
     if scales.shape != (count, columns) or scales.dtype not in SCALES:
-        raise group.unfit(f"groups of {width} require floats of shape {[count, columns]}", "scale")
+        raise group.mismatch_error(
+            f"groups of {group_rows} require floats of shape {[count, columns]}", "scale"
+        )
     if zeros.shape != (count, words) or zeros.dtype != "int32":
-        raise group.unfit("expected packed zero points for each scale", "zero")
-    return group.quantized(
+        raise group.mismatch_error("expected packed zero points for each scale", "zero")
+    return group.build_weight(
         f"AWQ INT{BITS} with groups of {rows // count}",
         "int_rows",
         (rows, columns),
@@ -49,34 +53,36 @@ def _weight(group: Group) -> QuantizedWeight:
         IntegerGroups(
             rows // count,
             BITS,
-            symmetric=group.statement.flag("zero_point") is False,
+            symmetric=group.statement.read_flag("zero_point") is False,
             optional=("zero",),
         ),
         transposed=True,
     )
 
 
-def _packed_by(group: Group) -> str:
+def _zero_point_reason(group: TensorGroup) -> str:
     """Return why zero points are required, or raise if the version is unsupported."""
-    said = group.statement
+    statement = group.statement
     for key in ("version", "format"):
-        found = said.content.get(key, VERSION)
-        if str(found).lower() not in (VERSION, "awq"):
+        version = statement.content.get(key, SUPPORTED_VERSION)
+        if str(version).lower() not in (SUPPORTED_VERSION, "awq"):
             raise MappingError(
-                f"`{key}` is {found!r}", where=said.where, why=f"only {VERSION} is supported"
+                f"`{key}` is {version!r}",
+                where=statement.where,
+                why=f"only {SUPPORTED_VERSION} is supported",
             )
-    return f"version {VERSION} stores zero points for all weights"
+    return f"version {SUPPORTED_VERSION} stores zero points for all weights"
 
 
-def _group_size(group: Group) -> int:
+def _read_group_size(group: TensorGroup) -> int:
     """Return the rows of a group, or -1 for all rows."""
-    said = group.statement
-    bits = said.number("bits") or said.number("w_bit")
+    statement = group.statement
+    bits = statement.read_number("bits") or statement.read_number("w_bit")
     if bits != BITS:
-        raise group.unstated("bits", f"expected {BITS}")
-    size = said.number("group_size", -1) or said.number("q_group_size", -1)
+        raise group.missing_setting_error("bits", f"expected {BITS}")
+    size = statement.read_number("group_size", -1) or statement.read_number("q_group_size", -1)
     if size is None:
-        raise group.unstated("group_size", "expected a number of rows, or -1 for all")
+        raise group.missing_setting_error("group_size", "expected a number of rows, or -1 for all")
     return size
 
 
@@ -84,12 +90,15 @@ SCHEMES = (
     Scheme(
         "AWQ",
         (
-            Form(
+            NamingForm(
                 ".qweight",
                 ("int32",),
-                {"scale": WeightPart(".scales", always), "zero": WeightPart(".qzeros", _packed_by)},
-                _weight,
-                tells={".qweight": (), ".qzeros": ()},
+                {
+                    "scale": WeightPart(".scales", always_required),
+                    "zero": WeightPart(".qzeros", _zero_point_reason),
+                },
+                _build_weight,
+                unique_endings={".qweight": (), ".qzeros": ()},
             ),
         ),
         methods=("awq",),

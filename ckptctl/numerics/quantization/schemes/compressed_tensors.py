@@ -14,23 +14,23 @@ import math
 import struct
 from collections.abc import Mapping
 
-from ckptctl.numerics.quantization.config_groups import Arguments, arguments
+from ckptctl.numerics.quantization.config_groups import WeightArguments, read_arguments
 from ckptctl.numerics.quantization.formulas import Fp4Groups, IntegerGroups
 from ckptctl.numerics.quantization.scheme import (
-    Form,
-    Group,
+    NamingForm,
     QuantizedWeight,
     Scheme,
+    TensorGroup,
     WeightPart,
-    always,
+    always_required,
 )
-from ckptctl.numerics.quantization.schemes.fp8 import ACTIVATIONS, E8M0, FP8, scaled
+from ckptctl.numerics.quantization.schemes.fp8 import ACTIVATION_SCALES, E8M0, FP8, build_fp8_weight
 from ckptctl.units import pluralize
 
-NAME = "compressed-tensors"
-WORD = 32
+SCHEME_NAME = "compressed-tensors"
+WORD_BITS = 32
 FLOATS = ("bfloat16", "float16", "float32")
-FORMATS: Mapping[str, tuple[str, ...]] = {
+DTYPES_BY_FORMAT: Mapping[str, tuple[str, ...]] = {
     "pack-quantized": ("int32",),
     "int-quantized": ("int8",),
     "float-quantized": (FP8,),
@@ -42,173 +42,193 @@ FORMATS: Mapping[str, tuple[str, ...]] = {
 """Dtypes of the weights in each supported format."""
 
 
-def _packed_weight(group: Group) -> QuantizedWeight:
-    said = arguments(group, FORMATS)
+def _build_packed_weight(group: TensorGroup) -> QuantizedWeight:
+    settings = read_arguments(group, DTYPES_BY_FORMAT)
     if group.lead.dtype == "uint8":
-        return _fp4(group, said)
-    if said.kind != "int" or not 1 <= said.bits <= 8:
-        raise group.unfit(f"`{said.kind}` with {said.bits} bits cannot be packed into int32")
-    *lead, rows, words = group.lead.shape if len(group.lead.shape) > 1 else (0, 0)
-    columns = _columns(group, said, words)
-    if words != -(-columns * said.bits // WORD):
-        raise group.unfit(
-            f"{pluralize(columns, 'number')} of {said.bits} bits do not fill {pluralize(words, 'word')}"
+        return _build_fp4_weight(group, settings)
+    if settings.number_type != "int" or not 1 <= settings.bits <= 8:
+        raise group.mismatch_error(
+            f"`{settings.number_type}` with {settings.bits} bits cannot be packed into int32"
         )
-    return _integers(group, said, (*lead, rows, columns), said.bits)
+    *lead, rows, words = group.lead.shape if len(group.lead.shape) > 1 else (0, 0)
+    columns = _read_packed_columns(group, settings, words)
+    if words != -(-columns * settings.bits // WORD_BITS):
+        raise group.mismatch_error(
+            f"{pluralize(columns, 'number')} of {settings.bits} bits do not fill {pluralize(words, 'word')}"
+        )
+    return _build_integer_weight(group, settings, (*lead, rows, columns), settings.bits)
 
 
-def _columns(group: Group, said: Arguments, words: int) -> int:
+def _read_packed_columns(group: TensorGroup, settings: WeightArguments, words: int) -> int:
     """Return the number of packed columns, from the scales of groups or the ``shape`` tensor."""
     shape = group.parts.get("shape")
     code = {"int64": "q", "int32": "i"}.get(shape.dtype) if shape else None
     if shape and (code is None or shape.shape != (len(group.lead.shape),)):
-        raise group.unfit("expected a few integers", "shape")
-    if said.strategy == "group" and said.group:
-        return group.parts["scale"].shape[-1] * said.group if group.parts["scale"].shape else 0
+        raise group.mismatch_error("expected a few integers", "shape")
+    if settings.strategy == "group" and settings.group:
+        return group.parts["scale"].shape[-1] * settings.group if group.parts["scale"].shape else 0
     if shape is None:
-        raise group.unfit("the number of columns is unknown")
-    sizes = struct.unpack(f"<{shape.numel}{code}", group.values(shape))
-    if sizes[:-1] != group.lead.shape[:-1] or not 0 < sizes[-1] <= words * WORD:
-        raise group.unfit(f"it contains {list(sizes)}", "shape")
+        raise group.mismatch_error("the number of columns is unknown")
+    sizes = struct.unpack(f"<{shape.numel}{code}", group.read_values(shape))
+    if sizes[:-1] != group.lead.shape[:-1] or not 0 < sizes[-1] <= words * WORD_BITS:
+        raise group.mismatch_error(f"it contains {list(sizes)}", "shape")
     return int(sizes[-1])
 
 
-def _integers(
-    group: Group, said: Arguments, shape: tuple[int, ...], bits: int = 0
+def _build_integer_weight(
+    group: TensorGroup, settings: WeightArguments, shape: tuple[int, ...], bits: int = 0
 ) -> QuantizedWeight:
     """Build a weight of integers with scales of tensors, channels or groups of columns."""
-    width, count = _groups(group, said, shape)
+    width, count = _require_group_scales(group, settings, shape)
     if "zero" in group.parts:
         scale, zero = group.parts["scale"], group.parts["zero"]
-        words = -(-shape[-2] * said.bits // WORD)
+        words = -(-shape[-2] * settings.bits // WORD_BITS)
         packed = zero.dtype == "int32" and zero.shape == (*shape[:-2], words, count)
-        packed = packed and group.lead.dtype == "int32" and not said.symmetric
+        packed = packed and group.lead.dtype == "int32" and not settings.symmetric
         if not packed and (zero.dtype != "int8" or zero.shape != scale.shape):
-            raise group.unfit("expected a zero point for each scale", "zero")
+            raise group.mismatch_error("expected a zero point for each scale", "zero")
     if "order" in group.parts:
         order = group.parts["order"]
         if order.dtype not in ("int32", "int64") or order.shape != shape[-1:] or count < 2:
-            raise group.unfit("expected a group for each column", "order")
-    how = f"{NAME} INT{said.bits} with {_words(said, width)}"
+            raise group.mismatch_error("expected a group for each column", "order")
+    description = f"{SCHEME_NAME} INT{settings.bits} with {_describe_scales(settings, width)}"
     optional = tuple(role for role in ("zero", "order", "shape") if role in group.parts)
-    return group.quantized(
-        how + ("" if said.symmetric else " and zero points"),
+    return group.build_weight(
+        description + ("" if settings.symmetric else " and zero points"),
         "int_groups",
         shape,
         ("scale", *optional),
-        IntegerGroups(width, bits, symmetric=said.symmetric, optional=optional),
+        IntegerGroups(width, bits, symmetric=settings.symmetric, optional=optional),
     )
 
 
-def _groups(group: Group, said: Arguments, shape: tuple[int, ...]) -> tuple[int, int]:
+def _require_group_scales(
+    group: TensorGroup, settings: WeightArguments, shape: tuple[int, ...]
+) -> tuple[int, int]:
     """Return the columns of a group and the groups of a row, or raise if scales do not match."""
     scale, columns = group.parts["scale"], shape[-1]
-    width = said.group if said.strategy == "group" else columns
-    if said.strategy not in ("group", "channel", "tensor") or not width or columns % width:
-        raise group.unfit(
-            f"strategy `{said.strategy}` is not possible with {pluralize(width, 'column')}"
+    width = settings.group if settings.strategy == "group" else columns
+    if settings.strategy not in ("group", "channel", "tensor") or not width or columns % width:
+        raise group.mismatch_error(
+            f"strategy `{settings.strategy}` is not possible with {pluralize(width, 'column')}"
         )
     rows, matrices = math.prod(shape[:-1]), math.prod(shape[:-2])
     numbers = {"group": rows * columns // width, "channel": rows, "tensor": matrices}
-    wanted = numbers[said.strategy]
-    shaped = said.strategy != "group" or scale.shape == (*shape[:-1], columns // width)
-    if scale.dtype not in FLOATS or scale.numel != wanted or not shaped:
-        raise group.unfit(f"expected {pluralize(wanted, 'float')} ({_words(said, width)})", "scale")
+    scale_count = numbers[settings.strategy]
+    has_valid_shape = settings.strategy != "group" or scale.shape == (*shape[:-1], columns // width)
+    if scale.dtype not in FLOATS or scale.numel != scale_count or not has_valid_shape:
+        raise group.mismatch_error(
+            f"expected {pluralize(scale_count, 'float')} ({_describe_scales(settings, width)})",
+            "scale",
+        )
     return width, columns // width
 
 
-def _words(said: Arguments, width: int) -> str:
-    named = {"tensor": "one scale", "channel": "one scale per row"}
-    return named.get(said.strategy, f"groups of {width}")
+def _describe_scales(settings: WeightArguments, width: int) -> str:
+    texts = {"tensor": "one scale", "channel": "one scale per row"}
+    return texts.get(settings.strategy, f"groups of {width}")
 
 
-def _plain_weight(group: Group) -> QuantizedWeight:
-    said = arguments(group, FORMATS)
+def _build_unpacked_weight(group: TensorGroup) -> QuantizedWeight:
+    settings = read_arguments(group, DTYPES_BY_FORMAT)
     if len(group.lead.shape) < 2:
-        raise group.unfit("expected a matrix")
-    if said.bits != 8 or said.kind != ("float" if group.lead.dtype == FP8 else "int"):
-        raise group.unfit(f"the configuration declares `{said.kind}` with {said.bits} bits")
+        raise group.mismatch_error("expected a matrix")
+    if settings.bits != 8 or settings.number_type != (
+        "float" if group.lead.dtype == FP8 else "int"
+    ):
+        raise group.mismatch_error(
+            f"the configuration declares `{settings.number_type}` with {settings.bits} bits"
+        )
     if group.lead.dtype == FP8:
-        return _fp8(group, said)
-    return _integers(group, said, group.lead.shape)
+        return _build_fp8_weight(group, settings)
+    return _build_integer_weight(group, settings, group.lead.shape)
 
 
-def _fp8(group: Group, said: Arguments) -> QuantizedWeight:
+def _build_fp8_weight(group: TensorGroup, settings: WeightArguments) -> QuantizedWeight:
     scale, shape = group.parts["scale"], group.lead.shape
     rows, columns = shape[-2:]
     if scale.dtype in ("uint8", E8M0):
-        grid = (*shape[:-1], columns // WORD)
-        if said.group != WORD or columns % WORD or scale.shape != grid:
-            raise group.unfit(f"expected powers of two of shape {list(grid)}", "scale")
-        return scaled(group, f"{NAME} MXFP8 with blocks of {WORD}", (1, WORD))
-    if said.strategy == "block":
-        down, across = said.block
-        grid = (*shape[:-2], -(-rows // max(down, 1)), -(-columns // max(across, 1)))
-        if not down or scale.dtype not in FLOATS or scale.shape != grid:
-            raise group.unfit(
-                f"blocks of {down}x{across} require floats of shape {list(grid)}", "scale"
+        grid = (*shape[:-1], columns // WORD_BITS)
+        if settings.group != WORD_BITS or columns % WORD_BITS or scale.shape != grid:
+            raise group.mismatch_error(f"expected powers of two of shape {list(grid)}", "scale")
+        return build_fp8_weight(
+            group, f"{SCHEME_NAME} MXFP8 with blocks of {WORD_BITS}", (1, WORD_BITS)
+        )
+    if settings.strategy == "block":
+        block_rows, block_columns = settings.block
+        grid = (*shape[:-2], -(-rows // max(block_rows, 1)), -(-columns // max(block_columns, 1)))
+        if not block_rows or scale.dtype not in FLOATS or scale.shape != grid:
+            raise group.mismatch_error(
+                f"blocks of {block_rows}x{block_columns} require floats of shape {list(grid)}",
+                "scale",
             )
-        return scaled(group, f"{NAME} FP8 with blocks of {down}x{across}", said.block)
-    width, _ = _groups(group, said, shape)
-    block = (rows, columns) if said.strategy == "tensor" else (1, width)
-    return scaled(group, f"{NAME} FP8 with {_words(said, width)}", block)
-
-
-def _fp4(group: Group, said: Arguments) -> QuantizedWeight:
-    whole, scale = group.parts.get("global"), group.parts["scale"]
-    shape = (*group.lead.shape[:-1], 2 * group.lead.shape[-1]) if group.lead.shape else ()
-    width = said.group
-    if len(shape) < 2 or (said.bits, said.kind) != (4, "float"):
-        raise group.unfit(f"the configuration declares `{said.kind}` with {said.bits} bits")
-    if not width or width % 2 or shape[-1] % width:
-        columns = pluralize(shape[-1], "column")
-        raise group.unfit(f"{columns} cannot be divided into groups of {width}")
-    dtypes = (FP8,) if whole else ("uint8", E8M0)
-    if scale.shape != (*shape[:-1], shape[-1] // width) or scale.dtype not in dtypes:
-        raise group.unfit(f"groups of {width} require one {dtypes[0]} each", "scale")
-    count = math.prod(shape[:-2])
-    if whole and (whole.dtype != "float32" or whole.numel not in (1, count)):
-        raise group.unfit("expected one float32", "global")
-    return group.quantized(
-        f"{NAME} {'NVFP4' if whole else 'MXFP4'} with blocks of {width}",
-        "fp4_groups",
-        shape,
-        ("scale", "global"),
-        Fp4Groups(width, divided=whole is not None),
+        return build_fp8_weight(
+            group, f"{SCHEME_NAME} FP8 with blocks of {block_rows}x{block_columns}", settings.block
+        )
+    width, _ = _require_group_scales(group, settings, shape)
+    block = (rows, columns) if settings.strategy == "tensor" else (1, width)
+    return build_fp8_weight(
+        group, f"{SCHEME_NAME} FP8 with {_describe_scales(settings, width)}", block
     )
 
 
-def _is_float(group: Group) -> bool:
+def _build_fp4_weight(group: TensorGroup, settings: WeightArguments) -> QuantizedWeight:
+    global_scale, scale = group.parts.get("global"), group.parts["scale"]
+    shape = (*group.lead.shape[:-1], 2 * group.lead.shape[-1]) if group.lead.shape else ()
+    width = settings.group
+    if len(shape) < 2 or (settings.bits, settings.number_type) != (4, "float"):
+        raise group.mismatch_error(
+            f"the configuration declares `{settings.number_type}` with {settings.bits} bits"
+        )
+    if not width or width % 2 or shape[-1] % width:
+        columns = pluralize(shape[-1], "column")
+        raise group.mismatch_error(f"{columns} cannot be divided into groups of {width}")
+    dtypes = (FP8,) if global_scale else ("uint8", E8M0)
+    if scale.shape != (*shape[:-1], shape[-1] // width) or scale.dtype not in dtypes:
+        raise group.mismatch_error(f"groups of {width} require one {dtypes[0]} each", "scale")
+    count = math.prod(shape[:-2])
+    if global_scale and (global_scale.dtype != "float32" or global_scale.numel not in (1, count)):
+        raise group.mismatch_error("expected one float32", "global")
+    return group.build_weight(
+        f"{SCHEME_NAME} {'NVFP4' if global_scale else 'MXFP4'} with blocks of {width}",
+        "fp4_groups",
+        shape,
+        ("scale", "global"),
+        Fp4Groups(width, divided=global_scale is not None),
+    )
+
+
+def _is_float(group: TensorGroup) -> bool:
     return group.lead.dtype in ("uint8", FP8)
 
 
-def _of_asymmetric(group: Group) -> str | None:
-    symmetric = _is_float(group) or arguments(group, FORMATS).symmetric
+def _zero_point_reason(group: TensorGroup) -> str | None:
+    symmetric = _is_float(group) or read_arguments(group, DTYPES_BY_FORMAT).symmetric
     return None if symmetric else "`symmetric` is false"
 
 
-def _of_floats(group: Group) -> str | None:
+def _no_zero_point_reason(group: TensorGroup) -> str | None:
     return f"{group.lead.dtype} has no zero points" if _is_float(group) else None
 
 
-def _of_ordered(group: Group) -> str | None:
-    ordered = not _is_float(group) and arguments(group, FORMATS).order == "group"
+def _order_reason(group: TensorGroup) -> str | None:
+    ordered = not _is_float(group) and read_arguments(group, DTYPES_BY_FORMAT).order == "group"
     return "`actorder` is group" if ordered else None
 
 
-def _of_unordered(group: Group) -> str | None:
+def _no_order_reason(group: TensorGroup) -> str | None:
     if _is_float(group):
         return f"{group.lead.dtype} has no column order"
-    order = arguments(group, FORMATS).order
+    order = read_arguments(group, DTYPES_BY_FORMAT).order
     return f"`actorder` is {order}" if order not in ("", "group") else None
 
 
-def _is_ordered(group: Group) -> bool | None:
-    stated = _is_float(group) or arguments(group, FORMATS).order
-    return None if stated else "order" in group.parts
+def _has_order(group: TensorGroup) -> bool | None:
+    is_decided = _is_float(group) or read_arguments(group, DTYPES_BY_FORMAT).order
+    return None if is_decided else "order" in group.parts
 
 
-def _of_two_scales(group: Group) -> str | None:
+def _global_scale_reason(group: TensorGroup) -> str | None:
     """Return why a weight is NVFP4 with a global scale, which is that other scales are FP8."""
     scale = group.parts.get("scale")
     if group.lead.dtype != "uint8" or scale is None or scale.dtype != FP8:
@@ -216,20 +236,20 @@ def _of_two_scales(group: Group) -> str | None:
     return f"`{scale.name}` is {FP8}, which is divided by a per-tensor scale"
 
 
-def _of_one_scale(group: Group) -> str | None:
+def _no_global_scale_reason(group: TensorGroup) -> str | None:
     if group.lead.dtype == "uint8":
-        return None if _of_two_scales(group) else "scales are powers of two"
+        return None if _global_scale_reason(group) else "scales are powers of two"
     return f"{group.lead.dtype} has no per-tensor scale in addition to others"
 
 
-PARTS = {
-    "scale": WeightPart(".weight_scale", always),
-    "zero": WeightPart(".weight_zero_point", _of_asymmetric, _of_floats),
-    "order": WeightPart(".weight_g_idx", _of_ordered, _of_unordered, _is_ordered),
-    "global": WeightPart(".weight_global_scale", _of_two_scales, _of_one_scale),
+COMMON_PARTS = {
+    "scale": WeightPart(".weight_scale", always_required),
+    "zero": WeightPart(".weight_zero_point", _zero_point_reason, _no_zero_point_reason),
+    "order": WeightPart(".weight_g_idx", _order_reason, _no_order_reason, _has_order),
+    "global": WeightPart(".weight_global_scale", _global_scale_reason, _no_global_scale_reason),
 }
-PACKED = {
-    **PARTS,
+PACKED_PARTS = {
+    **COMMON_PARTS,
     "shape": WeightPart(
         ".weight_shape",
         lambda group: (
@@ -237,40 +257,43 @@ PACKED = {
         ),
     ),
 }
-UNPACKED = {**PARTS, "shape": WeightPart(".weight_shape", dropped="shapes of unpacked weights")}
-KV = "KV cache scales"
-DROPPED = {
+UNPACKED_PARTS = {
+    **COMMON_PARTS,
+    "shape": WeightPart(".weight_shape", drop_reason="shapes of unpacked weights"),
+}
+KV_CACHE_SCALES = "KV cache scales"
+DROP_REASONS = {
     **{
-        f".{one}{end}": ACTIVATIONS
-        for one in ("input", "output")
+        f".{activation}{end}": ACTIVATION_SCALES
+        for activation in ("input", "output")
         for end in ("_scale", "_zero_point", "_global_scale")
     },
-    ".k_scale": KV,
-    ".v_scale": KV,
-    ".q_scale": KV,
+    ".k_scale": KV_CACHE_SCALES,
+    ".v_scale": KV_CACHE_SCALES,
+    ".q_scale": KV_CACHE_SCALES,
 }
 SCHEMES = (
     Scheme(
-        NAME,
+        SCHEME_NAME,
         (
-            Form(
+            NamingForm(
                 ".weight_packed",
                 ("int32", "uint8"),
-                PACKED,
-                _packed_weight,
-                tells=dict.fromkeys(
-                    (".weight_packed", *(part.ending for part in PACKED.values())), ()
+                PACKED_PARTS,
+                _build_packed_weight,
+                unique_endings=dict.fromkeys(
+                    (".weight_packed", *(part.ending for part in PACKED_PARTS.values())), ()
                 ),
             ),
-            Form(
+            NamingForm(
                 ".weight",
                 ("int8", FP8),
-                UNPACKED,
-                _plain_weight,
-                tells={".weight": ("int8",)},
+                UNPACKED_PARTS,
+                _build_unpacked_weight,
+                unique_endings={".weight": ("int8",)},
             ),
         ),
-        methods=(NAME,),
-        dropped=DROPPED,
+        methods=(SCHEME_NAME,),
+        drop_reasons=DROP_REASONS,
     ),
 )

@@ -14,154 +14,181 @@ import math
 
 from ckptctl.numerics.quantization.formulas import Fp4Groups, ScaleBlocks
 from ckptctl.numerics.quantization.scheme import (
-    Form,
-    Group,
+    NamingForm,
     QuantizedWeight,
     Scheme,
+    TensorGroup,
     WeightPart,
-    always,
+    always_required,
 )
 
 FP8 = "float8_e4m3fn"
 E8M0 = "float8_e8m0fnu"
 SCALES = ("float32", "bfloat16", "float16", E8M0)
-DEFAULT = (128, 128)
-BLOCK, FORMAT = "weight_block_size", "scale_fmt"
-MXFP8, MX = "mxfp8", 32
-ACTIVATIONS = "static activation scales"
-DROPPED = dict.fromkeys((".input_scale", ".activation_scale", "_activation_scale"), ACTIVATIONS)
+DEFAULT_BLOCK = (128, 128)
+BLOCK_KEY, SCALE_FORMAT_KEY = "weight_block_size", "scale_fmt"
+MXFP8, MX_GROUP_SIZE = "mxfp8", 32
+ACTIVATION_SCALES = "static activation scales"
+DROP_REASONS = dict.fromkeys(
+    (".input_scale", ".activation_scale", "_activation_scale"), ACTIVATION_SCALES
+)
 
 
-def scaled(group: Group, how: str, block: tuple[int, int]) -> QuantizedWeight:
+def build_fp8_weight(
+    group: TensorGroup, description: str, block: tuple[int, int]
+) -> QuantizedWeight:
     """Build a float8 weight with scales of blocks, which are clipped to the weight's shape."""
-    down, across = (max(min(pair), 1) for pair in zip(block, group.lead.shape[-2:], strict=True))
-    return group.quantized(
-        how, "block_fp8", group.lead.shape, ("scale",), ScaleBlocks(down, across)
+    block_rows, block_columns = (
+        max(min(pair), 1) for pair in zip(block, group.lead.shape[-2:], strict=True)
+    )
+    return group.build_weight(
+        description,
+        "block_fp8",
+        group.lead.shape,
+        ("scale",),
+        ScaleBlocks(block_rows, block_columns),
     )
 
 
-def _weight(group: Group) -> QuantizedWeight:
-    weight, scale, block = group.lead, group.parts["scale"], _block(group)
+def _build_block_weight(group: TensorGroup) -> QuantizedWeight:
+    weight, scale, block = group.lead, group.parts["scale"], _read_block_size(group)
     if len(weight.shape) < 2:
-        raise group.unfit("expected blocks with rows and columns", "scale")
+        raise group.mismatch_error("expected blocks with rows and columns", "scale")
     *lead, rows, columns = weight.shape
     grid = (*lead, -(-rows // block[0]), -(-columns // block[1]))
-    one = scale.shape == (*lead, 1, 1) if lead else scale.numel == 1
-    single = scale.shape != grid and one and not _has_blocks(group)
-    if not single and _has_one_scale(group) and not one:
-        raise group.unfit(f"`{BLOCK}` is null, which requires one scale", "scale")
-    down, across = (rows, columns) if single else block
-    if scale.dtype not in _scales(group) or (scale.shape != grid and not single):
-        raise group.unfit(
-            f"blocks of {down}x{across} require floats of shape {list(grid)}", "scale"
+    has_one_per_matrix = scale.shape == (*lead, 1, 1) if lead else scale.numel == 1
+    uses_one_scale = scale.shape != grid and has_one_per_matrix and not _has_blocks(group)
+    if not uses_one_scale and _has_one_scale(group) and not has_one_per_matrix:
+        raise group.mismatch_error(f"`{BLOCK_KEY}` is null, which requires one scale", "scale")
+    block_rows, block_columns = (rows, columns) if uses_one_scale else block
+    if scale.dtype not in _list_scale_dtypes(group) or (scale.shape != grid and not uses_one_scale):
+        raise group.mismatch_error(
+            f"blocks of {block_rows}x{block_columns} require floats of shape {list(grid)}", "scale"
         )
-    if single:
-        return scaled(group, "fp8 with one scale", (rows, columns))
-    if scale.dtype == "uint8" and block == (1, MX):
-        return scaled(group, f"MXFP8 with blocks of {MX}", block)
-    return scaled(group, f"fp8 with {down}x{across} blocks", block)
+    if uses_one_scale:
+        return build_fp8_weight(group, "fp8 with one scale", (rows, columns))
+    if scale.dtype == "uint8" and block == (1, MX_GROUP_SIZE):
+        return build_fp8_weight(group, f"MXFP8 with blocks of {MX_GROUP_SIZE}", block)
+    return build_fp8_weight(group, f"fp8 with {block_rows}x{block_columns} blocks", block)
 
 
-def _has_blocks(group: Group) -> bool:
+def _has_blocks(group: TensorGroup) -> bool:
     """Return whether the config states scales of blocks."""
-    said = group.statement
-    return said.method == MXFP8 or said.content.get(BLOCK) is not None
+    statement = group.statement
+    return statement.method == MXFP8 or statement.content.get(BLOCK_KEY) is not None
 
 
-def _has_one_scale(group: Group) -> bool:
+def _has_one_scale(group: TensorGroup) -> bool:
     """Return whether the config states one scale for each weight."""
     content = group.statement.content
-    return BLOCK in content and not _has_blocks(group)
+    return BLOCK_KEY in content and not _has_blocks(group)
 
 
-def _is_uncut(group: Group) -> bool | None:
+def _has_all_scales(group: TensorGroup) -> bool | None:
     """Return whether every block has a scale, or None if one is enough or the config decides."""
     weight, scale = group.lead, group.parts["scale"]
     if _has_blocks(group) or _has_one_scale(group) or len(weight.shape) < 2:
         return None
     rows, columns = weight.shape[-2:]
-    blocks = -(-rows // DEFAULT[0]) * -(-columns // DEFAULT[1])
+    blocks = -(-rows // DEFAULT_BLOCK[0]) * -(-columns // DEFAULT_BLOCK[1])
     return None if blocks == 1 else scale.numel > math.prod(weight.shape[:-2])
 
 
-def _scales(group: Group) -> tuple[str, ...]:
+def _list_scale_dtypes(group: TensorGroup) -> tuple[str, ...]:
     """Return the possible dtypes of scales."""
-    said = group.statement
-    exponents = said.content.get(FORMAT) == "ue8m0" or said.method == MXFP8
+    statement = group.statement
+    exponents = statement.content.get(SCALE_FORMAT_KEY) == "ue8m0" or statement.method == MXFP8
     return (*SCALES, "uint8") if exponents else SCALES
 
 
-def _block(group: Group) -> tuple[int, int]:
+def _read_block_size(group: TensorGroup) -> tuple[int, int]:
     """Return the rows and columns of a block."""
-    match group.statement.content.get(BLOCK):
+    match group.statement.content.get(BLOCK_KEY):
         case None:
-            return (1, MX) if group.statement.method == MXFP8 else DEFAULT
+            return (1, MX_GROUP_SIZE) if group.statement.method == MXFP8 else DEFAULT_BLOCK
         case [int(down), int(across)] if min(down, across) > 0:
             return down, across
-    raise group.statement.wrong(BLOCK, "expected two positive numbers")
+    raise group.statement.invalid_value_error(BLOCK_KEY, "expected two positive numbers")
 
 
-def _fp4(group: Group) -> QuantizedWeight:
+def _build_fp4_weight(group: TensorGroup) -> QuantizedWeight:
     weight, scale = group.lead, group.parts["scale"]
     columns = 2 * weight.shape[-1] if len(weight.shape) > 1 else 0
-    fits = scale.shape == (*weight.shape[:-1], columns // MX) and columns and not columns % MX
-    if not fits or scale.dtype not in (E8M0, *_scales(group)[len(SCALES) :]):
-        raise group.unfit(
-            f"packed fp4 requires a power-of-two scale for every {MX} columns", "scale"
+    is_valid_shape = (
+        scale.shape == (*weight.shape[:-1], columns // MX_GROUP_SIZE)
+        and columns
+        and not columns % MX_GROUP_SIZE
+    )
+    if not is_valid_shape or scale.dtype not in (E8M0, *_list_scale_dtypes(group)[len(SCALES) :]):
+        raise group.mismatch_error(
+            f"packed fp4 requires a power-of-two scale for every {MX_GROUP_SIZE} columns", "scale"
         )
-    return group.quantized(
-        f"MXFP4 with blocks of {MX}",
+    return group.build_weight(
+        f"MXFP4 with blocks of {MX_GROUP_SIZE}",
         "fp4_groups",
         (*weight.shape[:-1], columns),
         ("scale",),
-        Fp4Groups(MX),
+        Fp4Groups(MX_GROUP_SIZE),
     )
 
 
-def _tensor(group: Group) -> QuantizedWeight:
+def _build_tensor_weight(group: TensorGroup) -> QuantizedWeight:
     weight, scale = group.lead, group.parts["scale"]
     if len(weight.shape) != 2 or scale.numel != 1 or scale.dtype not in SCALES[:3]:
-        raise group.unfit("expected a matrix and one scale for all of it", "scale")
-    return scaled(group, "fp8 with one scale", (weight.shape[0], weight.shape[1]))
+        raise group.mismatch_error("expected a matrix and one scale for all of it", "scale")
+    return build_fp8_weight(group, "fp8 with one scale", (weight.shape[0], weight.shape[1]))
 
 
-PACKED = ("int8", "float4_e2m1fn_x2")
-INVERSE = {"scale": WeightPart("_scale_inv", always, uniform=_is_uncut)}
-NATIVE = {"scale": WeightPart(".scale", always, uniform=_is_uncut)}
+PACKED_DTYPES = ("int8", "float4_e2m1fn_x2")
+INVERSE_SCALE_PARTS = {
+    "scale": WeightPart("_scale_inv", always_required, is_complete=_has_all_scales)
+}
+NATIVE_SCALE_PARTS = {"scale": WeightPart(".scale", always_required, is_complete=_has_all_scales)}
 SCHEMES = (
     Scheme(
         "fp8 with block scales",
         (
-            Form(
+            NamingForm(
                 "",
                 (FP8,),
-                INVERSE,
-                _weight,
-                plain="",
-                tells={"_scale_inv": (), "": (FP8,)},
+                INVERSE_SCALE_PARTS,
+                _build_block_weight,
+                dequantized_ending="",
+                unique_endings={"_scale_inv": (), "": (FP8,)},
             ),
-            Form(".weight", (FP8,), NATIVE, _weight),
-            Form("", PACKED, {"scale": WeightPart("_scale_inv", always)}, _fp4, plain=""),
-            Form(".weight", PACKED, {"scale": WeightPart(".scale", always)}, _fp4),
+            NamingForm(".weight", (FP8,), NATIVE_SCALE_PARTS, _build_block_weight),
+            NamingForm(
+                "",
+                PACKED_DTYPES,
+                {"scale": WeightPart("_scale_inv", always_required)},
+                _build_fp4_weight,
+                dequantized_ending="",
+            ),
+            NamingForm(
+                ".weight",
+                PACKED_DTYPES,
+                {"scale": WeightPart(".scale", always_required)},
+                _build_fp4_weight,
+            ),
         ),
         methods=("fp8", MXFP8),
-        by_names=True,
+        needs_no_config=True,
         in_tables=True,
-        dropped=DROPPED,
+        drop_reasons=DROP_REASONS,
     ),
     Scheme(
         "fp8 with one scale",
         (
-            Form(
+            NamingForm(
                 ".weight",
                 (FP8,),
-                {"scale": WeightPart(".weight_scale", always)},
-                _tensor,
-                tells={".weight_scale": ()},
+                {"scale": WeightPart(".weight_scale", always_required)},
+                _build_tensor_weight,
+                unique_endings={".weight_scale": ()},
             ),
         ),
         methods=("fp8",),
         in_tables=True,
-        dropped=DROPPED,
+        drop_reasons=DROP_REASONS,
     ),
 )

@@ -10,41 +10,44 @@ from __future__ import annotations
 
 from functools import partial
 
-from ckptctl.numerics.quantization.ggml import BLOCKS, BlockType
-from ckptctl.numerics.quantization.scheme import Form, Group, QuantizedWeight, Scheme
+from ckptctl.numerics.quantization.ggml import BLOCK_TYPES, BlockType
+from ckptctl.numerics.quantization.scheme import NamingForm, QuantizedWeight, Scheme, TensorGroup
 from ckptctl.units import pluralize
 
-BYTES = "uint8"
+BYTE_DTYPE = "uint8"
 
 
-def _weight(kind: BlockType, group: Group) -> QuantizedWeight:
+def _build_weight(block_type: BlockType, group: TensorGroup) -> QuantizedWeight:
     *rows, width = group.lead.shape or (1,)
-    if width % kind.nbytes:
-        raise group.unfit(
-            f"the row size of {kind.name} must be a multiple of {pluralize(kind.nbytes, 'byte')}"
+    if width % block_type.nbytes:
+        raise group.mismatch_error(
+            f"the row size of {block_type.name} must be a multiple of {pluralize(block_type.nbytes, 'byte')}"
         )
-    return group.quantized(
-        f"GGUF {kind.name}",
+    return group.build_weight(
+        f"GGUF {block_type.name}",
         "gguf",
-        (*rows, width // kind.nbytes * kind.elements),
-        arguments=kind,
+        (*rows, width // block_type.nbytes * block_type.elements),
+        arguments=block_type,
     )
 
 
-def _scheme(name: str, *, understood: bool) -> Scheme:
+def _build_scheme(name: str, *, is_supported: bool) -> Scheme:
     forms = tuple(
-        Form(
-            f".{kind.name}",
-            (BYTES,),
+        NamingForm(
+            f".{block_type.name}",
+            (BYTE_DTYPE,),
             {},
-            partial(_weight, kind) if understood else None,
-            plain="",
-            tells={f".{kind.name}": (BYTES,)},
+            partial(_build_weight, block_type) if is_supported else None,
+            dequantized_ending="",
+            unique_endings={f".{block_type.name}": (BYTE_DTYPE,)},
         )
-        for kind in BLOCKS.values()
-        if kind.understood == understood
+        for block_type in BLOCK_TYPES.values()
+        if block_type.understood == is_supported
     )
-    return Scheme(name, forms, by_names=understood)
+    return Scheme(name, forms, needs_no_config=is_supported)
 
 
-SCHEMES = (_scheme("GGUF", understood=True), _scheme("rare GGUF types", understood=False))
+SCHEMES = (
+    _build_scheme("GGUF", is_supported=True),
+    _build_scheme("rare GGUF types", is_supported=False),
+)

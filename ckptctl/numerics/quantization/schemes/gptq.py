@@ -18,82 +18,86 @@ from __future__ import annotations
 from ckptctl.errors import MappingError
 from ckptctl.numerics.quantization.formulas import IntegerGroups
 from ckptctl.numerics.quantization.scheme import (
-    Form,
-    Group,
+    NamingForm,
     QuantizedWeight,
     Scheme,
+    TensorGroup,
     WeightPart,
-    always,
+    always_required,
 )
 
-WORD = 32
-WIDTHS = (2, 3, 4, 8)
+WORD_BITS = 32
+BIT_WIDTHS = (2, 3, 4, 8)
 SCALES = ("float16", "bfloat16", "float32")
-V1, V2 = "gptq", "gptq_v2"
+FORMAT_V1, FORMAT_V2 = "gptq", "gptq_v2"
 
 
-def _weight(group: Group) -> QuantizedWeight:
-    bits = group.statement.number("bits")
-    if bits not in WIDTHS:
-        raise group.unstated("bits", f"expected one of {', '.join(map(str, WIDTHS))}")
+def _build_weight(group: TensorGroup) -> QuantizedWeight:
+    bits = group.statement.read_number("bits")
+    if bits not in BIT_WIDTHS:
+        raise group.missing_setting_error(
+            "bits", f"expected one of {', '.join(map(str, BIT_WIDTHS))}"
+        )
     if group.statement.content.get("dynamic"):
-        raise group.statement.wrong("dynamic", "per-layer settings are not supported")
-    rows, columns = _sizes(group, bits)
-    width, count = _groups(group, rows)
+        raise group.statement.invalid_value_error("dynamic", "per-layer settings are not supported")
+    rows, columns = _read_packed_sizes(group, bits)
+    group_rows, count = _read_group_sizes(group, rows)
     scales, zeros = group.parts["scale"], group.parts["zero"]
     if scales.shape != (count, columns) or scales.dtype not in SCALES:
-        raise group.unfit(f"groups of {width} require floats of shape {[count, columns]}", "scale")
-    if zeros.shape != (count, -(-columns * bits // WORD)) or zeros.dtype != "int32":
-        raise group.unfit("expected packed zero points for each scale", "zero")
-    ordered = group.statement.flag("desc_act") is not False and "order" in group.parts
+        raise group.mismatch_error(
+            f"groups of {group_rows} require floats of shape {[count, columns]}", "scale"
+        )
+    if zeros.shape != (count, -(-columns * bits // WORD_BITS)) or zeros.dtype != "int32":
+        raise group.mismatch_error("expected packed zero points for each scale", "zero")
+    has_order = group.statement.read_flag("desc_act") is not False and "order" in group.parts
     optional = tuple(role for role in ("zero", "order") if role in group.parts)
-    return group.quantized(
-        f"GPTQ INT{bits} with groups of {width}{' in activation order' if ordered else ''}",
+    return group.build_weight(
+        f"GPTQ INT{bits} with groups of {group_rows}{' in activation order' if has_order else ''}",
         "int_groups",
         (columns, rows),
         ("scale", *optional),
         IntegerGroups(
-            width,
+            group_rows,
             bits,
             transposed=True,
-            offset=int(_stored(group) == V1),
-            symmetric=bool(group.statement.flag("sym")),
+            offset=int(_read_zero_point_format(group) == FORMAT_V1),
+            symmetric=bool(group.statement.read_flag("sym")),
             optional=optional,
         ),
     )
 
 
-def _stored(group: Group) -> str:
+def _read_zero_point_format(group: TensorGroup) -> str:
     """Return the storage format of zero points."""
-    said = group.statement.content
-    key = "checkpoint_format" if "checkpoint_format" in said else "format"
-    found = said.get(key, V1)
-    if found not in (V1, V2):
+    settings = group.statement.content
+    key = "checkpoint_format" if "checkpoint_format" in settings else "format"
+    value = settings.get(key, FORMAT_V1)
+    if value not in (FORMAT_V1, FORMAT_V2):
         raise MappingError(
-            f"`{key}` is {found!r}",
+            f"`{key}` is {value!r}",
             where=group.statement.where,
-            why=f"only {V1} and {V2} are supported",
+            why=f"only {FORMAT_V1} and {FORMAT_V2} are supported",
         )
-    return str(found)
+    return str(value)
 
 
-def _sizes(group: Group, bits: int) -> tuple[int, int]:
+def _read_packed_sizes(group: TensorGroup, bits: int) -> tuple[int, int]:
     """Return the numbers of packed rows (in whole words) and columns."""
-    words, columns = group.lead.shape if len(group.lead.shape) == 2 else (0, 0)
-    rows = words * WORD // bits
+    word_rows, columns = group.lead.shape if len(group.lead.shape) == 2 else (0, 0)
+    rows = word_rows * WORD_BITS // bits
     order = group.parts.get("order")
-    if not rows or not columns or words * WORD % bits:
-        raise group.unfit(f"expected {bits}-bit integers in rows of whole words")
+    if not rows or not columns or word_rows * WORD_BITS % bits:
+        raise group.mismatch_error(f"expected {bits}-bit integers in rows of whole words")
     if order is not None and (order.shape != (rows,) or order.dtype not in ("int32", "int64")):
-        raise group.unfit("expected a group for each row", "order")
+        raise group.mismatch_error("expected a group for each row", "order")
     return rows, columns
 
 
-def _groups(group: Group, rows: int) -> tuple[int, int]:
+def _read_group_sizes(group: TensorGroup, rows: int) -> tuple[int, int]:
     """Return the rows of a group, and the number of groups."""
-    size = group.statement.number("group_size", -1)
+    size = group.statement.read_number("group_size", -1)
     if size is None or size == 0:
-        raise group.unstated("group_size", "expected a number of rows, or -1 for all")
+        raise group.missing_setting_error("group_size", "expected a number of rows, or -1 for all")
     width = size if size > 0 else rows
     return width, -(-rows // width)
 
@@ -102,22 +106,22 @@ SCHEMES = (
     Scheme(
         "GPTQ",
         (
-            Form(
+            NamingForm(
                 ".qweight",
                 ("int32",),
                 {
-                    "scale": WeightPart(".scales", always),
-                    "zero": WeightPart(".qzeros", always),
+                    "scale": WeightPart(".scales", always_required),
+                    "zero": WeightPart(".qzeros", always_required),
                     "order": WeightPart(
                         ".g_idx",
                         lambda group: (
-                            "`desc_act` is true" if group.statement.flag("desc_act") else None
+                            "`desc_act` is true" if group.statement.read_flag("desc_act") else None
                         ),
-                        uniform=lambda group: "order" in group.parts,
+                        is_complete=lambda group: "order" in group.parts,
                     ),
                 },
-                _weight,
-                tells={".qweight": (), ".qzeros": (), ".g_idx": ()},
+                _build_weight,
+                unique_endings={".qweight": (), ".qzeros": (), ".g_idx": ()},
             ),
         ),
         methods=("gptq",),

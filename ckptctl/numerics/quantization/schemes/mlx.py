@@ -15,109 +15,113 @@ from dataclasses import replace
 
 from ckptctl.numerics.quantization.formulas import MlxGroups
 from ckptctl.numerics.quantization.scheme import (
-    Form,
-    Group,
+    NamingForm,
     QuantizedWeight,
     Scheme,
+    TensorGroup,
     WeightPart,
-    always,
+    always_required,
 )
 from ckptctl.numerics.quantization.statement import QuantizationStatement
 from ckptctl.units import pluralize
 
 FLOATS = ("float32", "bfloat16", "float16")
-GROUPS = (32, 64, 128)
-BITS = (1, 2, 3, 4, 5, 6, 8)
-FIXED = {"mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}
+GROUP_SIZES = (32, 64, 128)
+BIT_WIDTHS = (1, 2, 3, 4, 5, 6, 8)
+FLOAT_MODES = {"mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}
 """Group size and bits of an element in each mode with floats."""
-AFFINE = "affine"
-WORD = 32
+AFFINE_MODE = "affine"
+WORD_BITS = 32
 
 
-def _weight(group: Group) -> QuantizedWeight:
-    mode, size, bits = _said(group)
+def _build_weight(group: TensorGroup) -> QuantizedWeight:
+    mode, size, bits = _read_settings(group)
     packed, scales = group.lead, group.parts["scales"]
     if len(packed.shape) < 2 or packed.shape[:-1] != scales.shape[:-1]:
-        raise group.unfit("expected a scale for each group of each row", "scales")
-    *lead, groups = scales.shape
-    if packed.shape[-1] * WORD != groups * size * bits:
-        raise group.unfit(
-            f"expected {pluralize(groups, 'group')} of {pluralize(size, 'element')} of {bits} bits",
+        raise group.mismatch_error("expected a scale for each group of each row", "scales")
+    *lead, group_count = scales.shape
+    if packed.shape[-1] * WORD_BITS != group_count * size * bits:
+        raise group.mismatch_error(
+            f"expected {pluralize(group_count, 'group')} of {pluralize(size, 'element')} of {bits} bits",
             "scales",
         )
-    kind = "mlx_affine" if mode == AFFINE else "mlx_float"
+    kind_name = "mlx_affine" if mode == AFFINE_MODE else "mlx_float"
     _require_scales(group, mode)
-    shown = f"{bits} bits" if mode == AFFINE else mode
-    return group.quantized(
-        f"MLX {shown} with groups of {size}",
-        kind,
-        (*lead, groups * size),
+    mode_text = f"{bits} bits" if mode == AFFINE_MODE else mode
+    return group.build_weight(
+        f"MLX {mode_text} with groups of {size}",
+        kind_name,
+        (*lead, group_count * size),
         ("scales", "biases"),
         MlxGroups(size, bits, mode),
     )
 
 
-def _require_scales(group: Group, mode: str) -> None:
+def _require_scales(group: TensorGroup, mode: str) -> None:
     """Raise if scales or biases do not have the dtypes and shapes of *mode*."""
     scales = group.parts["scales"]
-    if mode != AFFINE:
+    if mode != AFFINE_MODE:
         if scales.dtype != "uint8":
-            raise group.unfit(f"{mode} requires one-byte scales", "scales")
+            raise group.mismatch_error(f"{mode} requires one-byte scales", "scales")
         return
     if scales.dtype not in FLOATS:
-        raise group.unfit(f"scales must be one of {', '.join(FLOATS)}", "scales")
+        raise group.mismatch_error(f"scales must be one of {', '.join(FLOATS)}", "scales")
     biases = group.parts["biases"]
     if (biases.dtype, biases.shape) != (scales.dtype, scales.shape):
-        raise group.unfit("biases must match the scales in number and dtype", "biases")
+        raise group.mismatch_error("biases must match the scales in number and dtype", "biases")
 
 
-def _said(group: Group) -> tuple[str, int, int]:
+def _read_settings(group: TensorGroup) -> tuple[str, int, int]:
     """Return the mode, the group size and the bits of an element."""
     statement = group.statement
-    own = statement.content.get(group.module)
-    if own is False:
-        raise statement.wrong(group.module, "it has scales, so it is quantized")
-    if isinstance(own, Mapping):
+    layer_settings = statement.content.get(group.module)
+    if layer_settings is False:
+        raise statement.invalid_value_error(group.module, "it has scales, so it is quantized")
+    if isinstance(layer_settings, Mapping):
         statement = QuantizationStatement(
-            statement.method, own, f"{group.module} in {statement.where}"
+            statement.method, layer_settings, f"{group.module} in {statement.where}"
         )
         group = replace(group, statement=statement)
-    mode = statement.content.get("mode", AFFINE)
-    if isinstance(mode, str) and mode in FIXED:
-        size, bits = FIXED[mode]
+    mode = statement.content.get("mode", AFFINE_MODE)
+    if isinstance(mode, str) and mode in FLOAT_MODES:
+        size, bits = FLOAT_MODES[mode]
         for key, value in (("group_size", size), ("bits", bits)):
-            if statement.number(key) not in (None, value):
-                raise statement.wrong(key, f"{mode} requires {value}")
+            if statement.read_number(key) not in (None, value):
+                raise statement.invalid_value_error(key, f"{mode} requires {value}")
         return mode, size, bits
-    if mode != AFFINE:
-        raise statement.wrong("mode", f"expected one of {', '.join((AFFINE, *FIXED))}")
-    found = {key: statement.number(key) for key in ("group_size", "bits")}
-    for key, known in (("group_size", GROUPS), ("bits", BITS)):
-        if found[key] not in known:
-            raise group.unstated(key, f"expected one of {', '.join(map(str, known))}")
-    return AFFINE, int(found["group_size"] or 0), int(found["bits"] or 0)
+    if mode != AFFINE_MODE:
+        raise statement.invalid_value_error(
+            "mode", f"expected one of {', '.join((AFFINE_MODE, *FLOAT_MODES))}"
+        )
+    values = {key: statement.read_number(key) for key in ("group_size", "bits")}
+    for key, allowed in (("group_size", GROUP_SIZES), ("bits", BIT_WIDTHS)):
+        if values[key] not in allowed:
+            raise group.missing_setting_error(
+                key, f"expected one of {', '.join(map(str, allowed))}"
+            )
+    return AFFINE_MODE, int(values["group_size"] or 0), int(values["bits"] or 0)
 
 
-def _of_integers(group: Group) -> str | None:
-    mode, _, _ = _said(group)
-    return f"`mode` is {mode}, which has a bias for each group" if mode == AFFINE else None
+def _bias_reason(group: TensorGroup) -> str | None:
+    mode, _, _ = _read_settings(group)
+    return f"`mode` is {mode}, which has a bias for each group" if mode == AFFINE_MODE else None
 
 
-def _of_floats(group: Group) -> str | None:
-    mode, _, _ = _said(group)
-    return f"`mode` is {mode}" if mode != AFFINE else None
+def _no_bias_reason(group: TensorGroup) -> str | None:
+    mode, _, _ = _read_settings(group)
+    return f"`mode` is {mode}" if mode != AFFINE_MODE else None
 
 
 SCHEMES = (
     Scheme(
         "MLX",
         (
-            Form(
+            NamingForm(
                 ".weight",
                 ("uint32",),
                 {
-                    "scales": WeightPart(".scales", always),
-                    "biases": WeightPart(".biases", _of_integers, _of_floats),
+                    "scales": WeightPart(".scales", always_required),
+                    "biases": WeightPart(".biases", _bias_reason, _no_bias_reason),
                     "global": WeightPart(
                         ".global_scale",
                         forbidden=lambda _: (
@@ -125,8 +129,8 @@ SCHEMES = (
                         ),
                     ),
                 },
-                _weight,
-                tells={".biases": (), ".weight": ("uint32",), ".scales": ("uint8",)},
+                _build_weight,
+                unique_endings={".biases": (), ".weight": ("uint32",), ".scales": ("uint8",)},
             ),
         ),
         methods=("mlx",),

@@ -11,57 +11,59 @@ from collections.abc import Mapping
 from ckptctl.errors import MappingError
 from ckptctl.numerics.quantization.formulas import Fp4Groups
 from ckptctl.numerics.quantization.scheme import (
-    Form,
-    Group,
+    NamingForm,
     QuantizedWeight,
     Scheme,
+    TensorGroup,
     WeightPart,
-    always,
+    always_required,
 )
-from ckptctl.numerics.quantization.schemes.compressed_tensors import DROPPED
-from ckptctl.numerics.quantization.schemes.fp8 import FP8, scaled
+from ckptctl.numerics.quantization.schemes.compressed_tensors import DROP_REASONS
+from ckptctl.numerics.quantization.schemes.fp8 import FP8, build_fp8_weight
 from ckptctl.numerics.quantization.statement import Json, QuantizationStatement
 from ckptctl.units import pluralize
 
-NVFP4, MX = 16, 32
-MIXED = "MIXED_PRECISION"
-OF_FP4 = ("NVFP4", "W4A16_NVFP4")
-OF_FP8 = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "MXFP8")
+NVFP4_GROUP_SIZE, MX_GROUP_SIZE = 16, 32
+MIXED_PRECISION = "MIXED_PRECISION"
+FP4_ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
+FP8_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "MXFP8")
 
 
-def _algorithm(group: Group, known: tuple[str, ...]) -> Json:
-    """Return the settings of a layer's algorithm, which must be one of *known*."""
-    said, found = group.statement, group.statement.inner
-    if found.get("quant_algo") == MIXED:
-        layers = found.get("quantized_layers")
+def _read_algorithm(group: TensorGroup, supported: tuple[str, ...]) -> Json:
+    """Return the settings of a layer's algorithm, which must be one of *supported*."""
+    statement, settings = group.statement, group.statement.weight_settings
+    if settings.get("quant_algo") == MIXED_PRECISION:
+        layers = settings.get("quantized_layers")
         layer = layers.get(group.module) if isinstance(layers, Mapping) else None
         if not isinstance(layer, Mapping):
-            raise group.unstated("quantized_layers", f"`{group.module}` is not listed")
-        found = layer
-    name = found.get("quant_algo")
-    if name not in known:
-        why = f"`{group.lead.name}` is {group.lead.dtype}, which matches {', '.join(known)}"
-        raise MappingError(f"`quant_algo` is {name!r}", where=said.where, why=why)
-    return found
+            raise group.missing_setting_error("quantized_layers", f"`{group.module}` is not listed")
+        settings = layer
+    name = settings.get("quant_algo")
+    if name not in supported:
+        why = f"`{group.lead.name}` is {group.lead.dtype}, which matches {', '.join(supported)}"
+        raise MappingError(f"`quant_algo` is {name!r}", where=statement.where, why=why)
+    return settings
 
 
-def _nvfp4(group: Group) -> QuantizedWeight:
-    found = _algorithm(group, OF_FP4)
+def _build_nvfp4_weight(group: TensorGroup) -> QuantizedWeight:
+    settings = _read_algorithm(group, FP4_ALGORITHMS)
     width = (
-        QuantizationStatement(content=found, where=group.statement.where).number("group_size")
-        or NVFP4
+        QuantizationStatement(content=settings, where=group.statement.where).read_number(
+            "group_size"
+        )
+        or NVFP4_GROUP_SIZE
     )
-    scale, whole = group.parts["scale"], group.parts["global"]
-    lead = group.lead.shape
-    shape = (*lead[:-1], 2 * lead[-1]) if len(lead) > 1 else (0, 0)
+    scale, global_scale = group.parts["scale"], group.parts["global"]
+    packed_shape = group.lead.shape
+    shape = (*packed_shape[:-1], 2 * packed_shape[-1]) if len(packed_shape) > 1 else (0, 0)
     if width % 2 or not shape[-1] or shape[-1] % width:
         columns = pluralize(shape[-1], "column")
-        raise group.unfit(f"{columns} cannot be divided into groups of {width}")
+        raise group.mismatch_error(f"{columns} cannot be divided into groups of {width}")
     if scale.dtype != FP8 or scale.shape != (*shape[:-1], shape[-1] // width):
-        raise group.unfit(f"blocks of {width} require one {FP8} each", "scale")
-    if whole.dtype != "float32" or whole.numel != 1:
-        raise group.unfit("expected one float32", "global")
-    return group.quantized(
+        raise group.mismatch_error(f"blocks of {width} require one {FP8} each", "scale")
+    if global_scale.dtype != "float32" or global_scale.numel != 1:
+        raise group.mismatch_error("expected one float32", "global")
+    return group.build_weight(
         f"ModelOpt NVFP4 with blocks of {width}",
         "fp4_groups",
         shape,
@@ -70,53 +72,65 @@ def _nvfp4(group: Group) -> QuantizedWeight:
     )
 
 
-def _fp8(group: Group) -> QuantizedWeight:
-    name = _algorithm(group, OF_FP8)["quant_algo"]
+def _build_fp8_weight(group: TensorGroup) -> QuantizedWeight:
+    name = _read_algorithm(group, FP8_ALGORITHMS)["quant_algo"]
     scale, shape = group.parts["scale"], group.lead.shape
     if len(shape) != 2:
-        raise group.unfit("expected a matrix")
+        raise group.mismatch_error("expected a matrix")
     rows, columns = shape
     if name == "MXFP8":
-        if columns % MX or scale.dtype != "uint8" or scale.shape != (rows, columns // MX):
-            raise group.unfit(f"blocks of {MX} require powers of two in uint8", "scale")
-        return scaled(group, f"ModelOpt MXFP8 with blocks of {MX}", (1, MX))
-    single = name == "FP8"
-    if scale.dtype != "float32" or scale.numel != (1 if single else rows):
-        raise group.unfit(f"expected {'one float32' if single else 'one float32 per row'}", "scale")
-    how = "one scale" if single else "one scale per row"
-    return scaled(group, f"ModelOpt FP8 with {how}", (rows if single else 1, columns))
+        if (
+            columns % MX_GROUP_SIZE
+            or scale.dtype != "uint8"
+            or scale.shape != (rows, columns // MX_GROUP_SIZE)
+        ):
+            raise group.mismatch_error(
+                f"blocks of {MX_GROUP_SIZE} require powers of two in uint8", "scale"
+            )
+        return build_fp8_weight(
+            group, f"ModelOpt MXFP8 with blocks of {MX_GROUP_SIZE}", (1, MX_GROUP_SIZE)
+        )
+    has_one_scale = name == "FP8"
+    if scale.dtype != "float32" or scale.numel != (1 if has_one_scale else rows):
+        raise group.mismatch_error(
+            f"expected {'one float32' if has_one_scale else 'one float32 per row'}", "scale"
+        )
+    scale_text = "one scale" if has_one_scale else "one scale per row"
+    return build_fp8_weight(
+        group, f"ModelOpt FP8 with {scale_text}", (rows if has_one_scale else 1, columns)
+    )
 
 
 SCHEMES = (
     Scheme(
         "ModelOpt",
         (
-            Form(
+            NamingForm(
                 ".weight",
                 ("uint8",),
                 {
-                    "scale": WeightPart(".weight_scale", always),
-                    "global": WeightPart(".weight_scale_2", always),
+                    "scale": WeightPart(".weight_scale", always_required),
+                    "global": WeightPart(".weight_scale_2", always_required),
                 },
-                _nvfp4,
-                tells={".weight_scale_2": (), ".weight_scale": ()},
+                _build_nvfp4_weight,
+                unique_endings={".weight_scale_2": (), ".weight_scale": ()},
             ),
-            Form(
+            NamingForm(
                 ".weight",
                 (FP8,),
                 {
-                    "scale": WeightPart(".weight_scale", always),
+                    "scale": WeightPart(".weight_scale", always_required),
                     "global": WeightPart(
                         ".weight_scale_2",
                         forbidden=lambda group: (
-                            f"`quant_algo` is {_algorithm(group, OF_FP8)['quant_algo']}"
+                            f"`quant_algo` is {_read_algorithm(group, FP8_ALGORITHMS)['quant_algo']}"
                         ),
                     ),
                 },
-                _fp8,
+                _build_fp8_weight,
             ),
         ),
         methods=("modelopt", "modelopt_fp4"),
-        dropped=DROPPED,
+        drop_reasons=DROP_REASONS,
     ),
 )

@@ -8,39 +8,47 @@ Sources: ``transformers``' ``integrations/mxfp4.py`` and OpenAI's ``gpt_oss/torc
 from __future__ import annotations
 
 from ckptctl.numerics.quantization.scheme import (
-    Form,
-    Group,
+    NamingForm,
     QuantizedWeight,
     Scheme,
+    TensorGroup,
     WeightPart,
-    always,
+    always_required,
 )
 
-BLOCK = 32
-ENDING = "_blocks"
+BLOCK_SIZE = 32
+SWAPPED_ENDING = "_blocks"
 
 
-def _weight(group: Group) -> QuantizedWeight:
+def _build_weight(group: TensorGroup) -> QuantizedWeight:
     blocks, scales = group.lead, group.parts["scales"]
     *lead, count, width = blocks.shape if len(blocks.shape) > 2 else (0, 0)
-    if scales.dtype != "uint8" or scales.shape != blocks.shape[:-1] or width != BLOCK // 2:
-        raise group.unfit("expected uint8 [..., n, 16] and uint8 [..., n]", "scales")
-    return group.quantized(
-        f"MXFP4 with blocks of {BLOCK}",
+    if scales.dtype != "uint8" or scales.shape != blocks.shape[:-1] or width != BLOCK_SIZE // 2:
+        raise group.mismatch_error("expected uint8 [..., n, 16] and uint8 [..., n]", "scales")
+    return group.build_weight(
+        f"MXFP4 with blocks of {BLOCK_SIZE}",
         "mxfp4",
-        (*lead, count * BLOCK),
+        (*lead, count * BLOCK_SIZE),
         ("scales",),
-        transposed=blocks.name.endswith(ENDING),
+        transposed=blocks.name.endswith(SWAPPED_ENDING),
     )
 
 
-def _form(dot: str) -> Form:
+def _build_form(dot: str) -> NamingForm:
     blocks, scales = f"{dot}blocks", f"{dot}scales"
     tells = {blocks: ("uint8",), scales: ("uint8",)}
-    parts = {"scales": WeightPart(scales, always)}
-    return Form(blocks, ("uint8",), parts, _weight, plain="", tells=tells)
+    parts = {"scales": WeightPart(scales, always_required)}
+    return NamingForm(
+        blocks, ("uint8",), parts, _build_weight, dequantized_ending="", unique_endings=tells
+    )
 
 
 SCHEMES = (
-    Scheme("MXFP4", (_form("_"), _form(".")), methods=("mxfp4",), by_names=True, in_tables=True),
+    Scheme(
+        "MXFP4",
+        (_build_form("_"), _build_form(".")),
+        methods=("mxfp4",),
+        needs_no_config=True,
+        in_tables=True,
+    ),
 )

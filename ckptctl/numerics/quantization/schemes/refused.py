@@ -7,22 +7,24 @@ experts, which are stored transposed, and for weights with activation scales;
 
 from __future__ import annotations
 
-from ckptctl.numerics.quantization.scheme import Form, Scheme
+from ckptctl.numerics.quantization.scheme import NamingForm, Scheme
 
 
-def _named(name: str, *endings: str) -> Scheme:
-    return Scheme(name, (Form(".weight", (), tells=dict.fromkeys(endings, ())),))
+def _build_scheme_by_endings(name: str, *endings: str) -> Scheme:
+    return Scheme(name, (NamingForm(".weight", (), unique_endings=dict.fromkeys(endings, ())),))
 
 
-def _of_dtype(name: str, dtype: str) -> Scheme:
-    return Scheme(name, (Form(".weight", (dtype,), tells={".weight": (dtype,)}),))
+def _build_scheme_by_dtype(name: str, dtype: str) -> Scheme:
+    return Scheme(name, (NamingForm(".weight", (dtype,), unique_endings={".weight": (dtype,)}),))
 
 
 SCHEMES = (
-    _named("Mistral's fp8", ".qscale_weight", ".qscale_act"),
-    _named("ModelOpt's AWQ or SVDQuant", ".pre_quant_scale", ".svdquant_lora_a"),
-    _named("torchao", "._weight_qdata"),
-    _named("ModelOpt's stacked experts", "_proj_weight_scale", "_proj_weight_scale_2"),
-    _of_dtype("int8 weights", "int8"),
-    _of_dtype("packed fp4", "float4_e2m1fn_x2"),
+    _build_scheme_by_endings("Mistral's fp8", ".qscale_weight", ".qscale_act"),
+    _build_scheme_by_endings("ModelOpt's AWQ or SVDQuant", ".pre_quant_scale", ".svdquant_lora_a"),
+    _build_scheme_by_endings("torchao", "._weight_qdata"),
+    _build_scheme_by_endings(
+        "ModelOpt's stacked experts", "_proj_weight_scale", "_proj_weight_scale_2"
+    ),
+    _build_scheme_by_dtype("int8 weights", "int8"),
+    _build_scheme_by_dtype("packed fp4", "float4_e2m1fn_x2"),
 )

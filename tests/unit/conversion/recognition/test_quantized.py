@@ -7,7 +7,7 @@ from ckptctl import formats
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry, computed_name
 from ckptctl.errors import DamagedError, MappingError, UnsupportedError, UsageError
 from ckptctl.numerics.quantization.formulas import ScaleBlocks
-from ckptctl.numerics.quantized import dequantized, is_plain, quantized
+from ckptctl.numerics.quantized import dequantize_catalog, find_quantized, is_unquantized
 
 
 def catalog(tensors, quantization=None):
@@ -36,7 +36,7 @@ NATIVE = {
 
 def test_a_pair_becomes_one_tensor_in_its_place():
     source = catalog(WEIGHT | SCALE | NORM, {"quant_method": "fp8"})
-    found = dequantized(source, "bfloat16")
+    found = dequantize_catalog(source, "bfloat16")
     assert list(found.tensors) == ["a.weight", "norm.weight"]
     assert found.tensors["norm.weight"] is source.tensors["norm.weight"]
     entry = found.tensors["a.weight"]
@@ -50,7 +50,7 @@ def test_a_pair_becomes_one_tensor_in_its_place():
 
 
 def test_hugging_face_experts_are_seen_transposed_and_native_ones_are_not():
-    found = dequantized(catalog(BLOCKS | SCALES | NATIVE), "float32").tensors
+    found = dequantize_catalog(catalog(BLOCKS | SCALES | NATIVE), "float32").tensors
     hf, native = found["m.experts.down_proj"], found["b.mlp2_weight"]
     assert (hf.shape, hf.extents[0].strides) == ((2, 96, 5), (480, 1, 96))
     assert (native.shape, native.extents[0].strides) == ((2, 5, 96), None)
@@ -58,7 +58,7 @@ def test_hugging_face_experts_are_seen_transposed_and_native_ones_are_not():
 
 
 def test_deepseeks_own_names():
-    found = dequantized(catalog(WEIGHT | {"a.scale": ("float32", 3, 2)}), "float32")
+    found = dequantize_catalog(catalog(WEIGHT | {"a.scale": ("float32", 3, 2)}), "float32")
     assert list(found.tensors) == ["a.weight"]
 
 
@@ -66,19 +66,19 @@ def test_the_block_size_comes_from_the_configuration():
     source = catalog(
         WEIGHT | {"a.weight_scale_inv": ("bfloat16", 5, 7)}, {"weight_block_size": [64, 32]}
     )
-    assert quantized(source) == {"a.weight": "fp8 with 64x32 blocks"}
+    assert find_quantized(source) == {"a.weight": "fp8 with 64x32 blocks"}
 
 
 def test_what_is_quantized_is_named():
-    assert quantized(catalog(WEIGHT | SCALE | NORM | BLOCKS | SCALES)) == {
+    assert find_quantized(catalog(WEIGHT | SCALE | NORM | BLOCKS | SCALES)) == {
         "a.weight": "fp8 with 128x128 blocks",
         "m.experts.down_proj": "MXFP4 with blocks of 32",
     }
-    assert quantized(catalog(NORM | WEIGHT)) == {}
-    assert quantized(catalog(WEIGHT | {"a.weight_scale_inv": ("float32", 9)})) == {
+    assert find_quantized(catalog(NORM | WEIGHT)) == {}
+    assert find_quantized(catalog(WEIGHT | {"a.weight_scale_inv": ("float32", 9)})) == {
         "a.weight": "mismatched scales"
     }
-    assert quantized(catalog({"a.qweight": ("int32", 1, 1)})) == {"a.qweight": "AWQ or GPTQ"}
+    assert find_quantized(catalog({"a.qweight": ("int32", 1, 1)})) == {"a.qweight": "AWQ or GPTQ"}
 
 
 @pytest.mark.parametrize(
@@ -99,16 +99,16 @@ def test_what_is_quantized_is_named():
 )
 def test_damage(tensors, named):
     with pytest.raises((DamagedError, UnsupportedError)) as caught:
-        dequantized(catalog(tensors), "bfloat16")
+        dequantize_catalog(catalog(tensors), "bfloat16")
     assert named in caught.value.what
 
 
 def test_scale_that_one_weight_lacks_is_damage():
     tensors = WEIGHT | SCALE | {"b.weight": ("float8_e4m3fn", 1, 1)}
     with pytest.raises(DamagedError, match=r"without scales: `b\.weight`"):
-        dequantized(catalog(tensors), "bfloat16")
+        dequantize_catalog(catalog(tensors), "bfloat16")
     with pytest.raises(UnsupportedError):  # without any scales they may be all there is
-        dequantized(catalog(WEIGHT), "bfloat16")
+        dequantize_catalog(catalog(WEIGHT), "bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -126,20 +126,20 @@ def test_scale_that_one_weight_lacks_is_damage():
 )  # fmt: skip
 def test_what_is_not_understood_is_refused_by_name(tensors, quantization, named):
     with pytest.raises(MappingError) as caught:
-        dequantized(catalog(tensors, quantization), "bfloat16")
+        dequantize_catalog(catalog(tensors, quantization), "bfloat16")
     assert named in caught.value.what
 
 
 def test_nothing_quantized_is_a_mistake_of_the_call():
     with pytest.raises(UsageError, match="the checkpoint is not quantized"):
-        dequantized(catalog(NORM), "bfloat16")
+        dequantize_catalog(catalog(NORM), "bfloat16")
 
 
 @pytest.mark.parametrize("shape", [(), (7,)])
 def test_what_has_no_blocks(shape):
     found = catalog({"a.weight": ("float8_e4m3fn", *shape), "a.weight_scale_inv": ("float32", 1)})
     with pytest.raises(UnsupportedError, match="does not fit"):
-        dequantized(found, "bfloat16")
+        dequantize_catalog(found, "bfloat16")
 
 
 def test_replicas_are_not_looked_into(monkeypatch):
@@ -147,7 +147,7 @@ def test_replicas_are_not_looked_into(monkeypatch):
     source = replace(source, replicas={n: t.extents for n, t in source.tensors.items()})
     seen = []
     monkeypatch.setattr(formats, "resolve", lambda one: seen.append(one.replicas) or one)
-    assert list(dequantized(source, "bfloat16").tensors) == ["a.weight"]
+    assert list(dequantize_catalog(source, "bfloat16").tensors) == ["a.weight"]
     assert seen == [{}]
 
 
@@ -161,4 +161,4 @@ def test_replicas_are_not_looked_into(monkeypatch):
     ],
 )
 def test_is_plain_asks_names_dtypes_and_config(tensors, quantization, plain):
-    assert is_plain(catalog(tensors, quantization)) is plain
+    assert is_unquantized(catalog(tensors, quantization)) is plain

@@ -6,8 +6,8 @@ import pytest
 
 from ckptctl.conversion.recognition.model import ModelDescription
 from ckptctl.errors import MappingError, UsageError
-from ckptctl.facts.agreement import agree
-from ckptctl.facts.config_files import adapted_config
+from ckptctl.facts.agreement import compare_statements
+from ckptctl.facts.config_files import adapt_config
 from ckptctl.families import family
 from ckptctl.planner.config_facts import read_sizes, require_axis
 from ckptctl.planner.mapping.tensors import LayoutChange
@@ -47,8 +47,8 @@ def test_the_first_name_wins_and_is_shown():
 
 def test_the_name_that_is_there_is_written():
     change = LayoutChange(NAMED, "hf", "hf", (), {}, vocab=8)
-    assert adapted_config({"words": 4}, change) == {"words": 8}
-    assert adapted_config({}, change) == {"vocab": 8}
+    assert adapt_config({"words": 4}, change) == {"words": 8}
+    assert adapt_config({}, change) == {"vocab": 8}
 
 
 def test_it_fills_what_the_configuration_leaves_open():
@@ -66,7 +66,7 @@ def test_the_same_twice_is_fine():
 )
 def test_contradictions_are_refused(given, said):
     with pytest.raises(UsageError) as caught:
-        agree(LLAMA, [ModelDescription("config.json", "m/config.json", CONFIG)], given)
+        compare_statements(LLAMA, [ModelDescription("config.json", "m/config.json", CONFIG)], given)
     assert said in caught.value.what
 
 

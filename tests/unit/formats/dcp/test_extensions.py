@@ -110,7 +110,7 @@ def test_each_item_is_decompressed_once(
     contents = []
     for jobs, kept in ((1, 64), (4, 64), (4, 1)):
         begun.clear()
-        monkeypatch.setattr(unpacked, "KEPT_ITEMS", kept)
+        monkeypatch.setattr(unpacked, "CACHE_ITEMS", kept)
         target = tmp_path / f"{jobs}-{kept}" / "out.pt"
         target.parent.mkdir()
         ckptctl.convert(source, target, to="torch", jobs=jobs)
@@ -198,7 +198,7 @@ def test_the_bytes_of_another_chunk(
     (source / ".metadata").write_bytes(pickle.dumps(raw))
     with pytest.raises(DamagedError, match=r"a chunk of `model\.scale` does not match"):
         ckptctl.convert(source, tmp_path / "out", to="dcp", include=["*scale"])
-    monkeypatch.setattr(unpacked, "MOST_MORE", 0)
+    monkeypatch.setattr(unpacked, "MAX_EXTRA_BYTES", 0)
     with pytest.raises(UnsupportedError, match="too long"):
         ckptctl.convert(source, tmp_path / "out", to="dcp", include=["*scale"])
     monkeypatch.setattr(zstd, "MAX_DECOMPRESSED_BYTES", 10)

@@ -13,7 +13,7 @@ import ckptctl
 from ckptctl import families, formats
 from ckptctl.errors import CkptError, MappingError, UnsupportedError
 from ckptctl.facts import MEGATRON
-from ckptctl.facts.megatron_files import arguments_of, run_config
+from ckptctl.facts.megatron_files import build_arguments, build_run_config
 from ckptctl.storage.yaml_text import dump_yaml, parse_yaml
 from tests.checkpoints.mcore import write
 
@@ -57,7 +57,7 @@ def tensors() -> dict[str, torch.Tensor]:
 def bridge(folder: Path, tensors: dict[str, torch.Tensor], **told: Any) -> Path:
     """Write a checkpoint as Megatron-Bridge does: without arguments, beside ``run_config.yaml``."""
     saved = write(folder / "iter_0000010", tensors)
-    (saved / "run_config.yaml").write_bytes(dump_yaml(run_config(FAMILY, CONFIG | told)))
+    (saved / "run_config.yaml").write_bytes(dump_yaml(build_run_config(FAMILY, CONFIG | told)))
     return saved
 
 
@@ -90,14 +90,14 @@ def test_what_contradicts_config_json_beside_it(tmp_path: Path, tensors: Any) ->
 
 
 def test_config_json_is_made_from_the_arguments(tmp_path: Path, tensors: Any) -> None:
-    saved = write(tmp_path / "iter_0000010", tensors, arguments_of(FAMILY, CONFIG))
+    saved = write(tmp_path / "iter_0000010", tensors, build_arguments(FAMILY, CONFIG))
     ckptctl.convert(saved, tmp_path / "hf", to="hf", model_type="llama3")
     made = json.loads((tmp_path / "hf/config.json").read_text())
     assert {name: made.get(name) for name in CONFIG} == CONFIG
 
 
 def test_what_is_not_stated_is_asked_for(tmp_path: Path, tensors: Any) -> None:
-    told = arguments_of(FAMILY, CONFIG)
+    told = build_arguments(FAMILY, CONFIG)
     del told["norm_epsilon"]
     saved = write(tmp_path / "iter_0000010", tensors, told)
     with pytest.raises(MappingError, match="requires `rms_norm_eps`") as raised:
@@ -205,7 +205,7 @@ def test_a_record_of_another_model_is_refused(tmp_path: Path, tensors: Any) -> N
 
 def test_names_of_a_family_that_the_record_excludes_are_kept(tmp_path: Path, tensors: Any) -> None:
     """Without a gate, ``linear_fc1`` of these shapes is no Llama's."""
-    told = {**arguments_of(FAMILY, CONFIG), "swiglu": False, "add_bias_linear": False}
+    told = {**build_arguments(FAMILY, CONFIG), "swiglu": False, "add_bias_linear": False}
     saved = write(tmp_path / "iter_0000010", tensors, told)
     assert ckptctl.inspect(saved).model_type is None
     ckptctl.convert(saved, tmp_path / "out.pt", to="torch")
@@ -222,7 +222,7 @@ def test_a_tied_model_is_known_by_its_record(tmp_path: Path) -> None:
     shapes = {name: shape for name, shape in SHAPES.items() if name != "output_layer.weight"}
     shapes |= {f"decoder.layers.{i}.self_attention.linear_qkv.bias": (48,) for i in range(2)}
     saved = write(tmp_path / "iter_0000010", {n: torch.ones(s) for n, s in shapes.items()})
-    (saved / "run_config.yaml").write_bytes(dump_yaml(run_config(family, told)))
+    (saved / "run_config.yaml").write_bytes(dump_yaml(build_run_config(family, told)))
     found = ckptctl.inspect(saved)
     assert (found.model_type, found.layout) == ("qwen2", "mcore")
 
@@ -231,10 +231,14 @@ def test_records_travel_to_another_checkpoint(
     tensors: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     """Plain values as they are; of whatever else there is, the name alone is known."""
-    args = arguments_of(FAMILY, CONFIG) | {"tensor_model_parallel_size": 2, "save": "/runs/1"}
+    args = build_arguments(FAMILY, CONFIG) | {"tensor_model_parallel_size": 2, "save": "/runs/1"}
     told = {**args, "params_dtype": torch.bfloat16}
     saved = write(tmp_path / "run" / "iter_0000010", tensors, told)
-    yaml = {**run_config(FAMILY, CONFIG), "train": {"train_iters": 5}, "scheduler": {"end": 0.5}}
+    yaml = {
+        **build_run_config(FAMILY, CONFIG),
+        "train": {"train_iters": 5},
+        "scheduler": {"end": 0.5},
+    }
     (saved / "run_config.yaml").write_bytes(dump_yaml(yaml) + b"dataset: !!python/name:os.system\n")
     found = ckptctl.convert(saved, tmp_path / "out", to="mcore", dtype="bfloat16")
     left = [note for note in found.plan.notes if "plain values" in note]
@@ -243,5 +247,5 @@ def test_records_travel_to_another_checkpoint(
     new = {"tensor_model_parallel_size": 1, "bf16": True, "padded_vocab_size": 32}
     assert vars(common["args"]) == args | new
     written = parse_yaml((tmp_path / "out" / "release" / "run_config.yaml").read_text(), "")
-    model = run_config(FAMILY, CONFIG, dtype="bfloat16", padded=32)["model"]
+    model = build_run_config(FAMILY, CONFIG, dtype="bfloat16", padded=32)["model"]
     assert written == {**yaml, "model": model}

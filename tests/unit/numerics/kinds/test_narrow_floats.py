@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ckptctl.numerics.kinds.narrow_floats import _numbers
+from ckptctl.numerics.kinds.narrow_floats import _convert_to_float32
 
 
 class Room:
@@ -15,7 +15,7 @@ class Room:
 
 def numbers(raw, dtype, scale=1.0):
     """Return what bytes of float8 stand for, times *scale*."""
-    found, factor = _numbers(Room(), raw, dtype, torch.tensor([scale]))
+    found, factor = _convert_to_float32(Room(), raw, dtype, torch.tensor([scale]))
     return found * factor
 
 

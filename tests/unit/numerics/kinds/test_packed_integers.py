@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ckptctl.numerics.kinds.packed_integers import unpacked
+from ckptctl.numerics.kinds.packed_integers import unpack_integers
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
@@ -18,14 +18,14 @@ def test_every_width(bits: int, count: int) -> None:
         data = bytearray(whole.to_bytes(4 * -(-count * bits // 32), "little"))
         rows.append(torch.frombuffer(data, dtype=torch.int32))
     words = torch.stack(rows)
-    assert torch.equal(unpacked(words, bits, 1)[:, :count], codes)
-    assert torch.equal(unpacked(words.T.contiguous(), bits, 0)[:count], codes.T)
+    assert torch.equal(unpack_integers(words, bits, 1)[:, :count], codes)
+    assert torch.equal(unpack_integers(words.T.contiguous(), bits, 0)[:count], codes.T)
 
 
 def test_part_of_wider_rows() -> None:
     words = torch.randint(-(1 << 31), 1 << 31, (4, 12), generator=torch.manual_seed(0))
     words = words.to(torch.int32)
     for bits in (4, 8):
-        whole = unpacked(words, bits, 1)
+        whole = unpack_integers(words, bits, 1)
         each = 32 // bits
-        assert torch.equal(unpacked(words[:, 4:8], bits, 1), whole[:, 4 * each : 8 * each])
+        assert torch.equal(unpack_integers(words[:, 4:8], bits, 1), whole[:, 4 * each : 8 * each])

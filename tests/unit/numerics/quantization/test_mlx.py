@@ -2,15 +2,15 @@ import pytest
 
 from ckptctl.catalog import TensorEntry
 from ckptctl.errors import DamagedError, MappingError, UnsupportedError
-from ckptctl.numerics.quantization.statement import QuantizationStatement, of_config
-from ckptctl.numerics.quantization.survey import plain_names, survey
+from ckptctl.numerics.quantization.statement import QuantizationStatement, find_config_statement
+from ckptctl.numerics.quantization.survey import detect_quantized, to_dequantized_names
 
 PLAIN = {"group_size": 64, "bits": 4}
 
 
 def seen(said, packed=(6, 16), scales=("bfloat16", 6, 2), biases=None, **others):
     """What is made of a weight of 6 rows and 128 columns."""
-    statement = of_config({"quantization": said, "quantization_config": said})
+    statement = find_config_statement({"quantization": said, "quantization_config": said})
     found = {"a.weight": ("uint32", *packed), "a.scales": scales, "a.biases": biases or scales}
     found |= {f"a.{name}": kind for name, kind in others.items()}
     entries = {
@@ -18,12 +18,12 @@ def seen(said, packed=(6, 16), scales=("bfloat16", 6, 2), biases=None, **others)
         for name, (dtype, *shape) in found.items()
         if shape
     }
-    return survey(entries, statement, lambda _: b"")
+    return detect_quantized(entries, statement, lambda _: b"")
 
 
 def test_all_layers_alike():
     (weight,) = seen(PLAIN).weights
-    assert (weight.key, weight.shape, weight.how) == (
+    assert (weight.key, weight.shape, weight.description) == (
         "a.weight",
         (6, 128),
         "MLX 4 bits with groups of 64",
@@ -69,22 +69,22 @@ def test_floats(mode, packed, groups, shape):
     ],
 )
 def test_what_does_not_fit_is_refused(said, changes, why):
-    (error,) = seen(said, **changes).unfit.values()
+    (error,) = seen(said, **changes).errors.values()
     assert isinstance(error, DamagedError | MappingError | UnsupportedError)
     assert why in f"{error.what}: {error.why}"
 
 
 def test_without_a_statement_nothing_is_understood():
     entry = TensorEntry("a.weight", "uint32", (6, 16), (), ("a.weight",))
-    found = survey({"a.weight": entry}, QuantizationStatement(), lambda _: b"")
+    found = detect_quantized({"a.weight": entry}, QuantizationStatement(), lambda _: b"")
     assert found.unknown == {"a.weight": "MLX"}
 
 
 def test_a_weight_without_scales_and_biases_without_weight():
-    assert seen(PLAIN, scales=("none",)).bare == ["a.weight"]
-    assert seen(PLAIN, other_biases=("float32", 1)).lone == []
+    assert seen(PLAIN, scales=("none",)).weights_without_scales == ["a.weight"]
+    assert seen(PLAIN, other_biases=("float32", 1)).scales_without_weights == []
 
 
 def test_plain_names():
     names = ["a.weight", "a.scales", "a.biases", "norm.weight"]
-    assert plain_names(names) == ["a.weight", "norm.weight"]
+    assert to_dequantized_names(names) == ["a.weight", "norm.weight"]

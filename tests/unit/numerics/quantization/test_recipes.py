@@ -7,8 +7,13 @@ import re
 import pytest
 
 from ckptctl import families
-from ckptctl.numerics.quantization.linear_weights import Role, Roles, fused, together
-from ckptctl.numerics.quantization.recipes import recipes
+from ckptctl.numerics.quantization.linear_weights import (
+    Role,
+    TensorRoles,
+    find_fused_groups,
+    map_fused_groups,
+)
+from ckptctl.numerics.quantization.recipes import list_recipes
 from tests.checkpoints.quantized import SCHEMES
 
 TOWERS = {
@@ -27,14 +32,14 @@ STACKED = ("experts", "stacked")
 def roles_of(name: str, layout: str) -> dict[str, Role]:
     """Return what every matrix is, by its name with numbers filled in."""
     family = families.family(name)
-    found = Roles(family, family.get_layout(layout))
+    found = TensorRoles(family, family.get_layout(layout))
     keys: dict[str, Role] = {}
     for stored in family.get_layout(layout).stored:
         tensor, leaf = stored.parts[0]
         shape = [family.constants.get(group[0], 64) if group else 64 for group in leaf.dims]
         if len(shape) > 1 and not tensor.scaled_weight:
             key = re.sub(r"\{\w+\}", "3", stored.template.text)
-            keys[key] = found.of(key, shape)
+            keys[key] = found.find_role(key, shape)
     return keys
 
 
@@ -87,16 +92,17 @@ def test_what_programs_make_one_of() -> None:
     names = [f"l.0.self_attn.{name}_proj.weight" for name in "qkvo"]
     names += ["l.0.mlp.experts.1.w1.weight", "l.0.mlp.experts.1.w3.weight"]
     names += ["l.1.self_attn.q_proj.weight", "l.1.self_attn.kv_a_proj_with_mqa.weight"]
-    assert list(fused(names)) == [tuple(names[:3]), tuple(names[4:6])]
-    found = together(names)
+    assert list(find_fused_groups(names)) == [tuple(names[:3]), tuple(names[4:6])]
+    found = map_fused_groups(names)
     assert found[names[1]] == tuple(names[:3]) and found[names[3]] == (names[3],)
 
 
 def test_the_schemes() -> None:
-    assert tuple(recipes()) == SCHEMES
+    assert tuple(list_recipes()) == SCHEMES
     shape = (130, 256)
     shapes = {
-        name: [one.shape(shape) for one in recipe.parts] for name, recipe in recipes().items()
+        name: [one.stored_shape(shape) for one in recipe.parts]
+        for name, recipe in list_recipes().items()
     }
     assert shapes == {
         "fp8-block": [(130, 256), (2, 2)],
@@ -105,9 +111,13 @@ def test_the_schemes() -> None:
         "mxfp8": [(130, 256), (130, 8)],
         "nvfp4": [(130, 128), (130, 16), (1,)],
     }
-    stacks = {name: recipe.stack for name, recipe in recipes().items() if recipe.stack}
+    stacks = {
+        name: recipe.stack_multiples
+        for name, recipe in list_recipes().items()
+        if recipe.stack_multiples
+    }
     assert stacks == {"fp8-block": (128, 128)}
-    weight, scales = recipes()["fp8-block"].parts
-    assert scales.shape((3, 256, 384)) == (3, 2, 3)
-    assert (weight.name("a.b"), scales.name("a.b")) == ("a.b", "a.b_scale_inv")
-    assert scales.name("a.b.weight") == "a.b.weight_scale_inv"
+    weight, scales = list_recipes()["fp8-block"].parts
+    assert scales.stored_shape((3, 256, 384)) == (3, 2, 3)
+    assert (weight.stored_name("a.b"), scales.stored_name("a.b")) == ("a.b", "a.b_scale_inv")
+    assert scales.stored_name("a.b.weight") == "a.b.weight_scale_inv"

@@ -5,20 +5,22 @@ from __future__ import annotations
 import pytest
 
 from ckptctl.errors import MappingError
-from ckptctl.numerics.quantization.statement import of_file, require_agreement
+from ckptctl.numerics.quantization.statement import parse_sidecar_statement, require_agreement
 
 
 def test_what_programs_write_differently_is_no_contradiction() -> None:
     """AutoAWQ: ``version`` of ``AwqConfig.to_transformers_dict`` and of the quant_config given."""
-    one = of_file(
+    one = parse_sidecar_statement(
         "quantize_config.json", {"quant_method": "awq", "version": "gemm", "group_size": None}
     )
-    other = of_file("quant_config.json", {"w_bit": 4, "version": "GEMM", "group_size": 128})
+    other = parse_sidecar_statement(
+        "quant_config.json", {"w_bit": 4, "version": "GEMM", "group_size": 128}
+    )
     require_agreement(one, other)
 
 
 @pytest.mark.parametrize(("key", "values"), [("version", ("gemm", "GEMV")), ("bits", (4, 8))])
 def test_what_contradicts_is_refused(key: str, values: tuple[object, object]) -> None:
-    one, other = (of_file("quant_config.json", {key: value}) for value in values)
+    one, other = (parse_sidecar_statement("quant_config.json", {key: value}) for value in values)
     with pytest.raises(MappingError, match=f"`{key}` is"):
         require_agreement(one, other)

@@ -10,31 +10,33 @@ import pytest
 from ckptctl.catalog import TensorEntry
 from ckptctl.errors import CkptError
 from ckptctl.numerics.quantization.formulas import ScaleBlocks
-from ckptctl.numerics.quantization.scheme import methods, schemes
+from ckptctl.numerics.quantization.scheme import list_supported_methods, load_schemes
 from ckptctl.numerics.quantization.statement import (
     QuantizationStatement,
-    of_config,
-    of_file,
-    without,
+    find_config_statement,
+    parse_sidecar_statement,
+    strip_quantization_config,
 )
 from ckptctl.numerics.quantization.survey import (
-    PLAIN_DTYPES,
-    PLAIN_NAMES,
-    Survey,
-    plain_names,
-    survey,
+    UNQUANTIZED_DTYPES,
+    UNQUANTIZED_ENDINGS,
+    QuantizationSurvey,
+    detect_quantized,
+    to_dequantized_names,
 )
 
 Tensors = dict[str, tuple[Any, ...]]
 
 
-def surveyed(tensors: Tensors, said: dict[str, Any] | None = None, read: bytes = b"") -> Survey:
+def surveyed(
+    tensors: Tensors, said: dict[str, Any] | None = None, read: bytes = b""
+) -> QuantizationSurvey:
     entries = {
         name: TensorEntry(name, dtype, tuple(shape), (), (name,))
         for name, (dtype, *shape) in tensors.items()
     }
-    statement = of_config({"quantization_config": said}) if said is not None else None
-    return survey(entries, statement or QuantizationStatement(), lambda _: read)
+    statement = find_config_statement({"quantization_config": said}) if said is not None else None
+    return detect_quantized(entries, statement or QuantizationStatement(), lambda _: read)
 
 
 def groups(form: str, **weights: Any) -> dict[str, Any]:
@@ -96,9 +98,15 @@ SAID = {"quant_type": "nf4", "blocksize": 32, "shape": [8, 8], "dtype": "bfloat1
 def test_what_is_understood(tensors: Tensors, said: Any, plain: Any, how: str) -> None:
     found = surveyed(tensors, said, json.dumps(SAID).encode())
     (weight,) = found.weights
-    assert (weight.key, weight.shape, weight.how) == ("a.weight", plain, how)
+    assert (weight.key, weight.shape, weight.description) == ("a.weight", plain, how)
     assert set(weight.names) == set(tensors)
-    assert not (found.unfit or found.unknown or found.bare or found.lone or found.dropped)
+    assert not (
+        found.errors
+        or found.unknown
+        or found.weights_without_scales
+        or found.scales_without_weights
+        or found.dropped
+    )
 
 
 MIXED = {
@@ -119,7 +127,7 @@ def test_a_layer_belongs_to_the_group_that_names_it() -> None:
     eight = {name.replace("a.", "x.down_proj."): tensor for name, tensor in FP8.items()}
     head = {name.replace("a.", "lm_head."): tensor for name, tensor in FP8.items()}
     found = surveyed(PACKED | eight | head, MIXED)
-    assert [weight.how.split()[1] for weight in found.weights] == ["INT4", "FP8", "FP8"]
+    assert [weight.description.split()[1] for weight in found.weights] == ["INT4", "FP8", "FP8"]
 
 
 @pytest.mark.parametrize(
@@ -194,7 +202,7 @@ def test_a_layer_belongs_to_the_group_that_names_it() -> None:
 )
 def test_what_does_not_fit_is_refused_by_name(tensors: Tensors, said: Any, named: str) -> None:
     found = surveyed(tensors, said, json.dumps(SAID).encode())
-    (error,) = found.unfit.values()
+    (error,) = found.errors.values()
     assert isinstance(error, CkptError)
     assert named in error.what
     assert not found.weights
@@ -203,7 +211,7 @@ def test_what_does_not_fit_is_refused_by_name(tensors: Tensors, said: Any, named
 @pytest.mark.parametrize("text", [b"", b"[]", b"\xff", b"{", b"[" * 100_000, b'{"shape": 3}'])
 def test_a_state_that_is_no_state(text: bytes) -> None:
     found = surveyed(OF_BNB, BNB, text)
-    assert found.unfit and not found.weights
+    assert found.errors and not found.weights
 
 
 @pytest.mark.parametrize(
@@ -251,7 +259,7 @@ def test_what_nothing_says_is_unknown(tensors: Tensors, said: Any, name: str, ca
 )
 def test_half_of_a_pair(tensors: Tensors, said: Any, bare: list[str], lone: list[str]) -> None:
     found = surveyed(tensors, said)
-    assert (found.bare, found.lone) == (bare, lone)
+    assert (found.weights_without_scales, found.scales_without_weights) == (bare, lone)
 
 
 def test_scales_of_activations_and_of_the_cache() -> None:
@@ -273,7 +281,7 @@ def test_a_block_is_no_larger_than_its_weight() -> None:
 def test_names_of_plain_weights() -> None:
     stored = [*PACKED, *(name.replace("a.", "b.") for name in ROWS), "b.g_idx", "b.bias"]
     stored += ["c.weight", "c.SCB", "c.weight_format", "norm.weight", "a.input_scale"]
-    assert list(plain_names(stored)) == [
+    assert list(to_dequantized_names(stored)) == [
         "a.weight",
         "b.weight",
         "b.bias",
@@ -281,38 +289,51 @@ def test_names_of_plain_weights() -> None:
         "norm.weight",
     ]
     families = ["a.weight", "a.weight_scale_inv", "e.down_proj_blocks", "e.down_proj_scales"]
-    assert plain_names(families) is families
+    assert to_dequantized_names(families) is families
 
 
 def test_what_is_said_and_where() -> None:
-    assert of_config({"hidden_size": 3}) is None
-    inner = of_config({"text_config": {"quantization_config": GPTQ}})
+    assert find_config_statement({"hidden_size": 3}) is None
+    inner = find_config_statement({"text_config": {"quantization_config": GPTQ}})
     assert inner and (inner.method, inner.where) == (
         "gptq",
         "text_config.quantization_config in config.json",
     )
-    old = of_config({"compression_config": {"format": "pack-quantized"}})
+    old = find_config_statement({"compression_config": {"format": "pack-quantized"}})
     assert old and old.method == "compressed-tensors"
-    assert of_file("quant_config.json", {"w_bit": 4}).method == "awq"
+    assert parse_sidecar_statement("quant_config.json", {"w_bit": 4}).method == "awq"
     config = {"a": 1, "text_config": {"b": 2, "quantization_config": {}}, "quantization": {}}
-    assert without(config) == {"a": 1, "text_config": {"b": 2}}
+    assert strip_quantization_config(config) == {"a": 1, "text_config": {"b": 2}}
 
 
 def test_each_method_has_a_scheme() -> None:
-    assert {"fp8", "mxfp4", "compressed-tensors", "gptq", "awq", "bitsandbytes"} <= methods()
-    assert len({one.name for one in schemes()}) == len(schemes())
+    assert {
+        "fp8",
+        "mxfp4",
+        "compressed-tensors",
+        "gptq",
+        "awq",
+        "bitsandbytes",
+    } <= list_supported_methods()
+    assert len({one.name for one in load_schemes()}) == len(load_schemes())
 
 
 def test_no_scheme_is_told_by_plain_tensors() -> None:
     """So that where there are no others none has to be imported."""
 
     def plain(ending: str) -> bool:
-        return ending.endswith(PLAIN_NAMES) or any(one.endswith(ending) for one in PLAIN_NAMES)
+        return ending.endswith(UNQUANTIZED_ENDINGS) or any(
+            one.endswith(ending) for one in UNQUANTIZED_ENDINGS
+        )
 
-    for one in schemes():
-        assert not any(map(plain, one.dropped)), one.name
+    for one in load_schemes():
+        assert not any(map(plain, one.drop_reasons)), one.name
         for form in one.forms:
-            told = {ending: dtypes for ending, dtypes in form.tells.items() if plain(ending)}
-            assert one.in_tables or told.keys() <= {form.plain}, one.name
+            told = {
+                ending: dtypes for ending, dtypes in form.unique_endings.items() if plain(ending)
+            }
+            assert one.in_tables or told.keys() <= {form.dequantized_ending}, one.name
             assert all(told.values()), one.name
-            assert set(PLAIN_DTYPES).isdisjoint((*form.dtypes, *sum(told.values(), ()))), one.name
+            assert set(UNQUANTIZED_DTYPES).isdisjoint((*form.dtypes, *sum(told.values(), ()))), (
+                one.name
+            )
