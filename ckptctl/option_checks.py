@@ -26,7 +26,7 @@ def list_readable_formats(_: Given | None = None) -> list[str]:
     """List the formats that can be read, including those of installed packages."""
     from ckptctl import formats
 
-    return [*formats.names(), *formats.added()]
+    return [*formats.list_format_names(), *formats.load_plugin_formats()]
 
 
 def list_writable_formats(_: Given | None = None) -> list[str]:
@@ -34,9 +34,9 @@ def list_writable_formats(_: Given | None = None) -> list[str]:
     from ckptctl import formats
     from ckptctl.formats.base import WritableFormat
 
-    added = formats.added().items()
+    added = formats.load_plugin_formats().items()
     added_names = (name for name, known_format in added if isinstance(known_format, WritableFormat))
-    return [*formats.writable(), *added_names]
+    return [*formats.list_writable_names(), *added_names]
 
 
 def list_model_types(arguments: Given) -> list[str]:
@@ -156,14 +156,18 @@ def check_readable_format(value: str) -> str:
     """Raise if a format cannot be read. Only unknown names search installed packages."""
     from ckptctl import formats
 
-    return value if value in formats.names() else _check_format(value, list_readable_formats())
+    return (
+        value
+        if value in formats.list_format_names()
+        else _check_format(value, list_readable_formats())
+    )
 
 
 def check_writable_format(value: str) -> str:
     """Raise if a format cannot be written."""
     from ckptctl import formats
 
-    if value in formats.writable():
+    if value in formats.list_writable_names():
         return value
     if isinstance(value, str) and value.lower() == "gguf":
         hint = (
@@ -172,7 +176,7 @@ def check_writable_format(value: str) -> str:
         )
         raise UsageError("writing GGUF is not supported", hint=hint)
     choices = list_writable_formats()
-    if value in formats.names() and value not in choices:
+    if value in formats.list_format_names() and value not in choices:
         format_names = ", ".join(choices)
         raise UsageError(
             f"format `{value}` can only be read", why=f"writable formats: {format_names}"

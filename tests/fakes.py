@@ -9,7 +9,7 @@ import torch
 
 from ckptctl.catalog import Blob, Box, Catalog, Extent, TensorEntry
 from ckptctl.errors import DamagedError
-from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions
+from ckptctl.formats.base import DEFAULT_READ_OPTIONS, Format, Listing, ReadOptions
 from ckptctl.tree import TreePath
 
 DATA = "data.raw"
@@ -27,7 +27,7 @@ class FakeFormat(Format):
     def sniff(self, listing: Listing) -> str | None:
         return "data.raw" if DATA in listing.names else None
 
-    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, options: ReadOptions = DEFAULT_READ_OPTIONS) -> Catalog:
         if path not in self.known:
             raise DamagedError("the index is unreadable", where=str(path))
         return self.known[path]

@@ -246,7 +246,7 @@ def convert_experts(draft: Draft) -> Draft:
 
 def keep_stacks(draft: Draft) -> Draft:
     """Name stacked experts as the output format does, since no table describes them."""
-    layout = formats.get(draft.catalog.format).layout
+    layout = formats.get_format(draft.catalog.format).layout
     return replace(draft, model=draft.model.without_model_type(layout))
 
 

@@ -52,7 +52,7 @@ def fill_from_base(draft: Draft) -> Draft:
             f"{spell_option('--fill-from')} is not supported for adapters", where=draft.catalog.path
         )
     base = open_base(options, draft.assets.documents)
-    source = formats.existing(options.fill_from)
+    source = formats.to_existing_path(options.fill_from)
     require_destination(source, draft.destination.given, options.overwrite, is_replaceable)
     family = families.family(base.model_type or "")
     # The note on the filled tensors comes first, but is known last.

@@ -90,7 +90,7 @@ def plan_merge(
         conversion_options = options.with_target_format(
             options.to or _require_writable_format(base, options)
         )
-        adapter_path = formats.existing(adapter)
+        adapter_path = formats.to_existing_path(adapter)
         require_destination(adapter_path, parse_path(dst), options.overwrite, is_replaceable)
         adapter_merge = AdapterMerge(adapter_path, conversion_options, options.scaling)
         plan = plan_with_steps(
@@ -110,9 +110,11 @@ def plan_merge(
 def _require_writable_format(base: str | TreePath, options: MergeOptions) -> str:
     """Return the base's format, or raise if it can only be read."""
     source_format = (
-        formats.get(options.from_format) if options.from_format else formats.detect(base)
+        formats.get_format(options.from_format)
+        if options.from_format
+        else formats.detect_format(base)
     )
-    if source_format.name not in formats.writable():
+    if source_format.name not in formats.list_writable_names():
         raise UsageError(
             f"format `{source_format.name}` can only be read",
             hint=f"choose an output format with {spell_option('--to')}",

@@ -26,7 +26,7 @@ from ckptctl.errors import (
     quote_names,
     spell_option,
 )
-from ckptctl.formats.peft import CONFIG, adapter_config
+from ckptctl.formats.peft import CONFIG, read_adapter_config
 from ckptctl.planner.config_facts import Json
 from ckptctl.planner.copying.blocks import transpose_entry
 from ckptctl.planner.families.templates import get_skeleton
@@ -330,7 +330,11 @@ def require_adapter(
 def find_adapter_config(catalog: Catalog) -> Json | None:
     """Return the adapter's PEFT config, or None if there is none."""
     stored_config = catalog.documents.get(CONFIG)
-    return stored_config if stored_config is not None else adapter_config(catalog.root).get(CONFIG)
+    return (
+        stored_config
+        if stored_config is not None
+        else read_adapter_config(catalog.root).get(CONFIG)
+    )
 
 
 def read_settings(

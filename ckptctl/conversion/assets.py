@@ -11,7 +11,12 @@ from ckptctl.catalog import Catalog
 from ckptctl.conversion.recognition.model import ModelDescription, iterate_descriptions
 from ckptctl.errors import CkptError, SourceNotFoundError, UsageError, quote_names, spell_option
 from ckptctl.formats.base import WritableFormat
-from ckptctl.formats.sidecar_files import CONFIGURATION, beside, documents, left_behind
+from ckptctl.formats.sidecar_files import (
+    CONFIGURATION,
+    list_skipped_file_notes,
+    read_documents,
+    scan_sidecar_files,
+)
 from ckptctl.notes import Notes
 from ckptctl.planner.config_facts import Json
 from ckptctl.planner.plan import RawCopy
@@ -102,7 +107,7 @@ def build_file_notes(
             **reasons,
         }
     else:
-        notes.add(*left_behind(reasons))
+        notes.add(*list_skipped_file_notes(reasons))
     notes.explain("not copied", reasons)
     return notes
 
@@ -144,7 +149,10 @@ def gather_assets(
 
 def _add_directory(catalog: Catalog, source_assets: Assets, root: TreePath) -> Assets:
     """Add the files of *root*, the folder of ``--assets``, to *source_assets*."""
-    stated_documents, sidecars = documents(root), beside(root, documented=False)
+    stated_documents, sidecars = (
+        read_documents(root),
+        scan_sidecar_files(root, with_documents=False),
+    )
     if not sidecars.assets and not stated_documents:
         raise UsageError("no configuration or tokenizer found", where=str(root))
     described = source_assets.documents if root == catalog.root else stated_documents

@@ -82,9 +82,9 @@ def _require_supported_options(options: ConversionOptions, target: WritableForma
     """Raise if an option is given that only applies to other formats."""
     unsupported = {
         "--max-shard-size": options.max_shard_size is not None and not target.sharded,
-        "--like": options.like is not None and not target.cut_by,
+        "--like": options.like is not None and not target.sharding_options,
         "--carry": bool(options.carry) and target.single_file,
-        "--stack-layers": options.stack_layers and not target.stacks,
+        "--stack-layers": options.stack_layers and not target.stacks_layers,
     }
     for name, wrong in unsupported.items():
         if wrong:
@@ -105,10 +105,14 @@ def _require_supported_options(options: ConversionOptions, target: WritableForma
 def require_source(src: str | TreePath, dst: str | TreePath) -> TreePath:
     """Return the source. If it is missing, hint that the arguments may be swapped."""
     try:
-        return formats.existing(src)
+        return formats.to_existing_path(src)
     except SourceNotFoundError as error:
         destination = parse_path(dst)
-        if not is_url(destination) and os.path.lexists(destination) and formats.sniff(destination):
+        if (
+            not is_url(destination)
+            and os.path.lexists(destination)
+            and formats.sniff_formats(destination)
+        ):
             error.hint = f"pass the source before the destination (`{dst}` is a checkpoint)"
         raise
 

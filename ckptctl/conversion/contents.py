@@ -24,7 +24,7 @@ from ckptctl.conversion.sources import locate_tensors
 from ckptctl.conversion.training_state import TrainingState, map_training_state
 from ckptctl.errors import MappingError, UnsupportedError, quote_names, spell_option
 from ckptctl.formats.base import OutputTensor
-from ckptctl.formats.shared.leaves import require_known
+from ckptctl.formats.shared.leaves import require_known_classes
 from ckptctl.planner.config_facts import read_tied_embeddings
 from ckptctl.planner.layouts import HF
 from ckptctl.planner.mapping.mapped import ComposedTensor, SourceTensor
@@ -38,11 +38,11 @@ def build_layout_request(draft: Draft) -> LayoutRequest:
     is_known = draft.model.exact and draft.model.model_type is not None
     return LayoutRequest(
         draft.layout,
-        described=target.parallel or target.described,
+        described=target.parallel or target.has_params_json,
         untie=options.untie or (options.tied == "copy" and (shares_memory or is_known)),
         partial=bool(options.include or options.exclude or draft.missing),
         vocab=options.vocab_size,
-        pads=target.pads,
+        pads=target.pads_vocabulary,
         all_names=draft.expected_names,
         missing={name.removeprefix(root) for name in draft.missing},
         trust_assets=options.trust_assets,
@@ -58,7 +58,9 @@ def plan_layout_change(draft: Draft) -> Draft:
     draft = replace(draft, change=change)
     # Unknown names are only new to Hugging Face if they were not in its files before.
     cut = bool(draft.model.root) and not draft.includes_training_state
-    new = draft.target.layout == HF and (cut or formats.get(draft.catalog.format).layout != HF)
+    new = draft.target.layout == HF and (
+        cut or formats.get_format(draft.catalog.format).layout != HF
+    )
     if new and not (change.family or draft.model.candidates or draft.is_adapter):
         hint = root_hint(draft.model)
         draft.notes.add(f"unknown model type; keys are copied unchanged ({hint})", kind="warning")
@@ -147,14 +149,16 @@ def _read_values(draft: Draft, apart: Collection[str]) -> tuple[Catalog, Parts]:
     selected_blobs = {
         n: blob for n, blob in catalog.blobs.items() if target.nested and n not in apart
     }
-    resolved_blobs = formats.resolve(replace(catalog, tensors={}, blobs=selected_blobs)).blobs
+    resolved_blobs = formats.resolve_codecs(
+        replace(catalog, tensors={}, blobs=selected_blobs)
+    ).blobs
     catalog = replace(catalog, blobs={**catalog.blobs, **resolved_blobs})
     parts: Parts = {}
     if not target.verbatim:
         catalog, parts = unpack_tensors(catalog, resolved_blobs)
     names = (part for name in resolved_blobs for part in parts.get(name, (name,)))
     leaves = (catalog.blobs[name] for name in names if name in catalog.blobs)
-    require_known(leaves, verbatim=target.verbatim)
+    require_known_classes(leaves, verbatim=target.verbatim)
     return catalog, parts
 
 

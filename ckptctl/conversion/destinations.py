@@ -10,8 +10,8 @@ from pathlib import Path
 from ckptctl import formats
 from ckptctl.errors import CkptError, RefusedError, quote_names
 from ckptctl.formats.base import ReadOptions
-from ckptctl.formats.checksums import carried
-from ckptctl.formats.sidecar_files import WEIGHTS, beside
+from ckptctl.formats.checksums import read_carried_files
+from ckptctl.formats.sidecar_files import WEIGHTS, scan_sidecar_files
 from ckptctl.storage import destinations
 from ckptctl.storage.paths import expand_home, resolve_links
 from ckptctl.storage.urls import is_url
@@ -91,17 +91,19 @@ def is_replaceable(path: TreePath) -> bool:
     Raises:
         RefusedError: The checkpoint contains unrelated files.
     """
-    sniffed = formats.sniff(path)
-    if not sniffed and not formats.interrupted(path):
+    sniffed = formats.sniff_formats(path)
+    if not sniffed and not formats.find_interrupted_format(path):
         return False
-    parts = (formats.get(name).only_part(path) for name in sniffed)
+    parts = (formats.get_format(name).find_inner_checkpoint(path) for name in sniffed)
     if inner := next(filter(None, parts), None):
         return is_replaceable(inner)
     if not path.is_dir():
         return path.suffix in WEIGHTS or _is_readable(path)
     assets, other_names = _list_sidecar_names(path)
     recorded_names = [
-        name for name, size in carried(path).items() if _is_file_of_size(path / name, size)
+        name
+        for name, size in read_carried_files(path).items()
+        if _is_file_of_size(path / name, size)
     ]
     folders = {name.partition("/")[0] for name in (*assets, *recorded_names)}
     if any(item.is_dir() and item.name not in folders for item in path.iterdir()):
@@ -123,9 +125,9 @@ def _list_sidecar_names(path: TreePath) -> tuple[Collection[str], list[str]]:
     If the checkpoint cannot be read, its files are recognized by their names.
     """
     try:
-        catalog = formats.open_checkpoint(path, asked=ReadOptions(partial=True), manifest=False)
+        catalog = formats.open_checkpoint(path, options=ReadOptions(partial=True), manifest=False)
     except CkptError:
-        sidecars = beside(path, documented=False)
+        sidecars = scan_sidecar_files(path, with_documents=False)
         return sidecars.assets, sort_naturally(sidecars.others)
     return catalog.assets, sort_naturally(catalog.others)
 

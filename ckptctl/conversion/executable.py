@@ -26,9 +26,15 @@ from ckptctl.conversion.transfers import (
     read_identities,
 )
 from ckptctl.errors import RefusedError, spell_option
-from ckptctl.formats.base import OutputLayout, OutputTensor, TensorPlace, copied, document
+from ckptctl.formats.base import (
+    OutputLayout,
+    OutputTensor,
+    TensorPlace,
+    make_content_file,
+    make_copied_file,
+)
 from ckptctl.formats.checksums import SCHEMA
-from ckptctl.formats.sidecar_files import kind_of
+from ckptctl.formats.sidecar_files import find_file_kind
 from ckptctl.planner.plan import (
     CheckedRange,
     CrcOf,
@@ -46,8 +52,10 @@ def build_plan(draft: Draft) -> Plan:
     """Build the plan for the executor from a completed draft."""
     output, catalog, root = draft.output_layout, draft.located, draft.located.root
     checksum, single_file = draft.options.checksum, draft.target.single_file
-    sidecar_files = tuple(document(name, content) for name, content in draft.written.items())
-    sidecar_files += tuple(copied(copy.target, copy.nbytes) for copy in draft.copies)
+    sidecar_files = tuple(
+        make_content_file(name, content) for name, content in draft.written.items()
+    )
+    sidecar_files += tuple(make_copied_file(copy.target, copy.nbytes) for copy in draft.copies)
     _require_distinct_files(output, sidecar_files)
     by_name = {tensor.name: tensor.dtype for tensor in draft.tensors}
     raw = (*output.raw_copies, *draft.copies)
@@ -57,7 +65,9 @@ def build_plan(draft: Draft) -> Plan:
         output = replace(output, records=records)
         raw = tuple(replace(item, target=folder + item.target) for item in raw)
     copies, virtual = plan_transfers(catalog, draft.mapped, output, by_name)
-    format_files = tuple(document(name, content) for name, content in output.contents.items())
+    format_files = tuple(
+        make_content_file(name, content) for name, content in output.contents.items()
+    )
     files = (*output.files, *format_files, *sidecar_files)
     computed, sources = find_sources(root, copies, virtual, output.raw_copies)
     checked, checks = plan_checks(root, copies, computed)
@@ -65,11 +75,13 @@ def build_plan(draft: Draft) -> Plan:
         **output.contents,
         **draft.written,
         "__metadata__": repr(sorted(draft.strings.items())).encode(),
-        **{f"__above__/{name}": content for name, content in output.above.items()},
+        **{f"__above__/{name}": content for name, content in output.outer_files.items()},
     }
     digest = compute_digest(checksum, files, output.records, copies, raw, written, computed, checks)
     if checksum and not single_file:
-        names = {copy.target: copy.nbytes for copy in draft.copies if not kind_of(copy.target)}
+        names = {
+            copy.target: copy.nbytes for copy in draft.copies if not find_file_kind(copy.target)
+        }
         head = {"source": build_provenance(draft), "plan": digest}
         head |= {"carried": names} if names else {}
         files = (
@@ -78,7 +90,7 @@ def build_plan(draft: Draft) -> Plan:
         )
     if folder:
         files = tuple(replace(item, path=folder + item.path) for item in files)
-    files += tuple(document(name, content) for name, content in output.above.items())
+    files += tuple(make_content_file(name, content) for name, content in output.outer_files.items())
     other_inputs = [
         (place, file) for place, file in sorted(list_input_files(computed)) if place != root
     ]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ckptctl import formats
 from ckptctl.catalog import Blob, Box, Catalog, Extent, Finding, TensorEntry
 from ckptctl.errors import CkptError, MissingPackageError, UnsupportedError, format_command
-from ckptctl.formats.shared.findings import of_error
+from ckptctl.formats.shared.findings import finding_from_error
 from ckptctl.ranks.coordinator import Coordinator
 from ckptctl.ranks.sharing import portion
 from ckptctl.storage.compare import are_tensors_equal, has_same_checksum
@@ -31,7 +31,7 @@ def resolve_items(catalog: Catalog) -> tuple[Catalog, list[Finding]]:
     while pending:
         part = pending.pop()
         try:
-            resolved_parts.append(formats.resolve(part))
+            resolved_parts.append(formats.resolve_codecs(part))
         except MissingPackageError:
             raise  # not a problem of this item
         except CkptError as error:
@@ -81,7 +81,7 @@ def _select_names(catalog: Catalog, names: list[str]) -> Catalog:
 def _to_finding(error: CkptError, part: Catalog) -> Finding:
     """Build the finding for an item that cannot be read."""
     name = next(iter([*part.tensors, *part.blobs]), None)
-    finding = of_error(error, part.root, name)
+    finding = finding_from_error(error, part.root, name)
     for extent in (extent for entry in part.tensors.values() for extent in entry.extents):
         finding = replace(finding, box=extent.box)
     is_sound = any(_is_sound(part.root, blob) for blob in part.blobs.values())
@@ -135,7 +135,7 @@ def select_portion(catalog: Catalog, ranks: Coordinator) -> Catalog:
 
 def require_equal_replicas(catalog: Catalog, advance: Advance | None = None) -> None:
     """Read every replica and compare it with the copy in use. Raise at the first difference."""
-    located = formats.resolve(catalog)
+    located = formats.resolve_codecs(catalog)
     for finding in _compare_replicas(located, advance, checked=False):
         raise UnsupportedError(
             f"replicas of `{finding.tensor}` have different values",
@@ -154,10 +154,10 @@ def find_differing_replicas(catalog: Catalog) -> Iterator[Finding]:
     """
     for entry in select_replicated(catalog, catalog.replicas).tensors.values():
         try:
-            part = formats.resolve(select_replicated(catalog, {entry.name}))
+            part = formats.resolve_codecs(select_replicated(catalog, {entry.name}))
             yield from _compare_replicas(part, None, checked=True)
         except CkptError as error:
-            yield of_error(error, catalog.root, entry.name)
+            yield finding_from_error(error, catalog.root, entry.name)
 
 
 def _compare_replicas(

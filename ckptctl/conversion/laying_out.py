@@ -51,7 +51,7 @@ def lay_out(draft: Draft) -> Draft:
     shard_bytes = MAX_SHARD_BYTES
     if options.max_shard_size is not None:
         shard_bytes = parse_bytes(options.max_shard_size)
-    elif target.sharded or target.one_file:
+    elif target.sharded or target.single_file_bytes:
         # A source with several files in the same format becomes several files.
         has_several_files = draft.catalog.format == target.name and len(draft.catalog.files) > 1
         sizes = [
@@ -59,7 +59,9 @@ def lay_out(draft: Draft) -> Draft:
             for output_tensor in draft.tensors
             if output_tensor.alias_of is None
         ]
-        shard_bytes = choose_shard_limit(sizes, 0 if has_several_files else target.one_file)
+        shard_bytes = choose_shard_limit(
+            sizes, 0 if has_several_files else target.single_file_bytes
+        )
     request = OutputRequest(
         name=draft.destination.path.name,
         tensors=draft.tensors,
@@ -88,7 +90,7 @@ def lay_out(draft: Draft) -> Draft:
         metadata = without_hashes(metadata, draft.notes)
         output = target.lay_out(replace(request, metadata=metadata))
     skipped = draft.notes.get_reasons("skipped")
-    rewritten = [name for name in skipped if name.partition(".")[0] in output.own]
+    rewritten = [name for name in skipped if name.partition(".")[0] in output.generated_files]
     why = f"format {target.name} stores its own values"
     draft.notes.explain("skipped", dict.fromkeys(rewritten, why))
     return replace(draft, output_layout=output, strings=metadata)

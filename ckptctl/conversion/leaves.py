@@ -9,8 +9,8 @@ from dataclasses import replace
 from ckptctl.catalog import Blob, Box, Catalog, Path, TensorEntry
 from ckptctl.errors import UnsupportedError, exclude_hint
 from ckptctl.formats.base import OutputLayout, OutputTensor, WritableFormat
-from ckptctl.formats.shared.leaves import flatten, join
-from ckptctl.formats.shared.stored_leaves import extent_of, is_stored
+from ckptctl.formats.shared.leaves import flatten_object, join_path
+from ckptctl.formats.shared.stored_leaves import is_stored_tensor, make_extent
 from ckptctl.notes import Notes
 from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.storage.pickles.inert import walk_values
@@ -25,15 +25,19 @@ def unpack_tensors(catalog: Catalog, names: Collection[str]) -> tuple[Catalog, P
     tensors, parts = dict(catalog.tensors), dict[str, tuple[str, ...]]()
     blobs: dict[str, Blob] = {}
     for name, blob in catalog.blobs.items():
-        has_tensors = name in names and any(is_stored(node) for node in walk_values(blob.value))
+        has_tensors = name in names and any(
+            is_stored_tensor(node) for node in walk_values(blob.value)
+        )
         where = f"{catalog.root}/{blob.file}" if blob.file else catalog.path
         leaves = (
-            dict(flatten(blob.value, is_stored, blob.path, where=str(where))) if has_tensors else {}
+            dict(flatten_object(blob.value, is_stored_tensor, blob.path, where=str(where)))
+            if has_tensors
+            else {}
         )
         for path, leaf in leaves.items():
             _add_leaf(blob, path, leaf, tensors, blobs)
         if leaves:
-            parts[name] = tuple(map(join, leaves))
+            parts[name] = tuple(map(join_path, leaves))
         else:
             blobs[name] = blob
     return replace(catalog, tensors=tensors, blobs=blobs), parts
@@ -54,7 +58,7 @@ def iterate_model_tensors(
 def _add_leaf(
     blob: Blob, path: Path, leaf: object, tensors: dict[str, TensorEntry], blobs: dict[str, Blob]
 ) -> None:
-    name = join(path)
+    name = join_path(path)
     if name in tensors or name in blobs:
         raise UnsupportedError(f"two values have the name `{name}`", where=f"`{blob.name}`")
     if isinstance(leaf, StoredTensor) and blob.file is None:
@@ -63,7 +67,7 @@ def _add_leaf(
             hint=exclude_hint(blob.name),
         )
     if isinstance(leaf, StoredTensor):
-        extent = extent_of(leaf, blob.file or "", Box.whole(leaf.shape))
+        extent = make_extent(leaf, blob.file or "", Box.whole(leaf.shape))
         tensors[name] = TensorEntry(name, leaf.dtype, leaf.shape, (extent,), path)
     else:
         blobs[name] = Blob(name, path, value=leaf)
@@ -141,7 +145,7 @@ def blob_without_root(blob: Blob, root: str) -> Blob:
 
 def find_container(path: Path, root: str) -> tuple[Path, str]:
     """Split *path* at the container that *root* names. Return its keys and its prefix."""
-    candidates = ((path[:n], f"{join(path[:n])}.") for n in range(len(path) - 1, 0, -1))
+    candidates = ((path[:n], f"{join_path(path[:n])}.") for n in range(len(path) - 1, 0, -1))
     return next(
         ((head, prefix) for head, prefix in candidates if root.startswith(prefix)), ((), "")
     )

@@ -16,7 +16,7 @@ from ckptctl.conversion.recognition.model import Model, ModelRequest, recognize_
 from ckptctl.conversion.recognition.roots import strip_wrappers
 from ckptctl.conversion.sources import open_source
 from ckptctl.errors import RefusedError
-from ckptctl.formats.sidecar_files import documents
+from ckptctl.formats.sidecar_files import read_documents
 from ckptctl.numerics.quantized import dequantize_hint_on_error
 from ckptctl.storage.destinations import Replaceable
 from ckptctl.storage.paths import parse_path
@@ -26,7 +26,7 @@ from ckptctl.tree import TreePath
 
 def open_draft(src: str | TreePath, dst: str | TreePath, options: ConversionOptions) -> Draft:
     """Check the options and destination, and open the source and its configuration."""
-    target = formats.target(options.to)
+    target = formats.get_writable_format(options.to)
     require_valid_options(options, target)
     source = require_source(src, dst)
     can_replace = Replaceable(is_replaceable, file=target.single_file)
@@ -46,7 +46,7 @@ def open_draft(src: str | TreePath, dst: str | TreePath, options: ConversionOpti
         options,
         partial=options.allow_missing,
         replicas=options.verify_replicas,
-        documents=documents(find_assets_folder(trusted)) if trusted else None,
+        documents=read_documents(find_assets_folder(trusted)) if trusted else None,
     )
     opened = strip_wrappers(opened) if options.only == "model" else opened
     assets = gather_assets(opened, options.assets, options.carry)

@@ -298,7 +298,7 @@ class ConversionPlan(
             model_type = self.recognition.display_name
         elif self.options.model_type:
             model_type += " (from --model-type)"
-        elif not formats.get(self.source.format).self_described:
+        elif not formats.get_format(self.source.format).self_described:
             files = ("config.json", "params.json")
             stated_files = (file for file in files for text in evidence if f"{file}:" in text)
             model_type += f" (from {next(stated_files, 'keys')})"

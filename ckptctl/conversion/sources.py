@@ -87,7 +87,9 @@ def locate_tensors(catalog: Catalog, names: Iterable[str]) -> Catalog:
 
 def locate_bytes(catalog: Catalog, entries: Mapping[str, TensorEntry]) -> Catalog:
     """Locate the bytes of *entries*, which may have only some of their extents."""
-    resolved = formats.resolve(replace(catalog, tensors=dict(entries), blobs={}, replicas={}))
+    resolved = formats.resolve_codecs(
+        replace(catalog, tensors=dict(entries), blobs={}, replicas={})
+    )
     for entry in resolved.tensors.values():
         if entry.unsupported:
             check_coverage(entry)
@@ -123,7 +125,7 @@ def _read_blobs(catalog: Catalog, blobs: Collection[Blob]) -> Mapping[str, Blob]
     """Read the values of *blobs*, except those that cannot be read."""
     selection = replace(catalog, tensors={}, replicas={}, blobs={blob.name: blob for blob in blobs})
     try:
-        return formats.resolve(selection).blobs
+        return formats.resolve_codecs(selection).blobs
     except CkptError:
         if len(blobs) < 2:
             return {}

@@ -15,7 +15,7 @@ from ckptctl import formats
 from ckptctl.catalog import Blob, Catalog, Path, TensorEntry
 from ckptctl.conversion.recognition.layout_change import add_sums, add_zeros
 from ckptctl.errors import RefusedError, spell_option
-from ckptctl.formats.shared.leaves import join
+from ckptctl.formats.shared.leaves import join_path
 from ckptctl.planner.mapping.mapped import (
     ComposedTensor,
     RedundantData,
@@ -139,7 +139,7 @@ class _StateMapper:
             self._keep_tensor(entry, entry.path, entry.name)
         elif is_counter:
             for path in self._list_target_paths(entry.path, parameter):
-                self._keep_tensor(entry, path, join(path))
+                self._keep_tensor(entry, path, join_path(path))
         else:
             self._add_moment(entry, parameter)
 
@@ -182,7 +182,7 @@ class _StateMapper:
             )
         path = _replace_name(moments[example].path, example, composed.key)
         sources = tuple(self._resolve_moment(source, moments) for source in composed.sources)
-        self._add_tensor(replace(composed, key=join(path), sources=sources), path)
+        self._add_tensor(replace(composed, key=join_path(path), sources=sources), path)
 
     def _add_tensor(self, composed: ComposedTensor, path: Path) -> None:
         existing = self.rest.tensors.setdefault(composed.key, composed)
@@ -225,7 +225,7 @@ class _StateMapper:
         for path in (
             [blob.path] if parameter is None else self._list_target_paths(blob.path, parameter)
         ):
-            self._add_blob(replace(blob, name=join(path), path=path), blob.name)
+            self._add_blob(replace(blob, name=join_path(path), path=path), blob.name)
 
     def _add_blob(self, blob: Blob, source: str) -> None:
         """Add a value. Parameters that are merged must have equal values."""
@@ -260,7 +260,7 @@ def _replace_name(path: Path, parameter: str, target: str) -> Path:
         if isinstance(key, str) and parameter in iterate_name_parts(key):
             new = f".{key}.".replace(f".{parameter}.", f".{target}.").strip(".")
             return (*path[:position], new, *path[position + 1 :])
-    return (f".{join(path)}.".replace(f".{parameter}.", f".{target}.").strip("."),)
+    return (f".{join_path(path)}.".replace(f".{parameter}.", f".{target}.").strip("."),)
 
 
 def iterate_name_parts(name: str) -> Iterator[str]:

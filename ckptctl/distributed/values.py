@@ -25,7 +25,7 @@ from ckptctl.errors import (
     UsageError,
     quote_names,
 )
-from ckptctl.formats.shared.leaves import value_bytes
+from ckptctl.formats.shared.leaves import read_value_bytes
 from ckptctl.save_load.loading.key_comparison import held_as, kept_apart
 from ckptctl.save_load.loading.state_mapping import StateMapping
 from ckptctl.storage.files import MemoryFiles, source_files
@@ -163,9 +163,9 @@ def read_values(
             blob = catalog.blobs[held]
             where = f"{catalog.root}/{blob.file}" if blob.file else catalog.path
             # Decompression errors are raised as they are: trust does not help.
-            unpacked = value_bytes(opened, blob, budget) if blob.extension else None
+            unpacked = read_value_bytes(opened, blob, budget) if blob.extension else None
             try:
-                content = unpacked or value_bytes(opened, blob, budget)
+                content = unpacked or read_value_bytes(opened, blob, budget)
                 found[name] = unpickle_value(content, blob.name, str(where), trusted=trusted)
             except RefusedError as error:  # it is stored with other values and cannot be extracted
                 refused[name] = UnsupportedError(error.what, where=where, hint=LEAVE_OUT)

@@ -16,7 +16,7 @@ from ckptctl.facts.megatron import megatron_to_config, merge_records, read_max_l
 from ckptctl.facts.mlx_config import adapt_model_type, add_legacy_keys
 from ckptctl.facts.params import config_to_params, list_preset_facts, params_to_config
 from ckptctl.formats.base import WritableFormat
-from ckptctl.formats.sidecar_files import amended, kind_of
+from ckptctl.formats.sidecar_files import find_file_kind, replace_model_param
 from ckptctl.numerics.quantization.statement import QUANTIZATION
 from ckptctl.numerics.quantized import note_undeclared_quantization
 from ckptctl.planner.config_facts import Json, get_model_params
@@ -73,7 +73,7 @@ def config_files(draft: Draft) -> Draft:
         draft.notes.add(*_note_transformers_needs(draft, documents))
         if not draft.quantization:
             draft.notes.add(*note_undeclared_quantization(draft.located, config, assets.sizes))
-    if target.described and PARAMS not in documents:
+    if target.has_params_json and PARAMS not in documents:
         raise MappingError(
             f"cannot write params.json, which format {target.name} requires",
             why="unknown model type" if change.family is None else "there is no config.json",
@@ -97,7 +97,7 @@ def _note_transformers_needs(draft: Draft, written: Collection[str]) -> tuple[st
         return (missing, *notes)
     if CONFIG not in assets.documents:
         notes = (_note_generated_config(change, assets), *notes)
-    has_tokenizer = any(kind_of(name) == "tokenizer" for name in assets.sizes)
+    has_tokenizer = any(find_file_kind(name) == "tokenizer" for name in assets.sizes)
     if has_tokenizer or draft.options.assets or draft.catalog.format == "hf":
         return notes
     tokenizer_note = (
@@ -179,7 +179,7 @@ def _build_documents(
             written[CONFIG] = adapt_config(megatron_config, change)
     if target.name == "dcp" and params is not None:
         written[PARAMS] = params
-    if target.described:
+    if target.has_params_json:
         output_params = _build_params(config, params, change, ranks)
         if output_params is not None:
             written[PARAMS] = output_params
@@ -200,8 +200,12 @@ def _build_params(
         heads = (change.sizes or {}).get("k")
         head_count = max(heads, ranks) if heads and "k" in change.family.repeated else heads
         has_heads = "n_kv_heads" in get_model_params(params)
-        params = amended(params, "n_kv_heads", head_count) if head_count and has_heads else params
-        return amended(params, "vocab_size", change.vocab) if change.vocab else params
+        params = (
+            replace_model_param(params, "n_kv_heads", head_count)
+            if head_count and has_heads
+            else params
+        )
+        return replace_model_param(params, "vocab_size", change.vocab) if change.vocab else params
     if config is None:
         return None
     adapted = adapt_config(config, change)

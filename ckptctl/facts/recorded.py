@@ -36,7 +36,7 @@ class MegatronRecords:
 
     def __init__(self, catalog: Catalog) -> None:
         self._record = merge_records(catalog.extensions.get(MEGATRON, {}).values())
-        self._layout = formats.get(catalog.format).layout
+        self._layout = formats.get_format(catalog.format).layout
 
     def find_candidates(
         self, known_families: Mapping[str, Family], shapes: Mapping[str, tuple[int, ...]], root: str

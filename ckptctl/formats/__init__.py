@@ -28,8 +28,8 @@ from ckptctl.errors import (
     spell_option,
 )
 from ckptctl.formats import checksums, foreign
-from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions, WritableFormat
-from ckptctl.formats.shared.findings import of_error, weighed
+from ckptctl.formats.base import DEFAULT_READ_OPTIONS, Format, Listing, ReadOptions, WritableFormat
+from ckptctl.formats.shared.findings import downgrade_unproven, finding_from_error
 from ckptctl.storage.paths import expand_home, path_hint, resolve_source_path
 from ckptctl.storage.sources import raise_changed_if, read_identity, require_same_file
 from ckptctl.storage.urls import to_path_text
@@ -41,17 +41,17 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 ENTRY_POINTS = "ckptctl.formats"
-LOOKED_AT = 200
+MAX_FOLDERS_SCANNED = 200
 _DIGITS = re.compile("[0-9]+")
-NO_MODEL = re.compile(r"optim(izer)?s?(_\d+)?|extra_state")
-PART = re.compile(r"(pytorch_)?model(_fsdp)?(_\d+)?|optim(izer)?s?(_\d+)?")
+NON_MODEL_FOLDER = re.compile(r"optim(izer)?s?(_\d+)?|extra_state")
+PART_FOLDER = re.compile(r"(pytorch_)?model(_fsdp)?(_\d+)?|optim(izer)?s?(_\d+)?")
 """Folders of accelerate, ByteCheckpoint and veScale, each with one part of a checkpoint."""
 
 
 @cache
-def builtin() -> dict[str, Format]:
+def load_builtin_formats() -> dict[str, Format]:
     """Import this package's formats and return them by name."""
-    found: dict[str, Format] = {}
+    formats: dict[str, Format] = {}
     for module in pkgutil.iter_modules(__path__):
         name = f"{__name__}.{module.name}"
         try:
@@ -63,155 +63,178 @@ def builtin() -> dict[str, Format]:
                 hint="fix or remove the module",
             ) from error
         if isinstance(candidate, Format):
-            found[candidate.name] = candidate
-    return dict(sorted(found.items()))
+            formats[candidate.name] = candidate
+    return dict(sorted(formats.items()))
 
 
 @cache
-def entry_points() -> dict[str, EntryPoint]:
+def list_entry_points() -> dict[str, EntryPoint]:
     """Return entry points by format name, without loading them."""
     return installed.entry_points(ENTRY_POINTS)
 
 
 @cache
-def load_added(name: str) -> Format:
+def load_plugin_format(name: str) -> Format:
     """Load the format of the entry point called *name*."""
-    return installed.load_entry_point(entry_points()[name], Format)  # type: ignore[type-abstract]
+    return installed.load_entry_point(list_entry_points()[name], Format)  # type: ignore[type-abstract]
 
 
-def package_of(name: str) -> str | None:
+def find_plugin_package(name: str) -> str | None:
     """Return the package whose entry point defines the format *name*, or None."""
-    point = entry_points().get(name)
+    point = list_entry_points().get(name)
     return installed.find_package(point) if point else None
 
 
-def added() -> dict[str, Format]:
+def load_plugin_formats() -> dict[str, Format]:
     """Load the formats of installed packages, by name. Built-in names take precedence."""
-    known = builtin()
-    return {n: load_added(n) for n in sorted(entry_points()) if n not in known}
+    builtin_formats = load_builtin_formats()
+    return {
+        n: load_plugin_format(n) for n in sorted(list_entry_points()) if n not in builtin_formats
+    }
 
 
-def registered() -> dict[str, Format]:
+def load_all_formats() -> dict[str, Format]:
     """Return all formats by name, with built-in ones first."""
-    return {**builtin(), **added()}
+    return {**load_builtin_formats(), **load_plugin_formats()}
 
 
-def names() -> tuple[str, ...]:
+def list_format_names() -> tuple[str, ...]:
     """Return the names of the built-in formats, which are all readable."""
-    return tuple(builtin())
+    return tuple(load_builtin_formats())
 
 
 def other_names() -> dict[str, str]:
     """Map other names of formats, and of programs that use them, to the built-in formats."""
-    return {other: name for name, known in builtin().items() for other in known.other_names}
+    return {
+        other: name for name, known in load_builtin_formats().items() for other in known.other_names
+    }
 
 
-def writable() -> tuple[str, ...]:
+def list_writable_names() -> tuple[str, ...]:
     """Return the names of the built-in formats that can be written."""
-    return tuple(name for name, found in builtin().items() if isinstance(found, WritableFormat))
+    return tuple(
+        name
+        for name, candidate in load_builtin_formats().items()
+        if isinstance(candidate, WritableFormat)
+    )
 
 
-def get(name: str) -> Format:
+def get_format(name: str) -> Format:
     """Return the format called *name*, or raise UsageError."""
-    found = builtin().get(name) or registered().get(name)
-    if found is None:
-        close = find_nearest(name.lower(), names())
+    candidate = load_builtin_formats().get(name) or load_all_formats().get(name)
+    if candidate is None:
+        close = find_nearest(name.lower(), list_format_names())
         raise UsageError(
             f"unknown format `{name}`",
-            why=f"none of the {len(names())} known formats has this name",
+            why=f"none of the {len(list_format_names())} known formats has this name",
             hint=(f"did you mean `{close}`? " if close else "") + "see `ckptctl formats`",
         )
-    return found
+    return candidate
 
 
-def target(name: str) -> WritableFormat:
+def get_writable_format(name: str) -> WritableFormat:
     """Return the format called *name*, or raise UsageError if it cannot be written."""
-    found = get(name)
-    if not isinstance(found, WritableFormat):
+    candidate = get_format(name)
+    if not isinstance(candidate, WritableFormat):
         raise UsageError(
-            f"`{name}` cannot be written", why=f"writable formats: {', '.join(writable())}"
+            f"`{name}` cannot be written",
+            why=f"writable formats: {', '.join(list_writable_names())}",
         )
-    return found
+    return candidate
 
 
-def sniff(path: TreePath) -> dict[str, str]:
+def sniff_formats(path: TreePath) -> dict[str, str]:
     """Return all formats that match *path*, each with its evidence."""
     listing = Listing(path)
-    for known in (builtin, added) if listing.is_folder or path.is_file() else ():
-        asked = {
+    for load_formats in (
+        (load_builtin_formats, load_plugin_formats) if listing.is_folder or path.is_file() else ()
+    ):
+        candidates = {
             name: candidate
-            for name, candidate in known().items()
+            for name, candidate in load_formats().items()
             if not candidate.marks or any(map(candidate.marks.match, listing.names))
         }
-        if sniffed := recognizing(asked, listing):
+        if sniffed := sniff_in_order(candidates, listing):
             return sniffed
     return {}
 
 
-def recognizing(asked: Mapping[str, Format], listing: Listing) -> dict[str, str]:
-    """Run the sniffers of *asked*, each after those of the formats that it yields to."""
-    signs: dict[str, str | None] = {}
+def sniff_in_order(candidates: Mapping[str, Format], listing: Listing) -> dict[str, str]:
+    """Run the sniffers of *candidates*, each after those of the formats that it yields to."""
+    evidence_by_name: dict[str, str | None] = {}
 
-    def sign_of(name: str) -> str | None:
-        if name not in signs:
-            signs[name] = None  # in case two formats yield to each other
-            yields_to = asked[name].yields_to
-            rivals = [o for o in asked if o in yields_to or name in asked[o].specializes]
-            if not any(map(sign_of, rivals)):
-                signs[name] = asked[name].sniff(listing)
-        return signs[name]
+    def find_evidence(name: str) -> str | None:
+        if name not in evidence_by_name:
+            evidence_by_name[name] = None  # in case two formats yield to each other
+            yields_to = candidates[name].yields_to
+            rivals = [o for o in candidates if o in yields_to or name in candidates[o].specializes]
+            if not any(map(find_evidence, rivals)):
+                evidence_by_name[name] = candidates[name].sniff(listing)
+        return evidence_by_name[name]
 
-    return {name: sign for name in asked if (sign := sign_of(name))}
+    return {name: evidence for name in candidates if (evidence := find_evidence(name))}
 
 
-def interrupted(path: TreePath) -> Format | None:
+def find_interrupted_format(path: TreePath) -> Format | None:
     """Return the format of a save interrupted before it could be recognized, or None."""
     with suppress(PermissionError):
         listing = Listing(path)
-        return next((one for one in builtin().values() if one.is_interrupted(listing)), None)
+        return next(
+            (
+                candidate
+                for candidate in load_builtin_formats().values()
+                if candidate.is_interrupted(listing)
+            ),
+            None,
+        )
     return None
 
 
-def detect(path: str | TreePath) -> Format:
+def detect_format(path: str | TreePath) -> Format:
     """Detect the format of *path*, or raise if there is not exactly one."""
-    path = existing(path)
-    return only_format(path, sniff(path))
+    path = to_existing_path(path)
+    return select_format(path, sniff_formats(path))
 
 
-def only_format(path: TreePath, sniffed: Mapping[str, str]) -> Format:
+def select_format(path: TreePath, sniffed: Mapping[str, str]) -> Format:
     """Return the only matching format, or raise an error that describes *path*."""
-    part = any(one.part_names and one.part_names.fullmatch(path.name) for one in builtin().values())
-    if part and path.is_file():
-        what = f"`{path.name}` is one file of a checkpoint"
-        raise FormatError(what, where=str(path), hint=f"pass its folder, `{path.parent}`")
+    is_part = any(
+        candidate.part_names and candidate.part_names.fullmatch(path.name)
+        for candidate in load_builtin_formats().values()
+    )
+    if is_part and path.is_file():
+        message = f"`{path.name}` is one file of a checkpoint"
+        raise FormatError(message, where=str(path), hint=f"pass its folder, `{path.parent}`")
     if len(sniffed) == 1:
-        return get(next(iter(sniffed)))
+        return get_format(next(iter(sniffed)))
     if sniffed:
-        both = " and ".join(f"{name} ({evidence})" for name, evidence in sniffed.items())
+        alternatives = " and ".join(f"{name} ({evidence})" for name, evidence in sniffed.items())
         raise FormatError(
             "the format is ambiguous",
             where=str(path),
-            why=both,
+            why=alternatives,
             hint=f"set the format, for example {spell_option(f'--from {next(iter(sniffed))}')}",
         )
-    inside = list_run(path)
-    if inside:
+    checkpoints = list_checkpoints(path)
+    if checkpoints:
         raise FormatError(
-            f"this is a folder of {pluralize(len(inside), 'checkpoint')}, not a checkpoint",
+            f"this is a folder of {pluralize(len(checkpoints), 'checkpoint')}, not a checkpoint",
             where=str(path),
-            why=quote_names([item.name for item in inside]),
+            why=quote_names([item.name for item in checkpoints]),
             hint=f"pass one of them; {format_command('inspect', path)} shows which are complete",
         )
     problem = find_unfinished_error(path)
-    if problem is None and (begun := interrupted(path)):
-        return begun  # its reader reports the missing files
-    raise problem or foreign.unrecognized(path, names(), below(path))
+    if problem is None and (interrupted_format := find_interrupted_format(path)):
+        return interrupted_format  # its reader reports the missing files
+    raise problem or foreign.unrecognized_format_error(
+        path, list_format_names(), find_nested_checkpoints(path)
+    )
 
 
 def open_checkpoint(
     path: str | TreePath,
     format: str | None = None,
-    asked: ReadOptions = AS_IT_IS,
+    options: ReadOptions = DEFAULT_READ_OPTIONS,
     *,
     manifest: bool | None = True,
 ) -> Catalog:
@@ -220,47 +243,49 @@ def open_checkpoint(
     *manifest* controls whether checksums are read from the manifest next to it; with None, they are
     read only if this takes no remote request.
     """
-    path = existing(path)
+    path = to_existing_path(path)
     opened = path, read_identity(path)
     with raise_changed_if(lambda: require_same_file(opened)):
-        sniffed = {} if format else sniff(path)
-        inside = None if format or sniffed else only_inside(path)
+        sniffed = {} if format else sniff_formats(path)
+        inner = None if format or sniffed else find_only_model_checkpoint(path)
         problem = find_unfinished_error(path)
-        if problem and not asked.partial:
+        if problem and not options.partial:
             raise problem
-        if inside:
-            path, sniffed = inside, sniff(inside)
-        known = get(format) if format else only_format(path, sniffed)
-        strange = [
+        if inner:
+            path, sniffed = inner, sniff_formats(inner)
+        found_format = get_format(format) if format else select_format(path, sniffed)
+        unsupported = [
             name
             for name in ("weights", "tag", "rules", "ranks")
-            if getattr(asked, name) and name not in known.choices
+            if getattr(options, name) and name not in found_format.read_options
         ]
-        if strange:
+        if unsupported:
             raise UsageError(
-                f"{spell_option(f'--{strange[0]}')} is not supported for `{known.name}`",
+                f"{spell_option(f'--{unsupported[0]}')} is not supported for `{found_format.name}`",
                 where=str(path),
-                hint=f"see `ckptctl formats {known.name}` for the options of this format",
+                hint=f"see `ckptctl formats {found_format.name}` for the options of this format",
             )
         try:
-            found = known.read(path, asked)
-            for special in builtin().values():
-                if known.name in special.specializes:
-                    found = special.refine(found, asked)
+            catalog = found_format.read(path, options)
+            for specialized in load_builtin_formats().values():
+                if found_format.name in specialized.specializes:
+                    catalog = specialized.refine(catalog, options)
         except FormatError as error:
             if format and not error.hint:
                 error.hint = "omit the format to detect it automatically"
             raise
         if manifest is not False:
-            found = checksums.attach(found, needed=manifest is True)
+            catalog = checksums.attach_manifest_checksums(catalog, needed=manifest is True)
         if problem:
-            found = replace(found, findings=(of_error(problem, file=LOCK_NAME), *found.findings))
-        if found.findings:
-            found = replace(found, findings=weighed(found.findings))
-        if inside:
-            note = f"read from `{inside.name}`, the only model checkpoint in this folder"
-            found = replace(found, notes=(note, *found.notes))
-        return replace(found, opened=opened)
+            catalog = replace(
+                catalog, findings=(finding_from_error(problem, file=LOCK_NAME), *catalog.findings)
+            )
+        if catalog.findings:
+            catalog = replace(catalog, findings=downgrade_unproven(catalog.findings))
+        if inner:
+            note = f"read from `{inner.name}`, the only model checkpoint in this folder"
+            catalog = replace(catalog, notes=(note, *catalog.notes))
+        return replace(catalog, opened=opened)
 
 
 def merged_parameters(catalog: Catalog, names: Sequence[str]) -> dict[str, str]:
@@ -269,19 +294,19 @@ def merged_parameters(catalog: Catalog, names: Sequence[str]) -> dict[str, str]:
     The format that read the catalog is asked, and those that refined it.
     """
     found: dict[str, str] = {}
-    for known in builtin().values():
+    for known in load_builtin_formats().values():
         if catalog.format in (known.name, *known.specializes):
             found |= known.merged_parameters(names)
     return found
 
 
-def resolve(catalog: Catalog) -> Catalog:
+def resolve_codecs(catalog: Catalog) -> Catalog:
     """Locate the element bytes of all extents in *catalog*."""
     with raise_changed_if(lambda: require_same_file(catalog.opened)):
-        return get(catalog.format).resolve(catalog)
+        return get_format(catalog.format).resolve(catalog)
 
 
-def list_run(path: TreePath) -> list[TreePath]:
+def list_checkpoints(path: TreePath) -> list[TreePath]:
     """Return the checkpoints directly inside a folder, in natural order.
 
     These are directories or Lightning's ``*.ckpt`` files.
@@ -291,61 +316,66 @@ def list_run(path: TreePath) -> list[TreePath]:
     shown = (item for item in path.iterdir() if not item.name.startswith("."))
     members = (item for item in shown if item.is_dir() or item.suffix == ".ckpt")
     return sorted(
-        (item for item in members if sniff(item)), key=lambda item: to_natural_key(item.name)
+        (item for item in members if sniff_formats(item)),
+        key=lambda item: to_natural_key(item.name),
     )
 
 
-def below(path: TreePath) -> list[TreePath]:
+def find_nested_checkpoints(path: TreePath) -> list[TreePath]:
     """Search two levels below a folder for model checkpoints, among a limited number of folders."""
 
-    def folders(folder: TreePath) -> list[TreePath]:
+    def list_subfolders(folder: TreePath) -> list[TreePath]:
         with suppress(OSError):
-            inside = [item for item in folder.iterdir() if item.is_dir() and item.name[0] != "."]
-            return sorted(inside, key=lambda item: to_natural_key(item.name))
+            children = [item for item in folder.iterdir() if item.is_dir() and item.name[0] != "."]
+            return sorted(children, key=lambda item: to_natural_key(item.name))
         return []
 
-    found: list[TreePath] = []
-    deeper = (item for one in folders(path)[:LOOKED_AT] for item in folders(one))
-    for item in islice(deeper, LOOKED_AT):
+    checkpoints: list[TreePath] = []
+    nested = (
+        item
+        for subfolder in list_subfolders(path)[:MAX_FOLDERS_SCANNED]
+        for item in list_subfolders(subfolder)
+    )
+    for item in islice(nested, MAX_FOLDERS_SCANNED):
         with suppress(OSError):
-            if not NO_MODEL.fullmatch(item.name) and sniff(item):
-                found.append(item)
-    return found
+            if not NON_MODEL_FOLDER.fullmatch(item.name) and sniff_formats(item):
+                checkpoints.append(item)
+    return checkpoints
 
 
-def only_inside(path: TreePath) -> TreePath | None:
+def find_only_model_checkpoint(path: TreePath) -> TreePath | None:
     """Return the only model checkpoint directly inside a folder, or None.
 
     Separate optimizer directories next to it are allowed, as accelerate and ByteCheckpoint write
     them: ``pytorch_model_fsdp_0/`` and ``optimizer_0/``, ``model/`` and ``optimizer/``.
     """
-    models = [item for item in list_run(path) if not NO_MODEL.fullmatch(item.name)]
+    models = [item for item in list_checkpoints(path) if not NON_MODEL_FOLDER.fullmatch(item.name)]
     if len(models) != 1:
         return None
-    torn = _newer_than(models[0])
-    if torn is None:
+    newer = _find_newer_sibling(models[0])
+    if newer is None:
         return models[0]
     raise FormatError(
         "the newest checkpoint in this folder is not complete",
         where=str(path),
-        why=f"`{torn.name}` is not recognized as a checkpoint, and `{models[0].name}` is older",
+        why=f"`{newer.name}` is not recognized as a checkpoint, and `{models[0].name}` is older",
         hint=f"pass the checkpoint to read; {format_command('ls', path)} shows the problem",
     )
 
 
-def _newer_than(one: TreePath) -> TreePath | None:
+def _find_newer_sibling(checkpoint: TreePath) -> TreePath | None:
     """Return the newest sibling with the same name pattern and a higher number, or None."""
-    kind, number = _DIGITS.sub("N", one.name), to_natural_key(one.name)
-    others = (item for item in one.parent.iterdir() if _DIGITS.sub("N", item.name) == kind)
+    kind, number = _DIGITS.sub("N", checkpoint.name), to_natural_key(checkpoint.name)
+    siblings = (item for item in checkpoint.parent.iterdir() if _DIGITS.sub("N", item.name) == kind)
     newer = [
         item
-        for item in others
+        for item in siblings
         if to_natural_key(item.name) > number and (item.is_dir() or item.suffix == ".ckpt")
     ]
     return max(newer, key=lambda item: to_natural_key(item.name), default=None)
 
 
-def existing(path: str | TreePath) -> TreePath:
+def to_existing_path(path: str | TreePath) -> TreePath:
     """Return *path* as an absolute path, or raise if it does not exist."""
     if not to_path_text(path):
         raise UsageError("the path is empty", hint="use `.` for the working directory")

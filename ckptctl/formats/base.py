@@ -165,8 +165,8 @@ class OutputLayout:
         contents: Content of further files, which have no records.
         folder: Subfolder of the output for all of these files and for the sidecar files; empty for
             the output itself.
-        above: Content of files next to that subfolder.
-        own: Root-level names that this format always writes itself.
+        outer_files: Content of files next to that subfolder.
+        generated_files: Root-level names that this format always writes itself.
     """
 
     files: tuple[OutputFile, ...]
@@ -175,8 +175,8 @@ class OutputLayout:
     raw_copies: tuple[RawCopy, ...] = ()
     contents: Mapping[str, bytes] = field(default_factory=dict)
     folder: str = ""
-    above: Mapping[str, bytes] = field(default_factory=dict)
-    own: Sequence[str] = ()
+    outer_files: Mapping[str, bytes] = field(default_factory=dict)
+    generated_files: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +207,7 @@ class ReadOptions:
     documents: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
 
-AS_IT_IS = ReadOptions()
+DEFAULT_READ_OPTIONS = ReadOptions()
 
 
 class RecordedFacts(Protocol):
@@ -246,7 +246,7 @@ class Format(ABC):
             :attr:`proof`, facts are separated by ``"; "``.
         tested: Programs and settings that it was tested against, in one line.
         proof: Comparisons with other programs; each claim names its test.
-        choices: Fields of :class:`ReadOptions` that it supports, besides the family.
+        read_options: Fields of :class:`ReadOptions` that it supports, besides the family.
         layout: Layout of its tensors, or None for any.
         other_layouts: Whether the user can choose another layout.
         adapters: Whether it stores adapters only, not models.
@@ -267,7 +267,7 @@ class Format(ABC):
     tested: ClassVar[str] = ""
     proof: ClassVar[str] = ""
     layout: ClassVar[str | None] = None
-    choices: ClassVar[frozenset[str]] = frozenset()
+    read_options: ClassVar[frozenset[str]] = frozenset()
     other_layouts: ClassVar[bool] = False
     adapters: ClassVar[bool] = False
     self_described: ClassVar[bool] = False
@@ -289,18 +289,18 @@ class Format(ABC):
         return False
 
     @abstractmethod
-    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, options: ReadOptions = DEFAULT_READ_OPTIONS) -> Catalog:
         """Read the index of a checkpoint.
 
         Args:
             path: Absolute path of a directory or file that :meth:`sniff` accepts.
-            asked: Options; only those in :attr:`choices` are ever set.
+            options: Options; only those in :attr:`read_options` are ever set.
 
         Raises:
             CkptError: The index is missing, damaged or malicious.
         """
 
-    def refine(self, catalog: Catalog, asked: ReadOptions) -> Catalog:
+    def refine(self, catalog: Catalog, options: ReadOptions) -> Catalog:
         """Add this format's knowledge to the catalog of a format that it specializes."""
         return catalog
 
@@ -324,7 +324,7 @@ class Format(ABC):
         """Locate the element bytes of every extent, so that its codec becomes ``raw``."""
         return catalog
 
-    def only_part(self, path: TreePath) -> TreePath | None:
+    def find_inner_checkpoint(self, path: TreePath) -> TreePath | None:
         """Return the only checkpoint in the wrapper folder *path*, or None.
 
         None if *path* is the checkpoint itself, or contains anything else.
@@ -341,14 +341,14 @@ class WritableFormat(Format):
         verbatim: Whether values in a separate ``torch.save`` zip are copied unchanged.
         parallel: Whether it has one file per model-parallel rank.
         sharded: Whether tensors are split into files by size.
-        one_file: Maximum tensor bytes for which users expect a single file; 0 if never.
-        described: Whether ``params.json`` describes the model.
+        single_file_bytes: Maximum tensor bytes for which users expect a single file; 0 if never.
+        has_params_json: Whether ``params.json`` describes the model.
         ties: Human-readable handling of tensors that share memory.
         keeps_metadata: Whether it can store free-form strings.
         records_ties: Whether it records the names of tensors skipped as shared.
-        stacks: Whether equal layers can be stacked into one tensor.
+        stacks_layers: Whether equal layers can be stacked into one tensor.
         adapter_layouts: Layouts of its adapters, the default first; empty if they have none.
-        pads: Whether its programs expect a padded vocabulary.
+        pads_vocabulary: Whether its programs expect a padded vocabulary.
     """
 
     single_file: ClassVar[bool] = False
@@ -356,34 +356,34 @@ class WritableFormat(Format):
     verbatim: ClassVar[bool] = False
     parallel: ClassVar[bool] = False
     sharded: ClassVar[bool] = False
-    one_file: ClassVar[int] = 0
-    described: ClassVar[bool] = False
+    single_file_bytes: ClassVar[int] = 0
+    has_params_json: ClassVar[bool] = False
     ties: ClassVar[str] = ""
     records_ties: ClassVar[bool] = False
     keeps_metadata: ClassVar[bool] = False
-    stacks: ClassVar[bool] = False
+    stacks_layers: ClassVar[bool] = False
     adapter_layouts: ClassVar[tuple[str, ...]] = ()
-    pads: ClassVar[bool] = False
+    pads_vocabulary: ClassVar[bool] = False
 
     @abstractmethod
     def lay_out(self, request: OutputRequest) -> OutputLayout:
         """Decide the place of each tensor, without I/O."""
 
-    def holds(self, dtype: str) -> bool:
+    def can_store(self, dtype: str) -> bool:
         """Return whether the format can store elements of *dtype*."""
         return dtype in dtypes.BY_NAME
 
     @property
-    def cut_by(self) -> tuple[str, ...]:
+    def sharding_options(self) -> tuple[str, ...]:
         """Options that control the split into files, or none for single-file formats."""
         if self.parallel:
             return ("--mp", "--like")
         return ("--max-shard-size", "--like") if self.sharded else ()
 
-    def refuse_unheld(self, tensors: Sequence[OutputTensor]) -> None:
+    def check_dtypes(self, tensors: Sequence[OutputTensor]) -> None:
         """Raise RefusedError for the first tensor with a dtype that the format cannot store."""
         for tensor in tensors:
-            if not self.holds(tensor.dtype):
+            if not self.can_store(tensor.dtype):
                 raise RefusedError(
                     f"{self.name} cannot store {tensor.dtype}",
                     where=f"tensor `{tensor.name}`",
@@ -402,24 +402,24 @@ def require_folder(path: TreePath) -> None:
         )
 
 
-def constant(content: bytes) -> Frame:
+def make_constant_frame(content: bytes) -> Frame:
     """Make the frame of a file that starts with *content*, followed only by records."""
 
-    def frame(_: CrcOf) -> Iterator[tuple[int, bytes]]:
+    def yield_frame(_: CrcOf) -> Iterator[tuple[int, bytes]]:
         yield 0, content
 
-    return frame
+    return yield_frame
 
 
-def document(path: str, content: bytes) -> OutputFile:
+def make_content_file(path: str, content: bytes) -> OutputFile:
     """Make an output file with content that is known at planning time."""
-    return OutputFile(path, len(content), constant(content))
+    return OutputFile(path, len(content), make_constant_frame(content))
 
 
-def copied(path: str, size: int) -> OutputFile:
+def make_copied_file(path: str, size: int) -> OutputFile:
     """Make an output file that is filled by one :class:`RawCopy`."""
 
-    def frame(_: CrcOf) -> Iterator[tuple[int, bytes]]:
+    def yield_frame(_: CrcOf) -> Iterator[tuple[int, bytes]]:
         yield from ()
 
-    return OutputFile(path, size, frame)
+    return OutputFile(path, size, yield_frame)

@@ -10,11 +10,11 @@ from __future__ import annotations
 import re
 
 from ckptctl.catalog import Catalog
-from ckptctl.formats.base import AS_IT_IS, Listing, ReadOptions
+from ckptctl.formats.base import DEFAULT_READ_OPTIONS, Listing, ReadOptions
 from ckptctl.formats.dcp import METADATA, ItemFormat
 from ckptctl.tree import TreePath
 
-CLASS = b"bytecheckpoint."
+CLASS_PREFIX = b"bytecheckpoint."
 """Prefix of the metadata's class, which is at the start of the file."""
 
 
@@ -43,16 +43,16 @@ class ByteCheckpointFormat(ItemFormat):
             return None
         try:
             with metadata.open("rb") as file:
-                own = CLASS in file.read(64)
+                has_class = CLASS_PREFIX in file.read(64)
         except OSError:
             return None  # the error is reported when the file is read
-        return f"ByteCheckpoint's {METADATA}" if own else None
+        return f"ByteCheckpoint's {METADATA}" if has_class else None
 
-    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, options: ReadOptions = DEFAULT_READ_OPTIONS) -> Catalog:
         """See :meth:`Format.read`."""
-        from ckptctl.formats.dcp.bytecheckpoint import read
+        from ckptctl.formats.dcp.bytecheckpoint import read_catalog
 
-        return read(path, asked, self.name)
+        return read_catalog(path, options, self.name)
 
 
 FORMAT = ByteCheckpointFormat()

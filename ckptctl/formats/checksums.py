@@ -16,7 +16,7 @@ ExtentPlace = tuple[str, int]
 """File and first byte of a chunk."""
 
 
-def attach(catalog: Catalog, *, needed: bool = True) -> Catalog:
+def attach_manifest_checksums(catalog: Catalog, *, needed: bool = True) -> Catalog:
     """Add the checksums of the manifest next to a checkpoint to its catalog.
 
     A manifest that lists other names, dtypes or shapes is ignored with a note: the weights were
@@ -24,43 +24,43 @@ def attach(catalog: Catalog, *, needed: bool = True) -> Catalog:
     checkpoint is incomplete, only the existing tensors are compared.
     """
     with source_files(catalog.root) as files:
-        wanted = needed or files.local
-        if not wanted or not (files.root / MANIFEST).is_file() or catalog.path.is_file():
+        should_read = needed or files.local
+        if not should_read or not (files.root / MANIFEST).is_file() or catalog.path.is_file():
             return catalog
-        described = _described(read_json(files, MANIFEST), str(files.root / MANIFEST))
-    found = {name: (entry.dtype, entry.shape) for name, entry in catalog.tensors.items()}
-    said = {name: (dtype, shape) for name, (dtype, shape, _) in described.items()}
+        manifest = _parse_manifest(read_json(files, MANIFEST), str(files.root / MANIFEST))
+    actual = {name: (entry.dtype, entry.shape) for name, entry in catalog.tensors.items()}
+    recorded = {name: (dtype, shape) for name, (dtype, shape, _) in manifest.items()}
     if catalog.findings:
-        said = {name: kind for name, kind in said.items() if name in found}
-    if said != found:
+        recorded = {name: kind for name, kind in recorded.items() if name in actual}
+    if recorded != actual:
         note = f"{MANIFEST} describes other tensors and is not used"
         return replace(catalog, notes=(*catalog.notes, note))
     tensors: dict[str, TensorEntry] = {}
     for name, entry in catalog.tensors.items():
-        crcs = described[name][2]
+        crcs = manifest[name][2]
         extents = tuple(
-            replace(one, crc32=crcs.get((one.file, one.offset)))
-            if one.codec == "raw" and one.crc32 is None
-            else one
-            for one in entry.extents
+            replace(extent, crc32=crcs.get((extent.file, extent.offset)))
+            if extent.codec == "raw" and extent.crc32 is None
+            else extent
+            for extent in entry.extents
         )
         tensors[name] = entry if extents == entry.extents else replace(entry, extents=extents)
     return replace(catalog, tensors=tensors)
 
 
-def carried(root: TreePath) -> dict[str, int]:
+def read_carried_files(root: TreePath) -> dict[str, int]:
     """Return the sizes in bytes of files that were copied into *root* with ``--carry``."""
     try:
         with source_files(root) as files:
             content = read_json(files, MANIFEST)
     except CkptError:
         return {}
-    noted = content.get("carried") if isinstance(content, dict) else None
-    found = noted.items() if isinstance(noted, dict) else ()
-    return {str(name): size for name, size in found if isinstance(size, int)}
+    entries = content.get("carried") if isinstance(content, dict) else None
+    items = entries.items() if isinstance(entries, dict) else ()
+    return {str(name): size for name, size in items if isinstance(size, int)}
 
 
-def _described(
+def _parse_manifest(
     content: object, where: str
 ) -> dict[str, tuple[str, tuple[int, ...], dict[ExtentPlace, int]]]:
     """Parse a manifest into the dtype, shape and checksums of each tensor."""

@@ -15,10 +15,10 @@ from dataclasses import replace
 from ckptctl.catalog import Box, Catalog, Extent, Finding, TensorEntry
 from ckptctl.columns import boxes_of, vectors_of
 from ckptctl.errors import FormatError, quote_names
-from ckptctl.formats.base import AS_IT_IS, Listing, ReadOptions
+from ckptctl.formats.base import DEFAULT_READ_OPTIONS, Listing, ReadOptions
 from ckptctl.formats.dcp import METADATA, ItemFormat, metadata_name
-from ckptctl.formats.shared.findings import UNUSABLE, Faults
-from ckptctl.formats.shared.leaves import kept_apart
+from ckptctl.formats.shared.findings import UNUSABLE_ERRORS, FaultCollector
+from ckptctl.formats.shared.leaves import differing_values_note
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.read_ahead import prefetch_items
 from ckptctl.storage.threads import pause_gc
@@ -59,53 +59,62 @@ class DcpRankLocalFormat(ItemFormat):
         """See :meth:`Format.sniff`."""
         if not listing.is_folder or listing.has(METADATA):
             return None
-        ranks = _numbers(listing.names, _RANK)
+        ranks = _parse_ranks(listing.names, _RANK)
         return f"metadata of {pluralize(len(ranks), 'rank')}, without {METADATA}" if ranks else None
 
-    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, options: ReadOptions = DEFAULT_READ_OPTIONS) -> Catalog:
         """See :meth:`Format.read`.
 
         In a partial read, chunks that one rank has lost are taken from another rank's copy.
         """
-        from ckptctl.formats.dcp.dcp_reader import catalog_of, read_metadata
-        from ckptctl.formats.dcp.union import RankValues, Union
+        from ckptctl.formats.dcp.dcp_reader import build_catalog, read_metadata
+        from ckptctl.formats.dcp.union import RankMetadataMerger, RankValueComparison
 
         with source_files(path) as files, pause_gc():
-            faults, of_values = Faults(path, asked.partial), Faults(path, asked.partial)
-            ranks = _ranks(files, faults)
-            joined = Union(str(path), len(ranks), repeated=asked.partial or asked.replicas)
-            values, readable = RankValues(files, of_values), set[int]()
+            faults, value_faults = (
+                FaultCollector(path, options.partial),
+                FaultCollector(path, options.partial),
+            )
+            ranks = _find_ranks(files, faults)
+            merger = RankMetadataMerger(
+                str(path), len(ranks), repeated=options.partial or options.replicas
+            )
+            values, readable = RankValueComparison(files, value_faults), set[int]()
             for rank in prefetch_items(files, ranks, lambda rank: ((metadata_name(rank), 0),)):
-                said = faults.read(metadata_name(rank), lambda name: read_metadata(files, name))
-                if said is None:
+                decoded = faults.try_read(
+                    metadata_name(rank), lambda name: read_metadata(files, name)
+                )
+                if decoded is None:
                     continue
                 readable.add(rank)
-                joined.add(rank, said.leaves, said.origin)
-                if asked.partial or len(ranks) > 1:
-                    values.add(rank, said.leaves)
-            torn = joined.with_holes(refused=not asked.partial)
-            if torn and not faults.findings:  # no other finding explains the holes
-                what = "files of further ranks may be missing"
-                why, further = (
-                    f"parts of {quote_names(torn)} are missing",
-                    metadata_name(joined.ranks),
+                merger.add_rank(rank, decoded.leaves, decoded.origin)
+                if options.partial or len(ranks) > 1:
+                    values.compare_rank(rank, decoded.leaves)
+            incomplete = merger.list_incomplete(should_raise=not options.partial)
+            if incomplete and not faults.findings:  # no other finding explains the holes
+                message = "files of further ranks may be missing"
+                why, next_file = (
+                    f"parts of {quote_names(incomplete)} are missing",
+                    metadata_name(merger.ranks),
                 )
-                faults.findings.append(Finding(what, why, "unknown", further))
-            kept = joined.leaves() | (values.apart if 0 in readable else {})
-            for name in joined.blobs() if asked.partial and 0 not in readable else ():
+                faults.findings.append(Finding(message, why, "unknown", next_file))
+            leaves = merger.merge_leaves() | (values.rank_values if 0 in readable else {})
+            for name in merger.list_blobs() if options.partial and 0 not in readable else ():
                 why = "the value of rank 0, which is used for per-rank values, cannot be read"
                 faults.findings.append(Finding("a value is missing", why, tensor=name))
-                del kept[name]
-            found = f"found {pluralize(joined.ranks, 'rank')} ({UNRECORDED})"
-            notes = (*(() if joined.world else (found,)), *kept_apart(values.differing))
-            catalog = catalog_of(files, kept, self.name, faults, notes, joined.ends)
-            known = {one.file for one in catalog.findings}
-            others = (one for one in of_values.findings if one.file not in known)
-            catalog = replace(catalog, findings=(*catalog.findings, *others))
-            return _with_replicas(joined.saved(catalog), asked.replicas)
+                del leaves[name]
+            note = f"found {pluralize(merger.ranks, 'rank')} ({UNRECORDED})"
+            notes = (*(() if merger.world else (note,)), *differing_values_note(values.differing))
+            catalog = build_catalog(files, leaves, self.name, faults, notes, merger.ends)
+            reported_files = {finding.file for finding in catalog.findings}
+            value_findings = (
+                finding for finding in value_faults.findings if finding.file not in reported_files
+            )
+            catalog = replace(catalog, findings=(*catalog.findings, *value_findings))
+            return _separate_replicas(merger.add_origin(catalog), options.replicas)
 
 
-def _with_replicas(catalog: Catalog, asked: bool) -> Catalog:
+def _separate_replicas(catalog: Catalog, should_list: bool) -> Catalog:
     """Use the first copy of each chunk and list the others as replicas."""
     tensors: dict[str, TensorEntry] = {}
     replicas: dict[str, tuple[Extent, ...]] = {}
@@ -116,13 +125,15 @@ def _with_replicas(catalog: Catalog, asked: bool) -> Catalog:
             tensors[name] = entry
             continue
         used: dict[Box, Extent] = {}
-        copies = tuple(one for one in entry.extents if used.setdefault(one.box, one) is not one)
+        copies = tuple(
+            extent for extent in entry.extents if used.setdefault(extent.box, extent) is not extent
+        )
         tensors[name] = replace(entry, extents=tuple(used.values())) if copies else entry
-        if copies and asked:
+        if copies and should_list:
             replicas[name] = copies
-        gone = tuple(pair for pair in catalog.lost.get(name, ()) if pair[0] not in used)
-        if gone:
-            lost[name] = gone
+        lost_boxes = tuple(pair for pair in catalog.lost.get(name, ()) if pair[0] not in used)
+        if lost_boxes:
+            lost[name] = lost_boxes
     return replace(catalog, tensors=tensors, replicas=replicas, lost=lost)
 
 
@@ -133,41 +144,43 @@ def read_rank(path: TreePath, rank: int) -> Catalog | None:
     """
     if not (path / metadata_name(rank)).is_file():
         return None
-    from ckptctl.formats.dcp.dcp_reader import catalog_of, read_metadata
+    from ckptctl.formats.dcp.dcp_reader import build_catalog, read_metadata
 
     with source_files(path) as files, pause_gc():
         note = f"only the files of rank {rank} are read"
         leaves, origin = read_metadata(files, metadata_name(rank))
-        catalog = catalog_of(files, leaves, DcpRankLocalFormat.name, Faults(path), (note,))
+        catalog = build_catalog(
+            files, leaves, DcpRankLocalFormat.name, FaultCollector(path), (note,)
+        )
         return replace(catalog, save_id=origin.save_id, world=origin.world)
 
 
-def rank_files(path: TreePath) -> list[str]:
+def list_metadata_files(path: TreePath) -> list[str]:
     """Return the names of all ranks' metadata files."""
     with source_files(path) as files:
-        return [metadata_name(rank) for rank in _ranks(files, Faults(path))]
+        return [metadata_name(rank) for rank in _find_ranks(files, FaultCollector(path))]
 
 
-def _ranks(files: SourceFiles, faults: Faults) -> list[int]:
+def _find_ranks(files: SourceFiles, faults: FaultCollector) -> list[int]:
     """Return all rank numbers from 0 on, or raise, or add findings, for missing ones."""
     path = files.root
     names = [item.name for item in path.iterdir()]
-    ranks = _numbers(names, _RANK)
+    ranks = _parse_ranks(names, _RANK)
     if not ranks:
         raise FormatError(
             "this is not a per-rank DCP checkpoint",
             where=str(path),
             why=f"expected a directory with {metadata_name(0)} and .distcp files",
         )
-    known = ranks | _numbers(names, _UNFINISHED) | _numbers(names, _DATA)
-    last = max(*known, _world(files, min(ranks)) - 1)
-    what = "ranks' metadata files"
+    referenced_ranks = ranks | _parse_ranks(names, _UNFINISHED) | _parse_ranks(names, _DATA)
+    last = max(*referenced_ranks, _read_world_size(files, min(ranks)) - 1)
+    noun = "ranks' metadata files"
     hint = "copy the files of these ranks (if they do not exist, the save did not finish)"
-    faults.require_all(ranks, range(last + 1), metadata_name, what, hint)
+    faults.require_files(ranks, range(last + 1), metadata_name, noun, hint)
     return sorted(ranks)
 
 
-def _world(files: SourceFiles, rank: int) -> int:
+def _read_world_size(files: SourceFiles, rank: int) -> int:
     """Return the world size in the metadata of *rank*, or 0 if it is missing or unreadable.
 
     Damage is reported later, when all metadata is read.
@@ -176,11 +189,11 @@ def _world(files: SourceFiles, rank: int) -> int:
 
     try:
         return read_metadata(files, metadata_name(rank)).origin.world
-    except UNUSABLE:
+    except UNUSABLE_ERRORS:
         return 0
 
 
-def _numbers(names: Iterable[str], pattern: re.Pattern[str]) -> set[int]:
+def _parse_ranks(names: Iterable[str], pattern: re.Pattern[str]) -> set[int]:
     matches = map(pattern.fullmatch, names)
     return {int(match[1]) for match in matches if match}
 

@@ -13,7 +13,7 @@ from ckptctl.catalog import Catalog
 from ckptctl.errors import FormatError, UnsupportedError, quote_names
 from ckptctl.formats import hf
 from ckptctl.formats.base import (
-    AS_IT_IS,
+    DEFAULT_READ_OPTIONS,
     Listing,
     OutputLayout,
     OutputRequest,
@@ -23,8 +23,8 @@ from ckptctl.formats.base import (
 )
 from ckptctl.formats.hf import hf_files
 from ckptctl.formats.hf.shards import read_shard
-from ckptctl.formats.shared.findings import missing_error
-from ckptctl.formats.shared.model_parallel_layout import lay_out
+from ckptctl.formats.shared.findings import missing_files_error
+from ckptctl.formats.shared.model_parallel_layout import lay_out_ranks
 from ckptctl.storage.files import source_files
 from ckptctl.storage.read_ahead import prefetch_heads
 from ckptctl.tree import TreePath
@@ -36,7 +36,7 @@ class DeepSeekFormat(WritableFormat):
     name = "deepseek"
     title = "DeepSeek: model{rank}-mp{ranks}.safetensors"
     recognized = "`model{rank}-mp{ranks}.safetensors`"
-    marks = hf_files.RANK
+    marks = hf_files.DEEPSEEK_SHARD
     wholeness = (
         "file names contain the number of ranks, and every rank has its file; ranks agree on the "
         "tensors that all of them have; every expert is on the rank that it belongs to"
@@ -55,67 +55,75 @@ class DeepSeekFormat(WritableFormat):
 
     def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
-        names = [name for name in listing.names if hf_files.RANK.fullmatch(name)]
+        names = [name for name in listing.names if hf_files.DEEPSEEK_SHARD.fullmatch(name)]
         return quote_names(names) if names else None
 
-    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, options: ReadOptions = DEFAULT_READ_OPTIONS) -> Catalog:
         """See :meth:`Format.read`."""
-        from ckptctl.formats.shared.model_parallel_join import joined_catalog
+        from ckptctl.formats.shared.model_parallel_join import join_catalog
 
         root = path if path.is_dir() else path.parent
-        names = _ranks(root)
+        names = _list_shards(root)
         with source_files(root) as files:
-            read = {name: read_shard(files, name) for name in prefetch_heads(files, names)}
-            shards = {name: tensors for name, (tensors, _) in read.items()}
-            catalog = joined_catalog(files, self.name, self.name, shards, asked)
-        return replace(catalog, metadata=dict(read[names[0]][1]))
+            contents = {name: read_shard(files, name) for name in prefetch_heads(files, names)}
+            shards = {name: tensors for name, (tensors, _) in contents.items()}
+            catalog = join_catalog(files, self.name, self.name, shards, options)
+        return replace(catalog, metadata=dict(contents[names[0]][1]))
 
-    def holds(self, dtype: str) -> bool:
+    def can_store(self, dtype: str) -> bool:
         """Return whether safetensors has a code for *dtype*."""
-        return hf.FORMAT.holds(dtype)
+        return hf.FORMAT.can_store(dtype)
 
     def lay_out(self, request: OutputRequest) -> OutputLayout:
         """See :meth:`WritableFormat.lay_out`."""
-        self.refuse_unheld(request.tensors)
-        whole = [replace(tensor, alias_of=None) for tensor in request.tensors]
+        self.check_dtypes(request.tensors)
+        untied_tensors = [replace(tensor, alias_of=None) for tensor in request.tensors]
 
-        def shard(rank: int, tensors: Sequence[OutputTensor]) -> OutputLayout:
+        def lay_out_shard(rank: int, tensors: Sequence[OutputTensor]) -> OutputLayout:
             writer = hf.SafetensorsWriter({}, request.metadata)
-            writer.add(f"model{rank}-mp{request.mp}.safetensors", tensors)
+            writer.add_file(f"model{rank}-mp{request.mp}.safetensors", tensors)
             return OutputLayout(tuple(writer.files), tuple(writer.records), writer.boxes)
 
         reason = "a safetensors file can only store tensors"
-        return lay_out(replace(request, tensors=whole), shard, reason)
+        return lay_out_ranks(replace(request, tensors=untied_tensors), lay_out_shard, reason)
 
 
-def _named(root: TreePath) -> list[str]:
-    return sorted(item.name for item in root.iterdir() if hf_files.RANK.fullmatch(item.name))
+def _list_rank_files(root: TreePath) -> list[str]:
+    return sorted(
+        item.name for item in root.iterdir() if hf_files.DEEPSEEK_SHARD.fullmatch(item.name)
+    )
 
 
-def _ranks(root: TreePath) -> list[str]:
+def _list_shards(root: TreePath) -> list[str]:
     """Return the names of all shards in rank order, or raise if one is missing."""
-    found: dict[int, str] = {}
+    shard_names: dict[int, str] = {}
     totals: set[int] = set()
-    for name in _named(root):
-        match = hf_files.RANK.fullmatch(name)
+    for name in _list_rank_files(root):
+        match = hf_files.DEEPSEEK_SHARD.fullmatch(name)
         if match:
-            found[int(match[1])] = name
+            shard_names[int(match[1])] = name
             totals.add(int(match[2]))
-    if not found:
+    if not shard_names:
         raise FormatError(
             "no shards in DeepSeek's format were found",
             where=str(root),
             why="expected model0-mp8.safetensors, model1-mp8.safetensors, ...",
         )
-    if len(totals) > 1 or max(found) >= max(totals) or len(_named(root)) != len(found):
+    if (
+        len(totals) > 1
+        or max(shard_names) >= max(totals)
+        or len(_list_rank_files(root)) != len(shard_names)
+    ):
         raise UnsupportedError(
-            "the shards belong to different models", where=str(root), why=quote_names(_named(root))
+            "the shards belong to different models",
+            where=str(root),
+            why=quote_names(_list_rank_files(root)),
         )
     total = totals.pop()
-    named = f"model{{}}-mp{total}.safetensors".format
-    if error := missing_error(root, found, range(total), named, "shards"):
+    format_name = f"model{{}}-mp{total}.safetensors".format
+    if error := missing_files_error(root, shard_names, range(total), format_name, "shards"):
         raise error
-    return [found[rank] for rank in sorted(found)]
+    return [shard_names[rank] for rank in sorted(shard_names)]
 
 
 FORMAT = DeepSeekFormat()

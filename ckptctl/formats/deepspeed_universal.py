@@ -10,20 +10,22 @@ from __future__ import annotations
 import re
 
 from ckptctl.catalog import Catalog
-from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions, require_folder
+from ckptctl.formats.base import DEFAULT_READ_OPTIONS, Format, Listing, ReadOptions, require_folder
 from ckptctl.formats.deepspeed.deepspeed_files import FP32, ZERO
-from ckptctl.formats.shared.tags import LATEST_UNIVERSAL, is_run, tag_folder
+from ckptctl.formats.shared.tags import LATEST_UNIVERSAL, find_tag_folder, is_run_folder
 from ckptctl.storage.files import source_files
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 
 
-def _evidence(folder: TreePath) -> str | None:
+def _find_evidence(folder: TreePath) -> str | None:
     """Return evidence that *folder* is a universal checkpoint, or None."""
     if not (folder / ZERO).is_dir() or not folder.is_dir():
         return None
-    found = [item.name for item in (folder / ZERO).iterdir() if (item / f"{FP32}.pt").is_file()]
-    return f"`{ZERO}` with {pluralize(len(found), 'parameter')}" if found else None
+    parameters = [
+        item.name for item in (folder / ZERO).iterdir() if (item / f"{FP32}.pt").is_file()
+    ]
+    return f"`{ZERO}` with {pluralize(len(parameters), 'parameter')}" if parameters else None
 
 
 class DeepSpeedUniversalFormat(Format):
@@ -50,38 +52,42 @@ class DeepSpeedUniversalFormat(Format):
         "output also equals the tensors read from the original ranks "
         "(tests/unit/formats/test_deepspeed_universal.py)"
     )
-    choices = frozenset({"weights", "tag"})
+    read_options = frozenset({"weights", "tag"})
 
     def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
-        here = _evidence(listing.path)
-        if here is None and is_run(listing.path, LATEST_UNIVERSAL, _evidence):
-            here = f"`{LATEST_UNIVERSAL}`"
-        return here
+        evidence = _find_evidence(listing.path)
+        if evidence is None and is_run_folder(listing.path, LATEST_UNIVERSAL, _find_evidence):
+            evidence = f"`{LATEST_UNIVERSAL}`"
+        return evidence
 
-    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, options: ReadOptions = DEFAULT_READ_OPTIONS) -> Catalog:
         """See :meth:`Format.read`."""
-        from ckptctl.formats.deepspeed.deepspeed_reader import Replicas, catalog_of, of_models
-        from ckptctl.formats.deepspeed.universal import UniversalSave, surroundings
+        from ckptctl.formats.deepspeed.deepspeed_reader import (
+            ReplicaCollector,
+            build_catalog,
+            iterate_model_copies,
+        )
+        from ckptctl.formats.deepspeed.universal import UniversalSave, extract_state
 
         require_folder(path)
-        folder = tag_folder(path, asked.tag, LATEST_UNIVERSAL, _evidence)
+        folder = find_tag_folder(path, options.tag, LATEST_UNIVERSAL, _find_evidence)
         with source_files(path) as files:
-            save = UniversalSave.of(files, f"{folder}/" if folder else "", asked.partial)
-            model = save.weights(asked)
-            others = surroundings(save)
-            tensors = save.faults.usable({**model.tensors, **others.tensors})
-            replicas = Replicas(files, tensors, asked=asked.replicas)
-            replicas.take(save.model.file, of_models(save.models, save.model))
-            return catalog_of(
+            save = UniversalSave.open_save(files, f"{folder}/" if folder else "", options.partial)
+            model = save.read_weights(options)
+            state = extract_state(save)
+            tensors = save.faults.drop_unusable_boxes({**model.tensors, **state.tensors})
+            replicas = ReplicaCollector(files, tensors, list_replicas=options.replicas)
+            replicas.add_copies(save.model.file, iterate_model_copies(save.models, save.model))
+            return build_catalog(
                 self.name,
                 save.faults,
                 folder=folder or ZERO,
-                files={name: files.size(name) for name in save.files()},
+                files={name: files.size(name) for name in save.list_files()},
                 blobs=model.blobs,
-                others=others,
+                state=state,
                 replicas=replicas,
-                notes=save.notes(),
+                notes=save.list_notes(),
             )
 
 

@@ -10,7 +10,7 @@ from ckptctl.storage.stand_ins import GIT_LFS, GIT_LFS_HINT, HDF5, LEGACY_TORCH
 from ckptctl.tree import TreePath
 from ckptctl.units import sort_naturally
 
-_ADVICE = {
+_CONVERSION_ADVICE = {
     "ONNX": "export the weights from the framework that made the model",
     "TensorFlow": "load it with transformers (`from_tf=True`) and save it with `save_pretrained`",
     "HDF5 (Keras)": "load it with Keras or transformers and save the weights as safetensors",
@@ -25,39 +25,41 @@ _ADVICE = {
 }
 
 
-def identify(path: TreePath) -> str | None:
+def identify_foreign_format(path: TreePath) -> str | None:
     """Return the kind of foreign file or folder that *path* is, or None."""
     return _identify_folder(path) if path.is_dir() else _identify_file(path)
 
 
-def unrecognized(
-    path: TreePath, known: Sequence[str], below: Sequence[TreePath] = ()
+def unrecognized_format_error(
+    path: TreePath, format_names: Sequence[str], nested: Sequence[TreePath] = ()
 ) -> FormatError:
     """Make the error for a path that no format recognizes."""
-    kind = identify(path)
+    kind = identify_foreign_format(path)
     if kind:
-        return FormatError(f"this is {kind}", where=str(path), hint=_ADVICE[kind])
-    if below:
+        return FormatError(f"this is {kind}", where=str(path), hint=_CONVERSION_ADVICE[kind])
+    if nested:
         return FormatError(
             "this folder is not a checkpoint",
             where=str(path),
-            why=f"subfolders contain {quote_names([str(item.relative_to(path)) for item in below])}",
-            hint=f"pass one of them, such as `{below[-1]}`",
+            why=f"subfolders contain {quote_names([str(item.relative_to(path)) for item in nested])}",
+            hint=f"pass one of them, such as `{nested[-1]}`",
         )
-    held = ""
+    contents = ""
     if path.is_dir():
-        names = sort_naturally([_shown(item) for item in path.iterdir()])
-        held = f"; the folder contains {quote_names(names)}" if names else "; the folder is empty"
+        names = sort_naturally([_display_name(item) for item in path.iterdir()])
+        contents = (
+            f"; the folder contains {quote_names(names)}" if names else "; the folder is empty"
+        )
     return FormatError(
         "not a recognized checkpoint",
         where=str(path),
-        why=f"none of the {len(known)} supported formats match{held}",
+        why=f"none of the {len(format_names)} supported formats match{contents}",
         hint="pass the directory with the weights, or set the format with "
         f"{spell_option('--from')} (`ckptctl formats NAME` shows how a format is detected)",
     )
 
 
-def _shown(item: TreePath) -> str:
+def _display_name(item: TreePath) -> str:
     """Return the name of a file, folder or dangling link for a list."""
     if item.is_symlink() and not item.exists():
         return f"{item.name} -> {item.readlink()}"

@@ -23,16 +23,16 @@ from ckptctl.errors import (
     quote_names,
     spell_option,
 )
-from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions
-from ckptctl.formats.hf.hf_files import INDEX, SHARD
-from ckptctl.formats.shared.findings import Faults, Lost
-from ckptctl.formats.shared.indexes import integers
+from ckptctl.formats.base import DEFAULT_READ_OPTIONS, Format, Listing, ReadOptions
+from ckptctl.formats.hf.hf_files import INDEX_SUFFIX, RANK_SHARD
+from ckptctl.formats.shared.findings import FaultCollector, Lost
+from ckptctl.formats.shared.indexes import check_integers
 from ckptctl.formats.shared.joined_tensors import (
     JoinedTensor,
+    make_tensor_entries,
     ranks_disagree_error,
-    tensor_entries,
 )
-from ckptctl.formats.sidecar_files import beside
+from ckptctl.formats.sidecar_files import scan_sidecar_files
 from ckptctl.planner.boxes import compute_coverage
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import parse_json, read_json
@@ -54,13 +54,13 @@ class HfRankShardsFormat(Format):
     name = "hf-rank-shards"
     title = "per-rank safetensors of torch's HuggingFaceStorageWriter"
     recognized = "`shard-N-model-I-of-M.safetensors`"
-    marks = SHARD
+    marks = RANK_SHARD
     wholeness = (
         "every rank up to the highest has all of its M files (missing last ranks are detected "
         "only with `--ranks` or the consolidated checkpoint's index); their boxes tile every "
         "tensor"
     )
-    choices = frozenset({"ranks"})
+    read_options = frozenset({"ranks"})
     tested = "torch 2.13 (2-3 ranks)"
     proof = (
         "reading: checkpoints of torch 2.13 on 2 ranks equal the live model "
@@ -71,57 +71,61 @@ class HfRankShardsFormat(Format):
 
     def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
-        found = len(_shards(listing))
-        return f"{pluralize(found, 'file')} shard-*-model-*.safetensors" if found else None
+        count = len(_list_shards(listing))
+        return f"{pluralize(count, 'file')} shard-*-model-*.safetensors" if count else None
 
-    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, options: ReadOptions = DEFAULT_READ_OPTIONS) -> Catalog:
         """See :meth:`Format.read`."""
-        shards = _shards(Listing(path))
-        ranks = _ranks(path, shards, asked.ranks)
+        shards = _list_shards(Listing(path))
+        ranks = _count_ranks(path, shards, options.ranks)
         files_each = int(next(iter(shards.values()))[3])
-        faults = Faults(path, asked.partial)
-        _require_all(shards, ranks, files_each, faults)
-        joined: dict[str, JoinedTensor] = {}
+        faults = FaultCollector(path, options.partial)
+        _require_shards(shards, ranks, files_each, faults)
+        merged: dict[str, JoinedTensor] = {}
         sizes: dict[str, int] = {}
         with source_files(path) as files:
             for name in prefetch_heads(files, shards):
-                header = faults.read(name, lambda name: _read_header(files, name))
+                header = faults.try_read(name, lambda name: _read_header(files, name))
                 if header is not None:
-                    _take(joined, *header, name, str(path / name))
+                    _add_shard_tensors(merged, *header, name, str(path / name))
                     sizes[name] = files.size(name)
-        for tensor in joined.values():
+        for tensor in merged.values():
             if 0 not in tensor.shape:  # empty shards only determine the global shape
                 tensor.extents = {box: e for box, e in tensor.extents.items() if box.numel}
-        tensors = tensor_entries(joined)
+        tensors = make_tensor_entries(merged)
         for entry in tensors.values():
-            _require_whole(entry, path, partial=bool(faults.findings))
-        sure = faults.findings or asked.ranks
-        uncompared = (
+            _require_coverage(entry, path, partial=bool(faults.findings))
+        is_certain = faults.findings or options.ranks
+        uncertainty_note = (
             f"found the shards of {pluralize(ranks, 'rank')} (neither the world size nor tensor "
             "sizes are recorded, so missing last ranks cannot be detected); set "
             f"{spell_option('--ranks N')} to check"
         )
-        notes: tuple[str, ...] = () if sure else (uncompared,)
-        if path.name == SHARDED and (path.parent / f"model{INDEX}").is_file():
-            notes = tuple(_compared(tensors, faults, _name(ranks + 1, 1, files_each)))
-        around = beside(path, shards)
+        notes: tuple[str, ...] = () if is_certain else (uncertainty_note,)
+        if path.name == SHARDED and (path.parent / f"model{INDEX_SUFFIX}").is_file():
+            notes = tuple(
+                _compare_with_index(tensors, faults, _format_shard_name(ranks + 1, 1, files_each))
+            )
+        sidecars = scan_sidecar_files(path, shards)
         return replace(
-            around.catalog(path, self.name),
+            sidecars.make_catalog(path, self.name),
             files=sizes,
             tensors=tensors,
             notes=notes,
             findings=tuple(faults.findings),
-            lost=_doubtful(tensors, faults.findings),
+            lost=_find_open_ended_tensors(tensors, faults.findings),
         )
 
 
-def _doubtful(tensors: Mapping[str, TensorEntry], findings: Sequence[Finding]) -> Lost:
+def _find_open_ended_tensors(
+    tensors: Mapping[str, TensorEntry], findings: Sequence[Finding]
+) -> Lost:
     """Return the tensors that may continue in unusable files, which are all but 0-d tensors.
 
     Only its shards show how far a tensor reaches. An empty box at the end of the known shards
     stands for possible further ones.
     """
-    file = next((found.file for found in findings if found.file), None)
+    file = next((finding.file for finding in findings if finding.file), None)
     return {
         name: ((Box(entry.shape, (0,) * len(entry.shape)), file),)
         for name, entry in tensors.items()
@@ -129,8 +133,8 @@ def _doubtful(tensors: Mapping[str, TensorEntry], findings: Sequence[Finding]) -
     }
 
 
-def _take(
-    joined: dict[str, JoinedTensor],
+def _add_shard_tensors(
+    tensors: dict[str, JoinedTensor],
     header: SafetensorsHeader,
     offsets: Offsets,
     name: str,
@@ -146,22 +150,22 @@ def _take(
                 why=f"`{key}` has {pluralize(len(sizes), 'dimension')} and "
                 f"{pluralize(len(start), 'offset')}",
             )
-        reach = tuple(map(sum, zip(start, sizes, strict=True)))
-        known = joined.setdefault(key, JoinedTensor(dtype, reach, (key,), name))
-        if known.dtype != dtype or len(known.shape) != len(reach):
+        end_indices = tuple(map(sum, zip(start, sizes, strict=True)))
+        tensor = tensors.setdefault(key, JoinedTensor(dtype, end_indices, (key,), name))
+        if tensor.dtype != dtype or len(tensor.shape) != len(end_indices):
             why = (
-                f"it is {dtype} with {pluralize(len(reach), 'dimension')} in this file, "
-                f"{known.dtype} with {len(known.shape)} in `{known.file}`"
+                f"it is {dtype} with {pluralize(len(end_indices), 'dimension')} in this file, "
+                f"{tensor.dtype} with {len(tensor.shape)} in `{tensor.file}`"
             )
             raise ranks_disagree_error(key, where, why)
-        known.shape = tuple(map(max, known.shape, reach))
+        tensor.shape = tuple(map(max, tensor.shape, end_indices))
         extent = Extent(Box(start, sizes), name, begin, end - begin)
-        before = known.add(extent)
-        if before is not None and extent.nbytes:
+        earlier = tensor.add_extent(extent)
+        if earlier is not None and extent.nbytes:
             raise UnsupportedError(
                 f"{extent.box} of `{key}` is in two shards",
                 where=where,
-                why=f"it is also in `{before.file}`",
+                why=f"it is also in `{earlier.file}`",
                 hint="remove the file that is a copy or belongs to another save",
             )
 
@@ -178,17 +182,19 @@ def _read_header(files: SourceFiles, name: str) -> tuple[SafetensorsHeader, Offs
         places = read_as(dict[str, dict[str, object]], info, OFFSETS)
         if places.keys() != header.tensors.keys():
             raise MalformedError(f"{OFFSETS} does not match the tensors of the file")
-        return header, {key: integers(one.get("saved_offsets")) for key, one in places.items()}
+        return header, {
+            key: check_integers(place.get("saved_offsets")) for key, place in places.items()
+        }
 
 
-def _shards(listing: Listing) -> dict[str, re.Match[str]]:
+def _list_shards(listing: Listing) -> dict[str, re.Match[str]]:
     """Return the shards in a folder by name, in order."""
     names = listing.names if listing.is_folder else ()
-    return {name: match for name in names if (match := SHARD.fullmatch(name))}
+    return {name: match for name in names if (match := RANK_SHARD.fullmatch(name))}
 
 
-def _ranks(path: TreePath, shards: Mapping[str, re.Match[str]], said: int | None) -> int:
-    """Return the world size, which is *said* or else the highest rank found."""
+def _count_ranks(path: TreePath, shards: Mapping[str, re.Match[str]], requested: int | None) -> int:
+    """Return the world size, which is *requested* or else the highest rank found."""
     if not shards:
         raise FormatError(
             "no per-rank shards were found",
@@ -202,63 +208,65 @@ def _ranks(path: TreePath, shards: Mapping[str, re.Match[str]], said: int | None
             "the shards belong to different saves", where=str(path), why=quote_names(examples)
         )
     last = max(int(match[1]) for match in shards.values())
-    if said is not None and last > said:
+    if requested is not None and last > requested:
         raise UsageError(
-            f"{spell_option(f'--ranks {said}')}, but there are shards of rank {last}",
+            f"{spell_option(f'--ranks {requested}')}, but there are shards of rank {last}",
             where=str(path),
             why="file names count ranks from 1",
         )
-    return said or last
+    return requested or last
 
 
-def _require_all(
-    shards: Mapping[str, re.Match[str]], ranks: int, files: int, faults: Faults
+def _require_shards(
+    shards: Mapping[str, re.Match[str]], ranks: int, files: int, faults: FaultCollector
 ) -> None:
     """Raise, or add a finding, if files of ranks are missing."""
-    wanted = range(ranks * files)
+    required = range(ranks * files)
 
-    def named(number: int) -> str:
-        return _name(number // files + 1, number % files + 1, files)
+    def format_name(number: int) -> str:
+        return _format_shard_name(number // files + 1, number % files + 1, files)
 
     numbers = {files * (int(m[1]) - 1) + int(m[2]) - 1: name for name, m in shards.items()}
-    present = {n for n, name in numbers.items() if n in wanted and named(n) == name}
+    present = {n for n, name in numbers.items() if n in required and format_name(n) == name}
     hint = "copy the missing files from the nodes of the other ranks"
     if len(present) == ranks * files != len(shards):
-        what, why = "the shard numbers are inconsistent", quote_names(list(shards))
-        raise UnsupportedError(what, where=str(faults.root), why=why, hint=hint)
-    faults.require_all(present, wanted, named, "shards", hint)
+        message, why = "the shard numbers are inconsistent", quote_names(list(shards))
+        raise UnsupportedError(message, where=str(faults.root), why=why, hint=hint)
+    faults.require_files(present, required, format_name, "shards", hint)
 
 
-def _name(rank: int, file: int, total: int) -> str:
+def _format_shard_name(rank: int, file: int, total: int) -> str:
     return f"shard-{rank:05d}-model-{file:05d}-of-{total:05d}.safetensors"
 
 
-def _require_whole(entry: TensorEntry, path: TreePath, *, partial: bool) -> None:
+def _require_coverage(entry: TensorEntry, path: TreePath, *, partial: bool) -> None:
     boxes = [extent.box for extent in entry.extents]
     if sum(box.numel for box in boxes) == entry.numel:
         return
-    found = compute_coverage(entry.shape, boxes)
-    if partial and not found.overlaps:
+    report = compute_coverage(entry.shape, boxes)
+    if partial and not report.overlaps:
         return
-    wrong = found.holes or found.overlaps
-    kind = CoverageError if found.holes else UnsupportedError
+    bad_boxes = report.holes or report.overlaps
+    kind = CoverageError if report.holes else UnsupportedError
     raise kind(
         f"the shards of `{entry.name}` leave a gap or overlap",
         where=f"{path}, tensor `{entry.name}`, shape {list(entry.shape)}",
-        why=f"{quote_names([str(box) for box in wrong])} "
-        + ("is not in any file" if found.holes else "is in more than one file"),
+        why=f"{quote_names([str(box) for box in bad_boxes])} "
+        + ("is not in any file" if report.holes else "is in more than one file"),
         hint="replace files of other saves: "
         f"{quote_names(list(dict.fromkeys(e.file for e in entry.extents)))}",
     )
 
 
-def _compared(tensors: Mapping[str, TensorEntry], faults: Faults, following: str) -> Iterator[str]:
+def _compare_with_index(
+    tensors: Mapping[str, TensorEntry], faults: FaultCollector, next_file: str
+) -> Iterator[str]:
     """Compare the shards with the index that torch's consolidation wrote next to ``sharded/``.
 
     Only the index shows whether files of the last ranks are missing; the remaining files look
-    complete. *following* is the name that the next file would have.
+    complete. *next_file* is the name that the next file would have.
     """
-    name, folder = f"model{INDEX}", faults.root.parent
+    name, folder = f"model{INDEX_SUFFIX}", faults.root.parent
     where = str(folder / name)
     with source_files(folder) as files:
         index = read_json(files, name)
@@ -266,26 +274,26 @@ def _compared(tensors: Mapping[str, TensorEntry], faults: Faults, following: str
     if weight_map is None:
         yield f"`../{name}` is not an index and was not compared"
         return
-    lacking = sorted(weight_map.keys() - tensors.keys())
+    missing_keys = sorted(weight_map.keys() - tensors.keys())
     total = find_member(int, index, "metadata", "total_size")
-    here = sum(entry.nbytes for entry in tensors.values())
-    if lacking or (total or 0) > here:
-        file = next((one.file for one in faults.findings if one.file), following)
+    actual_bytes = sum(entry.nbytes for entry in tensors.values())
+    if missing_keys or (total or 0) > actual_bytes:
+        file = next((finding.file for finding in faults.findings if finding.file), next_file)
         error = DamagedError(
             "the last ranks' shards are missing",
             where=str(faults.root),
-            why=f"no shard has {quote_names(lacking)}, which are listed in {where}"
-            if lacking
-            else f"the shards have {pluralize(here, 'byte')}, but {where} states {total:,}",
+            why=f"no shard has {quote_names(missing_keys)}, which are listed in {where}"
+            if missing_keys
+            else f"the shards have {pluralize(actual_bytes, 'byte')}, but {where} states {total:,}",
             hint="copy the missing files, or convert the consolidated checkpoint in the parent "
             "directory",
         )
         if not faults.findings:
-            faults.unreadable(error, file)
-        for key in lacking:
-            faults.nowhere(str(key), "the index lists it", file)
-    elif total != here:
-        yield f"`../{name}` states {total} bytes, but the shards have {here:,}"
+            faults.add_or_raise(error, file)
+        for key in missing_keys:
+            faults.add_missing_tensor(str(key), "the index lists it", file)
+    elif total != actual_bytes:
+        yield f"`../{name}` states {total} bytes, but the shards have {actual_bytes:,}"
 
 
 FORMAT = HfRankShardsFormat()

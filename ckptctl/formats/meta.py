@@ -14,7 +14,7 @@ from ckptctl.catalog import Catalog
 from ckptctl.errors import FormatError, UnsupportedError
 from ckptctl.formats import torch_file
 from ckptctl.formats.base import (
-    AS_IT_IS,
+    DEFAULT_READ_OPTIONS,
     Listing,
     OutputLayout,
     OutputRequest,
@@ -23,8 +23,8 @@ from ckptctl.formats.base import (
     WritableFormat,
 )
 from ckptctl.formats.mistral import is_mistral
-from ckptctl.formats.shared.findings import missing_error
-from ckptctl.formats.shared.model_parallel_layout import lay_out
+from ckptctl.formats.shared.findings import missing_files_error
+from ckptctl.formats.shared.model_parallel_layout import lay_out_ranks
 from ckptctl.storage.files import source_files
 from ckptctl.storage.read_ahead import prefetch_zips
 from ckptctl.tree import TreePath
@@ -54,7 +54,7 @@ class MetaFormat(WritableFormat):
         "shards (tests/oracle/test_logits.py)"
     )
     layout = LAYOUT
-    described = True
+    has_params_json = True
     ties = "stored once per file if config.json ties them, otherwise written in full"
     parallel = True
 
@@ -66,63 +66,71 @@ class MetaFormat(WritableFormat):
             return None
         if is_mistral(folder):
             return None
-        shards = count(folder)
+        shards = count_shards(folder)
         return f"{shards} consolidated.*.pth" if shards else None
 
-    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, options: ReadOptions = DEFAULT_READ_OPTIONS) -> Catalog:
         """See :meth:`Format.read`."""
-        from ckptctl.formats.shared.model_parallel_join import joined_catalog
+        from ckptctl.formats.shared.model_parallel_join import join_catalog
         from ckptctl.formats.shared.stored_leaves import read_leaves
 
         root = path if path.is_dir() else path.parent
         if path.is_file() and not _SHARD.fullmatch(path.name):
-            raise _no_shards(path)
-        names = _shards(root)
+            raise _no_shards_error(path)
+        names = _list_shards(root)
         with source_files(root) as files:
-            read = {name: read_leaves(files, name) for name in prefetch_zips(files, names)}
-            shards = {name: contents.tensors for name, contents in read.items()}
-            catalog = joined_catalog(files, self.name, LAYOUT, shards, asked)
-        said = dict.fromkeys(note for contents in read.values() for note in contents.notes)
-        return replace(catalog, blobs=read[names[0]].blobs, notes=(*catalog.notes, *said))
+            leaves_by_name = {
+                name: read_leaves(files, name) for name in prefetch_zips(files, names)
+            }
+            shards = {name: contents.tensors for name, contents in leaves_by_name.items()}
+            catalog = join_catalog(files, self.name, LAYOUT, shards, options)
+        shard_notes = dict.fromkeys(
+            note for contents in leaves_by_name.values() for note in contents.notes
+        )
+        return replace(
+            catalog, blobs=leaves_by_name[names[0]].blobs, notes=(*catalog.notes, *shard_notes)
+        )
 
     def lay_out(self, request: OutputRequest) -> OutputLayout:
         """See :meth:`WritableFormat.lay_out`."""
 
-        def shard(rank: int, tensors: Sequence[OutputTensor]) -> OutputLayout:
+        def lay_out_shard(rank: int, tensors: Sequence[OutputTensor]) -> OutputLayout:
             name = f"consolidated.{rank:02d}.pth"
             return torch_file.FORMAT.lay_out(replace(request, name=name, tensors=tensors, blobs=()))
 
-        return lay_out(request, shard, "Meta's files can only store tensors")
+        return lay_out_ranks(request, lay_out_shard, "Meta's files can only store tensors")
 
 
-def count(root: TreePath) -> int:
+def count_shards(root: TreePath) -> int:
     """Count the shards directly in *root*."""
     return sum(1 for item in root.glob("consolidated*.pth") if _SHARD.fullmatch(item.name))
 
 
-def _shards(root: TreePath) -> list[str]:
+def _list_shards(root: TreePath) -> list[str]:
     """Return the names of all shards in rank order, or raise if one is missing."""
-    found: dict[int, str] = {}
+    shard_names: dict[int, str] = {}
     for name in sorted(item.name for item in root.iterdir()):
         match = _SHARD.fullmatch(name)
         rank = int(match[1] or 0) if match else None
-        if rank in found:
+        if rank in shard_names:
             raise UnsupportedError(
                 f"two files contain the shard of rank {rank}",
                 where=str(root),
-                why=f"`{found[rank]}` and `{name}`",
+                why=f"`{shard_names[rank]}` and `{name}`",
             )
         if rank is not None:
-            found[rank] = name
-    if not found:
-        raise _no_shards(root)
-    wanted = range(max(found) + 1)
-    if error := missing_error(root, found, wanted, "consolidated.{:02d}.pth".format, "shards"):
+            shard_names[rank] = name
+    if not shard_names:
+        raise _no_shards_error(root)
+    required = range(max(shard_names) + 1)
+    if error := missing_files_error(
+        root, shard_names, required, "consolidated.{:02d}.pth".format, "shards"
+    ):
         raise error
-    return [found[rank] for rank in sorted(found)]
+    return [shard_names[rank] for rank in sorted(shard_names)]
 
 
-def _no_shards(path: TreePath) -> FormatError:
+def _no_shards_error(path: TreePath) -> FormatError:
     return FormatError(
         "no shards in Meta's format were found",
         where=str(path),

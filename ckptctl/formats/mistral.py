@@ -15,11 +15,11 @@ from dataclasses import replace
 from ckptctl.catalog import Catalog, TensorEntry
 from ckptctl.errors import CkptError, FormatError, quote_names
 from ckptctl.formats import hf
-from ckptctl.formats.base import AS_IT_IS, Listing, ReadOptions
+from ckptctl.formats.base import DEFAULT_READ_OPTIONS, Listing, ReadOptions
 from ckptctl.formats.hf import hf_files
 from ckptctl.formats.hf import shards as hf_shards
-from ckptctl.formats.shared.findings import missing_error
-from ckptctl.formats.sidecar_files import documents
+from ckptctl.formats.shared.findings import missing_files_error
+from ckptctl.formats.sidecar_files import read_documents
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.read_ahead import prefetch_zips
 from ckptctl.tree import TreePath
@@ -37,15 +37,15 @@ _FIRST_RELEASE = {
 }
 _EXPERTS = {"num_local_experts": "num_experts", "num_experts_per_tok": "num_experts_per_tok"}
 STEM = "consolidated"
-INDEX = f"{STEM}{hf_files.INDEX}"
-_SAFE = re.compile(rf"{STEM}(?:-\d+-of-\d+)?\.safetensors")
+INDEX = f"{STEM}{hf_files.INDEX_SUFFIX}"
+_SAFETENSORS = re.compile(rf"{STEM}(?:-\d+-of-\d+)?\.safetensors")
 _TORCH = re.compile(rf"{STEM}\.(\d+)\.(pth|pt)")
 
 
 def is_mistral(folder: TreePath) -> bool:
     """Return whether *folder* has Mistral's params.json."""
     try:
-        params = documents(folder).get(PARAMS) if folder.is_dir() else None
+        params = read_documents(folder).get(PARAMS) if folder.is_dir() else None
     except CkptError:
         return False
     if params is None or not params.keys().isdisjoint(_META):
@@ -53,7 +53,7 @@ def is_mistral(folder: TreePath) -> bool:
     return not params.keys().isdisjoint(_MISTRAL)
 
 
-def _in_todays_words(params: Mapping[str, object]) -> Mapping[str, object]:
+def _modernize_params(params: Mapping[str, object]) -> Mapping[str, object]:
     """Rename the keys of the first release's *params* to the current ones.
 
     The params.json of Mixtral's first release uses the keys of transformers. Source: transformers'
@@ -61,10 +61,10 @@ def _in_todays_words(params: Mapping[str, object]) -> Mapping[str, object]:
     """
     if "hidden_size" not in params or "dim" in params:
         return params
-    kept = {k: v for k, v in params.items() if k not in _EXPERTS}
-    renamed = {_FIRST_RELEASE.get(key, key): value for key, value in kept.items()}
+    other_params = {k: v for k, v in params.items() if k not in _EXPERTS}
+    renamed_params = {_FIRST_RELEASE.get(key, key): value for key, value in other_params.items()}
     experts = {_EXPERTS[key]: params[key] for key in _EXPERTS if key in params}
-    return renamed | ({"moe": experts} if experts else {})
+    return renamed_params | ({"moe": experts} if experts else {})
 
 
 class MistralFormat(hf.HfFormat):
@@ -94,26 +94,34 @@ class MistralFormat(hf.HfFormat):
     )
     layout = "mistral"
     other_layouts = False
-    described = True
+    has_params_json = True
     stem = STEM
 
     def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
         path = listing.path
         if not listing.is_folder:
-            ours = path.name == INDEX or _SAFE.fullmatch(path.name)
-            named = ours or (path.suffix == ".pth" and _TORCH.fullmatch(path.name))
-            return path.name if ours or (named and is_mistral(path.parent)) else None
-        found = _weights(listing)
-        torch_only = bool(found) and not found[0].endswith((".safetensors", ".json", ".pt"))
-        if not found or (torch_only and not is_mistral(path)):
+            is_safetensors = path.name == INDEX or _SAFETENSORS.fullmatch(path.name)
+            is_weight_file = is_safetensors or (
+                path.suffix == ".pth" and _TORCH.fullmatch(path.name)
+            )
+            return (
+                path.name
+                if is_safetensors or (is_weight_file and is_mistral(path.parent))
+                else None
+            )
+        weight_files = _list_weights(listing)
+        torch_only = bool(weight_files) and not weight_files[0].endswith(
+            (".safetensors", ".json", ".pt")
+        )
+        if not weight_files or (torch_only and not is_mistral(path)):
             return None
-        return quote_names(found)
+        return quote_names(weight_files)
 
-    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, options: ReadOptions = DEFAULT_READ_OPTIONS) -> Catalog:
         """See :meth:`Format.read`."""
         folder = path if path.is_dir() else path.parent
-        names = [path.name] if path.is_file() else _weights(Listing(path))
+        names = [path.name] if path.is_file() else _list_weights(Listing(path))
         if not names:
             raise FormatError(
                 "no weights in Mistral's format were found",
@@ -121,40 +129,40 @@ class MistralFormat(hf.HfFormat):
                 why=f"expected {STEM}.safetensors, {INDEX} or {STEM}.00.pth, and {PARAMS}",
             )
         with source_files(folder) as files:
-            catalog = self._read(files, path, names)
+            catalog = self._read_weights(files, path, names)
         documents = dict(catalog.documents)
         if PARAMS in documents:
-            documents[PARAMS] = _in_todays_words(documents[PARAMS])
+            documents[PARAMS] = _modernize_params(documents[PARAMS])
         return replace(catalog, documents=documents)
 
-    def _read(self, files: SourceFiles, path: TreePath, names: list[str]) -> Catalog:
+    def _read_weights(self, files: SourceFiles, path: TreePath, names: list[str]) -> Catalog:
         if names == [INDEX]:
             return self._read_index(files, path, INDEX)
         if names[0].endswith(".safetensors"):
-            hf_files.require_whole(path, names, f"download the missing shards, and {INDEX}")
+            hf_files.require_complete_set(path, names, f"download the missing shards, and {INDEX}")
             return self._read_safetensors(files, path, names)
         if path.is_dir():
             ranks = {int(match[1]): match for name in names if (match := _TORCH.fullmatch(name))}
             kind = names[0].rpartition(".")[2]
-            wanted, named = range(max(ranks) + 1), f"{STEM}.{{:02d}}.{kind}".format
-            if error := missing_error(path, ranks, wanted, named, "shards"):
+            required, format_name = range(max(ranks) + 1), f"{STEM}.{{:02d}}.{kind}".format
+            if error := missing_files_error(path, ranks, required, format_name, "shards"):
                 raise error
         tensors: dict[str, TensorEntry] = {}
         notes: dict[str, None] = {}
         for name in prefetch_zips(files, names):
-            found = hf_shards.read_bin(files, name)
-            hf_shards.merge(tensors, found.tensors, name)
-            notes |= dict.fromkeys(found.notes)
-        return self._catalog(files, path, tensors, {}, names, notes, None)
+            shard = hf_shards.read_torch_shard(files, name)
+            hf_shards.add_shard_tensors(tensors, shard.tensors, name)
+            notes |= dict.fromkeys(shard.notes)
+        return self._build_catalog(files, path, tensors, {}, names, notes, None)
 
 
-def _weights(listing: Listing) -> list[str]:
+def _list_weights(listing: Listing) -> list[str]:
     """Return the weight files, or their index, of the newest kind that exists."""
     names = listing.files
     if INDEX in names:
         return [INDEX]
     kinds = (
-        [name for name in names if _SAFE.fullmatch(name)],
+        [name for name in names if _SAFETENSORS.fullmatch(name)],
         [name for name in names if _TORCH.fullmatch(name) and name.endswith(".pth")],
         [name for name in names if _TORCH.fullmatch(name) and name.endswith(".pt")],
     )

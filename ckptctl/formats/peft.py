@@ -12,7 +12,13 @@ from dataclasses import replace
 
 from ckptctl.catalog import Catalog
 from ckptctl.errors import FormatError, quote_names
-from ckptctl.formats.base import AS_IT_IS, Listing, OutputLayout, OutputRequest, ReadOptions
+from ckptctl.formats.base import (
+    DEFAULT_READ_OPTIONS,
+    Listing,
+    OutputLayout,
+    OutputRequest,
+    ReadOptions,
+)
 from ckptctl.formats.hf import HfFormat
 from ckptctl.formats.sidecar_files import ADAPTER
 from ckptctl.storage.files import source_files
@@ -51,39 +57,39 @@ class PeftFormat(HfFormat):
     sharded = False
     ties = "written in full"
     records_ties = False
-    described_in = (CONFIG,)
+    config_files = (CONFIG,)
 
     def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
-        found = _weights(listing.path) if listing.is_folder else listing.path.name
-        return found if found and (listing.is_folder or found == WEIGHTS) else None
+        name = _find_weights(listing.path) if listing.is_folder else listing.path.name
+        return name if name and (listing.is_folder or name == WEIGHTS) else None
 
-    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, options: ReadOptions = DEFAULT_READ_OPTIONS) -> Catalog:
         """See :meth:`Format.read`."""
-        name = path.name if path.is_file() else _weights(path)
+        name = path.name if path.is_file() else _find_weights(path)
         if name is None:
             raise FormatError(
                 "no adapter was found", where=str(path), why=f"expected {WEIGHTS} or {BIN}"
             )
         root = path if path.is_dir() else path.parent
-        found = super().read(root / name, asked)
-        own = [file for file in TORCHTUNE if (root / file).is_file()]
-        notes = found.notes
-        if own:
+        catalog = super().read(root / name, options)
+        torchtune_files = [file for file in TORCHTUNE if (root / file).is_file()]
+        notes = catalog.notes
+        if torchtune_files:
             notes += (
-                f"found torchtune's own {quote_names(own)}; "
+                f"found torchtune's own {quote_names(torchtune_files)}; "
                 "convert it instead, because torchtune's PEFT export is wrong for Qwen and DoRA",
             )
-        documents = {**found.documents, **adapter_config(root)}
-        return replace(found, path=path, documents=documents, notes=notes)
+        documents = {**catalog.documents, **read_adapter_config(root)}
+        return replace(catalog, path=path, documents=documents, notes=notes)
 
     def lay_out(self, request: OutputRequest) -> OutputLayout:
         """See :meth:`WritableFormat.lay_out`."""
-        one = dict.fromkeys((tensor.name for tensor in request.tensors), 0)
-        return super().lay_out(replace(request, like=one, like_files=(WEIGHTS,)))
+        file_indices = dict.fromkeys((tensor.name for tensor in request.tensors), 0)
+        return super().lay_out(replace(request, like=file_indices, like_files=(WEIGHTS,)))
 
 
-def adapter_config(root: TreePath) -> dict[str, Mapping[str, object]]:
+def read_adapter_config(root: TreePath) -> dict[str, Mapping[str, object]]:
     """Read ``adapter_config.json`` in *root* into a dict by file name, empty if it is missing."""
     if not (root / CONFIG).is_file():
         return {}
@@ -91,7 +97,7 @@ def adapter_config(root: TreePath) -> dict[str, Mapping[str, object]]:
         return {CONFIG: read_json_object(files, CONFIG, constants=True)}
 
 
-def _weights(path: TreePath) -> str | None:
+def _find_weights(path: TreePath) -> str | None:
     return next((name for name in (WEIGHTS, BIN) if (path / name).is_file()), None)
 
 

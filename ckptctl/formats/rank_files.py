@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 from ckptctl.catalog import Catalog
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import FormatError, UnsupportedError, quote_names
-from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions, require_folder
-from ckptctl.formats.shared.findings import Faults, mixed_saves
-from ckptctl.formats.sidecar_files import CONFIGURATION, with_folder
+from ckptctl.formats.base import DEFAULT_READ_OPTIONS, Format, Listing, ReadOptions, require_folder
+from ckptctl.formats.shared.findings import FaultCollector, mixed_saves_error
+from ckptctl.formats.sidecar_files import CONFIGURATION, scan_with_subfolder
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.read_ahead import list_zip_ends, prefetch_items
 from ckptctl.tree import TreePath
@@ -40,10 +40,10 @@ PATTERNS = tuple(
         rf"rank_?{_RANK}\.(pt|pth|bin)",
     )
 )
-TRAINER = "trainer_state.pt"
-SHARDING = "fsdp_config.json"
+TRAINER_STATE_FILE = "trainer_state.pt"
+FSDP_CONFIG_FILE = "fsdp_config.json"
 """verl's description of the ranks, which only applies to their files."""
-_CALLED = {"pytorch_model_fsdp": "model", "pytorch_model": "model"}
+_GROUP_ALIASES = {"pytorch_model_fsdp": "model", "pytorch_model": "model"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,67 +96,69 @@ class RankFilesFormat(Format):
 
     def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
-        found = [] if listing.has(".metadata") else [file.name for file in rank_files(listing)]
-        return quote_names(found, 2) if found else None
+        names = [] if listing.has(".metadata") else [file.name for file in list_rank_files(listing)]
+        return quote_names(names, 2) if names else None
 
-    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, options: ReadOptions = DEFAULT_READ_OPTIONS) -> Catalog:
         """See :meth:`Format.read`."""
         require_folder(path)
         from ckptctl.formats.shared.rank_merge import RankMerger
 
-        groups = _grouped(path)
+        groups = _group_rank_files(path)
         with source_files(path) as files:
-            faults = Faults(path, asked.partial)
-            merger = RankMerger(files, faults, listed=asked.replicas)
-            joined = _joined(files, groups, merger)
+            faults = FaultCollector(path, options.partial)
+            merger = RankMerger(files, faults, list_replicas=options.replicas)
+            leaves = _merge_groups(files, groups, merger)
             names = [file.name for group in groups.values() for file in group.values()]
-            names += [TRAINER] * ("model" in groups and (path / TRAINER).is_file())
-            sizes = faults.sizes(files, names)
-        around = with_folder(path, CONFIGURATION, {*names, SHARDING})
+            names += [TRAINER_STATE_FILE] * (
+                "model" in groups and (path / TRAINER_STATE_FILE).is_file()
+            )
+            sizes = faults.read_sizes(files, names)
+        sidecars = scan_with_subfolder(path, CONFIGURATION, {*names, FSDP_CONFIG_FILE})
         return replace(
-            around.catalog(path, self.name),
+            sidecars.make_catalog(path, self.name),
             files=sizes,
-            tensors=joined.tensors,
-            blobs=joined.blobs,
-            notes=tuple(joined.notes),
+            tensors=leaves.tensors,
+            blobs=leaves.blobs,
+            notes=tuple(leaves.notes),
             replicas=merger.replicas,
             findings=tuple(faults.findings),
             lost=faults.lost,
         )
 
 
-def rank_files(listing: Listing) -> Iterator[RankFile]:
+def list_rank_files(listing: Listing) -> Iterator[RankFile]:
     """Yield the files in a folder whose names match those of a rank's file."""
     for name in listing.names:
-        found = parse(name)
-        if found and listing.has(name):
-            yield found
+        rank_file = parse_rank_file_name(name)
+        if rank_file and listing.has(name):
+            yield rank_file
 
 
-def parse(name: str) -> RankFile | None:
+def parse_rank_file_name(name: str) -> RankFile | None:
     """Parse a file name, or return None if it is not that of a rank's file."""
     match = next((m for pattern in PATTERNS if (m := pattern.fullmatch(name))), None)
     if match is None:
         return None
     fields = match.groupdict()
     group, number = fields.get("group") or "", int(fields.get("number") or 0)
-    group = _CALLED.get(group, group) + (f"_{number}" if number else "")
+    group = _GROUP_ALIASES.get(group, group) + (f"_{number}" if number else "")
     world = fields.get("world")
     return RankFile(name, group, int(fields["rank"]), int(world) if world else None)
 
 
-def _grouped(path: TreePath) -> dict[str, dict[int, RankFile]]:
+def _group_rank_files(path: TreePath) -> dict[str, dict[int, RankFile]]:
     """Group the files in *path* by kind and rank."""
     groups: dict[str, dict[int, RankFile]] = {}
     for file in sorted(
-        rank_files(Listing(path)), key=lambda found: (found.group, found.rank, found.name)
+        list_rank_files(Listing(path)), key=lambda group: (group.group, group.rank, group.name)
     ):
-        twin = groups.setdefault(file.group, {}).setdefault(file.rank, file)
-        if twin is not file:
+        existing = groups.setdefault(file.group, {}).setdefault(file.rank, file)
+        if existing is not file:
             raise UnsupportedError(
                 f"two files belong to rank {file.rank}",
                 where=str(path),
-                why=quote_names([twin.name, file.name]),
+                why=quote_names([existing.name, file.name]),
                 hint="keep the files of one save (these belong to different saves)",
             )
     if not groups:
@@ -165,11 +167,11 @@ def _grouped(path: TreePath) -> dict[str, dict[int, RankFile]]:
             where=str(path),
             why="expected a name such as `model_world_size_2_rank_0.pt`",
         )
-    for found in groups.values():
-        worlds = sorted({file.world for file in found.values() if file.world is not None})
+    for group in groups.values():
+        worlds = sorted({file.world for file in group.values() if file.world is not None})
         if len(worlds) > 1:
-            raise mixed_saves(path, f"world sizes {' and '.join(map(str, worlds))}")
-        surplus = [file.name for rank, file in found.items() if worlds and rank >= worlds[0]]
+            raise mixed_saves_error(path, f"world sizes {' and '.join(map(str, worlds))}")
+        surplus = [file.name for rank, file in group.items() if worlds and rank >= worlds[0]]
         if surplus:
             raise UnsupportedError(
                 f"found files of more than the {pluralize(worlds[0], 'rank')} of the save",
@@ -180,61 +182,65 @@ def _grouped(path: TreePath) -> dict[str, dict[int, RankFile]]:
     return groups
 
 
-def _joined(files: SourceFiles, groups: RankGroups, merger: RankMerger) -> Leaves:
+def _merge_groups(files: SourceFiles, groups: RankGroups, merger: RankMerger) -> Leaves:
     from ckptctl.formats.shared.rank_archive import read_rank_file
 
     for name, group in groups.items():
-        _require(merger, name, group, max(max(group) + 1, _stated(group)))
+        _check_rank_files(merger, name, group, max(max(group) + 1, _read_stated_world(group)))
     for name, group in groups.items():
         ranks = sorted(group.items())
-        for rank, file in prefetch_items(files, ranks, lambda one: list_zip_ends(one[1].name)):
-            leaves = _below(name, read_rank_file(files, file.name))
-            merger.take(rank, _head(name), file.name, leaves)
-    told = max(max(merger.ranks, default=-1) + 1, *map(_stated, groups.values()))
-    world = max(told, *(max(group) + 1 for group in groups.values()))
-    tensors = merger.heads()
+        for rank, file in prefetch_items(
+            files, ranks, lambda rank_and_file: list_zip_ends(rank_and_file[1].name)
+        ):
+            leaves = _prefix_leaves(name, read_rank_file(files, file.name))
+            merger.add_file(rank, _group_path(name), file.name, leaves)
+    recorded_world = max(
+        max(merger.ranks, default=-1) + 1, *map(_read_stated_world, groups.values())
+    )
+    world = max(recorded_world, *(max(group) + 1 for group in groups.values()))
+    tensors = merger.list_first_keys()
     for name, group in groups.items():
         if not name or name in tensors or group.keys() != {0}:
-            _require(merger, name, group, world)
-    if (files.root / TRAINER).is_file() and "model" in groups:
-        leaves = _below("trainer_state", read_rank_file(files, TRAINER))
-        merger.take(0, _head("trainer_state"), TRAINER, leaves)
+            _check_rank_files(merger, name, group, world)
+    if (files.root / TRAINER_STATE_FILE).is_file() and "model" in groups:
+        leaves = _prefix_leaves("trainer_state", read_rank_file(files, TRAINER_STATE_FILE))
+        merger.add_file(0, _group_path("trainer_state"), TRAINER_STATE_FILE, leaves)
     if set(groups) == {""}:
         merger.refuse_unrelated(str(files.root))
-    joined = merger.finish()
-    if not told:
-        joined.notes.append(
+    merged = merger.merge_leaves()
+    if not recorded_world:
+        merged.notes.append(
             f"found the files of {pluralize(world, 'rank')} (the world size is not recorded, so "
             "missing last ranks cannot be detected)"
         )
-    return joined
+    return merged
 
 
-def _head(group: str) -> KeyPath:
+def _group_path(group: str) -> KeyPath:
     return (group,) if group else ()
 
 
-def _stated(group: RankGroup) -> int:
+def _read_stated_world(group: RankGroup) -> int:
     """Return the world size according to the file names, or 0 if they do not contain it."""
     return max(file.world or 0 for file in group.values())
 
 
-def _require(merger: RankMerger, name: str, group: RankGroup, world: int) -> None:
+def _check_rank_files(merger: RankMerger, name: str, group: RankGroup, world: int) -> None:
     """Raise, or add a finding, if a group does not have the files of all *world* ranks."""
     example = next(iter(group.values())).name
-    at = example.rindex("rank") + len("rank") if "rank" in example else 0
+    digits_start = example.rindex("rank") + len("rank") if "rank" in example else 0
 
-    def named(rank: int) -> str:
-        return example[:at] + re.sub(r"\d+", str(rank), example[at:], count=1)
+    def format_name(rank: int) -> str:
+        return example[:digits_start] + re.sub(r"\d+", str(rank), example[digits_start:], count=1)
 
-    merger.require(_head(name), group, range(world), named)
+    merger.check_rank_files(_group_path(name), group, range(world), format_name)
 
 
-def _below(
+def _prefix_leaves(
     group: str, leaves: Iterator[tuple[KeyPath, object]]
 ) -> Iterator[tuple[KeyPath, object]]:
     for path, leaf in leaves:
-        yield (*_head(group), *path), leaf
+        yield (*_group_path(group), *path), leaf
 
 
 FORMAT = RankFilesFormat()

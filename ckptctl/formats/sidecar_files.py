@@ -25,7 +25,7 @@ from ckptctl.storage.paths import leads_outside
 from ckptctl.storage.schema import find_member
 from ckptctl.tree import TreePath
 
-MAX_BYTES = 100_000_000
+MAX_SIDECAR_BYTES = 100_000_000
 DOCUMENTS = ("config.json", "params.json")
 ADAPTER = "adapter_config.json"
 CONFIGURATION = "huggingface"
@@ -75,18 +75,22 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".th", ".ckpt")
 """Suffixes of weight files."""
 _INDEXES = (".safetensors.index.json", ".bin.index.json", ".distcp")
-OF_NO_KIND, A_FOLDER, FOREIGN = "unknown kind of file", "folder", "not in a model folder"
-OUTSIDE = "link that points outside the folder"
+UNKNOWN_KIND, SUBFOLDER, NOT_MODEL_FOLDER = (
+    "unknown kind of file",
+    "folder",
+    "not in a model folder",
+)
+OUTSIDE_LINK = "link that points outside the folder"
 _HOUSEKEEPING = (".metadata", ".snapshot_metadata", ".ckptctl", ".git", ".nfs", ".cache", ".DS_")
 """Prefixes of hidden files that programs keep next to weights."""
-SIDECAR = "ckptctl.run.json"
+RUN_FILE = "ckptctl.run.json"
 """The checkpoint manager's record of a checkpoint."""
-_DESCRIBING = {
-    *(MANIFEST, SIDECAR, "SHA256SUMS", "checklist.chk", "params.json"),
+_WEIGHT_SPECIFIC_FILES = {
+    *(MANIFEST, RUN_FILE, "SHA256SUMS", "checklist.chk", "params.json"),
     *(LATEST, LATEST_UNIVERSAL),
 }
 """Files that describe these weights and would be wrong for others."""
-_CODE_IN = (
+_CODE_CONFIG_FILES = (
     *("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json"),
     *("video_preprocessor_config.json", "modules.json"),
 )
@@ -110,7 +114,7 @@ class SidecarFiles:
     others: Mapping[str, str]
     documents: Mapping[str, Mapping[str, object]]
 
-    def catalog(self, root: TreePath, format: str) -> Catalog:
+    def make_catalog(self, root: TreePath, format: str) -> Catalog:
         """Make a catalog of the folder without weights, for readers to complete."""
         return Catalog(
             root=root,
@@ -124,54 +128,58 @@ class SidecarFiles:
         )
 
 
-def beside(
+def scan_sidecar_files(
     root: TreePath,
-    own: Collection[str] | None = None,
+    weight_files: Collection[str] | None = None,
     *,
-    alone: bool = False,
-    documented: bool = True,
+    is_single_file: bool = False,
+    with_documents: bool = True,
 ) -> SidecarFiles:
     """Separate the files that belong to the model in *root* from all others.
 
     Args:
         root: The checkpoint's folder.
-        own: Names of files and folders with weights or an index; None to recognize them.
-        alone: Whether the user named a weight file, not the folder. If the folder has no
+        weight_files: Names of files and folders with weights or an index; None to recognize them.
+        is_single_file: Whether the user named a weight file, not the folder. If the folder has no
             configuration, it is not a model folder, and nothing in it is copied.
-        documented: Whether to read the documents.
+        with_documents: Whether to read the documents.
 
     Raises:
         UnsupportedError: A document is not a JSON object.
     """
     items = {item.name: item for item in sorted(root.iterdir())}
-    if own is None:
-        own = [name for name in items if name.endswith((*WEIGHTS, *_INDEXES))]
-    for name in own:
+    if weight_files is None:
+        weight_files = [name for name in items if name.endswith((*WEIGHTS, *_INDEXES))]
+    for name in weight_files:
         items.pop(name.partition("/")[0], None)
-    foreign = alone and not any((root / name).is_file() for name in (*DOCUMENTS, ADAPTER))
-    modules, named = set[str](), set[str]()
-    if "modules.json" in items and not foreign:
-        modules = named = _modules(root, items)
-    if any(name.endswith(".py") for name in items) and not foreign:
-        named = modules | _code(root, items)
+    is_foreign = is_single_file and not any(
+        (root / name).is_file() for name in (*DOCUMENTS, ADAPTER)
+    )
+    modules, code_files = set[str](), set[str]()
+    if "modules.json" in items and not is_foreign:
+        modules = code_files = _list_module_configs(root, items)
+    if any(name.endswith(".py") for name in items) and not is_foreign:
+        code_files = modules | _list_code_files(root, items)
     assets: dict[str, int] = {}
     others: dict[str, str] = {}
-    for name, item in _members(items, {name.partition("/")[0] for name in modules}):
+    for name, item in _list_members(items, {name.partition("/")[0] for name in modules}):
         size = item.stat().st_size if item.is_file() else 0
-        why = FOREIGN if foreign else _stays(root, name, size, named)
+        why = NOT_MODEL_FOLDER if is_foreign else _find_skip_reason(root, name, size, code_files)
         if why is None:
             assets[name] = size
         else:
             others[name] = why
-    return SidecarFiles(assets, others, documents(root) if documented else {})
+    return SidecarFiles(assets, others, read_documents(root) if with_documents else {})
 
 
-def with_folder(root: TreePath, folder: str, own: Collection[str] = ()) -> SidecarFiles:
+def scan_with_subfolder(
+    root: TreePath, folder: str, weight_files: Collection[str] = ()
+) -> SidecarFiles:
     """Scan *root* and a subfolder whose files belong next to those in *root*."""
-    outer = beside(root, {*own, folder})
+    outer = scan_sidecar_files(root, {*weight_files, folder})
     if not (root / folder).is_dir():
         return outer
-    inner = beside(root / folder)
+    inner = scan_sidecar_files(root / folder)
     return SidecarFiles(
         {**outer.assets, **{f"{folder}/{name}": size for name, size in inner.assets.items()}},
         {**outer.others, **{f"{folder}/{name}": why for name, why in inner.others.items()}},
@@ -179,7 +187,7 @@ def with_folder(root: TreePath, folder: str, own: Collection[str] = ()) -> Sidec
     )
 
 
-def kind_of(name: str) -> str | None:
+def find_file_kind(name: str) -> str | None:
     """Return the kind of the file called *name*, relative to the model's folder, or None."""
     for kind, globs in KINDS.items():
         if name in globs or any(fnmatchcase(name, glob) for glob in globs if "*" in glob):
@@ -187,56 +195,62 @@ def kind_of(name: str) -> str | None:
     return None
 
 
-def left_behind(others: Mapping[str, str]) -> Iterator[str]:
+def list_skipped_file_notes(others: Mapping[str, str]) -> Iterator[str]:
     """Yield a note for each reason why files are not copied.
 
     Folders next to a single weight file are not mentioned, because they do not belong to the model.
     """
-    told = {n: why for n, why in others.items() if why != FOREIGN or not n.endswith("/")}
-    for why in dict.fromkeys(told.values()):
-        names = [name for name, said in told.items() if said == why]
-        more = "" if why == OUTSIDE else f"; pass {spell_option('--carry GLOB')} to copy them"
+    skipped = {
+        n: why for n, why in others.items() if why != NOT_MODEL_FOLDER or not n.endswith("/")
+    }
+    for why in dict.fromkeys(skipped.values()):
+        names = [name for name, reason in skipped.items() if reason == why]
+        more = "" if why == OUTSIDE_LINK else f"; pass {spell_option('--carry GLOB')} to copy them"
         yield f"not copied ({why}): {quote_names(names)}{more}"
 
 
-def amended(params: Mapping[str, object], name: str, value: object) -> dict[str, object]:
+def replace_model_param(
+    params: Mapping[str, object], name: str, value: object
+) -> dict[str, object]:
     """Return params.json with one value replaced in the section that describes the model."""
-    inner = get_model_params(params)
-    changed = {**inner, name: value}
-    return changed if inner is params else {**params, "model": changed}
+    model_params = get_model_params(params)
+    changed = {**model_params, name: value}
+    return changed if model_params is params else {**params, "model": changed}
 
 
-def documents(root: TreePath) -> dict[str, Mapping[str, object]]:
+def read_documents(root: TreePath) -> dict[str, Mapping[str, object]]:
     """Read ``config.json`` and ``params.json`` in *root*, as far as they exist.
 
     ``Infinity`` and ``NaN`` are accepted, as in the ``time_step_limit`` of Mamba-2.
     """
-    found: dict[str, Mapping[str, object]] = {}
+    parsed: dict[str, Mapping[str, object]] = {}
     with source_files(root) as files:
         for name in DOCUMENTS:
             if (root / name).is_file():
-                found[name] = read_json_object(files, name, constants=True)
-    return found
+                parsed[name] = read_json_object(files, name, constants=True)
+    return parsed
 
 
-def _stays(root: TreePath, name: str, size: int, named: Collection[str]) -> str | None:
+def _find_skip_reason(
+    root: TreePath, name: str, size: int, code_files: Collection[str]
+) -> str | None:
     """Return the reason why a file in *root* is not copied, or None if it is."""
     if name.endswith("/"):
-        return A_FOLDER
+        return SUBFOLDER
     if leads_outside(root / name, root):
-        return OUTSIDE
-    if not (root / name).is_file() or not (kind_of(name) or name in named):
-        return OF_NO_KIND
-    return f"larger than {MAX_BYTES // 1_000_000} MB" if size > MAX_BYTES else None
+        return OUTSIDE_LINK
+    if not (root / name).is_file() or not (find_file_kind(name) or name in code_files):
+        return UNKNOWN_KIND
+    return f"larger than {MAX_SIDECAR_BYTES // 1_000_000} MB" if size > MAX_SIDECAR_BYTES else None
 
 
-def _members(
+def _list_members(
     items: Mapping[str, TreePath], modules: Collection[str]
 ) -> Iterator[tuple[str, TreePath]]:
     """Yield all files except housekeeping files, including those in known subfolders."""
     opened = {*modules, *(glob.partition("/")[0] for globs in KINDS.values() for glob in globs)}
     for name, item in items.items():
-        if name in _DESCRIBING or name.startswith(_HOUSEKEEPING):
+        if name in _WEIGHT_SPECIFIC_FILES or name.startswith(_HOUSEKEEPING):
             continue
         if not item.is_dir():
             yield name, item
@@ -247,44 +261,55 @@ def _members(
             yield f"{name}/", item
 
 
-def _modules(root: TreePath, items: Collection[str]) -> set[str]:
+def _list_module_configs(root: TreePath, items: Collection[str]) -> set[str]:
     """Return the configuration files in the folders listed in ``modules.json``."""
-    modules = find_member(list[object], _content(root, "modules.json")) or []
-    paths = {path for one in modules if (path := find_member(str, one, "path")) in items}
+    modules = find_member(list[object], _read_json_or_none(root, "modules.json")) or []
+    paths = {path for module in modules if (path := find_member(str, module, "path")) in items}
     return {f"{path}/config.json" for path in paths}
 
 
-def _code(root: TreePath, items: Collection[str]) -> set[str]:
+def _list_code_files(root: TreePath, items: Collection[str]) -> set[str]:
     """Return the Python files that configurations refer to, and their imports.
 
     The files are read as text. Like transformers, only relative imports from the same folder are
     followed.
     """
-    there = {name for name in items if name.endswith(".py")}
-    found: set[str] = set()
-    new = {name for file in _CODE_IN if file in items for name in _named(_content(root, file))}
+    existing = {name for name in items if name.endswith(".py")}
+    code_files: set[str] = set()
+    pending = {
+        name
+        for file in _CODE_CONFIG_FILES
+        if file in items
+        for name in _list_class_files(_read_json_or_none(root, file))
+    }
     with source_files(root) as files:
-        while new := (new & there) - found:
-            found |= new
-            sizes = {name: files.size(name) for name in new}
+        while pending := (pending & existing) - code_files:
+            code_files |= pending
+            sizes = {name: files.size(name) for name in pending}
             texts = [files.read(n, 0, size) for n, size in sizes.items() if size <= _MAX_CODE]
-            new = {f"{match[1] or match[2]}.py" for text in texts for match in _imports(text)}
-    return found
+            pending = {
+                f"{match[1] or match[2]}.py" for text in texts for match in _find_imports(text)
+            }
+    return code_files
 
 
-def _imports(code: bytes) -> Iterator[re.Match[str]]:
+def _find_imports(code: bytes) -> Iterator[re.Match[str]]:
     return _RELATIVE_IMPORT.finditer(code.decode(errors="replace"))
 
 
-def _named(content: object) -> Iterator[str]:
+def _list_class_files(content: object) -> Iterator[str]:
     """Yield the files of classes that a configuration refers to as ``module.Class``."""
     if isinstance(content, list):
-        values: list[object] = [one.get("type") for one in content if isinstance(one, dict)]
+        values: list[object] = [
+            record.get("type") for record in content if isinstance(record, dict)
+        ]
     elif isinstance(content, dict):
         automatic, pipelines = content.get("auto_map"), content.get("custom_pipelines")
         values = list(automatic.values()) if isinstance(automatic, dict) else [automatic]
         if isinstance(pipelines, dict):
-            values += [one.get("impl") for one in pipelines.values() if isinstance(one, dict)]
+            values += [
+                record.get("impl") for record in pipelines.values() if isinstance(record, dict)
+            ]
     else:
         return
     for value in values:
@@ -293,7 +318,7 @@ def _named(content: object) -> Iterator[str]:
                 yield f"{name.partition('.')[0]}.py"
 
 
-def _content(root: TreePath, name: str) -> object:
+def _read_json_or_none(root: TreePath, name: str) -> object:
     """Return the value in a JSON file, or None if it cannot be read."""
     with source_files(root) as files:
         try:

@@ -19,12 +19,12 @@ from ckptctl.catalog import Box, Catalog, TensorEntry
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import DamagedError, FormatError, UnsupportedError, quote_names
 from ckptctl.formats import rank_files
-from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions, require_folder
-from ckptctl.formats.shared.findings import Faults
-from ckptctl.formats.shared.indexes import read_whole
+from ckptctl.formats.base import DEFAULT_READ_OPTIONS, Format, Listing, ReadOptions, require_folder
+from ckptctl.formats.shared.findings import FaultCollector
+from ckptctl.formats.shared.indexes import read_metadata_file
 from ckptctl.formats.shared.joined_tensors import ONE_SAVE
-from ckptctl.formats.shared.leaves import flatten, join
-from ckptctl.formats.sidecar_files import beside
+from ckptctl.formats.shared.leaves import flatten_object, join_path
+from ckptctl.formats.sidecar_files import scan_sidecar_files
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import parse_json as loads_json
 from ckptctl.storage.json_reader import read_json
@@ -48,13 +48,13 @@ if TYPE_CHECKING:
 
 METADATA = "metadata.pkl"
 VERSION = "2.0"
-MAX_METADATA = 1 << 30
+MAX_METADATA_BYTES = 1 << 30
 Keys: TypeAlias = tuple[str | int, ...]
-NAME = re.compile(
+ITEM_FILE = re.compile(
     r"(?P<item>[a-zA-Z0-9_-]+)_(?P<rank>\d{1,7})\.(?P<kind>pt|json|bin|safetensors)", re.ASCII
 )
-UNFINISHED = "tmp_"
-MAX_RAW = 16 << 20
+UNFINISHED_PREFIX = "tmp_"
+MAX_RAW_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class Metadata:
 
 
 @dataclass(slots=True)
-class _Found:
+class _DirectoryFiles:
     """The files of a directory.
 
     Attributes:
@@ -142,7 +142,7 @@ class TorchCheckpointingFormat(Format):
         "`metadata.pkl` next to files such as `model_0.pt`; a folder of only such files, without "
         "`.metadata`"
     )
-    marks = NAME
+    marks = ITEM_FILE
     wholeness = (
         "`metadata.pkl` lists the tensors and ranks of items that can be resharded; every item "
         "has the files of all ranks that `metadata.pkl` or a DTensor's mesh records; items "
@@ -163,149 +163,157 @@ class TorchCheckpointingFormat(Format):
         if listing.has(".metadata"):
             return None
         names = listing.files
-        named = [name for name in names if (match := NAME.fullmatch(name)) and _is_own(match)]
+        item_files = [
+            name for name in names if (match := ITEM_FILE.fullmatch(name)) and _is_item_file(match)
+        ]
         if METADATA in names:
-            return quote_names([METADATA, *sorted(named)[:1]]) if named else None
+            return quote_names([METADATA, *sorted(item_files)[:1]]) if item_files else None
         visible = [name for name in names if not name.startswith(".")]
-        if len(named) < len(visible) or not any(name.endswith("_0.pt") for name in named):
+        if len(item_files) < len(visible) or not any(name.endswith("_0.pt") for name in item_files):
             return None
-        return quote_names(sorted(named), 2)
+        return quote_names(sorted(item_files), 2)
 
-    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, options: ReadOptions = DEFAULT_READ_OPTIONS) -> Catalog:
         """See :meth:`Format.read`."""
         require_folder(path)
-        if path.name.startswith(UNFINISHED):
+        if path.name.startswith(UNFINISHED_PREFIX):
             raise DamagedError(
                 "the save did not finish",
                 where=str(path),
-                why=f"its directory still has the prefix `{UNFINISHED}`",
+                why=f"its directory still has the prefix `{UNFINISHED_PREFIX}`",
             )
         from ckptctl.formats.shared.rank_merge import RankMerger
 
-        faults = Faults(path, asked.partial)
+        faults = FaultCollector(path, options.partial)
         with source_files(path) as files:
-            merger = RankMerger(files, faults, listed=asked.replicas)
-            found = _files_of(files, merger)
-            joined = _joined(files, found, merger)
-            names = {name for ranks in found.items.values() for name in ranks.values()}
-            sizes = faults.sizes(files, sorted(names))
+            merger = RankMerger(files, faults, list_replicas=options.replicas)
+            directory = _find_files(files, merger)
+            leaves = _merge_items(files, directory, merger)
+            names = {name for ranks in directory.items.values() for name in ranks.values()}
+            sizes = faults.read_sizes(files, sorted(names))
         return Catalog(
             root=path,
             path=path,
             format=self.name,
             files=sizes,
-            tensors=joined.tensors,
-            blobs=joined.blobs,
-            others=beside(path, {*names, *found.raw, METADATA}).others,
-            notes=(*joined.notes, *_notes(found, merger)),
+            tensors=leaves.tensors,
+            blobs=leaves.blobs,
+            others=scan_sidecar_files(path, {*names, *directory.raw, METADATA}).others,
+            notes=(*leaves.notes, *_list_notes(directory, merger)),
             replicas=merger.replicas,
             findings=tuple(faults.findings),
             lost=faults.lost,
         )
 
 
-def _is_own(match: re.Match[str]) -> bool:
-    return rank_files.parse(match.string) is None
+def _is_item_file(match: re.Match[str]) -> bool:
+    return rank_files.parse_rank_file_name(match.string) is None
 
 
-def _files_of(files: SourceFiles, merger: RankMerger) -> _Found:
+def _find_files(files: SourceFiles, merger: RankMerger) -> _DirectoryFiles:
     """Find the files of every item, and require those of items in the metadata."""
-    there = (files.root / METADATA).is_file()
-    said = merger.faults.read(METADATA, lambda _: _read_metadata(files)) if there else None
-    found = _Found(said or Metadata())
+    has_metadata = (files.root / METADATA).is_file()
+    metadata = (
+        merger.faults.try_read(METADATA, lambda _: _read_metadata(files)) if has_metadata else None
+    )
+    directory = _DirectoryFiles(metadata or Metadata())
     for path in sorted(files.root.iterdir()):
-        match = NAME.fullmatch(path.name)
-        if not match or not is_present(path) or not _is_own(match):
+        match = ITEM_FILE.fullmatch(path.name)
+        if not match or not is_present(path) or not _is_item_file(match):
             continue
         name, rank = match["item"], int(match["rank"])
-        if match["kind"] == "bin" and path.stat().st_size > MAX_RAW:
-            found.raw.append(path.name)
+        if match["kind"] == "bin" and path.stat().st_size > MAX_RAW_BYTES:
+            directory.raw.append(path.name)
             continue
-        twin = found.items.setdefault(name, {}).setdefault(rank, path.name)
-        if twin != path.name:
+        existing = directory.items.setdefault(name, {}).setdefault(rank, path.name)
+        if existing != path.name:
             raise UnsupportedError(
                 f"two files contain item `{name}` of rank {rank}",
                 where=str(files.root),
-                why=quote_names([twin, path.name]),
+                why=quote_names([existing, path.name]),
             )
-    items = found.metadata.items
+    items = directory.metadata.items
     for name, item in items.items():
-        found.items.setdefault(name, {}).update(item.files)
-    highest = max((rank for ranks in found.items.values() for rank in ranks), default=-1)
-    found.world = found.metadata.world or highest + 1
-    if highest >= found.world:
+        directory.items.setdefault(name, {}).update(item.files)
+    highest = max((rank for ranks in directory.items.values() for rank in ranks), default=-1)
+    directory.world = directory.metadata.world or highest + 1
+    if highest >= directory.world:
         raise UnsupportedError(
             "found files of more ranks than the checkpoint has",
             where=str(files.root),
-            why=f"rank {highest}, but the world size is {found.world}",
+            why=f"rank {highest}, but the world size is {directory.world}",
             hint="remove the files left over from an earlier save",
         )
     for name, item in items.items():
-        _require(merger, found, name, item.ranks or range(found.world))
-    return found
+        _check_item_files(merger, directory, name, item.ranks or range(directory.world))
+    return directory
 
 
-def _joined(files: SourceFiles, found: _Found, merger: RankMerger) -> Leaves:
-    for name, ranks in found.items.items():
+def _merge_items(files: SourceFiles, directory: _DirectoryFiles, merger: RankMerger) -> Leaves:
+    for name, ranks in directory.items.items():
         for rank, file in prefetch_items(
-            files, sorted(ranks.items()), lambda one: list_zip_ends(one[1])
+            files, sorted(ranks.items()), lambda rank_and_file: list_zip_ends(rank_and_file[1])
         ):
-            merger.take(rank, (name,), file, _leaves(files, name, file))
-    joined = merger.finish()
-    described = found.metadata.items
+            merger.add_file(rank, (name,), file, _read_item_leaves(files, name, file))
+    leaves = merger.merge_leaves()
+    described = directory.metadata.items
     if not described:
         merger.refuse_unrelated(str(files.root))
     for name, item in described.items():
-        _add_lost(name, item, joined, merger)
-        _compare(name, item, joined, str(files.root / METADATA))
-    world = max(found.world, max(merger.ranks, default=-1) + 1)
-    for name in found.items.keys() - described.keys():
-        if not _alone(found, name) or name in merger.heads():
-            _require(merger, found, name, range(world))
-    return joined
+        _add_lost_tensors(name, item, leaves, merger)
+        _compare_with_metadata(name, item, leaves, str(files.root / METADATA))
+    world = max(directory.world, max(merger.ranks, default=-1) + 1)
+    for name in directory.items.keys() - described.keys():
+        if not _is_only_on_rank_0(directory, name) or name in merger.list_first_keys():
+            _check_item_files(merger, directory, name, range(world))
+    return leaves
 
 
-def _add_lost(name: str, item: ItemMetadata, joined: Leaves, merger: RankMerger) -> None:
+def _add_lost_tensors(name: str, item: ItemMetadata, leaves: Leaves, merger: RankMerger) -> None:
     """Add an item's tensors that are only in unusable files."""
-    theirs = [gap.file for gap in merger.gaps if gap.head == (name,)]
-    for path, said in item.tensors.items() if theirs else ():
+    unusable_files = [gap.file for gap in merger.gaps if gap.head == (name,)]
+    for path, description in item.tensors.items() if unusable_files else ():
         place = (name, *path)
-        key = join(place)
-        dtype, shape = said.kind
-        if key not in joined.tensors and dtype in dtypes.BY_NAME:
-            joined.tensors[key] = TensorEntry(key, dtype, shape, (), place)
-            merger.faults.lost[key] = ((Box.whole(shape), theirs[0]),)
+        key = join_path(place)
+        dtype, shape = description.kind
+        if key not in leaves.tensors and dtype in dtypes.BY_NAME:
+            leaves.tensors[key] = TensorEntry(key, dtype, shape, (), place)
+            merger.faults.lost[key] = ((Box.whole(shape), unusable_files[0]),)
 
 
-def _alone(found: _Found, name: str) -> bool:
+def _is_only_on_rank_0(directory: _DirectoryFiles, name: str) -> bool:
     """Return whether only rank 0 has an item, which many trainers save there if all ranks agree."""
-    return found.world > 1 and found.items[name].keys() == {0}
+    return directory.world > 1 and directory.items[name].keys() == {0}
 
 
-def _require(merger: RankMerger, found: _Found, name: str, wanted: Collection[int]) -> None:
+def _check_item_files(
+    merger: RankMerger, directory: _DirectoryFiles, name: str, required_ranks: Collection[int]
+) -> None:
     """Raise, or add findings, for missing files of an item, and forget these files."""
-    named = found.items[name]
-    there = {rank: file for rank, file in named.items() if is_present(merger.faults.root / file)}
-    kind = Path(next(iter(named.values()), "a.pt")).suffix
-    merger.require(
+    file_names = directory.items[name]
+    existing = {
+        rank: file for rank, file in file_names.items() if is_present(merger.faults.root / file)
+    }
+    kind = Path(next(iter(file_names.values()), "a.pt")).suffix
+    merger.check_rank_files(
         (name,),
-        there,
-        {*wanted, *named},
-        lambda rank: named.get(rank, f"{name}_{rank}{kind}"),
+        existing,
+        {*required_ranks, *file_names},
+        lambda rank: file_names.get(rank, f"{name}_{rank}{kind}"),
         f" of item `{name}`",
     )
-    found.items[name] = there
+    directory.items[name] = existing
 
 
-def _leaves(files: SourceFiles, item: str, file: str) -> Iterator[tuple[KeyPath, object]]:
+def _read_item_leaves(files: SourceFiles, item: str, file: str) -> Iterator[tuple[KeyPath, object]]:
     """Yield the leaves in one rank's file of an item, according to the file type."""
     from ckptctl.formats.shared.rank_archive import read_rank_file
-    from ckptctl.formats.shared.stored_leaves import is_stored
+    from ckptctl.formats.shared.stored_leaves import is_stored_tensor
 
     if file.endswith(".json"):
         where = str(files.root / file)
         content: Iterator[tuple[KeyPath, object]]
-        content = flatten(read_json(files, file), is_stored, where=where)
+        content = flatten_object(read_json(files, file), is_stored_tensor, where=where)
     elif file.endswith(".bin"):
         content = iter([((), files.read(file, 0, files.size(file)))])
     elif file.endswith(".safetensors"):
@@ -321,25 +329,29 @@ def _leaves(files: SourceFiles, item: str, file: str) -> Iterator[tuple[KeyPath,
         yield (item, *path), leaf
 
 
-def _compare(name: str, item: ItemMetadata, joined: Leaves, where: str) -> None:
+def _compare_with_metadata(name: str, item: ItemMetadata, leaves: Leaves, where: str) -> None:
     """Compare the tensors of an item with the metadata."""
-    own = {
-        tuple(entry.path[1:]): entry for entry in joined.tensors.values() if entry.path[0] == name
+    entries = {
+        tuple(entry.path[1:]): entry for entry in leaves.tensors.values() if entry.path[0] == name
     }
-    strange = [
-        path for path in (*own, *item.tensors) if path not in own or path not in item.tensors
+    unmatched = [
+        path
+        for path in (*entries, *item.tensors)
+        if path not in entries or path not in item.tensors
     ]
-    if strange:
-        path = strange[0]
-        here, there = ("the files", METADATA) if path in own else (METADATA, "the files")
+    if unmatched:
+        path = unmatched[0]
+        present_in, absent_from = (
+            ("the files", METADATA) if path in entries else (METADATA, "the files")
+        )
         raise UnsupportedError(
             f"{METADATA} and the files of item `{name}` list different tensors",
             where=where,
-            why=f"`{'.'.join(map(str, path))}` is in {here} but not in {there}",
+            why=f"`{'.'.join(map(str, path))}` is in {present_in} but not in {absent_from}",
             hint=ONE_SAVE,
         )
-    for path, said in item.tensors.items():
-        entry, expected = own[path], said.kind
+    for path, description in item.tensors.items():
+        entry, expected = entries[path], description.kind
         if (entry.dtype, entry.shape) != expected:
             raise UnsupportedError(
                 f"`{entry.name}` does not match {METADATA}",
@@ -350,34 +362,45 @@ def _compare(name: str, item: ItemMetadata, joined: Leaves, where: str) -> None:
             )
 
 
-def _notes(found: _Found, merger: RankMerger) -> Iterator[str]:
-    known = {gap.head for gap in merger.gaps}
-    alone = [name for name in found.items if _alone(found, name) and (name,) not in known]
-    if alone:
-        yield f"only rank 0 has {quote_names(alone)}"
-    if found.raw:
-        yield f"skipped large raw files: {quote_names(found.raw)}"
-    if (version := found.metadata.version) != VERSION:
+def _list_notes(directory: _DirectoryFiles, merger: RankMerger) -> Iterator[str]:
+    reported_heads = {gap.head for gap in merger.gaps}
+    rank_0_items = [
+        name
+        for name in directory.items
+        if _is_only_on_rank_0(directory, name) and (name,) not in reported_heads
+    ]
+    if rank_0_items:
+        yield f"only rank 0 has {quote_names(rank_0_items)}"
+    if directory.raw:
+        yield f"skipped large raw files: {quote_names(directory.raw)}"
+    if (version := directory.metadata.version) != VERSION:
         yield f"{METADATA} has version {version} and was not compared with the files"
 
 
 def _read_metadata(files: SourceFiles) -> Metadata:
     """Read ``metadata.pkl``."""
-    from ckptctl.formats.shared.rank_archive import MAX_WORLD
+    from ckptctl.formats.shared.rank_archive import MAX_WORLD_SIZE
 
-    where, content = str(files.root / METADATA), read_whole(files, METADATA, MAX_METADATA)
+    where, content = (
+        str(files.root / METADATA),
+        read_metadata_file(files, METADATA, MAX_METADATA_BYTES),
+    )
     root = load_pickle(content, where=where, table={})
     with malformed_errors("this is not the metadata of torch_checkpointing", where):
-        said = read_as(dict[str, object], root)
-        world, version = said.get("world_size"), str(said.get("version", "1.0"))
-        if type(world) is not int or not 0 < world <= MAX_WORLD:
-            raise MismatchError(f"an integer from 1 to {MAX_WORLD}", world, "world_size")
-        items = said.get("metadata") if version == VERSION else {}
-        found = read_as(dict[str, _Item], items, "metadata").items()
-        return Metadata(version, world, {name: _item(one, world, where) for name, one in found})
+        content_by_key = read_as(dict[str, object], root)
+        world, version = content_by_key.get("world_size"), str(content_by_key.get("version", "1.0"))
+        if type(world) is not int or not 0 < world <= MAX_WORLD_SIZE:
+            raise MismatchError(f"an integer from 1 to {MAX_WORLD_SIZE}", world, "world_size")
+        items = content_by_key.get("metadata") if version == VERSION else {}
+        item_records = read_as(dict[str, _Item], items, "metadata").items()
+        return Metadata(
+            version,
+            world,
+            {name: _parse_item(record, world, where) for name, record in item_records},
+        )
 
 
-def _item(item: _Item, world: int, where: str) -> ItemMetadata:
+def _parse_item(item: _Item, world: int, where: str) -> ItemMetadata:
     tensors: dict[Keys, DescribedTensor] = {}
     ranks: set[int] = set()
     for path, groups in item.nested_path_to_metadata.items():
@@ -385,7 +408,7 @@ def _item(item: _Item, world: int, where: str) -> ItemMetadata:
             read_as(DescribedTensor, group.sharding_metadata.get("data"), f"{path}.data")
             for group in groups
         ]
-        if any(one.kind != described[0].kind for one in described):
+        if any(tensor.kind != described[0].kind for tensor in described):
             raise MalformedError(f"`{path}` has several shapes or dtypes")
         # A path is written as compact JSON: ``["state",0,"exp_avg"]``.
         keys = read_as(Keys, loads_json(path.encode(), where=where), path)

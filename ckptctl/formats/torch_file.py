@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ckptctl.catalog import Box, Catalog
 from ckptctl.errors import ForeignFileError, FormatError, UnsafePickleError
 from ckptctl.formats.base import (
-    AS_IT_IS,
+    DEFAULT_READ_OPTIONS,
     Listing,
     OutputLayout,
     OutputRequest,
@@ -21,7 +21,7 @@ from ckptctl.formats.base import (
     TensorPlace,
     WritableFormat,
 )
-from ckptctl.formats.shared.leaves import nest
+from ckptctl.formats.shared.leaves import build_nested
 from ckptctl.planner.plan import OutputFile, Record
 from ckptctl.storage.files import source_files
 from ckptctl.storage.stand_ins import has_only_zeros
@@ -68,17 +68,17 @@ class TorchFormat(WritableFormat):
     def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
         path = listing.path
-        others = (META_SHARD, HF_BIN)
-        if not path.is_file() or any(pattern.fullmatch(path.name) for pattern in others):
+        other_formats = (META_SHARD, HF_BIN)
+        if not path.is_file() or any(pattern.fullmatch(path.name) for pattern in other_formats):
             return None
         with path.open("rb") as file:
             head = file.read(4)
         if head == _ZIP:
             return "a zip file"
-        written = any(head) or path.suffix not in SUFFIXES or not has_only_zeros(path)
-        return None if written else "only zeros instead of a zip"
+        is_written = any(head) or path.suffix not in SUFFIXES or not has_only_zeros(path)
+        return None if is_written else "only zeros instead of a zip"
 
-    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, options: ReadOptions = DEFAULT_READ_OPTIONS) -> Catalog:
         """See :meth:`Format.read`."""
         if path.is_dir():
             raise FormatError(
@@ -88,7 +88,7 @@ class TorchFormat(WritableFormat):
 
         with source_files(path.parent) as files:
             try:
-                found = read_leaves(files, path.name, computed=True)
+                contents = read_leaves(files, path.name, computed=True)
             except UnsafePickleError as error:
                 if "`torch.distributed." not in error.what:
                     raise
@@ -99,36 +99,36 @@ class TorchFormat(WritableFormat):
                     hint="pass the directory with the files of all ranks",
                 ) from error
             except ForeignFileError as error:  # the only file
-                said = {"where": error.where, "why": error.why, "hint": error.hint}
-                raise FormatError(error.what, **said) from error
+                fields = {"where": error.where, "why": error.why, "hint": error.hint}
+                raise FormatError(error.what, **fields) from error
             return Catalog(
                 root=path.parent,
                 path=path,
                 format=self.name,
                 files={path.name: files.size(path.name)},
-                tensors=found.tensors,
-                blobs=found.blobs,
-                notes=tuple(found.notes),
-                computed=found.computed,
+                tensors=contents.tensors,
+                blobs=contents.blobs,
+                notes=tuple(contents.notes),
+                computed=contents.computed,
             )
 
     def lay_out(self, request: OutputRequest) -> OutputLayout:
         """See :meth:`WritableFormat.lay_out`."""
         # Only writing needs these modules.
-        from ckptctl.formats.shared.stored_leaves import stored_leaf
+        from ckptctl.formats.shared.stored_leaves import make_pickled_tensor
         from ckptctl.storage.pickles.pickle_writer import dump_pickle
         from ckptctl.storage.zips.zip_writer import lay_out
 
         stored = [tensor for tensor in request.tensors if tensor.alias_of is None]
         key_of = {tensor.name: str(position) for position, tensor in enumerate(stored)}
         leaves: list[tuple[tuple[str | int, ...], object]] = [
-            (tensor.path, stored_leaf(tensor, key_of[tensor.alias_of or tensor.name]))
+            (tensor.path, make_pickled_tensor(tensor, key_of[tensor.alias_of or tensor.name]))
             for tensor in request.tensors
         ]
         leaves += [(blob.path, blob.value) for blob in request.blobs]
         storages = [(key_of[tensor.name], tensor.nbytes) for tensor in stored]
         folder = request.name.encode(errors="replace").decode().partition(".")[0] or "archive"
-        layout = lay_out(dump_pickle(nest(leaves)), storages, folder=folder)
+        layout = lay_out(dump_pickle(build_nested(leaves)), storages, folder=folder)
         records = [
             Record(tensor.name, request.name, offset, tensor.nbytes)
             for tensor, offset in zip(stored, layout.data_offsets, strict=True)

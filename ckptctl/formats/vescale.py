@@ -14,11 +14,11 @@ from ckptctl.catalog import Blob, Catalog, TensorEntry
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import CkptError, UnsupportedError
 from ckptctl.formats import dcp
-from ckptctl.formats.base import AS_IT_IS, Listing, ReadOptions
+from ckptctl.formats.base import DEFAULT_READ_OPTIONS, Listing, ReadOptions
 from ckptctl.formats.dcp import METADATA, ItemFormat
-from ckptctl.formats.shared.findings import Faults
-from ckptctl.formats.shared.leaves import join
-from ckptctl.formats.sidecar_files import beside
+from ckptctl.formats.shared.findings import FaultCollector
+from ckptctl.formats.shared.leaves import join_path
+from ckptctl.formats.sidecar_files import scan_sidecar_files
 from ckptctl.tree import TreePath
 
 MODEL, OPTIMIZER = "model", "optimizer"
@@ -47,34 +47,34 @@ class VeScaleFormat(ItemFormat):
         """See :meth:`Format.sniff`."""
         if not (listing.path / MODEL / METADATA).is_file():
             return None
-        found = _stages(listing.path)
-        return f"`{MODEL}/{METADATA}` and {len(found)} of `pp_N`" if found else None
+        stages = _list_stages(listing.path)
+        return f"`{MODEL}/{METADATA}` and {len(stages)} of `pp_N`" if stages else None
 
-    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, options: ReadOptions = DEFAULT_READ_OPTIONS) -> Catalog:
         """See :meth:`Format.read`."""
-        stages = _stages(path)
-        faults = Faults(path, asked.partial)
-        wanted = range(max(stages, default=-1) + 1)
-        faults.require_all(
-            stages, wanted, lambda n: f"{OPTIMIZER}/pp_{n}", "pipeline stages' optimizers"
+        stages = _list_stages(path)
+        faults = FaultCollector(path, options.partial)
+        required = range(max(stages, default=-1) + 1)
+        faults.require_files(
+            stages, required, lambda n: f"{OPTIMIZER}/pp_{n}", "pipeline stages' optimizers"
         )
-        joined = _Joined(asked, faults)
-        joined.add(MODEL, (MODEL,))
+        merger = _FolderMerger(options, faults)
+        merger.add_folder(MODEL, (MODEL,))
         for _, name in sorted(stages.items()):
-            joined.add(f"{OPTIMIZER}/{name}", (OPTIMIZER, name))
-        around = beside(path, (MODEL, OPTIMIZER))
+            merger.add_folder(f"{OPTIMIZER}/{name}", (OPTIMIZER, name))
+        sidecars = scan_sidecar_files(path, (MODEL, OPTIMIZER))
         return replace(
-            around.catalog(path, self.name),
-            files=joined.files,
-            tensors=joined.tensors,
-            blobs=joined.blobs,
-            notes=tuple(dict.fromkeys(joined.notes)),
+            sidecars.make_catalog(path, self.name),
+            files=merger.files,
+            tensors=merger.tensors,
+            blobs=merger.blobs,
+            notes=tuple(dict.fromkeys(merger.notes)),
             findings=tuple(faults.findings),
             lost=faults.lost,
         )
 
 
-def _stages(path: TreePath) -> dict[int, str]:
+def _list_stages(path: TreePath) -> dict[int, str]:
     """Return the folders of pipeline stages by number."""
     folder = path / OPTIMIZER
     names = [item.name for item in folder.iterdir() if item.is_dir()] if folder.is_dir() else []
@@ -82,44 +82,46 @@ def _stages(path: TreePath) -> dict[int, str]:
 
 
 @dataclass(slots=True)
-class _Joined:
-    asked: ReadOptions
-    faults: Faults
+class _FolderMerger:
+    options: ReadOptions
+    faults: FaultCollector
     files: dict[str, int] = field(default_factory=dict)
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     blobs: dict[str, Blob] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def add(self, folder: str, path: KeyPath) -> None:
+    def add_folder(self, folder: str, path: KeyPath) -> None:
         """Add the content of *folder* below *path*."""
         try:
-            found = dcp.FORMAT.read(self.faults.root / folder, self.asked)
-            if found.computed:
-                from ckptctl.formats.dcp.dcp_reader import THROUGH
+            catalog = dcp.FORMAT.read(self.faults.root / folder, self.options)
+            if catalog.computed:
+                from ckptctl.formats.dcp.dcp_reader import WRITTEN_WITH_EXTENSION
 
-                raise UnsupportedError(THROUGH, where=found.path)
+                raise UnsupportedError(WRITTEN_WITH_EXTENSION, where=catalog.path)
         except CkptError as error:
-            self.faults.unreadable(error)
+            self.faults.add_or_raise(error)
             return
-        self.files |= {f"{folder}/{name}": size for name, size in found.files.items()}
-        for entry in found.tensors.values():
+        self.files |= {f"{folder}/{name}": size for name, size in catalog.files.items()}
+        for entry in catalog.tensors.values():
             extents = tuple(replace(e, file=f"{folder}/{e.file}") for e in entry.extents)
-            name = join((*path, *entry.path))
+            name = join_path((*path, *entry.path))
             self.tensors[name] = replace(
                 entry, name=name, path=(*path, *entry.path), extents=extents
             )
-            gone = found.lost.get(entry.name)
-            if gone:
-                self.faults.lost[name] = tuple((box, f"{folder}/{file}") for box, file in gone)
-        for blob in found.blobs.values():
+            lost_boxes = catalog.lost.get(entry.name)
+            if lost_boxes:
+                self.faults.lost[name] = tuple(
+                    (box, f"{folder}/{file}") for box, file in lost_boxes
+                )
+        for blob in catalog.blobs.values():
             key = (*path, *blob.path)
             file = f"{folder}/{blob.file}" if blob.file is not None else None
-            self.blobs[join(key)] = replace(blob, name=join(key), path=key, file=file)
-        self.notes += (f"`{folder}`: {note}" for note in found.notes)
-        for one in found.findings:
-            where = f"{folder}/{one.file}" if one.file is not None else folder
-            tensor = join((*path, one.tensor)) if one.tensor is not None else None
-            self.faults.findings.append(replace(one, file=where, tensor=tensor))
+            self.blobs[join_path(key)] = replace(blob, name=join_path(key), path=key, file=file)
+        self.notes += (f"`{folder}`: {note}" for note in catalog.notes)
+        for finding in catalog.findings:
+            where = f"{folder}/{finding.file}" if finding.file is not None else folder
+            tensor = join_path((*path, finding.tensor)) if finding.tensor is not None else None
+            self.faults.findings.append(replace(finding, file=where, tensor=tensor))
 
 
 FORMAT = VeScaleFormat()

@@ -22,7 +22,7 @@ from ckptctl.errors import (
     spell_option,
 )
 from ckptctl.formats.base import OutputTensor
-from ckptctl.formats.sidecar_files import QUANTIZATION, beside, documents
+from ckptctl.formats.sidecar_files import QUANTIZATION, read_documents, scan_sidecar_files
 from ckptctl.numerics.quantization.schemes.fp8 import FP8
 from ckptctl.numerics.quantization.statement import QuantizationStatement, strip_quantization_config
 from ckptctl.numerics.quantization.survey import QuantizationSurvey
@@ -57,8 +57,8 @@ def read_assets_statements(directory: str | TreePath | None) -> list[Quantizatio
     if directory is None:
         return []
     root = find_assets_folder(directory)
-    names = beside(root, documented=False).assets
-    return list(read_folder_statements(root, documents(root).get(CONFIG, {}), names))
+    names = scan_sidecar_files(root, with_documents=False).assets
+    return list(read_folder_statements(root, read_documents(root).get(CONFIG, {}), names))
 
 
 def strip_quantization(assets: Assets) -> Assets:

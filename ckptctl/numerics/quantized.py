@@ -35,7 +35,7 @@ from ckptctl.errors import (
     quote_names,
     spell_option,
 )
-from ckptctl.formats.shared.findings import severity_of
+from ckptctl.formats.shared.findings import classify_severity
 from ckptctl.numerics.quantization.statement import (
     CONFIG,
     SIDECAR_METHODS,
@@ -267,7 +267,7 @@ def find_misfits(
             yield Finding("scales without a quantized tensor", tensor=name, basis="model")
     for name, problem in survey.errors.items():
         if isinstance(problem, DamagedError | UnsupportedError):
-            severity = severity_of(problem)
+            severity = classify_severity(problem)
             yield Finding(problem.what, problem.why, severity, tensor=name, basis="model")
 
 

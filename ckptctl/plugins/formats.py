@@ -30,7 +30,7 @@ from ckptctl.errors import (
     UnsupportedError,
 )
 from ckptctl.formats.base import (
-    AS_IT_IS,
+    DEFAULT_READ_OPTIONS,
     Format,
     Listing,
     OutputLayout,
@@ -41,11 +41,11 @@ from ckptctl.formats.base import (
     TensorPlace,
     Weights,
     WritableFormat,
-    constant,
-    copied,
-    document,
+    make_constant_frame,
+    make_content_file,
+    make_copied_file,
 )
-from ckptctl.formats.sidecar_files import beside
+from ckptctl.formats.sidecar_files import scan_sidecar_files
 from ckptctl.notes import Notes
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.model_parallel import RankShard
@@ -56,7 +56,7 @@ from ckptctl.storage.zips.zip_reader import read_archive
 from ckptctl.tree import TreePath
 
 __all__ = [
-    "AS_IT_IS",
+    "DEFAULT_READ_OPTIONS",
     "DTYPES",
     "Blob",
     "Box",
@@ -90,11 +90,11 @@ __all__ = [
     "UnsupportedError",
     "Weights",
     "WritableFormat",
-    "beside",
-    "constant",
-    "copied",
-    "document",
+    "make_constant_frame",
+    "make_content_file",
+    "make_copied_file",
     "read_archive",
     "read_json",
+    "scan_sidecar_files",
     "source_files",
 ]

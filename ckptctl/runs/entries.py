@@ -12,7 +12,7 @@ from ckptctl import formats
 from ckptctl.catalog import MANIFEST
 from ckptctl.errors import FormatError, RefusedError, SourceNotFoundError, quote_names
 from ckptctl.file_identity import FileIdentity
-from ckptctl.formats.sidecar_files import SIDECAR
+from ckptctl.formats.sidecar_files import RUN_FILE
 from ckptctl.runs.names import Named, is_last, parse, staged
 from ckptctl.runs.notes import stated_step
 from ckptctl.storage.paths import path_hint, resolve_links
@@ -20,7 +20,7 @@ from ckptctl.storage.writing import LOCK_NAME as LOCK
 from ckptctl.storage.writing import OBJECTS_NAME
 from ckptctl.tree import TreePath
 
-ADDED = frozenset({"SHA256SUMS", MANIFEST, SIDECAR, LOCK, OBJECTS_NAME})
+ADDED = frozenset({"SHA256SUMS", MANIFEST, RUN_FILE, LOCK, OBJECTS_NAME})
 """Files that are added to a checkpoint later, or removed from it."""
 STATE = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp", ".pkl"),
@@ -175,7 +175,7 @@ def _no_run(root: TreePath) -> FormatError:
     runs = [item for item in folders if any(parse(inside.name) for inside in _inside(item))]
     what = "this folder contains no checkpoints of a run"
     hint = f"list its contents with `{shlex.join(['ckptctl', 'inspect', str(root)])}`"
-    if not runs and (seen := formats.sniff(root)):
+    if not runs and (seen := formats.sniff_formats(root)):
         what, real = "this is a checkpoint, not a folder of checkpoints", resolve_links(root)
         why = ", ".join(f"{name}: {evidence}" for name, evidence in seen.items())
         hint = f"did you mean the run `{real.parent}`?" if entry_at(real) else hint

@@ -13,8 +13,8 @@ from typing import Annotated, NamedTuple, TypeGuard
 from ckptctl import formats
 from ckptctl.errors import CkptError, MappingError, StorageError
 from ckptctl.formats.dcp import METADATA
-from ckptctl.formats.shared.findings import of_error
-from ckptctl.formats.sidecar_files import SIDECAR
+from ckptctl.formats.shared.findings import finding_from_error
+from ckptctl.formats.sidecar_files import RUN_FILE
 from ckptctl.planner.retention import Retainable
 from ckptctl.results import JsonField, Result, empty_to_none
 from ckptctl.runs.entries import RunEntry
@@ -31,7 +31,7 @@ from ckptctl.verbs.verification.verify import examine as verify
 from ckptctl.verbs.verification.verify_options import VerifyOptions
 from ckptctl.verdict import Verdict, decide_verdict, shows_file_damage, worst_verdict
 
-NOTES = frozenset({SIDECAR, LOCK, OBJECTS_NAME})
+NOTES = frozenset({RUN_FILE, LOCK, OBJECTS_NAME})
 """Files next to a checkpoint's own that may remain after its removal."""
 BUILT_IN_RULES = Path("megatron-core")
 AT_WORK = 600.0
@@ -207,26 +207,30 @@ class _Asked(NamedTuple):
 def _health(path: TreePath, asked: _Asked) -> Health:
     for folder in (path, *(item for item in _inside(path) if item.is_dir())):
         # a DCP save without .metadata, which is written last
-        if (begun := formats.interrupted(folder)) and not formats.sniff(folder):
+        if (begun := formats.find_interrupted_format(folder)) and not formats.sniff_formats(folder):
             missing = (folder / METADATA).relative_to(path)
             what = f"`{missing}` is missing"
             return Health(Verdict.DAMAGED, what, format=begun.name, parts=(path,), torn=True)
     problem = find_unfinished_error(path)
     if problem is not None:
-        kind = next(iter(formats.sniff(path)), None)
+        kind = next(iter(formats.sniff_formats(path)), None)
         why = f" ({problem.why})" if problem.why else ""
         text = f"{problem.what}{why}"
         if isinstance(problem, UnfinishedError):
             return Health(Verdict.DAMAGED, text, format=kind, parts=(path,), torn=True)
         failed = isinstance(problem, StorageError)
         return Health(Verdict.UNKNOWN, text, format=kind, read_failed=failed)
-    parts = [path] if formats.sniff(path) else formats.list_run(path) or formats.below(path)
+    parts = (
+        [path]
+        if formats.sniff_formats(path)
+        else formats.list_checkpoints(path) or formats.find_nested_checkpoints(path)
+    )
     real = resolve_links(path)
     outside = next((part for part in parts if not resolve_links(part).is_relative_to(real)), None)
     if outside is not None:
         what = f"`{outside.relative_to(path)}` is a link to a path outside the checkpoint"
         return Health(Verdict.UNKNOWN, what)
-    sniffed = tuple((part, name) for part in parts for name in formats.sniff(part))
+    sniffed = tuple((part, name) for part in parts for name in formats.sniff_formats(part))
     if sniffed:
         return _of_parts(path, sniffed, asked)
     if _holds_nothing(path):
@@ -250,7 +254,7 @@ def _of_parts(path: TreePath, sniffed: tuple[tuple[TreePath, str], ...], asked: 
     for one in judged:
         if one.verdict is worst and worst is not Verdict.COMPLETE:
             return replace(one, parts=())
-    models = [name for part, name in sniffed if not formats.NO_MODEL.fullmatch(part.name)]
+    models = [name for part, name in sniffed if not formats.NON_MODEL_FOLDER.fullmatch(part.name)]
     return Health(Verdict.COMPLETE, format=(models or [sniffed[0][1]])[0], parts=parts)
 
 
@@ -258,7 +262,7 @@ def _other_parts(path: TreePath, parts: Sequence[TreePath]) -> list[TreePath]:
     """List unrecognized folders next to *parts* that are named like parts."""
     folders = dict.fromkeys(part.parent for part in parts if part != path)
     beside = (item for folder in folders for item in _inside(folder) if item not in parts)
-    named = (item for item in beside if formats.PART.fullmatch(item.name))
+    named = (item for item in beside if formats.PART_FOLDER.fullmatch(item.name))
     return [item for item in named if item.is_dir() or (item.is_symlink() and not item.is_file())]
 
 
@@ -307,7 +311,7 @@ def _judged(path: TreePath, name: str | None, asked: _Asked) -> Health:
         except CkptError:
             return Health(Verdict.UNKNOWN, error.what)
     except CkptError as error:
-        finding = of_error(error)
+        finding = finding_from_error(error)
         verdict, torn = decide_verdict([finding]), shows_file_damage([finding])
         return Health(verdict, error.what, torn=torn, read_failed=finding.read_failed)
     problem, wrong = "", (*verified.errors, *verified.unknown)

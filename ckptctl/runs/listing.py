@@ -21,7 +21,7 @@ from ckptctl.errors import (
     format_command,
     quote_names,
 )
-from ckptctl.formats.sidecar_files import SIDECAR
+from ckptctl.formats.sidecar_files import RUN_FILE
 from ckptctl.planner.lineage import list_unsaved_resumes
 from ckptctl.planner.retention import find_abandoned_checkpoints, is_saved_before, sort_checkpoints
 from ckptctl.results import Inline, JsonField, Result
@@ -280,7 +280,7 @@ def _doubts(
     for one in own:
         if one.record.error:
             yield (
-                f"`{SIDECAR}` of `{one.name}` cannot be read ({one.record.error.what}), "
+                f"`{RUN_FILE}` of `{one.name}` cannot be read ({one.record.error.what}), "
                 "so it is unknown which metrics it has and whether the run resumed from it"
             )
     higher = [one.name for one in own if one.name in left and one.order > chosen.order]

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ckptctl.errors import CkptError, FormatError, StorageError
 from ckptctl.file_identity import FileIdentity
-from ckptctl.formats.sidecar_files import SIDECAR
+from ckptctl.formats.sidecar_files import RUN_FILE
 from ckptctl.planner.lineage import UNKNOWN_LINEAGE, Lineage, Resume
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import JsonTextReader, read_json
@@ -52,10 +52,10 @@ class RunRecord:
 def run_record(folder: TreePath) -> RunRecord:
     """Read the run record of the checkpoint *folder*, which is empty if there is none."""
     try:
-        if not (folder / SIDECAR).is_file():
+        if not (folder / RUN_FILE).is_file():
             return RunRecord()
         with source_files(folder) as files:
-            found = read_json(files, SIDECAR, constants=True)
+            found = read_json(files, RUN_FILE, constants=True)
         if not isinstance(found, dict):
             raise ValueError("it is not a JSON object")
         rated = found.get("metrics", {})

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from ckptctl.errors import CkptError, RefusedError, StorageError
-from ckptctl.formats.megatron.megatron_folder import POINTER as ITERATION
-from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL, pointer_content
-from ckptctl.formats.sidecar_files import SIDECAR
+from ckptctl.formats.megatron.megatron_folder import POINTER_FILE as ITERATION
+from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL, read_pointer
+from ckptctl.formats.sidecar_files import RUN_FILE
 from ckptctl.planner.retention import BEING_WRITTEN, NOT_INTERRUPTED, find_abandoned_checkpoints
 from ckptctl.runs.entries import entry_at
 from ckptctl.runs.health import Checkpoint, health
@@ -82,7 +82,7 @@ class PointerFile(NamedTuple):
         try:
             if not (root / file).is_file():
                 return cls()
-            content, is_whole = pointer_content(root, file, MAX_TEXT)
+            content, is_whole = read_pointer(root, file, MAX_TEXT)
         except CkptError as error:
             return cls(error=error)
         except OSError as error:
@@ -326,7 +326,7 @@ def _unread_record(view: RunView) -> Iterator[Claim]:
     """
     for one in view.own:
         if one.record.error and _may_resume(one):
-            yield Claim(f"its `{SIDECAR}` cannot be read: {one.record.error.what}", one.name)
+            yield Claim(f"its `{RUN_FILE}` cannot be read: {one.record.error.what}", one.name)
 
 
 def _being_written(view: RunView) -> Iterator[Claim]:
@@ -549,10 +549,10 @@ PROTECTIONS: tuple[Protection, ...] = (
     *NAMING,
     Protection("link to it", "any", "any symbolic link", _link_to_it),
     Protection("in use", "CheckpointManager", "none: the running process", _in_use),
-    Protection("abandoned branch", "CheckpointManager", SIDECAR, _left_behind, "left alone"),
+    Protection("abandoned branch", "CheckpointManager", RUN_FILE, _left_behind, "left alone"),
     Protection("is a link", "any", "the checkpoint itself", _is_link, "left alone"),
     Protection("last checkpoint", "Lightning", LAST, _is_last, "left alone"),
-    Protection("unreadable record", "CheckpointManager", SIDECAR, _unread_record, "left alone"),
+    Protection("unreadable record", "CheckpointManager", RUN_FILE, _unread_record, "left alone"),
     Protection("being written", "any", "a lock, or a fresh file", _being_written, "left alone"),
     Protection("no incomplete write", "any", "any of its files", _not_torn, "left alone"),
 )

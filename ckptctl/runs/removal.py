@@ -367,7 +367,7 @@ def _require_root(root: TreePath, *, force: bool = False) -> TreePath:
             why="removed checkpoints are first moved into a folder of that name",
             hint="move or remove it; ckptctl did not create it",
         )
-    sniffed = {} if force else formats.sniff(real)
+    sniffed = {} if force else formats.sniff_formats(real)
     # A folder is not a checkpoint just because a pointer names one of its entries.
     if sniffed and not points_inside(real):
         hints = [f"did you mean the run `{real.parent}`?"] if entry_at(real) else []

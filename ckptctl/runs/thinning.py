@@ -19,9 +19,9 @@ from ckptctl.catalog import Catalog
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.conversion.conversion_options import ConversionOptions
 from ckptctl.errors import CkptError, RefusedError, quote_names, wrap_os_errors
-from ckptctl.formats.dcp.dcp_reader import COMPANION
+from ckptctl.formats.dcp.dcp_reader import COMPANION_FILE
 from ckptctl.formats.shared.stored_leaves import read_leaves
-from ckptctl.formats.sidecar_files import SIDECAR
+from ckptctl.formats.sidecar_files import RUN_FILE
 from ckptctl.runs.entries import ADDED, RunEntry
 from ckptctl.runs.health import Checkpoint
 from ckptctl.storage import file_system, trash
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ckptctl.conversion.draft import Draft
 
 REWRITTEN = ("dcp", "torch")
-OUTDATED = ADDED - {SIDECAR}
+OUTDATED = ADDED - {RUN_FILE}
 """Files that are outdated in a rewritten checkpoint."""
 _CONTAINERS = re.compile(r"opt(im(izer)?s?)?(_states?)?(_\d+)?", re.ASCII)
 _STATE = frozenset({"state", "states", "param_groups"})
@@ -190,7 +190,7 @@ def _beside(catalog: Catalog) -> set[str]:
     """Return the names of values in companion files that trainers add to a DCP directory."""
     found: set[str] = set()
     with source_files(catalog.root) as files:
-        for name in (COMPANION,) if catalog.format == "dcp" else ():
+        for name in (COMPANION_FILE,) if catalog.format == "dcp" else ():
             if name in catalog.files:
                 contents = read_leaves(files, name)
                 found |= {*contents.tensors, *contents.blobs}
@@ -256,7 +256,7 @@ def _own_files(found: Checkpoint, catalogs: list[Catalog]) -> Iterator[Path]:
 
 def _carry(source: Path, target: Path, catalog: Catalog) -> None:
     """Link or copy the remaining files of *source* to *target*."""
-    rewritten = catalog.files.keys() - {COMPANION}
+    rewritten = catalog.files.keys() - {COMPANION_FILE}
     for item in sorted(_below(source)):
         name = item.relative_to(source)
         there = target / name

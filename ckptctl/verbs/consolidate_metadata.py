@@ -21,8 +21,8 @@ from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.base import Listing, OutputTensor, TensorPlace
 from ckptctl.formats.dcp import METADATA
 from ckptctl.formats.dcp.metadata import Item
-from ckptctl.formats.dcp.metadata_writer import encode
-from ckptctl.formats.dcp_rank_local import FORMAT, rank_files
+from ckptctl.formats.dcp.metadata_writer import encode_metadata
+from ckptctl.formats.dcp_rank_local import FORMAT, list_metadata_files
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.results import Inline, JsonField, Result, round_seconds
 from ckptctl.storage.destinations import require_writable
@@ -111,7 +111,7 @@ def plan_metadata(path: str | TreePath) -> MetadataPlan:
         "those of the ranks)",
         hint=f"omit {spell_option('--metadata-only')} to write a new checkpoint anywhere",
     )
-    source = Path(formats.existing(path))
+    source = Path(formats.to_existing_path(path))
     _require_room(source)
     if FORMAT.sniff(Listing(source)) is None:
         raise FormatError(
@@ -121,7 +121,7 @@ def plan_metadata(path: str | TreePath) -> MetadataPlan:
             hint=f"omit {spell_option('--metadata-only')}, which only applies to saves by "
             "`dcp.save(use_collectives=False)`",
         )
-    names = rank_files(source)
+    names = list_metadata_files(source)
     with source_files(source) as files:
         identities = {name: files.read_identity(name) for name in names}
     with pause_gc():
@@ -188,7 +188,7 @@ def _encoded(catalog: Catalog) -> bytes:
     for blob in catalog.blobs.values():
         assert blob.file is not None
         items[blob.name, None] = Item(blob.file, blob.offset, blob.nbytes)
-    return encode(tensors, list(catalog.blobs.values()), boxes, items)
+    return encode_metadata(tensors, list(catalog.blobs.values()), boxes, items)
 
 
 def _require_room(source: Path) -> None:

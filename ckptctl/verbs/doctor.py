@@ -184,7 +184,9 @@ def _numbers(version: str) -> list[int]:
 
 def _plug_ins() -> Iterator[Check]:
     """Check whether plug-ins can be loaded and have unique names."""
-    yield from _added("format", formats.ENTRY_POINTS, formats.names(), formats.load_added)
+    yield from _added(
+        "format", formats.ENTRY_POINTS, formats.list_format_names(), formats.load_plugin_format
+    )
     yield from _added("step", STEP_GROUP, (), steps.load_added_step)
     yield from _added(
         "model type", families.ENTRY_POINT_GROUP, families.list_built_in(), families.family

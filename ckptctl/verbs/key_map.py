@@ -19,7 +19,7 @@ from ckptctl.errors import (
 from ckptctl.facts.agreement import compare_statements
 from ckptctl.formats import meta
 from ckptctl.formats.base import ReadOptions
-from ckptctl.formats.sidecar_files import DOCUMENTS, documents
+from ckptctl.formats.sidecar_files import DOCUMENTS, read_documents
 from ckptctl.planner.config_facts import Json, has_tied_embeddings, read_layer_lists, read_sizes
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.completeness import list_similar_keys
@@ -127,7 +127,7 @@ def _configuration(place: TreePath) -> Mapping[str, Json]:
         raise SourceNotFoundError(
             "no such file or directory", where=str(place), hint=path_hint(named)
         )
-    found = documents(root) if file in (None, *DOCUMENTS) else {}
+    found = read_documents(root) if file in (None, *DOCUMENTS) else {}
     if file:
         found = {name: one for name, one in found.items() if name == file}
     if not found:
@@ -145,7 +145,7 @@ def _of_ranks(place: TreePath, read: Mapping[str, Json], family: Family) -> Mapp
     root = expand_home(place)
     root = root.parent if root.is_file() else root
     stated = read_sizes(family, params=read.get("params.json"))
-    if list_possible_repeats(stated, meta.count(root)):
+    if list_possible_repeats(stated, meta.count_shards(root)):
         return formats.open_checkpoint(root, "meta", ReadOptions(family.name)).documents
     return read
 

@@ -96,13 +96,19 @@ class KnownFormats(Result):
 
 def known_formats(name: str | None = None) -> tuple[KnownFormat, ...]:
     """List one format or all by name, those of installed packages last."""
-    chosen = (formats.get(name),) if name is not None else formats.registered().values()
+    chosen = (
+        (formats.get_format(name),) if name is not None else formats.load_all_formats().values()
+    )
     return tuple(_described(one) for one in chosen)
 
 
 def _described(known: Format) -> KnownFormat:
-    package = None if known.name in formats.builtin() else formats.package_of(known.name)
-    choices = [OPTIONS[name] for name in sorted(known.choices)]
+    package = (
+        None
+        if known.name in formats.load_builtin_formats()
+        else formats.find_plugin_package(known.name)
+    )
+    choices = [OPTIONS[name] for name in sorted(known.read_options)]
     written = None
     if isinstance(known, WritableFormat):
         choices += [FAMILY] if known.parallel else []
@@ -110,8 +116,8 @@ def _described(known: Format) -> KnownFormat:
             directory=not known.single_file,
             leaves=known.nested,
             ties=known.ties,
-            cut_by=known.cut_by,
+            cut_by=known.sharding_options,
             side_files=not known.single_file,
-            lacks=tuple(name for name in dtypes.BY_NAME if not known.holds(name)),
+            lacks=tuple(name for name in dtypes.BY_NAME if not known.can_store(name)),
         )
     return KnownFormat(known, package, tuple(Choice(*texts) for texts in choices), written)

@@ -63,7 +63,7 @@ NOT_IN_PYTHON = {
 
 def format_needs(name: str) -> Iterator[str]:
     """List what the format called *name* lacks, each with its place."""
-    known = formats.get(name)
+    known = formats.get_format(name)
     module = type(known).__module__
     place = modules(REPOSITORY)[module].relative_to(REPOSITORY)
     texts = [text for text in TEXTS if not vars(type(known)).get(text)]
@@ -166,7 +166,7 @@ def _indented(text: str) -> str:
 
 
 NEEDS: Mapping[str, tuple[Collection[str], Callable[[str], Iterator[str]]]] = {
-    "format": (formats.names(), format_needs),
+    "format": (formats.list_format_names(), format_needs),
     "model type": (families.list_built_in(), family_needs),
     "command": (COMMANDS, command_needs),
     "module": (modules(REPOSITORY), module_needs),
@@ -183,9 +183,9 @@ def finished(kind: str) -> tuple[str, ...]:
 
 def hide_unfinished(patch: pytest.MonkeyPatch) -> None:
     """Let the program know only formats, model types and commands that need nothing more."""
-    known, shown, model_types = formats.builtin(), documents(), finished("model type")
+    known, shown, model_types = formats.load_builtin_formats(), documents(), finished("model type")
     hidden = {*COMMANDS} - {*finished("command")}
-    patch.setattr(formats, "builtin", lambda: {name: known[name] for name in FORMATS})
+    patch.setattr(formats, "load_builtin_formats", lambda: {name: known[name] for name in FORMATS})
     patch.setattr(families, "list_built_in", lambda: model_types)
     patch.setattr(schema, "documents", lambda: {n: shown[n] for n in shown if n not in hidden})
 

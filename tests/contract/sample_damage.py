@@ -79,7 +79,7 @@ class Damaged:
             for name, entry in catalog.tensors.items()
             if not any(fnmatch(name, glob) for glob in self.sample.exclude)
         }
-        resolved = formats.resolve(replace(catalog, tensors=kept, blobs={}))
+        resolved = formats.resolve_codecs(replace(catalog, tensors=kept, blobs={}))
         prefix = Path(catalog.root).relative_to(self.base)
         proven: dict[str, list[range]] = {str(prefix / name): [] for name in catalog.files}
         with source_files(catalog.root) as files:

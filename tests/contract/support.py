@@ -23,7 +23,7 @@ from tests.checkpoints.readers import READERS
 
 def holds_llama(name: str) -> bool:
     """Return whether the format called *name* can hold a whole Llama."""
-    known = formats.get(name)
+    known = formats.get_format(name)
     return not known.adapters and known.layout in (None, *family("llama3").layouts)
 
 
@@ -31,7 +31,9 @@ READ = {*READERS, "meta"}
 """Formats that :func:`read` reads."""
 INNER = ("mcore",)
 """Formats whose files lie in a folder of the output: tests/contract/test_mcore.py."""
-WRITABLE = tuple(name for name in formats.writable() if holds_llama(name) and name in READ)
+WRITABLE = tuple(
+    name for name in formats.list_writable_names() if holds_llama(name) and name in READ
+)
 SIDE = {
     "generation_config.json": b'{"eos_token_id": [2, 3]}\n',
     "tokenizer.json": '{"ünï": 1}'.encode(),
@@ -43,7 +45,7 @@ _ROWS = ("wq", "wk", "wv", "w1", "w3", "output")
 
 def single_file(name: str) -> bool:
     """Return whether the format called *name* is one file."""
-    return formats.target(name).single_file
+    return formats.get_writable_format(name).single_file
 
 
 def place(folder: Path, name: str, stem: str = "out") -> Path:

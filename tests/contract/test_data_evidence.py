@@ -34,7 +34,7 @@ DIFFERENT = 1
 
 def located(path: Path) -> Catalog:
     """Return the index of a checkpoint, with the place of every element."""
-    return formats.resolve(formats.open_checkpoint(path))
+    return formats.resolve_codecs(formats.open_checkpoint(path))
 
 
 def places(catalog: Catalog) -> dict[str, tuple[int, str]]:

@@ -80,7 +80,7 @@ BLOCK = re.compile(
 )
 CACHES = (
     *(families._entry_points, families._load_family),
-    *(formats.entry_points, formats.load_added),
+    *(formats.list_entry_points, formats.load_plugin_format),
     *(conversion_steps.entry_points, conversion_steps.load_added_step),
 )
 

@@ -21,7 +21,7 @@ SAMPLES = (REPOSITORY / "tests/data/README.md").read_text()
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_texts_of_a_format_have_no_period(name: str) -> None:
-    known = formats.get(name)
+    known = formats.get_format(name)
     for text in TEXTS:
         assert not getattr(known, text).endswith((".", " "))
     assert not known.title.rstrip(")").endswith("read only")
@@ -30,13 +30,13 @@ def test_texts_of_a_format_have_no_period(name: str) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_facts_are_short(name: str) -> None:
     for text in TEXTS:
-        for fact in facts(TEST.sub("", getattr(formats.get(name), text))):
+        for fact in facts(TEST.sub("", getattr(formats.get_format(name), text))):
             assert len(fact.split()) <= WORDS, fact
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_tests_that_prove_it_exist_and_use_the_peers(name: str) -> None:
-    proof = formats.get(name).proof
+    proof = formats.get_format(name).proof
     texts = [SAMPLES, *((REPOSITORY / test).read_text() for test in TEST.findall(proof))]
     for peer in peers_of(proof):
         assert any(PEERS[peer] in text for text in texts), peer
@@ -56,7 +56,7 @@ def test_what_is_recognized_is_what_the_text_says(tmp_path: Path) -> None:
         folder = tmp_path / name.partition(".")[0] / "in"
         folder.mkdir(parents=True)
         (folder / name).write_bytes(model.read_bytes())
-        assert list(formats.sniff(folder)) == expected
+        assert list(formats.sniff_formats(folder)) == expected
 
 
 STUBS = (
@@ -88,8 +88,10 @@ def test_a_format_that_recognizes_a_path_is_always_asked(data: Path, tmp_path: P
         write_checkpoint(name, tmp_path / "of" / name)
     recognized: set[str] = set()
     for path in (*data.rglob("*"), *tmp_path.rglob("*")):
-        assert formats.sniff(path) == formats.recognizing(formats.builtin(), Listing(path))
-        recognized |= formats.sniff(path).keys()
+        assert formats.sniff_formats(path) == formats.sniff_in_order(
+            formats.load_builtin_formats(), Listing(path)
+        )
+        recognized |= formats.sniff_formats(path).keys()
     assert recognized >= set(FORMATS)
 
 
@@ -98,7 +100,7 @@ def test_checkpoints_further_down_are_named(tmp_path: Path) -> None:
     for name in ("step-2", "step-10", "optimizer"):
         save_hf(tmp_path / "checkpoint" / name, state, config)
     with pytest.raises(FormatError) as caught:
-        formats.detect(tmp_path)
+        formats.detect_format(tmp_path)
     assert caught.value.why == "subfolders contain `checkpoint/step-2`, `checkpoint/step-10`"
     assert f"`{tmp_path / 'checkpoint' / 'step-10'}`" in str(caught.value.hint)
 

@@ -29,7 +29,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     source = build("hf", folder, STATE, CONFIG)
     found = {}
     for name in WRITABLE:
-        cut_by = formats.target(name).cut_by
+        cut_by = formats.get_writable_format(name).sharding_options
         options: dict[str, Any] = {"mp": 2} if "--mp" in cut_by else {}
         if "--max-shard-size" in cut_by:
             options = {"max_shard_size": "100KB"}
@@ -39,17 +39,17 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def test_names_and_titles() -> None:
-    for name, found in formats.registered().items():
+    for name, found in formats.load_all_formats().items():
         assert isinstance(found, Format)
         assert found.name == name
         assert found.title
-    assert set(WRITABLE) <= set(formats.names())
-    assert all(isinstance(formats.get(name), WritableFormat) for name in WRITABLE)
+    assert set(WRITABLE) <= set(formats.list_format_names())
+    assert all(isinstance(formats.get_format(name), WritableFormat) for name in WRITABLE)
 
 
 @pytest.mark.parametrize("name", WRITABLE)
 def test_one_format_recognizes_an_output(outputs: dict[str, Path], name: str) -> None:
-    assert list(formats.sniff(outputs[name])) == [name]
+    assert list(formats.sniff_formats(outputs[name])) == [name]
     found = ckptctl.inspect(outputs[name])
     assert found.format == name
     assert found.verdict == "complete"
@@ -58,15 +58,17 @@ def test_one_format_recognizes_an_output(outputs: dict[str, Path], name: str) ->
 
 def test_one_format_recognizes_what_others_wrote(tmp_path: Path, data: Path) -> None:
     for name in WRITABLE:
-        assert list(formats.sniff(build(name, tmp_path, STATE, CONFIG))) == [name]
-    assert list(formats.sniff(save_bin(tmp_path / "bin", STATE, CONFIG, shards=2))) == ["hf"]
+        assert list(formats.sniff_formats(build(name, tmp_path, STATE, CONFIG))) == [name]
+    assert list(formats.sniff_formats(save_bin(tmp_path / "bin", STATE, CONFIG, shards=2))) == [
+        "hf"
+    ]
     for folder in (data / "dcp").rglob(".metadata"):
-        assert list(formats.sniff(folder.parent)) == ["dcp"]
+        assert list(formats.sniff_formats(folder.parent)) == ["dcp"]
 
 
 @pytest.mark.parametrize("name", WRITABLE)
 def test_reading_gives_what_was_laid_out(outputs: dict[str, Path], name: str) -> None:
-    catalog = formats.resolve(formats.open_checkpoint(outputs[name]))
+    catalog = formats.resolve_codecs(formats.open_checkpoint(outputs[name]))
     assert catalog.format == name
     assert sum(catalog.files.values()) >= catalog.nbytes
     for key, entry in catalog.tensors.items():

@@ -161,7 +161,7 @@ def cases() -> Iterator[tuple[str, str, str]]:
 def test_every_format_has_a_checkpoint_that_it_reads(run: Any, name: str) -> None:
     path = run(name)
     folders = (item for item in path.rglob("*") if item.is_dir())
-    assert any(name in formats.sniff(item) for item in (path, *folders))
+    assert any(name in formats.sniff_formats(item) for item in (path, *folders))
     assert files_of(run(name)).keys() & KINDS.keys()
     options = OPTIONS.get(name, {})
     ended = limits.run_limited(lambda: attempt(path, **options), memory=MEMORY, seconds=SECONDS)

@@ -95,7 +95,7 @@ def test_a_single_file_like_another_keeps_its_ties() -> None:
         OutputTensor("b", "int8", (4,), ("b",), "a"),
     ]
     request = OutputRequest("out", tensors, like={"a": 0, "b": 0}, like_files=("m.safetensors",))
-    (file,) = formats.target("hf").lay_out(request).files
+    (file,) = formats.get_writable_format("hf").lay_out(request).files
     header = b"".join(content for _, content in file.frame(lambda _: 0))
     assert json.loads(header[8:])["__metadata__"] == {"format": "pt", "b": "a"}
 
@@ -109,7 +109,7 @@ def test_a_reference_with_tensors_in_several_files(
     catalog = Catalog(tmp_path, tmp_path, "dcp", files, {"w": entry})
     monkeypatch.setattr(formats, "open_checkpoint", lambda path: catalog)
     with pytest.raises(UsageError, match="cannot reuse") as caught:
-        open_reference(tmp_path, formats.target("dcp"))
+        open_reference(tmp_path, formats.get_writable_format("dcp"))
     assert "`w`" in message(caught.value)
 
 
@@ -117,7 +117,7 @@ def test_a_reference_whose_last_file_holds_no_tensor() -> None:
     tensors = [OutputTensor("a", "int8", (4,), ("a",))]
     names = ("__0_0.distcp", "__1_0.distcp")
     request = OutputRequest("out", tensors, like={"a": 0}, like_files=names)
-    found = formats.target("dcp").lay_out(request).files
+    found = formats.get_writable_format("dcp").lay_out(request).files
     assert [file.path for file in found] == ["__0_0.distcp", "__0_1.distcp", ".metadata"]
 
 
@@ -269,7 +269,7 @@ def test_a_rank_beyond_all_reason(copy: Callable[[str], Path]) -> None:
 
 
 def test_what_is_not_carried_along_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sidecar_files, "MAX_BYTES", 10_000_000)
+    monkeypatch.setattr(sidecar_files, "MAX_SIDECAR_BYTES", 10_000_000)
     source = save_hf(tmp_path / "in", STATE, CONFIG)
     (source / "original").mkdir()
     (source / ".cache").mkdir()

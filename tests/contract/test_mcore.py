@@ -66,12 +66,12 @@ def test_one_format_recognizes_it(tmp_path: Path, source: Path) -> None:
     out = tmp_path / "out"
     ckptctl.convert(source, out, to="mcore", max_shard_size="100KB")
     for path in (out, out / "release"):
-        assert list(formats.sniff(path)) == ["mcore"]
+        assert list(formats.sniff_formats(path)) == ["mcore"]
         found = ckptctl.inspect(path)
         assert (found.format, found.layout, found.verdict) == ("mcore", "mcore", "complete")
         assert found.notes == ()
         assert ckptctl.verify(path, level="full").verdict == "complete"
-    catalog = formats.resolve(formats.open_checkpoint(out))
+    catalog = formats.resolve_codecs(formats.open_checkpoint(out))
     assert all(one.crc32 is not None for t in catalog.tensors.values() for one in t.extents)
 
 

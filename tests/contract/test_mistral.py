@@ -165,7 +165,7 @@ KINDS = ("one", "index", "shards", "pth", "pt")
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_is_told_and_read(tmp_path: Path, kind: str) -> None:
     folder = build(kind, tmp_path / "in", native(), PARAMS)
-    assert formats.detect(folder).name == "mistral"
+    assert formats.detect_format(folder).name == "mistral"
     done = ckptctl.convert(folder, tmp_path / "out", to="hf", verify=True)
     assert (done.plan.model_type, done.plan.from_layout) == ("mistral", "mistral")
     assert not differences(load_any_reference(tmp_path / "out"), hub(native()))
@@ -196,7 +196,7 @@ def test_written(tmp_path: Path, size: str) -> None:
     assert ("consolidated.safetensors.index.json" in names) is (size != "5GB")
     params = json.loads((out / "params.json").read_text())
     assert {key: params[key] for key in PARAMS} == PARAMS
-    assert formats.detect(out).name == "mistral"
+    assert formats.detect_format(out).name == "mistral"
 
 
 def test_params_travel_as_they_are(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_hf_files_may_have_mistrals_names(tmp_path: Path) -> None:
 def test_a_folder_of_the_hub_with_both_is_hf(tmp_path: Path) -> None:
     folder = build("one", tmp_path / "in", native(), PARAMS)
     save_file(hub(native()), folder / "model.safetensors")
-    assert formats.detect(folder).name == "hf"
+    assert formats.detect_format(folder).name == "hf"
     found = formats.open_checkpoint(folder, "mistral")
     assert set(found.tensors) == set(native())
 
@@ -246,16 +246,16 @@ def test_a_folder_of_the_hub_with_both_is_hf(tmp_path: Path) -> None:
 def test_metas_files_stay_metas(tmp_path: Path) -> None:
     params = {"dim": D, "n_layers": LAYERS, "n_heads": HEADS, "multiple_of": 4, "vocab_size": V}
     folder = build("pth", tmp_path / "in", native(), params)
-    assert formats.detect(folder).name == "meta"
+    assert formats.detect_format(folder).name == "meta"
     (folder / "params.json").unlink()
-    assert formats.detect(folder).name == "meta"
+    assert formats.detect_format(folder).name == "meta"
 
 
 @pytest.mark.parametrize("name", ["consolidated.safetensors", "consolidated.00.pth"])
 def test_a_single_file(tmp_path: Path, name: str) -> None:
     kind = "pth" if name.endswith("pth") else "one"
     folder = build(kind, tmp_path / "in", native(), PARAMS)
-    assert formats.detect(folder / name).name == "mistral"
+    assert formats.detect_format(folder / name).name == "mistral"
     assert set(formats.open_checkpoint(folder / name).tensors) == set(native())
 
 
@@ -283,7 +283,7 @@ def test_a_tensor_in_two_files(tmp_path: Path) -> None:
 def test_params_that_say_nothing(tmp_path: Path, content: str) -> None:
     folder = build("pth", tmp_path / "in", native(), PARAMS)
     (folder / "params.json").write_text(content)
-    assert formats.detect(folder).name == "meta"
+    assert formats.detect_format(folder).name == "meta"
     with pytest.raises(CkptError):
         ckptctl.convert(folder, tmp_path / "out", to="hf")
 

@@ -39,7 +39,7 @@ from tests.contract.support import (
 
 STATE, CONFIG = tiny_llama("llama3")
 BLOCKS = [n for n in WRITABLE if not single_file(n)]
-LIKE = [n for n in WRITABLE if "--like" in formats.target(n).cut_by]
+LIKE = [n for n in WRITABLE if "--like" in formats.get_writable_format(n).sharding_options]
 
 
 @pytest.fixture(scope="module")

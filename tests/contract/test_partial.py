@@ -448,7 +448,7 @@ def test_replicas_without_checksums_are_read(
     copied: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = copied(RANKS)
-    real = stored_leaves.extent_of
+    real = stored_leaves.make_extent
 
     def unchecked(*args: Any) -> Any:
         return replace(real(*args), crc32=None, within=None)

@@ -48,7 +48,7 @@ def copied(data: Path, sample: str, folder: Path) -> Path:
 @pytest.mark.parametrize("sample", SAMPLES)
 @pytest.mark.parametrize("to", ["hf", "torch"])
 def test_samples_are_read_bit_for_bit(tmp_path: Path, data: Path, sample: str, to: str) -> None:
-    assert list(formats.sniff(data / sample)) == [SAMPLES[sample]]
+    assert list(formats.sniff_formats(data / sample)) == [SAMPLES[sample]]
     target = tmp_path / ("out.pt" if to == "torch" else "out")
     ckptctl.convert(data / sample, target, to=to)
     truth = load_any_reference(expected(data, sample))
@@ -57,7 +57,7 @@ def test_samples_are_read_bit_for_bit(tmp_path: Path, data: Path, sample: str, t
 
 def test_a_shard_alone_is_no_model(tmp_path: Path, data: Path) -> None:
     source = copied(data, "hf-rank-shards/hf_sharded/ckpt", tmp_path) / FIRST
-    assert not formats.sniff(source)
+    assert not formats.sniff_formats(source)
     for known in (None, "hf"):
         with pytest.raises(CkptError) as caught:
             ckptctl.convert(source, tmp_path / "out", to="hf", from_format=known)
@@ -207,7 +207,7 @@ def test_a_flipped_byte_of_the_index(tmp_path: Path, data: Path, sample: str) ->
     for at in range(0, length, 61):
         index.write_bytes(whole[:at] + bytes([whole[at] ^ 0x24]) + whole[at + 1 :])
         try:
-            catalog = formats.resolve(formats.open_checkpoint(source))
+            catalog = formats.resolve_codecs(formats.open_checkpoint(source))
         except CkptError as error:
             assert error.exit_code in (3, 4, 9), at
         else:

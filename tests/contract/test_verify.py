@@ -22,8 +22,8 @@ from ckptctl.cli.app import app
 from ckptctl.errors import CkptError, FormatError, RefusedError, UsageError
 from ckptctl.formats.base import OutputTensor, TensorPlace
 from ckptctl.formats.dcp import METADATA
-from ckptctl.formats.dcp.metadata import Item, decode
-from ckptctl.formats.dcp.metadata_writer import encode
+from ckptctl.formats.dcp.metadata import Item, decode_metadata
+from ckptctl.formats.dcp.metadata_writer import encode_metadata
 from ckptctl.storage import crc
 from ckptctl.verbs.verification import data
 from ckptctl.verbs.verification.verify_options import Level
@@ -116,7 +116,7 @@ def test_a_data_file_is_damaged(copied: Any, kind: str, how: str) -> None:
             found = ckptctl.verify(path, level="fast")
         except CkptError as error:
             assert error.exit_code == 3, error
-            assert path.is_file() or len(formats.sniff(path)) == 0 or how == "empty"
+            assert path.is_file() or len(formats.sniff_formats(path)) == 0 or how == "empty"
         else:
             assert found.verdict == "damaged"
             assert any(name in f"{f.file} {f.what} {f.why}" for f in found.errors), found.findings
@@ -130,7 +130,9 @@ def test_large_ranges_are_checked_in_blocks(
         monkeypatch.setattr(room, name, size)
     path = clone(data / "dcp/dcp_2d/ckpt", tmp_path)
     assert ckptctl.verify(path, level="full", jobs=4).verdict == "complete"
-    extent = formats.resolve(formats.open_checkpoint(path)).tensors["model.l1.weight"].extents[1]
+    extent = (
+        formats.resolve_codecs(formats.open_checkpoint(path)).tensors["model.l1.weight"].extents[1]
+    )
     flip(path / extent.file, extent.offset + extent.nbytes - 1)
     (found,) = ckptctl.verify(path, level="full", jobs=4).errors
     assert (found.tensor, found.file) == ("model.l1.weight", extent.file)
@@ -139,7 +141,7 @@ def test_large_ranges_are_checked_in_blocks(
 @pytest.mark.parametrize("kind", [*(f"our-{name}" for name in WRITABLE), "torch", "dcp", "bin"])
 def test_full_finds_a_flipped_byte_in_every_tensor(copied: Any, kind: str) -> None:
     path = copied(kind)
-    catalog = formats.resolve(formats.open_checkpoint(path))
+    catalog = formats.resolve_codecs(formats.open_checkpoint(path))
     for entry in list(catalog.tensors.values())[::3]:
         extent = entry.extents[-1]
         target = path if path.is_file() else path / extent.file
@@ -196,7 +198,7 @@ def test_headers_finds_every_bad_item_of_a_tensor(data: Path, tmp_path: Path) ->
 
 def rewrite(path: Path, change: Any) -> None:
     """Write `.metadata` again with other items; *change* maps ``{(name, box): item}``."""
-    leaves = decode((path / METADATA).read_bytes(), "").leaves
+    leaves = decode_metadata((path / METADATA).read_bytes(), "").leaves
     tensors = [OutputTensor(n, x.dtype, x.shape, x.path) for n, x in leaves.items() if x.dtype]
     items = {
         (name, extent.box): Item(extent.file, extent.offset, extent.nbytes)
@@ -208,7 +210,7 @@ def rewrite(path: Path, change: Any) -> None:
     for name, box in items:
         boxes[name].append(TensorPlace(box, 0))
     flat = {(name, box.offsets): item for (name, box), item in items.items()}
-    (path / METADATA).write_bytes(encode(tensors, [], boxes, flat))
+    (path / METADATA).write_bytes(encode_metadata(tensors, [], boxes, flat))
 
 
 @pytest.fixture
@@ -454,7 +456,7 @@ def test_a_manifest_is_what_sha256sum_reads(copied: Any, kind: str) -> None:
 
 def test_no_manifest_of_what_is_damaged(copied: Any) -> None:
     path = copied("our-dcp")
-    extent = formats.resolve(formats.open_checkpoint(path)).tensors[NORM].extents[0]
+    extent = formats.resolve_codecs(formats.open_checkpoint(path)).tensors[NORM].extents[0]
     flip(path / extent.file, extent.offset)
     found = ckptctl.verify(path, level="full", manifest=True)
     assert found.verdict == "damaged" and found.manifest is None

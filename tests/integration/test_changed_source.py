@@ -180,7 +180,7 @@ def test_another_checkpoint_takes_its_place_while_it_is_opened(
         save_file({"w": torch.full((64, 64), value)}, plain)
         ckptctl.convert(plain, tmp_path / f"step_{step}", to="hf")
     (tmp_path / "step_10").rename(path)
-    attached = checksums.attach
+    attached = checksums.attach_manifest_checksums
 
     def attach(catalog: Catalog, *, needed: bool = True) -> Catalog:
         if moment == "after it is read":
@@ -189,7 +189,7 @@ def test_another_checkpoint_takes_its_place_while_it_is_opened(
         (tmp_path / "step_20").rename(path)
         return catalog if moment == "after it is read" else attached(catalog, needed=needed)
 
-    monkeypatch.setattr(checksums, "attach", attach)
+    monkeypatch.setattr(checksums, "attach_manifest_checksums", attach)
     use: dict[str, Callable[[], object]] = {
         "convert": lambda: ckptctl.convert(path, tmp_path / "out", to="dcp"),
         "extract": lambda: ckptctl.extract(path, "w", tmp_path / "w.npy"),

@@ -145,7 +145,7 @@ def test_ranks_hold_what_deepseek_gives_them(tmp_path: Path, ranks: int) -> None
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_ranks_are_joined(tmp_path: Path, ranks: int) -> None:
     given = ranks_of(tmp_path / "in", ranks)
-    assert formats.detect(given).name == "deepseek"
+    assert formats.detect_format(given).name == "deepseek"
     ckptctl.convert(given, tmp_path / "out.pt", to="torch", to_layout="hf")
     assert same(torch.load(tmp_path / "out.pt", weights_only=True), hf())
 

@@ -97,7 +97,7 @@ def test_a_data_file_is_needed_for_its_values_too(saved: Path, tmp_path: Path) -
     with pytest.raises(DamagedError) as caught:
         formats.open_checkpoint(source)
     assert "__1_0.distcp" in f"{caught.value.why}"
-    found = formats.get("dcp-rank-local").read(source, ReadOptions(partial=True))
+    found = formats.get_format("dcp-rank-local").read(source, ReadOptions(partial=True))
     assert "__1_0.distcp" in [one.file for one in found.findings]
     assert {"who", "rank_2.who"} <= found.blobs.keys()
     assert "rank_1.who" not in found.blobs

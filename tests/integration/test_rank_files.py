@@ -164,10 +164,10 @@ def test_other_ranks_tell_what_a_missing_one_held(
     source = tmp_path / "copy"
     shutil.copytree(saved / save.__name__, source)
     files = {f"checkpoint_{rank}.pt" for rank in gone}
-    own = only(formats.get("rank-files").read(source, ReadOptions(replicas=True)), files)
+    own = only(formats.get_format("rank-files").read(source, ReadOptions(replicas=True)), files)
     for file in files:
         (source / file).unlink()
-    found = formats.get("rank-files").read(source, ReadOptions(partial=True))
+    found = formats.get_format("rank-files").read(source, ReadOptions(partial=True))
     assert {name: {box for box, _ in boxes} for name, boxes in found.lost.items()} == own
     assert {name for boxes in found.lost.values() for _, name in boxes} <= files
     assert {one.file for one in found.findings} == files

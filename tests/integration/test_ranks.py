@@ -234,7 +234,7 @@ def test_ranks_that_disagree_on_a_repeated_head(tmp_path: Path) -> None:
     held["layers.0.attention.wqkv.weight"][-1] += 1
     torch.save(held, given / "consolidated.01.pth")
     with pytest.raises(UnsupportedError, match="wqkv"):
-        formats.open_checkpoint(given, asked=ReadOptions(model_type="llama4_text"))
+        formats.open_checkpoint(given, options=ReadOptions(model_type="llama4_text"))
 
 
 def test_configurations_that_are_not_made(tmp_path: Path, source: Path) -> None:

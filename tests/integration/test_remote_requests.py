@@ -119,7 +119,7 @@ def test_shards_that_are_damaged_prove_nothing(hub: Hub, tmp_path: Path) -> None
 def test_nothing_is_tried_where_no_digest_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hf_files, "_candidates", None)
+    monkeypatch.setattr(hf_files, "_iterate_candidate_indexes", None)
     assert ckptctl.inspect(TINY).parameters == 127296
 
 

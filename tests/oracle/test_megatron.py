@@ -58,7 +58,7 @@ def test_every_copy_is_a_replica(saved: Saved) -> None:
     """Every element that a rank saved is in the model or is a copy of one that is."""
     folder, case = saved
     catalog = formats.open_checkpoint(
-        folder / "checkpoint", asked=ReadOptions(rules=Path(RULES), replicas=True)
+        folder / "checkpoint", options=ReadOptions(rules=Path(RULES), replicas=True)
     )
     listed = [extent for entry in catalog.tensors.values() for extent in entry.extents]
     listed += [extent for found in catalog.replicas.values() for extent in found]

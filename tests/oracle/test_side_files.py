@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptctl.formats.sidecar_files import kind_of
+from ckptctl.formats.sidecar_files import find_file_kind
 
 SPEC = find_spec("transformers")
 NAMES = (
@@ -41,4 +41,4 @@ def test_what_transformers_knows_travels() -> None:
     assert SPEC and SPEC.origin
     found = {name for name in names(Path(SPEC.origin).parent) if isinstance(name, str)}
     assert len(found) > 25
-    assert not {name for name in found if kind_of(name) is None}
+    assert not {name for name in found if find_file_kind(name) is None}

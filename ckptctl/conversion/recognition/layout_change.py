@@ -76,7 +76,7 @@ def resolve_layout(
     The family is None if *tensors* are copied because no table describes them.
     """
     target = request.target_layout or model.layout
-    usual = formats.get(model.catalog.format).layout or "hf"
+    usual = formats.get_format(model.catalog.format).layout or "hf"
     unknown = not model.candidates and target in (None, usual)
     needs_family = request.untie or model.request.sizes or request.vocab
     same = unknown or target is None or target == model.layout or target in model.alike

@@ -196,7 +196,7 @@ class Model:
 
     def states_padding(self, rows: int, size: int) -> bool:
         """Check if recorded facts state that only *size* of *rows* rows are in use."""
-        records = formats.get(self.catalog.format).recorded_facts(self.catalog)
+        records = formats.get_format(self.catalog.format).recorded_facts(self.catalog)
         return records is not None and records.state_padding(rows, size)
 
     def without_model_type(self, layout: str | None) -> Model:
@@ -239,7 +239,7 @@ def recognize_model(
     if layout is not None and not is_base(layout):
         require_choice(layout, "layout", families.list_layouts(families_by_name.values()))
     prefixes = [parse_root(catalog, root)] if root is not None else list_roots(catalog)
-    format = formats.get(catalog.format)
+    format = formats.get_format(catalog.format)
     prefer = layout or format.layout
     records = format.recorded_facts(catalog)
     asked_records = None if config or params or model_type else records

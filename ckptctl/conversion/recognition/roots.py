@@ -18,7 +18,7 @@ from ckptctl import formats
 from ckptctl.catalog import Blob, Catalog, Path, TensorEntry
 from ckptctl.errors import MappingError, UsageError, find_nearest, quote_names, spell_option
 from ckptctl.formats.base import WritableFormat
-from ckptctl.formats.shared.leaves import join
+from ckptctl.formats.shared.leaves import join_path
 
 ROOTS = frozenset(
     {
@@ -157,7 +157,7 @@ def is_training_state(name: str) -> bool:
 
 def is_outside_model(catalog: Catalog, name: str) -> bool:
     """Check if *name* is training state, in a format that stores it."""
-    is_training_blob = formats.get(catalog.format).training and name in catalog.blobs
+    is_training_blob = formats.get_format(catalog.format).training and name in catalog.blobs
     return bool(is_training_blob) or (
         stores_training_state(catalog.format) and is_training_state(name)
     )
@@ -165,7 +165,7 @@ def is_outside_model(catalog: Catalog, name: str) -> bool:
 
 def stores_training_state(format: str) -> bool:
     """Check if a format can store training state."""
-    known_format = formats.get(format)
+    known_format = formats.get_format(format)
     return (
         bool(known_format.training)
         or not isinstance(known_format, WritableFormat)
@@ -201,7 +201,7 @@ def _list_dictionaries(catalog: Catalog) -> frozenset[str]:
     """List the prefixes of all dictionaries that contain tensors."""
     heads = {entry.path[:-1] for entry in catalog.tensors.values()}
     return frozenset(
-        f"{join(head[:length])}." for head in heads for length in range(1, len(head) + 1)
+        f"{join_path(head[:length])}." for head in heads for length in range(1, len(head) + 1)
     )
 
 
@@ -223,7 +223,7 @@ def _rename_path(path: Path, name: str, new_name: str) -> Path:
     if name == new_name:
         return path
     head = path[:-1]
-    prefix = f"{join(head)}." if head else ""
+    prefix = f"{join_path(head)}." if head else ""
     return (*head, new_name[len(prefix) :]) if new_name.startswith(prefix) else (new_name,)
 
 

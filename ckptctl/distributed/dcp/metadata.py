@@ -208,4 +208,4 @@ def encode_metadata(metadata: Metadata, world: int = 0) -> tuple[bytes, ...]:
     items = (
         (name, (item for _, item in some)) for name, some in groupby(located, key=itemgetter(0))
     )
-    return encode_tensors(tensors, boxes, items).complete(values, origin)
+    return encode_tensors(tensors, boxes, items).add_values(values, origin)

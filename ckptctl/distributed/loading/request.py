@@ -106,7 +106,7 @@ def request(target: Target, path: str | TreePath, how: LoadCall, here: object) -
     state = state_of(plain, on_meta=True)
     new = _new(owners, state, how)
     places = state.shards
-    same, source = find_same_memory(places, new), formats.existing(path)
+    same, source = find_same_memory(places, new), formats.to_existing_path(path)
     meeting = find_overlaps(places, same, new)
     structure = key = None
     beside = [file for file in (how.assets, how.rules, how.converter) if file is not None]
@@ -193,7 +193,7 @@ def own_part(path: TreePath, rank: int, state: State, options: LoadOptions) -> C
     about_it = (field for field in fields(LoadOptions) if field.name not in HOW)
     if any(getattr(options, one.name) != one.default for one in about_it):
         return None
-    if formats.detect(path).name != DcpRankLocalFormat.name:
+    if formats.detect_format(path).name != DcpRankLocalFormat.name:
         return None
     catalog = read_rank(path, rank)
     if catalog is None or not all(name in catalog.blobs for name in state.values):

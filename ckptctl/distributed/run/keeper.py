@@ -18,7 +18,7 @@ from ckptctl.distributed.saving.save import write
 from ckptctl.distributed.saving.save_options import SaveOptions
 from ckptctl.distributed.state import StateDict
 from ckptctl.errors import CkptError, RefusedError, quote_names
-from ckptctl.formats.sidecar_files import SIDECAR
+from ckptctl.formats.sidecar_files import RUN_FILE
 from ckptctl.planner.lineage import Lineage
 from ckptctl.planner.retention import Policy
 from ckptctl.ranks.coordinator import Coordinator
@@ -318,7 +318,7 @@ class Keeper:
     ) -> Mapping[str, bytes]:
         """Return the record of the checkpoint to publish as a sidecar file."""
         self._lineage = (self._lineage or Lineage(self._newest_save())).next_save()
-        return {SIDECAR: encoded(rated, self._lineage, more)}
+        return {RUN_FILE: encoded(rated, self._lineage, more)}
 
     def published(self, path: TreePath) -> None:
         """Call the hooks for a new checkpoint, and start to remove old ones."""
@@ -341,9 +341,9 @@ class Keeper:
             if known.error:
                 raise CkptError(f"the existing one cannot be read: {known.error.what}")
             record = encoded(rated, lineage, known.members)
-            self._store.replace(f"{path.name}/{SIDECAR}", record, sync=self._sync)
+            self._store.replace(f"{path.name}/{RUN_FILE}", record, sync=self._sync)
         except (CkptError, OSError) as error:
-            _log.error("`%s` of %s was not written: %s", SIDECAR, path, error)
+            _log.error("`%s` of %s was not written: %s", RUN_FILE, path, error)
 
     def call_hooks(self, path: TreePath) -> None:
         """Call every hook with *path*, and log their errors."""

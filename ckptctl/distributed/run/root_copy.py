@@ -19,7 +19,7 @@ from ckptctl.catalog import Extent, memory_key, row_major
 from ckptctl.distributed.saving.local_state import LocalState
 from ckptctl.errors import DamagedError
 from ckptctl.file_identity import FileIdentity
-from ckptctl.formats.dcp.locating import located
+from ckptctl.formats.dcp.locating import locate_elements
 from ckptctl.formats.dcp_rank_local import read_rank
 from ckptctl.planner.plan import Plan
 from ckptctl.planner.strided import Part, StridedTensor
@@ -106,7 +106,7 @@ class SavedPart:
         if catalog is None:
             raise DamagedError("the data that this rank saved is missing", where=str(self._folder))
         with source_files(self._folder) as files:
-            tensors = located(files, catalog.tensors)
+            tensors = locate_elements(files, catalog.tensors)
             sources = {name: files.read_identity(name) for name in catalog.files}
         extents = {
             (entry.name, extent.box.offsets): extent

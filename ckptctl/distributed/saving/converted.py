@@ -203,5 +203,5 @@ def _write_hollow(folder: Path, plan: GlobalPlan, own: LocalState) -> None:
             for offset, content in file.frame(lambda _: 0):
                 os.pwrite(written.fileno(), content, offset)
     values = [(Blob(name, leaves[name]), item) for name, item in files.items.items()]
-    metadata = tensor_metadata(alone, [files.tensors.items]).complete(values, Origin("", 1))
+    metadata = tensor_metadata(alone, [files.tensors.items]).add_values(values, Origin("", 1))
     (folder / METADATA).write_bytes(b"".join(metadata))

@@ -166,7 +166,7 @@ def write_alone(
         items = [files.tensors.items if other == rank else NOTHING for other in range(world)]
         values = [(Blob(name, own.shards.paths[name]), item) for name, item in files.items.items()]
         origin = Origin(new_nonce().hex(), world)
-        place.publish(tensor_metadata(global_plan, items).complete(values, origin))
+        place.publish(tensor_metadata(global_plan, items).add_values(values, origin))
     return place.target
 
 
@@ -288,7 +288,7 @@ class CollectiveSave:
             plan.metadata = tensor_metadata(self._global_plan, items)
         assert plan.metadata
         values = [value for one in written for value in one.values]
-        content = plan.metadata.complete(values, Origin(self._save_id, self._ranks.world))
+        content = plan.metadata.add_values(values, Origin(self._save_id, self._ranks.world))
         self._place.publish(content)
         return [None] * len(written)
 

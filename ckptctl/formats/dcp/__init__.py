@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from ckptctl.catalog import Blob, Catalog, TupleIndex
 from ckptctl.errors import DamagedError, FormatError, quote_names
 from ckptctl.formats.base import (
-    AS_IT_IS,
+    DEFAULT_READ_OPTIONS,
     Format,
     Listing,
     OutputLayout,
@@ -21,14 +21,14 @@ from ckptctl.formats.base import (
     OutputTensor,
     ReadOptions,
     WritableFormat,
-    document,
+    make_content_file,
 )
-from ckptctl.formats.shared.leaves import join
+from ckptctl.formats.shared.leaves import join_path
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 
 METADATA = ".metadata"
-DATA = ".distcp"
+DATA_SUFFIX = ".distcp"
 
 
 class ItemFormat(Format):
@@ -36,9 +36,9 @@ class ItemFormat(Format):
 
     def resolve(self, catalog: Catalog) -> Catalog:
         """See :meth:`Format.resolve`."""
-        from ckptctl.formats.dcp.dcp_reader import resolve
+        from ckptctl.formats.dcp.dcp_reader import resolve_items
 
-        return resolve(catalog)
+        return resolve_items(catalog)
 
 
 class DcpFormat(ItemFormat, WritableFormat):
@@ -49,7 +49,7 @@ class DcpFormat(ItemFormat, WritableFormat):
     title = "torch.distributed.checkpoint directory"
     recognized = "`.metadata`, unless it is ByteCheckpoint's or Megatron-Core's"
     marks = re.compile(re.escape(METADATA))
-    part_names = re.compile(rf"{re.escape(METADATA)}|.*{re.escape(DATA)}", re.DOTALL)
+    part_names = re.compile(rf"{re.escape(METADATA)}|.*{re.escape(DATA_SUFFIX)}", re.DOTALL)
     wholeness = (
         "the chunks in `.metadata` tile every tensor; the file of every chunk exists and is long "
         "enough"
@@ -76,19 +76,19 @@ class DcpFormat(ItemFormat, WritableFormat):
         """See :meth:`Format.sniff`."""
         if not listing.has(METADATA):
             return None
-        count = sum(name.endswith(DATA) for name in listing.names)
-        return f"{METADATA} and {pluralize(count, f'{DATA} file')}"
+        count = sum(name.endswith(DATA_SUFFIX) for name in listing.names)
+        return f"{METADATA} and {pluralize(count, f'{DATA_SUFFIX} file')}"
 
     def is_interrupted(self, listing: Listing) -> bool:
         """Return whether there are data files but no metadata, which ranks write last."""
-        names = [name for name in listing.names if name.endswith((METADATA, DATA))]
+        names = [name for name in listing.names if name.endswith((METADATA, DATA_SUFFIX))]
         if not listing.is_folder or listing.has(METADATA):
             return False
         if any(name.endswith(METADATA) and name != METADATA for name in names):
             return False  # each rank has its own metadata
         return any(name != METADATA or (listing.path / name).is_symlink() for name in names)
 
-    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, options: ReadOptions = DEFAULT_READ_OPTIONS) -> Catalog:
         """See :meth:`Format.read`."""
         listing = Listing(path)
         if self.is_interrupted(listing):
@@ -103,29 +103,29 @@ class DcpFormat(ItemFormat, WritableFormat):
                 where=str(path),
                 why=f"expected a directory with {METADATA} and .distcp files",
             )
-        from ckptctl.formats.dcp.dcp_reader import read
+        from ckptctl.formats.dcp.dcp_reader import read_catalog
 
-        return read(path, METADATA, asked, self.name)
+        return read_catalog(path, METADATA, options, self.name)
 
     def lay_out(self, request: OutputRequest) -> OutputLayout:
         """See :meth:`WritableFormat.lay_out`."""
         # Only writing needs these modules.
-        from ckptctl.formats.dcp.data_files import DataFiles, shards
-        from ckptctl.formats.dcp.metadata_writer import encode
+        from ckptctl.formats.dcp.data_files import DataFileBuilder, assign_boxes_to_files
+        from ckptctl.formats.dcp.metadata_writer import encode_metadata
 
-        writer = DataFiles()
-        for position, shard in enumerate(shards(request)):
-            writer.begin(f"__0_{position}.distcp")
+        writer = DataFileBuilder()
+        for position, shard in enumerate(assign_boxes_to_files(request)):
+            writer.begin_file(f"__0_{position}.distcp")
             if not position:
                 for blob in request.blobs:
                     writer.add_blob(blob)
             for tensor, box in shard:
                 writer.add_tensor(tensor, box)
-            writer.finish()
-        content = encode(request.tensors, request.blobs, writer.boxes, writer.items)
-        writer.files.append(document(METADATA, content))
-        request.notes.add(*_unsupported(request))
-        boxes = {name: tuple(found) for name, found in writer.boxes.items()}
+            writer.finish_file()
+        content = encode_metadata(request.tensors, request.blobs, writer.boxes, writer.items)
+        writer.files.append(make_content_file(METADATA, content))
+        request.notes.add(*_list_unsupported_notes(request))
+        boxes = {name: tuple(places) for name, places in writer.boxes.items()}
         files, records = tuple(writer.files), tuple(writer.records)
         return OutputLayout(files, records, boxes, tuple(writer.raw_copies))
 
@@ -135,17 +135,17 @@ def metadata_name(rank: int) -> str:
     return f"__{rank}{METADATA}"
 
 
-def _unsupported(request: OutputRequest) -> Iterator[str]:
+def _list_unsupported_notes(request: OutputRequest) -> Iterator[str]:
     """Yield notes on features that DCP does not support, and how they are written."""
     leaves: list[OutputTensor | Blob] = [*request.tensors, *request.blobs]
     aliases = [tensor.name for tensor in request.tensors if tensor.alias_of]
     if aliases:
         yield f"DCP does not support tied tensors; each is written in full: {quote_names(aliases)}"
-    numbered = [leaf.name for leaf in leaves if any(type(key) is int for key in leaf.path)]
-    if numbered:
-        yield f"DCP does not support integer keys; they become strings: {quote_names(numbered)}"
+    integer_keyed = [leaf.name for leaf in leaves if any(type(key) is int for key in leaf.path)]
+    if integer_keyed:
+        yield f"DCP does not support integer keys; they become strings: {quote_names(integer_keyed)}"
     tuples = dict.fromkeys(
-        join(leaf.path[:depth])
+        join_path(leaf.path[:depth])
         for leaf in leaves
         for depth, key in enumerate(leaf.path)
         if isinstance(key, TupleIndex)

@@ -10,10 +10,10 @@ from ckptctl.dtypes import itemsize
 from ckptctl.errors import FormatError, SourceNotFoundError, UnsupportedError, quote_names
 from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.dcp import METADATA
-from ckptctl.formats.dcp.dcp_reader import catalog_of
-from ckptctl.formats.dcp.metadata import MAX_METADATA, TABLE, MetadataLeaf, leaves_of
-from ckptctl.formats.shared.findings import UNUSABLE, Faults
-from ckptctl.formats.shared.indexes import ByteRange, read_whole, require_tiled
+from ckptctl.formats.dcp.dcp_reader import build_catalog
+from ckptctl.formats.dcp.metadata import MAX_METADATA, TABLE, MetadataLeaf, extract_metadata_leaves
+from ckptctl.formats.shared.findings import UNUSABLE_ERRORS, FaultCollector
+from ckptctl.formats.shared.indexes import ByteRange, read_metadata_file, require_tiled_files
 from ckptctl.formats.shared.stored_leaves import NO_CHECKSUMS
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.pickles.inert import Global
@@ -27,7 +27,7 @@ from ckptctl.units import pluralize
 _HOME = "bytecheckpoint.checkpointer.meta_type"
 _CLASSES = ("Metadata", "_StorageInfo", "MetadataIndex")
 _TABLE: Table = {**TABLE, **{(_HOME, name): Global(_HOME, name) for name in _CLASSES}}
-_FLAT = "fsdp_flat_param_to_fqns"
+_FLAT_PARAMETERS_KEY = "fsdp_flat_param_to_fqns"
 _Views = Mapping[tuple[str, tuple[int, ...]], TensorView]
 
 
@@ -47,55 +47,59 @@ class _RankIndex(ObjectSchema):
     offset: tuple[int, ...]
 
 
-def read(path: TreePath, asked: ReadOptions, name: str) -> Catalog:
+def read_catalog(path: TreePath, options: ReadOptions, name: str) -> Catalog:
     """Read the catalog of the directory *path*."""
     where = str(path / METADATA)
     with source_files(path) as files:
-        root = load_pickle(read_whole(files, METADATA, MAX_METADATA), where=where, table=_TABLE)
-        leaves = leaves_of(root, where)
-        views = _views(root, where)
-        faults = Faults(path, asked.partial)
-        if asked.partial:
-            _note_unfit(files, leaves, where, faults)
-        catalog = catalog_of(files, leaves, name, faults, zips=False)
-        if not asked.partial:
-            require_tiled(_ranges(leaves), catalog.files, where)
+        root = load_pickle(
+            read_metadata_file(files, METADATA, MAX_METADATA), where=where, table=_TABLE
+        )
+        leaves = extract_metadata_leaves(root, where)
+        views = _parse_views(root, where)
+        faults = FaultCollector(path, options.partial)
+        if options.partial:
+            _add_mismatch_findings(files, leaves, where, faults)
+        catalog = build_catalog(files, leaves, name, faults, zips=False)
+        if not options.partial:
+            require_tiled_files(_iterate_ranges(leaves), catalog.files, where)
     tensors = {
-        key: replace(entry, extents=tuple(_raw(entry, e, views, where) for e in entry.extents))
+        key: replace(
+            entry, extents=tuple(_to_raw_extent(entry, e, views, where) for e in entry.extents)
+        )
         for key, entry in catalog.tensors.items()
     }
     return replace(catalog, tensors=tensors, notes=(NO_CHECKSUMS, *catalog.notes))
 
 
-def _ranges(leaves: Mapping[str, MetadataLeaf]) -> Iterator[ByteRange]:
+def _iterate_ranges(leaves: Mapping[str, MetadataLeaf]) -> Iterator[ByteRange]:
     for name, leaf in leaves.items():
         for file, start, end in leaf.ranges:
             yield ByteRange(file, start, end - start, name)
 
 
-def _note_unfit(
-    files: SourceFiles, leaves: Mapping[str, MetadataLeaf], where: str, faults: Faults
+def _add_mismatch_findings(
+    files: SourceFiles, leaves: Mapping[str, MetadataLeaf], where: str, faults: FaultCollector
 ) -> None:
     """Add findings for existing files that do not match the metadata."""
     by_file: dict[str, list[ByteRange]] = {}
-    for one in _ranges(leaves):
-        by_file.setdefault(one.file, []).append(one)
+    for byte_range in _iterate_ranges(leaves):
+        by_file.setdefault(byte_range.file, []).append(byte_range)
     for file, ranges in by_file.items():
         try:
-            require_tiled(ranges, {file: files.size(file)}, where)
+            require_tiled_files(ranges, {file: files.size(file)}, where)
         except SourceNotFoundError:
             continue
-        except UNUSABLE as error:
-            faults.unreadable(error, file)
+        except UNUSABLE_ERRORS as error:
+            faults.add_or_raise(error, file)
 
 
-def _views(root: object, where: str) -> _Views:
+def _parse_views(root: object, where: str) -> _Views:
     """Return the tensor header of each item, by name and offsets."""
-    found = {}
+    views = {}
     with malformed_errors("this is not the metadata of ByteCheckpoint", where):
         metadata = read_as(_RankMetadata, root)
-        flat = metadata.user_defined_dict
-        names = flat.get(_FLAT) if isinstance(flat, dict) else None
+        custom_values = metadata.user_defined_dict
+        names = custom_values.get(_FLAT_PARAMETERS_KEY) if isinstance(custom_values, dict) else None
         if names:
             raise FormatError(
                 "FSDP1's flat parameters are not supported",
@@ -114,19 +118,19 @@ def _views(root: object, where: str) -> _Views:
                     persistent_load=lambda pid: StorageRef(*parse_storage_id(pid)),
                 )
                 if type(view) is not TensorView:
-                    what = "a tensor header does not describe a tensor"
-                    raise UnsupportedError(what, where=place)
-                found[key.fqn, key.offset] = view
-    return found
+                    message = "a tensor header does not describe a tensor"
+                    raise UnsupportedError(message, where=place)
+                views[key.fqn, key.offset] = view
+    return views
 
 
-def _raw(entry: TensorEntry, item: Extent, views: _Views, where: str) -> Extent:
+def _to_raw_extent(entry: TensorEntry, item: Extent, views: _Views, where: str) -> Extent:
     """Convert the extent of an item to one of raw elements."""
     view = views.get((entry.name, item.box.offsets))
     if view is None:
         raise UnsupportedError(f"a chunk of `{entry.name}` has no header", where=where)
-    said = (view.dtype, view.shape, view.storage_nbytes)
-    if said != (entry.dtype, item.box.sizes, item.nbytes):
+    description = (view.dtype, view.shape, view.storage_nbytes)
+    if description != (entry.dtype, item.box.sizes, item.nbytes):
         raise UnsupportedError(
             f"two descriptions of a chunk of `{entry.name}` disagree",
             where=where,

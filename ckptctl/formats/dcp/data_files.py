@@ -16,13 +16,13 @@ from ckptctl.storage.pickles.pickle_writer import StorageTensor, dump_pickle
 from ckptctl.storage.zips.zip_writer import ZipLayout, lay_out
 
 
-def shards(request: OutputRequest) -> list[list[tuple[OutputTensor, Box]]]:
+def assign_boxes_to_files(request: OutputRequest) -> list[list[tuple[OutputTensor, Box]]]:
     """Split an output into data files, each a list of boxes."""
     chunks: dict[tuple[str, tuple[int, ...]], tuple[OutputTensor, Box]] = {}
     for tensor in request.tensors:
-        pieces = min(-(-tensor.nbytes // SPLIT_BYTES), tensor.shape[0] if tensor.shape else 1)
-        whole = [Box.whole(tensor.shape)]
-        for box in split_rows(tensor.shape, pieces) if pieces > 1 else whole:
+        box_count = min(-(-tensor.nbytes // SPLIT_BYTES), tensor.shape[0] if tensor.shape else 1)
+        full_box = [Box.whole(tensor.shape)]
+        for box in split_rows(tensor.shape, box_count) if box_count > 1 else full_box:
             chunks[tensor.name, box.offsets] = tensor, box
     keys = {f"{position}": chunk for position, chunk in enumerate(chunks.values())}
     if request.like is not None:
@@ -30,12 +30,12 @@ def shards(request: OutputRequest) -> list[list[tuple[OutputTensor, Box]]]:
         names = group_by_file(keys, file_of, len(request.like_files))
     else:
         names = group_into_shards(
-            ((key, _nbytes(*chunk)) for key, chunk in keys.items()), request.max_shard_size
+            ((key, _box_nbytes(*chunk)) for key, chunk in keys.items()), request.max_shard_size
         )
     return [[keys[key] for key in shard] for shard in names]
 
 
-class DataFiles:
+class DataFileBuilder:
     """Builder of data files that appends items and records their places.
 
     Attributes:
@@ -54,7 +54,7 @@ class DataFiles:
         self.items: dict[tuple[str, tuple[int, ...] | None], Item] = {}
         self.raw_copies: list[RawCopy] = []
 
-    def begin(self, file: str) -> None:
+    def begin_file(self, file: str) -> None:
         """Start a file for the following items."""
         self.file = file
         self.size = 0
@@ -62,29 +62,29 @@ class DataFiles:
 
     def add_tensor(self, tensor: OutputTensor, box: Box) -> None:
         """Append a box of a tensor, as a zip with one record."""
-        nbytes = _nbytes(tensor, box)
-        content = _pickled(tensor.dtype, box.sizes, nbytes, tensor.requires_grad)
+        nbytes = _box_nbytes(tensor, box)
+        content = _encode_item_pickle(tensor.dtype, box.sizes, nbytes, tensor.requires_grad)
         layout = lay_out(content, [("0", nbytes)], base=self.size)
         record = len(self.records)
         self.records.append(Record(tensor.name, self.file, layout.data_offsets[0], nbytes))
         self.boxes.setdefault(tensor.name, []).append(TensorPlace(box, record))
-        self._append((tensor.name, box.offsets), layout, record, 1)
+        self._append_zip((tensor.name, box.offsets), layout, record, 1)
 
     def add_blob(self, blob: Blob) -> None:
         """Append a non-tensor value."""
         if blob.file is None:
             layout = lay_out(dump_pickle(blob.value), [], base=self.size)
-            self._append((blob.name, None), layout, 0, 0)
+            self._append_zip((blob.name, None), layout, 0, 0)
             return
         self.raw_copies.append(RawCopy(blob.file, blob.offset, blob.nbytes, self.file, self.size))
         self.items[blob.name, None] = Item(self.file, self.size, blob.nbytes)
         self.size += blob.nbytes
 
-    def finish(self) -> None:
+    def finish_file(self) -> None:
         """Finish the current file."""
         self.files.append(OutputFile(self.file, self.size, ZipFrame(self.zips)))
 
-    def _append(
+    def _append_zip(
         self, key: tuple[str, tuple[int, ...] | None], layout: ZipLayout, first: int, count: int
     ) -> None:
         self.zips.append((layout, first, count))
@@ -93,7 +93,9 @@ class DataFiles:
 
 
 @lru_cache(maxsize=1024)
-def _pickled(dtype: str, sizes: tuple[int, ...], nbytes: int, requires_grad: bool) -> bytes:
+def _encode_item_pickle(
+    dtype: str, sizes: tuple[int, ...], nbytes: int, requires_grad: bool
+) -> bytes:
     """Return the ``data.pkl`` of an item, cached because thousands of experts share one."""
     stored = StorageTensor(
         storage_key="0",
@@ -107,5 +109,5 @@ def _pickled(dtype: str, sizes: tuple[int, ...], nbytes: int, requires_grad: boo
     return dump_pickle(stored)
 
 
-def _nbytes(tensor: OutputTensor, box: Box) -> int:
+def _box_nbytes(tensor: OutputTensor, box: Box) -> int:
     return box.numel * (tensor.nbytes // max(math.prod(tensor.shape), 1))

@@ -40,13 +40,18 @@ from ckptctl.errors import (
     quote_names,
 )
 from ckptctl.formats.base import ReadOptions
-from ckptctl.formats.dcp.locating import located, resolved_extent
-from ckptctl.formats.dcp.metadata import MAX_METADATA, Decoded, MetadataLeaf, decode
-from ckptctl.formats.shared.findings import Faults, of_error
-from ckptctl.formats.shared.indexes import read_whole, sizes_of
-from ckptctl.formats.shared.leaves import unknown_notes, value_bytes
-from ckptctl.formats.shared.stored_leaves import Leaves, is_stored, read_leaves
-from ckptctl.formats.sidecar_files import beside
+from ckptctl.formats.dcp.locating import locate_elements, resolve_extent
+from ckptctl.formats.dcp.metadata import (
+    MAX_METADATA,
+    DecodedMetadata,
+    MetadataLeaf,
+    decode_metadata,
+)
+from ckptctl.formats.shared.findings import FaultCollector, finding_from_error
+from ckptctl.formats.shared.indexes import read_file_sizes, read_metadata_file
+from ckptctl.formats.shared.leaves import read_value_bytes, unknown_class_notes
+from ckptctl.formats.shared.stored_leaves import Leaves, is_stored_tensor, read_leaves
+from ckptctl.formats.sidecar_files import scan_sidecar_files
 from ckptctl.storage.files import MemoryFiles, SourceFiles, source_files
 from ckptctl.storage.paths import is_present
 from ckptctl.storage.read_ahead import list_item_ends, prefetch_items
@@ -57,42 +62,43 @@ from ckptctl.storage.zstd import MemoryBudget, is_zstd, require_zstd
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 
-COMPANION = "meta.pt"
-COMPRESSED = "the checkpoint is compressed; each item is decompressed into a temporary file"
-THROUGH = "the items were written with an extension"
-IN_SAFETENSORS = "the data files are safetensors, which stock `dcp.load` does not read"
-MOST_TIMES = 1 << 15
+COMPANION_FILE = "meta.pt"
+COMPRESSED_NOTE = "the checkpoint is compressed; each item is decompressed into a temporary file"
+WRITTEN_WITH_EXTENSION = "the items were written with an extension"
+SAFETENSORS_NOTE = "the data files are safetensors, which stock `dcp.load` does not read"
+MAX_EXPANSION = 1 << 15
 """Maximum compression ratio: a block of four bytes can expand to 128 KiB."""
 OFFSETS = "DCP_SHARDING_INFO"
-_BEGIN = 9
+_HEADER_PREFIX_BYTES = 9
 
 
-def read(path: TreePath, metadata: str, asked: ReadOptions, name: str) -> Catalog:
+def read_catalog(path: TreePath, metadata: str, options: ReadOptions, name: str) -> Catalog:
     """Read the catalog of the directory *path* by its metadata file *metadata*."""
     with source_files(path) as files:
         leaves, origin = read_metadata(files, metadata)
-        faults = Faults(path, asked.partial)
-        catalog = catalog_of(files, leaves, name, faults)
+        faults = FaultCollector(path, options.partial)
+        catalog = build_catalog(files, leaves, name, faults)
         catalog = replace(catalog, save_id=origin.save_id, world=origin.world)
-        return with_companion(files, catalog, faults)
+        return add_companion_leaves(files, catalog, faults)
 
 
-def resolve(catalog: Catalog) -> Catalog:
+def resolve_items(catalog: Catalog) -> Catalog:
     """Locate the element bytes of every item and read the non-tensor values."""
-    _require_extensions(catalog)
+    _require_decompressor(catalog)
     budget = MemoryBudget()
     with source_files(catalog.root) as files:
-        tensors = located(files, catalog.tensors)
+        tensors = locate_elements(files, catalog.tensors)
         blobs = {
-            name: _valued(files, blob, budget)
+            name: _read_value(files, blob, budget)
             for name, blob in prefetch_items(
                 files, catalog.blobs.items(), lambda item: list_item_ends(item[1])
             )
         }
-        read = partial(read_similar_item, files)
+        read_item = partial(read_similar_item, files)
         replicas = {
             name: tuple(
-                resolved_extent(files.root, read, entry, copy) for copy in catalog.replicas[name]
+                resolve_extent(files.root, read_item, entry, copy)
+                for copy in catalog.replicas[name]
             )
             for name, entry in catalog.tensors.items()
             if name in catalog.replicas
@@ -100,12 +106,12 @@ def resolve(catalog: Catalog) -> Catalog:
     return replace(catalog, tensors=tensors, blobs=blobs, replicas=replicas)
 
 
-def read_metadata(files: SourceFiles, name: str) -> Decoded:
+def read_metadata(files: SourceFiles, name: str) -> DecodedMetadata:
     """Read a metadata file into its leaves and the origin of the save."""
-    return decode(read_whole(files, name, MAX_METADATA), str(files.root / name))
+    return decode_metadata(read_metadata_file(files, name, MAX_METADATA), str(files.root / name))
 
 
-def _require_extensions(catalog: Catalog) -> None:
+def _require_decompressor(catalog: Catalog) -> None:
     """Raise if items are compressed and no Zstandard module is installed."""
     needed = any(is_zstd(blob.extension) for blob in catalog.blobs.values())
     if catalog.computed and not needed:  # which may also be merged or dequantized tensors
@@ -116,15 +122,15 @@ def _require_extensions(catalog: Catalog) -> None:
         require_zstd(catalog.path)
 
 
-def _valued(files: SourceFiles, blob: Blob, budget: MemoryBudget) -> Blob:
+def _read_value(files: SourceFiles, blob: Blob, budget: MemoryBudget) -> Blob:
     if blob.file is None:
         return blob
     if blob.extension:
-        content = value_bytes(files, blob, budget)
+        content = read_value_bytes(files, blob, budget)
         archive = read_archive(MemoryFiles(content, files.root), blob.file)
     else:
         archive = read_archive(files, blob.file, blob.offset, blob.nbytes)
-    if is_stored(archive.root):
+    if is_stored_tensor(archive.root):
         raise UnsupportedError(
             f"`{blob.name}` is a tensor, but the metadata declares it as bytes",
             where=str(files.root / blob.file),
@@ -134,11 +140,11 @@ def _valued(files: SourceFiles, blob: Blob, budget: MemoryBudget) -> Blob:
     return replace(blob, value=archive.root)
 
 
-def catalog_of(
+def build_catalog(
     files: SourceFiles,
     leaves: Mapping[str, MetadataLeaf],
     name: str,
-    faults: Faults,
+    faults: FaultCollector,
     notes: Sequence[str] = (),
     copies: Mapping[str, int] | None = None,
     *,
@@ -150,22 +156,24 @@ def catalog_of(
     """
     path = files.root
     if faults.partial:
-        leaves = _usable(files, leaves, faults)
-    gone = {one.file for one in faults.findings}
-    sizes = _data_files(files, leaves, {} if faults.partial else copies or {})
+        leaves = _drop_unusable_leaves(files, leaves, faults)
+    unusable_files = {finding.file for finding in faults.findings}
+    sizes = _check_data_files(files, leaves, {} if faults.partial else copies or {})
     stray = sorted(item.name for item in path.glob("*.distcp") if item.name not in sizes)
-    surplus = [file for file in stray if file not in gone and (path / file).stat().st_size]
+    surplus = [
+        file for file in stray if file not in unusable_files and (path / file).stat().st_size
+    ]
     indexes = [item.name for item in path.glob("*.metadata")]
-    around = beside(path, {*sizes, *stray, *indexes})
-    of_tensors = [leaf for leaf in leaves.values() if leaf.dtype]
-    tensors = {leaf.name: _entry_of(leaf) for leaf in of_tensors}
+    sidecars = scan_sidecar_files(path, {*sizes, *stray, *indexes})
+    tensor_leaves = [leaf for leaf in leaves.values() if leaf.dtype]
+    tensors = {leaf.name: _make_entry(leaf) for leaf in tensor_leaves}
     computed: dict[str, ComputedTensor] = {}
     if zips:
-        notes = (*notes, *_stored_otherwise(files, of_tensors, tensors, computed, faults))
+        notes = (*notes, *_fix_special_items(files, tensor_leaves, tensors, computed, faults))
     elif any(leaf.extension for leaf in leaves.values()):
-        raise UnsupportedError(THROUGH, where=str(path))
+        raise UnsupportedError(WRITTEN_WITH_EXTENSION, where=str(path))
     return replace(
-        around.catalog(path, name),
+        sidecars.make_catalog(path, name),
         files=sizes,
         tensors=tensors,
         blobs={
@@ -183,23 +191,26 @@ def catalog_of(
     )
 
 
-def _stored_otherwise(
+def _fix_special_items(
     files: SourceFiles,
     leaves: Sequence[MetadataLeaf],
     tensors: dict[str, TensorEntry],
     computed: dict[str, ComputedTensor],
-    faults: Faults,
+    faults: FaultCollector,
 ) -> Sequence[str]:
     """Fix entries of *tensors* that are compressed or in safetensors, and return notes on these."""
-    packed = [leaf for leaf in leaves if leaf.extension]
-    bare = [leaf for leaf in leaves if not leaf.extension and _has_bare_length(leaf)]
-    if not packed and not bare:
+    compressed = [leaf for leaf in leaves if leaf.extension]
+    unzipped = [leaf for leaf in leaves if not leaf.extension and _has_bare_length(leaf)]
+    if not compressed and not unzipped:
         return ()
-    for leaf in packed:
-        tensors[leaf.name] = unpacked(files.root, leaf, tensors[leaf.name], computed)
-    found = in_safetensors(files, bare, tensors, faults)
-    tensors |= found
-    return (*([COMPRESSED] if computed else ()), *([IN_SAFETENSORS] if found else ()))
+    for leaf in compressed:
+        tensors[leaf.name] = make_unpacked_tensor(files.root, leaf, tensors[leaf.name], computed)
+    located_tensors = locate_in_safetensors(files, unzipped, tensors, faults)
+    tensors |= located_tensors
+    return (
+        *([COMPRESSED_NOTE] if computed else ()),
+        *([SAFETENSORS_NOTE] if located_tensors else ()),
+    )
 
 
 def _has_bare_length(leaf: MetadataLeaf) -> bool:
@@ -210,19 +221,19 @@ def _has_bare_length(leaf: MetadataLeaf) -> bool:
     return first.nbytes == first.box.numel * dtypes.itemsize(leaf.dtype)
 
 
-def _data_files(
+def _check_data_files(
     files: SourceFiles, leaves: Mapping[str, MetadataLeaf], copies: Mapping[str, int]
 ) -> dict[str, int]:
     """Return the sizes of the files with items, or raise if one is missing or truncated."""
-    ends = _last_items(leaves, copies)
-    sizes = sizes_of(
+    last_items = _find_last_items(leaves, copies)
+    sizes = read_file_sizes(
         files,
-        ends,
+        last_items,
         "data files",
         str(files.root),
         "copy the missing files from the nodes of the other ranks",
     )
-    for name, (end, leaf_name) in ends.items():
+    for name, (end, leaf_name) in last_items.items():
         if end > sizes[name]:
             raise DamagedError(
                 f"`{name}` is truncated",
@@ -233,19 +244,19 @@ def _data_files(
     return sizes
 
 
-def _last_items(
+def _find_last_items(
     leaves: Mapping[str, MetadataLeaf], copies: Mapping[str, int]
 ) -> dict[str, tuple[int, str]]:
     """Return the end of the last item of each file, with the name of its leaf."""
-    ends = {file: (end, "") for file, end in copies.items()}
+    last_items = {file: (end, "") for file, end in copies.items()}
     for leaf in leaves.values():
         for file, _, end in leaf.ranges:
-            if file not in ends or end > ends[file][0]:
-                ends[file] = (end, leaf.name)
-    return ends
+            if file not in last_items or end > last_items[file][0]:
+                last_items[file] = (end, leaf.name)
+    return last_items
 
 
-def _entry_of(leaf: MetadataLeaf) -> TensorEntry:
+def _make_entry(leaf: MetadataLeaf) -> TensorEntry:
     """Return the catalog entry of a tensor in the metadata, before its items are read."""
     if leaf.dtype not in dtypes.BY_NAME:
         why = f"the dtype `{leaf.dtype}` is not supported"
@@ -259,12 +270,12 @@ def _entry_of(leaf: MetadataLeaf) -> TensorEntry:
     )
 
 
-def _usable(
-    files: SourceFiles, leaves: Mapping[str, MetadataLeaf], faults: Faults
+def _drop_unusable_leaves(
+    files: SourceFiles, leaves: Mapping[str, MetadataLeaf], faults: FaultCollector
 ) -> dict[str, MetadataLeaf]:
     """Remove leaves in unusable files, and add a finding for each missing one."""
     sizes: dict[str, int] = {}
-    for file, (end, _) in _last_items(leaves, {}).items():
+    for file, (end, _) in _find_last_items(leaves, {}).items():
         if file in faults.files:
             continue
         try:
@@ -276,63 +287,65 @@ def _usable(
         except SourceNotFoundError:
             finding = Finding("a data file is missing", "", file=file)
         except CkptError as error:
-            finding = replace(of_error(error, file=file), why="")
-        inside = [n for n, leaf in leaves.items() if any(r[0] == file for r in leaf.ranges)]
-        why = f"{finding.why}it contains parts of {quote_names(inside, 2)}"
+            finding = replace(finding_from_error(error, file=file), why="")
+        affected = [n for n, leaf in leaves.items() if any(r[0] == file for r in leaf.ranges)]
+        why = f"{finding.why}it contains parts of {quote_names(affected, 2)}"
         faults.findings.append(replace(finding, why=why))
-    found: dict[str, MetadataLeaf] = {}
+    usable: dict[str, MetadataLeaf] = {}
     for name, leaf in leaves.items():
         fits = [end <= sizes.get(file, -1) for file, _, end in leaf.ranges]
         if all(fits):
-            found[name] = leaf
+            usable[name] = leaf
         elif leaf.item is None:
             rows = list(zip(leaf.extents.iterate_rows(), fits, strict=True))
-            found[name] = replace(
+            usable[name] = replace(
                 leaf, extents=ExtentColumns.from_rows(row for row, fit in rows if fit)
             )
-            gone = ExtentColumns.from_rows(row for row, fit in rows if not fit)
-            faults.lost[name] = tuple(zip(gone.boxes, gone.files, strict=True))
+            lost_extents = ExtentColumns.from_rows(row for row, fit in rows if not fit)
+            faults.lost[name] = tuple(zip(lost_extents.boxes, lost_extents.files, strict=True))
         else:
             file = leaf.item.file
             why = f"it is stored in `{file}`, which cannot be used"
             faults.findings.append(Finding("a value is missing", why, "error", file, name))
-    return found
+    return usable
 
 
-def with_companion(files: SourceFiles, catalog: Catalog, faults: Faults) -> Catalog:
+def add_companion_leaves(files: SourceFiles, catalog: Catalog, faults: FaultCollector) -> Catalog:
     """Add the leaves of Lightning's ``meta.pt`` to a catalog.
 
     Objects of a trainer's own classes become inert records, which can be read but not written.
     """
-    others = {name: why for name, why in catalog.others.items() if name != COMPANION}
-    catalog = replace(catalog, others=others)
-    if is_present(files.root / COMPANION):
-        found = faults.read(COMPANION, lambda name: read_leaves(files, name, unknown="inert"))
-        if found is not None:
-            catalog = with_leaves(files, catalog, COMPANION, found)
+    other_files = {name: why for name, why in catalog.others.items() if name != COMPANION_FILE}
+    catalog = replace(catalog, others=other_files)
+    if is_present(files.root / COMPANION_FILE):
+        leaves = faults.try_read(
+            COMPANION_FILE, lambda name: read_leaves(files, name, unknown="inert")
+        )
+        if leaves is not None:
+            catalog = add_leaves(files, catalog, COMPANION_FILE, leaves)
     return replace(catalog, findings=tuple(faults.findings))
 
 
-def with_leaves(files: SourceFiles, catalog: Catalog, name: str, found: Leaves) -> Catalog:
-    """Add the leaves *found* in the file *name*, which is next to the data files, to *catalog*."""
-    known = catalog.tensors.keys() | catalog.blobs.keys()
-    twice = next((key for key in (*found.tensors, *found.blobs) if key in known), None)
-    if twice is not None:
+def add_leaves(files: SourceFiles, catalog: Catalog, name: str, leaves: Leaves) -> Catalog:
+    """Add the leaves *leaves* in the file *name*, which is next to the data files, to *catalog*."""
+    existing = catalog.tensors.keys() | catalog.blobs.keys()
+    duplicate = next((key for key in (*leaves.tensors, *leaves.blobs) if key in existing), None)
+    if duplicate is not None:
         raise UnsupportedError(
-            f"`{twice}` is both in `{name}` and in the checkpoint",
+            f"`{duplicate}` is both in `{name}` and in the checkpoint",
             where=str(files.root / name),
             hint="restore the file of this save",
         )
     return replace(
         catalog,
         files={**catalog.files, name: files.size(name)},
-        tensors={**catalog.tensors, **found.tensors},
-        blobs={**catalog.blobs, **found.blobs},
-        notes=(*catalog.notes, *unknown_notes(found.blobs.values())),
+        tensors={**catalog.tensors, **leaves.tensors},
+        blobs={**catalog.blobs, **leaves.blobs},
+        notes=(*catalog.notes, *unknown_class_notes(leaves.blobs.values())),
     )
 
 
-def unpacked(
+def make_unpacked_tensor(
     root: TreePath, leaf: MetadataLeaf, entry: TensorEntry, computed: dict[str, ComputedTensor]
 ) -> TensorEntry:
     """Return a tensor whose elements are computed from compressed items, and extend *computed*."""
@@ -342,7 +355,10 @@ def unpacked(
         why = f"the extension `{leaf.extension}` is not supported"
         return TensorEntry.build_unreadable(leaf.name, leaf.dtype, leaf.shape, leaf.path, why)
     width = dtypes.itemsize(entry.dtype)
-    if any(width * one.box.numel > MOST_TIMES * one.nbytes for one in entry.extents):
+    if any(
+        width * item_extent.box.numel > MAX_EXPANSION * item_extent.nbytes
+        for item_extent in entry.extents
+    ):
         why = "the items are too short for the shape, even if compressed"
         return TensorEntry.build_unreadable(leaf.name, leaf.dtype, leaf.shape, leaf.path, why)
     extents = []
@@ -351,51 +367,53 @@ def unpacked(
         length = Box.whole((extent.nbytes,))
         stored = Extent(length, extent.file, extent.offset, extent.nbytes)
         item = TensorEntry(leaf.name, "uint8", length.sizes, (stored,), leaf.path)
-        made = ComputedTensor("unpacked", leaf.dtype, extent.box.sizes, (ComputeInput(root, item),))
-        computed[name] = made
-        extents.append(replace(made.to_extent(name), box=extent.box))
+        computed_item = ComputedTensor(
+            "unpacked", leaf.dtype, extent.box.sizes, (ComputeInput(root, item),)
+        )
+        computed[name] = computed_item
+        extents.append(replace(computed_item.to_extent(name), box=extent.box))
     return replace(entry, extents=tuple(extents))
 
 
-def in_safetensors(
+def locate_in_safetensors(
     files: SourceFiles,
     leaves: Sequence[MetadataLeaf],
     tensors: dict[str, TensorEntry],
-    faults: Faults,
+    faults: FaultCollector,
 ) -> dict[str, TensorEntry]:
     """Locate the tensors of *leaves* that are stored in safetensors blobs."""
     headers: dict[tuple[str, int], SafetensorsHeader | None] = {}
-    for extent in (one for leaf in leaves for one in tensors[leaf.name].extents):
+    for extent in (item_extent for leaf in leaves for item_extent in tensors[leaf.name].extents):
         place = (extent.file, extent.offset)
-        if place not in headers and _begins(files, *place):
-            headers[place] = faults.read(
+        if place not in headers and _is_safetensors_header(files, *place):
+            headers[place] = faults.try_read(
                 extent.file, partial(read_header, files, start=extent.offset)
             )
-    found: dict[str, TensorEntry] = {}
+    located: dict[str, TensorEntry] = {}
     for entry in (tensors[leaf.name] for leaf in leaves):
         extents = []
         for extent in entry.extents:
             place = (extent.file, extent.offset)
             header = headers.get(place)
             if header is not None:
-                extents.append(_located(files, entry, extent, header))
+                extents.append(_locate_in_header(files, entry, extent, header))
             elif place in headers:
-                gone = (*faults.lost.get(entry.name, ()), (extent.box, extent.file))
-                faults.lost[entry.name] = gone
+                lost_boxes = (*faults.lost.get(entry.name, ()), (extent.box, extent.file))
+                faults.lost[entry.name] = lost_boxes
             else:
                 extents.append(extent)
         if tuple(extents) != entry.extents:
-            found[entry.name] = replace(entry, extents=tuple(extents))
-    return found
+            located[entry.name] = replace(entry, extents=tuple(extents))
+    return located
 
 
-def _begins(files: SourceFiles, name: str, offset: int) -> bool:
+def _is_safetensors_header(files: SourceFiles, name: str, offset: int) -> bool:
     """Return whether a safetensors header may start at this offset."""
-    head = files.read_some(name, offset, _BEGIN)
+    head = files.read_some(name, offset, _HEADER_PREFIX_BYTES)
     return head[8:] == b"{" and not head.startswith(b"PK\3\4")
 
 
-def _located(
+def _locate_in_header(
     files: SourceFiles, entry: TensorEntry, extent: Extent, header: SafetensorsHeader
 ) -> Extent:
     where = f"{files.root / extent.file}, at byte {extent.offset:,}"

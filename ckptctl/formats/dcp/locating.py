@@ -14,7 +14,7 @@ from operator import itemgetter
 
 from ckptctl.catalog import Extent, TensorEntry
 from ckptctl.columns import NO_CRC, ExtentColumns, ranges_of
-from ckptctl.formats.shared.stored_leaves import extent_of
+from ckptctl.formats.shared.stored_leaves import make_extent
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.torch_tensors import UnreadError
 from ckptctl.storage.read_ahead import FileOffset, prefetch_items
@@ -28,13 +28,13 @@ from ckptctl.storage.zips.items import (
 from ckptctl.storage.zips.zip_reader import StoredTensor
 from ckptctl.tree import TreePath
 
-Read = Callable[[str, int, int], tuple[StoredTensor, int, int]]
+ReadItem = Callable[[str, int, int], tuple[StoredTensor, int, int]]
 """Function that reads the item of a file, offset and length, as :func:`read_alike` does."""
-_Place = tuple[int, int, "_Located"]
+_Place = tuple[int, int, "_TensorLocator"]
 """First byte of an item, number of its extent, and its tensor."""
 
 
-class _Located:
+class _TensorLocator:
     """Extents of a tensor while its items are read in any order.
 
     Attributes:
@@ -47,33 +47,37 @@ class _Located:
     def __init__(self, entry: TensorEntry) -> None:
         self.entry = entry
         self.unread = ""
-        held = entry.extents
+        extents = entry.extents
         self._columns: ExtentColumns | None = None
-        if isinstance(held, ExtentColumns) and held.codec == "torch" and held.parts is None:
-            self._columns = held
-        self._extents = dict(enumerate(held)) if self._columns is None else {}
+        if (
+            isinstance(extents, ExtentColumns)
+            and extents.codec == "torch"
+            and extents.parts is None
+        ):
+            self._columns = extents
+        self._extents = dict(enumerate(extents)) if self._columns is None else {}
         self._starts, self._lengths, self._crcs = (
-            array("q", bytes(0 if self._columns is None else 8 * len(held))) for _ in range(3)
+            array("q", bytes(0 if self._columns is None else 8 * len(extents))) for _ in range(3)
         )
 
-    def locate(self, number: int, root: TreePath, read: Read) -> None:
+    def locate_extent(self, number: int, root: TreePath, read_item: ReadItem) -> None:
         """Read the item of extent *number*."""
         columns, entry = self._columns, self.entry
         if columns is None:
-            self._extents[number] = resolved_extent(root, read, entry, self._extents[number])
+            self._extents[number] = resolve_extent(root, read_item, entry, self._extents[number])
             return
-        found, by, crc32 = read(
+        tensor, shift, crc32 = read_item(
             columns.files[number], columns.starts[number], columns.lengths[number]
         )
-        usual = found.strides is None and found.within is None
-        if not usual or found.dtype != entry.dtype or found.shape != columns.boxes.sizes[number]:
-            self._extents[number] = resolved_extent(root, read, entry, columns[number])
+        usual = tensor.strides is None and tensor.within is None
+        if not usual or tensor.dtype != entry.dtype or tensor.shape != columns.boxes.sizes[number]:
+            self._extents[number] = resolve_extent(root, read_item, entry, columns[number])
             return
-        self._starts[number] = found.offset + by
-        self._lengths[number] = found.nbytes
-        self._crcs[number] = NO_CRC if found.crc32 is None else crc32
+        self._starts[number] = tensor.offset + shift
+        self._lengths[number] = tensor.nbytes
+        self._crcs[number] = NO_CRC if tensor.crc32 is None else crc32
 
-    def result(self) -> TensorEntry:
+    def build_entry(self) -> TensorEntry:
         """Return the tensor with the located extents."""
         if self.unread:
             return replace(self.entry, extents=(), unsupported=self.unread)
@@ -81,13 +85,15 @@ class _Located:
         if columns is None:
             return replace(self.entry, extents=tuple(self._extents.values()))
         where, which = (columns.boxes, columns.files), (self._starts, self._lengths)
-        found: Sequence[Extent] = ExtentColumns(*where, *which, "raw", None, self._crcs)
+        extents: Sequence[Extent] = ExtentColumns(*where, *which, "raw", None, self._crcs)
         if self._extents:
-            found = tuple(self._extents.get(n, extent) for n, extent in enumerate(found))
-        return replace(self.entry, extents=found)
+            extents = tuple(self._extents.get(n, extent) for n, extent in enumerate(extents))
+        return replace(self.entry, extents=extents)
 
 
-def located(files: SourceFiles, tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+def locate_elements(
+    files: SourceFiles, tensors: Mapping[str, TensorEntry]
+) -> dict[str, TensorEntry]:
     """Read all items of *tensors* and replace their extents with those of the elements.
 
     Items are read file by file, in the order of their offsets. If the elements of an item cannot be
@@ -96,34 +102,36 @@ def located(files: SourceFiles, tensors: Mapping[str, TensorEntry]) -> dict[str,
     Raises:
         CkptError: An item is damaged, or does not match the metadata.
     """
-    found = {name: _Located(entry) for name, entry in tensors.items()}
+    locators = {name: _TensorLocator(entry) for name, entry in tensors.items()}
     in_order = partial(read_similar_item, files, read=NeighborReader(files))
-    read = lru_cache(maxsize=1)(in_order)  # rows of a stack share an item
+    read_item = lru_cache(maxsize=1)(in_order)  # rows of a stack share an item
     by_file: dict[str, list[_Place]] = {}
-    for one in found.values():
-        for number, (file, start, _) in enumerate(ranges_of(one.entry.extents)):
-            by_file.setdefault(file, []).append((start, number, one))
+    for locator in locators.values():
+        for number, (file, start, _) in enumerate(ranges_of(locator.entry.extents)):
+            by_file.setdefault(file, []).append((start, number, locator))
     for file in [*by_file]:
         places = by_file.pop(file)
         places.sort(key=itemgetter(0))
-        for _, number, one in prefetch_items(files, places, partial(_ends, file)):
+        for _, number, locator in prefetch_items(files, places, partial(_list_item_ends, file)):
             try:
-                one.locate(number, files.root, read)
+                locator.locate_extent(number, files.root, read_item)
             except UnreadError as error:
-                one.unread = error.unsupported_message
-    return {name: one.result() for name, one in found.items()}
+                locator.unread = error.unsupported_message
+    return {name: locator.build_entry() for name, locator in locators.items()}
 
 
-def _ends(file: str, place: _Place) -> Iterator[FileOffset]:
+def _list_item_ends(file: str, place: _Place) -> Iterator[FileOffset]:
     """Yield the offsets at which the zip of an item is read."""
-    start, number, one = place
-    extent = one.entry.extents[number]
+    start, number, locator = place
+    extent = locator.entry.extents[number]
     if extent.codec != "raw":
         yield file, start
         yield file, start + extent.nbytes - 1
 
 
-def resolved_extent(root: TreePath, read: Read, entry: TensorEntry, extent: Extent) -> Extent:
+def resolve_extent(
+    root: TreePath, read_item: ReadItem, entry: TensorEntry, extent: Extent
+) -> Extent:
     """Read the item of *extent*, and return the extent of its elements.
 
     Raises:
@@ -132,10 +140,10 @@ def resolved_extent(root: TreePath, read: Read, entry: TensorEntry, extent: Exte
     if extent.codec == "raw":
         return extent
 
-    def where() -> str:
+    def describe_location() -> str:
         return f"{root / extent.file}, at byte {extent.offset:,}"
 
-    found = move_tensor(*read(extent.file, extent.offset, extent.nbytes))
+    tensor = move_tensor(*read_item(extent.file, extent.offset, extent.nbytes))
     sizes = extent.part.shape if extent.part else extent.box.sizes
-    require_chunk((found.dtype, found.shape), entry.name, entry.dtype, sizes, where)
-    return extent_of(select_part(found, extent.part, extent.box.sizes), extent.file, extent.box)
+    require_chunk((tensor.dtype, tensor.shape), entry.name, entry.dtype, sizes, describe_location)
+    return make_extent(select_part(tensor, extent.part, extent.box.sizes), extent.file, extent.box)

@@ -18,8 +18,8 @@ from typing import NamedTuple
 from ckptctl.catalog import Index, Path
 from ckptctl.columns import BoxColumns, ExtentColumns, Vector, ranges_of
 from ckptctl.errors import CkptError, UnsupportedError, quote_names
-from ckptctl.formats.dcp.metadata_scan import Chunks, Places, Scanned, Scanner
-from ckptctl.formats.shared.indexes import integers
+from ckptctl.formats.dcp.metadata_scan import ChunkRun, PlaceRun, ScannedTensor, Scanner
+from ckptctl.formats.shared.indexes import check_integers
 from ckptctl.storage.paths import require_relative
 from ckptctl.storage.pickles.inert import Builder, Global, Inert
 from ckptctl.storage.pickles.pickle_reader import load_pickle
@@ -29,9 +29,9 @@ from ckptctl.storage.schema import ObjectSchema, malformed_errors, read_as
 
 MAX_METADATA = 4 << 30
 """Limit for reading and writing; metadata of 405B parameters on 8,192 ranks is smaller."""
-OWN = "ckptctl"
+CKPTCTL_KEY = "ckptctl"
 """Additional attribute of the metadata, a dictionary that torch ignores."""
-WORLD = "world_size"
+WORLD_SIZE_KEY = "world_size"
 """Key in that dictionary for the number of ranks that saved."""
 _HOME = "torch.distributed.checkpoint.metadata"
 _STORAGE = "torch.distributed.checkpoint.filesystem"
@@ -47,21 +47,23 @@ _CLASSES = (
     "_MEM_FORMAT_ENCODING",
     "MEM_FORMAT_ENCODING",
 )
-_PLANS = {
+_PLANNER_CLASSES = {
     "torch.distributed.checkpoint.planner": (
         *("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"),
     ),
     "megatron.core.dist_checkpointing.strategies.torch": ("MCoreMetadata", "MCoreSavePlan"),
 }
 _KEYS = frozenset({str, int, bool, float, bytes, type(None)})
-RESHAPED = "nd_reformulated_orig_global_shape"
-FLATTENED = "it was flattened when it was saved; load it with Megatron-Core and save it again"
+RESHAPED_KEY = "nd_reformulated_orig_global_shape"
+FLATTENED_REASON = (
+    "it was flattened when it was saved; load it with Megatron-Core and save it again"
+)
 _OLD_HOME = "torch.distributed._shard.sharded_tensor.metadata"
-Range = tuple[str, int, int]
+ItemRange = tuple[str, int, int]
 """File, first byte and number of bytes."""
-Place = tuple[str, Vector | None, str, int, int]
+ItemPlace = tuple[str, Vector | None, str, int, int]
 """Name, offsets and range of an item."""
-Boxes = dict[tuple[tuple[Vector, ...], tuple[Vector, ...]], BoxColumns]
+BoxCache = dict[tuple[tuple[Vector, ...], tuple[Vector, ...]], BoxColumns]
 """Boxes of tensors by offsets and sizes, as most tensors are split like others."""
 
 
@@ -108,7 +110,7 @@ class MetadataLeaf:
         return [(self.item.file, self.item.offset, self.item.offset + self.item.nbytes)]
 
 
-NOTHING = ExtentColumns(BoxColumns((), ()), (), (), ())
+NO_EXTENTS = ExtentColumns(BoxColumns((), ()), (), (), ())
 
 
 class Origin(NamedTuple):
@@ -123,10 +125,10 @@ class Origin(NamedTuple):
     world: int = 0
 
 
-UNKNOWN = Origin()
+UNKNOWN_ORIGIN = Origin()
 
 
-class Decoded(NamedTuple):
+class DecodedMetadata(NamedTuple):
     """Content of a ``.metadata`` file."""
 
     leaves: dict[str, MetadataLeaf]
@@ -153,13 +155,13 @@ class _IndexRecord(Inert):
         if self._key is None:
             state = self.state if isinstance(self.state, dict) else {}
             name, offset = state.get("fqn"), state.get("offset")
-            if type(name) is not str or not _is_short(offset):
+            if type(name) is not str or not _is_valid_offset(offset):
                 return super().get_key()
             self._key = (name, repr(offset))
         return self._key
 
 
-def _is_short(offset: object) -> bool:
+def _is_valid_offset(offset: object) -> bool:
     if offset is None:
         return True
     if not isinstance(offset, tuple) or len(offset) > MAX_RANK:
@@ -167,7 +169,7 @@ def _is_short(offset: object) -> bool:
     return all(type(value) is int and 0 <= value < MAX_INT for value in offset)
 
 
-def _index_record(*args: object) -> _IndexRecord:
+def _make_index_record(*args: object) -> _IndexRecord:
     return _IndexRecord(_HOME, "MetadataIndex", args, newobj=True)
 
 
@@ -176,121 +178,128 @@ TABLE: Mapping[tuple[str, str], object] = {
     **ATTRIBUTES,
     **{(_HOME, name): Global(_HOME, name) for name in _CLASSES},
     **{(_OLD_HOME, name): Global(_OLD_HOME, name) for name in _CLASSES},
-    (_HOME, "MetadataIndex"): Builder(_index_record, source=Global(_HOME, "MetadataIndex")),
+    (_HOME, "MetadataIndex"): Builder(_make_index_record, source=Global(_HOME, "MetadataIndex")),
     **{(home, "_StorageInfo"): Global(home, "_StorageInfo") for home in (_STORAGE, _VESCALE)},
-    **{(home, name): Global(home, name) for home, names in _PLANS.items() for name in names},
+    **{
+        (home, name): Global(home, name)
+        for home, names in _PLANNER_CLASSES.items()
+        for name in names
+    },
 }
 
 
-def decode(raw: bytes, where: str) -> Decoded:
+def decode_metadata(raw: bytes, where: str) -> DecodedMetadata:
     """Parse a ``.metadata`` file into its leaves and the origin of the save."""
     try:
-        return _decode(raw, where, Scanner())
+        return _decode_with(raw, where, Scanner())
     except CkptError:  # the slow path raises the exact error
-        return _decode(raw, where)
+        return _decode_with(raw, where)
 
 
-def _decode(raw: bytes, where: str, scanner: Scanner | None = None) -> Decoded:
+def _decode_with(raw: bytes, where: str, scanner: Scanner | None = None) -> DecodedMetadata:
     root = load_pickle(raw, where=where, table=TABLE, hook=scanner)
-    used: list[Chunks | Places] = []
-    decoded = Decoded(leaves_of(root, where, used), origin_of(root))
-    if scanner is not None and not scanner.all_in_place(used):
+    used: list[ChunkRun | PlaceRun] = []
+    decoded = DecodedMetadata(extract_metadata_leaves(root, where, used), extract_origin(root))
+    if scanner is not None and not scanner.is_every_run_used_once(used):
         raise UnsupportedError("malformed pickle", where=where)
     return decoded
 
 
-def origin_of(root: object) -> Origin:
+def extract_origin(root: object) -> Origin:
     """Return the origin of an unpickled ``.metadata``."""
-    metadata = _fields(root)
-    save_id = _fields(metadata.get("storage_meta")).get("save_id")
-    own = metadata.get(OWN)
-    world = own.get(WORLD) if isinstance(own, dict) else None
+    metadata = _state_or_empty(root)
+    save_id = _state_or_empty(metadata.get("storage_meta")).get("save_id")
+    extra = metadata.get(CKPTCTL_KEY)
+    world = extra.get(WORLD_SIZE_KEY) if isinstance(extra, dict) else None
     return Origin(
         save_id if type(save_id) is str else "",
         world if type(world) is int and world > 0 else 0,
     )
 
 
-def _fields(record: object) -> Mapping[str, object]:
+def _state_or_empty(record: object) -> Mapping[str, object]:
     state = record.state if isinstance(record, Inert) else None
     return state if isinstance(state, dict) else {}
 
 
-def leaves_of(
-    root: object, where: str, used: list[Chunks | Places] | None = None
+def extract_metadata_leaves(
+    root: object, where: str, used: list[ChunkRun | PlaceRun] | None = None
 ) -> dict[str, MetadataLeaf]:
-    """Return the leaves of an unpickled ``.metadata``, as :func:`decode` does.
+    """Return the leaves of an unpickled ``.metadata``, as :func:`decode_metadata` does.
 
     Appends its scanned runs of entries to *used*.
     """
     with malformed_errors("this is not the metadata of a DCP checkpoint", where):
-        return _leaves(read_as(_Metadata, root), where, [] if used is None else used)
+        return _build_leaves(read_as(_Metadata, root), where, [] if used is None else used)
 
 
-def _leaves(
-    metadata: _Metadata, where: str, used: list[Chunks | Places]
+def _build_leaves(
+    metadata: _Metadata, where: str, used: list[ChunkRun | PlaceRun]
 ) -> dict[str, MetadataLeaf]:
     entries = {str(name): entry for name, entry in metadata.state_dict_metadata.items()}
     # Megatron-Core before 0.15 reshaped tensors such as the moments of its distributed optimizer. A
     # rank has a range of the flat elements of a box, which is not a box itself.
-    held = metadata.mcore_data.items() if isinstance(metadata.mcore_data, dict) else ()
-    flattened = {str(name): integers(facts[RESHAPED]) for name, facts in held if facts}
+    records = metadata.mcore_data.items() if isinstance(metadata.mcore_data, dict) else ()
+    flattened = {str(name): check_integers(facts[RESHAPED_KEY]) for name, facts in records if facts}
     paths = metadata.planner_data or {}
-    stored = stored_items(metadata.storage_data, where, used)
-    known: Boxes = {}
+    stored = collect_items(metadata.storage_data, where, used)
+    box_cache: BoxCache = {}
     leaves = {}
     for name, entry in entries.items():
-        path = _path(name, paths.get(name))
-        if type(entry) is Scanned:
-            boxes = joined([entry.chunks], known)
+        path = _parse_path(name, paths.get(name))
+        if type(entry) is ScannedTensor:
+            boxes = join_boxes([entry.chunks], box_cache)
             facts = entry.dtype, entry.shape, entry.requires_grad
         elif not isinstance(entry, Inert):
             raise TypeError(f"`{name}` is a {type(entry).__name__}")
         elif entry.name == "BytesStorageMetadata":
             if name not in stored:
                 raise UnsupportedError(f"`{name}` is not stored in any file", where=where)
-            own = stored[name]
-            first = Item(*own.first)
-            leaves[name] = MetadataLeaf(name, path, NOTHING, first, extension=own.extension)
+            item = stored[name]
+            first = Item(*item.first)
+            leaves[name] = MetadataLeaf(name, path, NO_EXTENTS, first, extension=item.extension)
             continue
         else:
-            boxes, facts = _tensor(name, state_of(entry), known, used)
-        extents = located(name, boxes, stored.get(name), where)
-        through = stored[name].extension if name in stored else ""
-        leaf = MetadataLeaf(name, path, extents, None, *facts, through)
+            boxes, facts = _parse_tensor(name, get_state(entry), box_cache, used)
+        extents = match_items(name, boxes, stored.get(name), where)
+        extension = stored[name].extension if name in stored else ""
+        leaf = MetadataLeaf(name, path, extents, None, *facts, extension)
         if name in flattened:
-            leaf = replace(leaf, shape=flattened[name], unread=FLATTENED)
+            leaf = replace(leaf, shape=flattened[name], unread=FLATTENED_REASON)
         leaves[name] = leaf
-    refuse_twins(leaves, where)
+    refuse_duplicate_paths(leaves, where)
     return leaves
 
 
-def refuse_twins(leaves: Mapping[str, MetadataLeaf], where: str) -> None:
+def refuse_duplicate_paths(leaves: Mapping[str, MetadataLeaf], where: str) -> None:
     """Raise if two names have the same key path."""
     first: dict[Path, str] = {}
     for name, leaf in leaves.items():
-        other = first.setdefault(leaf.path, name)
-        if other != name:
+        existing = first.setdefault(leaf.path, name)
+        if existing != name:
             raise UnsupportedError(
-                f"`{name}` and `{other}` are the same key of the state dict",
+                f"`{name}` and `{existing}` are the same key of the state dict",
                 where=where,
                 why=f"both have the path {'/'.join(map(str, leaf.path))}",
             )
 
 
-def _tensor(
-    name: str, state: Mapping[str, object], known: Boxes, used: list[Chunks | Places]
+def _parse_tensor(
+    name: str, state: Mapping[str, object], box_cache: BoxCache, used: list[ChunkRun | PlaceRun]
 ) -> tuple[BoxColumns, tuple[str, Vector, bool]]:
-    dtype, requires_grad = _properties(state["properties"])
+    dtype, requires_grad = _parse_properties(state["properties"])
     chunks = state["chunks"]
     if not isinstance(chunks, list):
         raise TypeError(f"the chunks of `{name}` are not a list")
-    used += [one for one in chunks if type(one) is Chunks]
-    runs = [one if type(one) is Chunks else chunk(state_of(one)) for one in chunks]
-    return joined(runs, known), (dtype, integers(state["size"]), requires_grad)
+    used += [run_or_chunk for run_or_chunk in chunks if type(run_or_chunk) is ChunkRun]
+    runs = [
+        run_or_chunk if type(run_or_chunk) is ChunkRun else parse_chunk(get_state(run_or_chunk))
+        for run_or_chunk in chunks
+    ]
+    return join_boxes(runs, box_cache), (dtype, check_integers(state["size"]), requires_grad)
 
 
-def _properties(properties: object) -> tuple[str, bool]:
+def _parse_properties(properties: object) -> tuple[str, bool]:
     """Return dtype and requires_grad from a state tuple, or from a dict in old versions."""
     state = properties.state if isinstance(properties, Inert) else None
     values = tuple(state.values()) if isinstance(state, dict) else state
@@ -301,7 +310,7 @@ def _properties(properties: object) -> tuple[str, bool]:
     return values[0].name, values[2] is True
 
 
-def _path(name: str, recorded: object) -> Path:
+def _parse_path(name: str, recorded: object) -> Path:
     if not isinstance(recorded, tuple) or not recorded:
         return (name,)
     if not {*map(type, recorded)} <= _KEYS:
@@ -309,7 +318,7 @@ def _path(name: str, recorded: object) -> Path:
     return tuple(Index(key) if type(key) is int else str(key) for key in recorded)
 
 
-class StoredItem:
+class LeafItems:
     """Places of the items of one leaf, in the order of the pickle.
 
     Attributes:
@@ -323,7 +332,7 @@ class StoredItem:
 
     __slots__ = ("extension", "files", "first", "lengths", "offsets", "starts")
 
-    def __init__(self, first: Range, extension: str) -> None:
+    def __init__(self, first: ItemRange, extension: str) -> None:
         self.first = first
         self.extension = extension
         self.offsets: list[Vector] = []
@@ -337,7 +346,7 @@ class StoredItem:
         return self.offsets, self.files, self.starts, self.lengths
 
 
-def state_of(record: object) -> Mapping[str, object]:
+def get_state(record: object) -> Mapping[str, object]:
     """Return the attributes of a metadata record."""
     state = record.state if isinstance(record, Inert) else None
     if not isinstance(state, dict):
@@ -345,26 +354,28 @@ def state_of(record: object) -> Mapping[str, object]:
     return state
 
 
-def chunk(fields: Mapping[str, object]) -> Chunks:
+def parse_chunk(fields: Mapping[str, object]) -> ChunkRun:
     """Parse a ``ChunkStorageMetadata``."""
-    return Chunks((integers(fields["offsets"]),), (integers(fields["sizes"]),))
+    return ChunkRun((check_integers(fields["offsets"]),), (check_integers(fields["sizes"]),))
 
 
-def joined(runs: Sequence[Chunks], known: Boxes) -> BoxColumns:
-    """Join runs into the boxes of a tensor, or reuse equal ones in *known*."""
+def join_boxes(runs: Sequence[ChunkRun], box_cache: BoxCache) -> BoxColumns:
+    """Join runs into the boxes of a tensor, or reuse equal ones in *box_cache*."""
     offsets = tuple(chain.from_iterable(run.offsets for run in runs))
     sizes = tuple(chain.from_iterable(run.sizes for run in runs))
-    return known.setdefault((offsets, sizes), BoxColumns(offsets, sizes))
+    return box_cache.setdefault((offsets, sizes), BoxColumns(offsets, sizes))
 
 
-def located(name: str, boxes: BoxColumns, stored: StoredItem | None, where: str) -> ExtentColumns:
+def match_items(
+    name: str, boxes: BoxColumns, stored: LeafItems | None, where: str
+) -> ExtentColumns:
     """Match the *boxes* of a tensor with their stored items."""
     offsets, files, starts, lengths = stored.columns if stored else ([], [], [], [])
     if offsets == list(boxes.offsets):
         return ExtentColumns(boxes, files, starts, lengths)
     order = sorted(range(len(offsets)), key=offsets.__getitem__)
-    ordered = [offsets[at] for at in order]
-    places = [bisect_left(ordered, wanted) for wanted in boxes.offsets]
+    ordered = [offsets[index] for index in order]
+    places = [bisect_left(ordered, box_offsets) for box_offsets in boxes.offsets]
     missing = [
         str(box)
         for box, place in zip(boxes, places, strict=True)
@@ -376,63 +387,69 @@ def located(name: str, boxes: BoxColumns, stored: StoredItem | None, where: str)
         )
     rows = [order[place] for place in places]
     return ExtentColumns(
-        boxes, [files[at] for at in rows], [starts[at] for at in rows], [lengths[at] for at in rows]
+        boxes,
+        [files[index] for index in rows],
+        [starts[index] for index in rows],
+        [lengths[index] for index in rows],
     )
 
 
-def stored_items(
-    data: Mapping[object, object], where: str, used: list[Chunks | Places]
-) -> dict[str, StoredItem]:
+def collect_items(
+    data: Mapping[object, object], where: str, used: list[ChunkRun | PlaceRun]
+) -> dict[str, LeafItems]:
     """Return the items of each leaf in ``storage_data``, and append its runs to *used*."""
-    stored: dict[str, StoredItem] = {}
+    stored: dict[str, LeafItems] = {}
     checked: dict[str, str] = {}
-    whole: list[str] = []
+    names_without_box: list[str] = []
     for index, info in data.items():
-        through = ""
-        if type(info) is Places:
+        extension = ""
+        if type(info) is PlaceRun:
             used.append(info)
-            places: Iterable[Place] = zip(*info, strict=True)
+            places: Iterable[ItemPlace] = zip(*info, strict=True)
         else:
-            place, through = _place(state_of(index), state_of(info))
+            place, extension = _parse_place(get_state(index), get_state(info))
             places = (place,)
         for name, offsets, file, start, length in places:
-            if (own_file := checked.get(file)) is None:
-                own_file = checked[file] = require_relative(file, where)
-            if (own := stored.get(name)) is None:
-                own = stored[name] = StoredItem((own_file, start, length), through)
-            if own.extension != through:
+            if (checked_file := checked.get(file)) is None:
+                checked_file = checked[file] = require_relative(file, where)
+            if (items := stored.get(name)) is None:
+                items = stored[name] = LeafItems((checked_file, start, length), extension)
+            if items.extension != extension:
                 raise UnsupportedError(
                     f"the chunks of `{name}` are stored in different ways",
                     where=where,
-                    why=f"some were written with the extension {through or own.extension}",
+                    why=f"some were written with the extension {extension or items.extension}",
                 )
             if offsets is None:
-                whole.append(name)
+                names_without_box.append(name)
             else:
-                own.offsets.append(offsets)
-                own.files.append(own_file)
-                own.starts.append(start)
-                own.lengths.append(length)
-    apart = (_rising(own.offsets) or _rising(sorted(own.offsets)) for own in stored.values())
-    if len({*whole}) < len(whole) or not all(apart):
+                items.offsets.append(offsets)
+                items.files.append(checked_file)
+                items.starts.append(start)
+                items.lengths.append(length)
+    is_unique = (
+        _is_increasing(items.offsets) or _is_increasing(sorted(items.offsets))
+        for items in stored.values()
+    )
+    if len({*names_without_box}) < len(names_without_box) or not all(is_unique):
         raise UnsupportedError("the metadata lists the storage of a chunk twice", where=where)
     return stored
 
 
-def _place(key: Mapping[str, object], value: Mapping[str, object]) -> tuple[Place, str]:
+def _parse_place(key: Mapping[str, object], value: Mapping[str, object]) -> tuple[ItemPlace, str]:
     """Return the place of an item, and the extension that it was written with."""
     file, offset, nbytes = value["relative_path"], value["offset"], value["length"]
     if type(file) is not str or type(offset) is not int or type(nbytes) is not int:
         raise TypeError(f"the storage of `{key['fqn']}` is not a file range")
     if offset < 0 or nbytes < 0:
         raise ValueError(f"the storage of `{key['fqn']}` has a negative range")
-    offsets = None if key.get("offset") is None else integers(key["offset"])
-    through = value.get("transform_descriptors")
-    descriptors = through if isinstance(through, list | tuple) else ()
-    if any(type(one) is not str for one in descriptors):
+    offsets = None if key.get("offset") is None else check_integers(key["offset"])
+    recorded = value.get("transform_descriptors")
+    descriptors = recorded if isinstance(recorded, list | tuple) else ()
+    if any(type(descriptor) is not str for descriptor in descriptors):
         raise TypeError(f"an extension of `{key['fqn']}` has no name")
     return (str(key["fqn"]), offsets, file, offset, nbytes), ", ".join(map(str, descriptors))
 
 
-def _rising(offsets: Sequence[Vector]) -> bool:
+def _is_increasing(offsets: Sequence[Vector]) -> bool:
     return all(map(lt, offsets, islice(offsets, 1, None)))

@@ -14,49 +14,58 @@ from itertools import chain, groupby
 from ckptctl.catalog import Blob, Box, Index
 from ckptctl.errors import RefusedError
 from ckptctl.formats.base import OutputTensor, TensorPlace
-from ckptctl.formats.dcp.metadata import MAX_METADATA, OWN, UNKNOWN, WORLD, Item, Origin
+from ckptctl.formats.dcp.metadata import (
+    CKPTCTL_KEY,
+    MAX_METADATA,
+    UNKNOWN_ORIGIN,
+    WORLD_SIZE_KEY,
+    Item,
+    Origin,
+)
 from ckptctl.units import pluralize
 
 VERSION = "1.0.0"
-BATCH = 1000
-PLACES = 1 << 16
-LISTS = 64
+BATCH_SIZE = 1000
+MAX_CACHED_PLACES = 1 << 16
+MAX_CACHED_LISTS = 64
 _HOME = "torch.distributed.checkpoint.metadata"
 _STORAGE = "torch.distributed.checkpoint.filesystem"
 _RECORDS = ("TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "MetadataIndex")
 _RECORD = b")\x81\x94"
 _STATE = b")\x81\x94}\x94("
-_Named = OutputTensor | Blob
+_Leaf = OutputTensor | Blob
 _Offsets = tuple[int, ...] | None
-Located = tuple[_Offsets, str, int, int]
+LocatedChunk = tuple[_Offsets, str, int, int]
 """Offsets of a chunk, its file, first byte and length; offsets are None for non-tensor values."""
 
 
-def encode(
+def encode_metadata(
     tensors: Sequence[OutputTensor],
     blobs: Sequence[Blob],
     boxes: Mapping[str, Sequence[TensorPlace]],
     items: Mapping[tuple[str, _Offsets], Item],
-    origin: Origin = UNKNOWN,
+    origin: Origin = UNKNOWN_ORIGIN,
 ) -> bytes:
     """Encode a ``.metadata`` file for stock ``dcp.load``."""
     chunks = ([place.box for place in boxes[tensor.name]] for tensor in tensors)
     by_name = groupby(items.items(), key=lambda pair: pair[0][0])
-    located = ((name, ((offsets, *item) for (_, offsets), item in some)) for name, some in by_name)
-    return _readable(_written(tensors, chunks, blobs, located).finish(origin))
+    located = (
+        (name, ((offsets, *item) for (_, offsets), item in group)) for name, group in by_name
+    )
+    return _check_readable(_write_entries(tensors, chunks, blobs, located).finish_pickle(origin))
 
 
 class TensorMetadata:
     """A ``.metadata`` of all tensors, to be completed with non-tensor values."""
 
-    def __init__(self, writer: _Writer) -> None:
+    def __init__(self, writer: _MetadataWriter) -> None:
         self._content = bytes(writer.out)
-        writer.forget()
+        writer.drop_output()
         self._writer = writer
         self.nbytes = len(self._content)
 
-    def complete(
-        self, values: Sequence[tuple[_Named, Item]], origin: Origin = UNKNOWN
+    def add_values(
+        self, values: Sequence[tuple[_Leaf, Item]], origin: Origin = UNKNOWN_ORIGIN
     ) -> tuple[bytes, bytes]:
         """Add *values* and their places, and return the ``.metadata`` in two parts.
 
@@ -64,29 +73,29 @@ class TensorMetadata:
         """
         writer = copy(self._writer)
         writer.strings = dict(writer.strings)
-        writer.forget()
-        writer.again("state_dict_metadata")
+        writer.drop_output()
+        writer.reopen_section("state_dict_metadata")
         for leaf, _ in values:
             if isinstance(leaf, Blob):
-                writer.blob(leaf)
+                writer.write_blob(leaf)
             else:
-                writer.tensor(leaf, [Box.whole(leaf.shape)])
-        writer.again("planner_data")
+                writer.write_tensor(leaf, [Box.whole(leaf.shape)])
+        writer.reopen_section("planner_data")
         for leaf, _ in values:
-            writer.path(leaf)
-        writer.again("storage_data")
+            writer.write_path(leaf)
+        writer.reopen_section("storage_data")
         for leaf, item in values:
             start = None if isinstance(leaf, Blob) else (0,) * len(leaf.shape)
-            writer.items(leaf.name, [(start, *item)])
-        return self._content, _readable(writer.finish(origin), self.nbytes)
+            writer.write_items(leaf.name, [(start, *item)])
+        return self._content, _check_readable(writer.finish_pickle(origin), self.nbytes)
 
 
-def _readable(content: bytes, before: int = 0) -> bytes:
-    """Return *content*, or raise if it would be too large to read, including *before*."""
-    if before + len(content) > MAX_METADATA:
+def _check_readable(content: bytes, preceding_bytes: int = 0) -> bytes:
+    """Return *content*, or raise if it would be too large to read, including *preceding_bytes*."""
+    if preceding_bytes + len(content) > MAX_METADATA:
         raise RefusedError(
             "the metadata would be too large to read",
-            why=f"{pluralize(before + len(content), 'byte')}, limit {MAX_METADATA:,}",
+            why=f"{pluralize(preceding_bytes + len(content), 'byte')}, limit {MAX_METADATA:,}",
             hint="save on fewer ranks, or save without collectives (each rank then writes its own "
             "metadata)",
         )
@@ -96,38 +105,38 @@ def _readable(content: bytes, before: int = 0) -> bytes:
 def encode_tensors(
     tensors: Sequence[OutputTensor],
     boxes: Sequence[Sequence[Box]],
-    items: Iterable[tuple[str, Iterable[Located]]],
+    items: Iterable[tuple[str, Iterable[LocatedChunk]]],
 ) -> TensorMetadata:
     """Encode a ``.metadata`` of tensors, to which non-tensor values can be added.
 
     Lists in *boxes* that several tensors share are written faster.
     """
-    return TensorMetadata(_written(tensors, boxes, (), items))
+    return TensorMetadata(_write_entries(tensors, boxes, (), items))
 
 
-def _written(
+def _write_entries(
     tensors: Sequence[OutputTensor],
     boxes: Iterable[Sequence[Box]],
     blobs: Sequence[Blob],
-    items: Iterable[tuple[str, Iterable[Located]]],
-) -> _Writer:
+    items: Iterable[tuple[str, Iterable[LocatedChunk]]],
+) -> _MetadataWriter:
     """Write all entries of a ``.metadata``, and return the unfinished writer."""
-    writer = _Writer(tensors)
-    writer.section("state_dict_metadata")
+    writer = _MetadataWriter(tensors)
+    writer.begin_section("state_dict_metadata")
     for tensor, chunks in zip(tensors, boxes, strict=True):
-        writer.tensor(tensor, chunks)
+        writer.write_tensor(tensor, chunks)
     for blob in blobs:
-        writer.blob(blob)
-    writer.section("planner_data")
-    for leaf in chain[_Named](tensors, blobs):
-        writer.path(leaf)
-    writer.section("storage_data")
+        writer.write_blob(blob)
+    writer.begin_section("planner_data")
+    for leaf in chain[_Leaf](tensors, blobs):
+        writer.write_path(leaf)
+    writer.begin_section("storage_data")
     for name, located in items:
-        writer.items(name, located)
+        writer.write_items(name, located)
     return writer
 
 
-class _Writer:
+class _MetadataWriter:
     """Writer of pickle opcodes.
 
     Attributes:
@@ -153,188 +162,197 @@ class _Writer:
         self.lists: dict[int, tuple[Sequence[Box], bytes, int]] = {}
         self.pairs = 0
         self.filling = b""
-        known = {name: self._global(_HOME, name) for name in _RECORDS}
-        size, info = self._global("torch", "Size"), self._global(_STORAGE, "_StorageInfo")
-        self.empty = self._global(_HOME, "BytesStorageMetadata") + _RECORD
+        records = {name: self._define_global(_HOME, name) for name in _RECORDS}
+        size, info = (
+            self._define_global("torch", "Size"),
+            self._define_global(_STORAGE, "_StorageInfo"),
+        )
+        self.empty = self._define_global(_HOME, "BytesStorageMetadata") + _RECORD
         self.size = size
-        self.strided = self._call("torch.serialization", "_get_layout", "torch.strided")
-        self.contiguous = self._call(_HOME, "_MEM_FORMAT_ENCODING", 0)
-        self.dtypes = {t: self._global("torch", t) for t in sorted({t.dtype for t in tensors})}
-        key = {name: self._key(name) for name in _KEYS}
-        properties = key["properties"] + known["TensorProperties"] + _RECORD + b"("
-        self.tensor_head = known["TensorStorageMetadata"] + _STATE + properties
+        self.strided = self._define_call("torch.serialization", "_get_layout", "torch.strided")
+        self.contiguous = self._define_call(_HOME, "_MEM_FORMAT_ENCODING", 0)
+        self.dtypes = {
+            t: self._define_global("torch", t) for t in sorted({t.dtype for t in tensors})
+        }
+        key = {name: self._define_key(name) for name in _KEYS}
+        properties = key["properties"] + records["TensorProperties"] + _RECORD + b"("
+        self.tensor_head = records["TensorStorageMetadata"] + _STATE + properties
         self.size_key, self.chunks = key["size"], key["chunks"] + b"]\x94"
-        self.chunk = known["ChunkStorageMetadata"] + _STATE + key["offsets"]
+        self.chunk = records["ChunkStorageMetadata"] + _STATE + key["offsets"]
         self.size_name = key["sizes"]
-        self.index = known["MetadataIndex"] + _STATE + key["fqn"]
+        self.index = records["MetadataIndex"] + _STATE + key["fqn"]
         self.position = key["index"] + b"N" + key["offset"]
         self.info = b"ub" + info + _STATE + key["relative_path"]
         self.start, self.length = key["offset"], key["length"]
-        root = self._global(_HOME, "Metadata")
+        root = self._define_global(_HOME, "Metadata")
         self.out += root + _STATE
         self.count += 2
 
-    def forget(self) -> None:
+    def drop_output(self) -> None:
         """Drop the output so far and all caches."""
         self.out, self.sizes, self.places, self.lists = bytearray(), {}, {}, {}
 
-    def section(self, name: str) -> None:
+    def begin_section(self, name: str) -> None:
         """Begin the next dict of the metadata."""
-        self._close()
-        self.out += self.text(name) + b"}\x94("
-        self.dicts[name] = self._next()
+        self._close_section()
+        self.out += self.encode_text(name) + b"}\x94("
+        self.dicts[name] = self._next_reference()
         self.filling = b"u"
 
-    def again(self, name: str) -> None:
+    def reopen_section(self, name: str) -> None:
         """Reopen an earlier dict."""
-        self._close()
+        self._close_section()
         self.out += self.dicts[name] + b"("
         self.filling = b"u0"
 
-    def tensor(self, tensor: OutputTensor, boxes: Sequence[Box]) -> None:
+    def write_tensor(self, tensor: OutputTensor, boxes: Sequence[Box]) -> None:
         """Write a ``TensorStorageMetadata`` under its name."""
-        self._pair()
+        self._count_pair()
         grad = b"\x88" if tensor.requires_grad else b"\x89"
         flags = self.dtypes[tensor.dtype] + self.strided + grad + self.contiguous + b"\x89t\x94b"
-        self.out += self.text(tensor.name) + self.tensor_head + flags
-        self.out += self.size_key + self._size(tensor.shape) + self.chunks
+        self.out += self.encode_text(tensor.name) + self.tensor_head + flags
+        self.out += self.size_key + self._encode_size(tensor.shape) + self.chunks
         if id(boxes) not in self.lists:
-            if len(self.lists) >= LISTS:
+            if len(self.lists) >= MAX_CACHED_LISTS:
                 self.lists.clear()
-            self.lists[id(boxes)] = (boxes, *self._chunks(boxes))
+            self.lists[id(boxes)] = (boxes, *self._encode_chunks(boxes))
         _, chunks, memos = self.lists[id(boxes)]
-        self.count += 5 + _memos(tensor.shape) + memos
+        self.count += 5 + _count_memos(tensor.shape) + memos
         self.out += chunks + b"ub"
 
-    def blob(self, blob: Blob) -> None:
+    def write_blob(self, blob: Blob) -> None:
         """Write a ``BytesStorageMetadata`` under its name."""
-        self._pair()
-        self.out += self.text(blob.name) + self.empty
+        self._count_pair()
+        self.out += self.encode_text(blob.name) + self.empty
         self.count += 1
 
-    def path(self, leaf: OutputTensor | Blob) -> None:
+    def write_path(self, leaf: OutputTensor | Blob) -> None:
         """Write the path of a leaf, as strings and integer list positions."""
-        self._pair()
-        name = self.text(leaf.name)
+        self._count_pair()
+        name = self.encode_text(leaf.name)
         keys = [
-            _integer(int(key)) if isinstance(key, Index) else self.text(str(key))
+            _encode_integer(int(key)) if isinstance(key, Index) else self.encode_text(str(key))
             for key in leaf.path
         ]
-        self.out += name + _tuple(keys)
+        self.out += name + _encode_tuple(keys)
         self.count += bool(keys)
 
-    def items(self, name: str, located: Iterable[Located]) -> None:
+    def write_items(self, name: str, located: Iterable[LocatedChunk]) -> None:
         """Write the ``MetadataIndex`` and ``_StorageInfo`` of each item of one leaf."""
         head, info = self.index + self.strings[name] + self.position, self.info
         parts: list[bytes] = []
         for offsets, path, start, nbytes in located:
-            if self.pairs == BATCH:
+            if self.pairs == BATCH_SIZE:
                 parts.append(b"u(")
                 self.pairs = 0
             self.pairs += 1
-            self.count += 4 if offsets is None else 4 + _memos(offsets)
-            position = b"N" if offsets is None else self._size(offsets)
-            file = self.strings.get(path) or self.text(path)
-            parts += (head, position, info, file, self._place(start, nbytes))
+            self.count += 4 if offsets is None else 4 + _count_memos(offsets)
+            position = b"N" if offsets is None else self._encode_size(offsets)
+            file = self.strings.get(path) or self.encode_text(path)
+            parts += (head, position, info, file, self._encode_place(start, nbytes))
         self.out += b"".join(parts)
 
-    def finish(self, origin: Origin) -> bytes:
+    def finish_pickle(self, origin: Origin) -> bytes:
         """Return the complete pickle."""
-        self._close()
+        self._close_section()
         if origin.world:
-            self.out += self.text(OWN) + b"}" + self._remembered()
-            self.out += self.text(WORLD) + _integer(origin.world) + b"s"
+            self.out += self.encode_text(CKPTCTL_KEY) + b"}" + self._memoize()
+            self.out += self.encode_text(WORLD_SIZE_KEY) + _encode_integer(origin.world) + b"s"
         if origin.save_id:
-            storage_meta = self._global(_HOME, "StorageMeta")
-            self.out += self.text("storage_meta") + storage_meta + b")\x81" + self._remembered()
-            self.out += b"}" + self._remembered() + b"("
+            storage_meta = self._define_global(_HOME, "StorageMeta")
+            self.out += self.encode_text("storage_meta") + storage_meta + b")\x81" + self._memoize()
+            self.out += b"}" + self._memoize() + b"("
             for name, value in (("checkpoint_id", b"N"), ("load_id", b"N"), ("modules", b"]")):
-                self.out += self.text(name) + value
-                self.out += self._remembered() if value == b"]" else b""
-            self.out += self.text("save_id") + self.text(origin.save_id) + b"ub"
+                self.out += self.encode_text(name) + value
+                self.out += self._memoize() if value == b"]" else b""
+            self.out += self.encode_text("save_id") + self.encode_text(origin.save_id) + b"ub"
         else:
-            self.out += self.text("storage_meta") + b"N"
-        self.out += self.text("version") + self.text(VERSION) + b"ub."
+            self.out += self.encode_text("storage_meta") + b"N"
+        self.out += self.encode_text("version") + self.encode_text(VERSION) + b"ub."
         return bytes(self.out)
 
-    def _remembered(self) -> bytes:
+    def _memoize(self) -> bytes:
         """Return the opcode that memoizes an object."""
-        self._next()
+        self._next_reference()
         return b"\x94"
 
-    def text(self, text: str) -> bytes:
+    def encode_text(self, text: str) -> bytes:
         """Return the encoded string the first time, and its memo reference later."""
-        found = self.strings.get(text)
-        if found is not None:
-            return found
-        self.strings[text] = self._next()
+        reference = self.strings.get(text)
+        if reference is not None:
+            return reference
+        self.strings[text] = self._next_reference()
         raw = text.encode("utf-8", "surrogatepass")
         if len(raw) < 256:
             return b"\x8c" + bytes((len(raw),)) + raw + b"\x94"
         return b"X" + len(raw).to_bytes(4, "little") + raw + b"\x94"
 
-    def _chunks(self, boxes: Sequence[Box]) -> tuple[bytes, int]:
+    def _encode_chunks(self, boxes: Sequence[Box]) -> tuple[bytes, int]:
         """Encode the chunks of a tensor, and return their number of memo entries."""
         parts: list[bytes] = []
-        for start in range(0, len(boxes), BATCH):
-            batch = b"".join(map(self._chunk, boxes[start : start + BATCH]))
+        for start in range(0, len(boxes), BATCH_SIZE):
+            batch = b"".join(map(self._encode_chunk, boxes[start : start + BATCH_SIZE]))
             parts.append(batch + b"a" if len(boxes) == 1 else b"(" + batch + b"e")
-        return b"".join(parts), sum(2 + 2 * _memos(box.sizes) for box in boxes)
+        return b"".join(parts), sum(2 + 2 * _count_memos(box.sizes) for box in boxes)
 
-    def _chunk(self, box: Box) -> bytes:
-        offsets, sizes = self._size(box.offsets), self._size(box.sizes)
+    def _encode_chunk(self, box: Box) -> bytes:
+        offsets, sizes = self._encode_size(box.offsets), self._encode_size(box.sizes)
         return self.chunk + offsets + self.size_name + sizes + b"ub"
 
-    def _size(self, values: tuple[int, ...]) -> bytes:
+    def _encode_size(self, values: tuple[int, ...]) -> bytes:
         """Encode a ``torch.Size``."""
-        found = self.sizes.get(values)
-        if found is None:
-            tuple_ = _tuple([_integer(value) for value in values])
-            found = self.sizes[values] = self.size + tuple_ + b"\x85\x94R\x94"
-        return found
+        encoded = self.sizes.get(values)
+        if encoded is None:
+            tuple_ = _encode_tuple([_encode_integer(value) for value in values])
+            encoded = self.sizes[values] = self.size + tuple_ + b"\x85\x94R\x94"
+        return encoded
 
-    def _place(self, start: int, nbytes: int) -> bytes:
+    def _encode_place(self, start: int, nbytes: int) -> bytes:
         """Encode the end of an item, cached because ranks with equal shares have the same."""
-        found = self.places.get((start, nbytes))
-        if found is None:
-            if len(self.places) >= PLACES:
+        encoded = self.places.get((start, nbytes))
+        if encoded is None:
+            if len(self.places) >= MAX_CACHED_PLACES:
                 self.places.clear()
-            found = self.start + _integer(start) + self.length + _integer(nbytes) + b"ub"
-            self.places[start, nbytes] = found
-        return found
+            encoded = (
+                self.start + _encode_integer(start) + self.length + _encode_integer(nbytes) + b"ub"
+            )
+            self.places[start, nbytes] = encoded
+        return encoded
 
-    def _pair(self) -> None:
+    def _count_pair(self) -> None:
         """Count a pair, and begin a new batch if the current one is full."""
-        if self.pairs == BATCH:
+        if self.pairs == BATCH_SIZE:
             self.out += b"u("
             self.pairs = 0
         self.pairs += 1
 
-    def _close(self) -> None:
+    def _close_section(self) -> None:
         """Close the current dict, if any."""
         self.out += self.filling
         self.filling, self.pairs = b"", 0
 
-    def _next(self) -> bytes:
+    def _next_reference(self) -> bytes:
         """Return the memo reference of the object that is memoized next."""
         number = self.count
         self.count = number + 1
         return b"h" + bytes((number,)) if number < 256 else b"j" + number.to_bytes(4, "little")
 
-    def _key(self, name: str) -> bytes:
-        self.out += self.text(name) + b"0"
+    def _define_key(self, name: str) -> bytes:
+        self.out += self.encode_text(name) + b"0"
         return self.strings[name]
 
-    def _global(self, module: str, name: str) -> bytes:
-        self.out += self.text(module) + self.text(name) + b"\x93\x940"
-        return self._next()
+    def _define_global(self, module: str, name: str) -> bytes:
+        self.out += self.encode_text(module) + self.encode_text(name) + b"\x93\x940"
+        return self._next_reference()
 
-    def _call(self, module: str, name: str, argument: str | int) -> bytes:
-        function = self._global(module, name)
-        value = self.text(argument) if isinstance(argument, str) else _integer(argument)
+    def _define_call(self, module: str, name: str, argument: str | int) -> bytes:
+        function = self._define_global(module, name)
+        value = (
+            self.encode_text(argument) if isinstance(argument, str) else _encode_integer(argument)
+        )
         self.out += function + value + b"\x85\x94R\x940"
-        self._next()
-        return self._next()
+        self._next_reference()
+        return self._next_reference()
 
 
 _KEYS = (
@@ -343,12 +361,12 @@ _KEYS = (
 )
 
 
-def _memos(values: tuple[int, ...]) -> int:
+def _count_memos(values: tuple[int, ...]) -> int:
     """Return the number of memo entries of a ``torch.Size`` (an empty tuple takes none)."""
     return 3 if values else 2
 
 
-def _tuple(items: Sequence[bytes]) -> bytes:
+def _encode_tuple(items: Sequence[bytes]) -> bytes:
     if not items:
         return b")"
     if len(items) > 3:
@@ -356,7 +374,7 @@ def _tuple(items: Sequence[bytes]) -> bytes:
     return b"".join(items) + (b"\x85\x94", b"\x86\x94", b"\x87\x94")[len(items) - 1]
 
 
-def _integer(value: int) -> bytes:
+def _encode_integer(value: int) -> bytes:
     if 0 <= value < 1 << 8:
         return b"K" + bytes((value,))
     if 0 <= value < 1 << 16:

@@ -24,10 +24,16 @@ from ckptctl.errors import (
     quote_names,
 )
 from ckptctl.formats.dcp import metadata_name
-from ckptctl.formats.dcp.metadata import UNKNOWN, Item, MetadataLeaf, Origin, refuse_twins
-from ckptctl.formats.shared.findings import UNUSABLE, Faults
+from ckptctl.formats.dcp.metadata import (
+    UNKNOWN_ORIGIN,
+    Item,
+    MetadataLeaf,
+    Origin,
+    refuse_duplicate_paths,
+)
+from ckptctl.formats.shared.findings import UNUSABLE_ERRORS, FaultCollector
 from ckptctl.formats.shared.joined_tensors import ONE_SAVE, ranks_disagree_error
-from ckptctl.formats.shared.leaves import below_rank, join
+from ckptctl.formats.shared.leaves import add_rank_prefix, join_path
 from ckptctl.planner.boxes import compute_coverage
 from ckptctl.storage.files import SourceFiles
 from ckptctl.units import pluralize
@@ -35,11 +41,11 @@ from ckptctl.units import pluralize
 if TYPE_CHECKING:
     from hashlib import blake2b
 
-RUN = 1 << 20
+MAX_RUN_BYTES = 1 << 20
 _Value = tuple[MetadataLeaf, Item]
 
 
-class _Held:
+class _MergedLeaf:
     """A leaf as described by the first rank that has it, with the chunks found so far."""
 
     __slots__ = ("chunks", "leaf", "rank")
@@ -50,7 +56,7 @@ class _Held:
         self.chunks: dict[Vector, Row] = {}
 
 
-class Union:
+class RankMetadataMerger:
     """Merger of the leaves of all ranks, one rank after another.
 
     Attributes:
@@ -67,100 +73,102 @@ class Union:
         self.world = 0
         self._save_ids: list[str] = []
         self._where = where
-        self._repeated = repeated
-        self._held: dict[str, _Held] = {}
+        self._keep_copies = repeated
+        self._merged: dict[str, _MergedLeaf] = {}
 
-    def add(self, rank: int, leaves: Mapping[str, MetadataLeaf], origin: Origin = UNKNOWN) -> None:
+    def add_rank(
+        self, rank: int, leaves: Mapping[str, MetadataLeaf], origin: Origin = UNKNOWN_ORIGIN
+    ) -> None:
         """Add the leaves of *rank* and the origin of its save."""
-        self._of_one_save(rank, origin)
-        own = f"__{rank}_"
+        self._check_same_save(rank, origin)
+        file_prefix = f"__{rank}_"
         for name, leaf in leaves.items():
-            held = self._held.get(name)
-            if held is None:
-                held = self._held[name] = _Held(leaf, rank)
+            merged = self._merged.get(name)
+            if merged is None:
+                merged = self._merged[name] = _MergedLeaf(leaf, rank)
             elif (leaf.dtype, leaf.shape, leaf.path) != (
-                held.leaf.dtype,
-                held.leaf.shape,
-                held.leaf.path,
+                merged.leaf.dtype,
+                merged.leaf.shape,
+                merged.leaf.path,
             ):
                 why = (
-                    f"it is {_described(leaf)} in this file and {_described(held.leaf)} for "
-                    f"rank {held.rank}"
+                    f"it is {_format_leaf(leaf)} in this file and {_format_leaf(merged.leaf)} for "
+                    f"rank {merged.rank}"
                 )
-                raise ranks_disagree_error(name, self._file(rank), why)
+                raise ranks_disagree_error(name, self._format_metadata_path(rank), why)
             for file, _, end in leaf.ranges:
-                if not file.startswith(own):
+                if not file.startswith(file_prefix):
                     raise UnsupportedError(
                         f"`{metadata_name(rank)}` is not the metadata of rank {rank}",
-                        where=self._file(rank),
+                        where=self._format_metadata_path(rank),
                         why=f"it states that `{name}` is stored in `{file}`",
                         hint="restore the original file names (files were renamed or overwritten)",
                     )
                 self.ends[file] = max(self.ends.get(file, 0), end)
             for row in leaf.extents.iterate_rows():
-                self._add(rank, held, row)
+                self._add_chunk(rank, merged, row)
 
-    def _add(self, rank: int, held: _Held, row: Row) -> None:
+    def _add_chunk(self, rank: int, merged: _MergedLeaf, row: Row) -> None:
         offsets, sizes = row[:2]
-        if 0 in sizes and 0 not in held.leaf.shape:
+        if 0 in sizes and 0 not in merged.leaf.shape:
             return  # an empty chunk of a rank after the last row
-        before = held.chunks.setdefault(offsets, row)
-        if before is row:
+        earlier = merged.chunks.setdefault(offsets, row)
+        if earlier is row:
             return
-        if before[1] != sizes:
+        if earlier[1] != sizes:
             raise UnsupportedError(
-                f"two ranks disagree on a chunk of `{held.leaf.name}`",
-                where=self._file(rank),
-                why=f"this file has {Box(offsets, sizes)}, `{before[2]}` has {Box(*before[:2])}",
+                f"two ranks disagree on a chunk of `{merged.leaf.name}`",
+                where=self._format_metadata_path(rank),
+                why=f"this file has {Box(offsets, sizes)}, `{earlier[2]}` has {Box(*earlier[:2])}",
                 hint=ONE_SAVE,
             )
-        if self._repeated:
-            self.copies.setdefault(held.leaf.name, {}).setdefault(offsets, []).append(row)
+        if self._keep_copies:
+            self.copies.setdefault(merged.leaf.name, {}).setdefault(offsets, []).append(row)
 
-    def with_holes(self, *, refused: bool) -> list[str]:
-        """Return the tensors with missing parts, or raise if *refused*.
+    def list_incomplete(self, *, should_raise: bool) -> list[str]:
+        """Return the tensors with missing parts, or raise if *should_raise*.
 
         Always raises if chunks overlap. The check counts elements; whether these are the right ones
         is proven when the tensors are used.
         """
         names = []
-        for name, held in self._held.items():
-            rows = held.chunks.values()
+        for name, merged in self._merged.items():
+            rows = merged.chunks.values()
             count = sum(math.prod(sizes) for _, sizes, *_ in rows)
-            if held.leaf.dtype and count != math.prod(held.leaf.shape):
+            if merged.leaf.dtype and count != math.prod(merged.leaf.shape):
                 boxes = ExtentColumns.from_rows(rows).boxes
-                found = compute_coverage(held.leaf.shape, boxes)
-                if refused or not found.holes or found.overlaps or found.outside:
-                    raise self._incomplete(held.leaf, boxes)
+                report = compute_coverage(merged.leaf.shape, boxes)
+                if should_raise or not report.holes or report.overlaps or report.outside:
+                    raise self._incomplete_error(merged.leaf, boxes)
                 names.append(name)
         return names
 
-    def leaves(self) -> dict[str, MetadataLeaf]:
+    def merge_leaves(self) -> dict[str, MetadataLeaf]:
         """Return every leaf with the chunks of all ranks, followed by copies, if recorded."""
-        found = {}
-        for name, held in self._held.items():
+        leaves = {}
+        for name, merged in self._merged.items():
             copies = chain.from_iterable(self.copies.get(name, {}).values())
-            rows = chain(held.chunks.values(), copies)
-            found[name] = replace(held.leaf, extents=ExtentColumns.from_rows(rows))
-        refuse_twins(found, self._where)
-        return found
+            rows = chain(merged.chunks.values(), copies)
+            leaves[name] = replace(merged.leaf, extents=ExtentColumns.from_rows(rows))
+        refuse_duplicate_paths(leaves, self._where)
+        return leaves
 
-    def saved(self, catalog: Catalog) -> Catalog:
+    def add_origin(self, catalog: Catalog) -> Catalog:
         """Add the world size and an id made of all ranks' save ids to *catalog*."""
         ids = "\n".join(self._save_ids) if all(self._save_ids) else ""
-        save_id = _hash(ids.encode()).hexdigest() if ids else ""
+        save_id = _make_hash(ids.encode()).hexdigest() if ids else ""
         return replace(catalog, save_id=save_id, world=self.world)
 
-    def _of_one_save(self, rank: int, origin: Origin) -> None:
+    def _check_same_save(self, rank: int, origin: Origin) -> None:
         self._save_ids.append(origin.save_id)
         if not origin.world:
             return
         if rank >= origin.world or self.world not in (0, origin.world):
-            said = f"rank {rank} of {origin.world}"
+            description = f"rank {rank} of {origin.world}"
             raise UnsupportedError(
                 "the files belong to different saves",
-                where=self._file(rank),
-                why=f"this file belongs to {said}"
+                where=self._format_metadata_path(rank),
+                why=f"this file belongs to {description}"
                 + (
                     ", but the file of a lower rank belongs to a save of "
                     f"{pluralize(self.world, 'rank')}"
@@ -171,111 +179,117 @@ class Union:
             )
         self.world = origin.world
 
-    def blobs(self) -> list[str]:
+    def list_blobs(self) -> list[str]:
         """Return the names of the non-tensor values."""
-        return [name for name, held in self._held.items() if not held.leaf.dtype]
+        return [name for name, merged in self._merged.items() if not merged.leaf.dtype]
 
-    def _incomplete(
+    def _incomplete_error(
         self, leaf: MetadataLeaf, boxes: Sequence[Box]
     ) -> CoverageError | UnsupportedError:
-        found = compute_coverage(leaf.shape, boxes)
-        there = f"rank{'s 0 to ' if self.ranks > 1 else ' '}{self.ranks - 1}"
-        if found.holes and not found.overlaps:
-            next_one = metadata_name(self.ranks)
+        report = compute_coverage(leaf.shape, boxes)
+        present = f"rank{'s 0 to ' if self.ranks > 1 else ' '}{self.ranks - 1}"
+        if report.holes and not report.overlaps:
+            next_file = metadata_name(self.ranks)
             return CoverageError(
                 f"parts of `{leaf.name}` are missing",
                 where=f"{self._where}, tensor `{leaf.name}`, shape {list(leaf.shape)}",
-                why=f"found {there}; none of them has {quote_names([str(b) for b in found.holes])}",
-                hint=f"copy the files of the remaining ranks, such as `{next_one}`",
+                why=f"found {present}; none of them has {quote_names([str(b) for b in report.holes])}",
+                hint=f"copy the files of the remaining ranks, such as `{next_file}`",
             )
-        wrong = found.outside or found.overlaps
+        bad_boxes = report.outside or report.overlaps
         return UnsupportedError(
             f"the ranks' chunks of `{leaf.name}` overlap or exceed its shape",
             where=f"{self._where}, tensor `{leaf.name}`, shape {list(leaf.shape)}",
-            why=f"found {there}; {quote_names([str(box) for box in wrong])} "
-            + ("are outside its shape" if found.outside else "are covered more than once"),
+            why=f"found {present}; {quote_names([str(box) for box in bad_boxes])} "
+            + ("are outside its shape" if report.outside else "are covered more than once"),
             hint="remove the files of other saves",
         )
 
-    def _file(self, rank: int) -> str:
+    def _format_metadata_path(self, rank: int) -> str:
         return f"{self._where}/{metadata_name(rank)}"
 
 
-def _described(leaf: MetadataLeaf) -> str:
+def _format_leaf(leaf: MetadataLeaf) -> str:
     kind = f"{leaf.dtype} {list(leaf.shape)}" if leaf.dtype else "not a tensor"
     return f"{kind} at {'/'.join(map(str, leaf.path))}"
 
 
 @dataclass(slots=True)
-class RankValues:
+class RankValueComparison:
     """Comparison of the non-tensor values of all ranks, in ascending order of rank.
 
     Attributes:
         files: The directory's files.
         faults: Collector of unreadable files.
-        apart: Values that differ from the lowest rank's, by their new names.
+        rank_values: Values that differ from the lowest rank's, by their new names.
         differing: Original names of these values.
     """
 
     files: SourceFiles
-    faults: Faults
-    apart: dict[str, MetadataLeaf] = field(default_factory=dict)
+    faults: FaultCollector
+    rank_values: dict[str, MetadataLeaf] = field(default_factory=dict)
     differing: dict[str, None] = field(default_factory=dict)
     _first: dict[str, bytes] = field(default_factory=dict)
 
-    def add(self, rank: int, leaves: Mapping[str, MetadataLeaf]) -> None:
+    def compare_rank(self, rank: int, leaves: Mapping[str, MetadataLeaf]) -> None:
         """Compare the values of *rank* with those of lower ranks."""
-        held = [(leaf, leaf.item) for leaf in leaves.values() if leaf.item is not None]
-        held.sort(key=lambda value: (value[1].file, value[1].offset))
-        for run in _runs(held):
+        values = [(leaf, leaf.item) for leaf in leaves.values() if leaf.item is not None]
+        values.sort(key=lambda value: (value[1].file, value[1].offset))
+        for run in _group_runs(values):
             try:
-                for leaf, digest in _digests(self.files, run):
+                for leaf, digest in _compute_digests(self.files, run):
                     if self._first.setdefault(leaf.name, digest) != digest:
-                        path = below_rank(rank, leaf.path)
-                        self.apart[join(path)] = replace(leaf, name=join(path), path=path)
+                        path = add_rank_prefix(rank, leaf.path)
+                        self.rank_values[join_path(path)] = replace(
+                            leaf, name=join_path(path), path=path
+                        )
                         self.differing[leaf.name] = None
             except SourceNotFoundError:
-                gone = DamagedError(
+                missing_error = DamagedError(
                     "a data file is missing",
                     where=str(self.files.root),
                     why=f"`{run[0][1].file}`",
                     hint="copy the missing files from the nodes of the other ranks",
                 )
-                self.faults.unreadable(gone, run[0][1].file)
-            except UNUSABLE as error:
-                self.faults.unreadable(error, run[0][1].file)
+                self.faults.add_or_raise(missing_error, run[0][1].file)
+            except UNUSABLE_ERRORS as error:
+                self.faults.add_or_raise(error, run[0][1].file)
 
 
-def _runs(held: Sequence[_Value]) -> Iterator[Sequence[_Value]]:
+def _group_runs(values: Sequence[_Value]) -> Iterator[Sequence[_Value]]:
     """Group values that are adjacent in a file into runs of about a megabyte."""
     start = 0
-    for at, (_, item) in enumerate(held):
-        first, before = held[start][1], held[at - 1][1]
-        touches = item.file == before.file and item.offset == before.offset + before.nbytes
-        if at > start and not (touches and item.offset + item.nbytes - first.offset <= RUN):
-            yield held[start:at]
-            start = at
-    if held:
-        yield held[start:]
+    for index, (_, item) in enumerate(values):
+        first, previous = values[start][1], values[index - 1][1]
+        touches = item.file == previous.file and item.offset == previous.offset + previous.nbytes
+        if index > start and not (
+            touches and item.offset + item.nbytes - first.offset <= MAX_RUN_BYTES
+        ):
+            yield values[start:index]
+            start = index
+    if values:
+        yield values[start:]
 
 
-def _hash(data: bytes | memoryview = b"") -> blake2b:
+def _make_hash(data: bytes | memoryview = b"") -> blake2b:
     from hashlib import blake2b  # loads OpenSSL, which is slow to import
 
     return blake2b(data, digest_size=16)
 
 
-def _digests(files: SourceFiles, run: Sequence[_Value]) -> Iterator[tuple[MetadataLeaf, bytes]]:
+def _compute_digests(
+    files: SourceFiles, run: Sequence[_Value]
+) -> Iterator[tuple[MetadataLeaf, bytes]]:
     first, last = run[0][1], run[-1][1]
     if len(run) == 1:
-        found, end = _hash(), first.offset + first.nbytes
-        for start in range(first.offset, end, RUN):
-            found.update(files.read(first.file, start, min(RUN, end - start)))
-        yield run[0][0], found.digest()
+        hasher, end = _make_hash(), first.offset + first.nbytes
+        for start in range(first.offset, end, MAX_RUN_BYTES):
+            hasher.update(files.read(first.file, start, min(MAX_RUN_BYTES, end - start)))
+        yield run[0][0], hasher.digest()
         return
     data = memoryview(
         files.read(first.file, first.offset, last.offset + last.nbytes - first.offset)
     )
     for leaf, item in run:
         start = item.offset - first.offset
-        yield leaf, _hash(data[start : start + item.nbytes]).digest()
+        yield leaf, _make_hash(data[start : start + item.nbytes]).digest()

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 
 from ckptctl.catalog import Catalog
-from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions, require_folder
-from ckptctl.formats.deepspeed.deepspeed_files import evidence
-from ckptctl.formats.shared.tags import LATEST, tags
+from ckptctl.formats.base import DEFAULT_READ_OPTIONS, Format, Listing, ReadOptions, require_folder
+from ckptctl.formats.deepspeed.deepspeed_files import find_evidence
+from ckptctl.formats.shared.tags import LATEST, list_tags
 from ckptctl.tree import TreePath
 
 
@@ -43,22 +43,22 @@ class DeepSpeedFormat(Format):
         "saved on 1 to 4 ranks equal the live engine's weights and moments "
         "(tests/oracle/trainers/test_deepspeed.py)"
     )
-    choices = frozenset({"weights", "tag"})
+    read_options = frozenset({"weights", "tag"})
 
     def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
         path = listing.path
         if (path / LATEST).is_file():
-            found = tags(path, evidence)
-            return f"`{LATEST}`, {evidence(path / found[-1])}" if found else None
-        return evidence(path)
+            saves = list_tags(path, find_evidence)
+            return f"`{LATEST}`, {find_evidence(path / saves[-1])}" if saves else None
+        return find_evidence(path)
 
-    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, options: ReadOptions = DEFAULT_READ_OPTIONS) -> Catalog:
         """See :meth:`Format.read`."""
         require_folder(path)
-        from ckptctl.formats.deepspeed.deepspeed_reader import read
+        from ckptctl.formats.deepspeed.deepspeed_reader import read_catalog
 
-        return read(path, asked, self.name)
+        return read_catalog(path, options, self.name)
 
 
 FORMAT = DeepSpeedFormat()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptctl.errors import DamagedError, FormatError, quote_names, spell_option
-from ckptctl.formats.shared.findings import Faults, missing_error, mixed_saves
+from ckptctl.formats.shared.findings import FaultCollector, missing_files_error, mixed_saves_error
 from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize, sort_naturally
@@ -19,10 +19,12 @@ from ckptctl.units import pluralize, sort_naturally
 FP32 = "fp32"
 ZERO = "zero"
 SCRIPTS = (LATEST, LATEST_UNIVERSAL, "zero_to_fp32.py", "zero_to_torch.py")
-MODEL = "mp_rank_00_model_states.pt"
-_RANK = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt")
-_SHARED = re.compile(r"mp_rank_(\d+)(?:_\d+)?_model_states\.pt")
-_REFUSED = (
+MODEL_FILE = "mp_rank_00_model_states.pt"
+_RANK_FILE = re.compile(
+    r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt"
+)
+_MODEL_FILE = re.compile(r"mp_rank_(\d+)(?:_\d+)?_model_states\.pt")
+_UNSUPPORTED_FILES = (
     (
         re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_(?:model|optim)_states\.pt"),
         "mixture of experts (a file per expert)",
@@ -39,9 +41,9 @@ _REFUSED = (
         "only the code of the pipeline knows the parameter names",
     ),
 )
-MAX_PARTIAL = 1 << 16
+MAX_PARTIAL_RANKS = 1 << 16
 """Maximum number of ranks for a partial read, which lists every missing rank."""
-ADVICE = (
+CONVERSION_ADVICE = (
     "convert it with DeepSpeed's ds_to_universal.py, if that supports the model, and read the "
     "result"
 )
@@ -62,7 +64,7 @@ class SaveFiles:
     partitioned: bool
 
 
-def evidence(folder: TreePath) -> str | None:
+def find_evidence(folder: TreePath) -> str | None:
     """Return evidence that *folder* is one save, but not a universal one, or None."""
     try:
         if not folder.is_dir() or (folder / "zero").is_dir():
@@ -70,68 +72,74 @@ def evidence(folder: TreePath) -> str | None:
         names = [item.name for item in folder.iterdir() if item.name.endswith("_states.pt")]
     except PermissionError:  # such as `lost+found`
         return None
-    known = [name for name in names if saved_name(name)]
-    return f"{quote_names(sort_naturally(known), 1)}" if known else None
+    state_files = [name for name in names if parse_saved_name(name)]
+    return f"{quote_names(sort_naturally(state_files), 1)}" if state_files else None
 
 
-def saved_name(name: str) -> str | None:
+def parse_saved_name(name: str) -> str | None:
     """Return *name* if it is a name that DeepSpeed gives to files of states, else None."""
-    return name if _RANK.fullmatch(name) or _SHARED.fullmatch(name) else None
+    return name if _RANK_FILE.fullmatch(name) or _MODEL_FILE.fullmatch(name) else None
 
 
-def model_files(root: TreePath, folder: str, faults: Faults) -> tuple[str, ...]:
+def find_model_files(root: TreePath, folder: str, faults: FaultCollector) -> tuple[str, ...]:
     """Return the files of a universal checkpoint's model states, in natural order."""
     items = (item.name for item in (root / folder).iterdir())
-    names = sort_naturally([n for n in items if n.endswith("_model_states.pt") and saved_name(n)])
-    found = [match for name in names if (match := _RANK.fullmatch(name)) and not int(match[2])]
-    if not found or len(found) < len(names):
+    names = sort_naturally(
+        [n for n in items if n.endswith("_model_states.pt") and parse_saved_name(n)]
+    )
+    matches = [
+        match for name in names if (match := _RANK_FILE.fullmatch(name)) and not int(match[2])
+    ]
+    if not matches or len(matches) < len(names):
         return tuple(f"{folder}/{name}" if folder else name for name in names)
-    ranks = {int(match[1]): match[0] for match in found}
-    return _complete(root, folder, ranks, "model", None, faults)
+    ranks = {int(match[1]): match[0] for match in matches}
+    return _check_rank_files(root, folder, ranks, "model", None, faults)
 
 
-def rank_files(root: TreePath, folder: str, faults: Faults) -> SaveFiles:
+def find_rank_files(root: TreePath, folder: str, faults: FaultCollector) -> SaveFiles:
     """Return the files of one save."""
     where = root / folder
     names = sort_naturally([item.name for item in where.iterdir()])
-    _refuse(where, names)
+    _refuse_unsupported(where, names)
     ranks: dict[str, dict[int, str]] = {"model": {}, "optim": {}}
     for name in names:
-        found = _RANK.fullmatch(name)
-        if found:
-            first = ranks[found[3]].setdefault(int(found[1]), name)
+        match = _RANK_FILE.fullmatch(name)
+        if match:
+            first = ranks[match[3]].setdefault(int(match[1]), name)
             if first != name:
-                raise mixed_saves(where, f"`{first}` and `{name}` belong to the same rank")
+                raise mixed_saves_error(where, f"`{first}` and `{name}` belong to the same rank")
     partitioned = bool(ranks["model"])
-    if partitioned and MODEL in names:
+    if partitioned and MODEL_FILE in names:
         sharded = ranks["model"].popitem()[1]
-        raise mixed_saves(where, f"`{MODEL}` belongs to ZeRO stages 0 to 2, `{sharded}` to stage 3")
-    if not partitioned and MODEL not in names:
+        raise mixed_saves_error(
+            where, f"`{MODEL_FILE}` belongs to ZeRO stages 0 to 2, `{sharded}` to stage 3"
+        )
+    if not partitioned and MODEL_FILE not in names:
         raise DamagedError(
-            f"`{MODEL}` is missing",
+            f"`{MODEL_FILE}` is missing",
             where=str(where),
             why=f"found {quote_names(names)}" if names else "the folder is empty",
         )
     prefix = f"{folder}/" if folder else ""
     models, optims = (
-        _complete(root, folder, ranks[kind], kind, None, faults) if ranks[kind] else ()
+        _check_rank_files(root, folder, ranks[kind], kind, None, faults) if ranks[kind] else ()
         for kind in ("model", "optim")
     )
-    return SaveFiles(models or (prefix + MODEL,), optims, partitioned)
+    return SaveFiles(models or (prefix + MODEL_FILE,), optims, partitioned)
 
 
-def _refuse(where: TreePath, names: Collection[str]) -> None:
-    for pattern, kind, why in _REFUSED:
-        found = [name for name in names if pattern.fullmatch(name)]
-        if found:
+def _refuse_unsupported(where: TreePath, names: Collection[str]) -> None:
+    for pattern, kind, why in _UNSUPPORTED_FILES:
+        matching = [name for name in names if pattern.fullmatch(name)]
+        if matching:
             raise FormatError(
                 f"{kind} is not supported",
-                where=str(where / found[0]),
+                where=str(where / matching[0]),
                 why=why,
-                hint=ADVICE,
+                hint=CONVERSION_ADVICE,
             )
     for name in names:
-        ranked, shared = _RANK.fullmatch(name), _SHARED.fullmatch(name)
+        ranked, shared = _RANK_FILE.fullmatch(name), _MODEL_FILE.fullmatch(name)
         rank = int(ranked[2]) if ranked else int(shared[1]) if shared else 0
         if rank:
             raise FormatError(
@@ -139,7 +147,7 @@ def _refuse(where: TreePath, names: Collection[str]) -> None:
                 where=str(where / name),
                 why="the dimension along which a parameter is divided is recorded at most in "
                 "`universal_checkpoint_info`, as patterns for DeepSpeed's converter",
-                hint=ADVICE,
+                hint=CONVERSION_ADVICE,
             )
     if "offloaded_tensors" in names:
         raise FormatError(
@@ -150,68 +158,78 @@ def _refuse(where: TreePath, names: Collection[str]) -> None:
         )
 
 
-def _complete(
+def _check_rank_files(
     root: TreePath,
     folder: str,
-    found: Mapping[int, str],
+    files_by_rank: Mapping[int, str],
     kind: str,
     world: int | None,
-    faults: Faults,
+    faults: FaultCollector,
 ) -> tuple[str, ...]:
     """Return the files of all ranks below *world* in order, or raise if one is missing.
 
     In a partial read, missing files become findings, and their names are included.
     """
     prefix = f"{folder}/" if folder else ""
-    last = max(found) if world is None else world - 1
-    beyond = [name for rank, name in sorted(found.items()) if rank > last]
-    if beyond:
-        raise mixed_saves(
+    last = max(files_by_rank) if world is None else world - 1
+    surplus = [name for rank, name in sorted(files_by_rank.items()) if rank > last]
+    if surplus:
+        raise mixed_saves_error(
             root / folder,
-            f"the save has {pluralize(last + 1, 'rank')}, but {quote_names(beyond)} "
-            f"{'is' if len(beyond) == 1 else 'are'} from a save with more ranks",
+            f"the save has {pluralize(last + 1, 'rank')}, but {quote_names(surplus)} "
+            f"{'is' if len(surplus) == 1 else 'are'} from a save with more ranks",
         )
     hint = f"copy the missing files, or choose another save with {spell_option('--tag')}"
-    what = f"files of {kind} states"
-    error = missing_error(
-        root / folder, found.keys(), range(last + 1), lambda rank: _like(found, rank), what, hint
+    noun = f"files of {kind} states"
+    error = missing_files_error(
+        root / folder,
+        files_by_rank.keys(),
+        range(last + 1),
+        lambda rank: _format_rank_name(files_by_rank, rank),
+        noun,
+        hint,
     )
-    if error and faults.partial and last < MAX_PARTIAL:
+    if error and faults.partial and last < MAX_PARTIAL_RANKS:
         for rank in range(last + 1):
-            if rank not in found:
+            if rank not in files_by_rank:
                 why = f"the {kind} states of rank {rank} of {pluralize(last + 1, 'rank')}"
-                faults.missing(prefix + _like(found, rank), why)
-        return tuple(prefix + (found.get(n) or _like(found, n)) for n in range(last + 1))
+                faults.add_missing_file(prefix + _format_rank_name(files_by_rank, rank), why)
+        return tuple(
+            prefix + (files_by_rank.get(n) or _format_rank_name(files_by_rank, n))
+            for n in range(last + 1)
+        )
     if error:
-        rank = next(rank for rank in range(last + 1) if rank not in found)
-        elsewhere = _elsewhere(root, folder, _like(found, rank), set(found.values()))
+        rank = next(rank for rank in range(last + 1) if rank not in files_by_rank)
+        elsewhere = _find_other_folder(
+            root, folder, _format_rank_name(files_by_rank, rank), set(files_by_rank.values())
+        )
         error.why = f"{error.why}{elsewhere}"
         raise error
-    return tuple(prefix + name for _, name in sorted(found.items()))
+    return tuple(prefix + name for _, name in sorted(files_by_rank.items()))
 
 
-def require_world(
-    root: TreePath, names: tuple[str, ...], world: int, kind: str, faults: Faults
+def require_world_files(
+    root: TreePath, names: tuple[str, ...], world: int, kind: str, faults: FaultCollector
 ) -> tuple[str, ...]:
     """Return the files of all ranks, or raise if some are missing or from a larger world.
 
     In a partial read, the names of missing files are included.
     """
     folder = names[0].rpartition("/")[0]
-    found = {rank: Path(name).name for rank, name in enumerate(names)}
-    return _complete(root, folder, found, kind, world, faults)
+    files_by_rank = {rank: Path(name).name for rank, name in enumerate(names)}
+    return _check_rank_files(root, folder, files_by_rank, kind, world, faults)
 
 
-def _like(found: Mapping[int, str], rank: int) -> str:
-    some = next(iter(found.values()))
-    return re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{rank}", some)
+def _format_rank_name(files_by_rank: Mapping[int, str], rank: int) -> str:
+    example = next(iter(files_by_rank.values()))
+    return re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{rank}", example)
 
 
-def _elsewhere(root: TreePath, folder: str, name: str, here: Collection[str]) -> str:
+def _find_other_folder(root: TreePath, folder: str, name: str, names: Collection[str]) -> str:
     """Mention another folder with file *name*, since metric-based names differ between ranks."""
     for sibling in sorted(root.parent.iterdir()):
-        other = sibling / folder if folder else sibling
-        has = sibling != root and other.is_dir() and (other / name).is_file()
-        if has and not all((other / item).is_file() for item in here):
-            return f"; `{other}` contains `{name}`, but not all files of this folder"
+        candidate = sibling / folder if folder else sibling
+        has = sibling != root and candidate.is_dir() and (candidate / name).is_file()
+        if has and not all((candidate / item).is_file() for item in names):
+            return f"; `{candidate}` contains `{name}`, but not all files of this folder"
     return ""

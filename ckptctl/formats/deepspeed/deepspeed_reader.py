@@ -12,51 +12,55 @@ from dataclasses import replace
 from ckptctl.catalog import Blob, Catalog, Extent, TensorEntry
 from ckptctl.errors import UnsupportedError, UsageError, spell_option
 from ckptctl.formats.base import ReadOptions
-from ckptctl.formats.deepspeed.deepspeed_files import SCRIPTS, evidence, rank_files
+from ckptctl.formats.deepspeed.deepspeed_files import SCRIPTS, find_evidence, find_rank_files
 from ckptctl.formats.deepspeed.deepspeed_model import (
-    ROOT,
+    MODULE_KEY,
     MasterWeights,
-    as_saved,
-    optimized,
-    without_partitions,
+    extract_module_leaves,
+    extract_unpartitioned_leaves,
+    locate_parameters,
 )
-from ckptctl.formats.deepspeed.optimizer import OPTIMIZER, surroundings
+from ckptctl.formats.deepspeed.optimizer import OPTIMIZER, extract_state
 from ckptctl.formats.deepspeed.states import ModelState
-from ckptctl.formats.deepspeed.zero import Save, read_save
-from ckptctl.formats.shared.findings import Faults
-from ckptctl.formats.shared.leaves import below_rank, kept_apart, unknown_notes
+from ckptctl.formats.deepspeed.zero import ZeroSave, read_save
+from ckptctl.formats.shared.findings import FaultCollector
+from ckptctl.formats.shared.leaves import (
+    add_rank_prefix,
+    differing_values_note,
+    unknown_class_notes,
+)
 from ckptctl.formats.shared.replicas import CopyComparison
-from ckptctl.formats.shared.stored_leaves import NO_CHECKSUMS, Leaves, stored_entry
-from ckptctl.formats.shared.tags import LATEST, tag_folder
-from ckptctl.formats.sidecar_files import beside
+from ckptctl.formats.shared.stored_leaves import NO_CHECKSUMS, Leaves, make_stored_entry
+from ckptctl.formats.shared.tags import LATEST, find_tag_folder
+from ckptctl.formats.sidecar_files import scan_sidecar_files
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.zips.zip_reader import StoredTensor
 from ckptctl.tree import TreePath
 
-Copy = tuple[str, int, str, object]
+RankValue = tuple[str, int, str, object]
 """Name of a tensor, another rank, its file, and its value of that name."""
 
 
-class Replicas:
+class ReplicaCollector:
     """Values of other ranks, separated into replicas and differing values.
 
     Attributes:
         tensors: Tensors of the catalog by name.
-        compared: Comparison of their copies.
-        found: Copies, if *asked*, with an equal recorded checksum, with equal bytes, or
+        comparison: Comparison of their copies.
+        replicas: Copies, if *asked*, with an equal recorded checksum, with equal bytes, or
             too large to compare here.
-        apart: Differing values under new names.
+        differing: Differing values under new names.
     """
 
     def __init__(
-        self, files: SourceFiles, tensors: Mapping[str, TensorEntry], *, asked: bool
+        self, files: SourceFiles, tensors: Mapping[str, TensorEntry], *, list_replicas: bool
     ) -> None:
         self.tensors = tensors
-        self.compared = CopyComparison(files, deferred=asked)
-        self.found: dict[str, list[Extent]] = {}
-        self.apart: dict[str, TensorEntry] = {}
+        self.comparison = CopyComparison(files, deferred=list_replicas)
+        self.replicas: dict[str, list[Extent]] = {}
+        self.differing: dict[str, TensorEntry] = {}
 
-    def take(self, home: str, copies: Iterator[Copy]) -> None:
+    def add_copies(self, home: str, copies: Iterator[RankValue]) -> None:
         """Compare *copies* with the tensors that are read from the file *home*."""
         for name, rank, file, value in copies:
             entry = self.tensors.get(name)
@@ -65,73 +69,78 @@ class Replicas:
             if not isinstance(value, StoredTensor):
                 raise UnsupportedError(
                     f"`{name}` is missing from `{file}`",
-                    where=str(self.compared.files.root / file),
+                    where=str(self.comparison.files.root / file),
                     why=f"`{home}` has it",
                     hint="check for a file of an earlier save under the same tag",
                 )
-            own = stored_entry(below_rank(rank, entry.path), value, file)
-            if not self.compared.is_same(entry, own, name):
-                self.apart[own.name] = own
-            elif self.compared.deferred:
-                self.found.setdefault(name, []).append(own.extents[0])
+            rank_entry = make_stored_entry(add_rank_prefix(rank, entry.path), value, file)
+            if not self.comparison.is_same(entry, rank_entry, name):
+                self.differing[rank_entry.name] = rank_entry
+            elif self.comparison.deferred:
+                self.replicas.setdefault(name, []).append(rank_entry.extents[0])
 
 
-def of_models(models: Sequence[ModelState], model: ModelState) -> Iterator[Copy]:
+def iterate_model_copies(models: Sequence[ModelState], model: ModelState) -> Iterator[RankValue]:
     """Yield the values in other ranks' model states for the names in *model*."""
-    for rank, other in enumerate(models):
-        if other is not model and not other.absent:
+    for rank, other_model in enumerate(models):
+        if other_model is not model and not other_model.is_placeholder:
             for name, value in model.module.items():
                 if isinstance(value, StoredTensor) and name not in model.frozen:
-                    yield (f"{ROOT}.{name}", rank, other.file, other.module.get(name))
+                    yield (
+                        f"{MODULE_KEY}.{name}",
+                        rank,
+                        other_model.file,
+                        other_model.module.get(name),
+                    )
             for name, shape in model.frozen.items():
-                value = other.fragments.get(name)
+                value = other_model.fragments.get(name)
                 if isinstance(value, StoredTensor) and value.shape == shape:
-                    yield (f"{ROOT}.{name}", rank, other.file, value)
+                    yield (f"{MODULE_KEY}.{name}", rank, other_model.file, value)
 
 
-def _of_counters(save: Save) -> Iterator[Copy]:
+def _iterate_counter_copies(save: ZeroSave) -> Iterator[RankValue]:
     """Yield the step counters in other ranks' optimizer states."""
-    for rank, other in enumerate(save.optims):
-        if other.absent or other is save.optim:
+    for rank, other_optim in enumerate(save.optims):
+        if other_optim.is_placeholder or other_optim is save.optim:
             continue
         for name, part in save.parts.items():
-            for key, value in other.states[part.owner].items():
+            for key, value in other_optim.states[part.owner].items():
                 if isinstance(value, StoredTensor) and not value.shape:
-                    yield (f"{OPTIMIZER}.state.{name}.{key}", rank, other.file, value)
+                    yield (f"{OPTIMIZER}.state.{name}.{key}", rank, other_optim.file, value)
 
 
-def read(path: TreePath, asked: ReadOptions, name: str) -> Catalog:
-    """Read the catalog of the folder *path* (see :meth:`Format.read`)."""
-    folder = tag_folder(path, asked.tag, LATEST, evidence)
-    faults = Faults(path, asked.partial)
-    found = rank_files(path, folder, faults)
+def read_catalog(path: TreePath, options: ReadOptions, name: str) -> Catalog:
+    """Read the catalog of the folder *path* (see :meth:`Format.read_catalog`)."""
+    folder = find_tag_folder(path, options.tag, LATEST, find_evidence)
+    faults = FaultCollector(path, options.partial)
+    save_files = find_rank_files(path, folder, faults)
     with source_files(path) as files:
-        save = read_save(files, found, asked.weights != "module", faults)
-        model = _weights(save, asked, faults)
-        others = surroundings(save, files)
-        tensors = faults.usable({**model.tensors, **others.tensors})
-        replicas = Replicas(files, tensors, asked=asked.replicas)
-        replicas.take(save.model.file, of_models(save.models, save.model))
-        if save.optims and asked.replicas:
-            replicas.take(save.optim.file, _of_counters(save))
+        save = read_save(files, save_files, options.weights != "module", faults)
+        model = _select_weights(save, options, faults)
+        state = extract_state(save, files)
+        tensors = faults.drop_unusable_boxes({**model.tensors, **state.tensors})
+        replicas = ReplicaCollector(files, tensors, list_replicas=options.replicas)
+        replicas.add_copies(save.model.file, iterate_model_copies(save.models, save.model))
+        if save.optims and options.replicas:
+            replicas.add_copies(save.optim.file, _iterate_counter_copies(save))
         notes = [] if save.model.checksums else [NO_CHECKSUMS]
         if save.model.groups is not None and not save.optims:
             notes.append("the optimizer states of all ranks are missing")
-        return catalog_of(
+        return build_catalog(
             name,
             faults,
             folder=folder,
             files={file: files.size(file) for file in save.files},
             blobs=model.blobs,
-            others=others,
+            state=state,
             replicas=replicas,
             notes=notes,
         )
 
 
-def _weights(save: Save, asked: ReadOptions, faults: Faults) -> Leaves:
+def _select_weights(save: ZeroSave, options: ReadOptions, faults: FaultCollector) -> Leaves:
     """Read the requested weights, by default the fp32 copies if there are any."""
-    if save.partitioned and asked.weights == "module":
+    if save.partitioned and options.weights == "module":
         raise UsageError(
             "ZeRO stage 3 does not store weights in `module`",
             where=str(faults.root),
@@ -139,46 +148,48 @@ def _weights(save: Save, asked: ReadOptions, faults: Faults) -> Leaves:
             "among the ranks",
             hint=f"pass {spell_option('--weights master')}",
         )
-    if save.optims and asked.weights != "module":
-        return MasterWeights(save.models, optimized(save), save.partitioned, faults).leaves()
-    if save.model.groups is not None and asked.weights != "module":
-        return without_partitions(save, faults)
-    if asked.weights == "master":
+    if save.optims and options.weights != "module":
+        return MasterWeights(
+            save.models, locate_parameters(save), save.partitioned, faults
+        ).build_leaves()
+    if save.model.groups is not None and options.weights != "module":
+        return extract_unpartitioned_leaves(save, faults)
+    if options.weights == "master":
         raise UsageError(
             "ZeRO stage 0 does not have fp32 partitions",
             where=str(faults.root),
             why="there are no fp32 copies, or they have no parameter names",
             hint=f"pass {spell_option('--weights module')}",
         )
-    return as_saved(save.model)
+    return extract_module_leaves(save.model)
 
 
-def catalog_of(
+def build_catalog(
     name: str,
-    faults: Faults,
+    faults: FaultCollector,
     *,
     folder: str,
     files: Mapping[str, int],
     blobs: Mapping[str, Blob],
-    others: Leaves,
-    replicas: Replicas,
+    state: Leaves,
+    replicas: ReplicaCollector,
     notes: Iterable[str],
 ) -> Catalog:
-    """Combine the tensors, the *blobs* of the model and all *others* into a catalog."""
-    around = beside(faults.root, {folder, *files, *SCRIPTS})
+    """Combine the tensors, the *blobs* of the model and all *state* into a catalog."""
+    sidecars = scan_sidecar_files(faults.root, {folder, *files, *SCRIPTS})
     return replace(
-        around.catalog(faults.root, name),
+        sidecars.make_catalog(faults.root, name),
         files=files,
-        tensors={**replicas.tensors, **replicas.apart},
-        blobs={**blobs, **others.blobs},
+        tensors={**replicas.tensors, **replicas.differing},
+        blobs={**blobs, **state.blobs},
         notes=(
             *notes,
-            *others.notes,
-            *unknown_notes(others.blobs.values()),
-            *kept_apart(replicas.compared.differing),
-            *replicas.compared.notes(),
+            *state.notes,
+            *unknown_class_notes(state.blobs.values()),
+            *differing_values_note(replicas.comparison.differing),
+            *replicas.comparison.list_notes(),
         ),
-        replicas={name: tuple(copies) for name, copies in replicas.found.items()},
+        replicas={name: tuple(copies) for name, copies in replicas.replicas.items()},
         findings=tuple(faults.findings) if faults.partial else (),
         lost=faults.lost,
     )

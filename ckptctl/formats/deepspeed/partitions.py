@@ -17,13 +17,13 @@ from typing import TypeGuard
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Checksum, Extent
 from ckptctl.errors import DamagedError, UnsupportedError
-from ckptctl.formats.shared.stored_leaves import extent_of
+from ckptctl.formats.shared.stored_leaves import make_extent
 from ckptctl.storage.zips.zip_reader import StoredTensor
 from ckptctl.units import pluralize
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
-_OTHER_SAVE = "check for a rank file of another save or world size"
+_OTHER_SAVE_HINT = "check for a rank file of another save or world size"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,9 @@ class Segment:
         return self.tensor.shape[0]
 
     @property
-    def recorded(self) -> Checksum | None:
+    def checksum(self) -> Checksum | None:
         """Checksum of the record that contains it, or None."""
-        return extent_of(self.tensor, self.file).recorded_checksum
+        return make_extent(self.tensor, self.file).recorded_checksum
 
 
 class Strip:
@@ -62,22 +62,22 @@ class Strip:
         """Number of elements."""
         return self.starts[-1]
 
-    def segment_at(self, position: int) -> int:
+    def find_segment(self, position: int) -> int:
         """Return the index of the segment with the element at *position*."""
         return bisect_right(self.starts, position) - 1
 
-    def runs(self, low: int, high: int) -> Iterator[tuple[str, int, int, Checksum | None]]:
+    def iterate_runs(self, low: int, high: int) -> Iterator[tuple[str, int, int, Checksum | None]]:
         """Yield ``(file, byte offset, elements, checksum)`` of the elements from *low* to *high*.
 
         The checksum is that of the record that contains the elements.
         """
         item = dtypes.itemsize(self.dtype)
         while low < high:
-            index = self.segment_at(low)
+            index = self.find_segment(low)
             segment = self.segments[index]
             end = min(high, self.starts[index + 1])
             offset = segment.tensor.offset + (low - self.starts[index]) * item
-            yield segment.file, offset, end - low, segment.recorded
+            yield segment.file, offset, end - low, segment.checksum
             low = end
 
 
@@ -104,26 +104,26 @@ def is_flat(value: object) -> TypeGuard[StoredTensor]:
     return isinstance(value, StoredTensor) and len(value.shape) == 1 and value.strides is None
 
 
-def extents(part: FlatPart, strips: Sequence[Strip]) -> tuple[Extent, ...]:
+def locate_extents(part: FlatPart, strips: Sequence[Strip]) -> tuple[Extent, ...]:
     """Return the extents of a parameter, or of a moment of it, in *strips*."""
-    found: list[Extent] = []
-    done = 0
+    located: list[Extent] = []
+    position = 0
     for number, low, high in part.spans:
         item = dtypes.itemsize(strips[number].dtype)
-        for file, offset, count, record in strips[number].runs(low, high):
-            for lo, sizes in product_boxes(done, done + count, part.shape):
+        for file, offset, count, record in strips[number].iterate_runs(low, high):
+            for lo, sizes in split_into_boxes(position, position + count, part.shape):
                 nbytes, box = math.prod(sizes) * item, Box(lo, sizes)
                 if record is not None and (record.offset, record.nbytes) == (offset, nbytes):
                     extent = Extent(box, file, offset, nbytes, crc32=record.crc32)
                 else:
                     extent = Extent(box, file, offset, nbytes, within=record)
-                found.append(extent)
+                located.append(extent)
                 offset += nbytes
-            done += count
-    return tuple(found)
+            position += count
+    return tuple(located)
 
 
-def partition_numels(
+def compute_partition_numels(
     shapes: Shapes, paddings: Sequence[int], world: int
 ) -> tuple[tuple[int, int], ...]:
     """Return the smallest and largest length of each rank's partition of a group.
@@ -132,11 +132,11 @@ def partition_numels(
     the numbers of padding elements after each parameter, if any.
     """
     data = sum(map(math.prod, shapes.values())) + sum(paddings[:-1])
-    full = _aligned(data + sum(paddings[-1:]), world) // world
+    full = _align_numel(data + sum(paddings[-1:]), world) // world
     return tuple((max(0, min(full, data - rank * full)), full) for rank in range(world))
 
 
-def in_groups(
+def locate_in_groups(
     groups: Sequence[Shapes],
     paddings: Sequence[Sequence[int]] | None,
     strips: Sequence[Strip],
@@ -167,26 +167,26 @@ def in_groups(
                     f"the partitions end before `{name}`",
                     where=where,
                     why=f"group {number} contains {pluralize(strip.numel, 'element')}",
-                    hint=_OTHER_SAVE,
+                    hint=_OTHER_SAVE_HINT,
                 )
             end = high + gap
-        if _aligned(end, world) != _aligned(strip.numel, world):
+        if _align_numel(end, world) != _align_numel(strip.numel, world):
             raise UnsupportedError(
                 "the length of the partitions does not match the parameters",
                 where=where,
                 why=f"the ranks have {pluralize(strip.numel, 'element')}, but the parameters need "
                 f"{end:,}",
-                hint=_OTHER_SAVE,
+                hint=_OTHER_SAVE_HINT,
             )
     return parts
 
 
-def _aligned(numel: int, world: int) -> int:
+def _align_numel(numel: int, world: int) -> int:
     """Round up to a multiple of twice the world size, DeepSpeed's alignment of partitions."""
     return -(-numel // (2 * world)) * (2 * world)
 
 
-def in_ranks(shapes: Shapes, strips: Sequence[Strip], where: str) -> FlatParts:
+def locate_in_ranks(shapes: Shapes, strips: Sequence[Strip], where: str) -> FlatParts:
     """Locate parameters for stage 3, where each is divided evenly among all ranks."""
     parts: FlatParts = {}
     world, start = len(strips), 0
@@ -198,7 +198,7 @@ def in_ranks(shapes: Shapes, strips: Sequence[Strip], where: str) -> FlatParts:
             for rank in range(world)
             if rank * share < numel
         )
-        parts[name] = FlatPart(shape, tuple(spans), strips[0].segment_at(start))
+        parts[name] = FlatPart(shape, tuple(spans), strips[0].find_segment(start))
         start += share
     for rank, strip in enumerate(strips):
         if strip.numel != start:
@@ -212,7 +212,7 @@ def in_ranks(shapes: Shapes, strips: Sequence[Strip], where: str) -> FlatParts:
     return parts
 
 
-def product_boxes(lo: int, hi: int, sizes: Shape) -> list[tuple[Shape, Shape]]:
+def split_into_boxes(lo: int, hi: int, sizes: Shape) -> list[tuple[Shape, Shape]]:
     """Return the product boxes whose union is ``[lo, hi)`` of the flattened axes *sizes*.
 
     Returns:
@@ -227,17 +227,17 @@ def product_boxes(lo: int, hi: int, sizes: Shape) -> list[tuple[Shape, Shape]]:
     first, skip = divmod(lo, inner)
     last, rest = divmod(hi, inner)
     if first == last:
-        return _below(first, product_boxes(skip, rest, tail))
-    found: list[tuple[Shape, Shape]] = []
+        return _prepend_index(first, split_into_boxes(skip, rest, tail))
+    boxes: list[tuple[Shape, Shape]] = []
     if skip:
-        found += _below(first, product_boxes(skip, inner, tail))
+        boxes += _prepend_index(first, split_into_boxes(skip, inner, tail))
         first += 1
     if first < last:
-        found.append(((first, *(0 for _ in tail)), (last - first, *tail)))
+        boxes.append(((first, *(0 for _ in tail)), (last - first, *tail)))
     if rest:
-        found += _below(last, product_boxes(0, rest, tail))
-    return found
+        boxes += _prepend_index(last, split_into_boxes(0, rest, tail))
+    return boxes
 
 
-def _below(index: int, boxes: list[tuple[Shape, Shape]]) -> list[tuple[Shape, Shape]]:
+def _prepend_index(index: int, boxes: list[tuple[Shape, Shape]]) -> list[tuple[Shape, Shape]]:
     return [((index, *lo), (1, *count)) for lo, count in boxes]

@@ -13,7 +13,7 @@ from pathlib import PurePosixPath
 from typing import Annotated
 
 from ckptctl.errors import FormatError, UnsupportedError, quote_names
-from ckptctl.formats.deepspeed.deepspeed_files import ADVICE, saved_name
+from ckptctl.formats.deepspeed.deepspeed_files import CONVERSION_ADVICE, parse_saved_name
 from ckptctl.formats.deepspeed.partitions import Segment, Shape, is_flat
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import Inert
@@ -31,7 +31,7 @@ from ckptctl.storage.schema import (
 )
 from ckptctl.storage.zips.zip_reader import StoredTensor, TorchArchive, read_archive
 
-INDEX = (
+MODEL_KEYS = (
     "module",
     "param_shapes",
     "frozen_param_shapes",
@@ -39,7 +39,7 @@ INDEX = (
     "shared_params",
     "buffer_names",
 )
-_EXPERTS = ("ds_autoep_layers", "autoep_layers", "ds_zero_partition_groups")
+_EXPERT_KEYS = ("ds_autoep_layers", "autoep_layers", "ds_zero_partition_groups")
 
 
 Shapes = dict[str, Annotated[tuple[Natural, ...], size_between(0, MAX_RANK)]]
@@ -83,7 +83,7 @@ class _ZeroState(Schema):
     param_alignment_paddings: Annotated[tuple[tuple[Natural, ...], ...], NOT_EMPTY] | None = None
 
 
-def _groups_of(shapes: tuple[Shapes, ...] | Shapes | None) -> tuple[Shapes, ...] | None:
+def _parse_groups(shapes: tuple[Shapes, ...] | Shapes | None) -> tuple[Shapes, ...] | None:
     """Return a dict per group (versions before 0.6 wrote a single group without a list)."""
     groups = (shapes,) if isinstance(shapes, dict) else shapes
     names = [name for group in groups or () for name in group]
@@ -92,7 +92,7 @@ def _groups_of(shapes: tuple[Shapes, ...] | Shapes | None) -> tuple[Shapes, ...]
     return groups
 
 
-def _stage_of(recorded: int | Inert) -> int:
+def _parse_stage(recorded: int | Inert) -> int:
     """Return the number in a ``ZeroStageEnum``, which is read as an inert record."""
     stage = recorded.args[0] if isinstance(recorded, Inert) and recorded.args else recorded
     if not isinstance(stage, int) or stage not in (1, 2):
@@ -100,7 +100,7 @@ def _stage_of(recorded: int | Inert) -> int:
     return stage
 
 
-def _world_of(partition_count: int | tuple[int, ...], where: str) -> int:
+def _parse_world_size(partition_count: int | tuple[int, ...], where: str) -> int:
     """Return the number of ranks, which must be the same for all groups."""
     counts = {*partition_count} if isinstance(partition_count, tuple) else {partition_count}
     if len(counts) > 1:
@@ -114,7 +114,7 @@ def _world_of(partition_count: int | tuple[int, ...], where: str) -> int:
     return counts.pop()
 
 
-def _mappings_of(value: object) -> tuple[Mapping[str, tuple[object, object]], ...] | None:
+def _parse_mappings(value: object) -> tuple[Mapping[str, tuple[object, object]], ...] | None:
     """Return ``(start, numel)`` of every ``fragment_address``, or None if not recorded."""
     if not isinstance(value, list):
         return None
@@ -129,15 +129,15 @@ def _mappings_of(value: object) -> tuple[Mapping[str, tuple[object, object]], ..
     )
 
 
-def _base_of(value: object, count: int) -> tuple[tuple[Names, ...], Sequence[object]]:
+def _parse_base_state(value: object, count: int) -> tuple[tuple[Names, ...], Sequence[object]]:
     """Return the inner optimizer's states by partition, and its settings.
 
     Elastic checkpoints have a list of states; files stripped by a script have none.
     """
     base = {"state": dict(enumerate(value))} if isinstance(value, list) else value
-    held = {} if base is None else read_as(Names, base, "the inner optimizer's state")
-    states = find_member(dict[object, object], held, "state") or {}
-    settings = find_member(list[object], held, "param_groups") or ()
+    content = {} if base is None else read_as(Names, base, "the inner optimizer's state")
+    states = find_member(dict[object, object], content, "state") or {}
+    settings = find_member(list[object], content, "param_groups") or ()
     return tuple(read_as(Names, states.get(n, {}), f"state[{n}]") for n in range(count)), settings
 
 
@@ -154,7 +154,7 @@ class ModelState:
         fragments: These parameters, or for stage 3 this rank's share of each.
         shared: Names of shared parameters, each with the name of the one that has the data.
         checksums: Whether the file has checksums.
-        absent: Whether this is a placeholder for a rank with an unusable file.
+        is_placeholder: Whether this is a placeholder for a rank with an unusable file.
     """
 
     file: str
@@ -165,7 +165,7 @@ class ModelState:
     fragments: Mapping[str, object]
     shared: Mapping[str, str]
     checksums: bool
-    absent: bool = False
+    is_placeholder: bool = False
 
     @property
     def shapes(self) -> dict[str, Shape]:
@@ -188,7 +188,7 @@ class OptimState:
         states: The inner optimizer's state for each partition.
         settings: The inner optimizer's ``param_groups``.
         rest: All other entries, such as loss scaler and gradient clipping.
-        absent: Whether this is a placeholder for a rank with an unusable file.
+        is_placeholder: Whether this is a placeholder for a rank with an unusable file.
     """
 
     file: str
@@ -200,12 +200,14 @@ class OptimState:
     states: tuple[Mapping[str, object], ...]
     settings: Sequence[object]
     rest: Mapping[str, object]
-    absent: bool = False
+    is_placeholder: bool = False
 
 
-def read_model(files: SourceFiles, name: str, *, whole: bool = True) -> ModelState:
+def read_model_state(
+    files: SourceFiles, name: str, *, require_undivided: bool = True
+) -> ModelState:
     """Read one file of model states."""
-    archive = _archive(files, name)
+    archive = _read_archive(files, name)
     where = str(files.root / name)
     with malformed_errors("malformed model states", where):
         content = read_as(Names, archive.root)
@@ -216,26 +218,26 @@ def read_model(files: SourceFiles, name: str, *, whole: bool = True) -> ModelSta
                 why=f"it contains {quote_names([*content])}",
             )
         _refuse_experts(content, where)
-        stated = read_as(_ModelFile, content)
-        if whole:
+        fields = read_as(_ModelFile, content)
+        if require_undivided:
             _refuse_divided(content, where)
         return ModelState(
             file=name,
             content=content,
-            module=stated.module or {},
-            groups=_groups_of(stated.param_shapes),
-            frozen=stated.frozen_param_shapes or {},
-            fragments=stated.frozen_param_fragments or {},
-            shared=stated.shared_params or {},
+            module=fields.module or {},
+            groups=_parse_groups(fields.param_shapes),
+            frozen=fields.frozen_param_shapes or {},
+            fragments=fields.frozen_param_fragments or {},
+            shared=fields.shared_params or {},
             checksums=archive.checksums,
         )
 
 
-def read_optim(files: SourceFiles, name: str) -> OptimState:
+def read_optim_state(files: SourceFiles, name: str) -> OptimState:
     """Read one file of optimizer states."""
     where = str(files.root / name)
     with malformed_errors("malformed optimizer states", where):
-        inner = read_as(_OptimFile, _archive(files, name).root).optimizer_state_dict
+        inner = read_as(_OptimFile, _read_archive(files, name).root).optimizer_state_dict
         _refuse_experts(inner, where)
         sharded = "fp32_flat_groups" in inner
         key = "fp32_flat_groups" if sharded else "single_partition_of_fp32_groups"
@@ -246,48 +248,48 @@ def read_optim(files: SourceFiles, name: str) -> OptimState:
                 why=f"found the keys {quote_names([*inner])}",
                 hint="use a checkpoint of DeepSpeed 0.4 or later",
             )
-        stated = read_as(_ZeroState, inner)
-        flat = stated.fp32_flat_groups if sharded else stated.single_partition_of_fp32_groups
+        fields = read_as(_ZeroState, inner)
+        flat = fields.fp32_flat_groups if sharded else fields.single_partition_of_fp32_groups
         partitions = tuple(Segment(name, tensor) for tensor in flat or ())
         base_key = "optimizer_state_dict" if sharded else "base_optimizer_state"
-        states, settings = _base_of(inner.get(base_key), len(partitions))
+        states, settings = _parse_base_state(inner.get(base_key), len(partitions))
         index = {key, base_key, "zero_stage", "partition_count", "ds_version"}
         index |= {"group_paddings", "param_alignment_paddings", "param_slice_mappings"}
         return OptimState(
             file=name,
-            stage=3 if sharded else _stage_of(stated.zero_stage),
-            world=_world_of(stated.partition_count, where),
+            stage=3 if sharded else _parse_stage(fields.zero_stage),
+            world=_parse_world_size(fields.partition_count, where),
             partitions=partitions,
-            paddings=stated.param_alignment_paddings,
-            mappings=_mappings_of(inner.get("param_slice_mappings")),
+            paddings=fields.param_alignment_paddings,
+            mappings=_parse_mappings(inner.get("param_slice_mappings")),
             states=states,
             settings=settings,
             rest={name: value for name, value in inner.items() if name not in index},
         )
 
 
-def _archive(files: SourceFiles, name: str) -> TorchArchive:
+def _read_archive(files: SourceFiles, name: str) -> TorchArchive:
     """Read a file, and raise if it is another rank's (torch names a zip after its file)."""
     archive = read_archive(files, name, unknown="inert")
-    here = PurePosixPath(name).name
-    was = saved_name(f"{archive.folder}.pt")
-    if was is not None and was != here:
+    file_name = PurePosixPath(name).name
+    recorded_name = parse_saved_name(f"{archive.folder}.pt")
+    if recorded_name is not None and recorded_name != file_name:
         raise UnsupportedError(
-            f"`{here}` belongs to another rank",
+            f"`{file_name}` belongs to another rank",
             where=str(files.root / name),
-            why=f"it was saved as `{was}`",
+            why=f"it was saved as `{recorded_name}`",
             hint="copy the files again, keeping their names",
         )
     return archive
 
 
 def _refuse_experts(content: Mapping[str, object], where: str) -> None:
-    found = [key for key in _EXPERTS if content.get(key)]
-    if found:
+    expert_keys = [key for key in _EXPERT_KEYS if content.get(key)]
+    if expert_keys:
         raise FormatError(
             "expert parallelism is not supported",
             where=where,
-            why=f"according to `{found[0]}`, ranks have different experts",
+            why=f"according to `{expert_keys[0]}`, ranks have different experts",
         )
 
 
@@ -297,12 +299,12 @@ def _refuse_divided(content: Names, where: str) -> None:
             "tensor parallelism is not supported",
             where=where,
             why=f"mp_world_size is {world}",
-            hint=ADVICE,
+            hint=CONVERSION_ADVICE,
         )
     if content["module"] is None:
         raise FormatError(
             "the model states do not contain the model",
             where=where,
             why="a pipeline engine saves the model in layer_*-model_states.pt",
-            hint=ADVICE,
+            hint=CONVERSION_ADVICE,
         )

@@ -16,20 +16,25 @@ from typing import TypeVar
 
 from ckptctl import dtypes
 from ckptctl.errors import CkptError, DamagedError, UnsupportedError, spell_option
-from ckptctl.formats.deepspeed.deepspeed_files import SaveFiles, require_world
+from ckptctl.formats.deepspeed.deepspeed_files import SaveFiles, require_world_files
 from ckptctl.formats.deepspeed.partitions import (
     FlatPart,
     FlatParts,
     Segment,
     Shape,
     Strip,
-    in_groups,
-    in_ranks,
+    compute_partition_numels,
     is_flat,
-    partition_numels,
+    locate_in_groups,
+    locate_in_ranks,
 )
-from ckptctl.formats.deepspeed.states import ModelState, OptimState, read_model, read_optim
-from ckptctl.formats.shared.findings import Faults
+from ckptctl.formats.deepspeed.states import (
+    ModelState,
+    OptimState,
+    read_model_state,
+    read_optim_state,
+)
+from ckptctl.formats.shared.findings import FaultCollector
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.read_ahead import prefetch_zips
 from ckptctl.storage.schema import MalformedError, malformed_errors
@@ -40,7 +45,7 @@ _State = TypeVar("_State", ModelState, OptimState)
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
+class ZeroSave:
     """The states of all ranks of one save, and the places of parameters in their partitions.
 
     Attributes:
@@ -60,8 +65,8 @@ class Save:
     @property
     def files(self) -> list[str]:
         """Files that could be read."""
-        models = [model.file for model in self.models if not model.absent]
-        return [*models, *(optim.file for optim in self.optims if not optim.absent)]
+        models = [model.file for model in self.models if not model.is_placeholder]
+        return [*models, *(optim.file for optim in self.optims if not optim.is_placeholder)]
 
     @property
     def stage(self) -> int:
@@ -71,29 +76,31 @@ class Save:
     @property
     def model(self) -> ModelState:
         """Model states of the first rank with usable ones."""
-        return next(model for model in self.models if not model.absent)
+        return next(model for model in self.models if not model.is_placeholder)
 
     @property
     def optim(self) -> OptimState:
         """Optimizer states of the first rank with usable ones."""
-        return next(optim for optim in self.optims if not optim.absent)
+        return next(optim for optim in self.optims if not optim.is_placeholder)
 
 
-def read_save(files: SourceFiles, found: SaveFiles, partitions: bool, faults: Faults) -> Save:
+def read_save(
+    files: SourceFiles, save_files: SaveFiles, partitions: bool, faults: FaultCollector
+) -> ZeroSave:
     """Read the states of all ranks, with placeholders for unreadable ones."""
-    models = _states(files, found.models, read_model, faults)
-    optims = _states(files, found.optims, read_optim, faults)
+    models = _read_states(files, save_files.models, read_model_state, faults)
+    optims = _read_states(files, save_files.optims, read_optim_state, faults)
     model = next((model for model in models if model is not None), None)
     optim = next((optim for optim in optims if optim is not None), None)
     if model is None:  # no other file has the parameter names
         missing = DamagedError(
-            "all model states are missing", where=str(faults.root / found.models[0])
+            "all model states are missing", where=str(faults.root / save_files.models[0])
         )
-        raise next(filter(None, map(faults.files.get, found.models)), missing)
+        raise next(filter(None, map(faults.files.get, save_files.models)), missing)
     where = str(files.root / model.file)
     if optim is None:
-        faults.require_kind(found.optims)
-        needed = found.partitioned or (model.groups is not None and partitions)
+        faults.require_supported_files(save_files.optims)
+        needed = save_files.partitioned or (model.groups is not None and partitions)
         if needed and not faults.partial:
             instead = "to read the weights that the model computed with"
             raise DamagedError(
@@ -101,18 +108,22 @@ def read_save(files: SourceFiles, found: SaveFiles, partitions: bool, faults: Fa
                 where=str(Path(where).parent),
                 why="the parameters are divided among *_optim_states.pt, and none were found",
                 hint=None
-                if found.partitioned
+                if save_files.partitioned
                 else f"pass {spell_option('--weights module')} {instead}",
             )
-        return Save(complete_models(models, found.models), (), partitioned=found.partitioned)
-    names = require_world(files.root, found.optims, optim.world, "optim", faults)
-    all_models = complete_models(models, found.models)
-    if found.partitioned:
-        held = require_world(files.root, found.models, optim.world, "model", faults)
-        all_models = complete_models(_padded(models, held), held)
+        return ZeroSave(
+            fill_missing_models(models, save_files.models), (), partitioned=save_files.partitioned
+        )
+    names = require_world_files(files.root, save_files.optims, optim.world, "optim", faults)
+    all_models = fill_missing_models(models, save_files.models)
+    if save_files.partitioned:
+        model_names = require_world_files(
+            files.root, save_files.models, optim.world, "model", faults
+        )
+        all_models = fill_missing_models(_pad_missing(models, model_names), model_names)
     readable_optims = [optim for optim in optims if optim is not None]
     readable_models = [model for model in models if model is not None]
-    differences = _differences(readable_models, readable_optims, found.partitioned)
+    differences = _find_differences(readable_models, readable_optims, save_files.partitioned)
     for first_file, second_file, subject in differences:
         raise UnsupportedError(
             "the ranks do not belong to one save",
@@ -127,42 +138,44 @@ def read_save(files: SourceFiles, found: SaveFiles, partitions: bool, faults: Fa
             why="ZeRO optimizer states exist, but `param_shapes` does not",
         )
     with malformed_errors("the optimizer states do not match the model states", where):
-        padded = complete_optims(_padded(optims, names), names, model.groups)
-        return _located(all_models, padded, where)
+        padded = fill_missing_optims(_pad_missing(optims, names), names, model.groups)
+        return _locate_parameters(all_models, padded, where)
 
 
-def _states(
+def _read_states(
     files: SourceFiles,
     names: Sequence[str],
     reader: Callable[[SourceFiles, str], _State],
-    faults: Faults,
+    faults: FaultCollector,
 ) -> list[_State | None]:
-    read = partial(reader, files)
-    return [faults.read(name, read, (CkptError,)) for name in prefetch_zips(files, names)]
+    read_state = partial(reader, files)
+    return [faults.try_read(name, read_state, (CkptError,)) for name in prefetch_zips(files, names)]
 
 
-def _padded(found: list[_State | None], names: Sequence[str]) -> list[_State | None]:
-    missing: list[_State | None] = [None] * (len(names) - len(found))
-    return found + missing
+def _pad_missing(states: list[_State | None], names: Sequence[str]) -> list[_State | None]:
+    missing: list[_State | None] = [None] * (len(names) - len(states))
+    return states + missing
 
 
-def _differences(
+def _find_differences(
     models: Sequence[ModelState], optims: Sequence[OptimState], partitioned: bool
 ) -> Iterator[tuple[str, str, str]]:
     """Yield pairs of rank files that contradict each other, and the difference."""
     model, optim = models[0], optims[0]
-    for other in optims[1:]:
-        if (other.stage, other.world) != (optim.stage, optim.world):
-            yield optim.file, other.file, "ZeRO stages or world sizes"
-        if [s.tensor.dtype for s in other.partitions] != [s.tensor.dtype for s in optim.partitions]:
-            yield optim.file, other.file, "parameter groups, or dtypes of the partitions"
-        if other.paddings != optim.paddings:
-            yield optim.file, other.file, "alignment paddings"
-    for one in models[1:]:
-        if (one.groups, one.frozen) != (model.groups, model.frozen):
-            yield model.file, one.file, "parameters"
-        if _progress(one) != _progress(model):
-            yield model.file, one.file, "step counts"
+    for other_optim in optims[1:]:
+        if (other_optim.stage, other_optim.world) != (optim.stage, optim.world):
+            yield optim.file, other_optim.file, "ZeRO stages or world sizes"
+        if [s.tensor.dtype for s in other_optim.partitions] != [
+            s.tensor.dtype for s in optim.partitions
+        ]:
+            yield optim.file, other_optim.file, "parameter groups, or dtypes of the partitions"
+        if other_optim.paddings != optim.paddings:
+            yield optim.file, other_optim.file, "alignment paddings"
+    for other_model in models[1:]:
+        if (other_model.groups, other_model.frozen) != (model.groups, model.frozen):
+            yield model.file, other_model.file, "parameters"
+        if _get_progress(other_model) != _get_progress(model):
+            yield model.file, other_model.file, "step counts"
     if (optim.stage == 3) != partitioned:
         yield model.file, optim.file, "stages"
     world = model.content.get("dp_world_size")
@@ -171,72 +184,76 @@ def _differences(
         yield model.file, optim.file, f"world sizes ({world} and {ranks})"
 
 
-def _progress(model: ModelState) -> tuple[object, ...]:
+def _get_progress(model: ModelState) -> tuple[object, ...]:
     keys = ("global_steps", "global_samples", "dp_world_size")
     return tuple(model.content.get(key) for key in keys)
 
 
-def _located(models: tuple[ModelState, ...], optims: tuple[OptimState, ...], where: str) -> Save:
+def _locate_parameters(
+    models: tuple[ModelState, ...], optims: tuple[OptimState, ...], where: str
+) -> ZeroSave:
     groups, world = models[0].groups or (), optims[0].world
     by_rank = [optim.partitions for optim in optims]
     if optims[0].stage == 3:
-        strips = strips_of(by_rank, ranked=True)
-        found = sorted({segment.tensor.dtype for strip in strips for segment in strip.segments})
-        if len(found) > 1:
+        strips = make_strips(by_rank, ranked=True)
+        partition_dtypes = sorted(
+            {segment.tensor.dtype for strip in strips for segment in strip.segments}
+        )
+        if len(partition_dtypes) > 1:
             raise UnsupportedError(
                 "the partitions have different dtypes",
                 where=str(Path(where).parent),
-                why=f"parameters may be stored in both {' and '.join(found)}",
+                why=f"parameters may be stored in both {' and '.join(partition_dtypes)}",
             )
-        parts = in_ranks(models[0].shapes, strips, where)
-        return Save(models, optims, strips, parts, partitioned=True)
-    strips = strips_of(by_rank, ranked=False)
-    _require_order(strips, where)
-    parts = in_groups(groups, optims[0].paddings, strips, world, where)
-    _require_own(optims, parts, where)
-    return Save(models, optims, strips, parts)
+        parts = locate_in_ranks(models[0].shapes, strips, where)
+        return ZeroSave(models, optims, strips, parts, partitioned=True)
+    strips = make_strips(by_rank, ranked=False)
+    _require_rank_order(strips, where)
+    parts = locate_in_groups(groups, optims[0].paddings, strips, world, where)
+    _require_own_partitions(optims, parts, where)
+    return ZeroSave(models, optims, strips, parts)
 
 
-def strips_of(by_rank: Sequence[Sequence[Segment]], *, ranked: bool) -> tuple[Strip, ...]:
+def make_strips(by_rank: Sequence[Sequence[Segment]], *, ranked: bool) -> tuple[Strip, ...]:
     """Return flat vectors, each of one rank's segments, or of one group's segments on all ranks."""
     return tuple(map(Strip, by_rank if ranked else zip(*by_rank, strict=True)))
 
 
-def _require_order(strips: Sequence[Strip], where: str) -> None:
+def _require_rank_order(strips: Sequence[Strip], where: str) -> None:
     """Raise if a short partition is not the last, as padding is only stripped at the end."""
     for strip in strips:
         full = max(segment.numel for segment in strip.segments)
-        for one, after in pairwise(strip.segments):
-            if after.numel and one.numel < full:
+        for part, following in pairwise(strip.segments):
+            if following.numel and part.numel < full:
                 raise UnsupportedError(
                     "the partitions are not in the order of their ranks",
                     where=str(Path(where).parent),
-                    why=f"`{one.file}` has {pluralize(one.numel, 'element')}, `{after.file}` "
-                    f"{after.numel:,}",
+                    why=f"`{part.file}` has {pluralize(part.numel, 'element')}, `{following.file}` "
+                    f"{following.numel:,}",
                     hint="copy the files again, keeping their names",
                 )
 
 
-def _require_own(optims: Sequence[OptimState], parts: FlatParts, where: str) -> None:
+def _require_own_partitions(optims: Sequence[OptimState], parts: FlatParts, where: str) -> None:
     """Raise if the recorded mappings of a partition are those of another rank.
 
     Since ``param_slice_mappings`` are wrong after round robin, only an exact match with another
     rank counts.
     """
-    expected = [_held(optims, parts, rank) for rank in range(len(optims))]
+    expected = [_compute_mappings(optims, parts, rank) for rank in range(len(optims))]
     for rank, optim in enumerate(optims):
-        held = optim.mappings
-        if held is None or held == expected[rank] or held not in expected:
+        recorded = optim.mappings
+        if recorded is None or recorded == expected[rank] or recorded not in expected:
             continue
         raise UnsupportedError(
             f"`{optim.file}` belongs to another rank",
             where=str(Path(where).parent),
-            why=f"it contains the partition of rank {expected.index(held)}",
+            why=f"it contains the partition of rank {expected.index(recorded)}",
             hint="copy the files again, keeping their names",
         )
 
 
-def _held(
+def _compute_mappings(
     optims: Sequence[OptimState], parts: FlatParts, rank: int
 ) -> tuple[Mapping[str, tuple[object, object]], ...]:
     """Return the ``param_slice_mappings`` of a rank without round robin."""
@@ -251,80 +268,86 @@ def _held(
     return tuple(groups)
 
 
-def complete_models(
-    found: Sequence[ModelState | None], names: Sequence[str]
+def fill_missing_models(
+    models: Sequence[ModelState | None], names: Sequence[str]
 ) -> tuple[ModelState, ...]:
     """Add placeholders for ranks without model states."""
-    like = next(model for model in found if model is not None)
+    template = next(model for model in models if model is not None)
     return tuple(
-        model or replace(like, file=name, absent=True)
-        for model, name in zip(found, names, strict=True)
+        model or replace(template, file=name, absent=True)
+        for model, name in zip(models, names, strict=True)
     )
 
 
-def complete_optims(
-    found: Sequence[OptimState | None],
+def fill_missing_optims(
+    optims: Sequence[OptimState | None],
     names: Sequence[str],
     groups: Sequence[Mapping[str, Shape]],
 ) -> tuple[OptimState, ...]:
     """Add placeholders for ranks without optimizer states."""
-    like = next(optim for optim in found if optim is not None)
-    gaps: Sequence[Sequence[int]] = like.paddings or [()] * len(groups)
-    if like.stage < 3 and not len(gaps) == len(groups) == len(like.partitions):
+    template = next(optim for optim in optims if optim is not None)
+    gaps: Sequence[Sequence[int]] = template.paddings or [()] * len(groups)
+    if template.stage < 3 and not len(gaps) == len(groups) == len(template.partitions):
         raise MalformedError(
             f"{pluralize(len(groups), 'group')} of parameters, but "
-            f"{pluralize(len(like.partitions), 'group')} of partitions"
-            + (f" and {pluralize(len(gaps), 'list')} of paddings" if like.paddings else "")
+            f"{pluralize(len(template.partitions), 'group')} of partitions"
+            + (f" and {pluralize(len(gaps), 'list')} of paddings" if template.paddings else "")
         )
-    numels = [[segment.numel for segment in like.partitions]] * len(names)
-    if like.stage < 3 and None in found:
+    numels = [[segment.numel for segment in template.partitions]] * len(names)
+    if template.stage < 3 and None in optims:
         columns = [
-            _column(found, number, shapes, gaps[number]) for number, shapes in enumerate(groups)
+            _compute_lengths(optims, number, shapes, gaps[number])
+            for number, shapes in enumerate(groups)
         ]
         numels = [list(row) for row in zip(*columns, strict=True)]
     return tuple(
-        optim or _absent(like, name, row)
-        for optim, name, row in zip(found, names, numels, strict=True)
+        optim or _make_placeholder(template, name, row)
+        for optim, name, row in zip(optims, names, numels, strict=True)
     )
 
 
-def _column(
-    found: Sequence[OptimState | None],
+def _compute_lengths(
+    optims: Sequence[OptimState | None],
     number: int,
     shapes: Mapping[str, Shape],
     gaps: Sequence[int],
 ) -> list[int]:
     """Return the length of each rank's partition of a group, stripped if all known ones are."""
-    limits = partition_numels(shapes, gaps, len(found))
+    limits = compute_partition_numels(shapes, gaps, len(optims))
     stripped = True
-    for optim, (least, most) in zip(found, limits, strict=True):
+    for optim, (minimum, maximum) in zip(optims, limits, strict=True):
         part = optim.partitions[number] if optim else None
-        if part is not None and not least <= part.numel <= most:
+        if part is not None and not minimum <= part.numel <= maximum:
             raise MalformedError(
-                f"`{part.file}` has {pluralize(part.numel, 'element')}, expected {least:,} to "
-                f"{most:,}"
+                f"`{part.file}` has {pluralize(part.numel, 'element')}, expected {minimum:,} to "
+                f"{maximum:,}"
             )
-        stripped = stripped and (part is None or part.numel == least)
-    return [least if stripped else most for least, most in limits]
+        stripped = stripped and (part is None or part.numel == minimum)
+    return [minimum if stripped else maximum for minimum, maximum in limits]
 
 
-def _absent(like: OptimState, name: str, numels: Sequence[int]) -> OptimState:
-    parts = zip(like.partitions, numels, strict=True)
+def _make_placeholder(template: OptimState, name: str, numels: Sequence[int]) -> OptimState:
+    parts = zip(template.partitions, numels, strict=True)
     blank = tuple(
-        {key: _blank(value, numel) if is_flat(value) else value for key, value in state.items()}
-        for state, numel in zip(like.states, numels, strict=True)
+        {
+            key: _make_blank_tensor(value, numel) if is_flat(value) else value
+            for key, value in state.items()
+        }
+        for state, numel in zip(template.states, numels, strict=True)
     )
     return replace(
-        like,
+        template,
         file=name,
-        partitions=tuple(Segment(name, _blank(part.tensor, numel)) for part, numel in parts),
+        partitions=tuple(
+            Segment(name, _make_blank_tensor(part.tensor, numel)) for part, numel in parts
+        ),
         mappings=None,
         states=blank,
         absent=True,
     )
 
 
-def _blank(tensor: StoredTensor, numel: int) -> StoredTensor:
+def _make_blank_tensor(tensor: StoredTensor, numel: int) -> StoredTensor:
     nbytes = numel * dtypes.itemsize(tensor.dtype)
     return replace(
         tensor, shape=(numel,), strides=None, offset=0, nbytes=nbytes, crc32=None, within=None

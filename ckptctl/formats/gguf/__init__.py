@@ -13,18 +13,20 @@ import re
 
 from ckptctl.catalog import Catalog
 from ckptctl.errors import DamagedError, FormatError, quote_names
-from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions
+from ckptctl.formats.base import DEFAULT_READ_OPTIONS, Format, Listing, ReadOptions
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 
 SUFFIX = ".gguf"
-_PART = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
+_NUMBERED_FILE = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
 
 
-def models(folder: TreePath) -> list[str]:
+def list_model_files(folder: TreePath) -> list[str]:
     """Return the GGUF files of language models in a folder, without vision projectors."""
-    found = (item for item in folder.iterdir() if item.name.endswith(SUFFIX))
-    return sorted(i.name for i in found if not i.name.startswith("mmproj") and is_gguf(i))
+    files = (item for item in folder.iterdir() if item.name.endswith(SUFFIX))
+    return sorted(
+        file.name for file in files if not file.name.startswith("mmproj") and is_gguf(file)
+    )
 
 
 def is_gguf(path: TreePath) -> bool:
@@ -35,14 +37,14 @@ def is_gguf(path: TreePath) -> bool:
         return bool(file.read(4) == b"GGUF")
 
 
-def parts_of(root: TreePath, path: TreePath) -> list[str]:
+def find_parts(root: TreePath, path: TreePath) -> list[str]:
     """Return the names of all files of one model."""
-    names = [path.name] if path != root else models(root)
-    parts = [_PART.fullmatch(name) for name in names]
+    names = [path.name] if path != root else list_model_files(root)
+    parts = [_NUMBERED_FILE.fullmatch(name) for name in names]
     first = parts[0] if parts else None
     if first is None and len(names) == 1:
         return names
-    if first is None or any(one is None or one[1] != first[1] for one in parts):
+    if first is None or any(match is None or match[1] != first[1] for match in parts):
         raise FormatError(
             f"this folder contains {pluralize(len(names), 'GGUF file')}, and each may be a model",
             where=str(root),
@@ -50,16 +52,16 @@ def parts_of(root: TreePath, path: TreePath) -> list[str]:
             hint="pass one of these files",
         )
     count = int(first[3])
-    wanted = [f"{first[1]}-{n:05d}-of-{first[3]}{SUFFIX}" for n in range(1, count + 1)]
-    missing = [name for name in wanted if not (root / name).is_file()]
-    if missing or not wanted:
+    expected_names = [f"{first[1]}-{n:05d}-of-{first[3]}{SUFFIX}" for n in range(1, count + 1)]
+    missing = [name for name in expected_names if not (root / name).is_file()]
+    if missing or not expected_names:
         raise DamagedError(
             f"{len(missing):,} of {pluralize(count, 'file is', 'files are')} missing",
             where=str(root),
             why=quote_names(missing),
             hint="copy the remaining files of the model",
         )
-    return wanted
+    return expected_names
 
 
 class GgufFormat(Format):
@@ -87,15 +89,15 @@ class GgufFormat(Format):
         """See :meth:`Format.sniff`."""
         if not listing.is_folder:
             return listing.path.name if is_gguf(listing.path) else None
-        found = models(listing.path)
-        return quote_names(found) if found else None
+        names = list_model_files(listing.path)
+        return quote_names(names) if names else None
 
-    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, options: ReadOptions = DEFAULT_READ_OPTIONS) -> Catalog:
         """See :meth:`Format.read`."""
-        from ckptctl.formats.gguf.gguf_reader import read
+        from ckptctl.formats.gguf.gguf_reader import read_catalog
 
         root = path if path.is_dir() else path.parent
-        return read(path, parts_of(root, path), self.name)
+        return read_catalog(path, find_parts(root, path), self.name)
 
 
 FORMAT = GgufFormat()

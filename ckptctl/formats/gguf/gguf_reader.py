@@ -19,7 +19,7 @@ from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
 from ckptctl.dtypes import itemsize
 from ckptctl.errors import DamagedError, UnsupportedError, quote_names
 from ckptctl.facts.gguf_config import ROPE_FACTORS, build_config_from_gguf, select_sizes
-from ckptctl.formats.sidecar_files import beside
+from ckptctl.formats.sidecar_files import scan_sidecar_files
 from ckptctl.numerics.quantization.ggml import BLOCK_TYPES, UNQUANTIZED_TYPES
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.schema import MalformedError, malformed_errors
@@ -29,17 +29,17 @@ from ckptctl.units import pluralize
 CONFIG = "config.json"
 MAX_FACTORS = 1 << 12
 VERSIONS = (2, 3)
-ALIGNMENT = "general.alignment"
-MAX_HEADER = 400_000_000
+ALIGNMENT_KEY = "general.alignment"
+MAX_HEADER_BYTES = 400_000_000
 """Maximum length of a header in bytes; tokenizer vocabularies take most of it."""
 MAX_COUNT = 1 << 20
 """Maximum number of tensors, and of metadata keys."""
-MAX_TEXT = 1 << 24
-MAX_NAME = 1 << 12
+MAX_TEXT_BYTES = 1 << 24
+MAX_NAME_BYTES = 1 << 12
 MAX_DIMS = 4
-KEPT = 4096
+MAX_KEPT_VALUES = 4096
 """Maximum length of a numeric array whose values are kept."""
-CHUNK = 1 << 20
+READ_BYTES = 1 << 20
 SCALARS = {
     0: "<B",
     1: "<b",
@@ -59,81 +59,91 @@ _CLAIMS = tuple(struct.Struct(f"<{rank}QIQ") for rank in range(MAX_DIMS + 1))
 """Fields after the name and rank of a tensor: dimensions, type and offset."""
 
 
-def read(path: TreePath, names: Sequence[str], name: str) -> Catalog:
+def read_catalog(path: TreePath, names: Sequence[str], name: str) -> Catalog:
     """Read the catalog of the model *path*, which has the files *names*."""
     root = path if path.is_dir() else path.parent
     with source_files(root) as files:
         headers = {file: read_header(files, file) for file in names}
-        _require_all(root, headers)
+        _require_complete(root, headers)
         sizes = {file: files.size(file) for file in names}
-        tensors = _tensors(root, headers)
+        tensors = _make_entries(root, headers)
         metadata = headers[names[0]].metadata
-        values = {key: value for key, value in metadata.items() if not isinstance(value, Many)}
-        counts = {key: value.count for key, value in metadata.items() if isinstance(value, Many)}
-        config, notes = build_config_from_gguf(values, counts, tensors, _factors(files, tensors))
-    around = beside(root, names, alone=path.is_file())
-    found = around.catalog(root, name)
-    own = CONFIG in found.documents
-    documents = found.documents if own or not config else {**found.documents, CONFIG: config}
+        values = {
+            key: value for key, value in metadata.items() if not isinstance(value, OmittedArray)
+        }
+        counts = {
+            key: value.count for key, value in metadata.items() if isinstance(value, OmittedArray)
+        }
+        config, notes = build_config_from_gguf(
+            values, counts, tensors, _read_rope_factors(files, tensors)
+        )
+    sidecars = scan_sidecar_files(root, names, is_single_file=path.is_file())
+    catalog = sidecars.make_catalog(root, name)
+    has_config = CONFIG in catalog.documents
+    documents = (
+        catalog.documents if has_config or not config else {**catalog.documents, CONFIG: config}
+    )
     return replace(
-        found,
+        catalog,
         path=path,
         files=sizes,
         tensors=tensors,
         documents=documents,
         stated={f"the metadata of {root / names[0]}": select_sizes(config)}
-        if own and config
+        if has_config and config
         else {},
-        notes=() if own else notes,
+        notes=() if has_config else notes,
     )
 
 
-def _require_all(root: TreePath, headers: Mapping[str, Header]) -> None:
+def _require_complete(root: TreePath, headers: Mapping[str, GgufHeader]) -> None:
     """Raise if the files do not belong to one model, or tensors are missing."""
     first, *_ = headers.values()
     total = first.metadata.get("split.tensors.count")
-    found = sum(len(header.tensors) for header in headers.values())
+    tensor_count = sum(len(header.tensors) for header in headers.values())
     for place, (name, header) in enumerate(headers.items()):
-        told = header.metadata.get("split.no", place), header.metadata.get("split.count")
-        if told[0] != place or told[1] not in (None, len(headers)):
+        part = header.metadata.get("split.no", place), header.metadata.get("split.count")
+        if part[0] != place or part[1] not in (None, len(headers)):
             why = (
-                f"its header states part {told[0]} of {told[1]}, counted from 0; expected "
+                f"its header states part {part[0]} of {part[1]}, counted from 0; expected "
                 f"{place} of {len(headers)}"
             )
             raise DamagedError(
                 "the files do not belong to one model", where=str(root / name), why=why
             )
-    if isinstance(total, int) and len(headers) > 1 and total != found:
+    if isinstance(total, int) and len(headers) > 1 and total != tensor_count:
         raise DamagedError(
-            "tensors are missing", where=str(root), why=f"found {found:,} of {total:,}"
+            "tensors are missing", where=str(root), why=f"found {tensor_count:,} of {total:,}"
         )
 
 
-def _tensors(root: TreePath, headers: Mapping[str, Header]) -> dict[str, TensorEntry]:
-    found: dict[str, TensorEntry] = {}
-    of: dict[str, str] = {}
+def _make_entries(root: TreePath, headers: Mapping[str, GgufHeader]) -> dict[str, TensorEntry]:
+    entries: dict[str, TensorEntry] = {}
+    file_of: dict[str, str] = {}
     for file, header in headers.items():
-        for one in header.tensors:
-            name, dtype, shape = one.name, UNQUANTIZED_TYPES.get(one.kind), one.shape
+        for tensor in header.tensors:
+            name, dtype, shape = tensor.name, UNQUANTIZED_TYPES.get(tensor.kind), tensor.shape
             if dtype is None:
-                block = BLOCK_TYPES[one.kind]
+                block = BLOCK_TYPES[tensor.kind]
                 name, dtype = f"{name}.{block.name}", "uint8"
                 shape = (*shape[:-1], shape[-1] // block.elements * block.nbytes)
-            if of.setdefault(one.name, file) != file:
-                why = f"it is in {quote_names([of[one.name], file])}"
-                raise DamagedError(f"duplicate tensor `{one.name}`", where=str(root), why=why)
-            if name in found:
+            if file_of.setdefault(tensor.name, file) != file:
+                why = f"it is in {quote_names([file_of[tensor.name], file])}"
+                raise DamagedError(f"duplicate tensor `{tensor.name}`", where=str(root), why=why)
+            if name in entries:
                 why = (
-                    f"without its type suffix, `{one.name}` in {file} has the same name as "
+                    f"without its type suffix, `{tensor.name}` in {file} has the same name as "
                     "another tensor"
                 )
                 raise UnsupportedError(f"duplicate tensor `{name}`", where=str(root), why=why)
-            extent = Extent(Box.whole(shape), file, one.offset, one.nbytes)
-            found[name] = TensorEntry(name, dtype, shape, (extent,), (name,))
-    return found
+            extent = Extent(Box.whole(shape), file, tensor.offset, tensor.nbytes)
+            entries[name] = TensorEntry(name, dtype, shape, (extent,), (name,))
+    return entries
 
 
-def _factors(files: SourceFiles, tensors: Mapping[str, TensorEntry]) -> Sequence[float] | None:
+def _read_rope_factors(
+    files: SourceFiles, tensors: Mapping[str, TensorEntry]
+) -> Sequence[float] | None:
     """Return the divisors of the rotary frequencies, or None if there are none."""
     entry = tensors.get(ROPE_FACTORS)
     if entry is None:
@@ -147,7 +157,7 @@ def _factors(files: SourceFiles, tensors: Mapping[str, TensorEntry]) -> Sequence
 
 
 @dataclass(frozen=True, slots=True)
-class Many:
+class OmittedArray:
     """Placeholder for a metadata array whose values are not kept.
 
     Attributes:
@@ -177,11 +187,11 @@ class GgufTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class GgufHeader:
     """Content of one file's header.
 
     Attributes:
-        metadata: Values by key; arrays that are long or not numeric are :class:`Many`.
+        metadata: Values by key; arrays that are long or not numeric are :class:`OmittedArray`.
         tensors: Tensors in the order of the file.
     """
 
@@ -189,7 +199,7 @@ class Header:
     tensors: tuple[GgufTensor, ...]
 
 
-def read_header(files: SourceFiles, name: str) -> Header:
+def read_header(files: SourceFiles, name: str) -> GgufHeader:
     """Read the header of the file *name*.
 
     Raises:
@@ -198,28 +208,28 @@ def read_header(files: SourceFiles, name: str) -> Header:
     """
     cursor = _Cursor(files, name)
     with malformed_errors("unsupported GGUF file", cursor.where):
-        if cursor.size < 4 or cursor.take(4) != b"GGUF":
+        if cursor.size < 4 or cursor.read_bytes(4) != b"GGUF":
             raise MalformedError("the file does not start with `GGUF`")
-        version = cursor.number("<I")
+        version = cursor.read_number("<I")
         if version not in VERSIONS:
             order = " (the byte order is reversed)" if version & 0xFFFF == 0 else ""
             raise MalformedError(f"version {version}{order}; only versions 2 and 3 are supported")
-        tensors, keys = cursor.count("<Q", 24), cursor.count("<Q", 13)
+        tensors, keys = cursor.read_count("<Q", 24), cursor.read_count("<Q", 13)
         metadata: dict[str, object] = {}
         for _ in range(keys):
-            key = cursor.text(MAX_NAME)
+            key = cursor.read_text(MAX_NAME_BYTES)
             if key in metadata:
                 raise MalformedError(f"duplicate key `{key}`")
-            metadata[key] = _value(cursor, cursor.number("<I"))
-        claims = [_claim(cursor) for _ in range(tensors)]
-        alignment = metadata.get(ALIGNMENT, 32)
+            metadata[key] = _read_value(cursor, cursor.read_number("<I"))
+        claims = [_read_claim(cursor) for _ in range(tensors)]
+        alignment = metadata.get(ALIGNMENT_KEY, 32)
         if (
             not isinstance(alignment, int)
             or not 0 < alignment <= 1 << 20
             or alignment.bit_count() != 1
         ):
-            raise MalformedError(f"`{ALIGNMENT}` is {alignment!r}, which is not a power of two")
-        return Header(metadata, _placed(cursor, claims, alignment))
+            raise MalformedError(f"`{ALIGNMENT_KEY}` is {alignment!r}, which is not a power of two")
+        return GgufHeader(metadata, _place_tensors(cursor, claims, alignment))
 
 
 class _Cursor:
@@ -228,7 +238,7 @@ class _Cursor:
     def __init__(self, files: SourceFiles, name: str) -> None:
         self._files, self._name = files, name
         self.size = files.size(name)
-        self.at = 0
+        self.position = 0
         self._begin, self._chunk = 0, b""
 
     @property
@@ -236,141 +246,145 @@ class _Cursor:
         """Path of the file."""
         return str(self._files.root / self._name)
 
-    def torn(self, why: str) -> DamagedError:
+    def damaged_error(self, why: str) -> DamagedError:
         """Make the error for a damaged file."""
         return DamagedError("damaged GGUF file", where=self.where, why=why)
 
-    def require(self, nbytes: int) -> None:
+    def check_remaining(self, nbytes: int) -> None:
         """Raise if fewer than *nbytes* bytes remain."""
-        if self.at + nbytes > self.size:
+        if self.position + nbytes > self.size:
             why = f"the header extends past the end of the file at byte {self.size:,}"
             raise DamagedError("truncated GGUF file", where=self.where, why=why)
-        if self.at + nbytes > MAX_HEADER:
-            raise MalformedError(f"the header is longer than {MAX_HEADER:,} bytes")
+        if self.position + nbytes > MAX_HEADER_BYTES:
+            raise MalformedError(f"the header is longer than {MAX_HEADER_BYTES:,} bytes")
 
-    def take(self, nbytes: int) -> bytes:
+    def read_bytes(self, nbytes: int) -> bytes:
         """Read the next *nbytes* bytes."""
-        self.require(nbytes)
-        start = self.at - self._begin
+        self.check_remaining(nbytes)
+        start = self.position - self._begin
         if start + nbytes > len(self._chunk):
-            self._begin = self.at
-            length = min(max(nbytes, CHUNK), self.size - self.at)
-            self._chunk, start = self._files.read(self._name, self.at, length), 0
-        self.at += nbytes
+            self._begin = self.position
+            length = min(max(nbytes, READ_BYTES), self.size - self.position)
+            self._chunk, start = self._files.read(self._name, self.position, length), 0
+        self.position += nbytes
         return self._chunk[start : start + nbytes]
 
-    def skip(self, nbytes: int) -> None:
+    def skip_bytes(self, nbytes: int) -> None:
         """Skip *nbytes* bytes."""
-        self.require(nbytes)
-        self.at += nbytes
+        self.check_remaining(nbytes)
+        self.position += nbytes
 
     def skip_texts(self, count: int) -> None:
         """Skip *count* strings, several hundred thousand in a vocabulary."""
-        read, done = struct.Struct("<Q").unpack_from, 0
+        unpack_length, done = struct.Struct("<Q").unpack_from, 0
         while done < count:
-            self.skip(self.length(MAX_TEXT))
+            self.skip_bytes(self.read_length(MAX_TEXT_BYTES))
             done += 1
-            place, last = self.at - self._begin, len(self._chunk) - 8
+            place, last = self.position - self._begin, len(self._chunk) - 8
             while done < count and place <= last:
-                place += 8 + read(self._chunk, place)[0]
+                place += 8 + unpack_length(self._chunk, place)[0]
                 done += 1
-            self.at = self._begin + place
-        self.require(0)
+            self.position = self._begin + place
+        self.check_remaining(0)
 
-    def number(self, code: str) -> Any:
+    def read_number(self, code: str) -> Any:
         """Read the next number."""
-        (found,) = struct.unpack(code, self.take(struct.calcsize(code)))
-        return found
+        (value,) = struct.unpack(code, self.read_bytes(struct.calcsize(code)))
+        return value
 
-    def count(self, code: str, least: int) -> int:
-        """Read the number of following entries, each of at least *least* bytes."""
-        found: int = self.number(code)
-        if found > MAX_COUNT:
-            raise MalformedError(f"the header declares {pluralize(found, 'entry', 'entries')}")
-        self.require(found * least)
-        return found
+    def read_count(self, code: str, min_bytes: int) -> int:
+        """Read the number of following entries, each of at least *min_bytes* bytes."""
+        value: int = self.read_number(code)
+        if value > MAX_COUNT:
+            raise MalformedError(f"the header declares {pluralize(value, 'entry', 'entries')}")
+        self.check_remaining(value * min_bytes)
+        return value
 
-    def length(self, most: int) -> int:
+    def read_length(self, max_bytes: int) -> int:
         """Read the length of a string."""
-        found: int = _LENGTH.unpack(self.take(8))[0]
-        self.require(found)
-        if found > most:
-            raise MalformedError(f"a string of {pluralize(found, 'byte')} is too long")
-        return found
+        value: int = _LENGTH.unpack(self.read_bytes(8))[0]
+        self.check_remaining(value)
+        if value > max_bytes:
+            raise MalformedError(f"a string of {pluralize(value, 'byte')} is too long")
+        return value
 
-    def text(self, most: int = MAX_TEXT) -> str:
+    def read_text(self, max_bytes: int = MAX_TEXT_BYTES) -> str:
         """Read the next string."""
-        raw = self.take(self.length(most))
+        raw = self.read_bytes(self.read_length(max_bytes))
         try:
             return raw.decode()
         except UnicodeDecodeError as error:
-            raise MalformedError(f"the string before byte {self.at:,} is not UTF-8") from error
+            raise MalformedError(
+                f"the string before byte {self.position:,} is not UTF-8"
+            ) from error
 
 
-def _value(cursor: _Cursor, kind: int) -> object:
+def _read_value(cursor: _Cursor, kind: int) -> object:
     if kind == TEXT:
-        return cursor.text()
+        return cursor.read_text()
     if kind == ARRAY:
-        return _array(cursor)
+        return _read_array(cursor)
     if kind not in SCALARS:
         raise MalformedError(f"the metadata contains a value of unknown type {kind}")
-    return cursor.number(SCALARS[kind])
+    return cursor.read_number(SCALARS[kind])
 
 
-def _array(cursor: _Cursor) -> object:
-    kind, count = cursor.number("<I"), cursor.number("<Q")
+def _read_array(cursor: _Cursor) -> object:
+    kind, count = cursor.read_number("<I"), cursor.read_number("<Q")
     if kind == TEXT:
-        cursor.require(8 * count)
+        cursor.check_remaining(8 * count)
         cursor.skip_texts(count)
-        return Many(count)
+        return OmittedArray(count)
     if kind not in SCALARS:
         raise MalformedError(f"the metadata contains an array of unknown type {kind}")
     each = struct.calcsize(SCALARS[kind])
-    cursor.require(each * count)
-    if count > KEPT:
-        cursor.skip(each * count)
-        return Many(count)
-    return list(struct.unpack(f"<{count}{SCALARS[kind][1]}", cursor.take(each * count)))
+    cursor.check_remaining(each * count)
+    if count > MAX_KEPT_VALUES:
+        cursor.skip_bytes(each * count)
+        return OmittedArray(count)
+    return list(struct.unpack(f"<{count}{SCALARS[kind][1]}", cursor.read_bytes(each * count)))
 
 
-def _claim(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
+def _read_claim(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     """Read the name, shape, type and relative offset of the next tensor."""
-    name, rank = cursor.text(MAX_NAME), cursor.number("<I")
+    name, rank = cursor.read_text(MAX_NAME_BYTES), cursor.read_number("<I")
     if rank > MAX_DIMS:
         raise MalformedError(f"`{name}` has {pluralize(rank, 'dimension')}")
     form = _CLAIMS[rank]
-    *shape, kind, offset = form.unpack(cursor.take(form.size))
+    *shape, kind, offset = form.unpack(cursor.read_bytes(form.size))
     return name, tuple(shape[::-1]), kind, offset
 
 
-def _placed(
+def _place_tensors(
     cursor: _Cursor, claims: list[tuple[str, tuple[int, ...], int, int]], alignment: int
 ) -> tuple[GgufTensor, ...]:
     """Check that tensors are aligned, inside the file and do not overlap, and return them."""
-    data = -(-cursor.at // alignment) * alignment
-    found: dict[str, GgufTensor] = {}
+    data = -(-cursor.position // alignment) * alignment
+    tensors: dict[str, GgufTensor] = {}
     for name, shape, kind, offset in claims:
-        if name in found:
-            raise cursor.torn(f"duplicate tensor `{name}`")
+        if name in tensors:
+            raise cursor.damaged_error(f"duplicate tensor `{name}`")
         if offset % alignment:
-            raise cursor.torn(
+            raise cursor.damaged_error(
                 f"`{name}` starts at {offset:,}, which is not a multiple of {alignment}"
             )
-        found[name] = GgufTensor(
-            name, shape, kind, data + offset, _nbytes(cursor, name, shape, kind)
+        tensors[name] = GgufTensor(
+            name, shape, kind, data + offset, _compute_nbytes(cursor, name, shape, kind)
         )
     end, last = 0, ""
-    for one in sorted(found.values(), key=lambda one: one.offset):
-        if one.offset < end:
-            raise cursor.torn(f"`{one.name}` and `{last}` overlap at byte {one.offset:,}")
-        end, last = one.offset + one.nbytes, one.name
+    for tensor in sorted(tensors.values(), key=lambda tensor: tensor.offset):
+        if tensor.offset < end:
+            raise cursor.damaged_error(
+                f"`{tensor.name}` and `{last}` overlap at byte {tensor.offset:,}"
+            )
+        end, last = tensor.offset + tensor.nbytes, tensor.name
     if end > cursor.size:
         why = f"`{last}` ends at byte {end:,}, but the file has {cursor.size:,}"
         raise DamagedError("truncated GGUF file", where=cursor.where, why=why)
-    return tuple(found.values())
+    return tuple(tensors.values())
 
 
-def _nbytes(cursor: _Cursor, name: str, shape: tuple[int, ...], kind: int) -> int:
+def _compute_nbytes(cursor: _Cursor, name: str, shape: tuple[int, ...], kind: int) -> int:
     count = math.prod(shape)
     if kind in UNQUANTIZED_TYPES:
         return count * itemsize(UNQUANTIZED_TYPES[kind])
@@ -378,7 +392,7 @@ def _nbytes(cursor: _Cursor, name: str, shape: tuple[int, ...], kind: int) -> in
         raise MalformedError(f"`{name}` has the unknown type {kind}")
     block = BLOCK_TYPES[kind]
     if not shape or shape[-1] % block.elements:
-        raise cursor.torn(
+        raise cursor.damaged_error(
             f"a row of `{name}` is not a multiple of {pluralize(block.elements, 'element')}"
         )
     return count // block.elements * block.nbytes

@@ -17,7 +17,7 @@ from ckptctl.catalog import Box, Catalog, TensorEntry
 from ckptctl.errors import quote_names
 from ckptctl.formats import torch_file
 from ckptctl.formats.base import (
-    AS_IT_IS,
+    DEFAULT_READ_OPTIONS,
     GB,
     Listing,
     OutputLayout,
@@ -26,30 +26,30 @@ from ckptctl.formats.base import (
     ReadOptions,
     TensorPlace,
     WritableFormat,
-    constant,
-    document,
+    make_constant_frame,
+    make_content_file,
 )
 from ckptctl.formats.hf.hf_files import (
-    BIN,
-    INDEX,
-    OF_RANK,
-    files_to_read,
-    main_files,
-    proven,
-    shards_of,
-    torch_consolidated,
+    BIN_FILES,
+    INDEX_SUFFIX,
+    RANK_FILE,
+    derive_index,
+    find_files_to_read,
+    find_main_files,
+    read_indexed_shards,
+    torch_consolidation_notes,
 )
 from ckptctl.formats.hf.shards import (
     ReadShard,
-    agreed_strings,
-    checked_index,
-    merge,
-    read_bin,
+    add_shard_tensors,
+    merge_strings,
+    parse_index,
     read_shard,
     read_shards,
+    read_torch_shard,
 )
-from ckptctl.formats.shared.findings import Faults
-from ckptctl.formats.sidecar_files import beside
+from ckptctl.formats.shared.findings import FaultCollector
+from ckptctl.formats.sidecar_files import scan_sidecar_files
 from ckptctl.planner.layouts import MLX
 from ckptctl.planner.plan import OutputFile, Record
 from ckptctl.storage.files import SourceFiles, source_files
@@ -60,7 +60,7 @@ from ckptctl.storage.schema import find_member
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 
-PT = "pt"
+PT_FORMAT = "pt"
 """The ``format`` in headers, except for layout ``mlx``."""
 
 
@@ -89,10 +89,10 @@ class HfFormat(WritableFormat):
     layout = "hf"
     other_layouts = True
     sharded = True
-    one_file = 5 * GB
+    single_file_bytes = 5 * GB
     ties = "one copy and a record of the tie if config.json ties them, otherwise written in full"
     stem: ClassVar[str] = "model"
-    described_in: ClassVar[tuple[str, ...]] = ()
+    config_files: ClassVar[tuple[str, ...]] = ()
     records_ties = True
     keeps_metadata = True
 
@@ -100,54 +100,62 @@ class HfFormat(WritableFormat):
         """See :meth:`Format.sniff`."""
         if not listing.is_folder:
             name = listing.path.name
-            if name.startswith(("adapter_model", "consolidated")) or OF_RANK.fullmatch(name):
+            if name.startswith(("adapter_model", "consolidated")) or RANK_FILE.fullmatch(name):
                 return None
-            named = name.endswith((".safetensors", INDEX)) or name in BIN
-            return name if named or torch_file.HF_BIN.fullmatch(name) else None
-        main = main_files(listing)
+            is_weight_file = name.endswith((".safetensors", INDEX_SUFFIX)) or name in BIN_FILES
+            return name if is_weight_file or torch_file.HF_BIN.fullmatch(name) else None
+        main = find_main_files(listing)
         return quote_names(main) if main else None
 
-    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, options: ReadOptions = DEFAULT_READ_OPTIONS) -> Catalog:
         """See :meth:`Format.read`."""
         root = path if path.is_dir() else path.parent
-        names = files_to_read(path)
+        names = find_files_to_read(path)
         main = names[0]
         with source_files(root) as files:
             if main.endswith("index.json"):
-                return self._read_index(files, path, main, asked.partial)
+                return self._read_index(files, path, main, options.partial)
             if main.endswith(".bin"):
-                whole = read_bin(files, main)
-                return self._catalog(files, path, whole.tensors, {}, [main], whole.notes, None)
+                contents = read_torch_shard(files, main)
+                return self._build_catalog(
+                    files, path, contents.tensors, {}, [main], contents.notes, None
+                )
             return self._read_safetensors(files, path, names)
 
     def _read_safetensors(self, files: SourceFiles, path: TreePath, names: list[str]) -> Catalog:
         tensors: dict[str, TensorEntry] = {}
-        read = {name: read_shard(files, name) for name in prefetch_heads(files, names)}
-        for name, (found, _) in read.items():
-            merge(tensors, found, name)
-        agreed, differ = agreed_strings(strings for _, strings in read.values())
-        loose = () if len(names) == 1 else (f"{pluralize(len(names), 'shard')} without an index",)
-        return self._catalog(files, path, tensors, agreed, names, (*loose, *differ), None)
+        shards_by_name = {name: read_shard(files, name) for name in prefetch_heads(files, names)}
+        for name, (shard_tensors, _) in shards_by_name.items():
+            add_shard_tensors(tensors, shard_tensors, name)
+        agreed, differ = merge_strings(strings for _, strings in shards_by_name.values())
+        unindexed_note = (
+            () if len(names) == 1 else (f"{pluralize(len(names), 'shard')} without an index",)
+        )
+        return self._build_catalog(
+            files, path, tensors, agreed, names, (*unindexed_note, *differ), None
+        )
 
     def _read_index(
         self, files: SourceFiles, path: TreePath, main: str, partial: bool = False
     ) -> Catalog:
-        faults = Faults(files.root, partial)
-        known: dict[str, ReadShard] = {}
+        faults = FaultCollector(files.root, partial)
+        known_shards: dict[str, ReadShard] = {}
         index: object = None
         if not partial and files.find_digest(main):  # the index can be derived from the shards
-            known = shards_of(files, main)
-            index = proven(files, main, known)
+            known_shards = read_indexed_shards(files, main)
+            index = derive_index(files, main, known_shards)
         index = index or read_json(files, main)
-        weight_map, strings = checked_index(index, str(files.root / main))
-        found = read_shards(files, weight_map, strings, main, known, faults)
-        ordered = {name: found.tensors[name] for name in weight_map if name in found.tensors}
-        extra = {name: t for name, t in found.tensors.items() if name not in weight_map}
-        notes = found.notes
+        weight_map, strings = parse_index(index, str(files.root / main))
+        indexed = read_shards(files, weight_map, strings, main, known_shards, faults)
+        ordered = {name: indexed.tensors[name] for name in weight_map if name in indexed.tensors}
+        extra = {name: t for name, t in indexed.tensors.items() if name not in weight_map}
+        notes = indexed.notes
         if extra:
             notes.append(f"the index does not list these tensors: {quote_names([*extra])}")
-        names = list(found.sizes)
-        catalog = self._catalog(files, path, ordered | extra, found.metadata, names, notes, main)
+        names = list(indexed.sizes)
+        catalog = self._build_catalog(
+            files, path, ordered | extra, indexed.metadata, names, notes, main
+        )
         return replace(
             catalog,
             findings=tuple(faults.findings),
@@ -155,7 +163,7 @@ class HfFormat(WritableFormat):
             recorded_bytes=find_member(int, index, "metadata", "total_size"),
         )
 
-    def _catalog(
+    def _build_catalog(
         self,
         files: SourceFiles,
         path: TreePath,
@@ -169,53 +177,57 @@ class HfFormat(WritableFormat):
         used = {*names, index} if index else set(names)
         # Tensors that a writer skipped as shared are recorded as ``{skipped: kept}``.
         aliases = {
-            dropped: replace(tensors[kept], name=dropped, path=(dropped,), alias_of=kept)
-            for dropped, kept in metadata.items()
-            if kept in tensors and dropped not in tensors and dropped != "format"
+            dropped: replace(tensors[original], name=dropped, path=(dropped,), alias_of=original)
+            for dropped, original in metadata.items()
+            if original in tensors and dropped not in tensors and dropped != "format"
         }
-        around = beside(root, {*used, *self.described_in}, alone=path.is_file())
+        sidecars = scan_sidecar_files(
+            root, {*used, *self.config_files}, is_single_file=path.is_file()
+        )
         return replace(
-            around.catalog(root, self.name),
+            sidecars.make_catalog(root, self.name),
             path=path,
             files={name: files.size(name) for name in names},
             tensors=tensors | aliases,
             metadata=dict(metadata),
-            notes=(*notes, *torch_consolidated(root)),
+            notes=(*notes, *torch_consolidation_notes(root)),
         )
 
-    def holds(self, dtype: str) -> bool:
+    def can_store(self, dtype: str) -> bool:
         """Return whether safetensors has a code for *dtype*."""
         return dtype in dtypes.BY_NAME and dtypes.BY_NAME[dtype].safetensors is not None
 
     def lay_out(self, request: OutputRequest) -> OutputLayout:
         """See :meth:`WritableFormat.lay_out`."""
-        self.refuse_unheld(request.tensors)
-        kept = [tensor for tensor in request.tensors if tensor.alias_of is None]
+        self.check_dtypes(request.tensors)
+        stored = [tensor for tensor in request.tensors if tensor.alias_of is None]
         aliases = {t.name: t.alias_of for t in request.tensors if t.alias_of is not None}
-        by_name = {tensor.name: tensor for tensor in kept}
+        by_name = {tensor.name: tensor for tensor in stored}
         # Only writing needs this module.
         from ckptctl.planner.balance import group_by_file, group_into_shards
 
         if request.like is not None:
-            shards = group_by_file([t.name for t in kept], request.like, len(request.like_files))
+            shards = group_by_file([t.name for t in stored], request.like, len(request.like_files))
         else:
-            shards = group_into_shards(((t.name, t.nbytes) for t in kept), request.max_shard_size)
+            shards = group_into_shards(((t.name, t.nbytes) for t in stored), request.max_shard_size)
         names, count = request.like_files, len(shards)
         if not names or not all(name.endswith(".safetensors") for name in names):
             numbered = (f"{self.stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count))
             names = (f"{self.stem}.safetensors",) if count == 1 else tuple(numbered)
-        mark = MLX if request.layout == MLX else PT
-        writer = SafetensorsWriter(aliases if len(shards) == 1 else {}, request.metadata, mark)
+        format_mark = MLX if request.layout == MLX else PT_FORMAT
+        writer = SafetensorsWriter(
+            aliases if len(shards) == 1 else {}, request.metadata, format_mark
+        )
         for file, shard in zip(names, shards, strict=True):
-            writer.add(file, [by_name[name] for name in shard])
+            writer.add_file(file, [by_name[name] for name in shard])
         if len(names) > 1:
             placed = zip(names, shards, strict=True)
             index = {
-                "metadata": {"total_size": sum(tensor.nbytes for tensor in kept), **aliases},
+                "metadata": {"total_size": sum(tensor.nbytes for tensor in stored), **aliases},
                 "weight_map": {name: file for file, shard in placed for name in shard},
             }
             content = json.dumps(index, indent=2).encode() + b"\n"
-            writer.files.append(document(f"{self.stem}{INDEX}", content))
+            writer.files.append(make_content_file(f"{self.stem}{INDEX_SUFFIX}", content))
         why = "a safetensors file can only store tensors"
         request.notes.explain("skipped", {blob.name: why for blob in request.blobs})
         return OutputLayout(tuple(writer.files), tuple(writer.records), writer.boxes)
@@ -232,16 +244,16 @@ class SafetensorsWriter:
         self,
         aliases: Mapping[str, str],
         metadata: Mapping[str, str] | None = None,
-        mark: str = PT,
+        mark: str = PT_FORMAT,
     ) -> None:
         self.metadata = {**(metadata or {}), "format": mark, **aliases}
         self.files: list[OutputFile] = []
         self.records: list[Record] = []
         self.boxes: dict[str, tuple[TensorPlace, ...]] = {}
 
-    def add(self, file: str, tensors: Sequence[OutputTensor]) -> None:
+    def add_file(self, file: str, tensors: Sequence[OutputTensor]) -> None:
         """Lay out one file with *tensors*, in their order if all are aligned in it."""
-        tensors = _aligned(tensors)
+        tensors = _order_aligned(tensors)
         header, offsets = encode_header(
             [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors], self.metadata
         )
@@ -250,10 +262,10 @@ class SafetensorsWriter:
             self.boxes[tensor.name] = (TensorPlace(Box.whole(tensor.shape), len(self.records)),)
             self.records.append(Record(tensor.name, file, offset, tensor.nbytes))
             size = offset + tensor.nbytes
-        self.files.append(OutputFile(file, size, constant(header)))
+        self.files.append(OutputFile(file, size, make_constant_frame(header)))
 
 
-def _aligned(tensors: Sequence[OutputTensor]) -> Sequence[OutputTensor]:
+def _order_aligned(tensors: Sequence[OutputTensor]) -> Sequence[OutputTensor]:
     """Order *tensors* so that each starts at a multiple of its dtype's size.
 
     The given order, in which the source can be read sequentially, is kept if possible. Otherwise,
@@ -263,7 +275,7 @@ def _aligned(tensors: Sequence[OutputTensor]) -> Sequence[OutputTensor]:
     position = 0
     for tensor in tensors:
         if position % dtypes.itemsize(tensor.dtype):
-            return sorted(tensors, key=lambda one: -dtypes.itemsize(one.dtype))
+            return sorted(tensors, key=lambda candidate: -dtypes.itemsize(candidate.dtype))
         position += tensor.nbytes
     return tensors
 

@@ -10,67 +10,67 @@ from itertools import product
 from ckptctl.errors import CkptError, FormatError, quote_names
 from ckptctl.formats.base import Listing
 from ckptctl.formats.hf.shards import ReadShard, read_shard
-from ckptctl.formats.shared.findings import missing_error
+from ckptctl.formats.shared.findings import missing_files_error
 from ckptctl.storage.crc import is_digest_of
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.read_ahead import prefetch_heads
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 
-ENDS = ("\n", "")
+TEXT_ENDINGS = ("\n", "")
 ReadIndex = dict[str, dict[str, object]]
-INDEX = ".safetensors.index.json"
-BIN = ("pytorch_model.bin.index.json", "pytorch_model.bin")
-_EXPECTED = f"expected *.safetensors, *{INDEX} or {' or '.join(BIN)}"
-_PART = re.compile(r"(.+)-(\d+)-of-(\d+)\.(safetensors|bin)")
-RANK = re.compile(r"model(\d+)-mp(\d+)\.safetensors")
-SHARD = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors")
-OF_RANK = re.compile(f"{RANK.pattern}|{SHARD.pattern}")
+INDEX_SUFFIX = ".safetensors.index.json"
+BIN_FILES = ("pytorch_model.bin.index.json", "pytorch_model.bin")
+_EXPECTED = f"expected *.safetensors, *{INDEX_SUFFIX} or {' or '.join(BIN_FILES)}"
+_NUMBERED_SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.(safetensors|bin)")
+DEEPSEEK_SHARD = re.compile(r"model(\d+)-mp(\d+)\.safetensors")
+RANK_SHARD = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors")
+RANK_FILE = re.compile(f"{DEEPSEEK_SHARD.pattern}|{RANK_SHARD.pattern}")
 """Names of files with the shards of one rank."""
-_OTHER = ("adapter_model", "consolidated", "optimizer", "model.sharded")
+_OTHER_PREFIXES = ("adapter_model", "consolidated", "optimizer", "model.sharded")
 
 
-def main_files(listing: Listing) -> list[str]:
+def find_main_files(listing: Listing) -> list[str]:
     """Return the index, or else the weight files (if there are several, it is ambiguous)."""
     path, names = listing.path, listing.files
-    indices = [n for n in names if n.endswith(INDEX) and not n.startswith(_OTHER)]
-    singles = [n for n in names if n.endswith(".safetensors") and not n.startswith(_OTHER)]
-    singles = [n for n in singles if not OF_RANK.fullmatch(n)]
+    indices = [n for n in names if n.endswith(INDEX_SUFFIX) and not n.startswith(_OTHER_PREFIXES)]
+    singles = [n for n in names if n.endswith(".safetensors") and not n.startswith(_OTHER_PREFIXES)]
+    singles = [n for n in singles if not RANK_FILE.fullmatch(n)]
     if indices:
-        return indices + [n for n in singles if n == "model.safetensors" and _unlisted(path, n)]
+        return indices + [n for n in singles if n == "model.safetensors" and _is_unlisted(path, n)]
     if singles:
         return singles
-    return [n for n in BIN if n in names][:1]
+    return [n for n in BIN_FILES if n in names][:1]
 
 
-def _unlisted(path: TreePath, name: str) -> bool:
+def _is_unlisted(path: TreePath, name: str) -> bool:
     return not any(
         f'"{name}"' in (path / index.name).read_text(errors="replace")
-        for index in path.glob(f"*{INDEX}")
+        for index in path.glob(f"*{INDEX_SUFFIX}")
         if index.stat().st_size < 100_000_000
     )
 
 
-def files_to_read(path: TreePath) -> list[str]:
+def find_files_to_read(path: TreePath) -> list[str]:
     """Return the names of the weight file, all shards of a set, or the index."""
     if path.is_file():
         if path.suffix == ".json" and not path.name.endswith("index.json"):
             raise FormatError("this is not a weight file", where=str(path), why=_EXPECTED)
-        if SHARD.fullmatch(path.name):
+        if RANK_SHARD.fullmatch(path.name):
             raise FormatError(
                 "this is the shard of a single rank",
                 where=str(path),
                 hint=f"pass the directory `{path.parent}`",
             )
-        require_whole(path, [path.name], f"pass the directory `{path.parent}`, or its index")
+        require_complete_set(path, [path.name], f"pass the directory `{path.parent}`, or its index")
         return [path.name]
-    main = main_files(Listing(path))
+    main = find_main_files(Listing(path))
     if not main:
         raise FormatError("no weight files were found", where=str(path), why=_EXPECTED)
-    is_index = len(main) == 1 and main[0].endswith(INDEX)
-    if is_index or _complete_set(main):
+    is_index = len(main) == 1 and main[0].endswith(INDEX_SUFFIX)
+    if is_index or _is_complete_set(main):
         return main
-    require_whole(path, main, "download the missing shards, and the index")
+    require_complete_set(path, main, "download the missing shards, and the index")
     if len(main) == 1:
         return main
     raise FormatError(
@@ -81,28 +81,28 @@ def files_to_read(path: TreePath) -> list[str]:
     )
 
 
-def require_whole(path: TreePath, names: Sequence[str], hint: str) -> None:
+def require_complete_set(path: TreePath, names: Sequence[str], hint: str) -> None:
     """Raise if *names* are some, but not all, numbered shards of a set."""
-    matches = [match for name in names if (match := _PART.fullmatch(name))]
+    matches = [match for name in names if (match := _NUMBERED_SHARD.fullmatch(name))]
     kinds = {(match[1], match[3], match[4]) for match in matches}
     if len(matches) < len(names) or len(kinds) != 1:
         return
     stem, total, suffix = next(iter(kinds))
     numbers = {int(match[2]) for match in matches}
-    wanted, width = range(min(1, *numbers), int(total) + 1), len(total)
+    required, width = range(min(1, *numbers), int(total) + 1), len(total)
 
-    def named(number: int) -> str:
+    def format_name(number: int) -> str:
         return f"{stem}-{number:0{width}d}-of-{total}.{suffix}"
 
-    error = missing_error(path, numbers, wanted, named, "shards", hint)
-    if error and max(numbers) in wanted:
-        count = pluralize(wanted.stop - wanted.start, "shard")
+    error = missing_files_error(path, numbers, required, format_name, "shards", hint)
+    if error and max(numbers) in required:
+        count = pluralize(required.stop - required.start, "shard")
         error.what = f"found only {len(names)} of {count}: {quote_names(names)}"
         error.why = f"missing: {error.why}"
         raise error
 
 
-def _complete_set(names: Sequence[str]) -> bool:
+def _is_complete_set(names: Sequence[str]) -> bool:
     """Return whether *names* are all of ``stem-00001-of-0000N.safetensors``."""
     stems = {name.rsplit("-", 3)[0] for name in names}
     expected = {
@@ -113,13 +113,13 @@ def _complete_set(names: Sequence[str]) -> bool:
     return len(stems) == 1 and set(names) == expected
 
 
-def torch_consolidated(root: TreePath) -> tuple[str, ...]:
+def torch_consolidation_notes(root: TreePath) -> tuple[str, ...]:
     """Return a note if torch consolidated the model from shards in ``sharded``.
 
     Torch 2.13's ``consolidate_safetensors_files`` writes zeros for 0-d tensors.
     """
     folder = root / "sharded"
-    if not any(SHARD.fullmatch(item.name) for item in folder.glob("shard-*.safetensors")):
+    if not any(RANK_SHARD.fullmatch(item.name) for item in folder.glob("shard-*.safetensors")):
         return ()
     return (
         "torch consolidated this model from `sharded`, and torch 2.13 writes every 0-d tensor as "
@@ -128,12 +128,12 @@ def torch_consolidated(root: TreePath) -> tuple[str, ...]:
     )
 
 
-def shards_of(files: SourceFiles, main: str) -> dict[str, ReadShard]:
+def read_indexed_shards(files: SourceFiles, main: str) -> dict[str, ReadShard]:
     """Read all shards next to an index, or return an empty dict if they cannot be read."""
-    stem = main.removesuffix(INDEX)
-    matches = (_PART.fullmatch(item.name) for item in files.root.iterdir())
+    stem = main.removesuffix(INDEX_SUFFIX)
+    matches = (_NUMBERED_SHARD.fullmatch(item.name) for item in files.root.iterdir())
     names = sorted(m[0] for m in matches if m and (m[1], m[4]) == (stem, "safetensors"))
-    if not _complete_set(names):
+    if not _is_complete_set(names):
         return {}
     try:
         return {name: read_shard(files, name) for name in prefetch_heads(files, names)}
@@ -141,26 +141,32 @@ def shards_of(files: SourceFiles, main: str) -> dict[str, ReadShard]:
         return {}  # the error is raised again when the shards in the index are read
 
 
-def proven(files: SourceFiles, main: str, shards: Mapping[str, ReadShard]) -> ReadIndex | None:
+def derive_index(
+    files: SourceFiles, main: str, shards: Mapping[str, ReadShard]
+) -> ReadIndex | None:
     """Derive the content of the index *main* from its digest, or return None."""
     digest, size = files.find_digest(main), files.size(main)
     if digest is None or not shards:
         return None
-    for index, text in _candidates(shards):
+    for index, text in _iterate_candidate_indexes(shards):
         if len(text) == size and is_digest_of(digest, text):
             return index
     return None
 
 
-def _candidates(shards: Mapping[str, ReadShard]) -> Iterator[tuple[ReadIndex, bytes]]:
+def _iterate_candidate_indexes(
+    shards: Mapping[str, ReadShard],
+) -> Iterator[tuple[ReadIndex, bytes]]:
     """Yield each index that common writers would create for these shards, with its text."""
-    weight_map: dict[str, object] = {key: name for name, one in shards.items() for key in one[0]}
-    tensors = [entry for one in shards.values() for entry in one[0].values()]
+    weight_map: dict[str, object] = {
+        key: name for name, shard in shards.items() for key in shard[0]
+    }
+    tensors = [entry for shard in shards.values() for entry in shard[0].values()]
     size: dict[str, object] = {"total_size": sum(entry.nbytes for entry in tensors)}
-    counted_too = {"total_parameters": sum(entry.numel for entry in tensors), **size}
+    sizes_and_counts = {"total_parameters": sum(entry.numel for entry in tensors), **size}
     for order in (dict(sorted(weight_map.items())), weight_map):
         rest = json.dumps({"weight_map": order}, indent=2)[1:]
-        for metadata, end in product((size, counted_too, {}), ENDS):
+        for metadata, end in product((size, sizes_and_counts, {}), TEXT_ENDINGS):
             first = json.dumps({"metadata": metadata}, indent=2)[: -len("\n}")]
             text = f"{first},{rest}{end}"
             yield {"metadata": metadata, "weight_map": order}, text.encode()

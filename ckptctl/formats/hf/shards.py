@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from ckptctl.catalog import Box, Extent, TensorEntry
 from ckptctl.errors import CkptError, DamagedError, UnsupportedError, quote_names, spell_option
-from ckptctl.formats.shared.findings import Faults
-from ckptctl.formats.shared.indexes import sizes_of
+from ckptctl.formats.shared.findings import FaultCollector
+from ckptctl.formats.shared.indexes import read_file_sizes
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.paths import require_relative
 from ckptctl.storage.read_ahead import prefetch_heads
@@ -48,48 +48,50 @@ def read_shard(files: SourceFiles, name: str) -> ReadShard:
     return tensors, header.metadata
 
 
-def agreed_strings(
-    found: Iterable[Mapping[str, str]],
+def merge_strings(
+    shard_strings: Iterable[Mapping[str, str]],
 ) -> tuple[dict[str, str], tuple[str, ...]]:
     """Merge metadata without the keys that differ between files, and return a note on these."""
     agreed: dict[str, str] = {}
-    apart: dict[str, None] = {}
-    for strings in found:
-        apart |= {
+    differing: dict[str, None] = {}
+    for strings in shard_strings:
+        differing |= {
             key: None for key, text in strings.items() if agreed.setdefault(key, text) != text
         }
-    note = f"metadata values differ between shards: {quote_names([*apart])}"
-    kept = {key: text for key, text in agreed.items() if key not in apart}
-    return kept, (note,) if apart else ()
+    note = f"metadata values differ between shards: {quote_names([*differing])}"
+    common = {key: text for key, text in agreed.items() if key not in differing}
+    return common, (note,) if differing else ()
 
 
-def read_bin(files: SourceFiles, name: str) -> Leaves:
+def read_torch_shard(files: SourceFiles, name: str) -> Leaves:
     """Read a ``torch.save`` file, or raise if it contains anything but tensors."""
     from ckptctl.formats.shared.stored_leaves import read_leaves
 
-    found = read_leaves(files, name)
-    if found.blobs:
+    leaves = read_leaves(files, name)
+    if leaves.blobs:
         raise UnsupportedError(
             "this file contains values other than tensors",
             where=str(files.root / name),
-            why=quote_names(list(found.blobs)),
+            why=quote_names(list(leaves.blobs)),
             hint=f"read it with {spell_option('--from torch')}",
         )
-    return found
+    return leaves
 
 
-def merge(tensors: dict[str, TensorEntry], found: Mapping[str, TensorEntry], name: str) -> None:
-    """Add the tensors *found* in the shard *name* to *tensors*, or raise on duplicates."""
-    twice = [key for key in found if key in tensors]
-    if twice:
-        other = tensors[twice[0]].extents[0].file
+def add_shard_tensors(
+    tensors: dict[str, TensorEntry], shard_tensors: Mapping[str, TensorEntry], name: str
+) -> None:
+    """Add the tensors *shard_tensors* in the shard *name* to *tensors*, or raise on duplicates."""
+    duplicates = [key for key in shard_tensors if key in tensors]
+    if duplicates:
+        other_file = tensors[duplicates[0]].extents[0].file
         raise UnsupportedError(
-            f"`{twice[0]}` is in two shards", where=name, why=f"it is also in `{other}`"
+            f"`{duplicates[0]}` is in two shards", where=name, why=f"it is also in `{other_file}`"
         )
-    tensors |= found
+    tensors |= shard_tensors
 
 
-def checked_index(index: object, where: str) -> tuple[dict[str, str], dict[str, str]]:
+def parse_index(index: object, where: str) -> tuple[dict[str, str], dict[str, str]]:
     """Parse an index into the file of each tensor and the strings of its metadata."""
     with malformed_errors("malformed index", where):
         weight_map = read_as(_Index, index).weight_map
@@ -99,11 +101,13 @@ def checked_index(index: object, where: str) -> tuple[dict[str, str], dict[str, 
     return weight_map, {key: value for key, value in strings.items() if isinstance(value, str)}
 
 
-def _unnamed(
-    weight_map: Mapping[str, str], found: Mapping[str, TensorEntry], name: str, where: str
+def _find_unlisted_tensors(
+    weight_map: Mapping[str, str], shard_tensors: Mapping[str, TensorEntry], name: str, where: str
 ) -> dict[str, TensorEntry]:
     """Return the tensors of a shard that its index does not list, or raise on contradictions."""
-    missing = sorted(key for key, file in weight_map.items() if file == name and key not in found)
+    missing = sorted(
+        key for key, file in weight_map.items() if file == name and key not in shard_tensors
+    )
     if missing:
         raise DamagedError(
             f"`{name}` is missing {pluralize(len(missing), 'tensor')} listed in the index",
@@ -111,15 +115,15 @@ def _unnamed(
             why=quote_names(missing),
             hint="download the shard again",
         )
-    others = sorted(key for key in found if weight_map.get(key, name) != name)
-    if others:
+    misplaced = sorted(key for key in shard_tensors if weight_map.get(key, name) != name)
+    if misplaced:
         raise UnsupportedError(
-            f"`{name}` contains {pluralize(len(others), 'tensor')} that the index places in other "
+            f"`{name}` contains {pluralize(len(misplaced), 'tensor')} that the index places in other "
             "files",
             where=where,
-            why=quote_names(others),
+            why=quote_names(misplaced),
         )
-    return {key: entry for key, entry in found.items() if key not in weight_map}
+    return {key: entry for key, entry in shard_tensors.items() if key not in weight_map}
 
 
 class IndexedShards(NamedTuple):
@@ -143,41 +147,43 @@ def read_shards(
     weight_map: Mapping[str, str],
     strings: Mapping[str, str],
     main: str,
-    known: Mapping[str, ReadShard],
-    faults: Faults,
+    known_shards: Mapping[str, ReadShard],
+    faults: FaultCollector,
 ) -> IndexedShards:
     """Read all shards and compare them with the index."""
     tensors: dict[str, TensorEntry] = {}
     sizes: dict[str, int] = {}
-    found, notes = [strings], dict[str, None]()
+    all_strings, notes = [strings], dict[str, None]()
     shards, where = defaultdict[str, set[str]](set), str(files.root / main)
     for key, file in weight_map.items():
         shards[file].add(key)
     if not faults.partial:
-        sizes_of(files, shards, "shards", where, "download them again")
+        read_file_sizes(files, shards, "shards", where, "download them again")
     for name in prefetch_heads(files, shards):
         expected = shards[name]
-        kept: dict[str, TensorEntry] = {}
+        usable: dict[str, TensorEntry] = {}
         try:
             sizes[name] = files.size(name)
-            if name in known or name.endswith(".safetensors"):
-                shard, said = known.get(name) or read_shard(files, name)
-                found.append({key: text for key, text in said.items() if key != "format"})
+            if name in known_shards or name.endswith(".safetensors"):
+                shard, shard_strings = known_shards.get(name) or read_shard(files, name)
+                all_strings.append(
+                    {key: text for key, text in shard_strings.items() if key != "format"}
+                )
             else:
-                contents = read_bin(files, name)
+                contents = read_torch_shard(files, name)
                 shard, notes = contents.tensors, notes | dict.fromkeys(contents.notes)
-            kept = {key: entry for key, entry in shard.items() if key in expected}
-            kept |= _unnamed(weight_map, shard, name, where)
+            usable = {key: entry for key, entry in shard.items() if key in expected}
+            usable |= _find_unlisted_tensors(weight_map, shard, name, where)
         except CkptError as error:
-            faults.unreadable(error, name)
-            for key in sorted(expected - kept.keys()):
-                faults.nowhere(key, "the index places it in this file", name)
-            faults.lost |= {key: ((Box.whole(t.shape), name),) for key, t in kept.items()}
-        tensors |= kept
-    agreed, differ = agreed_strings(found)
+            faults.add_or_raise(error, name)
+            for key in sorted(expected - usable.keys()):
+                faults.add_missing_tensor(key, "the index places it in this file", name)
+            faults.lost |= {key: ((Box.whole(t.shape), name),) for key, t in usable.items()}
+        tensors |= usable
+    agreed, differ = merge_strings(all_strings)
     ties = {key: original for key, original in agreed.items() if original in weight_map}
     for dropped, original in ties.items():
         if dropped not in weight_map and original not in tensors:
             why = f"the metadata records it as tied to `{original}`"
-            faults.nowhere(dropped, why, weight_map[original])
+            faults.add_missing_tensor(dropped, why, weight_map[original])
     return IndexedShards(tensors, agreed, sizes, [*notes, *differ])

@@ -12,7 +12,7 @@ from dataclasses import replace
 from ckptctl.catalog import Catalog
 from ckptctl.errors import quote_names
 from ckptctl.formats.base import (
-    AS_IT_IS,
+    DEFAULT_READ_OPTIONS,
     Listing,
     OutputLayout,
     OutputRequest,
@@ -22,13 +22,19 @@ from ckptctl.formats.base import (
     require_folder,
 )
 from ckptctl.formats.dcp import ItemFormat
-from ckptctl.formats.mcore.mcore_files import COMMON, MARK, evidence, inside, only_save
-from ckptctl.formats.megatron.megatron_folder import POINTER
-from ckptctl.formats.shared.findings import Faults
-from ckptctl.formats.shared.tags import is_run
+from ckptctl.formats.mcore.mcore_files import (
+    COMMON,
+    METADATA_JSON,
+    find_converted_save,
+    find_evidence,
+    find_wrapped_checkpoint,
+)
+from ckptctl.formats.megatron.megatron_folder import POINTER_FILE
+from ckptctl.formats.shared.findings import FaultCollector
+from ckptctl.formats.shared.tags import is_run_folder
 from ckptctl.tree import TreePath
 
-FUSED = ".linear_fc1.weight"
+FUSED_LAYER = ".linear_fc1.weight"
 """Megatron-Core's name of a layer that Megatron-FSDP saves in parts."""
 
 
@@ -43,7 +49,12 @@ class McoreFormat(ItemFormat, WritableFormat):
         "`weights` folder; verl's folder with such a `dist_ckpt` folder"
     )
     marks = re.compile(
-        "|".join([*map(re.escape, (COMMON, MARK, POINTER)), r"(?:weights|dist_ckpt|model|actor)\Z"])
+        "|".join(
+            [
+                *map(re.escape, (COMMON, METADATA_JSON, POINTER_FILE)),
+                r"(?:weights|dist_ckpt|model|actor)\Z",
+            ]
+        )
     )
     wholeness = (
         "`metadata.json`, which is written last, exists; the chunks in `.metadata` tile every "
@@ -66,52 +77,56 @@ class McoreFormat(ItemFormat, WritableFormat):
     self_described = True
     sharded = True
     ties = "written in full"
-    stacks = True
+    stacks_layers = True
     adapter_layouts = ("mcore-canonical", "mcore")
     nested = True
     verbatim = True
-    pads = True
+    pads_vocabulary = True
     training = True
-    choices = frozenset({"tag"})
+    read_options = frozenset({"tag"})
     specializes = frozenset({"dcp"})
 
     def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
         path = listing.path
-        if is_run(path, POINTER, evidence):
-            return f"`{POINTER}` and saves of Megatron-Core"
-        here = evidence(path)
-        if here is None and listing.is_folder and (within := inside(path)):
-            here = f"`{within}` with {evidence(path / within)}"
-        return here
+        if is_run_folder(path, POINTER_FILE, find_evidence):
+            return f"`{POINTER_FILE}` and saves of Megatron-Core"
+        found_evidence = find_evidence(path)
+        if (
+            found_evidence is None
+            and listing.is_folder
+            and (subpath := find_wrapped_checkpoint(path))
+        ):
+            found_evidence = f"`{subpath}` with {find_evidence(path / subpath)}"
+        return found_evidence
 
-    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, options: ReadOptions = DEFAULT_READ_OPTIONS) -> Catalog:
         """See :meth:`Format.read`."""
         require_folder(path)
-        from ckptctl.formats.mcore.mcore_reader import read
+        from ckptctl.formats.mcore.mcore_reader import read_catalog
 
-        return read(path, asked, self.name)
+        return read_catalog(path, options, self.name)
 
-    def refine(self, catalog: Catalog, asked: ReadOptions) -> Catalog:
+    def refine(self, catalog: Catalog, options: ReadOptions) -> Catalog:
         """Join the tensors that Megatron-FSDP saves in parts, in regular DCP checkpoints."""
-        if not any(FUSED in name for name in catalog.tensors):
+        if not any(FUSED_LAYER in name for name in catalog.tensors):
             return catalog
-        from ckptctl.formats.mcore.joining import canonical  # few checkpoints need this
-        from ckptctl.formats.mcore.spelling import is_of_fsdp
+        from ckptctl.formats.mcore.joining import join_canonical  # few checkpoints need this
+        from ckptctl.formats.mcore.spelling import is_fsdp_checkpoint
 
-        if not is_of_fsdp(catalog.tensors):
+        if not is_fsdp_checkpoint(catalog.tensors):
             return catalog
-        faults = Faults(catalog.root, asked.partial, list(catalog.findings))
-        joined = canonical(catalog, faults, {})
-        new = quote_names([name for name in joined.tensors if name not in catalog.tensors])
+        faults = FaultCollector(catalog.root, options.partial, list(catalog.findings))
+        joined_catalog = join_canonical(catalog, faults, {})
+        new = quote_names([name for name in joined_catalog.tensors if name not in catalog.tensors])
         note = f"tensors that Megatron-FSDP saved in parts are joined and renamed: {new}"
-        return replace(joined, notes=(*joined.notes, note))
+        return replace(joined_catalog, notes=(*joined_catalog.notes, note))
 
     def merged_parameters(self, names: Sequence[str]) -> dict[str, str]:
         """See :meth:`Format.merged_parameters`."""
-        from ckptctl.formats.mcore.spelling import whole_of
+        from ckptctl.formats.mcore.spelling import find_parameter_name
 
-        return {name: whole for name in names if (whole := whole_of(name))}
+        return {name: whole for name in names if (whole := find_parameter_name(name))}
 
     def recorded_facts(self, catalog: Catalog) -> RecordedFacts | None:
         """See :meth:`Format.recorded_facts`."""
@@ -119,15 +134,15 @@ class McoreFormat(ItemFormat, WritableFormat):
 
         return MegatronRecords(catalog) if catalog.extensions else None
 
-    def only_part(self, path: TreePath) -> TreePath | None:
-        """See :meth:`Format.only_part`."""
-        return only_save(path)
+    def find_inner_checkpoint(self, path: TreePath) -> TreePath | None:
+        """See :meth:`Format.find_inner_checkpoint`."""
+        return find_converted_save(path)
 
     def lay_out(self, request: OutputRequest) -> OutputLayout:
         """See :meth:`WritableFormat.lay_out`."""
-        from ckptctl.formats.mcore.mcore_writing import lay_out  # only for writing
+        from ckptctl.formats.mcore.mcore_writing import lay_out_checkpoint  # only for writing
 
-        return lay_out(request)
+        return lay_out_checkpoint(request)
 
 
 FORMAT = McoreFormat()

@@ -19,46 +19,48 @@ from ckptctl.facts.megatron import merge_records
 from ckptctl.planner.config_facts import Json
 from ckptctl.units import pluralize
 
-_HALVED = re.compile(r".*\.linear_fc1\.adapter\.adapter_(?:up|gate)\.linear_out\.weight")
+_EXCHANGED = re.compile(r".*\.linear_fc1\.adapter\.adapter_(?:up|gate)\.linear_out\.weight")
 
 
-def halved(names: Collection[str]) -> list[str]:
+def list_exchanged_factors(names: Collection[str]) -> list[str]:
     """Return the *names* of factors whose rows tensor-parallel ranks exchange."""
-    return [name for name in names if _HALVED.fullmatch(name)]
+    return [name for name in names if _EXCHANGED.fullmatch(name)]
 
 
-def in_order(catalog: Catalog, records: Mapping[str, Json]) -> Catalog:
+def restore_row_order(catalog: Catalog, records: Mapping[str, Json]) -> Catalog:
     """Restore the row order of factors in *catalog*.
 
     Args:
         catalog: Catalog with separate layers.
         records: Records of the trainer by file.
     """
-    found = halved(catalog.tensors)
-    ranks = merge_records(records.values()).get("tensor_model_parallel_size") if found else None
-    changed = {name: _in_order(catalog, catalog.tensors[name], ranks) for name in found}
+    factors = list_exchanged_factors(catalog.tensors)
+    ranks = merge_records(records.values()).get("tensor_model_parallel_size") if factors else None
+    changed = {name: _restore_rows(catalog, catalog.tensors[name], ranks) for name in factors}
     return replace(catalog, tensors={**catalog.tensors, **changed}) if changed else catalog
 
 
-def _in_order(catalog: Catalog, entry: TensorEntry, ranks: object) -> TensorEntry:
+def _restore_rows(catalog: Catalog, entry: TensorEntry, ranks: object) -> TensorEntry:
     pieces = {extent.box.sizes[0] for extent in entry.extents}
     count = entry.shape[0] // max(pieces, default=1)
     if count <= 2 or ranks in (1, count):
         return entry
     if len(pieces) > 1 or not isinstance(ranks, int) or count != 2 * ranks:
-        said = f"the training run had {ranks} ranks" if ranks else "the world size is not recorded"
+        reason = (
+            f"the training run had {ranks} ranks" if ranks else "the world size is not recorded"
+        )
         raise UnsupportedError(
             "the row order of an adapter is ambiguous",
             where=f"tensor `{entry.name}` of {catalog.path}",
-            why=f"tensor-parallel ranks saved it in {pluralize(count, 'piece')}, and {said}",
+            why=f"tensor-parallel ranks saved it in {pluralize(count, 'piece')}, and {reason}",
             hint="copy Megatron-Bridge's `run_config.yaml`, which records the world size, into "
             "the checkpoint",
         )
     (rows,) = pieces
 
-    def moved(box: Box) -> Box:
+    def move_box(box: Box) -> Box:
         half, rank = divmod(box.offsets[0] // rows, ranks)
         return replace(box, offsets=((2 * rank + half) * rows, *box.offsets[1:]))
 
-    extents = (replace(extent, box=moved(extent.box)) for extent in entry.extents)
+    extents = (replace(extent, box=move_box(extent.box)) for extent in entry.extents)
     return replace(entry, extents=tuple(extents))

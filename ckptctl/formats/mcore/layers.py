@@ -21,7 +21,7 @@ _LAYER = re.compile(r"((?:optimizer\.state\.\w+\.)?decoder\.layers)\.([0-9]+)\.(
 
 
 @dataclass(frozen=True, slots=True)
-class Layers:
+class LayerStorage:
     """Storage of layers, stacked or separate.
 
     Attributes:
@@ -30,23 +30,23 @@ class Layers:
 
     count: int = 0
 
-    def place(self, name: str) -> tuple[str, int | None]:
+    def locate_leaf(self, name: str) -> tuple[str, int | None]:
         """Return the stored name of a leaf, and its index along the stacked dimension.
 
         The index is None if the leaf is not stacked.
         """
-        found = _LAYER.fullmatch(name) if self.count else None
-        return (f"{found[1]}.{found[3]}", int(found[2])) if found else (name, None)
+        match = _LAYER.fullmatch(name) if self.count else None
+        return (f"{match[1]}.{match[3]}", int(match[2])) if match else (name, None)
 
-    def stored(self, tensor: OutputTensor) -> OutputTensor:
+    def to_stored(self, tensor: OutputTensor) -> OutputTensor:
         """Return the tensor that contains *tensor* in storage."""
-        name, place = self.place(tensor.name)
+        name, place = self.locate_leaf(tensor.name)
         if place is None:
             return replace(tensor, path=(name,))
         return replace(tensor, name=name, path=(name,), shape=(self.count, *tensor.shape))
 
 
-def stacked(tensors: Iterable[OutputTensor]) -> Layers:
+def stack_layers(tensors: Iterable[OutputTensor]) -> LayerStorage:
     """Check that all layers of a model are alike, and return that they are stacked.
 
     Raises:
@@ -54,19 +54,19 @@ def stacked(tensors: Iterable[OutputTensor]) -> Layers:
     """
     layers: dict[int, dict[str, tuple[str, tuple[int, ...]]]] = defaultdict(dict)
     for tensor in tensors:
-        if found := _LAYER.fullmatch(tensor.name):
-            layers[int(found[2])][f"{found[1]}.{found[3]}"] = (tensor.dtype, tensor.shape)
-    if problem := _difference(layers):
+        if match := _LAYER.fullmatch(tensor.name):
+            layers[int(match[2])][f"{match[1]}.{match[3]}"] = (tensor.dtype, tensor.shape)
+    if problem := _find_difference(layers):
         raise RefusedError(
             "these layers cannot be stacked",
             why=problem,
             hint=f"omit {spell_option('--stack-layers')} to write each layer separately, as "
             "Megatron-Core does for such a model",
         )
-    return Layers(len(layers))
+    return LayerStorage(len(layers))
 
 
-def _difference(layers: Mapping[int, Mapping[str, object]]) -> str | None:
+def _find_difference(layers: Mapping[int, Mapping[str, object]]) -> str | None:
     if sorted(layers) != list(range(len(layers))):
         return "some layers are missing"
     for number, layer in layers.items():

@@ -20,20 +20,20 @@ import re
 from collections.abc import Mapping
 
 from ckptctl.errors import DamagedError, UnsupportedError, spell_option
-from ckptctl.formats.megatron.megatron_folder import POINTER, folder_named
-from ckptctl.formats.shared.tags import is_run, tag_folder
+from ckptctl.formats.megatron.megatron_folder import POINTER_FILE, format_folder_name
+from ckptctl.formats.shared.tags import find_tag_folder, is_run_folder
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.paths import is_present
 from ckptctl.storage.schema import find_member
 from ckptctl.tree import TreePath
 
-METADATA, COMMON, MARK = ".metadata", "common.pt", "metadata.json"
+METADATA, COMMON, METADATA_JSON = ".metadata", "common.pt", "metadata.json"
 COMMON_STATE = "common_state"
 """Object with the unsharded values of saves without ``common.pt`` (Megatron-Core 0.19)."""
 RUN_CONFIG = "run_config.yaml"
 """Megatron-Bridge's model configuration."""
-MAX_MARK = 1 << 16
+MAX_METADATA_JSON_BYTES = 1 << 16
 TORCH_DIST = "torch_dist"
 RELEASE = "release"
 """Content of the tracker file and name of the folder for weights that no training run saved.
@@ -43,7 +43,7 @@ state. ``0`` is not possible: Megatron-LM would require these, and Bridge 0.3 wo
 file. Source: ``read_metadata`` and ``load_checkpoint`` of both.
 """
 ACTOR, CRITIC = "actor", "critic"
-INSIDE = (
+WRAPPED_PATHS = (
     "weights",
     "dist_ckpt",
     "model/dist_ckpt",
@@ -51,93 +51,99 @@ INSIDE = (
     f"{ACTOR}/model/dist_ckpt",
 )
 """Paths of the checkpoint in a step's folder of NeMo 2 and verl."""
-_WEIGHTS = re.compile(r".*\.safetensors|pytorch_model.*\.bin|\.metadata", re.DOTALL)
+_WEIGHT_FILES = re.compile(r".*\.safetensors|pytorch_model.*\.bin|\.metadata", re.DOTALL)
 """Files that show that a folder is a checkpoint itself, not a trainer's wrapper folder."""
 
 
-def evidence(folder: TreePath) -> str | None:
+def find_evidence(folder: TreePath) -> str | None:
     """Return evidence that *folder* itself is one save, or None."""
     if not folder.is_dir():
         return None
-    common, finished = is_present(folder / COMMON), is_present(folder / MARK)
+    common, finished = is_present(folder / COMMON), is_present(folder / METADATA_JSON)
     if common and is_present(folder / METADATA):
         return f"`{METADATA}` and `{COMMON}`"
     if not finished:
         return None
     with source_files(folder) as files:
-        backend = find_member(str, _said(files), "sharded_backend")
-    return f"`{MARK}` of the backend `{backend}`" if backend else None
+        backend = find_member(str, _read_metadata_json(files), "sharded_backend")
+    return f"`{METADATA_JSON}` of the backend `{backend}`" if backend else None
 
 
-def only_save(path: TreePath) -> TreePath | None:
+def find_converted_save(path: TreePath) -> TreePath | None:
     """Return the save in a folder with only the output of a conversion, or None.
 
     A folder of an iteration belongs to a training run, which will add more saves.
     """
-    run = is_run(path, POINTER, evidence)
-    if not run or {item.name for item in path.iterdir()} != {POINTER, RELEASE}:
+    run = is_run_folder(path, POINTER_FILE, find_evidence)
+    if not run or {item.name for item in path.iterdir()} != {POINTER_FILE, RELEASE}:
         return None
     return path / RELEASE
 
 
-def inside(path: TreePath) -> str | None:
+def find_wrapped_checkpoint(path: TreePath) -> str | None:
     """Return the subpath of the checkpoint in a trainer's folder *path*, or None."""
-    found = next((name for name in INSIDE if evidence(path / name)), None)
-    own = found and any(_WEIGHTS.fullmatch(item.name) for item in path.iterdir())
-    return None if own else found
+    subpath = next((name for name in WRAPPED_PATHS if find_evidence(path / name)), None)
+    is_checkpoint = subpath and any(_WEIGHT_FILES.fullmatch(item.name) for item in path.iterdir())
+    return None if is_checkpoint else subpath
 
 
-def passed_over(path: TreePath, folder: TreePath) -> str | None:
+def find_skipped_critic(path: TreePath, folder: TreePath) -> str | None:
     """Return the folder of verl's critic in *path* if *folder*, of its actor, is read, or None."""
-    both = folder.is_relative_to(path / ACTOR) and inside(path / CRITIC)
-    return CRITIC if both else None
+    has_critic = folder.is_relative_to(path / ACTOR) and find_wrapped_checkpoint(path / CRITIC)
+    return CRITIC if has_critic else None
 
 
-def save_folder(path: TreePath, tag: str | None) -> TreePath:
+def find_save_folder(path: TreePath, tag: str | None) -> TreePath:
     """Return the folder of the save for *path*, which is itself or inside it."""
-    if tag is None and (within := inside(path)):
-        return path / within
-    return path / tag_folder(path, tag, POINTER, evidence, folder_named)
+    if tag is None and (subpath := find_wrapped_checkpoint(path)):
+        return path / subpath
+    return path / find_tag_folder(path, tag, POINTER_FILE, find_evidence, format_folder_name)
 
 
 def require_finished(files: SourceFiles) -> None:
     """Raise if a save was interrupted, or if its backend is not supported."""
     where = str(files.root)
-    if not is_present(files.root / MARK):
+    if not is_present(files.root / METADATA_JSON):
         raise DamagedError(
-            f"the save was interrupted: `{MARK}` is missing",
+            f"the save was interrupted: `{METADATA_JSON}` is missing",
             where=where,
             why="Megatron writes it last",
             hint="use the previous save",
         )
-    backend = find_member(str, read_json(files, MARK, MAX_MARK), "sharded_backend")
+    backend = find_member(
+        str, read_json(files, METADATA_JSON, MAX_METADATA_JSON_BYTES), "sharded_backend"
+    )
     if backend not in (None, TORCH_DIST):
         megatron_fsdp = (
             f"pass {spell_option('--from dcp')} (Megatron-FSDP saves standard DCP checkpoints)"
         )
-        others = {
+        hints = {
             "zarr": "load it with Megatron-Core before 0.14 and save it as `torch_dist`",
             "fsdp_dtensor": megatron_fsdp,
         }
         raise UnsupportedError(
             f"the backend `{backend}` is not supported",
-            where=str(files.root / MARK),
+            where=str(files.root / METADATA_JSON),
             why=f"`sharded_backend` is not `{TORCH_DIST}`",
-            hint=others.get(backend),
+            hint=hints.get(backend),
         )
     if not is_present(files.root / METADATA):
         raise DamagedError(
-            f"`{METADATA}` is missing", where=where, why=f"`{MARK}` states that it was written"
+            f"`{METADATA}` is missing",
+            where=where,
+            why=f"`{METADATA_JSON}` states that it was written",
         )
 
 
-def names_common(files: SourceFiles) -> bool:
+def is_common_recorded(files: SourceFiles) -> bool:
     """Return whether ``metadata.json`` states that ``common.pt`` was written."""
-    return find_member(str, _said(files), "common_backend") == "torch"
+    return find_member(str, _read_metadata_json(files), "common_backend") == "torch"
 
 
-def _said(files: SourceFiles) -> Mapping[str, object] | None:
+def _read_metadata_json(files: SourceFiles) -> Mapping[str, object] | None:
     try:
-        return find_member(dict[str, object], read_json(files, MARK, MAX_MARK))
+        return find_member(
+            dict[str, object], read_json(files, METADATA_JSON, MAX_METADATA_JSON_BYTES)
+        )
     except (DamagedError, UnsupportedError):
         return None

@@ -55,24 +55,30 @@ from ckptctl.facts.megatron_files import (
     build_container,
     build_run_config,
 )
-from ckptctl.formats.base import OutputLayout, OutputRequest, OutputTensor, TensorPlace, document
+from ckptctl.formats.base import (
+    OutputLayout,
+    OutputRequest,
+    OutputTensor,
+    TensorPlace,
+    make_content_file,
+)
 from ckptctl.formats.dcp import METADATA
-from ckptctl.formats.dcp.data_files import DataFiles, shards
-from ckptctl.formats.dcp.metadata_writer import encode
-from ckptctl.formats.mcore.factors import halved
-from ckptctl.formats.mcore.layers import Layers, stacked
+from ckptctl.formats.dcp.data_files import DataFileBuilder, assign_boxes_to_files
+from ckptctl.formats.dcp.metadata_writer import encode_metadata
+from ckptctl.formats.mcore.factors import list_exchanged_factors
+from ckptctl.formats.mcore.layers import LayerStorage, stack_layers
 from ckptctl.formats.mcore.mcore_files import (
     COMMON,
     COMMON_STATE,
-    MARK,
+    METADATA_JSON,
     RELEASE,
     RUN_CONFIG,
     TORCH_DIST,
 )
-from ckptctl.formats.mcore.objects import extra_states, is_object, stored_object
-from ckptctl.formats.megatron.megatron_folder import POINTER
-from ckptctl.formats.shared.leaves import nest
-from ckptctl.formats.shared.stored_leaves import stored_leaf
+from ckptctl.formats.mcore.objects import is_sharded_object, make_extra_states, to_stored_object
+from ckptctl.formats.megatron.megatron_folder import POINTER_FILE
+from ckptctl.formats.shared.leaves import build_nested
+from ckptctl.formats.shared.stored_leaves import make_pickled_tensor
 from ckptctl.formats.torch_file import ZipFrame
 from ckptctl.notes import Notes
 from ckptctl.planner.config_facts import read_sizes
@@ -84,7 +90,7 @@ from ckptctl.storage.yaml_text import dump_yaml
 from ckptctl.storage.zips import zip_writer
 
 EMBEDDING = "embedding.word_embeddings.weight"
-MARK_FILE = json.dumps(
+METADATA_JSON_CONTENT = json.dumps(
     {
         "sharded_backend": TORCH_DIST,
         "sharded_backend_version": 1,
@@ -93,61 +99,63 @@ MARK_FILE = json.dumps(
     }
 ).encode()
 """Content of ``metadata.json``, without which Megatron-Core does not recognize a folder."""
-CONTENT, APART = "content_metadata", "non_homogeneous_layers"
+CONTENT_KEY, SEPARATE_LAYERS_KEY = "content_metadata", "non_homogeneous_layers"
 """Keys of the arguments that Megatron-Core passes to ``sharded_state_dict`` for loading."""
-NOTHING: Mapping[str, object] = {}
+NO_STATE: Mapping[str, object] = {}
 VERSION = 3.0
 """Checkpoint version; since 2.0, queries, keys and values are grouped in one tensor."""
 
 
-def lay_out(request: OutputRequest) -> OutputLayout:
+def lay_out_checkpoint(request: OutputRequest) -> OutputLayout:
     """Lay out a model whose tensors have the names of layout ``mcore``."""
-    run = training(request.tensors, request.blobs, request.notes)
+    run = separate_training_state(request.tensors, request.blobs, request.notes)
     request = replace(request, tensors=[t for t in request.tensors if t not in run.tensors])
-    layers = stacked(request.tensors) if request.stack_layers else Layers()
+    layers = stack_layers(request.tensors) if request.stack_layers else LayerStorage()
     # Megatron-Core requires these objects; those that the source does not have are empty.
     model = [tensor for tensor in request.tensors if tensor.shape and not is_state(tensor.name)]
-    held = (stored_object(blob, layers) for blob in run.objects)
-    objects = [*{blob.name: blob for blob in (*extra_states(model, layers), *held)}.values()]
-    writer, places = DataFiles(), dict[str, list[TensorPlace]]()
+    stored_objects = (to_stored_object(blob, layers) for blob in run.objects)
+    objects = [
+        *{blob.name: blob for blob in (*make_extra_states(model, layers), *stored_objects)}.values()
+    ]
+    writer, places = DataFileBuilder(), dict[str, list[TensorPlace]]()
     stored: dict[str, OutputTensor] = {}
-    for position, shard in enumerate(shards(request)):
-        writer.begin(f"__0_{position}.distcp")
+    for position, shard in enumerate(assign_boxes_to_files(request)):
+        writer.begin_file(f"__0_{position}.distcp")
         for tensor, box in shard:
             places.setdefault(tensor.name, []).append(TensorPlace(box, len(writer.records)))
-            whole = layers.stored(tensor)
-            whole = stored.setdefault(whole.name, whole)
-            layer = layers.place(tensor.name)[1]
+            stored_tensor = layers.to_stored(tensor)
+            stored_tensor = stored.setdefault(stored_tensor.name, stored_tensor)
+            layer = layers.locate_leaf(tensor.name)[1]
             if layer is not None:
                 box = Box((layer, *box.offsets), (1, *box.sizes))
-            writer.add_tensor(whole, box)
-        for one in () if position else objects:
-            writer.add_blob(one)
-        writer.finish()
+            writer.add_tensor(stored_tensor, box)
+        for stored_blob in () if position else objects:
+            writer.add_blob(stored_blob)
+        writer.finish_file()
     if aliases := [tensor.name for tensor in request.tensors if tensor.alias_of]:
-        written = f"each is written in full: {quote_names(aliases)}"
-        request.notes.add(f"mcore does not support tied tensors; {written}")
-    described = describe(request, run.common)
-    common = common_file(described.common, run.tensors)
+        message = f"each is written in full: {quote_names(aliases)}"
+        request.notes.add(f"mcore does not support tied tensors; {message}")
+    described = describe_model(request, run.common)
+    common = lay_out_common_file(described.common, run.tensors)
     contents, files = described.contents, list(writer.files)
     if run.tensors:
-        files.append(_with_tensors(common, run.tensors, writer.records, places))
+        files.append(_lay_out_common_tensors(common, run.tensors, writer.records, places))
     else:
         contents = {COMMON: b"".join(piece for _, piece in common.frame([])), **contents}
-    content = encode(list(stored.values()), objects, writer.boxes, writer.items)
+    content = encode_metadata(list(stored.values()), objects, writer.boxes, writer.items)
     return OutputLayout(
-        (*files, document(METADATA, content)),
+        (*files, make_content_file(METADATA, content)),
         tuple(writer.records),
-        {name: tuple(found) for name, found in places.items()},
+        {name: tuple(tensor_places) for name, tensor_places in places.items()},
         raw_copies=tuple(writer.raw_copies),
         contents=contents,
         folder=run.folder,
-        above={POINTER: run.pointer.encode()},
-        own=tuple(described.common),
+        outer_files={POINTER_FILE: run.pointer.encode()},
+        generated_files=tuple(described.common),
     )
 
 
-def _with_tensors(
+def _lay_out_common_tensors(
     common: zip_writer.ZipLayout,
     tensors: Sequence[OutputTensor],
     records: list[Record],
@@ -161,80 +169,92 @@ def _with_tensors(
     return OutputFile(COMMON, common.size, ZipFrame([(common, first, len(tensors))]))
 
 
-class Described(NamedTuple):
+class DescriptionFiles(NamedTuple):
     """Content of ``common.pt`` and of the other files without tensors."""
 
     common: Mapping[str, object]
     contents: Mapping[str, bytes]
 
 
-def describe(request: OutputRequest, around: Mapping[str, object]) -> Described:
-    """Return the files that describe a model, with *around* as the training state."""
+def describe_model(
+    request: OutputRequest, training_state: Mapping[str, object]
+) -> DescriptionFiles:
+    """Return the files that describe a model, with *training_state* as the training state."""
     if request.adapter is not None:
-        return _adapter(request, request.adapter)
+        return _describe_adapter(request, request.adapter)
     arguments = None
-    if "args" not in around:
-        what = f"the arguments in {COMMON}"
+    if "args" not in training_state:
+        noun = f"the arguments in {COMMON}"
         recorded = request.extensions.get(MEGATRON, ())
-        said = COMMON_STATE if COMMON_STATE in recorded else COMMON
-        arguments = _told(request, build_arguments, carried.copy_arguments, said, what)
-    what = f"{RUN_CONFIG} (for Megatron-Bridge)"
-    yaml = _told(request, build_run_config, carried.copy_run_config, RUN_CONFIG, what)
-    if around:
+        source_file = COMMON_STATE if COMMON_STATE in recorded else COMMON
+        arguments = _make_or_copy_config(
+            request, build_arguments, carried.copy_arguments, source_file, noun
+        )
+    noun = f"{RUN_CONFIG} (for Megatron-Bridge)"
+    yaml = _make_or_copy_config(
+        request, build_run_config, carried.copy_run_config, RUN_CONFIG, noun
+    )
+    if training_state:
         arguments = arguments and {**arguments, "no_save_optim": False}
         saved = find_member(dict[object, object], yaml, "checkpoint") or {}
         yaml = yaml and {**yaml, "checkpoint": {**saved, "save_optim": True}}
-    common = common_content(arguments, stacked=request.stack_layers, around=around)
-    contents = {MARK: MARK_FILE}
+    common = build_common_content(
+        arguments, stacked=request.stack_layers, training_state=training_state
+    )
+    contents = {METADATA_JSON: METADATA_JSON_CONTENT}
     if yaml is not None:
         contents[RUN_CONFIG] = dump_yaml(yaml)
-    return Described(common, contents)
+    return DescriptionFiles(common, contents)
 
 
-def _adapter(request: OutputRequest, stated: Mapping[str, object]) -> Described:
+def _describe_adapter(request: OutputRequest, settings: Mapping[str, object]) -> DescriptionFiles:
     """Return the files that describe an adapter, and its base model if known."""
-    what = f"the model section of {RUN_CONFIG} (Megatron-Bridge reads the model from elsewhere)"
-    yaml = _told(request, build_run_config, carried.copy_run_config, RUN_CONFIG, what)
+    noun = f"the model section of {RUN_CONFIG} (Megatron-Bridge reads the model from elsewhere)"
+    yaml = _make_or_copy_config(
+        request, build_run_config, carried.copy_run_config, RUN_CONFIG, noun
+    )
     yaml = yaml or build_container(ONE_RANK)
     shapes = {tensor.name: tensor.shape for tensor in request.tensors}
-    yaml[PEFT_SECTION] = build_adapter_section(shapes, stated, request.sizes.get("i"))
+    yaml[PEFT_SECTION] = build_adapter_section(shapes, settings, request.sizes.get("i"))
     if layers := list_incomplete_layers(shapes):
         parts = "factors for query, key and value together, and for gate and up together"
         missing = f"some are missing in {quote_names(layers)}"
         request.notes.add(f"Megatron-Bridge 0.3 requires {parts}; {missing}")
-    if exchanged := halved(shapes):
+    if exchanged := list_exchanged_factors(shapes):
         request.notes.add(
             "with several tensor-parallel ranks, Megatron-Bridge 0.3 swaps rows of these "
             f"factors; load them on one rank: {quote_names(exchanged)}"
         )
-    common = common_content(None, stacked=request.stack_layers)
-    return Described(common, {MARK: MARK_FILE, RUN_CONFIG: dump_yaml(yaml)})
+    common = build_common_content(None, stacked=request.stack_layers)
+    return DescriptionFiles(
+        common, {METADATA_JSON: METADATA_JSON_CONTENT, RUN_CONFIG: dump_yaml(yaml)}
+    )
 
 
-def _told(
+def _make_or_copy_config(
     request: OutputRequest,
     make: Callable[..., dict[str, object]],
     carry: Callable[..., CopiedRecord],
     file: str,
-    what: str,
+    noun: str,
 ) -> dict[str, object] | None:
     """Make a configuration with *make*, or else copy the source's *file* with *carry*."""
-    made, why_not = _made(request, make)
-    if made is not None:
-        return made
+    config, why_not = _make_config(request, make)
+    if config is not None:
+        return config
     recorded = request.extensions.get(MEGATRON, {})
     if file not in recorded:
-        request.notes.add(f"skipped {what}, because {why_not}")
+        request.notes.add(f"skipped {noun}, because {why_not}")
         return None
-    found = carry(recorded[file], _rows(request), _dtype(request))
-    if found.skipped:
+    copied = carry(recorded[file], _find_vocabulary_rows(request), _find_main_dtype(request))
+    if copied.skipped:
         request.notes.add(
-            f"omitted from {what}, because they are not plain values: {quote_names(found.skipped)}"
+            f"omitted from {noun}, because they are not plain values: {quote_names(copied.skipped)}"
         )
-    return found.values
+    return copied.values
 
 
-def _made(
+def _make_config(
     request: OutputRequest, make: Callable[..., dict[str, object]]
 ) -> tuple[dict[str, object] | None, str]:
     """Make a configuration with *make*, or return None and the reason for the failure."""
@@ -243,23 +263,23 @@ def _made(
             return None, f"the model type is unknown (set {spell_option('--model-type')})"
         pointing = f"pass {spell_option('--assets DIR')} to copy it from the trained model's folder"
         return None, f"config.json is missing; {pointing}"
-    sizes, stated = dict(request.sizes), read_sizes(request.family, request.config)
-    if "v" in stated:
-        sizes["v"] = stated["v"]  # the tensors may be padded
-    rows, dtype = _rows(request), _dtype(request)
+    sizes, recorded_sizes = dict(request.sizes), read_sizes(request.family, request.config)
+    if "v" in recorded_sizes:
+        sizes["v"] = recorded_sizes["v"]  # the tensors may be padded
+    rows, dtype = _find_vocabulary_rows(request), _find_main_dtype(request)
     try:
         return make(request.family, request.config, sizes, padded=rows, dtype=dtype), ""
     except MappingError as error:
         return None, error.what
 
 
-def _rows(request: OutputRequest) -> int | None:
+def _find_vocabulary_rows(request: OutputRequest) -> int | None:
     """Return the padded size of the vocabulary, or None."""
-    found = (tensor.shape[0] for tensor in request.tensors if tensor.name == EMBEDDING)
-    return next(found, None)
+    row_counts = (tensor.shape[0] for tensor in request.tensors if tensor.name == EMBEDDING)
+    return next(row_counts, None)
 
 
-def _dtype(request: OutputRequest) -> str | None:
+def _find_main_dtype(request: OutputRequest) -> str | None:
     """Return the dtype of most bytes of the model, or None."""
     total: dict[str, int] = {}
     for tensor in request.tensors:
@@ -268,32 +288,40 @@ def _dtype(request: OutputRequest) -> str | None:
     return max(total, key=lambda name: total[name], default=None)
 
 
-def common_content(
-    arguments: Mapping[str, object] | None, *, stacked: bool, around: Mapping[str, object] = NOTHING
+def build_common_content(
+    arguments: Mapping[str, object] | None,
+    *,
+    stacked: bool,
+    training_state: Mapping[str, object] = NO_STATE,
 ) -> dict[str, object]:
     """Build the content of ``common.pt``.
 
     Args:
         arguments: Arguments of Megatron-LM by name, or None if unknown.
         stacked: Whether layers are stacked.
-        around: Training state of a run; its arguments take precedence.
+        training_state: Training state of a run; its arguments take precedence.
     """
-    saved = around.get(CONTENT)
-    handed: dict[str, object] = {
+    saved = training_state.get(CONTENT_KEY)
+    sharding_arguments: dict[str, object] = {
         **(saved if isinstance(saved, dict) else {}),
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
     }
-    handed.pop(APART, None)
+    sharding_arguments.pop(SEPARATE_LAYERS_KEY, None)
     if not stacked:
-        handed[APART] = True
-    content = {"checkpoint_version": VERSION, "iteration": 0, **around, CONTENT: handed}
+        sharding_arguments[SEPARATE_LAYERS_KEY] = True
+    content = {
+        "checkpoint_version": VERSION,
+        "iteration": 0,
+        **training_state,
+        CONTENT_KEY: sharding_arguments,
+    }
     if arguments is None:
         return content
     return {"args": Inert("argparse", "Namespace", (), dict(arguments), newobj=True), **content}
 
 
-def common_file(
+def lay_out_common_file(
     content: Mapping[str, object], tensors: Sequence[OutputTensor] = ()
 ) -> zip_writer.ZipLayout:
     """Lay out ``common.pt`` with *content*, in which *tensors* are stored."""
@@ -301,12 +329,12 @@ def common_file(
     return zip_writer.lay_out(dump_pickle(content), storages, folder="common")
 
 
-STATE = re.compile(r"optimizer\.state\.\w+\.(.+)")
-OPTIMIZER, SETTINGS, ITERATION = "optimizer", "param_groups", "iteration"
+STATE_NAME = re.compile(r"optimizer\.state\.\w+\.(.+)")
+OPTIMIZER, SETTINGS_KEY, ITERATION_KEY = "optimizer", "param_groups", "iteration"
 MAX_ITERATION = 10**12
 
 
-class Training(NamedTuple):
+class TrainingState(NamedTuple):
     """Training state and objects that are written with the model.
 
     Attributes:
@@ -322,15 +350,17 @@ class Training(NamedTuple):
     @property
     def folder(self) -> str:
         """Folder name of the save."""
-        return f"iter_{self.common[ITERATION]:07d}" if self.common else RELEASE
+        return f"iter_{self.common[ITERATION_KEY]:07d}" if self.common else RELEASE
 
     @property
     def pointer(self) -> str:
         """Content of the tracker file."""
-        return str(self.common[ITERATION]) if self.common else RELEASE
+        return str(self.common[ITERATION_KEY]) if self.common else RELEASE
 
 
-def training(tensors: Sequence[OutputTensor], blobs: Iterable[Blob], notes: Notes) -> Training:
+def separate_training_state(
+    tensors: Sequence[OutputTensor], blobs: Iterable[Blob], notes: Notes
+) -> TrainingState:
     """Separate training state and objects from the model in *tensors* and *blobs*.
 
     Raises:
@@ -338,17 +368,17 @@ def training(tensors: Sequence[OutputTensor], blobs: Iterable[Blob], notes: Note
     """
     objects, leaves = list[Blob](), list[Blob]()
     for blob in blobs:
-        (objects if is_object(blob.name) else leaves).append(blob)
+        (objects if is_sharded_object(blob.name) else leaves).append(blob)
     if not any(is_state(tensor.name) for tensor in tensors):
         why = "mcore can only store it together with an optimizer state"
         notes.explain("skipped", {blob.name: why for blob in leaves})
-        return Training(tuple(objects), (), {})
-    inside = tuple(tensor for tensor in tensors if _is_common(tensor))
+        return TrainingState(tuple(objects), (), {})
+    common_tensors = tuple(tensor for tensor in tensors if _is_common(tensor))
     model = {tensor.name for tensor in tensors if not is_state(tensor.name)}
     for tensor in tensors:
-        found = STATE.fullmatch(tensor.name)
-        named = found is not None and found[1] in model
-        if is_state(tensor.name) and tensor not in inside and not named:
+        match = STATE_NAME.fullmatch(tensor.name)
+        has_parameter = match is not None and match[1] in model
+        if is_state(tensor.name) and tensor not in common_tensors and not has_parameter:
             raise RefusedError(
                 "Megatron-Core cannot load this optimizer state",
                 where=f"tensor `{tensor.name}`",
@@ -356,7 +386,9 @@ def training(tensors: Sequence[OutputTensor], blobs: Iterable[Blob], notes: Note
                 "name",
                 hint=f"pass {spell_option('--only model')} to write only the weights",
             )
-    return Training(tuple(objects), inside, _common(leaves, inside))
+    return TrainingState(
+        tuple(objects), common_tensors, _build_common_state(leaves, common_tensors)
+    )
 
 
 def is_state(name: str) -> bool:
@@ -369,29 +401,33 @@ def _is_common(tensor: OutputTensor) -> bool:
 
     Such tensors are in nested dictionaries, whereas weights and moments have full names as keys.
     """
-    plain = not any("." in str(key) for key in tensor.path)
-    return len(tensor.path) > 1 and plain and not STATE.fullmatch(tensor.name)
+    has_plain_keys = not any("." in str(key) for key in tensor.path)
+    return len(tensor.path) > 1 and has_plain_keys and not STATE_NAME.fullmatch(tensor.name)
 
 
-def _common(leaves: Sequence[Blob], tensors: Sequence[OutputTensor]) -> Mapping[str, object]:
-    stored = ((t.path, stored_leaf(t, str(key))) for key, t in enumerate(tensors))
+def _build_common_state(
+    leaves: Sequence[Blob], tensors: Sequence[OutputTensor]
+) -> Mapping[str, object]:
+    stored = ((t.path, make_pickled_tensor(t, str(key))) for key, t in enumerate(tensors))
     values = ((blob.path, blob.value) for blob in leaves)
-    pairs = ((_numbered(path), leaf) for path, leaf in (*values, *stored))
-    content = cast("dict[str, object]", nest(pairs))
-    held = [blob.name for blob in leaves if SETTINGS in blob.path]
-    iteration = content.get(ITERATION)
-    if not held or type(iteration) is not int or not 0 < iteration < MAX_ITERATION:
-        lacking = "the iteration number" if held else "the settings of the parameter groups"
+    pairs = ((_restore_optimizer_number(path), leaf) for path, leaf in (*values, *stored))
+    content = cast("dict[str, object]", build_nested(pairs))
+    settings_names = [blob.name for blob in leaves if SETTINGS_KEY in blob.path]
+    iteration = content.get(ITERATION_KEY)
+    if not settings_names or type(iteration) is not int or not 0 < iteration < MAX_ITERATION:
+        missing = (
+            "the iteration number" if settings_names else "the settings of the parameter groups"
+        )
         raise RefusedError(
             "Megatron-Core cannot resume with this optimizer state",
-            where=f"`{ITERATION if held else SETTINGS}`",
-            why=f"`common.pt` must contain {lacking}, but the source does not",
+            where=f"`{ITERATION_KEY if settings_names else SETTINGS_KEY}`",
+            why=f"`common.pt` must contain {missing}, but the source does not",
             hint=f"pass {spell_option('--only model')} to write only the weights",
         )
     return content
 
 
-def _numbered(path: Path) -> Path:
+def _restore_optimizer_number(path: Path) -> Path:
     """Convert an optimizer's number in *path*, which DCP makes a string, back to an integer."""
     head, *rest = path
     if head == OPTIMIZER and rest and str(rest[0]).isdecimal() and not isinstance(rest[0], Index):

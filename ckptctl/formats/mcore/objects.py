@@ -24,17 +24,17 @@ from dataclasses import replace
 
 from ckptctl.catalog import Blob
 from ckptctl.formats.base import OutputTensor
-from ckptctl.formats.mcore.layers import Layers
-from ckptctl.formats.mcore.spelling import Spelling, spelling_of
+from ckptctl.formats.mcore.layers import LayerStorage
+from ckptctl.formats.mcore.spelling import TensorNameParts, parse_tensor_name
 from ckptctl.planner.mapping.adapters import is_factor
 
 _NUMBERS = r"[0-9]{1,6}(?:\.[0-9]{1,6})*"
 _OBJECT = re.compile(rf"(.+)/shard_({_NUMBERS})_({_NUMBERS})")
 EXTRA_STATE = "_extra_state"
-EMPTY: list[object] = [None]
+EMPTY_STATE: list[object] = [None]
 ATTENTION = "self_attention"
 CORE = "core_attention"
-_WITHOUT = frozenset({"output_layer", "router", "self_attention", "shared_experts"})
+_MODULES_WITHOUT_STATE = frozenset({"output_layer", "router", "self_attention", "shared_experts"})
 _CONVOLUTIONS = frozenset({"conv1d", "in_proj"})
 """Modules without extra state.
 
@@ -44,67 +44,78 @@ at all. ``GPTModel.sharded_state_dict`` removes the extra state of the output la
 _EXPERTS = ".mlp.experts.experts."
 
 
-def is_object(name: str) -> bool:
+def is_sharded_object(name: str) -> bool:
     """Return whether a leaf is a sharded object."""
     return _OBJECT.fullmatch(name) is not None
 
 
-def object_name(key: str, at: Sequence[int], of: Sequence[int]) -> str:
-    """Return the name of the object at *at* in a grid of shape *of*, or of a single one."""
-    return f"{key}/shard_{_joined(at or [0])}_{_joined(of or [1])}"
+def format_object_name(key: str, offset: Sequence[int], grid: Sequence[int]) -> str:
+    """Return the name of the object at *offset* in a grid of shape *grid*, or of a single one."""
+    return f"{key}/shard_{_join_numbers(offset or [0])}_{_join_numbers(grid or [1])}"
 
 
-def canonical_objects(blobs: Mapping[str, Blob]) -> dict[str, Blob]:
+def to_canonical_objects(blobs: Mapping[str, Blob]) -> dict[str, Blob]:
     """Rename the objects in *blobs* to match canonical tensors."""
-    found = {name: spelling_of(match[1]) for name in blobs if (match := _OBJECT.fullmatch(name))}
+    spellings = {
+        name: parse_tensor_name(match[1]) for name in blobs if (match := _OBJECT.fullmatch(name))
+    }
     experts: Counter[tuple[str, str]] = Counter()
-    for one in found.values():
-        if one.expert is not None:
-            experts[one.family] = max(experts[one.family], one.expert + 1)
-    names = {name: _canonical(name, one, experts[one.family]) for name, one in found.items()}
+    for spelling in spellings.values():
+        if spelling.expert is not None:
+            experts[spelling.family] = max(experts[spelling.family], spelling.expert + 1)
+    names = {
+        name: _to_canonical_name(name, spelling, experts[spelling.family])
+        for name, spelling in spellings.items()
+    }
     if len({names.get(name, name) for name in blobs}) < len(blobs):
         return dict(blobs)
-    return {blob.name: blob for blob in (_called(b, names.get(n, n)) for n, b in blobs.items())}
+    return {
+        blob.name: blob for blob in (_rename_blob(b, names.get(n, n)) for n, b in blobs.items())
+    }
 
 
-def stored_object(blob: Blob, layers: Layers) -> Blob:
+def to_stored_object(blob: Blob, layers: LayerStorage) -> Blob:
     """Rename *blob* from its canonical name to the one for the storage of *layers*."""
     match = _OBJECT.fullmatch(blob.name)
-    stored, layer = layers.place(match[1]) if match else (blob.name, None)
+    stored, layer = layers.locate_leaf(match[1]) if match else (blob.name, None)
     if match is None or layer is None:
         return blob
-    at, of = _places(match)
-    return _called(blob, object_name(stored, [layer, *at], [layers.count, *of]))
+    offset, grid = _parse_object_place(match)
+    return _rename_blob(blob, format_object_name(stored, [layer, *offset], [layers.count, *grid]))
 
 
-def _canonical(name: str, one: Spelling, experts: int) -> str:
+def _to_canonical_name(name: str, spelling: TensorNameParts, experts: int) -> str:
     match = _OBJECT.fullmatch(name)
-    if match is None or not (one.stacked or one.expert is not None):
-        return name if match is None else object_name(one.name(), *_places(match))
-    at, of = _places(match)
+    if match is None or not (spelling.is_stacked or spelling.expert is not None):
+        return (
+            name
+            if match is None
+            else format_object_name(spelling.canonical_name(), *_parse_object_place(match))
+        )
+    offset, grid = _parse_object_place(match)
     layer = None
-    if one.stacked:
-        layer, at, of = int(match[2].partition(".")[0]), at[1:], of[1:]
-    if one.expert is not None:
-        at, of = [*at, one.expert], [*of, experts]
-    return object_name(one.name(layer), at, of)
+    if spelling.is_stacked:
+        layer, offset, grid = int(match[2].partition(".")[0]), offset[1:], grid[1:]
+    if spelling.expert is not None:
+        offset, grid = [*offset, spelling.expert], [*grid, experts]
+    return format_object_name(spelling.canonical_name(layer), offset, grid)
 
 
-def _places(match: re.Match[str]) -> tuple[list[int], list[int]]:
+def _parse_object_place(match: re.Match[str]) -> tuple[list[int], list[int]]:
     """Return the offset of an object and the grid shape, both empty for a single object."""
-    at, of = ([int(number) for number in match[group].split(".")] for group in (2, 3))
-    return ([], []) if of == [1] else (at, of)
+    offset, grid = ([int(number) for number in match[group].split(".")] for group in (2, 3))
+    return ([], []) if grid == [1] else (offset, grid)
 
 
-def _called(blob: Blob, name: str) -> Blob:
+def _rename_blob(blob: Blob, name: str) -> Blob:
     return blob if name == blob.name else replace(blob, name=name, path=(name,))
 
 
-def _joined(numbers: Sequence[int]) -> str:
+def _join_numbers(numbers: Sequence[int]) -> str:
     return ".".join(map(str, numbers))
 
 
-def extra_states(tensors: Iterable[OutputTensor], layers: Layers) -> Iterator[Blob]:
+def make_extra_states(tensors: Iterable[OutputTensor], layers: LayerStorage) -> Iterator[Blob]:
     """Yield the extra-state objects of the modules whose parameters are *tensors*.
 
     Args:
@@ -113,32 +124,37 @@ def extra_states(tensors: Iterable[OutputTensor], layers: Layers) -> Iterator[Bl
     """
     seen: set[str] = set()
     for tensor in tensors:
-        for module in _modules(tensor.name):
+        for module in _find_modules(tensor.name):
             if module not in seen:
                 seen.add(module)
                 count = tensor.shape[0] if _EXPERTS in module else 0
-                yield from _objects(module, count, layers)
+                yield from _make_objects(module, count, layers)
 
 
-def _modules(name: str) -> Iterator[str]:
+def _find_modules(name: str) -> Iterator[str]:
     """Yield the modules that a parameter implies, which are its own and the attention around it."""
-    own = name.rpartition(".")[0]
-    parts = own.split(".")
+    module = name.rpartition(".")[0]
+    parts = module.split(".")
     convolution = parts[-1] == "weight" and not _CONVOLUTIONS.isdisjoint(parts[-2:-1])
-    if own and "embedding" not in parts and parts[-1] not in _WITHOUT and not convolution:
-        yield own
-    attention, found, _ = name.partition(f".{ATTENTION}.linear_")
-    if found and not is_factor(name):  # gated delta nets do not have such layers
+    if (
+        module
+        and "embedding" not in parts
+        and parts[-1] not in _MODULES_WITHOUT_STATE
+        and not convolution
+    ):
+        yield module
+    attention, separator, _ = name.partition(f".{ATTENTION}.linear_")
+    if separator and not is_factor(name):  # gated delta nets do not have such layers
         yield f"{attention}.{ATTENTION}.{CORE}"
 
 
-def _objects(module: str, experts: int, layers: Layers) -> Iterator[Blob]:
+def _make_objects(module: str, experts: int, layers: LayerStorage) -> Iterator[Blob]:
     """Yield the extra-state object of a module, or of each of its experts."""
-    stored, place = layers.place(f"{module}.{EXTRA_STATE}")
+    stored, place = layers.locate_leaf(f"{module}.{EXTRA_STATE}")
     offset, total = ([place], [layers.count]) if place is not None else ([], [])
     for expert in range(experts) if experts else [None]:
-        at, of = [*offset], [*total]
+        object_offset, grid = [*offset], [*total]
         if expert is not None:
-            at, of = [*at, expert], [*of, experts]
-        name = object_name(stored, at, of)
-        yield Blob(name, (name,), value=EMPTY)
+            object_offset, grid = [*object_offset, expert], [*grid, experts]
+        name = format_object_name(stored, object_offset, grid)
+        yield Blob(name, (name,), value=EMPTY_STATE)

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from ckptctl.catalog import TensorEntry
 from ckptctl.errors import CoverageError, UnsupportedError, quote_names
-from ckptctl.formats.shared.findings import Faults
+from ckptctl.formats.shared.findings import FaultCollector
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.units import pluralize
 
@@ -36,56 +36,56 @@ _LAYER = re.compile(r"(\d{1,6})\.(.+)", re.DOTALL)
 _EXPERT = re.compile(r"(.*\.experts)\.(?:experts|local_experts)\.(\d{1,6})\.(.+)", re.DOTALL)
 _GROUPED = re.compile(r"(.*\.mlp\.experts)\.(linear_fc[12]\.(?:weight|bias))(\d{1,6})", re.DOTALL)
 _HALF = re.compile(r"(.*\.linear_fc1\.(?:weight|bias)\d*)_([wv])", re.DOTALL)
-_PART_OF_FSDP = re.compile(r"\d+|\d*_w")
-_OF_PART = re.compile(r"(.*\.linear_fc[12]\.(?:weight|bias)(?:\d+|\d*_[wv]))\..+", re.DOTALL)
+_FSDP_PART = re.compile(r"\d+|\d*_w")
+_PART_STATE = re.compile(r"(.*\.linear_fc[12]\.(?:weight|bias)(?:\d+|\d*_[wv]))\..+", re.DOTALL)
 _LAYERS, HALVES = ".layers.", "wv"
 DECODER = "decoder.layers"
 MAX_LAYERS = MAX_EXPERTS = 1 << 14
 """Limits for the numbers in names and arguments."""
-_UNEVEN = ("heterogeneous_layers_config_path", "heterogeneous_block_specs")
+_UNEVEN_ARGUMENTS = ("heterogeneous_layers_config_path", "heterogeneous_block_specs")
 """Arguments of models that may have layers without any tensors."""
 
 
-class Spelling(NamedTuple):
+class TensorNameParts(NamedTuple):
     """Parts of a tensor name.
 
     Attributes:
-        before: Canonical name up to the layer number, or the full name.
-        after: Rest of the name.
+        prefix: Canonical name up to the layer number, or the full name.
+        suffix: Rest of the name.
         stack: Container of the layers, such as ``decoder.layers``; empty outside of layers.
         layer: Layer number; None if all layers are stacked.
         expert: Expert number; None for all experts, or none.
         half: 0 for gate, 1 for up; None for both, or neither.
     """
 
-    before: str
-    after: str = ""
+    prefix: str
+    suffix: str = ""
     stack: str = ""
     layer: int | None = None
     expert: int | None = None
     half: int | None = None
 
     @property
-    def stacked(self) -> bool:
+    def is_stacked(self) -> bool:
         """Whether the tensor contains all layers along dimension 0."""
         return bool(self.stack) and self.layer is None
 
     @property
     def family(self) -> tuple[str, str]:
         """Key of this tensor in all layers, which is the stack and the name within a layer."""
-        return self.stack, self.after if self.stack else self.before
+        return self.stack, self.suffix if self.stack else self.prefix
 
-    def name(self, layer: int | None = None) -> str:
+    def canonical_name(self, layer: int | None = None) -> str:
         """Return the canonical name of the tensor, or of its *layer*."""
         number = self.layer if layer is None else layer
-        return self.before + (f"{number}." if self.stack else "") + self.after
+        return self.prefix + (f"{number}." if self.stack else "") + self.suffix
 
 
-def spelling_of(name: str) -> Spelling:
+def parse_tensor_name(name: str) -> TensorNameParts:
     """Parse a tensor name."""
-    found = _PREFIX.match(name)
-    before = (found[1] or "") if found else ""
-    rest = name[found.end() :] if found else name
+    prefix = _PREFIX.match(name)
+    state_prefix = (prefix[1] or "") if prefix else ""
+    rest = name[prefix.end() :] if prefix else name
     expert = half = None
     if part := _HALF.fullmatch(rest):
         rest, half = part[1], HALVES.index(part[2])
@@ -93,112 +93,118 @@ def spelling_of(name: str) -> Spelling:
         rest, expert = f"{single[1]}.experts.{single[3]}", int(single[2])
     elif single := _GROUPED.fullmatch(rest):
         rest, expert = f"{single[1]}.experts.{single[2]}", int(single[3])
-    above, dot, inside = rest.partition(_LAYERS)
+    container, dot, layer_name = rest.partition(_LAYERS)
     if not dot:
-        return Spelling(before + rest, expert=expert, half=half)
-    stack, numbered = above + _LAYERS[:-1], _LAYER.fullmatch(inside)
-    layer, after = (int(numbered[1]), numbered[2]) if numbered else (None, inside)
-    return Spelling(f"{before}{stack}.", after, stack, layer, expert, half)
+        return TensorNameParts(state_prefix + rest, expert=expert, half=half)
+    stack, numbered = container + _LAYERS[:-1], _LAYER.fullmatch(layer_name)
+    layer, suffix = (int(numbered[1]), numbered[2]) if numbered else (None, layer_name)
+    return TensorNameParts(f"{state_prefix}{stack}.", suffix, stack, layer, expert, half)
 
 
-def is_of_fsdp(names: Iterable[str]) -> bool:
+def is_fsdp_checkpoint(names: Iterable[str]) -> bool:
     """Return whether *names* are parts of tensors as Megatron-FSDP saves them."""
     parts = (name.rpartition(".linear_fc1.weight") for name in names)
-    return any(".mlp." in f"{head}." and _PART_OF_FSDP.fullmatch(tail) for head, _, tail in parts)
+    return any(".mlp." in f"{head}." and _FSDP_PART.fullmatch(tail) for head, _, tail in parts)
 
 
-def whole_of(name: str) -> str | None:
+def find_parameter_name(name: str) -> str | None:
     """Return the canonical parameter name in the name of a part's state, or None."""
-    found = _OF_PART.fullmatch(name)
-    return spelling_of(found[1]).name() if found else None
+    match = _PART_STATE.fullmatch(name)
+    return parse_tensor_name(match[1]).canonical_name() if match else None
 
 
-def spellings(tensors: Mapping[str, TensorEntry]) -> dict[str, Spelling]:
+def parse_tensor_names(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorNameParts]:
     """Parse the names of *tensors*, treating 0-d tensors as unstacked."""
-    found = {name: spelling_of(name) for name in tensors}
-    alone = (name for name, one in found.items() if one.stacked and not tensors[name].shape)
-    return {**found, **{name: Spelling(name) for name in alone}}
+    parsed = {name: parse_tensor_name(name) for name in tensors}
+    unstacked = (
+        name for name, parts in parsed.items() if parts.is_stacked and not tensors[name].shape
+    )
+    return {**parsed, **{name: TensorNameParts(name) for name in unstacked}}
 
 
-def require_layers(
+def require_all_layers(
     tensors: Mapping[str, TensorEntry],
-    found: Mapping[str, Spelling],
+    parsed_names: Mapping[str, TensorNameParts],
     arguments: Mapping[str, object],
-    faults: Faults,
+    faults: FaultCollector,
 ) -> None:
     """Compare the numbers of layers in names, shapes and the trainer's *arguments*."""
-    by_stack: dict[str, dict[str, Spelling]] = {}
-    for name, one in found.items():
-        if one.stack:
-            by_stack.setdefault(one.stack, {})[name] = one
+    by_stack: dict[str, dict[str, TensorNameParts]] = {}
+    for name, parts in parsed_names.items():
+        if parts.stack:
+            by_stack.setdefault(parts.stack, {})[name] = parts
     for stack, members in by_stack.items():
-        told = _told(arguments) if stack == DECODER else None
-        stacked = {tensors[name].shape[0]: name for name, one in members.items() if one.stacked}
-        layers = {one.layer for one in members.values() if one.layer is not None}
-        _require_one(stack, stacked, layers, told, str(faults.root))
-        absent = (
+        argument_count = _read_layer_count(arguments) if stack == DECODER else None
+        stacked = {
+            tensors[name].shape[0]: name for name, parts in members.items() if parts.is_stacked
+        }
+        layers = {parts.layer for parts in members.values() if parts.layer is not None}
+        _require_layer_count(stack, stacked, layers, argument_count, str(faults.root))
+        missing = (
             ()
             if stacked or is_adapter(members)
-            else sorted({*range(told or max(layers) + 1)} - layers)
+            else sorted({*range(argument_count or max(layers) + 1)} - layers)
         )
-        if absent and not any(map(arguments.get, _UNEVEN)):
-            lacking = pluralize(len(absent), f"layer of `{stack}` is", f"layers of `{stack}` are")
+        if missing and not any(map(arguments.get, _UNEVEN_ARGUMENTS)):
+            message = pluralize(len(missing), f"layer of `{stack}` is", f"layers of `{stack}` are")
             error = CoverageError(
-                f"{lacking} missing",
+                f"{message} missing",
                 where=str(faults.root),
-                why=quote_names([str(layer) for layer in absent]),
+                why=quote_names([str(layer) for layer in missing]),
                 hint="check whether a pipeline stage is missing",
             )
-            faults.unreadable(error)
+            faults.add_or_raise(error)
 
 
-def _require_one(
+def _require_layer_count(
     stack: str,
     stacked: Mapping[int, str],
     layers: Collection[int],
-    told: int | None,
+    argument_count: int | None,
     where: str,
 ) -> None:
     """Raise if the number of layers of a stack is ambiguous, or too large."""
-    said = {count: f"`{name}` has {count:,}" for count, name in stacked.items()}
+    statements = {count: f"`{name}` has {count:,}" for count, name in stacked.items()}
     high = max(layers, default=-1) + 1
-    if high and (high > (told or high) or any(high > count for count in stacked)):
-        said.setdefault(high, f"there is a layer {high - 1:,}")
-    if told is not None and said:
-        said.setdefault(told, f"the trainer's arguments specify {told:,}")
-    if len(said) > 1:
+    if high and (high > (argument_count or high) or any(high > count for count in stacked)):
+        statements.setdefault(high, f"there is a layer {high - 1:,}")
+    if argument_count is not None and statements:
+        statements.setdefault(argument_count, f"the trainer's arguments specify {argument_count:,}")
+    if len(statements) > 1:
         raise UnsupportedError(
             f"the number of layers of `{stack}` is ambiguous",
             where=where,
-            why=quote_names(list(said.values()), quote=""),
+            why=quote_names(list(statements.values()), quote=""),
             hint="remove the files of other saves",
         )
-    if max(said, default=high) > MAX_LAYERS:
-        why = quote_names(list(said.values()), quote="")
-        what = f"`{stack}` has more than {MAX_LAYERS:,} layers"
-        raise UnsupportedError(what, where=where, why=why)
+    if max(statements, default=high) > MAX_LAYERS:
+        why = quote_names(list(statements.values()), quote="")
+        message = f"`{stack}` has more than {MAX_LAYERS:,} layers"
+        raise UnsupportedError(message, where=where, why=why)
 
 
-def _told(arguments: Mapping[str, object]) -> int | None:
+def _read_layer_count(arguments: Mapping[str, object]) -> int | None:
     """Return the number of layers in the arguments, or None (not of T5's encoder)."""
-    given = (arguments.get(name) for name in ("decoder_num_layers", "num_layers"))
-    return next((count for count in given if type(count) is int and 0 < count <= MAX_LAYERS), None)
+    values = (arguments.get(name) for name in ("decoder_num_layers", "num_layers"))
+    return next((count for count in values if type(count) is int and 0 < count <= MAX_LAYERS), None)
 
 
-def expert_counts(
-    found: Iterable[Spelling], arguments: Mapping[str, object], where: str
+def count_experts(
+    parsed_names: Iterable[TensorNameParts], arguments: Mapping[str, object], where: str
 ) -> dict[tuple[str, str], int]:
     """Count the experts of each :attr:`Spelling.family` with separate experts."""
     counts: dict[tuple[str, str], int] = {}
-    given = (arguments.get(name) for name in ("num_experts", "num_moe_experts"))
-    told = next((count for count in given if type(count) is int and count <= MAX_EXPERTS), 0)
-    for one in found:
-        if one.expert is not None:
-            if one.expert >= MAX_EXPERTS:
+    values = (arguments.get(name) for name in ("num_experts", "num_moe_experts"))
+    argument_count = next(
+        (count for count in values if type(count) is int and count <= MAX_EXPERTS), 0
+    )
+    for parts in parsed_names:
+        if parts.expert is not None:
+            if parts.expert >= MAX_EXPERTS:
                 raise UnsupportedError(
                     f"there are more than {MAX_EXPERTS:,} experts",
                     where=where,
-                    why=f"expert {one.expert:,} of `{one.family[1]}`",
+                    why=f"expert {parts.expert:,} of `{parts.family[1]}`",
                 )
-            counts[one.family] = max(counts.get(one.family, told), one.expert + 1)
+            counts[parts.family] = max(counts.get(parts.family, argument_count), parts.expert + 1)
     return counts

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 
 from ckptctl.catalog import Catalog
-from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions, require_folder
-from ckptctl.formats.megatron.megatron_folder import POINTER, evidence
-from ckptctl.formats.shared.tags import is_run
+from ckptctl.formats.base import DEFAULT_READ_OPTIONS, Format, Listing, ReadOptions, require_folder
+from ckptctl.formats.megatron.megatron_folder import POINTER_FILE, find_evidence
+from ckptctl.formats.shared.tags import is_run_folder
 from ckptctl.tree import TreePath
 
 
@@ -24,7 +24,7 @@ class MegatronFormat(Format):
         "`mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`; the parent folder of `iter_NNNNNNN` or "
         "`release`, with `latest_checkpointed_iteration.txt`"
     )
-    marks = re.compile(f"{POINTER}|mp_rank_")
+    marks = re.compile(f"{POINTER_FILE}|mp_rank_")
     wholeness = (
         "`args` in every file states the numbers of ranks, layers and experts, and all of them "
         "exist; all files are of the same iteration; files that have checksums were not copied "
@@ -42,21 +42,21 @@ class MegatronFormat(Format):
         " Megatron-LM's own program and Transformer Engine's layers (fused norms, grouped "
         "experts) were not run; for these, the file layout and the names follow the source code"
     )
-    choices = frozenset({"tag", "rules"})
+    read_options = frozenset({"tag", "rules"})
     self_described = True
 
     def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
-        if is_run(listing.path, POINTER, evidence):
-            return f"`{POINTER}` and saves of mp_rank_*"
-        return evidence(listing.path)
+        if is_run_folder(listing.path, POINTER_FILE, find_evidence):
+            return f"`{POINTER_FILE}` and saves of mp_rank_*"
+        return find_evidence(listing.path)
 
-    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, options: ReadOptions = DEFAULT_READ_OPTIONS) -> Catalog:
         """See :meth:`Format.read`."""
         require_folder(path)
-        from ckptctl.formats.megatron.megatron_reader import read
+        from ckptctl.formats.megatron.megatron_reader import read_catalog
 
-        return read(path, asked, self.name)
+        return read_catalog(path, options, self.name)
 
 
 FORMAT = MegatronFormat()

@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 from ckptctl.errors import DamagedError, FormatError, SourceNotFoundError, UnsupportedError
 from ckptctl.formats.megatron.megatron_folder import (
-    MODEL,
+    MODEL_FILE,
     LocalTensor,
     Numbers,
     RankState,
-    rank_folders,
-    read_state,
+    list_rank_folders,
+    read_rank_state,
 )
-from ckptctl.formats.shared.findings import Faults, mixed_saves
+from ckptctl.formats.shared.findings import FaultCollector, mixed_saves_error
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.read_ahead import prefetch_zips
 from ckptctl.units import pluralize
@@ -45,42 +45,42 @@ class GridPosition(NamedTuple):
     tensor: int
 
 
-def sizes_of(
-    named: Mapping[Numbers, str], states: Mapping[Numbers, RankState], where: str
+def determine_grid_sizes(
+    files_by_numbers: Mapping[Numbers, str], states: Mapping[Numbers, RankState], where: str
 ) -> GridPosition:
     """Return the size of the grid from the arguments, or else from the folder names."""
-    said: dict[GridPosition, str] = {}
+    files_by_size: dict[GridPosition, str] = {}
     for state in states.values():
-        known = _said(state)
-        if known is not None:
-            said.setdefault(known, state.file)
-    if len(said) > 1:
-        (one, first), (other, second) = list(said.items())[:2]
-        raise mixed_saves(
+        state_sizes = _read_sizes(state)
+        if state_sizes is not None:
+            files_by_size.setdefault(state_sizes, state.file)
+    if len(files_by_size) > 1:
+        (first_sizes, first), (second_sizes, second) = list(files_by_size.items())[:2]
+        raise mixed_saves_error(
             where,
-            f"`{first}` belongs to {_shown(one)} ranks, `{second}` to {_shown(other)}",
+            f"`{first}` belongs to {_format_sizes(first_sizes)} ranks, `{second}` to {_format_sizes(second_sizes)}",
         )
-    lengths = {len(key) for key in named}
-    if said:
-        sizes = next(iter(said))
+    lengths = {len(key) for key in files_by_numbers}
+    if files_by_size:
+        sizes = next(iter(files_by_size))
         expected = 1 + (sizes.pipeline > 1) + (sizes.expert > 1)
         if lengths != {expected}:
-            raise mixed_saves(
+            raise mixed_saves_error(
                 where,
-                f"the folder names of {_shown(sizes)} ranks contain {pluralize(expected, 'number')}",
+                f"the folder names of {_format_sizes(sizes)} ranks contain {pluralize(expected, 'number')}",
             )
         return sizes
-    return _sizes_of_names(named, where)
+    return _infer_sizes(files_by_numbers, where)
 
 
-def _said(state: RankState) -> GridPosition | None:
-    found = [
-        next((value for name in names if (value := state.argument(name)) is not None), None)
+def _read_sizes(state: RankState) -> GridPosition | None:
+    values = [
+        next((value for name in names if (value := state.find_argument(name)) is not None), None)
         for names in _SIZES
     ]
-    if found[2] is None:
+    if values[2] is None:
         return None
-    pipeline, expert, tensor = (1 if value is None else value for value in found)
+    pipeline, expert, tensor = (1 if value is None else value for value in values)
     if min(pipeline, expert, tensor) < 1 or pipeline * expert * tensor > MAX_RANKS:
         raise UnsupportedError(
             "the arguments contain an invalid number of ranks",
@@ -92,8 +92,8 @@ def _said(state: RankState) -> GridPosition | None:
     return GridPosition(pipeline, expert, tensor)
 
 
-def _sizes_of_names(named: Mapping[Numbers, str], where: str) -> GridPosition:
-    length = len(next(iter(named)))
+def _infer_sizes(files_by_numbers: Mapping[Numbers, str], where: str) -> GridPosition:
+    length = len(next(iter(files_by_numbers)))
     if length == 2:
         raise FormatError(
             "the meaning of the second number in the folder names is not recorded",
@@ -101,21 +101,25 @@ def _sizes_of_names(named: Mapping[Numbers, str], where: str) -> GridPosition:
             why="it is a pipeline stage or an expert-parallel rank; the files have no `args`, "
             "which would show this",
         )
-    tops = [1 + max(key[position] for key in named) for position in range(length)]
-    sizes = GridPosition(tops[1], tops[2], tops[0]) if length == 3 else GridPosition(1, 1, tops[0])
+    maxima = [1 + max(key[position] for key in files_by_numbers) for position in range(length)]
+    sizes = (
+        GridPosition(maxima[1], maxima[2], maxima[0])
+        if length == 3
+        else GridPosition(1, 1, maxima[0])
+    )
     if sizes.pipeline * sizes.expert * sizes.tensor > MAX_RANKS:
-        raise mixed_saves(where, f"the folders are numbered up to {_shown(sizes)}")
+        raise mixed_saves_error(where, f"the folders are numbered up to {_format_sizes(sizes)}")
     return sizes
 
 
-def _file_of(place: GridPosition, sizes: GridPosition) -> str:
+def _format_file_name(place: GridPosition, sizes: GridPosition) -> str:
     """Return the file of a rank, relative to the save's folder."""
     pipeline = f"_{place.pipeline:03d}" if sizes.pipeline > 1 else ""
     expert = f"_{place.expert:03d}" if sizes.expert > 1 else ""
-    return f"mp_rank_{place.tensor:02d}{pipeline}{expert}/{MODEL}"
+    return f"mp_rank_{place.tensor:02d}{pipeline}{expert}/{MODEL_FILE}"
 
 
-def _shown(sizes: GridPosition) -> str:
+def _format_sizes(sizes: GridPosition) -> str:
     """Format grid sizes as tensor x pipeline x expert."""
     return f"{sizes.tensor} x {sizes.pipeline} x {sizes.expert} (tensor x pipeline x expert)"
 
@@ -138,28 +142,31 @@ class Grid(NamedTuple):
         """First readable state."""
         return next(iter(self.states.values()))
 
-    def held(self, chunk: tuple[int, int], key: str) -> dict[GridPosition, LocalTensor | None]:
+    def find_tensors(
+        self, chunk: tuple[int, int], key: str
+    ) -> dict[GridPosition, LocalTensor | None]:
         """Return each rank's tensor called *key* in a pipeline stage, or None if it has none."""
         virtual, stage = chunk
-        found: dict[GridPosition, LocalTensor | None] = {}
+        tensors: dict[GridPosition, LocalTensor | None] = {}
         for place in self.files:
             if place.pipeline == stage:
                 state = self.states.get(place)
-                found[place] = state.chunks[virtual].get(key) if state else None
-        return found
+                tensors[place] = state.chunks[virtual].get(key) if state else None
+        return tensors
 
 
-def read_grid(files: SourceFiles, folder: str, faults: Faults) -> Grid:
+def read_grid(files: SourceFiles, folder: str, faults: FaultCollector) -> Grid:
     """Read the files of all ranks of one save."""
     where = str(files.root / folder)
     prefix = f"{folder}/" if folder else ""
-    named = {
-        key: f"{prefix}{name}/{MODEL}" for key, name in rank_folders(files.root, folder).items()
+    files_by_numbers = {
+        key: f"{prefix}{name}/{MODEL_FILE}"
+        for key, name in list_rank_folders(files.root, folder).items()
     }
 
     def read_file(name: str) -> RankState:
         try:
-            return read_state(files, name)
+            return read_rank_state(files, name)
         except SourceNotFoundError as error:
             raise DamagedError(
                 f"`{name}` is missing",
@@ -167,56 +174,60 @@ def read_grid(files: SourceFiles, folder: str, faults: Faults) -> Grid:
                 hint="copy the file from the node of its rank",
             ) from error
 
-    loaded = (faults.read(name, read_file) for name in prefetch_zips(files, named.values()))
-    read = dict(zip(named, loaded, strict=True))
-    states = {key: state for key, state in read.items() if state is not None}
+    loaded = (
+        faults.try_read(name, read_file) for name in prefetch_zips(files, files_by_numbers.values())
+    )
+    states_by_numbers = dict(zip(files_by_numbers, loaded, strict=True))
+    states = {key: state for key, state in states_by_numbers.items() if state is not None}
     if not states:
         raise DamagedError("none of the rank files can be read", where=where)
-    sizes = sizes_of(named, states, where)
+    sizes = determine_grid_sizes(files_by_numbers, states, where)
     placed: dict[GridPosition, tuple[str, RankState | None]] = {}
-    for key, file in named.items():
+    for key, file in files_by_numbers.items():
         tensor, second, third = (*key, 0, 0)[:3]
         both = len(key) == 3 or sizes.pipeline > 1
         place = GridPosition(second, third, tensor) if both else GridPosition(third, second, tensor)
-        placed[place] = file, read[key]
+        placed[place] = file, states_by_numbers[key]
     for place in placed:
-        if any(at >= size for at, size in zip(place, sizes, strict=True)):
-            beyond = f"`{_file_of(place, sizes)}` belongs to another save"
-            raise mixed_saves(where, f"the save has {_shown(sizes)} ranks, but {beyond}")
+        if any(coordinate >= size for coordinate, size in zip(place, sizes, strict=True)):
+            message = f"`{_format_file_name(place, sizes)}` belongs to another save"
+            raise mixed_saves_error(
+                where, f"the save has {_format_sizes(sizes)} ranks, but {message}"
+            )
     grid = Grid(
         sizes,
         {place: state for place, (_, state) in sorted(placed.items()) if state is not None},
         {
-            place: placed[place][0] if place in placed else prefix + _file_of(place, sizes)
+            place: placed[place][0] if place in placed else prefix + _format_file_name(place, sizes)
             for place in starmap(GridPosition, product(*map(range, sizes)))
         },
     )
     order = list(grid.files)
-    there = {number for number, place in enumerate(order) if place in placed}
-    faults.require_ranks(there, range(len(order)), lambda number: grid.files[order[number]])
-    _require_order(grid, where)
+    present = {number for number, place in enumerate(order) if place in placed}
+    faults.require_rank_files(present, range(len(order)), lambda number: grid.files[order[number]])
+    _require_rank_order(grid, where)
     return grid
 
 
-def _require_order(grid: Grid, where: str) -> None:
+def _require_rank_order(grid: Grid, where: str) -> None:
     """Raise if files belong to two saves or are swapped."""
     first = grid.first
     for state in grid.states.values():
         if state.iteration != first.iteration:
-            raise mixed_saves(
+            raise mixed_saves_error(
                 where,
                 f"`{first.file}` belongs to iteration {first.iteration}, "
                 f"`{state.file}` to {state.iteration}",
             )
-    found = ((state.argument("rank"), state.file) for state in grid.states.values())
-    writers = [(rank, file) for rank, file in found if rank is not None]
+    writer_ranks = ((state.find_argument("rank"), state.file) for state in grid.states.values())
+    writers = [(rank, file) for rank, file in writer_ranks if rank is not None]
     # Conversion tools write the same rank to all files.
     distinct = len({rank for rank, _ in writers}) == len(grid.states)
-    for (before, one), (after, other) in pairwise(writers):
-        if distinct and after < before:
+    for (previous, first_file), (current, second_file) in pairwise(writers):
+        if distinct and current < previous:
             raise UnsupportedError(
                 "the files of two ranks are swapped",
                 where=where,
-                why=f"process {before} wrote `{one}`, and process {after} wrote `{other}`",
+                why=f"process {previous} wrote `{first_file}`, and process {current} wrote `{second_file}`",
                 hint="restore the original names",
             )

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import FormatError, UnsupportedError, quote_names
-from ckptctl.formats.shared.findings import mixed_saves
-from ckptctl.formats.shared.leaves import flatten, join
+from ckptctl.formats.shared.findings import mixed_saves_error
+from ckptctl.formats.shared.leaves import flatten_object, join_path
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import Inert
 from ckptctl.storage.schema import malformed_errors, read_as
@@ -27,56 +27,66 @@ from ckptctl.tree import TreePath
 if TYPE_CHECKING:
     from ckptctl.storage.zips.zip_reader import StoredTensor
 
-MODEL_KEY, ARGUMENTS, ITERATION = "model", "args", "iteration"
-EXTRA = "_extra_state"
+MODEL_KEY, ARGUMENTS, ITERATION_KEY = "model", "args", "iteration"
+EXTRA_STATE_KEY = "_extra_state"
 MAX_CHUNKS = 1024
-POINTER = "latest_checkpointed_iteration.txt"
-MODEL, OPTIMIZER = "model_optim_rng.pt", "distrib_optim.pt"
+POINTER_FILE = "latest_checkpointed_iteration.txt"
+MODEL_FILE, OPTIMIZER_FILE = "model_optim_rng.pt", "distrib_optim.pt"
 _RANK = re.compile(r"mp_rank_(\d{2,7})((?:_\d{3,7}){0,2})", re.ASCII)
 _ITERATION = re.compile(r"\d{1,15}", re.ASCII)
 Numbers = tuple[int, ...]
 """Numbers in a folder's name: the tensor-parallel rank and up to two more."""
 
 
-def evidence(folder: TreePath) -> str | None:
+def find_evidence(folder: TreePath) -> str | None:
     """Return evidence that *folder* is one save, or None."""
     if not folder.is_dir():
         return None
-    found = [i for i in folder.iterdir() if numbers(i.name) is not None and (i / MODEL).is_file()]
-    return f"{len(found)} of mp_rank_*/{MODEL}" if found else None
+    folders = [
+        item
+        for item in folder.iterdir()
+        if parse_rank_folder(item.name) is not None and (item / MODEL_FILE).is_file()
+    ]
+    return f"{len(folders)} of mp_rank_*/{MODEL_FILE}" if folders else None
 
 
-def numbers(name: str) -> Numbers | None:
+def parse_rank_folder(name: str) -> Numbers | None:
     """Parse the numbers in a rank folder's name, or return None for another folder."""
-    found = _RANK.fullmatch(name)
-    if found is None:
+    match = _RANK.fullmatch(name)
+    if match is None:
         return None
-    return (int(found[1]), *map(int, found[2].split("_")[1:]))
+    return (int(match[1]), *map(int, match[2].split("_")[1:]))
 
 
-def folder_named(text: str) -> str:
+def format_folder_name(text: str) -> str:
     """Return the folder for the pointer's text, which is a number or ``release``."""
     return f"iter_{int(text):07d}" if _ITERATION.fullmatch(text) else text
 
 
-def rank_folders(root: TreePath, folder: str) -> dict[Numbers, str]:
+def list_rank_folders(root: TreePath, folder: str) -> dict[Numbers, str]:
     """Return the folders of the ranks by their numbers, even if their file is missing."""
-    found: dict[Numbers, str] = {}
-    items = ((item.name, numbers(item.name), item) for item in (root / folder).iterdir())
-    named = [(name, own) for name, own, item in items if own is not None and item.is_dir()]
-    for name, parsed in sorted(named):
-        if found.setdefault(parsed, name) != name:
-            raise mixed_saves(
-                root / folder, f"`{found[parsed]}` and `{name}` belong to the same rank"
+    names_by_numbers: dict[Numbers, str] = {}
+    items = ((item.name, parse_rank_folder(item.name), item) for item in (root / folder).iterdir())
+    candidates = [
+        (name, parsed_numbers)
+        for name, parsed_numbers, item in items
+        if parsed_numbers is not None and item.is_dir()
+    ]
+    for name, parsed in sorted(candidates):
+        if names_by_numbers.setdefault(parsed, name) != name:
+            raise mixed_saves_error(
+                root / folder, f"`{names_by_numbers[parsed]}` and `{name}` belong to the same rank"
             )
-    if len({len(parsed) for parsed in found}) > 1:
-        few = {len(parsed): name for parsed, name in found.items()}
-        raise mixed_saves(root / folder, " and ".join(f"`{name}`" for name in few.values()))
-    if not found:
+    if len({len(parsed) for parsed in names_by_numbers}) > 1:
+        examples = {len(parsed): name for parsed, name in names_by_numbers.items()}
+        raise mixed_saves_error(
+            root / folder, " and ".join(f"`{name}`" for name in examples.values())
+        )
+    if not names_by_numbers:
         raise FormatError(
             "no rank folder was found", where=str(root / folder), why="expected `mp_rank_00`"
         )
-    return found
+    return names_by_numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +119,13 @@ class RankState:
     content: Mapping[str, object]
     checksums: bool
 
-    def argument(self, name: str) -> int | None:
+    def find_argument(self, name: str) -> int | None:
         """Return an integer argument, or None if it is missing or not an integer."""
         value = self.arguments.get(name)
         return value if type(value) is int else None
 
 
-def read_state(files: SourceFiles, name: str) -> RankState:
+def read_rank_state(files: SourceFiles, name: str) -> RankState:
     """Read one rank's file."""
     from ckptctl.storage.zips.zip_reader import read_archive  # not for detection
 
@@ -125,53 +135,55 @@ def read_state(files: SourceFiles, name: str) -> RankState:
         content = read_as(dict[str, object], archive.root)
     record = content.get(ARGUMENTS)
     arguments = record.state if isinstance(record, Inert) else record
-    chunks = tuple(_tensors(content[key], where) for key in _models(content, where))
+    chunks = tuple(
+        _extract_tensors(content[key], where) for key in _find_model_keys(content, where)
+    )
     return RankState(
         name,
         {key: value for key, value in arguments.items() if isinstance(key, str)}
         if isinstance(arguments, dict)
         else {},
-        content.get(ITERATION),
-        tuple(found for found, _ in chunks),
+        content.get(ITERATION_KEY),
+        tuple(tensors for tensors, _ in chunks),
         any(extra for _, extra in chunks),
         content,
         archive.checksums,
     )
 
 
-def _models(content: Mapping[str, object], where: str) -> tuple[str, ...]:
+def _find_model_keys(content: Mapping[str, object], where: str) -> tuple[str, ...]:
     """Return the keys of the model's parts in order."""
     if MODEL_KEY in content:
         return (MODEL_KEY,)
     numbers = range(min(len(content), MAX_CHUNKS))
-    found = tuple(key for number in numbers if (key := f"{MODEL_KEY}{number}") in content)
-    if not found or found[-1] != f"{MODEL_KEY}{len(found) - 1}":
+    keys = tuple(key for number in numbers if (key := f"{MODEL_KEY}{number}") in content)
+    if not keys or keys[-1] != f"{MODEL_KEY}{len(keys) - 1}":
         raise UnsupportedError(
             "this file does not contain a model",
             where=where,
             why=f"it contains {quote_names([*content])}",
         )
-    return found
+    return keys
 
 
-def is_model(key: str) -> bool:
+def is_model_key(key: str) -> bool:
     """Return whether *key* is that of the model or a part of it."""
     return key == MODEL_KEY or (key.startswith(MODEL_KEY) and key[len(MODEL_KEY) :].isdecimal())
 
 
-def _tensors(model: object, where: str) -> tuple[dict[str, LocalTensor], bool]:
+def _extract_tensors(model: object, where: str) -> tuple[dict[str, LocalTensor], bool]:
     """Return the tensors of a state dict, and whether it also has extra state."""
-    from ckptctl.formats.shared.stored_leaves import is_stored, refuse_hidden_tensors
+    from ckptctl.formats.shared.stored_leaves import is_stored_tensor, refuse_hidden_tensors
     from ckptctl.storage.zips.zip_reader import StoredTensor
 
-    found: dict[str, LocalTensor] = {}
+    tensors: dict[str, LocalTensor] = {}
     extra = False
-    for path, leaf in flatten(model, is_stored, where=where):
-        name = join(path)
-        if any(part.startswith(EXTRA) for part in name.split(".")):
+    for path, leaf in flatten_object(model, is_stored_tensor, where=where):
+        name = join_path(path)
+        if any(part.startswith(EXTRA_STATE_KEY) for part in name.split(".")):
             extra = extra or leaf is not None
         elif isinstance(leaf, StoredTensor):
-            if found.setdefault(name, LocalTensor(path, leaf)).path != path:
+            if tensors.setdefault(name, LocalTensor(path, leaf)).path != path:
                 raise UnsupportedError(f"two values have the name `{name}`", where=where)
         else:
             refuse_hidden_tensors(leaf, name, where)
@@ -182,4 +194,4 @@ def _tensors(model: object, where: str) -> tuple[dict[str, LocalTensor], bool]:
                     where=where,
                     why=f"it is a {type(leaf).__name__}",
                 )
-    return found, extra
+    return tensors, extra

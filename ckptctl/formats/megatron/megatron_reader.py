@@ -30,12 +30,12 @@ from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.megatron.grid import Grid, GridPosition, read_grid
 from ckptctl.formats.megatron.megatron_folder import (
     MODEL_KEY,
-    OPTIMIZER,
-    POINTER,
+    OPTIMIZER_FILE,
+    POINTER_FILE,
     LocalTensor,
-    evidence,
-    folder_named,
-    is_model,
+    find_evidence,
+    format_folder_name,
+    is_model_key,
 )
 from ckptctl.formats.megatron.rules import (
     BUILT_IN,
@@ -43,23 +43,23 @@ from ckptctl.formats.megatron.rules import (
     Division,
     DivisionRule,
     Rules,
-    built_in,
-    divide,
-    load,
-    partner_of,
+    divide_tensor,
+    find_partner_name,
+    load_built_in_rules,
+    load_rules,
 )
-from ckptctl.formats.shared.findings import Faults
+from ckptctl.formats.shared.findings import FaultCollector
 from ckptctl.formats.shared.joined_tensors import (
     JoinedTensor,
-    part_extent,
-    separate_entry,
-    tensor_entries,
+    make_standalone_entry,
+    make_tensor_entries,
+    slice_extent,
 )
-from ckptctl.formats.shared.leaves import join, unknown_notes
+from ckptctl.formats.shared.leaves import join_path, unknown_class_notes
 from ckptctl.formats.shared.replicas import CopyComparison
-from ckptctl.formats.shared.stored_leaves import NO_CHECKSUMS, Leaves, extent_of
-from ckptctl.formats.shared.tags import tag_folder
-from ckptctl.formats.sidecar_files import beside
+from ckptctl.formats.shared.stored_leaves import NO_CHECKSUMS, Leaves, make_extent
+from ckptctl.formats.shared.tags import find_tag_folder
+from ckptctl.formats.sidecar_files import scan_sidecar_files
 from ckptctl.planner.families.facts import TRAINING_ARGUMENT_FACTS
 from ckptctl.storage.compare import have_same_elements
 from ckptctl.storage.files import SourceFiles, source_files
@@ -69,70 +69,70 @@ from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 
 _ROTARY = "rope"
-_LEFT_OUT = {
+_SKIPPED_KEYS = {
     "optimizer": "its state does not contain parameter names",
     "rng_state": "it differs between ranks",
     "rerun_state_machine": "it differs between ranks",
 }
 
 
-def read(path: TreePath, asked: ReadOptions, name: str) -> Catalog:
-    """Read the catalog of the folder *path* (see :meth:`Format.read`)."""
-    folder = tag_folder(path, asked.tag, POINTER, evidence, folder_named)
-    rules = load(asked.rules) if asked.rules else None
-    faults = Faults(path, asked.partial)
+def read_catalog(path: TreePath, options: ReadOptions, name: str) -> Catalog:
+    """Read the catalog of the folder *path* (see :meth:`Format.read_catalog`)."""
+    folder = find_tag_folder(path, options.tag, POINTER_FILE, find_evidence, format_folder_name)
+    rules = load_rules(options.rules) if options.rules else None
+    faults = FaultCollector(path, options.partial)
     with source_files(path) as files:
         grid = read_grid(files, folder, faults)
-        model = JoinedModel(files, grid, rules, str(path / folder))
-        others, first = Leaves(), grid.first  # the iteration, the scheduler, ...
+        model = ModelJoiner(files, grid, rules, str(path / folder))
+        other_leaves, first = Leaves(), grid.first  # the iteration, the scheduler, ...
         values = first.content.items()
-        rest = {k: value for k, value in values if not is_model(k) and k not in _LEFT_OUT}
-        others.add(rest, (), first.file, str(path / first.file))
+        rest = {k: value for k, value in values if not is_model_key(k) and k not in _SKIPPED_KEYS}
+        other_leaves.add_object(rest, (), first.file, str(path / first.file))
         sizes = {state.file: files.size(state.file) for state in grid.states.values()}
-    facts = dict(_facts(grid.first.arguments))
-    own = {folder, POINTER, *(file.split("/")[0] for file in grid.files.values())}
-    around = beside(path, own)
+    facts = dict(_iterate_facts(grid.first.arguments))
+    weight_files = {folder, POINTER_FILE, *(file.split("/")[0] for file in grid.files.values())}
+    sidecars = scan_sidecar_files(path, weight_files)
     return replace(
-        around.catalog(path, name),
+        sidecars.make_catalog(path, name),
         files=sizes,
-        tensors={**tensor_entries(model.joined), **others.tensors},
-        blobs=others.blobs,
+        tensors={**make_tensor_entries(model.joined_tensors), **other_leaves.tensors},
+        blobs=other_leaves.blobs,
         stated={f"the trainer's arguments in {path}": facts} if facts else {},
         notes=(
-            *_notes(grid, model, path),
-            *others.notes,
-            *unknown_notes(others.blobs.values()),
+            *_list_notes(grid, model, path),
+            *other_leaves.notes,
+            *unknown_class_notes(other_leaves.blobs.values()),
         ),
         replicas={
             name: tuple(tensor.copies)
-            for name, tensor in model.joined.items()
-            if tensor.copies and asked.replicas
+            for name, tensor in model.joined_tensors.items()
+            if tensor.copies and options.replicas
         },
         findings=tuple(faults.findings),
         lost=model.lost,
     )
 
 
-def _notes(grid: Grid, model: JoinedModel, root: TreePath) -> Iterator[str]:
+def _list_notes(grid: Grid, model: ModelJoiner, root: TreePath) -> Iterator[str]:
     first = grid.first
     if not first.checksums:
         yield NO_CHECKSUMS
-    for key, reason in _LEFT_OUT.items():
+    for key, reason in _SKIPPED_KEYS.items():
         if first.content.get(key) is not None:
             yield f"skipped `{key}`: {reason}"
-    if any((root / file).with_name(OPTIMIZER).is_file() for file in grid.files.values()):
-        yield f"skipped `{OPTIMIZER}`: flat buffers without parameter names"
+    if any((root / file).with_name(OPTIMIZER_FILE).is_file() for file in grid.files.values()):
+        yield f"skipped `{OPTIMIZER_FILE}`: flat buffers without parameter names"
     if any(state.extra for state in grid.states.values()):
         yield "skipped `_extra_state` of layers: it does not contain model tensors"
-    yield from model.compared.notes()
+    yield from model.comparison.list_notes()
 
 
-def _facts(arguments: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+def _iterate_facts(arguments: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     """Yield the model facts in *arguments*, by their names in config.json."""
     rotary = arguments.get("position_embedding_type") == _ROTARY
-    called = {field: name for name, field in FIELD_BY_ARGUMENT.items()}
+    argument_names = {field: name for name, field in FIELD_BY_ARGUMENT.items()}
     for fact in TRAINING_ARGUMENT_FACTS:
-        value = arguments.get(called.get(fact.megatron, fact.megatron))
+        value = arguments.get(argument_names.get(fact.megatron, fact.megatron))
         if isinstance(value, (int, float)) and (rotary or fact.megatron != "rotary_base"):
             yield fact.config, value
     heads = arguments.get("num_query_groups")
@@ -143,24 +143,24 @@ def _facts(arguments: Mapping[str, object]) -> Iterator[tuple[str, object]]:
         yield "tie_word_embeddings", not untied
 
 
-_WHOLE = DivisionRule((), None)
+_REPLICATED = DivisionRule((), None)
 
 
-class JoinedModel:
+class ModelJoiner:
     """The complete model, for which several ranks need *rules*.
 
     Attributes:
-        joined: Tensors by name, with holes if a rank's file is unreadable.
-        compared: Comparison of copies.
+        joined_tensors: Tensors by name, with holes if a rank's file is unreadable.
+        comparison: Comparison of copies.
     """
 
     def __init__(self, files: SourceFiles, grid: Grid, rules: Rules | None, where: str) -> None:
         if len(grid.files) > 1:
             require_rules(grid, rules, where)
         self.grid, self.where = grid, where
-        self.names = Names(grid, rules or Rules(where), where)
-        self.compared = CopyComparison(files)
-        self.joined: dict[str, JoinedTensor] = {}
+        self.names = RankNames(grid, rules or Rules(where), where)
+        self.comparison = CopyComparison(files)
+        self.joined_tensors: dict[str, JoinedTensor] = {}
         self._lost: dict[str, dict[Box, str]] = {}
         # Checksums of data that only one rank has: its parts of tensors and its experts. Parts are
         # those of the first expert-parallel ranks, as the others have the same.
@@ -168,75 +168,93 @@ class JoinedModel:
         self._experts: dict[GridPosition, list[int | None]] = {}
         for chunk, keys in self.names.chunks.items():
             for key in keys:
-                self._add(chunk, key)
+                self._add_tensor(chunk, key)
         self._refuse_copied_files()
 
-    def _add(self, chunk: VirtualStage, key: str) -> None:
+    def _add_tensor(self, chunk: VirtualStage, key: str) -> None:
         """Add a tensor, or one tensor for each expert-parallel rank."""
-        held = self.grid.held(chunk, key)
-        like = self._require_alike(key, held)
+        tensors_by_position = self.grid.find_tensors(chunk, key)
+        template = self._require_equal_tensors(key, tensors_by_position)
         for rank in range(self.grid.sizes.expert):
-            name, is_expert = self.names.whole(chunk, key, rank)
-            alone = len(self.grid.files) == 1
-            rule = _WHOLE if alone else self.names.rules.find(name) or _WHOLE
-            division = self._division(rule, chunk, key, like.tensor)
-            said = self.grid.first.argument(rule.size) if rule.size else None
-            if rule.dim is not None and said not in (None, division.shape[rule.dim]):
-                raise self._wrong(
+            name, is_expert = self.names.to_global_name(chunk, key, rank)
+            is_single_rank = len(self.grid.files) == 1
+            rule = (
+                _REPLICATED if is_single_rank else self.names.rules.find_rule(name) or _REPLICATED
+            )
+            division = self._make_division(rule, chunk, key, template.tensor)
+            expected_size = self.grid.first.find_argument(rule.size) if rule.size else None
+            if rule.dim is not None and expected_size not in (None, division.shape[rule.dim]):
+                raise self._disagreement_error(
                     name,
                     f"dimension {rule.dim} adds up to {division.shape[rule.dim]:,}, but "
-                    f"`{rule.size}` is {said:,}",
+                    f"`{rule.size}` is {expected_size:,}",
                 )
-            mine = {place: one for place, one in held.items() if place.expert == rank}
-            self._join(name, division, like, mine if is_expert else held, is_expert)
+            own_tensors = {
+                place: local_tensor
+                for place, local_tensor in tensors_by_position.items()
+                if place.expert == rank
+            }
+            self._join_tensor(
+                name,
+                division,
+                template,
+                own_tensors if is_expert else tensors_by_position,
+                is_expert,
+            )
             if not is_expert:
                 return
 
-    def _require_alike(
-        self, key: str, held: Mapping[GridPosition, LocalTensor | None]
+    def _require_equal_tensors(
+        self, key: str, tensors_by_position: Mapping[GridPosition, LocalTensor | None]
     ) -> LocalTensor:
         """Return one rank's tensor, or raise if another rank's is missing or different."""
-        place, like = next((p, one) for p, one in held.items() if one is not None)
-        file, known = self.grid.files[place], like.tensor
-        for other in (other for other in held if other in self.grid.states):
-            local = held[other]
+        place, template = next(
+            (p, candidate) for p, candidate in tensors_by_position.items() if candidate is not None
+        )
+        file, tensor = self.grid.files[place], template.tensor
+        for other_place in (
+            other_place for other_place in tensors_by_position if other_place in self.grid.states
+        ):
+            local = tensors_by_position[other_place]
             if local is None:
-                raise self._wrong(
-                    key, f"`{file}` contains it, but `{self.grid.files[other]}` does not"
+                raise self._disagreement_error(
+                    key, f"`{file}` contains it, but `{self.grid.files[other_place]}` does not"
                 )
-            if (local.tensor.dtype, local.tensor.shape) != (known.dtype, known.shape):
-                raise self._wrong(
+            if (local.tensor.dtype, local.tensor.shape) != (tensor.dtype, tensor.shape):
+                raise self._disagreement_error(
                     key,
-                    f"it is {known.dtype} {list(known.shape)} in `{file}`, {local.tensor.dtype} "
-                    f"{list(local.tensor.shape)} in `{self.grid.files[other]}`",
+                    f"it is {tensor.dtype} {list(tensor.shape)} in `{file}`, {local.tensor.dtype} "
+                    f"{list(local.tensor.shape)} in `{self.grid.files[other_place]}`",
                 )
-        return like
+        return template
 
-    def _division(
-        self, rule: DivisionRule, chunk: VirtualStage, key: str, like: StoredTensor
+    def _make_division(
+        self, rule: DivisionRule, chunk: VirtualStage, key: str, template: StoredTensor
     ) -> Division:
-        second = None
-        if rule.parts == GATED and partner_of(key) in self.names.chunks[chunk]:
-            partners = self.grid.held(chunk, partner_of(key)).values()
-            second = next(one.tensor.shape for one in partners if one is not None)
+        partner_shape = None
+        if rule.parts == GATED and find_partner_name(key) in self.names.chunks[chunk]:
+            partners = self.grid.find_tensors(chunk, find_partner_name(key)).values()
+            partner_shape = next(
+                partner.tensor.shape for partner in partners if partner is not None
+            )
         swiglu = self.grid.first.arguments.get("swiglu") is True
         ranks = self.grid.sizes.tensor
-        what = f"the rule for `{key}` does not match the tensor"
-        with malformed_errors(what, "--rules", error=MappingError):
-            return divide(key, like.shape, rule, ranks, second, swiglu=swiglu)
+        message = f"the rule for `{key}` does not match the tensor"
+        with malformed_errors(message, "--rules", error=MappingError):
+            return divide_tensor(key, template.shape, rule, ranks, partner_shape, swiglu=swiglu)
 
-    def _join(
+    def _join_tensor(
         self,
         name: str,
         division: Division,
-        like: LocalTensor,
-        held: Mapping[GridPosition, LocalTensor | None],
+        template: LocalTensor,
+        tensors_by_position: Mapping[GridPosition, LocalTensor | None],
         is_expert: bool,
     ) -> None:
-        path = (MODEL_KEY, *(like.path if join(like.path) == name else (name,)))
-        key, dtype, shape = join(path), like.tensor.dtype, division.shape
-        file, grad = self.grid.first.file, like.tensor.requires_grad
-        tensor = self.joined.setdefault(key, JoinedTensor(dtype, shape, path, file, grad))
+        path = (MODEL_KEY, *(template.path if join_path(template.path) == name else (name,)))
+        key, dtype, shape = join_path(path), template.tensor.dtype, division.shape
+        file, grad = self.grid.first.file, template.tensor.requires_grad
+        tensor = self.joined_tensors.setdefault(key, JoinedTensor(dtype, shape, path, file, grad))
         if (tensor.dtype, tensor.shape) != (dtype, shape):  # embeddings, in two pipeline stages
             raise UnsupportedError(
                 f"two pipeline stages disagree on `{key}`",
@@ -245,56 +263,58 @@ class JoinedModel:
                 f"{dtype} {list(shape)} in the other",
             )
         divided = division.dim is not None
-        for place, local in held.items():
+        for place, local in tensors_by_position.items():
             file = self.grid.files[place]
-            for box, start in division.pieces(place.tensor):
+            for box, start in division.iterate_pieces(place.tensor):
                 if local is None:
                     self._lost.setdefault(key, {}).setdefault(box, file)
                     continue
-                extent = extent_of(local.tensor, file, box)
-                extent = part_extent(extent, dtype, local.tensor.shape, start, box)
-                before = tensor.add(extent)
-                if before is not None:
-                    self._require_same(key, dtype, before, extent, claimed=not divided)
+                extent = make_extent(local.tensor, file, box)
+                extent = slice_extent(extent, dtype, local.tensor.shape, start, box)
+                earlier = tensor.add_extent(extent)
+                if earlier is not None:
+                    self._require_equal_copies(key, dtype, earlier, extent, claimed=not divided)
             if local is not None and is_expert:
                 self._experts.setdefault(place, []).append(local.tensor.crc32)
             elif local is not None and divided and place.expert == 0:
                 self._divided.setdefault(place, []).append(local.tensor.crc32)
 
-    def _require_same(
-        self, name: str, dtype: str, one: Extent, other: Extent, *, claimed: bool
+    def _require_equal_copies(
+        self, name: str, dtype: str, first_extent: Extent, second_extent: Extent, *, claimed: bool
     ) -> None:
         """Raise if two extents have different values.
 
         If only a rule *claimed* that they are copies, they are always read. Otherwise, recorded
         checksums are compared, and copies without any are read if they are small.
         """
-        first, second = (separate_entry(name, dtype, extent) for extent in (one, other))
+        first, second = (
+            make_standalone_entry(name, dtype, extent) for extent in (first_extent, second_extent)
+        )
         same = (
-            have_same_elements(self.compared.files, first, second, of_any_size=True)
+            have_same_elements(self.comparison.files, first, second, of_any_size=True)
             if claimed
-            else self.compared.is_same(first, second, name)
+            else self.comparison.is_same(first, second, name)
         )
         if not same:
             raise UnsupportedError(
                 f"the copies of `{name}` differ",
                 where=self.where,
                 why=("according to the rules, every rank has a copy; " if claimed else "")
-                + f"{one.box} differs between `{one.file}` "
-                f"and `{other.file}`",
+                + f"{first_extent.box} differs between `{first_extent.file}` "
+                f"and `{second_extent.file}`",
                 hint="check for files of different saves, a damaged file, or a wrong rule",
             )
 
     def _refuse_copied_files(self) -> None:
         """Raise if the parts in two files are all equal, so one file is a copy."""
-        for held in (self._divided, self._experts):
+        for checksums_by_place in (self._divided, self._experts):
             seen: dict[tuple[int | None, ...], GridPosition] = {}
-            for place, checksums in held.items():
-                other = seen.setdefault(tuple(checksums), place)
-                if other != place and None not in checksums:
+            for place, checksums in checksums_by_place.items():
+                twin = seen.setdefault(tuple(checksums), place)
+                if twin != place and None not in checksums:
                     raise UnsupportedError(
                         f"`{self.grid.files[place]}` records the same checksums as "
-                        f"`{self.grid.files[other]}`",
+                        f"`{self.grid.files[twin]}`",
                         where=self.where,
                         why="the checksums of all divided tensors are equal",
                         hint="restore the file that was overwritten by a copy of the other",
@@ -304,12 +324,14 @@ class JoinedModel:
     def lost(self) -> dict[str, tuple[tuple[Box, str], ...]]:
         """Boxes of each tensor that are only in unreadable files."""
         lost = {
-            name: tuple(pair for pair in boxes.items() if pair[0] not in self.joined[name].extents)
+            name: tuple(
+                pair for pair in boxes.items() if pair[0] not in self.joined_tensors[name].extents
+            )
             for name, boxes in self._lost.items()
         }
         return {name: pairs for name, pairs in lost.items() if pairs}
 
-    def _wrong(self, name: str, why: str) -> UnsupportedError:
+    def _disagreement_error(self, name: str, why: str) -> UnsupportedError:
         return UnsupportedError(
             f"the ranks disagree on `{name}`",
             where=self.where,
@@ -318,13 +340,13 @@ class JoinedModel:
         )
 
 
-_ADVICE = "write a rules file (see docs/how-to/megatron.md)"
-SHOWN = 20
+_RULES_ADVICE = "write a rules file (see docs/how-to/megatron.md)"
+MAX_SHOWN_SHAPES = 20
 VirtualStage = tuple[int, int]
 """Numbers of a virtual stage and a pipeline stage, which sort in the order of the model."""
 
 
-class Names:
+class RankNames:
     """Mapping of the ranks' tensor names to those of the complete model.
 
     Attributes:
@@ -333,35 +355,37 @@ class Names:
 
     def __init__(self, grid: Grid, rules: Rules, where: str) -> None:
         self.grid, self.rules, self.where = grid, rules, where
-        self.chunks: dict[VirtualStage, tuple[str, ...]] = dict(sorted(self._chunks().items()))
-        self.experts: dict[tuple[VirtualStage, str, str], int] = {}
-        self.first: dict[tuple[VirtualStage, str], int] = {}
+        self.chunks: dict[VirtualStage, tuple[str, ...]] = dict(sorted(self._group_names().items()))
+        self.expert_counts: dict[tuple[VirtualStage, str, str], int] = {}
+        self.first_layers: dict[tuple[VirtualStage, str], int] = {}
         for container, argument in rules.layers.items():
             self._count_layers(container, argument)
         for chunk in self.chunks:
             self._count_experts(chunk)
 
-    def _chunks(self) -> dict[VirtualStage, tuple[str, ...]]:
+    def _group_names(self) -> dict[VirtualStage, tuple[str, ...]]:
         first = self.grid.first
         parts = len(first.chunks)
-        said = first.argument("virtual_pipeline_model_parallel_size")
-        odd = next((s for s in self.grid.states.values() if len(s.chunks) != parts), None)
-        if odd is not None or (said is not None and said != parts):
+        argument_count = first.find_argument("virtual_pipeline_model_parallel_size")
+        other_state = next((s for s in self.grid.states.values() if len(s.chunks) != parts), None)
+        if other_state is not None or (argument_count is not None and argument_count != parts):
             raise UnsupportedError(
                 "the ranks disagree on the number of virtual pipeline stages",
                 where=self.where,
                 why=f"`{first.file}` has {parts}, "
                 + (
-                    f"`{odd.file}` has {len(odd.chunks)}"
-                    if odd
-                    else f"its arguments specify {said}"
+                    f"`{other_state.file}` has {len(other_state.chunks)}"
+                    if other_state
+                    else f"its arguments specify {argument_count}"
                 ),
             )
-        found: dict[VirtualStage, dict[str, None]] = {}
+        names_by_stage: dict[VirtualStage, dict[str, None]] = {}
         for place, state in self.grid.states.items():
             for virtual, chunk in enumerate(state.chunks):
-                found.setdefault((virtual, place.pipeline), {}).update(dict.fromkeys(chunk))
-        return {chunk: tuple(names) for chunk, names in found.items()}
+                names_by_stage.setdefault((virtual, place.pipeline), {}).update(
+                    dict.fromkeys(chunk)
+                )
+        return {chunk: tuple(names) for chunk, names in names_by_stage.items()}
 
     def _count_layers(self, container: str, argument: str) -> None:
         total = 0
@@ -373,8 +397,8 @@ class Names:
                 lost = chunk
                 continue
             prefix = f"{container}."
-            inside = (name.removeprefix(prefix) for name in names if name.startswith(prefix))
-            numbers = {_number(name.partition(".")[0]) for name in inside}
+            layer_names = (name.removeprefix(prefix) for name in names if name.startswith(prefix))
+            numbers = {_parse_number(name.partition(".")[0]) for name in layer_names}
             self._require_from_zero(numbers, prefix)
             if lost and numbers:
                 raise UnsupportedError(
@@ -383,38 +407,38 @@ class Names:
                     why=f"all files of pipeline stage {lost[1]} are missing, and only they record "
                     "its number of layers",
                 )
-            self.first[chunk, container] = total
+            self.first_layers[chunk, container] = total
             total += len(numbers)
-        said = self.grid.first.argument(argument)
-        if total and not lost and said is not None and said != total:
+        expected_total = self.grid.first.find_argument(argument)
+        if total and not lost and expected_total is not None and expected_total != total:
             raise UnsupportedError(
                 "layers are missing, or there are too many",
                 where=self.where,
                 why=f"`{container}` has {pluralize(total, 'layer')}, but the argument `{argument}` "
-                f"is {said:,}",
+                f"is {expected_total:,}",
             )
 
     def _count_experts(self, chunk: VirtualStage) -> None:
         groups: dict[tuple[str, str], set[int]] = {}
         for name in self.chunks[chunk]:
-            match = self.rules.expert(name)
+            match = self.rules.find_expert(name)
             if match:
                 key = (name[: match.start(1)], name[match.end(1) :])
-                groups.setdefault(key, set()).add(_number(match[1]))
+                groups.setdefault(key, set()).add(_parse_number(match[1]))
         first, ranks = self.grid.first, self.grid.sizes.expert
-        said = first.argument(self.rules.experts_count or "")
-        for (before, after), numbers in groups.items():
-            self._require_from_zero(numbers, before)
-            self.experts[chunk, before, after] = len(numbers)
-            if said is not None and said != len(numbers) * ranks:
+        expected_count = first.find_argument(self.rules.experts_count or "")
+        for (prefix, suffix), numbers in groups.items():
+            self._require_from_zero(numbers, prefix)
+            self.expert_counts[chunk, prefix, suffix] = len(numbers)
+            if expected_count is not None and expected_count != len(numbers) * ranks:
                 raise UnsupportedError(
                     "experts are missing, or there are too many",
                     where=self.where,
-                    why=f"`{before}*{after}` has {pluralize(len(numbers), 'expert')} on each of "
+                    why=f"`{prefix}*{suffix}` has {pluralize(len(numbers), 'expert')} on each of "
                     f"{pluralize(ranks, 'rank')}, but the argument `{self.rules.experts_count}` is "
-                    f"{said:,}",
+                    f"{expected_count:,}",
                 )
-        sizes, experts = self.grid.sizes, first.argument("expert_tensor_parallel_size")
+        sizes, experts = self.grid.sizes, first.find_argument("expert_tensor_parallel_size")
         if groups and experts not in (None, sizes.tensor):
             raise FormatError(
                 "experts are divided among a different number of ranks than the other layers",
@@ -424,32 +448,36 @@ class Names:
                 hint="save it as `torch_dist` with Megatron",
             )
 
-    def whole(self, chunk: VirtualStage, name: str, expert_rank: int) -> tuple[str, bool]:
+    def to_global_name(self, chunk: VirtualStage, name: str, expert_rank: int) -> tuple[str, bool]:
         """Return a tensor's name in the complete model, and whether an expert number is in it."""
-        match = self.rules.expert(name)
+        match = self.rules.find_expert(name)
         if match:
-            before, after = name[: match.start(1)], name[match.end(1) :]
-            number = expert_rank * self.experts[chunk, before, after] + _number(match[1])
-            name = f"{before}{number}{after}"
-        container = next((one for one in self.rules.layers if name.startswith(f"{one}.")), None)
+            prefix, suffix = name[: match.start(1)], name[match.end(1) :]
+            number = expert_rank * self.expert_counts[chunk, prefix, suffix] + _parse_number(
+                match[1]
+            )
+            name = f"{prefix}{number}{suffix}"
+        container = next(
+            (candidate for candidate in self.rules.layers if name.startswith(f"{candidate}.")), None
+        )
         if container is not None:
             digits, dot, rest = name[len(container) + 1 :].partition(".")
-            number = self.first[chunk, container] + _number(digits)
+            number = self.first_layers[chunk, container] + _parse_number(digits)
             name = f"{container}.{number}{dot}{rest}"
         return name, match is not None
 
-    def _require_from_zero(self, numbers: Iterable[int], what: str) -> None:
-        found = set(numbers)
-        if found and max(found) != len(found) - 1:
-            missing = next(n for n in range(len(found)) if n not in found)
+    def _require_from_zero(self, numbers: Iterable[int], prefix: str) -> None:
+        unique_numbers = set(numbers)
+        if unique_numbers and max(unique_numbers) != len(unique_numbers) - 1:
+            missing = next(n for n in range(len(unique_numbers)) if n not in unique_numbers)
             raise UnsupportedError(
                 "the layer or expert numbers of a rank have a gap",
                 where=self.where,
-                why=f"`{what}{missing}` is missing, but `{what}{max(found)}` exists",
+                why=f"`{prefix}{missing}` is missing, but `{prefix}{max(unique_numbers)}` exists",
             )
 
 
-def _number(digits: str) -> int:
+def _parse_number(digits: str) -> int:
     if not (digits.isascii() and digits.isdecimal() and len(digits) < 10):
         raise UnsupportedError(f"`{digits[:40]}` is not a valid layer or expert number")
     return int(digits)
@@ -459,7 +487,7 @@ def require_rules(grid: Grid, rules: Rules | None, where: str) -> None:
     """Raise unless there is a rule for every tensor, to join the files of several ranks."""
     if rules is None:
         try:
-            fits = not _without(grid, built_in(), where)
+            fits = not _find_unmatched(grid, load_built_in_rules(), where)
         except CkptError:
             fits = False
         raise MappingError(
@@ -468,31 +496,35 @@ def require_rules(grid: Grid, rules: Rules | None, where: str) -> None:
             why=f"found files of {pluralize(len(grid.files), 'rank')}",
             hint=f"pass {spell_option(f'--rules {BUILT_IN}')}, which has a rule for every tensor"
             if fits
-            else _ADVICE,
+            else _RULES_ADVICE,
         )
-    without = _without(grid, rules, where)
-    if without:
+    unmatched = _find_unmatched(grid, rules, where)
+    if unmatched:
         alike: dict[str, object] = {}  # with `*` for every number between dots
-        for name, shape in without.items():
+        for name, shape in unmatched.items():
             parts = ("*" if part.isdecimal() else part for part in name.split("."))
             alike.setdefault(".".join(parts), shape)
         lines = [f"{name} {shape}" for name, shape in alike.items()]
         raise MappingError(
-            f"no rule matches {pluralize(len(without), 'tensor')}",
+            f"no rule matches {pluralize(len(unmatched), 'tensor')}",
             where=rules.where,
-            why=f"with the shapes on each rank: {quote_names(lines, SHOWN)}",
-            hint=_ADVICE,
+            why=f"with the shapes on each rank: {quote_names(lines, MAX_SHOWN_SHAPES)}",
+            hint=_RULES_ADVICE,
         )
 
 
-def _without(grid: Grid, rules: Rules, where: str) -> dict[str, object]:
+def _find_unmatched(grid: Grid, rules: Rules, where: str) -> dict[str, object]:
     """Return the tensors without a rule, with their shapes on one rank."""
-    names = Names(grid, rules, where)
-    found: dict[str, object] = {}
+    names = RankNames(grid, rules, where)
+    unmatched: dict[str, object] = {}
     for chunk, keys in names.chunks.items():
         for key in keys:
-            name, _ = names.whole(chunk, key, 0)
-            if rules.find(name) is None:
-                held = grid.held(chunk, key).values()
-                found[name] = next(list(one.tensor.shape) for one in held if one is not None)
-    return found
+            name, _ = names.to_global_name(chunk, key, 0)
+            if rules.find_rule(name) is None:
+                tensors = grid.find_tensors(chunk, key).values()
+                unmatched[name] = next(
+                    list(local_tensor.tensor.shape)
+                    for local_tensor in tensors
+                    if local_tensor is not None
+                )
+    return unmatched

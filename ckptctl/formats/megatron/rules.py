@@ -33,10 +33,10 @@ from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 
 Shape = tuple[int, ...]
-FIRST, SECOND = "linear_fc1", "linear_fc2"
+FIRST_LAYER, SECOND_LAYER = "linear_fc1", "linear_fc2"
 BUILT_IN = "megatron-core"
 GATED = "gated"
-NUMBER = "#"
+NUMBER_MARK = "#"
 MAX_PARTS = 1024
 RowParts = (
     Literal["gated"]
@@ -101,16 +101,16 @@ class Rules:
     experts: tuple[re.Pattern[str], ...] = ()
     experts_count: str | None = None
 
-    def find(self, name: str) -> DivisionRule | None:
+    def find_rule(self, name: str) -> DivisionRule | None:
         """Return the first rule that matches a tensor, or None."""
         return next((r for r in self.rules if any(fnmatchcase(name, n) for n in r.names)), None)
 
-    def expert(self, name: str) -> re.Match[str] | None:
+    def find_expert(self, name: str) -> re.Match[str] | None:
         """Return the match of the expert number in *name*, or None."""
-        return next((found for one in self.experts if (found := one.search(name))), None)
+        return next((match for pattern in self.experts if (match := pattern.search(name))), None)
 
 
-def load(path: TreePath) -> Rules:
+def load_rules(path: TreePath) -> Rules:
     """Read a rules file, or return the built-in rules for their name."""
     if not path.is_file():
         if path.name != BUILT_IN:
@@ -119,16 +119,16 @@ def load(path: TreePath) -> Rules:
                 where=str(path),
                 hint=f"pass {spell_option(f'--rules {BUILT_IN}')} for the built-in rules",
             )
-        return built_in()
-    return _parsed(path, str(path))
+        return load_built_in_rules()
+    return _parse_rules(path, str(path))
 
 
-def built_in() -> Rules:
+def load_built_in_rules() -> Rules:
     """Return the rules for GPT models of Megatron-Core."""
-    return _parsed(Path(__file__).with_name("core.toml"), BUILT_IN)
+    return _parse_rules(Path(__file__).with_name("core.toml"), BUILT_IN)
 
 
-def _parsed(path: TreePath, where: str) -> Rules:
+def _parse_rules(path: TreePath, where: str) -> Rules:
     with malformed_errors("this is not a rules file", where, error=UsageError):
         content = read_as(_RulesFile, tomllib.loads(path.read_text("utf-8")))
         for rule in content.rule:
@@ -136,18 +136,20 @@ def _parsed(path: TreePath, where: str) -> Rules:
             if rule.replicated is (rule.dim is not None):
                 raise MismatchError("with either `dim` or `replicated = true`", names, "rule")
             if rule.replicated and (rule.parts != 1 or rule.size is not None):
-                what = "without `parts` and `size`, which require `dim`"
-                raise MismatchError(what, names, "rule")
+                message = "without `parts` and `size`, which require `dim`"
+                raise MismatchError(message, names, "rule")
         experts = content.experts
-        numbers = tuple(map(_number, experts.names))
+        numbers = tuple(map(_compile_number_pattern, experts.names))
         return Rules(where, content.rule, content.layers, numbers, experts.count)
 
 
-def _number(name: str) -> re.Pattern[str]:
-    before, mark, after = name.partition(NUMBER)
-    if not mark or not before or NUMBER in after:
-        raise MismatchError(f"text with one `{NUMBER}`, not at its start", name, "experts.names")
-    return re.compile(f"{re.escape(before)}([0-9]+){re.escape(after) or '$'}", re.ASCII)
+def _compile_number_pattern(name: str) -> re.Pattern[str]:
+    prefix, mark, suffix = name.partition(NUMBER_MARK)
+    if not mark or not prefix or NUMBER_MARK in suffix:
+        raise MismatchError(
+            f"text with one `{NUMBER_MARK}`, not at its start", name, "experts.names"
+        )
+    return re.compile(f"{re.escape(prefix)}([0-9]+){re.escape(suffix) or '$'}", re.ASCII)
 
 
 class Division(NamedTuple):
@@ -169,32 +171,40 @@ class Division(NamedTuple):
     def shape(self) -> Shape:
         """Global shape."""
         return tuple(
-            size * (self.ranks if at == self.dim else 1) for at, size in enumerate(self.local)
+            size * (self.ranks if dim == self.dim else 1) for dim, size in enumerate(self.local)
         )
 
-    def pieces(self, rank: int) -> Iterator[tuple[Box, Shape]]:
+    def iterate_pieces(self, rank: int) -> Iterator[tuple[Box, Shape]]:
         """Yield the boxes of *rank* in the global tensor, with their start in the local one."""
         if self.dim is None or self.local == self.shape:
             yield Box.whole(self.local), (0,) * len(self.local)
             return
-        before = 0
+        local_offset = 0
         for length in filter(None, self.parts):
-            offset = before * self.ranks + rank * length
-            sizes = tuple(length if at == self.dim else size for at, size in enumerate(self.local))
-            yield Box(self._at(offset), sizes), self._at(before)
-            before += length
+            offset = local_offset * self.ranks + rank * length
+            sizes = tuple(
+                length if dim == self.dim else size for dim, size in enumerate(self.local)
+            )
+            yield Box(self._place_at(offset), sizes), self._place_at(local_offset)
+            local_offset += length
 
-    def _at(self, index: int) -> Shape:
-        return tuple(index if at == self.dim else 0 for at in range(len(self.local)))
+    def _place_at(self, index: int) -> Shape:
+        return tuple(index if dim == self.dim else 0 for dim in range(len(self.local)))
 
 
-def partner_of(key: str) -> str:
+def find_partner_name(key: str) -> str:
     """Return the weight whose number of columns shows whether a layer is gated."""
-    return key.replace(FIRST, SECOND).replace(".bias", ".weight")
+    return key.replace(FIRST_LAYER, SECOND_LAYER).replace(".bias", ".weight")
 
 
-def divide(
-    key: str, local: Shape, rule: DivisionRule, ranks: int, second: Shape | None, *, swiglu: bool
+def divide_tensor(
+    key: str,
+    local: Shape,
+    rule: DivisionRule,
+    ranks: int,
+    partner_shape: Shape | None,
+    *,
+    swiglu: bool,
 ) -> Division:
     """Apply a rule to a tensor of shape *local*.
 
@@ -206,7 +216,7 @@ def divide(
     if rule.dim >= len(local):
         raise MalformedError(f"it divides dimension {rule.dim}, but the shape is {list(local)}")
     length = local[rule.dim]
-    count = _halves(key, length, second, swiglu) if rule.parts == GATED else rule.parts
+    count = _count_halves(key, length, partner_shape, swiglu) if rule.parts == GATED else rule.parts
     if isinstance(count, tuple):
         if sum(count) != length:
             raise MalformedError(f"the parts {list(count)} do not add up to {length}")
@@ -217,18 +227,18 @@ def divide(
     return Division(local, rule.dim, (length // count,) * count, ranks)
 
 
-def _halves(key: str, rows: int, second: Sequence[int] | None, swiglu: bool) -> int:
+def _count_halves(key: str, rows: int, partner_shape: Sequence[int] | None, swiglu: bool) -> int:
     """Return 2 if the first layer has twice the rows that the second has columns, else 1."""
-    if second is None or len(second) != 2 or FIRST not in key:
+    if partner_shape is None or len(partner_shape) != 2 or FIRST_LAYER not in key:
         raise MalformedError(
-            f"`{partner_of(key)}`, which shows whether the layer is gated, is missing"
+            f"`{find_partner_name(key)}`, which shows whether the layer is gated, is missing"
         )
-    if rows not in (second[1], 2 * second[1]):
+    if rows not in (partner_shape[1], 2 * partner_shape[1]):
         raise MalformedError(
-            f"it has {pluralize(rows, 'row')}, `{partner_of(key)}` has {pluralize(second[1], 'column')}"
+            f"it has {pluralize(rows, 'row')}, `{find_partner_name(key)}` has {pluralize(partner_shape[1], 'column')}"
         )
-    if swiglu and rows == second[1]:
+    if swiglu and rows == partner_shape[1]:
         raise MalformedError(
             "the argument `swiglu` is set, but the tensor does not have two halves"
         )
-    return 1 if rows == second[1] else 2
+    return 1 if rows == partner_shape[1] else 2

@@ -24,7 +24,7 @@ class ByteRange(NamedTuple):
     name: str
 
 
-def read_whole(files: SourceFiles, name: str, limit: int) -> bytes:
+def read_metadata_file(files: SourceFiles, name: str, limit: int) -> bytes:
     """Read a metadata file of at most *limit* bytes."""
     size = files.size(name)
     if size > limit:
@@ -36,8 +36,8 @@ def read_whole(files: SourceFiles, name: str, limit: int) -> bytes:
     return files.read(name, 0, size)
 
 
-def sizes_of(
-    files: SourceFiles, names: Collection[str], what: str, where: str, hint: str
+def read_file_sizes(
+    files: SourceFiles, names: Collection[str], noun: str, where: str, hint: str
 ) -> dict[str, int]:
     """Return the sizes in bytes of required files by sorted name, or raise if any is missing."""
     sizes: dict[str, int] = {}
@@ -48,16 +48,19 @@ def sizes_of(
     if missing:
         count = f"{len(missing):,} of {len(names):,}"
         raise DamagedError(
-            f"{count} {what} are missing", where=where, why=quote_names(missing), hint=hint
+            f"{count} {noun} are missing", where=where, why=quote_names(missing), hint=hint
         )
     return sizes
 
 
-def require_tiled(ranges: Iterable[ByteRange], sizes: Mapping[str, int], where: str) -> None:
+def require_tiled_files(ranges: Iterable[ByteRange], sizes: Mapping[str, int], where: str) -> None:
     """Require that *ranges* cover their files from first to last byte without gaps."""
     ends = dict.fromkeys(sizes, 0)
-    named = {(one.file, one.offset, one.nbytes): one.name for one in ranges}
-    for (file, offset, nbytes), name in sorted(named.items()):
+    names_by_range = {
+        (byte_range.file, byte_range.offset, byte_range.nbytes): byte_range.name
+        for byte_range in ranges
+    }
+    for (file, offset, nbytes), name in sorted(names_by_range.items()):
         if offset != ends[file]:
             raise UnsupportedError(
                 f"the index contains a wrong position for `{name}`",
@@ -78,7 +81,7 @@ def require_tiled(ranges: Iterable[ByteRange], sizes: Mapping[str, int], where: 
             )
 
 
-def integers(value: object) -> Integers:
+def check_integers(value: object) -> Integers:
     """Check a short sequence of non-negative integers, faster than :mod:`~.schema`."""
     if not isinstance(value, tuple | list) or len(value) > MAX_RANK:
         raise MismatchError(f"a list of at most {MAX_RANK} integers", value)

@@ -39,7 +39,7 @@ class JoinedTensor:
     extents: dict[Box, Extent] = field(default_factory=dict)
     copies: list[Extent] = field(default_factory=list)
 
-    def add(self, extent: Extent) -> Extent | None:
+    def add_extent(self, extent: Extent) -> Extent | None:
         """Add an extent, and return the earlier extent of the same box, or None."""
         first = self.extents.setdefault(extent.box, extent)
         if first is extent:
@@ -49,14 +49,16 @@ class JoinedTensor:
         return first
 
 
-def tensor_entries(joined: Mapping[str, JoinedTensor]) -> dict[str, TensorEntry]:
+def make_tensor_entries(tensors: Mapping[str, JoinedTensor]) -> dict[str, TensorEntry]:
     """Return all tensors by name, and make later ones with the same bytes aliases."""
     entries: dict[str, TensorEntry] = {}
-    first: dict[object, str] = {}
-    for name, tensor in joined.items():
+    first_names: dict[object, str] = {}
+    for name, tensor in tensors.items():
         extents = tuple(tensor.extents.values())
         stored = any(extent.nbytes for extent in extents)
-        alias = first.setdefault((tensor.dtype, tensor.shape, extents), name) if stored else name
+        alias = (
+            first_names.setdefault((tensor.dtype, tensor.shape, extents), name) if stored else name
+        )
         entries[name] = TensorEntry(
             name,
             tensor.dtype,
@@ -69,23 +71,23 @@ def tensor_entries(joined: Mapping[str, JoinedTensor]) -> dict[str, TensorEntry]
     return entries
 
 
-def separate_entry(name: str, dtype: str, extent: Extent) -> TensorEntry:
+def make_standalone_entry(name: str, dtype: str, extent: Extent) -> TensorEntry:
     """Make a standalone tensor of an extent's elements."""
     box = Box.whole(extent.box.sizes)
     return TensorEntry(name, dtype, box.sizes, (replace(extent, box=box),), (name,))
 
 
-def part_extent(extent: Extent, dtype: str, shape: Integers, start: Integers, box: Box) -> Extent:
+def slice_extent(extent: Extent, dtype: str, shape: Integers, start: Integers, box: Box) -> Extent:
     """Return the extent of *box*, which begins at *start* in a local tensor of *shape*."""
     if box.sizes == shape:
         return extent if extent.box is box else replace(extent, box=box)
-    strides, item = extent.strides or row_major(shape), dtypes.itemsize(dtype)
+    strides, itemsize = extent.strides or row_major(shape), dtypes.itemsize(dtype)
     _, span, dense = measure_layout(box.sizes, strides)
     return Extent(
         box,
         extent.file,
-        extent.offset + sum(map(mul, start, strides)) * item,
-        span * item,
+        extent.offset + sum(map(mul, start, strides)) * itemsize,
+        span * itemsize,
         strides=None if dense else strides,
         within=extent.recorded_checksum,
     )
@@ -93,5 +95,5 @@ def part_extent(extent: Extent, dtype: str, shape: Integers, start: Integers, bo
 
 def ranks_disagree_error(name: str, where: TreePath | str, why: str) -> UnsupportedError:
     """Make the error for a tensor that two ranks describe differently."""
-    what = f"two ranks disagree on `{name}`"
-    return UnsupportedError(what, where=str(where), why=why, hint=ONE_SAVE)
+    message = f"two ranks disagree on `{name}`"
+    return UnsupportedError(message, where=str(where), why=why, hint=ONE_SAVE)

@@ -31,21 +31,23 @@ if TYPE_CHECKING:
     from ckptctl.storage.zstd import MemoryBudget
 
 _Positions = dict[tuple[type[Index], int], object]
-RUNNERS = frozenset(
+UNSAFE_MODULES = frozenset(
     {
         *("os", "posix", "nt", "subprocess", "shutil", "pty", "sys", "ctypes", "socket"),
         *("importlib", "runpy", "code", "codeop", "webbrowser", "multiprocessing"),
     }
 )
 """Modules with functions that act on the machine."""
-RUNNING = frozenset({"eval", "exec", "compile", "open", "input", "breakpoint", "__import__"})
+UNSAFE_BUILTINS = frozenset(
+    {"eval", "exec", "compile", "open", "input", "breakpoint", "__import__"}
+)
 """Functions of ``builtins`` that act on the machine."""
-FREE_NAMES = 1 << 23
-LONGEST_NAMES = 512
+FREE_NAME_CHARS = 1 << 23
+MEAN_NAME_CHARS = 512
 """Average limit for the characters in names of leaves, and the total allowed beyond it."""
 
 
-def flatten(
+def flatten_object(
     root: object, is_tensor: Callable[[object], bool], path: Path = (), *, where: str
 ) -> Iterator[tuple[Path, object]]:
     """Yield the ``(path, leaf)`` pairs of a nested object in the file *where*.
@@ -54,21 +56,23 @@ def flatten(
         UnsupportedError: The names are too long in total, since each leaf repeats the keys above
             it.
     """
-    entered = _Entered(is_tensor)
+    entered = _FlattenedContainers(is_tensor)
     leaves, length = 0, 0
 
-    def below(node: object, path: Path, before: int) -> Iterator[tuple[Path, object]]:
+    def walk_node(node: object, path: Path, name_length: int) -> Iterator[tuple[Path, object]]:
         nonlocal leaves, length
         if isinstance(node, dict) and node and all(isinstance(key, str | int) for key in node):
             for key, value in node.items():
-                yield from below(value, (*path, key), before + len(str(key)) + 1)
+                yield from walk_node(value, (*path, key), name_length + len(str(key)) + 1)
         elif isinstance(node, list | tuple) and entered(node):
             kind = TupleIndex if isinstance(node, tuple) else Index
             for position, value in enumerate(node):
-                yield from below(value, (*path, kind(position)), before + len(str(position)) + 1)
+                yield from walk_node(
+                    value, (*path, kind(position)), name_length + len(str(position)) + 1
+                )
         else:
-            leaves, length = leaves + 1, length + before
-            if length > FREE_NAMES + LONGEST_NAMES * leaves:
+            leaves, length = leaves + 1, length + name_length
+            if length > FREE_NAME_CHARS + MEAN_NAME_CHARS * leaves:
                 raise UnsupportedError(
                     "the names of the values are too long",
                     where=where,
@@ -76,54 +80,54 @@ def flatten(
                 )
             yield path, node
 
-    yield from below(root, path, len(join(path)))
+    yield from walk_node(root, path, len(join_path(path)))
 
 
-class _Entered:
+class _FlattenedContainers:
     """Predicate for lists and tuples to flatten, cached by id, as objects stay alive."""
 
     def __init__(self, is_tensor: Callable[[object], bool]) -> None:
         self._is_tensor = is_tensor
-        self._known: dict[int, tuple[bool, bool]] = {}
+        self._cache: dict[int, tuple[bool, bool]] = {}
 
     def __call__(self, node: list[object] | tuple[object, ...]) -> bool:
-        return self._look(node)[1]
+        return self._inspect(node)[1]
 
-    def _look(self, node: object) -> tuple[bool, bool]:
+    def _inspect(self, node: object) -> tuple[bool, bool]:
         """Return whether *node* contains tensors, and whether to flatten it."""
         if isinstance(node, dict):
-            return any(self._look(value)[0] for value in node.values()), True
+            return any(self._inspect(value)[0] for value in node.values()), True
         if not isinstance(node, list | tuple):
             return (self._is_tensor(node),) * 2
-        if id(node) not in self._known:
-            found = [self._look(value) for value in node]
-            holds = any(held for held, _ in found)
-            self._known[id(node)] = (
+        if id(node) not in self._cache:
+            results = [self._inspect(value) for value in node]
+            holds = any(has_tensors for has_tensors, _ in results)
+            self._cache[id(node)] = (
                 holds,
-                holds or (isinstance(node, list) and any(entered for _, entered in found)),
+                holds or (isinstance(node, list) and any(entered for _, entered in results)),
             )
-        return self._known[id(node)]
+        return self._cache[id(node)]
 
 
-def nest(leaves: Iterable[tuple[Path, object]]) -> object:
-    """Build the nested object that :func:`flatten` turned into *leaves*."""
+def build_nested(leaves: Iterable[tuple[Path, object]]) -> object:
+    """Build the nested object that :func:`flatten_object` turned into *leaves*."""
     root: dict[object, object] = {}
     for path, leaf in leaves:
         if not path:
             return leaf
         node = root
         for key in path[:-1]:
-            below = node.setdefault(_marked(key), _Container())
-            if not isinstance(below, _Container):
-                raise UnsupportedError(f"the parent of `{join(path)}` is not a container")
-            node = below
-        if _marked(path[-1]) in node:
-            raise UnsupportedError(f"`{join(path)}` appears twice")
-        node[_marked(path[-1])] = leaf
-    return _finished(root)
+            child = node.setdefault(_mark_index(key), _Container())
+            if not isinstance(child, _Container):
+                raise UnsupportedError(f"the parent of `{join_path(path)}` is not a container")
+            node = child
+        if _mark_index(path[-1]) in node:
+            raise UnsupportedError(f"`{join_path(path)}` appears twice")
+        node[_mark_index(path[-1])] = leaf
+    return _finish_level(root)
 
 
-def join(path: Path) -> str:
+def join_path(path: Path) -> str:
     """Join *path* into a fully qualified name."""
     return ".".join(map(str, path))
 
@@ -132,37 +136,39 @@ class _Container(dict[object, object]):
     """A container under construction."""
 
 
-def _marked(key: str | int) -> object:
+def _mark_index(key: str | int) -> object:
     return (type(key), int(key)) if isinstance(key, Index) else key
 
 
-def _finished(level: Mapping[object, object]) -> object:
+def _finish_level(level: Mapping[object, object]) -> object:
     built = {
-        key: _finished(value) if isinstance(value, _Container) else value
+        key: _finish_level(value) if isinstance(value, _Container) else value
         for key, value in level.items()
     }
     if built and all(isinstance(key, tuple) for key in built):
-        found = {key[1]: (key[0], value) for key, value in cast("_Positions", built).items()}
-        ordered = [found[position] for position in sorted(found)]
+        by_position = {key[1]: (key[0], value) for key, value in cast("_Positions", built).items()}
+        ordered = [by_position[position] for position in sorted(by_position)]
         values = [value for _, value in ordered]
         return tuple(values) if ordered[0][0] is TupleIndex else values
     return {key[1] if isinstance(key, tuple) else key: value for key, value in built.items()}
 
 
-def below_rank(rank: int, path: Path) -> Path:
+def add_rank_prefix(rank: int, path: Path) -> Path:
     """Return *path* below the prefix ``rank_N`` of *rank*."""
     return (f"rank_{rank}", *path)
 
 
-def kept_apart(names: Iterable[str]) -> tuple[str, ...]:
+def differing_values_note(names: Iterable[str]) -> tuple[str, ...]:
     """Return a note on the values in *names* that differ between ranks, if there are any."""
-    found = list(dict.fromkeys(names))
-    if not found:
+    unique_names = list(dict.fromkeys(names))
+    if not unique_names:
         return ()
-    return (f"values differ between ranks; each is kept under `rank_N.`: {quote_names(found)}",)
+    return (
+        f"values differ between ranks; each is kept under `rank_N.`: {quote_names(unique_names)}",
+    )
 
 
-def _unknown_class(value: object) -> str | None:
+def _find_unknown_class(value: object) -> str | None:
     """Return the first class or function in *value* that stock torch does not load, or None."""
     for node in walk_values(value):
         if isinstance(node, Inert | Global) and (node.module, node.name) not in TORCH_TABLE:
@@ -170,14 +176,14 @@ def _unknown_class(value: object) -> str | None:
     return None
 
 
-def require_harmless(blobs: Iterable[Blob], where: str) -> None:
+def require_harmless_values(blobs: Iterable[Blob], where: str) -> None:
     """Raise if a leaf refers to code-executing functions, which no training state needs."""
     for blob in blobs:
         for node in walk_values(blob.value):
             if not isinstance(node, Inert | Global):
                 continue
             module, name = node.module.partition(".")[0], node.name
-            if module in RUNNERS or (module == "builtins" and name in RUNNING):
+            if module in UNSAFE_MODULES or (module == "builtins" and name in UNSAFE_BUILTINS):
                 raise UnsafePickleError(
                     f"`{blob.name}` would execute `{node.module}.{name}`",
                     where=where,
@@ -186,21 +192,23 @@ def require_harmless(blobs: Iterable[Blob], where: str) -> None:
                 )
 
 
-def unknown_notes(blobs: Iterable[Blob]) -> Iterator[str]:
+def unknown_class_notes(blobs: Iterable[Blob]) -> Iterator[str]:
     """Yield a note on the *blobs* that cannot be written."""
-    found = {blob.name: name for blob in blobs if (name := _unknown_class(blob.value))}
-    if found:
-        names = quote_names([f"{leaf}: {name}" for leaf, name in found.items()])
+    unknown_classes = {
+        blob.name: name for blob in blobs if (name := _find_unknown_class(blob.value))
+    }
+    if unknown_classes:
+        names = quote_names([f"{leaf}: {name}" for leaf, name in unknown_classes.items()])
         yield f"objects of unknown classes can be read but not written: {names}"
 
 
-def require_known(blobs: Iterable[Blob], *, verbatim: bool = False) -> None:
+def require_known_classes(blobs: Iterable[Blob], *, verbatim: bool = False) -> None:
     """Raise if a leaf contains classes that stock torch does not load, or hidden tensors."""
     from ckptctl.storage.zips.zip_reader import StoredTensor
 
-    inside: list[str] = []
+    hidden: list[str] = []
     for blob in blobs:
-        name = _unknown_class(blob.value)
+        name = _find_unknown_class(blob.value)
         if name is not None:
             raise UnsafePickleError(
                 f"`{blob.name}` references `{name}`, which is not allowed",
@@ -209,17 +217,17 @@ def require_known(blobs: Iterable[Blob], *, verbatim: bool = False) -> None:
             )
         tensors = (isinstance(node, StoredTensor) for node in walk_values(blob.value))
         if not (verbatim and blob.file) and any(tensors):
-            inside.append(blob.name)
-    if inside:
+            hidden.append(blob.name)
+    if hidden:
         raise RefusedError(
-            f"{pluralize(len(inside), 'value contains', 'values contain')} tensors inside of objects",
-            where=quote_names(inside),
+            f"{pluralize(len(hidden), 'value contains', 'values contain')} tensors inside of objects",
+            where=quote_names(hidden),
             hint=f"skip them with {spell_option('--exclude GLOB', of='convert')}, or copy DCP "
             f"items with {spell_option('--to dcp')}",
         )
 
 
-def value_bytes(files: SourceFiles, blob: Blob, budget: MemoryBudget) -> bytes:
+def read_value_bytes(files: SourceFiles, blob: Blob, budget: MemoryBudget) -> bytes:
     """Return the ``torch.save`` zip of *blob*, with *budget* as the limit for decompression."""
     if blob.extension and blob.file is not None:
         from ckptctl.storage.zstd import decompress_value
@@ -231,7 +239,7 @@ def value_bytes(files: SourceFiles, blob: Blob, budget: MemoryBudget) -> bytes:
     from ckptctl.storage.pickles.pickle_writer import dump_pickle
     from ckptctl.storage.zips.zip_writer import lay_out
 
-    require_known([blob])
+    require_known_classes([blob])
     layout = lay_out(dump_pickle(blob.value), [], base=0)
     content = bytearray(layout.size)
     for offset, part in layout.frame([]):

@@ -14,8 +14,8 @@ from ckptctl import families
 from ckptctl.catalog import Catalog, Extent, TensorEntry
 from ckptctl.errors import MappingError, UnsupportedError, quote_names, spell_option
 from ckptctl.formats.base import ReadOptions
-from ckptctl.formats.shared.joined_tensors import JoinedTensor, part_extent, separate_entry
-from ckptctl.formats.sidecar_files import amended, beside
+from ckptctl.formats.shared.joined_tensors import JoinedTensor, make_standalone_entry, slice_extent
+from ckptctl.formats.sidecar_files import replace_model_param, scan_sidecar_files
 from ckptctl.planner.axes import AxisSizes, solve_axis_sizes
 from ckptctl.planner.config_facts import read_sizes
 from ckptctl.planner.layouts import Family
@@ -40,29 +40,29 @@ RankTensors = Mapping[str, TensorEntry]
 Documents = Mapping[str, Mapping[str, object]]
 
 
-def joined_catalog(
+def join_catalog(
     files: SourceFiles,
     format: str,
     layout: str,
     shards: Mapping[str, RankTensors],
-    asked: ReadOptions,
+    options: ReadOptions,
 ) -> Catalog:
     """Return the catalog of the tensors joined from *shards*, which are by file in rank order."""
     names = list(shards)
-    around = beside(files.root, names)
-    described = asked.documents or around.documents
-    joined = JoinedShards(list(shards.values()), names, layout, described, asked.model_type)
-    tensors = joined.tensors(files)
+    sidecars = scan_sidecar_files(files.root, names)
+    described = options.documents or sidecars.documents
+    joiner = ShardJoiner(list(shards.values()), names, layout, described, options.model_type)
+    tensors = joiner.join_tensors(files)
     return replace(
-        around.catalog(files.root, format),
+        sidecars.make_catalog(files.root, format),
         files={name: files.size(name) for name in names},
         tensors=tensors,
-        documents=around.documents if asked.documents else joined.documents,
-        notes=joined.notes,
+        documents=sidecars.documents if options.documents else joiner.documents,
+        notes=joiner.notes,
     )
 
 
-class JoinedShards:
+class ShardJoiner:
     """Shards of all ranks, joined according to the model family.
 
     Attributes:
@@ -82,26 +82,30 @@ class JoinedShards:
         self.documents = dict(described)
         self.notes: tuple[str, ...] = ()
         self.ranks = len(shards)
-        self.first = {key: entry for shard in reversed(shards) for key, entry in shard.items()}
-        self.order = list(dict.fromkeys(key for shard in shards for key in shard))
-        self._require_alike()
-        self.known = self._known(model_type)
+        self.first_entries = {
+            key: entry for shard in reversed(shards) for key, entry in shard.items()
+        }
+        self.key_order = list(dict.fromkeys(key for shard in shards for key in shard))
+        self._require_equal_shapes()
+        self.candidate_families = self._detect_families(model_type)
         self._require_same_keys()
 
-    def tensors(self, files: SourceFiles) -> dict[str, TensorEntry]:
+    def join_tensors(self, files: SourceFiles) -> dict[str, TensorEntry]:
         """Return the global tensors."""
-        self.notes += tuple(self._copies_of_files())
+        self.notes += tuple(self._find_copied_files())
         if self.ranks == 1:
-            joined = dict(self.shards[0])
+            joined_tensors = dict(self.shards[0])
         else:
-            repeats = self._repeats(files)
-            sizes = without_repeats(self.family, self.stored, repeats)
-            joined = {key: self._join(files, key, sizes, repeats) for key in self.order}
-        if self.known:
-            self._check(joined)
-        return joined
+            repeats = self._count_repeats(files)
+            sizes = without_repeats(self.family, self.axis_sizes, repeats)
+            joined_tensors = {
+                key: self._join_tensor(files, key, sizes, repeats) for key in self.key_order
+            }
+        if self.candidate_families:
+            self._check_shapes(joined_tensors)
+        return joined_tensors
 
-    def _copies_of_files(self) -> Iterator[str]:
+    def _find_copied_files(self) -> Iterator[str]:
         """Yield a note for each file whose recorded checksums equal those of another."""
         seen: dict[tuple[int | None, ...], str] = {}
         for shard, name in zip(self.shards, self.names, strict=True):
@@ -116,41 +120,41 @@ class JoinedShards:
     @property
     def family(self) -> Family:
         """Family that defines how to join the shards."""
-        known = self.known[0] if self.known else None
-        if known and any(self._has(known, key) for key in self.order):
-            return known
-        what, hint = "no known model type matches", f"set {spell_option('--model-type')}"
-        if known:
-            what = f"model type `{known.name}` does not match"
+        candidate = self.candidate_families[0] if self.candidate_families else None
+        if candidate and any(self._has_key(candidate, key) for key in self.key_order):
+            return candidate
+        message, hint = "no known model type matches", f"set {spell_option('--model-type')}"
+        if candidate:
+            message = f"model type `{candidate.name}` does not match"
             hint = f"set another {spell_option('--model-type')}"
-        head = f"{self.order[0].partition('.')[0]}."
-        bare = self.order[0].removeprefix(head)
-        if any(self._has(family, bare) for family in families.load_families().values()):
+        head = f"{self.key_order[0].partition('.')[0]}."
+        stripped_key = self.key_order[0].removeprefix(head)
+        if any(self._has_key(family, stripped_key) for family in families.load_families().values()):
             hint = f"save the shards without the prefix `{head}`"
         raise MappingError(
-            f"{what} these {pluralize(self.ranks, 'shard')}",
+            f"{message} these {pluralize(self.ranks, 'shard')}",
             where=self.names[0],
-            why=f"their keys are {quote_names(self.order)}",
+            why=f"their keys are {quote_names(self.key_order)}",
             hint=f"{hint}, or copy a missing shard",
         )
 
-    def _has(self, family: Family, key: str) -> bool:
-        held = self.layout in family.layouts
-        return held and family.get_layout(self.layout).table.find_meaning(key) is not None
+    def _has_key(self, family: Family, key: str) -> bool:
+        has_layout = self.layout in family.layouts
+        return has_layout and family.get_layout(self.layout).table.find_meaning(key) is not None
 
     @cached_property
-    def stored(self) -> AxisSizes:
+    def axis_sizes(self) -> AxisSizes:
         """Axis sizes, with heads counted as often as they are stored."""
-        shapes = {key: self.first[key].shape for key in self.order}
+        shapes = {key: self.first_entries[key].shape for key in self.key_order}
         try:
             return solve_stored_sizes(
-                self.family, self.layout, shapes, self.ranks, self._configured
+                self.family, self.layout, shapes, self.ranks, self._configured_sizes
             )
         except MappingError as error:
-            raise self._other_model(error) from error
+            raise self._other_model_error(error) from error
 
     @property
-    def _configured(self) -> dict[str, int]:
+    def _configured_sizes(self) -> dict[str, int]:
         """Axis sizes of the stored tensors according to the configuration."""
         params, config = self.documents.get("params.json"), self.documents.get("config.json")
         if params is not None or config is None:
@@ -159,12 +163,12 @@ class JoinedShards:
         sizes = read_sizes(self.family, config)
         return {axis: size for axis, size in sizes.items() if axis not in repeated}
 
-    def _known(self, model_type: str | None) -> tuple[Family, ...]:
+    def _detect_families(self, model_type: str | None) -> tuple[Family, ...]:
         """Return the families that match the shards and divide tensors alike."""
         if model_type:
             return (families.family(model_type),)
-        shapes = {key: self.first[key].shape for key in self.order}
-        found = detect_layouts(
+        shapes = {key: self.first_entries[key].shape for key in self.key_order}
+        candidates = detect_layouts(
             shapes,
             families.load_families(),
             self.documents.get("config.json"),
@@ -172,30 +176,32 @@ class JoinedShards:
             ranks=self.ranks,
             prefer=self.layout,
         )
-        fitting = [c for c in found if self.layout in (c.layout, *c.alike)]
-        known = {c.family: families.family(c.family) for c in fitting}
-        splits = {tuple(self._division(f, key) for key in shapes) for f in known.values()}
+        matching = [c for c in candidates if self.layout in (c.layout, *c.alike)]
+        matches = {c.family: families.family(c.family) for c in matching}
+        splits = {
+            tuple(self._describe_division(f, key) for key in shapes) for f in matches.values()
+        }
         if len(splits) > 1 and self.ranks > 1:
             raise MappingError(
-                f"the model type is ambiguous: {' and '.join(known)} divide tensors differently",
+                f"the model type is ambiguous: {' and '.join(matches)} divide tensors differently",
                 where=self.names[0],
                 hint="set the model type, for example "
-                f"{spell_option(f'--model-type {next(iter(known))}')}",
+                f"{spell_option(f'--model-type {next(iter(matches))}')}",
             )
-        return tuple(known.values())
+        return tuple(matches.values())
 
-    def _division(self, family: Family, key: str) -> str:
+    def _describe_division(self, family: Family, key: str) -> str:
         if family.get_layout(self.layout).table.find_meaning(key) is None:
             return ""
         return str(
             [(cut.dim, len(cut.outer_axes)) for cut in list_part_splits(family, self.layout, key)]
         )
 
-    def _require_alike(self) -> None:
+    def _require_equal_shapes(self) -> None:
         """Require that all ranks with a tensor have it in one dtype and shape."""
         for shard, name in zip(self.shards, self.names, strict=True):
             for key, entry in shard.items():
-                first = self.first[key]
+                first = self.first_entries[key]
                 if (entry.dtype, entry.shape) != (first.dtype, first.shape):
                     kinds = f"{first.dtype} {list(first.shape)}, {entry.dtype} {list(entry.shape)}"
                     raise UnsupportedError(
@@ -206,44 +212,47 @@ class JoinedShards:
 
     def _require_same_keys(self) -> None:
         """Raise if a rank is missing a tensor that is not distributed among ranks."""
-        if all(len(shard) == len(self.order) for shard in self.shards):
+        if all(len(shard) == len(self.key_order) for shard in self.shards):
             return
-        copied = [key for key in self.order if not self._shared_out(key)]
+        copied = [key for key in self.key_order if not self._is_distributed(key)]
         for shard, name in zip(self.shards, self.names, strict=True):
-            lacking = [key for key in copied if key not in shard]
-            if lacking:
+            missing_keys = [key for key in copied if key not in shard]
+            if missing_keys:
                 raise UnsupportedError(
                     f"`{name}` is missing tensors that other ranks have",
                     where=name,
-                    why=quote_names(lacking),
+                    why=quote_names(missing_keys),
                 )
 
-    def _shared_out(self, key: str) -> bool:
-        if not self.known or self.known[0].get_layout(self.layout).table.find_meaning(key) is None:
+    def _is_distributed(self, key: str) -> bool:
+        if (
+            not self.candidate_families
+            or self.candidate_families[0].get_layout(self.layout).table.find_meaning(key) is None
+        ):
             return False
-        return find_owner_axis(self.known[0], self.layout, key) is not None
+        return find_owner_axis(self.candidate_families[0], self.layout, key) is not None
 
-    def _repeats(self, files: SourceFiles) -> int:
+    def _count_repeats(self, files: SourceFiles) -> int:
         """Return the number of neighboring ranks with the same key/value head.
 
         It is taken from config.json, or else found by comparing the bytes. If all heads are equal,
         for example zeros, the bytes do not determine it.
         """
         params, config = self.documents.get("params.json"), self.documents.get("config.json")
-        heads = read_sizes(self.family, params=params) if params else self.stored.axes
+        heads = read_sizes(self.family, params=params) if params else self.axis_sizes.axes
         possible = list_possible_repeats(heads, self.ranks)
         family, layout = self.family, self.layout
         repeated = [
             key
-            for key in self.order
+            for key in self.key_order
             if any(cut.axis in family.repeated for cut in list_part_splits(family, layout, key))
         ]
         if not repeated or not possible:
             return 1
-        stated = read_sizes(self.family, config).get("k") if config else None
-        if stated is not None:
-            repeats = self.ranks // stated if self.ranks % stated == 0 else 1
-            differ = [key for key in repeated if not self._copies(files, key, repeats)]
+        configured_heads = read_sizes(self.family, config).get("k") if config else None
+        if configured_heads is not None:
+            repeats = self.ranks // configured_heads if self.ranks % configured_heads == 0 else 1
+            differ = [key for key in repeated if not self._has_equal_repeats(files, key, repeats)]
             if differ:
                 raise UnsupportedError(
                     f"the ranks disagree on `{differ[0]}`",
@@ -253,8 +262,10 @@ class JoinedShards:
                     hint="check that config.json belongs to this model",
                 )
         else:
-            shown = (n for n in possible if all(self._copies(files, k, n) for k in repeated))
-            repeats = next(shown, 1)
+            matching = (
+                n for n in possible if all(self._has_equal_repeats(files, k, n) for k in repeated)
+            )
+            repeats = next(matching, 1)
             if repeats == self.ranks:
                 self.notes += ("all key/value heads are equal; they are kept as stored",)
                 return 1
@@ -263,62 +274,74 @@ class JoinedShards:
                 f"each key/value head is stored {pluralize(repeats, 'time')}; one copy is used",
             )
             if params is not None:
-                kept = self.ranks // repeats
-                self.documents["params.json"] = amended(params, "n_kv_heads", kept)
+                head_count = self.ranks // repeats
+                self.documents["params.json"] = replace_model_param(
+                    params, "n_kv_heads", head_count
+                )
         return repeats
 
-    def _copies(self, files: SourceFiles, key: str, repeats: int) -> bool:
+    def _has_equal_repeats(self, files: SourceFiles, key: str, repeats: int) -> bool:
         """Return whether neighboring ranks have equal data in the repeated parts."""
-        shares = self._shares(key, self.stored, 1)
+        shares = self._compute_shares(key, self.axis_sizes, 1)
         for rank, share in enumerate(shares):
-            kept = rank - rank % repeats
-            for n, piece in enumerate(share.pieces if share and rank != kept else ()):
-                first = shares[kept]
+            first_rank = rank - rank % repeats
+            for n, piece in enumerate(share.pieces if share and rank != first_rank else ()):
+                first = shares[first_rank]
                 if piece.axis in self.family.repeated and first:
-                    one = _piece_extent(self.shards[kept][key], first.pieces[n])
-                    other = _piece_extent(self.shards[rank][key], piece)
-                    if not self._is_same(files, key, one, other):
+                    kept_extent = _slice_piece(self.shards[first_rank][key], first.pieces[n])
+                    extent = _slice_piece(self.shards[rank][key], piece)
+                    if not self._is_same(files, key, kept_extent, extent):
                         return False
         return True
 
-    def _shares(self, key: str, sizes: AxisSizes, repeats: int) -> tuple[RankShard | None, ...]:
-        held, shape = self.first[key].shape, self._whole(key, sizes, repeats)
+    def _compute_shares(
+        self, key: str, sizes: AxisSizes, repeats: int
+    ) -> tuple[RankShard | None, ...]:
+        stored_shape, shape = self.first_entries[key].shape, self._global_shape(key, sizes, repeats)
         shares = split_tensor(self.family, self.layout, key, shape, sizes, self.ranks, repeats)
         for share, name, shard in zip(shares, self.names, self.shards, strict=True):
             if (share is None) != (key not in shard):
                 raise UnsupportedError(f"`{key}` is on the wrong rank", where=name)
-            if share and share.shape != held:
+            if share and share.shape != stored_shape:
                 raise UnsupportedError(
-                    f"`{key}` has the shape {list(held)}, expected {list(share.shape)}",
+                    f"`{key}` has the shape {list(stored_shape)}, expected {list(share.shape)}",
                     where=name,
                     hint="check that the configuration belongs to this model",
                 )
         return shares
 
-    def _whole(self, key: str, sizes: AxisSizes, repeats: int) -> tuple[int, ...]:
-        held = self.first[key].shape
-        return compute_full_shape(self.family, self.layout, key, held, sizes, self.ranks, repeats)
+    def _global_shape(self, key: str, sizes: AxisSizes, repeats: int) -> tuple[int, ...]:
+        stored_shape = self.first_entries[key].shape
+        return compute_full_shape(
+            self.family, self.layout, key, stored_shape, sizes, self.ranks, repeats
+        )
 
-    def _join(self, files: SourceFiles, key: str, sizes: AxisSizes, repeats: int) -> TensorEntry:
-        first, shape = self.first[key], self._whole(key, sizes, repeats)
-        joined = JoinedTensor(first.dtype, shape, first.path, self.names[0])
-        for rank, share in enumerate(self._shares(key, sizes, repeats)):
+    def _join_tensor(
+        self, files: SourceFiles, key: str, sizes: AxisSizes, repeats: int
+    ) -> TensorEntry:
+        first, shape = self.first_entries[key], self._global_shape(key, sizes, repeats)
+        tensor = JoinedTensor(first.dtype, shape, first.path, self.names[0])
+        for rank, share in enumerate(self._compute_shares(key, sizes, repeats)):
             for piece in share.pieces if share else ():
-                extent = _piece_extent(self.shards[rank][key], piece)
-                before = joined.add(extent)
+                extent = _slice_piece(self.shards[rank][key], piece)
+                earlier = tensor.add_extent(extent)
                 # Pieces of a divided axis are compared in `_repeats`.
-                if before and piece.axis is None and not self._is_same(files, key, before, extent):
-                    self._disagree(key, rank)
-        extents = tuple(joined.extents.values())
+                if (
+                    earlier
+                    and piece.axis is None
+                    and not self._is_same(files, key, earlier, extent)
+                ):
+                    self._handle_difference(key, rank)
+        extents = tuple(tensor.extents.values())
         alias = first.alias_of if extents == first.extents else None
         return replace(first, shape=shape, extents=extents, alias_of=alias)
 
-    def _is_same(self, files: SourceFiles, key: str, one: Extent, other: Extent) -> bool:
-        dtype = self.first[key].dtype
-        entries = (separate_entry(key, dtype, extent) for extent in (one, other))
+    def _is_same(self, files: SourceFiles, key: str, first: Extent, second: Extent) -> bool:
+        dtype = self.first_entries[key].dtype
+        entries = (make_standalone_entry(key, dtype, extent) for extent in (first, second))
         return have_same_elements(files, *entries, of_any_size=True) is True
 
-    def _disagree(self, key: str, rank: int) -> None:
+    def _handle_difference(self, key: str, rank: int) -> None:
         """Raise if copies differ, or add a note for tensors without any divided axis."""
         if list_part_splits(self.family, self.layout, key):
             raise UnsupportedError(
@@ -328,19 +351,19 @@ class JoinedShards:
             )
         self.notes += (f"`{key}` differs between ranks; the value of the first rank is used",)
 
-    def _check(self, joined: RankTensors) -> None:
+    def _check_shapes(self, tensors: RankTensors) -> None:
         """Compare the joined shapes with the configuration, which reveals missing shards."""
         params = self.documents.get("params.json")
-        shapes = {key: entry.shape for key, entry in joined.items()}
-        known = self._configured if params is None else read_sizes(self.family, params=params)
+        shapes = {key: entry.shape for key, entry in tensors.items()}
+        sizes = self._configured_sizes if params is None else read_sizes(self.family, params=params)
         try:
             solve_axis_sizes(
-                self.family, iterate_observations(self.family, self.layout, shapes, 1), known
+                self.family, iterate_observations(self.family, self.layout, shapes, 1), sizes
             )
         except MappingError as error:
-            raise self._other_model(error) from error
+            raise self._other_model_error(error) from error
 
-    def _other_model(self, error: MappingError) -> UnsupportedError:
+    def _other_model_error(self, error: MappingError) -> UnsupportedError:
         file = "params.json" if "params.json" in self.documents else "config.json"
         return UnsupportedError(
             f"the tensors do not match the model described in {file}",
@@ -351,6 +374,6 @@ class JoinedShards:
         )
 
 
-def _piece_extent(entry: TensorEntry, piece: ShardPiece) -> Extent:
+def _slice_piece(entry: TensorEntry, piece: ShardPiece) -> Extent:
     """Return the extent of a piece of a rank's tensor."""
-    return part_extent(entry.extents[0], entry.dtype, entry.shape, piece.offsets, piece.box)
+    return slice_extent(entry.extents[0], entry.dtype, entry.shape, piece.offsets, piece.box)

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from ckptctl.planner.plan import CrcOf, Frame
 
 
-def lay_out(
+def lay_out_ranks(
     request: OutputRequest,
-    one_rank: Callable[[int, Sequence[OutputTensor]], OutputLayout],
+    lay_out_rank: Callable[[int, Sequence[OutputTensor]], OutputLayout],
     reason: str,
 ) -> OutputLayout:
-    """Combine the layouts of all ranks' files, made by *one_rank*."""
+    """Combine the layouts of all ranks' files, made by *lay_out_rank*."""
     from ckptctl.planner.model_parallel import RankShard
 
     files: list[OutputFile] = []
@@ -34,21 +34,29 @@ def lay_out(
         for tensor in request.tensors
     }
     for rank in range(request.mp):
-        own = [(one, share) for one in request.tensors if (share := shares[one.name][rank])]
-        shard = one_rank(rank, [replace(tensor, shape=share.shape) for tensor, share in own])
-        for tensor, share in own:
-            if found := shard.boxes.get(tensor.name):
-                places = _places(share, len(records) + found[0].record)
+        rank_tensors = [
+            (candidate, share)
+            for candidate in request.tensors
+            if (share := shares[candidate.name][rank])
+        ]
+        shard = lay_out_rank(
+            rank, [replace(tensor, shape=share.shape) for tensor, share in rank_tensors]
+        )
+        for tensor, share in rank_tensors:
+            if tensor_places := shard.boxes.get(tensor.name):
+                places = _place_pieces(share, len(records) + tensor_places[0].record)
                 boxes.setdefault(tensor.name, []).extend(places)
-        before = len(records)
-        files += [replace(f, frame=partial(_shifted, f.frame, before)) for f in shard.files]
+        record_offset = len(records)
+        files += [
+            replace(f, frame=partial(_shift_records, f.frame, record_offset)) for f in shard.files
+        ]
         records += shard.records
     request.notes.explain("skipped", {blob.name: reason for blob in request.blobs})
-    placed = {name: tuple(found) for name, found in boxes.items()}
+    placed = {name: tuple(tensor_places) for name, tensor_places in boxes.items()}
     return OutputLayout(tuple(files), tuple(records), placed)
 
 
-def _places(share: RankShard, record: int) -> Iterator[TensorPlace]:
+def _place_pieces(share: RankShard, record: int) -> Iterator[TensorPlace]:
     strides = row_major(share.shape)
     for piece in share.pieces:
         if piece.box.sizes == share.shape:
@@ -58,6 +66,6 @@ def _places(share: RankShard, record: int) -> Iterator[TensorPlace]:
             yield TensorPlace(piece.box, record, start, strides)
 
 
-def _shifted(frame: Frame, by: int, crc_of: CrcOf) -> Iterator[tuple[int, bytes]]:
-    """Yield the bytes of *frame*, with its record numbers shifted by *by*."""
-    return frame(lambda record: crc_of(record + by))
+def _shift_records(frame: Frame, offset: int, crc_of: CrcOf) -> Iterator[tuple[int, bytes]]:
+    """Yield the bytes of *frame*, with its record numbers shifted by *offset*."""
+    return frame(lambda record: crc_of(record + offset))

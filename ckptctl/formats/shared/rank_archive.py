@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 from ckptctl.catalog import Blob, Box, Path, row_major
 from ckptctl.errors import CkptError, FormatError, UnsupportedError, quote_names
-from ckptctl.formats.shared.indexes import Integers, integers
-from ckptctl.formats.shared.leaves import flatten, join, require_known
-from ckptctl.formats.shared.stored_leaves import is_stored, refuse_hidden_tensors
+from ckptctl.formats.shared.indexes import Integers, check_integers
+from ckptctl.formats.shared.leaves import flatten_object, join_path, require_known_classes
+from ckptctl.formats.shared.stored_leaves import is_stored_tensor, refuse_hidden_tensors
 from ckptctl.planner.placements import MeshShard, ShardPlacement, compute_local_shard
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import Global, Inert
@@ -33,7 +33,7 @@ from ckptctl.units import pluralize
 
 Axis = tuple[tuple[int, int], ...]
 """Sizes and strides of the axes that form one dimension of a mesh, slowest first."""
-_HOMES = ("torch.distributed.tensor", "torch.distributed._tensor")
+_TORCH_MODULES = ("torch.distributed.tensor", "torch.distributed._tensor")
 _SUBMODULES = ("", ".api", "._api", ".placement_types", "._dtensor_spec", ".device_mesh")
 _DTENSOR = (
     *("DTensor", "DTensorSpec", "TensorMeta", "ShardOrderEntry", "Shard", "Replicate", "Partial"),
@@ -41,7 +41,7 @@ _DTENSOR = (
 )
 _SHARD = "torch.distributed._shard"
 _CLASSES: Mapping[str, tuple[str, ...]] = {
-    **{home + part: _DTENSOR for home in _HOMES for part in _SUBMODULES},
+    **{home + part: _DTENSOR for home in _TORCH_MODULES for part in _SUBMODULES},
     "torch.distributed.device_mesh": ("DeviceMesh",),
     "torch.distributed._tensor.device_mesh": ("DeviceMesh",),
     "torch.distributed._mesh_layout": ("_MeshLayout", "_FlatLayout"),
@@ -61,10 +61,10 @@ _TABLE: Table = {
     **TORCH_TABLE,
     **{(home, name): Global(home, name) for home, names in _CLASSES.items() for name in names},
 }
-_FLAT = re.compile(r"_?flat_param(_\d+)?")
-_WRAPPED = Global("torch._utils", "_rebuild_wrapper_subclass")
-MAX_WORLD = 1 << 20
-_REASONS = {
+_FLAT_PARAMETER = re.compile(r"_?flat_param(_\d+)?")
+_REBUILD_WRAPPER = Global("torch._utils", "_rebuild_wrapper_subclass")
+MAX_WORLD_SIZE = 1 << 20
+_UNSUPPORTED_REASONS = {
     "Partial": "each rank has a partial value, and the reduction is not recorded",
     "_RaggedShard": "the rows are divided by weights that are not recorded",
 }
@@ -89,40 +89,40 @@ class Mesh:
         self.coordinate, self.rank, self.ranks = coordinate, rank, frozenset(order)
         self._axes, self._order = axes, order
 
-    def place(self, rank: int) -> Integers | None:
+    def find_coordinate(self, rank: int) -> Integers | None:
         """Return the coordinate of another rank, or None if it is not recorded."""
-        at = self._positions.get(rank)
-        return None if at is None else _coordinate(self._axes, at)
+        index = self._positions.get(rank)
+        return None if index is None else _compute_coordinate(self._axes, index)
 
     @cached_property
     def _positions(self) -> Mapping[int, int]:
         """Index of each rank in the mesh, or empty if this would contradict *coordinate*."""
-        found = {rank: at for at, rank in enumerate(self._order)}
-        own = None if self.rank is None else found.get(self.rank)
-        if own is None or _coordinate(self._axes, own) != self.coordinate:
+        positions = {rank: index for index, rank in enumerate(self._order)}
+        this_index = None if self.rank is None else positions.get(self.rank)
+        if this_index is None or _compute_coordinate(self._axes, this_index) != self.coordinate:
             return {}
-        return found
+        return positions
 
 
-def _coordinate(axes: tuple[Axis, ...], at: int) -> Integers:
-    """Return the mesh coordinate of the rank at index *at* of the rank list."""
-    found = [0] * len(axes)
+def _compute_coordinate(axes: tuple[Axis, ...], index: int) -> Integers:
+    """Return the mesh coordinate of the rank at index *index* of the rank list."""
+    coordinate = [0] * len(axes)
     for number, axis in enumerate(axes):
         for size, stride in axis:
-            found[number] = found[number] * size + at // max(stride, 1) % max(size, 1)
-    return tuple(found)
+            coordinate[number] = coordinate[number] * size + index // max(stride, 1) % max(size, 1)
+    return tuple(coordinate)
 
 
-class Meshes:
+class MeshReader:
     """Reader for the device meshes of one file, cached because thousands of tensors share one."""
 
     def __init__(self) -> None:
-        self._known: dict[int, Mesh] = {}
+        self._cache: dict[int, Mesh] = {}
 
-    def read(self, record: object) -> Mesh:
+    def read_mesh(self, record: object) -> Mesh:
         """Read the mesh in *record*, an object that must stay alive."""
-        if id(record) in self._known:
-            return self._known[id(record)]
+        if id(record) in self._cache:
+            return self._cache[id(record)]
         state = read_attributes(record)
         if "_coordinate_on_dim" not in state:
             raise FormatError(
@@ -132,36 +132,36 @@ class Meshes:
         coordinate = state["_coordinate_on_dim"]
         ranks = state.get("_flatten_rank_map", state.get("_flatten_mesh_list")) or ()
         rank = state.get("_rank")
-        mesh = self._known[id(record)] = Mesh(
-            _axes(state),
-            None if coordinate is None else integers(coordinate),
+        mesh = self._cache[id(record)] = Mesh(
+            _parse_axes(state),
+            None if coordinate is None else check_integers(coordinate),
             rank if type(rank) is int else None,
             tuple(item for item in ranks if type(item) is int),  # type: ignore[attr-defined]
         )
-        _require_inside(mesh)
+        _require_in_mesh(mesh)
         return mesh
 
 
-def _require_inside(mesh: Mesh) -> None:
+def _require_in_mesh(mesh: Mesh) -> None:
     """Raise if a rank has a coordinate outside its mesh, or is not one of the mesh's ranks."""
-    at, who = mesh.coordinate, "a rank" if mesh.rank is None else f"rank {mesh.rank}"
-    if at is None:
+    coordinate, subject = mesh.coordinate, "a rank" if mesh.rank is None else f"rank {mesh.rank}"
+    if coordinate is None:
         return
     sizes = " x ".join(map(str, mesh.sizes))
-    if any(n >= size for n, size in zip(at, mesh.sizes, strict=False)):
-        why = f"its position is {list(at)}, but the mesh has {sizes} ranks"
+    if any(n >= size for n, size in zip(coordinate, mesh.sizes, strict=False)):
+        why = f"its position is {list(coordinate)}, but the mesh has {sizes} ranks"
     elif mesh.ranks and mesh.rank is not None and mesh.rank not in mesh.ranks:
         why = f"the {sizes} mesh has the ranks {quote_names([str(n) for n in sorted(mesh.ranks)])}"
     else:
         return
     raise UnsupportedError(
-        f"{who} is outside the device mesh recorded in its file",
+        f"{subject} is outside the device mesh recorded in its file",
         why=why,
         hint="use the file that the rank wrote (this one is damaged or from another run)",
     )
 
 
-def _axes(state: Mapping[str, object]) -> tuple[Axis, ...]:
+def _parse_axes(state: Mapping[str, object]) -> tuple[Axis, ...]:
     if "_layout" not in state:
         mesh = state["mesh"]
         if not isinstance(mesh, StoredTensor):
@@ -170,22 +170,24 @@ def _axes(state: Mapping[str, object]) -> tuple[Axis, ...]:
         return tuple((pair,) for pair in pairs)
     layout = read_attributes(state["_layout"])
     if "axes" in layout:
-        found = [read_attributes(axis) for axis in _items(layout["axes"])]
-        return tuple(_axis(axis["shape"], axis["stride"]) for axis in found)
-    both = zip(_items(layout["shape"]), _items(layout["stride"]), strict=True)
-    return tuple(_axis(shape, stride) for shape, stride in both)
+        axis_records = [read_attributes(axis) for axis in _to_tuple(layout["axes"])]
+        return tuple(_parse_axis(axis["shape"], axis["stride"]) for axis in axis_records)
+    both = zip(_to_tuple(layout["shape"]), _to_tuple(layout["stride"]), strict=True)
+    return tuple(_parse_axis(shape, stride) for shape, stride in both)
 
 
-def _items(value: object) -> tuple[object, ...]:
+def _to_tuple(value: object) -> tuple[object, ...]:
     return tuple(value)[:MAX_RANK] if isinstance(value, tuple | list) else (value,)
 
 
-def _axis(shape: object, stride: object) -> Axis:
+def _parse_axis(shape: object, stride: object) -> Axis:
     """Return one mesh dimension, which torch may split into several."""
-    return tuple(zip(integers(_items(shape)), integers(_items(stride)), strict=True))
+    return tuple(
+        zip(check_integers(_to_tuple(shape)), check_integers(_to_tuple(stride)), strict=True)
+    )
 
 
-def nothing_known(_: int) -> tuple[Box, ...]:
+def no_known_boxes(_: int) -> tuple[Box, ...]:
     """Return no boxes, for formats that do not record those of other ranks."""
     return ()
 
@@ -205,7 +207,7 @@ class LocalShard(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Sharded:
+class ShardedPart:
     """A sharded tensor as recorded in one rank's file.
 
     Attributes:
@@ -215,7 +217,7 @@ class Sharded:
         requires_grad: As recorded.
         rank: Rank that wrote it, if recorded.
         ranks: All ranks that it refers to.
-        held_by: Function that returns the boxes of another rank, as far as they are recorded.
+        boxes_of_rank: Function that returns the boxes of another rank, as far as they are recorded.
     """
 
     dtype: str
@@ -224,10 +226,10 @@ class Sharded:
     requires_grad: bool
     rank: int | None
     ranks: frozenset[int]
-    held_by: Callable[[int], tuple[Box, ...]] = nothing_known
+    boxes_of_rank: Callable[[int], tuple[Box, ...]] = no_known_boxes
 
 
-class Wrapped(NamedTuple):
+class WrapperArgs(NamedTuple):
     """The relevant arguments of ``_rebuild_wrapper_subclass``."""
 
     dtype: str
@@ -235,52 +237,58 @@ class Wrapped(NamedTuple):
     requires_grad: bool
 
 
-def wrapped(args: object) -> Wrapped:
+def parse_wrapper_args(args: object) -> WrapperArgs:
     """Parse ``(class, dtype, size, stride, offset, layout, device, requires_grad)``."""
     if not isinstance(args, tuple) or len(args) < 8 or not isinstance(args[1], Global):
         raise TypeError("the arguments of a tensor subclass differ from those that torch writes")
-    return Wrapped(args[1].name, integers(args[2]), args[7] is True)
+    return WrapperArgs(args[1].name, check_integers(args[2]), args[7] is True)
 
 
-def read_dtensor(args: object, state: object, meshes: Meshes) -> Sharded:
+def read_dtensor(args: object, state: object, meshes: MeshReader) -> ShardedPart:
     """Read one rank's part of a DTensor."""
-    whole, fields = wrapped(args), read_attributes(state)
+    wrapper, fields = parse_wrapper_args(args), read_attributes(state)
     spec, stored = read_attributes(fields["_spec"]), fields["_local_tensor"]
     if not isinstance(stored, StoredTensor):
         raise TypeError("the local part is not a regular tensor")
-    mesh = meshes.read(spec["mesh"])
+    mesh = meshes.read_mesh(spec["mesh"])
     records = spec["placements"]
     if not isinstance(records, tuple | list) or len(records) > MAX_RANK:
         raise TypeError("the placements are not a short sequence")
-    placements = tuple(_placement(record) for record in records)
-    order = _order(spec.get("shard_order"))
+    placements = tuple(_parse_placement(record) for record in records)
+    order = _parse_shard_order(spec.get("shard_order"))
     pieces: tuple[LocalShard, ...] = ()
     if mesh.coordinate is not None:
-        local = _local(whole.shape, mesh.sizes, mesh.coordinate, placements, order)
-        _check_local(local, stored, whole, placements)
+        local = _cached_local_part(wrapper.shape, mesh.sizes, mesh.coordinate, placements, order)
+        _check_local_tensor(local, stored, wrapper, placements)
         pieces = tuple(LocalShard(part.box, stored, part.start) for part in local.boxes)
-    others = partial(_placed_boxes, whole.shape, mesh, placements, order)
-    return Sharded(
-        whole.dtype, whole.shape, pieces, whole.requires_grad, mesh.rank, mesh.ranks, others
+    boxes_of_rank = partial(_compute_boxes, wrapper.shape, mesh, placements, order)
+    return ShardedPart(
+        wrapper.dtype,
+        wrapper.shape,
+        pieces,
+        wrapper.requires_grad,
+        mesh.rank,
+        mesh.ranks,
+        boxes_of_rank,
     )
 
 
-def _placed_boxes(
+def _compute_boxes(
     shape: Integers,
     mesh: Mesh,
     placements: tuple[ShardPlacement | None, ...],
     order: tuple[tuple[int, Integers], ...] | None,
     rank: int,
 ) -> tuple[Box, ...]:
-    coordinate = mesh.place(rank)
+    coordinate = mesh.find_coordinate(rank)
     if coordinate is None:
         return ()
-    local = _local(shape, mesh.sizes, coordinate, placements, order)
+    local = _cached_local_part(shape, mesh.sizes, coordinate, placements, order)
     return tuple(part.box for part in local.boxes)
 
 
 @lru_cache(maxsize=256)
-def _local(
+def _cached_local_part(
     shape: Integers,
     mesh: Integers,
     coordinate: Integers,
@@ -291,20 +299,21 @@ def _local(
     return compute_local_shard(shape, mesh, coordinate, placements, dict(order) if order else None)
 
 
-def _check_local(
+def _check_local_tensor(
     local: MeshShard,
     stored: StoredTensor,
-    whole: Wrapped,
+    wrapper: WrapperArgs,
     placements: tuple[ShardPlacement | None, ...],
 ) -> None:
-    if stored.dtype != whole.dtype:
+    if stored.dtype != wrapper.dtype:
         raise UnsupportedError(
-            "the local tensor has a different dtype", why=f"{stored.dtype}, expected {whole.dtype}"
+            "the local tensor has a different dtype",
+            why=f"{stored.dtype}, expected {wrapper.dtype}",
         )
     if local.shape == stored.shape:
         return
     why = f"its shape is {list(stored.shape)}, the placement requires {list(local.shape)}"
-    if any(one is not None and one.split_factor > 1 for one in placements):
+    if any(placement is not None and placement.split_factor > 1 for placement in placements):
         raise FormatError(
             "the placement of an unevenly divided _StridedShard is ambiguous",
             why=why,
@@ -313,7 +322,7 @@ def _check_local(
     raise UnsupportedError("the local tensor does not match its placement", why=why)
 
 
-def _placement(record: object) -> ShardPlacement | None:
+def _parse_placement(record: object) -> ShardPlacement | None:
     name = record.name if isinstance(record, Inert) else type(record).__name__
     if name == "Replicate":
         return None
@@ -321,54 +330,69 @@ def _placement(record: object) -> ShardPlacement | None:
         kind = "Partial" if name.endswith("Partial") else name
         raise FormatError(
             f"the DTensor placement `{name}` is not supported",
-            why=_REASONS.get(kind, "only Shard, Replicate and _StridedShard are supported"),
+            why=_UNSUPPORTED_REASONS.get(
+                kind, "only Shard, Replicate and _StridedShard are supported"
+            ),
             hint="redistribute it to Shard or Replicate before saving",
         )
     fields = read_attributes(record) if record.state is not None else {"dim": record.args[0]}
-    numbers = integers([fields["dim"], fields.get("split_factor", 1)])
+    numbers = check_integers([fields["dim"], fields.get("split_factor", 1)])
     return ShardPlacement(numbers[0], numbers[1])
 
 
-def _order(entries: object) -> tuple[tuple[int, Integers], ...] | None:
+def _parse_shard_order(entries: object) -> tuple[tuple[int, Integers], ...] | None:
     if not isinstance(entries, tuple | list) or len(entries) > MAX_RANK:
         return None
     pairs = [entry.args if isinstance(entry, Inert) else entry for entry in entries]
-    return tuple((integers(pair[:1])[0], integers(pair[1])) for pair in pairs)
+    return tuple((check_integers(pair[:1])[0], check_integers(pair[1])) for pair in pairs)
 
 
-def _read_sharded_tensor(args: object, state: object) -> Sharded:
+def _read_sharded_tensor(args: object, state: object) -> ShardedPart:
     """Read one rank's part of a ShardedTensor."""
-    whole = wrapped(args)
+    wrapper = parse_wrapper_args(args)
     if not isinstance(state, tuple) or not isinstance(state[0], list):
         raise TypeError("the state is not that of a ShardedTensor")
-    shape = integers(read_attributes(state[1])["size"])
-    if shape != whole.shape:
+    shape = check_integers(read_attributes(state[1])["size"])
+    if shape != wrapper.shape:
         raise UnsupportedError(
-            "a ShardedTensor has two different shapes", why=f"{list(whole.shape)} and {list(shape)}"
+            "a ShardedTensor has two different shapes",
+            why=f"{list(wrapper.shape)} and {list(shape)}",
         )
     group = read_attributes(state[2])
-    rank, world = integers((group["global_rank"], group["global_world_size"]))
-    if world > MAX_WORLD:
+    rank, world = check_integers((group["global_rank"], group["global_world_size"]))
+    if world > MAX_WORLD_SIZE:
         raise UnsupportedError("the world size is too large", why=f"{pluralize(world, 'rank')}")
-    pieces = tuple(_piece(read_attributes(shard), whole.dtype) for shard in state[0])
-    others = partial(_listed_boxes, read_attributes(state[1])["shards_metadata"])
-    return Sharded(whole.dtype, shape, pieces, whole.requires_grad, rank, _world(world), others)
+    pieces = tuple(_parse_piece(read_attributes(shard), wrapper.dtype) for shard in state[0])
+    boxes_of_rank = partial(_find_listed_boxes, read_attributes(state[1])["shards_metadata"])
+    return ShardedPart(
+        wrapper.dtype,
+        shape,
+        pieces,
+        wrapper.requires_grad,
+        rank,
+        _make_rank_set(world),
+        boxes_of_rank,
+    )
 
 
-def _listed_boxes(shards: object, rank: int) -> tuple[Box, ...]:
+def _find_listed_boxes(shards: object, rank: int) -> tuple[Box, ...]:
     """Return the boxes of another rank (every rank's file lists the boxes of all)."""
     if not isinstance(shards, list):
         return ()
-    found = (read_attributes(shard) for shard in shards)
-    return tuple(_box(one) for one in found if read_attributes(one["placement"])["_rank"] == rank)
+    records = (read_attributes(shard) for shard in shards)
+    return tuple(
+        _parse_box(record)
+        for record in records
+        if read_attributes(record["placement"])["_rank"] == rank
+    )
 
 
-def _box(place: Mapping[str, object]) -> Box:
-    return Box(integers(place["shard_offsets"]), integers(place["shard_sizes"]))
+def _parse_box(place: Mapping[str, object]) -> Box:
+    return Box(check_integers(place["shard_offsets"]), check_integers(place["shard_sizes"]))
 
 
-def _piece(shard: Mapping[str, object], dtype: str) -> LocalShard:
-    stored, box = shard["tensor"], _box(read_attributes(shard["metadata"]))
+def _parse_piece(shard: Mapping[str, object], dtype: str) -> LocalShard:
+    stored, box = shard["tensor"], _parse_box(read_attributes(shard["metadata"]))
     if not isinstance(stored, StoredTensor):
         raise TypeError("a shard is not a regular tensor")
     if (stored.dtype, stored.shape) != (dtype, box.sizes):
@@ -380,7 +404,7 @@ def _piece(shard: Mapping[str, object], dtype: str) -> LocalShard:
 
 
 @lru_cache(maxsize=8)
-def _world(size: int) -> frozenset[int]:
+def _make_rank_set(size: int) -> frozenset[int]:
     return frozenset(range(size))
 
 
@@ -388,32 +412,32 @@ def read_rank_file(files: SourceFiles, name: str) -> Iterator[tuple[Path, object
     """Yield the leaves of one rank's file with their paths."""
     archive = read_archive(files, name, table=_TABLE, unknown="inert")
     if isinstance(archive.root, Inert) and not _is_tensor(archive.root):
-        require_known([Blob(name, (), value=archive.root)])
-    meshes, where = Meshes(), str(files.root / name)
-    for path, leaf in flatten(archive.root, _is_tensor, where=where):
-        key = join(path)
+        require_known_classes([Blob(name, (), value=archive.root)])
+    meshes, where = MeshReader(), str(files.root / name)
+    for path, leaf in flatten_object(archive.root, _is_tensor, where=where):
+        key = join_path(path)
         if _is_sharded(leaf):
-            yield path, _sharded(leaf, key, where, meshes)
+            yield path, _read_sharded(leaf, key, where, meshes)
         else:
-            if not is_stored(leaf):
+            if not is_stored_tensor(leaf):
                 refuse_hidden_tensors(leaf, key, where)
             yield path, leaf
 
 
 def _is_tensor(node: object) -> bool:
-    return is_stored(node) or _is_sharded(node)
+    return is_stored_tensor(node) or _is_sharded(node)
 
 
 def _is_sharded(node: object) -> bool:
     """Return whether *node* is ``_rebuild_from_type_v2(_rebuild_wrapper_subclass, ...)``."""
     if not isinstance(node, Inert) or node.name != "_rebuild_from_type_v2":
         return False
-    return len(node.args) == 4 and node.args[0] == _WRAPPED
+    return len(node.args) == 4 and node.args[0] == _REBUILD_WRAPPER
 
 
-def _sharded(node: object, key: str, where: str, meshes: Meshes) -> Sharded:
+def _read_sharded(node: object, key: str, where: str, meshes: MeshReader) -> ShardedPart:
     assert isinstance(node, Inert)
-    if _FLAT.fullmatch(key.rpartition(".")[2]):
+    if _FLAT_PARAMETER.fullmatch(key.rpartition(".")[2]):
         raise UnsupportedError(
             "FSDP1's LOCAL_STATE_DICT (flat parameters) is not supported",
             where=f"tensor `{key}`",

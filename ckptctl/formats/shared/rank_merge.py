@@ -15,22 +15,27 @@ from typing import NamedTuple
 
 from ckptctl.catalog import Blob, Box, Extent, Path
 from ckptctl.errors import CkptError, DamagedError, FormatError, UnsupportedError, quote_names
-from ckptctl.formats.shared.findings import Faults, Lost
+from ckptctl.formats.shared.findings import FaultCollector, Lost
 from ckptctl.formats.shared.joined_tensors import (
     JoinedTensor,
-    part_extent,
+    make_standalone_entry,
+    make_tensor_entries,
     ranks_disagree_error,
-    separate_entry,
-    tensor_entries,
+    slice_extent,
 )
-from ckptctl.formats.shared.leaves import below_rank, join, kept_apart, unknown_notes
-from ckptctl.formats.shared.rank_archive import Sharded, nothing_known
+from ckptctl.formats.shared.leaves import (
+    add_rank_prefix,
+    differing_values_note,
+    join_path,
+    unknown_class_notes,
+)
+from ckptctl.formats.shared.rank_archive import ShardedPart, no_known_boxes
 from ckptctl.formats.shared.replicas import CopyComparison
-from ckptctl.formats.shared.stored_leaves import Leaves, extent_of
+from ckptctl.formats.shared.stored_leaves import Leaves, make_extent
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.zips.zip_reader import StoredTensor
 
-_NEXT = "per-rank values are taken from the lowest rank that can be read"
+_FALLBACK_NOTE = "per-rank values are taken from the lowest rank that can be read"
 
 
 class Gap(NamedTuple):
@@ -44,7 +49,7 @@ class Gap(NamedTuple):
 @dataclass(slots=True)
 class _RankTensor(JoinedTensor):
     sharded: bool = False
-    held_by: Callable[[int], tuple[Box, ...]] = nothing_known
+    boxes_of_rank: Callable[[int], tuple[Box, ...]] = no_known_boxes
 
 
 class RankMerger:
@@ -56,57 +61,61 @@ class RankMerger:
         ranks: All ranks that took part in the save, as far as recorded.
     """
 
-    def __init__(self, files: SourceFiles, faults: Faults, *, listed: bool = False) -> None:
+    def __init__(
+        self, files: SourceFiles, faults: FaultCollector, *, list_replicas: bool = False
+    ) -> None:
         self.faults = faults
         self.gaps: list[Gap] = []
         self.ranks: set[int] = set()
-        self._files, self._listed = files, listed
+        self._files, self._list_replicas = files, list_replicas
         self._tensors: dict[str, _RankTensor] = {}
         self._blobs: dict[str, Blob] = {}
         self._seen: dict[int, frozenset[int]] = {}
-        self._copies = CopyComparison(files, deferred=listed)
-        self._agreed = 0
+        self._copies = CopyComparison(files, deferred=list_replicas)
+        self._equal_count = 0
 
     @property
     def replicas(self) -> dict[str, tuple[Extent, ...]]:
         """Further copies of each tensor's boxes, if these are to be listed."""
-        tensors = self._tensors.items() if self._listed else ()
+        tensors = self._tensors.items() if self._list_replicas else ()
         return {key: tuple(tensor.copies) for key, tensor in tensors if tensor.copies}
 
-    def require(
+    def check_rank_files(
         self,
         head: Path,
         present: Collection[int],
-        wanted: Collection[int],
-        named: Callable[[int], str],
-        of: str = "",
+        required: Collection[int],
+        format_name: Callable[[int], str],
+        suffix: str = "",
     ) -> None:
         """Raise, or add findings, for missing files of ranks."""
-        for rank in self.faults.require_ranks(present, wanted, named, of):
-            self._add_gap(Gap(rank, head, named(rank)))
+        for rank in self.faults.require_rank_files(present, required, format_name, suffix):
+            self._add_gap(Gap(rank, head, format_name(rank)))
 
-    def take(self, rank: int, head: Path, file: str, leaves: Iterable[tuple[Path, object]]) -> None:
+    def add_file(
+        self, rank: int, head: Path, file: str, leaves: Iterable[tuple[Path, object]]
+    ) -> None:
         """Add the leaves of one file of *rank* below *head*, or record a gap if it is unusable."""
         if self.faults.partial:
-            held = self.faults.read(file, lambda _: list(leaves))
-            if held is None:
+            loaded = self.faults.try_read(file, lambda _: list(leaves))
+            if loaded is None:
                 self._add_gap(Gap(rank, head, file))
                 return
-            leaves = held
-        self.add(rank, file, leaves)
+            leaves = loaded
+        self.add_leaves(rank, file, leaves)
 
     def _add_gap(self, gap: Gap) -> None:
         self.gaps.append(gap)
         if gap.rank == 0:
             findings = self.faults.findings
-            at = next(n for n, finding in enumerate(findings) if finding.file == gap.file)
-            why = "; ".join(filter(None, (findings[at].why, _NEXT)))
-            findings[at] = replace(findings[at], why=why)
+            index = next(n for n, finding in enumerate(findings) if finding.file == gap.file)
+            why = "; ".join(filter(None, (findings[index].why, _FALLBACK_NOTE)))
+            findings[index] = replace(findings[index], why=why)
 
-    def add(self, rank: int, file: str, leaves: Iterable[tuple[Path, object]]) -> None:
+    def add_leaves(self, rank: int, file: str, leaves: Iterable[tuple[Path, object]]) -> None:
         """Add leaves of one file of *rank*."""
         for path, leaf in leaves:
-            if isinstance(leaf, Sharded):
+            if isinstance(leaf, ShardedPart):
                 if leaf.rank is not None and leaf.rank != rank:
                     raise UnsupportedError(
                         f"`{file}` is not the file of rank {rank}",
@@ -119,39 +128,39 @@ class RankMerger:
                     self.ranks |= leaf.ranks
                 self._add_sharded(path, leaf, file)
             elif isinstance(leaf, StoredTensor):
-                self._add_plain(rank, path, leaf, file)
+                self._add_unsharded(rank, path, leaf, file)
             else:
                 self._add_blob(rank, path, leaf)
 
-    def _add_sharded(self, path: Path, leaf: Sharded, file: str) -> None:
-        key = join(path)
-        known = self._known(key, path, leaf, file, sharded=True)
-        if not known.sharded or (known.dtype, known.shape) != (leaf.dtype, leaf.shape):
+    def _add_sharded(self, path: Path, leaf: ShardedPart, file: str) -> None:
+        key = join_path(path)
+        joined = self._get_tensor(key, path, leaf, file, sharded=True)
+        if not joined.sharded or (joined.dtype, joined.shape) != (leaf.dtype, leaf.shape):
             why = (
                 f"it is {leaf.dtype} {list(leaf.shape)} in this file, "
-                f"{'' if known.sharded else 'an unsharded '}{known.dtype} {list(known.shape)} "
-                f"in `{known.file}`"
+                f"{'' if joined.sharded else 'an unsharded '}{joined.dtype} {list(joined.shape)} "
+                f"in `{joined.file}`"
             )
             raise ranks_disagree_error(key, self._files.root / file, why)
         if self.faults.partial:
-            known.held_by = leaf.held_by
+            joined.boxes_of_rank = leaf.boxes_of_rank
         for box, tensor, start in leaf.pieces:
-            local = extent_of(tensor, file, box)
-            extent = part_extent(local, leaf.dtype, tensor.shape, start, box)
-            before = known.add(extent)
-            if before is None:
+            local = make_extent(tensor, file, box)
+            extent = slice_extent(local, leaf.dtype, tensor.shape, start, box)
+            earlier = joined.add_extent(extent)
+            if earlier is None:
                 continue
-            self._copies.leave(key, before, extent)
-            if before.crc32 is not None and extent.crc32 not in (None, before.crc32):
+            self._copies.note_unread(key, earlier, extent)
+            if earlier.crc32 is not None and extent.crc32 not in (None, earlier.crc32):
                 raise UnsupportedError(
                     f"replicas of `{key}` differ according to their recorded checksums",
                     where=str(self._files.root / file),
-                    why=f"the checksum of {box} differs in `{before.file}`",
+                    why=f"the checksum of {box} differs in `{earlier.file}`",
                     hint="check for files of different saves, or a damaged file",
                 )
 
-    def _known(
-        self, key: str, path: Path, leaf: Sharded | StoredTensor, file: str, *, sharded: bool
+    def _get_tensor(
+        self, key: str, path: Path, leaf: ShardedPart | StoredTensor, file: str, *, sharded: bool
     ) -> _RankTensor:
         if key in self._blobs:
             raise UnsupportedError(f"two values have the name `{key}`", where=str(self._files.root))
@@ -159,38 +168,38 @@ class RankMerger:
         new = _RankTensor(leaf.dtype, leaf.shape, path, file, grad, sharded=sharded)
         return self._tensors.setdefault(key, new)
 
-    def _add_plain(self, rank: int, path: Path, leaf: StoredTensor, file: str) -> None:
-        key = join(path)
-        known = self._known(key, path, leaf, file, sharded=False)
-        if known.sharded:
-            why = f"it is an unsharded tensor in this file, but a shard in `{known.file}`"
+    def _add_unsharded(self, rank: int, path: Path, leaf: StoredTensor, file: str) -> None:
+        key = join_path(path)
+        joined = self._get_tensor(key, path, leaf, file, sharded=False)
+        if joined.sharded:
+            why = f"it is an unsharded tensor in this file, but a shard in `{joined.file}`"
             raise ranks_disagree_error(key, self._files.root / file, why)
-        extent = extent_of(leaf, file)
-        first = next(iter(known.extents.values()), None)
+        extent = make_extent(leaf, file)
+        first = next(iter(joined.extents.values()), None)
         if first is not None:
-            entry = separate_entry(key, known.dtype, first)
-            copy = separate_entry(key, leaf.dtype, extent)
-            if self._copies.is_same(entry, copy, key, of_any_size=self._listed):
-                self._agreed += 1
+            entry = make_standalone_entry(key, joined.dtype, first)
+            copy = make_standalone_entry(key, leaf.dtype, extent)
+            if self._copies.is_same(entry, copy, key, of_any_size=self._list_replicas):
+                self._equal_count += 1
             else:
-                path = below_rank(rank, path)
-                known = self._known(join(path), path, leaf, file, sharded=False)
-        known.add(extent)
+                path = add_rank_prefix(rank, path)
+                joined = self._get_tensor(join_path(path), path, leaf, file, sharded=False)
+        joined.add_extent(extent)
 
     def _add_blob(self, rank: int, path: Path, value: object) -> None:
-        key = join(path)
+        key = join_path(path)
         if key in self._tensors:
             raise UnsupportedError(f"two values have the name `{key}`", where=str(self._files.root))
-        known = self._blobs.setdefault(key, Blob(key, path, value=value))
-        if not same_value(known.value, value):
+        first = self._blobs.setdefault(key, Blob(key, path, value=value))
+        if not is_same_value(first.value, value):
             self._copies.differing.append(key)
-            own = below_rank(rank, path)
-            self._blobs[join(own)] = Blob(join(own), own, value=value)
+            rank_path = add_rank_prefix(rank, path)
+            self._blobs[join_path(rank_path)] = Blob(join_path(rank_path), rank_path, value=value)
 
     def refuse_unrelated(self, where: str) -> None:
         """Raise if the files share no tensor and are not sharded, so each is a checkpoint."""
         clash = any(key in self._tensors for key in self._copies.differing)
-        if clash and not self._agreed and not any(t.sharded for t in self._tensors.values()):
+        if clash and not self._equal_count and not any(t.sharded for t in self._tensors.values()):
             raise FormatError(
                 "the files do not belong to the ranks of one checkpoint",
                 where=where,
@@ -199,39 +208,41 @@ class RankMerger:
                 hint="pass one of the files if each is a separate checkpoint",
             )
 
-    def heads(self) -> set[str | int]:
+    def list_first_keys(self) -> set[str | int]:
         """Return the first keys of all tensors."""
-        return {known.path[0] for known in self._tensors.values() if known.path}
+        return {tensor.path[0] for tensor in self._tensors.values() if tensor.path}
 
-    def finish(self) -> Leaves:
+    def merge_leaves(self) -> Leaves:
         """Return everything that was added, without checking that shards tile their tensors."""
         notes = [
-            *kept_apart(self._copies.differing),
-            *unknown_notes(self._blobs.values()),
-            *self._copies.notes(),
+            *differing_values_note(self._copies.differing),
+            *unknown_class_notes(self._blobs.values()),
+            *self._copies.list_notes(),
         ]
-        self.faults.lost |= self._lost()
-        return Leaves(tensor_entries(self._tensors), self._blobs, notes)
+        self.faults.lost |= self._find_lost_boxes()
+        return Leaves(make_tensor_entries(self._tensors), self._blobs, notes)
 
-    def _lost(self) -> Lost:
+    def _find_lost_boxes(self) -> Lost:
         """Return the boxes of each tensor that are only in unusable files."""
-        found: Lost = {}
-        for key, known in self._tensors.items():
+        lost: Lost = {}
+        for key, tensor in self._tensors.items():
             for gap in self.gaps:
-                if known.path[: len(gap.head)] != gap.head:
+                if tensor.path[: len(gap.head)] != gap.head:
                     continue
                 with suppress(
                     CkptError, TypeError, KeyError, ValueError, IndexError, AttributeError
                 ):
-                    boxes = (box for box in known.held_by(gap.rank) if box.numel)
-                    gone = tuple((box, gap.file) for box in boxes if box not in known.extents)
-                    found[key] = (*found.get(key, ()), *gone)
-        return {key: gone for key, gone in found.items() if gone}
+                    boxes = (box for box in tensor.boxes_of_rank(gap.rank) if box.numel)
+                    lost_boxes = tuple(
+                        (box, gap.file) for box in boxes if box not in tensor.extents
+                    )
+                    lost[key] = (*lost.get(key, ()), *lost_boxes)
+        return {key: lost_boxes for key, lost_boxes in lost.items() if lost_boxes}
 
 
-def same_value(one: object, other: object) -> bool:
+def is_same_value(first: object, second: object) -> bool:
     """Return whether two leaves are equal, or False if they cannot be compared."""
     try:
-        return type(one) is type(other) and bool(one == other)
+        return type(first) is type(second) and bool(first == second)
     except DamagedError:
         return False

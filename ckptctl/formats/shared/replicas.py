@@ -30,31 +30,31 @@ class CopyComparison:
     uncompared: list[str] = field(default_factory=list)
 
     def is_same(
-        self, first: TensorEntry, other: TensorEntry, name: str, *, of_any_size: bool = False
+        self, first: TensorEntry, second: TensorEntry, name: str, *, of_any_size: bool = False
     ) -> bool:
-        """Return whether *other* equals *first*, as far as known.
+        """Return whether *second* equals *first*, as far as known.
 
         Equal recorded checksums are sufficient. Copies too large to read here count as equal,
         unless *of_any_size* is set.
         """
-        one, two = first.extents[0], other.extents[0]
-        alike = (first.dtype, first.shape) == (other.dtype, other.shape)
-        if alike and has_same_checksum(one, two):
-            self.leave(name, one, two)
+        first_extent, second_extent = first.extents[0], second.extents[0]
+        is_alike = (first.dtype, first.shape) == (second.dtype, second.shape)
+        if is_alike and has_same_checksum(first_extent, second_extent):
+            self.note_unread(name, first_extent, second_extent)
             return True
-        same = have_same_elements(self.files, first, other, of_any_size=of_any_size)
+        same = have_same_elements(self.files, first, second, of_any_size=of_any_size)
         if same is None:
-            self.leave(name, one, two)
+            self.note_unread(name, first_extent, second_extent)
         elif not same:
             self.differing.append(name)
         return same is not False
 
-    def leave(self, name: str, one: Extent, other: Extent) -> None:
+    def note_unread(self, name: str, first: Extent, second: Extent) -> None:
         """Record a copy that is not read."""
-        if not self.deferred and other.nbytes:
-            (self.recorded if has_same_checksum(one, other) else self.uncompared).append(name)
+        if not self.deferred and second.nbytes:
+            (self.recorded if has_same_checksum(first, second) else self.uncompared).append(name)
 
-    def notes(self) -> Iterator[str]:
+    def list_notes(self) -> Iterator[str]:
         """Yield notes on copies that were not read."""
         if self.uncompared:
             names = quote_names([*dict.fromkeys(self.uncompared)])

@@ -18,7 +18,7 @@ from ckptctl.catalog import (
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import UnsupportedError, exclude_hint, quote_names
 from ckptctl.formats.base import OutputTensor
-from ckptctl.formats.shared.leaves import flatten, join
+from ckptctl.formats.shared.leaves import flatten_object, join_path
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import walk_values
 from ckptctl.storage.pickles.pickle_reader import Unknown
@@ -38,18 +38,18 @@ class Leaves:
     notes: list[str] = field(default_factory=list)
     computed: dict[str, ComputedTensor] = field(default_factory=dict)
 
-    def add(self, value: object, path: KeyPath, file: str, where: str) -> None:
+    def add_object(self, value: object, path: KeyPath, file: str, where: str) -> None:
         """Flatten *value* and add its leaves, or raise if a name already exists."""
-        for place, leaf in flatten(value, is_stored, path, where=where):
-            name = join(place)
+        for place, leaf in flatten_object(value, is_stored_tensor, path, where=where):
+            name = join_path(place)
             if name in self.tensors or name in self.blobs:
                 raise UnsupportedError(f"two values have the name `{name}`", where=where)
             if isinstance(leaf, StoredTensor):
-                self.tensors[name] = stored_entry(place, leaf, file)
+                self.tensors[name] = make_stored_entry(place, leaf, file)
             else:
                 self.blobs[name] = Blob(name, place, value=leaf)
 
-    def put(self, leaf: TensorEntry | Blob) -> None:
+    def add_leaf(self, leaf: TensorEntry | Blob) -> None:
         """Add one leaf, replacing an existing one."""
         if isinstance(leaf, Blob):
             self.blobs[leaf.name] = leaf
@@ -62,12 +62,14 @@ def read_leaves(
 ) -> Leaves:
     """Read the tensors and non-tensor values of one ``torch.save`` file."""
     archive = read_archive(files, name, unknown=unknown, table=KEEPING_TABLE)
-    found = leaves_in(archive.root, name, home=files.root if computed else None)
-    found.notes[:0] = () if archive.checksums else (NO_CHECKSUMS,)
-    return found
+    leaves = extract_leaves(archive.root, name, home=files.root if computed else None)
+    leaves.notes[:0] = () if archive.checksums else (NO_CHECKSUMS,)
+    return leaves
 
 
-def leaves_in(root: object, name: str, path: KeyPath = (), home: TreePath | None = None) -> Leaves:
+def extract_leaves(
+    root: object, name: str, path: KeyPath = (), home: TreePath | None = None
+) -> Leaves:
     """Flatten *root*, an object in the file *name*, into leaves below *path*.
 
     Without *home*, the checkpoint's root, conjugate and negative views are not read.
@@ -77,17 +79,21 @@ def leaves_in(root: object, name: str, path: KeyPath = (), home: TreePath | None
     computed: dict[str, ComputedTensor] = {}
     seen: dict[object, str] = {}
     sharing: dict[str, dict[str, None]] = {}
-    for place, leaf in flatten(root, is_stored, path, where=name):
-        key = join(place)
+    for place, leaf in flatten_object(root, is_stored_tensor, path, where=name):
+        key = join_path(place)
         if key in tensors or key in blobs:
-            another = (f"{join(place)} ({number})" for number in count(2))
-            key = next(name for name in another if name not in tensors and name not in blobs)
+            numbered_names = (f"{join_path(place)} ({number})" for number in count(2))
+            key = next(name for name in numbered_names if name not in tensors and name not in blobs)
             dtype, shape = (leaf.dtype, leaf.shape) if isinstance(leaf, StoredTensor) else ("", ())
-            why = f"another value has the name `{join(place)}`"
+            why = f"another value has the name `{join_path(place)}`"
             tensors[key] = TensorEntry.build_unreadable(key, dtype, shape, place, why)
         elif isinstance(leaf, StoredTensor) and leaf.base is not None and home is not None:
-            stored = TensorEntry(key, leaf.dtype, leaf.shape, (extent_of(leaf.base, name),), place)
-            tensors[key], computed[computed_name(key)] = _mirrored(key, place, leaf, stored, home)
+            stored = TensorEntry(
+                key, leaf.dtype, leaf.shape, (make_extent(leaf.base, name),), place
+            )
+            tensors[key], computed[computed_name(key)] = _make_mirrored_view(
+                key, place, leaf, stored, home
+            )
         elif isinstance(leaf, StoredTensor) and leaf.unsupported:
             tensors[key] = TensorEntry.build_unreadable(
                 key, leaf.dtype, leaf.shape, place, leaf.unsupported
@@ -101,7 +107,7 @@ def leaves_in(root: object, name: str, path: KeyPath = (), home: TreePath | None
                 key,
                 leaf.dtype,
                 leaf.shape,
-                (extent_of(leaf, name),),
+                (make_extent(leaf, name),),
                 place,
                 alias_of=None if alias == key else alias,
                 requires_grad=leaf.requires_grad,
@@ -109,17 +115,19 @@ def leaves_in(root: object, name: str, path: KeyPath = (), home: TreePath | None
         else:
             blobs[key] = Blob(key, place, value=leaf)
     notes: list[str] = []
-    apart = [key for group in sharing.values() if len(group) > 1 for key in group]
-    if apart:
+    overlapping = [key for group in sharing.values() if len(group) > 1 for key in group]
+    if overlapping:
         shared = "tensors that share part of their memory are written separately"
-        notes.append(f"{shared}: {quote_names(apart)}")
-    inside = [key for key, blob in blobs.items() if any(map(is_stored, walk_values(blob.value)))]
-    if inside:
-        notes.append(f"tensors inside objects are not extracted: {quote_names(inside)}")
+        notes.append(f"{shared}: {quote_names(overlapping)}")
+    hidden = [
+        key for key, blob in blobs.items() if any(map(is_stored_tensor, walk_values(blob.value)))
+    ]
+    if hidden:
+        notes.append(f"tensors inside objects are not extracted: {quote_names(hidden)}")
     return Leaves(tensors, blobs, notes, computed)
 
 
-def _mirrored(
+def _make_mirrored_view(
     key: str, place: KeyPath, leaf: StoredTensor, stored: TensorEntry, root: TreePath
 ) -> tuple[TensorEntry, ComputedTensor]:
     """Return a conjugate or negative view, and the virtual file of its elements."""
@@ -130,7 +138,7 @@ def _mirrored(
     return TensorEntry(key, leaf.dtype, leaf.shape, extents, place, requires_grad=grad), computed
 
 
-def extent_of(stored: StoredTensor, file: str, box: Box | None = None) -> Extent:
+def make_extent(stored: StoredTensor, file: str, box: Box | None = None) -> Extent:
     """Return the extent of a tensor in a ``torch.save`` zip."""
     return Extent(
         box or Box.whole(stored.shape),
@@ -143,14 +151,14 @@ def extent_of(stored: StoredTensor, file: str, box: Box | None = None) -> Extent
     )
 
 
-def is_stored(node: object) -> bool:
+def is_stored_tensor(node: object) -> bool:
     """Return whether *node* is a tensor of an archive."""
     return isinstance(node, StoredTensor)
 
 
 def refuse_hidden_tensors(leaf: object, key: str, where: str) -> None:
     """Raise if a leaf contains tensors inside an object that cannot be flattened, such as a set."""
-    if any(is_stored(node) for node in walk_values(leaf)):
+    if any(is_stored_tensor(node) for node in walk_values(leaf)):
         raise UnsupportedError(
             f"`{key}` contains tensors inside an object that cannot be decomposed",
             where=where,
@@ -158,7 +166,7 @@ def refuse_hidden_tensors(leaf: object, key: str, where: str) -> None:
         )
 
 
-def stored_leaf(tensor: OutputTensor, key: str) -> StorageTensor:
+def make_pickled_tensor(tensor: OutputTensor, key: str) -> StorageTensor:
     """Make the pickle record of a tensor with its elements in the storage *key* of the same zip."""
     return StorageTensor(
         storage_key=key,
@@ -171,7 +179,7 @@ def stored_leaf(tensor: OutputTensor, key: str) -> StorageTensor:
     )
 
 
-def stored_entry(path: KeyPath, tensor: StoredTensor, file: str) -> TensorEntry:
+def make_stored_entry(path: KeyPath, tensor: StoredTensor, file: str) -> TensorEntry:
     """Return the catalog entry of a tensor stored in full in one file."""
-    boxes = (extent_of(tensor, file),)
-    return TensorEntry(join(path), tensor.dtype, tensor.shape, boxes, path)
+    boxes = (make_extent(tensor, file),)
+    return TensorEntry(join_path(path), tensor.dtype, tensor.shape, boxes, path)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 
 from ckptctl.catalog import Catalog
-from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions
+from ckptctl.formats.base import DEFAULT_READ_OPTIONS, Format, Listing, ReadOptions
 from ckptctl.tree import TreePath
 
 MANIFEST = ".snapshot_metadata"
@@ -39,11 +39,11 @@ class TorchSnapshotFormat(Format):
         """See :meth:`Format.sniff`."""
         return MANIFEST if (listing.path / MANIFEST).is_file() else None
 
-    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, options: ReadOptions = DEFAULT_READ_OPTIONS) -> Catalog:
         """See :meth:`Format.read`."""
-        from ckptctl.formats.torchsnapshot.torchsnapshot_reader import read
+        from ckptctl.formats.torchsnapshot.torchsnapshot_reader import read_catalog
 
-        return read(path, asked, self.name)
+        return read_catalog(path, options, self.name)
 
 
 FORMAT = TorchSnapshotFormat()

@@ -25,13 +25,17 @@ from ckptctl.errors import (
     UnsupportedError,
 )
 from ckptctl.formats.base import ReadOptions
-from ckptctl.formats.shared.findings import NO_TENSOR, UNUSABLE, Faults
-from ckptctl.formats.shared.indexes import ByteRange, integers, require_tiled
-from ckptctl.formats.shared.leaves import flatten, join
-from ckptctl.formats.shared.rank_archive import LocalShard, Sharded
+from ckptctl.formats.shared.findings import MISSING_TENSOR, UNUSABLE_ERRORS, FaultCollector
+from ckptctl.formats.shared.indexes import ByteRange, check_integers, require_tiled_files
+from ckptctl.formats.shared.leaves import flatten_object, join_path
+from ckptctl.formats.shared.rank_archive import LocalShard, ShardedPart
 from ckptctl.formats.shared.rank_merge import RankMerger
-from ckptctl.formats.shared.stored_leaves import NO_CHECKSUMS, is_stored, refuse_hidden_tensors
-from ckptctl.formats.sidecar_files import beside
+from ckptctl.formats.shared.stored_leaves import (
+    NO_CHECKSUMS,
+    is_stored_tensor,
+    refuse_hidden_tensors,
+)
+from ckptctl.formats.sidecar_files import scan_sidecar_files
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.paths import require_relative
@@ -53,94 +57,99 @@ from ckptctl.units import pluralize
 METADATA = ".snapshot_metadata"
 _Sizes = Mapping[str, int]
 """Sizes of the data files in bytes."""
-_SHARDED = ("ShardedTensor", "DTensor")
-SHARDED = (*_SHARDED, "ChunkedTensor")
-MAX_METADATA = 1 << 30
-PRIMITIVES = ("int", "str", "bool", "bytes", "float")
-_DICTS = ("dict", "OrderedDict")
+_RANK_SHARDED_TYPES = ("ShardedTensor", "DTensor")
+SHARDED_TYPES = (*_RANK_SHARDED_TYPES, "ChunkedTensor")
+MAX_METADATA_BYTES = 1 << 30
+PRIMITIVE_TYPES = ("int", "str", "bool", "bytes", "float")
+_DICT_TYPES = ("dict", "OrderedDict")
 _YAML = re.compile(rb"[a-z_]+:")
 Fields = Mapping[str, object]
 Sizes = Annotated[tuple[Natural, ...], size_between(0, MAX_RANK)]
 
 
-def read(path: TreePath, asked: ReadOptions, name: str) -> Catalog:
+def read_catalog(path: TreePath, options: ReadOptions, name: str) -> Catalog:
     """Read the catalog of the snapshot in the folder *path*."""
     where = str(path / METADATA)
     with source_files(path) as files:
-        merger = RankMerger(files, faults := Faults(path, asked.partial))
+        merger = RankMerger(files, faults := FaultCollector(path, options.partial))
         with malformed_errors("this is not the metadata of torchsnapshot", where):
             entries = read_manifest(files)
-            sizes = sizes_of(files, entries, where, faults)
+            sizes = read_file_sizes(files, entries, where, faults)
             for entry in entries:
-                _add(files, sizes, merger, entry)
-        joined = merger.finish()
-    around = beside(path, sizes)
+                _add_entry(files, sizes, merger, entry)
+        leaves = merger.merge_leaves()
+    sidecars = scan_sidecar_files(path, sizes)
     return replace(
-        around.catalog(path, name),
+        sidecars.make_catalog(path, name),
         files={file: size for file, size in sizes.items() if file not in faults.files},
-        tensors=joined.tensors,
-        blobs=joined.blobs,
-        notes=(NO_CHECKSUMS, *joined.notes),
+        tensors=leaves.tensors,
+        blobs=leaves.blobs,
+        notes=(NO_CHECKSUMS, *leaves.notes),
         findings=tuple(faults.findings),
         lost=faults.lost,
     )
 
 
-def _add(files: SourceFiles, sizes: _Sizes, merger: RankMerger, entry: ManifestEntry) -> None:
-    faults, name = merger.faults, join(entry.path)
-    gone = tuple((box, one.file) for box, one in entry.parts if one.file in faults.files)
-    if gone and len(gone) == len(entry.parts):
-        what, file = "a value is missing" if entry.kind == "object" else NO_TENSOR, gone[0][1]
+def _add_entry(files: SourceFiles, sizes: _Sizes, merger: RankMerger, entry: ManifestEntry) -> None:
+    faults, name = merger.faults, join_path(entry.path)
+    lost_boxes = tuple(
+        (box, stored.file) for box, stored in entry.parts if stored.file in faults.files
+    )
+    if lost_boxes and len(lost_boxes) == len(entry.parts):
+        message, file = (
+            "a value is missing" if entry.kind == "object" else MISSING_TENSOR,
+            lost_boxes[0][1],
+        )
         why = f"it is stored in `{file}`, which cannot be used"
-        faults.findings.append(Finding(what, why, "error", file, name))
+        faults.findings.append(Finding(message, why, "error", file, name))
         return
-    if gone:
-        faults.lost[name] = gone
+    if lost_boxes:
+        faults.lost[name] = lost_boxes
         entry = entry._replace(parts=[p for p in entry.parts if p[1].file not in faults.files])
     try:
-        leaves = list(_leaves(files, sizes, entry))
-    except UNUSABLE as error:
-        faults.unreadable(error, tensor=name)
+        leaves = list(_read_leaves(files, sizes, entry))
+    except UNUSABLE_ERRORS as error:
+        faults.add_or_raise(error, tensor=name)
         return
     for file, path, leaf in leaves:
-        merger.add(entry.rank, file, [(path, leaf)])
+        merger.add_leaves(entry.rank, file, [(path, leaf)])
 
 
-def _leaves(
+def _read_leaves(
     files: SourceFiles, sizes: _Sizes, entry: ManifestEntry
 ) -> Iterator[tuple[str, KeyPath, object]]:
     """Yield the file, path and value of every leaf of one entry."""
     kind, path, shape = entry.kind, entry.path, entry.shape
-    if kind in PRIMITIVES:
-        yield "", path, primitive(entry.fields)
+    if kind in PRIMITIVE_TYPES:
+        yield "", path, parse_primitive(entry.fields)
     elif kind == "empty":
         yield "", path, entry.fields["value"]
-    elif kind not in ("Tensor", "object", *SHARDED):
+    elif kind not in ("Tensor", "object", *SHARDED_TYPES):
         raise UnsupportedError(
-            f"entries of type `{kind}` are not supported", where=f"`{join(path)}`"
+            f"entries of type `{kind}` are not supported", where=f"`{join_path(path)}`"
         )
     for box, stored in entry.parts:
         first, last = stored.span or (0, sizes[stored.file])
         if kind == "object":
             where = str(files.root / stored.file)
             archive = read_archive(files, stored.file, first, last - first)
-            for below, leaf in flatten(archive.root, is_stored, where=where):
-                if not is_stored(leaf):
-                    refuse_hidden_tensors(leaf, join((*path, *below)), where)
-                yield stored.file, (*path, *below), leaf
+            for subpath, leaf in flatten_object(archive.root, is_stored_tensor, where=where):
+                if not is_stored_tensor(leaf):
+                    refuse_hidden_tensors(leaf, join_path((*path, *subpath)), where)
+                yield stored.file, (*path, *subpath), leaf
             continue
-        tensor = _tensor(files, stored, first, last - first, join(path))
+        tensor = _read_tensor(files, stored, first, last - first, join_path(path))
         if kind == "Tensor":
             yield stored.file, path, tensor
             continue
         dtype = entry.parts[0][1].dtype
         if (tensor.dtype, tensor.shape) != (dtype, box.sizes):
-            raise ValueError(f"a shard of `{join(path)}` has a different dtype or shape")
+            raise ValueError(f"a shard of `{join_path(path)}` has a different dtype or shape")
         piece = LocalShard(box, tensor, (0,) * len(shape))
-        yield stored.file, path, Sharded(dtype, shape, (piece,), False, None, frozenset())
+        yield stored.file, path, ShardedPart(dtype, shape, (piece,), False, None, frozenset())
 
 
-def _tensor(
+def _read_tensor(
     files: SourceFiles, stored: StoredRange, first: int, nbytes: int, name: str
 ) -> StoredTensor:
     if stored.serializer == "torch_save":
@@ -221,72 +230,74 @@ def read_manifest(files: SourceFiles) -> list[ManifestEntry]:
             why="old versions of torchsnapshot wrote YAML",
             hint="take the snapshot again with torchsnapshot 0.1.0 or later",
         )
-    content = read_as(_Manifest, read_json(files, METADATA, MAX_METADATA))
+    content = read_as(_Manifest, read_json(files, METADATA, MAX_METADATA_BYTES))
     entries = content.manifest
-    ranks = {path: _rank(path, content.world_size) for path in entries}
-    children = _children(entries)
-    found: dict[KeyPath, ManifestEntry] = {}
-    plain: list[ManifestEntry] = []
-    for path in sorted(entries, key=lambda one: ranks[one]):
+    ranks = {path: _parse_rank(path, content.world_size) for path in entries}
+    children = _group_children(entries)
+    sharded: dict[KeyPath, ManifestEntry] = {}
+    regular: list[ManifestEntry] = []
+    for path in sorted(entries, key=lambda entry_path: ranks[entry_path]):
         fields = entries[path]
         kind = str(fields["type"])
-        if kind in (*_DICTS, "list"):
-            _check_keys(path, fields, children, where)
+        if kind in (*_DICT_TYPES, "list"):
+            _check_manifest_keys(path, fields, children, where)
             if path in children or fields.get("keys"):
                 continue
-            kind, fields = "empty", {"value": {} if kind in _DICTS else []}
-        entry = ManifestEntry(ranks[path], _path(path, entries), kind, fields, [], ())
-        if kind in SHARDED:
+            kind, fields = "empty", {"value": {} if kind in _DICT_TYPES else []}
+        entry = ManifestEntry(ranks[path], _parse_path(path, entries), kind, fields, [], ())
+        if kind in SHARDED_TYPES:
             parts = read_as(list[_Shard], fields.get("shards", fields.get("chunks")), "shards")
-            own = [(Box(p.offsets, p.sizes), _located("Tensor", p.tensor)) for p in parts]
-            if kind in _SHARDED:
-                entry = found.setdefault(entry.path, entry)
+            boxes = [(Box(p.offsets, p.sizes), _parse_range("Tensor", p.tensor)) for p in parts]
+            if kind in _RANK_SHARDED_TYPES:
+                entry = sharded.setdefault(entry.path, entry)
             else:
-                plain.append(entry)
-            entry.parts.extend(own)
+                regular.append(entry)
+            entry.parts.extend(boxes)
         else:
-            plain.append(entry)
+            regular.append(entry)
             if kind in ("Tensor", "object"):
-                stored = _located(kind, fields)
+                stored = _parse_range(kind, fields)
                 entry.parts.append((Box.whole(stored.shape), stored))
-    return sorted(map(_with_shape, (*plain, *found.values())), key=lambda entry: entry.rank)
+    return sorted(map(_set_shape, (*regular, *sharded.values())), key=lambda entry: entry.rank)
 
 
-def _with_shape(entry: ManifestEntry) -> ManifestEntry:
+def _set_shape(entry: ManifestEntry) -> ManifestEntry:
     """Set the global shape, which reaches to the end of the last shard if not recorded."""
-    if entry.kind not in SHARDED:
+    if entry.kind not in SHARDED_TYPES:
         return entry
     if not entry.parts:
-        raise MalformedError(f"`{join(entry.path)}` has no shards")
+        raise MalformedError(f"`{join_path(entry.path)}` has no shards")
     if (shape := entry.fields.get("shape")) is not None:
-        return entry._replace(shape=integers(shape))
+        return entry._replace(shape=check_integers(shape))
     boxes = (box for box, _ in entry.parts)
     ends = zip(*(map(sum, zip(b.offsets, b.sizes, strict=True)) for b in boxes), strict=True)
     return entry._replace(shape=tuple(map(max, ends)))
 
 
-def _rank(path: str, world: int) -> int:
+def _parse_rank(path: str, world: int) -> int:
     head = path.partition("/")[0]
     if not head.isascii() or not head.isdigit() or int(head) >= world:
         raise MalformedError(f"`{path}` does not start with a rank below {world}")
     return int(head)
 
 
-def _children(entries: Mapping[str, Fields]) -> dict[str, set[str]]:
+def _group_children(entries: Mapping[str, Fields]) -> dict[str, set[str]]:
     """Return the last path components below each path, and below paths without the rank."""
-    found: dict[str, set[str]] = {}
+    children: dict[str, set[str]] = {}
     for path in entries:
         head, _, last = path.rpartition("/")
-        found.setdefault(head, set()).add(last)
-        found.setdefault(head.partition("/")[2], set()).add(last)
-    return found
+        children.setdefault(head, set()).add(last)
+        children.setdefault(head.partition("/")[2], set()).add(last)
+    return children
 
 
-def _check_keys(path: str, fields: Fields, children: Mapping[str, set[str]], where: str) -> None:
-    below = children.get(path, set()) | children.get(path.partition("/")[2], set())
+def _check_manifest_keys(
+    path: str, fields: Fields, children: Mapping[str, set[str]], where: str
+) -> None:
+    child_names = children.get(path, set()) | children.get(path.partition("/")[2], set())
     keys = read_as(list[object], fields.get("keys", []), "keys")
     names = [str(key).replace("%", "%25").replace("/", "%2F") for key in keys]
-    missing = next((name for name in names if name not in below), None)
+    missing = next((name for name in names if name not in child_names), None)
     if missing is not None:
         raise UnsupportedError(
             f"`{path}/{missing}` is not in the manifest",
@@ -295,22 +306,22 @@ def _check_keys(path: str, fields: Fields, children: Mapping[str, set[str]], whe
         )
 
 
-def _path(path: str, entries: Mapping[str, Fields]) -> KeyPath:
+def _parse_path(path: str, entries: Mapping[str, Fields]) -> KeyPath:
     tokens = path.split("/")
     keys: list[str | int] = []
     for position in range(1, len(tokens)):
-        key, above = unquote(tokens[position]), entries.get("/".join(tokens[:position]), {})
-        known = above.get("keys")
-        if above.get("type") == "list":
+        key, parent = unquote(tokens[position]), entries.get("/".join(tokens[:position]), {})
+        listed_keys = parent.get("keys")
+        if parent.get("type") == "list":
             keys.append(Index(int(key)))
-        elif isinstance(known, list) and key not in known and key.lstrip("-").isdigit():
+        elif isinstance(listed_keys, list) and key not in listed_keys and key.lstrip("-").isdigit():
             keys.append(int(key))
         else:
             keys.append(key)
     return tuple(keys)
 
 
-def _located(kind: str, fields: Fields) -> StoredRange:
+def _parse_range(kind: str, fields: Fields) -> StoredRange:
     """Parse the place of a ``Tensor`` or an ``object``."""
     location = fields.get("location")
     if not isinstance(location, str):
@@ -319,7 +330,7 @@ def _located(kind: str, fields: Fields) -> StoredRange:
     if kind == "Tensor" and dtype not in dtypes.BY_NAME:
         raise UnsupportedError(f"tensors of dtype `{dtype}` are not supported", where=location)
     recorded = fields.get("byte_range")
-    first, last = (0, 0) if recorded is None else integers(recorded)
+    first, last = (0, 0) if recorded is None else check_integers(recorded)
     if last < first:
         raise MalformedError(f"a byte range of `{location}` ends before it starts")
     return StoredRange(
@@ -327,11 +338,11 @@ def _located(kind: str, fields: Fields) -> StoredRange:
         None if recorded is None else (first, last),
         str(fields["serializer"]),
         dtype,
-        integers(fields.get("shape", [])),
+        check_integers(fields.get("shape", [])),
     )
 
 
-def primitive(fields: Fields) -> object:
+def parse_primitive(fields: Fields) -> object:
     """Parse the value of an ``int``, ``str``, ``bool``, ``bytes`` or ``float``."""
     kind, text = fields["type"], str(fields["serialized_value"])
     if kind == "int":
@@ -349,45 +360,45 @@ def primitive(fields: Fields) -> object:
     return value
 
 
-def sizes_of(
-    files: SourceFiles, entries: Sequence[ManifestEntry], where: str, faults: Faults
+def read_file_sizes(
+    files: SourceFiles, entries: Sequence[ManifestEntry], where: str, faults: FaultCollector
 ) -> dict[str, int]:
     """Return the sizes of the data files, after comparing them with the manifest."""
     sizes: dict[str, int] = {}
     ranges: dict[str, list[ByteRange]] = {}
-    beyond: dict[str, tuple[int, str]] = {}
+    truncated: dict[str, tuple[int, str]] = {}
     for entry in entries:
         for _, stored in entry.parts:
             file = stored.file
             if file not in sizes:
-                size = faults.read(file, lambda file: _size(files, file), (CkptError,))
+                size = faults.try_read(file, lambda file: _read_size(files, file), (CkptError,))
                 if size is None:
                     continue
                 sizes[file] = size
             first, last = stored.span or (0, sizes[file])
             if last > sizes[file]:
-                beyond[file] = max(beyond.get(file, (0, "")), (last, join(entry.path)))
+                truncated[file] = max(truncated.get(file, (0, "")), (last, join_path(entry.path)))
             elif stored.serializer == "buffer_protocol":
-                one = ByteRange(file, first, last - first, join(entry.path))
-                ranges.setdefault(file, []).append(one)
-    for file, (needed, tensor) in beyond.items():
+                byte_range = ByteRange(file, first, last - first, join_path(entry.path))
+                ranges.setdefault(file, []).append(byte_range)
+    for file, (needed, tensor) in truncated.items():
         error = DamagedError(
             f"`{file}` is truncated",
             where=f"{files.root / file}, `{tensor}`",
             why=f"{pluralize(needed, 'byte is', 'bytes are')} needed, but the file has "
             f"{sizes[file]:,}",
         )
-        faults.unreadable(error, file)
+        faults.add_or_raise(error, file)
     for file in ranges:
-        faults.read(
+        faults.try_read(
             file,
-            lambda file: require_tiled(ranges[file], {file: sizes[file]}, where),
+            lambda file: require_tiled_files(ranges[file], {file: sizes[file]}, where),
             (CkptError,),
         )
     return sizes
 
 
-def _size(files: SourceFiles, file: str) -> int:
+def _read_size(files: SourceFiles, file: str) -> int:
     try:
         return files.size(file)
     except SourceNotFoundError:

@@ -10,7 +10,7 @@ from ckptctl.catalog import Catalog
 from ckptctl.catalog import Path as Keys
 from ckptctl.conversion.recognition.roots import is_training_state, list_containers
 from ckptctl.errors import MappingError, find_nearest, quote_names
-from ckptctl.formats.dcp.dcp_reader import COMPANION
+from ckptctl.formats.dcp.dcp_reader import COMPANION_FILE
 from ckptctl.numerics.quantized import find_quantized
 from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.save_load.loading.load_options import LoadReport, Strict
@@ -152,7 +152,7 @@ def _is_in_companion(catalog: Catalog, name: str) -> bool:
     if blob := catalog.blobs.get(name):
         return blob.file is None
     files = {extent.file for extent in catalog.tensors[name].extents}
-    return bool(files) and all(file.rpartition("/")[2] == COMPANION for file in files)
+    return bool(files) and all(file.rpartition("/")[2] == COMPANION_FILE for file in files)
 
 
 def require_kinds(mapping: StateMapping, tensors: Collection[str], values: Collection[str]) -> None:

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from ckptctl.catalog import Box, Path
 from ckptctl.errors import CkptError, MappingError, quote_names
 from ckptctl.formats.base import OutputTensor
-from ckptctl.formats.shared.leaves import below_rank, join
+from ckptctl.formats.shared.leaves import add_rank_prefix, join_path
 
 DIGEST = 16
 """Size of a digest of a value or structure, in bytes."""
@@ -180,7 +180,7 @@ def divide_values(held: Sequence[Packed], structures: Mapping[bytes, Structure])
             if name in described:
                 tensors[under] = tensor_apart(rank, under, described[name])
             else:
-                paths[under] = below_rank(rank, known[name])
+                paths[under] = add_rank_prefix(rank, known[name])
         written.append(own)
     apart = {name for names in differing.values() for name in names}
     taken = {name for one in structures.values() for name in (*one.paths, *one.tensors)}
@@ -203,18 +203,18 @@ def _require_free(names: Collection[str], written: Sequence[Mapping[str, str]]) 
 
 def path_of(rank: int, name: str, under: str, paths: Mapping[str, Path]) -> Path:
     """Return the keys of a value under the name that it is written under."""
-    return paths[name] if under == name else below_rank(rank, paths[name])
+    return paths[name] if under == name else add_rank_prefix(rank, paths[name])
 
 
 def tensor_apart(rank: int, under: str, one: TensorMeta) -> OutputTensor:
     """Return the output tensor for *rank*'s version of a tensor that differs between ranks."""
-    path = below_rank(rank, one.path)
+    path = add_rank_prefix(rank, one.path)
     return OutputTensor(under, one.dtype, one.shape, path, requires_grad=one.requires_grad)
 
 
 def name_apart(rank: int, path: Path) -> str:
     """Return the name of *rank*'s version of a value that differs between ranks."""
-    return join(below_rank(rank, path))
+    return join_path(add_rank_prefix(rank, path))
 
 
 def _groups(structures: Mapping[bytes, Structure], apart: set[str]) -> dict[bytes, bytes]:

@@ -18,9 +18,9 @@ from typing import NamedTuple
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Extent, TensorEntry, memory_name, row_major
 from ckptctl.formats.base import OutputTensor
-from ckptctl.formats.dcp.data_files import DataFiles
+from ckptctl.formats.dcp.data_files import DataFileBuilder
 from ckptctl.formats.dcp.metadata import Item
-from ckptctl.formats.dcp.metadata_writer import Located, TensorMetadata, encode_tensors
+from ckptctl.formats.dcp.metadata_writer import LocatedChunk, TensorMetadata, encode_tensors
 from ckptctl.planner.balance import assign_chunks
 from ckptctl.planner.plan import CrcOf, OutputFile, Plan, TargetBox, Transfer
 from ckptctl.planner.strided import StridedTensor
@@ -95,16 +95,16 @@ def tensor_files(
     ]
     files = file_count(sum(sizes))
     homes = assign_chunks([(nbytes, range(files)) for nbytes in sizes], files, small_bytes=0)
-    writer = DataFiles()
+    writer = DataFileBuilder()
     transfers: list[Transfer] = []
     for number in sorted(set(homes)):
-        writer.begin(data_file(rank, number))
+        writer.begin_file(data_file(rank, number))
         for written, tensor, home in zip(boxes, tensors, homes, strict=True):
             if home == number:
                 writer.add_tensor(tensor, written.box)
                 chunk = shards.chunks[written.chunk]
                 transfers.append(_transfer(chunk, tensor, steps[written.chunk], written, writer))
-        writer.finish()
+        writer.finish_file()
     plan = Plan(
         source_root=Path("/"),
         sources={},
@@ -145,7 +145,7 @@ def _transfer(
     tensor: OutputTensor,
     steps: tuple[int, ...],
     written: WrittenBox,
-    writer: DataFiles,
+    writer: DataFileBuilder,
 ) -> Transfer:
     sizes, size = written.box.sizes, dtypes.itemsize(tensor.dtype)
     record = len(writer.records) - 1
@@ -205,7 +205,7 @@ def tensor_metadata(global_plan: GlobalPlan, items: Sequence[RankItems]) -> Tens
     tensors, boxes = global_plan.tensors, global_plan.boxes
     places = [one.places() for one in items]
 
-    def located(boxes: Sequence[Box], writers: Sequence[int]) -> Iterator[Located]:
+    def located(boxes: Sequence[Box], writers: Sequence[int]) -> Iterator[LocatedChunk]:
         for box, rank in zip(boxes, writers, strict=True):
             yield box.offsets, *next(places[rank])
 

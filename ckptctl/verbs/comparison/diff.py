@@ -189,7 +189,7 @@ def _read_leaves(catalog: Catalog) -> tuple[Catalog, frozenset[str]]:
 
     Also returns the names of tensors inside values of a trainer.
     """
-    read = formats.resolve(replace(catalog, tensors={}, replicas={}))
+    read = formats.resolve_codecs(replace(catalog, tensors={}, replicas={}))
     blobs = {**catalog.blobs, **read.blobs}
     whole, parts = unpack_tensors(replace(catalog, blobs=blobs), tuple(blobs))
     own = (names for leaf, names in parts.items() if is_outside_model(catalog, leaf))

@@ -32,7 +32,7 @@ def without_padding(a: Catalog, mapping: StateMapping) -> tuple[Catalog, int]:
         return a, 0
     ((before, size),) = rows
     held = {name: a.tensors[name] for name in longer}
-    located = formats.resolve(replace(a, tensors=held, blobs={}, replicas={})).tensors
+    located = formats.resolve_codecs(replace(a, tensors=held, blobs={}, replicas={})).tensors
     a = replace(a, tensors={**a.tensors, **located})
     bytes_read = 0
     if not MegatronRecords(a).confirms_padding(before, size):
@@ -60,8 +60,8 @@ def without_padding(a: Catalog, mapping: StateMapping) -> tuple[Catalog, int]:
 
 def _longer(a: Catalog, mapping: StateMapping) -> Iterator[tuple[str, int]]:
     """Yield vocabulary tensors with more rows in A than in B, and the rows of B."""
-    written = formats.get(a.format)
-    pads = isinstance(written, WritableFormat) and written.pads
+    written = formats.get_format(a.format)
+    pads = isinstance(written, WritableFormat) and written.pads_vocabulary
     if not pads or mapping.model_type is None or mapping.layout is None:
         return
     layout = families.family(mapping.model_type).get_layout(mapping.layout)

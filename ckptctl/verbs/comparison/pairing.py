@@ -182,7 +182,7 @@ def _left_out(
     left: dict[str, str] = {}
     if scope.only == "model":
         left = {name: OUTSIDE for name in names if name in rest}
-    elif formats.get(catalog.format).training and not stores_training_state(other.format):
+    elif formats.get_format(catalog.format).training and not stores_training_state(other.format):
         why = NO_ROOM.format(other.format)
         left = {n: why for n in names if n in trainers or is_outside_model(catalog, n)}
     for name in names:

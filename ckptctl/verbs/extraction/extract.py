@@ -82,7 +82,7 @@ FEW = 8
 def extract(path: str | TreePath, tensor: str, options: ExtractOptions) -> Extraction:
     """Extract a tensor, or the tensors that match a glob, as a file or a preview."""
     with families.use_converter_file(options.converter):
-        source = formats.existing(path)
+        source = formats.to_existing_path(path)
         catalog, mapping = mapped_source(source, options)
         taken = _taken(mapping, tensor, options)
         wanted = {one.name: Wanted(one.dtype, one.whole, ()) for one in taken}
@@ -97,7 +97,7 @@ def extract(path: str | TreePath, tensor: str, options: ExtractOptions) -> Extra
             return _shown(redact_path(path), reading, taken)
         output = Path(options.output)
         target = Path(require_destination(source, output, options.overwrite, OVERWRITABLE).path)
-        kind = formats.target("hf" if target.suffix == ".safetensors" else "torch")
+        kind = formats.get_writable_format("hf" if target.suffix == ".safetensors" else "torch")
         notes = mapping.notes
         strings = select_metadata(catalog, [one.output for one in taken], kind, notes)
         plan = plan_file(reading, taken, target, without_hashes(strings, notes))

@@ -118,7 +118,7 @@ class PlainLeaves(Mapping[str, object]):
         self._require_open()
         blob = self._blobs[name]
         wanted = replace(self._catalog, tensors={}, replicas={}, blobs={blob.name: blob})
-        value = formats.resolve(wanted).blobs[blob.name].value
+        value = formats.resolve_codecs(wanted).blobs[blob.name].value
         _require_plain(blob, value, self._catalog.path)
         return value
 
@@ -160,7 +160,7 @@ class LazyStateDict(Mapping[str, TensorHandle]):
     """
 
     def __init__(self, path: str | TreePath, options: OpenOptions) -> None:
-        source = formats.existing(path)
+        source = formats.to_existing_path(path)
         with families.use_converter_file(options.converter):
             catalog, self._mapping = mapped_source(source, options)
         self._options = options

@@ -9,7 +9,13 @@ from pathlib import Path
 from ckptctl.catalog import Box
 from ckptctl.conversion.destinations import is_replaceable
 from ckptctl.errors import RefusedError, UsageError, spell_option
-from ckptctl.formats.base import OutputLayout, OutputRequest, OutputTensor, TensorPlace, constant
+from ckptctl.formats.base import (
+    OutputLayout,
+    OutputRequest,
+    OutputTensor,
+    TensorPlace,
+    make_constant_frame,
+)
 from ckptctl.formats.hf import FORMAT as HF
 from ckptctl.formats.hf import SafetensorsWriter
 from ckptctl.formats.torch_file import FORMAT as TORCH
@@ -75,9 +81,9 @@ OVERWRITABLE = Replaceable(is_tensor_file, "a file of tensors", file=True)
 def _safetensors(
     file: str, tensors: list[OutputTensor], metadata: Mapping[str, str]
 ) -> OutputLayout:
-    HF.refuse_unheld(tensors)
+    HF.check_dtypes(tensors)
     writer = SafetensorsWriter({}, metadata)
-    writer.add(file, tensors)
+    writer.add_file(file, tensors)
     return OutputLayout(tuple(writer.files), tuple(writer.records), writer.boxes)
 
 
@@ -94,7 +100,7 @@ def _npy(file: str, tensors: list[OutputTensor], _: Mapping[str, str]) -> Output
     one = tensors[0]
     header = encode_header(one.dtype, one.shape, one.name)
     record = Record(one.name, file, len(header), one.nbytes)
-    whole = OutputFile(file, len(header) + one.nbytes, constant(header))
+    whole = OutputFile(file, len(header) + one.nbytes, make_constant_frame(header))
     return OutputLayout((whole,), (record,), {one.name: (TensorPlace(Box.whole(one.shape), 0),)})
 
 

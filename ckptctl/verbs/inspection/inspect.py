@@ -33,7 +33,7 @@ from ckptctl.errors import (
     quote_names,
     spell_option,
 )
-from ckptctl.formats.shared.findings import UNUSABLE, of_error
+from ckptctl.formats.shared.findings import UNUSABLE_ERRORS, finding_from_error
 from ckptctl.installed import require_torch
 from ckptctl.notes import Notes
 from ckptctl.numerics.quantized import dequantize_catalog, survey_leniently
@@ -91,7 +91,7 @@ def _readable(read: Callable[..., Catalog]) -> Catalog:
         return read()
     except UnfinishedError:
         raise
-    except UNUSABLE as error:
+    except UNUSABLE_ERRORS as error:
         try:
             part = read(partial=True)
         except CkptError:
@@ -109,7 +109,9 @@ def _run(path: str | TreePath, *, recognized: bool) -> Inspection | None:
     """
     if (found := overview(path)) or recognized:
         return found
-    members = tuple(_member(one, path) for one in formats.list_run(formats.existing(path)))
+    members = tuple(
+        _member(one, path) for one in formats.list_checkpoints(formats.to_existing_path(path))
+    )
     return Inspection.of_members(redact_path(path), members) if members else None
 
 
@@ -119,7 +121,7 @@ def overview(path: str | TreePath) -> Inspection | None:
     from ckptctl.runs.listing import read_run  # only for runs
 
     root = resolve_source_path(path)
-    if not is_run(root) or formats.sniff(root):
+    if not is_run(root) or formats.sniff_formats(root):
         return None
     run = read_run(root)
     members = []
@@ -296,7 +298,7 @@ def _dtypes(tensors: Iterable[TensorEntry]) -> dict[str, DTypeUse]:
 def _measure(catalog: Catalog, include: Sequence[str], progress: Watch) -> dict[str, Statistics]:
     from ckptctl.storage.computed import open_reader  # only for --stats
 
-    catalog = formats.resolve(catalog)
+    catalog = formats.resolve_codecs(catalog)
     names = {t.alias_of or t.name for t in catalog.tensors.values() if matches(t.name, include)}
     wanted = [
         entry for name, entry in catalog.tensors.items() if name in names and not entry.unsupported
@@ -338,7 +340,7 @@ def _member(path: TreePath, parent: str | TreePath) -> Member:
         catalog = formats.open_checkpoint(path)
     except CkptError as error:
         failed = isinstance(error, StorageError)
-        verdict = decide_verdict([of_error(error)])
+        verdict = decide_verdict([finding_from_error(error)])
         return Member(shown, None, 0, 0, (error.summary,), verdict, failed)
     wrong = index_findings(catalog)
     problems = tuple(_problems(wrong, catalog))

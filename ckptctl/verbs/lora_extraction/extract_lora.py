@@ -108,7 +108,7 @@ class Extraction:
 
     def _open(self, base: str | TreePath, tuned: str | TreePath, output: str | TreePath) -> None:
         options = self.options
-        sources = [formats.existing(base), formats.existing(tuned)]
+        sources = [formats.to_existing_path(base), formats.to_existing_path(tuned)]
         may_go = Replaceable(is_replaceable)
         for source in sources:
             self.target = require_destination(source, parse_path(output), options.overwrite, may_go)

@@ -20,7 +20,7 @@ from ckptctl.errors import (
     rename_options,
     spell_option,
 )
-from ckptctl.formats.shared.findings import NO_TENSOR, of_error
+from ckptctl.formats.shared.findings import MISSING_TENSOR, finding_from_error
 from ckptctl.installed import require_torch
 from ckptctl.planner.boxes import compute_coverage
 from ckptctl.storage.computed import open_reader
@@ -202,7 +202,9 @@ def _presence(catalog: Catalog, verified: Verification) -> Presence:
     wrong = {one.tensor or "" for one in verified.findings if one.severity != "warning"}
     entries = [catalog.tensors[name] for name in wrong if name in catalog.tensors]
     gone = sum(nbytes_of(entry, holes_of(entry)) for entry in entries if entry.alias_of is None)
-    unknown = {one.tensor for one in catalog.findings if one.what == NO_TENSOR} - {*catalog.tensors}
+    unknown = {one.tensor for one in catalog.findings if one.what == MISSING_TENSOR} - {
+        *catalog.tensors
+    }
     total: int | None = catalog.nbytes
     if unknown:
         total = recorded if (recorded := catalog.recorded_bytes or 0) > catalog.nbytes else None
@@ -346,7 +348,7 @@ def _statistics(
             list(known.tensors.values()),
             progress,
             BINS,
-            lambda error, entry: wrong.append(of_error(error, root, entry.name)),
+            lambda error, entry: wrong.append(finding_from_error(error, root, entry.name)),
         )
     return found, wrong
 

@@ -17,7 +17,7 @@ from ckptctl import dtypes
 from ckptctl.catalog import Catalog, Extent, Finding, TensorEntry
 from ckptctl.errors import CkptError
 from ckptctl.file_identity import FileIdentity
-from ckptctl.formats.shared.findings import of_error
+from ckptctl.formats.shared.findings import finding_from_error
 from ckptctl.ranks import sharing
 from ckptctl.ranks.coordinator import Coordinator, require_same, together
 from ckptctl.ranks.sharing import portion
@@ -226,7 +226,7 @@ def _decompressed(
         try:
             reader.readv(item.file, [memoryview(bytearray(item.itemsize))], 0)
         except CkptError as error:
-            return of_error(error, root, item.name)
+            return finding_from_error(error, root, item.name)
         finally:
             if advance:
                 advance(item.nbytes)
@@ -280,7 +280,7 @@ def _nonfinite(
     sizes, look = [entry.nbytes for entry in entries], partial(nonfinite, files)
     for entry, counts in side_by_side(entries, sizes, look, advance, jobs):
         if isinstance(counts, CkptError):
-            yield of_error(counts, root, entry.name)
+            yield finding_from_error(counts, root, entry.name)
         elif counts and any(counts):
             why = f"{counts[0]:,} NaN and {counts[1]:,} Inf in {pluralize(entry.numel, 'value')}"
             home = entry.extents[0].file if len(entry.extents) == 1 else None
@@ -306,7 +306,7 @@ def recorded(
         try:
             directory = read_directory(FileRange(files, file, base, length))
         except CkptError as error:
-            findings.append(of_error(error, files.root))
+            findings.append(finding_from_error(error, files.root))
             continue
         for record in directory.records.values() if directory.checksums else ():
             place = (file, base + record.offset, record.nbytes, record.crc32)
@@ -386,7 +386,7 @@ def _wrong(
     crc = 0
     for nbytes, part in parts:
         if isinstance(part, CkptError):
-            return of_error(part, root, one.name)
+            return finding_from_error(part, root, one.name)
         crc = combine_crcs(crc, part, nbytes)
     if crc == one.crc32:
         return None

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ckptctl.catalog import Finding
 from ckptctl.errors import CkptError, RefusedError, format_command
-from ckptctl.formats.shared.findings import of_error
+from ckptctl.formats.shared.findings import finding_from_error
 from ckptctl.ranks.coordinator import Coordinator, on_first, together
 from ckptctl.storage.crc import create_hasher, iterate_windows
 from ckptctl.storage.file_system import write_file
@@ -75,7 +75,7 @@ def listed_digests(files: SourceFiles, path: TreePath) -> tuple[list[FileDigest]
             try:
                 text = files.read(name, 0, min(files.size(name), MAX_LIST)).decode(errors="replace")
             except CkptError as error:
-                findings.append(of_error(error, files.root))
+                findings.append(finding_from_error(error, files.root))
                 continue
             for number, line in enumerate(text.split("\n"), 1):
                 match = _LINE.fullmatch(line)
@@ -129,7 +129,7 @@ def check_lists(
         try:
             found = digest(files, line.file, line.algorithm, advance)
         except CkptError as error:
-            return of_error(error, files.root)
+            return finding_from_error(error, files.root)
         if found == line.digest:
             return None
         why = f"its {line.algorithm} is {found}, but {line.list_} lists {line.digest}"
@@ -184,7 +184,7 @@ def unlistable(path: TreePath) -> list[Finding]:
             try:
                 files.size(name)
             except CkptError as error:
-                findings.append(of_error(error, files.root))
+                findings.append(finding_from_error(error, files.root))
     return findings
 
 

@@ -55,7 +55,7 @@ def check_model(model: Model, notes: Notes) -> tuple[list[Finding], Scope]:
     ]
     findings += find_misfits(catalog)
     findings += contradiction_findings(model)
-    if "ranks" in formats.get(catalog.format).choices and model.has_configuration:
+    if "ranks" in formats.get_format(catalog.format).read_options and model.has_configuration:
         findings += _cut_short(model)
     if not names:
         return findings, "structure"

@@ -12,7 +12,7 @@ from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog, Extent, Finding, TensorEntry
 from ckptctl.columns import ExtentColumns, boxes_of, codecs_of, ranges_of
 from ckptctl.errors import CkptError, UnsupportedError, quote_names
-from ckptctl.formats.shared.findings import of_error, weighed
+from ckptctl.formats.shared.findings import downgrade_unproven, finding_from_error
 from ckptctl.planner.boxes import Coverage, compute_coverage, intersect_boxes
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.read_ahead import FileOffset, prefetch_items
@@ -48,7 +48,7 @@ def of_index(catalog: Catalog) -> Iterator[Finding]:
         for entry in catalog.tensors.values()
         for found in _tiling(catalog, entry, catalog.lost.get(entry.name, ()), unread)
     ]
-    yield from weighed((*catalog.findings, *tiling))[len(catalog.findings) :]
+    yield from downgrade_unproven((*catalog.findings, *tiling))[len(catalog.findings) :]
     for entry in catalog.tensors.values():
         yield from _lengths(entry)
     yield from _files(catalog)
@@ -78,7 +78,7 @@ def _tiling(
         found = compute_coverage(entry.shape, boxes_of(entry.extents))
     except UnsupportedError as error:
         found = Coverage()
-        yield of_error(error, tensor=entry.name)
+        yield finding_from_error(error, tensor=entry.name)
     for box in found.outside:
         yield Finding(
             "a chunk is outside its tensor",

@@ -19,7 +19,7 @@ from ckptctl import formats
 from ckptctl.catalog import Catalog, Finding
 from ckptctl.errors import CkptError
 from ckptctl.formats.base import Listing
-from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL, pointer_content
+from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL, read_pointer
 from ckptctl.storage.compare import are_tensors_equal
 from ckptctl.storage.crc import find_digest_algorithm
 from ckptctl.storage.destinations import staging_directory
@@ -88,7 +88,7 @@ def _state_of_trainer(folder: TreePath) -> Iterator[Finding]:
 
 def _contradicted(folder: TreePath, catalog: Catalog, *, values: bool) -> Iterator[Finding]:
     """Yield differences between a consolidated model and its shards."""
-    shards = formats.get(SHARDS)
+    shards = formats.get_format(SHARDS)
     if not shards.sniff(Listing(folder)):
         return
     try:
@@ -164,7 +164,7 @@ def _pointers(folder: TreePath) -> Iterator[Finding]:
         if not pointer.is_file():
             continue
         try:
-            content, whole = pointer_content(folder, name)
+            content, whole = read_pointer(folder, name)
         except CkptError as error:
             yield Finding("a pointer cannot be read", error.what, "warning", str(pointer))
             continue

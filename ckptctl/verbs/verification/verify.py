@@ -13,7 +13,7 @@ from ckptctl import families, formats
 from ckptctl.catalog import MANIFEST, Catalog, Finding
 from ckptctl.conversion.sources import open_source
 from ckptctl.errors import CkptError, spell_option
-from ckptctl.formats.shared.findings import UNUSABLE, of_error
+from ckptctl.formats.shared.findings import UNUSABLE_ERRORS, finding_from_error
 from ckptctl.installed import require_torch
 from ckptctl.notes import Notes
 from ckptctl.ranks.coordinator import Alone, Coordinator, on_first, require_same, together
@@ -180,7 +180,7 @@ def _begun(path: str | TreePath, options: VerifyOptions) -> _State:
             spell_option("--nan"),
             alternative=f"{spell_option('--level full')} compares recorded checksums without torch",
         )
-    state = _opened(formats.existing(path), options)
+    state = _opened(formats.to_existing_path(path), options)
     if options.manifest:
         digest_lists.require_room(digest_lists.target_of(state.listed_path))
     return state
@@ -191,16 +191,20 @@ def _opened(path: TreePath, options: VerifyOptions) -> _State:
     try:
         catalog = _read(path, options)
         return _State(path, catalog.format, catalog)
-    except UNUSABLE as error:
-        inside = None if options.format or formats.sniff(path) else formats.only_inside(path)
+    except UNUSABLE_ERRORS as error:
+        inside = (
+            None
+            if options.format or formats.sniff_formats(path)
+            else formats.find_only_model_checkpoint(path)
+        )
         real = inside or path
-        name = options.format or formats.detect(real).name
+        name = options.format or formats.detect_format(real).name
         try:
             part = _read(path, options, partial=True)
         except CkptError:
             part = None
         if part is None or not part.findings:
-            return _State(real, name, findings=[of_error(error, root_of(real))])
+            return _State(real, name, findings=[finding_from_error(error, root_of(real))])
         return _State(real, name, part, list(part.findings))
 
 

@@ -491,8 +491,10 @@ def test_replicas_are_not_looked_into(base, tmp_path, monkeypatch):
     )
     merging.adapter = doubled(merging.adapter)
     catalog = doubled(formats.open_checkpoint(base))
-    seen, resolve = [], formats.resolve
-    monkeypatch.setattr(formats, "resolve", lambda one: seen.append(one.replicas) or resolve(one))
+    seen, resolve = [], formats.resolve_codecs
+    monkeypatch.setattr(
+        formats, "resolve_codecs", lambda one: seen.append(one.replicas) or resolve(one)
+    )
     assert merging.merge_into_model(recognize_model(catalog)).computed
     assert seen == [{}, {}]
 

@@ -44,7 +44,7 @@ def reader(run, monkeypatch) -> None:
 def fake(monkeypatch) -> FakeFormat:
     """Make a format of the tests' own the only one."""
     fake = FakeFormat()
-    monkeypatch.setattr(formats, "builtin", lambda: {"fake": fake})
+    monkeypatch.setattr(formats, "load_builtin_formats", lambda: {"fake": fake})
     return fake
 
 

@@ -97,8 +97,8 @@ def calls(monkeypatch):
     module = SimpleNamespace(plan_conversion=plan, run_conversion=run)
     monkeypatch.setitem(sys.modules, "ckptctl.conversion.convert", module)
     monkeypatch.setattr("ckptctl.api.conversion.conversion", module)
-    monkeypatch.setattr(formats, "names", lambda: ("dcp", "deepspeed", "hf"))
-    monkeypatch.setattr(formats, "writable", lambda: ("dcp", "hf"))
+    monkeypatch.setattr(formats, "list_format_names", lambda: ("dcp", "deepspeed", "hf"))
+    monkeypatch.setattr(formats, "list_writable_names", lambda: ("dcp", "hf"))
     return found
 
 
@@ -387,8 +387,8 @@ def test_an_unknown_model_type(run, tiny_llama3_hf, tmp_path):
 
 
 def test_what_formats_are_called_elsewhere():
-    assert set(formats.other_names().values()) <= set(formats.names())
-    assert not set(formats.other_names()) & set(formats.names())
+    assert set(formats.other_names().values()) <= set(formats.list_format_names())
+    assert not set(formats.other_names()) & set(formats.list_format_names())
 
 
 def test_a_size_that_no_configuration_states(run, tiny_llama3_hf, tmp_path):

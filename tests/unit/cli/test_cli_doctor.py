@@ -167,7 +167,7 @@ def add_package(folder: Path, monkeypatch, name: str, points: str) -> None:
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
     (info / "entry_points.txt").write_text(points)
     monkeypatch.syspath_prepend(folder)
-    formats.entry_points.cache_clear()
+    formats.list_entry_points.cache_clear()
 
 
 @pytest.fixture
@@ -175,7 +175,12 @@ def clean():
     from ckptctl import families
     from ckptctl.conversion import steps
 
-    added = (formats.entry_points, formats.load_added, steps.entry_points, steps.load_added_step)
+    added = (
+        formats.list_entry_points,
+        formats.load_plugin_format,
+        steps.entry_points,
+        steps.load_added_step,
+    )
     caches = (*added, families._entry_points, families._load_family)
     for one in caches:
         one.cache_clear()

@@ -20,14 +20,16 @@ def document(result):
 
 def test_all_formats(run):
     found = document(run("formats", "--json"))
-    assert list(found) == list(formats.names())
-    assert [name for name, one in found.items() if one["written"]] == list(formats.writable())
-    assert run("formats", "-q").stdout.split() == list(formats.names())
+    assert list(found) == list(formats.list_format_names())
+    assert [name for name, one in found.items() if one["written"]] == list(
+        formats.list_writable_names()
+    )
+    assert run("formats", "-q").stdout.split() == list(formats.list_format_names())
 
 
 def test_a_row_for_each_in_a_pipe(run):
     rows = [line.split("\t") for line in run("formats", "--no-header").stdout.splitlines()]
-    assert [row[0] for row in rows] == list(formats.names())
+    assert [row[0] for row in rows] == list(formats.list_format_names())
     assert {row[0]: row[1:3] for row in rows}["torch"] == ["read, written", "any"]
     assert {row[0]: row[1:3] for row in rows}["deepspeed"] == ["read only", "any"]
 
@@ -106,11 +108,11 @@ class Point:
 @pytest.fixture
 def installed(monkeypatch):
     def install(**points):
-        monkeypatch.setattr(formats, "entry_points", lambda: points)
-        formats.load_added.cache_clear()
+        monkeypatch.setattr(formats, "list_entry_points", lambda: points)
+        formats.load_plugin_format.cache_clear()
 
     yield install
-    formats.load_added.cache_clear()
+    formats.load_plugin_format.cache_clear()
 
 
 def test_formats_of_other_packages_are_marked(run, installed, terminal):
@@ -147,11 +149,11 @@ def test_built_in_formats_win(run, installed):
 def test_a_module_that_cannot_be_imported_is_named(run, monkeypatch, tmp_path):
     (tmp_path / "broken.py").write_text("FORMAT = Missing()\n")
     monkeypatch.setattr(formats, "__path__", [*formats.__path__, str(tmp_path)])
-    formats.builtin.cache_clear()
+    formats.load_builtin_formats.cache_clear()
     try:
         result = run("formats")
     finally:
-        formats.builtin.cache_clear()
+        formats.load_builtin_formats.cache_clear()
     assert (result.exit_code, result.stdout) == (2, "")
     assert "cannot load module `ckptctl.formats.broken`" in result.stderr
     assert "NameError: name 'Missing' is not defined" in result.stderr
@@ -160,7 +162,7 @@ def test_a_module_that_cannot_be_imported_is_named(run, monkeypatch, tmp_path):
 def test_on_a_terminal(terminal):
     shown = terminal("formats", COLUMNS="80", NO_COLOR="1").splitlines()
     assert max(map(len, shown)) <= 80 and shown[0].startswith("format ")
-    assert [line.split()[0] for line in shown[1:-1]] == list(formats.names())
+    assert [line.split()[0] for line in shown[1:-1]] == list(formats.list_format_names())
     one = terminal("formats", "dcp", COLUMNS="80", NO_COLOR="1")
     assert one.count("detected by") == one.count("  written as ") == 1
     assert max(map(len, one.splitlines())) <= 80

@@ -269,14 +269,14 @@ def test_what_cannot_be_dequantized_is_not_advised(run, tmp_path):
 def test_a_folder_that_cannot_be_read_hides_no_other(run, tiny_llama3_hf, tmp_path, monkeypatch):
     for name in ("locked", "model"):
         (tmp_path / "a" / name).mkdir(parents=True)
-    sniff = formats.sniff
+    sniff = formats.sniff_formats
 
     def guarded(path, **options):
         if path.name == "locked":
             raise PermissionError(13, "Permission denied", str(path))
         return sniff(tiny_llama3_hf if path.name == "model" else path, **options)
 
-    monkeypatch.setattr(formats, "sniff", guarded)
+    monkeypatch.setattr(formats, "sniff_formats", guarded)
     result = run("inspect", tmp_path)
     assert result.exit_code == 3
     assert "subfolders contain `a/model`" in result.stderr

@@ -16,7 +16,7 @@ import ckptctl
 from ckptctl.catalog import Blob, Catalog, TensorEntry
 from ckptctl.conversion.leaves import unpack_tensors
 from ckptctl.errors import DamagedError, MappingError, UnsupportedError, UsageError
-from ckptctl.formats import open_checkpoint, resolve
+from ckptctl.formats import open_checkpoint, resolve_codecs
 from ckptctl.numerics.dequantizing import require_scales_kept
 from tests.checkpoints.readers import differences
 from tests.unit.conversion.recognition.test_quantized import (
@@ -99,7 +99,7 @@ def test_nothing_is_wrong_with_them(megatron: Path) -> None:
 
 def test_names_do_not_collide(megatron: Path) -> None:
     found = open_checkpoint(megatron)
-    read = resolve(Catalog(found.root, found.path, "dcp", {}, {}, blobs=found.blobs))
+    read = resolve_codecs(Catalog(found.root, found.path, "dcp", {}, {}, blobs=found.blobs))
     name = f"{LEAF}.0.rank"
     taken = Catalog(
         found.root,

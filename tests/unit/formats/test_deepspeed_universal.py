@@ -60,7 +60,7 @@ def error_of(source: Path, **asked: Any) -> CkptError:
 def test_samples(data: Path, tmp_path: Path, name: str) -> None:
     source = sample(data, name)
     for path in (source, source / FOLDER):
-        assert list(formats.sniff(path)) == ["deepspeed-universal"]
+        assert list(formats.sniff_formats(path)) == ["deepspeed-universal"]
         assert ckptctl.inspect(path).verdict == "complete"
         found = converted(path, tmp_path)
         expected = {
@@ -99,7 +99,7 @@ def test_moments(data: Path, tmp_path: Path) -> None:
 
 def test_module_weights(data: Path) -> None:
     module = formats.open_checkpoint(
-        sample(data, "universal_z2_w3"), asked=ReadOptions(weights="module")
+        sample(data, "universal_z2_w3"), options=ReadOptions(weights="module")
     )
     assert "mp_rank_00" in module.tensors["module.emb.weight"].extents[0].file
     error = error_of(sample(data, "universal_z3_sub_w3"), weights="module")
@@ -114,7 +114,7 @@ def test_round_robin_is_refused(data: Path) -> None:
     error = error_of(source)
     assert isinstance(error, FormatError)
     assert "round_robin_gradients" in str(error.why)
-    assert formats.open_checkpoint(source, asked=ReadOptions(weights="module")).tensors
+    assert formats.open_checkpoint(source, options=ReadOptions(weights="module")).tensors
 
 
 def divided(data: Path, tmp_path: Path) -> Path:
@@ -159,7 +159,7 @@ def test_an_original_beside_it_comes_first(data: Path, tmp_path: Path) -> None:
     original = sample(data, "z1_bf16")
     shutil.copytree(original / "global_step2", copy / "global_step2")
     shutil.copy(original / "latest", copy / "latest")
-    assert list(formats.sniff(copy)) == ["deepspeed"]
+    assert list(formats.sniff_formats(copy)) == ["deepspeed"]
     assert formats.open_checkpoint(copy, "deepspeed-universal").tensors
     error = error_of(copy, tag="global_step2")
     assert FOLDER in str(error.why)

@@ -29,7 +29,7 @@ from ckptctl.errors import (
     UsageError,
 )
 from ckptctl.formats.base import ReadOptions
-from ckptctl.formats.megatron.rules import DivisionRule, divide
+from ckptctl.formats.megatron.rules import DivisionRule, divide_tensor
 from tests.checkpoints.readers import differences
 from tests.sweeps import one_in
 from tests.unit.formats.damage import converted
@@ -54,12 +54,12 @@ def test_samples_are_exact(data: Path, tmp_path: Path, name: str) -> None:
     source, expected = sample(data, name)
     for path in (source, source / SAVE):
         assert not differences(bare(converted(path, tmp_path, rules=RULES)), expected)
-        assert list(formats.sniff(path)) == ["megatron"]
+        assert list(formats.sniff_formats(path)) == ["megatron"]
 
 
 def test_the_rest_is_carried_or_named(data: Path) -> None:
     source, _ = sample(data, "tp2_ep2")
-    found = formats.open_checkpoint(source, asked=ReadOptions(rules=Path(RULES)))
+    found = formats.open_checkpoint(source, options=ReadOptions(rules=Path(RULES)))
     assert found.blobs["iteration"].value == 10
     assert found.blobs["opt_param_scheduler.num_steps"].value == 80
     assert not any(name.startswith(("optimizer", "rng_state")) for name in found.tensors)
@@ -136,7 +136,7 @@ def test_what_is_left_without_a_file(data: Path, tmp_path: Path, name: str) -> N
     shutil.copytree(source, copy)
     gone = f"{SAVE}/mp_rank_01_001/{FILE}"
     (copy / gone).unlink()
-    catalog = formats.open_checkpoint(copy, asked=ReadOptions(rules=Path(RULES), partial=True))
+    catalog = formats.open_checkpoint(copy, options=ReadOptions(rules=Path(RULES), partial=True))
     assert [one.file for one in catalog.findings] == [gone]
     assert {file for boxes in catalog.lost.values() for _, file in boxes} == {gone}
     found = bare(converted(copy, tmp_path, rules=RULES, allow_missing=True))
@@ -241,7 +241,8 @@ def test_rules_that_do_not_fit(
     models = [{"a.w": torch.randn(2, 4), "layers.0.b": torch.randn(3)} for _ in range(2)]
     with pytest.raises(error) as caught:
         formats.open_checkpoint(
-            two(tmp_path, *models, **arguments), asked=ReadOptions(rules=rules_file(tmp_path, text))
+            two(tmp_path, *models, **arguments),
+            options=ReadOptions(rules=rules_file(tmp_path, text)),
         )
     assert said in f"{caught.value.what} {caught.value.why}"
 
@@ -259,7 +260,7 @@ def test_rules_that_do_not_fit(
 def test_malformed_rules(tmp_path: Path, text: str) -> None:
     source = two(tmp_path, {"w": torch.ones(2)}, {"w": torch.ones(2)})
     with pytest.raises(UsageError) as caught:
-        formats.open_checkpoint(source, asked=ReadOptions(rules=rules_file(tmp_path, text)))
+        formats.open_checkpoint(source, options=ReadOptions(rules=rules_file(tmp_path, text)))
     assert "rules.toml" in str(caught.value.where)
 
 
@@ -285,7 +286,7 @@ def test_gated_layers_have_two_halves(tmp_path: Path) -> None:
     assert not differences(converted(source, tmp_path, rules=rules), expected)
     with pytest.raises(MappingError) as caught:
         formats.open_checkpoint(
-            two(tmp_path / "c", *plain, swiglu=True), asked=ReadOptions(rules=rules)
+            two(tmp_path / "c", *plain, swiglu=True), options=ReadOptions(rules=rules)
         )
     assert "`swiglu` is set" in str(caught.value.why)
 
@@ -298,14 +299,16 @@ def test_any_division_is_that_of_slices(data: Any) -> None:
     rank_shape = data.draw(st.lists(st.integers(1, 3), max_size=2))
     dim = data.draw(st.integers(0, len(rank_shape)))
     local = (*rank_shape[:dim], sum(parts), *rank_shape[dim:])
-    division = divide("x", local, DivisionRule(("x",), dim, parts), ranks, None, swiglu=False)
+    division = divide_tensor(
+        "x", local, DivisionRule(("x",), dim, parts), ranks, None, swiglu=False
+    )
     whole = torch.arange(math.prod(division.shape)).reshape(division.shape)
     found = torch.full(division.shape, -1)
     cuts = torch.split(whole, [part * ranks for part in parts], dim)
     for rank in range(ranks):
         mine = torch.cat([torch.tensor_split(cut, ranks, dim)[rank] for cut in cuts], dim)
         assert mine.shape == local
-        for box, start in division.pieces(rank):
+        for box, start in division.iterate_pieces(rank):
             spans = [slice(s, s + n) for s, n in zip(start, box.sizes, strict=True)]
             there = [slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True)]
             assert (found[tuple(there)] == -1).all() or ranks == 1
@@ -318,7 +321,7 @@ DIVIDED = '[[rule]]\nnames=["*"]\ndim=0\n'
 
 def refused(tmp_path: Path, source: Path, error: type[CkptError], said: str) -> None:
     with pytest.raises(error) as caught:
-        formats.open_checkpoint(source, asked=ReadOptions(rules=rules_file(tmp_path, DIVIDED)))
+        formats.open_checkpoint(source, options=ReadOptions(rules=rules_file(tmp_path, DIVIDED)))
     assert said in f"{caught.value.what} {caught.value.why}"
 
 
@@ -375,18 +378,18 @@ def test_a_stage_that_is_lost_hides_the_numbers_after_it(tmp_path: Path) -> None
     source = save(tmp_path / "source", files)
     rules = rules_file(tmp_path, '[layers]\nlayers = ""\n[[rule]]\nnames=["*"]\ndim=0\n')
     last, first = source / SAVE / "mp_rank_00_001", source / SAVE / "mp_rank_00_000"
-    assert set(formats.open_checkpoint(source, asked=ReadOptions(rules=rules)).tensors) == {
+    assert set(formats.open_checkpoint(source, options=ReadOptions(rules=rules)).tensors) == {
         "model.layers.0.w",
         "model.layers.1.w",
     }
     shutil.move(last, tmp_path / "last")
-    found = formats.open_checkpoint(source, asked=ReadOptions(rules=rules, partial=True))
+    found = formats.open_checkpoint(source, options=ReadOptions(rules=rules, partial=True))
     assert list(found.tensors) == ["model.layers.0.w"]
     assert len(found.findings) == 1
     shutil.move(first, tmp_path / "first")
     shutil.move(tmp_path / "last", last)
     with pytest.raises(UnsupportedError, match="number of layers is unknown"):
-        formats.open_checkpoint(source, asked=ReadOptions(rules=rules, partial=True))
+        formats.open_checkpoint(source, options=ReadOptions(rules=rules, partial=True))
 
 
 def test_the_pointer_and_tags(tmp_path: Path) -> None:
@@ -394,7 +397,7 @@ def test_the_pointer_and_tags(tmp_path: Path) -> None:
     shutil.copytree(source / SAVE, source / "release")
     pointer = source / "latest_checkpointed_iteration.txt"
     assert list(formats.open_checkpoint(source).files) == [f"{SAVE}/mp_rank_00/{FILE}"]
-    assert list(formats.open_checkpoint(source, asked=ReadOptions(tag="release")).files) == [
+    assert list(formats.open_checkpoint(source, options=ReadOptions(tag="release")).files) == [
         f"release/mp_rank_00/{FILE}"
     ]
     pointer.write_text("release")

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import ckptctl
 from ckptctl import formats
 from ckptctl.errors import CkptError, DamagedError, FormatError, UnsafePickleError, UnsupportedError
-from ckptctl.formats.rank_files import parse
+from ckptctl.formats.rank_files import parse_rank_file_name
 from tests.checkpoints.readers import differences
 from tests.sweeps import one_in
 from tests.unit.formats.damage import converted, damaged, refused_or_right
@@ -35,7 +35,7 @@ def sample(data: Path, name: str) -> tuple[Path, dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("name", SAMPLES)
 def test_every_sample_is_exact(data: Path, tmp_path: Path, name: str, to: str) -> None:
     source, expected = sample(data, name)
-    assert list(formats.sniff(source)) == ["rank-files"]
+    assert list(formats.sniff_formats(source)) == ["rank-files"]
     assert not differences(converted(source, tmp_path, to), expected)
     assert ckptctl.inspect(source).verdict == "complete"
 
@@ -94,7 +94,7 @@ def test_flat_parameters_are_refused_with_the_reason(data: Path, tmp_path: Path)
     ],
 )
 def test_names(name: str, expected: Any) -> None:
-    found = parse(name)
+    found = parse_rank_file_name(name)
     assert (found and (found.group, found.rank, found.world)) == expected
 
 

@@ -27,7 +27,7 @@ PARTIAL, REPLICAS = ReadOptions(partial=True), ReadOptions(replicas=True)
 
 
 def read(path: Path, asked: ReadOptions) -> Catalog:
-    return formats.detect(path).read(path, asked)
+    return formats.detect_format(path).read(path, asked)
 
 
 def held(catalog: Catalog, file: str) -> dict[str, set[Box]]:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 import ckptctl
 from ckptctl.errors import RefusedError, UsageError
 from ckptctl.formats import open_checkpoint
-from ckptctl.formats.sidecar_files import KINDS, _imports, beside, kind_of
+from ckptctl.formats.sidecar_files import KINDS, _find_imports, find_file_kind, scan_sidecar_files
 from tests.contract.samples import SAMPLES, Sample
 
 SECRET = ("id_rsa", "passwords.txt", "notes.txt", "p.py", ".env", "license.key", "data.json")
@@ -126,7 +126,7 @@ def test_code_travels_that_a_configuration_names(tmp_path: Path) -> None:
     }
     for name, text in code.items():
         (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-    found = beside(tmp_path)
+    found = scan_sidecar_files(tmp_path)
     assert found.assets.keys() - {"config.json", "tokenizer_config.json"} == {
         *("modeling_x.py", "layers.py", "more.py", "deep.py", "tokenization_x.py"),
         "processor_config.json",
@@ -137,7 +137,9 @@ def test_code_travels_that_a_configuration_names(tmp_path: Path) -> None:
 def test_no_kind_is_told_by_an_ending_alone() -> None:
     ends = [glob for globs in KINDS.values() for glob in globs if glob.startswith("*")]
     assert ends == ["*.tiktoken"]
-    assert not any(map(kind_of, ("a.json", "a.txt", "a.py", "a.model", "LICENSE.key", "a.md")))
+    assert not any(
+        map(find_file_kind, ("a.json", "a.txt", "a.py", "a.model", "LICENSE.key", "a.md"))
+    )
 
 
 @pytest.mark.parametrize("sample", SAMPLES.values(), ids=list(SAMPLES))
@@ -150,4 +152,4 @@ def test_no_trainer_leaves_files_that_are_nobodys(data: Path, sample: Sample) ->
 
 def test_modules_of_blank_lines_are_looked_through_in_linear_time() -> None:
     text = b"\n" * 900_000 + b"from .helper import x\n  import\t.other  \nfrom .\n\n a import y\n"
-    assert [match[1] or match[2] for match in _imports(text)] == ["helper", "other"]
+    assert [match[1] or match[2] for match in _find_imports(text)] == ["helper", "other"]

@@ -38,7 +38,7 @@ def test_every_sample_is_exact(data: Path, tmp_path: Path, name: str, described:
     source, expected = copied(data, name, tmp_path), sample(data, name)[1]
     if not described:
         (source / "metadata.pkl").unlink()
-    assert list(formats.sniff(source)) == ["torch-checkpointing"]
+    assert list(formats.sniff_formats(source)) == ["torch-checkpointing"]
     found = converted(source, tmp_path, only="all")
     assert not differences({key: found.get(key) for key in expected}, expected)
     leaves = json.loads((data / "torch_checkpointing" / name / "expected_leaves.json").read_text())

@@ -33,7 +33,7 @@ def expected(data: Path) -> dict[str, torch.Tensor]:
 def test_the_sample_is_exact(
     source: Path, tmp_path: Path, expected: dict[str, torch.Tensor], to: str
 ) -> None:
-    assert list(formats.sniff(source)) == ["torchsnapshot"]
+    assert list(formats.sniff_formats(source)) == ["torchsnapshot"]
     assert not differences(converted(source, tmp_path, to, root="model.module"), expected)
 
 

@@ -36,7 +36,7 @@ def moments(data: Path) -> State:
 
 @pytest.mark.parametrize("to", ["hf", "torch"])
 def test_the_model_is_exact(source: Path, tmp_path: Path, model: State, to: str) -> None:
-    assert list(formats.sniff(source)) == ["vescale"]
+    assert list(formats.sniff_formats(source)) == ["vescale"]
     assert not differences(converted(source, tmp_path, to), model)
     assert ckptctl.verify(source, level="full").verdict == "complete"
 
@@ -51,7 +51,7 @@ def test_the_optimizers_of_all_stages_are_kept(
 
 
 def test_each_folder_is_a_checkpoint(source: Path, tmp_path: Path, model: State) -> None:
-    assert list(formats.sniff(source / "model")) == ["dcp"]
+    assert list(formats.sniff_formats(source / "model")) == ["dcp"]
     assert not differences(converted(source / "model", tmp_path), model)
     assert ckptctl.inspect(source / "optimizer" / "pp_1").verdict == "complete"
     copy = tmp_path / "alone"
@@ -87,7 +87,7 @@ def test_a_stage_that_is_missing(source: Path, tmp_path: Path, model: State) -> 
     with pytest.raises(DamagedError) as caught:
         formats.open_checkpoint(copy)
     assert "optimizer/pp_0" in str(caught.value.why)
-    found = formats.open_checkpoint(copy, asked=ReadOptions(partial=True))
+    found = formats.open_checkpoint(copy, options=ReadOptions(partial=True))
     assert [one.file for one in found.findings] == ["optimizer/pp_0"]
     assert {f"model.{name}" for name in model} <= found.tensors.keys()
 
@@ -96,7 +96,7 @@ def test_a_file_that_is_missing(source: Path, tmp_path: Path, model: State) -> N
     copy = tmp_path / "copy"
     shutil.copytree(source, copy)
     (copy / "model" / "__1_0.distcp").unlink()
-    found = formats.open_checkpoint(copy, asked=ReadOptions(partial=True))
+    found = formats.open_checkpoint(copy, options=ReadOptions(partial=True))
     assert {file for boxes in found.lost.values() for _, file in boxes} == {"model/__1_0.distcp"}
     assert {one.file for one in found.findings} == {"model/__1_0.distcp"}
     assert ckptctl.verify(copy).verdict != "complete"

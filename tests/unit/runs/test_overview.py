@@ -50,16 +50,16 @@ def test_an_older_torn_one_is(torn):
 @pytest.mark.parametrize("name", ["checkpoint-200", "logs", "step-200.txt", "step-x"])
 def test_what_is_named_otherwise_is_no_newer_one(torn, name):
     (torn / "step-200").rename(torn / name)
-    assert formats.only_inside(torn) == torn / "step-100"
+    assert formats.find_only_model_checkpoint(torn) == torn / "step-100"
 
 
 def test_a_newer_file_of_lightnings_that_is_torn(tmp_path):
     sample = Path(__file__).parents[2] / "data" / "wrappers" / "lightning_plain" / "ckpt"
     shutil.copy(sample / "epoch=0-step=3.ckpt", tmp_path)
-    assert formats.only_inside(tmp_path)
+    assert formats.find_only_model_checkpoint(tmp_path)
     (tmp_path / "epoch=1-step=5.ckpt").write_bytes(b"torn")
     with pytest.raises(FormatError, match="newest checkpoint"):
-        formats.only_inside(tmp_path)
+        formats.find_only_model_checkpoint(tmp_path)
 
 
 def test_inspect_lists_what_ls_lists(run, torn):

@@ -41,7 +41,7 @@ def test_a_plan_writes_nothing_and_a_run_one_file(source: Path, data: Path) -> N
     }
     truth = load_any_reference(data / "dcp-rank-local" / "w2" / "expected.safetensors")
     assert not differences(model, truth)
-    assert formats.detect(source).name == "dcp"
+    assert formats.detect_format(source).name == "dcp"
 
 
 def test_what_is_published_as_json(source: Path) -> None:
@@ -137,7 +137,9 @@ def test_other_directories_are_refused(tmp_path: Path) -> None:
 
 def test_replicas_are_all_there(source: Path) -> None:
     assert not formats.open_checkpoint(source).replicas
-    found = formats.resolve(formats.open_checkpoint(source, asked=ReadOptions(replicas=True)))
+    found = formats.resolve_codecs(
+        formats.open_checkpoint(source, options=ReadOptions(replicas=True))
+    )
     (used,), (copy,) = found.tensors["model.count"].extents, found.replicas["model.count"]
     assert [extent.file for extent in (used, copy)] == ["__0_0.distcp", "__1_0.distcp"]
     assert (used.box, used.codec) == (copy.box, copy.codec)

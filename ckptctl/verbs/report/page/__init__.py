@@ -118,7 +118,7 @@ def written(
         return
     target = output
     for source in sources:
-        origin = formats.existing(source)
+        origin = formats.to_existing_path(source)
         target = Path(require_destination(origin, output, overwrite, PAGE, ELSEWHERE).path)
     with stage_output(target, overwrite=overwrite, single_file=True, is_checkpoint=PAGE) as stage:
 

@@ -146,7 +146,7 @@ def test_replicas_are_not_looked_into(monkeypatch):
     source = catalog(WEIGHT | SCALE)
     source = replace(source, replicas={n: t.extents for n, t in source.tensors.items()})
     seen = []
-    monkeypatch.setattr(formats, "resolve", lambda one: seen.append(one.replicas) or one)
+    monkeypatch.setattr(formats, "resolve_codecs", lambda one: seen.append(one.replicas) or one)
     assert list(dequantize_catalog(source, "bfloat16").tensors) == ["a.weight"]
     assert seen == [{}]
 

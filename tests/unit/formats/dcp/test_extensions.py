@@ -23,8 +23,8 @@ from ckptctl.errors import (
     UnsupportedError,
 )
 from ckptctl.formats.dcp import metadata
-from ckptctl.formats.dcp.dcp_reader import catalog_of
-from ckptctl.formats.shared.findings import Faults
+from ckptctl.formats.dcp.dcp_reader import build_catalog
+from ckptctl.formats.shared.findings import FaultCollector
 from ckptctl.numerics.kinds import unpacked
 from ckptctl.storage import zstd
 from ckptctl.storage.files import SourceFiles, source_files
@@ -162,7 +162,7 @@ def test_another_extension_is_named(tmp_path: Path) -> None:
         ckptctl.load({"step": 0, "rates": [0.0, {"decay": ""}]}, source, strict=False)
     raw = pickle.loads((source / ".metadata").read_bytes())
     next(iter(raw.storage_data.values())).transform_descriptors = ["stream.zstd/1", "a/1"]
-    (leaf, *_) = metadata.decode(pickle.dumps(raw), "here").leaves.values()
+    (leaf, *_) = metadata.decode_metadata(pickle.dumps(raw), "here").leaves.values()
     assert leaf.extension
 
 
@@ -208,9 +208,9 @@ def test_the_bytes_of_another_chunk(
 
 def test_a_trainer_without_extensions(tmp_path: Path) -> None:
     source = save(tmp_path / "in")
-    leaves = metadata.decode((source / ".metadata").read_bytes(), "here").leaves
+    leaves = metadata.decode_metadata((source / ".metadata").read_bytes(), "here").leaves
     with source_files(source) as files, pytest.raises(UnsupportedError, match="an extension"):
-        catalog_of(files, leaves, "bytecheckpoint", Faults(source, False), zips=False)
+        build_catalog(files, leaves, "bytecheckpoint", FaultCollector(source, False), zips=False)
 
 
 def test_a_shape_that_no_item_can_hold(alone: None, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 def located(path: Path) -> Catalog:
-    return formats.resolve(formats.open_checkpoint(path))
+    return formats.resolve_codecs(formats.open_checkpoint(path))
 
 
 def test_bytes_are_where_it_says(saved: Path) -> None:
@@ -63,7 +63,7 @@ def test_an_item_of_many_takes_one_read(tmp_path: Path, monkeypatch: pytest.Monk
         return pread(*where)
 
     monkeypatch.setattr(os, "pread", counted)
-    tensors = formats.resolve(catalog).tensors
+    tensors = formats.resolve_codecs(catalog).tensors
     assert len(reads) < 40 + 20, "the first one is read as a whole"
     for name, tensor in state.items():
         (extent,) = tensors[name].extents
@@ -77,4 +77,4 @@ def test_an_item_that_is_another_one(saved: Path) -> None:
     catalog.tensors["number"].extents.starts = extents.starts  # type: ignore[attr-defined]
     catalog.tensors["number"].extents.lengths = extents.lengths  # type: ignore[attr-defined]
     with pytest.raises(DamagedError, match="a chunk of `number` does not match the metadata"):
-        formats.resolve(catalog)
+        formats.resolve_codecs(catalog)

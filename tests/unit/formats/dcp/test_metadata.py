@@ -27,15 +27,15 @@ from ckptctl.formats.base import OutputTensor, TensorPlace
 from ckptctl.formats.dcp import metadata_writer as dcp_metadata_writer
 from ckptctl.formats.dcp.metadata import (
     TABLE,
-    Decoded,
+    DecodedMetadata,
     Item,
     Origin,
-    decode,
-    leaves_of,
-    origin_of,
+    decode_metadata,
+    extract_metadata_leaves,
+    extract_origin,
 )
 from ckptctl.formats.dcp.metadata_scan import Scanner
-from ckptctl.formats.dcp.metadata_writer import encode, encode_tensors
+from ckptctl.formats.dcp.metadata_writer import encode_metadata, encode_tensors
 from ckptctl.storage.pickles.pickle_reader import load_pickle
 from tests.sweeps import one_in
 
@@ -100,9 +100,9 @@ def of_several() -> Metadata:
     return Metadata(entries, None, storage)
 
 
-def slowly(raw: bytes) -> Decoded:
+def slowly(raw: bytes) -> DecodedMetadata:
     root = load_pickle(raw, where="here", table=TABLE)
-    return Decoded(leaves_of(root, "here"), origin_of(root))
+    return DecodedMetadata(extract_metadata_leaves(root, "here"), extract_origin(root))
 
 
 def outcome(read: Any, *arguments: Any) -> object:
@@ -119,7 +119,7 @@ def test_entries_taken_as_wholes_are_what_the_opcodes_say(data: Path, name: str)
     scanner = Scanner()
     load_pickle(raw, where="here", table=TABLE, hook=scanner)
     assert scanner.entries > 30
-    assert decode(raw, "here") == slowly(raw)
+    assert decode_metadata(raw, "here") == slowly(raw)
 
 
 def test_names_and_objects_of_a_rank_interrupt_nothing(data: Path) -> None:
@@ -148,7 +148,7 @@ def test_damage_has_the_same_outcome_either_way(data: Path, name: str, times: in
         broken = bytearray(raw)
         for _ in range(chance.choice((1, 1, 2))):
             broken[chance.randrange(len(raw))] = chance.choice((chance.randrange(256), *b"hK)\x94"))
-        assert outcome(decode, bytes(broken), "here") == outcome(slowly, bytes(broken))
+        assert outcome(decode_metadata, bytes(broken), "here") == outcome(slowly, bytes(broken))
 
 
 def test_a_reference_to_another_entry_of_the_memo_has_the_same_outcome_either_way(
@@ -159,7 +159,7 @@ def test_a_reference_to_another_entry_of_the_memo_has_the_same_outcome_either_wa
     for at in places[:: len(places) // 30]:
         for step in (-1, 1):  # the name of a class stands before it
             other = raw[:at] + bytes(((raw[at] + step) % 256,)) + raw[at + 1 :]
-            assert outcome(decode, other, "here") == outcome(slowly, other)
+            assert outcome(decode_metadata, other, "here") == outcome(slowly, other)
 
 
 @pytest.mark.parametrize("opcodes", [b"0", b"2", b"\x94", b"00"], ids=["POP", "DUP", "PUT", "2"])
@@ -168,7 +168,7 @@ def test_what_moves_an_entry_moves_one_either_way(data: Path, opcodes: bytes) ->
     ends = [match.end() for match in re.finditer(rb"ub(?=[hj])", raw, re.DOTALL)]
     at = ends[350]  # a chunk of the last tensor
     moved = raw[:at] + opcodes + raw[at:]
-    assert outcome(decode, moved, "here") == outcome(slowly, moved)
+    assert outcome(decode_metadata, moved, "here") == outcome(slowly, moved)
 
 
 @pytest.mark.parametrize("name", one_in(3, FILES))
@@ -180,7 +180,7 @@ def test_entries_out_of_place_have_the_same_outcome_either_way(data: Path, name:
         start, end = sorted(chance.sample(ends, 2))
         to = chance.choice(ends)
         for moved in (raw[:start] + raw[end:], raw[:to] + raw[start:end] + raw[to:]):
-            assert outcome(decode, moved, "here") == outcome(slowly, moved)
+            assert outcome(decode_metadata, moved, "here") == outcome(slowly, moved)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_storage_that_is_there_twice_is_refused_either_way(data: Path, name: str
     for start, end in zip(ends[-30:-2], ends[-28:], strict=True):
         twice = raw[:end] + raw[start:end] + raw[end:]
         found = outcome(slowly, twice)
-        assert outcome(decode, twice, "here") == found
+        assert outcome(decode_metadata, twice, "here") == found
         refused += isinstance(found, tuple) and "same key twice" in str(found)
     assert refused > 5
 
@@ -226,7 +226,7 @@ def written(count: int = 1) -> tuple[bytes, dict[str, list[Box]]]:
     blob = Blob("step", ("step",))
     items["step", None] = Item("__0_1.distcp", 0, 1 << 40)
     places = {name: [TensorPlace(box, 0) for box in found] for name, found in boxes.items()}
-    return encode(tensors, [blob], places, items), boxes
+    return encode_metadata(tensors, [blob], places, items), boxes
 
 
 @pytest.mark.parametrize("count", [1, 2, 1000, 2001])
@@ -251,7 +251,7 @@ def test_torch_reads_what_is_written(count: int) -> None:
 @pytest.mark.parametrize("count", [1, 2001])
 def test_what_is_written_is_read_either_way(count: int) -> None:
     raw, boxes = written(count)
-    assert decode(raw, "here") == slowly(raw)
+    assert decode_metadata(raw, "here") == slowly(raw)
     leaves = slowly(raw).leaves
     assert {n: list(leaf.extents.boxes) for n, leaf in leaves.items() if leaf.dtype} == boxes
     assert leaves["step"].item == Item("__0_1.distcp", 0, 1 << 40)
@@ -262,8 +262,8 @@ def test_which_save_it_is_of_stands_where_torch_has_a_field(origin: Origin) -> N
     tensor = OutputTensor("save_id", "float32", (4,), ("modules",))
     made = encode_tensors([tensor], [[Box((0,), (4,))]], [("save_id", [((0,), "x", 0, 16)])])
     values = [(Blob("ckptctl", ("version",)), Item("x", 16, 2))]
-    raw = b"".join(made.complete(values, origin))
-    found, read = decode(raw, "here"), pickle.loads(raw)
+    raw = b"".join(made.add_values(values, origin))
+    found, read = decode_metadata(raw, "here"), pickle.loads(raw)
     assert (found.origin, slowly(raw)) == (origin, found)
     assert list(found.leaves) == ["save_id", "ckptctl"]
     assert read.version == "1.0.0"
@@ -274,19 +274,19 @@ def test_which_save_it_is_of_stands_where_torch_has_a_field(origin: Origin) -> N
 
 def test_stock_saves_say_which_save_they_are(data: Path) -> None:
     raw = (data / "dcp/dcp_2d/ckpt/.metadata").read_bytes()
-    assert decode(raw, "here").origin == Origin(pickle.loads(raw).storage_meta.save_id)
+    assert decode_metadata(raw, "here").origin == Origin(pickle.loads(raw).storage_meta.save_id)
 
 
 def test_what_would_be_too_large_to_read_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = OutputTensor("a", "float32", (4,), ("a",))
     box = Box((0,), (4,))
     written = encode_tensors([tensor], [[box]], [("a", [((0,), "__0_0.distcp", 0, 16)])])
-    length = sum(map(len, written.complete([])))
+    length = sum(map(len, written.add_values([])))
     monkeypatch.setattr(dcp_metadata_writer, "MAX_METADATA", length)
-    assert sum(map(len, written.complete([]))) == length
+    assert sum(map(len, written.add_values([]))) == length
     monkeypatch.setattr(dcp_metadata_writer, "MAX_METADATA", length - 1)
     with pytest.raises(RefusedError, match="too large to read"):
-        written.complete([])
+        written.add_values([])
 
 
 def test_chunks_of_equal_lists_and_many_batches_are_read_by_torch() -> None:
@@ -305,7 +305,7 @@ def test_chunks_of_equal_lists_and_many_batches_are_read_by_torch() -> None:
         )
         for tensor, own in zip(tensors, boxes, strict=True)
     ]
-    found = pickle.loads(b"".join(encode_tensors(tensors, boxes, places).complete([])))
+    found = pickle.loads(b"".join(encode_tensors(tensors, boxes, places).add_values([])))
     for tensor, own in zip(tensors, boxes, strict=True):
         chunks = found.state_dict_metadata[tensor.name].chunks
         assert [(tuple(c.offsets), tuple(c.sizes)) for c in chunks] == [

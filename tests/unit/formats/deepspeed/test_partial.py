@@ -25,8 +25,8 @@ from ckptctl.errors import (
 )
 from ckptctl.formats import deepspeed, deepspeed_universal
 from ckptctl.formats.base import ReadOptions
-from ckptctl.formats.deepspeed.states import read_optim
-from ckptctl.formats.deepspeed.zero import complete_optims
+from ckptctl.formats.deepspeed.states import read_optim_state
+from ckptctl.formats.deepspeed.zero import fill_missing_optims
 from ckptctl.planner.boxes import compute_coverage
 from ckptctl.storage.files import source_files
 from ckptctl.storage.schema import MalformedError
@@ -126,7 +126,7 @@ def test_a_rank_takes_what_it_held_with_it(
         lost = any(tensor.startswith("module.") for tensor in found.lost)
         assert lost == (weights is None)
         with pytest.raises(CkptError):
-            formats.open_checkpoint(copy, asked=ReadOptions(weights=weights))
+            formats.open_checkpoint(copy, options=ReadOptions(weights=weights))
 
 
 @pytest.mark.parametrize("name", ["z3_fp32", "z3_sub_w3"])
@@ -203,12 +203,14 @@ def test_contradictions_are_refused(data: Path, tmp_path: Path) -> None:
 
 def test_partitions_of_another_length_are_refused(data: Path) -> None:
     with source_files(sample(data, "z1_bf16")) as files:
-        first = read_optim(files, "global_step2/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
+        first = read_optim_state(
+            files, "global_step2/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+        )
     numel = first.partitions[0].numel
     for shape in ((2 * numel + 4,), (2 * numel - 5,)):
         with pytest.raises(MalformedError, match="element"):
-            complete_optims([first, None], ["a", "b"], [{"w": shape}])
-    assert len(complete_optims([first, None], ["a", "b"], [{"w": (2 * numel - 1,)}])) == 2
+            fill_missing_optims([first, None], ["a", "b"], [{"w": shape}])
+    assert len(fill_missing_optims([first, None], ["a", "b"], [{"w": (2 * numel - 1,)}])) == 2
 
 
 def test_swapped_ranks_are_both_lost(data: Path, tmp_path: Path) -> None:
@@ -398,7 +400,7 @@ def test_stage_0_names_its_parameters_if_it_can(data: Path, tmp_path: Path) -> N
     inner["param_groups"][0]["param_names"] = names
     for change in ({}, {"param_shapes": shapes}):
         torch.save({**content, **change}, path)
-        catalog = formats.open_checkpoint(path.parents[1], asked=ReadOptions(weights="module"))
+        catalog = formats.open_checkpoint(path.parents[1], options=ReadOptions(weights="module"))
         assert not [note for note in catalog.notes if "numbered" in note]
         found = converted(path.parents[1], tmp_path, only="all", weights="module")
         expected = {

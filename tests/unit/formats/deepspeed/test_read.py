@@ -16,7 +16,7 @@ import ckptctl
 from ckptctl import formats
 from ckptctl.errors import CkptError, DamagedError, FormatError, UnsupportedError, UsageError
 from ckptctl.formats.base import ReadOptions
-from ckptctl.formats.deepspeed.partitions import FlatPart, Segment, Strip, extents
+from ckptctl.formats.deepspeed.partitions import FlatPart, Segment, Strip, locate_extents
 from ckptctl.storage.zips.zip_reader import StoredTensor
 from tests.checkpoints.readers import differences
 from tests.sweeps import one_in
@@ -102,7 +102,7 @@ def resaved(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 @pytest.mark.parametrize("name", ZERO)
 def test_the_partitions_are_exact(data: Path, tmp_path: Path, name: str, to: str) -> None:
     source = sample(data, name)
-    assert list(formats.sniff(source)) == ["deepspeed"]
+    assert list(formats.sniff_formats(source)) == ["deepspeed"]
     assert not differences(converted(source, tmp_path, to), master(data, name))
     assert ckptctl.inspect(source).verdict == "complete"
 
@@ -144,12 +144,12 @@ def test_stage_0(data: Path, tmp_path: Path) -> None:
     groups: Any = everything["optimizer.fp32_groups"]
     assert [copy.dtype for copy in groups[0]] == [torch.float32] * 9
     with pytest.raises(UsageError, match="stage 0 does not have fp32 partitions"):
-        formats.open_checkpoint(source, asked=ReadOptions(weights="master"))
+        formats.open_checkpoint(source, options=ReadOptions(weights="master"))
 
 
 def test_stage_3_has_no_module(data: Path) -> None:
     with pytest.raises(UsageError, match="stage 3 does not store weights") as caught:
-        formats.open_checkpoint(sample(data, "z3_fp32"), asked=ReadOptions(weights="module"))
+        formats.open_checkpoint(sample(data, "z3_fp32"), options=ReadOptions(weights="module"))
     assert "placeholders" in str(caught.value.why)
 
 
@@ -158,7 +158,7 @@ def test_ties_are_kept(data: Path) -> None:
         tensors = formats.open_checkpoint(sample(data, name)).tensors
         assert tensors["module.head.weight"].alias_of == "module.emb.weight"
     module = formats.open_checkpoint(
-        sample(data, "z1_bf16"), asked=ReadOptions(weights="module")
+        sample(data, "z1_bf16"), options=ReadOptions(weights="module")
     ).tensors
     assert module["module.head.weight"].alias_of == "module.emb.weight"
 
@@ -177,7 +177,7 @@ def test_nothing_is_left_out(data: Path) -> None:
 def test_lightning(data: Path, tmp_path: Path) -> None:
     source, expected = sample(data, "lightning"), stored(data, "lightning", "expected")
     for path in (source, source / "checkpoint"):
-        assert list(formats.sniff(path)) == ["deepspeed"]
+        assert list(formats.sniff_formats(path)) == ["deepspeed"]
         assert not differences(converted(path, tmp_path), expected)
     blobs = formats.open_checkpoint(source).blobs
     assert blobs["pytorch-lightning_version"].value == "2.6.6"
@@ -199,7 +199,7 @@ def test_trainer_and_accelerate(data: Path, tmp_path: Path) -> None:
     (copy / "latest").write_text("pytorch_model")
     assert not differences(converted(copy, tmp_path), master(data, "z3_fp32"))
     (copy / "model.safetensors").write_bytes(b"")
-    assert list(formats.sniff(copy)) == ["hf"]
+    assert list(formats.sniff_formats(copy)) == ["hf"]
 
 
 # ------------------------------------------------------------------------------------------- tags
@@ -212,7 +212,7 @@ def test_tags(data: Path, tmp_path: Path) -> None:
     found = chosen(copy, tmp_path, tag="global_step10")
     assert not differences(found, master(data, "z2_align"))
     with pytest.raises(UsageError, match="unknown tag `global_step3`") as caught:
-        formats.open_checkpoint(copy, asked=ReadOptions(tag="global_step3"))
+        formats.open_checkpoint(copy, options=ReadOptions(tag="global_step3"))
     assert "global_step10" in str(caught.value.why)
     (copy / "latest").unlink()
     error = error_of(copy)
@@ -360,7 +360,7 @@ def test_without_optimizer_states(data: Path, tmp_path: Path) -> None:
     error = error_of(copy)
     assert "optimizer states of all ranks are missing" in error.what
     assert "--weights module" in str(error.hint)
-    catalog = formats.open_checkpoint(copy, asked=ReadOptions(weights="module"))
+    catalog = formats.open_checkpoint(copy, options=ReadOptions(weights="module"))
     assert catalog.notes == ("the optimizer states of all ranks are missing",)
     assert not differences(chosen(copy, tmp_path, "module"), stored(data, "z2_align", "live"))
 
@@ -453,14 +453,14 @@ def test_a_run_across_segments() -> None:
         for offset, size in ((100, 2), (200, 0), (300, 5))
     ]
     strip = Strip([Segment(f"f{n}", tensor) for n, tensor in enumerate(tensors)])
-    found = extents(FlatPart((2, 3), ((0, 1, 7),), 0), [strip])
+    found = locate_extents(FlatPart((2, 3), ((0, 1, 7),), 0), [strip])
     assert [(e.file, e.offset, e.nbytes, e.box.offsets, e.box.sizes) for e in found] == [
         ("f0", 104, 4, (0, 0), (1, 1)),
         ("f2", 300, 8, (0, 1), (1, 2)),
         ("f2", 308, 12, (1, 0), (1, 3)),
     ]
     assert [e.crc32 for e in found] == [None, None, None]
-    (whole,) = extents(FlatPart((5,), ((0, 2, 7),), 0), [strip])
+    (whole,) = locate_extents(FlatPart((5,), ((0, 2, 7),), 0), [strip])
     assert (whole.file, whole.offset, whole.crc32) == ("f2", 300, 7)
 
 

@@ -29,7 +29,7 @@ NAMED: dict[str, Any] = {"general.architecture": "strange"}
 
 def test_plain_tensors_come_as_they_are(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "m.gguf", NAMED, TENSORS)
-    assert list(formats.sniff(file)) == list(formats.sniff(tmp_path)) == ["gguf"]
+    assert list(formats.sniff_formats(file)) == list(formats.sniff_formats(tmp_path)) == ["gguf"]
     ckptctl.convert(file, tmp_path / "out.pt", to="torch")
     found = torch.load(tmp_path / "out.pt", weights_only=True)
     assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())

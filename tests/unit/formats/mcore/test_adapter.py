@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 import ckptctl
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
 from ckptctl.errors import CkptError, RefusedError, UnsupportedError
-from ckptctl.formats.mcore.factors import in_order
+from ckptctl.formats.mcore.factors import restore_row_order
 from tests.checkpoints.adapters import save_peft
 from tests.checkpoints.dcp import save_dcp
 
@@ -170,9 +170,9 @@ def test_rows_that_ranks_exchanged(ranks: int | None, order: list[int] | None) -
     told = {"run_config.yaml": {"model": {"num_layers": 1, "tensor_model_parallel_size": ranks}}}
     if order is None:
         with pytest.raises(UnsupportedError, match="order"):
-            in_order(catalog, told)
+            restore_row_order(catalog, told)
     else:
-        found = in_order(catalog, told).tensors[name].extents
+        found = restore_row_order(catalog, told).tensors[name].extents
         assert [one.box.offsets[0] // 2 for one in found] == order
 
 

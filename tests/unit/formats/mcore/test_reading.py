@@ -153,7 +153,7 @@ def test_an_item_of_several_layers_is_read_once(
         return real(files, *place, **how)
 
     monkeypatch.setattr(locating, "read_similar_item", counted)
-    formats.resolve(catalog)
+    formats.resolve_codecs(catalog)
     assert len(read) == len(set(read)) == len(held)
 
 
@@ -197,7 +197,7 @@ def test_a_run_is_the_save_that_its_tracker_names(
     run = tmp_path / "run"
     assert Path(formats.open_checkpoint(run).path).name == "iter_0000010"
     assert (
-        Path(formats.open_checkpoint(run, asked=ReadOptions(tag="iter_0000020")).path).name
+        Path(formats.open_checkpoint(run, options=ReadOptions(tag="iter_0000020")).path).name
         == "iter_0000020"
     )
     assert [one.name for one in ckptctl.ls(run).checkpoints] == ["iter_0000010", "iter_0000020"]
@@ -254,9 +254,9 @@ def test_what_lies_in_another_checkpoint_is_not_that_one(
     model: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     write(tmp_path / "weights", stacked(model), TOLD)
-    assert list(formats.sniff(tmp_path)) == ["mcore"]
+    assert list(formats.sniff_formats(tmp_path)) == ["mcore"]
     save_file(model, tmp_path / "model.safetensors")
-    assert list(formats.sniff(tmp_path)) == ["hf"]
+    assert list(formats.sniff_formats(tmp_path)) == ["hf"]
 
 
 def without(model: dict[str, torch.Tensor], part: str) -> dict[str, torch.Tensor]:

@@ -129,7 +129,7 @@ def test_scales_of_modules_go_with_the_model(run: Path, tmp_path: Path) -> None:
     """Between saves of Megatron-Core, whether layers lie apart or in a stack."""
     for name, stack in {"apart": False, "stacked": True}.items():
         ckptctl.convert(run, tmp_path / name, to="mcore", stack_layers=stack)
-        catalog = formats.resolve(formats.open_checkpoint(tmp_path / name))
+        catalog = formats.resolve_codecs(formats.open_checkpoint(tmp_path / name))
         (scales,) = cast("list[StoredTensor]", catalog.blobs[SCALES].value)
         assert scales.shape == (5,)
     assert (tmp_path / "stacked/latest_checkpointed_iteration.txt").read_text() == "release"

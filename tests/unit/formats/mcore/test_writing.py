@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from ckptctl.errors import RefusedError
 from ckptctl.formats.base import SPLIT_BYTES, OutputTensor
-from ckptctl.formats.mcore.layers import Layers
-from ckptctl.formats.mcore.mcore_writing import common_content, common_file
-from ckptctl.formats.mcore.objects import extra_states
+from ckptctl.formats.mcore.layers import LayerStorage
+from ckptctl.formats.mcore.mcore_writing import build_common_content, lay_out_common_file
+from ckptctl.formats.mcore.objects import make_extra_states
 from tests.unit.formats.mcore.written import laid_out, write
 
 LAYERS = 3
@@ -125,7 +125,10 @@ def test_parts_of_a_gated_delta_net_are_no_modules() -> None:
     names = [f"{attention}.{part}" for part in (*parts, "out_norm.weight", "out_proj.weight")]
     tensors = [OutputTensor(name, "float32", (4,), (name,)) for name in names]
     expected = [f"{attention}.{part}" for part in ("in_proj", "out_norm", "out_proj")]
-    found = [blob.name.partition("._extra_state")[0] for blob in extra_states(tensors, Layers())]
+    found = [
+        blob.name.partition("._extra_state")[0]
+        for blob in make_extra_states(tensors, LayerStorage())
+    ]
     assert found == expected
 
 
@@ -169,7 +172,7 @@ def test_what_surrounds_the_tensors(stack_layers: bool, tmp_path: Path) -> None:
 
 def test_arguments_are_a_namespace(tmp_path: Path) -> None:
     told = {"num_layers": 2, "rotary_base": 1e6, "swiglu": True}
-    layout = common_file(common_content(told, stacked=False))
+    layout = lay_out_common_file(build_common_content(told, stacked=False))
     file = tmp_path / "common.pt"
     file.write_bytes(b"".join(piece for _, piece in layout.frame([])))
     with zipfile.ZipFile(file) as archive:

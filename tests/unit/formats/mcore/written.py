@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from ckptctl.formats.base import OutputLayout, OutputRequest, OutputTensor, document
-from ckptctl.formats.mcore.mcore_writing import lay_out
+from ckptctl.formats.base import OutputLayout, OutputRequest, OutputTensor, make_content_file
+from ckptctl.formats.mcore.mcore_writing import lay_out_checkpoint
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -20,7 +20,7 @@ def laid_out(tensors: Tensors, **asked: object) -> OutputLayout:
         OutputTensor(name, str(one.dtype).removeprefix("torch."), tuple(one.shape), (name,))
         for name, one in tensors.items()
     ]
-    return lay_out(OutputRequest("", wanted, **asked))  # type: ignore[arg-type]
+    return lay_out_checkpoint(OutputRequest("", wanted, **asked))  # type: ignore[arg-type]
 
 
 def write(folder: Path, tensors: Tensors, **asked: object) -> Path:
@@ -33,7 +33,7 @@ def write(folder: Path, tensors: Tensors, **asked: object) -> Path:
         for name, places in output.boxes.items()
         for place in places
     }
-    own = [document(name, content) for name, content in output.contents.items()]
+    own = [make_content_file(name, content) for name, content in output.contents.items()]
     for file in (*output.files, *own):
         content = bytearray(file.size)
         for offset, frame in file.frame(lambda record: zlib.crc32(pieces[record])):
@@ -42,7 +42,7 @@ def write(folder: Path, tensors: Tensors, **asked: object) -> Path:
             if record.file == file.path:
                 content[record.offset : record.offset + record.nbytes] = pieces[number]
         (inner / file.path).write_bytes(content)
-    for name, above in output.above.items():
+    for name, above in output.outer_files.items():
         (folder / name).write_bytes(above)
     return inner
 

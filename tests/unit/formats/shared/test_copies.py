@@ -45,8 +45,8 @@ def test_large_copies_are_not_read_unless_asked(tmp_path: Path) -> None:
     with source_files(tmp_path) as files:
         found = CopyComparison(files)
         assert found.is_same(tensor("a", size), tensor("b", size), "w")
-        assert found.uncompared == ["w"] and "w" in next(found.notes())
+        assert found.uncompared == ["w"] and "w" in next(found.list_notes())
         assert not found.is_same(tensor("a", size), tensor("b", size), "w", of_any_size=True)
         deferred = CopyComparison(files, deferred=True)
         assert deferred.is_same(tensor("a", size), tensor("b", size), "w")
-    assert not list(deferred.notes())
+    assert not list(deferred.list_notes())

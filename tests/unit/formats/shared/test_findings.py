@@ -19,7 +19,7 @@ from ckptctl.errors import (
     UnsafePickleError,
     UnsupportedError,
 )
-from ckptctl.formats.shared.findings import of_error, weighed
+from ckptctl.formats.shared.findings import downgrade_unproven, finding_from_error
 from ckptctl.verbs.verification.verify_result import Verification
 
 
@@ -33,7 +33,7 @@ from ckptctl.verbs.verification.verify_result import Verification
     ],
 )
 def test_what_is_damaged_or_gone_is_evidence(kind: type[CkptError], basis: str) -> None:
-    found = of_error(kind("x"))
+    found = finding_from_error(kind("x"))
     assert (found.severity, found.basis) == ("error", basis)
 
 
@@ -48,21 +48,21 @@ def test_what_is_damaged_or_gone_is_evidence(kind: type[CkptError], basis: str) 
     ],
 )
 def test_nothing_else_is(kind: type[CkptError]) -> None:
-    assert of_error(kind("x")).severity == "unknown"
+    assert finding_from_error(kind("x")).severity == "unknown"
 
 
 def test_a_place_in_a_file_is_part_of_the_evidence() -> None:
     error = DamagedError("x", where="/a/b/f.pt, at byte 1,024", why="y")
-    found = of_error(error, Path("/a/b"))
+    found = finding_from_error(error, Path("/a/b"))
     assert (found.file, found.why) == ("f.pt", "at byte 1,024: y")
-    assert of_error(error, Path("/a/b"), file="g").file == "g"
+    assert finding_from_error(error, Path("/a/b"), file="g").file == "g"
 
 
 def test_what_is_missing_with_a_file_is_as_sure_as_what_is_said_of_the_file() -> None:
     torn, odd = Finding("cut", file="a"), Finding("odd", None, "unknown", "b")
     in_torn, in_odd = Finding("gone", file="a", tensor="x"), Finding("gone", file="b", tensor="y")
     elsewhere, nowhere = Finding("gone", file="c", tensor="z"), Finding("gone", tensor="w")
-    found = weighed((torn, odd, in_torn, in_odd, elsewhere, nowhere))
+    found = downgrade_unproven((torn, odd, in_torn, in_odd, elsewhere, nowhere))
     assert [one.severity for one in found] == [
         "error",
         "unknown",
@@ -70,9 +70,11 @@ def test_what_is_missing_with_a_file_is_as_sure_as_what_is_said_of_the_file() ->
         "unknown",
         *["error"] * 2,
     ]
-    assert [one.severity for one in weighed((odd, nowhere))] == ["unknown", "unknown"]
-    assert [(one.severity, one.basis) for one in weighed((nowhere,))] == [("error", "index")]
-    assert [one.basis for one in weighed((torn, nowhere))] == ["files", "files"]
+    assert [one.severity for one in downgrade_unproven((odd, nowhere))] == ["unknown", "unknown"]
+    assert [(one.severity, one.basis) for one in downgrade_unproven((nowhere,))] == [
+        ("error", "index")
+    ]
+    assert [one.basis for one in downgrade_unproven((torn, nowhere))] == ["files", "files"]
 
 
 @pytest.mark.parametrize(

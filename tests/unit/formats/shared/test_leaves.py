@@ -7,7 +7,7 @@ import tracemalloc
 import pytest
 
 from ckptctl.errors import UnsupportedError
-from ckptctl.formats.shared.leaves import flatten, join
+from ckptctl.formats.shared.leaves import flatten_object, join_path
 
 
 def test_names_below_a_long_key_are_bounded_in_sum() -> None:
@@ -15,7 +15,7 @@ def test_names_below_a_long_key_are_bounded_in_sum() -> None:
     tracemalloc.start()
     try:
         with pytest.raises(UnsupportedError, match="too long") as caught:
-            [join(path) for path, _ in flatten(root, lambda _: False, where="a.pt")]
+            [join_path(path) for path, _ in flatten_object(root, lambda _: False, where="a.pt")]
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -25,9 +25,9 @@ def test_names_below_a_long_key_are_bounded_in_sum() -> None:
 
 def test_the_path_above_counts_for_each_name() -> None:
     with pytest.raises(UnsupportedError, match="too long"):
-        list(flatten([*range(100), {}], lambda _: True, ("a" * 1_000_000,), where="a.pt"))
+        list(flatten_object([*range(100), {}], lambda _: True, ("a" * 1_000_000,), where="a.pt"))
 
 
 def test_many_names_of_usual_length_are_read() -> None:
     root = {"model": {f"layers.{number}.{'a' * 200}": number for number in range(50_000)}}
-    assert len(list(flatten(root, lambda _: False, where="a.pt"))) == 50_000
+    assert len(list(flatten_object(root, lambda _: False, where="a.pt"))) == 50_000

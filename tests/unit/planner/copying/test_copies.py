@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Extent, TensorEntry
-from ckptctl.formats.deepspeed.partitions import product_boxes
+from ckptctl.formats.deepspeed.partitions import split_into_boxes
 from ckptctl.planner.copying import blocks, copies
 from ckptctl.planner.copying.copies import lower_transfer
 from ckptctl.planner.copying.tile import Limits, Tile, merge_runs
@@ -351,7 +351,7 @@ def test_product_boxes_cover_a_range_once_and_in_order(sizes, a, b):
     lo, hi = sorted((a % (total + 1), b % (total + 1)))
     found = [
         sum(i * w for i, w in zip(index, row_major(sizes, 1), strict=True))
-        for start, count in product_boxes(lo, hi, tuple(sizes))
+        for start, count in split_into_boxes(lo, hi, tuple(sizes))
         for index in itertools.product(
             *(range(s, s + n) for s, n in zip(start, count, strict=True))
         )

@@ -11,7 +11,7 @@ import pytest
 
 from ckptctl.catalog import Blob, row_major
 from ckptctl.errors import CkptError, CoverageError, MappingError, RefusedError
-from ckptctl.formats.dcp.metadata import Item, decode
+from ckptctl.formats.dcp.metadata import Item, decode_metadata
 from ckptctl.planner.balance import MIN_PIECE_BYTES
 from ckptctl.ranks.coordinator import Alone, RankError, through_first
 from ckptctl.save_load.rank_agreement import (
@@ -169,13 +169,13 @@ def test_metadata_lists_boxes_and_values_where_they_lie() -> None:
             len(contents[name]) for name in share.values
         )
     made = tensor_metadata(global_plan, written)
-    leaves = decode(b"".join(made.complete(values)), "x").leaves
+    leaves = decode_metadata(b"".join(made.add_values(values)), "x").leaves
     assert list(leaves) == ["w", "step", "rng", "rank_1.values.rng"]
     assert leaves["w"].extents.files == ["__0_0.distcp", "__1_0.distcp"]
     assert leaves["rank_1.values.rng"].path == ("rank_1", "values", "rng")
     rng = leaves["rank_1.values.rng"].item
     assert rng is not None and rng.file == "__1_0.distcp"
-    other = decode(b"".join(made.complete([])), "x").leaves
+    other = decode_metadata(b"".join(made.add_values([])), "x").leaves
     assert list(other) == ["w"]
     assert other["w"] == leaves["w"]
 
@@ -190,7 +190,7 @@ def test_metadata_is_torchs(tmp_path: Any) -> None:
         tensor_files(rank, own, share, [row_major(chunk.sizes) for chunk in own.chunks]).items
         for rank, (own, share) in enumerate(zip(ROWS, global_plan.shares, strict=True))
     ]
-    found = pickle.loads(b"".join(tensor_metadata(global_plan, files).complete(values)))
+    found = pickle.loads(b"".join(tensor_metadata(global_plan, files).add_values(values)))
     assert isinstance(found, Metadata)
     assert list(found.state_dict_metadata) == ["w", "b", *names]
     assert isinstance(found.state_dict_metadata["value 7"], BytesStorageMetadata)

@@ -14,7 +14,7 @@ from tests.fakes import DATA, FakeFormat
 @pytest.fixture
 def fake(monkeypatch):
     fake = FakeFormat()
-    monkeypatch.setattr(formats, "builtin", lambda: {"fake": fake})
+    monkeypatch.setattr(formats, "load_builtin_formats", lambda: {"fake": fake})
     return fake
 
 
