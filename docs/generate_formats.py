@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ckptctl.cli.formats import facts, layout
 from ckptctl.formats.sidecar_files import KINDS
-from ckptctl.verbs.known_formats import KnownFormat, known_formats
+from ckptctl.verbs.known_formats import KnownFormat, list_known_formats
 
 PAGE = Path(__file__).parent / "reference" / "formats.md"
 BLOCK = re.compile(r"(<!-- generated: ([^\n]+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
@@ -32,7 +32,7 @@ def render() -> str:
 
 
 def _built_in() -> Iterator[KnownFormat]:
-    return (one for one in known_formats() if one.package is None)
+    return (one for one in list_known_formats() if one.package is None)
 
 
 def _written() -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ckptctl import models
-from ckptctl.verbs.models import CARRIED, NOT_PROVEN, ModelType
+from ckptctl.verbs.models import NOT_PROVEN, UNTRANSLATED, ModelType
 
 PAGE = Path(__file__).parent / "reference" / "models.md"
 HEAD = """# Model types and layouts
@@ -98,10 +98,10 @@ def _quoted(names: Iterable[str]) -> str:
 def _proofs(model: ModelType) -> str:
     found: dict[str, list[str]] = {}
     for name in model.layouts:
-        if model.proof(name) != NOT_PROVEN:
-            found.setdefault(model.proof(name), []).append(name)
+        if model.describe_proof(name) != NOT_PROVEN:
+            found.setdefault(model.describe_proof(name), []).append(name)
     said = [f"{_quoted(names)}: {proof}" for proof, names in found.items()]
-    return "; ".join(said if model.translated else [*said, CARRIED])
+    return "; ".join(said if model.translated else [*said, UNTRANSLATED])
 
 
 if __name__ == "__main__":

@@ -11,25 +11,25 @@ from ckptctl.option_checks import AnyPath, check_location
 from ckptctl.options import Option
 from ckptctl.shared_options import MapOptions, ModelsOptions
 from ckptctl.storage.threads import Watch, ignore_progress
-from ckptctl.verbs.comparison.diff import diff as compare_checkpoints
+from ckptctl.verbs.comparison.diff import compare_checkpoints as compare_checkpoints
 from ckptctl.verbs.comparison.diff_options import DiffOptions
 from ckptctl.verbs.comparison.diff_result import Difference
 from ckptctl.verbs.doctor import Diagnosis
-from ckptctl.verbs.doctor import doctor as run_checks
+from ckptctl.verbs.doctor import diagnose_directory as run_checks
 from ckptctl.verbs.extraction.extract import Extraction
-from ckptctl.verbs.extraction.extract import extract as extract_tensors
+from ckptctl.verbs.extraction.extract import extract_tensors as extract_tensors
 from ckptctl.verbs.extraction.extract_options import ExtractOptions, OpenOptions
 from ckptctl.verbs.extraction.lazy import LazyStateDict
-from ckptctl.verbs.inspection.inspect import inspect as inspect_checkpoint
+from ckptctl.verbs.inspection.inspect import inspect_checkpoint as inspect_checkpoint
 from ckptctl.verbs.inspection.inspect_options import InspectOptions
 from ckptctl.verbs.inspection.inspect_result import Inspection
 from ckptctl.verbs.key_map import KeyMap, map_key
 from ckptctl.verbs.models import Models
-from ckptctl.verbs.models import models as list_models
+from ckptctl.verbs.models import list_models as list_models
 from ckptctl.verbs.report.data import Report
-from ckptctl.verbs.report.gather import report as write_report
+from ckptctl.verbs.report.gather import write_report as write_report
 from ckptctl.verbs.report.report_options import ReportOptions
-from ckptctl.verbs.verification.verify import verify as verify_checkpoint
+from ckptctl.verbs.verification.verify import verify_checkpoint as verify_checkpoint
 from ckptctl.verbs.verification.verify_options import VerifyOptions
 from ckptctl.verbs.verification.verify_result import Verification
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from ckptctl.keywords import accept_keywords
 from ckptctl.option_checks import AnyPath, check_location
 from ckptctl.runs import removal
-from ckptctl.runs.listing import Newest, RunFolder, newest, read_run
+from ckptctl.runs.listing import Newest, RunFolder, find_newest, read_run
 from ckptctl.runs.removal import PrunePlan, PruneResult
 from ckptctl.runs.run_options import PruneOptions
-from ckptctl.runs.run_store import run_store
+from ckptctl.runs.run_store import open_run_store
 from ckptctl.tree import TreePath
 
 
@@ -34,13 +34,13 @@ def latest(root: AnyPath = ".") -> Newest:
         SourceNotFoundError: No checkpoint in the folder is complete.
         UnsupportedError: The verdict on the newest checkpoint is unknown. It may be complete.
     """
-    return newest(_looked_at_anew(root))
+    return find_newest(_looked_at_anew(root))
 
 
 def _looked_at_anew(root: AnyPath) -> TreePath:
     """Return the folder of a run, with cached listings of a URL dropped."""
     path = check_location(root)
-    run_store(path).refresh()
+    open_run_store(path).refresh_listing()
     return path
 
 
@@ -55,7 +55,7 @@ def plan_prune(root: AnyPath, options: PruneOptions) -> PrunePlan:
     Raises:
         CkptError: No option selects checkpoints to keep, or the removal would not be safe.
     """
-    policy, thin = options.policy(), options.thin is not None
+    policy, thin = options.build_policy(), options.thin is not None
     return removal.plan_prune(check_location(root), policy, force=options.force, thin=thin)
 
 
@@ -74,7 +74,7 @@ def prune(root: AnyPath, options: PruneOptions) -> PruneResult:
         PartialError: Some checkpoints could not be removed.
         CkptError: The removal failed. Nothing was removed.
     """
-    policy, thin = options.policy(), options.thin is not None
+    policy, thin = options.build_policy(), options.thin is not None
     plan = removal.plan_prune(check_location(root), policy, force=options.force, thin=thin)
     result = removal.run_prune(plan)
     result.require_all()

@@ -72,7 +72,7 @@ def diff(
     from ckptctl.verbs.comparison import diff as op
 
     output = Printer(json, quiet, header=not no_header)
-    found = op.diff(a, b, options, partial(progress, output, "comparing"))
+    found = op.compare_checkpoints(a, b, options, partial(progress, output, "comparing"))
     lines = list(_lines(found))
     gap = [("",)] if lines else []
     output.answer(

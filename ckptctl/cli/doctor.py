@@ -44,7 +44,7 @@ def doctor(
     Plug-ins and the environment are checked as well. File operations are tested in a hidden folder
     in DIR, which is removed afterwards. The exit code is 1 if something is broken, otherwise 0.
     """
-    from ckptctl.verbs.doctor import doctor as op
+    from ckptctl.verbs.doctor import diagnose_directory as op
 
     output = Printer(json, quiet)
     found = op(directory)

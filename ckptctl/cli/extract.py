@@ -16,7 +16,7 @@ from ckptctl.units import format_bytes, pluralize
 from ckptctl.verbs.extraction.extract_options import ExtractOptions
 
 if TYPE_CHECKING:
-    from ckptctl.verbs.extraction.extract import Extracted, Extraction
+    from ckptctl.verbs.extraction.extract import ExtractedTensor, Extraction
 
 
 @command(
@@ -46,8 +46,8 @@ def extract(
     Only the extracted bytes are read. Without --output, no file is written, and the shape, dtype
     and corner values are shown.
     """
-    from ckptctl.verbs.extraction.extract import FEW
-    from ckptctl.verbs.extraction.extract import extract as op
+    from ckptctl.verbs.extraction.extract import MAX_SHOWN
+    from ckptctl.verbs.extraction.extract import extract_tensors as op
 
     output = Printer(json, quiet)
     found = op(path, tensor, options)
@@ -62,7 +62,9 @@ def extract(
         human=lambda: _show(output, found),
     )
     if not found.output and any(one.preview is None for one in found.tensors):
-        output.note(f"values are only shown for up to {FEW} tensors; {len(found.tensors):,} match")
+        output.note(
+            f"values are only shown for up to {MAX_SHOWN} tensors; {len(found.tensors):,} match"
+        )
 
 
 def _rows(found: Extraction) -> Iterator[Row]:
@@ -93,6 +95,6 @@ def _show(output: Printer, found: Extraction) -> None:
     output.hint("use `-o FILE` to write them to a file")
 
 
-def _facts(one: Extracted) -> tuple[str, str, str]:
+def _facts(one: ExtractedTensor) -> tuple[str, str, str]:
     cut = "" if one.shape == one.whole else f" of {list(one.whole)}"
     return one.name, one.dtype, f"{list(one.shape)}{cut}"

@@ -47,10 +47,10 @@ def extract_lora(
     The change of each linear layer is decomposed by SVD, one layer at a time. The approximation
     error of each layer is reported. BASE and TUNED may have different formats and layouts.
     """
-    from ckptctl.verbs.lora_extraction.extract_lora import Extraction
+    from ckptctl.verbs.lora_extraction.extract_lora import LoraExtractor
 
     output = Printer(json, quiet)
-    extraction = Extraction(base, tuned, out, options)
+    extraction = LoraExtractor(base, tuned, out, options)
     output.statement(extraction.statement)
     nbytes = extraction.nbytes
     with progress(output, "comparing", nbytes, "syncing", lambda: "loading torch") as advance:

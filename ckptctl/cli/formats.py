@@ -15,7 +15,7 @@ from ckptctl.options import Argument
 
 if TYPE_CHECKING:
     from ckptctl.formats.base import Format
-    from ckptctl.verbs.known_formats import KnownFormat, Written
+    from ckptctl.verbs.known_formats import KnownFormat, WrittenFormat
 
 
 TEST = re.compile(r" \(tests/[^()]*\)")
@@ -58,7 +58,7 @@ def formats(
     from ckptctl.verbs import known_formats as op
 
     output = Printer(json, quiet, header=not no_header)
-    found = op.known_formats(name)
+    found = op.list_known_formats(name)
     listed = [(o.format.name, access(o), layout(o.format), _title(o)) for o in found]
     output.answer(
         "formats",
@@ -121,7 +121,7 @@ def facts(text: str) -> list[str]:
     return text.split("; ") if text else []
 
 
-def written(known: Written) -> Iterator[str]:
+def written(known: WrittenFormat) -> Iterator[str]:
     """Yield the properties of checkpoints written in a format, as text."""
     yield (
         "directory, with sidecar files" if known.directory else "single file, without sidecar files"

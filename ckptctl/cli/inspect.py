@@ -23,7 +23,7 @@ from ckptctl.errors import format_command as suggested
 from ckptctl.option_checks import check_location, check_positive
 from ckptctl.options import Argument, Option, Options
 from ckptctl.units import format_count, pluralize
-from ckptctl.verbs.inspection.inspect_options import InspectOptions, shown_without
+from ckptctl.verbs.inspection.inspect_options import InspectOptions, build_output_exclusion
 
 if TYPE_CHECKING:
     from ckptctl.verbs.inspection.inspect_result import Inspection, TensorInfo
@@ -41,7 +41,9 @@ class ShowOptions(Options):
 
     tensors: Annotated[
         bool,
-        Option("List every tensor instead of the tree.", excludes=(shown_without("markdown"),)),
+        Option(
+            "List every tensor instead of the tree.", excludes=(build_output_exclusion("markdown"),)
+        ),
     ] = False
     depth: Annotated[
         int | None,
@@ -49,7 +51,7 @@ class ShowOptions(Options):
             "Group tensors by the first N parts of their names.",
             metavar="N",
             check=check_positive,
-            excludes=tuple(map(shown_without, ("tensors", "stats", "json", "quiet"))),
+            excludes=tuple(map(build_output_exclusion, ("tensors", "stats", "json", "quiet"))),
         ),
     ] = None
     sort: Annotated[
@@ -94,10 +96,10 @@ def inspect(
     from ckptctl.verbs.inspection import inspect as op
 
     output = Printer(json, quiet, header=not no_header)
-    found = op.inspect(path, options, partial(progress, output, "reading"))
+    found = op.inspect_checkpoint(path, options, partial(progress, output, "reading"))
     asked = {"--tensors": show.tensors, "--markdown": markdown}
-    op.require_one(found, [name for name, given in asked.items() if given])
-    shown = op.select(found.tensors, options.include)
+    op.require_single(found, [name for name, given in asked.items() if given])
+    shown = op.select_tensors(found.tensors, options.include)
     if json:
         output.document("inspect", replace(found, tensors=tuple(shown)))
     elif quiet:

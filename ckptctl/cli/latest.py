@@ -29,12 +29,12 @@ def latest(
     Newer checkpoints that are skipped are reported on stderr with the reason. The command fails if
     the verdict on a newer checkpoint is unknown, because it may be complete.
     """
-    from ckptctl.runs.entries import unstated
-    from ckptctl.runs.listing import newest
+    from ckptctl.runs.entries import list_last_without_step
+    from ckptctl.runs.listing import find_newest
     from ckptctl.runs.protections import Pointers
 
     output = Printer(json, quiet)
-    found = newest(root)
+    found = find_newest(root)
     chosen = found.chosen
     if json:
         output.document("latest", found)
@@ -45,11 +45,11 @@ def latest(
         output.note(f"`{chosen.name}` {LACKS.format(chosen.lacks)}")
     for one in found.skipped:
         output.note(f"skipped {one.name}: {one.problem}")
-    for name in unstated(chosen.path.parent):
+    for name in list_last_without_step(chosen.path.parent):
         output.note(WITHOUT_STEP.format(name))
     for one in found.others:
         mine, other = format_rfc3339(chosen.entry.time), format_rfc3339(one.entry.time)
         times = f"it was written {other}, and `{chosen.name}` was written {mine}"
         output.note(f"skipped {one.name} of another series: {times}")
-    for note in (*found.doubts, *Pointers.read(chosen.path.parent).dangling()):
+    for note in (*found.doubts, *Pointers.read(chosen.path.parent).iterate_dangling()):
         output.note(note)

@@ -50,7 +50,7 @@ def ls(
     Shows the step, time, size, format and metrics of each checkpoint, and what protects it from
     pruning.
     """
-    from ckptctl.runs.entries import unstated
+    from ckptctl.runs.entries import list_last_without_step
     from ckptctl.runs.listing import read_run
 
     output = Printer(json, quiet, header=not no_header)
@@ -63,9 +63,9 @@ def ls(
         columns=COLUMNS,
         human=lambda: _show(output, run),
     )
-    for name in unstated(run.root):
+    for name in list_last_without_step(run.root):
         output.note(WITHOUT_STEP.format(name))
-    for note in run.pointers.dangling():
+    for note in run.pointers.iterate_dangling():
         output.note(note)
     if any(one.read_failed for one in run.checkpoints):
         raise typer.Exit(StorageError.exit_code)
@@ -73,13 +73,15 @@ def ls(
 
 def _show(output: Printer, run: RunFolder) -> None:
     """Print the table, and mention entries of the folder that are not checkpoints."""
-    from ckptctl.runs.entries import STEPLESS
+    from ckptctl.runs.entries import INITIAL_WEIGHTS
     from ckptctl.runs.protections import POINTERS
 
     show_run(output, run)
-    others = [name for name in run.others if name not in (*POINTERS, STEPLESS)]
-    if STEPLESS in run.others:
-        output.report(f"`{STEPLESS}` contains weights from before the first step of the run", "dim")
+    others = [name for name in run.others if name not in (*POINTERS, INITIAL_WEIGHTS)]
+    if INITIAL_WEIGHTS in run.others:
+        output.report(
+            f"`{INITIAL_WEIGHTS}` contains weights from before the first step of the run", "dim"
+        )
     if others:
         count = pluralize(len(others), "other entry", "other entries")
         output.report(f"ignored {count}: {quote_names(others, SHOWN)}", "dim")

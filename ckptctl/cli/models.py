@@ -14,7 +14,7 @@ from ckptctl.shared_options import ModelsOptions
 
 if TYPE_CHECKING:
     from ckptctl.planner.layouts import Family
-    from ckptctl.verbs.models import LayoutTable, ModelType, Row
+    from ckptctl.verbs.models import LayoutTable, ModelType, TableRow
 
 
 COLUMNS = (tables.name("model type"), tables.prose("models"), tables.prose("layouts"))
@@ -41,7 +41,7 @@ def models(
     from ckptctl.verbs import models as op
 
     output = Printer(json, quiet, header=not no_header)
-    listed = op.models(options)
+    listed = op.list_models(options)
     found, whole = listed.models, options.family is not None
     output.answer(
         "models",
@@ -65,7 +65,7 @@ def _rows(model: ModelType) -> Iterator[tuple[str, ...]]:
             (
                 family.name,
                 name,
-                model.proof(name),
+                model.describe_proof(name),
                 family.title,
                 ",".join(family.aliases),
                 "; ".join(model.recognized),
@@ -86,12 +86,12 @@ def _rows(model: ModelType) -> Iterator[tuple[str, ...]]:
 
 
 def _show_list(output: Printer, found: Sequence[ModelType]) -> None:
-    from ckptctl.verbs.models import CARRIED
+    from ckptctl.verbs.models import UNTRANSLATED
 
     rows: list[tuple[str, ...]] = []
     for model in found:
         layouts = ", ".join(model.layouts)
-        layouts = layouts if model.translated else f"{CARRIED}: {layouts}"
+        layouts = layouts if model.translated else f"{UNTRANSLATED}: {layouts}"
         rows.append((model.family.name, model.family.title, layouts))
     output.table(rows, COLUMNS)
     output.hint("use `ckptctl models NAME` for the key tables of one model type")
@@ -107,7 +107,7 @@ def _show(output: Printer, model: ModelType) -> None:
 
 
 def _summary(model: ModelType) -> Iterator[tuple[str, str]]:
-    from ckptctl.verbs.models import CARRIED
+    from ckptctl.verbs.models import UNTRANSLATED
 
     family = model.family
     if family.aliases:
@@ -119,7 +119,7 @@ def _summary(model: ModelType) -> Iterator[tuple[str, str]]:
     for number, (proof, names) in enumerate(_proofs(model).items()):
         yield "" if number else "layouts", f"{', '.join(names)}: {proof}"
     if not model.translated:
-        yield "", f"{CARRIED}: no layout of another program is known"
+        yield "", f"{UNTRANSLATED}: no layout of another program is known"
     if not model.tables:
         return
     for number, (axis, known) in enumerate(family.sizes.items()):
@@ -167,7 +167,7 @@ def _proofs(model: ModelType) -> dict[str, list[str]]:
     """Group the layouts by the implementation that their logits were compared with."""
     found: dict[str, list[str]] = {}
     for name in model.layouts:
-        proof = model.proof(name)
+        proof = model.describe_proof(name)
         known = name in model.family.proofs
         found.setdefault(f"logits equal those of {proof}" if known else proof, []).append(name)
     return found
@@ -188,7 +188,7 @@ def _show_table(output: Printer, table: LayoutTable) -> None:
         output.line("  no key is unique to this model type; config.json identifies it", "dim")
 
 
-def _remarks(row: Row) -> Iterator[str]:
+def _remarks(row: TableRow) -> Iterator[str]:
     if row.optional:
         yield "optional"
     if row.variant:

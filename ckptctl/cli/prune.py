@@ -66,17 +66,19 @@ def prune(
     from ckptctl.runs import removal as op
 
     output = Printer(json, quiet, header=not no_header)
-    plan = op.plan_prune(root, options.policy(), force=options.force, thin=options.thin is not None)
+    plan = op.plan_prune(
+        root, options.build_policy(), force=options.force, thin=options.thin is not None
+    )
     failed = any(one.read_failed for one in plan.run.checkpoints)
     if dry_run:
         _print_plan(output, plan, root)
         _mention_damaged(output, plan)
-        if not plan.idle:
+        if not plan.is_idle:
             output.hint(f"run it with `{typed_again()}`")
         if failed:
             raise typer.Exit(StorageError.exit_code)
         return
-    if yes or plan.idle:
+    if yes or plan.is_idle:
         _show_table(output, plan, root)
     else:
         _ask(output, plan, root)
@@ -88,7 +90,7 @@ def prune(
         result,
         names=(plan.root / name for name in result.done),
         rows=(("",), ("removed", len(result.done)), *thinned, ("freed", result.freed)),
-        human=lambda: output.line(_sum(plan) if plan.idle else freed),
+        human=lambda: output.line(_sum(plan) if plan.is_idle else freed),
     )
     _mention_damaged(output, plan)
     result.require_all()
@@ -111,7 +113,7 @@ def _ask(output: Printer, plan: PrunePlan, root: TreePath) -> None:
 
 def _print_plan(output: Printer, plan: PrunePlan, root: TreePath) -> None:
     _show_table(output, plan, root)
-    removed = plan.of("remove")
+    removed = plan.list_decisions("remove")
     thinned = [("would_thin", plan.thinned)] if plan.thin else []
     output.answer(
         "prune",
@@ -201,7 +203,7 @@ def _rules(policy: Policy) -> Iterator[str]:
 
 
 def _sum(plan: PrunePlan) -> str:
-    if not plan.of("remove"):
+    if not plan.list_decisions("remove"):
         return "nothing to remove"
     return f"would {_verb(plan).lower()} {_amount(plan)}, {format_bytes(plan.nbytes)}"
 
@@ -211,4 +213,6 @@ def _verb(plan: PrunePlan) -> str:
 
 
 def _amount(plan: PrunePlan) -> str:
-    return f"{len(plan.of('remove')):,} of {pluralize(len(plan.decisions), 'checkpoint')}"
+    return (
+        f"{len(plan.list_decisions('remove')):,} of {pluralize(len(plan.decisions), 'checkpoint')}"
+    )

@@ -40,8 +40,8 @@ def report(
     and needs no network. Incomplete checkpoints are reported as well. The exit code is 4 or 9 only
     if nothing can be read or OTHER cannot be compared.
     """
-    from ckptctl.verbs.report.gather import report as op
-    from ckptctl.verbs.report.page import page
+    from ckptctl.verbs.report.gather import write_report as op
+    from ckptctl.verbs.report.page import build_page
 
     target = options.output
     output = Printer(json, quiet or target == STDOUT)
@@ -62,7 +62,7 @@ def report(
     if json:
         output.document("report", found)
     elif target == STDOUT:
-        output.text(page(found.to_json()).removesuffix("\n"))
+        output.text(build_page(found.to_json()).removesuffix("\n"))
     else:
         _print(output, found)
     if not found.readable:

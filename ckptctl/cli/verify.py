@@ -56,7 +56,7 @@ def verify(
 
     ranks = coordinator(single_process, json)
     output = output_of(ranks, json, quiet)
-    found = op.verify(path, options, partial(progress, output, "verifying"), ranks)
+    found = op.verify_checkpoint(path, options, partial(progress, output, "verifying"), ranks)
     if ranks.rank == 0:
         output.answer(
             "verify",

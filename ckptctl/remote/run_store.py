@@ -46,7 +46,7 @@ class RemoteRun:
                 where=str(self.root),
             )
 
-    def refresh(self) -> None:
+    def refresh_listing(self) -> None:
         """See :class:`~ckptctl.runs.run_store.RunStore`."""
         self.root.tree.forget_url(self.root.url)
         with suppress(SourceNotFoundError):
@@ -62,11 +62,11 @@ class RemoteRun:
             LOCK_NAME in there and not any(one.endswith(INDEX_SUFFIXES) for one in there)
         ) or not there
 
-    def left_saves(self) -> list[str]:
+    def list_unfinished_saves(self) -> list[str]:
         """See :class:`~ckptctl.runs.run_store.RunStore`."""
         return sorted(item.name for item in self.root.iterdir() if has_killed_save(item))
 
-    def leftovers(self) -> list[str]:
+    def list_leftovers(self) -> list[str]:
         """See :class:`~ckptctl.runs.run_store.RunStore`."""
         return sorted(self.half_removed())
 
@@ -75,25 +75,25 @@ class RemoteRun:
         there = {item.name: find_killed_removal(item) for item in self.root.iterdir()}
         return {name: doomed for name, doomed in there.items() if doomed is not None}
 
-    def tidy(self) -> None:
+    def remove_leftovers(self) -> None:
         """See :class:`~ckptctl.runs.run_store.RunStore`."""
         if (self.root / LOCK).is_file():
-            with suppress(CkptError), self.deleting():
+            with suppress(CkptError), self.lock_for_deletion():
                 pass
 
-    def replace(self, name: str, content: bytes, *, sync: bool) -> None:
+    def replace_file(self, name: str, content: bytes, *, sync: bool) -> None:
         """See :class:`~ckptctl.runs.run_store.RunStore`."""
         del sync  # acknowledged writes are durable
         store_at(self.root).write(name, content)
 
-    def create(self, name: str, content: bytes) -> None:
+    def create_file(self, name: str, content: bytes) -> None:
         """See :class:`~ckptctl.runs.run_store.RunStore`."""
         store = store_at(self.root)
         with store.errors(name, "write"):
             ConditionalObject(store, name).create(content)
 
     @contextmanager
-    def deleting(self) -> Iterator[RemoteDeletion]:
+    def lock_for_deletion(self) -> Iterator[RemoteDeletion]:
         """See :class:`~ckptctl.runs.run_store.RunStore`."""
         lock = RemoteLock(store_at(self.root), LOCK, (), busy=BUSY)
         lock.take()
@@ -113,33 +113,33 @@ class RemoteDeletion:
         self.folder = run.root
         self._run, self._lock = run, lock
 
-    def now(self) -> float:
+    def read_clock(self) -> float:
         """See :class:`~ckptctl.runs.run_store.Deletion`."""
         return self._lock.now()
 
-    def left(self) -> list[str]:
+    def list_undeleted(self) -> list[str]:
         """See :class:`~ckptctl.runs.run_store.Deletion`."""
-        self._run.refresh()
-        return self._run.leftovers()
+        self._run.refresh_listing()
+        return self._run.list_leftovers()
 
     def delete(
-        self, name: str, identity: FileIdentity, still: Callable[[], None] = lambda: None
+        self, name: str, identity: FileIdentity, recheck: Callable[[], None] = lambda: None
     ) -> None:
         """See :class:`~ckptctl.runs.run_store.Deletion`."""
         del identity  # remote folders have none; *still* compares their contents
         path = self._run.root / name
         self._lock.require()
-        self._run.refresh()
+        self._run.refresh_listing()
         if path.is_file():
             place = Objects(store_at(path.parent), name)
             found = place.look()
-            still()
+            recheck()
             place.remove(found, found, self._lock.still)
             return
         store = store_at(path)
         place = Objects(store)
         found = place.look()
-        still()
+        recheck()
         lock = RemoteLock(store, place.lock, (REMOVAL_NAME,), doomed=found)
         left = lock.take()
         try:
@@ -150,10 +150,10 @@ class RemoteDeletion:
             store.remove_folders()
         finally:
             lock.stop()
-            self._run.refresh()
+            self._run.refresh_listing()
 
     def sweep(self) -> None:
-        """Finish interrupted removals as far as possible. :meth:`left` lists the others."""
+        """Finish interrupted removals as far as possible. :meth:`list_undeleted` lists the others."""
         for name, doomed in self._run.half_removed().items():
             store = store_at(self._run.root / name)
             place = Objects(store)
@@ -168,7 +168,7 @@ class RemoteDeletion:
                 continue
             finally:
                 lock.stop()
-        self._run.refresh()
+        self._run.refresh_listing()
 
     def _remove(self, place: Objects, lock: RemoteLock, doomed: Mapping[str, UploadedFile]) -> None:
         """Remove *doomed*, the index first. After an error, the lock records the rest."""

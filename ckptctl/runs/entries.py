@@ -13,23 +13,23 @@ from ckptctl.catalog import MANIFEST
 from ckptctl.errors import FormatError, RefusedError, SourceNotFoundError, quote_names
 from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.sidecar_files import RUN_FILE
-from ckptctl.runs.names import Named, is_last, parse, staged
-from ckptctl.runs.notes import stated_step
+from ckptctl.runs.names import CheckpointName, is_last, parse_name, parse_staged_name
+from ckptctl.runs.notes import read_recorded_step
 from ckptctl.storage.paths import path_hint, resolve_links
 from ckptctl.storage.writing import LOCK_NAME as LOCK
 from ckptctl.storage.writing import OBJECTS_NAME
 from ckptctl.tree import TreePath
 
-ADDED = frozenset({"SHA256SUMS", MANIFEST, RUN_FILE, LOCK, OBJECTS_NAME})
+ADDED_FILES = frozenset({"SHA256SUMS", MANIFEST, RUN_FILE, LOCK, OBJECTS_NAME})
 """Files that are added to a checkpoint later, or removed from it."""
-STATE = (
+STATE_SUFFIXES = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp", ".pkl"),
     *(".index.json", "metadata"),
 )
 """Endings of files that a trainer saves: weights, index, optimizer and trainer state."""
-STEPLESS = "release"
+INITIAL_WEIGHTS = "release"
 """Megatron's folder for initial weights."""
-RUNS = 3
+SHOWN_RUNS = 3
 """Number of runs in a folder that an error names."""
 
 
@@ -48,7 +48,7 @@ class RunEntry:
     """
 
     path: TreePath
-    named: Named
+    parsed_name: CheckpointName
     nbytes: int
     files: int
     time: float
@@ -60,11 +60,11 @@ class RunEntry:
     link: str = ""
 
     @property
-    def counts(self) -> bool:
+    def is_counted(self) -> bool:
         """Whether retention rules apply, unlike for links and Lightning's ``last.ckpt``."""
         return not self.link and not is_last(self.path.name)
 
-    def same(self, other: RunEntry) -> bool:
+    def is_same(self, other: RunEntry) -> bool:
         """Return whether *other* has the same identity, times, size and number of files."""
         return (self.identity, self.touched, self.nbytes, self.files) == (
             other.identity,
@@ -75,8 +75,8 @@ class RunEntry:
 
     def require_unchanged(self) -> None:
         """Raise `RefusedError` if the checkpoint changed since this entry was read."""
-        now = entry_at(self.path)
-        if now is None or not now.same(self):
+        current = read_entry(self.path)
+        if current is None or not current.is_same(self):
             raise RefusedError("the checkpoint changed in the meantime", where=str(self.path))
 
 
@@ -84,78 +84,85 @@ def is_run(root: TreePath) -> bool:
     """Return whether *root* contains a finished entry that is named like a checkpoint."""
     if not root.is_dir():
         return False
-    there = (entry_at(item) for item in root.iterdir())
-    return any(entry is not None and not entry.staging for entry in there)
+    found_entries = (read_entry(item) for item in root.iterdir())
+    return any(entry is not None and not entry.staging for entry in found_entries)
 
 
-def entries(root: TreePath) -> list[RunEntry]:
+def list_entries(root: TreePath) -> list[RunEntry]:
     """List the entries of *root* in natural order, including links."""
     if not root.is_dir():
         raise SourceNotFoundError("no such directory", where=str(root), hint=path_hint(root))
-    there = [entry for item in root.iterdir() if (entry := entry_at(item))]
-    if not there:
-        raise _no_run(root)
-    return sorted(there, key=lambda one: (one.named.series, one.named.order, one.path.name))
+    found_entries = [entry for item in root.iterdir() if (entry := read_entry(item))]
+    if not found_entries:
+        raise _no_run_error(root)
+    return sorted(
+        found_entries,
+        key=lambda entry_found: (
+            entry_found.parsed_name.series,
+            entry_found.parsed_name.order,
+            entry_found.path.name,
+        ),
+    )
 
 
-def entry_at(item: TreePath) -> RunEntry | None:
+def read_entry(item: TreePath) -> RunEntry | None:
     """Read the entry at *item*, or return None if it is not named like a checkpoint."""
-    target = staged(item.name)
-    if not parse(target or item.name) and not is_last(item.name):
+    target = parse_staged_name(item.name)
+    if not parse_name(target or item.name) and not is_last(item.name):
         return None
     try:
-        own = item.lstat()
-        link = str(item.readlink()) if stat.S_ISLNK(own.st_mode) else ""
-        status = item.stat() if link else own
+        link_status = item.lstat()
+        link = str(item.readlink()) if stat.S_ISLNK(link_status.st_mode) else ""
+        status = item.stat() if link else link_status
     except OSError:
         return None
-    if link and _leads_to_another(item):
+    if link and _points_to_sibling(item):
         return None
     folder = stat.S_ISDIR(status.st_mode)
     if not folder and not (stat.S_ISREG(status.st_mode) and item.suffix == ".ckpt"):
         return None
-    named = parse(target or item.name)
-    if named is None:  # last.ckpt, which contains its step
-        step = stated_step(item)
+    parsed_name = parse_name(target or item.name)
+    if parsed_name is None:  # last.ckpt, which contains its step
+        step = read_recorded_step(item)
         if step is None:
             return None
-        named = Named("last", (step,))
-    files = list(_files(item)) if folder else [(item.name, status)]
+        parsed_name = CheckpointName("last", (step,))
+    files = list(_iterate_files(item)) if folder else [(item.name, status)]
     dated = (
-        (name.endswith(STATE), file.st_mtime, name)
+        (name.endswith(STATE_SUFFIXES), file.st_mtime, name)
         for name, file in files
-        if name not in ADDED and stat.S_ISREG(file.st_mode)
+        if name not in ADDED_FILES and stat.S_ISREG(file.st_mode)
     )
     _, time, newest = max([(False, 0.0, ""), *dated])
     return RunEntry(
         item,
-        named,
+        parsed_name,
         nbytes=sum(file.st_size for _, file in files),
         files=len(files),
         time=time or status.st_mtime,
         touched=max([status.st_mtime, *(file.st_mtime for _, file in files)]),
         staging=target is not None,
-        identity=FileIdentity.from_stat(own),
+        identity=FileIdentity.from_stat(link_status),
         shared=sum(file.st_size for _, file in files if file.st_nlink > 1),
         newest=newest,
         link=link,
     )
 
 
-def _leads_to_another(link: TreePath) -> bool:
+def _points_to_sibling(link: TreePath) -> bool:
     """Return whether *link* points to another checkpoint in the same folder."""
     target = resolve_links(link)
-    named = parse(target.name) is not None or is_last(target.name)
-    return named and target.parent == resolve_links(link.parent)
+    is_named = parse_name(target.name) is not None or is_last(target.name)
+    return is_named and target.parent == resolve_links(link.parent)
 
 
-def unstated(root: TreePath) -> tuple[str, ...]:
+def list_last_without_step(root: TreePath) -> tuple[str, ...]:
     """List Lightning's last checkpoints that do not record their step."""
     lasts = (item for item in root.iterdir() if is_last(item.name) and not item.is_symlink())
-    return tuple(sorted(item.name for item in lasts if stated_step(item) is None))
+    return tuple(sorted(item.name for item in lasts if read_recorded_step(item) is None))
 
 
-def _files(folder: TreePath) -> Iterator[tuple[str, os.stat_result]]:
+def _iterate_files(folder: TreePath) -> Iterator[tuple[str, os.stat_result]]:
     """Yield the files below *folder* without following links, skipping those that vanish."""
     waiting = [folder]
     while waiting:
@@ -170,32 +177,32 @@ def _files(folder: TreePath) -> Iterator[tuple[str, os.stat_result]]:
             continue
 
 
-def _no_run(root: TreePath) -> FormatError:
+def _no_run_error(root: TreePath) -> FormatError:
     folders = [item for item in sorted(root.iterdir()) if item.is_dir() and not item.is_symlink()]
-    runs = [item for item in folders if any(parse(inside.name) for inside in _inside(item))]
-    what = "this folder contains no checkpoints of a run"
+    runs = [item for item in folders if any(parse_name(child.name) for child in _list_folder(item))]
+    message = "this folder contains no checkpoints of a run"
     hint = f"list its contents with `{shlex.join(['ckptctl', 'inspect', str(root)])}`"
-    if not runs and (seen := formats.sniff_formats(root)):
-        what, real = "this is a checkpoint, not a folder of checkpoints", resolve_links(root)
-        why = ", ".join(f"{name}: {evidence}" for name, evidence in seen.items())
-        hint = f"did you mean the run `{real.parent}`?" if entry_at(real) else hint
-        if root / STEPLESS in folders:
-            what = f"the run has no step yet, only its initial weights in `{STEPLESS}`"
-        return FormatError(what, where=str(root), why=why, hint=hint)
+    if not runs and (sniffed := formats.sniff_formats(root)):
+        message, real = "this is a checkpoint, not a folder of checkpoints", resolve_links(root)
+        why = ", ".join(f"{name}: {evidence}" for name, evidence in sniffed.items())
+        hint = f"did you mean the run `{real.parent}`?" if read_entry(real) else hint
+        if root / INITIAL_WEIGHTS in folders:
+            message = f"the run has no step yet, only its initial weights in `{INITIAL_WEIGHTS}`"
+        return FormatError(message, where=str(root), why=why, hint=hint)
     if runs:
-        examples = quote_names([str(run) for run in runs], RUNS)
+        examples = quote_names([str(run) for run in runs], SHOWN_RUNS)
         hint = f"pass a folder with checkpoints, such as {examples}"
     why = (
         "recognized names are step-N, checkpoint-N, iter_N, global_stepN, epoch_N, "
         "epoch=E-step=S.ckpt, ..."
     )
-    without_step = unstated(root)
+    without_step = list_last_without_step(root)
     if without_step:
         why = f"{quote_names(without_step)} does not record the step at which it was saved; {why}"
-    return FormatError(what, where=str(root), why=why, hint=hint)
+    return FormatError(message, where=str(root), why=why, hint=hint)
 
 
-def _inside(folder: TreePath) -> list[TreePath]:
+def _list_folder(folder: TreePath) -> list[TreePath]:
     try:
         return list(folder.iterdir())
     except OSError:

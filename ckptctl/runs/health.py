@@ -18,7 +18,7 @@ from ckptctl.formats.sidecar_files import RUN_FILE
 from ckptctl.planner.retention import Retainable
 from ckptctl.results import JsonField, Result, empty_to_none
 from ckptctl.runs.entries import RunEntry
-from ckptctl.runs.notes import RunRecord, noted, run_record, trainer_state
+from ckptctl.runs.notes import RunRecord, read_lightning_notes, read_run_record, read_trainer_state
 from ckptctl.storage import lock
 from ckptctl.storage.destinations import staging_directory
 from ckptctl.storage.paths import require_no_failure, resolve_links
@@ -27,18 +27,18 @@ from ckptctl.storage.writing import OBJECTS_NAME, UnfinishedError, find_unfinish
 from ckptctl.tree import TreePath
 from ckptctl.units import format_rfc3339, pluralize
 from ckptctl.verbs.verification.verify import IndexChecks
-from ckptctl.verbs.verification.verify import examine as verify
+from ckptctl.verbs.verification.verify import verify_with_catalog as verify
 from ckptctl.verbs.verification.verify_options import VerifyOptions
 from ckptctl.verdict import Verdict, decide_verdict, shows_file_damage, worst_verdict
 
-NOTES = frozenset({RUN_FILE, LOCK, OBJECTS_NAME})
+NOTE_FILES = frozenset({RUN_FILE, LOCK, OBJECTS_NAME})
 """Files next to a checkpoint's own that may remain after its removal."""
 BUILT_IN_RULES = Path("megatron-core")
-AT_WORK = 600.0
+AT_WORK_SECONDS = 600.0
 """Seconds after its last change in which an incomplete checkpoint is being written."""
-SHOWN_METRIC = 80
+MAX_METRIC_CHARS = 80
 _FIRST, _LAST = "path step time bytes format verdict writing problem", "protected_by metrics link"
-CHECKPOINT = " ".join((_FIRST, "lacks", _LAST))
+CHECKPOINT_FIELDS = " ".join((_FIRST, "lacks", _LAST))
 """Order of a checkpoint's fields in the output."""
 
 
@@ -52,7 +52,7 @@ class Health:
             permissions, links that lead out of the checkpoint, unsupported features.
         torn: Whether its files show an incomplete write.
         read_failed: Whether the operating system failed a read.
-        begun: Whether nothing in it is recognized, since a trainer may have just started it.
+        may_be_starting: Whether nothing in it is recognized, since a trainer may have just started it.
     """
 
     verdict: Verdict
@@ -61,12 +61,12 @@ class Health:
     format: str | None = None
     parts: tuple[TreePath, ...] = ()
     torn: bool = False
-    begun: bool = False
+    may_be_starting: bool = False
     read_failed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint(Retainable, Result, order=CHECKPOINT):
+class Checkpoint(Retainable, Result, order=CHECKPOINT_FIELDS):
     """One checkpoint of a run, with its verdict and everything that protects it.
 
     Attributes:
@@ -92,13 +92,13 @@ class Checkpoint(Retainable, Result, order=CHECKPOINT):
     read_failed: bool = False
 
     @classmethod
-    def of(cls, entry: RunEntry) -> Checkpoint:
+    def from_entry(cls, entry: RunEntry) -> Checkpoint:
         """Build a checkpoint without a verdict, reading only its run record."""
-        record, named = run_record(entry.path), entry.named
+        record, parsed_name = read_run_record(entry.path), entry.parsed_name
         return cls(
             name=entry.path.name,
-            series=named.series,
-            order=named.order,
+            series=parsed_name.series,
+            order=parsed_name.order,
             time=entry.time,
             lineage=record.lineage,
             entry=entry,
@@ -111,36 +111,40 @@ class Checkpoint(Retainable, Result, order=CHECKPOINT):
         return self.entry.path
 
 
-def metrics(folder: TreePath, record: RunRecord | None = None) -> dict[str, float]:
+def read_metrics(folder: TreePath, record: RunRecord | None = None) -> dict[str, float]:
     """Read the numeric metrics that a checkpoint records, unless *record* was read before."""
     return {
         key: float(value)
-        for key, value in _stated_metrics(folder, record).items()
+        for key, value in _read_all_metrics(folder, record).items()
         if _is_number(value)
     }
 
 
-def unread_metrics(folder: TreePath, record: RunRecord | None = None) -> dict[str, str]:
+def read_other_metrics(folder: TreePath, record: RunRecord | None = None) -> dict[str, str]:
     """Return recorded metrics that are not numbers, as shortened text."""
     return {
-        key: repr(value)[:SHOWN_METRIC]
-        for key, value in _stated_metrics(folder, record).items()
+        key: repr(value)[:MAX_METRIC_CHARS]
+        for key, value in _read_all_metrics(folder, record).items()
         if value is not None and not _is_number(value)
     }
 
 
-def _stated_metrics(folder: TreePath, record: RunRecord | None) -> dict[str, object]:
-    record = record or run_record(folder)
-    rated = {**noted(folder).scores, **trainer_state(folder).scores, **record.metrics}
-    rated.pop("step", None)
-    return rated
+def _read_all_metrics(folder: TreePath, record: RunRecord | None) -> dict[str, object]:
+    record = record or read_run_record(folder)
+    merged = {
+        **read_lightning_notes(folder).scores,
+        **read_trainer_state(folder).scores,
+        **record.metrics,
+    }
+    merged.pop("step", None)
+    return merged
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def health(
+def check_health(
     path: TreePath, *, model: bool = True, index_checks: IndexChecks | None = None
 ) -> Health:
     """Verify the checkpoint at *path*, which is complete if every part of it is.
@@ -150,15 +154,15 @@ def health(
     checkpoints of a run.
     """
     try:
-        judged = _health(path, _Asked(model, index_checks))
+        judged = _check_health(path, _HealthOptions(model, index_checks))
     except OSError as error:
-        what = StorageError.from_os_error(error, "read", str(path)).what
-        return Health(Verdict.UNKNOWN, what, read_failed=True)
+        message = StorageError.from_os_error(error, "read", str(path)).what
+        return Health(Verdict.UNKNOWN, message, read_failed=True)
     require_no_failure(path)
     return judged
 
 
-def examine(
+def examine_entry(
     entry: RunEntry, now: float, *, model: bool = True, index_checks: IndexChecks | None = None
 ) -> Checkpoint:
     """Verify one checkpoint and read its metrics.
@@ -168,12 +172,12 @@ def examine(
     judged = (
         Health(Verdict.DAMAGED, "the save is unfinished", torn=True)
         if entry.staging
-        else health(entry.path, model=model, index_checks=index_checks)
+        else check_health(entry.path, model=model, index_checks=index_checks)
     )
-    checkpoint = Checkpoint.of(entry)
+    checkpoint = Checkpoint.from_entry(entry)
     checkpoint = replace(
         checkpoint,
-        metrics={**entry.named.metrics, **metrics(entry.path, checkpoint.record)},
+        metrics={**entry.parsed_name.metrics, **read_metrics(entry.path, checkpoint.record)},
         format=judged.format,
         parts=judged.parts,
         read_failed=judged.read_failed,
@@ -190,27 +194,27 @@ def examine(
     if writer:
         return replace(checkpoint, writing=True, problem=f"process {writer} is writing it")
     age = now - entry.touched
-    if (judged.torn or judged.begun) and age < AT_WORK:
+    if (judged.torn or judged.may_be_starting) and age < AT_WORK_SECONDS:
         ago = f"{int(age / 60)} min" if age >= 60 else "less than a minute"
         problem = f"{judged.problem}; modified {ago} ago"
         return replace(checkpoint, writing=True, problem=problem)
     return checkpoint
 
 
-class _Asked(NamedTuple):
+class _HealthOptions(NamedTuple):
     """Options that apply to every part of a checkpoint."""
 
     model: bool
     index_checks: IndexChecks | None
 
 
-def _health(path: TreePath, asked: _Asked) -> Health:
-    for folder in (path, *(item for item in _inside(path) if item.is_dir())):
+def _check_health(path: TreePath, options: _HealthOptions) -> Health:
+    for folder in (path, *(item for item in _list_folder(path) if item.is_dir())):
         # a DCP save without .metadata, which is written last
         if (begun := formats.find_interrupted_format(folder)) and not formats.sniff_formats(folder):
             missing = (folder / METADATA).relative_to(path)
-            what = f"`{missing}` is missing"
-            return Health(Verdict.DAMAGED, what, format=begun.name, parts=(path,), torn=True)
+            message = f"`{missing}` is missing"
+            return Health(Verdict.DAMAGED, message, format=begun.name, parts=(path,), torn=True)
     problem = find_unfinished_error(path)
     if problem is not None:
         kind = next(iter(formats.sniff_formats(path)), None)
@@ -228,70 +232,78 @@ def _health(path: TreePath, asked: _Asked) -> Health:
     real = resolve_links(path)
     outside = next((part for part in parts if not resolve_links(part).is_relative_to(real)), None)
     if outside is not None:
-        what = f"`{outside.relative_to(path)}` is a link to a path outside the checkpoint"
-        return Health(Verdict.UNKNOWN, what)
+        message = f"`{outside.relative_to(path)}` is a link to a path outside the checkpoint"
+        return Health(Verdict.UNKNOWN, message)
     sniffed = tuple((part, name) for part in parts for name in formats.sniff_formats(part))
     if sniffed:
-        return _of_parts(path, sniffed, asked)
-    if _holds_nothing(path):
+        return _combine_parts(path, sniffed, options)
+    if _has_no_files(path):
         return Health(Verdict.DAMAGED, "it is empty", torn=True)
-    return Health(Verdict.UNKNOWN, "not a recognized checkpoint", begun=True)
+    return Health(Verdict.UNKNOWN, "not a recognized checkpoint", may_be_starting=True)
 
 
-def _of_parts(path: TreePath, sniffed: tuple[tuple[TreePath, str], ...], asked: _Asked) -> Health:
+def _combine_parts(
+    path: TreePath, sniffed: tuple[tuple[TreePath, str], ...], options: _HealthOptions
+) -> Health:
     """Combine the verdicts of all parts, in which a torn write outweighs the worst verdict."""
     parts = tuple(dict.fromkeys(part for part, _ in sniffed))
     several = len(parts) != len(sniffed)
-    judged = [_unrecognized(path, part, asked) for part in _other_parts(path, parts)]
+    healths = [_check_unrecognized(path, part, options) for part in _list_other_parts(path, parts)]
     for part, name in sniffed:
-        one = _judged(part, name if several else None, asked)
-        inside = "" if part == path else f"`{part.relative_to(path)}`: "
-        judged.append(replace(one, format=name, parts=parts, problem=inside + one.problem))
-    for one in judged:
-        if one.torn:
-            return one
-    worst = worst_verdict(one.verdict for one in judged)
-    for one in judged:
-        if one.verdict is worst and worst is not Verdict.COMPLETE:
-            return replace(one, parts=())
+        part_health = _verify_part(part, name if several else None, options)
+        prefix = "" if part == path else f"`{part.relative_to(path)}`: "
+        healths.append(
+            replace(part_health, format=name, parts=parts, problem=prefix + part_health.problem)
+        )
+    for part_health in healths:
+        if part_health.torn:
+            return part_health
+    worst = worst_verdict(part_health.verdict for part_health in healths)
+    for part_health in healths:
+        if part_health.verdict is worst and worst is not Verdict.COMPLETE:
+            return replace(part_health, parts=())
     models = [name for part, name in sniffed if not formats.NON_MODEL_FOLDER.fullmatch(part.name)]
     return Health(Verdict.COMPLETE, format=(models or [sniffed[0][1]])[0], parts=parts)
 
 
-def _other_parts(path: TreePath, parts: Sequence[TreePath]) -> list[TreePath]:
+def _list_other_parts(path: TreePath, parts: Sequence[TreePath]) -> list[TreePath]:
     """List unrecognized folders next to *parts* that are named like parts."""
     folders = dict.fromkeys(part.parent for part in parts if part != path)
-    beside = (item for folder in folders for item in _inside(folder) if item not in parts)
-    named = (item for item in beside if formats.PART_FOLDER.fullmatch(item.name))
-    return [item for item in named if item.is_dir() or (item.is_symlink() and not item.is_file())]
+    siblings = (item for folder in folders for item in _list_folder(folder) if item not in parts)
+    named_like_parts = (item for item in siblings if formats.PART_FOLDER.fullmatch(item.name))
+    return [
+        item
+        for item in named_like_parts
+        if item.is_dir() or (item.is_symlink() and not item.is_file())
+    ]
 
 
-def _unrecognized(path: TreePath, part: TreePath, asked: _Asked) -> Health:
+def _check_unrecognized(path: TreePath, part: TreePath, options: _HealthOptions) -> Health:
     """Judge an unrecognized folder that is named like a part."""
     if part.is_symlink():
-        seen = Health(Verdict.UNKNOWN, "a link to an unrecognized file or folder")
-    elif _holds_nothing(part):
-        seen = Health(Verdict.UNKNOWN, "it is empty")
+        part_health = Health(Verdict.UNKNOWN, "a link to an unrecognized file or folder")
+    elif _has_no_files(part):
+        part_health = Health(Verdict.UNKNOWN, "it is empty")
     else:
-        seen = _health(part, asked)
-    return replace(seen, problem=f"`{part.relative_to(path)}`: {seen.problem}")
+        part_health = _check_health(part, options)
+    return replace(part_health, problem=f"`{part.relative_to(path)}`: {part_health.problem}")
 
 
-def _holds_nothing(path: TreePath) -> bool:
+def _has_no_files(path: TreePath) -> bool:
     """Return whether a file is empty, or a folder contains no files except notes."""
     if not path.is_dir():
         return path.stat().st_size == 0
     waiting = [path]
     while waiting:
         for item in waiting.pop().iterdir():
-            if item.is_symlink() or not (item.is_dir() or item.name in NOTES):
+            if item.is_symlink() or not (item.is_dir() or item.name in NOTE_FILES):
                 return False
             if item.is_dir():
                 waiting.append(item)
     return True
 
 
-def _inside(folder: TreePath) -> list[TreePath]:
+def _list_folder(folder: TreePath) -> list[TreePath]:
     """List a folder in order, or return an empty list for a file or an unreadable folder."""
     try:
         return sorted(folder.iterdir())
@@ -299,11 +311,11 @@ def _inside(folder: TreePath) -> list[TreePath]:
         return []
 
 
-def _judged(path: TreePath, name: str | None, asked: _Asked) -> Health:
+def _verify_part(path: TreePath, name: str | None, health_options: _HealthOptions) -> Health:
     """Verify *path* at level ``fast``, with its model type if asked."""
-    options = VerifyOptions(format=name, level="fast", model=asked.model)
+    options = VerifyOptions(format=name, level="fast", model=health_options.model)
     try:
-        verified, _ = verify(path, options, index_checks=asked.index_checks)
+        verified, _ = verify(path, options, index_checks=health_options.index_checks)
     except MappingError as error:
         # Without rules for dividing tensors among ranks, files can still be checked.
         try:
@@ -314,13 +326,16 @@ def _judged(path: TreePath, name: str | None, asked: _Asked) -> Health:
         finding = finding_from_error(error)
         verdict, torn = decide_verdict([finding]), shows_file_damage([finding])
         return Health(verdict, error.what, torn=torn, read_failed=finding.read_failed)
-    problem, wrong = "", (*verified.errors, *verified.unknown)
-    if wrong:
-        first, *others = wrong
+    problem, findings = "", (*verified.errors, *verified.unknown)
+    if findings:
+        first, *further = findings
         is_named = first.where in ("", str(path.absolute())) or first.where in first.what
         where = "" if is_named else f" ({first.where})"
-        more = f" and {pluralize(len(others), 'more problem')}" if others else ""
+        more = f" and {pluralize(len(further), 'more problem')}" if further else ""
         problem = f"{first.what}{where}{more}"
     return Health(
-        verified.verdict, problem, torn=verified.has_torn_write, read_failed=verified.read_failed
+        verified.verdict,
+        problem,
+        torn=verified.shows_damaged_files,
+        read_failed=verified.read_failed,
     )

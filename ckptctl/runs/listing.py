@@ -25,19 +25,19 @@ from ckptctl.formats.sidecar_files import RUN_FILE
 from ckptctl.planner.lineage import list_unsaved_resumes
 from ckptctl.planner.retention import find_abandoned_checkpoints, is_saved_before, sort_checkpoints
 from ckptctl.results import Inline, JsonField, Result
-from ckptctl.runs.entries import RunEntry, entries
-from ckptctl.runs.health import Checkpoint, examine
+from ckptctl.runs.entries import RunEntry, list_entries
+from ckptctl.runs.health import Checkpoint, examine_entry
 from ckptctl.runs.names import is_last
-from ckptctl.runs.notes import stated_step
-from ckptctl.runs.protections import Pointers, Protected, RunView, protect
+from ckptctl.runs.notes import read_recorded_step
+from ckptctl.runs.protections import Pointers, Protected, RunView, find_protections
 from ckptctl.storage.paths import resolve_source_path
 from ckptctl.tree import TreePath
 from ckptctl.units import format_rfc3339
 from ckptctl.verbs.verification.verify import IndexChecks
 from ckptctl.verdict import Verdict
 
-LIGHTNING = ".ckpt"
-COMPANIONS = (
+LIGHTNING_SUFFIX = ".ckpt"
+COMPANION_FILES = (
     "trainer_state.json",
     "meta.pt",
     "recipe_state.pt",
@@ -49,7 +49,7 @@ COMPANIONS = (
 torchtune, Megatron, accelerate."""
 
 
-class Company:
+class RunMembers:
     """Checkpoints of a run that are compared with the others of their series.
 
     A checkpoint without a file that trainers write last, and that most others have, may be
@@ -59,32 +59,40 @@ class Company:
     def __init__(self, members: Sequence[RunEntry], now: float | None, *, model: bool) -> None:
         self.now, self.model = clock.time() if now is None else now, model
         self._index_checks = IndexChecks()
-        own = {one.path: one.named.series for one in members if one.counts and not one.staging}
-        self._have = {path: _companions_of(path) for path in own}
-        self._count = Counter(own.values())
-        self._having = Counter((own[p], name) for p, names in self._have.items() for name in names)
+        series_by_path = {
+            member.path: member.parsed_name.series
+            for member in members
+            if member.is_counted and not member.staging
+        }
+        self._have = {path: _list_companions(path) for path in series_by_path}
+        self._count = Counter(series_by_path.values())
+        self._having = Counter(
+            (series_by_path[p], name) for p, names in self._have.items() for name in names
+        )
 
-    def examine(self, entry: RunEntry) -> Checkpoint:
+    def examine_member(self, entry: RunEntry) -> Checkpoint:
         """Verify one checkpoint, and note a file that it misses and most others have."""
-        checkpoint = examine(entry, self.now, model=self.model, index_checks=self._index_checks)
+        checkpoint = examine_entry(
+            entry, self.now, model=self.model, index_checks=self._index_checks
+        )
         if not checkpoint.complete:
             return checkpoint
-        path, series, member = entry.path, checkpoint.series, entry.path in self._have
-        have = self._have[path] if member else _companions_of(path)
-        others = self._count[series] - member
-        lacks = (
+        path, series, is_member = entry.path, checkpoint.series, entry.path in self._have
+        have = self._have[path] if is_member else _list_companions(path)
+        others = self._count[series] - is_member
+        missing_files = (
             name
-            for name in COMPANIONS
+            for name in COMPANION_FILES
             if name not in have and self._having[series, name] * 2 > others
         )
-        return replace(checkpoint, lacks=next(lacks, ""))
+        return replace(checkpoint, lacks=next(missing_files, ""))
 
 
-def _companions_of(folder: TreePath) -> list[str]:
-    return [name for name in COMPANIONS if _has(folder, name)]
+def _list_companions(folder: TreePath) -> list[str]:
+    return [name for name in COMPANION_FILES if _has_file(folder, name)]
 
 
-def _has(folder: TreePath, name: str) -> bool:
+def _has_file(folder: TreePath, name: str) -> bool:
     try:
         return (folder / name).exists()
     except OSError:
@@ -95,7 +103,7 @@ def _has(folder: TreePath, name: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class ListedCheckpoint:
     """Checkpoint of a run, and whether it is the newest."""
 
     checkpoint: Annotated[Checkpoint, Inline()]
@@ -124,22 +132,30 @@ class RunFolder(Result, order="root series checkpoints others"):
     def listed(
         self,
     ) -> Annotated[
-        tuple[Listed, ...], JsonField("checkpoints by series and step", name="checkpoints")
+        tuple[ListedCheckpoint, ...],
+        JsonField("checkpoints by series and step", name="checkpoints"),
     ]:
         """Checkpoints, each with whether it is the newest."""
         newest = self.newest
-        return tuple(Listed(one, one.name in newest) for one in self.checkpoints)
+        return tuple(
+            ListedCheckpoint(checkpoint, checkpoint.name in newest)
+            for checkpoint in self.checkpoints
+        )
 
     @property
     def series(self) -> Annotated[tuple[str, ...], JsonField()]:
         """Common part of the names in each series of checkpoints."""
-        return tuple(dict.fromkeys(one.series for one in self.checkpoints))
+        return tuple(dict.fromkeys(checkpoint.series for checkpoint in self.checkpoints))
 
     @property
     def newest(self) -> frozenset[str]:
         """Names of the newest complete checkpoint of each series, which are always kept."""
         return frozenset(
-            {one.series: one.name for one in self.checkpoints if one.is_counted}.values()
+            {
+                checkpoint.series: checkpoint.name
+                for checkpoint in self.checkpoints
+                if checkpoint.is_counted
+            }.values()
         )
 
 
@@ -149,7 +165,7 @@ def read_run(
     series: str | None = None,
     *,
     in_use: Collection[str] = (),
-    branches: bool = True,
+    protect_abandoned: bool = True,
     model: bool = True,
 ) -> RunFolder:
     """Read and verify the checkpoints in *root*.
@@ -159,18 +175,21 @@ def read_run(
         now: Seconds since the epoch; None uses the clock.
         series: Common part of the names to select; None selects all.
         in_use: Names of checkpoints that a running job uses.
-        branches: Whether abandoned checkpoints are left alone.
+        protect_abandoned: Whether abandoned checkpoints are left alone.
         model: Whether to compare tensors with their model type.
     """
     root = resolve_source_path(root)
-    own = [entry for entry in entries(root) if series in (None, entry.named.series)]
-    examined = list(map(Company(own, now, model=model).examine, own))
+    run_entries = [
+        entry for entry in list_entries(root) if series in (None, entry.parsed_name.series)
+    ]
+    examined = list(map(RunMembers(run_entries, now, model=model).examine_member, run_entries))
     pointers = Pointers.read(root)
-    protected = protect(RunView(root, examined, pointers, in_use, branches))
+    protected = find_protections(RunView(root, examined, pointers, in_use, protect_abandoned))
     checkpoints = (
-        replace(one, **protected.get(one.name, Protected())._asdict()) for one in examined
+        replace(checkpoint, **protected.get(checkpoint.name, Protected())._asdict())
+        for checkpoint in examined
     )
-    names = {item.name for item in root.iterdir()} - {entry.path.name for entry in own}
+    names = {item.name for item in root.iterdir()} - {entry.path.name for entry in run_entries}
     others = sorted(name for name in names if not name.startswith("."))
     return RunFolder(root, tuple(sort_checkpoints(checkpoints)), pointers, tuple(others))
 
@@ -200,11 +219,11 @@ class Newest(Result):
         return self.chosen.path
 
 
-def newest(
+def find_newest(
     root: TreePath,
     now: float | None = None,
     series: str | None = None,
-    torn: Mapping[str, str] | None = None,
+    damaged_names: Mapping[str, str] | None = None,
     *,
     model: bool = True,
 ) -> Newest:
@@ -213,51 +232,76 @@ def newest(
     Abandoned checkpoints only count if there are no others. Among several series, the one that was
     written last counts. Lightning's ``last.ckpt`` is compared with the numbered checkpoints by
     step, and only chosen if it is ahead of all of them. Older checkpoints are not read, except
-    those saved later than a higher step. *torn* maps names to reasons why checkpoints are
+    those saved later than a higher step. *damaged_names* maps names to reasons why checkpoints are
     damaged, although no file is missing. *model* is that of `read_run`.
     """
     root = resolve_source_path(root)
-    there = [Checkpoint.of(one) for one in entries(root) if series in (None, one.named.series)]
-    company = Company([one.entry for one in there], now, model=model)
-    waiting = sorted(there, key=lambda one: (one.order, one.time), reverse=True)
-    left = find_abandoned_checkpoints(one for one in waiting if not one.entry.link)
-    by_preference = sorted(waiting, key=lambda one: one.name in left)
-    complete, skipped = _examine_newest(root, by_preference, company, torn or {})
-    furthest = _furthest(complete)
-    chosen = max(furthest, key=lambda one: one.entry.time)
+    checkpoints = [
+        Checkpoint.from_entry(candidate)
+        for candidate in list_entries(root)
+        if series in (None, candidate.parsed_name.series)
+    ]
+    company = RunMembers([candidate.entry for candidate in checkpoints], now, model=model)
+    ordered_checkpoints = sorted(
+        checkpoints, key=lambda candidate: (candidate.order, candidate.time), reverse=True
+    )
+    abandoned = find_abandoned_checkpoints(
+        candidate for candidate in ordered_checkpoints if not candidate.entry.link
+    )
+    by_preference = sorted(ordered_checkpoints, key=lambda candidate: candidate.name in abandoned)
+    complete, skipped = _examine_newest(root, by_preference, company, damaged_names or {})
+    furthest = _select_furthest(complete)
+    chosen = max(furthest, key=lambda candidate: candidate.entry.time)
 
-    def is_later(one: Checkpoint) -> bool:
-        return one.entry.time > chosen.entry.time
+    def is_later(candidate: Checkpoint) -> bool:
+        return candidate.entry.time > chosen.entry.time
 
-    skipped = [one for one in skipped if one.series == chosen.series or is_later(one)]
-    _require_understood(skipped, chosen)
-    others = (one for one in complete if one is not chosen and (one in furthest or is_later(one)))
+    skipped = [
+        candidate
+        for candidate in skipped
+        if candidate.series == chosen.series or is_later(candidate)
+    ]
+    _require_skippable(skipped, chosen)
+    others = (
+        candidate
+        for candidate in complete
+        if candidate is not chosen and (candidate in furthest or is_later(candidate))
+    )
     return Newest(
         chosen,
         tuple(skipped),
         # last.ckpt may be a second name of the chosen checkpoint.
-        tuple(o for o in others if not is_last(o.name) or _saved_at(o) != _saved_at(chosen)),
-        tuple(_doubts(chosen, waiting, left, company)),
+        tuple(
+            o
+            for o in others
+            if not is_last(o.name) or _find_saved_step(o) != _find_saved_step(chosen)
+        ),
+        tuple(_iterate_doubts(chosen, ordered_checkpoints, abandoned, company)),
     )
 
 
 def _examine_newest(
-    root: TreePath, checkpoints: Sequence[Checkpoint], company: Company, torn: Mapping[str, str]
+    root: TreePath,
+    checkpoints: Sequence[Checkpoint],
+    company: RunMembers,
+    damaged_names: Mapping[str, str],
 ) -> tuple[list[Checkpoint], list[Checkpoint]]:
     """Verify each series in order until a checkpoint is complete, or raise if none is."""
     complete: list[Checkpoint] = []
     skipped: list[Checkpoint] = []
-    for listed_checkpoint in checkpoints:
-        name = listed_checkpoint.name
-        if any(listed_checkpoint.series == other.series for other in complete):
+    for candidate in checkpoints:
+        name = candidate.name
+        if any(candidate.series == other.series for other in complete):
             continue
-        checkpoint = company.examine(listed_checkpoint.entry)
-        if name in torn:
-            checkpoint = replace(checkpoint, verdict=Verdict.DAMAGED, torn=True, problem=torn[name])
+        checkpoint = company.examine_member(candidate.entry)
+        if name in damaged_names:
+            checkpoint = replace(
+                checkpoint, verdict=Verdict.DAMAGED, torn=True, problem=damaged_names[name]
+            )
         (complete if checkpoint.complete else skipped).append(checkpoint)
     if complete:
         return complete, skipped
-    _require_understood(skipped)
+    _require_skippable(skipped)
     last = max(skipped, key=lambda one: one.entry.time)
     more = f" (and {len(skipped) - 1:,} more)" if len(skipped) > 1 else ""
     raise SourceNotFoundError(
@@ -268,39 +312,55 @@ def _examine_newest(
     )
 
 
-def _doubts(
+def _iterate_doubts(
     chosen: Checkpoint,
-    known: Sequence[Checkpoint],
-    left: Mapping[str, int],
-    company: Company,
+    candidates: Sequence[Checkpoint],
+    abandoned: Mapping[str, int],
+    company: RunMembers,
 ) -> Iterator[str]:
     """Yield reasons to doubt that *chosen* is the newest."""
-    own = [one for one in known if one.series == chosen.series and one.entry.counts]
+    series_members = [
+        member
+        for member in candidates
+        if member.series == chosen.series and member.entry.is_counted
+    ]
     name = chosen.name
-    for one in own:
-        if one.record.error:
+    for member in series_members:
+        if member.record.error:
             yield (
-                f"`{RUN_FILE}` of `{one.name}` cannot be read ({one.record.error.what}), "
+                f"`{RUN_FILE}` of `{member.name}` cannot be read ({member.record.error.what}), "
                 "so it is unknown which metrics it has and whether the run resumed from it"
             )
-    higher = [one.name for one in own if one.name in left and one.order > chosen.order]
-    if higher and name not in left:
+    higher = [
+        member.name
+        for member in series_members
+        if member.name in abandoned and member.order > chosen.order
+    ]
+    if higher and name not in abandoned:
         yield (
             f"skipped {quote_names(higher)}, which has a higher step than `{name}`: the run resumed "
-            f"from step {left[higher[0]]} and saved `{name}` later"
+            f"from step {abandoned[higher[0]]} and saved `{name}` later"
         )
-    back = list_unsaved_resumes({one.name: one.lineage for one in own})
-    if back and name not in back:
+    resumed_unsaved = list_unsaved_resumes(
+        {member.name: member.lineage for member in series_members}
+    )
+    if resumed_unsaved and name not in resumed_unsaved:
         yield (
-            f"a run resumed from {quote_names(back)} and has not saved since; "
+            f"a run resumed from {quote_names(resumed_unsaved)} and has not saved since; "
             f"`{name}` is older, although its step is higher"
         )
-    lower = (one for one in own if one.order < chosen.order and one.name not in left)
+    lower = (
+        member
+        for member in series_members
+        if member.order < chosen.order and member.name not in abandoned
+    )
     later = [
-        one for one in lower if is_saved_before(chosen, one) and company.examine(one.entry).complete
+        member
+        for member in lower
+        if is_saved_before(chosen, member) and company.examine_member(member.entry).complete
     ]
     if later:
-        last = max(later, key=lambda one: (one.lineage.save, one.entry.time))
+        last = max(later, key=lambda member: (member.lineage.save, member.entry.time))
         times = format_rfc3339(chosen.entry.time), format_rfc3339(last.entry.time)
         yield (
             f"`{name}` has the highest step, but `{last.name}` was saved later "
@@ -308,40 +368,50 @@ def _doubts(
         )
 
 
-def _furthest(found: Sequence[Checkpoint]) -> Sequence[Checkpoint]:
+def _select_furthest(candidates: Sequence[Checkpoint]) -> Sequence[Checkpoint]:
     """Drop ``last.ckpt``, or the numbered checkpoints if all of them are behind it."""
-    last = next((one for one in found if is_last(one.name)), None)
-    numbered = [one for one in found if one is not last and one.path.suffix == LIGHTNING]
+    last = next((candidate for candidate in candidates if is_last(candidate.name)), None)
+    numbered = [
+        candidate
+        for candidate in candidates
+        if candidate is not last and candidate.path.suffix == LIGHTNING_SUFFIX
+    ]
     if last is None or not numbered:
-        return found
-    behind = [one for one in numbered if _saved_at(one) < last.step]
-    return [one for one in found if one not in (behind if behind == numbered else [last])]
+        return candidates
+    behind = [candidate for candidate in numbered if _find_saved_step(candidate) < last.step]
+    return [
+        candidate
+        for candidate in candidates
+        if candidate not in (behind if behind == numbered else [last])
+    ]
 
 
-def _saved_at(one: Checkpoint) -> int:
+def _find_saved_step(checkpoint: Checkpoint) -> int:
     """Return the step that the checkpoint records, or the step in its name."""
-    stated = stated_step(one.path)
-    return one.step if stated is None else stated
+    recorded_step = read_recorded_step(checkpoint.path)
+    return checkpoint.step if recorded_step is None else recorded_step
 
 
-def _require_understood(newer: Sequence[Checkpoint], chosen: Checkpoint | None = None) -> None:
+def _require_skippable(newer: Sequence[Checkpoint], chosen: Checkpoint | None = None) -> None:
     """Raise if a checkpoint newer than *chosen* is not complete but shows no torn write."""
-    found = next((one for one in newer if not (one.torn or one.writing)), None)
-    if found:
-        what = "cannot determine whether the newest checkpoint is complete"
+    unexplained = next(
+        (checkpoint for checkpoint in newer if not (checkpoint.torn or checkpoint.writing)), None
+    )
+    if unexplained:
+        message = "cannot determine whether the newest checkpoint is complete"
         error: type[CkptError] = UnsupportedError
-        if found.read_failed:
-            what, error = "the newest checkpoint cannot be read", StorageError
-        elif found.verdict is Verdict.DAMAGED:
-            what, error = (
+        if unexplained.read_failed:
+            message, error = "the newest checkpoint cannot be read", StorageError
+        elif unexplained.verdict is Verdict.DAMAGED:
+            message, error = (
                 "the newest checkpoint is damaged, but no file shows an incomplete write",
                 DamagedError,
             )
         name = f", or use `{chosen.path}`, the newest complete one" if chosen else ""
         raise error(
-            what,
-            where=str(found.path),
-            why=found.problem,
+            message,
+            where=str(unexplained.path),
+            why=unexplained.problem,
             hint=f"move this checkpoint away if it does not belong to the run{name} "
-            f"(see {format_command('ls', found.path.parent)})",
+            f"(see {format_command('ls', unexplained.path.parent)})",
         )

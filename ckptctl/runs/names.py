@@ -32,7 +32,7 @@ _COUNTERS = ("step", "epoch")
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class CheckpointName:
     """Parsed name of a checkpoint.
 
     Attributes:
@@ -51,19 +51,19 @@ class Named:
         return self.order[0]
 
 
-def parse(name: str) -> Named | None:
+def parse_name(name: str) -> CheckpointName | None:
     """Parse the name of a checkpoint, or return None for any other name."""
     if match := _COUNTED.fullmatch(name):
-        return Named(match[1], (int(match[2]),))
+        return CheckpointName(match[1], (int(match[2]),))
     if match := _OLMO.fullmatch(name):
-        return Named(match[1] + (match[3] or ""), (int(match[2]),))
+        return CheckpointName(match[1] + (match[3] or ""), (int(match[2]),))
     if match := _COMPOSER.fullmatch(name):
-        return Named("epE-baB", (int(match[2]), int(match[1])))
+        return CheckpointName("epE-baB", (int(match[2]), int(match[1])))
     if match := _TORCHTNT.fullmatch(name):
         steps = tuple(int(digits) for digits in re.findall(r"\d+", match[2]))
         metrics = {match[3]: float(match[4])} if match[3] else {}
-        return Named("epoch_E_step_S", (sum(steps), int(match[1])), metrics)
-    return _lightning(name)
+        return CheckpointName("epoch_E_step_S", (sum(steps), int(match[1])), metrics)
+    return _parse_lightning_name(name)
 
 
 def is_last(name: str) -> bool:
@@ -71,27 +71,27 @@ def is_last(name: str) -> bool:
     return _LAST.fullmatch(name) is not None
 
 
-def staged(name: str) -> str | None:
+def parse_staged_name(name: str) -> str | None:
     """Return the final name of a checkpoint that is being written as *name*, or None."""
     match = _STAGED.fullmatch(name)
     return (match[1] or match[2]) if match else None
 
 
-def _lightning(name: str) -> Named | None:
+def _parse_lightning_name(name: str) -> CheckpointName | None:
     stem = name.removesuffix(".ckpt")
     version = _VERSION.search(stem)
     stem = stem[: version.start()] if version else stem
     pairs: dict[str, str] = {key: value for _, key, value in _PAIR.findall(stem)}
-    counters = [_counter(pairs, word) for word in _COUNTERS]
+    counters = [_find_counter(pairs, word) for word in _COUNTERS]
     numbers = tuple(number for number in counters if number is not None)
     if not numbers:
         return None
     metrics = {k: float(v) for k, v in pairs.items() if not k.endswith(_COUNTERS)}
     series = _PAIR.sub(r"\1N", stem)
     suffix = ".ckpt" if name.endswith(".ckpt") else ""
-    return Named(series + suffix, (*numbers, int(version[1]) if version else 0), metrics)
+    return CheckpointName(series + suffix, (*numbers, int(version[1]) if version else 0), metrics)
 
 
-def _counter(pairs: Mapping[str, str], word: str) -> int | None:
-    found = [text for key, text in pairs.items() if key == word or key.endswith(f"_{word}")]
-    return int(found[0]) if found and found[0].isdigit() and len(found[0]) <= 18 else None
+def _find_counter(pairs: Mapping[str, str], word: str) -> int | None:
+    values = [text for key, text in pairs.items() if key == word or key.endswith(f"_{word}")]
+    return int(values[0]) if values and values[0].isdigit() and len(values[0]) <= 18 else None

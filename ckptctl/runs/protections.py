@@ -27,10 +27,15 @@ from ckptctl.formats.megatron.megatron_folder import POINTER_FILE as ITERATION
 from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL, read_pointer
 from ckptctl.formats.sidecar_files import RUN_FILE
 from ckptctl.planner.retention import BEING_WRITTEN, NOT_INTERRUPTED, find_abandoned_checkpoints
-from ckptctl.runs.entries import entry_at
-from ckptctl.runs.health import Checkpoint, health
-from ckptctl.runs.names import is_last, parse, staged
-from ckptctl.runs.notes import LAST, TRAINER, noted, trainer_state
+from ckptctl.runs.entries import read_entry
+from ckptctl.runs.health import Checkpoint, check_health
+from ckptctl.runs.names import is_last, parse_name, parse_staged_name
+from ckptctl.runs.notes import (
+    LAST_CHECKPOINT,
+    TRAINER_STATE,
+    read_lightning_notes,
+    read_trainer_state,
+)
 from ckptctl.storage.paths import resolve_links
 from ckptctl.storage.two_phase_delete import TRASH_FOLDER
 from ckptctl.storage.urls import is_url
@@ -43,19 +48,19 @@ POINTERS = {
     ITERATION: "Megatron-LM, verl",
 }
 """Files in a run that name the checkpoint that their trainer opens next."""
-MAX_TEXT = 1 << 13
-SHOWN = 80
+MAX_POINTER_BYTES = 1 << 13
+SHOWN_CHARS = 80
 """Maximum number of shown characters of a pointer."""
-AT_WORK_WITH = "the running training process"
-ENDLESS = frozenset({"release"})
+IN_USE_REASON = "the running training process"
+STEPLESS_NAMES = frozenset({"release"})
 """Megatron's word for published weights, in place of a step."""
-PARTS = 256
+MAX_PARTS = 256
 """Maximum number of parts of a text that are looked up."""
-HOPS = 40
+MAX_HOPS = 40
 """Maximum length of a chain of links, as in Linux (man 7 path_resolution)."""
 MAX_ENTRIES = 1_000_000
 """Maximum number of entries searched below one folder of the run."""
-_MARKS = ((codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
+_BYTE_ORDER_MARKS = ((codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
 _BETWEEN = re.compile(r"[\\/\r\n]+")
 _QUOTED = re.compile(r'"([^"\r\n]*)"')
 _AROUND = " \t\"'`“”‘’«»{}[]()<>,;"
@@ -66,14 +71,14 @@ _NUMBER = re.compile(
 """Number on a separate line, or as a value in JSON."""
 _LIKE_A_STEP = re.compile(r"(?:[A-Za-z_.=+-]*+\d)++[A-Za-z_.=+-]*+", re.ASCII)
 
-Alike = Callable[[str], str | None]
+NameResolver = Callable[[str], str | None]
 
 
 class PointerFile(NamedTuple):
     """Content of a pointer file, whether it was read to its end, or the error."""
 
     content: str = ""
-    is_whole: bool = True
+    is_complete: bool = True
     error: CkptError | None = None
 
     @classmethod
@@ -82,20 +87,20 @@ class PointerFile(NamedTuple):
         try:
             if not (root / file).is_file():
                 return cls()
-            content, is_whole = read_pointer(root, file, MAX_TEXT)
+            content, is_whole = read_pointer(root, file, MAX_POINTER_BYTES)
         except CkptError as error:
             return cls(error=error)
         except OSError as error:
             return cls(error=StorageError(str(error)))
-        marks = (name for mark, name in _MARKS if content.startswith(mark))
+        marks = (name for mark, name in _BYTE_ORDER_MARKS if content.startswith(mark))
         text = content.decode(next(marks, "utf-8"), "replace")
         return cls(text.replace("\0", "").removeprefix("\ufeff").strip(), is_whole)
 
     @property
-    def tells_a_step(self) -> bool:
+    def names_checkpoint(self) -> bool:
         """Whether it names a checkpoint of a run or its number, existing or not."""
-        return names_a_step(self.content) or (
-            self.content.isdecimal() and len(self.content) < SHOWN
+        return has_checkpoint_name(self.content) or (
+            self.content.isdecimal() and len(self.content) < SHOWN_CHARS
         )
 
 
@@ -111,9 +116,11 @@ class Pointers:
         """Read all pointer files in *root*."""
         return cls(root, {file: PointerFile.read(root, file) for file in POINTERS})
 
-    def _members(self) -> list[TreePath]:
-        named = (item for item in self.root.iterdir() if parse(item.name) or is_last(item.name))
-        return sorted(named)
+    def _list_members(self) -> list[TreePath]:
+        named_members = (
+            item for item in self.root.iterdir() if parse_name(item.name) or is_last(item.name)
+        )
+        return sorted(named_members)
 
     def require_understood(self) -> None:
         """Raise if a pointer of the run cannot be read or interpreted.
@@ -121,36 +128,40 @@ class Pointers:
         The best checkpoint according to one with a torn write only counts if it can be read, since
         training does not resume from there.
         """
-        root, members = self.root, [item for item in self._members() if not item.is_symlink()]
+        root, members = self.root, [item for item in self._list_members() if not item.is_symlink()]
         names = [item.name for item in members]
-        spelt = alike(root, names)
+        resolve_name = build_name_resolver(root, names)
         for file, (text, is_whole, error) in self.files.items():
             _require_read(root / file, error)
-            known = mentioned(text, names, spelt) or understood(text, root)
-            if not is_whole or (text and not known):
+            is_known = find_mentioned(text, names, resolve_name) or is_known_reference(text, root)
+            if not is_whole or (text and not is_known):
                 raise RefusedError(
                     "a pointer has unrecognized content",
                     where=str(root / file),
-                    why=f"it contains {text[:SHOWN]!r}; "
+                    why=f"it contains {text[:SHOWN_CHARS]!r}; "
                     "the checkpoint that it names could be removed",
                     hint="write the name of a checkpoint into it, or move it away",
                 )
-        _require_read(root / TRAINER, trainer_state(root).error)
+        _require_read(root / TRAINER_STATE, read_trainer_state(root).error)
         for path in members:
-            note, state = noted(path), trainer_state(path)
-            torn = (note.error or state.error) and health(path, model=False).torn
-            if not torn or (is_last(path.name) and isinstance(note.error, StorageError | None)):
+            note, state = read_lightning_notes(path), read_trainer_state(path)
+            has_torn_write = (note.error or state.error) and check_health(path, model=False).torn
+            if not has_torn_write or (
+                is_last(path.name) and isinstance(note.error, StorageError | None)
+            ):
                 _require_read(path, note.error)
-            if not torn:
-                _require_read(path / TRAINER, state.error)
+            if not has_torn_write:
+                _require_read(path / TRAINER_STATE, state.error)
 
-    def dangling(self) -> Iterator[str]:
+    def iterate_dangling(self) -> Iterator[str]:
         """Yield a message for each pointer file whose checkpoint no longer exists."""
-        names = [item.name for item in self._members()]
-        spelt = alike(self.root, names)
+        names = [item.name for item in self._list_members()]
+        resolve_name = build_name_resolver(self.root, names)
         for file, pointer in self.files.items():
-            if pointer.tells_a_step and not mentioned(pointer.content, names, spelt):
-                text = pointer.content[:SHOWN]
+            if pointer.names_checkpoint and not find_mentioned(
+                pointer.content, names, resolve_name
+            ):
+                text = pointer.content[:SHOWN_CHARS]
                 yield f"`{file}` names checkpoint {text!r}, which does not exist"
 
 
@@ -189,21 +200,23 @@ class RunView:
     checkpoints: Sequence[Checkpoint]
     pointers: Pointers
     in_use: Collection[str] = ()
-    branches: bool = True
+    protect_abandoned: bool = True
 
     @property
-    def own(self) -> list[Checkpoint]:
+    def real_checkpoints(self) -> list[Checkpoint]:
         """Checkpoints that are not links."""
-        return [one for one in self.checkpoints if not one.entry.link]
+        return [checkpoint for checkpoint in self.checkpoints if not checkpoint.entry.link]
 
     @property
     def names(self) -> list[str]:
         """Names of finished checkpoints that are not links."""
-        return [one.name for one in self.own if not one.entry.staging]
+        return [
+            checkpoint.name for checkpoint in self.real_checkpoints if not checkpoint.entry.staging
+        ]
 
-    def names_where(self, holds: Callable[[Checkpoint], bool]) -> list[str]:
-        """Return the names of checkpoints that are not links and satisfy *holds*."""
-        return [one.name for one in self.own if holds(one)]
+    def select_names(self, condition: Callable[[Checkpoint], bool]) -> list[str]:
+        """Return the names of checkpoints that are not links and satisfy *condition*."""
+        return [checkpoint.name for checkpoint in self.real_checkpoints if condition(checkpoint)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,220 +243,238 @@ class Protected(NamedTuple):
     exempt: str = ""
 
 
-def protect(view: RunView) -> dict[str, Protected]:
+def find_protections(view: RunView) -> dict[str, Protected]:
     """Collect the protections of each checkpoint, by its name."""
-    known, names = {one.name for one in view.checkpoints}, view.names
-    spelt = alike(view.root, names)
-    found: dict[str, Protected] = {}
+    known_names, names = {checkpoint.name for checkpoint in view.checkpoints}, view.names
+    resolve_name = build_name_resolver(view.root, names)
+    protections: dict[str, Protected] = {}
     for protection in PROTECTIONS:
         for claim in protection.claims(view):
-            named = mentioned(claim.text, names, spelt) if claim.text else (claim.name,)
-            for name in named:
-                name = name if name in known else spelt(name) or ""
+            claimed_names = (
+                find_mentioned(claim.text, names, resolve_name) if claim.text else (claim.name,)
+            )
+            for name in claimed_names:
+                name = name if name in known_names else resolve_name(name) or ""
                 if not name:
                     continue
-                pinned, exempt = found.get(name, Protected())
+                pinned, exempt = protections.get(name, Protected())
                 if protection.effect == "left alone":
                     exempt = exempt or claim.reason
                 elif claim.reason not in pinned:
                     pinned = (*pinned, claim.reason)
-                found[name] = Protected(pinned, exempt)
-    return found
+                protections[name] = Protected(pinned, exempt)
+    return protections
 
 
 # --- what names a checkpoint -------------------------------------------------------------------
 
 
-def _pointer(file: str, view: RunView) -> Iterator[Claim]:
+def _claim_pointer(file: str, view: RunView) -> Iterator[Claim]:
     """Claim the checkpoint in a pointer file, which its trainer opens next."""
     yield Claim(f"`{file}`", text=view.pointers.files[file].content)
 
 
-def _best_of_trainer(view: RunView) -> Iterator[Claim]:
+def _claim_best_of_trainer(view: RunView) -> Iterator[Claim]:
     """Claim the best checkpoint according to transformers' newest trainer states.
 
     If a state is truncated, the part before the truncation counts, and also the newest state that
     is readable to its end.
     """
-    states = {name: trainer_state(view.root / name) for name in view.names}
-    stating = [name for name in view.names if states[name].there]
-    newest = _newest(stating, view)
-    clear = _newest([name for name in stating if not states[name].error], view)
-    yield from (Claim(f"`{TRAINER}` as the best", text=t) for t in trainer_state(view.root).best)
+    states = {name: read_trainer_state(view.root / name) for name in view.names}
+    stating = [name for name in view.names if states[name].exists]
+    newest = _select_newest(stating, view)
+    clear = _select_newest([name for name in stating if not states[name].error], view)
+    yield from (
+        Claim(f"`{TRAINER_STATE}` as the best", text=t) for t in read_trainer_state(view.root).best
+    )
     for name in dict.fromkeys((*newest, *clear)):
-        cut = (one for one in newest if states[one].error and _series(one) == _series(name))
-        other = next((one for one in cut if one != name), None)
-        instead = f" of `{name}` as the best (the one of `{other}` cannot be read)"
-        reason = f"`{TRAINER}`{instead if other else ' as the best'}"
+        cut = (
+            candidate
+            for candidate in newest
+            if states[candidate].error and _find_series(candidate) == _find_series(name)
+        )
+        truncated_name = next((candidate for candidate in cut if candidate != name), None)
+        instead = f" of `{name}` as the best (the one of `{truncated_name}` cannot be read)"
+        reason = f"`{TRAINER_STATE}`{instead if truncated_name else ' as the best'}"
         yield from (Claim(reason, text=text) for text in states[name].best)
 
 
-def _best_of_lightning(view: RunView) -> Iterator[Claim]:
+def _claim_best_of_lightning(view: RunView) -> Iterator[Claim]:
     """Claim the best checkpoints according to Lightning's newest states."""
     lasts = (name for name in view.names if is_last(name))
-    for name in dict.fromkeys((LAST, *lasts, *_newest(view.names, view))):
-        for best in noted(view.root / name).best:
+    for name in dict.fromkeys((LAST_CHECKPOINT, *lasts, *_select_newest(view.names, view))):
+        for best in read_lightning_notes(view.root / name).best:
             yield Claim(f"`{name}` as the best", text=best)
 
 
-def _link_to_it(view: RunView) -> Iterator[Claim]:
+def _claim_linked(view: RunView) -> Iterator[Claim]:
     """Claim checkpoints that links lead to, into or through."""
-    links = {one.name for one in view.checkpoints if one.entry.link}
-    for name, link in linked(view.root, view.names):
+    links = {checkpoint.name for checkpoint in view.checkpoints if checkpoint.entry.link}
+    for name, link in iterate_linked(view.root, view.names):
         if name not in links:
             yield Claim(link, name)
 
 
-def _in_use(view: RunView) -> Iterator[Claim]:
+def _claim_in_use(view: RunView) -> Iterator[Claim]:
     """Claim the last save of a running job and the checkpoint that it resumed from."""
-    yield from (Claim(AT_WORK_WITH, name) for name in view.in_use if name)
+    yield from (Claim(IN_USE_REASON, name) for name in view.in_use if name)
 
 
 # --- what a checkpoint is ----------------------------------------------------------------------
 
 
-def _left_behind(view: RunView) -> Iterator[Claim]:
+def _claim_abandoned(view: RunView) -> Iterator[Claim]:
     """Claim checkpoints that were abandoned when the run resumed from an earlier one."""
-    for name, step in find_abandoned_checkpoints(view.own).items() if view.branches else ():
+    for name, step in (
+        find_abandoned_checkpoints(view.real_checkpoints).items() if view.protect_abandoned else ()
+    ):
         yield Claim(f"abandoned: the run resumed from step {step}", name)
 
 
-def _is_link(view: RunView) -> Iterator[Claim]:
+def _claim_links(view: RunView) -> Iterator[Claim]:
     """Claim links that are named like checkpoints, since their targets are managed elsewhere."""
-    yield from (Claim("a symbolic link", one.name) for one in view.checkpoints if one.entry.link)
+    yield from (
+        Claim("a symbolic link", checkpoint.name)
+        for checkpoint in view.checkpoints
+        if checkpoint.entry.link
+    )
 
 
-def _is_last(view: RunView) -> Iterator[Claim]:
+def _claim_last(view: RunView) -> Iterator[Claim]:
     """Claim ``last.ckpt``, which Lightning overwrites with each save and opens next."""
-    lasts = (one.name for one in view.checkpoints if is_last(one.name))
+    lasts = (checkpoint.name for checkpoint in view.checkpoints if is_last(checkpoint.name))
     yield from (Claim("the newest according to its trainer", name) for name in lasts)
 
 
-def _unread_record(view: RunView) -> Iterator[Claim]:
+def _claim_unreadable_records(view: RunView) -> Iterator[Claim]:
     """Claim complete checkpoints with an unreadable record.
 
     They may be the best ones, or abandoned.
     """
-    for one in view.own:
-        if one.record.error and _may_resume(one):
-            yield Claim(f"its `{RUN_FILE}` cannot be read: {one.record.error.what}", one.name)
+    for checkpoint in view.real_checkpoints:
+        if checkpoint.record.error and _is_resumable(checkpoint):
+            yield Claim(
+                f"its `{RUN_FILE}` cannot be read: {checkpoint.record.error.what}", checkpoint.name
+            )
 
 
-def _being_written(view: RunView) -> Iterator[Claim]:
+def _claim_being_written(view: RunView) -> Iterator[Claim]:
     """Claim checkpoints that are locked, or incomplete and changed recently."""
-    yield from (Claim(BEING_WRITTEN, name) for name in view.names_where(lambda one: one.writing))
+    yield from (Claim(BEING_WRITTEN, name) for name in view.select_names(lambda one: one.writing))
 
 
-def _not_torn(view: RunView) -> Iterator[Claim]:
+def _claim_not_torn(view: RunView) -> Iterator[Claim]:
     """Claim checkpoints that are not complete and show no torn write."""
-    names = view.names_where(lambda one: not (one.complete or one.torn))
+    names = view.select_names(lambda one: not (one.complete or one.torn))
     yield from (Claim(NOT_INTERRUPTED, name) for name in names)
 
 
-def _may_resume(one: Checkpoint) -> bool:
+def _is_resumable(checkpoint: Checkpoint) -> bool:
     """Return whether the checkpoint shows no torn write, so that training may resume from it."""
-    return not (one.torn or one.writing)
+    return not (checkpoint.torn or checkpoint.writing)
 
 
-def _newest(names: Sequence[str], view: RunView) -> list[str]:
+def _select_newest(names: Sequence[str], view: RunView) -> list[str]:
     """Return the newest of *names* in each series, and the newest that training may resume from.
 
     A checkpoint with a torn write may name itself as the best, so the newest complete one and the
     newest one without a torn write count as well.
     """
-    kinds = {name: series for name in names if (series := _series(name))}
-    bases = view.names_where(lambda one: one.complete), view.names_where(_may_resume)
+    series_by_name = {name: series for name in names if (series := _find_series(name))}
+    bases = view.select_names(lambda one: one.complete), view.select_names(_is_resumable)
     newest = [
-        {series: name for name, series in kinds.items() if name in some}.values()
-        for some in (kinds, *bases)
+        {series: name for name, series in series_by_name.items() if name in selection}.values()
+        for selection in (series_by_name, *bases)
     ]
     return list(dict.fromkeys(chain.from_iterable(newest)))
 
 
-def _series(name: str) -> str:
-    known = parse(name)
-    return known.series if known else ""
+def _find_series(name: str) -> str:
+    parsed_name = parse_name(name)
+    return parsed_name.series if parsed_name else ""
 
 
-def points_inside(root: TreePath) -> bool:
+def has_pointer_to_entry(root: TreePath) -> bool:
     """Return whether a pointer or link in *root*, or next to it, names an entry of *root*.
 
     A pointer to a missing checkpoint also counts, since that checkpoint belonged to a run.
     """
     pointers = Pointers.read(root)
-    if any(pointer.tells_a_step for pointer in pointers.files.values()):
+    if any(pointer.names_checkpoint for pointer in pointers.files.values()):
         return True
-    found = (entry for item in root.iterdir() if (entry := entry_at(item)))
-    view = RunView(root, [Checkpoint.of(entry) for entry in found], pointers)
-    names = [one.name for one in view.checkpoints if one.path.is_dir()]
-    spelt = alike(root, names)
+    found_entries = (entry for item in root.iterdir() if (entry := read_entry(item)))
+    view = RunView(root, [Checkpoint.from_entry(entry) for entry in found_entries], pointers)
+    names = [checkpoint.name for checkpoint in view.checkpoints if checkpoint.path.is_dir()]
+    resolve_name = build_name_resolver(root, names)
     texts = (claim.text for protection in NAMING for claim in protection.claims(view))
-    return any(mentioned(text, names, spelt) for text in texts) or any(
-        name in names for name, _ in linked(root, names, near=True)
+    return any(find_mentioned(text, names, resolve_name) for text in texts) or any(
+        name in names for name, _ in iterate_linked(root, names, only_nearby=True)
     )
 
 
 # --- what a text names ---------------------------------------------------------------------------
 
 
-def mentioned(text: str, names: Sequence[str], alike: Alike) -> tuple[str, ...]:
+def find_mentioned(text: str, names: Sequence[str], resolve_name: NameResolver) -> tuple[str, ...]:
     """Return the checkpoints that *text* mentions, by name, path or number."""
     # Only as separate words: step-10 does not mention step-1.
     words = (
         (name, rf"(?<![\w.=+-]){re.escape(name)}(?![\w=+-])") for name in names if name in text
     )
-    found = [name for name, word in words if re.search(word, text)]
-    found += [known for part in _parts(text) if (known := alike(part))]
-    if not found:
+    matches = [name for name, word in words if re.search(word, text)]
+    matches += [resolved for part in _split_text(text) if (resolved := resolve_name(part))]
+    if not matches:
         steps = {int(digits) for digits in _NUMBER.findall(text)}
-        found = [name for name in names if (one := parse(name)) and one.step in steps]
-    return tuple(dict.fromkeys(found))
+        matches = [name for name in names if (parsed := parse_name(name)) and parsed.step in steps]
+    return tuple(dict.fromkeys(matches))
 
 
-def alike(root: TreePath, names: Sequence[str]) -> Alike:
+def build_name_resolver(root: TreePath, names: Sequence[str]) -> NameResolver:
     """Build a function that resolves an alternative spelling of a checkpoint name.
 
     A file system may fold case or normalize accents, and a hard link has two names.
     """
 
     @cache
-    def known() -> Mapping[tuple[int, int], str]:
-        return {place: name for name in names if (place := _place(root / name))}
+    def map_places() -> Mapping[tuple[int, int], str]:
+        return {place: name for name in names if (place := _find_place(root / name))}
 
-    def find(name: str) -> str | None:
-        place = _place(root / name) if name else None
-        return known().get(place) if place else None
+    def resolve_name(name: str) -> str | None:
+        place = _find_place(root / name) if name else None
+        return map_places().get(place) if place else None
 
-    return find
+    return resolve_name
 
 
-def understood(text: str, root: TreePath) -> bool:
+def is_known_reference(text: str, root: TreePath) -> bool:
     """Return whether a text without a checkpoint of *root* names something else.
 
     That is a missing checkpoint, another entry of the folder, or an existing path elsewhere.
     """
-    if text in ENDLESS or _LIKE_A_STEP.fullmatch(text) or names_a_step(text):
+    if text in STEPLESS_NAMES or _LIKE_A_STEP.fullmatch(text) or has_checkpoint_name(text):
         return True
-    parts = [part for part in _parts(text) if part not in (os.curdir, os.pardir)]
+    parts = [part for part in _split_text(text) if part not in (os.curdir, os.pardir)]
     with suppress(ValueError):
-        there = [*(root / part for part in parts), *([Path(text)] if text.startswith("/") else [])]
-        return any(path.exists() if is_url(path) else os.path.lexists(path) for path in there)
+        paths = [*(root / part for part in parts), *([Path(text)] if text.startswith("/") else [])]
+        return any(path.exists() if is_url(path) else os.path.lexists(path) for path in paths)
     return False
 
 
-def names_a_step(text: str) -> bool:
+def has_checkpoint_name(text: str) -> bool:
     """Return whether *text* contains a name of a checkpoint, existing or not."""
-    return any(parse(part) or staged(part) or is_last(part) for part in _parts(text))
+    return any(
+        parse_name(part) or parse_staged_name(part) or is_last(part) for part in _split_text(text)
+    )
 
 
-def _parts(text: str) -> list[str]:
+def _split_text(text: str) -> list[str]:
     """Split a text into path components and quoted strings, without quotes."""
     words = [text, *_QUOTED.findall(text)]
     parts = (part.strip(_AROUND) for word in words for part in _BETWEEN.split(word))
-    return [part for part in dict.fromkeys(parts) if part][:PARTS]
+    return [part for part in dict.fromkeys(parts) if part][:MAX_PARTS]
 
 
-def _place(path: TreePath) -> tuple[int, int] | None:
+def _find_place(path: TreePath) -> tuple[int, int] | None:
     with suppress(OSError, ValueError):
         status = path.lstat()
         return (status.st_dev, status.st_ino) if status.st_ino else None
@@ -453,67 +484,69 @@ def _place(path: TreePath) -> tuple[int, int] | None:
 # --- where links lead ----------------------------------------------------------------------------
 
 
-def linked(
-    root: TreePath, names: Sequence[str], *, near: bool = False
+def iterate_linked(
+    root: TreePath, names: Sequence[str], *, only_nearby: bool = False
 ) -> Iterator[tuple[str, str]]:
     """Yield entries of *root* that links lead to, into or through, with a name for the link.
 
     If a folder has too many entries to search, all of *names*, the run's checkpoints, are yielded.
-    With *near*, only links directly in the run and next to it are searched.
+    With *only_nearby*, only links directly in the run and next to it are searched.
     """
     if is_url(root):
         return
     real = resolve_links(Path(root))
-    folders = () if near else (*names, *_others(real, names))
-    inside = ((name, link) for name in folders for link in _all(real, name))
-    items = (item for folder in (real, real.parent) for item in _listed(folder))
-    beside = (("", Path(item.path)) for item in items if item.is_symlink())
-    for folder, link in chain(beside, inside):
+    folders = () if only_nearby else (*names, *_iterate_other_folders(real, names))
+    inner_links = ((name, link) for name in folders for link in _iterate_links(real, name))
+    items = (item for folder in (real, real.parent) for item in _list_folder(folder))
+    nearby_links = (("", Path(item.path)) for item in items if item.is_symlink())
+    for folder, link in chain(nearby_links, inner_links):
         if link is None:
             full = f"`{folder}`, which has too many entries to search for links"
             yield from ((name, full) for name in names)
             continue
         with suppress(OSError, RuntimeError, ValueError):
             # Entries that the link needs: without any one of them it would be broken.
-            passed = (at.relative_to(real).parts for at in _way(link) if at.is_relative_to(real))
+            passed = (
+                at.relative_to(real).parts for at in _iterate_hops(link) if at.is_relative_to(real)
+            )
             for name in dict.fromkeys(parts[0] for parts in passed if parts):
                 if not link.is_relative_to(real / name):
                     yield name, f"the link `{os.path.relpath(link, real)}`"
 
 
-def _way(link: Path) -> Iterator[Path]:
+def _iterate_hops(link: Path) -> Iterator[Path]:
     """Yield every path that the system resolves to follow *link*, whose folder is a real path."""
-    at, left, hops = link.parent, [link.name], 0
-    while left:
-        part = left.pop(0)
+    at, pending, hops = link.parent, [link.name], 0
+    while pending:
+        part = pending.pop(0)
         if part == os.pardir:
             at = at.parent
             continue
-        found = at / part
-        yield found
-        if not found.is_symlink():
-            at = found
+        hop = at / part
+        yield hop
+        if not hop.is_symlink():
+            at = hop
             continue
         hops += 1
-        if hops > HOPS:
+        if hops > MAX_HOPS:
             return
-        target = found.readlink()
+        target = hop.readlink()
         at = Path(target.anchor) if target.is_absolute() else at
-        left = [*(word for word in target.parts if word != target.anchor), *left]
+        pending = [*(word for word in target.parts if word != target.anchor), *pending]
 
 
-def _others(root: Path, names: Sequence[str]) -> Iterator[str]:
+def _iterate_other_folders(root: Path, names: Sequence[str]) -> Iterator[str]:
     """Yield the folders in *root* that are not checkpoints."""
-    known = {*names, TRASH_FOLDER}
-    with suppress(OSError), os.scandir(root) as found:
-        for item in found:
-            if item.name not in known and item.is_dir(follow_symlinks=False):
+    excluded = {*names, TRASH_FOLDER}
+    with suppress(OSError), os.scandir(root) as items:
+        for item in items:
+            if item.name not in excluded and item.is_dir(follow_symlinks=False):
                 yield item.name
 
 
-def _all(root: Path, name: str) -> Iterator[Path | None]:
+def _iterate_links(root: Path, name: str) -> Iterator[Path | None]:
     """Yield the links below a folder of *root* in order, then None if there may be more."""
-    waiting = [iter(_listed(root / name))]
+    waiting = [iter(_list_folder(root / name))]
     for _ in range(MAX_ENTRIES):
         while waiting and (item := next(waiting[-1], None)) is None:
             waiting.pop()
@@ -522,39 +555,43 @@ def _all(root: Path, name: str) -> Iterator[Path | None]:
         if item.is_symlink():
             yield Path(item.path)
         elif item.is_dir(follow_symlinks=False):
-            waiting.append(iter(_listed(item.path)))
+            waiting.append(iter(_list_folder(item.path)))
     yield None
 
 
-def _listed(folder: Path | str) -> list[os.DirEntry[str]]:
+def _list_folder(folder: Path | str) -> list[os.DirEntry[str]]:
     """List a folder in order, or return an empty list for a file or an unreadable folder."""
     try:
-        with os.scandir(folder) as found:
-            return sorted(found, key=lambda item: item.name)
+        with os.scandir(folder) as items:
+            return sorted(items, key=lambda item: item.name)
     except OSError:
         return []
 
 
 NAMING: tuple[Protection, ...] = (
     *(
-        Protection("pointer file", POINTERS[name], name, partial(_pointer, name))
+        Protection("pointer file", POINTERS[name], name, partial(_claim_pointer, name))
         for name in POINTERS
     ),
-    Protection("best checkpoint", "transformers", TRAINER, _best_of_trainer),
-    Protection("best checkpoint", "Lightning", LAST, _best_of_lightning),
+    Protection("best checkpoint", "transformers", TRAINER_STATE, _claim_best_of_trainer),
+    Protection("best checkpoint", "Lightning", LAST_CHECKPOINT, _claim_best_of_lightning),
 )
 """Files that name a checkpoint."""
 
 PROTECTIONS: tuple[Protection, ...] = (
     *NAMING,
-    Protection("link to it", "any", "any symbolic link", _link_to_it),
-    Protection("in use", "CheckpointManager", "none: the running process", _in_use),
-    Protection("abandoned branch", "CheckpointManager", RUN_FILE, _left_behind, "left alone"),
-    Protection("is a link", "any", "the checkpoint itself", _is_link, "left alone"),
-    Protection("last checkpoint", "Lightning", LAST, _is_last, "left alone"),
-    Protection("unreadable record", "CheckpointManager", RUN_FILE, _unread_record, "left alone"),
-    Protection("being written", "any", "a lock, or a fresh file", _being_written, "left alone"),
-    Protection("no incomplete write", "any", "any of its files", _not_torn, "left alone"),
+    Protection("link to it", "any", "any symbolic link", _claim_linked),
+    Protection("in use", "CheckpointManager", "none: the running process", _claim_in_use),
+    Protection("abandoned branch", "CheckpointManager", RUN_FILE, _claim_abandoned, "left alone"),
+    Protection("is a link", "any", "the checkpoint itself", _claim_links, "left alone"),
+    Protection("last checkpoint", "Lightning", LAST_CHECKPOINT, _claim_last, "left alone"),
+    Protection(
+        "unreadable record", "CheckpointManager", RUN_FILE, _claim_unreadable_records, "left alone"
+    ),
+    Protection(
+        "being written", "any", "a lock, or a fresh file", _claim_being_written, "left alone"
+    ),
+    Protection("no incomplete write", "any", "any of its files", _claim_not_torn, "left alone"),
 )
 """All protections of checkpoints, independent of the rules of a policy.
 

@@ -28,11 +28,23 @@ from ckptctl.errors import (
 )
 from ckptctl.planner.retention import Action, Decision, Policy, decide_retention, find_out_of_order
 from ckptctl.results import Inline, JsonField, Result
-from ckptctl.runs.entries import entry_at, is_run
-from ckptctl.runs.health import AT_WORK, CHECKPOINT, Checkpoint, health, unread_metrics
+from ckptctl.runs.entries import is_run, read_entry
+from ckptctl.runs.health import (
+    AT_WORK_SECONDS,
+    CHECKPOINT_FIELDS,
+    Checkpoint,
+    check_health,
+    read_other_metrics,
+)
 from ckptctl.runs.listing import RunFolder, read_run
-from ckptctl.runs.protections import Pointers, Protected, RunView, points_inside, protect
-from ckptctl.runs.run_store import run_store
+from ckptctl.runs.protections import (
+    Pointers,
+    Protected,
+    RunView,
+    find_protections,
+    has_pointer_to_entry,
+)
+from ckptctl.runs.run_store import open_run_store
 from ckptctl.runs.thinning import Thinning, plan_thinning, run_thinning
 from ckptctl.storage.file_system import list_mounts_in
 from ckptctl.storage.paths import parse_path, path_hint, require_local, resolve_links
@@ -44,7 +56,7 @@ DRY_RUN = JsonField("whether this is a plan; if true, `done`, `failed` and `free
 
 
 @dataclass(frozen=True, slots=True)
-class PruneDecision(Decision[Checkpoint], Result, order=f"{CHECKPOINT} action keep reasons"):
+class PruneDecision(Decision[Checkpoint], Result, order=f"{CHECKPOINT_FIELDS} action keep reasons"):
     """Decision on one checkpoint.
 
     Attributes:
@@ -115,21 +127,21 @@ class PrunePlan(
     @property
     def kept(self) -> Annotated[int, JsonField("number of kept checkpoints")]:
         """Number of kept checkpoints."""
-        return len(self.of("keep"))
+        return len(self.list_decisions("keep"))
 
     @property
     def removed(
         self,
     ) -> Annotated[int, JsonField("number of removed checkpoints, including thinned ones")]:
         """Number of removed or thinned checkpoints."""
-        return len(self.of("remove"))
+        return len(self.list_decisions("remove"))
 
     @property
     def skipped(self) -> Annotated[int, JsonField("number of skipped checkpoints")]:
         """Number of skipped checkpoints."""
-        return len(self.of("skip"))
+        return len(self.list_decisions("skip"))
 
-    def of(self, action: Action) -> tuple[PruneDecision, ...]:
+    def list_decisions(self, action: Action) -> tuple[PruneDecision, ...]:
         """Return the decisions with *action*."""
         return tuple(decision for decision in self.decisions if decision.action == action)
 
@@ -144,9 +156,9 @@ class PrunePlan(
         return sum(decision.thinning is not None for decision in self.decisions)
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether there is nothing to do."""
-        return not self.of("remove") and not self.leftovers
+        return not self.list_decisions("remove") and not self.leftovers
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,12 +218,12 @@ class Trainer(NamedTuple):
     Attributes:
         series: Common part of the names of its checkpoints; None if there are no others.
         in_use: Names of the checkpoints that it uses, which are kept.
-        coming: Number of checkpoints that it is about to save.
+        pending_saves: Number of checkpoints that it is about to save.
     """
 
     series: str | None = None
     in_use: Collection[str] = ()
-    coming: int = 0
+    pending_saves: int = 0
 
 
 def plan_prune(
@@ -254,8 +266,8 @@ def plan_prune(
             hint="use `ckptctl convert` to write only the weights",
             error=RefusedError,
         )
-    at_work = trainer or Trainer()
-    run = read_run(real, now, at_work.series, in_use=at_work.in_use, model=trainer is None)
+    job = trainer or Trainer()
+    run = read_run(real, now, job.series, in_use=job.in_use, model=trainer is None)
     run.pointers.require_understood()
     if not force and (disordered := find_out_of_order(run.checkpoints)):
         newer, older = disordered
@@ -270,9 +282,9 @@ def plan_prune(
     if not replaced:
         policy.require_match(run.checkpoints, growing=trainer is not None)
     decisions = decide_retention(
-        run.checkpoints, policy, now, replaced=replaced, pending_saves=at_work.coming
+        run.checkpoints, policy, now, replaced=replaced, pending_saves=job.pending_saves
     )
-    return _plan(real, policy, run, decisions, thin)
+    return _build_plan(real, policy, run, decisions, thin)
 
 
 def plan_discard(root: TreePath, series: str, step: int, now: float | None = None) -> PrunePlan:
@@ -293,17 +305,19 @@ def plan_delete(root: TreePath, series: str, step: int, in_use: Collection[str] 
         RefusedError: It is protected, or no other checkpoint is complete.
     """
     plan = _plan_removal(root, series, lambda other: other == step, f"step {step}", in_use)
-    for decision in plan.of("skip"):
+    for decision in plan.list_decisions("skip"):
         if decision.checkpoint.step == step:
             raise RefusedError(
                 "this checkpoint cannot be removed",
                 where=str(decision.checkpoint.path),
                 why="; ".join(decision.reasons),
             )
-    if not plan.of("keep") and any(one.checkpoint.complete for one in plan.of("remove")):
+    if not plan.list_decisions("keep") and any(
+        candidate.checkpoint.complete for candidate in plan.list_decisions("remove")
+    ):
         raise RefusedError(
             "the newest complete checkpoint cannot be removed",
-            where=str(plan.of("remove")[0].checkpoint.path),
+            where=str(plan.list_decisions("remove")[0].checkpoint.path),
             why="there is no other checkpoint to resume from",
             hint="remove the folder yourself if you want to delete it",
         )
@@ -313,25 +327,31 @@ def plan_delete(root: TreePath, series: str, step: int, in_use: Collection[str] 
 def _plan_removal(
     root: TreePath,
     series: str,
-    meant: Callable[[int], bool],
+    is_meant: Callable[[int], bool],
     why: str,
     in_use: Collection[str] = (),
     now: float | None = None,
 ) -> PrunePlan:
-    """Plan to remove unprotected checkpoints of *meant* steps, complete or with a torn write."""
+    """Plan to remove unprotected checkpoints of *is_meant* steps, complete or with a torn write."""
     real = _require_root(root)
-    run = read_run(real, now, series, in_use=in_use, branches=False, model=False)
+    run = read_run(real, now, series, in_use=in_use, protect_abandoned=False, model=False)
     run.pointers.require_understood()
 
-    def decide_by_step(one: Checkpoint) -> Decision[Checkpoint]:
-        if not meant(one.step):
-            return Decision(one, "keep" if one.is_counted else "skip", (f"not {why}",))
-        if one.pinned or one.exempt:
-            pins = (f"named by {pin}" for pin in one.pinned)
-            return Decision(one, "skip", tuple(filter(None, (*pins, one.skip_reason, one.problem))))
-        return Decision(one, "remove", (why,))
+    def decide_by_step(checkpoint: Checkpoint) -> Decision[Checkpoint]:
+        if not is_meant(checkpoint.step):
+            return Decision(
+                checkpoint, "keep" if checkpoint.is_counted else "skip", (f"not {why}",)
+            )
+        if checkpoint.pinned or checkpoint.exempt:
+            pins = (f"named by {pin}" for pin in checkpoint.pinned)
+            return Decision(
+                checkpoint,
+                "skip",
+                tuple(filter(None, (*pins, checkpoint.skip_reason, checkpoint.problem))),
+            )
+        return Decision(checkpoint, "remove", (why,))
 
-    return _plan(real, Policy(), run, map(decide_by_step, run.checkpoints))
+    return _build_plan(real, Policy(), run, map(decide_by_step, run.checkpoints))
 
 
 def _require_root(root: TreePath, *, force: bool = False) -> TreePath:
@@ -340,9 +360,9 @@ def _require_root(root: TreePath, *, force: bool = False) -> TreePath:
     It must not be a link, ``/``, the home directory or a parent of it, nor, without *force*, a
     checkpoint. No file may be at the path of the trash.
     """
-    store = run_store(root)
+    store = open_run_store(root)
     store.require_changeable()
-    store.refresh()
+    store.refresh_listing()
     if root.is_symlink():
         raise RefusedError(
             "this is a symbolic link",
@@ -369,8 +389,8 @@ def _require_root(root: TreePath, *, force: bool = False) -> TreePath:
         )
     sniffed = {} if force else formats.sniff_formats(real)
     # A folder is not a checkpoint just because a pointer names one of its entries.
-    if sniffed and not points_inside(real):
-        hints = [f"did you mean the run `{real.parent}`?"] if entry_at(real) else []
+    if sniffed and not has_pointer_to_entry(real):
+        hints = [f"did you mean the run `{real.parent}`?"] if read_entry(real) else []
         if is_run(real):
             hints.append(f"pass {spell_option('--force')} to remove checkpoints inside `{real}`")
         raise RefusedError(
@@ -382,7 +402,7 @@ def _require_root(root: TreePath, *, force: bool = False) -> TreePath:
     return real
 
 
-def _plan(
+def _build_plan(
     root: TreePath,
     policy: Policy,
     run: RunFolder,
@@ -390,12 +410,12 @@ def _plan(
     thin: bool = False,
 ) -> PrunePlan:
     """Build the plan from decisions, or raise if it would be unsafe."""
-    priced = tuple(_priced(decision, policy, thin) for decision in decisions)
-    plan = PrunePlan(root, policy, run, priced, thin, tuple(run_store(root).leftovers()))
-    here: Path | None = None
+    priced = tuple(_price_decision(decision, policy, thin) for decision in decisions)
+    plan = PrunePlan(root, policy, run, priced, thin, tuple(open_run_store(root).list_leftovers()))
+    working_folder: Path | None = None
     with suppress(OSError):
-        here = Path.cwd()
-    for decision in plan.of("remove"):
+        working_folder = Path.cwd()
+    for decision in plan.list_decisions("remove"):
         path = decision.checkpoint.path
         mounted = list_mounts_in(Path(path))
         if mounted:
@@ -405,7 +425,7 @@ def _plan(
                 why=f"`{path.name}` would be removed",
                 hint="unmount it, or keep that checkpoint",
             )
-        if here and here.is_relative_to(path):
+        if working_folder and working_folder.is_relative_to(path):
             raise RefusedError(
                 "the working directory would be removed",
                 where=str(path),
@@ -414,12 +434,12 @@ def _plan(
     return plan
 
 
-def _priced(decision: Decision[Checkpoint], policy: Policy, thin: bool) -> PruneDecision:
+def _price_decision(decision: Decision[Checkpoint], policy: Policy, thin: bool) -> PruneDecision:
     """Add the bytes to free to a decision, and the thinning if any."""
     checkpoint, action, reasons = decision.checkpoint, decision.action, decision.reasons
     if action != "remove":
         return PruneDecision(checkpoint, action, reasons)
-    unread = unread_metrics(checkpoint.path, checkpoint.record) if policy.best else {}
+    unread = read_other_metrics(checkpoint.path, checkpoint.record) if policy.best else {}
     for best in policy.best:
         if best.metric in unread and best.metric not in checkpoint.metrics:  # it may be the best
             reason = f"its metric `{best.metric}` is not a number: {unread[best.metric]}"
@@ -441,64 +461,70 @@ def run_prune(plan: PrunePlan) -> PruneResult:
 
     A plan with nothing to remove only empties the trash.
     """
-    done: list[str] = []
+    done_names: list[str] = []
     failed: dict[str, CkptError] = {}
     freed = 0
-    store = run_store(plan.root)
-    if plan.idle:
-        store.tidy()
+    store = open_run_store(plan.root)
+    if plan.is_idle:
+        store.remove_leftovers()
         return PruneResult(plan, (), {}, 0)
-    store.refresh()
-    with store.deleting() as deletion:
+    store.refresh_listing()
+    with store.lock_for_deletion() as deletion:
         _require_kept(plan)
         pointers = Pointers.read(plan.root)
         pointers.require_understood()
-        protected = protect(RunView(plan.root, plan.run.checkpoints, pointers))
-        for decision in plan.of("remove"):
+        protected = find_protections(RunView(plan.root, plan.run.checkpoints, pointers))
+        for decision in plan.list_decisions("remove"):
             path = decision.checkpoint.path
             if not path.exists() and not path.is_symlink():
                 continue  # another process has removed it
-            still = partial(_require_unchanged, decision, protected.get(decision.name, Protected()))
+            require_unchanged = partial(
+                _require_unchanged, decision, protected.get(decision.name, Protected())
+            )
             try:
-                _require_old(decision, deletion.now() - max(plan.policy.min_age, AT_WORK))
+                _require_settled(
+                    decision, deletion.read_clock() - max(plan.policy.min_age, AT_WORK_SECONDS)
+                )
                 if decision.thinning:
-                    still()
+                    require_unchanged()
                     assert isinstance(deletion, TwoPhaseDelete), "it is refused behind URLs"
                     run_thinning(decision.thinning, deletion)
                 else:
-                    deletion.delete(decision.name, decision.checkpoint.entry.identity, still)
+                    deletion.delete(
+                        decision.name, decision.checkpoint.entry.identity, require_unchanged
+                    )
             except CkptError as error:
                 failed[decision.name] = error
             else:
-                done.append(decision.name)
+                done_names.append(decision.name)
                 freed += decision.nbytes
         stuck = CkptError("it could not be deleted permanently", where=str(deletion.folder))
-        failed |= {name: stuck for name in deletion.left() if name not in failed}
-    return PruneResult(plan, tuple(done), failed, freed)
+        failed |= {name: stuck for name in deletion.list_undeleted() if name not in failed}
+    return PruneResult(plan, tuple(done_names), failed, freed)
 
 
 def _require_kept(plan: PrunePlan) -> None:
     """Raise if a kept checkpoint was removed or damaged after planning."""
-    for decision in plan.of("keep"):
-        known = decision.checkpoint.entry
-        entry = entry_at(known.path)
+    for decision in plan.list_decisions("keep"):
+        planned_entry = decision.checkpoint.entry
+        entry = read_entry(planned_entry.path)
         why = ""
-        if entry is None or not entry.identity.is_same_inode(known.identity):
+        if entry is None or not entry.identity.is_same_inode(planned_entry.identity):
             why = "a checkpoint that should be kept no longer exists"
-        elif not entry.same(known):
-            why = health(known.path, model=False).problem
+        elif not entry.is_same(planned_entry):
+            why = check_health(planned_entry.path, model=False).problem
         if why:
             raise RefusedError(
                 "the run changed in the meantime",
-                where=str(known.path),
+                where=str(planned_entry.path),
                 why=why,
                 hint="run it again",
             )
 
 
-def _require_old(decision: PruneDecision, before: float) -> None:
+def _require_settled(decision: PruneDecision, latest_change: float) -> None:
     """Raise if an incomplete checkpoint changed recently by the file system's clock."""
-    if not decision.checkpoint.complete and decision.checkpoint.entry.touched > before:
+    if not decision.checkpoint.complete and decision.checkpoint.entry.touched > latest_change:
         raise RefusedError(
             "another process may still be writing the checkpoint",
             where=str(decision.checkpoint.path),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 AN_HOUR = "1h"
 
 
-def duration(value: float | str) -> float:
+def parse_duration(value: float | str) -> float:
     """Parse a duration into seconds, where `0` needs no unit."""
     if isinstance(value, str):
         return 0.0 if value.strip() == "0" else parse_seconds(value)
@@ -28,7 +28,7 @@ def duration(value: float | str) -> float:
         raise UsageError(f"{value!r} is not a non-negative number of seconds") from None
 
 
-def metrics(value: str | Sequence[str]) -> tuple[str, ...]:
+def parse_metric_names(value: str | Sequence[str]) -> tuple[str, ...]:
     """Parse metric names, each with its direction unless it ends in ``loss`` or ``accuracy``."""
     from ckptctl.planner.retention import BestRule
 
@@ -68,7 +68,7 @@ class KeepOptions(Options):
             "Keep checkpoints of the last TIME, e.g. 7d. The time is counted back from "
             "the newest checkpoint.",
             metavar="TIME",
-            check=duration,
+            check=parse_duration,
             python="Keep checkpoints that are at most this much older than the newest one, e.g. "
             "``7d`` or ``12h``.",
         ),
@@ -79,7 +79,7 @@ class KeepOptions(Options):
             "Keep one checkpoint per TIME, e.g. 6h.",
             python="Keep one checkpoint per interval, e.g. ``6h`` or ``1d``.",
             metavar="TIME",
-            check=duration,
+            check=parse_duration,
         ),
     ] = None
     keep_best: Annotated[
@@ -91,7 +91,7 @@ class KeepOptions(Options):
             '``"reward:max"``, or the best 3 with ``"eval_loss:3"``. Several metrics are '
             "a list.",
             metavar="METRIC[:min|max][:N]",
-            check=metrics,
+            check=parse_metric_names,
         ),
     ] = ()
     keep: Annotated[
@@ -103,7 +103,7 @@ class KeepOptions(Options):
         ),
     ] = ()
 
-    def policy(self) -> Policy:
+    def build_policy(self) -> Policy:
         """Build the retention policy."""
         from ckptctl.planner.retention import BestRule, Policy
 
@@ -111,15 +111,15 @@ class KeepOptions(Options):
             last=self.keep_last,
             every=self.keep_every,
             closest=self.keep_closest,
-            within=_seconds(self.keep_within),
-            interval=_seconds(self.keep_interval),
+            within=_parse_optional_seconds(self.keep_within),
+            interval=_parse_optional_seconds(self.keep_interval),
             best=tuple(map(BestRule.parse, self.keep_best)),
             patterns=tuple(self.keep),
         )
 
 
-def _seconds(value: float | str | None) -> float | None:
-    return None if value is None else duration(value)
+def _parse_optional_seconds(value: float | str | None) -> float | None:
+    return None if value is None else parse_duration(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +138,7 @@ class PruneOptions(KeepOptions):
         Option(
             "Remove a damaged checkpoint only if it has not changed for this long.",
             metavar="TIME",
-            check=duration,
+            check=parse_duration,
             panel="Select",
         ),
     ] = AN_HOUR
@@ -149,13 +149,13 @@ class PruneOptions(KeepOptions):
     def __post_init__(self) -> None:
         """Check all values, including that an age is only given for incomplete checkpoints."""
         super().__post_init__()
-        if not self.include_incomplete and self.min_age != duration(AN_HOUR):
+        if not self.include_incomplete and self.min_age != parse_duration(AN_HOUR):
             raise UsageError(
                 f"{spell_option('--min-age')} only applies to incomplete checkpoints; it requires "
                 f"{spell_option('--include-incomplete')}"
             )
 
-    def policy(self) -> Policy:
+    def build_policy(self) -> Policy:
         """Build the retention policy."""
-        least = duration(self.min_age)
-        return replace(super().policy(), incomplete=self.include_incomplete, min_age=least)
+        min_age = parse_duration(self.min_age)
+        return replace(super().build_policy(), incomplete=self.include_incomplete, min_age=min_age)

@@ -24,15 +24,15 @@ class Deletion(Protocol):
     def folder(self) -> TreePath:
         """Trash folder for checkpoints that cannot be deleted permanently."""
 
-    def now(self) -> float:
+    def read_clock(self) -> float:
         """Return the time in seconds by the storage's clock, which may be another machine's."""
 
     def delete(
-        self, name: str, identity: FileIdentity, still: Callable[[], None] = lambda: None
+        self, name: str, identity: FileIdentity, recheck: Callable[[], None] = lambda: None
     ) -> None:
-        """Delete the entry *name* of the run, unless *still* raises an error."""
+        """Delete the entry *name* of the run, unless *recheck* raises an error."""
 
-    def left(self) -> list[str]:
+    def list_undeleted(self) -> list[str]:
         """List the entries that were not deleted permanently."""
 
 
@@ -46,28 +46,28 @@ class RunStore(Protocol):
     def require_changeable(self) -> None:
         """Raise if nothing can be removed from this location."""
 
-    def refresh(self) -> None:
+    def refresh_listing(self) -> None:
         """Discard cached listings."""
 
     def is_free(self, name: str) -> bool:
         """Return whether a save may use *name*, because nothing there may be a checkpoint."""
 
-    def left_saves(self) -> list[str]:
+    def list_unfinished_saves(self) -> list[str]:
         """List checkpoints that a killed save may have written in part."""
 
-    def leftovers(self) -> list[str]:
+    def list_leftovers(self) -> list[str]:
         """List entries that an earlier run started to remove."""
 
-    def tidy(self) -> None:
+    def remove_leftovers(self) -> None:
         """Remove the leftovers of a prune that was killed."""
 
-    def replace(self, name: str, content: bytes, *, sync: bool) -> None:
+    def replace_file(self, name: str, content: bytes, *, sync: bool) -> None:
         """Write a small file atomically, replacing an existing one."""
 
-    def create(self, name: str, content: bytes) -> None:
+    def create_file(self, name: str, content: bytes) -> None:
         """Write a small file unless another job has already written it."""
 
-    def deleting(self) -> AbstractContextManager[Deletion]:
+    def lock_for_deletion(self) -> AbstractContextManager[Deletion]:
         """Lock the run for deletion and finish deletions that were interrupted."""
 
 
@@ -80,7 +80,7 @@ class LocalRun:
     def require_changeable(self) -> None:
         """See :class:`RunStore`."""
 
-    def refresh(self) -> None:
+    def refresh_listing(self) -> None:
         """See :class:`RunStore`."""
 
     def is_free(self, name: str) -> bool:
@@ -88,20 +88,20 @@ class LocalRun:
         path = self.root / name
         return not os.path.lexists(path) or is_empty_folder(path)
 
-    def left_saves(self) -> list[str]:
+    def list_unfinished_saves(self) -> list[str]:
         """See :class:`RunStore`."""
-        there = self.root.iterdir() if self.root.is_dir() else ()
-        return [name for item in there if (name := parse_staging_name(item.name))]
+        items = self.root.iterdir() if self.root.is_dir() else ()
+        return [name for item in items if (name := parse_staging_name(item.name))]
 
-    def leftovers(self) -> list[str]:
+    def list_leftovers(self) -> list[str]:
         """See :class:`RunStore`."""
         return two_phase_delete.list_leftovers(self.root)
 
-    def tidy(self) -> None:
+    def remove_leftovers(self) -> None:
         """See :class:`RunStore`."""
         two_phase_delete.remove_empty_trash(self.root)
 
-    def replace(self, name: str, content: bytes, *, sync: bool) -> None:
+    def replace_file(self, name: str, content: bytes, *, sync: bool) -> None:
         """See :class:`RunStore`."""
         target = self.root / name
         part = target.with_name(f".{target.name}.tmp")
@@ -109,7 +109,7 @@ class LocalRun:
         add_file(part, [content], sync=sync)
         part.replace(target)
 
-    def create(self, name: str, content: bytes) -> None:
+    def create_file(self, name: str, content: bytes) -> None:
         """See :class:`RunStore`."""
         target = self.root / name
         with wrap_os_errors("create", self.root):
@@ -123,12 +123,12 @@ class LocalRun:
             except FileExistsError:
                 part.unlink()
 
-    def deleting(self) -> AbstractContextManager[two_phase_delete.TwoPhaseDelete]:
+    def lock_for_deletion(self) -> AbstractContextManager[two_phase_delete.TwoPhaseDelete]:
         """See :class:`RunStore`."""
         return two_phase_delete.lock_for_deletion(self.root)
 
 
-def run_store(root: TreePath) -> RunStore:
+def open_run_store(root: TreePath) -> RunStore:
     """Return the store of the run in *root*."""
     if not isinstance(root, UrlPath):
         return LocalRun(Path(root))

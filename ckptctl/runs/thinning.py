@@ -22,36 +22,36 @@ from ckptctl.errors import CkptError, RefusedError, quote_names, wrap_os_errors
 from ckptctl.formats.dcp.dcp_reader import COMPANION_FILE
 from ckptctl.formats.shared.stored_leaves import read_leaves
 from ckptctl.formats.sidecar_files import RUN_FILE
-from ckptctl.runs.entries import ADDED, RunEntry
+from ckptctl.runs.entries import ADDED_FILES, RunEntry
 from ckptctl.runs.health import Checkpoint
 from ckptctl.storage import file_system, trash
 from ckptctl.storage.file_system import sync_directory, write_file
 from ckptctl.storage.files import source_files
 from ckptctl.storage.two_phase_delete import TwoPhaseDelete
 from ckptctl.verbs.verification.digest_lists import LISTS
-from ckptctl.verbs.verification.digest_lists import without as lines_without
+from ckptctl.verbs.verification.digest_lists import drop_files as lines_without
 
 if TYPE_CHECKING:
     from ckptctl.conversion.draft import Draft
 
-REWRITTEN = ("dcp", "torch")
-OUTDATED = ADDED - {RUN_FILE}
+REWRITABLE_FORMATS = ("dcp", "torch")
+OUTDATED_FILES = ADDED_FILES - {RUN_FILE}
 """Files that are outdated in a rewritten checkpoint."""
 _CONTAINERS = re.compile(r"opt(im(izer)?s?)?(_states?)?(_\d+)?", re.ASCII)
-_STATE = frozenset({"state", "states", "param_groups"})
+_STATE_KEYS = frozenset({"state", "states", "param_groups"})
 """Keys of an optimizer's state dict (``torch/optim/optimizer.py``)."""
-_SLOTS = frozenset(
+_STATE_SLOTS = frozenset(
     {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col"}
     | {"exp_inf", "exp_avg_diff", "momentum_buffer", "square_avg", "acc_delta", "grad_avg", "sum"}
     | {"state1", "state2", "m", "v", "mu", "nu"}
 )
 """State of a parameter in optimizers of torch, Adafactor, bitsandbytes and JAX."""
-_VAGUE = frozenset({"step", "sum", "m", "v", "mu", "nu"})
+_AMBIGUOUS_SLOTS = frozenset({"step", "sum", "m", "v", "mu", "nu"})
 """Those that are also names of parts of models."""
-_NEAR = 3
+_MAX_DEPTH = 3
 """Maximum depth at which the state dict starts below its container: ``optimizers.0.state``."""
-SHOWN = 3
-_FILES = re.compile(
+SHOWN_NAMES = 3
+_OPTIMIZER_FILES = re.compile(
     r"optimizer(_\d+)?(\.(pt|pth|bin|safetensors))?|optim_world_size_\d+_rank_\d+\.pt", re.ASCII
 )
 
@@ -73,51 +73,67 @@ class Thinning:
     dropped: tuple[str, ...] = ()
 
 
-def plan_thinning(found: Checkpoint) -> Thinning | str:
+def plan_thinning(checkpoint: Checkpoint) -> Thinning | str:
     """Plan to remove optimizer state, or return the reason why there is none to remove."""
-    path, name = found.path, found.format or ""
+    path, name = checkpoint.path, checkpoint.format or ""
     try:
-        catalogs = [formats.open_checkpoint(part, name) for part in _models(found)]
+        catalogs = [formats.open_checkpoint(part, name) for part in _list_model_parts(checkpoint)]
     except CkptError as error:
         return f"its optimizer state cannot be identified: {error.what}"
-    held = [(tensor, _optimizers(one)) for one in catalogs for tensor in one.tensors.values()]
-    out = [tensor for tensor, known in held if _head(tensor.path) in known]
-    if len(out) == len(held):
+    tensors_with_roots = [
+        (tensor, _find_optimizer_roots(catalog))
+        for catalog in catalogs
+        for tensor in catalog.tensors.values()
+    ]
+    optimizer_tensors = [
+        tensor
+        for tensor, optimizer_roots in tensors_with_roots
+        if _get_first_word(tensor.path) in optimizer_roots
+    ]
+    if len(optimizer_tensors) == len(tensors_with_roots):
         return "it contains no weights"
-    files = tuple(_own_files(found, catalogs))
+    files = tuple(_iterate_optimizer_files(checkpoint, catalogs))
     if files:
-        below = (item for file in files for item in (file, *_below(file)))
+        below = (item for file in files for item in (file, *_iterate_below(file)))
         nbytes = sum(item.lstat().st_size for item in below if item.is_file())
-        return Thinning(found.entry, name, files, nbytes)
-    freed = sum(tensor.nbytes for tensor in out)
+        return Thinning(checkpoint.entry, name, files, nbytes)
+    freed = sum(tensor.nbytes for tensor in optimizer_tensors)
     if not freed:
-        kept = (tensor for tensor, known in held if _head(tensor.path) not in known)
-        named = [tensor.name for tensor in kept if _named_so(tensor.path)]
-        if not named:
+        kept_tensors = (
+            tensor
+            for tensor, optimizer_roots in tensors_with_roots
+            if _get_first_word(tensor.path) not in optimizer_roots
+        )
+        named_like_optimizer = [
+            tensor.name for tensor in kept_tensors if _is_in_container(tensor.path)
+        ]
+        if not named_like_optimizer:
             return "it contains no optimizer state"
-        names = quote_names(named, SHOWN)
+        names = quote_names(named_like_optimizer, SHOWN_NAMES)
         return f"{names} may be weights that are only named like optimizer state"
-    if name in REWRITTEN and found.parts == (path,):
-        return Thinning(found.entry, name, (), freed, tuple(tensor.name for tensor in out))
+    if name in REWRITABLE_FORMATS and checkpoint.parts == (path,):
+        return Thinning(
+            checkpoint.entry, name, (), freed, tuple(tensor.name for tensor in optimizer_tensors)
+        )
     return f"optimizer state cannot be removed from format `{name}`"
 
 
 def run_thinning(thinning: Thinning, deletion: TwoPhaseDelete) -> None:
     """Execute *thinning* and move removed files to the trash."""
     if not thinning.files:
-        _rewrite(thinning, deletion)
+        _rewrite_checkpoint(thinning, deletion)
         return
-    _strike_out(Path(thinning.entry.path), thinning.files, deletion)
+    _remove_digests(Path(thinning.entry.path), thinning.files, deletion)
     for path in thinning.files:
         deletion.remove_path(path, f"{thinning.entry.path.name}-{path.name}")
 
 
-def _strike_out(folder: Path, files: Sequence[Path], deletion: TwoPhaseDelete) -> None:
+def _remove_digests(folder: Path, files: Sequence[Path], deletion: TwoPhaseDelete) -> None:
     """Remove the lines about *files* from checksum lists, so that the others stay valid."""
-    gone = [str(path.relative_to(folder)) for path in files]
+    removed_names = [str(path.relative_to(folder)) for path in files]
 
-    def goes(file: str) -> bool:
-        return any(file == name or file.startswith(f"{name}/") for name in gone)
+    def is_removed(file: str) -> bool:
+        return any(file == name or file.startswith(f"{name}/") for name in removed_names)
 
     for name in LISTS:
         path = folder / name
@@ -125,12 +141,12 @@ def _strike_out(folder: Path, files: Sequence[Path], deletion: TwoPhaseDelete) -
             continue
         with wrap_os_errors("change", path):
             text = os.fsdecode(path.read_bytes())
-            left = lines_without(text, goes)
-            if left != text:
-                _replace(path, left, deletion.free_name(f"{folder.name}-{name}"))
+            remaining = lines_without(text, is_removed)
+            if remaining != text:
+                _replace_list(path, remaining, deletion.free_name(f"{folder.name}-{name}"))
 
 
-def _replace(path: Path, text: str, room: Path) -> None:
+def _replace_list(path: Path, text: str, room: Path) -> None:
     status = path.stat()
     write_file(room, os.fsencode(text))
     os.utime(room, ns=(status.st_atime_ns, status.st_mtime_ns))
@@ -139,7 +155,7 @@ def _replace(path: Path, text: str, room: Path) -> None:
     sync_directory(path.parent)
 
 
-def _rewrite(thinning: Thinning, deletion: TwoPhaseDelete) -> None:
+def _rewrite_checkpoint(thinning: Thinning, deletion: TwoPhaseDelete) -> None:
     """Rewrite the checkpoint without optimizer state and exchange it with the old one."""
     # Only thinning converts.
     from ckptctl.conversion.convert import Step, plan_with_steps, run_conversion
@@ -152,14 +168,14 @@ def _rewrite(thinning: Thinning, deletion: TwoPhaseDelete) -> None:
         options = ConversionOptions(to=thinning.format, from_format=thinning.format, only="all")
 
         def drop_optimizer(draft: Draft) -> Draft:
-            return draft.with_catalog(without(draft.catalog))
+            return draft.with_catalog(drop_optimizer_state(draft.catalog))
 
         step = Step("drop optimizer", "model", 30, drop_optimizer)
         plan = plan_with_steps(entry.path, target, options, step)
         run_conversion(plan)
         if entry.path.is_dir():
-            _carry(Path(entry.path), target, plan.source)
-        _keep_time(target, entry.time)
+            _copy_remaining_files(Path(entry.path), target, plan.source)
+        _set_times(target, entry.time)
     entry.require_unchanged()
     try:
         with wrap_os_errors("replace", entry.path):
@@ -172,120 +188,137 @@ def _rewrite(thinning: Thinning, deletion: TwoPhaseDelete) -> None:
     trash.remove_path(room)
 
 
-def without(catalog: Catalog) -> Catalog:
+def drop_optimizer_state(catalog: Catalog) -> Catalog:
     """Return *catalog* without optimizer state and without files that are kept as they are."""
-    beside, optimizers = _beside(catalog), _optimizers(catalog)
+    companion_names, optimizer_roots = (
+        _list_companion_names(catalog),
+        _find_optimizer_roots(catalog),
+    )
 
-    def stays(name: str, path: KeyPath) -> bool:
-        return name not in beside and _head(path) not in optimizers
+    def is_kept(name: str, path: KeyPath) -> bool:
+        return name not in companion_names and _get_first_word(path) not in optimizer_roots
 
     return replace(
         catalog,
-        tensors={n: t for n, t in catalog.tensors.items() if stays(n, t.path)},
-        blobs={n: b for n, b in catalog.blobs.items() if stays(n, b.path)},
+        tensors={n: t for n, t in catalog.tensors.items() if is_kept(n, t.path)},
+        blobs={n: b for n, b in catalog.blobs.items() if is_kept(n, b.path)},
     )
 
 
-def _beside(catalog: Catalog) -> set[str]:
+def _list_companion_names(catalog: Catalog) -> set[str]:
     """Return the names of values in companion files that trainers add to a DCP directory."""
-    found: set[str] = set()
+    names: set[str] = set()
     with source_files(catalog.root) as files:
         for name in (COMPANION_FILE,) if catalog.format == "dcp" else ():
             if name in catalog.files:
                 contents = read_leaves(files, name)
-                found |= {*contents.tensors, *contents.blobs}
-    return found
+                names |= {*contents.tensors, *contents.blobs}
+    return names
 
 
-def _optimizers(catalog: Catalog) -> frozenset[str]:
+def _find_optimizer_roots(catalog: Catalog) -> frozenset[str]:
     """Return the first words of names that contain optimizer state.
 
     The word is not enough, since parts of models are called ``opt`` and ``optim``. Below these,
     every tensor must look like optimizer state; below ``optimizer``, one is enough.
     """
-    tensors = [_words(one.path) for one in catalog.tensors.values() if _named_so(one.path)]
-    blobs = [_words(one.path) for one in catalog.blobs.values() if _named_so(one.path)]
-    evident = {head for head, *rest in (*tensors, *blobs) if _evident(head, rest)}
-    others = {head for head, *rest in tensors if not (_says_so(head) or _likely(rest))}
+    tensors = [
+        _split_words(leaf.path) for leaf in catalog.tensors.values() if _is_in_container(leaf.path)
+    ]
+    blobs = [
+        _split_words(leaf.path) for leaf in catalog.blobs.values() if _is_in_container(leaf.path)
+    ]
+    evident = {head for head, *rest in (*tensors, *blobs) if _is_optimizer_leaf(head, rest)}
+    others = {
+        head
+        for head, *rest in tensors
+        if not (_is_named_optimizer(head) or _is_likely_optimizer_leaf(rest))
+    }
     return frozenset(evident - others)
 
 
-def _evident(head: str, rest: Sequence[str]) -> bool:
+def _is_optimizer_leaf(head: str, rest: Sequence[str]) -> bool:
     """Return whether only an optimizer has a leaf of this name."""
-    clear = rest[-1:] and rest[-1] in _SLOTS and (_says_so(head) or rest[-1] not in _VAGUE)
-    groups = {"param_groups"} | (_STATE if _says_so(head) else set())
-    return bool(clear) or not groups.isdisjoint(rest[:_NEAR])
+    is_clear_slot = (
+        rest[-1:]
+        and rest[-1] in _STATE_SLOTS
+        and (_is_named_optimizer(head) or rest[-1] not in _AMBIGUOUS_SLOTS)
+    )
+    groups = {"param_groups"} | (_STATE_KEYS if _is_named_optimizer(head) else set())
+    return bool(is_clear_slot) or not groups.isdisjoint(rest[:_MAX_DEPTH])
 
 
-def _likely(rest: Sequence[str]) -> bool:
+def _is_likely_optimizer_leaf(rest: Sequence[str]) -> bool:
     """Return whether an optimizer may have a leaf of this name."""
-    return not _STATE.isdisjoint(rest[:_NEAR]) or (bool(rest) and rest[-1] in _SLOTS)
+    return not _STATE_KEYS.isdisjoint(rest[:_MAX_DEPTH]) or (
+        bool(rest) and rest[-1] in _STATE_SLOTS
+    )
 
 
-def _says_so(head: str) -> bool:
+def _is_named_optimizer(head: str) -> bool:
     return head.startswith("optimizer")
 
 
-def _named_so(path: KeyPath) -> bool:
-    return _CONTAINERS.fullmatch(_head(path)) is not None
+def _is_in_container(path: KeyPath) -> bool:
+    return _CONTAINERS.fullmatch(_get_first_word(path)) is not None
 
 
-def _head(path: KeyPath) -> str:
-    return _words(path)[0] if path and isinstance(path[0], str) else ""
+def _get_first_word(path: KeyPath) -> str:
+    return _split_words(path)[0] if path and isinstance(path[0], str) else ""
 
 
-def _words(path: KeyPath) -> list[str]:
+def _split_words(path: KeyPath) -> list[str]:
     return [word for part in path for word in str(part).split(".")]
 
 
-def _models(found: Checkpoint) -> list[Path]:
-    return [Path(part) for part in found.parts if not _FILES.fullmatch(part.name)]
+def _list_model_parts(checkpoint: Checkpoint) -> list[Path]:
+    return [Path(part) for part in checkpoint.parts if not _OPTIMIZER_FILES.fullmatch(part.name)]
 
 
-def _own_files(found: Checkpoint, catalogs: list[Catalog]) -> Iterator[Path]:
+def _iterate_optimizer_files(checkpoint: Checkpoint, catalogs: list[Catalog]) -> Iterator[Path]:
     """Yield files that contain only optimizer state and that no catalog of weights uses."""
-    if not found.path.is_dir():
+    if not checkpoint.path.is_dir():
         return
-    used = {Path(catalog.root) / name for catalog in catalogs for name in catalog.files}
-    folders = dict.fromkeys((Path(found.path), *_models(found)))
+    used_files = {Path(catalog.root) / name for catalog in catalogs for name in catalog.files}
+    folders = dict.fromkeys((Path(checkpoint.path), *_list_model_parts(checkpoint)))
     for item in (item for folder in folders for item in sorted(folder.iterdir())):
-        inside = any(path.is_relative_to(item) for path in used)
-        if _FILES.fullmatch(item.name) and not item.is_symlink() and not inside:
+        is_used = any(path.is_relative_to(item) for path in used_files)
+        if _OPTIMIZER_FILES.fullmatch(item.name) and not item.is_symlink() and not is_used:
             yield item
 
 
-def _carry(source: Path, target: Path, catalog: Catalog) -> None:
+def _copy_remaining_files(source: Path, target: Path, catalog: Catalog) -> None:
     """Link or copy the remaining files of *source* to *target*."""
     rewritten = catalog.files.keys() - {COMPANION_FILE}
-    for item in sorted(_below(source)):
+    for item in sorted(_iterate_below(source)):
         name = item.relative_to(source)
-        there = target / name
-        if str(name) in rewritten or item.name in OUTDATED or os.path.lexists(there):
+        destination = target / name
+        if str(name) in rewritten or item.name in OUTDATED_FILES or os.path.lexists(destination):
             continue
         if item.is_dir() and not item.is_symlink():
-            there.mkdir()
+            destination.mkdir()
         else:
-            _copy(item, there)
+            _link_or_copy(item, destination)
     sync_directory(target)
 
 
-def _copy(item: Path, there: Path) -> None:
+def _link_or_copy(item: Path, destination: Path) -> None:
     try:
-        os.link(item, there, follow_symlinks=False)
+        os.link(item, destination, follow_symlinks=False)
     except OSError:
-        shutil.copy2(item, there, follow_symlinks=False)
-        if not there.is_symlink():
-            with there.open("rb") as file:
+        shutil.copy2(item, destination, follow_symlinks=False)
+        if not destination.is_symlink():
+            with destination.open("rb") as file:
                 os.fsync(file.fileno())
 
 
-def _keep_time(target: Path, time: float) -> None:
+def _set_times(target: Path, time: float) -> None:
     """Set the modification time of new files to that of the files that they replace."""
-    for item in (target, *_below(target)):
+    for item in (target, *_iterate_below(target)):
         os.utime(item, (time, time), follow_symlinks=False)
 
 
-def _below(folder: Path) -> Iterator[Path]:
+def _iterate_below(folder: Path) -> Iterator[Path]:
     """Yield everything below a folder without following links, or nothing for a file."""
     waiting = [folder] if folder.is_dir() else []
     while waiting:

@@ -48,9 +48,9 @@ class TwoPhaseDelete:
                 self._disk_is_full = True
 
     def delete(
-        self, name: str, identity: FileIdentity, still: Callable[[], None] = lambda: None
+        self, name: str, identity: FileIdentity, recheck: Callable[[], None] = lambda: None
     ) -> None:
-        """Remove the entry *name* of the folder, unless *still* raises because it has changed.
+        """Remove the entry *name* of the folder, unless *recheck* raises because it has changed.
 
         Raises:
             RefusedError: The entry was replaced, or another file system is mounted in it; it is
@@ -58,7 +58,7 @@ class TwoPhaseDelete:
             StorageError: The removal failed; the rest of the entry is in the trash.
         """
         path = self.root / name
-        still()
+        recheck()
         _require_unchanged(path, identity)
         self.remove_path(path, name)
 
@@ -84,19 +84,19 @@ class TwoPhaseDelete:
         trash.remove_path(self.folder / name)
         return self.folder / name
 
-    def now(self) -> float:
+    def read_clock(self) -> float:
         """Return the current time by the file system's clock, which may be that of a server."""
         path = self.root if self._disk_is_full else self.folder / lock.LOCK_FILE
         os.utime(path)
         return path.stat().st_mtime
 
-    def left(self) -> list[str]:
+    def list_undeleted(self) -> list[str]:
         """List the names in the trash."""
         return list_leftovers(self.root)
 
     def empty_trash(self) -> None:
-        """Empty the trash as far as possible (:meth:`left` lists the rest)."""
-        for name in self.left():
+        """Empty the trash as far as possible (:meth:`list_undeleted` lists the rest)."""
+        for name in self.list_undeleted():
             with suppress(CkptError):
                 if not list_mounts_in(self.folder / name):
                     trash.remove_path(self.folder / name)
@@ -165,7 +165,7 @@ def lock_for_deletion(root: Path) -> Iterator[TwoPhaseDelete]:
             deletion.empty_trash()
         finally:
             # On an interruption the trash is not emptied: the next run does that.
-            if not deletion.left():
+            if not deletion.list_undeleted():
                 trash.remove_path(deletion.folder)
 
 

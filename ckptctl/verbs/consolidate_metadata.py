@@ -33,11 +33,11 @@ from ckptctl.storage.publish import stage_output
 from ckptctl.storage.threads import pause_gc
 from ckptctl.tree import TreePath
 
-FIELDS = "source target from_format ranks tensors blobs chunks data_bytes bytes"
+RESULT_FIELDS = "source target from_format ranks tensors blobs chunks data_bytes bytes"
 
 
 @dataclass(frozen=True, slots=True)
-class MetadataPlan(Result, order=f"dry_run {FIELDS}"):
+class MetadataPlan(Result, order=f"dry_run {RESULT_FIELDS}"):
     """Plan of a metadata file for a directory.
 
     Attributes:
@@ -77,14 +77,14 @@ class MetadataPlan(Result, order=f"dry_run {FIELDS}"):
 
 
 @dataclass(frozen=True, slots=True)
-class MetadataResult(Result, order=f"{FIELDS} notes"):
+class MetadataResult(Result, order=f"{RESULT_FIELDS} notes"):
     """Result of adding the metadata file.
 
     Attributes:
         notes: Notes about publishing.
     """
 
-    plan: Annotated[MetadataPlan, Inline(FIELDS)]
+    plan: Annotated[MetadataPlan, Inline(RESULT_FIELDS)]
     seconds: Annotated[float, JsonField("elapsed time; absent with `--dry-run`", to=round_seconds)]
     notes: tuple[str, ...]
 
@@ -112,7 +112,7 @@ def plan_metadata(path: str | TreePath) -> MetadataPlan:
         hint=f"omit {spell_option('--metadata-only')} to write a new checkpoint anywhere",
     )
     source = Path(formats.to_existing_path(path))
-    _require_room(source)
+    _require_no_metadata(source)
     if FORMAT.sniff(Listing(source)) is None:
         raise FormatError(
             "not a DCP checkpoint with per-rank metadata",
@@ -130,7 +130,7 @@ def plan_metadata(path: str | TreePath) -> MetadataPlan:
             check_coverage(entry)
         _require_zips(catalog)
         FORMAT.resolve(catalog)
-        content = _encoded(catalog)
+        content = _encode_metadata(catalog)
     with source_files(source) as files:
         identities |= {name: files.read_identity(name) for name in catalog.files}
     return MetadataPlan(
@@ -149,7 +149,7 @@ def plan_metadata(path: str | TreePath) -> MetadataPlan:
 def run_metadata(plan: MetadataPlan) -> MetadataResult:
     """Write the metadata file of *plan* atomically."""
     start = time.monotonic()
-    _require_room(plan.source)
+    _require_no_metadata(plan.source)
     _require_unchanged(plan)
     with stage_output(plan.target, single_file=True) as stage:
         write_file(stage.data / METADATA, plan.content)
@@ -161,8 +161,8 @@ def run_metadata(plan: MetadataPlan) -> MetadataResult:
 def _require_zips(catalog: Catalog) -> None:
     """Raise if an item is not a zip of `torch.save`, which this metadata requires."""
     codecs = (codec for entry in catalog.tensors.values() for codec in codecs_of(entry.extents))
-    otherwise = any(codec != "torch" for codec in codecs)
-    if otherwise or any(blob.extension for blob in catalog.blobs.values()):
+    has_other_codecs = any(codec != "torch" for codec in codecs)
+    if has_other_codecs or any(blob.extension for blob in catalog.blobs.values()):
         raise UnsupportedError(
             "items are compressed or in safetensors format",
             where=catalog.path,
@@ -171,7 +171,7 @@ def _require_zips(catalog: Catalog) -> None:
         )
 
 
-def _encoded(catalog: Catalog) -> bytes:
+def _encode_metadata(catalog: Catalog) -> bytes:
     tensors = [
         OutputTensor(t.name, t.dtype, t.shape, t.path, requires_grad=t.requires_grad)
         for t in catalog.tensors.values()
@@ -191,7 +191,7 @@ def _encoded(catalog: Catalog) -> bytes:
     return encode_metadata(tensors, list(catalog.blobs.values()), boxes, items)
 
 
-def _require_room(source: Path) -> None:
+def _require_no_metadata(source: Path) -> None:
     if os.path.lexists(source / METADATA):
         raise RefusedError(
             "the checkpoint already has global metadata",

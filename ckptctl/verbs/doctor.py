@@ -71,38 +71,44 @@ class Diagnosis(Result, order="directory healthy warnings failures checks"):
     @property
     def warnings(self) -> Annotated[int, JsonField()]:
         """Number of warnings."""
-        return sum(one.status == "warn" for one in self.checks)
+        return sum(check.status == "warn" for check in self.checks)
 
     @property
     def failures(self) -> Annotated[int, JsonField()]:
         """Number of failed checks."""
-        return sum(one.status == "fail" for one in self.checks)
+        return sum(check.status == "fail" for check in self.checks)
 
 
-def _judged(name: str, found: str, good: bool, hint: str, bad: Status = "warn") -> Check:
-    return Check(name, found) if good else Check(name, found, bad, hint)
+def _build_check(
+    name: str, found: str, passed: bool, hint: str, failed_status: Status = "warn"
+) -> Check:
+    return Check(name, found) if passed else Check(name, found, failed_status, hint)
 
 
-def doctor(directory: Path) -> Diagnosis:
+def diagnose_directory(directory: Path) -> Diagnosis:
     """Run all checks of this environment, and of the *directory* of checkpoints."""
     require_local_path(directory)
     place = expand_home(directory).absolute()
     if not place.is_dir():
         raise SourceNotFoundError("no such directory", where=str(directory), hint=path_hint(place))
     groups = {
-        "installation": _installation(),
-        "plug-ins": _plug_ins(),
-        "file system": _file_system(place),
-        "surroundings": _surroundings(),
+        "installation": _check_installation(),
+        "plug-ins": _check_plug_ins(),
+        "file system": _check_file_system(place),
+        "surroundings": _check_environment(),
     }
-    checks = (replace(one, group=name) for name, many in groups.items() for one in many)
+    checks = (
+        replace(check, group=name)
+        for name, checks_of_group in groups.items()
+        for check in checks_of_group
+    )
     return Diagnosis(directory, tuple(checks))
 
 
 # ----------------------------------------------------------------------------------- installation
 
 NAME = "ckptctl"
-NEEDED = ("typer", "rich", "safetensors", "huggingface_hub", "fsspec", "pyyaml", "isal")
+REQUIREMENTS = ("typer", "rich", "safetensors", "huggingface_hub", "fsspec", "pyyaml", "isal")
 """Requirements of a checkout, which has no package metadata."""
 OPTIONAL = {
     "torch": "required for casts, dequantization, merges, transposes, statistics, `--nan` and "
@@ -110,71 +116,71 @@ OPTIONAL = {
     "isal": None,
 }
 """Optional packages, with a hint if they are missing."""
-SLOW_START = 0.5
-HEAVY = ("torch", "numpy")
+SLOW_START_SECONDS = 0.5
+HEAVY_PACKAGES = ("torch", "numpy")
 _EXTRA = re.compile(r"extra == (?!['\"]torch['\"])")
 _NEED = re.compile(r"([A-Za-z0-9._-]+)\s*(?:>=\s*([0-9.]+))?")
 
 
-def _installation() -> Iterator[Check]:
+def _check_installation() -> Iterator[Check]:
     """Check the packages, their versions and the start-up time."""
-    yield _start(time.process_time())
-    yield _itself()
+    yield _check_start(time.process_time())
+    yield _check_version()
     yield Check("python", f"{platform.python_version()} at {sys.executable}")
-    for name, least in _needed():
-        version = _version(name)
+    for name, least in _list_requirements():
+        version = _find_version(name)
         install = f"`pip install '{name}>={least}'`" if least else f"`pip install {name}`"
         if version is None:
             status: Status = "warn" if name in OPTIONAL else "fail"
             yield Check(name, "not installed", status, OPTIONAL.get(name) or install)
-        elif least and _numbers(version) < _numbers(least):
+        elif least and _parse_version(version) < _parse_version(least):
             yield Check(name, f"{version}, older than {least}", "fail", install)
         else:
             yield Check(name, version)
     fast = crc.crc32 is not zlib.crc32
     hint = "`pip install isal` makes checksums about ten times faster"
-    yield _judged("checksums", f"computed by {'isal' if fast else 'zlib'}", fast, hint)
+    yield _build_check("checksums", f"computed by {'isal' if fast else 'zlib'}", fast, hint)
 
 
-def _start(seconds: float) -> Check:
-    early = [name for name in HEAVY if name in sys.modules]
-    found = f"{seconds:.2f} s of CPU time"
+def _check_start(seconds: float) -> Check:
+    early = [name for name in HEAVY_PACKAGES if name in sys.modules]
+    result = f"{seconds:.2f} s of CPU time"
     if early:
-        found += f", {' and '.join(early)} already imported"
+        result += f", {' and '.join(early)} already imported"
     hint = (
         "list what is imported before ckptctl with `python -X importtime -m ckptctl --version`; "
         "check *.pth files in site-packages and sitecustomize.py"
     )
-    return _judged("start", found, seconds <= SLOW_START and not early, hint)
+    return _build_check("start", result, seconds <= SLOW_START_SECONDS and not early, hint)
 
 
-def _itself() -> Check:
-    found = f"{__version__} at {Path(__file__).parents[1]}"
-    installed = _version(NAME)
+def _check_version() -> Check:
+    result = f"{__version__} at {Path(__file__).parents[1]}"
+    installed = _find_version(NAME)
     if installed in (None, __version__):
-        return Check(NAME, found)
+        return Check(NAME, result)
     hint = "reinstall it, or run from another directory"
-    return Check(NAME, f"{found}, but {installed} is installed", "warn", hint)
+    return Check(NAME, f"{result}, but {installed} is installed", "warn", hint)
 
 
-def _needed() -> list[tuple[str, str]]:
+def _list_requirements() -> list[tuple[str, str]]:
     """List required packages, each with its minimum version or an empty string."""
     try:
-        said = metadata.requires(NAME) or []
+        requirements = metadata.requires(NAME) or []
     except metadata.PackageNotFoundError:
-        said = [*NEEDED, "torch"]
-    plain = (_NEED.match(text) for text in said if _EXTRA.search(text) is None)
-    return [(found[1], found[2] or "") for found in plain if found]
+        requirements = [*REQUIREMENTS, "torch"]
+    matches = (_NEED.match(text) for text in requirements if _EXTRA.search(text) is None)
+    return [(match[1], match[2] or "") for match in matches if match]
 
 
-def _version(name: str) -> str | None:
+def _find_version(name: str) -> str | None:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
 
 
-def _numbers(version: str) -> list[int]:
+def _parse_version(version: str) -> list[int]:
     release = re.match(r"[0-9.]*", version)
     return [int(part) for part in (release[0] if release else "").split(".") if part]
 
@@ -182,18 +188,18 @@ def _numbers(version: str) -> list[int]:
 # --------------------------------------------------------------------------------------- plug-ins
 
 
-def _plug_ins() -> Iterator[Check]:
+def _check_plug_ins() -> Iterator[Check]:
     """Check whether plug-ins can be loaded and have unique names."""
-    yield from _added(
+    yield from _check_entry_points(
         "format", formats.ENTRY_POINTS, formats.list_format_names(), formats.load_plugin_format
     )
-    yield from _added("step", STEP_GROUP, (), steps.load_added_step)
-    yield from _added(
+    yield from _check_entry_points("step", STEP_GROUP, (), steps.load_added_step)
+    yield from _check_entry_points(
         "model type", families.ENTRY_POINT_GROUP, families.list_built_in(), families.family
     )
 
 
-def _added(
+def _check_entry_points(
     kind: str, group: str, built_in: Collection[str], load: Callable[[str], object]
 ) -> Iterator[Check]:
     points = metadata.entry_points(group=group)
@@ -201,104 +207,108 @@ def _added(
         yield Check(f"{kind}s", f"{len(built_in):,} built in, none added")
     counts = Counter(point.name for point in points)
     for point in sorted(points, key=lambda one: one.name):
-        name, found = f"{kind} {point.name}", f"added by {find_package(point)}"
+        name, result = f"{kind} {point.name}", f"added by {find_package(point)}"
         if point.name in built_in:
             hint = f"ignored, because ckptctl has a {kind} of that name; rename it in the package"
-            yield Check(name, found, "warn", hint)
+            yield Check(name, result, "warn", hint)
         elif counts[point.name] > 1:
             hint = "another package adds the same name; uninstall one of them"
-            yield Check(name, found, "warn", hint)
+            yield Check(name, result, "warn", hint)
         else:
             try:
                 load(point.name)
-                yield Check(name, found)
+                yield Check(name, result)
             except CkptError as error:
                 why = "; ".join(filter(None, (error.why, error.hint)))
-                yield Check(name, f"{found}, cannot be loaded", "fail", why)
+                yield Check(name, f"{result}, cannot be loaded", "fail", why)
 
 
 # ------------------------------------------------------------------------------------ file system
 
 PREFIX = ".ckptctl-doctor-"
-LITTLE = 5 * 10**9
-SLOW_SYNC = 0.5
-SKEW = 60.0
-LARGE = 4 * 2**30 + 1
-NETWORK = frozenset(
+MIN_FREE_BYTES = 5 * 10**9
+SLOW_SYNC_SECONDS = 0.5
+MAX_SKEW_SECONDS = 60.0
+LARGE_FILE_BYTES = 4 * 2**30 + 1
+NETWORK_KINDS = frozenset(
     ("9p", "afs", "beegfs", "ceph", "cifs", "fuse.sshfs", "glusterfs", "lustre", "nfs", "nfs4")
 )
-GONE_LATER = {
+TEMPORARY_KINDS = {
     "overlay": "files written here are lost with the container; mount a volume",
     "tmpfs": "files written here use memory and are lost at a restart",
     "ramfs": "files written here use memory and are lost at a restart",
 }
 
 
-def _file_system(place: Path) -> Iterator[Check]:
+def _check_file_system(place: Path) -> Iterator[Check]:
     """Probe the file system of a directory in a hidden folder, which is removed."""
-    kind = file_system.find_type(resolve_links(place))
-    hint = GONE_LATER.get(
-        kind or "",
+    type_name = file_system.find_type(resolve_links(place))
+    hint = TEMPORARY_KINDS.get(
+        type_name or "",
         "network file system: other machines may see files late; run `verify` where files are read",
     )
-    good = kind not in GONE_LATER and kind not in NETWORK
-    yield _judged("location", f"{place} on {kind or 'unknown'}", good, hint)
+    is_durable = type_name not in TEMPORARY_KINDS and type_name not in NETWORK_KINDS
+    yield _build_check("location", f"{place} on {type_name or 'unknown'}", is_durable, hint)
     free = shutil.disk_usage(place).free
     hint = "remove old checkpoints of a run with `ckptctl prune ROOT --keep-last N`"
-    yield _judged("free space", format_bytes(free), free >= LITTLE, hint)
+    yield _build_check("free space", format_bytes(free), free >= MIN_FREE_BYTES, hint)
     try:
-        before = place.stat()
+        status_before = place.stat()
         with TemporaryDirectory(prefix=PREFIX, dir=place) as folder:
-            yield from _probed(Path(folder))
+            yield from _probe_folder(Path(folder))
     except OSError as error:
         hint = "checkpoints can be read here, but not written"
         yield Check("writing", error.strerror or str(error), "warn", hint)
         return
     with suppress(OSError):
-        os.utime(place, ns=(before.st_atime_ns, before.st_mtime_ns))
+        os.utime(place, ns=(status_before.st_atime_ns, status_before.st_mtime_ns))
 
 
-def _probed(folder: Path) -> Iterator[Check]:
-    missing = missing_renames(folder)
-    found = f"no {' and no '.join(missing)}" if missing else "no-replace and exchange"
+def _probe_folder(folder: Path) -> Iterator[Check]:
+    missing = list_missing_renames(folder)
+    result = f"no {' and no '.join(missing)}" if missing else "no-replace and exchange"
     hint = "outputs are published under a lock, and `--overwrite` is not supported here"
-    yield _judged("atomic rename", found, not missing, hint)
-    problem = large_file_problem(folder, LARGE)
-    found = f"not above 4 GiB: {problem}" if problem else f"above {format_bytes(LARGE - 1)}"
+    yield _build_check("atomic rename", result, not missing, hint)
+    problem = find_large_file_problem(folder, LARGE_FILE_BYTES)
+    result = (
+        f"not above 4 GiB: {problem}" if problem else f"above {format_bytes(LARGE_FILE_BYTES - 1)}"
+    )
     hint = "pass `--max-shard-size 4GB` to keep files below 4 GiB; check the limit with `ulimit -f`"
-    yield _judged("large files", found, problem is None, hint)
+    yield _build_check("large files", result, problem is None, hint)
     try:
-        seconds = sync_seconds(folder)
+        seconds = measure_sync_seconds(folder)
         hint = "syncing is slow, and each output file is synced once; use large shards here"
-        found = f"{format_seconds(seconds)} for 1 MiB"
-        yield _judged("sync", found, seconds <= SLOW_SYNC, hint)
+        result = f"{format_seconds(seconds)} for 1 MiB"
+        yield _build_check("sync", result, seconds <= SLOW_SYNC_SECONDS, hint)
     except OSError as error:
         hint = "files may be lost in a power failure; choose another file system"
         yield Check("sync", error.strerror or str(error), "fail", hint)
-    problem = lock_problem(folder)
+    problem = find_lock_problem(folder)
     hint = "two runs with the same destination cannot detect each other; enable file locks"
-    yield _judged("locks", problem or "yes", problem is None, hint, "fail")
-    case = tells_case(folder)
+    yield _build_check("locks", problem or "yes", problem is None, hint, "fail")
+    is_sensitive = is_case_sensitive(folder)
     hint = "file names that differ only in case would collide"
-    yield _judged("names", f"case-{'sensitive' if case else 'insensitive'}", case, hint)
-    ahead = clock_ahead(folder)
-    found = f"{format_seconds(abs(ahead))} {'ahead of' if ahead > 0 else 'behind'} the local clock"
-    agrees = abs(ahead) <= SKEW
+    yield _build_check(
+        "names", f"case-{'sensitive' if is_sensitive else 'insensitive'}", is_sensitive, hint
+    )
+    ahead = measure_clock_ahead(folder)
+    result = f"{format_seconds(abs(ahead))} {'ahead of' if ahead > 0 else 'behind'} the local clock"
+    agrees = abs(ahead) <= MAX_SKEW_SECONDS
     hint = "synchronize the clocks; `ls` and `prune` use times to detect unfinished saves"
-    yield _judged("clock", "agrees with the local clock" if agrees else found, agrees, hint)
-    yield Check("copying", way_of_copying(folder))
-    yield Check("hard links", "yes" if hard_links(folder) else "no")
-    yield Check("unnamed files", "yes" if unnamed_files(folder) else "no")
+    yield _build_check("clock", "agrees with the local clock" if agrees else result, agrees, hint)
+    yield Check("copying", describe_copying(folder))
+    yield Check("hard links", "yes" if has_hard_links(folder) else "no")
+    yield Check("unnamed files", "yes" if has_unnamed_files(folder) else "no")
 
 
 # ------------------------------------------ probes in an empty folder
 
 FICLONE = 0x40049409
 """``FICLONE`` of ``linux/fs.h`` (man 2 ioctl_ficlone)."""
-BLOCK = 1 << 20
+SYNC_BYTES = 1 << 20
 
 
-def missing_renames(folder: Path) -> list[str]:
+def list_missing_renames(folder: Path) -> list[str]:
     """Return the rename modes required for publishing that are unsupported (man 2 rename)."""
     a, b = folder / "rename-a", folder / "rename-b"
     a.touch()
@@ -316,7 +326,7 @@ def missing_renames(folder: Path) -> list[str]:
     return missing
 
 
-def large_file_problem(folder: Path, nbytes: int) -> str | None:
+def find_large_file_problem(folder: Path, nbytes: int) -> str | None:
     """Return why a sparse file of *nbytes* bytes cannot be created, or None."""
     path = folder / "large"
     try:
@@ -329,18 +339,18 @@ def large_file_problem(folder: Path, nbytes: int) -> str | None:
     return None
 
 
-def sync_seconds(folder: Path) -> float:
+def measure_sync_seconds(folder: Path) -> float:
     """Measure the seconds for writing and syncing 1 MiB."""
     begun = time.perf_counter()
     with (folder / "sync").open("wb") as file:
-        file.write(bytes(BLOCK))
+        file.write(bytes(SYNC_BYTES))
         file.flush()
         os.fsync(file.fileno())
     sync_directory(folder)
     return time.perf_counter() - begun
 
 
-def lock_problem(folder: Path) -> str | None:
+def find_lock_problem(folder: Path) -> str | None:
     """Return why a file cannot be locked (man 2 flock), or None."""
     try:
         with (folder / "lock").open("wb") as file:
@@ -350,20 +360,20 @@ def lock_problem(folder: Path) -> str | None:
     return None
 
 
-def tells_case(folder: Path) -> bool:
+def is_case_sensitive(folder: Path) -> bool:
     """Return whether names that differ only in case are different files."""
     (folder / "case").touch()
     return not (folder / "CASE").exists()
 
 
-def clock_ahead(folder: Path) -> float:
+def measure_clock_ahead(folder: Path) -> float:
     """Return the seconds by which the file system's clock is ahead of the local clock."""
     path = folder / "clock"
     path.touch()
     return path.stat().st_mtime - time.time()
 
 
-def way_of_copying(folder: Path) -> str:
+def describe_copying(folder: Path) -> str:
     """Describe how the file system copies bytes between files."""
     source, target = folder / "copy-a", folder / "copy-b"
     source.write_bytes(bytes(4096))
@@ -380,7 +390,7 @@ def way_of_copying(folder: Path) -> str:
             return "through memory"
 
 
-def hard_links(folder: Path) -> bool:
+def has_hard_links(folder: Path) -> bool:
     """Return whether hard links are supported."""
     (folder / "link-a").touch()
     try:
@@ -390,7 +400,7 @@ def hard_links(folder: Path) -> bool:
     return True
 
 
-def unnamed_files(folder: Path) -> bool:
+def has_unnamed_files(folder: Path) -> bool:
     """Return whether unnamed files are supported (``O_TMPFILE``, man 2 open)."""
     try:
         os.close(os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600))
@@ -401,47 +411,47 @@ def unnamed_files(folder: Path) -> bool:
 
 # ----------------------------------------------------------------------------------- surroundings
 
-MANY_FILES = 1024
+MIN_OPEN_FILES = 1024
 TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
-def _surroundings() -> Iterator[Check]:
+def _check_environment() -> Iterator[Check]:
     """Check the terminal, limits, ranks and the Hub's cache and token."""
     encoding = (sys.stdout.encoding or "ascii").lower()
     hint = "other characters are escaped; `export PYTHONUTF8=1`, or set LANG to a UTF-8 locale"
     utf8 = encoding.replace("-", "").replace("_", "") == "utf8"
-    yield _judged("encoding", encoding, utf8, hint)
-    yield _terminal()
+    yield _build_check("encoding", encoding, utf8, hint)
+    yield _check_terminal()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = "unlimited" if hard == resource.RLIM_INFINITY else hard
     hint = f"checkpoints of many ranks have more files; raise the limit with `ulimit -n {most}`"
     unlimited = soft == resource.RLIM_INFINITY
-    found = "no limit" if unlimited else f"up to {soft:,}"
-    yield _judged("open files", found, unlimited or soft >= MANY_FILES, hint)
-    yield _ranks()
-    yield _cache()
-    yield _token()
+    result = "no limit" if unlimited else f"up to {soft:,}"
+    yield _build_check("open files", result, unlimited or soft >= MIN_OPEN_FILES, hint)
+    yield _check_ranks()
+    yield _check_hub_cache()
+    yield _check_hub_token()
 
 
-def _terminal() -> Check:
+def _check_terminal() -> Check:
     if not sys.stdout.isatty():
         return Check("terminal", "none (output is tab-separated)")
-    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    is_colorless = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     width = shutil.get_terminal_size().columns
-    return Check("terminal", f"{pluralize(width, 'column')}, {'no ' if plain else ''}color")
+    return Check("terminal", f"{pluralize(width, 'column')}, {'no ' if is_colorless else ''}color")
 
 
-def _ranks() -> Check:
+def _check_ranks() -> Check:
     world = os.environ.get("WORLD_SIZE", "1")
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if world in ("", "0", "1") or not missing:
         return Check("ranks", f"{world or 1}")
     hint = "unset WORLD_SIZE, pass `--single-process`, or start ckptctl with torchrun"
-    found = f"WORLD_SIZE is {world}, not set: {', '.join(missing)}"
-    return Check("ranks", found, "warn", hint)
+    result = f"WORLD_SIZE is {world}, not set: {', '.join(missing)}"
+    return Check("ranks", result, "warn", hint)
 
 
-def _home() -> Path:
+def _find_hub_home() -> Path:
     """Return the folder of Hugging Face's libraries, as ``huggingface_hub.constants`` does.
 
     Importing that module takes longer than the rest of the start.
@@ -451,25 +461,33 @@ def _home() -> Path:
     return Path(os.path.expandvars(home)).expanduser()
 
 
-def _cache() -> Check:
-    said = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
-    place = Path(os.path.expandvars(said)).expanduser() if said else _home() / "hub"
+def _check_hub_cache() -> Check:
+    configured_path = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    place = (
+        Path(os.path.expandvars(configured_path)).expanduser()
+        if configured_path
+        else _find_hub_home() / "hub"
+    )
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-    found = f"{place}{', offline' if offline else ''}"
-    there = next(one for one in (place, *place.parents) if one.exists())
-    if place.exists() or os.access(there, os.W_OK):
-        return Check("Hub cache", found + ("" if place.exists() else ", does not exist yet"))
-    hint = f"{there} is not writable; set HF_HOME to another folder"
-    return Check("Hub cache", found, "warn", hint)
+    result = f"{place}{', offline' if offline else ''}"
+    existing_folder = next(parent for parent in (place, *place.parents) if parent.exists())
+    if place.exists() or os.access(existing_folder, os.W_OK):
+        return Check("Hub cache", result + ("" if place.exists() else ", does not exist yet"))
+    hint = f"{existing_folder} is not writable; set HF_HOME to another folder"
+    return Check("Hub cache", result, "warn", hint)
 
 
-def _token() -> Check:
+def _check_hub_token() -> Check:
     """Check where the Hub's token is stored, without reading its value."""
     variable = next((name for name in TOKENS if os.environ.get(name)), None)
     if variable:
         return Check("Hub token", f"from {variable}")
-    said = os.environ.get("HF_TOKEN_PATH")
-    path = Path(os.path.expandvars(said)).expanduser() if said else _home() / "token"
+    configured_path = os.environ.get("HF_TOKEN_PATH")
+    path = (
+        Path(os.path.expandvars(configured_path)).expanduser()
+        if configured_path
+        else _find_hub_home() / "token"
+    )
     try:
         mode = path.stat().st_mode
     except OSError:

@@ -58,7 +58,7 @@ def map_key(key: str, options: MapOptions) -> KeyMap:
     Without a model type, the configuration determines it.
     """
     with families.use_converter_file(options.converter):
-        model_type, to_layout, given = options.model_type, options.to_layout, options.sizes
+        model_type, to_layout, sizes_given = options.model_type, options.to_layout, options.sizes
         config = Path(options.config) if options.config else None
         if not (model_type or config):
             raise UsageError(
@@ -66,42 +66,52 @@ def map_key(key: str, options: MapOptions) -> KeyMap:
                 hint=f"pass the model type, as in {spell_option('--model-type llama3')}, or its "
                 f"configuration with {spell_option('--config DIR')}",
             )
-        read = _configuration(config) if config else {}
-        family = families.family(model_type or _configured(config, read))
+        documents_by_name = _read_configuration(config) if config else {}
+        family = families.family(model_type or _detect_model_type(config, documents_by_name))
         families.require_layout(family, to_layout)
-        source = options.from_layout or _layout_of(family, key)
+        source = options.from_layout or _find_layout(family, key)
         if config:
-            read = _of_ranks(config, read, family)
-        described, params = read.get("config.json"), read.get("params.json")
-        files = [ModelDescription(name, _place(config, name), one) for name, one in read.items()]
-        compare_statements(family, files, given, model_type=model_type or family.name)
-        sizes = read_sizes(family, described, params, given)
-        tied = has_tied_embeddings(family, described, params)
-        lists = read_layer_lists(family, described)
+            documents_by_name = _correct_by_shards(config, documents_by_name, family)
+        config_content, params = (
+            documents_by_name.get("config.json"),
+            documents_by_name.get("params.json"),
+        )
+        files = [
+            ModelDescription(name, _build_place(config, name), content)
+            for name, content in documents_by_name.items()
+        ]
+        compare_statements(family, files, sizes_given, model_type=model_type or family.name)
+        sizes = read_sizes(family, config_content, params, sizes_given)
+        tied = has_tied_embeddings(family, config_content, params)
+        lists = read_layer_lists(family, config_content)
         router = KeyRouter(
             family, family.get_layout(source), family.get_layout(to_layout), sizes, tied, lists
         )
         return KeyMap(family, source, to_layout, sizes, tied, router.find_route(key))
 
 
-def _layout_of(family: Family, key: str) -> str:
+def _find_layout(family: Family, key: str) -> str:
     """Return the layout of *key*, or the one with the most similar keys if no layout has it."""
-    known = [name for name in family.layouts if any(family.get_layout(name).iterate_meanings(key))]
-    if not known:
+    layout_names = [
+        name for name in family.layouts if any(family.get_layout(name).iterate_meanings(key))
+    ]
+    if not layout_names:
         layouts = {name: list_similar_keys(family.get_layout(name), key) for name in family.layouts}
-        close = find_nearest(key, [known for keys in layouts.values() for known in keys])
+        close = find_nearest(
+            key, [layout_names for keys in layouts.values() for layout_names in keys]
+        )
         return next((name for name, keys in layouts.items() if close in keys), family.layouts[0])
-    first = family.get_layout(known[0])
-    if all(family.get_layout(name).has_same_tensors(first) for name in known):
+    first = family.get_layout(layout_names[0])
+    if all(family.get_layout(name).has_same_tensors(first) for name in layout_names):
         return first.name
     raise UsageError(
         f"`{key}` is a key in several layouts of `{family.name}`",
-        why=f"{', '.join(f'`{name}`' for name in known)}",
-        hint=f"choose one with {spell_option(f'--from-layout {known[0]}')}",
+        why=f"{', '.join(f'`{name}`' for name in layout_names)}",
+        hint=f"choose one with {spell_option(f'--from-layout {layout_names[0]}')}",
     )
 
 
-def _configured(place: TreePath | None, read: Mapping[str, Json]) -> str:
+def _detect_model_type(place: TreePath | None, read: Mapping[str, Json]) -> str:
     """Return the model type that the files at *place* describe."""
     names = list_configured_families(
         families.load_families(), read.get("config.json"), read.get("params.json")
@@ -119,36 +129,38 @@ def _configured(place: TreePath | None, read: Mapping[str, Json]) -> str:
     return names[0]
 
 
-def _configuration(place: TreePath) -> Mapping[str, Json]:
-    named = expand_home(place)
-    file = named.name if named.is_file() else None
-    root = named.parent if file else named
+def _read_configuration(place: TreePath) -> Mapping[str, Json]:
+    expanded = expand_home(place)
+    file = expanded.name if expanded.is_file() else None
+    root = expanded.parent if file else expanded
     if not root.is_dir():
         raise SourceNotFoundError(
-            "no such file or directory", where=str(place), hint=path_hint(named)
+            "no such file or directory", where=str(place), hint=path_hint(expanded)
         )
-    found = read_documents(root) if file in (None, *DOCUMENTS) else {}
+    contents = read_documents(root) if file in (None, *DOCUMENTS) else {}
     if file:
-        found = {name: one for name, one in found.items() if name == file}
-    if not found:
+        contents = {name: content for name, content in contents.items() if name == file}
+    if not contents:
         raise SourceNotFoundError(
             "the file is neither config.json nor params.json"
             if file
             else "the folder has no config.json or params.json",
             where=str(place),
         )
-    return found
+    return contents
 
 
-def _of_ranks(place: TreePath, read: Mapping[str, Json], family: Family) -> Mapping[str, Json]:
+def _correct_by_shards(
+    place: TreePath, read: Mapping[str, Json], family: Family
+) -> Mapping[str, Json]:
     """Return *read*, corrected by the shards if only they show heads that ranks repeat."""
     root = expand_home(place)
     root = root.parent if root.is_file() else root
-    stated = read_sizes(family, params=read.get("params.json"))
-    if list_possible_repeats(stated, meta.count_shards(root)):
+    sizes = read_sizes(family, params=read.get("params.json"))
+    if list_possible_repeats(sizes, meta.count_shards(root)):
         return formats.open_checkpoint(root, "meta", ReadOptions(family.name)).documents
     return read
 
 
-def _place(config: TreePath | None, name: str) -> str:
+def _build_place(config: TreePath | None, name: str) -> str:
     return str(config) if config and config.name == name else f"{config}/{name}"

@@ -9,8 +9,8 @@ from ckptctl import dtypes, formats
 from ckptctl.formats.base import Format, WritableFormat
 from ckptctl.results import JsonField, Result, empty_to_none
 
-FAMILY = ("--model-type NAME", "model type used to join the shards, if several match")
-OPTIONS = {
+MODEL_TYPE_CHOICE = ("--model-type NAME", "model type used to join the shards, if several match")
+READ_CHOICES = {
     "weights": (
         "--weights master|module",
         "the optimizer's fp32 copies, or the weights that the model computes with",
@@ -33,7 +33,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenFormat:
     """Properties of a written format."""
 
     directory: Annotated[bool, JsonField("whether it is a directory rather than one file")]
@@ -73,7 +73,7 @@ class KnownFormat(
     package: Annotated[str | None, JsonField("package that adds it; null if built in")]
     choices: Annotated[tuple[Choice, ...], JsonField("options for reading")]
     written: Annotated[
-        Written | None, JsonField("properties of the written format; null if it is read-only")
+        WrittenFormat | None, JsonField("properties of the written format; null if it is read-only")
     ]
 
     @property
@@ -94,30 +94,30 @@ class KnownFormats(Result):
     ]
 
 
-def known_formats(name: str | None = None) -> tuple[KnownFormat, ...]:
+def list_known_formats(name: str | None = None) -> tuple[KnownFormat, ...]:
     """List one format or all by name, those of installed packages last."""
-    chosen = (
+    selected_formats = (
         (formats.get_format(name),) if name is not None else formats.load_all_formats().values()
     )
-    return tuple(_described(one) for one in chosen)
+    return tuple(_describe_format(known_format) for known_format in selected_formats)
 
 
-def _described(known: Format) -> KnownFormat:
+def _describe_format(known_format: Format) -> KnownFormat:
     package = (
         None
-        if known.name in formats.load_builtin_formats()
-        else formats.find_plugin_package(known.name)
+        if known_format.name in formats.load_builtin_formats()
+        else formats.find_plugin_package(known_format.name)
     )
-    choices = [OPTIONS[name] for name in sorted(known.read_options)]
+    choices = [READ_CHOICES[name] for name in sorted(known_format.read_options)]
     written = None
-    if isinstance(known, WritableFormat):
-        choices += [FAMILY] if known.parallel else []
-        written = Written(
-            directory=not known.single_file,
-            leaves=known.nested,
-            ties=known.ties,
-            cut_by=known.sharding_options,
-            side_files=not known.single_file,
-            lacks=tuple(name for name in dtypes.BY_NAME if not known.can_store(name)),
+    if isinstance(known_format, WritableFormat):
+        choices += [MODEL_TYPE_CHOICE] if known_format.parallel else []
+        written = WrittenFormat(
+            directory=not known_format.single_file,
+            leaves=known_format.nested,
+            ties=known_format.ties,
+            cut_by=known_format.sharding_options,
+            side_files=not known_format.single_file,
+            lacks=tuple(name for name in dtypes.BY_NAME if not known_format.can_store(name)),
         )
-    return KnownFormat(known, package, tuple(Choice(*texts) for texts in choices), written)
+    return KnownFormat(known_format, package, tuple(Choice(*texts) for texts in choices), written)

@@ -16,12 +16,12 @@ from ckptctl.shared_options import ModelsOptions
 
 SHOWN_KEYS = 3
 NOT_PROVEN = "not validated by logits"
-CARRIED = "copied, not translated"
+UNTRANSLATED = "copied, not translated"
 """Label of model types that only have Hugging Face's layouts."""
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TableRow:
     """Storage of a logical tensor in a layout."""
 
     tensor: Annotated[str, JsonField("logical name")]
@@ -50,7 +50,9 @@ class LayoutTable:
     same_as: Annotated[
         str | None, JsonField("earlier layout that stores every tensor in the same way")
     ]
-    rows: Annotated[tuple[Row, ...], JsonField("one row per logical tensor; empty with `same_as`")]
+    rows: Annotated[
+        tuple[TableRow, ...], JsonField("one row per logical tensor; empty with `same_as`")
+    ]
     own_keys: Annotated[
         tuple[str, ...], JsonField("up to three key templates unique to this family")
     ]
@@ -84,7 +86,7 @@ class SizeNames:
     params: Annotated[str, JsonField("name in `params.json`", to=empty_to_none)]
 
 
-def size_names(sizes: Mapping[str, tuple[str, str]]) -> list[SizeNames]:
+def list_size_names(sizes: Mapping[str, tuple[str, str]]) -> list[SizeNames]:
     """Return the preferred names of axis sizes in configurations."""
     return [
         SizeNames(axis, split_aliases(config)[0], split_aliases(params)[0])
@@ -101,7 +103,7 @@ class Tables(Result, order="tables ties tied variants sizes constants composite 
         JsonField("tensors that can be tied", of="ties"),
         JsonField("whether they are tied by default", of="tied"),
         JsonField("alternative kinds of layers; each layer is one of them", of="variants"),
-        JsonField("names of axis sizes", of="sizes", to=size_names),
+        JsonField("names of axis sizes", of="sizes", to=list_size_names),
         JsonField("fixed axis sizes", of="constants"),
         JsonField("axes composed of other axes", of="composite"),
         JsonField("tensors that are never cast", of="pinned"),
@@ -134,13 +136,15 @@ class ModelType(
     ]
     tables: tuple[LayoutTable, ...] = ()
 
-    def proof(self, layout: str) -> str:
+    def describe_proof(self, layout: str) -> str:
         """Describe the comparison of logits for *layout*, or else the source of its table."""
-        read = self.family.sources.get(layout)
-        less = (
-            f"{NOT_PROVEN}; names and axes are from the sources of {read}" if read else NOT_PROVEN
+        program = self.family.sources.get(layout)
+        unproven = (
+            f"{NOT_PROVEN}; names and axes are from the sources of {program}"
+            if program
+            else NOT_PROVEN
         )
-        return self.family.proofs.get(layout, less)
+        return self.family.proofs.get(layout, unproven)
 
     @property
     def proofs(
@@ -151,7 +155,7 @@ class ModelType(
     ]:
         """Layouts with their evidence."""
         proofs = self.family.proofs
-        sources = {n: one for n, one in self.family.sources.items() if n not in proofs}
+        sources = {n: program for n, program in self.family.sources.items() if n not in proofs}
         return tuple(LayoutProof(n, proofs.get(n), sources.get(n)) for n in self.layouts)
 
     @property
@@ -182,90 +186,94 @@ class Models(Result):
     models: Annotated[tuple[ModelType, ...], JsonField("sorted by name")]
 
 
-def models(options: ModelsOptions) -> Models:
+def list_models(options: ModelsOptions) -> Models:
     """List all model types without parsing tables, or one of them with its tables."""
     with families.use_converter_file(options.converter):
-        return Models(tuple(_models(options.family, options.layout)))
+        return Models(tuple(_iterate_models(options.family, options.layout)))
 
 
-def _models(name: str | None, layout: str | None) -> Iterator[ModelType]:
+def _iterate_models(name: str | None, layout: str | None) -> Iterator[ModelType]:
     if name is not None:
         family = families.family(name)
         if layout is not None:
             families.require_layout(family, layout)
-        chosen = (layout,) if layout else family.layouts
-        tables = tuple(_tables(family, chosen))
-        yield ModelType(family, chosen, tuple(_recognized(family)), tables)
+        layouts = (layout,) if layout else family.layouts
+        tables = tuple(_iterate_tables(family, layouts))
+        yield ModelType(family, layouts, tuple(_describe_signs(family)), tables)
         return
-    known = families.load_families()
+    families_by_name = families.load_families()
     if layout is not None:
-        require_choice(layout, "layout", families.list_layouts(known.values()))
-    for family in known.values():
+        require_choice(layout, "layout", families.list_layouts(families_by_name.values()))
+    for family in families_by_name.values():
         if layout is None or layout in family.layouts:
-            chosen = (layout,) if layout else family.layouts
-            yield ModelType(family, chosen, tuple(_recognized(family)))
+            layouts = (layout,) if layout else family.layouts
+            yield ModelType(family, layouts, tuple(_describe_signs(family)))
 
 
-def _recognized(family: Family) -> Iterator[str]:
+def _describe_signs(family: Family) -> Iterator[str]:
     for file, alternatives in (
         ("config.json", family.config_signs),
         ("params.json", family.params_signs),
     ):
         if alternatives:
-            yield f"{file}: {'; or '.join(map(_said, alternatives))}"
+            yield f"{file}: {'; or '.join(map(_format_signs, alternatives))}"
     if not family.config_signs and not family.params_signs:
         yield "only its keys"
 
 
-def _said(signs: Signs) -> str:
+def _format_signs(signs: Signs) -> str:
     return ", ".join(
-        f"no {name}" if value is None else f"{name} {_value(value)}"
+        f"no {name}" if value is None else f"{name} {_format_value(value)}"
         for name, value in signs.items()
     )
 
 
-def _value(value: object) -> str:
+def _format_value(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _tables(family: Family, chosen: tuple[str, ...]) -> Iterator[LayoutTable]:
+def _iterate_tables(family: Family, chosen: tuple[str, ...]) -> Iterator[LayoutTable]:
     others = [other for other in families.load_families().values() if other.name != family.name]
     earlier: list[Layout] = []
     for name in chosen:
         layout = family.get_layout(name)
         twin = next((other.name for other in earlier if layout.has_same_tensors(other)), None)
-        rows = () if twin else tuple(_rows(family, layout))
+        rows = () if twin else tuple(_iterate_rows(family, layout))
         dropped = {drop.key: drop.reason for drop in family.drops if drop.layout == name}
-        yield LayoutTable(name, twin, rows, _own_keys(layout, others), dropped)
+        yield LayoutTable(name, twin, rows, _list_own_keys(layout, others), dropped)
         earlier.append(layout)
 
 
-def _own_keys(layout: Layout, others: list[Family]) -> tuple[str, ...]:
+def _list_own_keys(layout: Layout, others: list[Family]) -> tuple[str, ...]:
     """Return up to three key templates that no other model type has."""
-    spelled = {stored.template: frozenset(_words(stored.template.text)) for stored in layout.stored}
-    own = dict(spelled)
+    words_by_template = {
+        stored.template: frozenset(_split_words(stored.template.text)) for stored in layout.stored
+    }
+    candidates = dict(words_by_template)
     for other in others:
-        spoken = {template: words for template, words in own.items() if words <= other.key_parts}
-        for name in other.layouts if spoken else ():
+        shared_words = {
+            template: words for template, words in candidates.items() if words <= other.key_parts
+        }
+        for name in other.layouts if shared_words else ():
             table = other.get_layout(name).table
-            own = {t: w for t, w in own.items() if not table.list_entries(t.skeleton)}
-    return tuple(template.text for template in own)[:SHOWN_KEYS]
+            candidates = {t: w for t, w in candidates.items() if not table.list_entries(t.skeleton)}
+    return tuple(template.text for template in candidates)[:SHOWN_KEYS]
 
 
-def _words(template: str) -> Iterator[str]:
+def _split_words(template: str) -> Iterator[str]:
     return (part for part in template.split(".") if "{" not in part and not part.isdecimal())
 
 
-def _rows(family: Family, layout: Layout) -> Iterator[Row]:
+def _iterate_rows(family: Family, layout: Layout) -> Iterator[TableRow]:
     parts = {
-        logical.name: tuple(dict.fromkeys(_plain(other) for other, _ in stored.parts))
+        logical.name: tuple(dict.fromkeys(_get_logical_name(other) for other, _ in stored.parts))
         for stored in layout.stored
         for logical, _ in stored.parts
     }
     for name, leaf in layout.leaves.items():
         tensor = family.tensors[name]
-        yield Row(
-            _plain(tensor),
+        yield TableRow(
+            _get_logical_name(tensor),
             leaf.key.text,
             format_dims(leaf.dims),
             leaf.part,
@@ -280,5 +288,5 @@ def _rows(family: Family, layout: Layout) -> Iterator[Row]:
         )
 
 
-def _plain(tensor: LogicalTensor) -> str:
+def _get_logical_name(tensor: LogicalTensor) -> str:
     return tensor.name.partition(".")[0]

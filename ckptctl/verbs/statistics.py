@@ -56,7 +56,7 @@ class _StoppedError(Exception):
     """Raised in threads whose result is no longer needed."""
 
 
-def side_by_side(
+def map_in_parallel(
     entries: Sequence[TensorEntry],
     sizes: Sequence[int],
     look: Callable[[TensorEntry, Advance], T],
@@ -77,89 +77,93 @@ def side_by_side(
     import_torch()
     stop = Event()
 
-    def looked(entry: TensorEntry, size: int) -> tuple[TensorEntry, T | CkptError]:
+    def run_look(entry: TensorEntry, size: int) -> tuple[TensorEntry, T | CkptError]:
         limit_torch_to_thread()
 
-        def go_on(done: int) -> None:
+        def advance_unless_stopped(nbytes: int) -> None:
             if stop.is_set():
                 raise _StoppedError
-            told(done)
+            report_progress(nbytes)
 
         try:
-            with report_part(advance, size) as told:
-                return entry, look(entry, go_on)
+            with report_part(advance, size) as report_progress:
+                return entry, look(entry, advance_unless_stopped)
         except CkptError as error:
             return entry, error
 
     with create_thread_pool(jobs or default_threads()) as pool:
         try:
-            yield from pool.map(looked, entries, sizes)
+            yield from pool.map(run_look, entries, sizes)
         finally:
             stop.set()
 
 
-def measure(files: Readable, entry: TensorEntry, seen: Advance, bins: int) -> Statistics | None:
+def measure_tensor(
+    files: Readable, entry: TensorEntry, advance: Advance, bins: int
+) -> Statistics | None:
     """Read *entry* twice and return its statistics, or None if its dtype has no numbers."""
     if entry.dtype in dtypes.UNMEASURED:
         return None
     total = Statistics()
-    for values in _values(files, entry, seen):
-        total = merge(total, _moments(values))
+    for values in _iterate_values(files, entry, advance):
+        total = merge_statistics(total, _compute_moments(values))
     if total.minimum is None or total.maximum is None:
         return total
-    return replace(total, histogram=_histogram(files, entry, total, bins, seen))
+    return replace(total, histogram=_build_histogram(files, entry, total, bins, advance))
 
 
-def nonfinite(files: Readable, entry: TensorEntry, seen: Advance) -> tuple[int, int] | None:
+def count_nonfinite(
+    files: Readable, entry: TensorEntry, advance: Advance
+) -> tuple[int, int] | None:
     """Count NaN and infinite values of *entry*, or return None if its dtype has no numbers."""
     if entry.dtype in dtypes.UNMEASURED:
         return None
     nan = inf = 0
-    for values in _values(files, entry, seen):
+    for values in _iterate_values(files, entry, advance):
         if not values.isfinite().all():
             nan += int(values.isnan().sum())
             inf += int(values.isinf().sum())
     return nan, inf
 
 
-def merge(a: Statistics, b: Statistics) -> Statistics:
+def merge_statistics(a: Statistics, b: Statistics) -> Statistics:
     """Combine the statistics of two parts, without histograms.
 
     Source: Chan, Golub, LeVeque, *Updating formulae and a pairwise algorithm for computing sample
     variances* (1979), equation 2.1.
     """
     counts = Statistics(a.count + b.count, a.nan + b.nan, a.inf + b.inf)
-    parts = [s for s in (a, b) if _finite(s)]
+    parts = [s for s in (a, b) if _count_finite(s)]
     if len(parts) < 2:
-        one = parts[0] if parts else counts
-        return replace(one, count=counts.count, nan=counts.nan, inf=counts.inf)
-    n_a, n_b = _finite(a), _finite(b)
+        base = parts[0] if parts else counts
+        return replace(base, count=counts.count, nan=counts.nan, inf=counts.inf)
+    n_a, n_b = _count_finite(a), _count_finite(b)
     share = n_b / (n_a + n_b)
     # In this form, values near the largest float64 do not overflow.
     half = math.sqrt(share * (1 - share))
     std = math.hypot(
-        _number(a.std) * math.sqrt(1 - share),
-        _number(b.std) * math.sqrt(share),
-        _number(b.mean) * half - _number(a.mean) * half,
+        _to_number(a.std) * math.sqrt(1 - share),
+        _to_number(b.std) * math.sqrt(share),
+        _to_number(b.mean) * half - _to_number(a.mean) * half,
     )
     return replace(
         counts,
-        minimum=min(_number(a.minimum), _number(b.minimum)),
-        maximum=max(_number(a.maximum), _number(b.maximum)),
-        mean=_number(a.mean) * (1 - share) + _number(b.mean) * share,
+        minimum=min(_to_number(a.minimum), _to_number(b.minimum)),
+        maximum=max(_to_number(a.maximum), _to_number(b.maximum)),
+        mean=_to_number(a.mean) * (1 - share) + _to_number(b.mean) * share,
         std=std,
     )
 
 
-def _finite(statistics: Statistics) -> int:
+def _count_finite(statistics: Statistics) -> int:
     return statistics.count - statistics.nan - statistics.inf
 
 
-def _number(value: float | None) -> float:
+def _to_number(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def _moments(values: Tensor) -> Statistics:
+def _compute_moments(values: Tensor) -> Statistics:
     import torch
 
     count = values.numel()
@@ -169,7 +173,7 @@ def _moments(values: Tensor) -> Statistics:
         values = values[values.isfinite()]
     if values.numel() == 0:
         return Statistics(count, nan, inf)
-    low, high = _extremes(values)
+    low, high = _find_extremes(values)
     values = values if values.is_floating_point() else values.to(torch.float64)
     scale = 1.0
     std, mean = torch.std_mean(values, correction=0)
@@ -179,7 +183,7 @@ def _moments(values: Tensor) -> Statistics:
     return Statistics(count, nan, inf, low, high, mean.item() * scale, std.item() * scale)
 
 
-def _extremes(values: Tensor) -> tuple[float, float]:
+def _find_extremes(values: Tensor) -> tuple[float, float]:
     """Return the minimum and maximum, which are exact for integers."""
     import torch
 
@@ -191,23 +195,23 @@ def _extremes(values: Tensor) -> tuple[float, float]:
     return low.item() + 2**63, high.item() + 2**63
 
 
-def _histogram(
-    files: Readable, entry: TensorEntry, total: Statistics, steps: int, seen: Advance
+def _build_histogram(
+    files: Readable, entry: TensorEntry, total: Statistics, steps: int, advance: Advance
 ) -> tuple[int, ...]:
     import torch
 
-    low, high = float(_number(total.minimum)), float(_number(total.maximum))
+    low, high = float(_to_number(total.minimum)), float(_to_number(total.maximum))
     if low == high:
-        return (_finite(total), *[0] * (steps - 1))
+        return (_count_finite(total), *[0] * (steps - 1))
     if not math.isfinite(high - low):
         return ()
     bins = torch.zeros(steps, dtype=torch.float64)
-    for values in _values(files, entry, seen):
+    for values in _iterate_values(files, entry, advance):
         bins += torch.histc(values.to(torch.float64), steps, low, high)
     return tuple(int(count) for count in bins)
 
 
-def _values(files: Readable, entry: TensorEntry, seen: Advance) -> Iterator[Tensor]:
+def _iterate_values(files: Readable, entry: TensorEntry, advance: Advance) -> Iterator[Tensor]:
     """Yield all elements as float32, or as float64 or integers if float32 is not exact."""
     import torch
 
@@ -222,4 +226,4 @@ def _values(files: Readable, entry: TensorEntry, seen: Advance) -> Iterator[Tens
             exact = values.dtype.itemsize < 4 or values.dtype == torch.float32
             values = values.to(torch.float32 if exact else torch.float64)
         yield values
-        seen(len(window))
+        advance(len(window))

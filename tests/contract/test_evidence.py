@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 import ckptctl
 from ckptctl.cli.app import app
 from ckptctl.errors import DamagedError, RefusedError, UnsupportedError
-from ckptctl.runs.health import health
+from ckptctl.runs.health import check_health
 from ckptctl.verdict import STRUCTURE_COMPLETE, UNKNOWN_MODEL
 from tests.checkpoints import save_dcp
 from tests.contract.samples import SAMPLES
@@ -250,13 +250,13 @@ def test_elements_that_no_file_lacks_are_no_torn_write(
     found = ckptctl.verify(source)
     assert (found.verdict, found.exit_code) == ("damaged", 4)
     assert {(one.what, one.basis) for one in found.errors} == {("elements are missing", "index")}
-    judged = health(source)
+    judged = check_health(source)
     assert (judged.verdict, judged.torn) == ("damaged", False)
     assert ckptctl.inspect(source).verdict == "damaged"
     with pytest.raises(DamagedError):
         ckptctl.convert(source, tmp_path / "out", to="dcp", only="all")
     (source / HOLLOW[name]).unlink()
-    assert health(source).torn
+    assert check_health(source).torn
 
 
 ZEROS = ("step=1.ckpt", "a.pt", "a.pth", "a.bin", "a.safetensors", "consolidated.00.pth")
@@ -269,12 +269,12 @@ def test_a_file_of_zeros_was_never_written(tmp_path: Path, name: str, size: int)
     path = tmp_path / name
     path.write_bytes(bytes(size))
     assert ckptctl.verify(path).verdict == "damaged"
-    assert health(path).torn
+    assert check_health(path).torn
     with pytest.raises(DamagedError):
         ckptctl.convert(path, tmp_path / "out", to="dcp")
     path.write_bytes(bytes(size - 1) + b"x")
     if path.suffix in (".ckpt", ".pt"):
-        assert health(path).verdict == "unknown"
+        assert check_health(path).verdict == "unknown"
 
 
 def test_files_of_zeros_do_not_stand_in_the_way(tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def test_a_link_that_is_not_followed_is_no_missing_file(
     sample = SAMPLES[name]
     shutil.copytree(data / sample.folder / "ckpt", tmp_path / "ckpt")
     source = sample.within(tmp_path / "ckpt")
-    if health(source).verdict != "complete" or not source.is_dir():
+    if check_health(source).verdict != "complete" or not source.is_dir():
         return
     files = [one for one in sorted(source.rglob("*")) if one.is_file()]
     kinds = {re.sub(r"\d+", "#", one.name): one for one in files if one.suffix != ".json"}
@@ -314,9 +314,9 @@ def test_a_link_that_is_not_followed_is_no_missing_file(
         for target in (file.name, "/nowhere/at/all", "nowhere"):
             file.unlink()
             file.symlink_to(target)
-            verdicts.append(health(source).verdict)
+            verdicts.append(check_health(source).verdict)
         file.unlink()
-        gone = health(source).verdict
+        gone = check_health(source).verdict
         assert "damaged" not in verdicts[:2], (file.name, verdicts)
         assert verdicts[2] in (gone, "damaged"), (file.name, verdicts, gone)
         file.write_bytes(content)
@@ -351,7 +351,7 @@ def test_what_a_later_writer_may_write(tmp_path: Path, data: Path, name: str) ->
     sample = SAMPLES[name]
     shutil.copytree(data / sample.folder / "ckpt", tmp_path / "ckpt", symlinks=True)
     source = sample.within(tmp_path / "ckpt")
-    if health(source).verdict == "damaged":
+    if check_health(source).verdict == "damaged":
         return
     files = [one for one in (source, *sorted(source.rglob("*"))) if one.is_file()]
     named = {re.sub(r"\d+", "#", one.name): one for one in reversed(files)}
@@ -367,5 +367,8 @@ def test_what_a_later_writer_may_write(tmp_path: Path, data: Path, name: str) ->
             continue
         for new in changed:
             file.write_bytes(new)
-            assert health(source).verdict != "damaged", (file.name, health(source).problem)
+            assert check_health(source).verdict != "damaged", (
+                file.name,
+                check_health(source).problem,
+            )
         file.write_bytes(content)

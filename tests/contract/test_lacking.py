@@ -27,7 +27,7 @@ from ckptctl.planner.mapping.completeness import find_missing_keys
 from ckptctl.planner.mapping.detect import detect_layouts
 from ckptctl.planner.mapping.matching import match_keys
 from ckptctl.planner.mapping.tensors import map_tensors
-from ckptctl.runs.health import health
+from ckptctl.runs.health import check_health
 from tests.checkpoints import save_hf, save_torch, tiny_llama
 from tests.checkpoints.golden import Golden
 from tests.contract.support import WRITABLE, build, message, place, refused
@@ -281,9 +281,9 @@ def test_it_is_named_in_every_format(tmp_path: Path, name: str, gone: str) -> No
     found = ckptctl.inspect(source)
     assert (found.verdict, found.complete, found.scope) == ("damaged", False, "model")
     assert found.lacks == (missed,) and not found.problems
-    judged = health(source)  # by which prune, ls and latest go
+    judged = check_health(source)  # by which prune, ls and latest go
     assert (judged.verdict, judged.torn) == ("damaged", False)
-    assert health(source, model=False).verdict == "complete"
+    assert check_health(source, model=False).verdict == "complete"
     verified = ckptctl.verify(source)
     assert (verified.verdict, verified.exit_code) == ("damaged", 4)
     assert [(one.tensor, one.basis) for one in verified.errors] == [(missed, "model")]

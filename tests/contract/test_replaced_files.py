@@ -72,7 +72,7 @@ def test_a_replaced_file_is_never_complete(data: Path, tmp_path: Path, kind: str
         assert caught.value.exit_code in (4, 5, 9), (name, caught.value)
         assert not out.exists()
         plan = plan_prune(run, Policy(last=1))
-        assert "step-1" in {one.name for one in plan.of("keep")}, name
+        assert "step-1" in {one.name for one in plan.list_decisions("keep")}, name
         assert not run_prune(plan).done
         assert older.is_dir()
 
@@ -93,7 +93,9 @@ def test_the_state_of_a_trainer_beside_a_model_was_cut_off(tmp_path: Path, name:
         age(run / "checkpoint-1", START)
         (found,) = ckptctl.verify(file.parent).errors
         assert (found.file, found.tensor) == (name, None)
-        assert "checkpoint-1" in {one.name for one in plan_prune(run, Policy(last=1)).of("keep")}
+        assert "checkpoint-1" in {
+            one.name for one in plan_prune(run, Policy(last=1)).list_decisions("keep")
+        }
         ckptctl.convert(file.parent, tmp_path / f"{kind}.pt", to="torch")
     file.write_bytes(b"of a program that nobody knows")
     assert ckptctl.verify(file.parent).verdict == "complete"

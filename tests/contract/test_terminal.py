@@ -74,7 +74,7 @@ def test_snapshot(
     hide_unfinished(monkeypatch)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1}, raising=False)
     monkeypatch.setattr(progress, "LINE_SECONDS", float("inf"))  # on a slow machine, too
-    monkeypatch.setattr(doctor, "doctor", lambda place: doctor.Diagnosis(place, CHECKS))
+    monkeypatch.setattr(doctor, "diagnose_directory", lambda place: doctor.Diagnosis(place, CHECKS))
     shown = f"$ ckptctl {SCENES[name]}\n" + printed(words, SIZES[size], monkeypatch)
     for pattern, constant in ((re.escape(str(place)), "/models"), *VARYING):
         shown = re.sub(pattern, constant, shown)

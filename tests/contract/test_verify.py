@@ -33,7 +33,7 @@ from tests.contract.support import WRITABLE, build, place, snapshot
 
 STATE, CONFIG = tiny_llama("llama3", layers=1)
 NORM = "model.norm.weight"
-SMALL = ((data, "BLOCK", 100), (crc, "WINDOW_BYTES", 30), (data, "BATCH", 3))
+SMALL = ((data, "BLOCK", 100), (crc, "WINDOW_BYTES", 30), (data, "BATCH_BLOCKS", 3))
 SAMPLES = (
     "dcp",
     "dcp-rank-local",
@@ -517,9 +517,9 @@ def test_no_torch_unless_values_are_asked_for(made: dict[str, Path]) -> None:
 
 
 def test_a_chunk_of_the_wrong_length() -> None:
-    from ckptctl.verbs.verification.structure import _lengths
+    from ckptctl.verbs.verification.structure import _check_lengths
 
     entry = TensorEntry("w", "float32", (2,), (Extent(Box((0,), (2,)), "f", 0, 7),), ("w",))
-    (found,) = _lengths(entry)
+    (found,) = _check_lengths(entry)
     assert "7 bytes are stored, but 8 are required" in str(found.why)
-    assert not list(_lengths(replace(entry, dtype="bfloat16", extents=())))
+    assert not list(_check_lengths(replace(entry, dtype="bfloat16", extents=())))

@@ -16,10 +16,10 @@ import pytest
 
 from ckptctl import formats
 from ckptctl.planner.retention import Policy
-from ckptctl.runs.health import health
+from ckptctl.runs.health import check_health
 from ckptctl.runs.removal import plan_prune, run_prune
 from ckptctl.storage.two_phase_delete import TRASH_FOLDER
-from ckptctl.verbs.verification.verify import verify
+from ckptctl.verbs.verification.verify import verify_checkpoint
 from ckptctl.verbs.verification.verify_options import VerifyOptions
 from tests.integration.test_kill import MEMORY, Bomb, forked
 from tests.runs import START, age, save_step
@@ -42,7 +42,7 @@ def prepared(root: Path, scenario: str) -> None:
             (root / name / "inner" / "state.json").write_text("{}")
         if scenario == "files":
             (root / name / "optimizer.pt").write_bytes(b"moments")
-            verify(root / name, VerifyOptions(level="full", manifest=True))
+            verify_checkpoint(root / name, VerifyOptions(level="full", manifest=True))
         age(root / name, START + step)
 
 
@@ -62,7 +62,7 @@ def settle(root: Path, scenario: str, before: list[tuple[str, bytes]]) -> bool:
     assert NAMES[-1] in there
     assert set(there) <= set(NAMES)
     for name in there:
-        assert not health(root / name).problem, name
+        assert not check_health(root / name).problem, name
         if scenario == "remove" or name == NAMES[-1]:
             assert listing(root / name) == before, name
         if scenario == "files":
@@ -89,7 +89,7 @@ def check_files(path: Path, before: list[tuple[str, bytes]]) -> None:
     assert [one for one in listing(path) if one[0] not in changing] == [
         one for one in before if one[0] not in changing
     ]
-    assert verify(path, VerifyOptions(level="full")).verdict == "complete"
+    assert verify_checkpoint(path, VerifyOptions(level="full")).verdict == "complete"
     assert "model.safetensors.index.json" in (path / "SHA256SUMS").read_text()
 
 

@@ -23,7 +23,7 @@ from ckptctl.errors import CkptError, DamagedError, RefusedError, SourceNotFound
 from ckptctl.remote.conditions import versions_of
 from ckptctl.remote.objects import Objects
 from ckptctl.remote.store import FsspecStore, protocols
-from ckptctl.runs.listing import newest
+from ckptctl.runs.listing import find_newest
 from ckptctl.storage import processes
 from ckptctl.storage.paths import parse_path, resolve_source_path
 from ckptctl.storage.writing import LOCK_NAME, OBJECTS_NAME, LockRecord
@@ -370,7 +370,7 @@ def test_what_a_late_rating_leaves_of_a_removed_one_is_none(url: str) -> None:
         manager.save(1, state_at(1))
     system, root = stores.at(url)
     system.pipe_file(f"{root}/step-2/ckptctl.run.json", b"{}")
-    found = newest(resolve_source_path(url), now=4e9)
+    found = find_newest(resolve_source_path(url), now=4e9)
     assert found.chosen.name == "step-1"
     assert [one.problem for one in found.skipped] == ["it is empty"]
 

@@ -6,7 +6,7 @@ from itertools import count
 from pathlib import Path
 
 from ckptctl.verbs.consolidate_metadata import plan_metadata, run_metadata
-from ckptctl.verbs.verification.verify import verify
+from ckptctl.verbs.verification.verify import verify_checkpoint
 from ckptctl.verbs.verification.verify_options import VerifyOptions
 from tests import effort
 from tests.benchmarks.build_ranks import ranks
@@ -22,7 +22,7 @@ def test_tensors_of_sixteen_ranks(tmp_path: Path) -> None:
             plan = plan_metadata(folder)
             assert (plan.ranks, plan.tensors, plan.chunks) == (16, tensors, 16 * tensors)
             run_metadata(plan)
-            assert verify(folder, VerifyOptions(level="fast")).verdict == "complete"
+            assert verify_checkpoint(folder, VerifyOptions(level="fast")).verdict == "complete"
         spent.append(counted.lines)
 
     numbers, spent = count(), list[int]()

@@ -23,7 +23,7 @@ import ckptctl
 from ckptctl.conversion import upload
 from ckptctl.errors import CkptError
 from ckptctl.runs import listing as runs
-from ckptctl.runs.listing import newest
+from ckptctl.runs.listing import find_newest
 from ckptctl.storage.paths import resolve_source_path
 from tests import s3_server
 from tests.s3_server import Request, Server
@@ -108,7 +108,9 @@ def _is_whole(url: str) -> bool:
 def _is_complete_for_readers(url: str) -> list[bool]:
     said = []
     run = (
-        lambda: str(newest(resolve_source_path(url.rpartition("/")[0])).chosen.entry.path) == url,
+        lambda: (
+            str(find_newest(resolve_source_path(url.rpartition("/")[0])).chosen.entry.path) == url
+        ),
         lambda: runs.read_run(resolve_source_path(url.rpartition("/")[0])).checkpoints[0].complete,
     )
     for read in (

@@ -25,7 +25,7 @@ from ckptctl.distributed.state import state_of
 from ckptctl.errors import CkptError, DamagedError, RefusedError, StorageError, UnsupportedError
 from ckptctl.remote.lock import ConditionalObject, RemoteLock
 from ckptctl.remote.store import FsspecStore
-from ckptctl.runs.health import health
+from ckptctl.runs.health import check_health
 from ckptctl.storage import processes
 from ckptctl.storage.paths import parse_path, resolve_source_path
 from ckptctl.storage.writing import LOCK_NAME, OBJECTS_NAME, LockRecord, parse_lock
@@ -136,13 +136,13 @@ def test_objects_that_are_not_those_that_were_saved(tmp_path: Path) -> None:
         MEMORY.pipe_file(f"{folder}/__0_0.distcp", content)
         with pytest.raises(kind, match=what):
             ckptctl.load({"w": torch.zeros(6)}, url)
-        assert health(resolve_source_path(url)).torn == (kind is DamagedError)
+        assert check_health(resolve_source_path(url)).torn == (kind is DamagedError)
     MEMORY.get(folder, str(tmp_path / "copy"), recursive=True)
-    assert health(tmp_path / "copy").verdict == "complete"
+    assert check_health(tmp_path / "copy").verdict == "complete"
     MEMORY.pipe_file(f"{folder}/{OBJECTS_NAME}", b"{}")
-    assert health(resolve_source_path(url)).verdict == "unknown"
+    assert check_health(resolve_source_path(url)).verdict == "unknown"
     MEMORY.rm_file(f"{folder}/{OBJECTS_NAME}")
-    assert health(resolve_source_path(url)).verdict == "complete"
+    assert check_health(resolve_source_path(url)).verdict == "complete"
 
 
 def test_parts_of_somebody_elses_stay(tmp_path: Path) -> None:

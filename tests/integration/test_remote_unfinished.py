@@ -14,7 +14,7 @@ import pytest
 import ckptctl
 from ckptctl.errors import CkptError, DamagedError, SourceNotFoundError
 from ckptctl.runs import listing as runs
-from ckptctl.runs.listing import newest
+from ckptctl.runs.listing import find_newest
 from ckptctl.storage import processes
 from ckptctl.storage.paths import resolve_source_path
 from ckptctl.storage.writing import LOCK_NAME, LockRecord
@@ -65,7 +65,7 @@ def test_one_that_is_being_written(root: str) -> None:
     url = _upload(root, "step-2", WRITING, INDEX)
     _require_not_read(url, "the checkpoint is being written")
     assert "process 77 on elsewhere" in str(ckptctl.verify(url).errors[0].why)
-    seen = newest(resolve_source_path(root))
+    seen = find_newest(resolve_source_path(root))
     assert seen.chosen.entry.path.name == "step-1"
     assert [one.writing for one in seen.skipped] == [True]
     assert "the checkpoint is being written (by process 77" in seen.skipped[0].problem
@@ -77,7 +77,7 @@ def test_one_that_was_interrupted(root: str) -> None:
     url = _upload(root, "step-2", replace(WRITING, process=None), INDEX)
     _require_not_read(url, "the upload did not finish")
     with pytest.raises(SourceNotFoundError, match="no complete checkpoint found"):
-        newest(resolve_source_path(root))
+        find_newest(resolve_source_path(root))
     later = runs.read_run(resolve_source_path(root), now=time.time() + 10_000).checkpoints
     assert [(one.verdict, one.torn, one.writing) for one in later] == [("damaged", True, False)]
     MEMORY.rm_file(f"{_place(url)}/{LOCK_NAME}")
@@ -105,7 +105,7 @@ def test_a_lock_that_was_left_beside_all_of_it(root: str) -> None:
     """The run was killed after the last file, or before it replaced the first."""
     url = _upload(root, "step-2", replace(WRITING, process=None))
     assert ckptctl.verify(url, level="full").findings == ()
-    assert newest(resolve_source_path(root)).chosen.complete
+    assert find_newest(resolve_source_path(root)).chosen.complete
 
 
 def test_silence(root: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,7 +183,7 @@ def test_whole_numbers_keep_their_digits(look: Browser, tmp_path: Path) -> None:
     ]
     weight |= {"bytes": 2**63 + 1, "shape": [2 * high, 3], "map": chunks, "chunks": 2}
     weight["stats"] |= {"count": 2**53 + 3, "histogram": [2**53 + 3, *[0] * 39]}
-    (tmp_path / "page.html").write_text(report_page.page(document))
+    (tmp_path / "page.html").write_text(report_page.build_page(document))
     look.open(tmp_path / "page.html", "#tensor=n")
     assert look.run("document.getElementById('summary').innerText.split('\\n')").count(
         f"2305843 T ({2**61 + 1:,})"
@@ -212,7 +212,7 @@ def test_fifty_thousand_tensors(look: Browser, tmp_path: Path) -> None:
     (one,) = cast(list[dict[str, object]], document["tensors"])
     document |= {"tensors": [{**one, "name": name} for name in names], "tensor_count": 50_000}
     path = tmp_path / "page.html"
-    path.write_text(report_page.page(document))
+    path.write_text(report_page.build_page(document))
     assert path.stat().st_size < 14_000_000
     look.call("Performance.enable")
     look.open(path)

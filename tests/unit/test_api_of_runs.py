@@ -28,7 +28,7 @@ def test_a_run_is_listed_and_pruned(run):
     newest = ckptctl.latest(run)
     assert newest.path == run / "step-20" and newest.skipped[0].name == "step-30"
     plan = ckptctl.plan_prune(run, keep_last=1)
-    assert [one.name for one in plan.of("remove")] == ["step-10"]
+    assert [one.name for one in plan.list_decisions("remove")] == ["step-10"]
     assert ckptctl.prune(run, keep_within="0.5s", keep="step-20").done == ("step-10",)
     assert not (run / "step-10").exists() and (run / "step-30").exists()
 

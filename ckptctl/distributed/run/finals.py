@@ -24,7 +24,7 @@ from ckptctl.distributed.saving.converted import final_target, remove_left, save
 from ckptctl.distributed.state import StateDict
 from ckptctl.errors import CkptError, RefusedError, quote_names, wrap_os_errors
 from ckptctl.ranks.coordinator import on_first
-from ckptctl.runs.run_store import run_store
+from ckptctl.runs.run_store import open_run_store
 from ckptctl.storage.files import source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.paths import parse_path
@@ -75,7 +75,7 @@ class Finals:
         noted = self._read().get(str(out))
         if noted is None:
             return None
-        run_store(out.parent).refresh()
+        open_run_store(out.parent).refresh_listing()
         with wrap_os_errors("read", out):
             same = out.exists() and noted.get("contents") == contents(out)
         return _finished(out, noted) if same else None
@@ -83,20 +83,20 @@ class Finals:
     def note(self, model: Finished) -> None:
         """Record that the run has published a model, with a digest of its current files."""
         try:
-            run_store(model.path.parent).refresh()
+            open_run_store(model.path.parent).refresh_listing()
             own = {"step": model.step, "told": model.hooks_called, "contents": contents(model.path)}
             models = {**self._read(), str(model.path): own}
             content = json.dumps({"schema": SCHEMA, "models": models}, indent=2).encode()
             if not isinstance(self._root, UrlPath):
                 Path(self._root).mkdir(parents=True, exist_ok=True)
-            run_store(self._root).replace(RECORD, content, sync=self._sync)
+            open_run_store(self._root).replace_file(RECORD, content, sync=self._sync)
         except (CkptError, OSError) as error:
             _log.error("`%s` of %s was not written: %s", RECORD, self._root, error)
 
     def _read(self) -> dict[str, Mapping[str, Any]]:
         """Return the record by model path, or an empty one if it cannot be read."""
         try:
-            run_store(self._root).refresh()
+            open_run_store(self._root).refresh_listing()
             if not (self._root / RECORD).is_file():
                 return {}
             with source_files(self._root) as files:
@@ -157,7 +157,7 @@ def beside(target: TreePath) -> TreePath:
 
 
 def _require_equal(new: TreePath, old: TreePath) -> None:
-    run_store(new.parent).refresh()
+    open_run_store(new.parent).refresh_listing()
     with wrap_os_errors("compare", old):
         names = {file.relative_to(root) for root in (new, old) for file in _files(root)}
         other = [str(name) for name in sorted(names) if not _same(new / name, old / name)]

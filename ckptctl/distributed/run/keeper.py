@@ -22,11 +22,11 @@ from ckptctl.formats.sidecar_files import RUN_FILE
 from ckptctl.planner.lineage import Lineage
 from ckptctl.planner.retention import Policy
 from ckptctl.ranks.coordinator import Coordinator
-from ckptctl.runs.entries import RunEntry, entries, entry_at, is_run
-from ckptctl.runs.health import Checkpoint, examine, metrics
-from ckptctl.runs.listing import newest, read_run
-from ckptctl.runs.names import parse
-from ckptctl.runs.notes import encoded, run_record
+from ckptctl.runs.entries import RunEntry, is_run, list_entries, read_entry
+from ckptctl.runs.health import Checkpoint, examine_entry, read_metrics
+from ckptctl.runs.listing import find_newest, read_run
+from ckptctl.runs.names import parse_name
+from ckptctl.runs.notes import encode_record, read_run_record
 from ckptctl.runs.removal import (
     PruneResult,
     Trainer,
@@ -35,7 +35,7 @@ from ckptctl.runs.removal import (
     plan_prune,
     run_prune,
 )
-from ckptctl.runs.run_store import run_store
+from ckptctl.runs.run_store import open_run_store
 from ckptctl.storage.paths import resolve_links
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
@@ -78,7 +78,7 @@ class Keeper:
         self.policy = policy
         self._hooks = hooks
         self._sync = sync
-        self._store = run_store(root)
+        self._store = open_run_store(root)
         self._removal: threading.Thread | None = None
         self._lineage: Lineage | None = None
         self._resumed, self._saved = "", ""
@@ -96,11 +96,11 @@ class Keeper:
             UnsupportedError: The verdict on the newest checkpoint is unknown.
         """
         there = self._entries()
-        if not any(series in (None, one.named.series) for one in there):
+        if not any(series in (None, one.parsed_name.series) for one in there):
             for model in self.finals.all():
                 _log.warning("%s has no checkpoint, but has published %s", self.root, model.path)
             return None
-        looked = newest(self.root, series=series, torn=self._torn, model=False)
+        looked = find_newest(self.root, series=series, damaged_names=self._torn, model=False)
         found = looked.chosen
         skipped = {one.name: one.problem for one in looked.skipped}
         said = (
@@ -125,7 +125,7 @@ class Keeper:
             RefusedError: Several checkpoints have that step.
         """
         there = self._entries()
-        found = [one for one in there if one.named.order[0] == step and one.counts]
+        found = [one for one in there if one.parsed_name.order[0] == step and one.is_counted]
         found = [one for one in found if one.path == self.root / f"{SERIES}{step}"] or found
         if len(found) > 1:
             raise RefusedError(
@@ -136,7 +136,7 @@ class Keeper:
             )
         if not found:
             return None
-        chosen = examine(found[0], time.time(), model=False)
+        chosen = examine_entry(found[0], time.time(), model=False)
         return Start(chosen.path, _loaded(chosen), step, found[0].time)
 
     def has(self, step: int) -> bool:
@@ -146,12 +146,12 @@ class Keeper:
 
     def refresh(self) -> None:
         """Drop cached listings, so that current files are seen."""
-        self._store.refresh()
+        self._store.refresh_listing()
 
     def _entries(self) -> list[RunEntry]:
         """List the current entries, or none before the first save."""
         self.refresh()
-        return entries(self.root) if is_run(self.root) else []
+        return list_entries(self.root) if is_run(self.root) else []
 
     def steps(self) -> list[int]:
         """List the steps of complete checkpoints, in ascending order."""
@@ -173,9 +173,9 @@ class Keeper:
         self.refresh()
         if self._store.is_free(path.name):
             return "free"
-        entry = entry_at(path)
+        entry = read_entry(path)
         now = time.time()
-        there = examine(entry, now, model=False) if entry and not entry.link else None
+        there = examine_entry(entry, now, model=False) if entry and not entry.link else None
         problem = self._torn.get(path.name) or (there.problem if there else "")
         known = path.name in self._torn
         if there and (known or (there.torn and not there.writing)):
@@ -217,8 +217,8 @@ class Keeper:
         """Remove leftovers of killed saves, and with ``make_room`` also unneeded checkpoints."""
         try:
             self.refresh()
-            for name in self._store.left_saves():
-                named = parse(name)
+            for name in self._store.list_unfinished_saves():
+                named = parse_name(name)
                 if named and named.series == SERIES and name != path.name:
                     self._sweep(self.root / name)
         except OSError as error:
@@ -269,18 +269,18 @@ class Keeper:
         if self._knows_start:
             return None
         self.refresh()
-        known = filter(None, (entry_at(self.root / name) for name in positions_in(self.root)))
+        known = filter(None, (read_entry(self.root / name) for name in positions_in(self.root)))
         last = next((one for one in known if not one.staging), None)
-        if last and last.named.order[0] <= step:
-            number = last.named.order[0]
+        if last and last.parsed_name.order[0] <= step:
+            number = last.parsed_name.order[0]
             self.resume_from(last.path, number)
-            return number if last.named.series == SERIES else None
+            return number if last.parsed_name.series == SERIES else None
         later = [
             one.path.name
             for one in self._entries()
-            if one.named.series == SERIES
-            and one.named.order[0] > step
-            and examine(one, time.time()).complete
+            if one.parsed_name.series == SERIES
+            and one.parsed_name.order[0] > step
+            and examine_entry(one, time.time()).complete
         ]
         if later:
             raise RefusedError(
@@ -298,19 +298,21 @@ class Keeper:
     def resume_from(self, path: TreePath, step: int) -> None:
         """Record the checkpoint from which training resumes."""
         self._knows_start = True
-        found = run_record(path).lineage
+        found = read_run_record(path).lineage
         self._lineage = found.resume_at(step, self._newest_save())
         self._resumed, self._saved = path.name, ""
         if self._lineage.resumed[-1].abandons_saves:
-            self._note(path, metrics(path), found._replace(left=self._lineage.save))
+            self._note(path, read_metrics(path), found._replace(left=self._lineage.save))
 
     def resume_elsewhere(self, step: int) -> None:
         """Record that training resumes from a save of *step* outside of the run folder."""
         self._knows_start = True
-        before = [one for one in self._entries() if one.named.series == SERIES and one.counts]
-        before = [one for one in before if one.named.order[0] <= step]
+        before = [
+            one for one in self._entries() if one.parsed_name.series == SERIES and one.is_counted
+        ]
+        before = [one for one in before if one.parsed_name.order[0] <= step]
         if before:
-            self.resume_from(max(before, key=lambda one: one.named.order).path, step)
+            self.resume_from(max(before, key=lambda one: one.parsed_name.order).path, step)
             self._resumed = ""
 
     def beside(
@@ -318,7 +320,7 @@ class Keeper:
     ) -> Mapping[str, bytes]:
         """Return the record of the checkpoint to publish as a sidecar file."""
         self._lineage = (self._lineage or Lineage(self._newest_save())).next_save()
-        return {RUN_FILE: encoded(rated, self._lineage, more)}
+        return {RUN_FILE: encode_record(rated, self._lineage, more)}
 
     def published(self, path: TreePath) -> None:
         """Call the hooks for a new checkpoint, and start to remove old ones."""
@@ -332,16 +334,16 @@ class Keeper:
         """Add metrics to those of a checkpoint."""
         if rated:
             self.refresh()
-            self._note(path, {**metrics(path), **rated}, run_record(path).lineage)
+            self._note(path, {**read_metrics(path), **rated}, read_run_record(path).lineage)
 
     def _note(self, path: TreePath, rated: Mapping[str, float], lineage: Lineage) -> None:
         """Replace the record of a checkpoint, unless the existing one cannot be read."""
-        known = run_record(path)
+        known = read_run_record(path)
         try:
             if known.error:
                 raise CkptError(f"the existing one cannot be read: {known.error.what}")
-            record = encoded(rated, lineage, known.members)
-            self._store.replace(f"{path.name}/{RUN_FILE}", record, sync=self._sync)
+            record = encode_record(rated, lineage, known.members)
+            self._store.replace_file(f"{path.name}/{RUN_FILE}", record, sync=self._sync)
         except (CkptError, OSError) as error:
             _log.error("`%s` of %s was not written: %s", RUN_FILE, path, error)
 
@@ -356,7 +358,7 @@ class Keeper:
     def finish(self, out: TreePath, there: Finished | None) -> None:
         """Record a trained model, call its hooks, and remove checkpoints that it replaces."""
         if there is None:
-            named = parse(self._saved or self._resumed)
+            named = parse_name(self._saved or self._resumed)
             there = Finished(out, named.order[0] if named else None)
             self.finals.note(there)
         if not there.hooks_called:
@@ -407,7 +409,7 @@ class Keeper:
         except Exception as error:  # including those of the user's rules
             _log.warning("nothing was removed from %s: %s", self.root, _said(error))
             return
-        for one in plan.of("skip"):
+        for one in plan.list_decisions("skip"):
             if one.checkpoint.record.error:
                 _log.warning("%s is kept: %s", one.checkpoint.path, "; ".join(one.reasons))
         self._tell(result)
@@ -415,7 +417,7 @@ class Keeper:
     def discard_after(self, step: int) -> None:
         """Remove the checkpoints of later steps, and log those that stay."""
         plan = plan_discard(resolve_links(self.root), SERIES, step)
-        for one in plan.of("skip"):
+        for one in plan.list_decisions("skip"):
             if one.checkpoint.step > step:
                 reasons = "; ".join(filter(None, one.reasons))
                 _log.warning("%s is kept: %s", one.checkpoint.path, reasons)
@@ -423,14 +425,16 @@ class Keeper:
 
     def later_than(self, step: int) -> list[str]:
         """List the names of checkpoints of later steps."""
-        found = (one for one in self._entries() if one.named.series == SERIES)
-        return [one.path.name for one in found if one.named.order[0] > step and one.counts]
+        found = (one for one in self._entries() if one.parsed_name.series == SERIES)
+        return [
+            one.path.name for one in found if one.parsed_name.order[0] > step and one.is_counted
+        ]
 
     def _newest_save(self) -> int:
         """Return the number of the run's newest known save."""
         known = self._lineage.save if self._lineage else 0
-        there = (one.path for one in self._entries() if one.named.series == SERIES)
-        return max([known, *(run_record(one).lineage.save for one in there)])
+        there = (one.path for one in self._entries() if one.parsed_name.series == SERIES)
+        return max([known, *(read_run_record(one).lineage.save for one in there)])
 
     def _tell(self, result: PruneResult) -> None:
         for name in result.done:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from ckptctl.distributed.run.keeper import SERIES
 from ckptctl.errors import FormatError, RefusedError, StorageError, wrap_os_errors
-from ckptctl.runs.run_store import run_store
+from ckptctl.runs.run_store import open_run_store
 from ckptctl.storage import lock
 from ckptctl.storage.file_system import sync_directory
 from ckptctl.storage.schema import find_member
@@ -65,7 +65,7 @@ def read_identity(root: TreePath) -> str:
         StorageError: It cannot be read.
     """
     path = root / IDENTITY
-    run_store(root).refresh()
+    open_run_store(root).refresh_listing()
     try:
         said = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -90,7 +90,7 @@ def ensure_identity(root: TreePath) -> str:
     if known:
         return known
     content = json.dumps({"schema": SCHEMA, "run": token_hex(8)}).encode()
-    run_store(root).create(IDENTITY, content)
+    open_run_store(root).create_file(IDENTITY, content)
     return read_identity(root)
 
 

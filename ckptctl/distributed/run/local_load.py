@@ -36,7 +36,7 @@ from ckptctl.errors import (
 )
 from ckptctl.formats.dcp_rank_local import FORMAT, read_rank
 from ckptctl.ranks.coordinator import Coordinator, format_ranks, on_first, telling
-from ckptctl.runs.notes import run_record
+from ckptctl.runs.notes import read_run_record
 from ckptctl.save_load.loading.load_options import LoadOptions, LoadReport
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
@@ -114,7 +114,7 @@ def look_at_root(keeper: Keeper, step: int | None) -> RootState:
         start = keeper.newest(tell=False) if step is None else keeper.of_step(step)
     except SourceNotFoundError:  # no checkpoint is complete
         start = None
-    name = run_record(start.entry).members.get(COPY_OF) if start else None
+    name = read_run_record(start.entry).members.get(COPY_OF) if start else None
     number = number_of(name, run)
     copy_of = LocalSave(number, start.step, str(name)) if start and number else None
     return RootState(run, start, copy_of)

@@ -42,7 +42,7 @@ from ckptctl.errors import (
     UsageError,
 )
 from ckptctl.ranks.coordinator import Coordinator, on_first, sendable, together
-from ckptctl.runs.notes import run_record
+from ckptctl.runs.notes import read_run_record
 from ckptctl.save_load.saving.local_shards import LocalShards
 from ckptctl.storage.destinations import require_folder, require_local_path
 from ckptctl.storage.paths import expand_home
@@ -196,7 +196,7 @@ class LocalTier:
         highest = together(ranks, lambda: folder.highest(run))
         if ranks.rank == 0:
             self._keeper.refresh()
-            records = (run_record(one) for one in root.glob(f"{SERIES}*"))
+            records = (read_run_record(one) for one in root.glob(f"{SERIES}*"))
             highest = max([highest, *(number_of(r.members.get(COPY_OF), run) for r in records)])
         number = max(ranks.all_gather(highest)) + 1
         start = ranks.broadcast(start_name(run, number))
@@ -312,7 +312,7 @@ class LocalTier:
             self._keeper.refresh()
             if (
                 self._rounds.rank == 0
-                and run_record(target).members.get(COPY_OF) == pending.save.start
+                and read_run_record(target).members.get(COPY_OF) == pending.save.start
             ):
                 self._keeper.rate(target, rated)
         return True

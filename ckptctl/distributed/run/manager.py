@@ -34,7 +34,7 @@ from ckptctl.errors import RefusedError, SourceNotFoundError, UsageError, quote_
 from ckptctl.keywords import accept_keywords
 from ckptctl.options import blame_option, list_options, require_choice
 from ckptctl.ranks.coordinator import Coordinator, on_first, telling
-from ckptctl.runs.run_store import run_store
+from ckptctl.runs.run_store import open_run_store
 from ckptctl.save_load.loading.load_options import LoadReport
 from ckptctl.storage.destinations import require_folder, require_local_path
 from ckptctl.storage.paths import expand_home, parse_path
@@ -549,7 +549,7 @@ def _root(root: str | TreePath) -> TreePath:
     if not is_url(root):
         require_local_path(root)
     path = expand_home(parse_path(root)).absolute()
-    run_store(path).require_changeable()
+    open_run_store(path).require_changeable()
     if not is_url(root):
         require_folder(Path(path))
     return path

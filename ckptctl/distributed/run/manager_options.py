@@ -201,7 +201,7 @@ class ManagerOptions(PreemptionOptions, opt.ModelOptions, SaveOptions, KeepOptio
 
     def policy(self) -> Policy:
         """Return the retention policy."""
-        return replace(super().policy(), wanted=self.keep_if)
+        return replace(super().build_policy(), wanted=self.keep_if)
 
     def final(self, options: FinalOptions) -> ConversionOptions:
         """Return the conversion options for the trained model, with defaults of the manager."""

@@ -15,7 +15,7 @@ from ckptctl import option_checks as checks
 from ckptctl.errors import UsageError
 from ckptctl.options import Option, Options, option_group
 from ckptctl.ranks.coordinator import Coordinator, telling
-from ckptctl.runs.run_options import duration
+from ckptctl.runs.run_options import parse_duration
 
 
 def _steps(value: Iterable[int]) -> frozenset[int]:
@@ -42,7 +42,7 @@ class SaveRules(Options):
         Option(
             "Save when this much time has passed since the last save: ``30m``, ``2h`` or "
             "seconds. With 0, save whenever no save is running. Rank 0's clock decides.",
-            check=duration,
+            check=parse_duration,
         ),
     ] = None
     save_steps: Annotated[Sequence[int], Option("Save these steps.", check=_steps)] = ()
@@ -95,7 +95,7 @@ class Schedule:
         self._before: int | None = None  # the previous step
         self._since = time.monotonic()
         every = rules.save_interval
-        self._interval = None if every is None else duration(every)
+        self._interval = None if every is None else parse_duration(every)
 
     def due(self, step: int) -> bool:
         """Return whether *step* must be saved, equal on all ranks.

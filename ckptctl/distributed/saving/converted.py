@@ -28,7 +28,7 @@ from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.dcp import METADATA
 from ckptctl.formats.dcp.metadata import Origin
 from ckptctl.ranks.coordinator import on_first, through_first
-from ckptctl.runs.run_store import run_store
+from ckptctl.runs.run_store import open_run_store
 from ckptctl.save_load.saving.global_plan import GlobalPlan, make_global_plan, own_plan
 from ckptctl.save_load.saving.local_shards import HeldChunk, LocalShards, Packed, TensorMeta, pack
 from ckptctl.save_load.saving.save_files import rank_files, tensor_metadata
@@ -65,7 +65,7 @@ def save_converted(
         remove_left(stage, OF_A_SAVE)
 
     def convert() -> None:
-        run_store(stage.parent).refresh()
+        open_run_store(stage.parent).refresh_listing()
         plan = plan_conversion(stage, target, options)
         _tell(plan)
         run_conversion(plan)
@@ -146,7 +146,7 @@ def _require_room(target: TreePath, options: ConversionOptions) -> None:
     if not is_url(target):
         check_target(Path(target), overwrite=False, is_checkpoint=lambda _: False)
         return
-    run_store(target.parent).refresh()
+    open_run_store(target.parent).refresh_listing()
     if target.is_file() or any(target.iterdir()):
         raise destination_exists_error(target)
 
@@ -157,8 +157,8 @@ def remove_left(folder: TreePath, known: re.Pattern[str]) -> None:
     Raises:
         RefusedError: It contains files whose names do not match the pattern of such a save.
     """
-    store = run_store(folder.parent)
-    store.refresh()
+    store = open_run_store(folder.parent)
+    store.refresh_listing()
     if not (folder.exists() if is_url(folder) else os.path.lexists(folder)):
         return
     plain = folder.is_dir() and not folder.is_symlink()
@@ -174,7 +174,7 @@ def remove_left(folder: TreePath, known: re.Pattern[str]) -> None:
     if not is_url(folder):
         trash.remove_path(Path(folder))
         return
-    with store.deleting() as deletion:
+    with store.lock_for_deletion() as deletion:
         deletion.delete(folder.name, FileIdentity.from_stat(folder.stat()))
 
 

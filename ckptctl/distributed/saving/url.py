@@ -18,7 +18,7 @@ from ckptctl.remote.lock import ConditionalObject, RemoteLock
 from ckptctl.remote.objects import Objects
 from ckptctl.remote.store import FsspecStore
 from ckptctl.remote.trees import store_at
-from ckptctl.runs.health import health
+from ckptctl.runs.health import check_health
 from ckptctl.storage.execution.execution_options import ExecutionOptions
 from ckptctl.storage.urls import HUB_SCHEME, parse_scheme
 from ckptctl.storage.writing import (
@@ -64,7 +64,7 @@ class Url:
         self._was_there = self._store.is_folder()
         if self._options.overwrite and METADATA in found:  # only a damaged one is replaced
             self.target.tree.forget_url(self.target.url)
-            self._replaces = health(self.target, model=False).torn
+            self._replaces = check_health(self.target, model=False).torn
         self._require_none(found)
         self._lock = RemoteLock(self._store, LOCK_NAME, [METADATA])
         self._left = self._lock.take()

@@ -27,8 +27,8 @@ from ckptctl.tree import TreePath
 from ckptctl.verbs.comparison.diff_options import DiffOptions
 from ckptctl.verbs.comparison.diff_result import Difference, LeafDifference, TensorDifference
 from ckptctl.verbs.comparison.padded import without_padding
-from ckptctl.verbs.comparison.pairing import Pair, Pairing, Scope, map_other, pair
-from ckptctl.verbs.comparison.values import Windows, compare_leaves, same_checksums
+from ckptctl.verbs.comparison.pairing import Pair, Pairing, Scope, map_other, pair_tensors
+from ckptctl.verbs.comparison.values import Windows, compare_leaves, has_equal_checksums
 
 T = TypeVar("T")
 _OPTIONS = ("from", "weights", "tag", "root", "from-layout")
@@ -36,7 +36,7 @@ _ELSEWHERE = {"from": "format", "from-layout": "layout"}
 
 
 @dataclass(slots=True)
-class _Compared:
+class _ElementComparison:
     """Result of comparing the elements."""
 
     errors: Mapping[str, Errors] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class _Compared:
     bitwise: bool = False
 
 
-def diff(
+def compare_checkpoints(
     a: str | TreePath, b: str | TreePath, options: DiffOptions, progress: Watch = ignore_progress
 ) -> Difference:
     """Compare two checkpoints after mapping *b* to the layout of *a*.
@@ -54,45 +54,47 @@ def diff(
     Errors are deviations of *b*. *progress* receives the number of bytes to compare.
     """
     with families.use_converter_file(options.converter):
-        return _diff(a, b, options, progress)
+        return _compare_sources(a, b, options, progress)
 
 
-def _diff(
+def _compare_sources(
     a: str | TreePath, b: str | TreePath, options: DiffOptions, progress: Watch
 ) -> Difference:
     start = time.monotonic()
-    (first, own_a), (second, own_b) = map(_read_leaves, _opened(a, b, options))
+    (first, trainer_names_a), (second, trainer_names_b) = map(
+        _read_leaves, _open_both(a, b, options)
+    )
     if options.root_a is not None:
-        with rename_options(_option_names("a")):
+        with rename_options(_build_option_names("a")):
             parse_root(first, options.root_a)
-    asked = MappingRequest(
+    request = MappingRequest(
         source=ModelRequest(options.model_type, options.layout_b, options.root_b, options.sizes),
         state=ModelRequest(layout=options.layout_a, root=options.root_a),
         dequantized=bool(options.dequantize),
     )
-    with rename_options(_option_names("b")):
-        mapping = map_other(first, second, asked)
+    with rename_options(_build_option_names("b")):
+        mapping = map_other(first, second, request)
     first, padding_read = without_padding(first, mapping)
     scope = Scope(options.include, options.exclude, options.only)
-    paired = pair(first, second, mapping, scope, own_a | own_b)
+    paired = pair_tensors(first, second, mapping, scope, trainer_names_a | trainer_names_b)
     _require_something(paired, options)
-    values = _Compared()
+    values = _ElementComparison()
     leaves: tuple[LeafDifference, ...] = ()
     if not options.structure:
-        values = _values(first, paired.pairs, mapping, options, progress)
+        values = _compare_values(first, paired.pairs, mapping, options, progress)
         leaves = compare_leaves(first, second, paired.leaves)
-    left = {n: why for n, why in paired.b.left_out.items() if n not in values.only_b}
+    left_out = {n: why for n, why in paired.b.left_out.items() if n not in values.only_b}
     within = [e for e in values.errors.values() if not e.differing and e.max_abs is not None]
-    tensors = [_tensor(one, values.errors.get(one.entry.name)) for one in paired.pairs]
+    tensors = [_build_difference(item, values.errors.get(item.entry.name)) for item in paired.pairs]
     read_a, read_b = values.bytes_read
-    differing = (one for one in tensors if one.kinds and not _is_ignored(one, options))
+    differing = (item for item in tensors if item.kinds and not _is_ignored(item, options))
     return Difference(
         replace(paired.a, path=redact_path(a), bytes_read=padding_read + read_a),
         replace(
             paired.b,
             path=redact_path(b),
             only=(*paired.b.only, *values.only_b),
-            left_out=left,
+            left_out=left_out,
             bytes_read=read_b,
         ),
         model_type=mapping.model_type,
@@ -100,27 +102,30 @@ def _diff(
         compared=len(paired.pairs),
         by_checksum=values.by_checksum,
         within=len(within),
-        tensors=tuple(sorted(differing, key=lambda one: one.order)),
+        tensors=tuple(sorted(differing, key=lambda item: item.sort_key)),
         compared_leaves=len(paired.leaves),
         leaves=leaves,
-        notes=(*_notes(mapping, tensors, values.bitwise), *_unlike(first, second, paired, options)),
+        notes=(
+            *_list_notes(mapping, tensors, values.bitwise),
+            *_list_quantization_notes(first, second, paired, options),
+        ),
         seconds=time.monotonic() - start,
         bitwise=values.bitwise,
     )
 
 
-def _is_ignored(one: TensorDifference, options: DiffOptions) -> bool:
+def _is_ignored(difference: TensorDifference, options: DiffOptions) -> bool:
     """Return whether only the dtype differs and `ignore_dtype` is set.
 
     If B stores the tensor in several dtypes, elements are not compared, so nothing shows that they
     are equal.
     """
-    compared = options.structure or not one.has_several_dtypes
-    return options.ignore_dtype and one.kinds == ("dtype",) and compared
+    compared = options.structure or not difference.has_several_dtypes
+    return options.ignore_dtype and difference.kinds == ("dtype",) and compared
 
 
 @dataclass(frozen=True, slots=True)
-class _Chosen:
+class _SideSource:
     """One of the two checkpoints, and the options for opening it."""
 
     side: str
@@ -133,55 +138,57 @@ class _Chosen:
     ranks: int | None = None
 
     def open(self) -> Catalog:
-        with rename_options(_option_names(self.side)):
+        with rename_options(_build_option_names(self.side)):
             return open_source(self.path, self)
 
 
-def _option_names(side: str) -> dict[str, str]:
+def _build_option_names(side: str) -> dict[str, str]:
     """Map the options of one checkpoint to those of side ``a`` or ``b``."""
     return {f"--{name}": f"--{_ELSEWHERE.get(name, name)}-{side}" for name in _OPTIONS}
 
 
-def _opened(a: str | TreePath, b: str | TreePath, options: DiffOptions) -> list[Catalog]:
+def _open_both(a: str | TreePath, b: str | TreePath, options: DiffOptions) -> list[Catalog]:
     """Open both checkpoints, and dequantize them if asked."""
     kind, rules, dtype = options.model_type, options.rules, options.dequantize
-    chosen = (
-        _Chosen("a", a, options.format_a, kind, options.weights_a, options.tag_a, rules),
-        _Chosen("b", b, options.format_b, kind, options.weights_b, options.tag_b, rules),
+    sources = (
+        _SideSource("a", a, options.format_a, kind, options.weights_a, options.tag_a, rules),
+        _SideSource("b", b, options.format_b, kind, options.weights_b, options.tag_b, rules),
     )
 
-    def without_rules(one: _Chosen, error: UsageError) -> Catalog:
+    def open_without_rules(side: _SideSource, error: UsageError) -> Catalog:
         try:
-            return replace(one, rules=None).open()
+            return replace(side, rules=None).open()
         except CkptError:
             raise error from None
 
     if rules:
-        opened = _meant_for_some(chosen, _Chosen.open, without_rules)
+        opened = _apply_to_sides(sources, _SideSource.open, open_without_rules)
     else:
-        opened = [one.open() for one in chosen]
+        opened = [side.open() for side in sources]
     if dtype is None:
         return opened
-    return _meant_for_some(opened, lambda one: dequantize_catalog(one, dtype), lambda one, _: one)
+    return _apply_to_sides(
+        opened, lambda side: dequantize_catalog(side, dtype), lambda side, _: side
+    )
 
 
-def _meant_for_some(
+def _apply_to_sides(
     sides: Sequence[T],
-    with_it: Callable[[T], Catalog],
-    without: Callable[[T, UsageError], Catalog],
+    apply: Callable[[T], Catalog],
+    fallback: Callable[[T, UsageError], Catalog],
 ) -> list[Catalog]:
     """Apply an option to both sides, either of which may reject it."""
-    found: list[Catalog] = []
-    refused: list[UsageError] = []
+    results: list[Catalog] = []
+    errors: list[UsageError] = []
     for side in sides:
         try:
-            found.append(with_it(side))
+            results.append(apply(side))
         except UsageError as error:
-            refused.append(error)
-            found.append(without(side, error))
-    if len(refused) == len(sides):
-        raise refused[0]
-    return found
+            errors.append(error)
+            results.append(fallback(side, error))
+    if len(errors) == len(sides):
+        raise errors[0]
+    return results
 
 
 def _read_leaves(catalog: Catalog) -> tuple[Catalog, frozenset[str]]:
@@ -191,9 +198,9 @@ def _read_leaves(catalog: Catalog) -> tuple[Catalog, frozenset[str]]:
     """
     read = formats.resolve_codecs(replace(catalog, tensors={}, replicas={}))
     blobs = {**catalog.blobs, **read.blobs}
-    whole, parts = unpack_tensors(replace(catalog, blobs=blobs), tuple(blobs))
-    own = (names for leaf, names in parts.items() if is_outside_model(catalog, leaf))
-    return whole, frozenset(name for names in own for name in names)
+    unpacked_catalog, parts = unpack_tensors(replace(catalog, blobs=blobs), tuple(blobs))
+    trainer_names = (names for leaf, names in parts.items() if is_outside_model(catalog, leaf))
+    return unpacked_catalog, frozenset(name for names in trainer_names for name in names)
 
 
 def _require_something(paired: Pairing, options: DiffOptions) -> None:
@@ -206,39 +213,47 @@ def _require_something(paired: Pairing, options: DiffOptions) -> None:
         )
 
 
-def _values(
+def _compare_values(
     first: Catalog,
     pairs: Sequence[Pair],
     mapping: StateMapping,
     options: DiffOptions,
     progress: Watch,
-) -> _Compared:
-    alike = [one for one in pairs if one.entry.shape == one.composed.shape and "," not in one.dtype]
-    names = [key for one in alike for key in one.composed.keys]
-    a = locate_tensors(first, [one.entry.name for one in alike])
-    names += [key for one in mapping.redundant for key in one.keys]
-    other = locate_tensors(mapping.catalog, names)
-    mapping = replace(mapping, catalog=other)
-    known = [one for one in alike if options.quick and _known(a, other, one)]
-    skipped = {one.entry.name for one in known}
-    todo = [one for one in alike if one.entry.name not in skipped]
-    total = sum(one.entry.nbytes for one in todo)
+) -> _ElementComparison:
+    comparable = [
+        pair for pair in pairs if pair.entry.shape == pair.composed.shape and "," not in pair.dtype
+    ]
+    names = [key for pair in comparable for key in pair.composed.keys]
+    located_a = locate_tensors(first, [pair.entry.name for pair in comparable])
+    names += [key for pair in mapping.redundant for key in pair.keys]
+    located_b = locate_tensors(mapping.catalog, names)
+    mapping = replace(mapping, catalog=located_b)
+    matching = [
+        pair
+        for pair in comparable
+        if options.quick and _has_equal_checksums(located_a, located_b, pair)
+    ]
+    skipped = {pair.entry.name for pair in matching}
+    remaining = [pair for pair in comparable if pair.entry.name not in skipped]
+    total = sum(pair.entry.nbytes for pair in remaining)
     tolerance = None
     if options.atol is not None or options.rtol is not None:
         tolerance = Tolerance(options.atol or 0.0, options.rtol or 0.0)
     bitwise = not has_torch()
     if bitwise:
-        _require_bits(todo, tolerance)
+        _require_bits(remaining, tolerance)
     with progress(total) as advance:
-        windows = Windows(keep_names(a), mapping, options.jobs or 0, bitwise)
-        errors = windows.errors(todo, tolerance, advance)
-    with open_reader(other) as files:  # data of B that A's layout cannot store
+        windows = Windows(keep_names(located_a), mapping, options.jobs or 0, bitwise)
+        errors = windows.compare_elements(remaining, tolerance, advance)
+    with open_reader(located_b) as files:  # data of B that A's layout cannot store
         lost = dict.fromkeys(
-            one.part.key for one in find_lost_data(files, other, mapping.redundant)
+            pair.part.key for pair in find_lost_data(files, located_b, mapping.redundant)
         )
         lost_read = files.bytes_read
     read_a, read_b = windows.bytes_read
-    return _Compared(errors, len(known), (read_a, read_b + lost_read), tuple(lost), bitwise)
+    return _ElementComparison(
+        errors, len(matching), (read_a, read_b + lost_read), tuple(lost), bitwise
+    )
 
 
 def _require_bits(pairs: Sequence[Pair], tolerance: Tolerance | None) -> None:
@@ -246,53 +261,68 @@ def _require_bits(pairs: Sequence[Pair], tolerance: Tolerance | None) -> None:
     instead = f"{spell_option('--structure')} compares names, shapes and dtypes without torch"
     if tolerance:
         require_torch("a tolerance", alternative="omit the tolerance to compare bits")
-    for one in pairs:
-        if one.entry.dtype != one.dtype and not dtypes.UNMEASURED & {one.entry.dtype, one.dtype}:
-            why = f"`{one.entry.name}` is {one.entry.dtype} in A and {one.dtype} in B"
+    for pair in pairs:
+        if pair.entry.dtype != pair.dtype and not dtypes.UNMEASURED & {
+            pair.entry.dtype,
+            pair.dtype,
+        }:
+            why = f"`{pair.entry.name}` is {pair.entry.dtype} in A and {pair.dtype} in B"
             require_torch("comparing values of different dtypes", why, alternative=instead)
 
 
-def _known(a: Catalog, b: Catalog, one: Pair) -> bool:
+def _has_equal_checksums(a: Catalog, b: Catalog, pair: Pair) -> bool:
     """Return whether the checksums that both sides record of a tensor match."""
-    if not one.composed.is_rename:
+    if not pair.composed.is_rename:
         return False
-    held = b.tensors[one.composed.sources[0].key]
-    return held.shape == one.composed.shape and same_checksums(a.tensors[one.entry.name], held)
-
-
-def _tensor(one: Pair, errors: Errors | None) -> TensorDifference:
-    entry = one.entry
-    wrong = errors if errors and errors.differing else None
-    return TensorDifference(
-        entry.name, one.sources, entry.shape, one.composed.shape, entry.dtype, one.dtype, wrong
+    stored = b.tensors[pair.composed.sources[0].key]
+    return stored.shape == pair.composed.shape and has_equal_checksums(
+        a.tensors[pair.entry.name], stored
     )
 
 
-def _notes(
+def _build_difference(pair: Pair, errors: Errors | None) -> TensorDifference:
+    entry = pair.entry
+    differing = errors if errors and errors.differing else None
+    return TensorDifference(
+        entry.name,
+        pair.sources,
+        entry.shape,
+        pair.composed.shape,
+        entry.dtype,
+        pair.dtype,
+        differing,
+    )
+
+
+def _list_notes(
     mapping: StateMapping, tensors: Sequence[TensorDifference], bitwise: bool
 ) -> tuple[str, ...]:
-    mixed = [one.name for one in tensors if one.has_several_dtypes]
+    mixed = [difference.name for difference in tensors if difference.has_several_dtypes]
     notes = [
         f"values of `{name}` were not compared, because B stores it in several dtypes"
         for name in mixed
     ]
-    if bitwise and any(one.values for one in tensors):
+    if bitwise and any(difference.values for difference in tensors):
         notes.append(
             f"only bits were compared; torch is required to measure differences: {INSTALL_TORCH}"
         )
     return (*dict.fromkeys((*mapping.notes.get_texts(), *notes)),)
 
 
-def _unlike(a: Catalog, b: Catalog, paired: Pairing, options: DiffOptions) -> tuple[str, ...]:
+def _list_quantization_notes(
+    a: Catalog, b: Catalog, paired: Pairing, options: DiffOptions
+) -> tuple[str, ...]:
     """Return a note if only one side is quantized."""
     if options.dequantize is not None or not (paired.a.only or paired.b.only):
         return ()
-    ways = [find_quantized(one) for one in (a, b)]
-    if bool(ways[0]) == bool(ways[1]):
+    quantized_tensors = [find_quantized(catalog) for catalog in (a, b)]
+    if bool(quantized_tensors[0]) == bool(quantized_tensors[1]):
         return ()
-    side, found = ("A", ways[0]) if ways[0] else ("B", ways[1])
-    how = ", ".join(dict.fromkeys(found.values()))
+    side, schemes = (
+        ("A", quantized_tensors[0]) if quantized_tensors[0] else ("B", quantized_tensors[1])
+    )
+    description = ", ".join(dict.fromkeys(schemes.values()))
     return (
-        f"{side} is quantized ({how}); pass {spell_option('--dequantize bf16')} to compare "
+        f"{side} is quantized ({description}); pass {spell_option('--dequantize bf16')} to compare "
         "dequantized values",
     )

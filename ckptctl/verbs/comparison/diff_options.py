@@ -19,7 +19,7 @@ _ROOT = "Prefix of the model's keys in {}.  [default: detected]"
 _DATA = Excludes("structure", why="{other} does not compare data", hint="omit {this}")
 
 
-def _tolerance(text: str) -> Option:
+def _build_tolerance_option(text: str) -> Option:
     return Option(text, metavar="X", check=checks.check_tolerance, excludes=(_DATA,))
 
 
@@ -31,8 +31,8 @@ class ComparisonOptions(opt.ModelOptions):
     quick: Annotated[
         bool, Option("Skip tensors with recorded checksums that match.", excludes=(_DATA,))
     ] = False
-    atol: Annotated[float | None, _tolerance("Absolute tolerance.")] = None
-    rtol: Annotated[float | None, _tolerance("Relative tolerance.")] = None
+    atol: Annotated[float | None, _build_tolerance_option("Absolute tolerance.")] = None
+    rtol: Annotated[float | None, _build_tolerance_option("Relative tolerance.")] = None
     ignore_dtype: Annotated[bool, Option("Treat equal numbers of different dtypes as equal.")] = (
         False
     )

@@ -42,11 +42,11 @@ class TensorDifference(Result, order="name sources kinds"):
     @property
     def kinds(self) -> Annotated[tuple[Kind, ...], JsonField()]:
         """Kinds of difference: `shape`, `dtype`, `values`."""
-        found: list[Kind] = []
-        found += ["shape"] if self.shape_a != self.shape_b else []
-        found += ["dtype"] if self.dtype_a != self.dtype_b else []
-        found += ["values"] if self.values is not None else []
-        return tuple(found)
+        kinds: list[Kind] = []
+        kinds += ["shape"] if self.shape_a != self.shape_b else []
+        kinds += ["dtype"] if self.dtype_a != self.dtype_b else []
+        kinds += ["values"] if self.values is not None else []
+        return tuple(kinds)
 
     @property
     def has_several_dtypes(self) -> bool:
@@ -54,7 +54,7 @@ class TensorDifference(Result, order="name sources kinds"):
         return "," in self.dtype_b
 
     @property
-    def order(self) -> tuple[bool, bool, float, float]:
+    def sort_key(self) -> tuple[bool, bool, float, float]:
         """Sort key by different shapes, then non-finite values, then the largest errors."""
         values = self.values or Errors()
         worst = (values.max_abs or 0.0, values.max_rel or 0.0)
@@ -169,5 +169,5 @@ class Difference(Result, order="same verdict evidence"):
         ),
     ]:
         """Whether nothing differs, or None if some data was not read."""
-        known: Mapping[ComparisonVerdict, bool] = {"the same": True, "different": False}
-        return known.get(self.verdict)
+        answers: Mapping[ComparisonVerdict, bool] = {"the same": True, "different": False}
+        return answers.get(self.verdict)

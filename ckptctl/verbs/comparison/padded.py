@@ -26,39 +26,39 @@ def without_padding(a: Catalog, mapping: StateMapping) -> tuple[Catalog, int]:
     Rows with data are only padding if the trainer's arguments say so. Also returns the number of
     bytes read to find out.
     """
-    longer = dict(_longer(a, mapping))
+    longer = dict(_iterate_longer(a, mapping))
     rows = {(a.tensors[name].shape[0], size) for name, size in longer.items()}
     if len(rows) != 1:
         return a, 0
-    ((before, size),) = rows
-    held = {name: a.tensors[name] for name in longer}
-    located = formats.resolve_codecs(replace(a, tensors=held, blobs={}, replicas={})).tensors
+    ((padded_rows, size),) = rows
+    vocabulary = {name: a.tensors[name] for name in longer}
+    located = formats.resolve_codecs(replace(a, tensors=vocabulary, blobs={}, replicas={})).tensors
     a = replace(a, tensors={**a.tensors, **located})
     bytes_read = 0
-    if not MegatronRecords(a).confirms_padding(before, size):
+    if not MegatronRecords(a).confirms_padding(padded_rows, size):
         parts = (
-            Region(name, (size, *(0,) * len(shape)), (before - size, *shape))
+            Region(name, (size, *(0,) * len(shape)), (padded_rows - size, *shape))
             for name in longer
             for shape in [a.tensors[name].shape[1:]]
         )
         with open_reader(a) as files:
-            padding = (RedundantData(one, kind="padding") for one in parts)
-            used = any(find_lost_data(files, a, padding))
+            padding = (RedundantData(region, kind="padding") for region in parts)
+            has_data = any(find_lost_data(files, a, padding))
             bytes_read = files.bytes_read
-        if used:
+        if has_data:
             return a, bytes_read
-    cut = {
+    truncated = {
         name: build_view(
             a.tensors[name], StridedTensor.from_entry(a.tensors[name]).narrow(0, 0, size)
         )
         for name in longer
     }
-    omitted = pluralize(before - size, "row")
+    omitted = pluralize(padded_rows - size, "row")
     mapping.notes.add(f"the last {omitted} of A's vocabulary are padding and were not compared")
-    return replace(a, tensors={**a.tensors, **cut}), bytes_read
+    return replace(a, tensors={**a.tensors, **truncated}), bytes_read
 
 
-def _longer(a: Catalog, mapping: StateMapping) -> Iterator[tuple[str, int]]:
+def _iterate_longer(a: Catalog, mapping: StateMapping) -> Iterator[tuple[str, int]]:
     """Yield vocabulary tensors with more rows in A than in B, and the rows of B."""
     written = formats.get_format(a.format)
     pads = isinstance(written, WritableFormat) and written.pads_vocabulary
@@ -67,8 +67,8 @@ def _longer(a: Catalog, mapping: StateMapping) -> Iterator[tuple[str, int]]:
     layout = families.family(mapping.model_type).get_layout(mapping.layout)
     for name, composed in mapping.tensors.items():
         entry, shape = a.tensors.get(name), composed.shape
-        known = layout.table.find_meaning(name.removeprefix(mapping.prefix))
-        stored = known[0] if known else None
+        match = layout.table.find_meaning(name.removeprefix(mapping.prefix))
+        stored = match[0] if match else None
         if (
             entry is None
             or not isinstance(stored, LayoutTensor)

@@ -24,7 +24,7 @@ from ckptctl.verbs.comparison.diff_result import Side
 
 OUTSIDE = "not part of the model"
 NO_ROOM = "no key in layout {}"
-UNCHOSEN = "not selected"
+NOT_SELECTED = "not selected"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,10 @@ class Scope:
     exclude: Sequence[str] = ()
     only: Literal["model", "all"] = "all"
 
-    def chosen(self, name: str) -> bool:
+    def is_selected(self, name: str) -> bool:
         """Return whether the globs select *name*."""
-        taken = not self.include or any(fnmatchcase(name, glob) for glob in self.include)
-        return taken and not any(fnmatchcase(name, glob) for glob in self.exclude)
+        is_included = not self.include or any(fnmatchcase(name, glob) for glob in self.include)
+        return is_included and not any(fnmatchcase(name, glob) for glob in self.exclude)
 
     def require_used(self, names: Collection[str]) -> None:
         """Raise if a glob matches nothing."""
@@ -81,73 +81,85 @@ def map_other(a: Catalog, b: Catalog, request: MappingRequest) -> StateMapping:
     state = {n: TensorMeta(e.dtype, e.shape, e.path) for n, e in a.tensors.items()}
     if a.documents and not b.documents:
         request = replace(request, assets=a.root)
-    found = _mapped(b, state, request)
-    if request.source.model_type or not a.extensions or found.tensors.keys() & state:
-        return found
+    mapping = _map_best(b, state, request)
+    if request.source.model_type or not a.extensions or mapping.tensors.keys() & state:
+        return mapping
     try:
         recorded = recognize_model(a, request=request.state).model_type
-        asked = replace(request.source, model_type=recorded)
-        return _mapped(b, state, replace(request, source=asked)) if recorded else found
+        source_request = replace(request.source, model_type=recorded)
+        return _map_best(b, state, replace(request, source=source_request)) if recorded else mapping
     except (MappingError, MissingTensorsError, RefusedError, UsageError):
-        return found
+        return mapping
 
 
-def _mapped(b: Catalog, state: Mapping[str, TensorMeta], request: MappingRequest) -> StateMapping:
+def _map_best(b: Catalog, state: Mapping[str, TensorMeta], request: MappingRequest) -> StateMapping:
     try:
-        whole = map_state(b, state, request)
-        if state.keys() <= whole.tensors.keys():
-            return whole
+        complete_mapping = map_state(b, state, request)
+        if state.keys() <= complete_mapping.tensors.keys():
+            return complete_mapping
     except (MappingError, MissingTensorsError, RefusedError):
         return map_state(b, state, replace(request, partial=True))
     try:
-        part = map_state(b, state, replace(request, partial=True))
+        partial_mapping = map_state(b, state, replace(request, partial=True))
     except (MappingError, UsageError):
-        return whole
-    better = len(part.tensors.keys() & state) > len(whole.tensors.keys() & state)
-    return part if better else whole
+        return complete_mapping
+    is_better = len(partial_mapping.tensors.keys() & state) > len(
+        complete_mapping.tensors.keys() & state
+    )
+    return partial_mapping if is_better else complete_mapping
 
 
-def pair(
+def pair_tensors(
     a: Catalog, b: Catalog, mapping: StateMapping, scope: Scope, trainers: Collection[str] = ()
 ) -> Pairing:
     """Pair the tensors and values of both checkpoints, or raise if a glob matches nothing.
 
     *trainers* are tensors that do not belong to a model, whatever their names are.
     """
-    called = _called(b, mapping)
-    own = {name: [name] for name in (*a.tensors, *a.blobs)}
-    scope.require_used({*own, *(name for names in called.values() for name in names)})
-    left_a = _left_out(a, mapping.prefix, b, scope, own, trainers)
-    left_b = _left_out(b, mapping.root, a, scope, called, trainers)
+    names_b = _map_names(b, mapping)
+    names_a = {name: [name] for name in (*a.tensors, *a.blobs)}
+    scope.require_used({*names_a, *(name for names in names_b.values() for name in names)})
+    left_a = _list_left_out(a, mapping.prefix, b, scope, names_a, trainers)
+    left_b = _list_left_out(b, mapping.root, a, scope, names_b, trainers)
     left_b |= mapping.notes.get_reasons("dropped")
-    pairs = tuple(_pairs(a, b, mapping, left_a))
+    pairs = tuple(_iterate_pairs(a, b, mapping, left_a))
     leaves = ((moved(n, mapping.root, mapping.prefix), n) for n in b.blobs if n not in left_b)
-    both = tuple(names for names in leaves if names[0] in a.blobs and names[0] not in left_a)
-    used_a = {*(one.entry.name for one in pairs), *(name for name, _ in both), *left_a}
-    used_b = {*(n for one in pairs for n in one.sources), *(name for _, name in both), *left_b}
+    value_pairs = tuple(names for names in leaves if names[0] in a.blobs and names[0] not in left_a)
+    used_a = {
+        *(matched.entry.name for matched in pairs),
+        *(name for name, _ in value_pairs),
+        *left_a,
+    }
+    used_b = {
+        *(n for matched in pairs for n in matched.sources),
+        *(name for _, name in value_pairs),
+        *left_b,
+    }
     return Pairing(
         pairs,
-        both,
-        _side(a, mapping.layout, used_a, left_a),
-        _side(b, mapping.from_layout, used_b, left_b),
+        value_pairs,
+        _build_side(a, mapping.layout, used_a, left_a),
+        _build_side(b, mapping.from_layout, used_b, left_b),
     )
 
 
-def _side(
-    catalog: Catalog, layout: str | None, used: Collection[str], left: Mapping[str, str]
+def _build_side(
+    catalog: Catalog, layout: str | None, used_names: Collection[str], left: Mapping[str, str]
 ) -> Side:
-    """Describe one side, where only names in *used* also exist on the other."""
+    """Describe one side, where only names in *used_names* also exist on the other."""
     return Side(
         str(catalog.path),
         catalog.format,
         layout,
-        tuple(name for name in catalog.tensors if name not in used),
-        tuple(name for name in catalog.blobs if name not in used),
+        tuple(name for name in catalog.tensors if name not in used_names),
+        tuple(name for name in catalog.blobs if name not in used_names),
         left,
     )
 
 
-def _pairs(a: Catalog, b: Catalog, mapping: StateMapping, left: Collection[str]) -> Iterator[Pair]:
+def _iterate_pairs(
+    a: Catalog, b: Catalog, mapping: StateMapping, left: Collection[str]
+) -> Iterator[Pair]:
     """Yield the pairs of tensors of A, except *left*, that B has completely."""
     for name, entry in a.tensors.items():
         composed = mapping.tensors.get(name)
@@ -158,34 +170,36 @@ def _pairs(a: Catalog, b: Catalog, mapping: StateMapping, left: Collection[str])
         yield Pair(entry, composed, sources, ", ".join(dtypes))
 
 
-def _called(b: Catalog, mapping: StateMapping) -> dict[str, list[str]]:
+def _map_names(b: Catalog, mapping: StateMapping) -> dict[str, list[str]]:
     """Map the names of *b* to their names in A, one or several for each."""
-    called: dict[str, list[str]] = {}
+    names_in_a: dict[str, list[str]] = {}
     for composed in mapping.tensors.values():
         for key in composed.keys:
-            called.setdefault(key, []).append(composed.key)
+            names_in_a.setdefault(key, []).append(composed.key)
     names = (*b.tensors, *b.blobs)
-    return {n: called.get(n) or [moved(n, mapping.root, mapping.prefix)] for n in names}
+    return {n: names_in_a.get(n) or [moved(n, mapping.root, mapping.prefix)] for n in names}
 
 
-def _left_out(
+def _list_left_out(
     catalog: Catalog,
     root: str,
-    other: Catalog,
+    other_catalog: Catalog,
     scope: Scope,
-    called: Mapping[str, Sequence[str]],
+    names_on_other: Mapping[str, Sequence[str]],
     trainers: Collection[str],
 ) -> dict[str, str]:
     """Return the names that are not compared, with reasons."""
     names = (*catalog.tensors, *catalog.blobs)
-    rest = {*select_model(catalog, root).rest, *trainers}
-    left: dict[str, str] = {}
+    other_names = {*select_model(catalog, root).rest, *trainers}
+    reasons: dict[str, str] = {}
     if scope.only == "model":
-        left = {name: OUTSIDE for name in names if name in rest}
-    elif formats.get_format(catalog.format).training and not stores_training_state(other.format):
-        why = NO_ROOM.format(other.format)
-        left = {n: why for n in names if n in trainers or is_outside_model(catalog, n)}
+        reasons = {name: OUTSIDE for name in names if name in other_names}
+    elif formats.get_format(catalog.format).training and not stores_training_state(
+        other_catalog.format
+    ):
+        why = NO_ROOM.format(other_catalog.format)
+        reasons = {n: why for n in names if n in trainers or is_outside_model(catalog, n)}
     for name in names:
-        if name not in left and not any(map(scope.chosen, called[name])):
-            left[name] = UNCHOSEN
-    return left
+        if name not in reasons and not any(map(scope.is_selected, names_on_other[name])):
+            reasons[name] = NOT_SELECTED
+    return reasons

@@ -26,9 +26,9 @@ WINDOW = 1 << 20
 """Number of elements of a window."""
 BATCH = 16 << 20
 """Bytes that are read from each side at a time."""
-MANY = 256
+MAX_WINDOWS = 256
 """Maximum number of windows that are read at a time."""
-Planned = tuple[Plan, list[bytearray]]
+PlannedReading = tuple[Plan, list[bytearray]]
 """Plan and the buffers that it fills."""
 
 
@@ -38,39 +38,39 @@ class WindowBuffers:
     def __init__(self) -> None:
         self._free: dict[int, list[bytearray]] = {}
 
-    def take(self, boxes: Sequence[WantedBox]) -> list[bytearray]:
+    def take_buffers(self, boxes: Sequence[WantedBox]) -> list[bytearray]:
         """Return a buffer for each of *boxes*, freeing buffers of other sizes first."""
-        sizes = [one.box.numel * dtypes.itemsize(one.dtype) for one in boxes]
+        sizes = [wanted.box.numel * dtypes.itemsize(wanted.dtype) for wanted in boxes]
         free, self._free = self._free, {}
-        found = [free[size].pop() if free.get(size) else None for size in sizes]
+        buffers = [free[size].pop() if free.get(size) else None for size in sizes]
         del free
         return [
-            bytearray(size) if known is None else known
-            for size, known in zip(sizes, found, strict=True)
+            bytearray(size) if buffer is None else buffer
+            for size, buffer in zip(sizes, buffers, strict=True)
         ]
 
-    def give_back(self, buffers: Iterable[bytearray]) -> None:
+    def return_buffers(self, buffers: Iterable[bytearray]) -> None:
         """Return *buffers* to the pool."""
         for buffer in buffers:
             self._free.setdefault(len(buffer), []).append(buffer)
 
 
-def same_checksums(a: TensorEntry, b: TensorEntry) -> bool:
+def has_equal_checksums(a: TensorEntry, b: TensorEntry) -> bool:
     """Return whether both sides record equal checksums of the same boxes of a tensor."""
-    one, other = _checksums(a), _checksums(b)
-    return one is not None and a.dtype == b.dtype and one == other
+    checksums_a, checksums_b = _map_checksums(a), _map_checksums(b)
+    return checksums_a is not None and a.dtype == b.dtype and checksums_a == checksums_b
 
 
-def _checksums(entry: TensorEntry) -> dict[Box, int] | None:
-    found: dict[Box, int] = {}
+def _map_checksums(entry: TensorEntry) -> dict[Box, int] | None:
+    checksums: dict[Box, int] = {}
     for extent in entry.extents:
         dense = extent.strides in (None, row_major(extent.box.sizes))
         nbytes = extent.box.numel * dtypes.itemsize(entry.dtype)
         crc = extent.crc32
         if crc is None or not dense or extent.nbytes != nbytes:
             return None
-        found[extent.box] = crc
-    return found
+        checksums[extent.box] = crc
+    return checksums
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ class Windows:
         b: The other checkpoint.
         jobs: Threads that read; 0 for this process's share of the cores.
         bitwise: Whether to compare only bits, without torch.
-        seen: Identity of each file when it was first read.
+        identities: Identity of each file when it was first read.
         bytes_read: Bytes read from the files of the first and of the other checkpoint.
     """
 
@@ -90,13 +90,13 @@ class Windows:
     b: StateMapping
     jobs: int = 0
     bitwise: bool = False
-    seen: dict[tuple[TreePath, str], FileIdentity] = field(default_factory=dict)
+    identities: dict[tuple[TreePath, str], FileIdentity] = field(default_factory=dict)
     bytes_read: tuple[int, int] = (0, 0)
     _buffers: tuple[WindowBuffers, WindowBuffers] = field(
         default_factory=lambda: (WindowBuffers(), WindowBuffers())
     )
 
-    def errors(
+    def compare_elements(
         self, pairs: Sequence[Pair], tolerance: Tolerance | None, advance: Advance | None
     ) -> dict[str, Errors]:
         """Compare the elements of *pairs*, which have one shape on both sides.
@@ -104,43 +104,53 @@ class Windows:
         Returns:
             Differences by name in A, including tensors without differences.
         """
-        found = {one.entry.name: Errors() for one in pairs}
+        errors = {pair.entry.name: Errors() for pair in pairs}
         if self.bitwise:
-            for batch in _batches(pairs):
-                for (plan, held), buffers in zip(self._planned(batch), self._buffers, strict=True):
+            for batch in _iterate_batches(pairs):
+                for (plan, filled), buffers in zip(
+                    self._plan_batch(batch), self._buffers, strict=True
+                ):
                     require_torch_for(plan, "the comparison")
-                    buffers.give_back(held)
-        for batch in _batches(pairs):
-            (plan_a, a), (plan_b, b) = self._planned(batch)
+                    buffers.return_buffers(filled)
+        for batch in _iterate_batches(pairs):
+            (plan_a, a), (plan_b, b) = self._plan_batch(batch)
             read_a, read_b = self.bytes_read
-            self.bytes_read = read_a + self._fill(plan_a, a), read_b + self._fill(plan_b, b)
-            for (one, box), x, y in zip(batch, a, b, strict=True):
-                found[one.entry.name] += compare_windows(
-                    x, y, one.entry.dtype, one.dtype, box, tolerance, bitwise=self.bitwise
+            self.bytes_read = (
+                read_a + self._fill_buffers(plan_a, a),
+                read_b + self._fill_buffers(plan_b, b),
+            )
+            for (pair, box), x, y in zip(batch, a, b, strict=True):
+                errors[pair.entry.name] += compare_windows(
+                    x, y, pair.entry.dtype, pair.dtype, box, tolerance, bitwise=self.bitwise
                 )
                 if advance:
                     advance(len(x))
-            self._buffers[0].give_back(a)
-            self._buffers[1].give_back(b)
+            self._buffers[0].return_buffers(a)
+            self._buffers[1].return_buffers(b)
             del a, b, x, y  # else unused buffers stay alive while the next windows are read
-        return found
+        return errors
 
-    def _planned(self, batch: Sequence[tuple[Pair, Box]]) -> tuple[Planned, Planned]:
+    def _plan_batch(
+        self, batch: Sequence[tuple[Pair, Box]]
+    ) -> tuple[PlannedReading, PlannedReading]:
         x = [WantedBox(p.entry.name, p.entry.dtype, p.entry.shape, box) for p, box in batch]
         y = [WantedBox(p.entry.name, p.dtype, p.entry.shape, box) for p, box in batch]
         first, second = self._buffers
-        own, other = Reading(self.a, {}), Reading(self.b, {})
-        return (own.plan_boxes(x), first.take(x)), (other.plan_boxes(y), second.take(y))
+        reading_a, reading_b = Reading(self.a, {}), Reading(self.b, {})
+        return (reading_a.plan_boxes(x), first.take_buffers(x)), (
+            reading_b.plan_boxes(y),
+            second.take_buffers(y),
+        )
 
-    def _fill(self, plan: Plan, buffers: list[bytearray]) -> int:
+    def _fill_buffers(self, plan: Plan, buffers: list[bytearray]) -> int:
         """Read a plan into *buffers* and return the number of bytes read."""
         for file, identity in plan.sources.items():
-            if self.seen.setdefault((plan.source_root, file), identity) != identity:
+            if self.identities.setdefault((plan.source_root, file), identity) != identity:
                 raise ChangedError(plan.source_root, file)
         return fill(plan, buffers, self.jobs).bytes_read
 
 
-def _batches(pairs: Sequence[Pair]) -> Iterator[list[tuple[Pair, Box]]]:
+def _iterate_batches(pairs: Sequence[Pair]) -> Iterator[list[tuple[Pair, Box]]]:
     batch: list[tuple[Pair, Box]] = []
     nbytes = 0
     for pair in pairs:
@@ -148,30 +158,30 @@ def _batches(pairs: Sequence[Pair]) -> Iterator[list[tuple[Pair, Box]]]:
         for box in split_into_boxes(pair.entry.shape, WINDOW):
             batch.append((pair, box))
             nbytes += box.numel * itemsize
-            if nbytes >= BATCH or len(batch) >= MANY:
+            if nbytes >= BATCH or len(batch) >= MAX_WINDOWS:
                 yield batch
                 batch, nbytes = [], 0
     if batch:
         yield batch
 
 
-SHOWN = 60
-FIELDS = ("module", "name", "args", "state", "newobj", "appended", "entries")
+SHOWN_CHARS = 60
+COMPARED_FIELDS = ("module", "name", "args", "state", "newobj", "appended", "entries")
 
 
 def compare_leaves(
     a: Catalog, b: Catalog, pairs: Sequence[tuple[str, str]]
 ) -> tuple[LeafDifference, ...]:
     """Compare pairs of non-tensor values and return those that differ."""
-    found = []
+    differences = []
     for name, other in pairs:
         x, y = a.blobs[name].value, b.blobs[other].value
-        if not same_value(x, y):
-            found.append(LeafDifference(name, _short(x), _short(y)))
-    return tuple(found)
+        if not is_same_value(x, y):
+            differences.append(LeafDifference(name, _shorten_value(x), _shorten_value(y)))
+    return tuple(differences)
 
 
-def same_value(a: object, b: object) -> bool:
+def is_same_value(a: object, b: object) -> bool:
     """Return whether two values have the same type and are equal, bitwise for floats."""
     if type(a) is not type(b):
         return False
@@ -179,21 +189,21 @@ def same_value(a: object, b: object) -> bool:
         return struct.pack("<d", a) == struct.pack("<d", b)
     if isinstance(a, dict) and isinstance(b, dict):
         return (
-            _record(a) == _record(b)
+            _get_origin(a) == _get_origin(b)
             and a.keys() == b.keys()
-            and all(same_value(value, b[key]) for key, value in a.items())
+            and all(is_same_value(value, b[key]) for key, value in a.items())
         )
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(map(same_value, a, b))
+        return len(a) == len(b) and all(map(is_same_value, a, b))
     if isinstance(a, Inert) and isinstance(b, Inert):
-        return all(same_value(getattr(a, field), getattr(b, field)) for field in FIELDS)
+        return all(is_same_value(getattr(a, field), getattr(b, field)) for field in COMPARED_FIELDS)
     return a == b
 
 
-def _record(value: object) -> object:
+def _get_origin(value: object) -> object:
     return value.origin if isinstance(value, DictRecord) else None
 
 
-def _short(value: object) -> str:
+def _shorten_value(value: object) -> str:
     text = f"{value!r}"
-    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
+    return text if len(text) <= SHOWN_CHARS else f"{text[: SHOWN_CHARS - 3]}..."

@@ -37,13 +37,18 @@ from ckptctl.storage.paths import redact_path
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 from ckptctl.verbs.extraction.extract_options import ExtractOptions
-from ckptctl.verbs.extraction.mapped_source import mapped_source
-from ckptctl.verbs.extraction.slices import preview, split_name, take
-from ckptctl.verbs.extraction.tensor_files import OVERWRITABLE, Taken, plan_file, write_file
+from ckptctl.verbs.extraction.mapped_source import open_mapped_source
+from ckptctl.verbs.extraction.slices import parse_slice, preview_slice, split_name
+from ckptctl.verbs.extraction.tensor_files import (
+    OVERWRITABLE,
+    SelectedTensor,
+    plan_file,
+    write_file,
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Extracted:
+class ExtractedTensor:
     """Extracted tensor or slice."""
 
     name: Annotated[str, JsonField("name in the requested layout")]
@@ -67,59 +72,65 @@ class Extraction(Result):
 
     source: Annotated[str, JsonField("path of the checkpoint as given")]
     output: Annotated[str | None, JsonField("written file")]
-    tensors: Annotated[tuple[Extracted, ...], JsonField("extracted tensors")]
+    tensors: Annotated[tuple[ExtractedTensor, ...], JsonField("extracted tensors")]
     nbytes: Annotated[int, JsonField("size of the file; 0 if no file was written", name="bytes")]
     bytes_read: Annotated[int, JsonField("tensor bytes read")]
     notes: Annotated[tuple[str, ...], JsonField("further notes")] = ()
     out_of_range: Annotated[Mapping[str, OutOfRange], OUT_OF_RANGE] = field(default_factory=dict)
 
 
-__all__ = ["ExtractOptions", "Extraction", "extract"]
-FEW = 8
+__all__ = ["ExtractOptions", "Extraction", "extract_tensors"]
+MAX_SHOWN = 8
 """Maximum number of tensors with a preview."""
 
 
-def extract(path: str | TreePath, tensor: str, options: ExtractOptions) -> Extraction:
+def extract_tensors(path: str | TreePath, tensor: str, options: ExtractOptions) -> Extraction:
     """Extract a tensor, or the tensors that match a glob, as a file or a preview."""
     with families.use_converter_file(options.converter):
         source = formats.to_existing_path(path)
-        catalog, mapping = mapped_source(source, options)
-        taken = _taken(mapping, tensor, options)
-        wanted = {one.name: Wanted(one.dtype, one.whole, ()) for one in taken}
-        chosen = {one.name: mapping.tensors[one.name] for one in taken}
-        names = [key for composed in chosen.values() for key in composed.keys]
+        catalog, mapping = open_mapped_source(source, options)
+        selection = _select_tensors(mapping, tensor, options)
+        targets = {
+            selected.name: Wanted(selected.dtype, selected.full_shape, ()) for selected in selection
+        }
+        composed_tensors = {selected.name: mapping.tensors[selected.name] for selected in selection}
+        names = [key for composed in composed_tensors.values() for key in composed.keys]
         if options.dtype is not None:
             require_uncast(mapping.catalog, names)
-        mapping.notes.add(*_short(taken))
-        mapping = replace(mapping, catalog=locate_tensors(mapping.catalog, names), tensors=chosen)
-        reading = Reading(mapping, casts(mapping, wanted, True))
+        mapping.notes.add(*_iterate_truncation_notes(selection))
+        mapping = replace(
+            mapping, catalog=locate_tensors(mapping.catalog, names), tensors=composed_tensors
+        )
+        reading = Reading(mapping, casts(mapping, targets, True))
         if options.output is None:
-            return _shown(redact_path(path), reading, taken)
+            return _preview_tensors(redact_path(path), reading, selection)
         output = Path(options.output)
         target = Path(require_destination(source, output, options.overwrite, OVERWRITABLE).path)
         kind = formats.get_writable_format("hf" if target.suffix == ".safetensors" else "torch")
         notes = mapping.notes
-        strings = select_metadata(catalog, [one.output for one in taken], kind, notes)
-        plan = plan_file(reading, taken, target, without_hashes(strings, notes))
+        strings = select_metadata(catalog, [selected.output for selected in selection], kind, notes)
+        plan = plan_file(reading, selection, target, without_hashes(strings, notes))
         if skipped := notes.get_reasons("skipped"):
             notes.add(f"not copied: {quote_names(list(skipped))}")
         require_torch_for(plan, "this extraction")
-        done = write_file(plan, target, options)
-        found = tuple(_extracted(reading, one) for one in taken)
+        execution = write_file(plan, target, options)
+        extracted = tuple(_describe_tensor(reading, selected) for selected in selection)
         return Extraction(
             redact_path(path),
             str(options.output),
-            found,
+            extracted,
             plan.nbytes,
-            done.bytes_read,
+            execution.bytes_read,
             notes.get_texts(),
-            done.lost,
+            execution.lost,
         )
 
 
-def _taken(mapping: StateMapping, tensor: str, options: ExtractOptions) -> list[Taken]:
-    there = mapping.tensors
-    name, part = (tensor, None) if tensor in there else split_name(tensor)
+def _select_tensors(
+    mapping: StateMapping, tensor: str, options: ExtractOptions
+) -> list[SelectedTensor]:
+    tensors = mapping.tensors
+    name, part = (tensor, None) if tensor in tensors else split_name(tensor)
     if options.slice is not None:
         if part is not None:
             raise UsageError(
@@ -129,67 +140,87 @@ def _taken(mapping: StateMapping, tensor: str, options: ExtractOptions) -> list[
                 hint="omit one of them",
             )
         name, part = tensor, options.slice
-    taken = []
-    for key in _matching(mapping, name, options):
-        shape = there[key].shape
-        dtype = mapping.catalog.tensors[there[key].sources[0].key].dtype
-        taken.append(
-            Taken(key, choose_cast_dtype(dtype, options.dtype), shape, take(part, shape, key))
+    selection = []
+    for key in _match_names(mapping, name, options):
+        shape = tensors[key].shape
+        dtype = mapping.catalog.tensors[tensors[key].sources[0].key].dtype
+        selection.append(
+            SelectedTensor(
+                key, choose_cast_dtype(dtype, options.dtype), shape, parse_slice(part, shape, key)
+            )
         )
-    return taken
+    return selection
 
 
-def _short(taken: Sequence[Taken]) -> Iterator[str]:
+def _iterate_truncation_notes(selection: Sequence[SelectedTensor]) -> Iterator[str]:
     """Yield a note if a slice exceeds the tensor."""
-    short = [one for one in taken if one.part.short]
-    if short:
-        first, dim = short[0], short[0].part.short[0]
-        nothing = first.part.box.sizes[dim] == 0
+    truncated = [selected for selected in selection if selected.selection.short]
+    if truncated:
+        first, dim = truncated[0], truncated[0].selection.short[0]
+        nothing = first.selection.box.sizes[dim] == 0
         yield (
             f"the slice of `{first.name}` {'is empty' if nothing else 'is truncated'}: "
-            f"dimension {dim} has size {first.whole[dim]:,}"
-            + (f"; also for {len(short) - 1:,} more" if short[1:] else "")
+            f"dimension {dim} has size {first.full_shape[dim]:,}"
+            + (f"; also for {len(truncated) - 1:,} more" if truncated[1:] else "")
         )
 
 
-def _matching(mapping: StateMapping, glob: str, options: ExtractOptions) -> list[str]:
+def _match_names(mapping: StateMapping, glob: str, options: ExtractOptions) -> list[str]:
     """Return the tensors that match a name or glob, with or without the model's prefix."""
     names = mapping.tensors
     prefixes: Sequence[str] = ("", *list_roots(mapping.catalog))
     if options.root is not None:
-        own = parse_root(mapping.catalog, options.root) if options.layout is None else ""
-        prefixes = (own,)
+        model_prefix = parse_root(mapping.catalog, options.root) if options.layout is None else ""
+        prefixes = (model_prefix,)
     for root in prefixes:
         if root + glob in names:
             return [root + glob]
-        found = [name for name in names if fnmatchcase(name, root + glob)]
-        if found:
-            return found
-    raise no_tensor(mapping.catalog, list(names), glob, options)
+        matches = [name for name in names if fnmatchcase(name, root + glob)]
+        if matches:
+            return matches
+    raise no_tensor_error(mapping.catalog, list(names), glob, options)
 
 
-def _shown(path: str, reading: Reading, taken: Sequence[Taken]) -> Extraction:
-    found, read = [], 0
-    for one in taken:
+def _preview_tensors(
+    path: str, reading: Reading, selection: Sequence[SelectedTensor]
+) -> Extraction:
+    extracted, read = [], 0
+    for selected in selection:
         text = None
-        if len(taken) <= FEW:
-            text, nbytes = preview(reading, one.name, one.part, one.whole, one.dtype)
+        if len(selection) <= MAX_SHOWN:
+            text, nbytes = preview_slice(
+                reading, selected.name, selected.selection, selected.full_shape, selected.dtype
+            )
             read += nbytes
-        found.append(replace(_extracted(reading, one), preview=text))
-    return Extraction(path, None, tuple(found), 0, read, reading.mapping.notes.get_texts())
+        extracted.append(replace(_describe_tensor(reading, selected), preview=text))
+    return Extraction(path, None, tuple(extracted), 0, read, reading.mapping.notes.get_texts())
 
 
-def _extracted(reading: Reading, one: Taken) -> Extracted:
-    sources = tuple(reading.mapping.tensors[one.name].keys)
-    nbytes = one.part.box.numel * dtypes.itemsize(one.dtype)
-    return Extracted(one.name, sources, one.dtype, one.part.shape, one.whole, nbytes)
+def _describe_tensor(reading: Reading, selected: SelectedTensor) -> ExtractedTensor:
+    sources = tuple(reading.mapping.tensors[selected.name].keys)
+    nbytes = selected.selection.box.numel * dtypes.itemsize(selected.dtype)
+    return ExtractedTensor(
+        selected.name,
+        sources,
+        selected.dtype,
+        selected.selection.shape,
+        selected.full_shape,
+        nbytes,
+    )
 
 
-def no_tensor(
-    catalog: Catalog, names: Collection[str], asked: str, options: ExtractOptions
+def no_tensor_error(
+    catalog: Catalog, names: Collection[str], requested_name: str, options: ExtractOptions
 ) -> MappingError:
     """Build the error for a name or glob without a match."""
-    leaf = next((r + asked for r in ("", *list_roots(catalog)) if r + asked in catalog.blobs), None)
+    leaf = next(
+        (
+            r + requested_name
+            for r in ("", *list_roots(catalog))
+            if r + requested_name in catalog.blobs
+        ),
+        None,
+    )
     if leaf is not None:
         value = read_short_values(catalog, [leaf]).get(leaf)
         return MappingError(
@@ -198,14 +229,14 @@ def no_tensor(
             why=f"its value is {value}" if value else "it is an object",
             hint=f"list non-tensor values with {format_command('inspect', catalog.path)}",
         )
-    plain = asked.strip("*")
-    holding = [name for name in names if plain and plain in name]
-    close = min(holding, key=len, default=None) or find_nearest(asked, list(names))
+    fragment = requested_name.strip("*")
+    containing = [name for name in names if fragment and fragment in name]
+    close = min(containing, key=len, default=None) or find_nearest(requested_name, list(names))
     return MappingError(
-        f"no tensor matches `{asked}`",
+        f"no tensor matches `{requested_name}`",
         where=catalog.path,
         why=f"found {pluralize(len(names), 'tensor')}, such as {quote_names(list(names), 2)}",
-        hint=_layout_hint(catalog, asked, options)
+        hint=_build_layout_hint(catalog, requested_name, options)
         or (
             f"did you mean `{close}`?"
             if close
@@ -214,25 +245,34 @@ def no_tensor(
     )
 
 
-def _layout_hint(catalog: Catalog, asked: str, options: ExtractOptions) -> str | None:
+def _build_layout_hint(
+    catalog: Catalog, requested_name: str, options: ExtractOptions
+) -> str | None:
     """Return a hint if the key belongs to another layout of the model type."""
     if options.layout is not None:
-        own = any(root + asked in catalog.tensors for root in ("", *list_roots(catalog)))
+        is_stored = any(
+            root + requested_name in catalog.tensors for root in ("", *list_roots(catalog))
+        )
         return (
             f"omit {spell_option('--layout')}: this key belongs to the layout of the checkpoint"
-            if own
+            if is_stored
             else None
         )
-    found = next(_layouts(catalog, asked, options), None)
-    return found and f"add {spell_option(f'--layout {found}')}: this key belongs to that layout"
+    layout = next(_iterate_layouts(catalog, requested_name, options), None)
+    return layout and f"add {spell_option(f'--layout {layout}')}: this key belongs to that layout"
 
 
-def _layouts(catalog: Catalog, asked: str, options: ExtractOptions) -> Iterator[str]:
+def _iterate_layouts(
+    catalog: Catalog, requested_name: str, options: ExtractOptions
+) -> Iterator[str]:
     request = ModelRequest(options.model_type, options.from_layout, options.root)
     with suppress(CkptError):
-        known = recognize_model(catalog, request=request)
-        for family in map(families.family, known.candidates):
+        model = recognize_model(catalog, request=request)
+        for family in map(families.family, model.candidates):
             for name in family.layouts:
                 table = family.get_layout(name).table
-                if name != known.layout and next(table.iterate_meanings(asked), None) is not None:
+                if (
+                    name != model.layout
+                    and next(table.iterate_meanings(requested_name), None) is not None
+                ):
                     yield name

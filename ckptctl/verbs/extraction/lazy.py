@@ -33,8 +33,8 @@ from ckptctl.storage.zips.zip_reader import StoredTensor
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 from ckptctl.verbs.extraction.extract_options import OpenOptions
-from ckptctl.verbs.extraction.mapped_source import mapped_source
-from ckptctl.verbs.extraction.slices import Part, Slice, cut
+from ckptctl.verbs.extraction.mapped_source import open_mapped_source
+from ckptctl.verbs.extraction.slices import Part, Slice, apply_slice
 
 if TYPE_CHECKING:
     from ckptctl.storage.arithmetic import Tensor
@@ -72,7 +72,7 @@ class TensorHandle:
     @property
     def nbytes(self) -> int:
         """Bytes of all elements."""
-        return dtypes.itemsize(self.dtype) * cut((), self.shape, self.name).box.numel
+        return dtypes.itemsize(self.dtype) * apply_slice((), self.shape, self.name).box.numel
 
     def __getitem__(self, key: Part | tuple[Part, ...]) -> Tensor:
         """Read a part into a new tensor in host memory.
@@ -85,23 +85,25 @@ class TensorHandle:
                 bounds is also an ``IndexError``.
         """
         parts = key if isinstance(key, tuple) else (key,)
-        wrong = [part for part in parts if isinstance(part, str)]
-        if wrong:
-            raise UsageError(f"{wrong[0]!r} is not a slice", where=f"`{self.name}`")
-        return self._state._read(self, self._composed, cut(parts, self.shape, self.name))
+        texts = [part for part in parts if isinstance(part, str)]
+        if texts:
+            raise UsageError(f"{texts[0]!r} is not a slice", where=f"`{self.name}`")
+        return self._state._read_tensor(
+            self, self._composed, apply_slice(parts, self.shape, self.name)
+        )
 
     def __repr__(self) -> str:
         return f"TensorHandle({self.name!r}, {self.dtype}, {list(self.shape)})"
 
 
-class PlainLeaves(Mapping[str, object]):
+class LazyValues(Mapping[str, object]):
     """Lazy mapping from names to the non-tensor values of an open checkpoint."""
 
     def __init__(self, catalog: Catalog, prefix: str, require_open: Callable[[], None]) -> None:
         self._catalog = catalog
         self._require_open = require_open
-        inside = {n: one for n, one in catalog.blobs.items() if n.startswith(prefix)}
-        self._blobs = {name.removeprefix(prefix): blob for name, blob in inside.items()}
+        inner_blobs = {n: leaf for n, leaf in catalog.blobs.items() if n.startswith(prefix)}
+        self._blobs = {name.removeprefix(prefix): blob for name, blob in inner_blobs.items()}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._blobs)
@@ -114,22 +116,22 @@ class PlainLeaves(Mapping[str, object]):
 
     def __getitem__(self, name: str) -> object:
         if name not in self._blobs:
-            raise _missing(name, self._blobs, self._catalog.path, "leaves")
+            raise _missing_key_error(name, self._blobs, self._catalog.path, "leaves")
         self._require_open()
         blob = self._blobs[name]
-        wanted = replace(self._catalog, tensors={}, replicas={}, blobs={blob.name: blob})
-        value = formats.resolve_codecs(wanted).blobs[blob.name].value
-        _require_plain(blob, value, self._catalog.path)
+        single_leaf = replace(self._catalog, tensors={}, replicas={}, blobs={blob.name: blob})
+        value = formats.resolve_codecs(single_leaf).blobs[blob.name].value
+        _require_plain_value(blob, value, self._catalog.path)
         return value
 
 
-def _require_plain(blob: Blob, value: object, where: TreePath) -> None:
+def _require_plain_value(blob: Blob, value: object, where: TreePath) -> None:
     """Raise if *value* contains tensors or unknown classes."""
     kinds = (StoredTensor, Inert, Global)
-    strange = next((one for one in walk_values(value) if isinstance(one, kinds)), None)
-    if strange is None:
+    unsupported = next((part for part in walk_values(value) if isinstance(part, kinds)), None)
+    if unsupported is None:
         return
-    if isinstance(strange, StoredTensor):
+    if isinstance(unsupported, StoredTensor):
         raise RefusedError(
             f"`{blob.name}` is an object that contains tensors",
             where=where,
@@ -138,7 +140,7 @@ def _require_plain(blob: Blob, value: object, where: TreePath) -> None:
     raise UnsupportedError(
         f"`{blob.name}` cannot be read as a plain value",
         where=where,
-        why=f"it contains a `{strange.module}.{strange.name}`",
+        why=f"it contains a `{unsupported.module}.{unsupported.name}`",
         hint="use `ckptctl.load` with a state that contains it, if its class is allowed",
     )
 
@@ -162,7 +164,7 @@ class LazyStateDict(Mapping[str, TensorHandle]):
     def __init__(self, path: str | TreePath, options: OpenOptions) -> None:
         source = formats.to_existing_path(path)
         with families.use_converter_file(options.converter):
-            catalog, self._mapping = mapped_source(source, options)
+            catalog, self._mapping = open_mapped_source(source, options)
         self._options = options
         self._closed = False
         # Later reads must use the same files as the index.
@@ -170,14 +172,14 @@ class LazyStateDict(Mapping[str, TensorHandle]):
         self._prefix = ""
         if options.root is not None and options.layout is None:
             self._prefix = parse_root(catalog, options.root)
-        inside = (key for key in self._mapping.tensors if key.startswith(self._prefix))
+        inner_keys = (key for key in self._mapping.tensors if key.startswith(self._prefix))
         self._tensors = {
-            key.removeprefix(self._prefix): self._mapping.tensors[key] for key in inside
+            key.removeprefix(self._prefix): self._mapping.tensors[key] for key in inner_keys
         }
         self.path = redact_path(path)
         self.format = catalog.format
         self.metadata = catalog.metadata
-        self.leaves = PlainLeaves(catalog, self._prefix, self._require_open)
+        self.leaves = LazyValues(catalog, self._prefix, self._require_open)
         self.notes = (*catalog.notes, *self._mapping.notes.get_texts())
 
     def __iter__(self) -> Iterator[str]:
@@ -198,7 +200,9 @@ class LazyStateDict(Mapping[str, TensorHandle]):
         composed = self._tensors.get(name)
         if composed is None:
             kind = "this is a non-tensor value; use `leaves`" if name in self.leaves else None
-            raise _missing(name, self._tensors, self._mapping.catalog.path, "tensors", kind)
+            raise _missing_key_error(
+                name, self._tensors, self._mapping.catalog.path, "tensors", kind
+            )
         entry = self._mapping.catalog.tensors[composed.sources[0].key]
         dtype = choose_cast_dtype(entry.dtype, self._options.dtype)
         return TensorHandle(self, self._prefix + name, composed, dtype)
@@ -227,15 +231,15 @@ class LazyStateDict(Mapping[str, TensorHandle]):
         if self._closed:
             raise UsageError("the checkpoint is closed", where=self.path)
 
-    def _read(self, handle: TensorHandle, composed: ComposedTensor, part: Slice) -> Tensor:
+    def _read_tensor(self, handle: TensorHandle, composed: ComposedTensor, part: Slice) -> Tensor:
         self._require_open()
         require_torch(
             "a slice of a tensor", alternative="`ckptctl.extract` writes files without torch"
         )
         import_torch()
-        return view_as_tensor(self._bytes(handle, composed, part), handle.dtype, part.shape)
+        return view_as_tensor(self._read_bytes(handle, composed, part), handle.dtype, part.shape)
 
-    def _bytes(self, handle: TensorHandle, composed: ComposedTensor, part: Slice) -> bytearray:
+    def _read_bytes(self, handle: TensorHandle, composed: ComposedTensor, part: Slice) -> bytearray:
         """Read a part of a tensor as row-major bytes."""
         content = bytearray(part.box.numel * dtypes.itemsize(handle.dtype))
         if not content:
@@ -245,14 +249,16 @@ class LazyStateDict(Mapping[str, TensorHandle]):
         box = WantedBox(handle.name, handle.dtype, handle.shape, part.box)
         cast = casts(self._mapping, {box.name: Wanted(box.dtype, box.shape, ())}, True)
         plan = Reading(self._mapping, cast).plan_boxes([box])
-        opened = {name: self._identities.get(name, one) for name, one in plan.sources.items()}
-        done = fill(replace(plan, sources=opened), [content], self._options.jobs)
+        sources = {
+            name: self._identities.get(name, identity) for name, identity in plan.sources.items()
+        }
+        execution = fill(replace(plan, sources=sources), [content], self._options.jobs)
         if not self._options.allow_overflow:
-            require_in_range(done.lost, "pass `allow_overflow=True` to return them anyway")
+            require_in_range(execution.lost, "pass `allow_overflow=True` to return them anyway")
         return content
 
 
-def _missing(
+def _missing_key_error(
     name: str, names: Mapping[str, object], where: TreePath, kind: str, hint: str | None = None
 ) -> NoSuchNameError:
     close = find_nearest(name, list(names))

@@ -19,15 +19,17 @@ from ckptctl.tree import TreePath
 from ckptctl.verbs.extraction.extract_options import OpenOptions
 
 
-def mapped_source(source: TreePath, options: OpenOptions) -> tuple[Catalog, StateMapping]:
+def open_mapped_source(source: TreePath, options: OpenOptions) -> tuple[Catalog, StateMapping]:
     """Open a checkpoint and map all tensors to the requested layout."""
     catalog = open_source(source, options)
     if options.dequantize:
         catalog = dequantize_catalog(catalog, options.dequantize)
     if options.layout is None:
         return catalog, keep_names(catalog)
-    asked = ModelRequest(options.model_type, options.from_layout, options.root, options.sizes)
-    request = MappingRequest(source=asked, dequantized=bool(options.dequantize))
+    model_request = ModelRequest(
+        options.model_type, options.from_layout, options.root, options.sizes
+    )
+    request = MappingRequest(source=model_request, dequantized=bool(options.dequantize))
     model = understand_source(catalog, request)
     with dequantize_hint_on_error(model):
         change = change_layout_checked(model, model.tensors, LayoutRequest(options.layout))

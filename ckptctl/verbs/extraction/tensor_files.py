@@ -33,7 +33,7 @@ from ckptctl.verbs.extraction.slices import Slice
 
 MAGIC = b"\x93NUMPY\x01\x00"
 ALIGNMENT = 64
-DESCRIPTIONS = {
+NUMPY_DTYPES = {
     "float64": "<f8",
     "float32": "<f4",
     "float16": "<f2",
@@ -53,23 +53,23 @@ DESCRIPTIONS = {
 
 def encode_header(dtype: str, shape: tuple[int, ...], name: str) -> bytes:
     """Encode the NumPy header of a row-major array."""
-    described = DESCRIPTIONS.get(dtype)
-    if described is None:
+    numpy_dtype = NUMPY_DTYPES.get(dtype)
+    if numpy_dtype is None:
         raise RefusedError(
             f"NumPy does not support {dtype}",
             where=f"`{name}`",
             hint=f"cast it with {spell_option('--dtype fp32')}, or write a .safetensors or .pt "
             "file",
         )
-    text = f"{{'descr': {described!r}, 'fortran_order': False, 'shape': {shape!r}, }}"
-    used = len(MAGIC) + 2 + len(text) + 1
-    text += " " * (-used % ALIGNMENT) + "\n"
+    text = f"{{'descr': {numpy_dtype!r}, 'fortran_order': False, 'shape': {shape!r}, }}"
+    header_bytes = len(MAGIC) + 2 + len(text) + 1
+    text += " " * (-header_bytes % ALIGNMENT) + "\n"
     return MAGIC + len(text).to_bytes(2, "little") + text.encode("ascii")
 
 
 def is_tensor_file(path: TreePath) -> bool:
     """Return whether *path* is a file of tensors that may be replaced."""
-    if not path.is_file() or path.suffix not in KINDS:
+    if not path.is_file() or path.suffix not in LAYOUTS_BY_SUFFIX:
         return False
     with path.open("rb") as file:
         return bool(file.read(len(MAGIC) - 2) == MAGIC[:-2]) or is_replaceable(path)
@@ -78,7 +78,7 @@ def is_tensor_file(path: TreePath) -> bool:
 OVERWRITABLE = Replaceable(is_tensor_file, "a file of tensors", file=True)
 
 
-def _safetensors(
+def _lay_out_safetensors(
     file: str, tensors: list[OutputTensor], metadata: Mapping[str, str]
 ) -> OutputLayout:
     HF.check_dtypes(tensors)
@@ -87,76 +87,80 @@ def _safetensors(
     return OutputLayout(tuple(writer.files), tuple(writer.records), writer.boxes)
 
 
-def _torch(file: str, tensors: list[OutputTensor], _: Mapping[str, str]) -> OutputLayout:
+def _lay_out_torch(file: str, tensors: list[OutputTensor], _: Mapping[str, str]) -> OutputLayout:
     return TORCH.lay_out(OutputRequest(file, tensors))
 
 
-def _npy(file: str, tensors: list[OutputTensor], _: Mapping[str, str]) -> OutputLayout:
+def _lay_out_npy(file: str, tensors: list[OutputTensor], _: Mapping[str, str]) -> OutputLayout:
     if len(tensors) > 1:
         raise UsageError(
             f"a .npy file stores one tensor, but {pluralize(len(tensors), 'tensor')} match",
             hint="select one tensor, or write a .safetensors or .pt file",
         )
-    one = tensors[0]
-    header = encode_header(one.dtype, one.shape, one.name)
-    record = Record(one.name, file, len(header), one.nbytes)
-    whole = OutputFile(file, len(header) + one.nbytes, make_constant_frame(header))
-    return OutputLayout((whole,), (record,), {one.name: (TensorPlace(Box.whole(one.shape), 0),)})
+    tensor = tensors[0]
+    header = encode_header(tensor.dtype, tensor.shape, tensor.name)
+    record = Record(tensor.name, file, len(header), tensor.nbytes)
+    output_file = OutputFile(file, len(header) + tensor.nbytes, make_constant_frame(header))
+    return OutputLayout(
+        (output_file,), (record,), {tensor.name: (TensorPlace(Box.whole(tensor.shape), 0),)}
+    )
 
 
-KINDS: dict[str, Callable[[str, list[OutputTensor], Mapping[str, str]], OutputLayout]] = {
-    ".safetensors": _safetensors,
-    ".pt": _torch,
-    ".npy": _npy,
+LAYOUTS_BY_SUFFIX: dict[
+    str, Callable[[str, list[OutputTensor], Mapping[str, str]], OutputLayout]
+] = {
+    ".safetensors": _lay_out_safetensors,
+    ".pt": _lay_out_torch,
+    ".npy": _lay_out_npy,
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class SelectedTensor:
     """Tensor or slice to extract."""
 
     name: str
     dtype: str
-    whole: tuple[int, ...]
-    part: Slice
+    full_shape: tuple[int, ...]
+    selection: Slice
 
     @property
     def output(self) -> OutputTensor:
         """Tensor of the output file."""
-        return OutputTensor(self.name, self.dtype, self.part.shape, (self.name,))
+        return OutputTensor(self.name, self.dtype, self.selection.shape, (self.name,))
 
 
 def plan_file(
-    reading: Reading, taken: Sequence[Taken], target: Path, metadata: Mapping[str, str]
+    reading: Reading, selection: Sequence[SelectedTensor], target: Path, metadata: Mapping[str, str]
 ) -> Plan:
     """Plan a file of the extracted tensors."""
-    kind = KINDS.get(target.suffix)
+    kind = LAYOUTS_BY_SUFFIX.get(target.suffix)
     if kind is None:
         raise UsageError(
             f"unknown file extension: `{target.name}`",
-            why=f"supported extensions: {', '.join(KINDS)}",
+            why=f"supported extensions: {', '.join(LAYOUTS_BY_SUFFIX)}",
         )
-    output = kind(target.name, [one.output for one in taken], metadata)
-    parts = {one.name: one.part.box for one in taken}
+    output = kind(target.name, [selected.output for selected in selection], metadata)
+    parts = {selected.name: selected.selection.box for selected in selection}
     boxes = {
         name: tuple(place._replace(box=parts[name]) for place in places)
         for name, places in output.boxes.items()
     }
-    kinds = {one.name: one.dtype for one in taken}
+    kinds = {selected.name: selected.dtype for selected in selection}
     return reading.plan_file(target, replace(output, boxes=boxes), kinds)
 
 
 def write_file(plan: Plan, target: Path, options: ExtractOptions) -> Execution:
     """Write the planned file and publish it atomically."""
-    how = ExecutionOptions(jobs=options.jobs or 0)
+    execution_options = ExecutionOptions(jobs=options.jobs or 0)
     with stage_output(
         target, overwrite=options.overwrite, single_file=True, is_checkpoint=OVERWRITABLE
     ) as stage:
         require_space(stage.data, plan.nbytes)
-        done = execute_plan(plan, stage.data, how, lambda _: None)
+        execution = execute_plan(plan, stage.data, execution_options, lambda _: None)
         if not options.allow_overflow:
             require_in_range(
-                done.lost, f"pass {spell_option('--allow-overflow')} to write them anyway"
+                execution.lost, f"pass {spell_option('--allow-overflow')} to write them anyway"
             )
         stage.publish()
-    return done
+    return execution

@@ -42,20 +42,20 @@ from ckptctl.storage.threads import Watch, ignore_progress
 from ckptctl.storage.writing import UnfinishedError
 from ckptctl.tree import TreePath
 from ckptctl.verbs.inspection.inspect_options import InspectOptions
-from ckptctl.verbs.inspection.inspect_result import DTypeUse, Inspection, Member, TensorInfo
-from ckptctl.verbs.statistics import BINS, Statistics, measure, side_by_side
+from ckptctl.verbs.inspection.inspect_result import DTypeUse, Inspection, RunMember, TensorInfo
+from ckptctl.verbs.statistics import BINS, Statistics, map_in_parallel, measure_tensor
 from ckptctl.verbs.verification.model_check import check_model
-from ckptctl.verbs.verification.structure import is_about_unread, of_index
+from ckptctl.verbs.verification.structure import check_index, is_about_unread
 from ckptctl.verdict import Verdict, decide_verdict, strip_structure_claim, worst_verdict
 
 if TYPE_CHECKING:
     from ckptctl.storage.files import Readable
 
-PASSES = 2
+READS_PER_TENSOR = 2
 """Number of reads per tensor: a histogram requires the minimum and maximum."""
 
 
-def inspect(
+def inspect_checkpoint(
     path: str | TreePath, options: InspectOptions | None = None, progress: Watch = ignore_progress
 ) -> Inspection:
     """Describe the checkpoint, or the folder of checkpoints, at *path*.
@@ -70,22 +70,26 @@ def inspect(
         # The manifest's checksums are not shown, so its request is saved.
         read = partial(open_source, path, options, manifest=None)
         try:
-            catalog = _readable(read)
+            catalog = _open_readable(read)
         except (FormatError, DamagedError, UnsupportedError) as error:
-            chosen = options.format or options.weights or options.tag
+            has_explicit_source = options.format or options.weights or options.tag
             recognized = isinstance(error, DamagedError | UnsupportedError)
-            found = None if chosen else _run(path, recognized=recognized)
-            if found is None:
+            inspection = (
+                None if has_explicit_source else _describe_members(path, recognized=recognized)
+            )
+            if inspection is None:
                 raise
-            asked = {"--stats": options.stats, "--include": options.include}
-            require_one(found, [name for name, given in asked.items() if given])
-            return found
-        measured = _measure(catalog, options.include, progress) if options.stats else {}
-        found = describe(redact_path(path), catalog, measured, options.model_type)
-        return replace(found, values=read_short_values(catalog))
+            given_options = {"--stats": options.stats, "--include": options.include}
+            require_single(
+                inspection, [name for name, is_given in given_options.items() if is_given]
+            )
+            return inspection
+        measured = _measure_catalog(catalog, options.include, progress) if options.stats else {}
+        inspection = describe_catalog(redact_path(path), catalog, measured, options.model_type)
+        return replace(inspection, values=read_short_values(catalog))
 
 
-def _readable(read: Callable[..., Catalog]) -> Catalog:
+def _open_readable(read: Callable[..., Catalog]) -> Catalog:
     """Open a checkpoint, or the readable part of one that is not complete."""
     try:
         return read()
@@ -102,20 +106,21 @@ def _readable(read: Callable[..., Catalog]) -> Catalog:
         return part
 
 
-def _run(path: str | TreePath, *, recognized: bool) -> Inspection | None:
+def _describe_members(path: str | TreePath, *, recognized: bool) -> Inspection | None:
     """Describe a folder of checkpoints, or return None if *path* is not one.
 
     If *path* was recognized as a checkpoint, only names of checkpoints make it a run.
     """
-    if (found := overview(path)) or recognized:
-        return found
+    if (inspection := describe_run(path)) or recognized:
+        return inspection
     members = tuple(
-        _member(one, path) for one in formats.list_checkpoints(formats.to_existing_path(path))
+        _describe_member(member_path, path)
+        for member_path in formats.list_checkpoints(formats.to_existing_path(path))
     )
-    return Inspection.of_members(redact_path(path), members) if members else None
+    return Inspection.from_members(redact_path(path), members) if members else None
 
 
-def overview(path: str | TreePath) -> Inspection | None:
+def describe_run(path: str | TreePath) -> Inspection | None:
     """Describe the training run at *path*, or return None if it is a checkpoint or not a run."""
     from ckptctl.runs.entries import is_run
     from ckptctl.runs.listing import read_run  # only for runs
@@ -125,131 +130,139 @@ def overview(path: str | TreePath) -> Inspection | None:
         return None
     run = read_run(root)
     members = []
-    for one in run.checkpoints:
-        problems = () if one.complete else (one.problem,)
+    for checkpoint in run.checkpoints:
+        problems = () if checkpoint.complete else (checkpoint.problem,)
         size = 0, 0
         with suppress(CkptError, OSError):
-            catalog = formats.open_checkpoint(one.path)
+            catalog = formats.open_checkpoint(checkpoint.path)
             size = len(catalog.tensors), catalog.nbytes
-        told = one.verdict, one.read_failed
-        members.append(Member(str(one.path), one.format, *size, problems, *told))
-    return Inspection.of_members(redact_path(path), tuple(members), run)
+        verdict_fields = checkpoint.verdict, checkpoint.read_failed
+        members.append(
+            RunMember(str(checkpoint.path), checkpoint.format, *size, problems, *verdict_fields)
+        )
+    return Inspection.from_members(redact_path(path), tuple(members), run)
 
 
-def require_one(found: Inspection, asked: Sequence[str]) -> None:
+def require_single(inspection: Inspection, options: Sequence[str]) -> None:
     """Raise if options that need one checkpoint are used for a folder of several."""
-    if found.checkpoints and asked:
+    if inspection.checkpoints and options:
         raise UsageError(
-            f"{spell_option(asked[0])} requires one checkpoint, but this folder contains several",
-            where=found.path,
-            hint=f"pass one of them, such as `{found.checkpoints[-1].path}`",
+            f"{spell_option(options[0])} requires one checkpoint, but this folder contains several",
+            where=inspection.path,
+            hint=f"pass one of them, such as `{inspection.checkpoints[-1].path}`",
         )
 
 
-def select(tensors: Iterable[TensorInfo], include: Sequence[str]) -> list[TensorInfo]:
+def select_tensors(tensors: Iterable[TensorInfo], include: Sequence[str]) -> list[TensorInfo]:
     """Select the tensors whose names match the globs, or raise if none matches."""
     tensors = list(tensors)
-    found = [tensor for tensor in tensors if matches(tensor.name, include)]
-    if tensors and not found:
+    selected = [tensor for tensor in tensors if is_selected(tensor.name, include)]
+    if tensors and not selected:
         raise unmatched_pattern_error(include, [tensor.name for tensor in tensors])
-    return found
+    return selected
 
 
-def matches(name: str, include: Sequence[str]) -> bool:
+def is_selected(name: str, include: Sequence[str]) -> bool:
     """Return whether *name* matches one of the globs, or there are none."""
     return not include or any(fnmatchcase(name, glob) for glob in include)
 
 
-def index_findings(catalog: Catalog) -> list[Finding]:
+def list_index_findings(catalog: Catalog) -> list[Finding]:
     """Return the findings about the index of *catalog*, without warnings."""
-    findings = (*catalog.findings, *of_index(catalog))
-    return [one for one in findings if one.severity != "warning"]
+    findings = (*catalog.findings, *check_index(catalog))
+    return [finding for finding in findings if finding.severity != "warning"]
 
 
-def _problems(findings: Iterable[Finding], catalog: Catalog) -> dict[str, Finding]:
+def _map_problems(findings: Iterable[Finding], catalog: Catalog) -> dict[str, Finding]:
     """Map findings to their texts, without those about unreadable tensors, which are notes."""
-    return {_said(one): one for one in findings if not is_about_unread(one, catalog)}
+    return {
+        _format_finding(finding): finding
+        for finding in findings
+        if not is_about_unread(finding, catalog)
+    }
 
 
-def _said(finding: Finding) -> str:
+def _format_finding(finding: Finding) -> str:
     if finding.file and finding.file in finding.what:
         finding = replace(finding, file=None)
     why = f" ({finding.why})" if finding.why else ""
     return ": ".join(filter(None, (finding.what, finding.where))) + why
 
 
-def describe(
-    path: str, catalog: Catalog, measured: Mapping[str, Statistics], model_type: str | None = None
+def describe_catalog(
+    path: str, catalog: Catalog, statistics: Mapping[str, Statistics], model_type: str | None = None
 ) -> Inspection:
-    """Describe *catalog*, with the statistics in *measured* by tensor name."""
-    held = stored(path, catalog, measured)
+    """Describe *catalog*, with the statistics in *statistics* by tensor name."""
+    contents = describe_contents(path, catalog, statistics)
     if not catalog.tensors:
-        return held
+        return contents
     catalog = strip_wrappers(catalog)
-    known = recognize_model(catalog, request=ModelRequest(model_type))
-    if held.dequantizable and not known.exact:
+    model = recognize_model(catalog, request=ModelRequest(model_type))
+    if contents.dequantizable and not model.exact:
         with suppress(CkptError):  # tables contain the dequantized tensors
             catalog = replace(dequantize_catalog(catalog, "bfloat16"), notes=catalog.notes)
-        known = recognize_model(catalog, request=ModelRequest(model_type))
+        model = recognize_model(catalog, request=ModelRequest(model_type))
     notes = Notes()
-    findings, scope = ([], held.scope) if held.problems else check_model(known, notes)
+    findings, scope = ([], contents.scope) if contents.problems else check_model(model, notes)
     missing = notes.get_reasons("missing")
-    wrong = [one for one in findings if one.severity != "warning"]
-    named = [one for one in wrong if one.tensor not in missing]
-    verdict = worst_verdict((held.verdict, decide_verdict(wrong)))
+    problems = [finding for finding in findings if finding.severity != "warning"]
+    other_findings = [finding for finding in problems if finding.tensor not in missing]
+    verdict = worst_verdict((contents.verdict, decide_verdict(problems)))
     complete = verdict is Verdict.COMPLETE
     return replace(
-        held,
-        model_type=known.model_type,
-        candidates=known.candidates,
-        layout=known.layout,
-        root=known.root,
-        parameters=sum(entry.numel for entry in known.tensors.values() if entry.alias_of is None),
-        problems=(*held.problems, *map(_said, named)),
-        findings=(*held.findings, *named),
+        contents,
+        model_type=model.model_type,
+        candidates=model.candidates,
+        layout=model.layout,
+        root=model.root,
+        parameters=sum(entry.numel for entry in model.tensors.values() if entry.alias_of is None),
+        problems=(*contents.problems, *map(_format_finding, other_findings)),
+        findings=(*contents.findings, *other_findings),
         verdict=verdict,
         scope=scope,
         lacks=tuple(missing),
         notes=(
             *catalog.notes,
-            *_unread(catalog),
+            *_iterate_unread_notes(catalog),
             *(notes.get_texts() if complete else strip_structure_claim(notes.get_texts())),
-            *(_said(one) for one in findings if one.severity == "warning"),
-            *_fit(known, model_type),
+            *(_format_finding(finding) for finding in findings if finding.severity == "warning"),
+            *_iterate_fit_notes(model, model_type),
         ),
     )
 
 
-def _fit(known: Model, model_type: str | None) -> Iterable[str]:
+def _iterate_fit_notes(model: Model, model_type: str | None) -> Iterable[str]:
     """Yield notes on where models are, and how well the keys fit the requested model type."""
-    if known.inner_models:
-        yield describe_locations(known)
+    if model.inner_models:
+        yield describe_locations(model)
     if model_type is None:
         return
-    if not known.candidates:
+    if not model.candidates:
         yield f"no layout of `{model_type}` has these keys"
-    elif not known.exact:
-        yield f"some keys do not belong to {' or '.join(known.evidence)}"
+    elif not model.exact:
+        yield f"some keys do not belong to {' or '.join(model.evidence)}"
 
 
-def stored(path: str, catalog: Catalog, measured: Mapping[str, Statistics]) -> Inspection:
+def describe_contents(
+    path: str, catalog: Catalog, statistics: Mapping[str, Statistics]
+) -> Inspection:
     """Describe the contents of *catalog* without recognizing the model."""
-    quantized, wrong = survey_leniently(catalog), index_findings(catalog)
-    problems = _problems(wrong, catalog)
-    notes = [*catalog.notes, *_unread(catalog)]
+    quantized, index_problems = survey_leniently(catalog), list_index_findings(catalog)
+    problems = _map_problems(index_problems, catalog)
+    notes = [*catalog.notes, *_iterate_unread_notes(catalog)]
     if catalog.others and catalog.path.is_dir():
         notes.append(f"other files in this folder: {quote_names(list(catalog.others))}")
     return Inspection(
         path=path,
         format=catalog.format,
         nbytes=catalog.nbytes,
-        dtypes=_dtypes(catalog.tensors.values()),
+        dtypes=_count_dtypes(catalog.tensors.values()),
         files=catalog.files,
         problems=tuple(problems),
         findings=tuple(problems.values()),
-        verdict=decide_verdict(wrong),
-        read_failed=any(one.read_failed for one in catalog.findings),
-        tensors=tuple(_tensor(entry, measured) for entry in catalog.tensors.values()),
+        verdict=decide_verdict(index_problems),
+        read_failed=any(finding.read_failed for finding in catalog.findings),
+        tensors=tuple(_describe_tensor(entry, statistics) for entry in catalog.tensors.values()),
         blobs=tuple(catalog.blobs),
         assets=catalog.assets,
         metadata=catalog.metadata,
@@ -259,7 +272,7 @@ def stored(path: str, catalog: Catalog, measured: Mapping[str, Statistics]) -> I
     )
 
 
-def _unread(catalog: Catalog) -> Iterable[str]:
+def _iterate_unread_notes(catalog: Catalog) -> Iterable[str]:
     """Yield a note for each reason why tensors cannot be read."""
     by_reason: dict[str, list[str]] = {}
     for entry in catalog.tensors.values():
@@ -269,7 +282,7 @@ def _unread(catalog: Catalog) -> Iterable[str]:
         yield f"{quote_names(names)} cannot be read: {why}"
 
 
-def _tensor(entry: TensorEntry, measured: Mapping[str, Statistics]) -> TensorInfo:
+def _describe_tensor(entry: TensorEntry, statistics: Mapping[str, Statistics]) -> TensorInfo:
     return TensorInfo(
         entry.name,
         entry.dtype,
@@ -277,12 +290,12 @@ def _tensor(entry: TensorEntry, measured: Mapping[str, Statistics]) -> TensorInf
         entry.nbytes,
         len(entry.extents),
         entry.alias_of,
-        measured.get(entry.alias_of or entry.name),
+        statistics.get(entry.alias_of or entry.name),
         entry.unsupported,
     )
 
 
-def _dtypes(tensors: Iterable[TensorEntry]) -> dict[str, DTypeUse]:
+def _count_dtypes(tensors: Iterable[TensorEntry]) -> dict[str, DTypeUse]:
     count: Counter[str] = Counter()
     elements: Counter[str] = Counter()
     nbytes: Counter[str] = Counter()
@@ -295,19 +308,21 @@ def _dtypes(tensors: Iterable[TensorEntry]) -> dict[str, DTypeUse]:
     return {name: DTypeUse(count[name], elements[name], nbytes[name]) for name in order}
 
 
-def _measure(catalog: Catalog, include: Sequence[str], progress: Watch) -> dict[str, Statistics]:
+def _measure_catalog(
+    catalog: Catalog, include: Sequence[str], progress: Watch
+) -> dict[str, Statistics]:
     from ckptctl.storage.computed import open_reader  # only for --stats
 
     catalog = formats.resolve_codecs(catalog)
-    names = {t.alias_of or t.name for t in catalog.tensors.values() if matches(t.name, include)}
-    wanted = [
+    names = {t.alias_of or t.name for t in catalog.tensors.values() if is_selected(t.name, include)}
+    entries = [
         entry for name, entry in catalog.tensors.items() if name in names and not entry.unsupported
     ]
     with open_reader(catalog) as files:
-        return measured(files, wanted, progress, BINS)
+        return measure_tensors(files, entries, progress, BINS)
 
 
-def measured(
+def measure_tensors(
     files: Readable,
     entries: Sequence[TensorEntry],
     progress: Watch,
@@ -320,29 +335,29 @@ def measured(
     numbers are skipped, and so are those with an error if *failed* is given, which receives the
     error.
     """
-    sizes = [PASSES * sum(extent.nbytes for extent in entry.extents) for entry in entries]
-    look = partial(measure, files, bins=bins)
-    found: dict[str, Statistics] = {}
+    sizes = [READS_PER_TENSOR * sum(extent.nbytes for extent in entry.extents) for entry in entries]
+    measure_entry = partial(measure_tensor, files, bins=bins)
+    statistics_by_name: dict[str, Statistics] = {}
     with progress(sum(sizes)) as advance:
-        for entry, statistics in side_by_side(entries, sizes, look, advance):
+        for entry, statistics in map_in_parallel(entries, sizes, measure_entry, advance):
             if not isinstance(statistics, CkptError):
-                found |= {entry.name: statistics} if statistics else {}
+                statistics_by_name |= {entry.name: statistics} if statistics else {}
             elif failed is None:
                 raise statistics
             else:
                 failed(statistics, entry)
-    return found
+    return statistics_by_name
 
 
-def _member(path: TreePath, parent: str | TreePath) -> Member:
+def _describe_member(path: TreePath, parent: str | TreePath) -> RunMember:
     shown = str(parse_path(parent) / path.name)
     try:
         catalog = formats.open_checkpoint(path)
     except CkptError as error:
         failed = isinstance(error, StorageError)
         verdict = decide_verdict([finding_from_error(error)])
-        return Member(shown, None, 0, 0, (error.summary,), verdict, failed)
-    wrong = index_findings(catalog)
-    problems = tuple(_problems(wrong, catalog))
+        return RunMember(shown, None, 0, 0, (error.summary,), verdict, failed)
+    findings = list_index_findings(catalog)
+    problems = tuple(_map_problems(findings, catalog))
     size = len(catalog.tensors), catalog.nbytes
-    return Member(shown, catalog.format, *size, problems, decide_verdict(wrong))
+    return RunMember(shown, catalog.format, *size, problems, decide_verdict(findings))

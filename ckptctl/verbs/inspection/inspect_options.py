@@ -9,7 +9,7 @@ from ckptctl import shared_options as opt
 from ckptctl.options import Excludes, Option
 
 
-def shown_without(other: str) -> Excludes:
+def build_output_exclusion(other: str) -> Excludes:
     """Build the exclusion of an option that does not affect the output of *other*."""
     return Excludes(
         other, why="{this} does not affect the output of {other}", hint="omit {this} or {other}"
@@ -25,7 +25,7 @@ class InspectOptions(opt.ModelOptions, opt.SourceOptions, opt.FormatOptions):
         Option(
             "Read the data and show statistics per tensor. They are min, max, mean, std, "
             "NaN, Inf and a histogram.",
-            excludes=(shown_without("markdown"),),
+            excludes=(build_output_exclusion("markdown"),),
         ),
     ] = False
     include: opt.Include = ()

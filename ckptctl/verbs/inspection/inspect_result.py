@@ -15,7 +15,7 @@ from ckptctl.verdict import COMPLETE, SCOPE, Scope, Verdict, is_complete, worst_
 if TYPE_CHECKING:
     from ckptctl.runs.listing import RunFolder
 
-MISSING = "lacks"
+MISSING_FIELD = "lacks"
 """Name of the field of missing tensors."""
 
 
@@ -61,13 +61,13 @@ class FileSize:
     nbytes: Annotated[int, JsonField("size in bytes", name="bytes")]
 
 
-def in_order(files: Mapping[str, int]) -> list[FileSize]:
+def list_files(files: Mapping[str, int]) -> list[FileSize]:
     """List files in natural order."""
     return [FileSize(name, files[name]) for name in sort_naturally(files)]
 
 
 @dataclass(frozen=True, slots=True)
-class Member(Result, order="path format tensors bytes verdict problems"):
+class RunMember(Result, order="path format tensors bytes verdict problems"):
     """Checkpoint in a run folder.
 
     Attributes:
@@ -87,7 +87,7 @@ class Member(Result, order="path format tensors bytes verdict problems"):
 class Inspection(
     Result,
     order="path format model_type candidates layout root parameters bytes verdict complete scope "
-    f"problems {MISSING} dtypes files assets metadata notes quantized dequantizable",
+    f"problems {MISSING_FIELD} dtypes files assets metadata notes quantized dequantizable",
 ):
     """Description of a checkpoint or of a folder of checkpoints.
 
@@ -116,9 +116,9 @@ class Inspection(
     dtypes: Annotated[Mapping[str, DTypeUse], JsonField("totals by dtype, most bytes first")] = (
         field(default_factory=dict)
     )
-    files: Annotated[Mapping[str, int], JsonField("data files, in natural order", to=in_order)] = (
-        field(default_factory=dict)
-    )
+    files: Annotated[
+        Mapping[str, int], JsonField("data files, in natural order", to=list_files)
+    ] = field(default_factory=dict)
     problems: Annotated[
         tuple[str, ...], JsonField("reasons why the checkpoint is not complete")
     ] = ()
@@ -143,7 +143,7 @@ class Inspection(
         ),
     ] = field(default_factory=dict)
     assets: Annotated[
-        Mapping[str, int], JsonField("sidecar files: configuration, tokenizer, ...", to=in_order)
+        Mapping[str, int], JsonField("sidecar files: configuration, tokenizer, ...", to=list_files)
     ] = field(default_factory=dict)
     metadata: Annotated[
         Mapping[str, str],
@@ -158,18 +158,22 @@ class Inspection(
         bool, JsonField("whether tensors are quantized and `--dequantize` supports all of them")
     ] = False
     checkpoints: Annotated[
-        tuple[Member, ...], JsonField("checkpoints of a run folder, in natural order")
+        tuple[RunMember, ...], JsonField("checkpoints of a run folder, in natural order")
     ] = ()
     run: RunFolder | None = None
 
     @classmethod
-    def of_members(
-        cls, path: str, members: tuple[Member, ...], run: RunFolder | None = None
+    def from_members(
+        cls, path: str, members: tuple[RunMember, ...], run: RunFolder | None = None
     ) -> Inspection:
         """Build the description of a folder of checkpoints."""
-        problems = tuple(f"`{one.path}`: {one.problems[0]}" for one in members if one.problems)
+        problems = tuple(
+            f"`{checkpoint.path}`: {checkpoint.problems[0]}"
+            for checkpoint in members
+            if checkpoint.problems
+        )
         verdict = worst_verdict(member.verdict for member in members)
-        failed = any(one.read_failed for one in members)
+        failed = any(checkpoint.read_failed for checkpoint in members)
         return cls(
             *(path, "run"),
             problems=problems,

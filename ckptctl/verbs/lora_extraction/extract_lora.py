@@ -69,7 +69,7 @@ from ckptctl.verbs.lora_extraction.lora_result import ExtractedLayer, LoraExtrac
 if TYPE_CHECKING:
     from ckptctl.storage.arithmetic import Tensor
 
-ALREADY = "it is not a linear layer"
+NOT_LINEAR = "it is not a linear layer"
 FRESH = "hf-fresh"
 NESTED = ".base_layer"
 GENERATING = ("ForCausalLM", "ForConditionalGeneration")
@@ -88,10 +88,10 @@ def extract_lora(
         MappingError: They are not two versions of one model.
         RefusedError: A tensor outside of linear layers differs, and `others` is ``refuse``.
     """
-    return Extraction(base, tuned, output, options).run(progress or (lambda _: None))
+    return LoraExtractor(base, tuned, output, options).run(progress or (lambda _: None))
 
 
-class Extraction:
+class LoraExtractor:
     """One call of :func:`extract_lora` with both models open and compatible."""
 
     def __init__(
@@ -104,44 +104,52 @@ class Extraction:
         require_torch("extracting an adapter")
         self.options = options
         with families.use_converter_file(options.converter):
-            self._open(base, tuned, output)
+            self._open_models(base, tuned, output)
 
-    def _open(self, base: str | TreePath, tuned: str | TreePath, output: str | TreePath) -> None:
+    def _open_models(
+        self, base: str | TreePath, tuned: str | TreePath, output: str | TreePath
+    ) -> None:
         options = self.options
         sources = [formats.to_existing_path(base), formats.to_existing_path(tuned)]
-        may_go = Replaceable(is_replaceable)
+        replaceable_adapter = Replaceable(is_replaceable)
         for source in sources:
-            self.target = require_destination(source, parse_path(output), options.overwrite, may_go)
+            self.target = require_destination(
+                source, parse_path(output), options.overwrite, replaceable_adapter
+            )
         if self.target.upload:
             raise UsageError("cannot write an adapter to a URL", where=str(output))
         options.require_measure()
-        self.family, self.layout, self.tied, self.copies = _family(sources[0], options)
-        self.base, self.tuned = (self._opened(source) for source in sources)
+        self.family, self.layout, self.tied, self.copies = _recognize_family(sources[0], options)
+        self.base, self.tuned = (self._open_model(source) for source in sources)
         self.linear = frozenset(
             key
             for key in list_linear_keys(self.family, self.layout, self.base)
-            if not is_unsupported_layer(self.family.name, module_of(key)) and key not in self.copies
+            if not is_unsupported_layer(self.family.name, get_module(key))
+            and key not in self.copies
         )
         self.stacks = count_expert_layers(self.family, self.base)
         self.siblings = {
-            key: [other for other in self.stacks if module_of(other) == module_of(key)]
+            key: [other for other in self.stacks if get_module(other) == get_module(key)]
             for key in self.stacks
         }
-        self._require_alike()
+        self._require_same_model()
 
-    def _opened(self, path: TreePath) -> LazyStateDict:
+    def _open_model(self, path: TreePath) -> LazyStateDict:
         is_quantized = bool(find_quantized(open_source(path, OpenOptions())))
-        asked = OpenOptions(
+        open_options = OpenOptions(
             model_type=self.options.model_type or self.family.name,
             layout=self.layout,
             dequantize=self.options.dequantize if is_quantized else None,
         )
-        return LazyStateDict(path, asked)
+        return LazyStateDict(path, open_options)
 
-    def _require_alike(self) -> None:
+    def _require_same_model(self) -> None:
         """Raise if the models have different tensors or shapes."""
-        one, other = self.base.keys() - self.tuned.keys(), self.tuned.keys() - self.base.keys()
-        differ = [
+        only_base, only_tuned = (
+            self.base.keys() - self.tuned.keys(),
+            self.tuned.keys() - self.base.keys(),
+        )
+        shape_differences = [
             (
                 f"`{name}` has shape {list(self.base[name].shape)} in the base and "
                 f"{list(self.tuned[name].shape)} in the other model"
@@ -149,32 +157,35 @@ class Extraction:
             for name in self.base.keys() & self.tuned.keys()
             if self.base[name].shape != self.tuned[name].shape
         ]
-        problems = {"only in the base:": sorted(one), "only in the other model:": sorted(other)}
-        why = [f"{said} {quote_names(names)}" for said, names in problems.items() if names]
-        if why or differ:
+        problems = {
+            "only in the base:": sorted(only_base),
+            "only in the other model:": sorted(only_tuned),
+        }
+        why = [f"{label} {quote_names(names)}" for label, names in problems.items() if names]
+        if why or shape_differences:
             raise MappingError(
                 "the two checkpoints are not of the same model",
                 where=f"{self.base.path} and {self.tuned.path}",
-                why="; ".join([*why, *sorted(differ)[:3]]),
+                why="; ".join([*why, *sorted(shape_differences)[:3]]),
             )
 
     @property
     def nbytes(self) -> int:
         """Bytes of both models."""
-        return sum(one.nbytes for state in (self.base, self.tuned) for one in state.values())
+        return sum(handle.nbytes for state in (self.base, self.tuned) for handle in state.values())
 
     @property
     def statement(self) -> str:
         """Summary of the recognized models in one line."""
         formats_of = " and ".join(dict.fromkeys((self.base.format, self.tuned.format)))
-        kept = (
+        rank_text = (
             f"rank {self.options.rank}"
             if self.options.rank
             else (f"energy {self.options.energy:g}")
         )
         return (
             f"{formats_of} → peft · {self.family.name} · {pluralize(len(self.base), 'tensor')} · "
-            f"{kept}"
+            f"{rank_text}"
         )
 
     def run(self, progress: Advance) -> LoraExtraction:
@@ -189,7 +200,7 @@ class Extraction:
         self.notes.add(*self.base.notes, *self.tuned.notes)
         self.whole: tuple[str, ...] = ()
         dtype = self.options.dtype or "float32"
-        names = [name for key in self.base for name in self._names(key)]
+        names = [name for key in self.base for name in self._list_adapter_names(key)]
         with stage_output(
             Path(self.target.path),
             overwrite=self.options.overwrite,
@@ -199,17 +210,17 @@ class Extraction:
             try:
                 low_rank = self.linear | self.stacks.keys()
                 for name in [n for n in self.base if n not in low_rank | self.copies]:
-                    self._other(name, folder)
-                self.whole = outermost(map(module_of, self.saved))
+                    self._handle_other(name, folder)
+                self.whole = select_outermost(map(get_module, self.saved))
                 for name in self.base:
                     if is_inside(name, self.whole) and name not in self.saved:
-                        self._save(name, folder)
+                        self._save_whole(name, folder)
                     elif name in self.linear:
-                        self._take(name, folder, dtype)
+                        self._extract_layer(name, folder, dtype)
                     elif name == self.siblings.get(name, [""])[0]:
-                        self._take_stacks(self.siblings[name], folder, dtype)
-                self._require_something()
-                nbytes = folder.finish(self._config())
+                        self._extract_stacks(self.siblings[name], folder, dtype)
+                self._require_layers()
+                nbytes = folder.finish(self._build_config())
             finally:
                 folder.close()
             stage.publish()
@@ -228,131 +239,137 @@ class Extraction:
             self.notes.get_texts(),
         )
 
-    def _names(self, key: str) -> Iterator[str]:
+    def _list_adapter_names(self, key: str) -> Iterator[str]:
         """Yield the names that the adapter may store for a tensor of the model."""
         if key in self.linear:
-            yield from (f"{PEFT_PREFIX}{module_of(key)}.lora_{role}.weight" for role in "AB")
+            yield from (f"{PEFT_PREFIX}{get_module(key)}.lora_{role}.weight" for role in "AB")
         if key in self.stacks:
-            inside = PEFT_PREFIX + module_of(key) + NESTED * self.siblings[key][::-1].index(key)
-            yield from (f"{inside}.lora_{role}.weight" for role in "AB")
+            module_prefix = (
+                PEFT_PREFIX + get_module(key) + NESTED * self.siblings[key][::-1].index(key)
+            )
+            yield from (f"{module_prefix}.lora_{role}.weight" for role in "AB")
         if self.options.others == "save":
             yield PEFT_PREFIX + key
 
-    def _differing(self, name: str) -> tuple[Tensor, Tensor] | None:
+    def _read_if_different(self, name: str) -> tuple[Tensor, Tensor] | None:
         """Return a tensor of both models, or None if it is equal or not selected."""
         first, second = self.base[name], self.tuned[name]
-        one, other = first[...], second[...]
+        base_tensor, tuned_tensor = first[...], second[...]
         self.progress(first.nbytes + second.nbytes)
-        if are_equal(one, other):
+        if are_equal(base_tensor, tuned_tensor):
             self.unchanged += 1
             return None
-        if not self._chosen(name):
-            self.notes.explain("skipped", {name: _not_selected()})
+        if not self._is_selected(name):
+            self.notes.explain("skipped", {name: _format_not_selected()})
             return None
-        return one, other
+        return base_tensor, tuned_tensor
 
-    def _take(self, name: str, folder: AdapterFolder, dtype: str) -> None:
+    def _extract_layer(self, name: str, folder: AdapterFolder, dtype: str) -> None:
         """Write the factors of a linear layer that differs."""
-        found = self._differing(name)
-        if found is None:
+        tensors = self._read_if_different(name)
+        if tensors is None:
             return
         _require_floating(name, self.base[name], self.tuned[name])
-        change = subtract_weights(*found)
-        del found  # The decomposition needs several times as much memory.
-        made = compute_factors(
+        change = subtract_weights(*tensors)
+        del tensors  # The decomposition needs several times as much memory.
+        layer_factors = compute_factors(
             name, change, rank=self.options.rank, energy=self.options.energy, dtype=dtype
         )
-        self._add(name, module_of(name), made, made.rank, folder)
+        self._add_factors(name, get_module(name), layer_factors, layer_factors.rank, folder)
 
-    def _take_stacks(self, names: Sequence[str], folder: AdapterFolder, dtype: str) -> None:
+    def _extract_stacks(self, names: Sequence[str], folder: AdapterFolder, dtype: str) -> None:
         """Write the factors of a module's stacks in PEFT's order, the innermost wrapper first."""
-        module = module_of(names[0])
+        module = get_module(names[0])
         for name in reversed(names):
-            made = self._of_stack(name, dtype)
-            if made is not None:
-                rank = made.rank // self.base[name].shape[0]
-                self._add(name, module, made, rank, folder)
+            stack_factors = self._factor_stack(name, dtype)
+            if stack_factors is not None:
+                rank = stack_factors.rank // self.base[name].shape[0]
+                self._add_factors(name, module, stack_factors, rank, folder)
                 module += NESTED
 
-    def _of_stack(self, name: str, dtype: str) -> Factors | None:
+    def _factor_stack(self, name: str, dtype: str) -> Factors | None:
         """Compute the factors of a stack expert by expert, or return None if it has none."""
         first, second = self.base[name], self.tuned[name]
         _require_floating(name, first, second)
-        made = StackedFactors(first.shape, self.stacks[name], dtype)
-        chosen, differs = self._chosen(name), False
+        stacking = StackedFactors(first.shape, self.stacks[name], dtype)
+        is_selected, differs = self._is_selected(name), False
         for expert in range(first.shape[0]):
-            one, other = first[expert], second[expert]
+            base_tensor, tuned_tensor = first[expert], second[expert]
             self.progress((first.nbytes + second.nbytes) // first.shape[0])
-            if are_equal(one, other):
-                made.add_unchanged(one)
+            if are_equal(base_tensor, tuned_tensor):
+                stacking.add_unchanged(base_tensor)
                 continue
             differs = True
-            if chosen:
-                change = subtract_weights(one, other)
-                del one, other
-                made.add_change(name, expert, change, self.options.rank, self.options.energy)
+            if is_selected:
+                change = subtract_weights(base_tensor, tuned_tensor)
+                del base_tensor, tuned_tensor
+                stacking.add_change(name, expert, change, self.options.rank, self.options.energy)
         if not differs:
             self.unchanged += 1
-        elif not chosen:
-            self.notes.explain("skipped", {name: _not_selected()})
-        return made.join_factors
+        elif not is_selected:
+            self.notes.explain("skipped", {name: _format_not_selected()})
+        return stacking.join_factors
 
-    def _add(self, name: str, module: str, made: Factors, rank: int, folder: AdapterFolder) -> None:
-        for role, factor in (("A", made.a), ("B", made.b)):
+    def _add_factors(
+        self, name: str, module: str, layer_factors: Factors, rank: int, folder: AdapterFolder
+    ) -> None:
+        for role, factor in (("A", layer_factors.a), ("B", layer_factors.b)):
             kind = str(factor.dtype).removeprefix("torch.")
-            folder.add(
+            folder.add_tensor(
                 f"{PEFT_PREFIX}{module}.lora_{role}.weight",
                 kind,
                 tuple(factor.shape),
                 iterate_bytes(factor),
             )
         shape = self.base[name].shape
-        self.layers.append(ExtractedLayer(name, shape, rank, made.error, made.change))
+        self.layers.append(
+            ExtractedLayer(name, shape, rank, layer_factors.error, layer_factors.change)
+        )
 
-    def _other(self, name: str, folder: AdapterFolder) -> None:
+    def _handle_other(self, name: str, folder: AdapterFolder) -> None:
         """Handle a tensor outside of linear layers that differs, as `others` requires."""
-        found = self._differing(name)
-        if found is None:
+        tensors = self._read_if_different(name)
+        if tensors is None:
             return
-        how = self.options.others
-        if how == "refuse":
+        mode = self.options.others
+        if mode == "refuse":
             raise RefusedError(
-                f"`{name}` differs, but {ALREADY}",
+                f"`{name}` differs, but {NOT_LINEAR}",
                 where=self.tuned.path,
                 why="low-rank factors can only change linear layers",
                 hint=f"pass {spell_option('--others save')} to store such tensors in full "
                 f"(`modules_to_save`), or {spell_option('--others leave-out')} to keep those of "
                 "the base",
             )
-        if how == "leave-out":
-            self.notes.explain("skipped", {name: ALREADY})
+        if mode == "leave-out":
+            self.notes.explain("skipped", {name: NOT_LINEAR})
             return
-        require_module(name, self.base, self.linear, self.tied, self.tuned.path)
-        self._write(name, self.tuned[name].dtype, found[1], folder)
+        require_savable_module(name, self.base, self.linear, self.tied, self.tuned.path)
+        self._write_tensor(name, self.tuned[name].dtype, tensors[1], folder)
 
-    def _save(self, name: str, folder: AdapterFolder) -> None:
+    def _save_whole(self, name: str, folder: AdapterFolder) -> None:
         """Write a tensor of a module that is saved as a whole."""
         if name in self.linear or name in self.stacks:
-            self._differing(name)
-        one = (self.tuned if self._chosen(name) else self.base)[name]
-        self._write(name, one.dtype, one[...], folder)
+            self._read_if_different(name)
+        handle = (self.tuned if self._is_selected(name) else self.base)[name]
+        self._write_tensor(name, handle.dtype, handle[...], folder)
 
-    def _write(self, name: str, dtype: str, tensor: Tensor, folder: AdapterFolder) -> None:
-        folder.add(PEFT_PREFIX + name, dtype, tuple(tensor.shape), iterate_bytes(tensor))
+    def _write_tensor(self, name: str, dtype: str, tensor: Tensor, folder: AdapterFolder) -> None:
+        folder.add_tensor(PEFT_PREFIX + name, dtype, tuple(tensor.shape), iterate_bytes(tensor))
         self.saved[name] = None
 
-    def _chosen(self, name: str) -> bool:
+    def _is_selected(self, name: str) -> bool:
         include, exclude = self.options.include, self.options.exclude
-        wanted = not include or any(fnmatchcase(name, glob) for glob in include)
-        return wanted and not any(fnmatchcase(name, glob) for glob in exclude)
+        is_included = not include or any(fnmatchcase(name, glob) for glob in include)
+        return is_included and not any(fnmatchcase(name, glob) for glob in exclude)
 
-    def _require_something(self) -> None:
+    def _require_layers(self) -> None:
         """Raise if the adapter has no factors, because nothing would accept it."""
         if not self.layers:
             saved = f", {len(self.saved):,} are not linear layers" if self.saved else ""
-            alone = "no linear layer differs, so the adapter would have no factors"
+            message = "no linear layer differs, so the adapter would have no factors"
             raise RefusedError(
-                alone
+                message
                 if self.saved
                 else ("the models have no difference that an adapter can represent"),
                 where=f"{self.base.path} and {self.tuned.path}",
@@ -363,17 +380,19 @@ class Extraction:
                 + saved,
             )
 
-    def _config(self) -> Mapping[str, object]:
-        found = {layer.name: layer.rank for layer in self.layers}
-        ranks = {module_of(name): rank for name, rank in found.items() if name in self.linear}
-        stacks = {name: rank for name, rank in found.items() if name in self.stacks}
+    def _build_config(self) -> Mapping[str, object]:
+        ranks_by_name = {layer.name: layer.rank for layer in self.layers}
+        ranks = {
+            get_module(name): rank for name, rank in ranks_by_name.items() if name in self.linear
+        }
+        stacks = {name: rank for name, rank in ranks_by_name.items() if name in self.stacks}
         generates = self.family.architecture.endswith(GENERATING)
-        return adapter_config(
+        return build_adapter_config(
             ranks, self.base, self.whole, stacks, experts=bool(self.stacks), generates=generates
         )
 
 
-def _family(
+def _recognize_family(
     path: TreePath, options: LoraExtractionOptions
 ) -> tuple[Family, str, frozenset[str], frozenset[str]]:
     """Return the model type, PEFT's layout, tensors that others are tied to, and the tied ones.
@@ -381,18 +400,18 @@ def _family(
     PEFT uses the names that transformers has in memory, where experts are stacked.
     """
     catalog = open_source(path, OpenOptions(model_type=options.model_type))
-    known = recognize_model(catalog, request=ModelRequest(options.model_type))
-    require_known_model(known)
-    family = families.family(known.model_type or "")
+    model = recognize_model(catalog, request=ModelRequest(options.model_type))
+    require_known_model(model)
+    family = families.family(model.model_type or "")
     layout = STACKED if STACKED in family.layouts else HF
-    fresh = family.get_layout(FRESH).leaves.values() if known.layout == FRESH else ()
+    fresh = family.get_layout(FRESH).leaves.values() if model.layout == FRESH else ()
     if fresh and layout == HF and not any(leaf.spread_axes for leaf in fresh):
         raise RefusedError(
             "PEFT would not find the layers of this model",
             where=catalog.path,
             why=f"in memory, its layers have names of layout {FRESH}; adapters use layout {HF}",
         )
-    ties = family.ties if known.is_tied(family) else ()
+    ties = family.ties if model.is_tied(family) else ()
     leaves = family.get_layout(layout).leaves
     tied = frozenset(leaves[tie.of].key.text for tie in ties if tie.of in leaves)
     copies = frozenset(leaves[tie.tensor].key.text for tie in ties if tie.tensor in leaves)
@@ -400,22 +419,24 @@ def _family(
 
 
 def _require_floating(name: str, *handles: TensorHandle) -> None:
-    odd = next((one.dtype for one in handles if one.dtype not in FLOAT_DTYPES), None)
-    if odd:
+    unsupported_dtype = next(
+        (handle.dtype for handle in handles if handle.dtype not in FLOAT_DTYPES), None
+    )
+    if unsupported_dtype:
         raise RefusedError(
-            f"cannot extract from a weight of dtype {odd}",
+            f"cannot extract from a weight of dtype {unsupported_dtype}",
             where=f"tensor `{name}`",
             hint=f"pass {spell_option('--dequantize bf16')} to dequantize the models",
         )
 
 
-def _not_selected() -> str:
+def _format_not_selected() -> str:
     return f"not selected ({spell_option('--include')}, {spell_option('--exclude')})"
 
 
 # ------------------------------------------------------------ files of the adapter
 
-DIGITS = 48
+HEADER_CHARS_PER_TENSOR = 48
 """Additional characters for the offsets and shape of one tensor in the header."""
 _NUMBERED = re.compile(r"\.\d+\.")
 
@@ -431,14 +452,16 @@ class AdapterFolder:
         self._folder = folder
         empty = [(name, dtype, (0, 0)) for name in names]
         head, _ = encode_header(empty, {"format": "pt"})
-        self._room = len(head) + DIGITS * len(empty)
+        self._room = len(head) + HEADER_CHARS_PER_TENSOR * len(empty)
         self._room += -self._room % 8
         self._tensors: list[tuple[str, str, tuple[int, ...]]] = []
         self._end = self._room
         with wrap_os_errors("write", self._path):
             self._file = self._path.open("w+b")
 
-    def add(self, name: str, dtype: str, shape: tuple[int, ...], content: Iterable[bytes]) -> None:
+    def add_tensor(
+        self, name: str, dtype: str, shape: tuple[int, ...], content: Iterable[bytes]
+    ) -> None:
         """Append a tensor."""
         with wrap_os_errors("write", self._path):
             self._file.seek(self._end)
@@ -470,7 +493,7 @@ class AdapterFolder:
         self._file.close()
 
 
-def adapter_config(
+def build_adapter_config(
     ranks: Mapping[str, int],
     keys: Collection[str],
     saved: Sequence[str],
@@ -492,15 +515,15 @@ def adapter_config(
     single = {module for module in ranks if experts and needs_parameter_target(module)}
     parameters = {**{module + WEIGHT: ranks[module] for module in single}, **stacks}
     modules = {module: rank for module, rank in ranks.items() if module not in single}
-    of_all = {**modules, **parameters}
-    main = Counter(of_all.values()).most_common(1)[0][0] if of_all else 1
+    all_ranks = {**modules, **parameters}
+    main = Counter(all_ranks.values()).most_common(1)[0][0] if all_ranks else 1
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if generates else None,
         "base_model_name_or_path": None,
         "r": main,
         "lora_alpha": main,
-        **build_patterns({name: (rank, rank) for name, rank in of_all.items()}, (main, main)),
+        **build_patterns({name: (rank, rank) for name, rank in all_ranks.items()}, (main, main)),
         "target_modules": build_target_modules(modules, keys),
         **({TARGET_PARAMETERS: sorted(parameters)} if parameters else {}),
         "modules_to_save": list(saved) or None,
@@ -520,15 +543,15 @@ def adapter_config(
 # (``AuxiliaryTrainingWrapper.adapter_state_dict_load_map``).
 
 
-def module_of(key: str) -> str:
+def get_module(key: str) -> str:
     """Return the module of a parameter."""
     return key.rpartition(".")[0]
 
 
-def outermost(modules: Iterable[str]) -> tuple[str, ...]:
+def select_outermost(modules: Iterable[str]) -> tuple[str, ...]:
     """Return those of *modules* that are not inside another."""
-    found = dict.fromkeys(modules)
-    return tuple(one for one in found if not is_inside(one, found))
+    unique_modules = dict.fromkeys(modules)
+    return tuple(module for module in unique_modules if not is_inside(module, unique_modules))
 
 
 def is_inside(key: str, modules: Collection[str]) -> bool:
@@ -537,15 +560,15 @@ def is_inside(key: str, modules: Collection[str]) -> bool:
     return any(".".join(steps[:end]) in modules for end in range(1, len(steps)))
 
 
-def require_module(
+def require_savable_module(
     name: str, names: Iterable[str], linear: Collection[str], tied: Collection[str], where: str
 ) -> None:
     """Raise if PEFT cannot save the tensor, because no module can be saved as a whole."""
-    module = module_of(name)
-    what = f"`{name}` differs, but PEFT can only save whole modules"
+    module = get_module(name)
+    message = f"`{name}` differs, but PEFT can only save whole modules"
     hint = f"pass {spell_option('--others leave-out')} to keep the tensor of the base"
     if name in tied:
-        what = f"`{name}` differs, and other tensors are tied to it"
+        message = f"`{name}` differs, and other tensors are tied to it"
         why = "PEFT unties them when it saves one, and the others keep the values of the base"
         hint = f"convert both models with {spell_option('--untie')} first, or {hint}"
     elif not module:
@@ -553,9 +576,11 @@ def require_module(
     elif f"{module}.weight" in linear:
         why = f"`{module}.weight` of the same module has factors"
     elif any(
-        _NUMBERED.search(one.removeprefix(module)) for one in names if is_inside(one, {module})
+        _NUMBERED.search(other_name.removeprefix(module))
+        for other_name in names
+        if is_inside(other_name, {module})
     ):
         why = f"`{module}` contains whole layers"
     else:
         return
-    raise RefusedError(what, where=where, why=why, hint=hint)
+    raise RefusedError(message, where=where, why=why, hint=hint)

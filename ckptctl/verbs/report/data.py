@@ -16,7 +16,7 @@ from ckptctl.verbs.inspection.inspect_result import Inspection, TensorInfo
 from ckptctl.verbs.verification.verify_result import Verification
 
 FileState = Literal["present", "missing", "damaged", "unknown"]
-_STATES: Mapping[str, FileState] = {"error": "damaged", "unknown": "unknown"}
+_STATE_BY_SEVERITY: Mapping[str, FileState] = {"error": "damaged", "unknown": "unknown"}
 """State of a file by its worst finding."""
 
 
@@ -166,13 +166,13 @@ class CheckpointSummary(Result):
     @property
     def problem(self) -> Annotated[str | None, JsonField()]:
         """Summary of the problem in one line, or null."""
-        wrong = (*self.verification.errors, *self.verification.unknown)
-        if not wrong:
+        findings = (*self.verification.errors, *self.verification.unknown)
+        if not findings:
             return None
-        first = wrong[0]
-        others = f" (and {len(wrong) - 1:,} more)" if len(wrong) > 1 else ""
+        first = findings[0]
+        further = f" (and {len(findings) - 1:,} more)" if len(findings) > 1 else ""
         where = "" if first.file and first.file in first.what else first.where
-        return ": ".join(filter(None, (first.what, where))) + others
+        return ": ".join(filter(None, (first.what, where))) + further
 
     @property
     def described(
@@ -241,17 +241,19 @@ class Report(
     def files(self) -> Annotated[tuple[ListedFile, ...], JsonField()]:
         """All data files, including missing ones."""
         sizes = {**self.verification.files, **dict.fromkeys(self.unusable)}
-        about = (one for one in self.verification.findings if one.basis == "files")
-        states = {one.file: one.severity for one in reversed((*about,))}
+        file_findings = (
+            finding for finding in self.verification.findings if finding.basis == "files"
+        )
+        states = {finding.file: finding.severity for finding in reversed((*file_findings,))}
 
-        def state(file: str) -> FileState:
+        def find_state(file: str) -> FileState:
             severity = states.get(file, "warning")
             if file in self.absent:
                 return "missing"
-            return _STATES.get(severity, "present")
+            return _STATE_BY_SEVERITY.get(severity, "present")
 
         return tuple(
-            ListedFile(file, nbytes, self.ranks.get(file), state(file))
+            ListedFile(file, nbytes, self.ranks.get(file), find_state(file))
             for file, nbytes in sizes.items()
         )
 
@@ -260,7 +262,7 @@ class Report(
         """Listed tensors, in the order of the checkpoint."""
         places = {file.path: n for n, file in enumerate(self.files)}
 
-        def listed(chunks: tuple[Chunk, ...]) -> list[ListedChunk]:
+        def list_chunks(chunks: tuple[Chunk, ...]) -> list[ListedChunk]:
             return [
                 ListedChunk(places[chunk.file] if chunk.file else None, chunk.box)
                 for chunk in chunks
@@ -268,14 +270,14 @@ class Report(
 
         return [
             ListedTensor(
-                one.info,
-                one.part,
-                one.map.missing,
-                one.map.missing_bytes or None,
-                listed(one.map.chunks),
-                listed(one.map.holes),
+                tensor.info,
+                tensor.part,
+                tensor.map.missing,
+                tensor.map.missing_bytes or None,
+                list_chunks(tensor.map.chunks),
+                list_chunks(tensor.map.holes),
             )
-            for one in self.tensors
+            for tensor in self.tensors
         ]
 
     @property
@@ -290,17 +292,17 @@ class Report(
         ),
     ]:
         """Difference with its lists shortened to the limit."""
-        found, limit = self.difference, self.differences
-        return found and replace(
-            found,
-            a=_bounded(found.a, limit),
-            b=_bounded(found.b, limit),
-            tensors=found.tensors[:limit],
-            leaves=found.leaves[:limit],
+        difference, limit = self.difference, self.differences
+        return difference and replace(
+            difference,
+            a=_limit_side(difference.a, limit),
+            b=_limit_side(difference.b, limit),
+            tensors=difference.tensors[:limit],
+            leaves=difference.leaves[:limit],
         )
 
 
-def _bounded(side: Side, limit: int) -> Side:
+def _limit_side(side: Side, limit: int) -> Side:
     return replace(
         side,
         only=side.only[:limit],

@@ -30,7 +30,12 @@ from ckptctl.tree import TreePath
 from ckptctl.units import sort_naturally
 from ckptctl.verbs.comparison.diff_options import DiffOptions
 from ckptctl.verbs.comparison.diff_result import Difference
-from ckptctl.verbs.inspection.inspect import describe, measured, select, stored
+from ckptctl.verbs.inspection.inspect import (
+    describe_catalog,
+    describe_contents,
+    measure_tensors,
+    select_tensors,
+)
 from ckptctl.verbs.inspection.inspect_result import Inspection, TensorInfo
 from ckptctl.verbs.report.data import (
     CheckpointSummary,
@@ -41,21 +46,21 @@ from ckptctl.verbs.report.data import (
     Report,
     TensorReport,
 )
-from ckptctl.verbs.report.page import written
+from ckptctl.verbs.report.page import publish_page
 from ckptctl.verbs.report.report_options import ReportOptions
-from ckptctl.verbs.verification.structure import DISTCP, lost_parts, root_of
-from ckptctl.verbs.verification.verify import examine
+from ckptctl.verbs.verification.structure import DISTCP, find_lost_parts, get_root
+from ckptctl.verbs.verification.verify import verify_with_catalog
 from ckptctl.verbs.verification.verify_options import VerifyOptions
-from ckptctl.verbs.verification.verify_result import Verification, unsaid
+from ckptctl.verbs.verification.verify_result import Verification, exclude_known
 
 if TYPE_CHECKING:
     from ckptctl.verbs.statistics import Statistics
 
 
 MAX_FINDINGS = 1_000
-BINS = 40
-PER_TENSOR = 4_096
-IN_ALL = 100_000
+HISTOGRAM_BINS = 40
+MAX_CHUNKS_PER_TENSOR = 4_096
+MAX_CHUNKS = 100_000
 _OPTIONS = {
     "--format-a": "--from",
     "--weights-a": "--weights",
@@ -67,7 +72,7 @@ _OPTIONS = {
 """Names of `diff` options in `report`."""
 
 
-def report(
+def write_report(
     path: str | TreePath, options: ReportOptions, progress: Watch = ignore_progress
 ) -> Report:
     """Collect everything known about a checkpoint and write a page about it.
@@ -80,17 +85,17 @@ def report(
     other = options.other
     if other is None:
         _require_no_comparison(options)
-    sources = [one for one in (path, other) if one]
+    sources = [given_path for given_path in (path, other) if given_path]
     with (
         families.use_converter_file(options.converter),
-        written(output, sources, options.overwrite) as write,
+        publish_page(output, sources, options.overwrite) as write,
     ):
-        gathered = _gathered(path, options, progress, paired=other is not None)
+        collected = _collect_report(path, options, progress, paired=other is not None)
         if other is not None:
-            gathered = _compared(gathered, str(other), options, progress)
-        gathered = replace(gathered, output=str(output) if output else None)
-        write(gathered)
-    return gathered
+            collected = _add_comparison(collected, str(other), options, progress)
+        collected = replace(collected, output=str(output) if output else None)
+        write(collected)
+    return collected
 
 
 def _require_no_comparison(options: ReportOptions) -> None:
@@ -114,40 +119,45 @@ def _require_no_comparison(options: ReportOptions) -> None:
             )
 
 
-def _gathered(
+def _collect_report(
     path: str | TreePath, options: ReportOptions, progress: Watch, *, paired: bool
 ) -> Report:
-    summary, catalog = _summarized(path, options, paired=paired)
+    summary, catalog = _summarize_checkpoint(path, options, paired=paired)
     verified, inspected = summary.verification, summary.inspection
     tensors: tuple[TensorReport, ...] = ()
     unusable: tuple[str, ...] = ()
-    left = LeftOut()
+    omitted = LeftOut()
     if catalog is not None and inspected is not None:
-        chosen = _chosen(select(inspected.tensors, options.include), verified, options)
+        listed_tensors = _select_listed(
+            select_tensors(inspected.tensors, options.include), verified, options
+        )
         if options.stats:
-            names = [tensor.name for tensor in chosen]
-            statistics, wrong = _statistics(catalog, names, progress)
-            wrong = [*verified.findings, *unsaid(verified.findings, wrong)]
-            wrong.sort(key=lambda found: found.severity)
-            verified = replace(verified, findings=tuple(wrong))
-            chosen = [
-                replace(tensor, statistics=statistics.get(tensor.alias_of or tensor.name))
-                for tensor in chosen
+            names = [tensor.name for tensor in listed_tensors]
+            statistics, findings_with_values = _measure_statistics(catalog, names, progress)
+            findings_with_values = [
+                *verified.findings,
+                *exclude_known(verified.findings, findings_with_values),
             ]
-        maps = ChunkMaps(catalog.computed)
+            findings_with_values.sort(key=lambda found: found.severity)
+            verified = replace(verified, findings=tuple(findings_with_values))
+            listed_tensors = [
+                replace(tensor, statistics=statistics.get(tensor.alias_of or tensor.name))
+                for tensor in listed_tensors
+            ]
+        maps = ChunkMapper(catalog.computed)
         tensors = tuple(
             TensorReport(
                 tensor,
                 classify_part(tensor.name, inspected.root, catalog.format),
-                maps.map(catalog.tensors[tensor.name], catalog.lost.get(tensor.name, ())),
+                maps.map_tensor(catalog.tensors[tensor.name], catalog.lost.get(tensor.name, ())),
             )
-            for tensor in chosen
+            for tensor in listed_tensors
         )
-        listed = {tensor.name for tensor in chosen}
-        rest = [tensor for tensor in inspected.tensors if tensor.name not in listed]
-        nbytes = sum(tensor.nbytes for tensor in rest if tensor.alias_of is None)
-        left = LeftOut(len(rest), nbytes, maps.chunks, maps.holes)
-        unusable = _unusable(catalog)
+        listed_names = {tensor.name for tensor in listed_tensors}
+        unlisted = [tensor for tensor in inspected.tensors if tensor.name not in listed_names]
+        nbytes = sum(tensor.nbytes for tensor in unlisted if tensor.alias_of is None)
+        omitted = LeftOut(len(unlisted), nbytes, maps.chunks, maps.holes)
+        unusable = _list_unusable_files(catalog)
     findings = min(len(verified.findings), MAX_FINDINGS)
     return Report(
         path=verified.path,
@@ -157,7 +167,7 @@ def _gathered(
         absent=summary.absent,
         tensors=tensors,
         findings=findings,
-        left_out=replace(left, findings=len(verified.findings) - findings),
+        left_out=replace(omitted, findings=len(verified.findings) - findings),
         unusable=unusable,
         ranks={
             file: int(match[1])
@@ -168,54 +178,58 @@ def _gathered(
     )
 
 
-def _summarized(
+def _summarize_checkpoint(
     path: str | TreePath, options: ReportOptions, *, paired: bool
 ) -> tuple[CheckpointSummary, Catalog | None]:
     """Build the head of a page, and return it with the catalog if that can be read."""
-    verified, catalog = _examined(path, options, paired=paired)
+    verified, catalog = _verify_checkpoint(path, options, paired=paired)
     if catalog is None:
         return CheckpointSummary(path=verified.path, verification=verified, inspection=None), None
-    inspected, notes = _described(redact_path(path), catalog, options)
+    inspected, notes = _describe_checkpoint(redact_path(path), catalog, options)
     summary = CheckpointSummary(
         path=verified.path,
         verification=replace(verified, notes=(*verified.notes, *notes)),
         inspection=inspected,
-        presence=_presence(catalog, verified),
-        absent=_missing_files(root_of(catalog.path), _unusable(catalog)),
+        presence=_measure_presence(catalog, verified),
+        absent=_list_missing_files(get_root(catalog.path), _list_unusable_files(catalog)),
     )
     return summary, catalog
 
 
-def _missing_files(root: TreePath, files: Iterable[str]) -> frozenset[str]:
+def _list_missing_files(root: TreePath, files: Iterable[str]) -> frozenset[str]:
     """Return those of *files*, relative to *root*, that are missing."""
 
-    def gone(file: str) -> bool:
+    def is_missing(file: str) -> bool:
         try:
             return not (root / file).exists()
         except (OSError, ValueError):  # an invalid name, or a missing permission
             return False
 
-    return frozenset(filter(gone, files))
+    return frozenset(filter(is_missing, files))
 
 
-def _presence(catalog: Catalog, verified: Verification) -> Presence:
-    wrong = {one.tensor or "" for one in verified.findings if one.severity != "warning"}
-    entries = [catalog.tensors[name] for name in wrong if name in catalog.tensors]
-    gone = sum(nbytes_of(entry, holes_of(entry)) for entry in entries if entry.alias_of is None)
-    unknown = {one.tensor for one in catalog.findings if one.what == MISSING_TENSOR} - {
+def _measure_presence(catalog: Catalog, verified: Verification) -> Presence:
+    damaged_names = {
+        finding.tensor or "" for finding in verified.findings if finding.severity != "warning"
+    }
+    entries = [catalog.tensors[name] for name in damaged_names if name in catalog.tensors]
+    missing_bytes = sum(
+        count_bytes(entry, find_holes(entry)) for entry in entries if entry.alias_of is None
+    )
+    unknown = {finding.tensor for finding in catalog.findings if finding.what == MISSING_TENSOR} - {
         *catalog.tensors
     }
     total: int | None = catalog.nbytes
     if unknown:
         total = recorded if (recorded := catalog.recorded_bytes or 0) > catalog.nbytes else None
-    return Presence(len(unknown), catalog.nbytes - gone, total)
+    return Presence(len(unknown), catalog.nbytes - missing_bytes, total)
 
 
-def _examined(
+def _verify_checkpoint(
     path: str | TreePath, options: ReportOptions, *, paired: bool
 ) -> tuple[Verification, Catalog | None]:
     """Verify a checkpoint, ignoring rules that may be meant for the other one."""
-    asked = VerifyOptions(
+    verify_options = VerifyOptions(
         format=options.format,
         model_type=options.model_type,
         weights=options.weights,
@@ -224,47 +238,53 @@ def _examined(
         ranks=options.ranks,
     )
     try:
-        return examine(path, asked)
+        return verify_with_catalog(path, verify_options)
     except UsageError:
         if options.rules is None or not paired:
             raise
-        return examine(path, replace(asked, rules=None))
+        return verify_with_catalog(path, replace(verify_options, rules=None))
 
 
-def _unusable(catalog: Catalog) -> tuple[str, ...]:
+def _list_unusable_files(catalog: Catalog) -> tuple[str, ...]:
     """Return files that tensors require and that are missing or damaged."""
     lost = (file for boxes in catalog.lost.values() for _, file in boxes)
-    used = {extent.file for one in catalog.tensors.values() for extent in one.extents}
-    told = (one.file for one in catalog.findings if one.file and one.severity == "error")
+    used_files = {extent.file for item in catalog.tensors.values() for extent in item.extents}
+    reported = (item.file for item in catalog.findings if item.file and item.severity == "error")
     return tuple(
-        sort_naturally({*lost, *(used - catalog.computed.keys()), *told} - set(catalog.files))
+        sort_naturally(
+            {*lost, *(used_files - catalog.computed.keys()), *reported} - set(catalog.files)
+        )
     )
 
 
-def _described(
+def _describe_checkpoint(
     path: str, catalog: Catalog, options: ReportOptions
 ) -> tuple[Inspection, tuple[str, ...]]:
     """Describe *catalog*, with a note if its model cannot be recognized."""
     try:
-        return describe(path, catalog, {}, options.model_type), ()
+        return describe_catalog(path, catalog, {}, options.model_type), ()
     except MappingError as error:
         why = f": {error.why}" if error.why else ""
-        return replace(stored(path, catalog, {}), parameters=catalog.numel), (f"{error.what}{why}",)
+        return replace(describe_contents(path, catalog, {}), parameters=catalog.numel), (
+            f"{error.what}{why}",
+        )
 
 
-def _chosen(
+def _select_listed(
     tensors: Sequence[TensorInfo], verified: Verification, options: ReportOptions
 ) -> list[TensorInfo]:
     """Select up to `max_tensors` tensors, first those with findings, then the largest."""
     if len(tensors) <= options.max_tensors:
         return list(tensors)
-    wrong = {finding.tensor for finding in verified.findings}
-    order = sorted(tensors, key=lambda tensor: (tensor.name not in wrong, -tensor.nbytes))
-    kept = {tensor.name for tensor in order[: options.max_tensors]}
-    return [tensor for tensor in tensors if tensor.name in kept]
+    names_with_findings = {finding.tensor for finding in verified.findings}
+    order = sorted(
+        tensors, key=lambda tensor: (tensor.name not in names_with_findings, -tensor.nbytes)
+    )
+    kept_names = {tensor.name for tensor in order[: options.max_tensors]}
+    return [tensor for tensor in tensors if tensor.name in kept_names]
 
 
-def holes_of(entry: TensorEntry) -> Sequence[Box]:
+def find_holes(entry: TensorEntry) -> Sequence[Box]:
     """Return the boxes of a tensor that nothing covers."""
     try:
         boxes = [extent.box for extent in entry.extents]
@@ -273,13 +293,13 @@ def holes_of(entry: TensorEntry) -> Sequence[Box]:
         return ()  # too complex, as a finding states
 
 
-def nbytes_of(entry: TensorEntry, boxes: Sequence[Box]) -> int:
+def count_bytes(entry: TensorEntry, boxes: Sequence[Box]) -> int:
     """Return the size of boxes of a tensor in bytes."""
     elements = sum(box.numel for box in boxes)
     return entry.nbytes * elements // entry.numel if elements else 0
 
 
-class ChunkMaps:
+class ChunkMapper:
     """Builder of the chunk maps of a report, with limits per tensor and in total.
 
     Attributes:
@@ -288,7 +308,10 @@ class ChunkMaps:
     """
 
     def __init__(
-        self, virtual: Collection[str] = (), room: int = IN_ALL, each: int = PER_TENSOR
+        self,
+        virtual: Collection[str] = (),
+        room: int = MAX_CHUNKS,
+        each: int = MAX_CHUNKS_PER_TENSOR,
     ) -> None:
         """Omit the file of chunks in *virtual* files."""
         self._virtual = virtual
@@ -297,39 +320,39 @@ class ChunkMaps:
         self._room = room
         self._each = each
 
-    def map(self, entry: TensorEntry, lost: Sequence[tuple[Box, str]]) -> ChunkMap:
+    def map_tensor(self, entry: TensorEntry, lost: Sequence[tuple[Box, str]]) -> ChunkMap:
         """Map a tensor to its files.
 
         *lost* contains boxes in unusable files, and those files.
         """
-        missing = holes_of(entry)
+        missing = find_holes(entry)
         parts = [
             Chunk(box, file)
             for hole in missing
-            for box, file in lost_parts(hole, lost) or ((hole, None),)
+            for box, file in find_lost_parts(hole, lost) or ((hole, None),)
         ]
-        holes = self._taken(parts)
+        holes = self._take_room(parts)
         self.holes += len(holes[1])
         extents = (
             Chunk(extent.box, None if extent.file in self._virtual else extent.file)
             for extent in entry.extents
         )
-        chunks = self._taken(list(extents))
+        chunks = self._take_room(list(extents))
         self.chunks += len(chunks[1])
         return ChunkMap(
             tuple(chunks[0]),
             tuple(holes[0]),
             len(holes[0]) + len(holes[1]),
-            nbytes_of(entry, missing),
+            count_bytes(entry, missing),
         )
 
-    def _taken(self, found: list[Chunk]) -> tuple[list[Chunk], list[Chunk]]:
+    def _take_room(self, found: list[Chunk]) -> tuple[list[Chunk], list[Chunk]]:
         count = min(self._room, self._each, len(found))
         self._room -= count
         return found[:count], found[count:]
 
 
-def _statistics(
+def _measure_statistics(
     catalog: Catalog, names: Sequence[str], progress: Watch
 ) -> tuple[Mapping[str, Statistics], list[Finding]]:
     """Measure the tensors called *names*, and find problems in their bytes.
@@ -337,27 +360,29 @@ def _statistics(
     The checkpoint need not be complete. Tensors that share memory are measured once.
     """
     entries = catalog.tensors
-    chosen = dict.fromkeys(entries[name].alias_of or name for name in names)
-    readable = (name for name in chosen if name in entries and not entries[name].unsupported)
-    wanted = {name: entries[name] for name in readable}
-    known, wrong = resolve_items(replace(catalog, tensors=wanted, blobs={}, replicas={}))
-    root = root_of(catalog.path)
-    with open_reader(known) as reader:
-        found = measured(
+    unique_names = dict.fromkeys(entries[name].alias_of or name for name in names)
+    readable = (name for name in unique_names if name in entries and not entries[name].unsupported)
+    readable_entries = {name: entries[name] for name in readable}
+    resolved_catalog, findings = resolve_items(
+        replace(catalog, tensors=readable_entries, blobs={}, replicas={})
+    )
+    root = get_root(catalog.path)
+    with open_reader(resolved_catalog) as reader:
+        statistics_by_name = measure_tensors(
             reader,
-            list(known.tensors.values()),
+            list(resolved_catalog.tensors.values()),
             progress,
-            BINS,
-            lambda error, entry: wrong.append(finding_from_error(error, root, entry.name)),
+            HISTOGRAM_BINS,
+            lambda error, entry: findings.append(finding_from_error(error, root, entry.name)),
         )
-    return found, wrong
+    return statistics_by_name, findings
 
 
-def _compared(about: Report, other: str, options: ReportOptions, progress: Watch) -> Report:
+def _add_comparison(about: Report, other: str, options: ReportOptions, progress: Watch) -> Report:
     """Add the difference from *other*, or the error that prevented the comparison."""
-    from ckptctl.verbs.comparison.diff import diff  # only with a second checkpoint
+    from ckptctl.verbs.comparison.diff import compare_checkpoints  # only with a second checkpoint
 
-    asked = DiffOptions(
+    diff_options = DiffOptions(
         structure=options.structure,
         quick=options.quick,
         atol=options.atol,
@@ -377,33 +402,35 @@ def _compared(about: Report, other: str, options: ReportOptions, progress: Watch
     )
     try:
         with rename_options(_OPTIONS):
-            difference = diff(about.path, other, asked, progress)
+            difference = compare_checkpoints(about.path, other, diff_options, progress)
     except CkptError as error:
         if error.exit_code in (UsageError.exit_code, FormatError.exit_code):
             raise
-        return replace(about, other=other, other_summary=_other(other, options), error=error)
+        return replace(
+            about, other=other, other_summary=_summarize_other(other, options), error=error
+        )
     limit = options.max_tensors
-    left = replace(about.left_out, differences=_beyond(difference, limit))
+    omitted = replace(about.left_out, differences=_count_unlisted(difference, limit))
     return replace(
         about,
         other=other,
-        other_summary=_other(other, options),
+        other_summary=_summarize_other(other, options),
         difference=difference,
         differences=limit,
-        left_out=left,
+        left_out=omitted,
     )
 
 
-def _other(path: str, options: ReportOptions) -> CheckpointSummary:
-    asked = replace(
+def _summarize_other(path: str, options: ReportOptions) -> CheckpointSummary:
+    other_options = replace(
         options, format=options.format_other, weights=options.weights_other, tag=options.tag_other
     )
-    return _summarized(path, asked, paired=True)[0]
+    return _summarize_checkpoint(path, other_options, paired=True)[0]
 
 
-def _beyond(found: Difference, limit: int) -> int:
+def _count_unlisted(found: Difference, limit: int) -> int:
     """Count the entries of a difference that are not listed."""
     lists = [found.tensors, found.leaves]
     for side in (found.a, found.b):
         lists += [side.only, side.only_leaves, tuple(side.left_out)]
-    return sum(max(0, len(one) - limit) for one in lists)
+    return sum(max(0, len(entries) - limit) for entries in lists)

@@ -14,7 +14,7 @@ MAX_TENSORS = 20_000
 STDOUT = "-"
 
 
-def _page(value: checks.AnyPath) -> checks.AnyPath:
+def _check_page(value: checks.AnyPath) -> checks.AnyPath:
     return value if value == STDOUT else checks.check_output_file(value)
 
 
@@ -30,7 +30,7 @@ class ReportOptions(ComparisonOptions, opt.SourceOptions, opt.FormatOptions):
             python="HTML file to write. None writes no file.",
             flags="-o --output",
             metavar="FILE",
-            check=_page,
+            check=_check_page,
         ),
     ] = field(default=None, kw_only=False)
     other: Annotated[

@@ -28,17 +28,17 @@ from ckptctl.storage.threads import Advance, ByteCount, Watch, create_thread_poo
 from ckptctl.storage.zips.directory import FileRange, read_directory
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
-from ckptctl.verbs.statistics import nonfinite, side_by_side
+from ckptctl.verbs.statistics import count_nonfinite, map_in_parallel
 from ckptctl.verbs.verification import digest_lists, surroundings
-from ckptctl.verbs.verification.structure import may_be_zip
+from ckptctl.verbs.verification.structure import is_possibly_zip
 
 BLOCK = 64 << 20
-BATCH = 4096
+BATCH_BLOCKS = 4096
 """Number of blocks that are queued at a time."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
-class Recorded:
+class RecordedChecksum:
     """Byte range with its recorded CRC-32, and the name of its tensor, if any."""
 
     file: str
@@ -75,13 +75,13 @@ class PackedItem(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Todo:
+class _ReadingPlan:
     """Data to read, the same on all ranks.
 
     *findings* are about the checksums themselves.
     """
 
-    ranges: Sequence[Recorded]
+    ranges: Sequence[RecordedChecksum]
     lines: Sequence[digest_lists.FileDigest]
     floating: Sequence[TensorEntry]
     packed: Sequence[PackedItem] = ()
@@ -89,7 +89,7 @@ class _Todo:
 
 
 @dataclass(slots=True)
-class _Done:
+class _ReadingResult:
     """Results of one rank.
 
     Attributes:
@@ -122,98 +122,120 @@ def read_data(
     of every undamaged item.
     """
     with source_files(catalog.root) as files, open_reader(resolved) as reader:
-        before = _identities(catalog)
-        todo = together(ranks, lambda: _todo(files, catalog, resolved, full, nan))
+        identities_before = _read_identities(catalog)
+        plan = together(ranks, lambda: _plan_reading(files, catalog, resolved, full, nan))
         if ranks.world > 1:
-            seen = (todo.ranges, todo.lines, [entry.name for entry in todo.floating])
-            require_same(ranks, {"the checksums in the checkpoint": sharing.summary(seen)})
-        some, mine = _portion(files, todo, ranks)
-        read = together(ranks, lambda: _read(files, reader, some, mine, jobs, progress))
+            plan_summary = (plan.ranges, plan.lines, [entry.name for entry in plan.floating])
+            require_same(ranks, {"the checksums in the checkpoint": sharing.summary(plan_summary)})
+        own_blocks, own_share = _select_portion(files, plan, ranks)
+        read = together(
+            ranks, lambda: _read_portion(files, reader, own_blocks, own_share, jobs, progress)
+        )
         parts = ranks.all_gather(read)
-    different, bad = compared(files.root, todo.ranges, (one for part in parts for one in part.sums))
-    found = [*different, *(finding for part in parts for finding in part.findings)]
-    right = {name for part in parts for name in part.files}
-    after = _identities(catalog, anew=True)
-    changed = [name for name, identity in before.items() if after.get(name) != identity]
-    found = [finding for finding in found if finding.file not in changed]
-    found += [
+    different, bad_ranges = compare_ranges(
+        files.root, plan.ranges, (item for part in parts for item in part.sums)
+    )
+    findings = [*different, *(finding for part in parts for finding in part.findings)]
+    matching_names = {name for part in parts for name in part.files}
+    identities_after = _read_identities(catalog, reopen=True)
+    changed = [
+        name
+        for name, identity in identities_before.items()
+        if identities_after.get(name) != identity
+    ]
+    findings = [finding for finding in findings if finding.file not in changed]
+    findings += [
         Finding("a file changed while it was being verified", severity="unknown", file=name)
         for name in changed
     ]
-    contradicted = {line.file for line in todo.lines} - right | {*changed}
-    whole = [(name, 0, size) for name, size in catalog.files.items() if name in right]
-    wrong = [(name, 0, size) for name, size in catalog.files.items() if name in contradicted]
-    sound = [one for part in parts for one in part.items]
-    items = [(one.stored.file, one.stored.offset, one.stored.nbytes) for one in sound]
-    inside = [(one.file, 0, one.nbytes) for one in sound]
-    spans = [(file, start, start + nbytes) for file, start, nbytes in (*items, *inside)]
+    contradicted = {line.file for line in plan.lines} - matching_names | {*changed}
+    matching_files = [
+        (name, 0, size) for name, size in catalog.files.items() if name in matching_names
+    ]
+    contradicted_files = [
+        (name, 0, size) for name, size in catalog.files.items() if name in contradicted
+    ]
+    sound_items = [item for part in parts for item in part.items]
+    items = [(item.stored.file, item.stored.offset, item.stored.nbytes) for item in sound_items]
+    virtual_spans = [(item.file, 0, item.nbytes) for item in sound_items]
+    spans = [(file, start, start + nbytes) for file, start, nbytes in (*items, *virtual_spans)]
     proof = Proof(
-        [*(one.span for one in todo.ranges), *whole, *spans],
-        [*(one.span for one in bad), *wrong],
-        compared=bool(todo.ranges or todo.packed)
-        or any(line.file in catalog.files for line in todo.lines),
+        [*(item.span for item in plan.ranges), *matching_files, *spans],
+        [*(item.span for item in bad_ranges), *contradicted_files],
+        compared=bool(plan.ranges or plan.packed)
+        or any(line.file in catalog.files for line in plan.lines),
     )
-    return [*todo.findings, *found], proof, sum(part.bytes_read for part in parts)
+    return [*plan.findings, *findings], proof, sum(part.bytes_read for part in parts)
 
 
-def _todo(files: SourceFiles, catalog: Catalog, resolved: Catalog, full: bool, nan: bool) -> _Todo:
-    floating = [entry for entry in resolved.tensors.values() if nan and _floats(entry)]
+def _plan_reading(
+    files: SourceFiles, catalog: Catalog, resolved: Catalog, full: bool, nan: bool
+) -> _ReadingPlan:
+    floating = [entry for entry in resolved.tensors.values() if nan and _is_floating(entry)]
     if not full:
-        return _Todo([], [], floating)
-    ranges, bad = recorded(files, catalog, resolved)
-    lines, odd = digest_lists.listed_digests(files, catalog.path)
-    hub, strange = surroundings.downloaded(files, catalog.files)
-    packed = list(_packed(resolved))
-    return _Todo(ranges, [*lines, *hub], floating, packed, [*bad, *odd, *strange])
+        return _ReadingPlan([], [], floating)
+    ranges, checksum_findings = list_recorded(files, catalog, resolved)
+    lines, list_findings = digest_lists.read_listed_digests(files, catalog.path)
+    hub, hub_findings = surroundings.read_hub_digests(files, catalog.files)
+    packed = list(_iterate_packed(resolved))
+    return _ReadingPlan(
+        ranges,
+        [*lines, *hub],
+        floating,
+        packed,
+        [*checksum_findings, *list_findings, *hub_findings],
+    )
 
 
-def _portion(
-    files: SourceFiles, todo: _Todo, ranks: Coordinator
-) -> tuple[Sequence[ReadBlock], _Todo]:
+def _select_portion(
+    files: SourceFiles, todo: _ReadingPlan, ranks: Coordinator
+) -> tuple[Sequence[ReadBlock], _ReadingPlan]:
     """Select the blocks, files and tensors that this rank reads.
 
     A file that is in several lists is assigned to one rank.
     """
     listed = list(dict.fromkeys(line.file for line in todo.lines))
-    mine = set(portion(ranks, listed, lambda name: _sizes(files, [name])))
-    return portion(ranks, blocks(todo.ranges), lambda one: one.nbytes), _Todo(
+    own_files = set(portion(ranks, listed, lambda name: _sum_sizes(files, [name])))
+    return portion(ranks, split_blocks(todo.ranges), lambda one: one.nbytes), _ReadingPlan(
         todo.ranges,
-        [line for line in todo.lines if line.file in mine],
+        [line for line in todo.lines if line.file in own_files],
         portion(ranks, todo.floating, lambda entry: entry.nbytes),
         portion(ranks, todo.packed, lambda one: one.nbytes),
     )
 
 
-def _read(
+def _read_portion(
     files: SourceFiles,
     reader: Readable,
-    some: Sequence[ReadBlock],
-    todo: _Todo,
+    own_blocks: Sequence[ReadBlock],
+    todo: _ReadingPlan,
     jobs: int | None,
     progress: Watch,
-) -> _Done:
-    total = sum(one.nbytes for one in some) + sum(entry.nbytes for entry in todo.floating)
-    total += sum(one.nbytes for one in todo.packed)
-    with progress(total + _sizes(files, [line.file for line in todo.lines])) as watched:
+) -> _ReadingResult:
+    total = sum(item.nbytes for item in own_blocks) + sum(entry.nbytes for entry in todo.floating)
+    total += sum(item.nbytes for item in todo.packed)
+    with progress(total + _sum_sizes(files, [line.file for line in todo.lines])) as watched:
         advance = count = ByteCount(watched)
-        sums = crcs(files, todo.ranges, some, jobs, advance)
-        wrong, right = digest_lists.check_lists(files, todo.lines, jobs, advance)
-        strange = _nonfinite(reader, files.root, todo.floating, jobs, advance)
-        bad, items = _decompressed(reader, files.root, todo.packed, jobs, advance)
-        return _Done(sums, [*wrong, *strange, *bad], right, items, count.total)
+        sums = compute_crcs(files, todo.ranges, own_blocks, jobs, advance)
+        list_findings, right = digest_lists.check_lists(files, todo.lines, jobs, advance)
+        nonfinite_findings = _iterate_nonfinite(reader, files.root, todo.floating, jobs, advance)
+        packed_findings, items = _decompress_items(reader, files.root, todo.packed, jobs, advance)
+        return _ReadingResult(
+            sums, [*list_findings, *nonfinite_findings, *packed_findings], right, items, count.total
+        )
 
 
-def _packed(resolved: Catalog) -> Iterator[PackedItem]:
+def _iterate_packed(resolved: Catalog) -> Iterator[PackedItem]:
     for entry in resolved.tensors.values():
         for extent in entry.extents if resolved.computed else ():
-            made = resolved.computed.get(extent.file)
-            if made is not None and made.kind == "unpacked" and extent.nbytes:
-                stored = made.inputs[0].entry.extents[0]
+            computed = resolved.computed.get(extent.file)
+            if computed is not None and computed.kind == "unpacked" and extent.nbytes:
+                stored = computed.inputs[0].entry.extents[0]
                 size = dtypes.itemsize(entry.dtype)
                 yield PackedItem(entry.name, extent.file, extent.nbytes, size, stored)
 
 
-def _decompressed(
+def _decompress_items(
     reader: Readable,
     root: TreePath,
     items: Sequence[PackedItem],
@@ -222,7 +244,7 @@ def _decompressed(
 ) -> tuple[list[Finding], list[PackedItem]]:
     """Decompress items in parallel, and return findings and the undamaged items."""
 
-    def read(item: PackedItem) -> Finding | PackedItem:
+    def read_item(item: PackedItem) -> Finding | PackedItem:
         try:
             reader.readv(item.file, [memoryview(bytearray(item.itemsize))], 0)
         except CkptError as error:
@@ -233,26 +255,26 @@ def _decompressed(
         return item
 
     with create_thread_pool(jobs or default_threads()) as pool:
-        done = list(pool.map(read, items))
-    findings = [one for one in done if isinstance(one, Finding)]
-    return findings, [one for one in done if isinstance(one, PackedItem)]
+        results = list(pool.map(read_item, items))
+    findings = [result for result in results if isinstance(result, Finding)]
+    return findings, [result for result in results if isinstance(result, PackedItem)]
 
 
-def _identities(catalog: Catalog, *, anew: bool = False) -> dict[str, FileIdentity]:
+def _read_identities(catalog: Catalog, *, reopen: bool = False) -> dict[str, FileIdentity]:
     """Return the current identities of the data files."""
-    found = {}
+    identities = {}
     with source_files(catalog.root) as files:
-        if anew:
+        if reopen:
             files.drop_metadata()
         for name in catalog.files:
             try:
-                found[name] = files.read_identity(name)
+                identities[name] = files.read_identity(name)
             except CkptError:
                 continue
-    return found
+    return identities
 
 
-def _sizes(files: SourceFiles, names: Collection[str]) -> int:
+def _sum_sizes(files: SourceFiles, names: Collection[str]) -> int:
     total = 0
     for name in names:
         try:
@@ -262,13 +284,13 @@ def _sizes(files: SourceFiles, names: Collection[str]) -> int:
     return total
 
 
-def _floats(entry: TensorEntry) -> bool:
-    known = dtypes.BY_NAME.get(entry.dtype)
-    floating = (known is not None and known.floating) or entry.dtype.startswith("complex")
+def _is_floating(entry: TensorEntry) -> bool:
+    dtype_info = dtypes.BY_NAME.get(entry.dtype)
+    floating = (dtype_info is not None and dtype_info.floating) or entry.dtype.startswith("complex")
     return entry.alias_of is None and floating
 
 
-def _nonfinite(
+def _iterate_nonfinite(
     files: Readable,
     root: TreePath,
     entries: Sequence[TensorEntry],
@@ -277,8 +299,8 @@ def _nonfinite(
 ) -> Iterator[Finding]:
     if not entries:
         return
-    sizes, look = [entry.nbytes for entry in entries], partial(nonfinite, files)
-    for entry, counts in side_by_side(entries, sizes, look, advance, jobs):
+    sizes, look = [entry.nbytes for entry in entries], partial(count_nonfinite, files)
+    for entry, counts in map_in_parallel(entries, sizes, look, advance, jobs):
         if isinstance(counts, CkptError):
             yield finding_from_error(counts, root, entry.name)
         elif counts and any(counts):
@@ -287,22 +309,22 @@ def _nonfinite(
             yield Finding("values are not finite", why, "unknown", home, entry.name)
 
 
-def recorded(
+def list_recorded(
     files: SourceFiles, catalog: Catalog, resolved: Catalog
-) -> tuple[list[Recorded], list[Finding]]:
+) -> tuple[list[RecordedChecksum], list[Finding]]:
     """List all recorded checksums in file order, and findings about them.
 
     *resolved* locates the bytes of every item.
     """
-    known: dict[tuple[str, int, int, int], Recorded] = {}
+    checksums: dict[tuple[str, int, int, int], RecordedChecksum] = {}
     for entry in resolved.tensors.values():
         for extent in entry.extents:
             sum_ = extent.recorded_checksum
             if sum_ is not None and sum_.nbytes:
                 place = (extent.file, sum_.offset, sum_.nbytes, sum_.crc32)
-                known.setdefault(place, Recorded(*place, name=entry.name))
+                checksums.setdefault(place, RecordedChecksum(*place, name=entry.name))
     findings: list[Finding] = []
-    for file, base, length in _zips(files, catalog):
+    for file, base, length in _iterate_zips(files, catalog):
         try:
             directory = read_directory(FileRange(files, file, base, length))
         except CkptError as error:
@@ -311,11 +333,11 @@ def recorded(
         for record in directory.records.values() if directory.checksums else ():
             place = (file, base + record.offset, record.nbytes, record.crc32)
             if record.nbytes:
-                known.setdefault(place, Recorded(*place))
-    return sorted(known.values(), key=lambda one: (one.file, one.offset, one.nbytes)), findings
+                checksums.setdefault(place, RecordedChecksum(*place))
+    return sorted(checksums.values(), key=lambda one: (one.file, one.offset, one.nbytes)), findings
 
 
-def _zips(files: SourceFiles, catalog: Catalog) -> Iterator[tuple[str, int, int]]:
+def _iterate_zips(files: SourceFiles, catalog: Catalog) -> Iterator[tuple[str, int, int]]:
     """Yield the position of every zip, a write item of a data file or the file itself."""
     items = {
         (extent.file, extent.offset, extent.nbytes)
@@ -326,31 +348,31 @@ def _zips(files: SourceFiles, catalog: Catalog) -> Iterator[tuple[str, int, int]
     blobs = (blob for blob in catalog.blobs.values() if not blob.extension)
     items |= {(b.file, b.offset, b.nbytes) for b in blobs if b.file is not None}
     yield from sorted(items)
-    apart = {file for file, _, _ in items}
+    files_with_items = {file for file, _, _ in items}
     for file, size in catalog.files.items():
-        if file not in apart and may_be_zip(files, file):
+        if file not in files_with_items and is_possibly_zip(files, file):
             yield file, 0, size
 
 
-def blocks(ranges: Sequence[Recorded]) -> list[ReadBlock]:
+def split_blocks(ranges: Sequence[RecordedChecksum]) -> list[ReadBlock]:
     """Split ranges into blocks, so that threads and ranks can share a large range."""
     return [
-        ReadBlock(number, one.offset + start, min(BLOCK, one.nbytes - start))
-        for number, one in enumerate(ranges)
-        for start in range(0, one.nbytes, BLOCK)
+        ReadBlock(number, byte_range.offset + start, min(BLOCK, byte_range.nbytes - start))
+        for number, byte_range in enumerate(ranges)
+        for start in range(0, byte_range.nbytes, BLOCK)
     ]
 
 
-def crcs(
+def compute_crcs(
     files: SourceFiles,
-    ranges: Sequence[Recorded],
-    some: Sequence[ReadBlock],
+    ranges: Sequence[RecordedChecksum],
+    own_blocks: Sequence[ReadBlock],
     jobs: int | None,
     advance: Advance | None,
 ) -> list[tuple[ReadBlock, int | CkptError]]:
-    """Compute the CRC-32 of *some* blocks of *ranges*, or the error of each."""
+    """Compute the CRC-32 of *own_blocks* blocks of *ranges*, or the error of each."""
 
-    def sum_of(block: ReadBlock) -> int | CkptError:
+    def compute_sum(block: ReadBlock) -> int | CkptError:
         try:
             return compute_crc(
                 files, ranges[block.number].file, block.offset, block.nbytes, advance
@@ -358,30 +380,36 @@ def crcs(
         except CkptError as error:
             return error
 
-    found: list[tuple[ReadBlock, int | CkptError]] = []
+    results: list[tuple[ReadBlock, int | CkptError]] = []
     with create_thread_pool(jobs or default_threads()) as pool:
-        for first in range(0, len(some), BATCH):
-            batch = some[first : first + BATCH]
-            found += zip(batch, pool.map(sum_of, batch), strict=True)
-    return found
+        for first in range(0, len(own_blocks), BATCH_BLOCKS):
+            batch = own_blocks[first : first + BATCH_BLOCKS]
+            results += zip(batch, pool.map(compute_sum, batch), strict=True)
+    return results
 
 
-def compared(
-    root: TreePath, ranges: Sequence[Recorded], found: Iterable[tuple[ReadBlock, int | CkptError]]
-) -> tuple[list[Finding], list[Recorded]]:
+def compare_ranges(
+    root: TreePath,
+    ranges: Sequence[RecordedChecksum],
+    checksums: Iterable[tuple[ReadBlock, int | CkptError]],
+) -> tuple[list[Finding], list[RecordedChecksum]]:
     """Compare *ranges* with the checksums of their blocks, and return findings and bad ranges."""
     findings: list[Finding] = []
-    bad: list[Recorded] = []
-    for index, parts in groupby(sorted(found, key=itemgetter(0)), key=lambda pair: pair[0].number):
-        wrong = _wrong(ranges[index], [(block.nbytes, crc) for block, crc in parts], root)
-        if wrong:
-            findings.append(wrong)
-            bad.append(ranges[index])
-    return findings, bad
+    bad_ranges: list[RecordedChecksum] = []
+    for index, parts in groupby(
+        sorted(checksums, key=itemgetter(0)), key=lambda pair: pair[0].number
+    ):
+        mismatch = _find_mismatch(
+            ranges[index], [(block.nbytes, crc) for block, crc in parts], root
+        )
+        if mismatch:
+            findings.append(mismatch)
+            bad_ranges.append(ranges[index])
+    return findings, bad_ranges
 
 
-def _wrong(
-    one: Recorded, parts: Sequence[tuple[int, int | CkptError]], root: TreePath
+def _find_mismatch(
+    one: RecordedChecksum, parts: Sequence[tuple[int, int | CkptError]], root: TreePath
 ) -> Finding | None:
     crc = 0
     for nbytes, part in parts:
@@ -417,55 +445,64 @@ class Proof:
         self, right: Iterable[Span], wrong: Iterable[Span], compared: bool = False
     ) -> None:
         self.compared = compared
-        bad = _joined(wrong)
-        spans = {file: _less(some, bad.get(file, ())) for file, some in _joined(right).items()}
+        wrong_by_file = _merge_spans(wrong)
+        spans = {
+            file: _subtract_spans(spans_of_file, wrong_by_file.get(file, ()))
+            for file, spans_of_file in _merge_spans(right).items()
+        }
         self._spans: Mapping[str, Pairs] = spans
 
-    def nbytes(self) -> dict[str, int]:
+    def count_bytes(self) -> dict[str, int]:
         """Return the number of verified bytes by file."""
-        return {file: sum(end - start for start, end in some) for file, some in self._spans.items()}
+        return {
+            file: sum(end - start for start, end in spans_of_file)
+            for file, spans_of_file in self._spans.items()
+        }
 
-    def tensors(self, entries: Iterable[TensorEntry]) -> int:
+    def count_tensors(self, entries: Iterable[TensorEntry]) -> int:
         """Count the *entries*, with located bytes, that are verified completely."""
         return sum(
             not entry.unsupported
-            and all(self._has(one.file, one.offset, one.nbytes) for one in entry.extents)
+            and all(
+                self._has_range(extent.file, extent.offset, extent.nbytes)
+                for extent in entry.extents
+            )
             for entry in entries
         )
 
-    def _has(self, file: str, offset: int, nbytes: int) -> bool:
+    def _has_range(self, file: str, offset: int, nbytes: int) -> bool:
         spans = self._spans.get(file, [])
         place = bisect_right(spans, offset, key=lambda pair: pair[0]) - 1
         return not nbytes or (place >= 0 and offset + nbytes <= spans[place][1])
 
 
-def _joined(spans: Iterable[Span]) -> dict[str, Pairs]:
+def _merge_spans(spans: Iterable[Span]) -> dict[str, Pairs]:
     """Merge touching spans of each file and sort them."""
-    found: dict[str, Pairs] = {}
+    merged: dict[str, Pairs] = {}
     for file, start, end in sorted(spans):
-        known = found.setdefault(file, [])
-        if known and start <= known[-1][1]:
-            known[-1] = known[-1][0], max(end, known[-1][1])
+        file_spans = merged.setdefault(file, [])
+        if file_spans and start <= file_spans[-1][1]:
+            file_spans[-1] = file_spans[-1][0], max(end, file_spans[-1][1])
         else:
-            known.append((start, end))
-    return found
+            file_spans.append((start, end))
+    return merged
 
 
-def _less(spans: Pairs, gone: Sequence[tuple[int, int]]) -> Pairs:
+def _subtract_spans(spans: Pairs, removed: Sequence[tuple[int, int]]) -> Pairs:
     """Subtract spans from others of the same file, both sorted and disjoint."""
-    left: Pairs = []
-    rest = iter(gone)
-    hole = next(rest, None)
+    remaining: Pairs = []
+    holes = iter(removed)
+    hole = next(holes, None)
     for start, end in spans:
         while hole and hole[1] <= start:
-            hole = next(rest, None)
+            hole = next(holes, None)
         while hole and hole[0] < end:
             if start < hole[0]:
-                left.append((start, hole[0]))
+                remaining.append((start, hole[0]))
             start = min(hole[1], end)
             if hole[1] > end:
                 break
-            hole = next(rest, None)
+            hole = next(holes, None)
         if start < end:
-            left.append((start, end))
-    return left
+            remaining.append((start, end))
+    return remaining

@@ -43,31 +43,31 @@ def check_model(model: Model, notes: Notes) -> tuple[list[Finding], Scope]:
     """
     catalog, names = model.catalog, model.tensors
     try:
-        lack = find_missing_tensors(model, names)
+        missing_tensors = find_missing_tensors(model, names)
     except (MappingError, UsageError) as error:
         why = ": ".join(filter(None, (error.what, error.why)))
         unknown = f"the configuration does not describe the model: {why}"
-        lack = MissingTensors((), False, model, unknown)
-    notes.explain("missing", lack.missing)
+        missing_tensors = MissingTensors((), False, model, unknown)
+    notes.explain("missing", missing_tensors.missing)
     findings = [
         Finding("missing tensor", why, tensor=name, basis="model")
-        for name, why in lack.missing.items()
+        for name, why in missing_tensors.missing.items()
     ]
     findings += find_misfits(catalog)
-    findings += contradiction_findings(model)
+    findings += iterate_contradictions(model)
     if "ranks" in formats.get_format(catalog.format).read_options and model.has_configuration:
-        findings += _cut_short(model)
+        findings += _check_last_ranks(model)
     if not names:
         return findings, "structure"
-    notes.add(*lack.doubts)
-    if lack.scope == "model" and not model.has_configuration:
+    notes.add(*missing_tensors.doubts)
+    if missing_tensors.scope == "model" and not model.has_configuration:
         notes.add(UNCOUNTED_LAYERS)
     if strays := model.list_unknown_keys(names):
         notes.add(f"keys unknown to {model.display_name}: {quote_names(strays)}")
-    return findings, lack.scope
+    return findings, missing_tensors.scope
 
 
-def recognized_check(
+def check_recognized(
     catalog: Catalog, model_type: str | None, notes: Notes
 ) -> tuple[list[Finding], Scope]:
     """Recognize the model in *catalog* and check it, unless it contains several models."""
@@ -93,19 +93,19 @@ def needs_index_only(catalog: Catalog, notes: Notes) -> bool:
     return not reads_files and not any(str(catalog.root) in note.text for note in notes)
 
 
-def contradiction_findings(model: Model) -> Iterator[Finding]:
+def iterate_contradictions(model: Model) -> Iterator[Finding]:
     """Yield facts of a model that descriptions or tensors contradict."""
     try:
-        found = find_contradictions(model)
+        contradictions = find_contradictions(model)
     except MappingError as error:
-        what = "cannot interpret the description of the model"
+        message = "cannot interpret the description of the model"
         severity: Severity = "unknown" if _is_misread(model) else "warning"
-        yield Finding(what, error.summary, severity, basis="model")
+        yield Finding(message, error.summary, severity, basis="model")
         return
-    for one in found:
-        what = TENSORS_DISAGREE if one.is_shown else FILES_DISAGREE
-        why = str(one).replace(f"{model.catalog.root}/", "")
-        yield Finding(what, why, "unknown", basis="model")
+    for contradiction in contradictions:
+        message = TENSORS_DISAGREE if contradiction.is_shown else FILES_DISAGREE
+        why = str(contradiction).replace(f"{model.catalog.root}/", "")
+        yield Finding(message, why, "unknown", basis="model")
 
 
 def _is_misread(model: Model) -> bool:
@@ -117,7 +117,7 @@ def _is_misread(model: Model) -> bool:
     return False
 
 
-def _cut_short(model: Model) -> Iterator[Finding]:
+def _check_last_ranks(model: Model) -> Iterator[Finding]:
     """Yield a finding if shards of the last ranks seem to be missing."""
     # Few checkpoints need these modules, which are slow to import.
     from ckptctl.conversion.recognition.layout_change import LayoutRequest
@@ -126,5 +126,5 @@ def _cut_short(model: Model) -> Iterator[Finding]:
     try:
         change_layout_checked(model, model.tensors, LayoutRequest(None, partial=True))
     except MappingError as error:
-        what = "the last ranks' shards may be missing: a shape contradicts the configuration"
-        yield Finding(what, f"{error.where}: {error.why}", "unknown", basis="model")
+        message = "the last ranks' shards may be missing: a shape contradicts the configuration"
+        yield Finding(message, f"{error.where}: {error.why}", "unknown", basis="model")

@@ -28,30 +28,30 @@ _Ranges = list[tuple[int, int, str, str]]
 """First byte, end, name and codec of each range in one file."""
 
 
-def structure(catalog: Catalog, *, index_passed: bool = False) -> Iterator[Finding]:
+def check_structure(catalog: Catalog, *, index_passed: bool = False) -> Iterator[Finding]:
     """Yield findings from the index and the first bytes of files.
 
     With *index_passed*, only files are examined, because an equal index has passed.
     """
-    yield from () if index_passed else of_index(catalog)
-    yield from _shared_bytes(catalog)
-    yield from () if index_passed else _moments(catalog)
+    yield from () if index_passed else check_index(catalog)
+    yield from _check_shared_bytes(catalog)
+    yield from () if index_passed else _check_moments(catalog)
 
 
-def of_index(catalog: Catalog) -> Iterator[Finding]:
+def check_index(catalog: Catalog) -> Iterator[Finding]:
     """Yield findings about the index, in addition to those from reading it."""
     if not catalog.tensors:
         yield Finding("the checkpoint contains no tensors", severity="unknown", basis="index")
-    unread = _unread(catalog)
+    unread = _list_unread_files(catalog)
     tiling = [
-        found
+        finding
         for entry in catalog.tensors.values()
-        for found in _tiling(catalog, entry, catalog.lost.get(entry.name, ()), unread)
+        for finding in _check_tiling(catalog, entry, catalog.lost.get(entry.name, ()), unread)
     ]
     yield from downgrade_unproven((*catalog.findings, *tiling))[len(catalog.findings) :]
     for entry in catalog.tensors.values():
-        yield from _lengths(entry)
-    yield from _files(catalog)
+        yield from _check_lengths(entry)
+    yield from _check_files(catalog)
 
 
 def is_about_unread(finding: Finding, catalog: Catalog) -> bool:
@@ -60,7 +60,7 @@ def is_about_unread(finding: Finding, catalog: Catalog) -> bool:
     return entry is not None and entry.unsupported is not None
 
 
-def may_be_zip(files: SourceFiles, name: str) -> bool:
+def is_possibly_zip(files: SourceFiles, name: str) -> bool:
     """Return whether a file starts like a zip, or cannot be read."""
     try:
         return starts_like_zip(files, name)
@@ -68,18 +68,18 @@ def may_be_zip(files: SourceFiles, name: str) -> bool:
         return True
 
 
-def _tiling(
+def _check_tiling(
     catalog: Catalog, entry: TensorEntry, lost: Sequence[tuple[Box, str]], unread: Sequence[str]
 ) -> Iterator[Finding]:
     if entry.unsupported:
         yield Finding("a tensor cannot be read", entry.unsupported, "unknown", tensor=entry.name)
         return
     try:
-        found = compute_coverage(entry.shape, boxes_of(entry.extents))
+        tiling = compute_coverage(entry.shape, boxes_of(entry.extents))
     except UnsupportedError as error:
-        found = Coverage()
+        tiling = Coverage()
         yield finding_from_error(error, tensor=entry.name)
-    for box in found.outside:
+    for box in tiling.outside:
         yield Finding(
             "a chunk is outside its tensor",
             f"the tensor has shape {list(entry.shape)}",
@@ -88,7 +88,7 @@ def _tiling(
             box=box,
             basis="index",
         )
-    for box in found.overlaps:
+    for box in tiling.overlaps:
         holders = [e.file for e in entry.extents if not e.box.sizes or intersect_boxes(e.box, box)]
         yield Finding(
             "elements are stored more than once",
@@ -97,11 +97,11 @@ def _tiling(
             box=box,
             basis="index",
         )
-    for box in found.holes:
-        yield from _hole(catalog, entry, box, lost, unread)
+    for box in tiling.holes:
+        yield from _describe_hole(catalog, entry, box, lost, unread)
 
 
-def _hole(
+def _describe_hole(
     catalog: Catalog,
     entry: TensorEntry,
     hole: Box,
@@ -109,54 +109,60 @@ def _hole(
     unread: Sequence[str],
 ) -> Iterator[Finding]:
     """Yield a finding for each file known to contain a part of *hole*, or one for all of it."""
-    parts = lost_parts(hole, lost)
+    parts = find_lost_parts(hole, lost)
     for box, file in parts:
         rank = f" (rank {int(match[1])})" if (match := DISTCP.fullmatch(file)) else ""
         why = f"stored in `{file}`{rank}, which is missing or damaged"
         yield Finding("elements are missing", why, file=file, tensor=entry.name, box=box)
     if not parts:
-        suspect = f"; {quote_names(unread)} cannot be read" if unread else _suspect(catalog, entry)
+        suspect = (
+            f"; {quote_names(unread)} cannot be read"
+            if unread
+            else _describe_suspect(catalog, entry)
+        )
         why = (
             f"no chunk covers this part of the tensor, which has shape {list(entry.shape)}{suspect}"
         )
-        home = unread[0] if len(unread) == 1 else None
-        yield Finding("elements are missing", why, file=home, tensor=entry.name, box=hole)
+        file_of_hole = unread[0] if len(unread) == 1 else None
+        yield Finding("elements are missing", why, file=file_of_hole, tensor=entry.name, box=hole)
 
 
-def lost_parts(hole: Box, lost: Sequence[tuple[Box, str]]) -> list[tuple[Box, str]]:
+def find_lost_parts(hole: Box, lost: Sequence[tuple[Box, str]]) -> list[tuple[Box, str]]:
     """Return the parts of *hole* that are known to be in unusable files."""
     parts = ((intersect_boxes(box, hole) if hole.sizes else hole, file) for box, file in lost)
     return [(box, file) for box, file in parts if box is not None]
 
 
-def _unread(catalog: Catalog) -> list[str]:
+def _list_unread_files(catalog: Catalog) -> list[str]:
     """Return unusable files whose contents are unknown."""
-    told = {file for boxes in catalog.lost.values() for box, file in boxes if box.numel}
-    found = {one.file for one in catalog.findings if one.file and not one.tensor}
-    return sort_naturally(found - told)
+    located_files = {file for boxes in catalog.lost.values() for box, file in boxes if box.numel}
+    affected_files = {
+        finding.file for finding in catalog.findings if finding.file and not finding.tensor
+    }
+    return sort_naturally(affected_files - located_files)
 
 
-def _suspect(catalog: Catalog, entry: TensorEntry) -> str:
+def _describe_suspect(catalog: Catalog, entry: TensorEntry) -> str:
     """Name the rank that should hold the missing part, if only one has no chunk."""
     ranks = {int(m[1]) for file in catalog.files if (m := DISTCP.fullmatch(file))}
-    here = {int(m[1]) for e in entry.extents if (m := DISTCP.fullmatch(e.file))}
-    if not here or max(ranks) >= 2 * len(ranks) + 2:
+    ranks_with_chunks = {int(m[1]) for e in entry.extents if (m := DISTCP.fullmatch(e.file))}
+    if not ranks_with_chunks or max(ranks) >= 2 * len(ranks) + 2:
         return ""
-    absent = set(range(max(ranks) + 1)) - here
+    absent = set(range(max(ranks) + 1)) - ranks_with_chunks
     if len(absent) != 1:
         return ""
     rank = absent.pop()
     return f"; every rank except {rank} has a chunk, so `__{rank}_*.distcp` should contain them"
 
 
-def _lengths(entry: TensorEntry) -> Iterator[Finding]:
-    if not entry.extents or _long_enough(entry.extents, size := dtypes.itemsize(entry.dtype)):
+def _check_lengths(entry: TensorEntry) -> Iterator[Finding]:
+    if not entry.extents or _is_long_enough(entry.extents, size := dtypes.itemsize(entry.dtype)):
         return
     for extent in entry.extents:
         needed = extent.box.numel * size
-        plain = extent.codec == "raw" and extent.strides is None
-        item = extent.codec == "torch"  # a separate zip, which is larger than its elements
-        if (plain and extent.nbytes != needed) or (item and extent.nbytes < needed):
+        is_raw = extent.codec == "raw" and extent.strides is None
+        is_item = extent.codec == "torch"  # a separate zip, which is larger than its elements
+        if (is_raw and extent.nbytes != needed) or (is_item and extent.nbytes < needed):
             stored = pluralize(extent.nbytes, "byte is", "bytes are")
             why = f"{stored} stored, but {needed:,} are required"
             severity: Severity = "error" if extent.nbytes < needed else "unknown"
@@ -171,7 +177,7 @@ def _lengths(entry: TensorEntry) -> Iterator[Finding]:
             )
 
 
-def _long_enough(extents: Sequence[Extent], size: int) -> bool:
+def _is_long_enough(extents: Sequence[Extent], size: int) -> bool:
     """Return whether columns of items have room for elements of *size*, false for others."""
     if not isinstance(extents, ExtentColumns) or extents.codec != "torch":
         return False
@@ -179,10 +185,10 @@ def _long_enough(extents: Sequence[Extent], size: int) -> bool:
     return all(map(ge, extents.lengths, needed))
 
 
-def _files(catalog: Catalog) -> Iterator[Finding]:
+def _check_files(catalog: Catalog) -> Iterator[Finding]:
     """Yield byte ranges that exceed their file."""
     last: dict[str, tuple[int, str]] = {}
-    for name, ranges in _ranges(catalog):
+    for name, ranges in _iterate_ranges(catalog):
         for file, start, end in ranges:
             if (start < 0 or end < start) and file not in catalog.computed:
                 yield Finding(
@@ -207,7 +213,7 @@ def _files(catalog: Catalog) -> Iterator[Finding]:
             yield Finding("a data file is truncated", why, file=file, tensor=leaf)
 
 
-def _ranges(catalog: Catalog) -> Iterator[tuple[str, Iterable[tuple[str, int, int]]]]:
+def _iterate_ranges(catalog: Catalog) -> Iterator[tuple[str, Iterable[tuple[str, int, int]]]]:
     """Yield the name of each leaf with its byte ranges, as in :func:`ranges_of`."""
     for entry in catalog.tensors.values():
         yield entry.name, ranges_of(entry.extents)
@@ -216,7 +222,7 @@ def _ranges(catalog: Catalog) -> Iterator[tuple[str, Iterable[tuple[str, int, in
             yield blob.name, [(blob.file, blob.offset, blob.offset + blob.nbytes)]
 
 
-def _shared_bytes(catalog: Catalog) -> Iterator[Finding]:
+def _check_shared_bytes(catalog: Catalog) -> Iterator[Finding]:
     """Yield findings about bytes that belong to two tensors without being shared memory.
 
     In a zip of ``torch.save``, tensors share memory if they are views of one storage, and reading
@@ -224,27 +230,29 @@ def _shared_bytes(catalog: Catalog) -> Iterator[Finding]:
     identical byte ranges, but no partial overlaps.
     """
     with source_files(catalog.root) as files:
-        for file, ranges in prefetch_items(files, _exclusive(catalog).items(), _head_if_raw):
-            if _head_if_raw((file, ranges)) and may_be_zip(files, file):
+        for file, ranges in prefetch_items(
+            files, _map_exclusive_ranges(catalog).items(), _list_zip_heads
+        ):
+            if _list_zip_heads((file, ranges)) and is_possibly_zip(files, file):
                 continue
             ranges.sort()
-            yield from _zips(files, file, ranges)
-            before = ranges[0]
-            for one in ranges[1:]:
-                if one[0] < before[1] and one[:2] != before[:2] and one[2] != before[2]:
-                    last = min(one[1], before[1])
-                    why = f"bytes {one[0]:,} to {last:,} also belong to `{before[2]}`"
-                    what = "two tensors overlap in a file"
-                    yield Finding(what, why, "unknown", file, one[2], basis="index")
-                before = max(before, one, key=lambda known: known[1])
+            yield from _check_zips(files, file, ranges)
+            previous = ranges[0]
+            for span in ranges[1:]:
+                if span[0] < previous[1] and span[:2] != previous[:2] and span[2] != previous[2]:
+                    last = min(span[1], previous[1])
+                    why = f"bytes {span[0]:,} to {last:,} also belong to `{previous[2]}`"
+                    message = "two tensors overlap in a file"
+                    yield Finding(message, why, "unknown", file, span[2], basis="index")
+                previous = max(previous, span, key=lambda known: known[1])
 
 
-def _zips(files: SourceFiles, file: str, ranges: _Ranges) -> Iterator[Finding]:
+def _check_zips(files: SourceFiles, file: str, ranges: _Ranges) -> Iterator[Finding]:
     """Yield a finding if the first item does not start like a zip, or the last does not end so.
 
     This detects files of the right size that were never written, or only in part.
     """
-    items = [one for one in ranges if one[3] == "torch"]
+    items = [span for span in ranges if span[3] == "torch"]
     if not items or files.size(file) < max(end for _, end, *_ in items):
         return
     first, last = items[0], max(items, key=itemgetter(1))
@@ -252,26 +260,26 @@ def _zips(files: SourceFiles, file: str, ranges: _Ranges) -> Iterator[Finding]:
         (first, first[0], ZIP),
         (last, last[1] - ZIP_TAIL, ZIP_END),
     ):
-        found = files.read(file, at, len(sign)) if end - start > ZIP_TAIL else sign
+        actual = files.read(file, at, len(sign)) if end - start > ZIP_TAIL else sign
         reach = min(end - start, ZIP_REACH)
         # torch ignores bytes after the end of a zip.
-        ends = sign == ZIP_END and found != sign and sign in files.read(file, end - reach, reach)
-        if found != sign and not ends:
+        ends = sign == ZIP_END and actual != sign and sign in files.read(file, end - reach, reach)
+        if actual != sign and not ends:
             written = any(files.read(file, at, ZIP_TAIL))
-            what = "an item is not a zip file of `torch.save`" if written else NOT_WRITTEN
-            why = f"byte {at:,}: found {found.hex(' ')}, expected {sign.hex(' ')}"
-            yield Finding(what, why, "unknown" if written else "error", file, name)
+            message = "an item is not a zip file of `torch.save`" if written else NOT_WRITTEN
+            why = f"byte {at:,}: found {actual.hex(' ')}, expected {sign.hex(' ')}"
+            yield Finding(message, why, "unknown" if written else "error", file, name)
             return
 
 
-def _head_if_raw(one: tuple[str, _Ranges]) -> tuple[FileOffset, ...]:
+def _list_zip_heads(one: tuple[str, _Ranges]) -> tuple[FileOffset, ...]:
     """Return the offset to read ahead if the file may be a zip."""
     file, ranges = one
     return ((file, 0),) if any(codec == "raw" for *_, codec in ranges) else ()
 
 
-def _exclusive(catalog: Catalog) -> dict[str, _Ranges]:
-    found: dict[str, _Ranges] = {}
+def _map_exclusive_ranges(catalog: Catalog) -> dict[str, _Ranges]:
+    ranges_by_file: dict[str, _Ranges] = {}
     for entry in catalog.tensors.values():
         if entry.alias_of is not None or not entry.extents:
             continue
@@ -281,35 +289,35 @@ def _exclusive(catalog: Catalog) -> dict[str, _Ranges]:
             extents = [e for e in extents if e.strides is None and e.file not in virtual]
         for (file, start, end), codec in zip(ranges_of(extents), codecs_of(extents), strict=True):
             if end != start:
-                found.setdefault(file, []).append((start, end, entry.name, codec))
+                ranges_by_file.setdefault(file, []).append((start, end, entry.name, codec))
     for blob in catalog.blobs.values():
         if blob.file is not None:
             place = (blob.offset, blob.offset + blob.nbytes, blob.name, "")
-            found.setdefault(blob.file, []).append(place)
-    return found
+            ranges_by_file.setdefault(blob.file, []).append(place)
+    return ranges_by_file
 
 
-def _moments(catalog: Catalog) -> Iterator[Finding]:
+def _check_moments(catalog: Catalog) -> Iterator[Finding]:
     """Yield parameters without a part of the Adam state that others have.
 
     A parameter without all three is not Adam's. One with only the first moment may be Lion's.
     """
-    found: dict[str, set[str]] = {}
+    slots_by_parameter: dict[str, set[str]] = {}
     for name in (*catalog.tensors, *catalog.blobs):
         parameter, _, slot = name.rpartition(".")
         if slot in ADAM:
-            found.setdefault(parameter, set()).add(slot)
-    usual = max(found.values(), key=len, default=set())
-    for parameter, slots in found.items():
+            slots_by_parameter.setdefault(parameter, set()).add(slot)
+    usual = max(slots_by_parameter.values(), key=len, default=set())
+    for parameter, slots in slots_by_parameter.items():
         if slots != {"step"} and "exp_avg" in usual:
             severity: Severity = "warning" if slots == {"exp_avg"} else "unknown"
             for slot in sorted(usual - slots):
                 why = f"this parameter only has {quote_names(sorted(slots))}, but others have `{slot}`"
-                what = "optimizer state is missing"
-                gone = f"{parameter}.{slot}"
-                yield Finding(what, why, severity, tensor=gone, basis="index")
+                message = "optimizer state is missing"
+                missing_name = f"{parameter}.{slot}"
+                yield Finding(message, why, severity, tensor=missing_name, basis="index")
 
 
-def root_of(path: TreePath) -> TreePath:
+def get_root(path: TreePath) -> TreePath:
     """Return *path* if it is a directory, else its parent."""
     return path if path.is_dir() else path.parent

@@ -32,10 +32,10 @@ from ckptctl.verdict import Severity
 
 HF, SHARDS, SHARDED = "hf", "hf-rank-shards", "sharded"
 """Formats and folder of shards that torch's ``HuggingFaceStorageWriter`` consolidates."""
-OTHERS = f"the shards in `{SHARDED}` do not match this checkpoint"
-BESIDE: tuple[Severity, str] = ("warning", SHARDED)
-OWNED = (".distcp", ".safetensors")
-STATE = re.compile(
+SHARDS_DIFFER = f"the shards in `{SHARDED}` do not match this checkpoint"
+SHARD_FINDING: tuple[Severity, str] = ("warning", SHARDED)
+DATA_SUFFIXES = (".distcp", ".safetensors")
+TRAINER_FILES = re.compile(
     r"(optimizer|scheduler|scaler|rng_state|random_states|training_args)(_\d+)*\.(pt|pth|bin|pkl)",
     re.ASCII,
 )
@@ -47,7 +47,7 @@ LEFTOVER = re.compile(
 )
 
 
-def surroundings(
+def check_surroundings(
     path: TreePath, catalog: Catalog | None, *, values: bool = False
 ) -> Iterator[Finding]:
     """Yield findings about files in and next to a checkpoint, and about elements if *values*."""
@@ -61,32 +61,36 @@ def surroundings(
     root = catalog.root if catalog else path
     if not path.is_dir():
         return
-    for item in unfinished(root):
+    for item in iterate_unfinished(root):
         name = str(item.relative_to(root)) if item.is_relative_to(root) else str(item)
         yield Finding("a download is unfinished", None, "warning", name)
-    used = catalog.files if catalog else {}
-    for folder in sorted({root, *((root / name).parent for name in used)}):
-        yield from _strays(root, folder, catalog)
-    yield from _emptied(root, used)
+    data_files = catalog.files if catalog else {}
+    for folder in sorted({root, *((root / name).parent for name in data_files)}):
+        yield from _check_strays(root, folder, catalog)
+    yield from _iterate_empty_folders(root, data_files)
     if catalog and catalog.format == HF:
-        yield from _state_of_trainer(root)
+        yield from _check_trainer_state(root)
     # Damaged checkpoints are not compared: their findings would be blamed on the shards.
-    whole = catalog if catalog and not catalog.findings else None
-    if whole and whole.format == HF and (root / SHARDED).is_dir():
-        yield from _contradicted(root / SHARDED, whole, values=values)
+    undamaged = catalog if catalog and not catalog.findings else None
+    if undamaged and undamaged.format == HF and (root / SHARDED).is_dir():
+        yield from _compare_shards(root / SHARDED, undamaged, values=values)
     for folder in {root, root.parent}:
-        yield from _pointers(folder)
+        yield from _check_pointers(folder)
 
 
-def _state_of_trainer(folder: TreePath) -> Iterator[Finding]:
+def _check_trainer_state(folder: TreePath) -> Iterator[Finding]:
     """Yield truncated files of the trainer's state next to a model."""
     for item in sorted(folder.iterdir()):
-        if STATE.fullmatch(item.name) and item.is_file() and (why := incomplete_reason(item)):
-            what = "a file of the trainer's state was not completely written"
-            yield Finding(what, why, "error", item.name)
+        if (
+            TRAINER_FILES.fullmatch(item.name)
+            and item.is_file()
+            and (why := incomplete_reason(item))
+        ):
+            message = "a file of the trainer's state was not completely written"
+            yield Finding(message, why, "error", item.name)
 
 
-def _contradicted(folder: TreePath, catalog: Catalog, *, values: bool) -> Iterator[Finding]:
+def _compare_shards(folder: TreePath, catalog: Catalog, *, values: bool) -> Iterator[Finding]:
     """Yield differences between a consolidated model and its shards."""
     shards = formats.get_format(SHARDS)
     if not shards.sniff(Listing(folder)):
@@ -96,39 +100,42 @@ def _contradicted(folder: TreePath, catalog: Catalog, *, values: bool) -> Iterat
     except CkptError as error:
         yield Finding(f"the shards in `{SHARDED}` are incomplete", error.what, "warning", SHARDED)
         return
-    here, there = (
-        {name: f"{one.dtype} {list(one.shape)}" for name, one in known.tensors.items()}
-        for known in (catalog, parts)
+    descriptions_here, descriptions_in_shards = (
+        {name: f"{entry.dtype} {list(entry.shape)}" for name, entry in catalog_side.tensors.items()}
+        for catalog_side in (catalog, parts)
     )
-    for name in sorted(here.keys() | there.keys()):
-        own, other = here.get(name, "missing"), there.get(name, "missing")
-        if own != other:
+    for name in sorted(descriptions_here.keys() | descriptions_in_shards.keys()):
+        in_model, in_shards = (
+            descriptions_here.get(name, "missing"),
+            descriptions_in_shards.get(name, "missing"),
+        )
+        if in_model != in_shards:
             yield Finding(
-                OTHERS,
-                f"`{name}` is {other} in `{SHARDED}`, but {own} in this checkpoint",
-                *BESIDE,
+                SHARDS_DIFFER,
+                f"`{name}` is {in_shards} in `{SHARDED}`, but {in_model} in this checkpoint",
+                *SHARD_FINDING,
                 name,
             )
-        elif values and not _same(catalog, parts, name):
-            yield Finding(OTHERS, f"the elements of `{name}` differ", *BESIDE, name)
+        elif values and not _is_same(catalog, parts, name):
+            yield Finding(SHARDS_DIFFER, f"the elements of `{name}` differ", *SHARD_FINDING, name)
 
 
-def _same(catalog: Catalog, parts: Catalog, name: str) -> bool:
+def _is_same(catalog: Catalog, parts: Catalog, name: str) -> bool:
     """Return whether a tensor has equal elements here and in the shards.
 
     Tensors without dimensions are skipped: torch sets them to 0, which a note of the format states.
     """
-    own, other = catalog.tensors[name], parts.tensors[name]
-    if not own.shape:
+    consolidated, sharded = catalog.tensors[name], parts.tensors[name]
+    if not consolidated.shape:
         return True
-    below = tuple(replace(one, file=f"{SHARDED}/{one.file}") for one in other.extents)
+    below = tuple(replace(extent, file=f"{SHARDED}/{extent.file}") for extent in sharded.extents)
     with source_files(catalog.root) as files:
-        return are_tensors_equal(files, own, replace(other, extents=below))
+        return are_tensors_equal(files, consolidated, replace(sharded, extents=below))
 
 
-def _emptied(root: TreePath, used: Collection[str]) -> Iterator[Finding]:
+def _iterate_empty_folders(root: TreePath, data_files: Collection[str]) -> Iterator[Finding]:
     """Yield empty folders among those of parameters, as in universal checkpoints."""
-    above = {Path(name).parent.parent for name in used} - {Path()}
+    above = {Path(name).parent.parent for name in data_files} - {Path()}
     for folder in sorted(above):
         for item in sorted((root / folder).iterdir()):
             if item.is_dir() and not any(item.iterdir()):
@@ -136,39 +143,39 @@ def _emptied(root: TreePath, used: Collection[str]) -> Iterator[Finding]:
                 yield Finding("a folder is empty", why, "error", str(item.relative_to(root)))
 
 
-def _strays(root: TreePath, folder: TreePath, catalog: Catalog | None) -> Iterator[Finding]:
+def _check_strays(root: TreePath, folder: TreePath, catalog: Catalog | None) -> Iterator[Finding]:
     files = catalog.files if catalog else {}
-    forms = {_form(Path(name).name) for name in files}
-    known = {*files, *(one.file for one in catalog.findings)} if catalog else set()
+    known_forms = {_normalize_numbers(Path(name).name) for name in files}
+    known_files = {*files, *(finding.file for finding in catalog.findings)} if catalog else set()
     for item in sorted(folder.iterdir()) if folder.is_dir() else ():
         name = str(item.relative_to(root))
-        if name in known:
+        if name in known_files:
             continue
         if LEFTOVER.fullmatch(item.name):
             yield Finding("a leftover of an unfinished save", None, "warning", name)
         elif catalog and name not in catalog.assets:
-            is_data = item.suffix in OWNED or _form(item.name) in forms
+            is_data = item.suffix in DATA_SUFFIXES or _normalize_numbers(item.name) in known_forms
             if is_data and item.is_file() and item.stat().st_size > 0:
                 yield Finding("the index does not refer to this file", None, "warning", name)
 
 
-def _form(name: str) -> str:
+def _normalize_numbers(name: str) -> str:
     """Replace all numbers in *name* by 0, so that ``rank_0.pt`` and ``rank_1.pt`` are equal."""
     return re.sub(r"\d+", "0", name)
 
 
-def _pointers(folder: TreePath) -> Iterator[Finding]:
+def _check_pointers(folder: TreePath) -> Iterator[Finding]:
     """Yield pointers to saves that do not exist."""
     for name in (LATEST, LATEST_UNIVERSAL):
         pointer = folder / name
         if not pointer.is_file():
             continue
         try:
-            content, whole = read_pointer(folder, name)
+            content, is_complete = read_pointer(folder, name)
         except CkptError as error:
             yield Finding("a pointer cannot be read", error.what, "warning", str(pointer))
             continue
-        if not whole:
+        if not is_complete:
             continue
         text = content.decode(errors="replace").strip()
         target = folder / text if text.isprintable() and "\ufffd" not in text else None
@@ -179,46 +186,50 @@ def _pointers(folder: TreePath) -> Iterator[Finding]:
             )
 
 
-DOWNLOADS = ".cache/huggingface/download"
+DOWNLOAD_FOLDER = ".cache/huggingface/download"
 
 
-def unfinished(root: TreePath) -> Iterator[TreePath]:
+def iterate_unfinished(root: TreePath) -> Iterator[TreePath]:
     """Yield partial files of interrupted downloads to *root*."""
-    yield from sorted((root / DOWNLOADS).rglob("*.incomplete"))
+    yield from sorted((root / DOWNLOAD_FOLDER).rglob("*.incomplete"))
     repository = find_hub_repository(resolve_links(root))
     if repository is not None:
         yield from sorted((repository / "blobs").glob("*.incomplete"))
 
 
-RECORD = ".metadata"
+RECORD_SUFFIX = ".metadata"
 """Suffix of a file's download record."""
-MAX_RECORD = 4096
+MAX_RECORD_BYTES = 4096
 
 
-def downloaded(files: SourceFiles, used: Collection[str]) -> tuple[list[FileDigest], list[Finding]]:
+def read_hub_digests(
+    files: SourceFiles, data_files: Collection[str]
+) -> tuple[list[FileDigest], list[Finding]]:
     """Return the digests that the Hub records of files, and findings about its records.
 
-    Other files than the data files *used* are included if they are in the same directories or
+    Other files than the data files *data_files* are included if they are in the same directories or
     at the top.
     """
-    folders = {Path(), *(Path(name).parent for name in used)}
+    folders = {Path(), *(Path(name).parent for name in data_files)}
     if not files.local:
-        return [line for folder in sorted(folders) for line in _told(files, folder)], []
-    found: list[FileDigest] = []
+        return [
+            line for folder in sorted(folders) for line in _iterate_remote_digests(files, folder)
+        ], []
+    digests: list[FileDigest] = []
     findings: list[Finding] = []
     for folder in sorted(folders):
-        found += _linked(files.root, folder)
-        for record, name in _recorded(files.root, folder):
-            line = _read(record, files.root / name, name)
+        digests += _iterate_cached_digests(files.root, folder)
+        for record, name in _iterate_records(files.root, folder):
+            line = _parse_record(record, files.root / name, name)
             if line is None:
-                what = "the record of a download cannot be read"
-                findings.append(Finding(what, None, "warning", str(record)))
+                message = "the record of a download cannot be read"
+                findings.append(Finding(message, None, "warning", str(record)))
             else:
-                found += [line] if line.digest else []
-    return found, findings
+                digests += [line] if line.digest else []
+    return digests, findings
 
 
-def _told(files: SourceFiles, folder: PurePath) -> Iterator[FileDigest]:
+def _iterate_remote_digests(files: SourceFiles, folder: PurePath) -> Iterator[FileDigest]:
     """Yield the digests that a remote store reports."""
     for item in sorted((files.root / folder).iterdir()):
         name = str(folder / item.name)
@@ -228,7 +239,7 @@ def _told(files: SourceFiles, folder: PurePath) -> Iterator[FileDigest]:
             yield FileDigest("the Hub", algorithm, name, digest)
 
 
-def _linked(root: TreePath, folder: PurePath) -> Iterator[FileDigest]:
+def _iterate_cached_digests(root: TreePath, folder: PurePath) -> Iterator[FileDigest]:
     """Yield files of a snapshot in the cache, whose blobs are named by ETag."""
     real = resolve_links(Path(root))
     repository = find_hub_repository(real)
@@ -242,28 +253,28 @@ def _linked(root: TreePath, folder: PurePath) -> Iterator[FileDigest]:
                 yield FileDigest("the Hub's cache", algorithm, str(folder / item.name), blob.name)
 
 
-def _recorded(root: TreePath, folder: PurePath) -> Iterator[tuple[TreePath, str]]:
+def _iterate_records(root: TreePath, folder: PurePath) -> Iterator[tuple[TreePath, str]]:
     """Yield the record of each downloaded file in a folder, and the file relative to *root*.
 
     The download folder may be a parent, since repositories contain folders.
     """
     real = resolve_links(root)
     for top in (real, *real.parents):
-        records = top / DOWNLOADS / (real / folder).relative_to(top)
-        for record in sorted(records.glob(f"*{RECORD}")):
-            name = str(folder / record.name.removesuffix(RECORD))
+        records = top / DOWNLOAD_FOLDER / (real / folder).relative_to(top)
+        for record in sorted(records.glob(f"*{RECORD_SUFFIX}")):
+            name = str(folder / record.name.removesuffix(RECORD_SUFFIX))
             if (root / name).is_file():
                 yield record, name
 
 
-def _read(record: TreePath, file: TreePath, name: str) -> FileDigest | None:
+def _parse_record(record: TreePath, file: TreePath, name: str) -> FileDigest | None:
     """Parse the record of *file*, or return None if it is malformed.
 
     A file in git that changed after its download was edited by the user; one in LFS never is.
     """
     try:
         with source_files(record.parent) as files:
-            size = min(files.size(record.name), MAX_RECORD)
+            size = min(files.size(record.name), MAX_RECORD_BYTES)
             _, etag, time, *_ = files.read(record.name, 0, size).decode().split("\n")
         changed = file.stat().st_mtime - 1 > float(time)
     except (CkptError, ValueError, OSError):
@@ -271,5 +282,5 @@ def _read(record: TreePath, file: TreePath, name: str) -> FileDigest | None:
     algorithm = find_digest_algorithm(etag)
     if algorithm is None:
         return FileDigest(str(record), "", name, "")
-    own = changed and algorithm != "sha256"
-    return FileDigest(str(record), algorithm, name, etag, "warning" if own else "error")
+    is_edited = changed and algorithm != "sha256"
+    return FileDigest(str(record), algorithm, name, etag, "warning" if is_edited else "error")

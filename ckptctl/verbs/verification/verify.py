@@ -22,17 +22,17 @@ from ckptctl.storage.sources import require_same_file
 from ckptctl.storage.threads import Watch, ignore_progress
 from ckptctl.tree import TreePath
 from ckptctl.verbs.verification import digest_lists
-from ckptctl.verbs.verification.structure import is_about_unread, root_of, structure
-from ckptctl.verbs.verification.surroundings import surroundings
+from ckptctl.verbs.verification.structure import check_structure, get_root, is_about_unread
+from ckptctl.verbs.verification.surroundings import check_surroundings
 from ckptctl.verbs.verification.verify_options import VerifyOptions
-from ckptctl.verbs.verification.verify_result import Verification, unsaid
+from ckptctl.verbs.verification.verify_result import Verification, exclude_known
 from ckptctl.verdict import Scope, Verdict, decide_verdict, strip_structure_claim
 
-UNUSED = f"{MANIFEST} describes other tensors"
+OTHER_MANIFEST = f"{MANIFEST} describes other tensors"
 
 
 @dataclass(slots=True)
-class _State:
+class _VerificationState:
     """Results so far."""
 
     path: TreePath
@@ -94,22 +94,22 @@ class IndexChecks:
             )
         )
 
-    def add(self, catalog: Catalog, scope: Scope, notes: Notes) -> None:
+    def add_passed(self, catalog: Catalog, scope: Scope, notes: Notes) -> None:
         """Remember that the index of *catalog* passed."""
         self.passed, self.scope, self.notes = catalog, scope, notes
 
 
-def verify(
+def verify_checkpoint(
     path: str | TreePath,
     options: VerifyOptions | None = None,
     progress: Watch = ignore_progress,
     ranks: Coordinator | None = None,
 ) -> Verification:
     """Verify the checkpoint at *path* and list all findings."""
-    return examine(path, options or VerifyOptions(), progress, ranks)[0]
+    return verify_with_catalog(path, options or VerifyOptions(), progress, ranks)[0]
 
 
-def examine(
+def verify_with_catalog(
     path: str | TreePath,
     options: VerifyOptions,
     progress: Watch = ignore_progress,
@@ -123,29 +123,31 @@ def examine(
     start = time.monotonic()
     ranks = ranks or Alone()
     with families.use_converter_file(options.converter):
-        state = together(ranks, lambda: _begun(path, options))
+        state = together(ranks, lambda: _begin_verification(path, options))
         catalog = state.catalog
-        asked = {f"option `{one.name}`": getattr(options, one.name) for one in fields(options)}
+        option_values = {
+            f"option `{option.name}`": getattr(options, option.name) for option in fields(options)
+        }
         files = catalog and dict(catalog.files)
-        same = {"the path": state.path, **asked, "the files of the checkpoint": files}
+        same = {"the path": state.path, **option_values, "the files of the checkpoint": files}
         require_same(ranks, same)
         passed = bool(index_checks and catalog and index_checks.has_passed(catalog))
         if catalog is not None:
-            state.findings += structure(catalog, index_passed=passed)
-            _verify(state, catalog, options, progress, ranks)
+            state.findings += check_structure(catalog, index_passed=passed)
+            _verify_data(state, catalog, options, progress, ranks)
         read = options.level == "full" and state.complete
 
-        def around() -> list[Finding]:
-            return list(surroundings(state.path, catalog, values=read))
+        def check_around() -> list[Finding]:
+            return list(check_surroundings(state.path, catalog, values=read))
 
-        state.findings += ranks.broadcast(on_first(ranks, around)) if read else around()
-        if options.model and catalog is not None and _index_holds(state, catalog):
+        state.findings += ranks.broadcast(on_first(ranks, check_around)) if read else check_around()
+        if options.model and catalog is not None and _is_index_sound(state, catalog):
             _check_model(state, catalog, options.model_type, index_checks, passed=passed)
         require_no_failure(state.path)
         opened = catalog.opened if catalog else None
         together(ranks, lambda: require_same_file(opened))
         if options.manifest:
-            _add_list(state, options.jobs, progress, ranks)
+            _write_checksum_list(state, options.jobs, progress, ranks)
     verified = Verification(
         path=redact_path(path),
         format=state.format,
@@ -158,7 +160,7 @@ def examine(
         compared=state.compared,
         scope=state.scope,
         require_verified=options.require_verified,
-        checksum_lists=_lists(catalog) if catalog else (),
+        checksum_lists=_list_checksum_files(catalog) if catalog else (),
         nan=options.nan,
         findings=tuple(sorted(state.findings, key=lambda finding: finding.severity)),
         manifest=state.manifest,
@@ -168,7 +170,7 @@ def examine(
     return verified, catalog
 
 
-def _begun(path: str | TreePath, options: VerifyOptions) -> _State:
+def _begin_verification(path: str | TreePath, options: VerifyOptions) -> _VerificationState:
     if options.manifest:
         require_local(
             path,
@@ -180,47 +182,53 @@ def _begun(path: str | TreePath, options: VerifyOptions) -> _State:
             spell_option("--nan"),
             alternative=f"{spell_option('--level full')} compares recorded checksums without torch",
         )
-    state = _opened(formats.to_existing_path(path), options)
+    state = _open_checkpoint(formats.to_existing_path(path), options)
     if options.manifest:
-        digest_lists.require_room(digest_lists.target_of(state.listed_path))
+        digest_lists.require_no_list(digest_lists.get_list_path(state.listed_path))
     return state
 
 
-def _opened(path: TreePath, options: VerifyOptions) -> _State:
+def _open_checkpoint(path: TreePath, options: VerifyOptions) -> _VerificationState:
     """Read the index, or its readable part with the errors as findings."""
     try:
-        catalog = _read(path, options)
-        return _State(path, catalog.format, catalog)
+        catalog = _read_catalog(path, options)
+        return _VerificationState(path, catalog.format, catalog)
     except UNUSABLE_ERRORS as error:
-        inside = (
+        inner_path = (
             None
             if options.format or formats.sniff_formats(path)
             else formats.find_only_model_checkpoint(path)
         )
-        real = inside or path
+        real = inner_path or path
         name = options.format or formats.detect_format(real).name
         try:
-            part = _read(path, options, partial=True)
+            part = _read_catalog(path, options, partial=True)
         except CkptError:
             part = None
         if part is None or not part.findings:
-            return _State(real, name, findings=[finding_from_error(error, root_of(real))])
-        return _State(real, name, part, list(part.findings))
+            return _VerificationState(
+                real, name, findings=[finding_from_error(error, get_root(real))]
+            )
+        return _VerificationState(real, name, part, list(part.findings))
 
 
-def _read(path: TreePath, options: VerifyOptions, *, partial: bool = False) -> Catalog:
+def _read_catalog(path: TreePath, options: VerifyOptions, *, partial: bool = False) -> Catalog:
     return open_source(path, options, partial=partial, replicas=options.level == "full")
 
 
-def _verify(
-    state: _State, catalog: Catalog, options: VerifyOptions, progress: Watch, ranks: Coordinator
+def _verify_data(
+    state: _VerificationState,
+    catalog: Catalog,
+    options: VerifyOptions,
+    progress: Watch,
+    ranks: Coordinator,
 ) -> None:
     state.findings += [
         Finding("the manifest does not describe these tensors", note, "warning", MANIFEST)
         for note in catalog.notes
-        if note.startswith(UNUSED)
+        if note.startswith(OTHER_MANIFEST)
     ]
-    state.notes += [note for note in catalog.notes if not note.startswith(UNUSED)]
+    state.notes += [note for note in catalog.notes if not note.startswith(OTHER_MANIFEST)]
     full = options.level == "full"
     if options.level == "fast" and not options.nan:
         return
@@ -233,28 +241,34 @@ def _verify(
     from ckptctl.verbs.verification.data import read_data
 
     everything = add_replica_extents(catalog)
-    located, wrong = resolve_items(everything)
-    state.findings += wrong
+    located, resolve_findings = resolve_items(everything)
+    state.findings += resolve_findings
     if full or options.nan:
         findings, proof, state.bytes_read = read_data(
             everything, located, full, options.nan, options.jobs, progress, ranks
         )
-        mine = together(
+        own_differences = together(
             ranks, lambda: list(find_differing_replicas(select_portion(catalog, ranks)))
         )
-        unequal = [finding for part in ranks.all_gather(mine) for finding in part]
+        unequal = [finding for part in ranks.all_gather(own_differences) for finding in part]
         if full:
             # Checksums neither cover missing elements, nor show which copy is correct.
-            bad = {f.tensor for f in (*state.findings, *unequal) if f.severity != "warning"}
-            sound = (entry for name, entry in located.tensors.items() if name not in bad)
-            state.verified = {n: count for n, count in proof.nbytes().items() if n in catalog.files}
-            state.verified_tensors = proof.tensors(sound)
+            names_with_findings = {
+                f.tensor for f in (*state.findings, *unequal) if f.severity != "warning"
+            }
+            sound = (
+                entry for name, entry in located.tensors.items() if name not in names_with_findings
+            )
+            state.verified = {
+                n: count for n, count in proof.count_bytes().items() if n in catalog.files
+            }
+            state.verified_tensors = proof.count_tensors(sound)
             state.compared = proof.compared
-        state.findings += [*unsaid(state.findings, findings), *unequal]
+        state.findings += [*exclude_known(state.findings, findings), *unequal]
 
 
 def _check_model(
-    state: _State,
+    state: _VerificationState,
     catalog: Catalog,
     model_type: str | None,
     index_checks: IndexChecks | None,
@@ -267,38 +281,45 @@ def _check_model(
         state.notes += texts if state.complete else strip_structure_claim(texts)
         return
     # Model types and their facts are slow to import.
-    from ckptctl.verbs.verification.model_check import needs_index_only, recognized_check
+    from ckptctl.verbs.verification.model_check import check_recognized, needs_index_only
 
     notes = Notes()
-    findings, state.scope = recognized_check(catalog, model_type, notes)
+    findings, state.scope = check_recognized(catalog, model_type, notes)
     state.findings += findings
     texts = notes.get_texts()
     state.notes += texts if state.complete else strip_structure_claim(texts)
     if index_checks and not state.findings and needs_index_only(catalog, notes):
-        index_checks.add(catalog, state.scope, notes)
+        index_checks.add_passed(catalog, state.scope, notes)
 
 
-def _index_holds(state: _State, catalog: Catalog) -> bool:
+def _is_index_sound(state: _VerificationState, catalog: Catalog) -> bool:
     """Return whether there are no findings except about unreadable tensors."""
-    others = (one for one in state.findings if not is_about_unread(one, catalog))
-    return decide_verdict(others) is Verdict.COMPLETE
+    relevant = (finding for finding in state.findings if not is_about_unread(finding, catalog))
+    return decide_verdict(relevant) is Verdict.COMPLETE
 
 
-def _lists(catalog: Catalog) -> tuple[str, ...]:
+def _list_checksum_files(catalog: Catalog) -> tuple[str, ...]:
     """Return the existing checksum lists that level ``full`` compares with."""
     root = catalog.root
-    used = not catalog.path.is_file()
-    used = used and not any(note.startswith(UNUSED) for note in catalog.notes)
-    names = [*digest_lists.lists_of(catalog.path), *([MANIFEST] if used else [])]
+    uses_manifest = not catalog.path.is_file()
+    uses_manifest = uses_manifest and not any(
+        note.startswith(OTHER_MANIFEST) for note in catalog.notes
+    )
+    names = [
+        *digest_lists.get_list_algorithms(catalog.path),
+        *([MANIFEST] if uses_manifest else []),
+    ]
     return tuple(name for name in names if (root / name).is_file())
 
 
-def _add_list(state: _State, jobs: int | None, progress: Watch, ranks: Coordinator) -> None:
+def _write_checksum_list(
+    state: _VerificationState, jobs: int | None, progress: Watch, ranks: Coordinator
+) -> None:
     """Write the SHA-256 sums of the files if the checkpoint is complete."""
     path = state.listed_path
-    state.findings += digest_lists.unlistable(path)
+    state.findings += digest_lists.find_unlistable(path)
     if not all(ranks.all_gather(state.complete)):
-        name = digest_lists.target_of(path).name
+        name = digest_lists.get_list_path(path).name
         state.notes.append(f"{name} was not written because the checkpoint is not complete")
     else:
         state.manifest = digest_lists.write_list(path, jobs, progress, ranks)

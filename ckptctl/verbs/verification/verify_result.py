@@ -91,7 +91,7 @@ class Verification(
         return is_complete(self.verdict, self.scope)
 
     @property
-    def has_torn_write(self) -> bool:
+    def shows_damaged_files(self) -> bool:
         """Whether files themselves show damage, as ``shows_torn_write`` decides."""
         return shows_file_damage(self.findings)
 
@@ -131,25 +131,25 @@ class Verification(
     @property
     def read_failed(self) -> bool:
         """Whether the operating system failed a read, so that findings may be missing."""
-        return any(found.read_failed for found in self.findings)
+        return any(finding.read_failed for finding in self.findings)
 
     @property
     def errors(self) -> Annotated[tuple[Finding, ...], JsonField(to=count_items)]:
         """Number of findings with evidence of damage."""
-        return self._of("error")
+        return self._select_findings("error")
 
     @property
     def unknown(self) -> Annotated[tuple[Finding, ...], JsonField(to=count_items)]:
         """Number of findings with severity `unknown`."""
-        return self._of("unknown")
+        return self._select_findings("unknown")
 
     @property
     def warnings(self) -> Annotated[tuple[Finding, ...], JsonField(to=count_items)]:
         """Number of other findings."""
-        return self._of("warning")
+        return self._select_findings("warning")
 
-    def _of(self, severity: Severity) -> tuple[Finding, ...]:
-        return tuple(found for found in self.findings if found.severity == severity)
+    def _select_findings(self, severity: Severity) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if finding.severity == severity)
 
     @property
     def verified_files(self) -> Annotated[tuple[VerifiedFile, ...], JsonField(name="files")]:
@@ -172,7 +172,9 @@ class Verification(
         return None if verified is None else self.nbytes - verified
 
 
-def unsaid(known: Iterable[Finding], more: Iterable[Finding]) -> list[Finding]:
+def exclude_known(known: Iterable[Finding], more: Iterable[Finding]) -> list[Finding]:
     """Return the findings of *more* that are not among *known*."""
-    said = {(found.what, found.why, found.file) for found in known}
-    return [found for found in more if (found.what, found.why, found.file) not in said]
+    known_keys = {(finding.what, finding.why, finding.file) for finding in known}
+    return [
+        finding for finding in more if (finding.what, finding.why, finding.file) not in known_keys
+    ]

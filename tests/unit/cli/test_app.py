@@ -79,7 +79,7 @@ def failing(monkeypatch, error):
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(op, "inspect", fail)
+    monkeypatch.setattr(op, "inspect_checkpoint", fail)
 
 
 FULL = errors.CoverageError(

@@ -57,7 +57,7 @@ def test_for_people(run, tmp_path, monkeypatch):
     from ckptctl.cli import output
 
     monkeypatch.setattr(output, "_tty", lambda stream: True)
-    monkeypatch.setattr(doctor, "lock_problem", lambda folder: "No locks available")
+    monkeypatch.setattr(doctor, "find_lock_problem", lambda folder: "No locks available")
     result = run("doctor", tmp_path, NO_COLOR="1")
     assert result.exit_code == 1
     lines = result.stdout.splitlines()
@@ -69,8 +69,8 @@ def test_for_people(run, tmp_path, monkeypatch):
 
 def test_a_package_that_is_missing_or_old(run, tmp_path, monkeypatch):
     versions = {"torch": "2.5.1+cu124", "isal": None, "typer": None}
-    real = doctor._version
-    monkeypatch.setattr(doctor, "_version", lambda name: versions.get(name, real(name)))
+    real = doctor._find_version
+    monkeypatch.setattr(doctor, "_find_version", lambda name: versions.get(name, real(name)))
     needs = ["typer>=1", "isal>=1.7; platform_machine == 'x86_64'", "rich>=13.8"]
     needs += ["torch>=2.6; extra == 'torch'", "transformers>=5; extra == 'transformers'"]
     monkeypatch.setattr(metadata, "requires", lambda name: needs)
@@ -83,8 +83,10 @@ def test_a_package_that_is_missing_or_old(run, tmp_path, monkeypatch):
 
 
 def test_torch_may_be_missing(run, tmp_path, monkeypatch):
-    real = doctor._version
-    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "torch" else real(name))
+    real = doctor._find_version
+    monkeypatch.setattr(
+        doctor, "_find_version", lambda name: None if name == "torch" else real(name)
+    )
     check = found(run, tmp_path)["torch"]
     assert (check["status"], check["found"]) == ("warn", "not installed")
     assert "merges" in check["hint"] and "`pip install torch`" in check["hint"]
@@ -95,7 +97,7 @@ def test_what_a_checkout_needs_is_what_the_package_says():
 
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     names = [doctor._NEED.match(text)[1] for text in project["dependencies"]]
-    assert names == list(doctor.NEEDED)
+    assert names == list(doctor.REQUIREMENTS)
 
 
 def test_slow_checksums(run, tmp_path, monkeypatch):
@@ -106,20 +108,26 @@ def test_slow_checksums(run, tmp_path, monkeypatch):
 
 
 def test_a_slow_start(monkeypatch):
-    monkeypatch.setattr(doctor, "HEAVY", ())
-    assert doctor._start(0.1).status == "ok"
-    assert doctor._start(0.9).status == "warn"
+    monkeypatch.setattr(doctor, "HEAVY_PACKAGES", ())
+    assert doctor._check_start(0.1).status == "ok"
+    assert doctor._check_start(0.9).status == "warn"
 
 
 @pytest.mark.parametrize(
     ("name", "probe", "value", "status", "text"),
     [
-        ("large files", doctor.large_file_problem, "File too large", "warn", "--max-shard-size"),
-        ("names", doctor.tells_case, False, "warn", "differ only in case"),
-        ("clock", doctor.clock_ahead, 3600.0, "warn", "synchronize the clocks"),
-        ("clock", doctor.clock_ahead, -3600.0, "warn", "synchronize the clocks"),
-        ("sync", doctor.sync_seconds, 2.0, "warn", "synced"),
-        ("locks", doctor.lock_problem, "No locks available", "fail", "enable file locks"),
+        (
+            "large files",
+            doctor.find_large_file_problem,
+            "File too large",
+            "warn",
+            "--max-shard-size",
+        ),
+        ("names", doctor.is_case_sensitive, False, "warn", "differ only in case"),
+        ("clock", doctor.measure_clock_ahead, 3600.0, "warn", "synchronize the clocks"),
+        ("clock", doctor.measure_clock_ahead, -3600.0, "warn", "synchronize the clocks"),
+        ("sync", doctor.measure_sync_seconds, 2.0, "warn", "synced"),
+        ("locks", doctor.find_lock_problem, "No locks available", "fail", "enable file locks"),
     ],
 )
 def test_a_file_system_that_cannot(run, tmp_path, monkeypatch, name, probe, value, status, text):
@@ -157,7 +165,7 @@ def test_nothing_can_be_written(run, tmp_path, monkeypatch):
 
 
 def test_little_space(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor, "LITTLE", 2**62)
+    monkeypatch.setattr(doctor, "MIN_FREE_BYTES", 2**62)
     assert "prune" in found(run, tmp_path)["free space"]["hint"]
 
 
@@ -235,7 +243,7 @@ def test_places_are_those_of_the_hub_client(where, tmp_path):
     code = (
         "from ckptctl.verbs import doctor as s\n"
         "from huggingface_hub import constants as c\n"
-        f"cache, home = s.{doctor._cache.__name__}(), s.{doctor._home.__name__}()\n"
+        f"cache, home = s.{doctor._check_hub_cache.__name__}(), s.{doctor._find_hub_home.__name__}()\n"
         "assert cache.found.startswith(c.HF_HUB_CACHE), (cache, c.HF_HUB_CACHE)\n"
         "assert str(home / 'token') == c.HF_TOKEN_PATH"
     )

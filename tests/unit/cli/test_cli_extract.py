@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckptctl.verbs.extraction.extract import FEW
+from ckptctl.verbs.extraction.extract import MAX_SHOWN
 from tests.checkpoints import save_dcp, save_hf, tiny_llama
 
 
@@ -92,10 +92,11 @@ def test_each_preview_follows_its_row(run, whole):
 
 def test_previews_that_are_left_out_are_spoken_of(run, tmp_path):
     path = tmp_path / "many.safetensors"
-    save_file({name: torch.ones(1) for name in ["x", *(f"w{n}" for n in range(FEW))]}, path)
+    save_file({name: torch.ones(1) for name in ["x", *(f"w{n}" for n in range(MAX_SHOWN))]}, path)
     result = run("extract", path, "*")
     assert (
-        result.stderr == f"note: values are only shown for up to {FEW} tensors; {FEW + 1} match\n"
+        result.stderr
+        == f"note: values are only shown for up to {MAX_SHOWN} tensors; {MAX_SHOWN + 1} match\n"
     )
     assert not run("extract", path, "w*").stderr
     assert not run("extract", path, "*", "-o", tmp_path / "out.pt").stderr

@@ -8,7 +8,7 @@ import ckptctl
 from ckptctl import formats
 from ckptctl.errors import UsageError
 from ckptctl.formats.base import GB
-from ckptctl.verbs.known_formats import known_formats
+from ckptctl.verbs.known_formats import list_known_formats
 from tests.contract.support import WRITABLE
 from tests.fakes import FakeFormat
 
@@ -170,7 +170,7 @@ def test_on_a_terminal(terminal):
 
 def test_torch_is_not_imported():
     code = (
-        f"import sys; from {known_formats.__module__} import {known_formats.__name__} as formats; "
+        f"import sys; from {list_known_formats.__module__} import {list_known_formats.__name__} as formats; "
         "formats();"
         "assert not {'torch', 'numpy', 'safetensors'} & set(sys.modules)"
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckptctl.planner.retention import Policy
-from ckptctl.runs.entries import entry_at
+from ckptctl.runs.entries import read_entry
 from ckptctl.runs.listing import read_run
 from ckptctl.runs.removal import plan_prune, run_prune
 from tests.runs import START, age, save_step, tear
@@ -58,10 +58,10 @@ def test_what_changed_since_the_plan_stays(tmp_path: Path, change: Callable[[Pat
         (path / INNER).touch()
         age(path, START + step)
     plan = plan_prune(root, Policy(last=1))
-    known = entry_at(root / "step-1")
+    known = read_entry(root / "step-1")
     change(root / "step-1")
-    now = entry_at(root / "step-1")
-    assert known and now and not now.same(known)
+    now = read_entry(root / "step-1")
+    assert known and now and not now.is_same(known)
     result = run_prune(plan)
     assert (result.done, list(result.failed)) == (("step-2",), ["step-1"])
     assert "changed" in result.failed["step-1"].what
@@ -98,4 +98,4 @@ def test_the_age_of_an_incomplete_one_counts_from_its_last_change(tmp_path: Path
     os.utime(path, (START, START))
     for min_age, removed in ((3600.0, ()), (900.0, ("step-2",))):
         plan = plan_prune(tmp_path, Policy(last=1, incomplete=True, min_age=min_age))
-        assert tuple(one.name for one in plan.of("remove")) == removed
+        assert tuple(one.name for one in plan.list_decisions("remove")) == removed

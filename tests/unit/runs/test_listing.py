@@ -15,8 +15,8 @@ import pytest
 from ckptctl.errors import FormatError, SourceNotFoundError, StorageError, UnsupportedError
 from ckptctl.planner.retention import Policy
 from ckptctl.runs import listing
-from ckptctl.runs.listing import newest, read_run
-from ckptctl.runs.notes import stated_step
+from ckptctl.runs.listing import find_newest, read_run
+from ckptctl.runs.notes import read_recorded_step
 from ckptctl.runs.removal import plan_prune
 from ckptctl.verbs.verification import model_check
 from tests.runs import START, age, save_step, tear
@@ -38,7 +38,7 @@ def test_by_step_not_by_text(tmp_path):
     for step in (10, 9, 100, 1):
         save_step(tmp_path / f"step-{step}")
     assert list(states(tmp_path)) == ["step-1", "step-9", "step-10", "step-100"]
-    assert newest(tmp_path).chosen.entry.path.name == "step-100"
+    assert find_newest(tmp_path).chosen.entry.path.name == "step-100"
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_what_lacks_a_file_of_the_others_is_complete_and_said_to_lack_it(tmp_pat
             (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
             age(tmp_path / f"checkpoint-{step}", START + 60 * step)
     assert states(tmp_path)["checkpoint-3"] == "complete"
-    seen = newest(tmp_path)
+    seen = find_newest(tmp_path)
     found, skipped = seen.chosen, seen.skipped
     assert (found.entry.path.name, skipped) == ("checkpoint-3", ())
     assert found.lacks == "trainer_state.json"
@@ -139,17 +139,17 @@ def test_accelerates_last_file_too(tmp_path):
         if step != 3:
             (path / "random_states_0.pkl").write_bytes(b"x")
             age(path, START + 60 * step)
-    assert newest(tmp_path).chosen.lacks == "random_states_0.pkl"
+    assert find_newest(tmp_path).chosen.lacks == "random_states_0.pkl"
 
 
 def test_work_grows_with_the_run_and_not_with_its_square(tmp_path, monkeypatch):
     looked: list[str] = []
-    has = listing._has
-    monkeypatch.setattr(listing, "_has", lambda *a: looked.append(a[1]) or has(*a))
+    has = listing._has_file
+    monkeypatch.setattr(listing, "_has_file", lambda *a: looked.append(a[1]) or has(*a))
     for step in range(30):
         save_step(tmp_path / f"step-{step}")
     read_run(tmp_path)
-    assert len(looked) == 30 * len(listing.COMPANIONS)
+    assert len(looked) == 30 * len(listing.COMPANION_FILES)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_what_cannot_be_read_is_unknown(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "is_file", refuse(is_file))
     assert states(tmp_path) == {"step-1": "complete", "step-2": "unknown"}
     with pytest.raises(StorageError, match="cannot be read") as caught:
-        newest(tmp_path)
+        find_newest(tmp_path)
     assert caught.value.where == str(tmp_path / "step-2")
     assert "EACCES" in caught.value.why
     assert f"`{tmp_path / 'step-1'}`, the newest complete one" in caught.value.hint
@@ -328,7 +328,7 @@ def test_what_the_system_does_not_let_us_read_is_unknown(tmp_path, monkeypatch, 
         "step-3": "complete",
     }
     plan = plan_prune(tmp_path, Policy(last=1, incomplete=True), force=True)
-    assert [one.name for one in plan.of("remove")] == ["step-2"]
+    assert [one.name for one in plan.list_decisions("remove")] == ["step-2"]
 
 
 class Own:
@@ -411,7 +411,7 @@ def test_the_newest_complete_one(tmp_path):
     for step in (1, 2, 3):
         save_step(tmp_path / f"step-{step}", files=2)
     sorted((tmp_path / "step-3").glob("*.safetensors"))[1].unlink()
-    seen = newest(tmp_path)
+    seen = find_newest(tmp_path)
     found, skipped = seen.chosen, seen.skipped
     assert found.entry.path == tmp_path / "step-2"
     assert [one.name for one in skipped] == ["step-3"]
@@ -420,13 +420,13 @@ def test_the_newest_complete_one(tmp_path):
 def test_of_two_series_the_one_that_was_written_last(tmp_path):
     save_step(tmp_path / "epoch_1", START + 99_999)
     save_step(tmp_path / "step-500")
-    assert newest(tmp_path).chosen.entry.path.name == "epoch_1"
+    assert find_newest(tmp_path).chosen.entry.path.name == "epoch_1"
 
 
 def test_none_is_complete(tmp_path):
     tear(save_step(tmp_path / "step-1"))
     with pytest.raises(SourceNotFoundError, match="no complete checkpoint found") as caught:
-        newest(tmp_path)
+        find_newest(tmp_path)
     assert "step-1" in caught.value.why
 
 
@@ -434,7 +434,7 @@ def test_why_the_newest_is_not_complete(tmp_path):
     for step in (1, 2):
         tear(save_step(tmp_path / "a run" / f"step-{step}"))
     with pytest.raises(SourceNotFoundError) as caught:
-        newest(tmp_path / "a run")
+        find_newest(tmp_path / "a run")
     assert caught.value.why.startswith("step-2: ") and caught.value.why.endswith("(and 1 more)")
     assert caught.value.hint.startswith(f"run `ckptctl verify '{tmp_path}/a run/step-2'`")
 
@@ -452,7 +452,7 @@ def test_links_are_listed_and_may_be_the_newest(tmp_path):
     assert (link.to_json()["link"], link.protection) == ("../other/step-300", ("a symbolic link",))
     assert read_run(root).others == ("step-400", "step-500")
     assert read_run(root).newest == {"step-100"}
-    assert newest(root).chosen.entry.path == root / "step-300"
+    assert find_newest(root).chosen.entry.path == root / "step-300"
 
 
 def test_a_link_to_what_lacks_a_file_of_the_others(tmp_path):
@@ -461,7 +461,7 @@ def test_a_link_to_what_lacks_a_file_of_the_others(tmp_path):
         (save_step(root / f"checkpoint-{step}") / "trainer_state.json").write_text("{}")
     save_step(tmp_path / "checkpoint-3")
     (root / "checkpoint-3").symlink_to(tmp_path / "checkpoint-3")
-    assert newest(root).chosen.lacks == "trainer_state.json"
+    assert find_newest(root).chosen.lacks == "trainer_state.json"
 
 
 @pytest.mark.parametrize("name", ["last.ckpt", "last-v1.ckpt"])
@@ -469,7 +469,7 @@ def test_what_lightning_saved_last(tmp_path, name):
     lightning(tmp_path / "epoch=0-step=3.ckpt", 3, "", None, None)
     lightning(tmp_path / name, 5, "", None, None)
     age(tmp_path / name, START)
-    found = newest(tmp_path)
+    found = find_newest(tmp_path)
     assert (found.chosen.entry.path.name, found.chosen.step) == (name, 5)
     assert [one.name for one in found.others] == ["epoch=0-step=3.ckpt"], "a later time"
     assert states(tmp_path) == {"epoch=0-step=3.ckpt": "complete", name: "complete"}
@@ -481,16 +481,16 @@ def test_the_numbered_name_of_what_lightning_saved_last(tmp_path, numbered):
     lightning(tmp_path / numbered, 5, "", None, None)
     lightning(tmp_path / "last.ckpt", 5, "", None, None)
     age(tmp_path / "last.ckpt", START + 9000)
-    found = newest(tmp_path)
+    found = find_newest(tmp_path)
     assert (found.chosen.entry.path.name, found.others) == (numbered, ())
 
 
 def test_what_lightning_saved_last_alone(tmp_path):
     lightning(tmp_path / "last.ckpt", 5, "", None, None)
-    assert newest(tmp_path).chosen.entry.path.name == "last.ckpt"
+    assert find_newest(tmp_path).chosen.entry.path.name == "last.ckpt"
     (tmp_path / "last.ckpt").write_bytes(b"torn")
     with pytest.raises(FormatError) as caught:
-        newest(tmp_path)
+        find_newest(tmp_path)
     assert "`last.ckpt` does not record the step" in caught.value.why
 
 
@@ -520,7 +520,7 @@ def test_a_folder_of_each_ranks_files_states_its_step(tmp_path):
 def test_steps_that_are_none(tmp_path, step):
     torch = pytest.importorskip("torch")
     torch.save({"global_step": step}, tmp_path / "last.ckpt")
-    assert stated_step(tmp_path / "last.ckpt") is None
+    assert read_recorded_step(tmp_path / "last.ckpt") is None
 
 
 def test_what_megatron_did_not_finish_says_which_file_is_missing():
@@ -592,19 +592,19 @@ def test_latest_does_not_skip_an_unknown_checkpoint_as_being_written(tmp_path):
     with pytest.raises(
         UnsupportedError, match="cannot determine whether the newest checkpoint is complete"
     ):
-        newest(tmp_path)
+        find_newest(tmp_path)
     (tmp_path / "epoch=0-step=1.ckpt").unlink()
     with pytest.raises(
         UnsupportedError, match="cannot determine whether the newest checkpoint is complete"
     ):
-        newest(tmp_path)
+        find_newest(tmp_path)
 
 
 def test_latest_ignores_older_unknown_checkpoints(tmp_path):
     torch = pytest.importorskip("torch")
     for step, held in ((1, Own()), (2, 3)):
         torch.save({"w": torch.ones(2), "args": held}, tmp_path / f"epoch=0-step={step}.ckpt")
-    assert newest(tmp_path).chosen.entry.path.name == "epoch=0-step=2.ckpt"
+    assert find_newest(tmp_path).chosen.entry.path.name == "epoch=0-step=2.ckpt"
 
 
 def test_a_trainer_may_have_begun_with_what_is_not_recognized_yet(tmp_path):
@@ -612,22 +612,22 @@ def test_a_trainer_may_have_begun_with_what_is_not_recognized_yet(tmp_path):
     (tmp_path / "checkpoint-2").mkdir()
     (tmp_path / "checkpoint-2" / "config.json").write_text("{}")
     assert states(tmp_path)["checkpoint-2"] == "unknown, being written"
-    assert newest(tmp_path).chosen.entry.path.name == "checkpoint-1"
+    assert find_newest(tmp_path).chosen.entry.path.name == "checkpoint-1"
     age(tmp_path / "checkpoint-2", START + 120)
     assert states(tmp_path)["checkpoint-2"] == "unknown"
     with pytest.raises(UnsupportedError):
-        newest(tmp_path)
+        find_newest(tmp_path)
 
 
 def test_equal_indexes_share_one_model_check(tmp_path, monkeypatch):
     checked = []
-    check = model_check.recognized_check
+    check = model_check.check_recognized
 
     def counted_check(catalog, *args):
         checked.append(catalog.root.name)
         return check(catalog, *args)
 
-    monkeypatch.setattr(model_check, "recognized_check", counted_check)
+    monkeypatch.setattr(model_check, "check_recognized", counted_check)
     for step in (1, 2, 3, 4, 5):
         shutil.copytree(DATA / "tiny-llama3-hf", tmp_path / f"step-{step}")
     config = tmp_path / "step-3" / "config.json"

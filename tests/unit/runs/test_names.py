@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from ckptctl.runs.names import is_last, parse, staged
+from ckptctl.runs.names import is_last, parse_name, parse_staged_name
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ from ckptctl.runs.names import is_last, parse, staged
     ],
 )
 def test_names(name, series, order):
-    found = parse(name)
+    found = parse_name(name)
     assert (found.series, found.order) == (series, order)
 
 
@@ -71,7 +71,7 @@ def test_names(name, series, order):
     ],
 )
 def test_names_that_are_none(name):
-    assert parse(name) is None
+    assert parse_name(name) is None
 
 
 @pytest.mark.parametrize(
@@ -90,10 +90,10 @@ def test_what_lightning_calls_last(name, last):
 
 
 def test_metrics_in_names():
-    found = parse("epoch=3-step=100-val_loss=0.25-lr=1e-05-acc=-2.ckpt")
+    found = parse_name("epoch=3-step=100-val_loss=0.25-lr=1e-05-acc=-2.ckpt")
     assert found.metrics == {"val_loss": 0.25, "lr": 1e-05, "acc": -2.0}
-    assert parse("epoch_1_step_20_val_loss=0.5").metrics == {"val_loss": 0.5}
-    assert math.isnan(parse("epoch=3-val_loss=nan.ckpt").metrics["val_loss"])
+    assert parse_name("epoch_1_step_20_val_loss=0.5").metrics == {"val_loss": 0.5}
+    assert math.isnan(parse_name("epoch=3-val_loss=nan.ckpt").metrics["val_loss"])
 
 
 @pytest.mark.parametrize(
@@ -106,4 +106,4 @@ def test_metrics_in_names():
     ],
 )
 def test_staged(name, target):
-    assert staged(name) == target
+    assert parse_staged_name(name) == target

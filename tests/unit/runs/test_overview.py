@@ -10,8 +10,8 @@ import pytest
 
 from ckptctl import formats
 from ckptctl.errors import FormatError
-from ckptctl.verbs.inspection.inspect import inspect, overview
-from ckptctl.verbs.verification.verify import verify
+from ckptctl.verbs.inspection.inspect import describe_run, inspect_checkpoint
+from ckptctl.verbs.verification.verify import verify_checkpoint
 from ckptctl.verbs.verification.verify_options import VerifyOptions
 from tests.runs import START, age, save_step, tear
 from tests.unit.cli.conftest import run
@@ -32,7 +32,7 @@ def torn(tmp_path: Path) -> Path:
 
 
 def test_a_newer_torn_one_is_not_passed_over(torn):
-    for look in (formats.open_checkpoint, lambda path: verify(path, VerifyOptions())):
+    for look in (formats.open_checkpoint, lambda path: verify_checkpoint(path, VerifyOptions())):
         with pytest.raises(FormatError, match="newest checkpoint") as caught:
             look(torn)
         assert "`step-200` is not recognized as a checkpoint" in caught.value.why
@@ -77,7 +77,7 @@ def test_inspect_lists_what_ls_lists(run, torn):
     assert [one["verdict"] for one in found["checkpoints"]] == ["complete", "damaged"]
     assert found["checkpoints"][1]["problems"] == ["`.metadata` is missing"]
     assert (found["format"], found["complete"]) == ("run", False)
-    assert inspect(torn).to_json().items() <= found.items()
+    assert inspect_checkpoint(torn).to_json().items() <= found.items()
 
 
 def test_inspect_lists_torn_ones_alone(run, tmp_path):
@@ -89,7 +89,7 @@ def test_inspect_lists_torn_ones_alone(run, tmp_path):
 
 def test_a_damaged_checkpoint_is_no_run(run, tmp_path):
     path = tear(save_step(tmp_path / "step-1"))
-    assert overview(path) is None
+    assert describe_run(path) is None
     result = run("inspect", path)
     assert result.stdout != run("ls", tmp_path).stdout
 
@@ -97,5 +97,5 @@ def test_a_damaged_checkpoint_is_no_run(run, tmp_path):
 def test_the_tensors_of_members_are_counted(tmp_path):
     save_step(tmp_path / "step-1", files=2)
     save_step(tmp_path / "step-2", files=3)
-    found = overview(tmp_path)
+    found = describe_run(tmp_path)
     assert found and [one.tensors for one in found.checkpoints] == [2, 3]

@@ -22,8 +22,8 @@ import ckptctl
 from ckptctl.errors import RefusedError, StorageError
 from ckptctl.planner.retention import Policy
 from ckptctl.runs import protections
-from ckptctl.runs.health import metrics
-from ckptctl.runs.listing import newest, read_run
+from ckptctl.runs.health import read_metrics
+from ckptctl.runs.listing import find_newest, read_run
 from ckptctl.runs.protections import NAMING, POINTERS, PROTECTIONS, Pointers, Protection, RunView
 from ckptctl.runs.removal import Trainer, plan_prune, run_prune
 from ckptctl.storage import json_reader, trash
@@ -58,7 +58,7 @@ def aged(run: Path) -> None:
 
 def removed(run: Path, policy: Policy = LAST) -> list[str]:
     aged(run)
-    return [one.name for one in plan_prune(run, policy).of("remove")]
+    return [one.name for one in plan_prune(run, policy).list_decisions("remove")]
 
 
 def trained(root: Path, best: dict[int, object]) -> Path:
@@ -133,7 +133,7 @@ def test_the_state_of_a_torn_checkpoint_does_not_block(tmp_path: Path) -> None:
     root = trained(tmp_path, {1: 1, 2: 1, 3: 1, 4: text[:20]})
     tear(root / "checkpoint-4", START + 240)
     plan = plan_prune(root, LAST)
-    assert [one.name for one in plan.of("remove")] == ["checkpoint-2"]
+    assert [one.name for one in plan.list_decisions("remove")] == ["checkpoint-2"]
     assert plan.decisions[0].reasons == (
         "named by `trainer_state.json` of `checkpoint-3` as the best "
         "(the one of `checkpoint-4` cannot be read)",
@@ -149,7 +149,7 @@ def test_a_state_that_is_longer_than_what_is_read_at_once(
     monkeypatch.setattr(json_reader, "CHUNK_CHARACTERS", 7)
     root = trained(tmp_path, {1: 2, 2: 2, 3: 2, 4: 2})
     assert removed(root) == ["checkpoint-1", "checkpoint-3"]
-    assert metrics(root / "checkpoint-3") == {"eval_loss": 1 / 3}
+    assert read_metrics(root / "checkpoint-3") == {"eval_loss": 1 / 3}
 
 
 @pytest.mark.slow
@@ -169,7 +169,7 @@ def test_a_step_that_stands_behind_the_log(tmp_path: Path) -> None:
     path = save_step(tmp_path / "checkpoint-2")
     log = [{"eval_loss": 3.0, "step": 1}, {"eval_loss": 2.0, "step": 2}]
     (path / "trainer_state.json").write_text(json.dumps({"log_history": log, "global_step": 2}))
-    assert metrics(path) == {"eval_loss": 2.0}
+    assert read_metrics(path) == {"eval_loss": 2.0}
 
 
 @pytest.mark.parametrize(
@@ -212,18 +212,18 @@ def test_what_lightning_noted_has_to_be_read(
         path = tmp_path / f"epoch=0-step={step}.ckpt"
         torch.save({"global_step": step, "state_dict": {"w": torch.ones(2)}}, path)
         age(path, START + step)
-    assert len(plan_prune(tmp_path, LAST).of("remove")) == 2
+    assert len(plan_prune(tmp_path, LAST).list_decisions("remove")) == 2
     from ckptctl.runs import notes
 
     def fail(*_: object, **__: object) -> None:
         raise StorageError("cannot read: Input/output error (EIO)")
 
-    notes._read.cache_clear()
+    notes._read_archive_notes.cache_clear()
     monkeypatch.setattr(notes, "read_archive", fail)
     with pytest.raises(StorageError, match="pointer cannot be read"):
         plan_prune(tmp_path, LAST)
     monkeypatch.undo()  # and it is not remembered
-    assert len(plan_prune(tmp_path, LAST).of("remove")) == 2
+    assert len(plan_prune(tmp_path, LAST).list_decisions("remove")) == 2
 
 
 # --- pointers in other spellings ----------------------------------------------------------------
@@ -260,7 +260,9 @@ def test_a_folder_in_place_of_a_number(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save_step(tmp_path / f"iter_{step:07}", START + 60 * step)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("iter_0000002")
-    assert [one.name for one in plan_prune(tmp_path, LAST).of("remove")] == ["iter_0000001"]
+    assert [one.name for one in plan_prune(tmp_path, LAST).list_decisions("remove")] == [
+        "iter_0000001"
+    ]
 
 
 def test_the_best_one_as_windows_writes_it(tmp_path: Path) -> None:
@@ -300,7 +302,7 @@ def test_pointers_that_nobody_understands(run: Path, name: str, text: str) -> No
 @pytest.mark.parametrize("written", ["step-2", "step-2/", "{}/step-2", "{}/step-2/", "./step-2"])
 def test_patterns_as_a_shell_completes_them(run: Path, written: str) -> None:
     plan = plan_prune(run, Policy(last=1, patterns=(written.format(run),)))
-    assert [one.name for one in plan.of("remove")] == ["step-1", "step-3"]
+    assert [one.name for one in plan.list_decisions("remove")] == ["step-1", "step-3"]
 
 
 @pytest.mark.parametrize("pattern", ["step-20", "stpe-*", "r/step-9/", "/"])
@@ -336,7 +338,7 @@ def test_folders_that_nest_deeply(apart: Path, run: Path, depth: int) -> None:
     nest(run / "step-1", depth)
     nest(run, depth)
     os.utime(run / "step-1", (START, START))
-    assert newest(run).chosen.name == "step-4"
+    assert find_newest(run).chosen.name == "step-4"
     assert len(read_run(run).checkpoints) == 4
     assert run_prune(plan_prune(run, LAST, now=START * 2)).done == ("step-1", "step-2", "step-3")
     assert sorted(item.name for item in run.iterdir()) == ["deep", "step-4"]
@@ -379,7 +381,10 @@ def test_links_in_hidden_and_deep_folders(run: Path, place: str) -> None:
     folder = run / place
     folder.mkdir(parents=True)
     (folder / "x").symlink_to(run / "step-2")
-    assert [one.name for one in plan_prune(run, LAST).of("remove")] == ["step-1", "step-3"]
+    assert [one.name for one in plan_prune(run, LAST).list_decisions("remove")] == [
+        "step-1",
+        "step-3",
+    ]
 
 
 def test_links_in_the_trash_keep_nothing(run: Path) -> None:
@@ -392,14 +397,14 @@ def test_a_folder_too_full_to_look_for_links_in(run: Path, monkeypatch: pytest.M
     (run / "logs" / "a").mkdir(parents=True)
     for number in range(30):
         (run / "logs" / "a" / str(number)).write_text("")
-    assert [one.name for one in plan_prune(run, LAST).of("remove")] == [
+    assert [one.name for one in plan_prune(run, LAST).list_decisions("remove")] == [
         "step-1",
         "step-2",
         "step-3",
     ]
     monkeypatch.setattr(protections, "MAX_ENTRIES", 20)
     plan = plan_prune(run, LAST)
-    assert plan.of("remove") == ()
+    assert plan.list_decisions("remove") == ()
     assert plan.decisions[0].reasons == (
         "named by `logs`, which has too many entries to search for links",
     )
@@ -494,7 +499,7 @@ def test_links_do_not_make_a_run_of_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="this is a checkpoint, not"):
         plan_prune(tmp_path / "model", LAST)
     (tmp_path / "model" / "best").symlink_to("step-1")
-    assert plan_prune(tmp_path / "model", LAST).of("remove") == ()
+    assert plan_prune(tmp_path / "model", LAST).list_decisions("remove") == ()
 
 
 # --- what a pointer that leads elsewhere holds ---------------------------------------------------
@@ -556,7 +561,7 @@ def test_a_run_with_a_pointer_is_no_checkpoint_itself(tmp_path: Path, text: str)
         shutil.copytree(source, tmp_path / f"global_step{step}")
         age(tmp_path / f"global_step{step}", START + step * 60)
     (tmp_path / "latest").write_text(text)
-    gone = [one.name for one in plan_prune(tmp_path, LAST).of("remove")]
+    gone = [one.name for one in plan_prune(tmp_path, LAST).list_decisions("remove")]
     assert gone == ["global_step1", *(["global_step2"] if "999" in text else [])]
 
 
@@ -572,7 +577,7 @@ def test_a_run_of_megatron_whose_tracker_names_what_is_gone(
         age(folder, START + step * 60)
     (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text(text)
     plan = plan_prune(tmp_path / "run", LAST)
-    assert [one.name for one in plan.of("remove")] == ["iter_0000010"]
+    assert [one.name for one in plan.list_decisions("remove")] == ["iter_0000010"]
 
 
 def test_the_documentation_names_every_file_that_names_a_checkpoint() -> None:
@@ -651,7 +656,7 @@ def test_each_protection_protects(run: Path, one: Protection) -> None:
     trainer = Trainer(in_use=used) if used else None
     plan = plan_prune(run, Policy(last=1, incomplete=True, min_age=0.0), trainer=trainer)
     name = "last.ckpt" if one.name == "last checkpoint" else "step-2"
-    gone = [decision.name for decision in plan.of("remove")]
+    gone = [decision.name for decision in plan.list_decisions("remove")]
     (decision,) = (decision for decision in plan.decisions if decision.name == name)
     assert name not in gone and "step-3" in gone, decision.reasons
     checkpoints = [decision.checkpoint for decision in plan.decisions]
@@ -671,7 +676,7 @@ def test_a_record_that_is_not_understood_protects(run: Path, text: str) -> None:
     assert listed.protection[0].startswith("its `ckptctl.run.json` cannot be read: ")
     plan = plan_prune(run, Policy(last=1))
     assert [one.action for one in plan.decisions] == ["remove", "skip", "remove", "keep"]
-    found = newest(run)
+    found = find_newest(run)
     assert found.chosen.name == "step-4"
     assert "`ckptctl.run.json` of `step-2` cannot be read" in found.doubts[0]
 

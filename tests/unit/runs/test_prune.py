@@ -56,7 +56,7 @@ def prune(root: Path, policy: Policy = LAST, **more) -> op.PruneResult:
 def test_the_plan_changes_nothing(run):
     before = snapshot(run)
     plan = plan_prune(run, Policy(last=2))
-    assert [one.name for one in plan.of("remove")] == ["step-1", "step-2", "step-9"]
+    assert [one.name for one in plan.list_decisions("remove")] == ["step-1", "step-2", "step-9"]
     assert plan.nbytes == sum(
         f.stat().st_size for n in (1, 2, 9) for f in (run / f"step-{n}").iterdir()
     )
@@ -69,7 +69,7 @@ def test_removed(run):
     assert result.done == ("step-1", "step-2", "step-9")
     assert (result.freed, result.failed) == (plan.nbytes, {})
     assert names(run) == ["step-10", "step-100"]
-    assert plan_prune(run, Policy(last=2)).idle
+    assert plan_prune(run, Policy(last=2)).is_idle
 
 
 @pytest.mark.parametrize("policy", [Policy(), Policy(last=0), Policy(every=0), Policy(within=0.0)])
@@ -148,7 +148,7 @@ def test_links_are_neither_counted_nor_removed(run, tmp_path, policy):
     (run / "step-3").symlink_to("../other/step-300")
     before = snapshot(other)
     plan = plan_prune(run, policy)
-    assert {one.name: one.reasons for one in plan.of("skip")} == {
+    assert {one.name: one.reasons for one in plan.list_decisions("skip")} == {
         "step-3": ("a symbolic link",),
         "step-300": ("a symbolic link",),
     }
@@ -189,7 +189,7 @@ def test_what_lightning_saved_last_stays(tmp_path):
         ("last-v1.ckpt", "skip"),
         ("last.ckpt", "skip"),
     ]
-    assert plan.of("skip")[0].reasons[0] == "the newest according to its trainer"
+    assert plan.list_decisions("skip")[0].reasons[0] == "the newest according to its trainer"
     run_prune(plan)
     assert names(tmp_path) == ["epoch=0-step=3.ckpt", "last-v1.ckpt", "last-v2.ckpt", "last.ckpt"]
 
@@ -212,7 +212,7 @@ def test_a_file_added_later_is_not_the_time_of_a_checkpoint(run, name):
 def test_a_file_added_later_does_not_keep_its_checkpoint(run):
     (run / "step-2" / "eval.json").write_text("x")
     plan = plan_prune(run, Policy(within=91 * 60.0))
-    assert [one.name for one in plan.of("remove")] == ["step-1", "step-2"]
+    assert [one.name for one in plan.list_decisions("remove")] == ["step-1", "step-2"]
 
 
 def test_nothing_there(tmp_path):
@@ -238,8 +238,8 @@ def test_what_is_not_complete_does_not_count(run):
     tear(run / "step-100")
     tear(save_step(run / "step-200"), time.time())
     plan = plan_prune(run, LAST)
-    assert [one.name for one in plan.of("keep")] == ["step-10"]
-    assert [one.name for one in plan.of("skip")] == ["step-100", "step-200"]
+    assert [one.name for one in plan.list_decisions("keep")] == ["step-10"]
+    assert [one.name for one in plan.list_decisions("skip")] == ["step-100", "step-200"]
     run_prune(plan)
     assert names(run) == ["step-10", "step-100", "step-200"]
     assert prune(run, Policy(last=1, incomplete=True)).done == ("step-100",)
@@ -256,7 +256,7 @@ def test_a_clock_that_is_ahead_of_the_file_systems(run):
     tear(run / "step-100", time.time() - 60)
     ahead = time.time() + 7200
     plan = plan_prune(run, Policy(last=5, incomplete=True), now=ahead)
-    assert [one.name for one in plan.of("remove")] == ["step-100"]
+    assert [one.name for one in plan.list_decisions("remove")] == ["step-100"]
     result = run_prune(plan)
     assert result.done == ()
     assert "still be writing" in result.failed["step-100"].what
@@ -344,12 +344,14 @@ def test_a_metric_that_is_no_number_is_not_ignored(run, stated):
         (run / f"step-{step}" / "ckptctl.run.json").write_text(f'{{"metrics": {{"loss": {loss}}}}}')
         age(run / f"step-{step}", START + step * 60)
     plan = plan_prune(run, Policy(best=(BestRule("loss", True),)))
-    (skipped,) = plan.of("skip")
+    (skipped,) = plan.list_decisions("skip")
     assert skipped.name == "step-1"
     decision = next(one for one in plan.decisions if one.action == "skip")
     assert "metric `loss` is not a number" in decision.reasons[0]
-    assert "step-9" in [one.name for one in plan.of("remove")]
-    assert "step-1" in [one.name for one in plan_prune(run, Policy(last=1)).of("remove")]
+    assert "step-9" in [one.name for one in plan.list_decisions("remove")]
+    assert "step-1" in [
+        one.name for one in plan_prune(run, Policy(last=1)).list_decisions("remove")
+    ]
 
 
 def test_a_metric_that_is_null_is_not_stated(run):
@@ -357,7 +359,7 @@ def test_a_metric_that_is_null_is_not_stated(run):
         (run / f"step-{step}" / "ckptctl.run.json").write_text(f'{{"metrics": {{"loss": {loss}}}}}')
         age(run / f"step-{step}", START + step * 60)
     plan = plan_prune(run, Policy(best=(BestRule("loss", True),)))
-    assert "step-1" in [one.name for one in plan.of("remove")]
+    assert "step-1" in [one.name for one in plan.list_decisions("remove")]
 
 
 def test_a_process_without_a_home(run, monkeypatch):
@@ -374,8 +376,8 @@ def test_a_process_without_a_home(run, monkeypatch):
 
 def test_n_above_the_count(run):
     plan = plan_prune(run, Policy(last=99))
-    assert plan.idle
-    assert len(plan.of("keep")) == 5
+    assert plan.is_idle
+    assert len(plan.list_decisions("keep")) == 5
 
 
 @pytest.mark.parametrize("place", ["step-1", "logs"])
@@ -512,7 +514,7 @@ def test_a_crash_leaves_trash_that_the_next_run_removes(run, monkeypatch):
     assert left == ["step-1"]
     assert names(run) == [".ckptctl-trash", "step-10", "step-100", "step-2", "step-9"]
     plan = plan_prune(run, Policy(last=4))
-    assert (plan.leftovers, plan.idle, plan.of("remove")) == (("step-1",), False, ())
+    assert (plan.leftovers, plan.is_idle, plan.list_decisions("remove")) == (("step-1",), False, ())
     run_prune(plan)
     assert names(run) == ["step-10", "step-100", "step-2", "step-9"]
 
@@ -523,7 +525,7 @@ def test_a_run_that_was_killed_at_its_end_leaves_no_trash_for_good(run, inside):
     for name in inside:
         (run / ".ckptctl-trash" / name).write_text("1\n")
     plan = plan_prune(run, Policy(last=9))
-    assert plan.idle
+    assert plan.is_idle
     with lock.hold_lock(run / ".ckptctl-trash", run, "removing") if inside else nullcontext():
         run_prune(plan)
         assert (".ckptctl-trash" in names(run)) == bool(inside), "another run is at it"

@@ -15,7 +15,7 @@ from ckptctl.errors import CkptError, RefusedError
 from ckptctl.formats import open_checkpoint
 from ckptctl.planner.retention import Policy
 from ckptctl.remote.store import FsspecStore
-from ckptctl.runs.listing import newest, read_run
+from ckptctl.runs.listing import find_newest, read_run
 from ckptctl.runs.removal import PruneResult, plan_prune, run_prune
 from ckptctl.storage import processes
 from ckptctl.storage.paths import resolve_source_path
@@ -84,7 +84,7 @@ def test_removed(run: str) -> None:
     assert result.done == ("step-1", "step-2") and not result.failed
     assert result.freed == result.plan.nbytes
     assert names(run) == ["notes.txt", "step-10"]
-    assert plan_prune(run, LAST).idle
+    assert plan_prune(run, LAST).is_idle
 
 
 def test_a_single_file(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_killed_before_every_change(run: str, tmp_path: Path) -> None:
             if name in seen and seen[name].complete:
                 own = [file for file in whole if file.startswith(f"{name}/")]
                 assert set(own) <= set(files(run)), number
-        assert newest(resolve_source_path(run), now=LATER).chosen.name == "step-10"
+        assert find_newest(resolve_source_path(run), now=LATER).chosen.name == "step-10"
         interrupted += any("the deletion did not finish" in one.problem for one in seen.values())
         prune(run)
         assert names(run) == ["step-10"], number

@@ -12,7 +12,7 @@ import pytest
 from ckptctl.errors import StorageError
 from ckptctl.planner.retention import Policy
 from ckptctl.runs.listing import read_run
-from ckptctl.runs.protections import mentioned, understood
+from ckptctl.runs.protections import find_mentioned, is_known_reference
 from ckptctl.runs.removal import plan_prune, run_prune
 from tests.runs import START, age, save_step, tear
 
@@ -33,7 +33,7 @@ def aged(run: Path) -> None:
 
 def removed(run: Path) -> list[str]:
     aged(run)
-    return [one.name for one in plan_prune(run, LAST).of("remove")]
+    return [one.name for one in plan_prune(run, LAST).list_decisions("remove")]
 
 
 def test_links_that_lead_through_another_checkpoint(run: Path) -> None:
@@ -125,7 +125,9 @@ def test_the_best_one_is_that_of_the_checkpoint_to_go_on_from(tmp_path: Path) ->
         (path / "trainer_state.json").write_text(json.dumps(state))
         age(path, START + 60 * step)
     tear(tmp_path / "checkpoint-4", START + 240)
-    assert [one.name for one in plan_prune(tmp_path, LAST).of("remove")] == ["checkpoint-2"]
+    assert [one.name for one in plan_prune(tmp_path, LAST).list_decisions("remove")] == [
+        "checkpoint-2"
+    ]
 
 
 def test_hard_links_free_nothing(run: Path) -> None:
@@ -133,7 +135,7 @@ def test_hard_links_free_nothing(run: Path) -> None:
     os.link(run / "step-1" / "model.safetensors", run / "step-2" / "model.safetensors")
     aged(run)
     plan = plan_prune(run, Policy(last=2))
-    assert (plan.nbytes, plan.of("remove")[0].checkpoint.entry.nbytes > 0) == (0, True)
+    assert (plan.nbytes, plan.list_decisions("remove")[0].checkpoint.entry.nbytes > 0) == (0, True)
     assert run_prune(plan).done == ("step-1",)
     assert [one.complete for one in read_run(run).checkpoints] == [True, True]
 
@@ -157,9 +159,9 @@ def test_hard_links_free_nothing(run: Path) -> None:
 def test_the_step_that_a_pointer_states_is_found_in_linear_time(
     text: str, names: tuple[str, ...]
 ) -> None:
-    assert mentioned(text, ["step-100"], lambda _: None) == names
+    assert find_mentioned(text, ["step-100"], lambda _: None) == names
 
 
 @pytest.mark.parametrize("text", ["0" * 60_000 + "!", "a" * 60_000 + "!", "step-7", "a.b", "7"])
 def test_what_looks_like_a_step_is_told_in_linear_time(text: str, tmp_path: Path) -> None:
-    assert understood(text, tmp_path) == (text in ("step-7", "7"))
+    assert is_known_reference(text, tmp_path) == (text in ("step-7", "7"))

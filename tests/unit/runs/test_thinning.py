@@ -14,7 +14,7 @@ from ckptctl.planner.retention import Policy
 from ckptctl.runs import thinning
 from ckptctl.runs.removal import plan_prune, run_prune
 from ckptctl.storage import file_system
-from ckptctl.verbs.verification.verify import verify
+from ckptctl.verbs.verification.verify import verify_checkpoint
 from ckptctl.verbs.verification.verify_options import VerifyOptions
 from tests.checkpoints import (
     differences,
@@ -68,7 +68,7 @@ def test_dcp(tmp_path: Path, style: Style) -> None:
     assert (tmp_path / "step-1" / ".metadata").stat().st_mtime == START + 1
     assert sorted(item.name for item in tmp_path.iterdir()) == ["step-1", "step-2"]
     again = plan_prune(tmp_path, Policy(last=1), thin=True)
-    assert again.idle
+    assert again.is_idle
     assert again.decisions[0].reasons == ("it contains no optimizer state",)
 
 
@@ -141,13 +141,13 @@ def test_what_is_added_while_it_is_written_anew_is_not_lost(
 ) -> None:
     for step in (1, 2):
         age(save_training_dcp(tmp_path / f"step-{step}", MODEL), START + step)
-    keep_time = thinning._keep_time
+    keep_time = thinning._set_times
 
     def added(target: Path, time: float) -> None:
         (tmp_path / "step-1" / "eval.json").write_text("{}")
         keep_time(target, time)
 
-    monkeypatch.setattr(thinning, "_keep_time", added)
+    monkeypatch.setattr(thinning, "_set_times", added)
     _, result = thin(tmp_path)
     assert "changed" in result.failed["step-1"].what
     assert (tmp_path / "step-1" / "eval.json").exists()
@@ -159,7 +159,7 @@ def test_lists_of_digests_say_what_is_left(tmp_path: Path) -> None:
     for step in (1, 2):
         path = save_step(tmp_path / f"checkpoint-{step}")
         (path / "optimizer.pt").write_bytes(b"m" * 5000)
-        verify(path, VerifyOptions(level="full", manifest=True))
+        verify_checkpoint(path, VerifyOptions(level="full", manifest=True))
     sums = tmp_path / "checkpoint-1" / "SHA256SUMS"
     age(tmp_path / "checkpoint-1", START)
     before = sums.read_text().splitlines()
@@ -168,7 +168,10 @@ def test_lists_of_digests_say_what_is_left(tmp_path: Path) -> None:
     assert result.freed == 5000
     assert sums.read_text().splitlines() == [line for line in before if "optimizer" not in line]
     assert sums.stat().st_mtime == START
-    assert verify(tmp_path / "checkpoint-1", VerifyOptions(level="full")).verdict == "complete"
+    assert (
+        verify_checkpoint(tmp_path / "checkpoint-1", VerifyOptions(level="full")).verdict
+        == "complete"
+    )
 
 
 def test_a_list_that_cannot_be_written_keeps_the_optimizer(

@@ -65,7 +65,7 @@ def test_trash_in_which_something_is_mounted_is_left(
         two_phase_delete, "list_mounts_in", lambda path: [busy] if path == busy else []
     )
     with lock_for_deletion(root) as found:
-        assert found.left() == ["old"]
+        assert found.list_undeleted() == ["old"]
     assert "old" in names(root / TRASH_FOLDER)
 
 
@@ -73,7 +73,7 @@ def test_trash_of_an_earlier_run_goes_before_anything_else(root: Path) -> None:
     """It may be what fills the disk, and a run that fails later has still removed it."""
     (root / TRASH_FOLDER / "old" / "inner").mkdir(parents=True)
     with pytest.raises(KeyError), lock_for_deletion(root) as found:
-        assert found.left() == []
+        assert found.list_undeleted() == []
         raise KeyError
     assert names(root) == ["one", "two"]
 

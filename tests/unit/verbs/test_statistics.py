@@ -15,7 +15,7 @@ from ckptctl.catalog import Box, Extent, TensorEntry
 from ckptctl.errors import DamagedError
 from ckptctl.storage.files import source_files
 from ckptctl.verbs import statistics as measuring
-from ckptctl.verbs.statistics import BINS, Statistics, measure, merge
+from ckptctl.verbs.statistics import BINS, Statistics, measure_tensor, merge_statistics
 
 
 def stored(folder, tensor, prefix=b""):
@@ -31,7 +31,7 @@ def stored(folder, tensor, prefix=b""):
 
 def measured(folder, tensor, window):
     with source_files(folder) as files, mock.patch.object(measuring, "WINDOW", window):
-        return measure(files, stored(folder, tensor, b"#" * 16), lambda _: None, BINS)
+        return measure_tensor(files, stored(folder, tensor, b"#" * 16), lambda _: None, BINS)
 
 
 def agrees(found, values):
@@ -140,14 +140,14 @@ def test_truncated_file(tmp_path):
     entry = stored(tmp_path, torch.ones(100))
     (tmp_path / "data.bin").write_bytes(b"\0" * 399)
     with source_files(tmp_path) as files, pytest.raises(DamagedError, match="truncated"):
-        measure(files, entry, lambda _: None, BINS)
+        measure_tensor(files, entry, lambda _: None, BINS)
 
 
 @given(st.lists(st.lists(st.floats(-1e6, 1e6), min_size=1), min_size=1, max_size=6))
 def test_merging_equals_one_pass(parts):
     total = Statistics()
     for part in parts:
-        total = merge(
+        total = merge_statistics(
             total,
             Statistics(
                 len(part), 0, 0, min(part), max(part), oracle.fmean(part), oracle.pstdev(part)
@@ -174,7 +174,7 @@ def test_tensors_are_looked_at_side_by_side_and_told_in_order(jobs: int) -> None
         return int(entry.name)
 
     read: list[int] = []
-    found = list(measuring.side_by_side(entries, [4] * 20, look, read.append, jobs))
+    found = list(measuring.map_in_parallel(entries, [4] * 20, look, read.append, jobs))
     assert sum(read) == 4 * 20
     assert [entry.name for entry, _ in found] == [entry.name for entry in entries]
     assert [one for _, one in found[:7]] == list(range(7)) and found[8][1] == 8
@@ -194,7 +194,7 @@ def test_a_look_ends_when_nobody_waits_for_it() -> None:
                 time.sleep(0.001)
             finished.append(entry.name)
 
-    looks = measuring.side_by_side([empty, replace(empty, name="long")], [0, 0], look, None, 2)
+    looks = measuring.map_in_parallel([empty, replace(empty, name="long")], [0, 0], look, None, 2)
     assert next(looks) == (empty, None)
     del looks
     assert not finished

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from ckptctl.verbs.report.data import Report
 
 SCHEMA = "ckptctl.report/1"
-SAFE = 2**53 - 1
+MAX_SAFE_INTEGER = 2**53 - 1
 """Largest integer up to which JavaScript's numbers are exact."""
-BIG = re.compile(r"\d{16}")
-HEAD = 1024
+BIG_INTEGER = re.compile(r"\d{16}")
+HEAD_BYTES = 1024
 """Leading bytes of a page that contain its generator."""
 GENERATOR = '<meta name="generator" content="ckptctl report">'
 SCRIPTS = (
@@ -57,59 +57,59 @@ SCRIPTS = (
 )
 
 
-def page(document: Mapping[str, object]) -> str:
+def build_page(document: Mapping[str, object]) -> str:
     """Build the page that shows *document*."""
-    style = f"\n{_text('page.css')}"
-    script = "\n".join(['\n"use strict";', *map(_text, SCRIPTS)])
+    style = f"\n{_read_resource('page.css')}"
+    script = "\n".join(['\n"use strict";', *map(_read_resource, SCRIPTS)])
     data = {"schema": SCHEMA, "ckptctl": __version__, **document}
     policy = (
-        f"default-src 'none'; style-src '{_digest(style)}'; "
-        f"script-src '{_digest(script)}'; base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; style-src '{_compute_digest(style)}'; "
+        f"script-src '{_compute_digest(script)}'; base-uri 'none'; form-action 'none'"
     )
-    return Template(_text("page.html")).substitute(
+    return Template(_read_resource("page.html")).substitute(
         generator=GENERATOR,
         policy=policy,
         title=html.escape(str(document.get("path", "")).encode("ascii", "replace").decode()),
         style=style,
         script=script,
-        data=embedded(data),
+        data=embed_json(data),
     )
 
 
-def embedded(document: Mapping[str, object]) -> str:
+def embed_json(document: Mapping[str, object]) -> str:
     """Encode *document* as JSON that is safe inside an HTML page.
 
-    Integers beyond :data:`SAFE` become text, so that the script receives all digits.
+    Integers beyond :data:`MAX_SAFE_INTEGER` become text, so that the script receives all digits.
     """
-    text = _json(document)
-    if BIG.search(text):
-        text = _json(_exact(document))
+    text = _encode_json(document)
+    if BIG_INTEGER.search(text):
+        text = _encode_json(_keep_digits(document))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _json(value: object) -> str:
+def _encode_json(value: object) -> str:
     return json.dumps(value, allow_nan=False, separators=(",", ":"))
 
 
-def _exact(value: object) -> object:
+def _keep_digits(value: object) -> object:
     if isinstance(value, dict):
-        return {name: _exact(one) for name, one in value.items()}
+        return {name: _keep_digits(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_exact(one) for one in value]
-    return str(value) if isinstance(value, int) and abs(value) > SAFE else value
+        return [_keep_digits(item) for item in value]
+    return str(value) if isinstance(value, int) and abs(value) > MAX_SAFE_INTEGER else value
 
 
-def _digest(text: str) -> str:
+def _compute_digest(text: str) -> str:
     """Return the digest that a policy uses to allow an element (CSP level 3, section 2.3.1)."""
     return f"sha256-{b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
-def _text(name: str) -> str:
+def _read_resource(name: str) -> str:
     return (files(__package__) / name).read_text(encoding="utf-8")
 
 
 @contextmanager
-def written(
+def publish_page(
     output: Path | None, sources: Sequence[str | TreePath], overwrite: bool
 ) -> Iterator[Callable[[Report], None]]:
     """Reserve the path of a page outside of *sources*, and yield a function that publishes it."""
@@ -119,16 +119,20 @@ def written(
     target = output
     for source in sources:
         origin = formats.to_existing_path(source)
-        target = Path(require_destination(origin, output, overwrite, PAGE, ELSEWHERE).path)
-    with stage_output(target, overwrite=overwrite, single_file=True, is_checkpoint=PAGE) as stage:
+        target = Path(
+            require_destination(origin, output, overwrite, REPLACEABLE_PAGE, ELSEWHERE).path
+        )
+    with stage_output(
+        target, overwrite=overwrite, single_file=True, is_checkpoint=REPLACEABLE_PAGE
+    ) as stage:
 
-        def write(report: Report) -> None:
-            content = page(report.to_json()).encode()
+        def write_page(report: Report) -> None:
+            content = build_page(report.to_json()).encode()
             require_space(stage.data, len(content))
             write_file(stage.data / target.name, content)
             stage.publish()
 
-        yield write
+        yield write_page
 
 
 def is_report(path: TreePath) -> bool:
@@ -136,8 +140,8 @@ def is_report(path: TreePath) -> bool:
     if not path.is_file():
         return False
     with path.open("rb") as file:
-        return GENERATOR.encode() in file.read(HEAD)
+        return GENERATOR.encode() in file.read(HEAD_BYTES)
 
 
 ELSEWHERE = "`-o FILE` writes the page outside of the checkpoint"
-PAGE = Replaceable(is_report, "a page of `ckptctl report`", file=True)
+REPLACEABLE_PAGE = Replaceable(is_report, "a page of `ckptctl report`", file=True)

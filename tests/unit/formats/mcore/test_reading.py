@@ -243,7 +243,7 @@ def test_a_torn_critic_is_no_whole_step(
     assert found.verdict == "damaged"
     assert {one.file for one in found.findings} == {f"../../critic/dist_ckpt/{file}"}
     plan = plan_prune(tmp_path, Policy(last=1))
-    assert not [one.name for one in plan.of("remove")]
+    assert not [one.name for one in plan.list_decisions("remove")]
     with pytest.raises(DamagedError) as caught:
         ckptctl.convert(folder, tmp_path / "never.pt", to="torch")
     assert "to read only the actor" in (caught.value.hint or "")

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import ckptctl
 from ckptctl.errors import MappingError, RefusedError, UsageError
-from ckptctl.verbs.extraction.tensor_files import DESCRIPTIONS
+from ckptctl.verbs.extraction.tensor_files import NUMPY_DTYPES
 from tests.checkpoints import dtype_matrix
 
 SLICES = ["", "[0:2]", "[:, 1]", "[-1]", "[..., -1]", "[1:, 2:4, 0]", "[1, 2, 3]", "[3:1]", "[:-1]"]
@@ -55,7 +55,7 @@ def test_it_reads_only_its_bytes(tmp_path):
     assert shown.bytes_read == 6 * 6 * 4
 
 
-@pytest.mark.parametrize("dtype", sorted(DESCRIPTIONS))
+@pytest.mark.parametrize("dtype", sorted(NUMPY_DTYPES))
 def test_every_dtype_of_numpy(tmp_path, dtype):
     value = torch.arange(6).view(2, 3).to(getattr(torch, dtype))
     torch.save({"w": value}, tmp_path / "a.pt")

@@ -5,7 +5,7 @@ import torch
 
 from ckptctl import formats
 from ckptctl.errors import DamagedError, FormatError, SourceNotFoundError, UsageError
-from ckptctl.verbs.inspection.inspect import inspect, select
+from ckptctl.verbs.inspection.inspect import inspect_checkpoint, select_tensors
 from ckptctl.verbs.inspection.inspect_options import InspectOptions
 from ckptctl.verdict import UNKNOWN_MODEL
 from tests.fakes import DATA, FakeFormat
@@ -28,7 +28,7 @@ def some():
 
 def test_facts(fake, tmp_path):
     fake.save(tmp_path / "c", some(), aliases={"tied": "w"}, blobs=["optimizer.step"])
-    found = inspect(tmp_path / "c")
+    found = inspect_checkpoint(tmp_path / "c")
     assert (found.format, found.verdict, found.complete, found.model_type) == (
         "fake",
         "complete",
@@ -53,7 +53,10 @@ def test_json_is_plain_data(fake, tmp_path):
 
     fake.save(tmp_path / "c", some())
     body = json.loads(
-        json.dumps(inspect(tmp_path / "c", InspectOptions(stats=True)).to_json(), allow_nan=False)
+        json.dumps(
+            inspect_checkpoint(tmp_path / "c", InspectOptions(stats=True)).to_json(),
+            allow_nan=False,
+        )
     )
     assert body["tensors"][0] == {
         "name": "w",
@@ -83,7 +86,7 @@ def test_incomplete_is_described(fake, tmp_path):
     fake.known[tmp_path / "c"] = replace(
         catalog, tensors={**catalog.tensors, "w": broken}, files={DATA: 100}
     )
-    found = inspect(tmp_path / "c")
+    found = inspect_checkpoint(tmp_path / "c")
     assert found.verdict == "damaged" and found.complete is False
     hole, short = found.problems
     assert hole == (
@@ -97,14 +100,14 @@ def test_incomplete_is_described(fake, tmp_path):
 def test_missing_file_is_a_problem(fake, tmp_path):
     catalog = fake.save(tmp_path / "c", some())
     fake.known[tmp_path / "c"] = replace(catalog, files={})
-    assert inspect(tmp_path / "c").problems == (
+    assert inspect_checkpoint(tmp_path / "c").problems == (
         f"a data file is missing: `optimizer.state.w.exp_avg`, {DATA}",
     )
 
 
 def test_nothing_inside_is_not_complete(fake, tmp_path):
     fake.save(tmp_path / "c", {})
-    assert inspect(tmp_path / "c").problems == ("the checkpoint contains no tensors",)
+    assert inspect_checkpoint(tmp_path / "c").problems == ("the checkpoint contains no tensors",)
 
 
 def test_run_folder_lists_members(fake, tmp_path):
@@ -112,7 +115,7 @@ def test_run_folder_lists_members(fake, tmp_path):
         fake.save(tmp_path / f"step-{step}", some())
     (tmp_path / "step-30").mkdir()
     (tmp_path / "step-30" / DATA).write_bytes(b"")
-    found = inspect(tmp_path)
+    found = inspect_checkpoint(tmp_path)
     assert found.format == "run"
     assert [(m.path, m.format, m.verdict) for m in found.checkpoints] == [
         (str(tmp_path / "step-2"), "fake", "complete"),
@@ -122,26 +125,26 @@ def test_run_folder_lists_members(fake, tmp_path):
     assert found.checkpoints[0].nbytes == 106
     for asked in (InspectOptions(stats=True), InspectOptions(include=["w"])):
         with pytest.raises(UsageError, match="requires one checkpoint"):
-            inspect(tmp_path, asked)
+            inspect_checkpoint(tmp_path, asked)
     assert found.run and [one.step for one in found.run.checkpoints] == [2, 10, 30]
 
 
 def test_errors(fake, tmp_path):
     with pytest.raises(SourceNotFoundError):
-        inspect(tmp_path / "nope")
+        inspect_checkpoint(tmp_path / "nope")
     with pytest.raises(FormatError):
-        inspect(tmp_path)
+        inspect_checkpoint(tmp_path)
     (tmp_path / DATA).write_bytes(b"")
     with pytest.raises(DamagedError):
-        inspect(tmp_path)
+        inspect_checkpoint(tmp_path)
 
 
 def test_statistics_only_of_what_is_included(fake, tmp_path):
     fake.save(tmp_path / "c", some(), aliases={"tied": "w"})
-    found = inspect(tmp_path / "c", InspectOptions(stats=True, include=["ti*", "h"]))
+    found = inspect_checkpoint(tmp_path / "c", InspectOptions(stats=True, include=["ti*", "h"]))
     measured = {t.name for t in found.tensors if t.statistics}
     assert measured == {"tied", "w", "h"}
-    assert [t.name for t in select(found.tensors, ["*exp_avg", "w"])] == [
+    assert [t.name for t in select_tensors(found.tensors, ["*exp_avg", "w"])] == [
         "w",
         "optimizer.state.w.exp_avg",
     ]

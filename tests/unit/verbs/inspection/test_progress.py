@@ -8,9 +8,9 @@ from safetensors.torch import save_file
 
 from ckptctl.errors import DamagedError
 from ckptctl.storage.threads import report_part
-from ckptctl.verbs.inspection.inspect import inspect
+from ckptctl.verbs.inspection.inspect import inspect_checkpoint
 from ckptctl.verbs.inspection.inspect_options import InspectOptions
-from ckptctl.verbs.verification.verify import verify
+from ckptctl.verbs.verification.verify import verify_checkpoint
 from ckptctl.verbs.verification.verify_options import VerifyOptions
 
 MIB = 1 << 20
@@ -34,9 +34,9 @@ def test_a_large_tensor_is_told_of_in_parts(tmp_path, passes):
     save_file({"w": torch.arange(3 * MIB, dtype=torch.float32), "c": torch.zeros(MIB)}, path)
     told = Told()
     if passes == 1:
-        verify(path, VerifyOptions(level="headers", nan=True), told)
+        verify_checkpoint(path, VerifyOptions(level="headers", nan=True), told)
     else:
-        inspect(path, InspectOptions(stats=True), told)
+        inspect_checkpoint(path, InspectOptions(stats=True), told)
     assert told.total == sum(told.steps) == passes * 16 * MIB
     assert max(told.steps) <= 4 * MIB
 

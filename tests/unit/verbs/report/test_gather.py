@@ -26,8 +26,8 @@ from ckptctl.errors import (
     UsageError,
 )
 from ckptctl.verbs.report import page as report_page
-from ckptctl.verbs.report.gather import ChunkMaps
-from ckptctl.verbs.report.page import embedded, page
+from ckptctl.verbs.report.gather import ChunkMapper
+from ckptctl.verbs.report.page import build_page, embed_json
 from tests.checkpoints import save_dcp
 
 HOSTILE = "</script><img src=x onerror=alert(1)><!--"
@@ -280,8 +280,8 @@ def test_differences_are_bounded(source, tmp_path):
 def test_chunks_are_bounded():
     rows = [Extent(Box((2 * i, 0), (1, 4)), "f", 0, 16) for i in range(10)]
     entry = TensorEntry("t", "float32", (20, 4), tuple(rows), ("t",))
-    maps = ChunkMaps(room=25, each=8)
-    first, second = maps.map(entry, ()), maps.map(entry, ())
+    maps = ChunkMapper(room=25, each=8)
+    first, second = maps.map_tensor(entry, ()), maps.map_tensor(entry, ())
     assert (len(first.holes), len(first.chunks), first.missing) == (8, 8, 10)
     assert (len(second.holes), len(second.chunks), second.missing) == (8, 1, 10)
     assert (maps.chunks, maps.holes) == (2 + 9, 2 + 2)
@@ -301,15 +301,15 @@ def test_no_name_leaves_the_data(source, tmp_path):
     "name", [HOSTILE, "<!--<script>", "\u2028\u202e\x00", "\ud800", "&lt;", "$x"]
 )
 def test_any_text_can_be_embedded(name):
-    text = embedded({"name": name})
+    text = embed_json({"name": name})
     assert json.loads(text)["name"] == name
     assert text.isascii() and not set("<>&") & set(text)
-    assert json.loads(DATA.search(page({"path": name}))[1])["path"] == name
+    assert json.loads(DATA.search(build_page({"path": name}))[1])["path"] == name
 
 
 def test_whole_numbers_keep_their_digits():
     document = {"few": 2**53 - 1, "many": [2**53 + 1, {"fewer": -(2**60) - 1}], "real": 1e300}
-    assert json.loads(embedded(document)) == {
+    assert json.loads(embed_json(document)) == {
         "few": 2**53 - 1,
         "many": [str(2**53 + 1), {"fewer": str(-(2**60) - 1)}],
         "real": 1e300,

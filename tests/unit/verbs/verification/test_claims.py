@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptctl.verbs.verification.verify import verify
+from ckptctl.verbs.verification.verify import verify_checkpoint
 from ckptctl.verbs.verification.verify_options import VerifyOptions
 
 torch = pytest.importorskip("torch")
@@ -30,10 +30,12 @@ def test_an_item_that_is_shorter_than_its_box(
     content = m.Metadata({"w": entry}, planner_data={"w": ("w",)}, storage_data=where)
     (tmp_path / name).write_bytes(pickle.dumps(content))
     (tmp_path / "__0_0.distcp").write_bytes(b"PK\3\4" + bytes(38) + b"PK\5\6" + bytes(18))
-    found = verify(tmp_path, VerifyOptions(level="fast"))
+    found = verify_checkpoint(tmp_path, VerifyOptions(level="fast"))
     assert [one.what for one in found.errors] == ["a chunk has the wrong number of bytes"]
     assert (found.errors[0].tensor, found.errors[0].basis) == ("w", "index")
-    assert not found.has_torn_write, "the index is odd; no file shows that a write was cut short"
+    assert not found.shows_damaged_files, (
+        "the index is odd; no file shows that a write was cut short"
+    )
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -58,7 +60,7 @@ def test_something_after_the_zip_of_the_last_item_is_no_damage(
     loaded = {"w": torch.zeros(6)}
     load(loaded, checkpoint_id=tmp_path)
     assert torch.equal(loaded["w"], stored["w"])
-    assert not verify(tmp_path, VerifyOptions(level="fast")).findings
+    assert not verify_checkpoint(tmp_path, VerifyOptions(level="fast")).findings
     file.write_bytes(file.read_bytes()[: length - 100] + bytes(100 + len(after)))
-    (torn,) = verify(tmp_path, VerifyOptions(level="fast")).findings
+    (torn,) = verify_checkpoint(tmp_path, VerifyOptions(level="fast")).findings
     assert torn.severity == "error"

@@ -12,8 +12,13 @@ from ckptctl.ranks.coordinator import Coordinator
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.files import source_files
 from ckptctl.verbs.verification import data
-from ckptctl.verbs.verification.data import Recorded, blocks, compared, crcs
-from ckptctl.verbs.verification.verify import verify
+from ckptctl.verbs.verification.data import (
+    RecordedChecksum,
+    compare_ranges,
+    compute_crcs,
+    split_blocks,
+)
+from ckptctl.verbs.verification.verify import verify_checkpoint
 from ckptctl.verbs.verification.verify_options import VerifyOptions
 
 
@@ -29,26 +34,26 @@ def test_one_large_range_is_read_by_all_ranks(
     monkeypatch.setattr(data, "BLOCK", 1 << 20)
     content = bytes(range(256)) * (16 << 10)
     (tmp_path / "large").write_bytes(content)
-    right = Recorded("large", 0, len(content), crc32(content), "w")
+    right = RecordedChecksum("large", 0, len(content), crc32(content), "w")
     found = []
     with source_files(tmp_path) as files:
-        todo = data._Todo([right], [], [])
+        todo = data._ReadingPlan([right], [], [])
         for rank in range(2):
             ranks = cast(Coordinator, One(rank, 2))
-            some, _ = data._portion(files, todo, ranks)
+            some, _ = data._select_portion(files, todo, ranks)
             assert sum(block.nbytes for block in some) == len(content) // 2
-            found += crcs(files, todo.ranges, some, 1, None)
-    assert compared(tmp_path, [right], reversed(found)) == ([], [])
-    wrong = Recorded("large", 0, len(content), 1, "w")
-    (finding,), bad = compared(tmp_path, [wrong], found)
+            found += compute_crcs(files, todo.ranges, some, 1, None)
+    assert compare_ranges(tmp_path, [right], reversed(found)) == ([], [])
+    wrong = RecordedChecksum("large", 0, len(content), 1, "w")
+    (finding,), bad = compare_ranges(tmp_path, [wrong], found)
     assert (finding.tensor, finding.file, bad) == ("w", "large", [wrong])
 
 
 def test_blocks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     source = Path("tests/data/dcp/dcp_2d/ckpt")
-    whole = verify(source, VerifyOptions(level="full"))
+    whole = verify_checkpoint(source, VerifyOptions(level="full"))
     monkeypatch.setattr(data, "BLOCK", 100)
-    small = verify(source, VerifyOptions(level="full"))
+    small = verify_checkpoint(source, VerifyOptions(level="full"))
     assert small.verified == whole.verified
     assert small.verdict == "complete"
-    assert len(blocks([Recorded("f", 0, 250, 0)])) == 3
+    assert len(split_blocks([RecordedChecksum("f", 0, 250, 0)])) == 3

@@ -37,18 +37,19 @@ def test_bytes_are_those_that_a_right_one_covers_and_no_wrong_one(seed: int) -> 
     byte = {n for _, a, b in right for n in range(a, b)} - {
         n for _, a, b in wrong for n in range(a, b)
     }
-    assert proof.nbytes().get("a", 0) == len(byte)
+    assert proof.count_bytes().get("a", 0) == len(byte)
     for start, end in pairwise(sorted(draw.sample(range(40), 8))):
-        assert proof.tensors([entry(start, end - start)]) == ({*range(start, end)} <= byte)
+        assert proof.count_tensors([entry(start, end - start)]) == ({*range(start, end)} <= byte)
 
 
 def test_a_tensor_that_cannot_be_read_is_not_proven() -> None:
     proof = Proof([("a", 0, 9)], [])
     assert (
-        proof.tensors([TensorEntry.build_unreadable("w", "f", (2,), ("w",), "it is sparse")]) == 0
+        proof.count_tensors([TensorEntry.build_unreadable("w", "f", (2,), ("w",), "it is sparse")])
+        == 0
     )
-    assert proof.tensors([entry(0, 9), entry(0, 10)]) == 1
-    assert Proof([], []).tensors([entry(3, 0)]) == 1
+    assert proof.count_tensors([entry(0, 9), entry(0, 10)]) == 1
+    assert Proof([], []).count_tensors([entry(3, 0)]) == 1
 
 
 @pytest.mark.parametrize("listed", [False, True])

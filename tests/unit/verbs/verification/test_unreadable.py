@@ -10,7 +10,7 @@ import pytest
 
 from ckptctl.api import conversion
 from ckptctl.errors import StorageError
-from ckptctl.verbs.verification.verify import verify
+from ckptctl.verbs.verification.verify import verify_checkpoint
 from ckptctl.verbs.verification.verify_options import VerifyOptions
 from tests.sweeps import one_in
 
@@ -51,7 +51,7 @@ def test_an_unreadable_file_is_one_finding_among_others(
 ) -> None:
     forbidden.add(DATA / folder / file)
     rules = Path("megatron-core") if folder.startswith("megatron") else None
-    found = verify(DATA / folder, VerifyOptions(level=level, rules=rules))  # type: ignore[arg-type]
+    found = verify_checkpoint(DATA / folder, VerifyOptions(level=level, rules=rules))  # type: ignore[arg-type]
     assert found.verdict == "unknown"
     assert found.tensors
     assert file not in found.files
@@ -83,7 +83,7 @@ def test_holes_name_the_file_that_may_have_had_them(tmp_path: Path, folder: str,
     shutil.copytree(DATA / folder, copy)
     copy.chmod(0o755)
     (copy / file).unlink()
-    found = verify(copy, VerifyOptions(level="fast"))
+    found = verify_checkpoint(copy, VerifyOptions(level="fast"))
     holes = [one for one in found.errors if one.box is not None]
     assert holes
     assert {one.file for one in holes} == {file}
