@@ -16,7 +16,7 @@ from typing import Any
 
 import ckptctl
 from ckptctl.conversion.conversion_options import WriteOptions
-from ckptctl.distributed.run.manager_options import OF_A_SOURCE
+from ckptctl.distributed.run.manager_options import SOURCE_OPTIONS
 from ckptctl.keywords import describe_option
 from ckptctl.options import list_options
 
@@ -32,7 +32,7 @@ MAPPING = {
 }
 WIDTH = 86
 SHARED = {one.name: one for one in list_options(WriteOptions)}
-ALIKE = SHARED.keys() - {*OF_A_SOURCE}
+ALIKE = SHARED.keys() - {*SOURCE_OPTIONS}
 """Who takes these takes what a conversion does."""
 
 

@@ -11,7 +11,7 @@ from ckptctl.cli.output import Printer
 from ckptctl.cli.ranks import coordinator, output_of
 from ckptctl.cli.typed_paths import as_typed, typed_again
 from ckptctl.conversion.conversion_options import OPTIONS_NOT_CONSOLIDATED, ConsolidationOptions
-from ckptctl.ranks.coordinator import on_first
+from ckptctl.ranks.coordinator import run_on_rank_zero
 from ckptctl.results import Result
 from ckptctl.shared_options import Source
 from ckptctl.tree import TreePath
@@ -45,7 +45,7 @@ def consolidate(src: Source, *, options: ConsolidationOptions, run: RunOptions) 
     ranks = coordinator(run.single_process, run.json)
     output = output_of(ranks, run.json, run.quiet)
     if options.metadata_only:
-        on_first(ranks, lambda: _metadata(output, src, run.dry_run))
+        run_on_rank_zero(ranks, lambda: _metadata(output, src, run.dry_run))
         return
     dst, asked = Path(options.dst or ""), options.to_conversion_options()
     plan = planned(ranks, lambda: plan_conversion(src, dst, asked), None if run.dry_run else dst)

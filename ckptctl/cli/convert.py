@@ -18,7 +18,7 @@ from ckptctl.cli.typed_paths import as_typed, typed_again, typed_words
 from ckptctl.conversion.conversion_options import ConversionOptions
 from ckptctl.errors import CkptError, PartialError, RefusedError, quote_names
 from ckptctl.errors import format_command as suggested
-from ckptctl.ranks.coordinator import Coordinator, together
+from ckptctl.ranks.coordinator import Coordinator, run_on_all_ranks
 from ckptctl.results import Result
 from ckptctl.shared_options import Destination, Source
 from ckptctl.storage.outcome import OutOfRange, describe_rounding, describe_worst
@@ -67,7 +67,7 @@ def planned(ranks: Coordinator, plan: Callable[[], T], dst: TreePath | None) -> 
     from ckptctl.storage.publish import sweep_if_refused
 
     with sweep_if_refused(dst if ranks.rank == 0 else None):
-        return together(ranks, plan)
+        return run_on_all_ranks(ranks, plan)
 
 
 def carry_out(

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from ckptctl.cli.output import Printer
 from ckptctl.errors import CkptError, UsageError, quote_names
-from ckptctl.ranks.coordinator import Alone, Coordinator
+from ckptctl.ranks.coordinator import Coordinator, SingleProcess
 from ckptctl.storage.threads import create_daemon
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ def coordinator(single_process: bool, machine: bool) -> Coordinator:
     """
     world = os.environ.get("WORLD_SIZE", "")
     if single_process or not world.isdecimal() or int(world) < 2:
-        return Alone()
+        return SingleProcess()
     missing = [name for name in VARIABLES if not os.environ.get(name)]
     if missing:
         raise UsageError(
@@ -79,9 +79,9 @@ class _Ranks:
     """
 
     def __init__(self, output: Printer) -> None:
-        from ckptctl.distributed.group import launched
+        from ckptctl.distributed.group import init_group_from_env
 
-        self._group = _waited_for(launched, output)
+        self._group = _waited_for(init_group_from_env, output)
         self.rank = self._group.rank
         self.world = self._group.world
         self.told = False

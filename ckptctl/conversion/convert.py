@@ -47,7 +47,7 @@ from ckptctl.conversion.steps import Step, apply_steps, select_steps
 from ckptctl.conversion.summary import summarize
 from ckptctl.conversion.writing import require_same_plans, write_output
 from ckptctl.notes import Notes
-from ckptctl.ranks.coordinator import Alone, Coordinator
+from ckptctl.ranks.coordinator import Coordinator, SingleProcess
 from ckptctl.storage.threads import Advance
 from ckptctl.tree import TreePath
 
@@ -118,7 +118,7 @@ def run_conversion(
             damaged after it was published and cannot be withdrawn.
     """
     start = time.monotonic()
-    ranks, notes = ranks or Alone(), Notes()
+    ranks, notes = ranks or SingleProcess(), Notes()
     require_same_plans(plan, ranks)
     execution = write_output(plan, progress or (lambda _: None), ranks, notes)
     return ConversionResult(

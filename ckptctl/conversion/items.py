@@ -10,7 +10,7 @@ from ckptctl.catalog import Blob, Box, Catalog, Extent, Finding, TensorEntry
 from ckptctl.errors import CkptError, MissingPackageError, UnsupportedError, format_command
 from ckptctl.formats.shared.findings import finding_from_error
 from ckptctl.ranks.coordinator import Coordinator
-from ckptctl.ranks.sharing import portion
+from ckptctl.ranks.sharing import select_rank_share
 from ckptctl.storage.compare import are_tensors_equal, has_same_checksum
 from ckptctl.storage.computed import open_reader
 from ckptctl.storage.files import source_files
@@ -130,7 +130,7 @@ def select_portion(catalog: Catalog, ranks: Coordinator) -> Catalog:
     """Select the tensors with replicas that this rank compares."""
     names = [name for name, copies in catalog.replicas.items() if copies]
     weights = {name: sum(copy.nbytes for copy in catalog.replicas[name]) for name in names}
-    return select_replicated(catalog, portion(ranks, names, weights.__getitem__))
+    return select_replicated(catalog, select_rank_share(ranks, names, weights.__getitem__))
 
 
 def require_equal_replicas(catalog: Catalog, advance: Advance | None = None) -> None:

@@ -17,8 +17,8 @@ from ckptctl.planner.mapping.mapped import RedundantData, Region
 from ckptctl.planner.plan import Plan, RawCopy
 from ckptctl.planner.strided import StridedTensor
 from ckptctl.ranks import sharing
-from ckptctl.ranks.coordinator import Alone, Coordinator, together
-from ckptctl.ranks.sharing import portion
+from ckptctl.ranks.coordinator import Coordinator, SingleProcess, run_on_all_ranks
+from ckptctl.ranks.sharing import select_rank_share
 from ckptctl.storage.compare import are_tensors_equal, is_all_zero
 from ckptctl.storage.computed import open_reader
 from ckptctl.storage.crc import compute_crc
@@ -35,7 +35,7 @@ def require_redundant(plan: ConversionPlan, ranks: Coordinator) -> None:
     if not plan.redundant:
         return
     entries = plan.source.tensors
-    shares = portion(ranks, plan.redundant, lambda item: entries[item.part.key].nbytes)
+    shares = select_rank_share(ranks, plan.redundant, lambda item: entries[item.part.key].nbytes)
     with open_reader(plan.source) as files:
         for lost_data in find_lost_data(files, plan.source, shares):
             raise _lost_error(plan, lost_data)
@@ -129,7 +129,7 @@ def require_published(plan: Plan, crcs: Sequence[int], ranks: Coordinator | None
     Records are compared with their checksums, headers and other contents with the plan, and raw
     copies with their sources.
     """
-    ranks = ranks or Alone()
+    ranks = ranks or SingleProcess()
     target = plan.target
     root = target.parent if plan.single_file else target
     records = list(zip(plan.records, crcs, strict=True))
@@ -142,17 +142,17 @@ def require_published(plan: Plan, crcs: Sequence[int], ranks: Coordinator | None
                     f"{file.size:,}"
                 )
                 raise _read_back_error(file.path, root / file.path, why)
-        for record, expected in portion(ranks, records, lambda pair: pair[0].nbytes):
+        for record, expected in select_rank_share(ranks, records, lambda pair: pair[0].nbytes):
             if compute_crc(files, record.file, record.offset, record.nbytes) != expected:
                 place = _format_range(record.offset, record.nbytes)
                 raise _read_back_error(record.name, root / record.file, place)
-        for file in portion(ranks, plan.files, lambda file: file.size):
+        for file in select_rank_share(ranks, plan.files, lambda file: file.size):
             for offset, data in file.frame(crcs.__getitem__):
                 if not _has_content(files, file.path, offset, data):
                     raise _read_back_error(
                         file.path, root / file.path, _format_range(offset, len(data))
                     )
-        for raw in portion(ranks, plan.raw_copies, lambda raw: raw.nbytes):
+        for raw in select_rank_share(ranks, plan.raw_copies, lambda raw: raw.nbytes):
             with source_files(raw.root or plan.source_root) as sources:
                 if not _is_copied(files, sources, raw):
                     place = _format_range(raw.target_offset, raw.nbytes)
@@ -206,11 +206,11 @@ def require_readable(
     """Verify the published output, and withdraw it if it is damaged."""
 
     def read_again() -> None:
-        sharing.wait_for(Path(plan.target))
+        sharing.wait_for_path(Path(plan.target))
         require_published(plan, crcs, ranks)
 
     try:
-        together(ranks, read_again)
+        run_on_all_ranks(ranks, read_again)
     except BaseException as error:
         if stage is None:
             raise

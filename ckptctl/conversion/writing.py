@@ -14,7 +14,12 @@ from ckptctl.conversion.proofs import require_published, require_readable, requi
 from ckptctl.errors import UsageError, spell_option
 from ckptctl.notes import Notes
 from ckptctl.ranks import sharing
-from ckptctl.ranks.coordinator import Coordinator, on_first, require_same, together
+from ckptctl.ranks.coordinator import (
+    Coordinator,
+    require_same_settings,
+    run_on_all_ranks,
+    run_on_rank_zero,
+)
 from ckptctl.storage.computed import require_torch_for
 from ckptctl.storage.destinations import Replaceable, require_space
 from ckptctl.storage.execution.execution_options import Execution
@@ -28,7 +33,7 @@ def require_same_plans(plan: ConversionPlan, ranks: Coordinator) -> None:
     if ranks.world > 1:
         _require_same_plan(plan, ranks)
     require_torch_for(plan.plan, "this conversion")
-    together(ranks, lambda: require_redundant(plan, ranks))
+    run_on_all_ranks(ranks, lambda: require_redundant(plan, ranks))
 
 
 def write_output(
@@ -54,13 +59,13 @@ def write_output(
             is_checkpoint=Replaceable(is_replaceable, file=single_file),
         )
 
-    with sharing.staged(ranks, open_stage) as stage:
-        on_first(ranks, partial(_require_room, plan, stage))
-        execution = sharing.execute_together(
+    with sharing.staging_on_rank_zero(ranks, open_stage) as stage:
+        run_on_rank_zero(ranks, partial(_require_room, plan, stage))
+        execution = sharing.execute_on_all_ranks(
             plan.plan, stage, options.to_execution_options(), progress, ranks
         )
-        on_first(ranks, lambda: _require_in_range(plan, execution))
-        on_first(ranks, lambda: stage and stage.publish())
+        run_on_rank_zero(ranks, lambda: _require_in_range(plan, execution))
+        run_on_rank_zero(ranks, lambda: stage and stage.publish())
         if options.verify:
             require_readable(plan.plan, stage, execution.crcs, ranks)
     notes.add(*(stage.notes if stage else ()))
@@ -115,15 +120,15 @@ def _require_same_plan(plan: ConversionPlan, ranks: Coordinator) -> None:
     option_values = {
         f"option `{option.name}`": getattr(options, option.name) for option in fields(options)
     }
-    require_same(
+    require_same_settings(
         ranks,
         {
             **option_values,
             "the destination": str(plan.plan.target),
             f"buffer sizes ({buffers})": options.to_execution_options().compute_limits(),
-            "the source files": sharing.source_summary(plan.plan),
+            "the source files": sharing.hash_sources(plan.plan),
             "the plan": plan.plan.digest,
         },
     )
     if options.resume:
-        together(ranks, lambda: sharing.require_alone(ranks))
+        run_on_all_ranks(ranks, lambda: sharing.require_single_process(ranks))

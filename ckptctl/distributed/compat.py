@@ -36,14 +36,14 @@ PRIVATE = {
 """Module and name in torch of every private name, by its name here."""
 
 
-def absent() -> Iterator[str]:
+def find_missing_names() -> Iterator[str]:
     """Yield the private names that the installed torch does not have."""
     for module, name in PRIVATE.values():
         try:
-            found = hasattr(importlib.import_module(module), name)
+            exists = hasattr(importlib.import_module(module), name)
         except ImportError:
-            found = False
-        if not found:
+            exists = False
+        if not exists:
             yield f"{module}.{name}"
 
 
@@ -60,7 +60,7 @@ try:
 except ImportError as error:
     raise CkptError(
         f"torch {torch.__version__} is not supported for saving and loading in training",
-        why=f"it does not provide {', '.join(absent())}",
+        why=f"it does not provide {', '.join(find_missing_names())}",
         hint="install a tested release of torch, 2.6 or newer",
     ) from error
 
@@ -84,19 +84,19 @@ def warn_if_untested(version: str) -> None:
 warn_if_untested(torch.__version__)
 
 
-def storage_place(tensor: torch.Tensor) -> tuple[int, int]:
+def locate_storage(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the identity of the tensor's storage, and its offset there in elements."""
     return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
 
 
-def timeout(group: dist.ProcessGroup) -> timedelta | None:
+def find_host_timeout(group: dist.ProcessGroup) -> timedelta | None:
     """Return the timeout of the CPU backend of *group*, or None if it has no such backend."""
     host = torch.device("cpu")
     if host not in group._device_types:
         return None
     options = getattr(group._get_backend(host), "options", None)
-    found = getattr(options, "_timeout", None)
-    return found if isinstance(found, timedelta) else None
+    limit = getattr(options, "_timeout", None)
+    return limit if isinstance(limit, timedelta) else None
 
 
 __all__ = [  # private names of torch that other modules import from here

@@ -11,7 +11,7 @@ import torch
 _log = logging.getLogger("ckptctl")
 
 
-def settle(tensors: Iterable[torch.Tensor]) -> set[torch.device]:
+def synchronize_devices(tensors: Iterable[torch.Tensor]) -> set[torch.device]:
     """Synchronize the CUDA devices of *tensors*, because any stream may still write to them.
 
     Returns:
@@ -23,17 +23,17 @@ def settle(tensors: Iterable[torch.Tensor]) -> set[torch.device]:
     return devices
 
 
-def host_bytes(nbytes: int, *, pinned: bool) -> torch.Tensor:
+def allocate_host_bytes(nbytes: int, *, pinned: bool) -> torch.Tensor:
     """Allocate host memory, pinned if requested and possible."""
     if pinned:
         try:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:
-            say_once(str(error).partition("\n")[0])
+            warn_slow_copies(str(error).partition("\n")[0])
     return torch.empty(nbytes, dtype=torch.uint8)
 
 
 @cache
-def say_once(problem: str) -> None:
+def warn_slow_copies(problem: str) -> None:
     """Warn once per process and *problem* that copies from GPUs are slower."""
     _log.warning("cannot pin host memory, so copies from GPUs are slower: %s", problem)

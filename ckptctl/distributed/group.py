@@ -23,12 +23,12 @@ import torch.distributed as dist
 from ckptctl.distributed import compat
 from ckptctl.errors import StorageError, UsageError
 from ckptctl.options import Option
-from ckptctl.ranks.coordinator import Alone, Coordinator, format_ranks
+from ckptctl.ranks.coordinator import Coordinator, SingleProcess, format_ranks
 from ckptctl.storage.threads import default_threads
 
 T = TypeVar("T")
-HEAD = 8
-SHORT = 1024
+HEAD_BYTES = 8
+FIRST_EXCHANGE_BYTES = 1024
 """Size of the first exchange per rank, in bytes."""
 ProcessGroup = Annotated[
     dist.ProcessGroup | None,
@@ -37,8 +37,8 @@ ProcessGroup = Annotated[
         "process if there is none."
     ),
 ]
-MEETING = timedelta(minutes=5)
-COPYING = timedelta(days=2)
+RENDEZVOUS_TIMEOUT = timedelta(minutes=5)
+COPY_TIMEOUT = timedelta(days=2)
 
 
 class Collectives(Protocol):
@@ -47,13 +47,13 @@ class Collectives(Protocol):
     rank: int
     world: int
 
-    def all_gather(self, parts: list[torch.Tensor], own: torch.Tensor) -> None:
+    def all_gather(self, parts: list[torch.Tensor], tensor: torch.Tensor) -> None:
         """Fill *parts* with the tensors of all ranks."""
 
-    def gather(self, parts: list[torch.Tensor] | None, own: torch.Tensor) -> None:
+    def gather(self, parts: list[torch.Tensor] | None, tensor: torch.Tensor) -> None:
         """Fill *parts*, passed only on rank 0, with the tensors of all ranks."""
 
-    def scatter(self, own: torch.Tensor, parts: list[torch.Tensor] | None) -> None:
+    def scatter(self, tensor: torch.Tensor, parts: list[torch.Tensor] | None) -> None:
         """Fill the first tensor with this rank's element of *parts*, passed only on rank 0."""
 
     def broadcast(self, tensor: torch.Tensor) -> None:
@@ -71,17 +71,17 @@ class GroupCollectives:
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
 
-    def all_gather(self, parts: list[torch.Tensor], own: torch.Tensor) -> None:
+    def all_gather(self, parts: list[torch.Tensor], tensor: torch.Tensor) -> None:
         """See :class:`Collectives`."""
-        dist.all_gather(parts, own, group=self.group)
+        dist.all_gather(parts, tensor, group=self.group)
 
-    def gather(self, parts: list[torch.Tensor] | None, own: torch.Tensor) -> None:
+    def gather(self, parts: list[torch.Tensor] | None, tensor: torch.Tensor) -> None:
         """See :class:`Collectives`."""
-        dist.gather(own, parts, group=self.group, group_dst=0)
+        dist.gather(tensor, parts, group=self.group, group_dst=0)
 
-    def scatter(self, own: torch.Tensor, parts: list[torch.Tensor] | None) -> None:
+    def scatter(self, tensor: torch.Tensor, parts: list[torch.Tensor] | None) -> None:
         """See :class:`Collectives`."""
-        dist.scatter(own, parts, group=self.group, group_src=0)
+        dist.scatter(tensor, parts, group=self.group, group_src=0)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """See :class:`Collectives`."""
@@ -107,17 +107,17 @@ class GlooCollectives:
         """``ProcessGroupGloo``, whose methods have no type stubs."""
         return self._owned[0]
 
-    def all_gather(self, parts: list[torch.Tensor], own: torch.Tensor) -> None:
+    def all_gather(self, parts: list[torch.Tensor], tensor: torch.Tensor) -> None:
         """See :class:`Collectives`."""
-        self.gloo.allgather([parts], [own]).wait()
+        self.gloo.allgather([parts], [tensor]).wait()
 
-    def gather(self, parts: list[torch.Tensor] | None, own: torch.Tensor) -> None:
+    def gather(self, parts: list[torch.Tensor] | None, tensor: torch.Tensor) -> None:
         """See :class:`Collectives`."""
-        self.gloo.gather(parts or [], own, 0).wait()
+        self.gloo.gather(parts or [], tensor, 0).wait()
 
-    def scatter(self, own: torch.Tensor, parts: list[torch.Tensor] | None) -> None:
+    def scatter(self, tensor: torch.Tensor, parts: list[torch.Tensor] | None) -> None:
         """See :class:`Collectives`."""
-        self.gloo.scatter(own, parts or [], 0).wait()
+        self.gloo.scatter(tensor, parts or [], 0).wait()
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """See :class:`Collectives`."""
@@ -142,41 +142,41 @@ class HostGroup:
     def all_gather(self, value: T) -> list[T]:
         """See :class:`Coordinator`."""
         packed = dumps(value)
-        with unreachable_errors():
-            parts = self._all_gather(packed)
-        return [loads(one) for one in parts]
+        with translate_group_errors():
+            parts = self._all_gather_packed(packed)
+        return [loads(part) for part in parts]
 
     def gather(self, value: T) -> list[T] | None:
         """See :class:`Coordinator`."""
         packed = dumps(value)
-        with unreachable_errors():
-            parts = self._gather(packed)
-        return [loads(one) for one in parts] if self.rank == 0 else None
+        with translate_group_errors():
+            parts = self._gather_packed(packed)
+        return [loads(part) for part in parts] if self.rank == 0 else None
 
     def broadcast(self, value: T | None) -> T:
         """See :class:`Coordinator`."""
         packed = dumps(value) if self.rank == 0 else None
-        with unreachable_errors():
-            given = self._broadcast(packed)
-        return cast(T, loads(given))
+        with translate_group_errors():
+            content = self._broadcast_packed(packed)
+        return cast(T, loads(content))
 
     def scatter(self, values: Sequence[T] | None) -> T:
         """See :class:`Coordinator`."""
         packed = None if values is None else [dumps(value) for value in values]
-        with unreachable_errors():
-            own = self._scatter(packed)
-        return cast(T, loads(own))
+        with translate_group_errors():
+            content = self._scatter_packed(packed)
+        return cast(T, loads(content))
 
-    def _all_gather(self, packed: bytes) -> list[bytes]:
+    def _all_gather_packed(self, packed: bytes) -> list[bytes]:
         return gather_bytes(packed, self.collectives)
 
-    def _gather(self, packed: bytes) -> list[bytes]:
+    def _gather_packed(self, packed: bytes) -> list[bytes]:
         return gather_bytes(packed, self.collectives, everywhere=False)
 
-    def _broadcast(self, packed: bytes | None) -> bytes:
+    def _broadcast_packed(self, packed: bytes | None) -> bytes:
         return broadcast_bytes(packed, self.collectives)
 
-    def _scatter(self, packed: list[bytes] | None) -> bytes:
+    def _scatter_packed(self, packed: list[bytes] | None) -> bytes:
         return scatter_bytes(packed, self.collectives)
 
 
@@ -191,34 +191,34 @@ class TorchGroup(HostGroup):
         super().__init__(GroupCollectives(group))
         self._on_host = "cpu" in str(dist.get_backend_config(group))
 
-    def _all_gather(self, packed: bytes) -> list[bytes]:
+    def _all_gather_packed(self, packed: bytes) -> list[bytes]:
         if self._on_host:
-            return super()._all_gather(packed)
+            return super()._all_gather_packed(packed)
         parts = [b""] * self.world
         dist.all_gather_object(parts, packed, group=self.group)
         return parts
 
-    def _gather(self, packed: bytes) -> list[bytes]:
+    def _gather_packed(self, packed: bytes) -> list[bytes]:
         if self._on_host:
-            return super()._gather(packed)
+            return super()._gather_packed(packed)
         parts = [b""] * self.world
-        found = parts if self.rank == 0 else None
-        dist.gather_object(packed, found, group=self.group, group_dst=0)
+        gathered = parts if self.rank == 0 else None
+        dist.gather_object(packed, gathered, group=self.group, group_dst=0)
         return parts
 
-    def _broadcast(self, packed: bytes | None) -> bytes:
+    def _broadcast_packed(self, packed: bytes | None) -> bytes:
         if self._on_host:
-            return super()._broadcast(packed)
-        found = [packed]
-        dist.broadcast_object_list(found, group=self.group, group_src=0)
-        return found[0] or b""
+            return super()._broadcast_packed(packed)
+        objects = [packed]
+        dist.broadcast_object_list(objects, group=self.group, group_src=0)
+        return objects[0] or b""
 
-    def _scatter(self, packed: list[bytes] | None) -> bytes:
+    def _scatter_packed(self, packed: list[bytes] | None) -> bytes:
         if self._on_host:
-            return super()._scatter(packed)
-        found = [b""]
-        dist.scatter_object_list(found, packed, group=self.group, group_src=0)
-        return found[0]
+            return super()._scatter_packed(packed)
+        objects = [b""]
+        dist.scatter_object_list(objects, packed, group=self.group, group_src=0)
+        return objects[0]
 
 
 class UnreachableError(StorageError):
@@ -226,7 +226,7 @@ class UnreachableError(StorageError):
 
 
 @contextmanager
-def unreachable_errors() -> Iterator[None]:
+def translate_group_errors() -> Iterator[None]:
     """Raise `UnreachableError` for process-group failures and timeouts in the block."""
     try:
         yield
@@ -239,20 +239,20 @@ def unreachable_errors() -> Iterator[None]:
         ) from error
 
 
-def world() -> int:
+def get_world_size() -> int:
     """Return the size of the default process group, or 1 without one."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def threads(jobs: int | None) -> int:
+def choose_thread_count(jobs: int | None) -> int:
     """Return *jobs*, or if it is 0 or None, this rank's share of the host's cores."""
-    return jobs or default_threads(world())
+    return jobs or default_threads(get_world_size())
 
 
-def coordinator(group: dist.ProcessGroup | None = None) -> Coordinator:
+def get_coordinator(group: dist.ProcessGroup | None = None) -> Coordinator:
     """Return the ranks of *group*, or a single process if torch.distributed is not initialized."""
     if not (dist.is_available() and dist.is_initialized()):
-        return Alone()
+        return SingleProcess()
     return TorchGroup(group)
 
 
@@ -261,13 +261,15 @@ def all_reduce_max(ranks: Coordinator, numbers: Sequence[int]) -> list[int]:
     if not isinstance(ranks, HostGroup):
         return list(numbers)
     # Cheaper than an all-gather of objects, which sends twice and from every rank to every other.
-    found = torch.tensor(numbers, dtype=torch.int64)
-    with unreachable_errors():
-        ranks.collectives.all_reduce_max(found)
-    return [int(number) for number in found.tolist()]
+    tensor = torch.tensor(numbers, dtype=torch.int64)
+    with translate_group_errors():
+        ranks.collectives.all_reduce_max(tensor)
+    return [int(number) for number in tensor.tolist()]
 
 
-def gloo_group(parent: dist.ProcessGroup | None, timeout: timedelta | None = None) -> Coordinator:
+def create_gloo_group(
+    parent: dist.ProcessGroup | None, timeout: timedelta | None = None
+) -> Coordinator:
     """Create a separate gloo group of the ranks of *parent*. All of them call it.
 
     The timeout is that of *parent* unless *timeout* is given.
@@ -279,28 +281,30 @@ def gloo_group(parent: dist.ProcessGroup | None, timeout: timedelta | None = Non
     Raises:
         StorageError: The group did not form in time.
     """
-    ranks = coordinator(parent)
+    ranks = get_coordinator(parent)
     if not isinstance(ranks, TorchGroup):
         return ranks
-    known = parent or dist.group.WORLD
-    assert known
-    waits = compat.timeout(known) or dist.default_pg_timeout
+    parent_group = parent or dist.group.WORLD
+    assert parent_group
+    join_timeout = compat.find_host_timeout(parent_group) or dist.default_pg_timeout
     name = ranks.broadcast(f"ckptctl/{token_hex(8)}")
     store = dist.PrefixStore(name, compat.default_store())  # type: ignore[attr-defined]
-    members = dist.get_process_group_ranks(known)
+    members = dist.get_process_group_ranks(parent_group)
     missing = members
     try:
         store.set(f"rank {ranks.rank}", "here")
-        store.wait([f"rank {other}" for other in range(ranks.world)], waits)
+        store.wait([f"rank {other}" for other in range(ranks.world)], join_timeout)
         missing = []
-        gloo = dist.ProcessGroupGloo(store, ranks.rank, ranks.world, timeout or waits)
+        gloo = dist.ProcessGroupGloo(store, ranks.rank, ranks.world, timeout or join_timeout)
     except RuntimeError as error:
         if missing:
-            came = [store.check([f"rank {other}"]) for other in range(ranks.world)]
-            missing = [rank for rank, here in zip(members, came, strict=True) if not here]
+            arrived = [store.check([f"rank {other}"]) for other in range(ranks.world)]
+            missing = [
+                rank for rank, has_joined in zip(members, arrived, strict=True) if not has_joined
+            ]
         why = str(error).strip().partition("\n")[0]
         if missing:
-            why = f"{format_ranks(missing)} did not join within {waits}"
+            why = f"{format_ranks(missing)} did not join within {join_timeout}"
         raise StorageError(
             f"the process group `{name}` of {format_ranks(members)} did not form",
             where=f"rank {dist.get_rank()}",
@@ -310,7 +314,7 @@ def gloo_group(parent: dist.ProcessGroup | None, timeout: timedelta | None = Non
     return HostGroup(GlooCollectives(gloo))
 
 
-def launched() -> TorchGroup:
+def init_group_from_env() -> TorchGroup:
     """Initialize a gloo group of all processes that torchrun's environment variables describe.
 
     The timeout is long, because ranks wait while another one copies. A process that exits is
@@ -320,13 +324,15 @@ def launched() -> TorchGroup:
         StorageError: The other ranks do not respond.
     """
     try:
-        store, rank, ranks = next(dist.rendezvous("env://", timeout=MEETING))  # type: ignore[attr-defined]
+        store, rank, ranks = next(dist.rendezvous("env://", timeout=RENDEZVOUS_TIMEOUT))  # type: ignore[attr-defined]
         # A separate prefix, because the store may belong to a training job without this process.
-        own = dist.PrefixStore("ckptctl", store)  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=own, rank=rank, world_size=ranks, timeout=MEETING)
+        prefixed_store = dist.PrefixStore("ckptctl", store)  # type: ignore[attr-defined]
+        dist.init_process_group(
+            "gloo", store=prefixed_store, rank=rank, world_size=ranks, timeout=RENDEZVOUS_TIMEOUT
+        )
         # Threads of a group that still exists when the interpreter exits abort the process.
         atexit.register(dist.destroy_process_group)
-        return TorchGroup(dist.new_group(backend="gloo", timeout=COPYING))
+        return TorchGroup(dist.new_group(backend="gloo", timeout=COPY_TIMEOUT))
     except (RuntimeError, ValueError) as error:
         raise StorageError(
             "the other ranks do not respond",
@@ -336,76 +342,88 @@ def launched() -> TorchGroup:
         ) from error
 
 
-def gather_bytes(own: bytes, group: Collectives, *, everywhere: bool = True) -> list[bytes]:
+def gather_bytes(message: bytes, group: Collectives, *, everywhere: bool = True) -> list[bytes]:
     """Gather the messages of all ranks in rank order, on all ranks or only on rank 0."""
-    found, tensor = _room(group.world * SHORT)
+    received, tensor = _allocate_bytes(group.world * FIRST_EXCHANGE_BYTES)
     group.all_gather(
-        list(tensor.view(group.world, SHORT).unbind()), _room(SHORT, _first(own, len(own)))[1]
+        list(tensor.view(group.world, FIRST_EXCHANGE_BYTES).unbind()),
+        _allocate_bytes(FIRST_EXCHANGE_BYTES, _build_head(message, len(message)))[1],
     )
-    heads = [bytes(found[at : at + SHORT]) for at in range(0, len(found), SHORT)]
-    lengths = [_length(head) for head in heads]
+    heads = [
+        bytes(received[start : start + FIRST_EXCHANGE_BYTES])
+        for start in range(0, len(received), FIRST_EXCHANGE_BYTES)
+    ]
+    lengths = [_parse_length(head) for head in heads]
     longest = max(lengths)
-    if longest <= SHORT - HEAD:
-        return _cut(heads, lengths, HEAD)
-    mine = everywhere or group.rank == 0
-    parts = [_room(longest) for _ in range(group.world if mine else 0)]
-    tensors, (_, sent) = [tensor for _, tensor in parts], _room(longest, own)
+    if longest <= FIRST_EXCHANGE_BYTES - HEAD_BYTES:
+        return _slice_messages(heads, lengths, HEAD_BYTES)
+    is_receiver = everywhere or group.rank == 0
+    parts = [_allocate_bytes(longest) for _ in range(group.world if is_receiver else 0)]
+    tensors, (_, sent) = [tensor for _, tensor in parts], _allocate_bytes(longest, message)
     if everywhere:
         group.all_gather(tensors, sent)
     else:
-        group.gather(tensors if mine else None, sent)
-    return _cut([bytes(memory) for memory, _ in parts], lengths, 0)
+        group.gather(tensors if is_receiver else None, sent)
+    return _slice_messages([bytes(memory) for memory, _ in parts], lengths, 0)
 
 
 def scatter_bytes(messages: Sequence[bytes] | None, group: Collectives) -> bytes:
     """Return this rank's element of *messages*, passed only on rank 0, with padding."""
     longest = max(map(len, messages)) if messages else 0
-    firsts = None if messages is None else [_first(one, longest) for one in messages]
-    head = _scatter(firsts, SHORT, group)
-    longest = _length(head)
-    if longest <= SHORT - HEAD:
-        return head[HEAD:]
-    return _scatter(messages, longest, group)
+    heads = None if messages is None else [_build_head(message, longest) for message in messages]
+    head = _scatter_padded(heads, FIRST_EXCHANGE_BYTES, group)
+    longest = _parse_length(head)
+    if longest <= FIRST_EXCHANGE_BYTES - HEAD_BYTES:
+        return head[HEAD_BYTES:]
+    return _scatter_padded(messages, longest, group)
 
 
 def broadcast_bytes(message: bytes | None, group: Collectives) -> bytes:
     """Return the message of rank 0 on all ranks."""
-    head = _broadcast(_first(message, len(message)) if message is not None else b"", SHORT, group)
-    longest = _length(head)
-    if longest <= SHORT - HEAD:
-        return head[HEAD : HEAD + longest]
-    return _broadcast(message or b"", longest, group)
+    head = _broadcast_padded(
+        _build_head(message, len(message)) if message is not None else b"",
+        FIRST_EXCHANGE_BYTES,
+        group,
+    )
+    longest = _parse_length(head)
+    if longest <= FIRST_EXCHANGE_BYTES - HEAD_BYTES:
+        return head[HEAD_BYTES : HEAD_BYTES + longest]
+    return _broadcast_padded(message or b"", longest, group)
 
 
-def _first(message: bytes, length: int) -> bytes:
-    return length.to_bytes(HEAD, "little") + message[: SHORT - HEAD]
+def _build_head(message: bytes, length: int) -> bytes:
+    return length.to_bytes(HEAD_BYTES, "little") + message[: FIRST_EXCHANGE_BYTES - HEAD_BYTES]
 
 
-def _length(head: bytes) -> int:
-    return int.from_bytes(head[:HEAD], "little")
+def _parse_length(head: bytes) -> int:
+    return int.from_bytes(head[:HEAD_BYTES], "little")
 
 
-def _room(nbytes: int, content: bytes = b"") -> tuple[bytearray, torch.Tensor]:
+def _allocate_bytes(nbytes: int, content: bytes = b"") -> tuple[bytearray, torch.Tensor]:
     """Allocate zeroed memory that starts with *content*, and a tensor that shares it."""
     memory = bytearray(nbytes)
     memory[: len(content)] = content
     return memory, torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def _cut(messages: Sequence[bytes], lengths: Sequence[int], start: int) -> list[bytes]:
-    return [one[start : start + n] for one, n in zip(messages, lengths, strict=False)]
+def _slice_messages(messages: Sequence[bytes], lengths: Sequence[int], start: int) -> list[bytes]:
+    return [
+        message[start : start + length] for message, length in zip(messages, lengths, strict=False)
+    ]
 
 
-def _scatter(messages: Sequence[bytes] | None, nbytes: int, group: Collectives) -> bytes:
+def _scatter_padded(messages: Sequence[bytes] | None, nbytes: int, group: Collectives) -> bytes:
     """Return this rank's message with padding, which unpickling ignores."""
-    own, tensor = _room(nbytes)
-    given = None if messages is None else [_room(nbytes, message)[1] for message in messages]
-    group.scatter(tensor, given)
-    return bytes(own)
+    memory, tensor = _allocate_bytes(nbytes)
+    padded = (
+        None if messages is None else [_allocate_bytes(nbytes, message)[1] for message in messages]
+    )
+    group.scatter(tensor, padded)
+    return bytes(memory)
 
 
-def _broadcast(message: bytes, nbytes: int, group: Collectives) -> bytes:
+def _broadcast_padded(message: bytes, nbytes: int, group: Collectives) -> bytes:
     """Return the message of rank 0, padded to *nbytes*."""
-    memory, tensor = _room(nbytes, message)
+    memory, tensor = _allocate_bytes(nbytes, message)
     group.broadcast(tensor)
     return bytes(memory)

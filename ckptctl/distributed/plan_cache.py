@@ -7,8 +7,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-ENTRIES = 8
-NBYTES = 1 << 30
+MAX_ENTRIES = 8
+MAX_BYTES = 1 << 30
 
 
 class CachedPlan(Protocol):
@@ -25,7 +25,7 @@ T = TypeVar("T", bound=CachedPlan)
 class PlanCache(Generic[T]):
     """Thread-safe LRU cache of plans, keyed by a digest of a rank's state."""
 
-    def __init__(self, entries: int = ENTRIES, nbytes: int = NBYTES) -> None:
+    def __init__(self, entries: int = MAX_ENTRIES, nbytes: int = MAX_BYTES) -> None:
         self._entries = entries
         self._nbytes = nbytes
         self._plans: OrderedDict[bytes, T] = OrderedDict()
@@ -38,10 +38,10 @@ class PlanCache(Generic[T]):
     def get(self, key: bytes) -> T | None:
         """Return the plan for *key* and mark it as recently used, or return None."""
         with self._lock:
-            found = self._plans.get(key)
-            if found:
+            plan = self._plans.get(key)
+            if plan:
                 self._plans.move_to_end(key)
-            return found
+            return plan
 
     def put(self, key: bytes, plan: T) -> None:
         """Store *plan*, and evict the least recently used ones."""
@@ -50,22 +50,22 @@ class PlanCache(Generic[T]):
             self._plans.move_to_end(key)
             while len(self._plans) > 1 and (
                 len(self._plans) > self._entries
-                or sum(one.nbytes for one in self._plans.values()) > self._nbytes
+                or sum(cached_plan.nbytes for cached_plan in self._plans.values()) > self._nbytes
             ):
                 self._plans.popitem(last=False)
 
-    def keys(self) -> list[bytes]:
+    def list_keys(self) -> list[bytes]:
         """List the keys, most recently used last."""
         with self._lock:
             return list(self._plans)
 
-    def keep(self, wanted: Callable[[T], bool]) -> None:
+    def keep_only(self, predicate: Callable[[T], bool]) -> None:
         """Evict all plans for which the predicate is false."""
         with self._lock:
-            for key in [key for key, plan in self._plans.items() if not wanted(plan)]:
+            for key in [key for key, plan in self._plans.items() if not predicate(plan)]:
                 del self._plans[key]
 
-    def plans(self) -> list[T]:
+    def list_plans(self) -> list[T]:
         """List the plans, most recently used first, without marking them as used."""
         with self._lock:
             return list(reversed(self._plans.values()))

@@ -8,30 +8,30 @@ from ckptctl.storage.paths import resolve_links
 from ckptctl.storage.urls import is_url
 from ckptctl.tree import TreePath
 
-LIMIT = 256
+MAX_POSITIONS = 256
 """Maximum number of remembered checkpoints."""
 _positions: dict[TreePath, None] = {}
 _lock = threading.Lock()
 
 
-def note_position(path: TreePath) -> None:
+def record_position(path: TreePath) -> None:
     """Record that this process now has the state of the checkpoint at *path*."""
-    path = _comparable(path)
+    path = _resolve_path(path)
     with _lock:
         _positions.pop(path, None)
         _positions[path] = None
-        while len(_positions) > LIMIT:
+        while len(_positions) > MAX_POSITIONS:
             del _positions[next(iter(_positions))]
 
 
-def positions_in(root: TreePath) -> list[str]:
+def list_positions(root: TreePath) -> list[str]:
     """List the names of recorded checkpoints in *root*, most recent first."""
-    root = _comparable(root)
+    root = _resolve_path(root)
     with _lock:
         paths = list(reversed(_positions))
-    inside = (path.relative_to(root).parts for path in paths if path.is_relative_to(root))
-    return list(dict.fromkeys(parts[0] for parts in inside if parts))
+    relative_parts = (path.relative_to(root).parts for path in paths if path.is_relative_to(root))
+    return list(dict.fromkeys(parts[0] for parts in relative_parts if parts))
 
 
-def _comparable(path: TreePath) -> TreePath:
+def _resolve_path(path: TreePath) -> TreePath:
     return path if is_url(path) else resolve_links(path)

@@ -17,7 +17,7 @@ from ckptctl import dtypes
 from ckptctl.catalog import Box, Index, Path
 from ckptctl.distributed import compat
 from ckptctl.distributed.compat import ShardedTensor
-from ckptctl.distributed.group import world
+from ckptctl.distributed.group import get_world_size
 from ckptctl.errors import RefusedError, UsageError, quote_names
 from ckptctl.planner.boxes import intersect_boxes
 from ckptctl.planner.placements import ShardPlacement as Cut
@@ -29,14 +29,14 @@ Part = tuple[torch.Tensor, torch.Tensor]
 """View of a tensor, and elements of the same shape."""
 
 
-class HeldShard(NamedTuple):
+class TensorShard(NamedTuple):
     """Box of a global tensor that is in this rank's memory."""
 
     name: str
     box: Box
     tensor: torch.Tensor
 
-    def part(self, box: Box) -> HeldShard:
+    def select_box(self, box: Box) -> TensorShard:
         """Narrow this shard to *box*, which must be inside of it."""
         if box == self.box:
             return self
@@ -45,19 +45,19 @@ class HeldShard(NamedTuple):
             zip(box.offsets, self.box.offsets, box.sizes, strict=True)
         ):
             tensor = tensor.narrow(dim, start - first, size)
-        return HeldShard(self.name, box, tensor)
+        return TensorShard(self.name, box, tensor)
 
 
 @dataclass(frozen=True, slots=True)
-class HeldTensor:
+class RankTensor:
     """Tensor of a state dict with the shards of this rank."""
 
     meta: TensorMeta
     leaf: torch.Tensor | ShardedTensor
-    shards: tuple[HeldShard, ...]  # local shards, empty if other ranks have all of it
+    shards: tuple[TensorShard, ...]  # local shards, empty if other ranks have all of it
     # Whether only the name tells that other ranks may have the same tensor: it is neither a
     # DTensor nor a ShardedTensor, and has no placement attributes.
-    plain: bool = False
+    is_regular: bool = False
 
     @property
     def may_be_replica(self) -> bool:
@@ -67,8 +67,8 @@ class HeldTensor:
             return True
         mesh = leaf.device_mesh
         sizes = zip(leaf.placements, mesh.shape, strict=True)
-        copied = any(isinstance(one, Replicate) and size > 1 for one, size in sizes)
-        return copied or mesh.size() < world()
+        copied = any(isinstance(placement, Replicate) and size > 1 for placement, size in sizes)
+        return copied or mesh.size() < get_world_size()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,21 +80,21 @@ class ObjectLeaf:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class FlatState:
     """Flat state dict of one rank."""
 
-    tensors: Mapping[str, HeldTensor]
+    tensors: Mapping[str, RankTensor]
     values: Mapping[str, ObjectLeaf]
 
     @property
     def meta(self) -> dict[str, TensorMeta]:
         """Metadata of the tensors, by name."""
-        return {name: one.meta for name, one in self.tensors.items()}
+        return {name: tensor.meta for name, tensor in self.tensors.items()}
 
     @property
-    def shards(self) -> list[HeldShard]:
+    def shards(self) -> list[TensorShard]:
         """Local shards of all tensors."""
-        return [shard for one in self.tensors.values() for shard in one.shards]
+        return [shard for tensor in self.tensors.values() for shard in tensor.shards]
 
     @property
     def paths(self) -> dict[str, Path]:
@@ -102,9 +102,9 @@ class State:
         return {name: leaf.path for name, leaf in self.values.items()}
 
     @property
-    def plain(self) -> list[str]:
+    def regular_names(self) -> list[str]:
         """Names of tensors that are neither DTensor nor ShardedTensor and have no placement."""
-        return [name for name, one in self.tensors.items() if one.plain]
+        return [name for name, tensor in self.tensors.items() if tensor.is_regular]
 
 
 class LocalPlacement(NamedTuple):
@@ -135,28 +135,28 @@ def copy_placement(source: torch.Tensor, target: torch.Tensor) -> None:
         setattr(target, attribute, getattr(source, attribute))
 
 
-def placement_of(name: str, leaf: torch.Tensor) -> LocalPlacement:
+def read_placement(name: str, leaf: torch.Tensor) -> LocalPlacement:
     """Read the placement attributes of a tensor.
 
     Raises:
         RefusedError: They contradict each other or the tensor.
     """
     try:
-        shape = _numbers(leaf.global_shape)  # type: ignore[attr-defined]
+        shape = _to_ints(leaf.global_shape)  # type: ignore[attr-defined]
         offsets, starts, sizes = (
-            tuple(map(_numbers, getattr(leaf, attribute))) for attribute in PLACEMENT[1:]
+            tuple(map(_to_ints, getattr(leaf, attribute))) for attribute in PLACEMENT[1:]
         )
         if not len(offsets) == len(starts) == len(sizes):
             counts = f"{len(offsets)}, {len(starts)} and {len(sizes)}"
             raise ValueError(f"offsets, places and sizes differ in number: {counts}")
         for offset, start, size in zip(offsets, starts, sizes, strict=True):
-            _require_inside(offset, size, shape, "the global shape")
-            _require_inside(start, size, tuple(leaf.size()), "the local tensor, which has")
+            _require_within(offset, size, shape, "the global shape")
+            _require_within(start, size, tuple(leaf.size()), "the local tensor, which has")
         boxes = tuple(map(Box, offsets, sizes))
         for number, box in enumerate(boxes):
-            for other in boxes[:number]:
-                if intersect_boxes(box, other):
-                    raise ValueError(f"{box} and {other} overlap")
+            for earlier in boxes[:number]:
+                if intersect_boxes(box, earlier):
+                    raise ValueError(f"{box} and {earlier} overlap")
     except (TypeError, ValueError) as error:
         raise RefusedError(
             f"the placement of `{name}` is inconsistent",
@@ -166,23 +166,23 @@ def placement_of(name: str, leaf: torch.Tensor) -> LocalPlacement:
     return LocalPlacement(shape, boxes, starts)
 
 
-def _numbers(given: Iterable[object]) -> tuple[int, ...]:
-    return tuple(index(one) for one in given)  # type: ignore[arg-type]
+def _to_ints(values: Iterable[object]) -> tuple[int, ...]:
+    return tuple(index(value) for value in values)  # type: ignore[arg-type]
 
 
-def _require_inside(
-    start: tuple[int, ...], size: tuple[int, ...], shape: tuple[int, ...], what: str
+def _require_within(
+    start: tuple[int, ...], size: tuple[int, ...], shape: tuple[int, ...], description: str
 ) -> None:
     if not len(start) == len(size) == len(shape):
-        raise ValueError(f"{list(start)} and {list(size)} do not match {what} {list(shape)}")
+        raise ValueError(f"{list(start)} and {list(size)} do not match {description} {list(shape)}")
     if any(
         first < 0 or length < 0 or first + length > end
         for first, length, end in zip(start, size, shape, strict=True)
     ):
-        raise ValueError(f"{Box(start, size)} is outside {what} {list(shape)}")
+        raise ValueError(f"{Box(start, size)} is outside {description} {list(shape)}")
 
 
-def state_of(state_dict: StateDict, *, on_meta: bool = False) -> State:
+def flatten_state(state_dict: StateDict, *, on_meta: bool = False) -> FlatState:
     """Flatten *state_dict* and find the local shards of its tensors, without copying.
 
     Names are those of stock ``dcp.save``: keys joined by dots. Objects with a method ``state_dict``
@@ -196,9 +196,9 @@ def state_of(state_dict: StateDict, *, on_meta: bool = False) -> State:
         UsageError: Names are ambiguous, or the state dict contains itself.
         RefusedError: A tensor cannot be stored.
     """
-    plain = plain_of(state_dict)
+    expanded = expand_stateful(state_dict)
     try:
-        flat, paths = compat.flatten_state_dict(plain)
+        flat, paths = compat.flatten_state_dict(expanded)
     except ValueError as error:
         raise UsageError(
             "two values of the state dict have the same name", why=str(error)
@@ -206,41 +206,41 @@ def state_of(state_dict: StateDict, *, on_meta: bool = False) -> State:
     except RecursionError:
         raise UsageError(
             "the state dict contains itself, or is nested too deeply",
-            where=quote_names(_endless(plain)),
+            where=quote_names(_find_recursive_keys(expanded)),
         ) from None
-    tensors: dict[str, HeldTensor] = {}
+    tensors: dict[str, RankTensor] = {}
     values: dict[str, ObjectLeaf] = {}
     for name, leaf in flat.items():
-        path = path_of(paths[name])
+        path = keys_to_path(paths[name])
         if isinstance(leaf, torch.Tensor | ShardedTensor):
-            tensors[name] = held_tensor(name, leaf, path, on_meta=on_meta)
+            tensors[name] = build_rank_tensor(name, leaf, path, on_meta=on_meta)
         else:
             values[name] = ObjectLeaf(path, leaf)
-    return State(tensors, values)
+    return FlatState(tensors, values)
 
 
-def _endless(state_dict: StateDict) -> list[str]:
+def _find_recursive_keys(state_dict: StateDict) -> list[str]:
     """Find the keys of *state_dict* whose values contain themselves."""
-    found = []
+    keys = []
     for key, value in state_dict.items():
         try:
             compat.flatten_state_dict({key: value})
         except RecursionError:
-            found.append(str(key))
-    return found
+            keys.append(str(key))
+    return keys
 
 
-def path_of(keys: Iterable[str | int]) -> Path:
+def keys_to_path(keys: Iterable[str | int]) -> Path:
     """Convert torch's *keys* to a path."""
     return tuple(Index(key) if isinstance(key, int) else key for key in keys)
 
 
-def keys_of(path: Path) -> tuple[str | int, ...]:
+def path_to_keys(path: Path) -> tuple[str | int, ...]:
     """Convert a path to torch's keys."""
     return tuple(int(key) if isinstance(key, Index) else str(key) for key in path)
 
 
-def plain_of(state_dict: StateDict) -> dict[str, object]:
+def expand_stateful(state_dict: StateDict) -> dict[str, object]:
     """Return a copy of *state_dict* with objects replaced by their state dicts."""
     if not isinstance(state_dict, Mapping):
         raise UsageError(
@@ -258,73 +258,79 @@ def is_stateful(value: object) -> TypeGuard[Stateful]:
     return not isinstance(value, torch.Tensor) and isinstance(value, Stateful)
 
 
-def held_tensor(
+def build_rank_tensor(
     name: str, leaf: torch.Tensor | ShardedTensor, path: Path, *, on_meta: bool = False
-) -> HeldTensor:
+) -> RankTensor:
     """Describe a tensor and its local shards.
 
     Raises:
         RefusedError: No supported format can store it.
     """
     if isinstance(leaf, ShardedTensor):  # attributes of a tensor would log a deprecation warning
-        described = leaf.metadata()
-        shape, kind = tuple(described.size), described.tensor_properties.dtype
-        grad = described.tensor_properties.requires_grad
+        shard_metadata = leaf.metadata()
+        shape, torch_dtype = tuple(shard_metadata.size), shard_metadata.tensor_properties.dtype
+        grad = shard_metadata.tensor_properties.requires_grad
     else:
         if leaf.is_nested:
             raise RefusedError(f"`{name}` is a nested tensor, which no supported format can store")
-        shape, kind, grad = tuple(leaf.size()), leaf.dtype, leaf.requires_grad
-    placement = placement_of(name, leaf) if has_placement(leaf) else None
+        shape, torch_dtype, grad = tuple(leaf.size()), leaf.dtype, leaf.requires_grad
+    placement = read_placement(name, leaf) if has_placement(leaf) else None
     shape = placement.shape if placement else shape
-    dtype = str(kind).removeprefix("torch.")
+    dtype = str(torch_dtype).removeprefix("torch.")
     if dtype not in dtypes.BY_NAME:
         raise RefusedError(f"`{name}` has dtype {dtype}, which no supported format can store")
     meta = TensorMeta(dtype, shape, path, bool(grad))
     if 0 in shape:  # every rank has the one empty box
-        shards = [HeldShard(name, Box.whole(shape), torch.empty(shape, dtype=kind))]
+        shards = [TensorShard(name, Box.whole(shape), torch.empty(shape, dtype=torch_dtype))]
     elif placement:
         assert isinstance(leaf, torch.Tensor)
-        shards = list(_placed(name, _plain(name, leaf, on_meta), placement))
+        shards = list(_iterate_placed_shards(name, _detach_dense(name, leaf, on_meta), placement))
     else:
-        shards = list(_shards(name, leaf, on_meta))
-    plain = not isinstance(leaf, DTensor | ShardedTensor) and placement is None
-    return HeldTensor(meta, leaf, tuple(shards), plain=plain)
+        shards = list(_iterate_shards(name, leaf, on_meta))
+    is_regular = not isinstance(leaf, DTensor | ShardedTensor) and placement is None
+    return RankTensor(meta, leaf, tuple(shards), is_regular=is_regular)
 
 
-def _placed(name: str, local: torch.Tensor, placement: LocalPlacement) -> Iterator[HeldShard]:
+def _iterate_placed_shards(
+    name: str, local: torch.Tensor, placement: LocalPlacement
+) -> Iterator[TensorShard]:
     for box, start in zip(placement.boxes, placement.starts, strict=True):
         if 0 in box.sizes:
             continue
         view = local
         for dim, (first, size) in enumerate(zip(start, box.sizes, strict=True)):
             view = view.narrow(dim, first, size)
-        yield HeldShard(name, box, view)
+        yield TensorShard(name, box, view)
 
 
-def _shards(name: str, leaf: torch.Tensor | ShardedTensor, on_meta: bool) -> Iterator[HeldShard]:
+def _iterate_shards(
+    name: str, leaf: torch.Tensor | ShardedTensor, on_meta: bool
+) -> Iterator[TensorShard]:
     if isinstance(leaf, ShardedTensor):
         for shard in leaf.local_shards():
             offsets, sizes = shard.metadata.shard_offsets, shard.metadata.shard_sizes
             if 0 not in sizes:
                 box = Box(tuple(offsets), tuple(sizes))
-                yield HeldShard(name, box, _plain(name, shard.tensor))
+                yield TensorShard(name, box, _detach_dense(name, shard.tensor))
     elif isinstance(leaf, DTensor):
-        local = _plain(name, leaf.to_local(), on_meta)
+        local = _detach_dense(name, leaf.to_local(), on_meta)
         mesh, coordinate = leaf.device_mesh, leaf.device_mesh.get_coordinate()
         if coordinate is None:
             return
-        cuts = [_cut(name, placement) for placement in leaf.placements]
-        placed = compute_local_shard(tuple(leaf.shape), tuple(mesh.shape), tuple(coordinate), cuts)
-        for part in placed.boxes:
+        cuts = [_convert_placement(name, placement) for placement in leaf.placements]
+        local_placement = compute_local_shard(
+            tuple(leaf.shape), tuple(mesh.shape), tuple(coordinate), cuts
+        )
+        for part in local_placement.boxes:
             view = local
             for dim, (start, size) in enumerate(zip(part.start, part.box.sizes, strict=True)):
                 view = view.narrow(dim, start, size)
-            yield HeldShard(name, part.box, view)
+            yield TensorShard(name, part.box, view)
     else:
-        yield HeldShard(name, Box.whole(tuple(leaf.shape)), _plain(name, leaf, on_meta))
+        yield TensorShard(name, Box.whole(tuple(leaf.shape)), _detach_dense(name, leaf, on_meta))
 
 
-def _cut(name: str, placement: object) -> Cut | None:
+def _convert_placement(name: str, placement: object) -> Cut | None:
     if isinstance(placement, compat.StridedShard):
         return Cut(int(placement.dim), int(placement.split_factor))
     if isinstance(placement, Shard):
@@ -337,7 +343,7 @@ def _cut(name: str, placement: object) -> Cut | None:
     )
 
 
-def _plain(name: str, tensor: torch.Tensor, on_meta: bool = False) -> torch.Tensor:
+def _detach_dense(name: str, tensor: torch.Tensor, on_meta: bool = False) -> torch.Tensor:
     tensor = tensor.detach()
     if on_meta and tensor.is_meta and type(tensor) is torch.Tensor:
         return tensor
@@ -355,12 +361,12 @@ def _plain(name: str, tensor: torch.Tensor, on_meta: bool = False) -> torch.Tens
     return tensor
 
 
-def address(tensor: torch.Tensor) -> object:
+def get_address(tensor: torch.Tensor) -> object:
     """Return the address of a tensor's first element, or an equivalent on the meta device."""
-    return compat.storage_place(tensor) if tensor.is_meta else tensor.data_ptr()
+    return compat.locate_storage(tensor) if tensor.is_meta else tensor.data_ptr()
 
 
-def span(tensor: torch.Tensor) -> int:
+def count_spanned_elements(tensor: torch.Tensor) -> int:
     """Count the elements of memory from a tensor's first to its last one, gaps included."""
     if not tensor.numel():
         return 0
@@ -368,22 +374,24 @@ def span(tensor: torch.Tensor) -> int:
     return 1 + sum((size - 1) * step for size, step in pairs)
 
 
-def memory(tensor: torch.Tensor) -> memoryview:
+def to_memoryview(tensor: torch.Tensor) -> memoryview:
     """View the memory from a host tensor's first to its last element, gaps included.
 
     The tensor must outlive the view.
     """
-    nbytes = span(tensor) * tensor.element_size()
+    nbytes = count_spanned_elements(tensor) * tensor.element_size()
     array = (ctypes.c_char * nbytes).from_address(tensor.data_ptr()) if nbytes else bytearray()
     return memoryview(array).cast("B")
 
 
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+def view_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """View a contiguous tensor as bytes, even if dimensions of size 1 have unusual strides."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def row_major_parts(tensor: torch.Tensor, start: int, elements: torch.Tensor) -> Iterator[Part]:
+def iterate_row_major_parts(
+    tensor: torch.Tensor, start: int, elements: torch.Tensor
+) -> Iterator[Part]:
     """Pair row-major *elements* with views of *tensor*, beginning at its element *start*."""
     if tensor.ndim < 2:
         target = tensor.reshape(1) if tensor.ndim == 0 else tensor
@@ -393,11 +401,11 @@ def row_major_parts(tensor: torch.Tensor, start: int, elements: torch.Tensor) ->
     first, skip = divmod(start, inner)
     if skip:
         count = min(inner - skip, len(elements))
-        yield from row_major_parts(tensor[first], skip, elements[:count])
+        yield from iterate_row_major_parts(tensor[first], skip, elements[:count])
         first, elements = first + 1, elements[count:]
     rows = len(elements) // inner
     if rows:
-        whole = elements[: rows * inner].view(rows, *tensor.shape[1:])
-        yield tensor[first : first + rows], whole
+        block = elements[: rows * inner].view(rows, *tensor.shape[1:])
+        yield tensor[first : first + rows], block
     if len(elements) > rows * inner:
-        yield from row_major_parts(tensor[first + rows], 0, elements[rows * inner :])
+        yield from iterate_row_major_parts(tensor[first + rows], 0, elements[rows * inner :])

@@ -33,12 +33,12 @@ from ckptctl.storage.zips.zip_reader import LEGACY_MAGIC, read_archive
 from ckptctl.storage.zstd import MemoryBudget
 from ckptctl.units import pluralize
 
-TRUST = "pass `trusted=True` to load it anyway, which can run any code"
-LEAVE_OUT = "pass `strict=False` to load the rest"
-SHOWN = 100
-SMALL = 1 << 12
+TRUST_HINT = "pass `trusted=True` to load it anyway, which can run any code"
+SKIP_HINT = "pass `strict=False` to load the rest"
+MAX_SHOWN = 100
+CACHED_VALUE_BYTES = 1 << 12
 """Maximum size in bytes of pickled values whose check is cached."""
-_READ_BY_ALL = frozenset({type(None), bool, int, float, str})
+_ALWAYS_READABLE = frozenset({type(None), bool, int, float, str})
 
 
 def pickle_values(values: Mapping[str, object], *, trusted: bool) -> dict[str, bytes]:
@@ -49,26 +49,26 @@ def pickle_values(values: Mapping[str, object], *, trusted: bool) -> dict[str, b
     """
     contents: dict[str, bytes] = {}
     refused: dict[str, str] = {}
-    lost = False
+    has_pickle_errors = False
     for name, value in values.items():
         try:
-            contents[name] = save_to_bytes(value)
+            contents[name] = serialize_value(value)
         except Exception as error:  # raised by the value's own code
             refused[name] = f"{type(error).__name__}: {error}"
-            lost = True
+            has_pickle_errors = True
             continue
-        why = None if trusted else _unreadable(value, contents[name])
+        why = None if trusted else _find_read_problem(value, contents[name])
         if why is not None:
             refused[name] = f"it could not be loaded: {why}"
     if refused:
-        raise _refusal(values, refused, lost=lost)
+        raise _cannot_save_error(values, refused, has_pickle_errors=has_pickle_errors)
     return contents
 
 
-def save_to_bytes(value: object) -> bytes:
+def serialize_value(value: object) -> bytes:
     """Serialize one value with ``torch.save``, including ``fold`` of times, which it would drop."""
     buffer = io.BytesIO()
-    torch.save(value, buffer, pickle_module=_PICKLE)
+    torch.save(value, buffer, pickle_module=_PICKLE_MODULE)
     return buffer.getvalue()
 
 
@@ -81,53 +81,53 @@ class _Pickler(pickle.Pickler):
         return value.__reduce_ex__(pickle.DEFAULT_PROTOCOL) if folded else NotImplemented
 
 
-_PICKLE = SimpleNamespace(Pickler=_Pickler, __name__="pickle")
+_PICKLE_MODULE = SimpleNamespace(Pickler=_Pickler, __name__="pickle")
 """Pickle module for ``torch.save``."""
 
 
-def _unreadable(value: object, content: bytes) -> str | None:
+def _find_read_problem(value: object, content: bytes) -> str | None:
     """Explain why *content* cannot be loaded as *value* without trust, or return None if it can."""
-    if type(value) in _READ_BY_ALL:
+    if type(value) in _ALWAYS_READABLE:
         return None
-    prove = _proven if len(content) <= SMALL else _proven.__wrapped__
+    prove = _check_readable if len(content) <= CACHED_VALUE_BYTES else _check_readable.__wrapped__
     kind: Any = type(value)
     return prove(kind, content)
 
 
 @lru_cache(maxsize=1 << 12)
-def _proven(kind: type, content: bytes) -> str | None:
+def _check_readable(kind: type, content: bytes) -> str | None:
     """Explain why *content* cannot be read as an instance of *kind*, or return None if it can.
 
     The cache avoids reading values such as hyperparameters again at every save.
     """
     try:
-        found = read_leaf(content, "the value")
+        value = read_leaf(content, "the value")
     except CkptError as error:
-        return _said(error)
-    return None if type(found) is kind else f"it would be loaded as a `{type(found).__name__}`"
+        return _format_error(error)
+    return None if type(value) is kind else f"it would be loaded as a `{type(value).__name__}`"
 
 
-def _refusal(
-    values: Mapping[str, object], refused: Mapping[str, str], *, lost: bool
+def _cannot_save_error(
+    values: Mapping[str, object], refused: Mapping[str, str], *, has_pickle_errors: bool
 ) -> RefusedError:
     kinds = {name: type(values[name]) for name in refused}
-    named = [
+    descriptions = [
         f"{name}: " + f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
         for name, kind in kinds.items()
     ]
     hint = "omit them, or store their contents as numbers, strings, lists, dicts or tensors"
-    if not lost:
+    if not has_pickle_errors:
         hint += "; or pass `trusted=True`, and load them with `load(trusted=True)`"
     return RefusedError(
         (quote_names(list(refused)) if len(refused) == 1 else f"{pluralize(len(refused), 'value')}")
         + " cannot be saved",
-        where=quote_names(named, SHOWN),
-        why="; ".join(list(dict.fromkeys(refused.values()))[:SHOWN]),
+        where=quote_names(descriptions, MAX_SHOWN),
+        why="; ".join(list(dict.fromkeys(refused.values()))[:MAX_SHOWN]),
         hint=hint,
     )
 
 
-class ReadValues(NamedTuple):
+class LoadedValues(NamedTuple):
     """Non-tensor values and reasons why others were refused, by name in the state."""
 
     values: Mapping[str, object]
@@ -141,7 +141,7 @@ def read_values(
     *,
     trusted: bool,
     strict: bool = True,
-) -> ReadValues:
+) -> LoadedValues:
     """Read the non-tensor values that a rank's state requires.
 
     Args:
@@ -155,34 +155,36 @@ def read_values(
         UnsupportedError: Values are not known to be harmless, and *strict* is set.
         CkptError: A value is damaged or requires code that is not installed.
     """
-    found: dict[str, object] = {}
+    loaded: dict[str, object] = {}
     refused: dict[str, UnsupportedError] = {}
     catalog, budget = mapping.catalog, MemoryBudget()
-    with source_files(catalog.root) as opened:
-        for name, held in held_names(mapping, values, rank).items():
-            blob = catalog.blobs[held]
+    with source_files(catalog.root) as files:
+        for name, stored_name in match_stored_names(mapping, values, rank).items():
+            blob = catalog.blobs[stored_name]
             where = f"{catalog.root}/{blob.file}" if blob.file else catalog.path
             # Decompression errors are raised as they are: trust does not help.
-            unpacked = read_value_bytes(opened, blob, budget) if blob.extension else None
+            unpacked = read_value_bytes(files, blob, budget) if blob.extension else None
             try:
-                content = unpacked or read_value_bytes(opened, blob, budget)
-                found[name] = unpickle_value(content, blob.name, str(where), trusted=trusted)
+                content = unpacked or read_value_bytes(files, blob, budget)
+                loaded[name] = unpickle_value(content, blob.name, str(where), trusted=trusted)
             except RefusedError as error:  # it is stored with other values and cannot be extracted
-                refused[name] = UnsupportedError(error.what, where=where, hint=LEAVE_OUT)
+                refused[name] = UnsupportedError(error.what, where=where, hint=SKIP_HINT)
             except UnsupportedError as error:
                 refused[name] = error
     if not trusted:
-        refused |= outside(found, str(catalog.path))
+        refused |= find_invalid_positions(loaded, str(catalog.path))
     if strict and refused:
-        raise _joined(refused, str(catalog.path))
-    kept = {name: value for name, value in found.items() if name not in refused}
-    return ReadValues(kept, {name: one.why or one.what for name, one in refused.items()})
+        raise _combined_error(refused, str(catalog.path))
+    accepted = {name: value for name, value in loaded.items() if name not in refused}
+    return LoadedValues(
+        accepted, {name: failure.why or failure.what for name, failure in refused.items()}
+    )
 
 
-def outside(found: Mapping[str, object], where: str) -> dict[str, UnsupportedError]:
+def find_invalid_positions(values: Mapping[str, object], where: str) -> dict[str, UnsupportedError]:
     """Find parts of random-generator states whose position is out of range, with their errors."""
     states: dict[str, dict[object, object]] = {}
-    for name, value in found.items():
+    for name, value in values.items():
         state, _, part = name.rpartition(".")
         states.setdefault(state, {})[part] = value
     refused: dict[str, UnsupportedError] = {}
@@ -191,11 +193,11 @@ def outside(found: Mapping[str, object], where: str) -> dict[str, UnsupportedErr
             require_positions(parts)
         except UnsupportedError as error:
             names = (f"{state}.{part}" if state else f"{part}" for part in parts)
-            refused |= {name: _untrusted(error, name, where) for name in names}
+            refused |= {name: _untrusted_value_error(error, name, where) for name in names}
     return refused
 
 
-def _joined(refused: Mapping[str, UnsupportedError], where: str) -> UnsupportedError:
+def _combined_error(refused: Mapping[str, UnsupportedError], where: str) -> UnsupportedError:
     """Combine the errors of all refused values into one."""
     errors = list(refused.values())
     if len(errors) == 1:
@@ -206,21 +208,23 @@ def _joined(refused: Mapping[str, UnsupportedError], where: str) -> UnsupportedE
         f"{quote_names(list(refused))}",
         where=where,
         why="; ".join(list(reasons)[:5]),
-        hint=f"{TRUST}; or {LEAVE_OUT}",
+        hint=f"{TRUST_HINT}; or {SKIP_HINT}",
     )
 
 
-def left_out_note(refused: Mapping[str, str]) -> str:
+def format_skipped_values(refused: Mapping[str, str]) -> str:
     """Format the warning about values that were skipped and stay as they were."""
     names = quote_names([f"{name}: {why}" for name, why in refused.items()])
     return f"skipped values that are not known to be harmless: {names}"
 
 
-def held_names(mapping: StateMapping, values: Collection[str], rank: int) -> dict[str, str]:
+def match_stored_names(mapping: StateMapping, values: Collection[str], rank: int) -> dict[str, str]:
     """Map names of non-tensor values in the state to their names in the checkpoint."""
-    apart = kept_apart(mapping.catalog) if values and rank else ()
-    found = {name: held_as(mapping, name, rank, values, apart) for name in values}
-    return {name: held for name, held in found.items() if held is not None}
+    separate_names = kept_apart(mapping.catalog) if values and rank else ()
+    stored_names = {name: held_as(mapping, name, rank, values, separate_names) for name in values}
+    return {
+        name: stored_name for name, stored_name in stored_names.items() if stored_name is not None
+    }
 
 
 def unpickle_value(content: bytes, name: str, where: str, *, trusted: bool) -> object:
@@ -242,32 +246,32 @@ def unpickle_value(content: bytes, name: str, where: str, *, trusted: bool) -> o
     except UsageError:
         raise
     except (UnsupportedError, FormatError) as error:
-        raise _untrusted(error, name, where) from None
+        raise _untrusted_value_error(error, name, where) from None
     except Exception as error:  # damage and trusted code can raise anything
-        raise _failure(error, content, name, where) from None
+        raise _unpickling_error(error, content, name, where) from None
 
 
-def _untrusted(error: CkptError, name: str, where: str) -> UnsupportedError:
+def _untrusted_value_error(error: CkptError, name: str, where: str) -> UnsupportedError:
     """Build the error for a value that is only read with trust."""
     kind = type(error) if isinstance(error, UnsupportedError) else UnsupportedError
     return kind(
         f"`{name}` is not known to be harmless",
         where=where,
-        why=_said(error),
-        hint=f"{TRUST}; or {LEAVE_OUT}",
+        why=_format_error(error),
+        hint=f"{TRUST_HINT}; or {SKIP_HINT}",
     )
 
 
-def _said(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     if isinstance(error, CkptError):
         return error.summary
     return f"{type(error).__name__}: " + str(error).partition("\n")[0]
 
 
-def _failure(error: Exception, content: bytes, name: str, where: str) -> CkptError:
+def _unpickling_error(error: Exception, content: bytes, name: str, where: str) -> CkptError:
     """Build the error for a value that cannot be unpickled."""
-    why = _said(error)
-    if isinstance(error, (ImportError, AttributeError)) and _is_whole(content):
+    why = _format_error(error)
+    if isinstance(error, (ImportError, AttributeError)) and _is_complete_pickle(content):
         return UsageError(
             f"`{name}` requires code that is not installed",
             where=where,
@@ -277,7 +281,7 @@ def _failure(error: Exception, content: bytes, name: str, where: str) -> CkptErr
     return DamagedError(f"`{name}` cannot be read", where=where, why=why)
 
 
-def _is_whole(content: bytes) -> bool:
+def _is_complete_pickle(content: bytes) -> bool:
     """Return whether the pickle of a value can be parsed to its end, whatever classes it needs."""
     try:
         read_archive(MemoryFiles(content, Path()), "", 0, len(content), unknown="inert")
@@ -286,16 +290,18 @@ def _is_whole(content: bytes) -> bool:
     return True
 
 
-def put(root: MutableMapping[str, Any], keys: Keys, value: object) -> None:
+def replace_leaf(root: MutableMapping[str, Any], keys: Keys, value: object) -> None:
     """Replace the leaf at *keys* without replacing its containers."""
-    place: Any = root
+    container: Any = root
     for key in keys[:-1]:
-        place = place[_own(place, key)]
-    place[_own(place, keys[-1])] = value
+        container = container[_find_container_key(container, key)]
+    container[_find_container_key(container, keys[-1])] = value
 
 
-def _own(place: MutableMapping[Any, Any] | MutableSequence[Any], key: str | int) -> Any:
+def _find_container_key(
+    container: MutableMapping[Any, Any] | MutableSequence[Any], key: str | int
+) -> Any:
     """Return the key of the container that matches *key*, which may be its text form."""
-    if isinstance(place, MutableSequence) or key in place:
+    if isinstance(container, MutableSequence) or key in container:
         return key
-    return next((own for own in place if str(own) == str(key)), key)
+    return next((existing_key for existing_key in container if str(existing_key) == str(key)), key)

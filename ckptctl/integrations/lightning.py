@@ -22,15 +22,15 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from ckptctl.distributed.group import coordinator
+from ckptctl.distributed.group import get_coordinator
 from ckptctl.distributed.loading.load import load
 from ckptctl.errors import UsageError
 from ckptctl.integrations.whole import (
-    fingerprint,
-    own_group,
-    save_beside,
-    whole,
-    with_numbers,
+    create_own_group,
+    fingerprint_shards,
+    load_full_state_dict,
+    restore_param_keys,
+    save_with_files,
 )
 from ckptctl.storage import trash
 from ckptctl.storage.paths import resolve_links
@@ -61,9 +61,11 @@ class DirectoryCheckpointIO(CheckpointIO):  # type: ignore[misc]
         Raises:
             CkptError: The save failed, and nothing was published.
         """
-        require_none(storage_options)
-        state, rest = parts(checkpoint)
-        save_beside(state, Path(path), {META: pickled(rest)}, process_group=own_group())
+        require_no_storage_options(storage_options)
+        state, rest = split_checkpoint(checkpoint)
+        save_with_files(
+            state, Path(path), {META: pickle_rest(rest)}, process_group=create_own_group()
+        )
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
@@ -79,14 +81,16 @@ class DirectoryCheckpointIO(CheckpointIO):  # type: ignore[misc]
             CkptError: It cannot be read.
         """
         if Path(path).is_file():
-            own = TorchCheckpointIO()
-            found: dict[str, Any] = own.load_checkpoint(path, map_location, weights_only)
-            return found
+            checkpoint_io = TorchCheckpointIO()
+            checkpoint: dict[str, Any] = checkpoint_io.load_checkpoint(
+                path, map_location, weights_only
+            )
+            return checkpoint
         source = resolve_links(Path(path))
-        state = with_numbers(whole(source))
+        state = restore_param_keys(load_full_state_dict(source))
         optimizers = [key for key in state if key.startswith(OPTIMIZER)]
         optimizers.sort(key=lambda key: int(key.removeprefix(OPTIMIZER)))
-        rest = read_rest(source, weights_only)
+        rest = read_meta(source, weights_only)
         return {MODEL: state[MODEL], OPTIMIZERS: [state[key] for key in optimizers], **rest}
 
     def remove_checkpoint(self, path: str | Path) -> None:
@@ -114,14 +118,16 @@ class ShardedStrategy(ModelParallelStrategy):  # type: ignore[misc]
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
         """Save the state of all ranks, as :meth:`DirectoryCheckpointIO.save_checkpoint` does."""
-        require_none(storage_options)
+        require_no_storage_options(storage_options)
         path = Path(self.broadcast(filepath)).absolute()
-        state, rest = parts(checkpoint)
-        what = (checkpoint.get("loops"), fingerprint(state))
-        same = all(coordinator().all_gather(bool(self._last and self._last[0] == what)))
-        like = self._last[1] if same and self._last else None
-        save_beside(state, path, {META: pickled(rest)}, like=like)
-        self._last = (what, path)
+        state, rest = split_checkpoint(checkpoint)
+        identity = (checkpoint.get("loops"), fingerprint_shards(state))
+        is_same_state = all(
+            get_coordinator().all_gather(bool(self._last and self._last[0] == identity))
+        )
+        like = self._last[1] if is_same_state and self._last else None
+        save_with_files(state, path, {META: pickle_rest(rest)}, like=like)
+        self._last = (identity, path)
 
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
@@ -137,17 +143,17 @@ class ShardedStrategy(ModelParallelStrategy):  # type: ignore[misc]
         """
         path = resolve_links(Path(self.broadcast(checkpoint_path)))
         if path.is_file():
-            found: dict[str, Any] = super().load_checkpoint(path, weights_only)
-            return found
+            checkpoint: dict[str, Any] = super().load_checkpoint(path, weights_only)
+            return checkpoint
         state: dict[str, Any] = {MODEL: get_model_state_dict(self.model)}
         for number, optimizer in enumerate(self.optimizers):
             state[f"{OPTIMIZER}{number}"] = get_optimizer_state_dict(self.model, optimizer)
         load(state, path, strict=self.lightning_module.strict_loading)
         set_model_state_dict(self.model, state[MODEL])
         for number, optimizer in enumerate(self.optimizers):
-            own = state[f"{OPTIMIZER}{number}"]
-            set_optimizer_state_dict(self.model, optimizer, optim_state_dict=own)
-        return read_rest(path, weights_only)
+            optimizer_state = state[f"{OPTIMIZER}{number}"]
+            set_optimizer_state_dict(self.model, optimizer, optim_state_dict=optimizer_state)
+        return read_meta(path, weights_only)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint on rank 0, which is renamed first."""
@@ -155,28 +161,34 @@ class ShardedStrategy(ModelParallelStrategy):  # type: ignore[misc]
             trash.remove_path(Path(filepath))
 
 
-def parts(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def split_checkpoint(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split a checkpoint into state dicts, stored as tensors, and the rest."""
     states = checkpoint.get(OPTIMIZERS, ())
     state = {MODEL: checkpoint[MODEL]}
-    state |= {f"{OPTIMIZER}{number}": one for number, one in enumerate(states)}
-    return state, {key: one for key, one in checkpoint.items() if key not in (MODEL, OPTIMIZERS)}
+    state |= {
+        f"{OPTIMIZER}{number}": optimizer_state for number, optimizer_state in enumerate(states)
+    }
+    return state, {
+        key: optimizer_state
+        for key, optimizer_state in checkpoint.items()
+        if key not in (MODEL, OPTIMIZERS)
+    }
 
 
-def read_rest(path: Path, weights_only: bool | None) -> dict[str, Any]:
+def read_meta(path: Path, weights_only: bool | None) -> dict[str, Any]:
     """Read the content of ``meta.pt`` next to the tensors."""
-    found: dict[str, Any] = torch.load(path / META, "cpu", weights_only=weights_only)
-    return found
+    meta: dict[str, Any] = torch.load(path / META, "cpu", weights_only=weights_only)
+    return meta
 
 
-def pickled(rest: Mapping[str, Any]) -> bytes:
+def pickle_rest(rest: Mapping[str, Any]) -> bytes:
     """Pickle the content of ``meta.pt``."""
     buffer = io.BytesIO()
     torch.save(rest, buffer)
     return buffer.getvalue()
 
 
-def require_none(storage_options: object) -> None:
+def require_no_storage_options(storage_options: object) -> None:
     """Raise if storage options are passed, which are not supported."""
     if storage_options is not None:
         raise UsageError("`storage_options` are not supported", hint="omit them")

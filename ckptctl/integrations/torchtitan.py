@@ -19,12 +19,12 @@ from torchtitan.components.checkpointer.base import MODEL
 from torchtitan.tools.utils import GarbageCollection
 
 from ckptctl.distributed.background.async_save import AsyncSaver
-from ckptctl.distributed.group import coordinator
+from ckptctl.distributed.group import get_coordinator
 from ckptctl.distributed.loading.load import load
-from ckptctl.distributed.run.keeper import SERIES, Keeper
+from ckptctl.distributed.run.keeper import STEP_SERIES, RunCheckpoints
 from ckptctl.distributed.run.manager_options import MAX_FAILURES
 from ckptctl.planner.retention import Policy
-from ckptctl.ranks.coordinator import on_first
+from ckptctl.ranks.coordinator import run_on_rank_zero
 from ckptctl.save_load.loading.load_options import Strict
 from ckptctl.storage.paths import parse_path
 
@@ -54,7 +54,9 @@ class CheckpointManager(dcp.CheckpointManager):  # type: ignore[misc]
             # Copies are in pinned memory in either mode, and done before `save` returns.
             self.async_mode = dcp.AsyncMode.ASYNC
         self._saver = AsyncSaver(self.pg, max_failures=MAX_FAILURES)
-        self._keeper = Keeper(Path(self.folder), Policy(self.keep_latest_k or None), (), sync=True)
+        self._keeper = RunCheckpoints(
+            Path(self.folder), Policy(self.keep_latest_k or None), (), sync=True
+        )
 
     @torch.no_grad()
     def dcp_save(
@@ -76,9 +78,9 @@ class CheckpointManager(dcp.CheckpointManager):  # type: ignore[misc]
             )
             return None
         path, synchronous = parse_path(checkpoint_id), async_mode == dcp.AsyncMode.DISABLED
-        saver, options = self._saver, {"beside": partial(self._keeper.beside, {})}
+        saver, options = self._saver, {"beside": partial(self._keeper.build_sidecars, {})}
         future = self._keeper.save(
-            state_dict, path, coordinator(), None if synchronous else saver, options
+            state_dict, path, get_coordinator(), None if synchronous else saver, options
         )
         if enable_garbage_collection:
             GarbageCollection.collect("GC collection invoked by checkpointer.")
@@ -106,8 +108,8 @@ class CheckpointManager(dcp.CheckpointManager):  # type: ignore[misc]
             self.states[MODEL].load_state_dict(state_dict)
         path = Path(checkpoint_id)
         if path.parent == Path(self.folder):
-            step = int(path.name.removeprefix(SERIES))
-            on_first(coordinator(), lambda: self._keeper.resume_from(path, step))
+            step = int(path.name.removeprefix(STEP_SERIES))
+            run_on_rank_zero(get_coordinator(), lambda: self._keeper.resume_from(path, step))
 
     def _find_load_step(self, folder: str = "") -> int:
         """Return the step of the newest complete checkpoint that is not abandoned.
@@ -115,12 +117,14 @@ class CheckpointManager(dcp.CheckpointManager):  # type: ignore[misc]
         Raises:
             UnsupportedError: The verdict on the newest one is unknown. It is raised on every rank.
         """
-        found: int = super()._find_load_step(folder)
-        if folder or found < 0:
-            return found
-        ranks = coordinator()
-        newest = ranks.broadcast(on_first(ranks, lambda: self._keeper.newest(SERIES)))
-        return newest.step if newest else found
+        step: int = super()._find_load_step(folder)
+        if folder or step < 0:
+            return step
+        ranks = get_coordinator()
+        newest = ranks.broadcast(
+            run_on_rank_zero(ranks, lambda: self._keeper.find_newest(STEP_SERIES))
+        )
+        return newest.step if newest else step
 
     def _purge_stale_checkpoints(self) -> None:
         """Do nothing, because old checkpoints are removed after a newer one is published."""

@@ -13,11 +13,17 @@ from torchtune.training.checkpointing import DistributedCheckpointer, ModelType
 
 from ckptctl import families
 from ckptctl.conversion.conversion_options import ConversionOptions
-from ckptctl.distributed.run.keeper import SERIES, Start
+from ckptctl.distributed.run.keeper import STEP_SERIES, ResumePoint
 from ckptctl.distributed.run.manager import CheckpointManager
 from ckptctl.distributed.saving.converted import save_converted
 from ckptctl.errors import SourceNotFoundError, UsageError
-from ckptctl.integrations.whole import all_ranks, own_group, whole, whole_model, with_numbers
+from ckptctl.integrations.whole import (
+    create_all_ranks_group,
+    create_own_group,
+    load_full_model,
+    load_full_state_dict,
+    restore_param_keys,
+)
 from ckptctl.planner.mapping.adapters import ADAPTER_SUFFIX
 from ckptctl.units import pluralize
 
@@ -68,12 +74,12 @@ class Checkpointer(DistributedCheckpointer):  # type: ignore[misc]
     ) -> None:
         self._checkpoint_dir = Path(checkpoint_dir)
         self._output_dir = Path(output_dir)
-        self._family = family(model_type)
+        self._family = find_family(model_type)
         self._final_format = final_format
         self._keep_last = keep_last
         self._resume = should_load_recipe_state
         self._manager: CheckpointManager | None = None
-        self._begun: Start | None = None
+        self._start: ResumePoint | None = None
 
     def load_checkpoint(self) -> dict[str, Any]:
         """Load the model in torchtune's layout and, to resume, the recipe's state.
@@ -86,21 +92,21 @@ class Checkpointer(DistributedCheckpointer):  # type: ignore[misc]
             CkptError: The checkpoint cannot be read.
         """
         self.wait()
-        found: dict[str, Any] = {}
+        loaded: dict[str, Any] = {}
         if self._resume:
-            keeper = self._opened(own_group()).keeper
-            self._begun = newest = keeper.newest(SERIES)
+            keeper = self._open_manager(create_own_group()).checkpoints
+            self._start = newest = keeper.find_newest(STEP_SERIES)
             if newest is None:
                 raise SourceNotFoundError(
                     "there is no checkpoint to resume from", where=str(keeper.root)
                 )
-            state: dict[str, Any] = with_numbers(whole(newest.path))
-            found = {**state.pop(RECIPE)[0], **state}
-        if training.MODEL_KEY not in found:
-            found[training.MODEL_KEY] = whole_model(
-                self._checkpoint_dir, LAYOUT, self._family, own_group()
+            state: dict[str, Any] = restore_param_keys(load_full_state_dict(newest.path))
+            loaded = {**state.pop(RECIPE)[0], **state}
+        if training.MODEL_KEY not in loaded:
+            loaded[training.MODEL_KEY] = load_full_model(
+                self._checkpoint_dir, LAYOUT, self._family, create_own_group()
             )
-        return found
+        return loaded
 
     def save_checkpoint(
         self,
@@ -125,13 +131,15 @@ class Checkpointer(DistributedCheckpointer):  # type: ignore[misc]
             CkptError: This save or the last one failed.
         """
         model = state_dict.get(training.MODEL_KEY, {})
-        sharded = any(isinstance(one, DTensor) for one in model.values())
-        saver = self._saver(sharded=sharded)
+        sharded = any(isinstance(tensor, DTensor) for tensor in model.values())
+        saver = self._get_manager(sharded=sharded)
         if intermediate_checkpoint:
             state = {**state_dict}
             if sharded:  # gathered states already have names
-                state[training.OPT_KEY] = named(state_dict[training.OPT_KEY], [*model])
-            saver.save(epoch, intermediate(state))
+                state[training.OPT_KEY] = name_optimizer_params(
+                    state_dict[training.OPT_KEY], [*model]
+                )
+            saver.save(epoch, build_intermediate_state(state))
             return
         if training.ADAPTER_KEY in state_dict:
             name = f"epoch_{epoch}" if adapter_only else f"adapter_epoch_{epoch}"
@@ -153,15 +161,17 @@ class Checkpointer(DistributedCheckpointer):  # type: ignore[misc]
         if self._manager:
             self._manager.wait()
 
-    def _saver(self, *, sharded: bool) -> CheckpointManager:
+    def _get_manager(self, *, sharded: bool) -> CheckpointManager:
         """Return the manager for all ranks or only this one, resumed from the loaded checkpoint."""
         if self._manager is None:
-            self._manager = self._opened(all_ranks() if sharded else own_group())
-            if self._begun and (not dist.is_initialized() or dist.get_rank() == 0):
-                self._manager.keeper.resume_from(self._begun.entry, self._begun.step)
+            self._manager = self._open_manager(
+                create_all_ranks_group() if sharded else create_own_group()
+            )
+            if self._start and (not dist.is_initialized() or dist.get_rank() == 0):
+                self._manager.checkpoints.resume_from(self._start.entry, self._start.step)
         return self._manager
 
-    def _opened(self, group: dist.ProcessGroup | None) -> CheckpointManager:
+    def _open_manager(self, group: dist.ProcessGroup | None) -> CheckpointManager:
         return CheckpointManager(
             self._output_dir,
             keep_last=self._keep_last,
@@ -172,7 +182,7 @@ class Checkpointer(DistributedCheckpointer):  # type: ignore[misc]
         )
 
 
-def family(model_type: str) -> str:
+def find_family(model_type: str) -> str:
     """Return the model family of a torchtune model type.
 
     Raises:
@@ -186,16 +196,18 @@ def family(model_type: str) -> str:
     return families.family(str(ModelType[model_type].value)).name
 
 
-def intermediate(state: Mapping[str, Any]) -> dict[str, Any]:
+def build_intermediate_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """Build an intermediate checkpoint, with all but tensors as a single value."""
-    left_out = {training.MODEL_KEY} if training.ADAPTER_KEY in state else set()
-    kept = {key: state[key] for key in TENSORS if key in state and key not in left_out}
-    rest = {key: one for key, one in state.items() if key not in TENSORS}
+    skipped = {training.MODEL_KEY} if training.ADAPTER_KEY in state else set()
+    tensors = {key: state[key] for key in TENSORS if key in state and key not in skipped}
+    rest = {key: value for key, value in state.items() if key not in TENSORS}
     # DCP does not flatten tuples, so their contents keep keys and empty containers.
-    return {**kept, RECIPE: (rest,)}
+    return {**tensors, RECIPE: (rest,)}
 
 
-def named(optimizer: Mapping[str, Any], parameters: Sequence[str]) -> Mapping[str, Any]:
+def name_optimizer_params(
+    optimizer: Mapping[str, Any], parameters: Sequence[str]
+) -> Mapping[str, Any]:
     """Replace parameter numbers in an optimizer state by names.
 
     Args:
@@ -207,10 +219,10 @@ def named(optimizer: Mapping[str, Any], parameters: Sequence[str]) -> Mapping[st
         UsageError: The numbers do not match the parameters.
     """
     if "param_groups" not in optimizer:
-        return {name: named(one, [name]) for name, one in optimizer.items()}
+        return {name: name_optimizer_params(entry, [name]) for name, entry in optimizer.items()}
     groups = optimizer["param_groups"]
     numbers = [number for group in groups for number in group["params"]]
-    if all(isinstance(one, str) for one in numbers):
+    if all(isinstance(entry, str) for entry in numbers):
         return optimizer
     if sorted(numbers) != [*range(len(parameters))]:
         raise UsageError(
@@ -220,7 +232,7 @@ def named(optimizer: Mapping[str, Any], parameters: Sequence[str]) -> Mapping[st
             f"{len(parameters):,}",
         )
     return {
-        "state": {parameters[number]: one for number, one in optimizer["state"].items()},
+        "state": {parameters[number]: entry for number, entry in optimizer["state"].items()},
         "param_groups": [
             {**group, "params": [parameters[number] for number in group["params"]]}
             for group in groups
@@ -231,7 +243,7 @@ def named(optimizer: Mapping[str, Any], parameters: Sequence[str]) -> Mapping[st
 def save_adapter(state: Mapping[str, Any], out: Path, model_type: str, assets: Path) -> None:
     """Save the adapter in *state* in PEFT's format."""
     alpha = state.get(training.ADAPTER_CONFIG, {}).get("lora_alpha")
-    how = ConversionOptions(
+    options = ConversionOptions(
         to="peft", model_type=model_type + ADAPTER_SUFFIX, lora_alpha=alpha, assets=assets
     )
-    save_converted(dict(state[training.ADAPTER_KEY]), out, how, own_group())
+    save_converted(dict(state[training.ADAPTER_KEY]), out, options, create_own_group())

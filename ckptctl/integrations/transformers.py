@@ -49,7 +49,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         self._saved: set[int] = set()
         self._due: dict[str, Any] | None = None  # random states of a step that will be saved
         self._preempted = False
-        self._rated: dict[str, float] = {}
+        self._metrics: dict[str, float] = {}
         self._position: tempfile.TemporaryDirectory[str] | None = None
         self._model: Any = None  # of the Trainer, once it exists
 
@@ -70,30 +70,30 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         Raises:
             CkptError: No checkpoint is complete, or the newest one cannot be read.
         """
-        found = position()
-        resumed = self._manager.load_latest(found, strict="state")
+        state = build_position()
+        resumed = self._manager.load_latest(state, strict="state")
         if resumed is None:
             return None
         tensors = open_checkpoint(resumed.path).tensors
         names = [name.removeprefix(MODEL) for name in tensors if name.startswith(MODEL)]
         self._position = tempfile.TemporaryDirectory(prefix="ckptctl-")
-        write_position(found, names, Path(self._position.name), self._model)
+        write_position(state, names, Path(self._position.name), self._model)
         return self._position.name
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Load model, optimizer and scheduler if training resumes."""
         if self._position is None:
             return
-        held = tensors(parts)
-        self._manager.load_latest(held, strict="state")
-        model, optimizer = parts["model"], plain(parts["optimizer"])
+        tensors_state = collect_tensors(parts)
+        self._manager.load_latest(tensors_state, strict="state")
+        model, optimizer = parts["model"], unwrap_optimizer(parts["optimizer"])
         set_state_dict(
             model,
             optimizer,
-            model_state_dict=held["model"],
-            optim_state_dict=held["optimizer"],
+            model_state_dict=tensors_state["model"],
+            optim_state_dict=tensors_state["optimizer"],
         )
-        parts["lr_scheduler"].load_state_dict(held["lr_scheduler"]["state"][0])
+        parts["lr_scheduler"].load_state_dict(tensors_state["lr_scheduler"]["state"][0])
         self._saved.add(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
@@ -105,35 +105,37 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         if self._preempted:
             control.should_training_stop, control.should_evaluate = True, False
         if self._manager.should_save(state.global_step) or self._preempted:
-            self._due, self._rated = random_numbers(), {}
+            self._due, self._metrics = get_random_states(), {}
 
     def on_log(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Update the random states of a due step after logging."""
         if self._due is not None:
-            self._due = random_numbers()
+            self._due = get_random_states()
 
     def on_evaluate(
         self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any], **parts: Any
     ) -> None:
         """Add metrics to the checkpoint of this step, if it is saved or due."""
-        rated = {key: one for key, one in metrics.items() if isinstance(one, int | float)}
+        numeric_metrics = {
+            key: value for key, value in metrics.items() if isinstance(value, int | float)
+        }
         if self._due is not None:
-            self._due, self._rated = random_numbers(), rated
+            self._due, self._metrics = get_random_states(), numeric_metrics
         elif state.global_step in self._saved:
             with suppress(SourceNotFoundError):  # skipped, removed, or loaded from elsewhere
-                self._manager.rate(state.global_step, rated)
+                self._manager.rate(state.global_step, numeric_metrics)
 
     def on_save(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Save when the Trainer does, unless the step is already saved."""
-        self._save(state, parts, self._due or random_numbers())
+        self._save_step(state, parts, self._due or get_random_states())
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Save the previous step if it is due."""
-        self._save(state, parts, self._due)
+        self._save_step(state, parts, self._due)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Save the last step of the epoch if it is due."""
-        self._save(state, parts, self._due)
+        self._save_step(state, parts, self._due)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Wait for the last save, and write the final model."""
@@ -150,20 +152,22 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
                 tokenizer.save_pretrained(assets)
             self._manager.save_final({"model": model.state_dict()}, self._final, assets=assets)
 
-    def _save(self, state: Any, parts: Mapping[str, Any], now: dict[str, Any] | None) -> None:
-        """Save with *now* as the random states, or do nothing if they are None."""
-        step, rated = state.global_step, self._rated
-        self._due, self._rated = None, {}
-        if now is None or step in self._saved:
+    def _save_step(
+        self, state: Any, parts: Mapping[str, Any], random_states: dict[str, Any] | None
+    ) -> None:
+        """Save with *random_states* as the random states, or do nothing if they are None."""
+        step, step_metrics = state.global_step, self._metrics
+        self._due, self._metrics = None, {}
+        if random_states is None or step in self._saved:
             return
         self._saved.add(step)
-        held = {**tensors(parts), **position(state, now)}
-        self._manager.save(step, held, rated, urgent=self._preempted)
+        full_state = {**collect_tensors(parts), **build_position(state, random_states)}
+        self._manager.save(step, full_state, step_metrics, urgent=self._preempted)
 
 
-def tensors(parts: Mapping[str, Any]) -> dict[str, Any]:
+def collect_tensors(parts: Mapping[str, Any]) -> dict[str, Any]:
     """Collect the state of model, optimizer and scheduler from a callback's arguments."""
-    model, optimizer = get_state_dict(parts["model"], plain(parts["optimizer"]))
+    model, optimizer = get_state_dict(parts["model"], unwrap_optimizer(parts["optimizer"]))
     # DCP does not flatten tuples, so their contents keep keys and empty containers.
     return {
         "model": model,
@@ -172,31 +176,31 @@ def tensors(parts: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def plain(optimizer: Any) -> torch.optim.Optimizer:
+def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """Return the optimizer that accelerate may have wrapped."""
-    found: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
-    return found
+    unwrapped: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return unwrapped
 
 
-def position(state: Any = None, numbers: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def build_position(state: Any = None, numbers: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Build the entry for the position of training, or an empty one to load into."""
-    now = None if state is None else ({"state": _json(state), "rng": numbers},)
-    return {"trainer": {"position": now}}
+    entry = None if state is None else ({"state": _to_json(state), "rng": numbers},)
+    return {"trainer": {"position": entry}}
 
 
 def write_position(
-    found: Mapping[str, Any], names: Sequence[str], folder: Path, model: Any = None
+    state: Mapping[str, Any], names: Sequence[str], folder: Path, model: Any = None
 ) -> None:
     """Write the Trainer's own files of a checkpoint, without tensors.
 
     The index maps all *names* to an empty file, so that the Trainer reports none as missing. PEFT
     does not support an index, so its *model* writes the current adapter.
     """
-    (now,) = found["trainer"]["position"]
-    (folder / STATE_FILE).write_text(now["state"])
-    name = f"rng_state_{dist.get_rank()}.pth" if _several() else "rng_state.pth"
-    torch.save(now["rng"], folder / name)
-    if any(one.startswith(PEFT) for one in names):
+    (entry,) = state["trainer"]["position"]
+    (folder / STATE_FILE).write_text(entry["state"])
+    name = f"rng_state_{dist.get_rank()}.pth" if _is_distributed() else "rng_state.pth"
+    torch.save(entry["rng"], folder / name)
+    if any(name_prefix.startswith(PEFT) for name_prefix in names):
         if hasattr(model, "peft_config"):
             model.save_pretrained(str(folder), save_embedding_layers=False)
         else:
@@ -207,24 +211,24 @@ def write_position(
     (folder / "model.safetensors.index.json").write_text(index)
 
 
-def _several() -> bool:
+def _is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _json(state: Any) -> str:
+def _to_json(state: Any) -> str:
     with tempfile.TemporaryDirectory(prefix="ckptctl-") as folder:
         state.save_to_json(str(Path(folder) / STATE_FILE))
         return (Path(folder) / STATE_FILE).read_text()
 
 
-def random_numbers() -> dict[str, Any]:
+def get_random_states() -> dict[str, Any]:
     """Return the current random states, the content of ``rng_state.pth``."""
-    found: dict[str, Any] = {
+    states: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": numpy.random.get_state(),
         "cpu": torch.random.get_rng_state(),
     }
     if torch.cuda.is_available():
         cuda = torch.cuda.random
-        found["cuda"] = cuda.get_rng_state() if _several() else cuda.get_rng_state_all()
-    return found
+        states["cuda"] = cuda.get_rng_state() if _is_distributed() else cuda.get_rng_state_all()
+    return states

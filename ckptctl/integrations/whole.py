@@ -15,14 +15,14 @@ import torch.distributed as dist
 from ckptctl.api.conversion import plan_conversion
 from ckptctl.conversion.destinations import is_replaceable
 from ckptctl.distributed import compat
-from ckptctl.distributed.group import coordinator
+from ckptctl.distributed.group import get_coordinator
 from ckptctl.distributed.loading.load import load
-from ckptctl.distributed.saving.save import write
+from ckptctl.distributed.saving.save import write_collectively
 from ckptctl.distributed.saving.save_options import SaveOptions
-from ckptctl.distributed.state import StateDict, keys_of, memory, state_of
+from ckptctl.distributed.state import StateDict, flatten_state, path_to_keys, to_memoryview
 from ckptctl.errors import StorageError
 from ckptctl.formats import open_checkpoint
-from ckptctl.ranks.coordinator import on_first
+from ckptctl.ranks.coordinator import run_on_rank_zero
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.destinations import resolve_destination
 from ckptctl.storage.file_system import add_file, sync_directory
@@ -30,12 +30,12 @@ from ckptctl.storage.paths import expand_home
 from ckptctl.storage.publish import stage_output
 from ckptctl.tree import TreePath
 
-RANKS_OWN = re.compile(r"rank_\d+\.")
-_own: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
-_all: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+RANK_PREFIX = re.compile(r"rank_\d+\.")
+_own_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+_all_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
 
-def own_group() -> dist.ProcessGroup | None:
+def create_own_group() -> dist.ProcessGroup | None:
     """Return a group of only this rank, created without the others, or None for a single process.
 
     It is for trainers in which one rank saves or loads everything.
@@ -44,43 +44,45 @@ def own_group() -> dist.ProcessGroup | None:
         return None
     default = dist.group.WORLD
     assert default
-    if default not in _own:
-        _own.clear()
+    if default not in _own_groups:
+        _own_groups.clear()
         rank = dist.get_rank()
-        _own[default] = dist.new_group([rank], backend="gloo", use_local_synchronization=True)
-    return _own[default]
+        _own_groups[default] = dist.new_group(
+            [rank], backend="gloo", use_local_synchronization=True
+        )
+    return _own_groups[default]
 
 
-def all_ranks() -> dist.ProcessGroup:
+def create_all_ranks_group() -> dist.ProcessGroup:
     """Return a gloo group of all ranks. All of them call this."""
     default = dist.group.WORLD
     assert default
-    if default not in _all:
-        _all.clear()
-        _all[default] = dist.new_group(backend="gloo")
-    return _all[default]
+    if default not in _all_groups:
+        _all_groups.clear()
+        _all_groups[default] = dist.new_group(backend="gloo")
+    return _all_groups[default]
 
 
-def whole(path: TreePath) -> dict[str, Any]:
+def load_full_state_dict(path: TreePath) -> dict[str, Any]:
     """Load a checkpoint as a full, nested state dict in host memory, without collectives.
 
     Values that differ between ranks are those of this rank. Keys of dictionaries are strings, as in
-    all DCP directories; optimizer states need :func:`with_numbers`.
+    all DCP directories; optimizer states need :func:`restore_param_keys`.
     """
     catalog = open_checkpoint(path)
     flat: dict[str, Any] = {}
     keys: dict[str, tuple[str | int, ...]] = {}
     for name, entry in catalog.tensors.items():
-        flat[name], keys[name] = empty(entry.dtype, entry.shape), keys_of(entry.path)
+        flat[name], keys[name] = allocate_zeros(entry.dtype, entry.shape), path_to_keys(entry.path)
     for name, blob in catalog.blobs.items():
-        if not RANKS_OWN.match(name):
-            flat[name], keys[name] = None, keys_of(blob.path)
-    found: dict[str, Any] = compat.unflatten_state_dict(flat, keys)
-    load(found, path, collectives=False)
-    return found
+        if not RANK_PREFIX.match(name):
+            flat[name], keys[name] = None, path_to_keys(blob.path)
+    state: dict[str, Any] = compat.unflatten_state_dict(flat, keys)
+    load(state, path, collectives=False)
+    return state
 
 
-def whole_model(
+def load_full_model(
     path: Path, layout: str, model_type: str, process_group: dist.ProcessGroup | None = None
 ) -> dict[str, torch.Tensor]:
     """Load the model of a checkpoint of any format in another layout, in host memory."""
@@ -88,42 +90,46 @@ def whole_model(
         plan = plan_conversion(
             path, Path(folder) / "model.pt", to="torch", to_layout=layout, model_type=model_type
         )
-    found = {one.name: empty(one.dtype, one.shape) for one in plan.output}
-    load(found, path, layout=layout, model_type=model_type, process_group=process_group)
-    return found
+    tensors = {tensor.name: allocate_zeros(tensor.dtype, tensor.shape) for tensor in plan.output}
+    load(tensors, path, layout=layout, model_type=model_type, process_group=process_group)
+    return tensors
 
 
-def with_numbers(state: Any) -> Any:
+def restore_param_keys(state: Any) -> Any:
     """Restore nested optimizer states in *state* to the form of ``Optimizer.state_dict``.
 
     There, the keys of ``state`` are the numbers or names that ``params`` lists. A DCP directory has
     strings as keys, and no ``state`` at all if it is empty.
     """
     if isinstance(state, list):
-        return [with_numbers(one) for one in state]
+        return [restore_param_keys(item) for item in state]
     if not isinstance(state, Mapping):
         return state
-    found = {key: with_numbers(value) for key, value in state.items()}
-    if "param_groups" in found:
-        known = {str(key): key for group in found["param_groups"] for key in group["params"]}
-        found["state"] = {known.get(key, key): one for key, one in found.get("state", {}).items()}
-    return found
+    restored = {key: restore_param_keys(value) for key, value in state.items()}
+    if "param_groups" in restored:
+        original_keys = {
+            str(key): key for group in restored["param_groups"] for key in group["params"]
+        }
+        restored["state"] = {
+            original_keys.get(key, key): item for key, item in restored.get("state", {}).items()
+        }
+    return restored
 
 
-def empty(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+def allocate_zeros(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     """Allocate zeros, which take no physical memory until they are written."""
     return torch.zeros(shape, dtype=getattr(torch, dtype))
 
 
-def fingerprint(state: Mapping[str, Any]) -> tuple[object, ...]:
+def fingerprint_shards(state: Mapping[str, Any]) -> tuple[object, ...]:
     """Compute the CRC-32 of each of this rank's shards, to recognize an equal state."""
     return tuple(
-        (shard.name, shard.box, crc32(memory(shard.tensor.cpu().contiguous())))
-        for shard in state_of(state).shards
+        (shard.name, shard.box, crc32(to_memoryview(shard.tensor.cpu().contiguous())))
+        for shard in flatten_state(state).shards
     )
 
 
-def save_beside(
+def save_with_files(
     state: StateDict,
     path: Path,
     files: Mapping[str, bytes],
@@ -136,13 +142,15 @@ def save_beside(
     *like* is a directory that this function wrote with the same tensors. If the file system
     supports it, its data files are hard-linked instead of written again.
     """
-    ranks = coordinator(process_group)
-    linked = on_first(ranks, lambda: like is not None and _linked(like, path, files))
+    ranks = get_coordinator(process_group)
+    linked = run_on_rank_zero(
+        ranks, lambda: like is not None and _try_hard_links(like, path, files)
+    )
     if not ranks.broadcast(linked):
-        write(state, path, ranks, SaveOptions(overwrite=True, beside=lambda: files))
+        write_collectively(state, path, ranks, SaveOptions(overwrite=True, beside=lambda: files))
 
 
-def _linked(source: Path, path: Path, files: Mapping[str, bytes]) -> bool:
+def _try_hard_links(source: Path, path: Path, files: Mapping[str, bytes]) -> bool:
     """Publish hard links to the data of *source*, and return whether the file system can."""
     target = resolve_destination(expand_home(path).absolute())
     with stage_output(target, overwrite=True, restart=True, is_checkpoint=is_replaceable) as stage:

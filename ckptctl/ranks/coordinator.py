@@ -38,7 +38,7 @@ class Coordinator(Protocol):
         """Return this rank's element of *values*, which only rank 0 passes."""
 
 
-class Alone:
+class SingleProcess:
     """Group with a single rank."""
 
     rank = 0
@@ -73,50 +73,50 @@ class RankError(CkptError):
         self.code = error.code
 
 
-def together(ranks: Coordinator, work: Callable[[], T]) -> T:
+def run_on_all_ranks(ranks: Coordinator, work: Callable[[], T]) -> T:
     """Run *work* on every rank, and raise on all if it fails on any.
 
     As for all functions here, *work* must not use collectives.
     """
-    return work() if ranks.world == 1 else telling(ranks, lambda: (work(), None))[0]
+    return work() if ranks.world == 1 else run_and_all_gather(ranks, lambda: (work(), None))[0]
 
 
-def telling(ranks: Coordinator, work: Callable[[], tuple[T, R]]) -> tuple[T, list[R]]:
+def run_and_all_gather(ranks: Coordinator, work: Callable[[], tuple[T, R]]) -> tuple[T, list[R]]:
     """Run *work* on every rank and all-gather the second element of its results.
 
     Raises on all ranks if it fails on any.
     """
-    result, error = _attempt(work)
-    found = ranks.all_gather((result[1] if result else None, sendable(error)))
+    result, error = _run_and_catch(work)
+    outcomes = ranks.all_gather((result[1] if result else None, to_sendable_error(error)))
     if error is not None:
         raise error
-    for rank, (_, other) in enumerate(found):
-        if other is not None:
-            raise RankError(rank, other)
+    for rank, (_, remote_error) in enumerate(outcomes):
+        if remote_error is not None:
+            raise RankError(rank, remote_error)
     assert result
-    return result[0], [cast(R, told) for told, _ in found]
+    return result[0], [cast(R, part) for part, _ in outcomes]
 
 
-def on_first(ranks: Coordinator, work: Callable[[], T]) -> T | None:
+def run_on_rank_zero(ranks: Coordinator, work: Callable[[], T]) -> T | None:
     """Run *work* on rank 0 and return its result there, or None elsewhere.
 
     If it fails, all ranks raise.
     """
-    return together(ranks, lambda: work() if ranks.rank == 0 else None)
+    return run_on_all_ranks(ranks, lambda: work() if ranks.rank == 0 else None)
 
 
-def sendable(error: BaseException | None) -> CkptError | None:
+def to_sendable_error(error: BaseException | None) -> CkptError | None:
     """Convert an exception to a `CkptError` that can be pickled for other ranks."""
     if error is None or isinstance(error, CkptError):
         return error
     if isinstance(error, KeyboardInterrupt):
-        stopped = CkptError("interrupted")
-        stopped.exit_code, stopped.code = 130, "interrupted"
-        return stopped
+        interrupted = CkptError("interrupted")
+        interrupted.exit_code, interrupted.code = 130, "interrupted"
+        return interrupted
     return CkptError(f"{type(error).__name__}: {error}")
 
 
-def through_first(
+def gather_and_scatter(
     ranks: Coordinator, work: Callable[[], T], answer: Callable[[list[T]], Sequence[R]]
 ) -> R:
     """Gather results of *work* on rank 0, and scatter the values that *answer* computes there.
@@ -124,61 +124,63 @@ def through_first(
     *answer* is called with the results of all ranks and returns one value per rank. If anything
     fails, all ranks raise.
     """
-    result, error = _attempt(work)
-    found = ranks.gather((result, sendable(error)))
+    result, error = _run_and_catch(work)
+    outcomes = ranks.gather((result, to_sendable_error(error)))
     answers: list[tuple[R | None, int, CkptError | None]] | None = None
-    own: BaseException | None = None
-    if found is not None:
-        answers, own = _answers(found, answer)
-    mine, failed, other = ranks.scatter(answers)
-    if error is not None or own is not None:
-        raise error or own or AssertionError
-    if other is not None:
-        raise RankError(failed, other)
-    return cast(R, mine)
+    rank_zero_error: BaseException | None = None
+    if outcomes is not None:
+        answers, rank_zero_error = _compute_answers(outcomes, answer)
+    own_answer, failed_rank, remote_error = ranks.scatter(answers)
+    if error is not None or rank_zero_error is not None:
+        raise error or rank_zero_error or AssertionError
+    if remote_error is not None:
+        raise RankError(failed_rank, remote_error)
+    return cast(R, own_answer)
 
 
-def _attempt(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+def _run_and_catch(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
     try:
         return work(), None
     except BaseException as failure:
         return None, failure
 
 
-def _answers(
-    found: Sequence[tuple[T | None, CkptError | None]], answer: Callable[[list[T]], Sequence[R]]
+def _compute_answers(
+    outcomes: Sequence[tuple[T | None, CkptError | None]], answer: Callable[[list[T]], Sequence[R]]
 ) -> tuple[list[tuple[R | None, int, CkptError | None]], BaseException | None]:
     """Return one scatter entry per rank, and the exception that rank 0 itself must raise."""
-    for rank, (_, failure) in enumerate(found):
+    for rank, (_, failure) in enumerate(outcomes):
         if failure is not None:
-            return [(None, rank, failure)] * len(found), None
-    parts, error = _attempt(lambda: answer([cast(T, result) for result, _ in found]))
+            return [(None, rank, failure)] * len(outcomes), None
+    parts, error = _run_and_catch(lambda: answer([cast(T, result) for result, _ in outcomes]))
     if parts is None:
-        return [(None, 0, sendable(error))] * len(found), error
+        return [(None, 0, to_sendable_error(error))] * len(outcomes), error
     return [(part, 0, None) for part in parts], None
 
 
 def format_ranks(numbers: Sequence[int]) -> str:
     """Format ranks for a message, at most eight of them."""
-    named = ", ".join(map(str, numbers[:8]))
-    return f"rank{'s' if len(numbers) > 1 else ''} {named}{', …' if len(numbers) > 8 else ''}"
+    listing = ", ".join(map(str, numbers[:8]))
+    return f"rank{'s' if len(numbers) > 1 else ''} {listing}{', …' if len(numbers) > 8 else ''}"
 
 
-def require_same(ranks: Coordinator, said: Mapping[str, object]) -> None:
+def require_same_settings(ranks: Coordinator, settings: Mapping[str, object]) -> None:
     """Raise on all ranks if their settings differ.
 
     Values are compared by `repr`, and messages name them by key.
     """
     if ranks.world == 1:
         return
-    found = ranks.all_gather({name: repr(value) for name, value in said.items()})
-    together(ranks, lambda: _compare(found))
+    all_settings = ranks.all_gather({name: repr(value) for name, value in settings.items()})
+    run_on_all_ranks(ranks, lambda: _compare_settings(all_settings))
 
 
-def _compare(found: Sequence[Mapping[str, str]]) -> None:
-    for rank, other in enumerate(found):
-        for name in dict.fromkeys([*found[0], *other]):
-            values = [one.get(name, "not set") for one in (found[0], other)]
+def _compare_settings(all_settings: Sequence[Mapping[str, str]]) -> None:
+    for rank, rank_settings in enumerate(all_settings):
+        for name in dict.fromkeys([*all_settings[0], *rank_settings]):
+            values = [
+                settings.get(name, "not set") for settings in (all_settings[0], rank_settings)
+            ]
             if values[0] != values[1]:
                 raise UsageError(
                     f"ranks 0 and {rank} have different settings",

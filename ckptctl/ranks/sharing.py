@@ -16,7 +16,12 @@ from typing import TypeVar
 from ckptctl.errors import RefusedError, StorageError, spell_option
 from ckptctl.planner.balance import assign_chunks, compute_share
 from ckptctl.planner.plan import Plan
-from ckptctl.ranks.coordinator import Coordinator, on_first, through_first, together
+from ckptctl.ranks.coordinator import (
+    Coordinator,
+    gather_and_scatter,
+    run_on_all_ranks,
+    run_on_rank_zero,
+)
 from ckptctl.storage.execution.execution_options import Execution, ExecutionOptions
 from ckptctl.storage.execution.executor import PlanRun, execute_plan
 from ckptctl.storage.execution.journal import LedgerEntries
@@ -26,36 +31,40 @@ from ckptctl.storage.threads import Advance
 from ckptctl.units import pluralize
 
 T = TypeVar("T")
-LOOK_EVERY = 0.5
-SEEN_WITHIN = 90.0
+POLL_SECONDS = 0.5
+VISIBLE_WITHIN_SECONDS = 90.0
 """Time that a network file system may take to show a new file to other machines."""
 
 
-def portion(ranks: Coordinator, items: Sequence[T], nbytes: Callable[[T], int]) -> Sequence[T]:
+def select_rank_share(
+    ranks: Coordinator, items: Sequence[T], nbytes: Callable[[T], int]
+) -> Sequence[T]:
     """Select this rank's items, so that all ranks get about the same number of bytes."""
     if ranks.world == 1:
         return items
-    everybody = range(ranks.world)
-    owners = assign_chunks([(nbytes(item), everybody) for item in items], ranks.world)
+    rank_numbers = range(ranks.world)
+    owners = assign_chunks([(nbytes(item), rank_numbers) for item in items], ranks.world)
     return [item for item, owner in zip(items, owners, strict=True) if owner == ranks.rank]
 
 
-def summary(values: object) -> str:
+def hash_values(values: object) -> str:
     """Return the SHA-256 hex digest of the `repr` of *values*."""
     import hashlib  # loads OpenSSL, which a single process does not need
 
     return hashlib.sha256(repr(values).encode()).hexdigest()
 
 
-def source_summary(plan: Plan) -> str:
+def hash_sources(plan: Plan) -> str:
     """Hash names, sizes and mtimes of a plan's source files, equal on all machines."""
-    identities = [(name, one) for name, one in plan.sources.items()]
-    identities += [(name, one) for (_, name), one in plan.inputs.items()]
-    return summary(sorted((name, one.size, one.mtime_ns) for name, one in identities))
+    identities = [(name, identity) for name, identity in plan.sources.items()]
+    identities += [(name, identity) for (_, name), identity in plan.inputs.items()]
+    return hash_values(
+        sorted((name, identity.size, identity.mtime_ns) for name, identity in identities)
+    )
 
 
 @contextmanager
-def staged(
+def staging_on_rank_zero(
     ranks: Coordinator, staging: Callable[[], AbstractContextManager[Staging]]
 ) -> Iterator[Staging | None]:
     """Yield the staging directory on rank 0, or None on the others.
@@ -63,10 +72,10 @@ def staged(
     If creating it fails, all ranks raise.
     """
     with ExitStack() as stack:
-        yield on_first(ranks, lambda: stack.enter_context(staging()))
+        yield run_on_rank_zero(ranks, lambda: stack.enter_context(staging()))
 
 
-def execute_together(
+def execute_on_all_ranks(
     plan: Plan,
     stage: Staging | None,
     options: ExecutionOptions,
@@ -85,36 +94,38 @@ def execute_together(
     share = compute_share(plan, options.checksum, ranks.rank, ranks.world)
     with ExitStack() as stack:
 
-        def begin() -> PlanRun:
+        def start_run() -> PlanRun:
             run = PlanRun(plan, root, options, stack, share=share)
             run.sources.require_unchanged()
             return run
 
-        run = together(ranks, begin)
-        on_first(ranks, run.output.create_files)
+        run = run_on_all_ranks(ranks, start_run)
+        run_on_rank_zero(ranks, run.output.create_files)
 
         def require_seen() -> None:
             if not run.output.are_intact():
-                raise _unseen(root)
+                raise _invisible_output_error(root)
 
-        together(ranks, require_seen)
-        alarm = _Alarm(root.parent / "failed")
-        everybody = alarm.watching(lambda nbytes: progress(nbytes * ranks.world))
+        run_on_all_ranks(ranks, require_seen)
+        alarm = _FailureSignal(root.parent / "failed")
+        watched_progress = alarm.wrap_progress(lambda nbytes: progress(nbytes * ranks.world))
 
-        def fill() -> LedgerEntries | None:
+        def fill_share() -> LedgerEntries | None:
             with alarm, raise_changed_if(run.sources.require_unchanged):
-                run.fill_files(everybody)
+                run.fill_files(watched_progress)
                 run.sources.require_unchanged()
-            return None if alarm.heard else run.export_entries()
+            return None if alarm.was_triggered else run.export_entries()
 
-        def finish(books: list[LedgerEntries | None]) -> list[Execution]:
-            run.finish_shared_plan([one for one in books[1:] if one is not None])
+        def finish_run(books: list[LedgerEntries | None]) -> list[Execution]:
+            run.finish_shared_plan(
+                [rank_books for rank_books in books[1:] if rank_books is not None]
+            )
             return [run.build_result()] * len(books)
 
-        return through_first(ranks, fill, finish)
+        return gather_and_scatter(ranks, fill_share, finish_run)
 
 
-def require_alone(ranks: Coordinator) -> None:
+def require_single_process(ranks: Coordinator) -> None:
     """Raise if ``--resume`` is used with several ranks."""
     if ranks.world > 1:
         raise RefusedError(
@@ -125,20 +136,20 @@ def require_alone(ranks: Coordinator) -> None:
         )
 
 
-def wait_for(path: Path) -> None:
+def wait_for_path(path: Path) -> None:
     """Wait until *path*, published by another machine, is visible on this one.
 
     Raises:
         StorageError: It is not visible in time.
     """
-    end = time.monotonic() + SEEN_WITHIN
+    end = time.monotonic() + VISIBLE_WITHIN_SECONDS
     while not path.exists():
         if time.monotonic() > end:
-            raise _unseen(path)
-        time.sleep(LOOK_EVERY)
+            raise _invisible_output_error(path)
+        time.sleep(POLL_SECONDS)
 
 
-def _unseen(path: Path) -> StorageError:
+def _invisible_output_error(path: Path) -> StorageError:
     return StorageError(
         "this rank cannot see the output of rank 0",
         where=str(path),
@@ -146,11 +157,11 @@ def _unseen(path: Path) -> StorageError:
     )
 
 
-class _HeardError(Exception):
+class _RemoteFailureError(Exception):
     """Failure of another rank, which raises its own error."""
 
 
-class _Alarm:
+class _FailureSignal:
     """File next to the output that a failing rank creates to stop the others early.
 
     Without it, they would copy all their data before they learn of the failure. The error itself is
@@ -160,7 +171,7 @@ class _Alarm:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._next = 0.0
-        self.heard = False
+        self.was_triggered = False
 
     def __enter__(self) -> None:
         return None
@@ -168,22 +179,22 @@ class _Alarm:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
         if kind is None:
             return False
-        if issubclass(kind, _HeardError):
-            self.heard = True
+        if issubclass(kind, _RemoteFailureError):
+            self.was_triggered = True
             return True
         with suppress(OSError):
             self._path.touch()
         return False
 
-    def watching(self, progress: Advance) -> Advance:
+    def wrap_progress(self, progress: Advance) -> Advance:
         """Wrap *progress* to poll for the file, and raise if another rank has failed."""
 
-        def advance(nbytes: int) -> None:
+        def check_and_advance(nbytes: int) -> None:
             progress(nbytes)
             now = time.monotonic()
             if now >= self._next:
-                self._next = now + LOOK_EVERY
+                self._next = now + POLL_SECONDS
                 if self._path.exists():
-                    raise _HeardError
+                    raise _RemoteFailureError
 
-        return advance
+        return check_and_advance

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from ckptctl.distributed.state import memory
+from ckptctl.distributed.state import to_memoryview
 from tests.benchmarks import bare_gpu, bare_loop
 from tests.benchmarks.build import spec_for
 from tests.benchmarks.measure import in_turn
@@ -97,7 +97,7 @@ def bare(size: str, device: str, folder: str, threads: list[int]) -> Seconds:
             at += len(part)
         settle(device)
         found[f"blocks {number}"] = time.perf_counter() - (begin if number else start)
-    view = memory(host)
+    view = to_memoryview(host)
     for count in threads:
         path = Path(folder, "bare")
         start = time.perf_counter()

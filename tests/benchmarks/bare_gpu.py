@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ckptctl.distributed.state import memory
+from ckptctl.distributed.state import to_memoryview
 from tests.benchmarks.bare_loop import CRCS, Block, opened, part_file, put, side_by_side
 
 BLOCK = 8 << 20
@@ -56,7 +56,7 @@ def load(source: Path, target: torch.Tensor, jobs: int) -> None:
 
     def work(_: int, blocks: Sequence[Block]) -> None:
         ring = Ring(target.device)
-        views = [memory(buffer) for buffer in ring.buffers]
+        views = [to_memoryview(buffer) for buffer in ring.buffers]
         with ring.current():
             for number, block in enumerate(blocks):
                 which = number % 2
@@ -79,7 +79,7 @@ def save(state: Sequence[torch.Tensor], target: Path, jobs: int, crc: str = "isa
 
     def work(number: int, parts: Sequence[torch.Tensor]) -> None:
         ring = Ring(state[0].device)
-        views = [memory(buffer) for buffer in ring.buffers]
+        views = [to_memoryview(buffer) for buffer in ring.buffers]
         end = 0
         with ring.current(), part_file(target, number, sum(map(len, parts))) as file:
             for index in range(len(parts) + 1):
@@ -97,7 +97,7 @@ def save(state: Sequence[torch.Tensor], target: Path, jobs: int, crc: str = "isa
 
 def read(source: Path, target: torch.Tensor, jobs: int) -> None:
     """Read all files of *source* into *target*, flat bytes in host memory."""
-    whole = memory(target)
+    whole = to_memoryview(target)
 
     def work(_: int, blocks: Sequence[Block]) -> None:
         for block in blocks:

@@ -63,13 +63,13 @@ class BareFiles:
 
     def elsewhere(self, state: Mapping[str, Any]) -> list[Range]:
         """Return long reads of as many bytes as this rank needs, from anywhere."""
-        from ckptctl.distributed.state import memory
+        from ckptctl.distributed.state import to_memoryview
 
         names = sorted(path.name for path in self._folder.glob("*.distcp"))
         file, offset, found = self._descriptor(names[0]), 0, list[Range]()
         size = os.fstat(file).st_size
         for tensor in state.values():
-            view = memory(tensor.to_local())
+            view = to_memoryview(tensor.to_local())
             for start in range(0, len(view), BLOCK):
                 part = view[start : start + BLOCK]
                 offset = offset if offset + len(part) <= size else 0
@@ -81,9 +81,9 @@ class BareFiles:
         from torch.distributed.checkpoint.metadata import MetadataIndex
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-        from ckptctl.distributed.state import memory
+        from ckptctl.distributed.state import to_memoryview
 
-        item, view = tensor.element_size(), memory(tensor.to_local())
+        item, view = tensor.element_size(), to_memoryview(tensor.to_local())
         sizes, starts = compute_local_shape_and_global_offset(
             tensor.shape, tensor.device_mesh, tensor.placements
         )

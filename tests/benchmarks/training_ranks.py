@@ -24,11 +24,11 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from ckptctl.distributed.group import threads
+from ckptctl.distributed.group import choose_thread_count
 from ckptctl.distributed.loading.load import load
-from ckptctl.distributed.loading.load_plan import PLANS
+from ckptctl.distributed.loading.load_plan import LOAD_PLANS
 from ckptctl.distributed.saving.save import save
-from ckptctl.distributed.state import memory
+from ckptctl.distributed.state import to_memoryview
 from tests.benchmarks import bare_loop
 from tests.benchmarks.bare_load import BareFiles, read_all
 from tests.benchmarks.build import spec_for
@@ -59,9 +59,9 @@ def write_source(rank: int, world: int, folder: str, size: str, words: str) -> N
 def saves(rank: int, world: int, folder: str, size: str, runs: int, out: str) -> None:
     """Measure ``save``; see :func:`measure`."""
     state = state_of(size, world, "S0", 1.5)
-    views = [memory(tensor.to_local()) for tensor in state.values()]
+    views = [to_memoryview(tensor.to_local()) for tensor in state.values()]
     model, path = {"model": state}, Path(folder, "one")
-    jobs = threads(0)
+    jobs = choose_thread_count(0)
 
     def bare(crc: str, fsync: bool = False) -> None:
         bare_loop.write(views, path / str(rank), jobs, crc, fsync)
@@ -90,11 +90,11 @@ def saves(rank: int, world: int, folder: str, size: str, runs: int, out: str) ->
 def loads(rank: int, world: int, folder: str, size: str, words: str, runs: int, out: str) -> None:
     """Measure ``load``; see :func:`measure`."""
     state = state_of(size, world, words, 0.5)
-    model, jobs = {"model": state}, threads(0)
+    model, jobs = {"model": state}, choose_thread_count(0)
     parts = [tensor.to_local() for tensor in state.values()]
 
     def first() -> Any:
-        PLANS.clear()
+        LOAD_PLANS.clear()
         return load(model, folder)
 
     def empty() -> None:

@@ -14,19 +14,27 @@ from ckptctl.api.conversion import _Conversion, _Merge
 from ckptctl.api.reading import _Report
 from ckptctl.cli.app import app
 from ckptctl.cli.commands import MANY, Command, commands
-from ckptctl.distributed.background.async_save import _AsyncSave
+from ckptctl.distributed.background.async_save import _AsyncSaveOptions
 from ckptctl.distributed.dcp.storage_reader import _ReaderOptions
-from ckptctl.distributed.loading.state_options import LoadCall
+from ckptctl.distributed.loading.state_options import LoadCallOptions
 from ckptctl.distributed.run.manager_options import FinalOptions, ManagerOptions
-from ckptctl.distributed.saving.save import _Save
+from ckptctl.distributed.saving.save import _SaveCallOptions
 from ckptctl.options import DeclaredOption, Panel, list_options
 from tests.vocabulary import BRITISH, words
 
 COMMANDS = {one.name: one for one in commands()}
 GROUP: Any = typer.main.get_command(app)
 IN_PYTHON = (
-    *(LoadCall, ManagerOptions, FinalOptions, _AsyncSave, _Conversion, _Merge, _ReaderOptions),
-    *(_Report, _Save),
+    *(
+        LoadCallOptions,
+        ManagerOptions,
+        FinalOptions,
+        _AsyncSaveOptions,
+        _Conversion,
+        _Merge,
+        _ReaderOptions,
+    ),
+    *(_Report, _SaveCallOptions),
 )
 SENTENCES = re.compile(r"(?<=[.!?])\s+(?=[A-Z`])")
 DEFAULT = re.compile(r"\s\s\[default: [^\[\]]+\]$")

@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ckptctl.catalog import Box
 from ckptctl.distributed.group import TorchGroup
-from ckptctl.distributed.loading.broadcast import SharedRead, exchange_boxes, routes
+from ckptctl.distributed.loading.broadcast import SharedRead, exchange_boxes, find_routes
 from ckptctl.distributed.loading.load import load
-from ckptctl.distributed.state import HeldShard
+from ckptctl.distributed.state import TensorShard
 
 
 def stock_of(folder: str) -> dict[str, torch.Tensor]:
@@ -57,7 +57,7 @@ def replicas(rank: int, world: int, folder: str) -> None:
     """Load the same on all ranks, sent through host memory; one has some of it in that."""
     stock = stock_of(folder)
     group = TorchGroup()
-    assert routes(group)["cuda"] == "cpu"
+    assert find_routes(group)["cuda"] == "cpu"
     state = {
         name: torch.zeros_like(full, device="cpu" if rank and number % 3 == 0 else "cuda")
         for number, (name, full) in enumerate(stock.items())
@@ -81,7 +81,7 @@ def by_nccl(rank: int, world: int, folder: str) -> None:
     device = torch.device("cuda", rank)
     for backend in ("cpu:gloo,cuda:nccl", "nccl"):
         group = dist.new_group(backend=backend)
-        assert routes(TorchGroup(group))["cuda"] == "cuda"
+        assert find_routes(TorchGroup(group))["cuda"] == "cuda"
         state = {name: torch.zeros_like(full, device=device) for name, full in stock.items()}
         report = load(state, folder, jobs=2, broadcast=True, process_group=group)
         for name, full in stock.items():
@@ -89,8 +89,8 @@ def by_nccl(rank: int, world: int, folder: str) -> None:
         assert world == 1 or report.bytes_received > 0
         sent = torch.arange(3 << 20, device=device).reshape(3, -1)
         places = [
-            HeldShard("a", Box.whole(tuple(sent.shape)), sent.clone()),
-            HeldShard("b", Box.whole((5, 4)), torch.ones(4, 5, device=device).t()),
+            TensorShard("a", Box.whole(tuple(sent.shape)), sent.clone()),
+            TensorShard("b", Box.whole((5, 4)), torch.ones(4, 5, device=device).t()),
         ]
         everyone = tuple(range(world))
         shared = [SharedRead(everyone, 0, n, one.box, "cuda") for n, one in enumerate(places)]

@@ -85,7 +85,7 @@ def named_like_a_rank(rank: int, world: int, root: Path) -> None:
 
 def killed_in_a_broadcast(rank: int, world: int, root: Path) -> None:
     save({"a": torch.ones(24 << 20)}, root / "large", sync=False)
-    send, sent = broadcast._send, []
+    send, sent = broadcast._broadcast_bucket, []
 
     def dying(*arguments: Any) -> int:
         sent.append(1)
@@ -93,7 +93,7 @@ def killed_in_a_broadcast(rank: int, world: int, root: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return send(*arguments)
 
-    broadcast._send = dying  # type: ignore[assignment]
+    broadcast._broadcast_bucket = dying  # type: ignore[assignment]
     with pytest.raises(StorageError, match="cannot be reached"):
         load({"a": torch.zeros(24 << 20)}, root / "large", broadcast=True)
     (root / f"raised{rank}").touch()

@@ -30,13 +30,13 @@ def again_on_ranks(rank: int, world: int, folder: str, truth: str) -> None:
     """Load twice, once more after one rank alone has changed, and twice with broadcast."""
     full: dict[str, Any] = torch.load(truth)
     planned: list[int] = []
-    own = RankLoad.plan
+    own = RankLoad.make_plan
 
     def noted(*given: Any) -> Any:
         planned.append(1)
         return own(*given)
 
-    setattr(RankLoad, "plan", noted)  # noqa: B010
+    setattr(RankLoad, "make_plan", noted)  # noqa: B010
     for _ in range(2):
         once(full, folder)
     assert len(planned) == 1

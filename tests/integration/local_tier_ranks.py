@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from ckptctl.distributed.run import local_tier
 from ckptctl.distributed.run.local_folder import LocalFolder
 from ckptctl.distributed.run.manager import CheckpointManager
-from ckptctl.distributed.run.root_copy import Pace
-from ckptctl.distributed.saving.destination import Folder, RankFolder
+from ckptctl.distributed.run.root_copy import RateLimiter
+from ckptctl.distributed.saving.destination import FolderTarget, RankFolderTarget
 from ckptctl.errors import CkptError, RefusedError, SourceNotFoundError, StorageError
 from tests.integration.branch_ranks import logged
 from tests.integration.manager_ranks import full, names, state_at
@@ -112,8 +112,8 @@ def lose(rank: int, world: int, folder: Path, per_node: int) -> None:
         assert found is not None and found.step == 20
         assert found.path == run / "step-20" if lost else found.path.is_relative_to(disk)
         equal(state, 20, world)
-        going_on._tier._copy_newest = lambda: None  # type: ignore[union-attr, method-assign]
-        going_on._tier._copy = lambda _: None  # type: ignore[union-attr, method-assign]
+        going_on._local_tier._copy_newest = lambda: None  # type: ignore[union-attr, method-assign]
+        going_on._local_tier._copy_to_root = lambda _: None  # type: ignore[union-attr, method-assign]
         going_on.save(30, mine(30, world)).result()
     dist.barrier()
     if rank == per_node:
@@ -139,7 +139,7 @@ def damage(rank: int, world: int, folder: Path) -> None:
         for step in (10, 20, 30):
             saving.save(step, mine(step, world)).result()
         saving.wait()
-        saving._tier.ended = True  # type: ignore[union-attr]
+        saving._local_tier.has_final_model = True  # type: ignore[union-attr]
     if rank == world - 1:
         (part,) = disk.glob(f"*/step-30/__{rank}_0.distcp")
         content = bytearray(part.read_bytes())
@@ -166,7 +166,7 @@ def flip(rank: int, world: int, folder: Path, copied: bool) -> None:
             saving.save(step, mine(step, world)).result()
         saving.wait()
         if not copied:
-            saving._tier.ended = True  # type: ignore[union-attr]
+            saving._local_tier.has_final_model = True  # type: ignore[union-attr]
     last = world - 1
     with logged() as lines:
         for name in (f"__{last}.metadata", f"__{last}_0.distcp"):
@@ -204,8 +204,8 @@ def _flipped(
     lines.clear()
     with manager(folder, rank) as going_on:
         found = going_on.load_latest(state := mine(0, world))
-        assert going_on._tier is not None
-        going_on._tier.ended = True
+        assert going_on._local_tier is not None
+        going_on._local_tier.has_final_model = True
     assert found is not None and found.step in ((30,) if copied else (20, 30))
     equal(state, found.step, world)
     over = [line for line in lines if "skipped" in line]
@@ -263,13 +263,13 @@ def write_run(rank: int, world: int, folder: Path, per_node: int) -> None:
         for step in (10, 20):
             saving.save(step, state_at(step, world)).result()
         saving.wait()
-        saving._tier.ended = True  # type: ignore[union-attr]
+        saving._local_tier.has_final_model = True  # type: ignore[union-attr]
 
 
 def other_world(rank: int, world: int, folder: Path, per_node: int, expected: int) -> None:
     """Other numbers of ranks go on from local disks if each of them reaches all parts."""
     with logged() as lines, manager(folder, rank, per_node) as going_on:
-        going_on._tier.ended = True  # type: ignore[union-attr]
+        going_on._local_tier.has_final_model = True  # type: ignore[union-attr]
         found = going_on.load_latest(state := state_at(0, world))
         assert found is not None and found.step == expected, found
         equal(state, expected, world)
@@ -303,16 +303,16 @@ def another_run(rank: int, world: int, folder: Path) -> None:
 
 def full_disk(rank: int, world: int, folder: Path) -> None:
     """A rank whose disk is full: that step is not whole, the others know, the run goes on."""
-    real = RankFolder.fill
+    real = RankFolderTarget.write_files
 
-    def fill(self: RankFolder, *arguments: Any) -> None:
+    def fill(self: RankFolderTarget, *arguments: Any) -> None:
         if rank == 1 and self.target.name == "step-20":
             raise CkptError("no space left")
         real(self, *arguments)
 
     with manager(folder, rank, async_=False, copy_every=9) as saving:
         saving.save(10, mine(10, world))
-        RankFolder.fill = fill  # type: ignore[assignment, method-assign]
+        RankFolderTarget.write_files = fill  # type: ignore[assignment, method-assign]
         if rank == 1:
             with pytest.raises(CkptError, match="no space left"):
                 saving.save(20, mine(20, world))
@@ -332,14 +332,14 @@ def full_disk(rank: int, world: int, folder: Path) -> None:
 
 def urgent(rank: int, world: int, folder: Path) -> None:
     """An urgent save returns when it is whole on all ranks, or raises on all."""
-    real = RankFolder.fill
+    real = RankFolderTarget.write_files
 
-    def fill(self: RankFolder, *arguments: Any) -> None:
+    def fill(self: RankFolderTarget, *arguments: Any) -> None:
         if rank == 1 and self.target.name == "step-20":
             raise CkptError("no space left")
         real(self, *arguments)
 
-    RankFolder.fill = fill  # type: ignore[assignment, method-assign]
+    RankFolderTarget.write_files = fill  # type: ignore[assignment, method-assign]
     with manager(folder, rank, deadline=60.0) as saving:
         saving.save(10, mine(10, world))
         saving.save(10, mine(10, world), urgent=True)
@@ -349,21 +349,21 @@ def urgent(rank: int, world: int, folder: Path) -> None:
             saving.save(20, mine(20, world), urgent=True)
         saving.save(30, mine(30, world), urgent=True)
         assert saving.latest_step() == 30
-        saving._tier._failure = None  # type: ignore[union-attr]
+        saving._local_tier._failure = None  # type: ignore[union-attr]
 
 
 def full_root(rank: int, world: int, folder: Path) -> None:
     """A copy that fails is said, nothing of it stays, and the next save is copied."""
-    real = Folder.fill
+    real = FolderTarget.write_files
     failing = [True]
 
-    def fill(self: Folder, *arguments: Any) -> None:
-        if failing and rank == 1 and not isinstance(self, RankFolder):
+    def fill(self: FolderTarget, *arguments: Any) -> None:
+        if failing and rank == 1 and not isinstance(self, RankFolderTarget):
             failing.clear()
             raise CkptError("no space left")
         real(self, *arguments)
 
-    Folder.fill = fill  # type: ignore[assignment, method-assign]
+    FolderTarget.write_files = fill  # type: ignore[assignment, method-assign]
     with manager(folder, rank, copy_every=9) as saving:
         saving.save(10, mine(10, world)).result()
         with pytest.raises(CkptError, match="no space left"):
@@ -380,17 +380,17 @@ def full_root(rank: int, world: int, folder: Path) -> None:
 def die(rank: int, world: int, folder: Path, phase: str) -> None:
     """Save 10 and 20; a rank is killed while it saves, or copies, 20."""
     if phase == "part":
-        at(RankFolder, RankFolder.fill, rank == world - 1)
+        at(RankFolderTarget, RankFolderTarget.write_files, rank == world - 1)
     elif phase == "metadata":
-        at(RankFolder, RankFolder.publish, rank == world - 1)
+        at(RankFolderTarget, RankFolderTarget.publish, rank == world - 1)
     elif phase == "copy":
-        at(Folder, Folder.fill, rank == world - 1, but=RankFolder)
+        at(FolderTarget, FolderTarget.write_files, rank == world - 1, but=RankFolderTarget)
     elif phase == "publish":
-        at(Folder, Folder.publish, rank == 0, but=RankFolder)
+        at(FolderTarget, FolderTarget.publish, rank == 0, but=RankFolderTarget)
     elif phase == "agree":
-        at(local_tier.LocalTier, local_tier.LocalTier._decide, rank == world - 1)
+        at(local_tier.LocalTier, local_tier.LocalTier._apply_reports, rank == world - 1)
     elif phase == "retire":
-        at(LocalFolder, LocalFolder.retire, rank == 0)
+        at(LocalFolder, LocalFolder.remove_old_saves, rank == 0)
     with manager(folder, rank, copy_every=1) as saving:
         saving.save(10, mine(10, world)).result()
         saving.wait()
@@ -472,17 +472,17 @@ def paced(rank: int, world: int, folder: Path) -> None:
     """While a copy goes on slowly, saves go on, and the copy is of a whole save."""
     asked: list[int] = []
 
-    class Slow(Pace):
+    class Slow(RateLimiter):
         def __call__(self, nbytes: int) -> None:
             asked.append(nbytes)
             self._lifted.wait(20)
 
-    setattr(local_tier, "Pace", Slow)  # noqa: B010
+    setattr(local_tier, "RateLimiter", Slow)  # noqa: B010
     with manager(folder, rank, copy_rate=1) as saving:
         for step in (10, 20, 30, 40):
             saving.save(step, mine(step, world)).result()
-            assert saving._tier._last  # type: ignore[union-attr]
-            saving._tier._last.join()  # type: ignore[union-attr]
+            assert saving._local_tier._last  # type: ignore[union-attr]
+            saving._local_tier._last.join()  # type: ignore[union-attr]
         assert steps(node(folder, rank)) == ["step-10", "step-30", "step-40"], "10 is being copied"
         if rank == 0:
             assert "step-10" not in names(folder / "run")
@@ -516,7 +516,7 @@ def begun_after_failures(rank: int, world: int, folder: Path) -> None:
     saving = manager(folder, rank, max_failures=0, copy_every=100)
     saving.save(10, mine(10, world)).result()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RankFolder, "publish", broken)
+        patch.setattr(RankFolderTarget, "publish", broken)
         failed = saving.save(20, mine(20, world))
         failed.exception()
     with pytest.raises(CkptError, match="no space"):

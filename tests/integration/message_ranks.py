@@ -10,17 +10,17 @@ import torch
 import torch.distributed as dist
 
 from ckptctl.distributed.group import (
-    HEAD,
-    SHORT,
+    FIRST_EXCHANGE_BYTES,
+    HEAD_BYTES,
     HostGroup,
     TorchGroup,
+    create_gloo_group,
     gather_bytes,
-    gloo_group,
     scatter_bytes,
 )
 from ckptctl.errors import StorageError
 
-EDGE = SHORT - HEAD
+EDGE = FIRST_EXCHANGE_BYTES - HEAD_BYTES
 SIZES = (1, 2, EDGE - 1, EDGE, EDGE + 1, 100_000)
 
 
@@ -28,7 +28,7 @@ def exchanged(rank: int, world: int) -> None:
     """Send messages of all lengths, each rank another one, in every way; without NumPy."""
     with patch.object(torch.Tensor, "numpy", side_effect=RuntimeError("Numpy is not available")):
         _exchanged(TorchGroup(), rank, world)
-        own = gloo_group(None)
+        own = create_gloo_group(None)
         assert isinstance(own, HostGroup) and not isinstance(own, TorchGroup)
         _exchanged(own, rank, world)
 
@@ -94,7 +94,7 @@ def not_formed(rank: int, world: int) -> None:
     with pytest.raises(
         StorageError, match=r"`ckptctl/.*` of ranks 0, 1(, 2)? did not form"
     ) as error:
-        gloo_group(parent)
+        create_gloo_group(parent)
     assert error.value.where == f"rank {rank}"
     assert error.value.why == "rank 1 did not join within 0:00:02"
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ckptctl.distributed.background import async_save
 from ckptctl.distributed.run.manager import CheckpointManager
-from ckptctl.distributed.saving.save import write
+from ckptctl.distributed.saving.save import write_collectively
 from ckptctl.errors import StorageError
 from ckptctl.tree import TreePath
 from tests.integration.manager_ranks import state_at
@@ -47,7 +47,7 @@ def too_late(rank: int, world: int, folder: Path) -> None:
     def slow(*arguments: Any) -> TreePath:
         if rank == world - 1:
             opened.wait()
-        return write(*arguments)
+        return write_collectively(*arguments)
 
     module: Any = async_save
     module.write = slow
@@ -61,7 +61,7 @@ def too_late(rank: int, world: int, folder: Path) -> None:
         manager._saver.last.decided.wait()
         dist.barrier()
         assert manager.save(1, state_at(1, world), urgent=True).path.name == "step-1"
-    module.write = write
+    module.write = write_collectively
     assert os.listdir(root) == ["step-1"]
 
 

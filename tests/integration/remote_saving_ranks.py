@@ -49,7 +49,10 @@ def a_save_that_fails_leaves_no_lock(rank: int, world: int, folder: str) -> None
     url = f"file-like:/{folder}"
     state = distribute({"w": torch.arange(64.0).reshape(16, 4)}, (world,), "S0")
     for failing in range(world):
-        for module, name in ((save_place.Url, "fill"), (collective_save, "tensor_metadata")):
+        for module, name in (
+            (save_place.UrlTarget, "write_files"),
+            (collective_save, "tensor_metadata"),
+        ):
             if name == "tensor_metadata" and failing:
                 continue  # of rank 0 alone
             with pytest.MonkeyPatch.context() as patch:
@@ -62,14 +65,14 @@ def a_save_that_fails_leaves_no_lock(rank: int, world: int, folder: str) -> None
             assert ".metadata" not in os.listdir(folder)
             TorchGroup().all_gather(0)
     seen: list[bool] = []
-    original = save_place.Url.fill
+    original = save_place.UrlTarget.write_files
     with pytest.MonkeyPatch.context() as patch:
 
         def fill(*arguments: Any, **options: Any) -> None:
             seen.append(LOCK_NAME in os.listdir(folder))
             original(*arguments, **options)
 
-        patch.setattr(save_place.Url, "fill", fill)
+        patch.setattr(save_place.UrlTarget, "write_files", fill)
         save(state, url)
     assert seen == [True], "every rank writes under the lock"
     TorchGroup().all_gather(0)

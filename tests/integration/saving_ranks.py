@@ -20,7 +20,7 @@ from ckptctl.distributed.saving import destination as save_place
 from ckptctl.distributed.saving import device_memory
 from ckptctl.distributed.saving import save as collective_save
 from ckptctl.distributed.saving.device_memory import DeviceMemory
-from ckptctl.distributed.saving.save import SavedPlan, save, write
+from ckptctl.distributed.saving.save import SavedPlan, save, write_collectively
 from ckptctl.distributed.saving.save_options import SaveOptions
 from ckptctl.errors import CkptError
 from ckptctl.save_load.saving.save_files import with_values
@@ -98,12 +98,14 @@ def plans_are_used_again_and_never_stale(rank: int, world: int, root: Path) -> N
             folder = root / f"{name}-{again}"
             counted = Counting()
             placed = distribute(state, mesh, word) | values
-            write(placed, folder, counted, OPTIONS, plans)
+            write_collectively(placed, folder, counted, OPTIONS, plans)
             assert counted.calls == (CACHED if again else PLANNED), (name, again, counted.calls)
             check(folder, state | values, rank)
             counted = Counting()
             own = distribute(steady, mesh, "S0")
-            write({"optim": own}, root / f"{name}-{again}-steady", counted, OPTIONS, plans)
+            write_collectively(
+                {"optim": own}, root / f"{name}-{again}-steady", counted, OPTIONS, plans
+            )
             assert counted.calls == (PLANNED if first else CACHED), name
             check(
                 root / f"{name}-{again}-steady", {f"optim.{k}": v for k, v in steady.items()}, rank
@@ -137,7 +139,7 @@ def values_that_differ_change(rank: int, world: int, root: Path) -> None:
     for number, values in enumerate(states):
         folder = root / str(number)
         counted = Counting()
-        write({"w": torch.ones(3), "own": values}, folder, counted, OPTIONS, plans)
+        write_collectively({"w": torch.ones(3), "own": values}, folder, counted, OPTIONS, plans)
         assert counted.calls == (PLANNED if number in (0, 3) else CACHED), (number, counted.calls)
         if rank:
             continue
@@ -244,7 +246,7 @@ def one_rank_fails(rank: int, world: int, root: Path) -> None:
     fails("`w` cannot be saved", state={"w": signal.SIGINT if rank == last else 0})
     with pytest.MonkeyPatch.context() as patch:
         if rank == last:
-            patch.setattr(save_place.Folder, "fill", _disk_full)
+            patch.setattr(save_place.FolderTarget, "write_files", _disk_full)
         fails("No space left|ENOSPC")
     with pytest.MonkeyPatch.context() as patch:
         if rank == 0:
@@ -284,7 +286,7 @@ def killed_at(rank: int, world: int, root: Path, phase: str, victim: int) -> Non
             "before the plan": (collective, collective.prepare),
             "after the plan": (collective_save, with_values),
             "while writing": (LocalSink, LocalSink.write),
-            "when written": (collective, collective._publish),
+            "when written": (collective, collective._publish_metadata),
         }
         owner, function = killing[phase]
         setattr(owner, function.__name__, _die)

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from ckptctl.distributed.background import host_memory
 from ckptctl.distributed.background.async_save import AsyncSaver, Mode, async_save
-from ckptctl.distributed.background.host_memory import PATIENCE
+from ckptctl.distributed.background.host_memory import UNUSED_SAVES
 from ckptctl.distributed.saving import save as collective_save
 from ckptctl.errors import RefusedError, StorageError, UsageError
 from ckptctl.storage.destinations import staging_directory
@@ -165,7 +165,7 @@ def test_no_thread_is_left(tmp_path: Path) -> None:
 
 def test_the_writing_process_lets_memory_go_too(tmp_path: Path) -> None:
     with AsyncSaver(mode="process") as saver:
-        for step, size in enumerate([1 << 24, *[1 << 20] * (PATIENCE + 1)]):
+        for step, size in enumerate([1 << 24, *[1 << 20] * (UNUSED_SAVES + 1)]):
             saver.save({"a": torch.ones(size)}, tmp_path / f"{step}", sync=False).result()
         assert saver._pool.nbytes < 1 << 23
         assert saver._writer._child
@@ -220,14 +220,14 @@ def test_memory_is_made_ready_before_the_first_save(tmp_path: Path, mode: Mode) 
 def test_a_save_that_comes_while_memory_is_made_ready(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, begun = host_memory.populate, threading.Event()
+    real, begun = host_memory.populate_pages, threading.Event()
 
     def slow(address: int, nbytes: int) -> None:
         begun.set()
         time.sleep(0.2)
         real(address, nbytes)
 
-    monkeypatch.setattr(host_memory, "populate", slow)
+    monkeypatch.setattr(host_memory, "populate_pages", slow)
     with AsyncSaver() as saver:
         saver.prepare({"a": torch.ones(5000)})
         begun.wait()
@@ -288,10 +288,10 @@ def test_a_failing_disk_under_the_writing_process(tmp_path: Path) -> None:
     with AsyncSaver(mode="process") as saver:
         saver.save({"a": torch.ones(1000)}, tmp_path / "a").result()
         with pytest.MonkeyPatch.context() as patch:
-            inside = collective_save.CollectiveSave.carry_out
+            inside = collective_save.CollectiveSave.write_and_publish
             patch.setattr(
                 collective_save.CollectiveSave,
-                "carry_out",
+                "write_and_publish",
                 lambda run, files: inside(crowd(run), files),
             )
             future = saver.save({"a": torch.ones(1000)}, tmp_path / "b")

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from ckptctl.distributed.loading import load_plan
 from ckptctl.distributed.loading.load import load
-from ckptctl.distributed.loading.load_plan import PLANS
+from ckptctl.distributed.loading.load_plan import LOAD_PLANS
 from ckptctl.errors import MappingError
 from ckptctl.save_load.loading.identity import identity
 from ckptctl.save_load.loading.load_options import LoadOptions
@@ -44,9 +44,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     noted(LoadOptions, "open", "open")
     noted(load_plan, "map_state", "map")
     noted(Reading, "plan_of", "plan")
-    PLANS.clear()
+    LOAD_PLANS.clear()
     yield found
-    PLANS.clear()
+    LOAD_PLANS.clear()
 
 
 def saved(folder: Path, fill: float) -> Path:
@@ -188,7 +188,7 @@ def test_nobody_searches_for_cycles_while_training_waits(tmp_path: Path) -> None
         searches.append(phase)
 
     load(state, tmp_path)
-    PLANS.clear()
+    LOAD_PLANS.clear()
     gc.collect()
     gc.callbacks.append(note)
     try:

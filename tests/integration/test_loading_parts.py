@@ -11,7 +11,7 @@ import torch
 import ckptctl
 from ckptctl.distributed.loading.load import load
 from ckptctl.errors import MappingError, UsageError
-from ckptctl.integrations.whole import whole
+from ckptctl.integrations.whole import load_full_state_dict
 from tests.checkpoints import save_dcp, save_hf, tiny_llama
 
 SAVED: dict[str, Any] = {
@@ -154,7 +154,7 @@ def test_strict_is_one_of_four_words(folder: Path) -> None:
 
 def test_a_resume_leaves_the_file_that_lightning_reads_itself() -> None:
     folder = Path("tests/data/wrappers/lightning_fsdp2/ckpt/step-2")
-    state = whole(folder)
+    state = load_full_state_dict(folder)
     report = load({"model": state["model"], "opt": state["opt"]}, folder)
     assert {"iteration", "note"} <= report.left_out.keys()
     with pytest.raises(MappingError):

@@ -13,7 +13,7 @@ import torch
 
 from ckptctl import formats
 from ckptctl.distributed.loading.load import load
-from ckptctl.distributed.loading.target_memory import Filled
+from ckptctl.distributed.loading.target_memory import TensorSink
 from ckptctl.errors import MappingError, UnsafePickleError, UsageError
 from tests.checkpoints import save_dcp, save_hf, save_torch, tiny_llama
 from tests.checkpoints.mxfp4 import decoded
@@ -203,7 +203,7 @@ def test_parts_that_begin_and_end_anywhere() -> None:
     for begin in range(0, 120, 14):
         for end in range(begin + 2, 121, 22):
             tensor = torch.zeros(3, 4, 5, dtype=torch.int16).permute(2, 0, 1)
-            Filled(tensor).write(begin, content[begin:end])
+            TensorSink(tensor).write(begin, content[begin:end])
             expected = torch.zeros(60, dtype=torch.int16)
             expected[begin // 2 : end // 2] = full.reshape(-1)[begin // 2 : end // 2]
             assert torch.equal(tensor.reshape(-1), expected), (begin, end)

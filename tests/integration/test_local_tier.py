@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from ckptctl.distributed.run.local_folder import IDENTITY, LocalFolder, ensure_identity
+from ckptctl.distributed.run.local_folder import IDENTITY_FILE, LocalFolder, ensure_run_id
 from ckptctl.distributed.run.manager import CheckpointManager
-from ckptctl.distributed.run.root_copy import Pace
+from ckptctl.distributed.run.root_copy import RateLimiter
 from ckptctl.errors import CkptError, FormatError, UsageError
 from tests.checkpoints import load_any_reference
 from tests.gloo import REPOSITORY, RankFailure, run_on_ranks
@@ -106,11 +106,11 @@ def test_places_and_options_that_make_no_sense(tmp_path: Path) -> None:
 
 
 def test_an_identity_that_cannot_be_read(tmp_path: Path) -> None:
-    run = ensure_identity(tmp_path)
-    assert ensure_identity(tmp_path) == run
-    (tmp_path / IDENTITY).write_text("{}")
+    run = ensure_run_id(tmp_path)
+    assert ensure_run_id(tmp_path) == run
+    (tmp_path / IDENTITY_FILE).write_text("{}")
     with pytest.raises(FormatError, match="identify a run"):
-        ensure_identity(tmp_path)
+        ensure_run_id(tmp_path)
 
 
 def test_a_start_that_still_runs_keeps_its_saves(tmp_path: Path) -> None:
@@ -118,19 +118,19 @@ def test_a_start_that_still_runs_keeps_its_saves(tmp_path: Path) -> None:
     names = [f"{run}-00000{number}-0000000{number}" for number in (1, 2)]
     running, later = LocalFolder(tmp_path), LocalFolder(tmp_path)
     for folder, name in ((running, names[0]), (later, names[1])):
-        folder.begin(name)
+        folder.begin_start(name)
         (tmp_path / name / "step-5").mkdir()
-    newest, old = later.saves(run)
-    assert later.retire(newest, {newest}) == []
-    assert later.saves(run) == [newest, old]
+    newest, old = later.list_saves(run)
+    assert later.remove_old_saves(newest, {newest}) == []
+    assert later.list_saves(run) == [newest, old]
     running.close()
-    assert later.retire(newest, {newest}) == [old.name]
+    assert later.remove_old_saves(newest, {newest}) == [old.name]
     assert [item.name for item in tmp_path.iterdir()] == [names[1]]
 
 
 def test_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
-    pace, now = Pace(100), [0.0]
+    pace, now = RateLimiter(100), [0.0]
     monkeypatch.setattr("ckptctl.distributed.run.root_copy.time.monotonic", lambda: now[0])
     monkeypatch.setattr(pace._lifted, "wait", waited.append)
     for nbytes in (50, 50):
@@ -138,9 +138,9 @@ def test_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     now[0] = 10.0
     pace(100)
     assert waited == [0.5, 1.0, 1.0], "a rest is not made up for"
-    pace.lift()
+    pace.lift_limit()
     pace(10**12)
-    Pace(None)(10**12)
+    RateLimiter(None)(10**12)
     assert len(waited) == 3
 
 

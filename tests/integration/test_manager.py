@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptctl.distributed.run.keeper import Keeper
+from ckptctl.distributed.run.keeper import RunCheckpoints
 from ckptctl.distributed.run.manager import CheckpointManager
 from ckptctl.errors import CkptError, RefusedError, SourceNotFoundError, UsageError
 from tests.checkpoints import differences, load_any_reference, save_hf
@@ -293,16 +293,16 @@ def test_removals_follow_each_other(
     """Also where the system has no thread left for them."""
     busy: list[str] = []
     most: list[int] = []
-    remove = Keeper._remove
+    remove = RunCheckpoints._remove_unkept
 
-    def slow(keeper: Keeper) -> None:
+    def slow(keeper: RunCheckpoints) -> None:
         busy.append(threading.current_thread().name)
         most.append(len(busy))
         time.sleep(0.1)
         remove(keeper)
         busy.pop()
 
-    monkeypatch.setattr(Keeper, "_remove", slow)
+    monkeypatch.setattr(RunCheckpoints, "_remove_unkept", slow)
     with CheckpointManager(tmp_path / "run", keep_last=1, async_=False, sync=False) as manager:
         if not started:
             monkeypatch.setattr(threading.Thread, "start", _start)

@@ -16,8 +16,8 @@ import torch
 from torch.distributed.checkpoint import state_dict_saver
 
 import ckptctl
-from ckptctl.distributed.run.finals import RECORD, Finished
-from ckptctl.distributed.run.local_folder import IDENTITY
+from ckptctl.distributed.run.finals import RECORD_FILE, Finished
+from ckptctl.distributed.run.local_folder import IDENTITY_FILE
 from ckptctl.distributed.run.manager import CheckpointManager
 from ckptctl.errors import CkptError, DamagedError, RefusedError, SourceNotFoundError, StorageError
 from ckptctl.remote.conditions import versions_of
@@ -235,7 +235,7 @@ def test_the_final_model(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert manager.save_final({"model": model}, out) == parse_path(out)
         with pytest.raises(RefusedError, match="cannot save to the Hub"):
             manager.save_final({"model": model}, "hf://org/name")
-    assert there(url) == {RECORD: {""}}
+    assert there(url) == {RECORD_FILE: {""}}
     assert not there(f"{out.rpartition('/')[0]}/.run-final.ckptctl-final")
     assert ckptctl.inspect(out).format == "hf"
     found = {name: torch.zeros_like(value) for name, value in model.items()}
@@ -290,7 +290,7 @@ def test_local_disks_first(url: str, tmp_path: Path) -> None:
             manager.save(step, state, {"loss": step})
             manager.wait()
             manager.rate(step, {"late": step})
-        assert there(url).keys() == {IDENTITY, "step-2", "step-3"}
+        assert there(url).keys() == {IDENTITY_FILE, "step-2", "step-3"}
     direct = f"{url}-direct"
     ckptctl.save(state, direct)
     system, root = stores.at(url)
@@ -312,13 +312,13 @@ def test_local_disks_first(url: str, tmp_path: Path) -> None:
         assert torch.equal(loaded["turned"], state["turned"])
     with pytest.raises(DamagedError, match="does not match"), run() as manager:
         damage_next(manager, disk, state)
-    assert there(url).keys() == {IDENTITY, "step-3", "step-4"}
+    assert there(url).keys() == {IDENTITY_FILE, "step-3", "step-4"}
 
 
 def damage_next(manager: CheckpointManager, disk: Path, state: dict[str, Any]) -> None:
     """Save a step of which a byte changes on the disk before it is copied."""
-    assert manager._tier is not None
-    write = manager._tier._write_copy
+    assert manager._local_tier is not None
+    write = manager._local_tier._write_copy
 
     def damaged(one: Any, target: Path) -> None:
         (file,) = disk.glob("*-*-*/step-5/*.distcp")
@@ -328,7 +328,7 @@ def damage_next(manager: CheckpointManager, disk: Path, state: dict[str, Any]) -
         write(one, target)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(manager._tier, "_write_copy", damaged)
+        patch.setattr(manager._local_tier, "_write_copy", damaged)
         manager.save(5, state)
         manager.wait()
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckptctl.distributed.run.keeper import Keeper
+from ckptctl.distributed.run.keeper import RunCheckpoints
 from ckptctl.distributed.run.manager import CheckpointManager
 from ckptctl.errors import (
     CkptError,
@@ -158,13 +158,13 @@ def test_room_is_made_before_a_save(
 ) -> None:
     """On a disk that holds so many; what is gone on from may go once a newer one is there."""
     root, there = tmp_path / "run", [0]
-    beside = Keeper.beside
+    beside = RunCheckpoints.build_sidecars
 
-    def counting(keeper: Keeper, rated: dict[str, float]) -> Any:
+    def counting(keeper: RunCheckpoints, rated: dict[str, float]) -> Any:
         there.append(len(names(root)))  # with the one that is being made
         return beside(keeper, rated)
 
-    monkeypatch.setattr(Keeper, "beside", counting)
+    monkeypatch.setattr(RunCheckpoints, "build_sidecars", counting)
     for _ in range(2):
         rules: dict[str, Any] = {"keep_last": keep, "make_room": "before", "sync": False}
         with CheckpointManager(root, **rules) as manager:

@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import ckptctl
 from ckptctl.distributed import SavePlanner, Writer
-from ckptctl.distributed.group import coordinator
-from ckptctl.distributed.saving.save import write, write_alone
+from ckptctl.distributed.group import get_coordinator
+from ckptctl.distributed.saving.save import write_collectively, write_rank_local
 from ckptctl.distributed.saving.save_options import SaveOptions
-from ckptctl.distributed.state import state_of
+from ckptctl.distributed.state import flatten_state
 from ckptctl.errors import CkptError, DamagedError, RefusedError, StorageError, UnsupportedError
 from ckptctl.remote.lock import ConditionalObject, RemoteLock
 from ckptctl.remote.store import FsspecStore
@@ -116,7 +116,9 @@ def test_files_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         original(store, name, content)
 
     monkeypatch.setattr(FsspecStore, "write", look)
-    write(STATE, parse_path(url), coordinator(), SaveOptions(beside=lambda: {"run.json": b"{}"}))
+    write_collectively(
+        STATE, parse_path(url), get_coordinator(), SaveOptions(beside=lambda: {"run.json": b"{}"})
+    )
     names = (".metadata", "run.json", OBJECTS_NAME)
     assert seen == [("run.json", names, False), (OBJECTS_NAME, names, True)]
     assert MEMORY.cat_file(f"{folder}/run.json") == b"{}"
@@ -171,7 +173,7 @@ def test_a_save_that_fails_at_its_end_leaves_nothing(
         monkeypatch.setattr(kind, failing, fail)
         return {}
 
-    monkeypatch.setattr(SaveOptions, "files_beside", begin)
+    monkeypatch.setattr(SaveOptions, "collect_sidecars", begin)
     with pytest.raises(StorageError, match="answer is lost"):
         ckptctl.save(STATE, url)
     assert not MEMORY.find(f"/{tmp_path.name}")
@@ -256,7 +258,7 @@ def _once(fault: str, number: int, seen: Iterator[int], request: s3_server.Reque
 
 def test_without_collectives_files_beside_it_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="does not support sidecar files") as caught:
-        write_alone(state_of(STATE), tmp_path, 0, 1, SaveOptions(beside=dict))
+        write_rank_local(flatten_state(STATE), tmp_path, 0, 1, SaveOptions(beside=dict))
     assert "published last" in str(caught.value.why)
     assert not list(tmp_path.iterdir())
 

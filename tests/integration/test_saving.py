@@ -113,14 +113,14 @@ def test_metadata_that_appeared_meanwhile_stays(
     def unsupported(*_: object) -> None:
         raise file_system.UnsupportedRenameError
 
-    original = destination.RankFolder.fill
+    original = destination.RankFolderTarget.write_files
 
     def fill(*words: Any) -> None:
         original(*words)
         (tmp_path / "x/__0.metadata").write_bytes(b"of another run")
 
     monkeypatch.setattr(file_system, "rename_atomically", unsupported)
-    monkeypatch.setattr(destination.RankFolder, "fill", fill)
+    monkeypatch.setattr(destination.RankFolderTarget, "write_files", fill)
     with pytest.raises(StorageError, match="EEXIST"):
         save({"w": torch.ones(3)}, tmp_path / "x", collectives=False)
     assert (tmp_path / "x/__0.metadata").read_bytes() == b"of another run"

@@ -89,12 +89,12 @@ def make_fault(writes: list[int], rank: int, kind: str, after: int, until: str =
 
 def wait_for(path: Path) -> None:
     """Wait until something is at *path*; what never comes is not waited for for ever."""
-    from ckptctl.ranks.sharing import LOOK_EVERY
+    from ckptctl.ranks.sharing import POLL_SECONDS
 
     end = time.monotonic() + PATIENCE
     while not path.exists() and time.monotonic() < end:
         time.sleep(0.01)
-    time.sleep(LOOK_EVERY)
+    time.sleep(POLL_SECONDS)
 
 
 if __name__ == "__main__":

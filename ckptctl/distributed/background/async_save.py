@@ -18,28 +18,28 @@ from ckptctl.distributed.background.save_thread import (
     Callback,
     SaveFuture,
     SaveThread,
-    in_background,
+    run_in_background,
 )
-from ckptctl.distributed.background.staging import Staged, memory_needed, stage
-from ckptctl.distributed.background.start_vote import Situation, StartVote, attempt
-from ckptctl.distributed.background.writer_process import WriterProcess, plan_executor
-from ckptctl.distributed.group import ProcessGroup, gloo_group
-from ckptctl.distributed.saving.destination import require_local
-from ckptctl.distributed.saving.local_state import LocalState, local_state
+from ckptctl.distributed.background.staging import StagedState, compute_copy_memory, stage_shards
+from ckptctl.distributed.background.start_vote import SaverStatus, StartVote, capture_outcome
+from ckptctl.distributed.background.writer_process import WriterProcess, build_plan_executor
+from ckptctl.distributed.group import ProcessGroup, create_gloo_group
+from ckptctl.distributed.saving.destination import require_local_target
+from ckptctl.distributed.saving.local_state import LocalState, build_local_state
 from ckptctl.distributed.saving.save import (
-    PLANS,
+    SAVE_PLANS,
     SavedPlan,
-    chunks_of,
-    plan_key,
-    write,
-    write_alone,
+    compute_plan_key,
+    list_written_chunks,
+    write_collectively,
+    write_rank_local,
 )
-from ckptctl.distributed.saving.save_options import Beside, SaveOptions
-from ckptctl.distributed.state import StateDict, state_of
+from ckptctl.distributed.saving.save_options import SaveOptions, SidecarFiles
+from ckptctl.distributed.state import StateDict, flatten_state
 from ckptctl.errors import RefusedError
 from ckptctl.keywords import accept_keywords
 from ckptctl.options import Option, require_choice
-from ckptctl.ranks.coordinator import Alone, Coordinator
+from ckptctl.ranks.coordinator import Coordinator, SingleProcess
 from ckptctl.storage.paths import expand_home, parse_path
 from ckptctl.storage.threads import pause_gc
 from ckptctl.tree import TreePath
@@ -90,7 +90,7 @@ class BackgroundOptions(SaveOptions):
         ),
     ] = True
     beside: Annotated[
-        Beside | None,
+        SidecarFiles | None,
         Option(
             "Function that returns the files to publish with the checkpoint, as a mapping of "
             "names to contents. It is called last, on rank 0."
@@ -99,12 +99,14 @@ class BackgroundOptions(SaveOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _AsyncSave(BackgroundOptions):
+class _AsyncSaveOptions(BackgroundOptions):
     process_group: ProcessGroup = None
 
 
-@accept_keywords(_AsyncSave)
-def async_save(state_dict: StateDict, path: str | TreePath, options: _AsyncSave) -> SaveFuture:
+@accept_keywords(_AsyncSaveOptions)
+def async_save(
+    state_dict: StateDict, path: str | TreePath, options: _AsyncSaveOptions
+) -> SaveFuture:
     """Save *state_dict* like :func:`ckptctl.save`, but in the background of training.
 
     When this returns, tensors are copied to host memory and other values are pickled, so the state
@@ -127,10 +129,10 @@ def async_save(state_dict: StateDict, path: str | TreePath, options: _AsyncSave)
         CkptError: The last save failed, or this one cannot start. It is raised on every rank. Each
             failure is raised once, even if the future already raised it.
     """
-    return _saver(options.process_group)._save(state_dict, path, options)
+    return _get_saver(options.process_group)._start_save(state_dict, path, options)
 
 
-class Closing(ABC):
+class Closeable(ABC):
     """Context manager that closes itself, and hides errors of that if the block already failed."""
 
     @abstractmethod
@@ -148,7 +150,7 @@ class Closing(ABC):
                 raise
 
 
-class AsyncSaver(Closing):
+class AsyncSaver(Closeable):
     """Background saver that writes one checkpoint at a time.
 
     Create one on every rank, and call its methods in the same order on all ranks. The first save
@@ -220,21 +222,23 @@ class AsyncSaver(Closing):
                 every rank.
         """
         self._require_open()
-        nbytes, pinned = memory_needed([shard.tensor for shard in state_of(state_dict).shards])
+        nbytes, pinned = compute_copy_memory(
+            [shard.tensor for shard in flatten_state(state_dict).shards]
+        )
         # Use the device of the calling thread: any other one would get a new CUDA context.
         device = torch.cuda.current_device() if pinned else -1
         earlier = self._preparing
 
-        def work() -> None:
+        def allocate_memory() -> None:
             if earlier:
                 earlier.result()
             if nbytes:
                 with torch.cuda.device(device):
-                    self._pool.prepare(nbytes, pinned)
+                    self._pool.prepare_region(nbytes, pinned)
             if self._mode == "process":
                 self._writer.connect()
 
-        self._preparing = in_background(work, "prepare saves")
+        self._preparing = run_in_background(allocate_memory, "prepare saves")
         return self._preparing
 
     @accept_keywords(BackgroundOptions)
@@ -246,48 +250,52 @@ class AsyncSaver(Closing):
         Raises:
             CkptError: The last save failed, or this one cannot start. It is raised on every rank.
         """
-        return self._save(state_dict, path, options)
+        return self._start_save(state_dict, path, options)
 
-    def _save(
+    def _start_save(
         self, state_dict: StateDict | LocalState, path: str | TreePath, options: BackgroundOptions
     ) -> SaveFuture:
         if not options.collectives:
-            require_local(path)
+            require_local_target(path)
         when_busy = options.when_busy or self._when_busy
         self._require_outside()
         self._require_open()
         calls, ranks = self.groups()
-        vote = StartVote(calls if options.collectives else Alone())
+        vote = StartVote(calls if options.collectives else SingleProcess())
         future = SaveFuture(expand_home(parse_path(path)).absolute())
-        meaning = (str(future.path), when_busy, options.overwrite, options.files)
+        agreed_options = (str(future.path), when_busy, options.overwrite, options.files)
         last = self._last
         if when_busy == "skip":
-            busy = Situation(busy=bool(last and last.busy), failed=False)
-            if vote.situation(busy, meaning)[0].busy:
-                return future.skip()
+            busy = SaverStatus(busy=bool(last and last.is_busy), failed=False)
+            if vote.exchange_status(busy, agreed_options)[0].busy:
+                return future.mark_skipped()
         self.join()
 
-        def start(staged: Staged) -> SaveThread:
+        def start_thread(staged: StagedState) -> SaveThread:
             writer = self._writer if (options.mode or self._mode) == "process" else None
-            copied = replace(options, execute=plan_executor(staged.region, writer))
+            copied = replace(options, execute=build_plan_executor(staged.region, writer))
             if options.collectives:
-                work = partial(write, staged.held, future.path, ranks, copied)
+                work = partial(write_collectively, staged.state, future.path, ranks, copied)
             else:
-                own = (ranks.rank, ranks.world, copied)
-                work = partial(write_alone, staged.held, future.path, *own)
-            release = partial(self._pool.give, staged.region) if staged.region else lambda: None
+                rank_arguments = (ranks.rank, ranks.world, copied)
+                work = partial(write_rank_local, staged.state, future.path, *rank_arguments)
+            release = (
+                partial(self._pool.return_region, staged.region) if staged.region else lambda: None
+            )
             thread = SaveThread(future, work, release, options.on_staged, options.on_published)
             thread.start()
             return thread
 
-        def collect() -> tuple[LocalState, SavedPlan | None]:
-            own = local_state(state_dict, trusted=options.trusted)
+        def collect_shards() -> tuple[LocalState, SavedPlan | None]:
+            local = build_local_state(state_dict, trusted=options.trusted)
             if not options.collectives or ranks.world == 1:
-                return own, None
-            return own, PLANS.get(plan_key(own, ranks, options))
+                return local, None
+            return local, SAVE_PLANS.get(compute_plan_key(local, ranks, options))
 
         with pause_gc():  # training waits, and a garbage collection would take long
-            self._last, failure = self._begin(vote, meaning, collect, start)
+            self._last, failure = self._begin_save(
+                vote, agreed_options, collect_shards, start_thread
+            )
         future.staged.set()
         self._last.proceed()
         self._failures = self._failures + 1 if failure else 0
@@ -302,7 +310,10 @@ class AsyncSaver(Closing):
 
     def groups(self) -> tuple[Coordinator, Coordinator]:
         """Return the ranks for calls and for background saves, created by the first call."""
-        self._ranks = self._ranks or (gloo_group(self._parent), gloo_group(self._parent))
+        self._ranks = self._ranks or (
+            create_gloo_group(self._parent),
+            create_gloo_group(self._parent),
+        )
         return self._ranks
 
     def join(self) -> None:
@@ -338,12 +349,12 @@ class AsyncSaver(Closing):
             self._writer.close()
             self._pool.close()
 
-    def _begin(
+    def _begin_save(
         self,
         vote: StartVote,
-        meaning: tuple[object, ...],
+        agreed_options: tuple[object, ...],
         collect: Callable[[], tuple[LocalState, SavedPlan | None]],
-        start: Callable[[Staged], SaveThread],
+        start: Callable[[StagedState], SaveThread],
     ) -> tuple[SaveThread, BaseException | None]:
         """Copy this rank's shards, or only those that its plan writes, and start a thread.
 
@@ -355,26 +366,28 @@ class AsyncSaver(Closing):
         Raises:
             CkptError: The last save failed, or this one cannot start. It is raised on every rank.
         """
-        collected = attempt(collect)
+        collected = capture_outcome(collect)
         error = collected.exception()
-        own, plan = collected.result() if error is None else (None, None)
-        failed = bool(self._last and self._last.failed)
-        situation = Situation(busy=False, failed=failed, unable=error is not None)
-        any_rank, same = vote.situation(situation, meaning, plan.generation if plan else b"")
+        local, plan = collected.result() if error is None else (None, None)
+        failed = bool(self._last and self._last.has_failed)
+        situation = SaverStatus(busy=False, failed=failed, unable=error is not None)
+        any_rank, has_same_plan = vote.exchange_status(
+            situation, agreed_options, plan.generation if plan else b""
+        )
         if any_rank.failed and self._max_failures is None:
             raise self._take_failure()
-        if any_rank.unable or own is None:
-            vote.fail(collected)
-        written = chunks_of(plan) if plan and same else None
+        if any_rank.unable or local is None:
+            vote.raise_on_all_ranks(collected)
+        written = list_written_chunks(plan) if plan and has_same_plan else None
 
-        def copy() -> SaveThread:
+        def copy_shards() -> SaveThread:
             preparing, self._preparing = self._preparing, None
             if preparing:
                 preparing.result()
-            return start(stage(own, self._pool, written))
+            return start(stage_shards(local, self._pool, written))
 
-        begun = vote.all_or_none(copy, SaveThread.abandon)
-        return begun, self._take_failure() if any_rank.failed else None
+        thread = vote.run_all_or_none(copy_shards, SaveThread.abandon)
+        return thread, self._take_failure() if any_rank.failed else None
 
     def _take_failure(self) -> BaseException:
         failure = self._last.take_failure() if self._last else None
@@ -388,7 +401,7 @@ class AsyncSaver(Closing):
             )
 
     def _require_outside(self) -> None:
-        if self._last and self._last.here:
+        if self._last and self._last.is_current_thread:
             raise RefusedError(
                 "a callback of a save cannot wait for that save",
                 hint="start the next save on the training thread",
@@ -398,19 +411,23 @@ class AsyncSaver(Closing):
 _savers: dict[tuple[int, dist.ProcessGroup | None], AsyncSaver] = {}
 
 
-def _saver(group: dist.ProcessGroup | None) -> AsyncSaver:
+def _get_saver(group: dist.ProcessGroup | None) -> AsyncSaver:
     """Return the saver of a group, and close those of destroyed groups."""
     ready = dist.is_available() and dist.is_initialized()
     group = group or (dist.group.WORLD if ready else None)
     key = (os.getpid(), group)
     if key not in _savers:
-        for other in [one for one in _savers if one[0] == key[0] and not _exists(one[1])]:
+        for other in [
+            saver_key
+            for saver_key in _savers
+            if saver_key[0] == key[0] and not _is_active_group(saver_key[1])
+        ]:
             _savers.pop(other).close()
         _savers[key] = AsyncSaver(group)
     return _savers[key]
 
 
-def _exists(group: dist.ProcessGroup | None) -> bool:
+def _is_active_group(group: dist.ProcessGroup | None) -> bool:
     try:
         return group is None or bool(dist.get_process_group_ranks(group))
     except (KeyError, ValueError, RuntimeError):

@@ -21,19 +21,19 @@ from typing import TypeVar
 
 import torch
 
-from ckptctl.distributed.group import threads
+from ckptctl.distributed.group import choose_thread_count
 from ckptctl.errors import RefusedError, StorageError
 from ckptctl.units import pluralize
 
 T = TypeVar("T")
 PAGE = mmap.PAGESIZE
-KEPT = 2
+MAX_FREE_REGIONS = 2
 """Free regions that are kept: one for each of two savers, or for two alternating states."""
-PATIENCE = 4
+UNUSED_SAVES = 4
 """Number of consecutive saves after which memory that none of them needed is released."""
-POPULATE_WRITE = 23
+MADV_POPULATE_WRITE = 23
 """``MADV_POPULATE_WRITE``, since Linux 5.14."""
-BLOCK = 8 << 20
+BLOCK_BYTES = 8 << 20
 """Bytes that a thread copies or populates at a time."""
 
 _log = logging.getLogger("ckptctl")
@@ -41,56 +41,56 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-def in_threads(blocks: Iterable[T], do: Callable[[T], None], nbytes: int) -> None:
+def run_in_threads(blocks: Iterable[T], process_block: Callable[[T], None], nbytes: int) -> None:
     """Process *blocks* of *nbytes* in total in this and further threads, and raise the first error.
 
     One thread does not saturate the memory bus of most machines. torch's thread pool is not used,
     because ``torchrun`` limits it to one thread.
     """
-    left = iter(blocks)
+    remaining = iter(blocks)
     lock = threading.Lock()
     errors: list[BaseException] = []
 
-    def work() -> None:
+    def run_blocks() -> None:
         try:
             while not errors:
                 with lock:
-                    block = next(left)
-                do(block)
+                    block = next(remaining)
+                process_block(block)
         except StopIteration:
             return
         except BaseException as error:
             errors.append(error)
 
-    count = min(threads(0), -(-nbytes // BLOCK))
-    others = [threading.Thread(target=work, daemon=True) for _ in range(count - 1)]
+    count = min(choose_thread_count(0), -(-nbytes // BLOCK_BYTES))
+    helper_threads = [threading.Thread(target=run_blocks, daemon=True) for _ in range(count - 1)]
     with suppress(RuntimeError):  # the system has no threads left: the running ones do all
-        for thread in others:
+        for thread in helper_threads:
             thread.start()
-    work()
-    for thread in others:
+    run_blocks()
+    for thread in helper_threads:
         if thread.ident is not None:
             thread.join()
     if errors:
         raise errors[0]
 
 
-def populate(address: int, nbytes: int) -> None:
+def populate_pages(address: int, nbytes: int) -> None:
     """Let the kernel find and clear all pages of new memory.
 
     Raises:
         OSError: There is not enough memory.
     """
 
-    def do(start: int) -> None:
-        first, size = address + start, min(BLOCK, nbytes - start)
-        if _libc.madvise(first, size, POPULATE_WRITE):
+    def populate_block(start: int) -> None:
+        first, size = address + start, min(BLOCK_BYTES, nbytes - start)
+        if _libc.madvise(first, size, MADV_POPULATE_WRITE):
             code = ctypes.get_errno()
             if code not in (errno.EINVAL, errno.ENOSYS):
                 raise OSError(code, os.strerror(code))
             ctypes.memset(first, 0, size)  # an older kernel
 
-    in_threads(range(0, nbytes, BLOCK), do, nbytes)
+    run_in_threads(range(0, nbytes, BLOCK_BYTES), populate_block, nbytes)
 
 
 class HostRegion:
@@ -104,7 +104,7 @@ class HostRegion:
                 self.descriptor = os.memfd_create("ckptctl", os.MFD_CLOEXEC)
                 os.ftruncate(self.descriptor, nbytes)
             self.bytes = torch.frombuffer(mmap.mmap(self.descriptor, nbytes), dtype=torch.uint8)
-            populate(self.address, nbytes)
+            populate_pages(self.address, nbytes)
         except (OSError, ValueError) as error:
             self._close_descriptor()
             if hasattr(self, "bytes"):
@@ -113,7 +113,7 @@ class HostRegion:
                 f"cannot allocate {pluralize(nbytes, 'byte')} of host memory for a copy of the state",
                 why=str(error),
             ) from error
-        self.pinned = pinned and self._pin()
+        self.pinned = pinned and self._pin_pages()
 
     @property
     def address(self) -> int:
@@ -128,7 +128,7 @@ class HostRegion:
         self._close_descriptor()
         del self.bytes
 
-    def _pin(self) -> bool:
+    def _pin_pages(self) -> bool:
         code = int(torch.cuda.cudart().cudaHostRegister(self.address, self.nbytes, 0))  # type: ignore[no-untyped-call]
         if code:
             _log.warning("cannot pin %d bytes of host memory: error %d", self.nbytes, code)
@@ -145,58 +145,60 @@ class HostRegion:
 class HostPool:
     """Thread-safe pool of used and free regions."""
 
-    def __init__(self, limit: int | None = None, kept: int = KEPT) -> None:
+    def __init__(self, limit: int | None = None, max_free: int = MAX_FREE_REGIONS) -> None:
         self._limit = limit
-        self._kept = kept
+        self._max_free = max_free
         self._free: list[HostRegion] = []
         self._used: set[HostRegion] = set()
-        self._needed: deque[int] = deque(maxlen=PATIENCE)
+        self._needed: deque[int] = deque(maxlen=UNUSED_SAVES)
         self._pins = True
         self._closed = False
         self._lock = threading.Lock()
 
-    def take(self, nbytes: int, pinned: bool = False) -> HostRegion:
+    def take_region(self, nbytes: int, pinned: bool = False) -> HostRegion:
         """Take a free region of at least *nbytes* and at most about twice that, or allocate one.
 
         Raises:
             RefusedError: The limit of the pool would be exceeded.
             StorageError: The memory cannot be allocated.
         """
-        size = size_class(nbytes)
+        size = round_to_size_class(nbytes)
         with self._lock:
             self._needed.append(size)
-            fitting = self._fitting(self._free, size, pinned)
+            fitting = self._find_fitting(self._free, size, pinned)
             if fitting:
-                found = min(fitting, key=lambda one: one.nbytes)
-                self._free.remove(found)
+                taken = min(fitting, key=lambda candidate: candidate.nbytes)
+                self._free.remove(taken)
             else:
-                found = self._new(size, pinned)
-            self._used.add(found)
-            return found
+                taken = self._allocate_region(size, pinned)
+            self._used.add(taken)
+            return taken
 
-    def prepare(self, nbytes: int, pinned: bool = False) -> None:
+    def prepare_region(self, nbytes: int, pinned: bool = False) -> None:
         """Allocate a region for the next save, unless a free or used one fits.
 
         If the running save leaves no room under the limit, the next save allocates it.
         """
-        size = size_class(nbytes)
+        size = round_to_size_class(nbytes)
         with self._lock:
-            if self._closed or self._fitting((*self._free, *self._used), size, pinned):
+            if self._closed or self._find_fitting((*self._free, *self._used), size, pinned):
                 return
             used = sum(region.nbytes for region in self._used)
             if self._limit is None or not size <= self._limit < used + size:
-                self._free.append(self._new(size, pinned))
+                self._free.append(self._allocate_region(size, pinned))
 
-    def give(self, region: HostRegion) -> None:
+    def return_region(self, region: HostRegion) -> None:
         """Return *region* to the pool, and close free regions that recent saves did not need."""
         with self._lock:
             self._used.discard(region)
             self._free.append(region)
-            if len(self._needed) == PATIENCE:
-                for one in [one for one in self._free if one.nbytes > max(self._needed)]:
-                    self._free.remove(one)
-                    one.close()
-            while len(self._free) > (0 if self._closed else self._kept):
+            if len(self._needed) == UNUSED_SAVES:
+                for unneeded in [
+                    unneeded for unneeded in self._free if unneeded.nbytes > max(self._needed)
+                ]:
+                    self._free.remove(unneeded)
+                    unneeded.close()
+            while len(self._free) > (0 if self._closed else self._max_free):
                 self._free.pop(0).close()
 
     def close(self) -> None:
@@ -210,37 +212,43 @@ class HostPool:
     def nbytes(self) -> int:
         """Total size of all regions in bytes."""
         with self._lock:
-            return self._held()
+            return self._count_bytes()
 
-    def _held(self) -> int:
-        return sum(one.nbytes for one in (*self._free, *self._used))
+    def _count_bytes(self) -> int:
+        return sum(region.nbytes for region in (*self._free, *self._used))
 
-    def _fitting(self, regions: Iterable[HostRegion], size: int, pinned: bool) -> list[HostRegion]:
+    def _find_fitting(
+        self, regions: Iterable[HostRegion], size: int, pinned: bool
+    ) -> list[HostRegion]:
         pinned = pinned and self._pins
-        return [one for one in regions if size <= one.nbytes <= 2 * size and one.pinned >= pinned]
+        return [
+            region
+            for region in regions
+            if size <= region.nbytes <= 2 * size and region.pinned >= pinned
+        ]
 
-    def _new(self, size: int, pinned: bool) -> HostRegion:
-        self._make_room(size)
+    def _allocate_region(self, size: int, pinned: bool) -> HostRegion:
+        self._free_room(size)
         region = HostRegion(size, pinned=pinned and self._pins)
         # After pinning has failed once, it is not tried again.
         self._pins = self._pins and region.pinned >= pinned
         return region
 
-    def _make_room(self, size: int) -> None:
+    def _free_room(self, size: int) -> None:
         if self._limit is None:
             return
-        while self._free and self._held() + size > self._limit:
+        while self._free and self._count_bytes() + size > self._limit:
             self._free.pop(0).close()
-        if self._held() + size > self._limit:
+        if self._count_bytes() + size > self._limit:
             raise RefusedError(
                 "the copy of the state exceeds the limit for host memory",
-                why=f"{pluralize(size, 'byte')} in addition to {self._held():,}; the limit is "
+                why=f"{pluralize(size, 'byte')} in addition to {self._count_bytes():,}; the limit is "
                 f"{self._limit:,}",
                 hint="raise the limit, or save synchronously",
             )
 
 
-def size_class(nbytes: int) -> int:
+def round_to_size_class(nbytes: int) -> int:
     """Round *nbytes* up by at most an eighth, to whole pages.
 
     Thus a state that grows a little, as after the first optimizer steps, can reuse its region.

@@ -17,27 +17,27 @@ Callback = Callable[[Any], object]
 _log = logging.getLogger("ckptctl")
 
 
-def in_background(work: Callable[[], None], name: str) -> Future[None]:
+def run_in_background(work: Callable[[], None], name: str) -> Future[None]:
     """Run *work* in a thread for which the interpreter waits at exit.
 
     Returns:
         A future of the outcome, already done if the system has no threads left.
     """
-    done: Future[None] = Future()
+    future: Future[None] = Future()
 
-    def run() -> None:
+    def run_work() -> None:
         try:
             work()
         except BaseException as error:
-            done.set_exception(error)
+            future.set_exception(error)
         else:
-            done.set_result(None)
+            future.set_result(None)
 
     try:
-        threading.Thread(target=run, name=name).start()
+        threading.Thread(target=run_work, name=name).start()
     except RuntimeError:  # the system has no threads left
-        run()
-    return done
+        run_work()
+    return future
 
 
 class SaveFuture(Future[TreePath | None]):
@@ -63,14 +63,14 @@ class SaveFuture(Future[TreePath | None]):
         self.callback_errors: list[BaseException] = []
         self.set_running_or_notify_cancel()
 
-    def publish(self) -> Self:
+    def mark_published(self) -> Self:
         """Mark the checkpoint as published, and return self."""
         self.staged.set()
         self.decided.set()
         self.set_result(self.path)
         return self
 
-    def skip(self) -> Self:
+    def mark_skipped(self) -> Self:
         """Mark the save as skipped, and return self."""
         self.skipped = True
         self.decided.set()
@@ -93,10 +93,10 @@ class SaveThread:
         self._work: list[tuple[Callable[[], TreePath], Callable[[], None]]] = [(write, release)]
         self._on_staged = on_staged
         self._on_published = on_published
-        self._begin: SimpleQueue[bool] = SimpleQueue()
+        self._decision: SimpleQueue[bool] = SimpleQueue()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(
-            target=self._run, name=f"save {future.path.name}", daemon=False
+            target=self._run_save, name=f"save {future.path.name}", daemon=False
         )
 
     def start(self) -> None:
@@ -117,21 +117,21 @@ class SaveThread:
 
     def proceed(self) -> None:
         """Let the thread write."""
-        self._begin.put(True)
+        self._decision.put(True)
 
     def abandon(self) -> None:
         """End the thread without writing, and release the memory."""
-        self._begin.put(False)
+        self._decision.put(False)
         self._thread.join()
         self._work.pop()[1]()
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         """Whether the save is still running."""
         return not self.future.done()
 
     @property
-    def here(self) -> bool:
+    def is_current_thread(self) -> bool:
         """Whether this is the current thread, as in a callback of the save."""
         return threading.current_thread() is self._thread
 
@@ -145,27 +145,27 @@ class SaveThread:
         return failure
 
     @property
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         """Whether the save failed and its failure was not taken yet."""
         return self._failure is not None
 
-    def _run(self) -> None:
+    def _run_save(self) -> None:
         proceed = None
         while proceed is None:
             if not threading.main_thread().is_alive():  # the interpreter exits before a decision
                 return
             with suppress(Empty):
-                proceed = self._begin.get(timeout=1)
+                proceed = self._decision.get(timeout=1)
         if not proceed:
             return
-        self._call(self._on_staged, "on_staged")
+        self._run_callback(self._on_staged, "on_staged")
         # After the write, no reference here may keep the copy or tensors alive.
         write, release = self._work.pop()
         try:
             path = write()
         except BaseException as error:
             del write
-            self._give_back(release)
+            self._release_memory(release)
             self._failure = error
             _log.error("%s was not saved: %s", self.future.path, error)
             self.future.set_exception(error)
@@ -173,18 +173,18 @@ class SaveThread:
         else:
             del write
             self.future.decided.set()
-            self._give_back(release)
-            self._call(self._on_published, "on_published")
+            self._release_memory(release)
+            self._run_callback(self._on_published, "on_published")
             self.future.set_result(path)
 
-    def _give_back(self, release: Callable[[], None]) -> None:
+    def _release_memory(self, release: Callable[[], None]) -> None:
         """Release the memory of the copy. Errors do not change the outcome of the save."""
         try:
             release()
         except BaseException:  # callers wait for the future
             _log.exception("the host memory of %s was not released", self.future.path)
 
-    def _call(self, callback: Callback | None, name: str) -> None:
+    def _run_callback(self, callback: Callback | None, name: str) -> None:
         """Call *callback*. Its exceptions do not fail the save."""
         if callback is None:
             return

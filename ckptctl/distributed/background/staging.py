@@ -14,12 +14,17 @@ from typing import NamedTuple
 import torch
 
 from ckptctl.catalog import row_major
-from ckptctl.distributed.background.host_memory import BLOCK, HostPool, HostRegion, in_threads
-from ckptctl.distributed.saving.device_memory import on_host
-from ckptctl.distributed.saving.local_state import LocalState, blocks
-from ckptctl.distributed.state import span
+from ckptctl.distributed.background.host_memory import (
+    BLOCK_BYTES,
+    HostPool,
+    HostRegion,
+    run_in_threads,
+)
+from ckptctl.distributed.saving.device_memory import is_on_host
+from ckptctl.distributed.saving.local_state import LocalState, split_into_blocks
+from ckptctl.distributed.state import count_spanned_elements
 
-ALIGNED = 64
+ALIGNMENT_BYTES = 64
 
 
 class HostCopy(NamedTuple):
@@ -30,26 +35,28 @@ class HostCopy(NamedTuple):
     nbytes: int
 
 
-def copy_host(copies: Sequence[HostCopy]) -> None:
+def copy_host_ranges(copies: Sequence[HostCopy]) -> None:
     """Copy ranges of host memory with this rank's share of the host's cores."""
 
-    def do(block: Sequence[HostCopy]) -> None:
-        for one in block:
-            ctypes.memmove(*one)
+    def copy_block(block: Sequence[HostCopy]) -> None:
+        for host_copy in block:
+            ctypes.memmove(*host_copy)
 
-    in_threads(_blocks(copies), do, sum(one.nbytes for one in copies))
+    run_in_threads(
+        _split_into_blocks(copies), copy_block, sum(host_copy.nbytes for host_copy in copies)
+    )
 
 
-def _blocks(copies: Iterable[HostCopy]) -> Iterator[list[HostCopy]]:
+def _split_into_blocks(copies: Iterable[HostCopy]) -> Iterator[list[HostCopy]]:
     """Group copies into blocks of similar size, and split longer ones."""
     block: list[HostCopy] = []
     size = 0
     for target, source, nbytes in copies:
-        for start in range(0, nbytes, BLOCK):
-            part = min(BLOCK, nbytes - start)
+        for start in range(0, nbytes, BLOCK_BYTES):
+            part = min(BLOCK_BYTES, nbytes - start)
             block.append(HostCopy(target + start, source + start, part))
             size += part
-            if size >= BLOCK:
+            if size >= BLOCK_BYTES:
                 yield block
                 block, size = [], 0
     if block:
@@ -74,7 +81,7 @@ def _start_copies(
         # Tensors with gaps are made dense on their device in blocks, because memory may be scarce.
         parts = [(target, source)]
         if not source.is_contiguous():
-            parts = list(zip(blocks(target), blocks(source), strict=True))
+            parts = list(zip(split_into_blocks(target), split_into_blocks(source), strict=True))
         with torch.cuda.stream(streams[source.device]):
             for into, part in parts:
                 into.copy_(part, non_blocking=True)
@@ -82,15 +89,15 @@ def _start_copies(
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
+class StagedState:
     """Copy of a rank's shards, with its memory *region*, or None if nothing was copied."""
 
-    held: LocalState
+    state: LocalState
     region: HostRegion | None
     nbytes: int
 
 
-class _Member(NamedTuple):
+class _RangeMember(NamedTuple):
     """Tensor with its address range, and the identity of the *memory* that contains it."""
 
     memory: tuple[str, int]
@@ -105,138 +112,149 @@ class _Range(NamedTuple):
 
     first: int
     nbytes: int
-    members: Sequence[_Member]
-    whole: bool
+    members: Sequence[_RangeMember]
+    is_bytewise: bool
 
 
-def stage(held: LocalState, pool: HostPool, chosen: Iterable[int] | None = None) -> Staged:
+def stage_shards(
+    state: LocalState, pool: HostPool, chosen: Iterable[int] | None = None
+) -> StagedState:
     """Copy all shards, or only those of the *chosen* chunks, so that the originals can change.
 
     The devices of the tensors must be synchronized.
     """
-    ranges = list(_ranges(list(_members(held.pieces, chosen))))
-    places = list(_places(ranges))
+    ranges = list(_iterate_ranges(list(_iterate_members(state.pieces, chosen))))
+    places = list(_place_ranges(ranges))
     if not ranges:
-        return Staged(held, None, 0)
-    region = pool.take(*_needed(ranges, places))
+        return StagedState(state, None, 0)
+    region = pool.take_region(*_compute_region_size(ranges, places))
     try:
-        pieces = list(held.pieces)
-        for index, copy in _copied(region, ranges, places):
+        pieces = list(state.pieces)
+        for index, copy in _copy_ranges(region, ranges, places):
             pieces[index] = copy
     except BaseException:
-        pool.give(region)
+        pool.return_region(region)
         raise
     steps = [tuple(piece.stride()) for piece in pieces]
-    nbytes = sum(one.nbytes for one in ranges)
-    copied = replace(held, pieces=pieces, steps=steps, complete=chosen is None)
-    return Staged(copied, region, nbytes)
+    nbytes = sum(byte_range.nbytes for byte_range in ranges)
+    copied = replace(state, pieces=pieces, steps=steps, complete=chosen is None)
+    return StagedState(copied, region, nbytes)
 
 
-def memory_needed(pieces: Sequence[torch.Tensor]) -> tuple[int, bool]:
+def compute_copy_memory(pieces: Sequence[torch.Tensor]) -> tuple[int, bool]:
     """Compute the bytes of host memory for a copy of all shards, and whether to pin them."""
-    ranges = list(_ranges(list(_members(pieces, None))))
-    return _needed(ranges, list(_places(ranges))) if ranges else (0, False)
+    ranges = list(_iterate_ranges(list(_iterate_members(pieces, None))))
+    return _compute_region_size(ranges, list(_place_ranges(ranges))) if ranges else (0, False)
 
 
-def _needed(ranges: Sequence[_Range], places: Sequence[int]) -> tuple[int, bool]:
-    pinned = any(member.tensor.is_cuda for one in ranges for member in one.members)
+def _compute_region_size(ranges: Sequence[_Range], places: Sequence[int]) -> tuple[int, bool]:
+    pinned = any(member.tensor.is_cuda for byte_range in ranges for member in byte_range.members)
     return places[-1] + ranges[-1].nbytes, pinned
 
 
-def _members(pieces: Sequence[torch.Tensor], chosen: Iterable[int] | None) -> Iterator[_Member]:
+def _iterate_members(
+    pieces: Sequence[torch.Tensor], chosen: Iterable[int] | None
+) -> Iterator[_RangeMember]:
     for index in range(len(pieces)) if chosen is None else sorted(set(chosen)):
         tensor = pieces[index]
         if tensor.numel():
             first = tensor.data_ptr()
-            end = first + span(tensor) * tensor.element_size()
-            yield _Member(_memory(tensor), first, end, index, tensor)
+            end = first + count_spanned_elements(tensor) * tensor.element_size()
+            yield _RangeMember(_identify_memory(tensor), first, end, index, tensor)
 
 
-def _ranges(members: Sequence[_Member]) -> Iterator[_Range]:
+def _iterate_ranges(members: Sequence[_RangeMember]) -> Iterator[_Range]:
     """Yield the memory ranges that overlapping tensors cover, by address."""
-    found: list[_Member] = []
+    group: list[_RangeMember] = []
     end = 0
-    for member in sorted(members, key=lambda one: one[:4]):
-        if found and not (found[0].memory == member.memory and member.first < end):
-            yield from _range(found, end)
-            found = []
-        end = max(end, member.end) if found else member.end
-        found.append(member)
-    if found:
-        yield from _range(found, end)
+    for member in sorted(members, key=lambda candidate: candidate[:4]):
+        if group and not (group[0].memory == member.memory and member.first < end):
+            yield from _build_ranges(group, end)
+            group = []
+        end = max(end, member.end) if group else member.end
+        group.append(member)
+    if group:
+        yield from _build_ranges(group, end)
 
 
-def _memory(tensor: torch.Tensor) -> tuple[str, int]:
+def _identify_memory(tensor: torch.Tensor) -> tuple[str, int]:
     """Return an identity of the memory within which addresses can be compared."""
-    if on_host(tensor):
+    if is_on_host(tensor):
         return "", 0
     return str(tensor.device), tensor.untyped_storage().data_ptr()
 
 
-def _range(members: Sequence[_Member], end: int) -> Iterator[_Range]:
+def _build_ranges(members: Sequence[_RangeMember], end: int) -> Iterator[_Range]:
     first, length = members[0].first, end - members[0].first
-    aligned = not any(one.first % one.tensor.element_size() for one in members)
+    aligned = not any(member.first % member.tensor.element_size() for member in members)
     tensor = members[0].tensor
     # Tensors that share a start, shape and strides occupy their bytes once.
-    views = {(one.first, one.tensor.shape, one.tensor.stride()): one.tensor for one in members}
+    views = {
+        (member.first, member.tensor.shape, member.tensor.stride()): member.tensor
+        for member in members
+    }
     needed = sum(view.nbytes for view in views.values())
     # A save without staging reads such a tensor densely, and plans must hold for both.
     dense = (
         len(members) == 1
         and tensor.nbytes <= length
-        and not on_host(tensor)
+        and not is_on_host(tensor)
         and not tensor.is_contiguous()
     )
     if aligned and length <= 2 * needed and not dense:
-        yield _Range(first, length, members, whole=True)
+        yield _Range(first, length, members, is_bytewise=True)
         return
-    for one in members:
-        yield _Range(one.first, one.tensor.nbytes, [one], whole=False)
+    for member in members:
+        yield _Range(member.first, member.tensor.nbytes, [member], is_bytewise=False)
 
 
-def _places(ranges: Iterable[_Range]) -> Iterator[int]:
+def _place_ranges(ranges: Iterable[_Range]) -> Iterator[int]:
     """Yield the start of each range in the region, keeping the alignment of elements."""
     end = 0
-    for one in ranges:
-        place = -(-end // ALIGNED) * ALIGNED + (one.first % ALIGNED if one.whole else 0)
+    for byte_range in ranges:
+        place = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES + (
+            byte_range.first % ALIGNMENT_BYTES if byte_range.is_bytewise else 0
+        )
         yield place
-        end = place + one.nbytes
+        end = place + byte_range.nbytes
 
 
-def _copied(
+def _copy_ranges(
     region: HostRegion, ranges: Sequence[_Range], places: Sequence[int]
 ) -> list[tuple[int, torch.Tensor]]:
     """Copy the ranges, and return the copied tensors by chunk index."""
     placed = list(zip(ranges, places, strict=True))
     by_address: list[HostCopy] = []
     by_tensor: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for one, place in placed:
-        source = one.members[0].tensor
-        if not one.whole:
-            by_tensor.append((_view(region, one.members[0], place, one), source))
-        elif on_host(source):
-            by_address.append(HostCopy(region.address + place, one.first, one.nbytes))
+    for byte_range, place in placed:
+        source = byte_range.members[0].tensor
+        if not byte_range.is_bytewise:
+            by_tensor.append((_view_copy(region, byte_range.members[0], place, byte_range), source))
+        elif is_on_host(source):
+            by_address.append(HostCopy(region.address + place, byte_range.first, byte_range.nbytes))
         else:
             storage = source.untyped_storage()
             empty = torch.empty(0, dtype=torch.uint8, device=source.device)
-            start = one.first - storage.data_ptr()
-            content = empty.set_(storage, start, (one.nbytes,), (1,))
-            by_tensor.append((region.bytes[place : place + one.nbytes], content))
+            start = byte_range.first - storage.data_ptr()
+            content = empty.set_(storage, start, (byte_range.nbytes,), (1,))
+            by_tensor.append((region.bytes[place : place + byte_range.nbytes], content))
     streams = _start_copies(by_tensor)
-    copy_host(by_address)
+    copy_host_ranges(by_address)
     copies = [
-        (member.chunk, _view(region, member, place, one))
-        for one, place in placed
-        for member in one.members
+        (member.chunk, _view_copy(region, member, place, byte_range))
+        for byte_range, place in placed
+        for member in byte_range.members
     ]
     for stream in streams:
         stream.synchronize()
     return copies
 
 
-def _view(region: HostRegion, member: _Member, place: int, of: _Range) -> torch.Tensor:
+def _view_copy(
+    region: HostRegion, member: _RangeMember, place: int, byte_range: _Range
+) -> torch.Tensor:
     tensor = member.tensor
-    start = place + member.first - of.first
-    steps = tensor.stride() if of.whole else row_major(tuple(tensor.shape))
+    start = place + member.first - byte_range.first
+    steps = tensor.stride() if byte_range.is_bytewise else row_major(tuple(tensor.shape))
     elements = region.bytes.view(tensor.dtype)
     return elements.as_strided(tensor.shape, steps, start // tensor.element_size())

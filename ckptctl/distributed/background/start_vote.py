@@ -9,12 +9,12 @@ from typing import NamedTuple, NoReturn, TypeVar
 
 from ckptctl.distributed.group import all_reduce_max
 from ckptctl.errors import CkptError, RefusedError
-from ckptctl.ranks.coordinator import Coordinator, together
+from ckptctl.ranks.coordinator import Coordinator, run_on_all_ranks
 
 T = TypeVar("T")
 
 
-class Situation(NamedTuple):
+class SaverStatus(NamedTuple):
     """Status of the last save, on one rank or combined over all."""
 
     busy: bool
@@ -28,59 +28,64 @@ class StartVote:
     def __init__(self, ranks: Coordinator) -> None:
         self._ranks = ranks
 
-    def situation(
-        self, own: Situation, meaning: Sequence[object], plan: bytes = b""
-    ) -> tuple[Situation, bool]:
+    def exchange_status(
+        self, status: SaverStatus, agreed_options: Sequence[object], plan: bytes = b""
+    ) -> tuple[SaverStatus, bool]:
         """Combine the status of all ranks, and return whether they have the same plan.
 
         Raises:
             RefusedError: The ranks pass different paths or options.
         """
-        numbers = [_number(repr(tuple(meaning)).encode("utf-8", "surrogatepass")), _number(plan)]
-        found = all_reduce_max(self._ranks, [*own, *numbers, *(-number for number in numbers)])
-        same = [found[-4] == -found[-2], found[-3] == -found[-1]]
-        if not same[0]:
-            said = self._ranks.all_gather(tuple(meaning))
-            other = next(rank for rank, one in enumerate(said) if one != said[0])
+        numbers = [
+            _hash_to_int(repr(tuple(agreed_options)).encode("utf-8", "surrogatepass")),
+            _hash_to_int(plan),
+        ]
+        maxima = all_reduce_max(self._ranks, [*status, *numbers, *(-number for number in numbers)])
+        agreements = [maxima[-4] == -maxima[-2], maxima[-3] == -maxima[-1]]
+        if not agreements[0]:
+            all_options = self._ranks.all_gather(tuple(agreed_options))
+            other_rank = next(
+                rank for rank, options in enumerate(all_options) if options != all_options[0]
+            )
             raise RefusedError(
                 "the ranks disagree on how to save",
-                why=f"rank 0: {said[0]}, rank {other}: {said[other]}",
+                why=f"rank 0: {all_options[0]}, rank {other_rank}: {all_options[other_rank]}",
                 hint="pass the same path and options on every rank",
             )
-        return Situation(*map(bool, found[:-4])), same[1] and bool(plan)
+        return SaverStatus(*map(bool, maxima[:-4])), agreements[1] and bool(plan)
 
-    def all_or_none(self, work: Callable[[], T], undo: Callable[[T], object]) -> T:
+    def run_all_or_none(self, work: Callable[[], T], undo: Callable[[T], object]) -> T:
         """Run *work* on every rank. If it fails on any, *undo* it on the others and raise on all.
 
         It is also undone if the exchange fails.
         """
-        done = attempt(work)
-        error = done.exception()
+        outcome = capture_outcome(work)
+        error = outcome.exception()
         failed = True
         try:
             failed = any(all_reduce_max(self._ranks, [error is not None]))
         finally:
             if failed and error is None:
-                undo(done.result())
+                undo(outcome.result())
         if failed:
-            self.fail(done)
-        return done.result()
+            self.raise_on_all_ranks(outcome)
+        return outcome.result()
 
-    def fail(self, done: Future[T]) -> NoReturn:
+    def raise_on_all_ranks(self, outcome: Future[T]) -> NoReturn:
         """Raise on every rank the error of the rank that has one."""
-        together(self._ranks, done.result)
+        run_on_all_ranks(self._ranks, outcome.result)
         raise CkptError("a rank failed without reporting an error")
 
 
-def attempt(work: Callable[[], T]) -> Future[T]:
+def capture_outcome(work: Callable[[], T]) -> Future[T]:
     """Run *work*, and return its result or exception as a future."""
-    done: Future[T] = Future()
+    outcome: Future[T] = Future()
     try:
-        done.set_result(work())
+        outcome.set_result(work())
     except BaseException as failure:
-        done.set_exception(failure)
-    return done
+        outcome.set_exception(failure)
+    return outcome
 
 
-def _number(content: bytes) -> int:
+def _hash_to_int(content: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=7).digest(), "big")

@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 SharedRange = tuple[int, int, int]
 """Number of a region, and offset and length in it in bytes."""
 
-_FOR_THE_TRAINER = {
+_BLOCKED_SIGNALS = {
     getattr(signal, f"SIG{name}") for name in ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2")
 }
-_START = (
+_START_CODE = (
     "import sys; sys.path[:] = sys.argv[2:]; "
     "from ckptctl.distributed.background.writer_process import main; main(int(sys.argv[1]))"
 )
@@ -87,11 +87,15 @@ class WriterProcess:
                     self._regions[region] = self._count
                     self._count += 1
             numbers = [self._regions[region] for region in regions]
-            places = {name: _place(view, regions, numbers) for name, view in memory.items()}
-            files = tuple(replace(file, frame=no_frame) for file in plan.files)
-            alive = {number for one, number in self._regions.items() if one.descriptor >= 0}
+            places = {name: _locate_view(view, regions, numbers) for name, view in memory.items()}
+            files = tuple(replace(file, frame=raise_no_frame) for file in plan.files)
+            alive = {
+                number
+                for known_region, number in self._regions.items()
+                if known_region.descriptor >= 0
+            }
             connection.send((replace(plan, files=files), root, options, places, alive))
-            found = self._answer(connection, plan)
+            result = self._serve_frames(connection, plan)
         except (EOFError, OSError) as error:
             child = self._child
             self.close()
@@ -101,8 +105,8 @@ class WriterProcess:
                 why="it was closed" if status is None else f"exit status {status}",
                 hint="check the system log for an out-of-memory kill",
             ) from error
-        progress(found.bytes_written)
-        return found
+        progress(result.bytes_written)
+        return result
 
     def close(self) -> None:
         """Kill the child, which makes a running plan fail."""
@@ -115,7 +119,7 @@ class WriterProcess:
                 self._connection.close()
                 self._connection = None
 
-    def forget(self) -> None:
+    def forget_child(self) -> None:
         """Forget the child in a forked process, without killing it."""
         if self._connection is not None:
             self._connection.close()
@@ -126,37 +130,37 @@ class WriterProcess:
         with self._closing:
             if self._connection is None:
                 try:
-                    self._connection = self._start()
+                    self._connection = self._start_child()
                 except OSError as error:
                     raise StorageError.from_os_error(error, "start", sys.executable) from error
             return self._connection
 
-    def _start(self) -> Connection:
+    def _start_child(self) -> Connection:
         if not hasattr(os, "memfd_create"):
             raise RefusedError(
                 "this system does not support shared memory between processes",
                 hint='save with mode="thread"',
             )
-        here, there = socket.socketpair()
-        with here, there:
-            command = [sys.executable, "-c", _START, str(there.fileno()), *sys.path]
+        parent_end, child_end = socket.socketpair()
+        with parent_end, child_end:
+            command = [sys.executable, "-c", _START_CODE, str(child_end.fileno()), *sys.path]
             # The trainer handles signals that are sent to all processes, and may need the child for
             # some more seconds. The child inherits the mask.
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_TRAINER)
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_SIGNALS)
             try:
                 self._child = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
-                    pass_fds=[there.fileno()],
+                    pass_fds=[child_end.fileno()],
                     start_new_session=True,
                 )
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
             self._regions = weakref.WeakKeyDictionary()
             self._count = 0
-            return Connection(here.detach())
+            return Connection(parent_end.detach())
 
-    def _answer(self, connection: Connection, plan: Plan) -> Execution:
+    def _serve_frames(self, connection: Connection, plan: Plan) -> Execution:
         """Send the file headers and indexes that the child requests, until it is done."""
         while True:
             message = connection.recv()
@@ -173,12 +177,14 @@ class WriterProcess:
             connection.send(frame)
 
 
-def no_frame(_: CrcOf) -> Iterator[tuple[int, bytes]]:
+def raise_no_frame(_: CrcOf) -> Iterator[tuple[int, bytes]]:
     """Placeholder for the frame of a file, which the child replaces by a request."""
     raise CkptError("the writer process did not request a file header from the training process")
 
 
-def _place(view: object, regions: Sequence[HostRegion], numbers: Sequence[int]) -> SharedRange:
+def _locate_view(
+    view: object, regions: Sequence[HostRegion], numbers: Sequence[int]
+) -> SharedRange:
     if not isinstance(view, memoryview):
         raise CkptError("a chunk was not copied from its device")
     if not view.nbytes:
@@ -194,12 +200,12 @@ def _place(view: object, regions: Sequence[HostRegion], numbers: Sequence[int]) 
 _writers: weakref.WeakSet[WriterProcess] = weakref.WeakSet()
 
 
-def _forget_all() -> None:
+def _forget_children() -> None:
     for writer in list(_writers):
-        writer.forget()
+        writer.forget_child()
 
 
-os.register_at_fork(after_in_child=_forget_all)
+os.register_at_fork(after_in_child=_forget_children)
 
 
 Regions = dict[int, memoryview]
@@ -210,19 +216,23 @@ def main(descriptor: int) -> None:
     connection = Connection(descriptor)
     regions: Regions = {}
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    threading.Thread(target=_receive, args=(connection, regions, messages), daemon=True).start()
+    threading.Thread(
+        target=_receive_messages, args=(connection, regions, messages), daemon=True
+    ).start()
     while True:
         plan, root, options, places = messages.get()
         memory = {
             name: regions[number][start : start + nbytes] if nbytes else memoryview(b"")
             for name, (number, start, nbytes) in places.items()
         }
-        connection.send(_done(connection, messages, plan, root, options, memory))
+        connection.send(_execute_plan(connection, messages, plan, root, options, memory))
         del memory
         gc.collect()  # reference cycles of an execution keep memory mapped
 
 
-def _receive(connection: Connection, regions: Regions, messages: queue.SimpleQueue[Any]) -> None:
+def _receive_messages(
+    connection: Connection, regions: Regions, messages: queue.SimpleQueue[Any]
+) -> None:
     """Pass on messages, and exit when the connection is closed, because the trainer has ended."""
     try:
         while True:
@@ -236,14 +246,14 @@ def _receive(connection: Connection, regions: Regions, messages: queue.SimpleQue
                 continue
             if isinstance(message, tuple):
                 *message, alive = message
-                for gone in regions.keys() - alive:
-                    del regions[gone]
+                for stale in regions.keys() - alive:
+                    del regions[stale]
             messages.put(message)
     except BaseException:
         os._exit(1)
 
 
-def _done(
+def _execute_plan(
     connection: Connection,
     messages: queue.SimpleQueue[Any],
     plan: Plan,
@@ -251,22 +261,24 @@ def _done(
     options: ExecutionOptions,
     memory: Mapping[str, memoryview],
 ) -> Execution | CkptError:
-    asking = threading.Lock()
+    request_lock = threading.Lock()
 
-    def asking_for(number: int, file: OutputFile) -> OutputFile:
+    def with_requested_frame(number: int, file: OutputFile) -> OutputFile:
         """Return *file* with a frame that is requested from the trainer, given its CRCs."""
-        own = [index for index, record in enumerate(plan.records) if record.file == file.path]
+        record_indices = [
+            index for index, record in enumerate(plan.records) if record.file == file.path
+        ]
 
-        def frame(crc_of: CrcOf) -> Iterator[tuple[int, bytes]]:
-            crcs = {index: crc_of(index) for index in own}
-            with asking:
+        def request_frame(crc_of: CrcOf) -> Iterator[tuple[int, bytes]]:
+            crcs = {index: crc_of(index) for index in record_indices}
+            with request_lock:
                 connection.send((number, crcs))
                 answer: list[tuple[int, bytes]] = messages.get()
             yield from answer
 
-        return replace(file, frame=frame)
+        return replace(file, frame=request_frame)
 
-    files = tuple(asking_for(number, file) for number, file in enumerate(plan.files))
+    files = tuple(with_requested_frame(number, file) for number, file in enumerate(plan.files))
     try:
         return execute_plan(
             replace(plan, files=files), root, options, lambda _: None, memory=memory
@@ -277,7 +289,7 @@ def _done(
         return CkptError(f"{type(error).__name__}: {error}")
 
 
-def plan_executor(
+def build_plan_executor(
     region: HostRegion | None, writer: WriterProcess | None
 ) -> Callable[..., Execution]:
     """Build an executor that reads only copied memory, in *writer* if it is not None."""
@@ -287,7 +299,7 @@ def plan_executor(
 
     def execute_here(*plan: Any, memory: Mapping[str, memoryview]) -> Execution:
         for view in memory.values():
-            _place(view, regions, range(len(regions)))  # raises if it was not copied
+            _locate_view(view, regions, range(len(regions)))  # raises if it was not copied
         return execute_plan(*plan, memory=memory)  # type: ignore[misc]
 
     return execute_here

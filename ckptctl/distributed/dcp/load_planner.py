@@ -20,16 +20,26 @@ from ckptctl.catalog import Box
 from ckptctl.catalog import Path as Keys
 from ckptctl.distributed import compat
 from ckptctl.distributed.compat import ShardedTensor
-from ckptctl.distributed.dcp.metadata import CatalogMetadata, chunk_of, mapping_of, with_notes
-from ckptctl.distributed.leaves.records import PARTS
-from ckptctl.distributed.state import (
-    HeldShard,
-    State,
-    copy_placement,
-    has_placement,
-    state_of,
+from ckptctl.distributed.dcp.metadata import (
+    CatalogMetadata,
+    add_error_notes,
+    build_mapping,
+    to_chunk,
 )
-from ckptctl.distributed.values import left_out_note, outside, put, unpickle_value
+from ckptctl.distributed.leaves.records import POSITION_PARTS
+from ckptctl.distributed.state import (
+    FlatState,
+    TensorShard,
+    copy_placement,
+    flatten_state,
+    has_placement,
+)
+from ckptctl.distributed.values import (
+    find_invalid_positions,
+    format_skipped_values,
+    replace_leaf,
+    unpickle_value,
+)
 from ckptctl.errors import CoverageError, MappingError, UnsupportedError, quote_names
 from ckptctl.planner.boxes import compute_coverage
 from ckptctl.save_load.loading.checks import casts, require_shapes
@@ -37,7 +47,7 @@ from ckptctl.save_load.loading.key_comparison import compare, describe_load, req
 from ckptctl.save_load.loading.load_options import LoadReport
 from ckptctl.save_load.loading.state_mapping import Wanted
 
-NONE = torch.Size([0])
+NO_SIZE = torch.Size([0])
 """Size of non-tensor values, as in torch's planners."""
 _log = logging.getLogger("ckptctl")
 
@@ -73,7 +83,7 @@ class LoadPlanner(DefaultLoadPlanner):
         super().__init__(allow_partial_load=not strict)
         self.strict, self.cast, self.trusted = strict, cast, trusted
 
-    @with_notes
+    @add_error_notes
     def set_up_planner(
         self,
         state_dict: dict[str, Any],
@@ -86,19 +96,19 @@ class LoadPlanner(DefaultLoadPlanner):
             CkptError: The checkpoint cannot be read, or does not match the state.
         """
         assert metadata is not None
-        _make_real(state_dict)
+        _allocate_meta_tensors(state_dict)
         self.original_state_dict = state_dict
         self.state_dict, self.mappings = compat.flatten_state_dict(state_dict)
         self.metadata = self._offered = metadata
         self.is_coordinator = is_coordinator
-        self._state: State = state_of(state_dict)
+        self._state: FlatState = flatten_state(state_dict)
         if isinstance(metadata, CatalogMetadata):
-            metadata.adapt(self._state.meta)
+            metadata.adapt_to_state(self._state.meta)
         self._pieces: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
         self._positions: dict[str, object] = {}
-        self._mapping = mapping_of(metadata)
+        self._mapping = build_mapping(metadata)
 
-    @with_notes
+    @add_error_notes
     def create_local_plan(self) -> LoadPlan:
         """Plan the reads of this rank.
 
@@ -115,11 +125,11 @@ class LoadPlanner(DefaultLoadPlanner):
         require_shapes(self._mapping.tensors, wanted)
         self._cast = casts(self._mapping, wanted, self.cast)
         items: list[ReadItem] = []
-        for name, held in self._state.tensors.items():
+        for name, tensor in self._state.tensors.items():
             entry = entries.get(name)
             if isinstance(entry, TensorStorageMetadata):
-                for shard in held.shards:
-                    items += self._read(shard, entry)
+                for shard in tensor.shards:
+                    items += self._create_read_items(shard, entry)
             elif entry:
                 raise MappingError(f"`{name}` is not a tensor in the checkpoint")
         for name in values:
@@ -127,13 +137,15 @@ class LoadPlanner(DefaultLoadPlanner):
             if isinstance(entry, TensorStorageMetadata):
                 raise MappingError(f"`{name}` is a tensor in the checkpoint, but not in the state")
             if entry:
-                items.append(ReadItem(LoadItemType.BYTE_IO, index, NONE, index, NONE, NONE))
+                items.append(
+                    ReadItem(LoadItemType.BYTE_IO, index, NO_SIZE, index, NO_SIZE, NO_SIZE)
+                )
         if self.strict and not (paths.keys() | values.keys()) <= entries.keys():
-            found = compare(self._mapping, paths, values)
-            require_equal(replace(found, unexpected=()), self._mapping)
+            comparison = compare(self._mapping, paths, values)
+            require_equal(replace(comparison, unexpected=()), self._mapping)
         return NamedPlan(items, tensors=paths, values=values)
 
-    @with_notes
+    @add_error_notes
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Compare the names of all ranks with the checkpoint, only on the coordinator.
 
@@ -145,21 +157,21 @@ class LoadPlanner(DefaultLoadPlanner):
             raise MappingError("all ranks must load with the same planner")
         tensors = {name: path for plan in plans for name, path in plan.tensors.items()}
         values = {name: path for plan in plans for name, path in plan.values.items()}
-        found = compare(self._mapping, tensors, values)
+        comparison = compare(self._mapping, tensors, values)
         if self.strict:
-            require_equal(replace(found, missing=()), self._mapping)
-        return [replace(plan, tensors={}, values={}, comparison=found) for plan in plans]
+            require_equal(replace(comparison, missing=()), self._mapping)
+        return [replace(plan, tensors={}, values={}, comparison=comparison) for plan in plans]
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """Build the report of the load."""
-        found = getattr(new_plan, "comparison", None) or LoadReport()
+        comparison = getattr(new_plan, "comparison", None) or LoadReport()
         entries = self._offered.state_dict_metadata
         names = (*self._state.tensors, *self._state.values)
         loaded = tuple(name for name in names if name in entries)
-        self.report = describe_load(found, self._mapping, loaded, self._cast)
+        self.report = describe_load(comparison, self._mapping, loaded, self._cast)
         return new_plan
 
-    @with_notes
+    @add_error_notes
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Unpickle a non-tensor value and replace it in the state.
 
@@ -168,59 +180,63 @@ class LoadPlanner(DefaultLoadPlanner):
         """
         name = read_item.dest_index.fqn
         try:
-            found = unpickle_value(value.getvalue(), name, "the checkpoint", trusted=self.trusted)
+            leaf = unpickle_value(value.getvalue(), name, "the checkpoint", trusted=self.trusted)
         except UnsupportedError as error:
             if self.strict:
                 raise
             refused = {name: f"{error.why}"}
-            _log.warning("%s", left_out_note(refused))
+            _log.warning("%s", format_skipped_values(refused))
             loaded = tuple(other for other in self.report.loaded if other != name)
             left_out = {**self.report.left_out, **refused}
             self.report = replace(self.report, loaded=loaded, left_out=left_out)
             return
-        if name.rpartition(".")[2] in PARTS and not self.trusted:
-            self._positions[name] = found
-            for wrong in outside(self._positions, "the checkpoint").values():
-                raise wrong
-        put(self.original_state_dict, self._state.values[name].path, found)
+        if name.rpartition(".")[2] in POSITION_PARTS and not self.trusted:
+            self._positions[name] = leaf
+            for position_error in find_invalid_positions(
+                self._positions, "the checkpoint"
+            ).values():
+                raise position_error
+        replace_leaf(self.original_state_dict, self._state.values[name].path, leaf)
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """Return the local shard that contains an item."""
         assert index.offset is not None
         return self._pieces[index.fqn, tuple(index.offset)]
 
-    def _read(self, shard: HeldShard, entry: TensorStorageMetadata) -> list[ReadItem]:
+    def _create_read_items(
+        self, shard: TensorShard, entry: TensorStorageMetadata
+    ) -> list[ReadItem]:
         name = shard.name
         if 0 in shard.box.sizes:
             return []
         self._pieces[name, shard.box.offsets] = shard.tensor
-        items = compat.create_read_items_for_chunk_list(name, entry, [chunk_of(shard.box)])
-        parts = [Box(tuple(one.dest_offsets), tuple(one.lengths)) for one in items]
-        found = compute_coverage(shard.box.sizes, parts)
-        if not found.is_exact:
-            wrong = found.holes or found.overlaps or found.outside
+        items = compat.create_read_items_for_chunk_list(name, entry, [to_chunk(shard.box)])
+        parts = [Box(tuple(item.dest_offsets), tuple(item.lengths)) for item in items]
+        covered = compute_coverage(shard.box.sizes, parts)
+        if not covered.is_exact:
+            invalid = covered.holes or covered.overlaps or covered.outside
             raise CoverageError(
                 f"a part of `{name}` is "
                 + (
                     "missing from the checkpoint"
-                    if found.holes
+                    if covered.holes
                     else "in the checkpoint more than once"
                 ),
                 where=f"tensor `{name}`, {shard.box}",
-                why=f"affected within this box: {quote_names([str(part) for part in wrong])}",
+                why=f"affected within this box: {quote_names([str(part) for part in invalid])}",
                 hint="check whether a rank's file or metadata is missing",
             )
         return items
 
 
-def _make_real(state_dict: dict[str, Any]) -> None:
+def _allocate_meta_tensors(state_dict: dict[str, Any]) -> None:
     """Allocate tensors on the meta device in place, as torch's planner does."""
     flat, paths = compat.flatten_state_dict(state_dict)
     for name, leaf in flat.items():
         # Attributes of a ShardedTensor raise if it does not have exactly one shard.
         if isinstance(leaf, torch.Tensor) and not isinstance(leaf, ShardedTensor) and leaf.is_meta:
-            made = {name: leaf}
-            compat.init_state_dict(made)
+            allocated = {name: leaf}
+            compat.init_state_dict(allocated)
             if has_placement(leaf):  # lost by torch before 2.14
-                copy_placement(leaf, made[name])
-            put(state_dict, paths[name], made[name])
+                copy_placement(leaf, allocated[name])
+            replace_leaf(state_dict, paths[name], allocated[name])

@@ -22,7 +22,7 @@ from ckptctl.catalog import Blob, Box, Catalog, Extent, TensorEntry
 from ckptctl.catalog import Path as Keys
 from ckptctl.conversion.recognition.model import ModelRequest
 from ckptctl.distributed.saving.save_options import SaveOptions
-from ckptctl.distributed.state import keys_of, path_of
+from ckptctl.distributed.state import keys_to_path, path_to_keys
 from ckptctl.errors import CkptError, RefusedError
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.dcp.metadata import Item, Origin
@@ -35,58 +35,66 @@ from ckptctl.save_load.saving.local_shards import TensorMeta
 
 P = ParamSpec("P")
 R = TypeVar("R")
-STOCK = "the checkpoint"
+DEFAULT_SOURCE = "the checkpoint"
 
 
-def with_notes(method: Callable[P, R]) -> Callable[P, R]:
+def add_error_notes(method: Callable[P, R]) -> Callable[P, R]:
     """Wrap *method* to add where, why and hint to errors as notes, with Python option names."""
 
     @wraps(method)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+    def call_with_notes(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             with spell_in_python(LoadOptions, SaveOptions):
                 return method(*args, **kwargs)
         except CkptError as error:
-            known = getattr(error, "__notes__", ())
+            existing_notes = getattr(error, "__notes__", ())
             for title in ("where", "why", "hint"):
                 text = getattr(error, title)
                 note = f"{title}: {text}"
-                if text and note not in known:
+                if text and note not in existing_notes:
                     error.add_note(note)
             raise
 
-    return call
+    return call_with_notes
 
 
-def metadata_of(global_plan: GlobalPlan) -> Metadata:
+def build_metadata(global_plan: GlobalPlan) -> Metadata:
     """Build torch's metadata of a global plan, without the positions of its items."""
 
-    def entry(tensor: OutputTensor, boxes: Sequence[Box]) -> TensorStorageMetadata:
-        size, chunks = torch.Size(tensor.shape), [chunk_of(box) for box in boxes]
-        return TensorStorageMetadata(properties_of(tensor), size, chunks)
+    def build_entry(tensor: OutputTensor, boxes: Sequence[Box]) -> TensorStorageMetadata:
+        size, chunks = torch.Size(tensor.shape), [to_chunk(box) for box in boxes]
+        return TensorStorageMetadata(build_properties(tensor), size, chunks)
 
-    apart = global_plan.apart.values()
+    separate_tensors = global_plan.apart.values()
     written = zip(global_plan.tensors, global_plan.boxes, strict=True)
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
-        **{tensor.name: entry(tensor, boxes) for tensor, boxes in written},
+        **{tensor.name: build_entry(tensor, boxes) for tensor, boxes in written},
         **{name: BytesStorageMetadata() for name in global_plan.paths},
-        **{tensor.name: entry(tensor, [Box.whole(tensor.shape)]) for tensor in apart},
+        **{
+            tensor.name: build_entry(tensor, [Box.whole(tensor.shape)])
+            for tensor in separate_tensors
+        },
     }
-    paths = {tensor.name: keys_of(tensor.path) for tensor in (*global_plan.tensors, *apart)}
-    return Metadata(entries, paths | {n: keys_of(path) for n, path in global_plan.paths.items()})
+    paths = {
+        tensor.name: path_to_keys(tensor.path)
+        for tensor in (*global_plan.tensors, *separate_tensors)
+    }
+    return Metadata(
+        entries, paths | {n: path_to_keys(path) for n, path in global_plan.paths.items()}
+    )
 
 
-def properties_of(tensor: OutputTensor) -> TensorProperties:
+def build_properties(tensor: OutputTensor) -> TensorProperties:
     """Build torch's properties of a tensor."""
     return TensorProperties(getattr(torch, tensor.dtype), requires_grad=tensor.requires_grad)
 
 
-def chunk_of(box: Box) -> ChunkStorageMetadata:
+def to_chunk(box: Box) -> ChunkStorageMetadata:
     """Convert a box to torch's chunk metadata."""
     return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
 
 
-def box_of(chunk: ChunkStorageMetadata) -> Box:
+def to_box(chunk: ChunkStorageMetadata) -> Box:
     """Convert torch's chunk metadata to a box."""
     return Box(tuple(chunk.offsets), tuple(chunk.sizes))
 
@@ -106,40 +114,40 @@ class CatalogMetadata(Metadata):
         self._problem = problem
         self.mapping: StateMapping | None = None
         if catalog:
-            self._offer(
+            self._set_mapping(
                 map_state(catalog, {}, MappingRequest(source=ModelRequest(root=options.root)))
             )
 
-    def require(self) -> StateMapping:
+    def get_mapping(self) -> StateMapping:
         """Return the mapping, or raise the error of reading the checkpoint."""
         if self._problem:
             raise self._problem
         assert self.mapping
         return self.mapping
 
-    def adapt(self, state: Mapping[str, TensorMeta]) -> None:
+    def adapt_to_state(self, state: Mapping[str, TensorMeta]) -> None:
         """Present the checkpoint's tensors with the names and layout of *state*."""
-        self.require()
+        self.get_mapping()
         assert self._catalog
-        self._offer(map_state(self._catalog, state, self._options.mapping))
+        self._set_mapping(map_state(self._catalog, state, self._options.mapping))
 
-    def _offer(self, mapping: StateMapping) -> None:
+    def _set_mapping(self, mapping: StateMapping) -> None:
         self.mapping = mapping
         catalog = mapping.catalog
         kinds: dict[str, str] = {}
-        whole: dict[str, list[ChunkStorageMetadata]] = {}
+        chunks: dict[str, list[ChunkStorageMetadata]] = {}
         paths: dict[str, Keys] = {}
         for name, composed in mapping.tensors.items():
             source = catalog.tensors[composed.sources[0].key]
             kinds[name] = source.dtype
             boxes = [extent.box for extent in source.extents] if composed.is_rename else []
-            whole[name] = [chunk_of(box) for box in boxes or [Box.whole(composed.shape)]]
+            chunks[name] = [to_chunk(box) for box in boxes or [Box.whole(composed.shape)]]
             paths[name] = source.path if source.name == name else (name,)
         self.state_dict_metadata = {
             name: TensorStorageMetadata(
                 TensorProperties(getattr(torch, kind)),
                 torch.Size(mapping.tensors[name].shape),
-                whole[name],
+                chunks[name],
             )
             for name, kind in kinds.items()
         }
@@ -148,25 +156,25 @@ class CatalogMetadata(Metadata):
             if name not in kinds:
                 self.state_dict_metadata[name] = BytesStorageMetadata()
                 paths[name] = blob.path if blob.name == name else (name,)
-        self.planner_data = {name: keys_of(keys) for name, keys in paths.items()}
+        self.planner_data = {name: path_to_keys(keys) for name, keys in paths.items()}
 
 
-def mapping_of(metadata: Metadata) -> StateMapping:
+def build_mapping(metadata: Metadata) -> StateMapping:
     """Return the mapping of a checkpoint, which is the identity for metadata of other readers."""
     if isinstance(metadata, CatalogMetadata):
-        return metadata.require()
+        return metadata.get_mapping()
     paths = metadata.planner_data or {}
     tensors: dict[str, TensorEntry] = {}
     blobs: dict[str, Blob] = {}
     for name, entry in metadata.state_dict_metadata.items():
-        path = path_of(paths.get(name, (name,)))
+        path = keys_to_path(paths.get(name, (name,)))
         if isinstance(entry, TensorStorageMetadata):
             dtype = str(entry.properties.dtype).removeprefix("torch.")
-            extents = tuple(Extent(box_of(chunk), "", 0, 0) for chunk in entry.chunks)
+            extents = tuple(Extent(to_box(chunk), "", 0, 0) for chunk in entry.chunks)
             tensors[name] = TensorEntry(name, dtype, tuple(entry.size), extents, path)
         else:
             blobs[name] = Blob(name, path)
-    catalog = Catalog(Path(), Path(STOCK), "dcp", {}, tensors, blobs)
+    catalog = Catalog(Path(), Path(DEFAULT_SOURCE), "dcp", {}, tensors, blobs)
     return map_state(catalog, {}, MappingRequest())
 
 
@@ -182,18 +190,18 @@ def encode_metadata(metadata: Metadata, world: int = 0) -> tuple[bytes, ...]:
             why="only the fields of torch's own Metadata would be kept",
         )
     paths = metadata.planner_data or {}
-    places = {index.fqn: one for index, one in metadata.storage_data.items() if not index.offset}
+    places = {index.fqn: info for index, info in metadata.storage_data.items() if not index.offset}
     tensors: list[OutputTensor] = []
     boxes: list[list[Box]] = []
     values: list[tuple[OutputTensor | Blob, Item]] = []
     for name, entry in metadata.state_dict_metadata.items():
-        path = path_of(paths.get(name, (name,)))
+        path = keys_to_path(paths.get(name, (name,)))
         if isinstance(entry, TensorStorageMetadata):
             dtype = str(entry.properties.dtype).removeprefix("torch.")
             grad = bool(entry.properties.requires_grad)
             shape = tuple(entry.size)
             tensors.append(OutputTensor(name, dtype, shape, path, requires_grad=grad))
-            boxes.append([box_of(chunk) for chunk in entry.chunks])
+            boxes.append([to_box(chunk) for chunk in entry.chunks])
         else:
             place = places[name]
             item = Item(place.relative_path, place.offset, place.length)
@@ -206,6 +214,6 @@ def encode_metadata(metadata: Metadata, world: int = 0) -> tuple[bytes, ...]:
         if index.offset is not None
     )
     items = (
-        (name, (item for _, item in some)) for name, some in groupby(located, key=itemgetter(0))
+        (name, (item for _, item in group)) for name, group in groupby(located, key=itemgetter(0))
     )
     return encode_tensors(tensors, boxes, items).add_values(values, origin)

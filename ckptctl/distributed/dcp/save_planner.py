@@ -26,16 +26,20 @@ from torch.distributed.checkpoint.planner import (
 
 from ckptctl.catalog import Box
 from ckptctl.distributed.dcp.metadata import (
-    box_of,
-    chunk_of,
-    metadata_of,
-    properties_of,
-    with_notes,
+    add_error_notes,
+    build_metadata,
+    build_properties,
+    to_box,
+    to_chunk,
 )
-from ckptctl.distributed.group import threads
+from ckptctl.distributed.group import choose_thread_count
 from ckptctl.distributed.plan_cache import PlanCache
-from ckptctl.distributed.saving.local_state import LocalState, local_state, replica_digests
-from ckptctl.distributed.state import state_of
+from ckptctl.distributed.saving.local_state import (
+    LocalState,
+    build_local_state,
+    compute_replica_digests,
+)
+from ckptctl.distributed.state import flatten_state
 from ckptctl.errors import MappingError, RefusedError, quote_names
 from ckptctl.formats.base import OutputTensor
 from ckptctl.planner.boxes import intersect_boxes
@@ -49,8 +53,8 @@ from ckptctl.save_load.saving.local_shards import LocalShards, Packed, digest, d
 from ckptctl.save_load.saving.save_files import boxes_of
 from ckptctl.units import pluralize
 
-PLANS = 8
-VERSION = 1
+MAX_PLANS = 8
+KEY_VERSION = 1
 """Version of the contents of a plan's key."""
 
 
@@ -84,7 +88,7 @@ class _SavedShare:
     generation: bytes
     share: RankShare
     items: list[WriteItem]
-    made: _AgreedPlan | None  # only on the coordinator
+    agreed_plan: _AgreedPlan | None  # only on the coordinator
 
     @property
     def nbytes(self) -> int:
@@ -112,7 +116,7 @@ class SavePlanner(DefaultSavePlanner):
         self,
         *,
         per_rank: Literal["keep", "error"] = "keep",
-        plans: int = PLANS,
+        plans: int = MAX_PLANS,
         trusted: bool = False,
         compare_replicas: bool = True,
     ) -> None:
@@ -123,9 +127,9 @@ class SavePlanner(DefaultSavePlanner):
         self._limit = plans
         # By generation. Ranks evict by `kept`, not by size.
         self._plans: PlanCache[_SavedShare] = PlanCache(plans, sys.maxsize)
-        self._made: _AgreedPlan | None = None
+        self._agreed_plan: _AgreedPlan | None = None
 
-    @with_notes
+    @add_error_notes
     def set_up_planner(
         self,
         state_dict: dict[str, Any],
@@ -138,29 +142,34 @@ class SavePlanner(DefaultSavePlanner):
             CkptError: A value cannot be saved.
         """
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
-        self._state = state_of(state_dict)
-        self.local_state: LocalState = local_state(self._state, trusted=self._trusted)
+        self._state = flatten_state(state_dict)
+        self.local_state: LocalState = build_local_state(self._state, trusted=self._trusted)
 
-    @with_notes
+    @add_error_notes
     def create_local_plan(self) -> SavePlan:
         """Describe this rank's shards, or only their key if a cached plan matches."""
-        packed = self.local_state.packed
-        key = digest((VERSION, packed.sharding))
-        known = next((one for one in self._plans.plans() if one.key == key), None)
+        packed = self.local_state.packed_shards
+        key = digest((KEY_VERSION, packed.sharding))
+        cached = next(
+            (saved_share for saved_share in self._plans.list_plans() if saved_share.key == key),
+            None,
+        )
         ranks = dist.get_world_size() if dist.is_initialized() else 1
-        if known is None and self._compare_replicas and ranks > 1:
-            packed = packed.with_replicas(replica_digests(self.local_state, threads(0)))
+        if cached is None and self._compare_replicas and ranks > 1:
+            packed = packed.with_replicas(
+                compute_replica_digests(self.local_state, choose_thread_count(0))
+            )
         self.plan = SharePlan(
             [],
-            usable=known is None,
+            usable=cached is None,
             key=key,
             values=packed.values,
-            packed=None if known else packed,
-            generation=known.generation if known else b"",
+            packed=None if cached else packed,
+            generation=cached.generation if cached else b"",
         )
         return self.plan
 
-    @with_notes
+    @add_error_notes
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Divide the shards among the ranks, only on the coordinator.
 
@@ -170,31 +179,40 @@ class SavePlanner(DefaultSavePlanner):
         """
         plans = [_require_share_plan(plan) for plan in all_plans]
         current = digest([plan.key for plan in plans])
-        held = [self._packed(rank, plan) for rank, plan in enumerate(plans)]
-        others = [plan.generation for plan in self._plans.plans() if plan.generation != current]
-        kept = (*reversed(others), current)[-self._limit :] if self._limit else ()
-        known = self._plans.get(current)
-        holds = not any(plan.usable or plan.generation != current for plan in plans)
-        if known and known.made and holds and known.made.written == _written(held):
-            self._made = known.made
+        shards = [self._resolve_packed(rank, plan) for rank, plan in enumerate(plans)]
+        older = [plan.generation for plan in self._plans.list_plans() if plan.generation != current]
+        kept = (*reversed(older), current)[-self._limit :] if self._limit else ()
+        cached = self._plans.get(current)
+        reusable = not any(plan.usable or plan.generation != current for plan in plans)
+        if (
+            cached
+            and cached.agreed_plan
+            and reusable
+            and cached.agreed_plan.written == _list_written_values(shards)
+        ):
+            self._agreed_plan = cached.agreed_plan
             self.global_plan = [
                 replace(plan, generation=current, kept=kept, values=b"") for plan in plans
             ]
-            self.metadata = replace(known.made.metadata)
+            self.metadata = replace(cached.agreed_plan.metadata)
             return self.global_plan, self.metadata
         # Without collectives, each rank makes its own plan.
-        alone = not dist.is_initialized() or dist.get_world_size() == 1
-        divided = make_global_plan(held) if len(held) > 1 or alone else own_plan(0, 1, held[0])
-        apart = {n for one in divided.shares for n, under in one.values.items() if n != under}
-        if apart and self._per_rank == "error":
+        is_single = not dist.is_initialized() or dist.get_world_size() == 1
+        divided = (
+            make_global_plan(shards) if len(shards) > 1 or is_single else own_plan(0, 1, shards[0])
+        )
+        differing = {
+            name for part in divided.shares for name, under in part.values.items() if name != under
+        }
+        if differing and self._per_rank == "error":
             raise MappingError(
-                f"{pluralize(len(apart), 'value differs', 'values differ')} between ranks",
-                where=quote_names(sorted(apart)),
+                f"{pluralize(len(differing), 'value differs', 'values differ')} between ranks",
+                where=quote_names(sorted(differing)),
                 hint="pass `per_rank='keep'` to save the values of all ranks",
             )
-        metadata = metadata_of(divided)
+        metadata = build_metadata(divided)
         written = [dict(share.values) for share in divided.shares]
-        self._made = _AgreedPlan(held, [plan.key for plan in plans], written, metadata)
+        self._agreed_plan = _AgreedPlan(shards, [plan.key for plan in plans], written, metadata)
         self.global_plan = [
             SharePlan(
                 [],
@@ -209,22 +227,24 @@ class SavePlanner(DefaultSavePlanner):
         self.metadata = replace(metadata)
         return self.global_plan, self.metadata
 
-    @with_notes
+    @add_error_notes
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Create this rank's write items, or reuse those of the cached plan."""
         plan, key = _require_share_plan(new_plan), cast(SharePlan, self.plan).key
         if plan.share is None:
-            known = self._plans.get(plan.generation)
-            assert known
-            plan = replace(plan, items=known.items, share=known.share, usable=True)
+            cached = self._plans.get(plan.generation)
+            assert cached
+            plan = replace(plan, items=cached.items, share=cached.share, usable=True)
         else:
-            plan = replace(plan, items=list(items_of(self.local_state.shards, plan.share)))
+            plan = replace(
+                plan, items=list(iterate_write_items(self.local_state.shards, plan.share))
+            )
         assert plan.share
         if self._limit:
-            saved = _SavedShare(key, plan.generation, plan.share, plan.items, self._made)
+            saved = _SavedShare(key, plan.generation, plan.share, plan.items, self._agreed_plan)
             self._plans.put(plan.generation, saved)
-        self._plans.keep(lambda one: one.generation in plan.kept)
-        self._made = None
+        self._plans.keep_only(lambda saved_share: saved_share.generation in plan.kept)
+        self._agreed_plan = None
         self._names = {under: name for name, under in plan.share.values.items()}
         self.plan = plan
         return plan
@@ -235,11 +255,11 @@ class SavePlanner(DefaultSavePlanner):
         if write_item.type == WriteItemType.BYTE_IO:
             return io.BytesIO(self.local_state.values[name])
         assert write_item.tensor_data
-        wanted = box_of(write_item.tensor_data.chunk)
+        box = to_box(write_item.tensor_data.chunk)
         piece = next(
-            shard.part(wanted).tensor
+            shard.select_box(box).tensor
             for shard in self._state.tensors[name].shards
-            if wanted in (shard.box, intersect_boxes(shard.box, wanted))
+            if box in (shard.box, intersect_boxes(shard.box, box))
         )
         return piece.resolve_conj().resolve_neg()
 
@@ -247,13 +267,17 @@ class SavePlanner(DefaultSavePlanner):
         """Return a value of the state by the name of its item."""
         return self.state_dict[self._names.get(index.fqn, index.fqn)]
 
-    def _packed(self, rank: int, plan: SharePlan) -> Packed:
+    def _resolve_packed(self, rank: int, plan: SharePlan) -> Packed:
         if plan.packed:
             return plan.packed
-        for made in (one.made for one in self._plans.plans() if one.made):
-            if len(made.keys) > rank and made.keys[rank] == plan.key:
+        for agreed_plan in (
+            saved_share.agreed_plan
+            for saved_share in self._plans.list_plans()
+            if saved_share.agreed_plan
+        ):
+            if len(agreed_plan.keys) > rank and agreed_plan.keys[rank] == plan.key:
                 # Replicas are not compared again.
-                return replace(made.packed[rank], values=plan.values, replicas=b"")
+                return replace(agreed_plan.packed[rank], values=plan.values, replicas=b"")
         raise RefusedError(
             f"rank {rank} has a plan that the coordinator does not know",
             hint="use one SavePlanner per process group",
@@ -269,26 +293,28 @@ def _require_share_plan(plan: SavePlan) -> SharePlan:
     return plan
 
 
-def _written(held: Sequence[Packed]) -> list[dict[str, str]]:
-    structures = {one.identity: one.structure for one in reversed(held) if one.structure}
-    return [dict(one) for one in divide_values(held, structures).written]
+def _list_written_values(all_packed: Sequence[Packed]) -> list[dict[str, str]]:
+    structures = {
+        entry.identity: entry.structure for entry in reversed(all_packed) if entry.structure
+    }
+    return [dict(entry) for entry in divide_values(all_packed, structures).written]
 
 
-def items_of(shards: LocalShards, share: RankShare) -> Iterator[WriteItem]:
+def iterate_write_items(shards: LocalShards, share: RankShare) -> Iterator[WriteItem]:
     """Yield the write items of a rank's share, in its order."""
     for index, box in boxes_of(shards, share):
         name = shards.chunks[index].name
-        yield _tensor_item(name, output_tensor(name, shards.tensors[name]), box)
+        yield _build_tensor_item(name, output_tensor(name, shards.tensors[name]), box)
     for name, under in share.values.items():
         if name in shards.tensors:
             tensor = output_tensor(name, shards.tensors[name])
-            yield _tensor_item(under, tensor, Box.whole(tensor.shape))
+            yield _build_tensor_item(under, tensor, Box.whole(tensor.shape))
         else:
             yield WriteItem(MetadataIndex(under), WriteItemType.BYTE_IO)
 
 
-def _tensor_item(name: str, tensor: OutputTensor, box: Box) -> WriteItem:
-    chunk = chunk_of(box)
+def _build_tensor_item(name: str, tensor: OutputTensor, box: Box) -> WriteItem:
+    chunk = to_chunk(box)
     kind = WriteItemType.TENSOR if box == Box.whole(tensor.shape) else WriteItemType.SHARD
-    data = TensorWriteData(chunk, properties_of(tensor), torch.Size(tensor.shape))
+    data = TensorWriteData(chunk, build_properties(tensor), torch.Size(tensor.shape))
     return WriteItem(MetadataIndex(name, chunk.offsets), kind, tensor_data=data)

@@ -18,11 +18,11 @@ from torch.futures import Future
 
 from ckptctl.catalog import Box, Catalog
 from ckptctl.distributed.compat import ShardedTensor
-from ckptctl.distributed.dcp.metadata import CatalogMetadata, with_notes
-from ckptctl.distributed.loading.target_memory import read_into, views_of, wanted_of
-from ckptctl.distributed.positions import note_position
-from ckptctl.distributed.state import HeldShard, state_of
-from ckptctl.distributed.values import left_out_note, read_values, save_to_bytes
+from ckptctl.distributed.dcp.metadata import CatalogMetadata, add_error_notes
+from ckptctl.distributed.loading.target_memory import build_views, build_wanted, read_into
+from ckptctl.distributed.positions import record_position
+from ckptctl.distributed.state import TensorShard, flatten_state
+from ckptctl.distributed.values import format_skipped_values, read_values, serialize_value
 from ckptctl.errors import CkptError, MappingError
 from ckptctl.keywords import accept_keywords
 from ckptctl.options import Option
@@ -92,13 +92,13 @@ class Reader(StorageReader):
             self._opened = self._options.open(os.fspath(self.checkpoint_id))
             self._metadata = CatalogMetadata(self._opened, self._options)
             if self._options.state_dict is not None:
-                self._metadata.adapt(state_of(self._options.state_dict).meta)
+                self._metadata.adapt_to_state(flatten_state(self._options.state_dict).meta)
         except CkptError as error:
             self._metadata = CatalogMetadata(None, self._options, error)
         self._metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id)
         return self._metadata
 
-    @with_notes
+    @add_error_notes
     def set_up_storage_reader(
         self,
         metadata: Metadata,
@@ -113,25 +113,25 @@ class Reader(StorageReader):
         """
         if not isinstance(metadata, CatalogMetadata):
             raise MappingError("the metadata was not read by this reader")
-        metadata.require()
+        metadata.get_mapping()
         self._metadata = metadata
         self._rank = kwargs.get("rank") or 0
 
-    @with_notes
+    @add_error_notes
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Verify that the tensors of *plan* are complete, and add a fingerprint of the checkpoint.
 
         Raises:
             CoverageError: A tensor is incomplete.
         """
-        mapping = self._mapping()
+        mapping = self._get_mapping()
         for name in dict.fromkeys(item.storage_index.fqn for item in plan.items):
             for key in mapping.tensors[name].keys if name in mapping.tensors else ():
                 check_coverage(mapping.catalog.tensors[key])
         assert self._opened
         return replace(plan, storage_data=fingerprint_of(self._opened))
 
-    @with_notes
+    @add_error_notes
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Verify that a change of the layout loses nothing, only on the coordinator.
 
@@ -139,14 +139,16 @@ class Reader(StorageReader):
             MappingError: Data would be lost.
             RefusedError: The ranks see different checkpoints.
         """
-        seen = [one.storage_data for one in plans if isinstance(one.storage_data, Fingerprint)]
-        require_same_checkpoint(seen, str(self.checkpoint_id))
-        mapping = self._mapping()
+        fingerprints = [
+            plan.storage_data for plan in plans if isinstance(plan.storage_data, Fingerprint)
+        ]
+        require_same_checkpoint(fingerprints, str(self.checkpoint_id))
+        mapping = self._get_mapping()
         if mapping.redundant:
             require_nothing_lost(mapping)
         return plans
 
-    @with_notes
+    @add_error_notes
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the planner's tensors for the items of *plan* synchronously.
 
@@ -158,12 +160,12 @@ class Reader(StorageReader):
         """
         tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
         values = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
-        contents = self._contents(values, strict=bool(getattr(planner, "strict", True)))
-        self._fill(tensors, planner)
+        contents = self._read_contents(values, strict=bool(getattr(planner, "strict", True)))
+        self._fill_tensors(tensors, planner)
         for item in values:
             if item.storage_index.fqn in contents:
                 planner.load_bytes(item, contents[item.storage_index.fqn])
-        note_position(parse_path(os.fspath(self.checkpoint_id)))
+        record_position(parse_path(os.fspath(self.checkpoint_id)))
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -173,46 +175,48 @@ class Reader(StorageReader):
         """Return whether this reader supports *checkpoint_id*."""
         return has_known_scheme(checkpoint_id)
 
-    def _mapping(self) -> StateMapping:
+    def _get_mapping(self) -> StateMapping:
         assert self._metadata
-        return self._metadata.require()
+        return self._metadata.get_mapping()
 
-    def _fill(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
-        found = [(item, planner.resolve_tensor(item)) for item in items]
-        shards = [_shard(item, tensor.detach()) for item, tensor in found]
-        wanted = wanted_of(_tensors(shards, self._mapping()), shards)
+    def _fill_tensors(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+        targets = [(item, planner.resolve_tensor(item)) for item in items]
+        shards = [_build_shard(item, tensor.detach()) for item, tensor in targets]
+        wanted = build_wanted(_describe_tensors(shards, self._get_mapping()), shards)
         cast = self._options.cast or bool(getattr(planner, "cast", False))
         state = getattr(planner, "state_dict", {})
-        plain = [n for n in wanted if not isinstance(state.get(n), DTensor | ShardedTensor | None)]
-        mapping = with_own(self._mapping(), plain, self._rank, state)
+        regular_names = [
+            n for n in wanted if not isinstance(state.get(n), DTensor | ShardedTensor | None)
+        ]
+        mapping = with_own(self._get_mapping(), regular_names, self._rank, state)
         plan = prepare(mapping, wanted, cast=cast).plan(wanted)
-        done = read_into(views_of(shards), plan, self._options)
-        self.bytes_read = done.bytes_read
-        self._options.require_in_range(done.lost)
-        for item, tensor in found:
+        execution = read_into(build_views(shards), plan, self._options)
+        self.bytes_read = execution.bytes_read
+        self._options.require_in_range(execution.lost)
+        for item, tensor in targets:
             planner.commit_tensor(item, tensor)
 
-    def _contents(self, items: Sequence[ReadItem], *, strict: bool) -> dict[str, io.BytesIO]:
+    def _read_contents(self, items: Sequence[ReadItem], *, strict: bool) -> dict[str, io.BytesIO]:
         """Read non-tensor values safely, and pickle them again for the planner."""
-        found = read_values(
-            self._mapping(),
+        loaded = read_values(
+            self._get_mapping(),
             [item.storage_index.fqn for item in items],
             self._rank,
             trusted=self._options.trusted,
             strict=strict,
         )
-        if found.refused:
-            _log.warning("%s", left_out_note(found.refused))
-        return {name: io.BytesIO(save_to_bytes(value)) for name, value in found.values.items()}
+        if loaded.refused:
+            _log.warning("%s", format_skipped_values(loaded.refused))
+        return {name: io.BytesIO(serialize_value(value)) for name, value in loaded.values.items()}
 
 
-def _shard(item: ReadItem, tensor: torch.Tensor) -> HeldShard:
+def _build_shard(item: ReadItem, tensor: torch.Tensor) -> TensorShard:
     """Describe the target tensor of an item as a shard."""
     first = item.storage_index.offset or (0,) * len(item.lengths)
     pairs = zip(first, item.storage_offsets, strict=True)
-    shard = HeldShard(
+    shard = TensorShard(
         item.storage_index.fqn,
-        Box(tuple(low + inside for low, inside in pairs), tuple(item.lengths)),
+        Box(tuple(low + offset for low, offset in pairs), tuple(item.lengths)),
         tensor,
     )
     if tuple(tensor.shape) != shard.box.sizes:
@@ -222,14 +226,18 @@ def _shard(item: ReadItem, tensor: torch.Tensor) -> HeldShard:
     return shard
 
 
-def _tensors(shards: Sequence[HeldShard], mapping: StateMapping) -> dict[str, TensorMeta]:
+def _describe_tensors(
+    shards: Sequence[TensorShard], mapping: StateMapping
+) -> dict[str, TensorMeta]:
     """Describe the global tensors of *shards*."""
-    found: dict[str, TensorMeta] = {}
-    for one in shards:
-        dtype = str(one.tensor.dtype).removeprefix("torch.")
+    tensors: dict[str, TensorMeta] = {}
+    for shard in shards:
+        dtype = str(shard.tensor.dtype).removeprefix("torch.")
         if (
-            found.setdefault(one.name, TensorMeta(dtype, mapping.tensors[one.name].shape, ())).dtype
+            tensors.setdefault(
+                shard.name, TensorMeta(dtype, mapping.tensors[shard.name].shape, ())
+            ).dtype
             != dtype
         ):
-            raise MappingError(f"the planner has parts of `{one.name}` in several dtypes")
-    return found
+            raise MappingError(f"the planner has parts of `{shard.name}` in several dtypes")
+    return tensors

@@ -24,18 +24,18 @@ from torch.futures import Future
 
 from ckptctl import dtypes
 from ckptctl.distributed.compat import StorageInfo
-from ckptctl.distributed.dcp.metadata import encode_metadata, with_notes
+from ckptctl.distributed.dcp.metadata import add_error_notes, encode_metadata
 from ckptctl.distributed.dcp.save_planner import SavePlanner as OwnPlanner
 from ckptctl.distributed.dcp.save_planner import SharePlan
-from ckptctl.distributed.devices import settle
-from ckptctl.distributed.positions import note_position
+from ckptctl.distributed.devices import synchronize_devices
+from ckptctl.distributed.positions import record_position
 from ckptctl.distributed.saving.destination import (
-    RankFolder,
+    RankFolderTarget,
     SaveTarget,
-    require_files,
-    target_at,
+    build_target,
+    require_rank_files,
 )
-from ckptctl.distributed.saving.local_state import LocalState, steps_of
+from ckptctl.distributed.saving.local_state import LocalState, get_save_strides
 from ckptctl.distributed.saving.save_options import WriterOptions
 from ckptctl.errors import MappingError, RefusedError, StorageError, quote_names
 from ckptctl.keywords import accept_keywords
@@ -44,8 +44,8 @@ from ckptctl.save_load.saving.local_shards import HeldChunk, LocalShards, Tensor
 from ckptctl.save_load.saving.save_files import rank_files
 from ckptctl.storage.paths import has_known_scheme, parse_path
 
-VERSION = "1.0.0"
-_OPEN: weakref.WeakValueDictionary[str, Writer] = weakref.WeakValueDictionary()
+METADATA_VERSION = "1.0.0"
+_OPEN_WRITERS: weakref.WeakValueDictionary[str, Writer] = weakref.WeakValueDictionary()
 """Writers of this process that have prepared their target and not published yet, by path."""
 
 
@@ -77,13 +77,13 @@ class Writer(StorageWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Abort an unfinished save, and set the destination to *checkpoint_id* if given."""
-        self._close()
-        self._rank, self._apart = 0, False
+        self._close_open_stack()
+        self._rank, self._is_rank_local = 0, False
         self._save_id = str(uuid.uuid4())
         if checkpoint_id is not None:
             self.checkpoint_id = checkpoint_id
 
-    @with_notes
+    @add_error_notes
     def set_up_storage_writer(
         self,
         is_coordinator: bool,  # noqa: ARG002
@@ -95,22 +95,22 @@ class Writer(StorageWriter):
         Raises:
             RefusedError: The path cannot hold a checkpoint, or none without collectives.
         """
-        self._close()
+        self._close_open_stack()
         self._rank = kwargs.get("rank") or 0
-        self._apart = not kwargs.get("use_collectives", True)
+        self._is_rank_local = not kwargs.get("use_collectives", True)
         path = parse_path(self.checkpoint_id)
         self._place = (
-            RankFolder(path, self._rank, self._options)
-            if self._apart
-            else target_at(path, self._options)
+            RankFolderTarget(path, self._rank, self._options)
+            if self._is_rank_local
+            else build_target(path, self._options)
         )
 
-    @with_notes
+    @add_error_notes
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Add the destination of this rank to its plan."""
-        return dataclasses.replace(plan, storage_data=self._target)
+        return dataclasses.replace(plan, storage_data=self._target_path)
 
-    @with_notes
+    @add_error_notes
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Prepare the target, only on the coordinator or on each rank without collectives.
 
@@ -118,20 +118,22 @@ class Writer(StorageWriter):
             RefusedError: The destination exists, or ranks have different ones.
             StorageError: A directory cannot be created.
         """
-        strange = [str(plan.storage_data) for plan in plans if plan.storage_data != self._target]
+        other_targets = [
+            str(plan.storage_data) for plan in plans if plan.storage_data != self._target_path
+        ]
         # Plans that the planner replaced have no storage data.
-        strange = [place for place in strange if place != "None"]
-        if strange:
+        other_targets = [place for place in other_targets if place != "None"]
+        if other_targets:
             raise RefusedError(
                 "the ranks have different destinations",
-                where=self._target,
-                why=f"another rank has {strange[0]}",
+                where=self._target_path,
+                why=f"another rank has {other_targets[0]}",
                 hint="pass the same absolute path on every rank",
             )
-        self._make_room()
+        self._prepare_target()
         return plans
 
-    @with_notes
+    @add_error_notes
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's files synchronously.
 
@@ -141,15 +143,15 @@ class Writer(StorageWriter):
         Raises:
             CkptError: The planner's data does not match its plan, or a file cannot be written.
         """
-        with self._closed_on_error():
+        with self._close_on_error():
             # A subclass of the planner may resolve its items to other data.
             if type(planner) is OwnPlanner and isinstance(plan, SharePlan) and plan.share:
                 state, share = planner.local_state, plan.share
             else:
-                state, share = _local_state(plan.items, planner)
-            count = self._options.file_count
+                state, share = _describe_as_state(plan.items, planner)
+            count = self._options.choose_file_count
             output = rank_files(self._rank, state.shards, share, state.steps, state.values, count)
-            self._place_set.fill(output.plan, state.pieces)
+            self._place_set.write_files(output.plan, state.pieces)
             places, values = output.tensors.items.places(), output.items
             results = [
                 WriteResult(item.index, nbytes, StorageInfo(file, offset, nbytes))
@@ -160,28 +162,35 @@ class Writer(StorageWriter):
         future.set_result(results)
         return future
 
-    @with_notes
+    @add_error_notes
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the metadata and publish, only on the coordinator.
 
         Raises:
             StorageError: An item of the plan is missing, and nothing is published.
         """
-        with self._closed_on_error():
-            stored = {one.index: one.storage_data for own in results for one in own}
-            _require_all(metadata, stored, self._target)
-            metadata.version, metadata.storage_data = VERSION, stored
+        with self._close_on_error():
+            stored = {
+                result.index: result.storage_data
+                for rank_results in results
+                for result in rank_results
+            }
+            _check_all_written(metadata, stored, self._target_path)
+            metadata.version, metadata.storage_data = METADATA_VERSION, stored
             metadata.storage_meta = self.storage_meta()
             # Without collectives, a writer does not know the number of ranks.
-            content = encode_metadata(metadata, 0 if self._apart else len(results))
-            first = self._rank if self._apart else 0
-            sizes = {rank: _sizes(own) for rank, own in enumerate(results, first)}
-            require_files(self._place_set, sizes)
+            content = encode_metadata(metadata, 0 if self._is_rank_local else len(results))
+            first = self._rank if self._is_rank_local else 0
+            sizes = {
+                rank: _compute_file_sizes(rank_results)
+                for rank, rank_results in enumerate(results, first)
+            }
+            require_rank_files(self._place_set, sizes)
             if self._stack is None:
-                raise RefusedError("another save replaced this one", where=self._target)
+                raise RefusedError("another save replaced this one", where=self._target_path)
             self._place_set.publish(content)
-            note_position(parse_path(self._target))
-            self._close()
+            record_position(parse_path(self._target_path))
+            self._close_open_stack()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -198,52 +207,50 @@ class Writer(StorageWriter):
         return self._place
 
     @property
-    def _target(self) -> str:
+    def _target_path(self) -> str:
         return str(self._place_set.target)
 
-    def _make_room(self) -> None:
+    def _prepare_target(self) -> None:
         # After a failure on another rank, torch does not call this writer again to clean up.
-        earlier = None if self._apart else _OPEN.get(self._target)
+        earlier = None if self._is_rank_local else _OPEN_WRITERS.get(self._target_path)
         if earlier:
-            earlier._close()
+            earlier._close_open_stack()
         with ExitStack() as stack:
-            self._place_set.make_room(stack)
+            self._place_set.prepare_target(stack)
             self._stack = stack.pop_all()
-        if not self._apart:
-            _OPEN[self._target] = self
-        weakref.finalize(self, _close, self._stack)
+        if not self._is_rank_local:
+            _OPEN_WRITERS[self._target_path] = self
+        weakref.finalize(self, _close_stack, self._stack)
 
     @contextmanager
-    def _closed_on_error(self) -> Iterator[None]:
+    def _close_on_error(self) -> Iterator[None]:
         """If the block fails, remove the staging directory and restore signal handlers."""
         try:
             yield
         except BaseException:
-            self._close()
+            self._close_open_stack()
             raise
 
-    def _close(self) -> None:
+    def _close_open_stack(self) -> None:
         if self._stack:
-            _close(self._stack)
+            _close_stack(self._stack)
         self._stack = None
 
 
-def _close(stack: ExitStack) -> None:
+def _close_stack(stack: ExitStack) -> None:
     with suppress(ValueError):  # only the main thread can restore signal handlers
         stack.close()
 
 
-def _sizes(results: Iterable[WriteResult]) -> dict[str, int]:
+def _compute_file_sizes(results: Iterable[WriteResult]) -> dict[str, int]:
     """Compute the file sizes of one rank, whose items are followed by nothing."""
     sizes: dict[str, int] = {}
-    for place in (one.storage_data for one in results):
-        sizes[place.relative_path] = max(
-            place.offset + place.length, sizes.get(place.relative_path, 0)
-        )
+    for info in (result.storage_data for result in results):
+        sizes[info.relative_path] = max(info.offset + info.length, sizes.get(info.relative_path, 0))
     return sizes
 
 
-def _require_all(metadata: Metadata, stored: Collection[MetadataIndex], where: str) -> None:
+def _check_all_written(metadata: Metadata, stored: Collection[MetadataIndex], where: str) -> None:
     planned = (
         index
         for name, entry in metadata.state_dict_metadata.items()
@@ -253,16 +260,18 @@ def _require_all(metadata: Metadata, stored: Collection[MetadataIndex], where: s
             else [MetadataIndex(name, chunk.offsets) for chunk in entry.chunks]
         )
     )
-    lacking = [str(index.fqn) for index in planned if index not in stored]
-    if lacking:
+    missing_names = [str(index.fqn) for index in planned if index not in stored]
+    if missing_names:
         raise StorageError(
-            f"{len(lacking):,} of the plan's items were not written",
+            f"{len(missing_names):,} of the plan's items were not written",
             where=where,
-            why=quote_names(lacking),
+            why=quote_names(missing_names),
         )
 
 
-def _local_state(items: Sequence[WriteItem], planner: SavePlanner) -> tuple[LocalState, RankShare]:
+def _describe_as_state(
+    items: Sequence[WriteItem], planner: SavePlanner
+) -> tuple[LocalState, RankShare]:
     """Resolve the write items of any planner to a state that this rank writes completely."""
     tensors: dict[str, TensorMeta] = {}
     chunks: list[HeldChunk] = []
@@ -271,7 +280,7 @@ def _local_state(items: Sequence[WriteItem], planner: SavePlanner) -> tuple[Loca
     for item in items:
         name, data = item.index.fqn, item.tensor_data
         if item.type == WriteItemType.BYTE_IO:
-            values[name] = _content(item, planner)
+            values[name] = _resolve_bytes(item, planner)
             continue
         assert data
         dtype = str(data.properties.dtype).removeprefix("torch.")
@@ -281,19 +290,19 @@ def _local_state(items: Sequence[WriteItem], planner: SavePlanner) -> tuple[Loca
         if tensors.setdefault(name, meta) != meta:
             raise MappingError(f"two boxes of `{name}` are planned as parts of different tensors")
         chunks.append(HeldChunk(name, tuple(data.chunk.offsets), tuple(data.chunk.sizes)))
-        pieces.append(_piece(item, planner))
-    settle(pieces)
-    steps = [steps_of(piece) for piece in pieces]
+        pieces.append(_resolve_tensor(item, planner))
+    synchronize_devices(pieces)
+    steps = [get_save_strides(piece) for piece in pieces]
     share = RankShare(range(len(pieces)), {name: name for name in values})
     return LocalState(LocalShards(tensors, chunks), pieces, steps, values), share
 
 
-def _piece(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
-    found = planner.resolve_data(item)
+def _resolve_tensor(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
+    resolved = planner.resolve_data(item)
     data = item.tensor_data
-    if not isinstance(found, torch.Tensor) or data is None:
+    if not isinstance(resolved, torch.Tensor) or data is None:
         raise MappingError(f"`{item.index.fqn}` is planned as a tensor, but is not one")
-    piece = found.detach()
+    piece = resolved.detach()
     if piece.layout is not torch.strided or piece.is_quantized or piece.is_meta:
         raise RefusedError(f"`{item.index.fqn}` is not a dense tensor", why=f"it is {piece.layout}")
     planned = (data.properties.dtype, tuple(data.chunk.sizes))
@@ -308,8 +317,8 @@ def _piece(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
     return piece.resolve_conj().resolve_neg()
 
 
-def _content(item: WriteItem, planner: SavePlanner) -> bytes:
-    found = planner.resolve_data(item)
-    if not isinstance(found, io.BytesIO):
+def _resolve_bytes(item: WriteItem, planner: SavePlanner) -> bytes:
+    resolved = planner.resolve_data(item)
+    if not isinstance(resolved, io.BytesIO):
         raise MappingError(f"`{item.index.fqn}` is planned as bytes, but has none")
-    return found.getvalue()
+    return resolved.getvalue()

@@ -16,28 +16,28 @@ from typing import Any
 import torch
 
 from ckptctl import dtypes
-from ckptctl.distributed.leaves.numpy_classes import NUMPY
+from ckptctl.distributed.leaves.numpy_classes import NUMPY_MAKERS
 from ckptctl.distributed.leaves.records import (
     Makers,
-    class_of,
-    integer,
+    check_int,
+    disallowed_class_error,
+    format_class,
+    malformed_record_error,
     require_positions,
-    unknown,
-    wrong,
 )
-from ckptctl.distributed.leaves.standard_classes import STANDARD
-from ckptctl.distributed.leaves.torch_classes import TORCH, Storages
+from ckptctl.distributed.leaves.standard_classes import STANDARD_MAKERS
+from ckptctl.distributed.leaves.torch_classes import TORCH_MAKERS, ZipStorages
 from ckptctl.errors import UnsupportedError
 from ckptctl.storage.files import MemoryFiles
 from ckptctl.storage.pickles.inert import Builder, DictRecord, Global, Inert, Size
 from ckptctl.storage.zips.zip_reader import KEEPING_TABLE, StoredTensor, read_archive
 
-MAKERS: Makers = {**STANDARD, **NUMPY, **TORCH}
-TABLE = {**KEEPING_TABLE, **{(key.module, key.name): key for key in MAKERS}}
+ALL_MAKERS: Makers = {**STANDARD_MAKERS, **NUMPY_MAKERS, **TORCH_MAKERS}
+CLASS_TABLE = {**KEEPING_TABLE, **{(key.module, key.name): key for key in ALL_MAKERS}}
 MAX_RECORD_KEYS = 10_000
 """Maximum number of keys and members that are not plain values, whose hashes could collide."""
-SHARED_TIMES = 4
-SHARED_ALLOWANCE = 1 << 16
+SHARED_FACTOR = 4
+SHARED_BYTES = 1 << 16
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, bytearray)
 _FACTORIES: Mapping[Global, Callable[[], object]] = {
     Global(kind.__module__, kind.__name__): kind
@@ -55,10 +55,10 @@ def read_leaf(content: bytes, where: str) -> object:
         CkptError: See :func:`ckptctl.storage.zips.zip_reader.read_archive`.
     """
     files = MemoryFiles(content, Path(where))
-    archive = read_archive(files, "", 0, len(content), unknown="inert", table=TABLE)
-    storages = Storages(archive.storages, lambda at, count: files.read("", at, count))
+    archive = read_archive(files, "", 0, len(content), unknown="inert", table=CLASS_TABLE)
+    storages = ZipStorages(archive.storages, lambda at, count: files.read("", at, count))
     try:
-        return _LeafValues(storages, SHARED_ALLOWANCE + SHARED_TIMES * len(content)).make(
+        return _LeafValues(storages, SHARED_BYTES + SHARED_FACTOR * len(content)).make_value(
             archive.root
         )
     except (ArithmeticError, ValueError, TypeError, RuntimeError, MemoryError) as error:
@@ -72,111 +72,119 @@ class _LeafValues:
     Arguments of constructors may have *allowance* bytes in total, counted at each use.
     """
 
-    def __init__(self, storages: Storages, allowance: int) -> None:
+    def __init__(self, storages: ZipStorages, allowance: int) -> None:
         self._storages = storages
         self._allowance = allowance
         self._made: dict[int, object] = {}
         self._record_keys = 0
 
-    def make(self, record: object) -> Any:
+    def make_value(self, record: object) -> Any:
         """Return the value of a record, including nested ones."""
         if type(record) in _PLAIN:
             return record
         if id(record) not in self._made:
-            self._made[id(record)] = self._new(record)
+            self._made[id(record)] = self._build_value(record)
         return self._made[id(record)]
 
-    def _new(self, record: object) -> object:
+    def _build_value(self, record: object) -> object:
         if isinstance(record, StoredTensor):
-            return self._storages.tensor(record)
+            return self._storages.build_tensor(record)
         if isinstance(record, Inert):
-            return self._instance(record)
+            return self._build_instance(record)
         if isinstance(record, DictRecord):
-            return self._dict_record(record)
+            return self._build_dict_record(record)
         if isinstance(record, Global | Builder):
-            return _named(record)
-        return self._container(record)
+            return _resolve_dtype(record)
+        return self._build_container(record)
 
-    def _instance(self, record: Inert) -> object:
-        maker = MAKERS.get(Global(record.module, record.name))
+    def _build_instance(self, record: Inert) -> object:
+        maker = ALL_MAKERS.get(Global(record.module, record.name))
         if maker is None:
-            raise unknown(record)
+            raise disallowed_class_error(record)
         state = record.state if type(record.state) is tuple else ()
-        self._allowance -= sum(map(_size, (*record.args, *state)))
+        self._allowance -= sum(map(_count_bytes, (*record.args, *state)))
         if self._allowance < 0:
-            raise wrong(record, "one value is copied too many times")
-        return maker(record, self.make)
+            raise malformed_record_error(record, "one value is copied too many times")
+        return maker(record, self.make_value)
 
-    def _container(self, record: object) -> object:
+    def _build_container(self, record: object) -> object:
         if type(record) is list:
-            return [self.make(one) for one in record]
+            return [self.make_value(element) for element in record]
         if type(record) is tuple:
-            found = tuple(self.make(one) for one in record)
-            require_positions(dict(zip(("", "key", "pos"), found, strict=False)))
-            return found
+            members = tuple(self.make_value(element) for element in record)
+            require_positions(dict(zip(("", "key", "pos"), members, strict=False)))
+            return members
         if type(record) is dict:
-            pairs = self._pairs("dict", record)
+            pairs = self._build_pairs("dict", record)
             require_positions(pairs)
             return pairs
         if type(record) in (set, frozenset):
-            return self._members(record)  # type: ignore[arg-type]
+            return self._build_members(record)  # type: ignore[arg-type]
         if type(record) is slice:
-            return slice(*(self.make(one) for one in (record.start, record.stop, record.step)))
+            return slice(
+                *(self.make_value(element) for element in (record.start, record.stop, record.step))
+            )
         if type(record) is Size:
-            return torch.Size([integer("torch.Size", one) for one in record])
-        raise unknown(type(record).__name__)
+            return torch.Size([check_int("torch.Size", element) for element in record])
+        raise disallowed_class_error(type(record).__name__)
 
-    def _pairs(self, kind: str, record: Mapping[object, object]) -> dict[object, object]:
-        found = {self._key(key): self.make(value) for key, value in record.items()}
-        if len(found) != len(record):
-            raise wrong(kind, "two keys are equal")
-        return found
+    def _build_pairs(self, kind: str, record: Mapping[object, object]) -> dict[object, object]:
+        pairs = {self._build_key(key): self.make_value(value) for key, value in record.items()}
+        if len(pairs) != len(record):
+            raise malformed_record_error(kind, "two keys are equal")
+        return pairs
 
-    def _members(self, record: set[object] | frozenset[object]) -> object:
-        found = [self._key(one) for one in record]
-        made = set(found) if type(record) is set else frozenset(found)
-        if len(made) != len(record):
-            raise wrong(type(record).__name__, "two members are equal")
-        return made
+    def _build_members(self, record: set[object] | frozenset[object]) -> object:
+        members = [self._build_key(member) for member in record]
+        unique = set(members) if type(record) is set else frozenset(members)
+        if len(unique) != len(record):
+            raise malformed_record_error(type(record).__name__, "two members are equal")
+        return unique
 
-    def _key(self, record: object) -> object:
+    def _build_key(self, record: object) -> object:
         if type(record) not in _PLAIN:
             self._record_keys += 1
             if self._record_keys > MAX_RECORD_KEYS:
-                raise wrong("dict", f"more than {MAX_RECORD_KEYS:,} keys are not plain values")
-        return self.make(record)
+                raise malformed_record_error(
+                    "dict", f"more than {MAX_RECORD_KEYS:,} keys are not plain values"
+                )
+        return self.make_value(record)
 
-    def _dict_record(self, record: DictRecord) -> object:
-        found: dict[object, object]
+    def _build_dict_record(self, record: DictRecord) -> object:
+        mapping: dict[object, object]
         if record.origin.name == "defaultdict":
-            given = record.args[0] if record.args else None
-            known = given.source if isinstance(given, Builder) else given
-            if given is not None and (not isinstance(known, Global) or known not in _FACTORIES):
-                kind = known if isinstance(known, Global) else class_of("?")
-                raise unknown(f"defaultdict of {kind}")
-            factory = _FACTORIES[known] if isinstance(known, Global) else None
-            found = defaultdict(factory, self._pairs("defaultdict", record))
+            factory_record = record.args[0] if record.args else None
+            factory_global = (
+                factory_record.source if isinstance(factory_record, Builder) else factory_record
+            )
+            if factory_record is not None and (
+                not isinstance(factory_global, Global) or factory_global not in _FACTORIES
+            ):
+                kind = factory_global if isinstance(factory_global, Global) else format_class("?")
+                raise disallowed_class_error(f"defaultdict of {kind}")
+            factory = _FACTORIES[factory_global] if isinstance(factory_global, Global) else None
+            mapping = defaultdict(factory, self._build_pairs("defaultdict", record))
         else:
-            found = OrderedDict(self._pairs("OrderedDict", record))
+            mapping = OrderedDict(self._build_pairs("OrderedDict", record))
         if record.state is not None:
-            state = self.make(record.state)
-            named = type(state) is dict and all(type(name) is str for name in state)
-            if type(found) is not OrderedDict or not named:
-                raise wrong(record.origin, "its state is not a dict of attributes")
-            vars(found).update(state)
-        return found
+            state = self.make_value(record.state)
+            has_str_keys = type(state) is dict and all(type(name) is str for name in state)
+            if type(mapping) is not OrderedDict or not has_str_keys:
+                raise malformed_record_error(record.origin, "its state is not a dict of attributes")
+            vars(mapping).update(state)
+        return mapping
 
 
-def _size(part: object) -> int:
+def _count_bytes(part: object) -> int:
     """Return the number of bytes that a constructor copies from an argument."""
     if isinstance(part, str | bytes | bytearray):
         return len(part)
     return part.bit_length() >> 3 if isinstance(part, int) else 0
 
 
-def _named(record: Global | Builder) -> object:
+def _resolve_dtype(record: Global | Builder) -> object:
     """Return the torch dtype of a global, or raise for any other one."""
-    known = record.source if isinstance(record, Builder) else record
-    if known and known.module == "torch" and known.name in dtypes.BY_NAME:
-        return getattr(torch, known.name)
-    raise unknown(f"{known}, as a standalone value")
+    source = record.source if isinstance(record, Builder) else record
+    if source and source.module == "torch" and source.name in dtypes.BY_NAME:
+        return getattr(torch, source.name)
+    raise disallowed_class_error(f"{source}, as a standalone value")

@@ -17,128 +17,128 @@ from ckptctl.distributed.leaves.records import (
     MAX_INT,
     Make,
     Maker,
-    arguments,
-    integer,
-    text,
-    wrong,
+    check_int,
+    check_str,
+    get_arguments,
+    malformed_record_error,
 )
 from ckptctl.errors import UnsupportedError
 from ckptctl.storage.pickles.inert import Global, Inert
 from ckptctl.storage.zips.directory import ZipRecord
 from ckptctl.storage.zips.zip_reader import StoredTensor
 
-MOST_REPEATED = 1 << 30
+MAX_REPEATED_BYTES = 1 << 30
 """Maximum size in bytes of a tensor that repeats elements of a smaller storage."""
 _DEVICE = re.compile(r"[a-z]{2,16}")
 
 
-class Storages:
+class ZipStorages:
     """Tensors and their storages in one zip archive."""
 
     def __init__(self, records: Mapping[str, ZipRecord], read: Callable[[int, int], bytes]) -> None:
         self._records = records
         self._read = read
-        self._made: dict[str, torch.Tensor] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
 
-    def tensor(self, stored: StoredTensor) -> torch.Tensor:
+    def build_tensor(self, stored: StoredTensor) -> torch.Tensor:
         """Return a tensor that views its storage, or raise if it is invalid."""
         if stored.unsupported:
-            return self._mirrored(stored)
+            return self._build_mirrored_view(stored)
         dtype = getattr(torch, stored.dtype)
         itemsize = dtypes.itemsize(stored.dtype)
-        memory = self._memory(stored.storage)
-        start, inside = divmod(stored.offset - self._records[stored.storage].offset, itemsize)
-        strides = _strides(stored)
+        memory = self._read_storage(stored.storage)
+        start, remainder = divmod(stored.offset - self._records[stored.storage].offset, itemsize)
+        strides = _compute_strides(stored)
         reach = math.prod(stored.shape) and 1 + start + sum(
             (size - 1) * step for size, step in zip(stored.shape, strides, strict=True)
         )
-        if start < 0 or inside or reach * itemsize > memory.numel():
-            raise wrong("torch.Tensor", "it extends beyond its storage")
+        if start < 0 or remainder or reach * itemsize > memory.numel():
+            raise malformed_record_error("torch.Tensor", "it extends beyond its storage")
         nbytes = math.prod(filter(None, stored.shape)) * itemsize
-        if nbytes > max(memory.numel(), MOST_REPEATED) and (reach or nbytes >= MAX_INT):
-            raise wrong("torch.Tensor", f"its shape is {list(stored.shape)}")
+        if nbytes > max(memory.numel(), MAX_REPEATED_BYTES) and (reach or nbytes >= MAX_INT):
+            raise malformed_record_error("torch.Tensor", f"its shape is {list(stored.shape)}")
         if stored.dtype == "bool" and memory.numel() and int(memory.max()) > 1:
-            raise wrong("torch.Tensor", "some of its bytes are not a valid bool")
+            raise malformed_record_error("torch.Tensor", "some of its bytes are not a valid bool")
         if stored.requires_grad and not (dtype.is_floating_point or dtype.is_complex):
-            raise wrong("torch.Tensor", f"{stored.dtype} cannot have a gradient")
-        found = torch.empty(0, dtype=dtype).set_(
+            raise malformed_record_error("torch.Tensor", f"{stored.dtype} cannot have a gradient")
+        view = torch.empty(0, dtype=dtype).set_(
             memory.untyped_storage(), start if reach else 0, stored.shape, strides
         )
-        return found.requires_grad_(stored.requires_grad)
+        return view.requires_grad_(stored.requires_grad)
 
-    def _mirrored(self, stored: StoredTensor) -> torch.Tensor:
+    def _build_mirrored_view(self, stored: StoredTensor) -> torch.Tensor:
         """Return a lazily conjugated or negated view."""
         if stored.base is None:
             raise UnsupportedError(f"{stored.unsupported}")
-        found = self.tensor(stored.base).detach()
-        if not found.is_complex() and (stored.flags != {"neg"} or not found.is_floating_point()):
-            raise wrong("torch.Tensor", f"{stored.dtype} with flags")
-        found = found.conj() if "conj" in stored.flags else found
-        found = torch._neg_view(found) if "neg" in stored.flags else found
-        return found.requires_grad_(stored.requires_grad)
+        view = self.build_tensor(stored.base).detach()
+        if not view.is_complex() and (stored.flags != {"neg"} or not view.is_floating_point()):
+            raise malformed_record_error("torch.Tensor", f"{stored.dtype} with flags")
+        view = view.conj() if "conj" in stored.flags else view
+        view = torch._neg_view(view) if "neg" in stored.flags else view
+        return view.requires_grad_(stored.requires_grad)
 
-    def _memory(self, key: str) -> torch.Tensor:
-        if key not in self._made:
+    def _read_storage(self, key: str) -> torch.Tensor:
+        if key not in self._tensors:
             record = self._records[key]
             content = bytearray(self._read(record.offset, record.nbytes))
             empty = torch.empty(0, dtype=torch.uint8)
-            self._made[key] = (
+            self._tensors[key] = (
                 torch.frombuffer(content, dtype=torch.uint8).clone() if content else empty
             )
-        return self._made[key]
+        return self._tensors[key]
 
 
-def _strides(stored: StoredTensor) -> tuple[int, ...]:
+def _compute_strides(stored: StoredTensor) -> tuple[int, ...]:
     """Return the strides of a tensor, with 1 for dimensions of size 1."""
     if stored.strides is not None and 0 not in stored.shape:
         pairs = zip(stored.shape, stored.strides, strict=True)
         return tuple(stride if size > 1 else 1 for size, stride in pairs)
-    found, step = [], 1
+    strides, step = [], 1
     for size in reversed(stored.shape):
-        found.append(step)
+        strides.append(step)
         step *= max(size, 1)
-    return tuple(reversed(found))
+    return tuple(reversed(strides))
 
 
-def _device(record: Inert, _: Make) -> object:
+def build_device(record: Inert, _: Make) -> object:
     """Create a ``torch.device``."""
-    kind, *index = arguments(record, 1, 2)
-    if not _DEVICE.fullmatch(text(record, kind)):
-        raise wrong(record, "its kind is invalid")
+    kind, *index = get_arguments(record, 1, 2)
+    if not _DEVICE.fullmatch(check_str(record, kind)):
+        raise malformed_record_error(record, "its kind is invalid")
     try:
-        return torch.device(str(kind), *(integer(record, one, 0, 128) for one in index))
+        return torch.device(str(kind), *(check_int(record, number, 0, 128) for number in index))
     except RuntimeError as error:
-        raise wrong(record, str(error).partition("\n")[0]) from None
+        raise malformed_record_error(record, str(error).partition("\n")[0]) from None
 
 
-def _layout(record: Inert, _: Make) -> object:
+def build_layout(record: Inert, _: Make) -> object:
     """Look up a ``torch.layout`` by name."""
-    (name,) = arguments(record, 1)
-    found = getattr(torch, text(record, name).removeprefix("torch."), None)
-    if not isinstance(found, torch.layout):
-        raise wrong(record, "its name is invalid")
-    return found
+    (name,) = get_arguments(record, 1)
+    layout = getattr(torch, check_str(record, name).removeprefix("torch."), None)
+    if not isinstance(layout, torch.layout):
+        raise malformed_record_error(record, "its name is invalid")
+    return layout
 
 
-def _parameter(record: Inert, make: Make) -> object:
+def build_parameter(record: Inert, make: Make) -> object:
     """Create a parameter around a tensor, without hooks."""
-    data, grad, *_hooks = arguments(record, 3)
+    data, grad, *_hooks = get_arguments(record, 3)
     tensor = make(data)
     if not isinstance(tensor, torch.Tensor) or type(grad) is not bool:
-        raise wrong(record, "it does not wrap a tensor")
+        raise malformed_record_error(record, "it does not wrap a tensor")
     if grad and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise wrong(record, f"{tensor.dtype} cannot have a gradient")
+        raise malformed_record_error(record, f"{tensor.dtype} cannot have a gradient")
     return torch.nn.Parameter(tensor, grad)
 
 
-def _subclass(_: Inert, __: Make) -> object:
+def reject_subclass(_: Inert, __: Make) -> object:
     """Reject tensor subclasses and tensors with extra attributes."""
-    raise wrong("torch.Tensor", "it is a subclass, or has extra attributes")
+    raise malformed_record_error("torch.Tensor", "it is a subclass, or has extra attributes")
 
 
-TORCH: dict[Global, Maker] = {
-    Global("torch._tensor", "_rebuild_from_type_v2"): _subclass,
-    Global("torch", "device"): _device,
-    Global("torch.serialization", "_get_layout"): _layout,
-    Global("torch._utils", "_rebuild_parameter"): _parameter,
+TORCH_MAKERS: dict[Global, Maker] = {
+    Global("torch._tensor", "_rebuild_from_type_v2"): reject_subclass,
+    Global("torch", "device"): build_device,
+    Global("torch.serialization", "_get_layout"): build_layout,
+    Global("torch._utils", "_rebuild_parameter"): build_parameter,
 }

@@ -19,18 +19,18 @@ import torch
 import torch.distributed as dist
 
 from ckptctl.catalog import Box, Catalog
-from ckptctl.distributed.group import TorchGroup, unreachable_errors
-from ckptctl.distributed.state import HeldShard, bytes_of
+from ckptctl.distributed.group import TorchGroup, translate_group_errors
+from ckptctl.distributed.state import TensorShard, view_as_bytes
 from ckptctl.errors import CkptError
 from ckptctl.planner.balance import assign_chunks, compute_piece_limit, split_box
-from ckptctl.ranks.coordinator import Coordinator, through_first
+from ckptctl.ranks.coordinator import Coordinator, gather_and_scatter
 from ckptctl.storage.files import source_files
 
-SLOW = 1 << 30
-SAMPLE = 1 << 20
+SLOW_BYTES_PER_SECOND = 1 << 30
+SAMPLE_BYTES = 1 << 20
 SAMPLES = 4
-BUCKET = 16 << 20
-Wish = tuple[str, Box, int, str | None]
+BUCKET_BYTES = 16 << 20
+BoxRequest = tuple[str, Box, int, str | None]
 """Name, box, bytes, and device type to send from, or None if the group cannot send it."""
 
 
@@ -50,7 +50,7 @@ def should_broadcast(hosts: Sequence[str], speeds: Sequence[float]) -> bool:
     This is faster if the ranks run on several machines, or if any of them reads less than 1 GiB/s.
     Otherwise, the page cache achieves the same.
     """
-    return len(set(hosts)) > 1 or min(speeds) < SLOW
+    return len(set(hosts)) > 1 or min(speeds) < SLOW_BYTES_PER_SECOND
 
 
 def measure_speed(catalog: Catalog) -> float:
@@ -63,8 +63,8 @@ def measure_speed(catalog: Catalog) -> float:
     with source_files(catalog.root) as files:
         if not files.local:
             return 0.0
-        name = max(catalog.files, key=lambda one: catalog.files[one], default=None)
-        if name is None or catalog.files[name] < SAMPLES * SAMPLE:
+        name = max(catalog.files, key=lambda candidate: catalog.files[candidate], default=None)
+        if name is None or catalog.files[name] < SAMPLES * SAMPLE_BYTES:
             return math.inf
         step = catalog.files[name] // SAMPLES
         try:
@@ -72,7 +72,7 @@ def measure_speed(catalog: Catalog) -> float:
                 speeds: list[float] = []
                 for number in range(SAMPLES):
                     start = time.perf_counter()
-                    count = len(os.pread(file.fileno(), SAMPLE, number * step))
+                    count = len(os.pread(file.fileno(), SAMPLE_BYTES, number * step))
                     speeds.append(count / max(time.perf_counter() - start, 1e-9))
                 return max(speeds)
         except (OSError, CkptError):
@@ -80,18 +80,23 @@ def measure_speed(catalog: Catalog) -> float:
 
 
 def assign_readers(
-    places: Sequence[HeldShard], ranks: Coordinator, own: Collection[str] = ()
+    places: Sequence[TensorShard], ranks: Coordinator, own_names: Collection[str] = ()
 ) -> list[SharedRead]:
     """Choose a reader for each box that several ranks need."""
-    known = routes(ranks)
-    wishes = [
-        (p.name, p.box, p.tensor.nbytes, None if p.name in own else known.get(p.tensor.device.type))
+    routes_by_device = find_routes(ranks)
+    requests = [
+        (
+            p.name,
+            p.box,
+            p.tensor.nbytes,
+            None if p.name in own_names else routes_by_device.get(p.tensor.device.type),
+        )
         for p in places
     ]
-    return through_first(ranks, lambda: wishes, _turns)
+    return gather_and_scatter(ranks, lambda: requests, _plan_shared_reads)
 
 
-def routes(ranks: Coordinator) -> dict[str, str]:
+def find_routes(ranks: Coordinator) -> dict[str, str]:
     """Map each device type to the type whose memory the group sends for it.
 
     That is the same type, or ``cpu`` for gloo, which cannot send GPU tensors to single ranks.
@@ -103,56 +108,58 @@ def routes(ranks: Coordinator) -> dict[str, str]:
     return {kind: "cpu" if backend == "gloo" else kind for kind, _, backend in pairs}
 
 
-def places_to_read(
-    places: Sequence[HeldShard], shared: Sequence[SharedRead], rank: int
-) -> list[HeldShard]:
+def select_places_to_read(
+    places: Sequence[TensorShard], shared: Sequence[SharedRead], rank: int
+) -> list[TensorShard]:
     """Select the shards, and the boxes of shared ones, that *rank* reads itself."""
-    taken = {item.place for item in shared}
-    reads = [place for index, place in enumerate(places) if index not in taken]
-    return reads + [places[item.place].part(item.box) for item in shared if item.reader == rank]
+    shared_indices = {item.place for item in shared}
+    reads = [place for index, place in enumerate(places) if index not in shared_indices]
+    return reads + [
+        places[item.place].select_box(item.box) for item in shared if item.reader == rank
+    ]
 
 
-def _turns(wishes: Sequence[Sequence[Wish]]) -> list[list[SharedRead]]:
+def _plan_shared_reads(requests: Sequence[Sequence[BoxRequest]]) -> list[list[SharedRead]]:
     """Assign readers to shared boxes, and return those of each rank."""
     holders: dict[tuple[str, Box, str], list[tuple[int, int]]] = {}
-    load = [0] * len(wishes)
+    load = [0] * len(requests)
     size: dict[tuple[str, Box, str], int] = {}
-    for rank, some in enumerate(wishes):
-        for index, (name, box, nbytes, route) in enumerate(some):
+    for rank, rank_requests in enumerate(requests):
+        for index, (name, box, nbytes, route) in enumerate(rank_requests):
             if route and nbytes:
                 holders.setdefault((name, box, route), []).append((rank, index))
                 size[name, box, route] = nbytes
             else:
                 load[rank] += nbytes
-    for key, who in holders.items():
-        if len(who) == 1:
-            load[who[0][0]] += size[key]
-    common = {key: who for key, who in holders.items() if len(who) > 1}
-    limit = compute_piece_limit(sum(size[key] for key in common), len(wishes))
+    for key, members in holders.items():
+        if len(members) == 1:
+            load[members[0][0]] += size[key]
+    common = {key: members for key, members in holders.items() if len(members) > 1}
+    limit = compute_piece_limit(sum(size[key] for key in common), len(requests))
     pieces = [
-        (box, size[key] * box.numel // key[1].numel, who, key[2])
-        for key, who in common.items()
+        (box, size[key] * box.numel // key[1].numel, members, key[2])
+        for key, members in common.items()
         for box in split_box(key[1], size[key], limit)
     ]
-    sized = [(nbytes, [rank for rank, _ in who]) for _, nbytes, who, _ in pieces]
-    readers = assign_chunks(sized, len(wishes), initial_loads=load)
-    found: list[list[SharedRead]] = [[] for _ in wishes]
-    for (box, _, who, route), reader in zip(pieces, readers, strict=True):
-        ranks = tuple(rank for rank, _ in who)
-        for rank, index in who:
-            found[rank].append(SharedRead(ranks, reader, index, box, route))
-    for shared in found:
-        shared.sort(key=_travels)
-    return found
+    sized = [(nbytes, [rank for rank, _ in members]) for _, nbytes, members, _ in pieces]
+    readers = assign_chunks(sized, len(requests), initial_loads=load)
+    shared_reads: list[list[SharedRead]] = [[] for _ in requests]
+    for (box, _, members, route), reader in zip(pieces, readers, strict=True):
+        ranks = tuple(rank for rank, _ in members)
+        for rank, index in members:
+            shared_reads[rank].append(SharedRead(ranks, reader, index, box, route))
+    for shared in shared_reads:
+        shared.sort(key=_get_bucket_key)
+    return shared_reads
 
 
-def _travels(item: SharedRead) -> tuple[tuple[int, ...], int, str]:
+def _get_bucket_key(item: SharedRead) -> tuple[tuple[int, ...], int, str]:
     """Return the key of boxes that can be sent together."""
     return item.holders, item.reader, item.route
 
 
 def exchange_boxes(
-    places: Sequence[HeldShard], shared: Sequence[SharedRead], ranks: Coordinator
+    places: Sequence[TensorShard], shared: Sequence[SharedRead], ranks: Coordinator
 ) -> int:
     """Send the boxes that this rank read for others, and receive those that others read for it.
 
@@ -163,21 +170,23 @@ def exchange_boxes(
     """
     assert isinstance(ranks, TorchGroup)
     received = 0
-    for (holders, reader, route), own in groupby(shared, key=_travels):
-        parts = (places[item.place].part(item.box).tensor for item in own)
-        for bucket in _buckets(parts):
+    for (holders, reader, route), items in groupby(shared, key=_get_bucket_key):
+        parts = (places[item.place].select_box(item.box).tensor for item in items)
+        for bucket in _group_into_buckets(parts):
             with (
-                unreachable_errors(),
-                torch.inference_mode(any(one.is_inference() for one in bucket)),
+                translate_group_errors(),
+                torch.inference_mode(any(tensor.is_inference() for tensor in bucket)),
             ):
-                received += _send(bucket, reader, holders, ranks, route)
+                received += _broadcast_bucket(bucket, reader, holders, ranks, route)
     for device in {places[item.place].tensor.device for item in shared if item.route != "cpu"}:
-        with unreachable_errors():
+        with translate_group_errors():
             torch.accelerator.current_stream(device).synchronize()
     return received
 
 
-def _broadcast(flat: torch.Tensor, reader: int, holders: Sequence[int], ranks: TorchGroup) -> None:
+def _broadcast_bytes(
+    flat: torch.Tensor, reader: int, holders: Sequence[int], ranks: TorchGroup
+) -> None:
     """Broadcast the bytes of *reader* to the other *holders* along a binomial tree.
 
     No process groups are created for this, because torch names a group that only its members
@@ -187,22 +196,22 @@ def _broadcast(flat: torch.Tensor, reader: int, holders: Sequence[int], ranks: T
         dist.broadcast(flat, group=ranks.group, group_src=reader)
         return
     order = [reader, *(rank for rank in holders if rank != reader)]
-    own, step = order.index(ranks.rank), 1
+    position, step = order.index(ranks.rank), 1
     while step < len(order):
-        if own < step and own + step < len(order):
-            dist.send(flat, group=ranks.group, group_dst=order[own + step])
-        elif step <= own < 2 * step:
-            dist.recv(flat, group=ranks.group, group_src=order[own - step])
+        if position < step and position + step < len(order):
+            dist.send(flat, group=ranks.group, group_dst=order[position + step])
+        elif step <= position < 2 * step:
+            dist.recv(flat, group=ranks.group, group_src=order[position - step])
         step *= 2
 
 
-def _buckets(parts: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def _group_into_buckets(parts: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Group small tensors into buckets, and split large ones into rows."""
     bucket: list[torch.Tensor] = []
     total = 0
     for part in parts:
-        for piece in _rows(part):
-            if bucket and total + piece.nbytes > BUCKET:
+        for piece in _split_rows(part):
+            if bucket and total + piece.nbytes > BUCKET_BYTES:
                 yield bucket
                 bucket, total = [], 0
             bucket.append(piece)
@@ -211,18 +220,18 @@ def _buckets(parts: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield bucket
 
 
-def _rows(part: torch.Tensor) -> Iterator[torch.Tensor]:
-    if part.nbytes <= BUCKET:
+def _split_rows(part: torch.Tensor) -> Iterator[torch.Tensor]:
+    if part.nbytes <= BUCKET_BYTES:
         yield part
         return
     dim = next(dim for dim, size in enumerate(part.shape) if size > 1)
-    step = max(1, part.shape[dim] * BUCKET // part.nbytes)
+    step = max(1, part.shape[dim] * BUCKET_BYTES // part.nbytes)
     for start in range(0, part.shape[dim], step):
         rows = part.narrow(dim, start, min(step, part.shape[dim] - start))
-        yield from _rows(rows) if rows.shape[dim] < part.shape[dim] else (rows,)
+        yield from _split_rows(rows) if rows.shape[dim] < part.shape[dim] else (rows,)
 
 
-def _send(
+def _broadcast_bucket(
     bucket: Sequence[torch.Tensor],
     reader: int,
     holders: Sequence[int],
@@ -230,20 +239,20 @@ def _send(
     route: str,
 ) -> int:
     """Broadcast a bucket, and return the bytes received."""
-    mine, first = reader == ranks.rank, bucket[0]
+    is_reader, first = reader == ranks.rank, bucket[0]
     nbytes = sum(part.nbytes for part in bucket)
     device = first.device if first.device.type == route else torch.device(route)
-    plain = first.is_contiguous() and not (first.is_conj() or first.is_neg())
-    if len(bucket) == 1 and plain and first.device == device:
-        _broadcast(bytes_of(first), reader, holders, ranks)
-        return 0 if mine else nbytes
+    is_direct = first.is_contiguous() and not (first.is_conj() or first.is_neg())
+    if len(bucket) == 1 and is_direct and first.device == device:
+        _broadcast_bytes(view_as_bytes(first), reader, holders, ranks)
+        return 0 if is_reader else nbytes
     flat = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     slots = [*zip(bucket, torch.split(flat, [part.nbytes for part in bucket]), strict=True)]
-    for part, slot in slots if mine else ():
-        own = part.resolve_conj().resolve_neg().contiguous()
-        slot.copy_(bytes_of(own))
-    _broadcast(flat, reader, holders, ranks)
-    for part, slot in () if mine else slots:
+    for part, slot in slots if is_reader else ():
+        content = part.resolve_conj().resolve_neg().contiguous()
+        slot.copy_(view_as_bytes(content))
+    _broadcast_bytes(flat, reader, holders, ranks)
+    for part, slot in () if is_reader else slots:
         # Copy, because a view with another dtype must begin at a multiple of its item size.
         part.copy_(slot.clone().view(part.dtype).reshape(part.shape))
-    return 0 if mine else nbytes
+    return 0 if is_reader else nbytes

@@ -12,29 +12,36 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from ckptctl import families
-from ckptctl.distributed.group import coordinator
+from ckptctl.distributed.group import get_coordinator
 from ckptctl.distributed.loading.broadcast import (
     assign_readers,
     exchange_boxes,
+    find_routes,
     measure_speed,
-    places_to_read,
-    routes,
+    select_places_to_read,
     should_broadcast,
 )
-from ckptctl.distributed.loading.load_plan import PLANS, LoadPlan, RankLoad
-from ckptctl.distributed.loading.owners import Target
+from ckptctl.distributed.loading.load_plan import LOAD_PLANS, CachedLoadPlan, RankLoad
+from ckptctl.distributed.loading.owners import LoadTarget
 from ckptctl.distributed.loading.request import (
     RankView,
-    agree,
-    request,
+    agree_on_load,
+    build_request,
+    merge_wanted,
     require_same_names,
-    wanted_by_all,
 )
-from ckptctl.distributed.loading.state_options import LoadCall
-from ckptctl.distributed.positions import note_position
-from ckptctl.distributed.values import ReadValues
+from ckptctl.distributed.loading.state_options import LoadCallOptions
+from ckptctl.distributed.positions import record_position
+from ckptctl.distributed.values import LoadedValues
 from ckptctl.keywords import accept_keywords
-from ckptctl.ranks.coordinator import Alone, Coordinator, on_first, sendable, telling, together
+from ckptctl.ranks.coordinator import (
+    Coordinator,
+    SingleProcess,
+    run_and_all_gather,
+    run_on_all_ranks,
+    run_on_rank_zero,
+    to_sendable_error,
+)
 from ckptctl.save_load.loading.checks import require_nothing_lost
 from ckptctl.save_load.loading.identity import Fingerprint, fingerprint_of
 from ckptctl.save_load.loading.load_options import LoadReport
@@ -47,16 +54,16 @@ from ckptctl.tree import TreePath
 class CollectiveLoad:
     """Load of one checkpoint by all ranks."""
 
-    _own: RankLoad
+    _rank_load: RankLoad
 
-    def __init__(self, ranks: Coordinator, group: Coordinator, options: LoadCall) -> None:
+    def __init__(self, ranks: Coordinator, group: Coordinator, options: LoadCallOptions) -> None:
         self._ranks = ranks
         self._options = options
         self._rank = group.rank
-        self._every = ranks.world == group.world
+        self._all_ranks = ranks.world == group.world
 
-    def into(
-        self, target: Target, path: str | TreePath, error: BaseException | None = None
+    def load_into(
+        self, target: LoadTarget, path: str | TreePath, error: BaseException | None = None
     ) -> LoadReport:
         """Load the checkpoint at *path*, or raise on all ranks.
 
@@ -70,98 +77,125 @@ class CollectiveLoad:
         try:
             if error is not None:
                 raise error
-            here = (self._rank, ranks.world, self._every, sorted(routes(ranks).items()))
-            asked = request(target, path, self._options, here)
-            self._own = own = RankLoad(asked, self._options, self._rank, every=self._every)
-            fingerprint = own.saved_plan.fingerprint if own.saved_plan else None
+            rank_context = (
+                self._rank,
+                ranks.world,
+                self._all_ranks,
+                sorted(find_routes(ranks).items()),
+            )
+            load_request = build_request(target, path, self._options, rank_context)
+            self._rank_load = rank_load = RankLoad(
+                load_request, self._options, self._rank, every=self._all_ranks
+            )
+            fingerprint = rank_load.saved_plan.fingerprint if rank_load.saved_plan else None
             if fingerprint is None and ranks.world > 1:
-                fingerprint = fingerprint_of(own.catalog)
+                fingerprint = fingerprint_of(rank_load.catalog)
         except BaseException as failure:
             error = failure
-        views = agree(ranks, self._options, self._view(error, fingerprint), error)
+        views = agree_on_load(
+            ranks, self._options, self._describe_request(error, fingerprint), error
+        )
         statements = [view.statement for view in views]
-        own, plan = self._own, self._own.saved_plan
+        rank_load, plan = self._rank_load, self._rank_load.saved_plan
         if plan is None or not is_unchanged(statements):
             plan = replace(
-                self._planned(views),
+                self._make_plan(views),
                 generation=name_generation(statements),
                 fingerprint=fingerprint,
             )
         elif any(view.new for view in views):
             mapping = plan.reading.mapping
-            together(ranks, lambda: own.make_tensors(mapping))
-        read, received, values = self._carried_out(plan)
+            run_on_all_ranks(ranks, lambda: rank_load.allocate_new_tensors(mapping))
+        read, received, values = self._read_and_exchange(plan)
         if any(view.objects for view in views):
-            together(ranks, lambda: own.give(values.values))
+            run_on_all_ranks(ranks, lambda: rank_load.apply_values(values.values))
         else:
-            own.give(values.values)
-        if own.request.key:
-            PLANS.put(own.request.key, plan)
-        note_position(own.request.source)
-        return own.report(plan, values, read, received)
+            rank_load.apply_values(values.values)
+        if rank_load.request.key:
+            LOAD_PLANS.put(rank_load.request.key, plan)
+        record_position(rank_load.request.source)
+        return rank_load.build_report(plan, values, read, received)
 
-    def _view(self, error: BaseException | None, fingerprint: Fingerprint | None) -> RankView:
+    def _describe_request(
+        self, error: BaseException | None, fingerprint: Fingerprint | None
+    ) -> RankView:
         """Describe this rank's request for the others, before planning."""
         host = socket.gethostname()
         if error is not None:
-            statement = RankStatement("", problem=sendable(error))
+            statement = RankStatement("", problem=to_sendable_error(error))
             return RankView(statement, host, objects=False, new=False, fingerprint=fingerprint)
-        asked, plan = self._own.request, self._own.saved_plan
+        load_request, plan = self._rank_load.request, self._rank_load.saved_plan
         statement = RankStatement(
-            str(asked.source),
-            {"options": digest(self._options.shared())},
+            str(load_request.source),
+            {"options": digest(self._options.collect_shared())},
             new_nonce(),
-            asked.part.digest,
+            load_request.part.digest,
             plan.generation if plan else b"",
         )
-        return RankView(statement, host, bool(asked.owners.objects), bool(asked.new), fingerprint)
+        return RankView(
+            statement, host, bool(load_request.owners.objects), bool(load_request.new), fingerprint
+        )
 
-    def _planned(self, views: Sequence[RankView]) -> LoadPlan:
+    def _make_plan(self, views: Sequence[RankView]) -> CachedLoadPlan:
         """Plan on each rank, and then assign boxes that several ranks need to readers."""
-        own, ranks = self._own, self._ranks
+        rank_load, ranks = self._rank_load, self._ranks
         if self._options.rename is not None:
-            require_same_names(ranks, own.catalog)
-        alike = len({view.statement.identity for view in views}) == 1
-        wanted = own.request.part if alike else wanted_by_all(own.request.part, ranks)
+            require_same_names(ranks, rank_load.catalog)
+        is_same_request = len({view.statement.identity for view in views}) == 1
+        wanted = (
+            rank_load.request.part
+            if is_same_request
+            else merge_wanted(rank_load.request.part, ranks)
+        )
         hosts = [view.host for view in views]
         broadcast = self._options.broadcast
-        timed = broadcast == "auto" and ranks.world > 1 and len(set(hosts)) == 1
-        plan, speeds = telling(
-            ranks, lambda: (own.plan(wanted), measure_speed(own.catalog) if timed else 0.0)
+        is_measured = broadcast == "auto" and ranks.world > 1 and len(set(hosts)) == 1
+        plan, speeds = run_and_all_gather(
+            ranks,
+            lambda: (
+                rank_load.make_plan(wanted),
+                measure_speed(rank_load.catalog) if is_measured else 0.0,
+            ),
         )
         mapping = plan.reading.mapping
         if mapping.redundant:
-            on_first(ranks, lambda: require_nothing_lost(mapping))
+            run_on_rank_zero(ranks, lambda: require_nothing_lost(mapping))
         if broadcast == "auto" and ranks.world > 1:
             broadcast = should_broadcast(hosts, speeds)
         if not broadcast or ranks.world == 1:
             return plan
-        fill, _ = own.split_tied(plan.reading)
+        fill, _ = rank_load.split_tied(plan.reading)
         shared = tuple(assign_readers(fill, ranks, mapping.own))
-        reads = own.wanted(places_to_read(fill, shared, ranks.rank))
-        return replace(plan, plan=together(ranks, lambda: plan.reading.plan(reads)), shared=shared)
+        reads = rank_load.build_targets(select_places_to_read(fill, shared, ranks.rank))
+        return replace(
+            plan, plan=run_on_all_ranks(ranks, lambda: plan.reading.plan(reads)), shared=shared
+        )
 
-    def _carried_out(self, plan: LoadPlan) -> tuple[int, int, ReadValues]:
+    def _read_and_exchange(self, plan: CachedLoadPlan) -> tuple[int, int, LoadedValues]:
         """Read and exchange boxes.
 
         Returns:
             Bytes read, bytes received, and non-tensor values.
         """
-        own, ranks = self._own, self._ranks
-        fill, _ = own.split_tied(plan.reading)
+        rank_load, ranks = self._rank_load, self._ranks
+        fill, _ = rank_load.split_tied(plan.reading)
         if plan.shared is None:
-            (read, values), more = together(
-                ranks, lambda: (own.read(plan, fill), own.compare_tied(plan))
+            (read, values), compared_bytes = run_on_all_ranks(
+                ranks, lambda: (rank_load.read_tensors(plan, fill), rank_load.compare_tied(plan))
             )
-            return read + more, 0, values
-        places = places_to_read(fill, plan.shared, ranks.rank)
-        read, values = together(ranks, lambda: own.read(plan, places))
+            return read + compared_bytes, 0, values
+        places = select_places_to_read(fill, plan.shared, ranks.rank)
+        read, values = run_on_all_ranks(ranks, lambda: rank_load.read_tensors(plan, places))
         received = exchange_boxes(fill, plan.shared, ranks)
-        return read + together(ranks, lambda: own.compare_tied(plan)), received, values
+        return (
+            read + run_on_all_ranks(ranks, lambda: rank_load.compare_tied(plan)),
+            received,
+            values,
+        )
 
 
-@accept_keywords(LoadCall)
-def load(state_dict: Target, path: str | TreePath, options: LoadCall) -> LoadReport:
+@accept_keywords(LoadCallOptions)
+def load(state_dict: LoadTarget, path: str | TreePath, options: LoadCallOptions) -> LoadReport:
     """Fill *state_dict* from a checkpoint of any format. Call it on all ranks.
 
     Tensors are filled in place, and sharded tensors get only their local shard. Tensors on the meta
@@ -182,12 +216,12 @@ def load(state_dict: Target, path: str | TreePath, options: LoadCall) -> LoadRep
     Raises:
         CkptError: The load failed on some rank. It is raised on every rank.
     """
-    group = coordinator(options.process_group)
-    ranks = group if options.collectives else Alone()
+    group = get_coordinator(options.process_group)
+    ranks = group if options.collectives else SingleProcess()
     error: BaseException | None = None
     with ExitStack() as stack, pause_gc():  # a garbage collection takes 0.15 s with torch
         try:
             stack.enter_context(families.use_converter_file(options.converter))
         except BaseException as failure:  # the other ranks wait for it
             error = failure
-        return CollectiveLoad(ranks, group, options).into(state_dict, path, error)
+        return CollectiveLoad(ranks, group, options).load_into(state_dict, path, error)

@@ -12,21 +12,26 @@ from dataclasses import dataclass, replace
 
 from ckptctl.catalog import Catalog, TensorEntry
 from ckptctl.distributed.loading.broadcast import SharedRead
-from ckptctl.distributed.loading.new_tensors import tied_names, with_new_tensors
-from ckptctl.distributed.loading.request import LoadRequest, WantedLeaves, own_part
-from ckptctl.distributed.loading.state_options import LoadCall
+from ckptctl.distributed.loading.new_tensors import find_tied_names, with_new_tensors
+from ckptctl.distributed.loading.request import LoadRequest, WantedLeaves, read_own_part
+from ckptctl.distributed.loading.state_options import LoadCallOptions
 from ckptctl.distributed.loading.target_memory import (
-    Tied,
-    comparison_views,
+    TiedShard,
+    build_comparison_targets,
+    build_comparison_views,
+    build_views,
+    build_wanted,
     read_into,
     split_tied,
-    views_of,
-    wanted_again,
-    wanted_of,
 )
 from ckptctl.distributed.plan_cache import PlanCache
-from ckptctl.distributed.state import HeldShard
-from ckptctl.distributed.values import ReadValues, held_names, left_out_note, read_values
+from ckptctl.distributed.state import TensorShard
+from ckptctl.distributed.values import (
+    LoadedValues,
+    format_skipped_values,
+    match_stored_names,
+    read_values,
+)
 from ckptctl.errors import quote_names
 from ckptctl.planner.plan import Plan
 from ckptctl.save_load.loading.identity import Fingerprint
@@ -51,12 +56,12 @@ from ckptctl.save_load.loading.state_mapping import StateMapping, Wanted, map_st
 from ckptctl.save_load.saving.local_shards import digest
 from ckptctl.storage.outcome import OutOfRange
 
-NBYTES = 1 << 28
+CACHE_BYTES = 1 << 28
 _log = logging.getLogger("ckptctl")
 
 
 @dataclass(frozen=True, slots=True)
-class LoadPlan:
+class CachedLoadPlan:
     """Complete plan of a rank's load, independent of values."""
 
     structure: bytes  # digest of the requests and options of all ranks, for any checkpoint
@@ -68,7 +73,7 @@ class LoadPlan:
     # Boxes read for several ranks, or None if each rank reads for itself.
     shared: tuple[SharedRead, ...] | None = None
     # Plan that reads shards again to compare them with shared memory, or None.
-    again: Plan | None = None
+    comparison_plan: Plan | None = None
     generation: bytes = b""
     # Identity of the checkpoint for other ranks, or None for a single process.
     fingerprint: Fingerprint | None = None
@@ -80,7 +85,7 @@ class LoadPlan:
         return 2000 * len(self.plan.transfers) + 500 * (extents + len(self.opened.tensors))
 
 
-PLANS = PlanCache[LoadPlan](nbytes=NBYTES)
+LOAD_PLANS = PlanCache[CachedLoadPlan](nbytes=CACHE_BYTES)
 """Load plans of this process."""
 
 
@@ -91,51 +96,63 @@ class RankLoad:
         request: Request of the rank, with new tensors once they are allocated.
         saved_plan: Cached plan for the request, or None.
         catalog: The checkpoint, or only the part that this rank saved.
-        every: Whether all ranks of the group take part in the load.
+        all_ranks: Whether all ranks of the group take part in the load.
     """
 
-    def __init__(self, request: LoadRequest, options: LoadCall, rank: int, *, every: bool) -> None:
+    def __init__(
+        self, request: LoadRequest, options: LoadCallOptions, rank: int, *, every: bool
+    ) -> None:
         self.request = request
-        self.every = every
+        self.all_ranks = every
         self._rank = rank
         self._options = options
-        self._values: ReadValues | None = None
-        self._lost: dict[str, OutOfRange] = {}
-        self.saved_plan = PLANS.get(request.key) if request.key else None
-        self._own_part: Catalog | None = None
+        self._values: LoadedValues | None = None
+        self._out_of_range: dict[str, OutOfRange] = {}
+        self.saved_plan = LOAD_PLANS.get(request.key) if request.key else None
+        self._rank_local_catalog: Catalog | None = None
         if self.saved_plan:
             self.catalog = self.saved_plan.opened
         else:
             if not every:
-                self._own_part = own_part(request.source, rank, request.state, options)
-            self.catalog = self._own_part or options.open(request.source)
+                self._rank_local_catalog = read_own_part(
+                    request.source, rank, request.state, options
+                )
+            self.catalog = self._rank_local_catalog or options.open(request.source)
 
-    def plan(self, wanted_by_all: WantedLeaves) -> LoadPlan:
+    def make_plan(self, wanted_by_all: WantedLeaves) -> CachedLoadPlan:
         """Plan the load as if every rank reads for itself."""
         catalog = self.catalog
         structure = digest((self.request.structure or os.urandom(16), wanted_by_all.digest))
-        alike = (one for one in PLANS.plans() if one.structure == structure)
-        known = next((one for one in alike if same_index(one.opened, catalog)), None)
-        if known:
-            compared, reading = known.compared, known.reading.elsewhere(catalog)
-            self.make_tensors(reading.mapping)
+        candidates = (
+            candidate for candidate in LOAD_PLANS.list_plans() if candidate.structure == structure
+        )
+        cached = next(
+            (candidate for candidate in candidates if same_index(candidate.opened, catalog)), None
+        )
+        if cached:
+            compared, reading = cached.compared, cached.reading.elsewhere(catalog)
+            self.allocate_new_tensors(reading.mapping)
         else:
-            compared, reading = self._compared(wanted_by_all)
+            compared, reading = self._compare_names(wanted_by_all)
         fill, tied = self.split_tied(reading)
-        wanted = self.wanted(fill)
+        wanted = self.build_targets(fill)
         entries = reading.locate(wanted)
         checksum = self._options.checksum
-        if known and known.shared is None and same_places(known.entries, entries, checksum):
-            plan = plan_elsewhere(known.plan, catalog)
+        if cached and cached.shared is None and same_places(cached.entries, entries, checksum):
+            plan = plan_elsewhere(cached.plan, catalog)
         else:
             plan = reading.plan_of(wanted, entries)
         self._values = self._read_values(reading.mapping)
-        again = None
+        comparison_plan = None
         if tied:
-            again = reading.plan(wanted_again(tied, self.wanted(self.request.places)))
-        return LoadPlan(structure, catalog, reading, entries, plan, compared, again=again)
+            comparison_plan = reading.plan(
+                build_comparison_targets(tied, self.build_targets(self.request.places))
+            )
+        return CachedLoadPlan(
+            structure, catalog, reading, entries, plan, compared, comparison_plan=comparison_plan
+        )
 
-    def _compared(self, wanted_by_all: WantedLeaves) -> tuple[LoadReport, Reading]:
+    def _compare_names(self, wanted_by_all: WantedLeaves) -> tuple[LoadReport, Reading]:
         mapping = map_state(self.catalog, wanted_by_all.tensors, self._options.mapping)
         require_kinds(mapping, wanted_by_all.tensors, wanted_by_all.values)
         paths = {name: leaf.path for name, leaf in wanted_by_all.tensors.items()}
@@ -143,53 +160,63 @@ class RankLoad:
         strict = self._options.strict
         if strict and (compared.missing or compared.unexpected):
             # A single rank does not know which tensors the other ranks load.
-            own = compared if self.every or self._own_part else replace(compared, unexpected=())
-            tied = tied_names(self.request.state, mapping.tensors)
-            own = replace(own, missing=tuple(name for name in own.missing if name not in tied))
-            require_equal(as_strict_as(own, strict, mapping), mapping)
-        self.make_tensors(mapping)
+            comparison = (
+                compared
+                if self.all_ranks or self._rank_local_catalog
+                else replace(compared, unexpected=())
+            )
+            tied = find_tied_names(self.request.state, mapping.tensors)
+            comparison = replace(
+                comparison, missing=tuple(name for name in comparison.missing if name not in tied)
+            )
+            require_equal(as_strict_as(comparison, strict, mapping), mapping)
+        self.allocate_new_tensors(mapping)
         names = {*wanted_by_all.tensors, *wanted_by_all.values}
-        mapping = with_own(mapping, self.request.state.plain, self._rank, names)
-        wanted = self.wanted(self.request.places)
-        reading = prepare(mapping, wanted, cast=self._options.cast, whole=not self._own_part)
+        mapping = with_own(mapping, self.request.state.regular_names, self._rank, names)
+        wanted = self.build_targets(self.request.places)
+        reading = prepare(
+            mapping, wanted, cast=self._options.cast, whole=not self._rank_local_catalog
+        )
         return compared, reading
 
-    def make_tensors(self, mapping: StateMapping) -> None:
+    def allocate_new_tensors(self, mapping: StateMapping) -> None:
         """Allocate new tensors for those of the state that are replaced."""
         if self.request.new:
             self.request = with_new_tensors(self.request, mapping, self._options)
 
-    def wanted(self, places: Sequence[HeldShard]) -> dict[str, Wanted]:
+    def build_targets(self, places: Sequence[TensorShard]) -> dict[str, Wanted]:
         """Describe shards of the state as targets of a plan."""
-        return wanted_of(self.request.part.tensors, places)
+        return build_wanted(self.request.part.tensors, places)
 
-    def split_tied(self, reading: Reading) -> tuple[list[HeldShard], list[Tied]]:
+    def split_tied(self, reading: Reading) -> tuple[list[TensorShard], list[TiedShard]]:
         """Split shards into those to fill, each memory once, and those to compare later."""
         request = self.request
-        return split_tied(request.places, request.same, request.meeting, reading.mapping)
+        return split_tied(request.places, request.first_indices, request.overlaps, reading.mapping)
 
-    def read(self, plan: LoadPlan, places: Sequence[HeldShard]) -> tuple[int, ReadValues]:
+    def read_tensors(
+        self, plan: CachedLoadPlan, places: Sequence[TensorShard]
+    ) -> tuple[int, LoadedValues]:
         """Fill *places*, and return the tensor bytes read and the non-tensor values."""
         once = plan.shared is not None
-        read = read_into(views_of(places), plan.plan, self._options, once=once)
+        read = read_into(build_views(places), plan.plan, self._options, once=once)
         self._require_in_range(read.lost)
         return read.bytes_read, self._values or self._read_values(plan.reading.mapping)
 
-    def compare_tied(self, plan: LoadPlan) -> int:
+    def compare_tied(self, plan: CachedLoadPlan) -> int:
         """Compare shards that share memory with its contents, and return the bytes read."""
-        if not plan.again:
+        if not plan.comparison_plan:
             return 0
         fill, tied = self.split_tied(plan.reading)
-        views = comparison_views(tied, fill, str(plan.opened.path))
-        read = read_into(views, plan.again, self._options)
+        views = build_comparison_views(tied, fill, str(plan.opened.path))
+        read = read_into(views, plan.comparison_plan, self._options)
         self._require_in_range(read.lost)
         return read.bytes_read
 
-    def _require_in_range(self, lost: Mapping[str, OutOfRange]) -> None:
-        self._lost |= lost
-        self._options.require_in_range(lost)
+    def _require_in_range(self, out_of_range: Mapping[str, OutOfRange]) -> None:
+        self._out_of_range |= out_of_range
+        self._options.require_in_range(out_of_range)
 
-    def _read_values(self, mapping: StateMapping) -> ReadValues:
+    def _read_values(self, mapping: StateMapping) -> LoadedValues:
         return read_values(
             mapping,
             self.request.state.values,
@@ -198,26 +225,28 @@ class RankLoad:
             strict=self._options.strict in (True, "state"),
         )
 
-    def give(self, values: Mapping[str, object]) -> None:
+    def apply_values(self, values: Mapping[str, object]) -> None:
         """Store values and new tensors in the state, and load the state of objects."""
         request, state = self.request, self.request.state
-        request.owners.take(
-            request.plain,
+        request.owners.apply_loaded(
+            request.state_dict,
             {state.values[name].path: value for name, value in values.items()},
             {state.tensors[name].meta.path: tensor for name, tensor in request.made.items()},
         )
 
-    def report(self, plan: LoadPlan, values: ReadValues, read: int, received: int) -> LoadReport:
+    def build_report(
+        self, plan: CachedLoadPlan, values: LoadedValues, read: int, received: int
+    ) -> LoadReport:
         """Build the report of the load, and log values that were not loaded."""
         mapping, state = plan.reading.mapping, self.request.state
         tensors = (name for name in state.tensors if name in mapping.tensors)
         report = describe_load(
             plan.compared, mapping, (*tensors, *values.values), plan.reading.cast
         )
-        held = held_names(mapping, state.values, self._rank)
-        own = [other for other in held.values() if other in report.left_out]
-        own += [f"rank_{self._rank}.{name}" for name in mapping.own]
-        of_rank_0 = inherited(mapping, (*state.plain, *state.values), self._rank)
+        stored_names = match_stored_names(mapping, state.values, self._rank)
+        own_names = [other for other in stored_names.values() if other in report.left_out]
+        own_names += [f"rank_{self._rank}.{name}" for name in mapping.own]
+        of_rank_0 = inherited(mapping, (*state.regular_names, *state.values), self._rank)
         if of_rank_0:
             _log.warning(
                 "rank %d did not take part in the save, so it loaded the values of rank 0 for %s",
@@ -225,9 +254,11 @@ class RankLoad:
                 quote_names(of_rank_0),
             )
         if values.refused:
-            _log.warning("%s", left_out_note(values.refused))
-        notes = [f"loaded the values of this rank for {quote_names(own)}"] if own else []
-        on_meta = tuple(self.request.owners.on_meta())
+            _log.warning("%s", format_skipped_values(values.refused))
+        notes = (
+            [f"loaded the values of this rank for {quote_names(own_names)}"] if own_names else []
+        )
+        on_meta = tuple(self.request.owners.list_meta_tensors())
         if on_meta:
             _log.warning(
                 "still on the meta device, because the checkpoint does not contain them: %s",
@@ -240,6 +271,6 @@ class RankLoad:
             bytes_read=read,
             bytes_received=received,
             inherited=of_rank_0,
-            out_of_range=self._lost,
+            out_of_range=self._out_of_range,
             on_meta=on_meta,
         )

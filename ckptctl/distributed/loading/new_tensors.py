@@ -14,51 +14,55 @@ from torch.distributed.tensor import DTensor
 from ckptctl.catalog import row_major
 from ckptctl.distributed.compat import ShardedTensor
 from ckptctl.distributed.loading.request import LoadRequest, WantedLeaves
-from ckptctl.distributed.loading.state_options import LoadCall
+from ckptctl.distributed.loading.state_options import LoadCallOptions
 from ckptctl.distributed.state import (
-    State,
-    address,
+    FlatState,
+    build_rank_tensor,
     copy_placement,
+    get_address,
     has_placement,
-    held_tensor,
-    placement_of,
+    read_placement,
 )
 from ckptctl.save_load.loading.state_mapping import StateMapping
 
 
-def with_new_tensors(asked: LoadRequest, mapping: StateMapping, how: LoadCall) -> LoadRequest:
+def with_new_tensors(
+    request: LoadRequest, mapping: StateMapping, options: LoadCallOptions
+) -> LoadRequest:
     """Return the request with newly allocated tensors in place of those that they replace.
 
     Tensors that share memory, or a storage on the meta device, share the new one. Tensors that are
     missing from the checkpoint stay as they are.
     """
-    there = _dtypes(mapping)
+    dtypes = _find_dtypes(mapping)
     groups: dict[object, list[str]] = {}
-    for name in asked.new:
-        groups.setdefault(_memory(asked.state.tensors[name].leaf), []).append(name)
-    made: dict[str, torch.Tensor] = {}
+    for name in request.new:
+        groups.setdefault(_identify_memory(request.state.tensors[name].leaf), []).append(name)
+    new_tensors: dict[str, torch.Tensor] = {}
     for names in groups.values():
-        dtype = next((there[name] for name in names if name in there), None)
+        dtype = next((dtypes[name] for name in names if name in dtypes), None)
         if dtype is not None:
-            first = asked.state.tensors[names[0]]
-            kind = getattr(torch, dtype if how.assign else first.meta.dtype)
-            made |= dict.fromkeys(names, _made(first.leaf, kind, asked.new[names[0]]))
-    tensors = dict(asked.state.tensors)
-    for name, leaf in made.items():
-        tensors[name] = held_tensor(name, leaf, tensors[name].meta.path)
-    state = State(tensors, asked.state.values)
-    part = WantedLeaves(state.meta, asked.part.values)
-    return replace(asked, state=state, places=state.shards, part=part, made=made)
+            first = request.state.tensors[names[0]]
+            kind = getattr(torch, dtype if options.assign else first.meta.dtype)
+            new_tensors |= dict.fromkeys(
+                names, _allocate_like(first.leaf, kind, request.new[names[0]])
+            )
+    tensors = dict(request.state.tensors)
+    for name, leaf in new_tensors.items():
+        tensors[name] = build_rank_tensor(name, leaf, tensors[name].meta.path)
+    state = FlatState(tensors, request.state.values)
+    part = WantedLeaves(state.meta, request.part.values)
+    return replace(request, state=state, places=state.shards, part=part, made=new_tensors)
 
 
-def tied_names(state: State, offered: Container[str]) -> set[str]:
+def find_tied_names(state: FlatState, offered: Container[str]) -> set[str]:
     """Find missing tensors of *state* that share memory with others that are *offered*."""
-    memory = {name: _memory(one.leaf) for name, one in state.tensors.items()}
+    memory = {name: _identify_memory(tensor.leaf) for name, tensor in state.tensors.items()}
     filled = {place for name, place in memory.items() if name in offered}
     return {name for name, place in memory.items() if name not in offered and place in filled}
 
 
-def _dtypes(mapping: StateMapping) -> dict[str, str]:
+def _find_dtypes(mapping: StateMapping) -> dict[str, str]:
     """Return the checkpoint's dtypes of the tensors of the state, by name."""
     entries = mapping.catalog.tensors
     return {
@@ -66,17 +70,17 @@ def _dtypes(mapping: StateMapping) -> dict[str, str]:
     }
 
 
-def _memory(leaf: torch.Tensor | ShardedTensor) -> object:
+def _identify_memory(leaf: torch.Tensor | ShardedTensor) -> object:
     """Return an identity that is equal for tensors with the same memory."""
     if isinstance(leaf, ShardedTensor):
         return id(leaf)
     local = leaf.to_local() if isinstance(leaf, DTensor) else leaf
-    part = placement_of("", leaf) if has_placement(leaf) else leaf.shape
+    part = read_placement("", leaf) if has_placement(leaf) else leaf.shape
     kind = (local.device, local.dtype, local.shape, local.stride(), part)
-    return (address(local) if local.numel() or local.is_meta else id(leaf), *kind)
+    return (get_address(local) if local.numel() or local.is_meta else id(leaf), *kind)
 
 
-def _made(leaf: object, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _allocate_like(leaf: object, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Allocate an uninitialized contiguous tensor with the type and sharding of *leaf*."""
     assert isinstance(leaf, torch.Tensor)
     local = leaf.to_local() if isinstance(leaf, DTensor) else leaf

@@ -12,67 +12,67 @@ from contextlib import contextmanager
 
 import torch
 
-from ckptctl.distributed.devices import host_bytes, settle
-from ckptctl.distributed.state import memory
+from ckptctl.distributed.devices import allocate_host_bytes, synchronize_devices
+from ckptctl.distributed.state import to_memoryview
 from ckptctl.planner.copying.tile import Pattern
 from ckptctl.storage.buffers import STAGING_BUFFER, TILE_BUFFER, BufferParts, TileBuffers
 from ckptctl.storage.page_cache import PAGE_BYTES
 
-IN_TURN = 2
-MOST = 8 << 20
+TURNS = 2
+MAX_TURN_BYTES = 8 << 20
 """Bytes of pinned memory per turn. Copies from pageable memory are synchronous."""
 
 
 @contextmanager
-def device_buffers(tensors: Iterable[torch.Tensor]) -> Iterator[Callable[[], TileBuffers]]:
+def pinned_buffer_factory(tensors: Iterable[torch.Tensor]) -> Iterator[Callable[[], TileBuffers]]:
     """Yield a factory of buffers for threads that fill *tensors*, and wait for all copies at exit.
 
     The devices are synchronized first, because their streams may still write to the tensors.
     """
-    streams = [torch.cuda.Stream(device) for device in settle(tensors)]  # type: ignore[no-untyped-call]
-    made: list[PinnedBuffers] = []  # torch may reuse freed pinned memory while it is copied
+    streams = [torch.cuda.Stream(device) for device in synchronize_devices(tensors)]  # type: ignore[no-untyped-call]
+    buffers: list[PinnedBuffers] = []  # torch may reuse freed pinned memory while it is copied
 
-    def make() -> PinnedBuffers:
-        made.append(PinnedBuffers(streams))
-        return made[-1]
+    def make_buffers() -> PinnedBuffers:
+        buffers.append(PinnedBuffers(streams))
+        return buffers[-1]
 
     try:
-        yield make if streams else TileBuffers
+        yield make_buffers if streams else TileBuffers
     finally:
         for stream in streams:
             stream.synchronize()
-        made.clear()
+        buffers.clear()
 
 
 class PinnedBuffers(TileBuffers):
     """Buffers of one thread, which sets *streams* as its current streams at first use."""
 
-    step = MOST
+    step = MAX_TURN_BYTES
 
     def __init__(self, streams: Sequence[torch.cuda.Stream]) -> None:
         super().__init__()
         self._streams = streams
         self._pageable = TileBuffers()
         self._turns: deque[_Turn] = deque()
-        self._of_tile = self._pageable
+        self._tile_buffers = self._pageable
 
     def get_buffer(self, name: str, nbytes: int) -> memoryview:
         """Return the buffer *name*, and begin the next turn if it is a tile."""
         if not self._turns:
             for stream in self._streams:
                 torch.cuda.set_stream(stream)
-            self._turns.extend(_Turn(len(self._streams)) for _ in range(IN_TURN))
+            self._turns.extend(_Turn(len(self._streams)) for _ in range(TURNS))
         if name == TILE_BUFFER:
-            self._of_tile = self._next() if nbytes <= MOST else self._pageable
-        return (self._pageable if name == STAGING_BUFFER else self._of_tile).get_buffer(
+            self._tile_buffers = self._rotate_turn() if nbytes <= MAX_TURN_BYTES else self._pageable
+        return (self._pageable if name == STAGING_BUFFER else self._tile_buffers).get_buffer(
             name, nbytes
         )
 
     def list_views(self, pattern: Pattern, buffer: memoryview) -> list[BufferParts]:
         """See :meth:`TileBuffers.list_views`."""
-        return self._of_tile.list_views(pattern, buffer)
+        return self._tile_buffers.list_views(pattern, buffer)
 
-    def _next(self) -> TileBuffers:
+    def _rotate_turn(self) -> TileBuffers:
         """Return the least recently used buffers, once copies from them are done."""
         for event, stream in zip(self._turns[0].copied, self._streams, strict=True):
             event.record(stream)
@@ -99,9 +99,9 @@ class _Turn(TileBuffers):
     def _allocate_pages(self, nbytes: int) -> memoryview:
         """Allocate pinned memory in one of torch's sizes, or pageable memory above the limit."""
         size = max(PAGE_BYTES, 1 << (nbytes - 1).bit_length())
-        if self.nbytes + size > MOST:
+        if self.nbytes + size > MAX_TURN_BYTES:
             return super()._allocate_pages(nbytes)
-        tensor = host_bytes(size, pinned=True)
-        view = memory(tensor)
+        tensor = allocate_host_bytes(size, pinned=True)
+        view = to_memoryview(tensor)
         view.obj.tensor = tensor  # type: ignore[attr-defined]  # lives as long as the view
         return view

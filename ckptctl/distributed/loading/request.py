@@ -14,10 +14,10 @@ from ckptctl.catalog import Catalog
 from ckptctl.catalog import Path as Keys
 from ckptctl.distributed.compat import ShardedTensor
 from ckptctl.distributed.loading.overlaps import find_overlaps
-from ckptctl.distributed.loading.owners import Owners, Target
-from ckptctl.distributed.loading.state_options import LoadCall
-from ckptctl.distributed.loading.target_memory import find_same_memory, steps_of
-from ckptctl.distributed.state import HeldShard, State, state_of
+from ckptctl.distributed.loading.owners import LoadTarget, StateOwners
+from ckptctl.distributed.loading.state_options import LoadCallOptions
+from ckptctl.distributed.loading.target_memory import find_same_memory, get_load_strides
+from ckptctl.distributed.state import FlatState, TensorShard, flatten_state
 from ckptctl.errors import MappingError, RefusedError
 from ckptctl.formats.dcp_rank_local import DcpRankLocalFormat, read_rank
 from ckptctl.ranks.coordinator import Coordinator
@@ -27,9 +27,9 @@ from ckptctl.save_load.rank_agreement import RankStatement, require_agreement
 from ckptctl.save_load.saving.local_shards import TensorMeta, digest
 from ckptctl.tree import TreePath
 
-VERSION = 1
+KEY_VERSION = 1
 """Version of the contents of a plan's key."""
-HOW = ("strict", "cast", "allow_overflow", "trusted", "checksum", "jobs")
+NON_SOURCE_OPTIONS = ("strict", "cast", "allow_overflow", "trusted", "checksum", "jobs")
 """Options of a load that do not affect how the checkpoint is interpreted."""
 
 
@@ -43,11 +43,11 @@ class WantedLeaves:
     @property
     def digest(self) -> bytes:
         """Digest of all names, dtypes, shapes and paths."""
-        leaves = [(n, one.dtype, one.shape, one.path) for n, one in self.tensors.items()]
+        leaves = [(name, meta.dtype, meta.shape, meta.path) for name, meta in self.tensors.items()]
         return digest((leaves, list(self.values.items())))
 
 
-def wanted_by_all(own: WantedLeaves, ranks: Coordinator) -> WantedLeaves:
+def merge_wanted(local: WantedLeaves, ranks: Coordinator) -> WantedLeaves:
     """Merge the required leaves of all ranks.
 
     Raises:
@@ -55,17 +55,17 @@ def wanted_by_all(own: WantedLeaves, ranks: Coordinator) -> WantedLeaves:
     """
     tensors: dict[str, TensorMeta] = {}
     values: dict[str, Keys] = {}
-    for rank, one in enumerate(ranks.all_gather(own)):
-        for name, leaf in one.tensors.items():
-            known = tensors.setdefault(name, leaf)
-            if (known.dtype, known.shape) != (leaf.dtype, leaf.shape):
+    for rank, leaves in enumerate(ranks.all_gather(local)):
+        for name, leaf in leaves.tensors.items():
+            existing = tensors.setdefault(name, leaf)
+            if (existing.dtype, existing.shape) != (leaf.dtype, leaf.shape):
                 raise MappingError(
                     f"ranks disagree on `{name}`",
                     where=f"rank {rank}",
-                    why=f"{leaf.dtype} {list(leaf.shape)} on this rank, but {known.dtype} "
-                    f"{list(known.shape)} on a lower rank",
+                    why=f"{leaf.dtype} {list(leaf.shape)} on this rank, but {existing.dtype} "
+                    f"{list(existing.shape)} on a lower rank",
                 )
-        values |= one.values
+        values |= leaves.values
     return WantedLeaves(tensors, values)
 
 
@@ -74,12 +74,12 @@ class LoadRequest:
     """Request of one rank."""
 
     source: TreePath
-    owners: Owners
-    plain: dict[str, Any]  # state dict, with objects replaced by their state dicts
-    state: State
-    places: list[HeldShard]
-    same: list[int]  # index of the first place with the same memory, per place
-    meeting: dict[int, int]  # places that partly overlap, by index
+    owners: StateOwners
+    state_dict: dict[str, Any]  # state dict, with objects replaced by their state dicts
+    state: FlatState
+    places: list[TensorShard]
+    first_indices: list[int]  # index of the first place with the same memory, per place
+    overlaps: dict[int, int]  # places that partly overlap, by index
     new: Mapping[str, torch.device]  # devices of new tensors
     part: WantedLeaves  # required leaves, as sent to other ranks
     # Digest of everything on which a plan depends except the checkpoint, or None if unknown.
@@ -99,99 +99,123 @@ class RankView(NamedTuple):
     fingerprint: Fingerprint | None
 
 
-def request(target: Target, path: str | TreePath, how: LoadCall, here: object) -> LoadRequest:
+def build_request(
+    target: LoadTarget, path: str | TreePath, options: LoadCallOptions, context: object
+) -> LoadRequest:
     """Build the request of this rank."""
-    owners = Owners.of(target)
-    plain = owners.plain()
-    state = state_of(plain, on_meta=True)
-    new = _new(owners, state, how)
+    owners = StateOwners.from_target(target)
+    expanded = owners.build_state_dict()
+    state = flatten_state(expanded, on_meta=True)
+    new = _find_new_tensors(owners, state, options)
     places = state.shards
-    same, source = find_same_memory(places, new), formats.to_existing_path(path)
-    meeting = find_overlaps(places, same, new)
+    first_indices, source = find_same_memory(places, new), formats.to_existing_path(path)
+    overlaps = find_overlaps(places, first_indices, new)
     structure = key = None
-    beside = [file for file in (how.assets, how.rules, how.converter) if file is not None]
-    extra = identity(beside) if beside else b""
-    rename = how.rename
+    config_files = [
+        file for file in (options.assets, options.rules, options.converter) if file is not None
+    ]
+    extra = identity(config_files) if config_files else b""
+    rename = options.rename
     if extra is not None and (rename is None or isinstance(rename, Mapping)):
         boxes = [
-            (one.name, one.box.offsets, one.box.sizes, steps_of(one.tensor), one.tensor.device.type)
-            for one in places
+            (
+                shard.name,
+                shard.box.offsets,
+                shard.box.sizes,
+                get_load_strides(shard.tensor),
+                shard.tensor.device.type,
+            )
+            for shard in places
         ]
-        made = [(name, str(device)) for name, device in new.items()]
-        own = digest((state.meta, boxes, state.paths, made, sorted((rename or {}).items())))
-        memory = (same, sorted(meeting.items()))
-        structure = digest((VERSION, here, how.shared(), extra, memory, own))
+        new_devices = [(name, str(device)) for name, device in new.items()]
+        state_digest = digest(
+            (state.meta, boxes, state.paths, new_devices, sorted((rename or {}).items()))
+        )
+        memory = (first_indices, sorted(overlaps.items()))
+        structure = digest(
+            (KEY_VERSION, context, options.collect_shared(), extra, memory, state_digest)
+        )
         files = identity([source])
         key = None if files is None else digest((structure, files))
     part = WantedLeaves(state.meta, state.paths)
     return LoadRequest(
-        source, owners, plain, state, places, same, meeting, new, part, structure, key
+        source, owners, expanded, state, places, first_indices, overlaps, new, part, structure, key
     )
 
 
-def _new(owners: Owners, state: State, how: LoadCall) -> dict[str, torch.device]:
+def _find_new_tensors(
+    owners: StateOwners, state: FlatState, options: LoadCallOptions
+) -> dict[str, torch.device]:
     """Find the tensors that are replaced by new ones, and the devices of these."""
-    leaves = {name: one.leaf for name, one in state.tensors.items()}
+    leaves = {name: tensor.leaf for name, tensor in state.tensors.items()}
     meshes = {leaf.device_mesh.device_type for leaf in leaves.values() if isinstance(leaf, DTensor)}
-    elsewhere = meshes.pop() if len(meshes) == 1 else "cpu"
+    default_device = meshes.pop() if len(meshes) == 1 else "cpu"
     new: dict[str, torch.device] = {}
     for name, leaf in leaves.items():
-        owner = owners.owner(state.tensors[name].meta.path)
-        takes = owner is None or isinstance(owner, torch.nn.Module)
-        if isinstance(leaf, ShardedTensor) or not (leaf.is_meta or (how.assign and takes)):
+        owner = owners.find_owner(state.tensors[name].meta.path)
+        is_assignable = owner is None or isinstance(owner, torch.nn.Module)
+        if isinstance(leaf, ShardedTensor) or not (
+            leaf.is_meta or (options.assign and is_assignable)
+        ):
             continue
-        if not takes:
+        if not is_assignable:
             raise RefusedError(
                 f"`{name}` is on the meta device, but its owner is not a module",
                 why=f"a {type(owner).__name__} accepts elements, not new tensors",
                 hint="pass the module itself in the state, or its state dict",
             )
-        here = leaf.device_mesh.device_type if isinstance(leaf, DTensor) else elsewhere
-        new[name] = torch.device(how.device or (here if leaf.is_meta else leaf.device))
+        mesh_device = leaf.device_mesh.device_type if isinstance(leaf, DTensor) else default_device
+        new[name] = torch.device(options.device or (mesh_device if leaf.is_meta else leaf.device))
     return new
 
 
-def agree(
-    ranks: Coordinator, how: LoadCall, own: RankView, error: BaseException | None
+def agree_on_load(
+    ranks: Coordinator, options: LoadCallOptions, own_view: RankView, error: BaseException | None
 ) -> list[RankView]:
     """Exchange requests, and raise on all ranks if any failed or they disagree.
 
     Args:
         ranks: Ranks of the load.
-        how: Options of the load.
-        own: Request of this rank.
+        options: Options of the load.
+        own_view: Request of this rank.
         error: Failure of this rank, if any.
     """
-    said = ranks.all_gather(own)
+    views = ranks.all_gather(own_view)
     if error is not None:
         raise error
-    statements = [one.statement for one in said]
-    alike = all(one.how == statements[0].how for one in statements)
-    if not alike and not any(one.problem for one in statements):
-        statements = ranks.all_gather(own.statement._replace(how=how.shared()))
+    statements = [entry.statement for entry in views]
+    is_same = all(entry.how == statements[0].how for entry in statements)
+    if not is_same and not any(entry.problem for entry in statements):
+        statements = ranks.all_gather(own_view.statement._replace(how=options.collect_shared()))
     require_agreement(statements, ranks.rank, "checkpoints")
-    seen = [one.fingerprint for one in said if one.fingerprint]
-    require_same_checkpoint(seen, own.statement.target)
-    return said
+    fingerprints = [entry.fingerprint for entry in views if entry.fingerprint]
+    require_same_checkpoint(fingerprints, own_view.statement.target)
+    return views
 
 
 def require_same_names(ranks: Coordinator, catalog: Catalog) -> None:
     """Raise if ranks rename the keys of the checkpoint differently."""
-    said = ranks.all_gather(digest([*catalog.tensors, *catalog.blobs]))
-    other = next((rank for rank, one in enumerate(said) if one != said[0]), None)
-    if other is not None:
+    digests = ranks.all_gather(digest([*catalog.tensors, *catalog.blobs]))
+    differing_rank = next(
+        (rank for rank, names_digest in enumerate(digests) if names_digest != digests[0]), None
+    )
+    if differing_rank is not None:
         raise MappingError(
             "the ranks rename keys differently",
             where=catalog.path,
-            why=f"`rename` maps to other keys on rank {other} than on rank 0",
+            why=f"`rename` maps to other keys on rank {differing_rank} than on rank 0",
             hint="pass the same `rename` on every rank",
         )
 
 
-def own_part(path: TreePath, rank: int, state: State, options: LoadOptions) -> Catalog | None:
+def read_own_part(
+    path: TreePath, rank: int, state: FlatState, options: LoadOptions
+) -> Catalog | None:
     """Read the part that *rank* saved at *path*, or return None if *state* requires more."""
-    about_it = (field for field in fields(LoadOptions) if field.name not in HOW)
-    if any(getattr(options, one.name) != one.default for one in about_it):
+    source_options = (
+        field for field in fields(LoadOptions) if field.name not in NON_SOURCE_OPTIONS
+    )
+    if any(getattr(options, option.name) != option.default for option in source_options):
         return None
     if formats.detect_format(path).name != DcpRankLocalFormat.name:
         return None

@@ -16,21 +16,21 @@ from ckptctl.save_load.loading.load_options import LoadOptions, Strict
 Broadcast = bool | Literal["auto"]
 
 
-def _broadcast(value: Broadcast) -> Broadcast:
+def check_broadcast(value: Broadcast) -> Broadcast:
     """Return *value*, or raise if it is not a valid ``broadcast`` option."""
     if value not in (True, False, "auto"):
         raise UsageError("`broadcast` must be True, False or 'auto'", why=f"it is {value!r}")
     return value
 
 
-def _strict(value: Strict) -> Strict:
+def check_strict(value: Strict) -> Strict:
     """Return *value*, or raise if it is not a valid ``strict`` option."""
     if value not in (True, False, "model", "state"):
         raise UsageError("`strict` must be True, False, 'model' or 'state'", why=f"it is {value!r}")
     return value
 
 
-def _device(value: torch.device | str) -> torch.device:
+def check_device(value: torch.device | str) -> torch.device:
     """Convert *value* to a device, or raise if tensors cannot be loaded there."""
     try:
         device = torch.device(value)
@@ -42,7 +42,7 @@ def _device(value: torch.device | str) -> torch.device:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadCall(LoadOptions):
+class LoadCallOptions(LoadOptions):
     """Options of :func:`ckptctl.load`."""
 
     converter: opt.Converter = None
@@ -52,7 +52,7 @@ class LoadCall(LoadOptions):
             "Raise an error for missing and unexpected keys. If False, only the report lists "
             "them. With ``state``, only missing keys are errors, so that a part of the "
             "checkpoint can be loaded. With ``model``, only the model's keys are checked.",
-            check=_strict,
+            check=check_strict,
         ),
     ] = True
     assign: Annotated[
@@ -69,7 +69,7 @@ class LoadCall(LoadOptions):
             "Device of new tensors. None uses the device of their mesh or of the tensor that "
             "they replace. A new tensor that replaces one on the meta device without a mesh is "
             "created on the device of the state's meshes.",
-            check=_device,
+            check=check_device,
         ),
     ] = None
     process_group: ProcessGroup = None
@@ -78,17 +78,17 @@ class LoadCall(LoadOptions):
         Option(
             "Read data that several ranks need on only one rank, and send it to the others. "
             "``auto`` does so if the ranks run on several machines or storage is slow.",
-            check=_broadcast,
+            check=check_broadcast,
         ),
     ] = "auto"
     collectives: Annotated[
         bool, Option("Coordinate the ranks. If False, each rank loads by itself.")
     ] = True
 
-    def shared(self) -> dict[str, object]:
+    def collect_shared(self) -> dict[str, object]:
         """Return the options that must be equal on all ranks, by name."""
-        own = ("jobs", "process_group", "collectives", "device", "rename")
-        names = (field.name for field in fields(self) if field.name not in own)
+        rank_options = ("jobs", "process_group", "collectives", "device", "rename")
+        names = (field.name for field in fields(self) if field.name not in rank_options)
         shared: dict[str, object] = {name: repr(getattr(self, name)) for name in names}
         # Functions cannot be compared, so the renamed keys are compared later.
         return shared | {"rename": "None" if self.rename is None else type(self.rename).__name__}

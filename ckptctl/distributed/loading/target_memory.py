@@ -14,9 +14,15 @@ from typing import NamedTuple
 import torch
 
 from ckptctl.catalog import memory_name, row_major
-from ckptctl.distributed.group import threads, world
-from ckptctl.distributed.loading.pinned_buffers import device_buffers
-from ckptctl.distributed.state import HeldShard, address, bytes_of, memory, row_major_parts
+from ckptctl.distributed.group import choose_thread_count, get_world_size
+from ckptctl.distributed.loading.pinned_buffers import pinned_buffer_factory
+from ckptctl.distributed.state import (
+    TensorShard,
+    get_address,
+    iterate_row_major_parts,
+    to_memoryview,
+    view_as_bytes,
+)
 from ckptctl.errors import MappingError, RefusedError
 from ckptctl.planner.plan import Plan
 from ckptctl.save_load.loading.load_options import LoadOptions
@@ -27,20 +33,28 @@ from ckptctl.storage.execution.execution_options import Execution, ExecutionOpti
 from ckptctl.storage.execution.executor import execute_plan
 from ckptctl.storage.threads import pause_gc
 
-LONG = 4096
+MIN_RUN_BYTES = 4096
 
 
-def views_of(places: Iterable[HeldShard]) -> dict[str, Memory]:
+def build_views(places: Iterable[TensorShard]) -> dict[str, Memory]:
     """Map the names of *places* in a plan to their memory."""
-    return {memory_name(str(number)): target(one.tensor) for number, one in enumerate(places)}
+    return {
+        memory_name(str(number)): get_target_memory(shard.tensor)
+        for number, shard in enumerate(places)
+    }
 
 
-def wanted_of(tensors: Mapping[str, TensorMeta], places: Iterable[HeldShard]) -> dict[str, Wanted]:
+def build_wanted(
+    tensors: Mapping[str, TensorMeta], places: Iterable[TensorShard]
+) -> dict[str, Wanted]:
     """Describe *places* as targets of a plan, for all of *tensors*."""
     targets: dict[str, list[Target]] = {name: [] for name in tensors}
     for number, place in enumerate(places):
-        targets[place.name].append(Target(place.box, str(number), steps_of(place.tensor)))
-    return {n: Wanted(one.dtype, one.shape, tuple(targets[n])) for n, one in tensors.items()}
+        targets[place.name].append(Target(place.box, str(number), get_load_strides(place.tensor)))
+    return {
+        tensor_name: Wanted(meta.dtype, meta.shape, tuple(targets[tensor_name]))
+        for tensor_name, meta in tensors.items()
+    }
 
 
 def read_into(
@@ -57,24 +71,26 @@ def read_into(
     Returns:
         The statistics, including elements that were out of range of their dtype.
     """
-    how = ExecutionOptions(
-        jobs=threads(options.jobs),
+    execution_options = ExecutionOptions(
+        jobs=choose_thread_count(options.jobs),
         checksum=options.checksum,
         sync=False,
-        direct=once or world() == 1,
+        direct=once or get_world_size() == 1,
     )
-    tensors = (one.tensor for one in views.values() if isinstance(one, Filled))
+    tensors = (view.tensor for view in views.values() if isinstance(view, TensorSink))
     root = Path(plan.source_root)
     # Thousands of short-lived objects, none in a reference cycle.
-    with pause_gc(), device_buffers(tensors) as buffers:
-        return execute_plan(plan, root, how, lambda _: None, memory=views, buffers=buffers)
+    with pause_gc(), pinned_buffer_factory(tensors) as buffers:
+        return execute_plan(
+            plan, root, execution_options, lambda _: None, memory=views, buffers=buffers
+        )
 
 
-def _copy(place: torch.Tensor, elements: torch.Tensor) -> None:
+def _copy_elements(place: torch.Tensor, elements: torch.Tensor) -> None:
     place.copy_(elements, non_blocking=place.is_cuda)
 
 
-class Filled(ByteSink):
+class TensorSink(ByteSink):
     """Byte sink that writes row-major elements to a tensor of any strides and device."""
 
     checksummed = False
@@ -82,14 +98,14 @@ class Filled(ByteSink):
     def __init__(
         self,
         tensor: torch.Tensor,
-        take: Callable[[torch.Tensor, torch.Tensor], object] = _copy,
+        take: Callable[[torch.Tensor, torch.Tensor], object] = _copy_elements,
     ) -> None:
         self.tensor = tensor
         self._take = take
         self._inference = tensor.is_inference()
-        plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+        is_direct = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
         # Few calls of torch, because each releases the GIL and then waits for it.
-        self._bytes = bytes_of(tensor) if plain else None
+        self._bytes = view_as_bytes(tensor) if is_direct else None
 
     def write(self, offset: int, view: memoryview) -> None:
         """Write bytes of the row-major elements at *offset*."""
@@ -101,11 +117,11 @@ class Filled(ByteSink):
                 return
             elements = torch.frombuffer(view, dtype=tensor.dtype)
             start = offset // tensor.element_size()
-            for place, own in row_major_parts(tensor, start, elements):
-                self._take(place, own)
+            for place, part in iterate_row_major_parts(tensor, start, elements):
+                self._take(place, part)
 
 
-def in_place(tensor: torch.Tensor) -> bool:
+def is_read_in_place(tensor: torch.Tensor) -> bool:
     """Return whether files are read directly into *tensor*, if it has long rows in host memory."""
     if tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg():
         return False
@@ -113,17 +129,17 @@ def in_place(tensor: torch.Tensor) -> bool:
     for size, step in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if size != 1 and step * tensor.element_size() != run:
             steps = [n for size, n in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
-            return run >= LONG and steps == sorted(steps, reverse=True)
+            return run >= MIN_RUN_BYTES and steps == sorted(steps, reverse=True)
         run *= size
     return True
 
 
-def steps_of(tensor: torch.Tensor) -> tuple[int, ...]:
+def get_load_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the strides of *tensor* in elements, as a load plan sees them."""
-    return tuple(tensor.stride()) if in_place(tensor) else row_major(tuple(tensor.shape))
+    return tuple(tensor.stride()) if is_read_in_place(tensor) else row_major(tuple(tensor.shape))
 
 
-def target(tensor: torch.Tensor) -> Memory:
+def get_target_memory(tensor: torch.Tensor) -> Memory:
     """Return the memory of *tensor* for the executor, which the tensor must outlive.
 
     Raises:
@@ -135,42 +151,44 @@ def target(tensor: torch.Tensor) -> Memory:
             where=f"shape {list(tensor.shape)}, strides {list(tensor.stride())}",
             hint="call `clone` on it first",
         )
-    return memory(tensor) if in_place(tensor) else Filled(tensor)
+    return to_memoryview(tensor) if is_read_in_place(tensor) else TensorSink(tensor)
 
 
-class Tied(NamedTuple):
+class TiedShard(NamedTuple):
     """Shard whose memory is filled by another one, at least in part."""
 
-    place: HeldShard
+    place: TensorShard
     filled: int
 
 
-def find_same_memory(places: Sequence[HeldShard], new: Container[str] = ()) -> list[int]:
+def find_same_memory(places: Sequence[TensorShard], new: Container[str] = ()) -> list[int]:
     """Return the index of the first place with the same memory, for each place.
 
     Args:
         places: Shards to fill.
         new: Names of tensors that are replaced by new ones, which stay tied to each other.
     """
-    known: dict[object, int] = {}
-    found: list[int] = []
+    first_by_memory: dict[object, int] = {}
+    first_indices: list[int] = []
     for number, place in enumerate(places):
-        own = place.tensor
-        kind = (own.device, own.dtype, own.shape, own.stride(), place.name in new)
-        memory = (address(own), *kind)
-        found.append(known.setdefault(memory, number) if own.numel() else number)
-    return found
+        tensor = place.tensor
+        kind = (tensor.device, tensor.dtype, tensor.shape, tensor.stride(), place.name in new)
+        memory = (get_address(tensor), *kind)
+        first_indices.append(
+            first_by_memory.setdefault(memory, number) if tensor.numel() else number
+        )
+    return first_indices
 
 
 def split_tied(
-    places: Sequence[HeldShard],
-    same: Sequence[int],
-    meeting: Mapping[int, int],
+    places: Sequence[TensorShard],
+    first_indices: Sequence[int],
+    overlaps: Mapping[int, int],
     mapping: StateMapping,
-) -> tuple[list[HeldShard], list[Tied]]:
+) -> tuple[list[TensorShard], list[TiedShard]]:
     """Split places into those to fill, each memory once, and those to compare later."""
     offered = mapping.tensors
-    if len(set(same)) == len(places) and not meeting:
+    if len(set(first_indices)) == len(places) and not overlaps:
         return [place for place in places if place.name in offered], []
     entries = mapping.catalog.tensors
     sources = {  # equal if two names get the same elements
@@ -178,9 +196,9 @@ def split_tied(
         for name, composed in offered.items()
     }
     filled: dict[int, int] = {}
-    fill: list[HeldShard] = []
-    again: list[Tied] = []
-    for place, first in zip(places, same, strict=True):
+    fill: list[TensorShard] = []
+    comparisons: list[TiedShard] = []
+    for place, first in zip(places, first_indices, strict=True):
         if place.name not in offered:
             continue
         number = filled.setdefault(first, len(fill))
@@ -189,33 +207,39 @@ def split_tied(
         elif sources.get(place.name) != sources.get(fill[number].name) or (
             place.box != fill[number].box
         ):
-            again.append(Tied(place, number))
-    both = ((one, other) for one, other in meeting.items() if {one, other} <= filled.keys())
-    again += [Tied(places[one], filled[other]) for one, other in both]
-    return fill, again
+            comparisons.append(TiedShard(place, number))
+    both = (
+        (index, other_index)
+        for index, other_index in overlaps.items()
+        if {index, other_index} <= filled.keys()
+    )
+    comparisons += [TiedShard(places[index], filled[other_index]) for index, other_index in both]
+    return fill, comparisons
 
 
-def wanted_again(tied: Sequence[Tied], wanted: dict[str, Wanted]) -> dict[str, Wanted]:
+def build_comparison_targets(
+    tied: Sequence[TiedShard], wanted: dict[str, Wanted]
+) -> dict[str, Wanted]:
     """Describe the shards that are read again and compared."""
     targets: dict[str, list[Target]] = {}
     for number, (place, _) in enumerate(tied):
         steps = row_major(tuple(place.tensor.shape))
         targets.setdefault(place.name, []).append(Target(place.box, str(number), steps))
     return {
-        name: Wanted(wanted[name].dtype, wanted[name].shape, tuple(some))
-        for name, some in targets.items()
+        name: Wanted(wanted[name].dtype, wanted[name].shape, tuple(boxes))
+        for name, boxes in targets.items()
     }
 
 
-def comparison_views(
-    tied: Sequence[Tied], fill: Sequence[HeldShard], where: str
+def build_comparison_views(
+    tied: Sequence[TiedShard], fill: Sequence[TensorShard], where: str
 ) -> dict[str, Memory]:
     """Map the names of compared shards to sinks that raise if the data differs."""
 
-    def equal(name: str, filled: str) -> Callable[[torch.Tensor, torch.Tensor], None]:
-        def require(place: torch.Tensor, elements: torch.Tensor) -> None:
-            own = place.resolve_conj().resolve_neg().contiguous().cpu()
-            if not torch.equal(bytes_of(own), bytes_of(elements)):
+    def build_check(name: str, filled: str) -> Callable[[torch.Tensor, torch.Tensor], None]:
+        def check_elements(place: torch.Tensor, elements: torch.Tensor) -> None:
+            expected = place.resolve_conj().resolve_neg().contiguous().cpu()
+            if not torch.equal(view_as_bytes(expected), view_as_bytes(elements)):
                 raise MappingError(
                     f"`{filled}` and `{name}` have different values",
                     where=where,
@@ -223,9 +247,11 @@ def comparison_views(
                     hint="use separate tensors in the state, or omit one of the names",
                 )
 
-        return require
+        return check_elements
 
     return {
-        memory_name(str(number)): Filled(place.tensor, equal(place.name, fill[filled].name))
+        memory_name(str(number)): TensorSink(
+            place.tensor, build_check(place.name, fill[filled].name)
+        )
         for number, (place, filled) in enumerate(tied)
     }

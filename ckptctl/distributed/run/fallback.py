@@ -13,17 +13,17 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 from ckptctl.distributed.group import UnreachableError
-from ckptctl.distributed.run.keeper import Keeper, Start
+from ckptctl.distributed.run.keeper import ResumePoint, RunCheckpoints
 from ckptctl.errors import CkptError, CoverageError, DamagedError, RefusedError, quote_names
-from ckptctl.ranks.coordinator import Coordinator, RankError, on_first, sendable
+from ckptctl.ranks.coordinator import Coordinator, RankError, run_on_rank_zero, to_sendable_error
 from ckptctl.save_load.loading.load_options import LoadReport
 
 Fallback = Literal["older", "raise"]
-EVIDENCE = (DamagedError.code, CoverageError.code)
+DAMAGE_CODES = (DamagedError.code, CoverageError.code)
 _log = logging.getLogger("ckptctl")
 
 
-class Attempt(NamedTuple):
+class LoadAttempt(NamedTuple):
     """Outcome of a load on all ranks, with this rank's report or the errors of failed ranks."""
 
     report: LoadReport | None
@@ -33,7 +33,7 @@ class Attempt(NamedTuple):
 
 def attempt_load(
     ranks: Coordinator, load: Callable[[], LoadReport], skippable: Collection[str]
-) -> Attempt:
+) -> LoadAttempt:
     """Load on all ranks, and return errors with *skippable* codes to all of them.
 
     Raises:
@@ -47,35 +47,35 @@ def attempt_load(
         raise
     except BaseException as failure:
         error = failure
-    outcomes = ranks.all_gather((sendable(error), report.missing if report else ()))
+    outcomes = ranks.all_gather((to_sendable_error(error), report.missing if report else ()))
     failures = {rank: failure for rank, (failure, _) in enumerate(outcomes) if failure}
     if any(failure.code not in skippable for failure in failures.values()):
         raise error or RankError(*next(iter(failures.items())))
     missing = dict.fromkeys(name for _, names in outcomes for name in names)
-    return Attempt(None if failures else report, failures, tuple(missing))
+    return LoadAttempt(None if failures else report, failures, tuple(missing))
 
 
 def load_newest(
     ranks: Coordinator,
-    keeper: Keeper,
-    load: Callable[[Start], LoadReport],
+    keeper: RunCheckpoints,
+    load: Callable[[ResumePoint], LoadReport],
     fallback: Fallback = "older",
-) -> tuple[Start, LoadReport] | None:
+) -> tuple[ResumePoint, LoadReport] | None:
     """Load the newest checkpoint that proves complete on all ranks, or return None without any.
 
     Raises:
         RefusedError: The damaged one may have filled tensors that the next one does not contain.
         CkptError: It cannot be loaded for another reason than damage. It is raised on every rank.
     """
-    damaged: Start | None = None
-    while start := ranks.broadcast(on_first(ranks, keeper.newest)):
+    damaged: ResumePoint | None = None
+    while start := ranks.broadcast(run_on_rank_zero(ranks, keeper.find_newest)):
         if fallback == "raise":
             return start, load(start)
-        attempt = attempt_load(ranks, partial(load, start), EVIDENCE)
+        attempt = attempt_load(ranks, partial(load, start), DAMAGE_CODES)
         if attempt.report is None:
             evidence = next(iter(attempt.failures.values()))
             _log.error("%s is damaged: %s", start.entry, evidence)
-            on_first(ranks, partial(keeper.distrust, start, evidence))
+            run_on_rank_zero(ranks, partial(keeper.mark_damaged, start, evidence))
             damaged = start
             continue
         if damaged and attempt.missing:

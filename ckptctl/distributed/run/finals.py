@@ -19,11 +19,15 @@ import torch.distributed as dist
 
 from ckptctl.catalog import MANIFEST
 from ckptctl.conversion.conversion_options import ConversionOptions
-from ckptctl.distributed.group import coordinator
-from ckptctl.distributed.saving.converted import final_target, remove_left, save_converted
+from ckptctl.distributed.group import get_coordinator
+from ckptctl.distributed.saving.converted import (
+    remove_leftovers,
+    resolve_final_target,
+    save_converted,
+)
 from ckptctl.distributed.state import StateDict
 from ckptctl.errors import CkptError, RefusedError, quote_names, wrap_os_errors
-from ckptctl.ranks.coordinator import on_first
+from ckptctl.ranks.coordinator import run_on_rank_zero
 from ckptctl.runs.run_store import open_run_store
 from ckptctl.storage.files import source_files
 from ckptctl.storage.json_reader import read_json
@@ -34,12 +38,12 @@ from ckptctl.storage.writing import OBJECTS_NAME
 from ckptctl.tree import TreePath, UrlPath
 from ckptctl.verbs.verification.digest_lists import SUMS
 
-RECORD = "ckptctl.final.json"
+RECORD_FILE = "ckptctl.final.json"
 SCHEMA = "ckptctl.final/1"
-LISTS = (MANIFEST, SUMS, OBJECTS_NAME)
-TAIL = 1 << 20
+CHECKSUM_FILES = (MANIFEST, SUMS, OBJECTS_NAME)
+TAIL_BYTES = 1 << 20
 """Bytes at the end of a single file. Those of torch list records with checksums there."""
-BLOCK = 1 << 20
+BLOCK_BYTES = 1 << 20
 """Bytes that are compared at a time."""
 _log = logging.getLogger("ckptctl")
 
@@ -59,61 +63,67 @@ class Finished:
     hooks_called: bool = False
 
 
-class Finals:
+class FinalModels:
     """Record of a run's trained models, whose errors never fail a save."""
 
     def __init__(self, root: TreePath, *, sync: bool) -> None:
         self._root = root
         self._sync = sync
 
-    def all(self) -> list[Finished]:
+    def list_models(self) -> list[Finished]:
         """List all models in the record, even those that no longer exist."""
-        return [_finished(parse_path(path), one) for path, one in self._read().items()]
+        return [
+            _parse_model(parse_path(path), entry) for path, entry in self._read_record().items()
+        ]
 
-    def finished(self, out: TreePath) -> Finished | None:
+    def find_model(self, out: TreePath) -> Finished | None:
         """Return the model that the run has published at *out*, or None if it changed since."""
-        noted = self._read().get(str(out))
-        if noted is None:
+        entry = self._read_record().get(str(out))
+        if entry is None:
             return None
         open_run_store(out.parent).refresh_listing()
         with wrap_os_errors("read", out):
-            same = out.exists() and noted.get("contents") == contents(out)
-        return _finished(out, noted) if same else None
+            is_unchanged = out.exists() and entry.get("contents") == digest_contents(out)
+        return _parse_model(out, entry) if is_unchanged else None
 
-    def note(self, model: Finished) -> None:
+    def record_model(self, model: Finished) -> None:
         """Record that the run has published a model, with a digest of its current files."""
         try:
             open_run_store(model.path.parent).refresh_listing()
-            own = {"step": model.step, "told": model.hooks_called, "contents": contents(model.path)}
-            models = {**self._read(), str(model.path): own}
+            entry = {
+                "step": model.step,
+                "told": model.hooks_called,
+                "contents": digest_contents(model.path),
+            }
+            models = {**self._read_record(), str(model.path): entry}
             content = json.dumps({"schema": SCHEMA, "models": models}, indent=2).encode()
             if not isinstance(self._root, UrlPath):
                 Path(self._root).mkdir(parents=True, exist_ok=True)
-            open_run_store(self._root).replace_file(RECORD, content, sync=self._sync)
+            open_run_store(self._root).replace_file(RECORD_FILE, content, sync=self._sync)
         except (CkptError, OSError) as error:
-            _log.error("`%s` of %s was not written: %s", RECORD, self._root, error)
+            _log.error("`%s` of %s was not written: %s", RECORD_FILE, self._root, error)
 
-    def _read(self) -> dict[str, Mapping[str, Any]]:
+    def _read_record(self) -> dict[str, Mapping[str, Any]]:
         """Return the record by model path, or an empty one if it cannot be read."""
         try:
             open_run_store(self._root).refresh_listing()
-            if not (self._root / RECORD).is_file():
+            if not (self._root / RECORD_FILE).is_file():
                 return {}
             with source_files(self._root) as files:
-                found = read_json(files, RECORD)
-            models = find_member(dict[str, Mapping[str, Any]], found, "models")
-            steps = [one.get("step") for one in (models or {}).values()]
+                document = read_json(files, RECORD_FILE)
+            models = find_member(dict[str, Mapping[str, Any]], document, "models")
+            steps = [entry.get("step") for entry in (models or {}).values()]
             if models is None or not {*map(type, steps)} <= {int, type(None)}:
                 raise CkptError("it is not a record of models")
             for path in models:
                 parse_path(path)  # raises for an invalid URL
         except (CkptError, OSError) as error:
-            _log.warning("`%s` of %s cannot be read: %s", RECORD, self._root, error)
+            _log.warning("`%s` of %s cannot be read: %s", RECORD_FILE, self._root, error)
             return {}
         return models
 
 
-def require_same(
+def require_same_model(
     state: StateDict,
     out: str | TreePath,
     options: ConversionOptions,
@@ -126,81 +136,83 @@ def require_same(
     Raises:
         RefusedError: The models differ.
     """
-    ranks, target = coordinator(group), final_target(out)
-    again = beside(target)
-    folder = again.parent
-    known = re.compile(rf"\.?{re.escape(target.name)}(\.ckptctl-.*)?")
+    ranks, target = get_coordinator(group), resolve_final_target(out)
+    copy_path = build_comparison_path(target)
+    folder = copy_path.parent
+    pattern = re.compile(rf"\.?{re.escape(target.name)}(\.ckptctl-.*)?")
 
-    def make_room() -> None:
-        remove_left(folder, known)
+    def prepare_folder() -> None:
+        remove_leftovers(folder, pattern)
         if not is_url(folder):
             with wrap_os_errors("make", folder):
                 Path(folder).mkdir()
 
-    on_first(ranks, make_room)
+    run_on_rank_zero(ranks, prepare_folder)
     try:
-        save_converted(state, again, options, group)
-        on_first(ranks, lambda: _require_equal(again, target))
+        save_converted(state, copy_path, options, group)
+        run_on_rank_zero(ranks, lambda: _compare_models(copy_path, target))
     finally:
         if ranks.rank == 0:
             try:
-                remove_left(folder, known)
+                remove_leftovers(folder, pattern)
             except CkptError as error:
                 _log.warning("%s could not be removed: %s", folder, error)
     _log.info("%s exists already: this run has published it", target)
     return target
 
 
-def beside(target: TreePath) -> TreePath:
+def build_comparison_path(target: TreePath) -> TreePath:
     """Return the path of the temporary copy that is compared with the model at *target*."""
     return target.parent / f".{target.name}.ckptctl-again" / target.name
 
 
-def _require_equal(new: TreePath, old: TreePath) -> None:
+def _compare_models(new: TreePath, old: TreePath) -> None:
     open_run_store(new.parent).refresh_listing()
     with wrap_os_errors("compare", old):
-        names = {file.relative_to(root) for root in (new, old) for file in _files(root)}
-        other = [str(name) for name in sorted(names) if not _same(new / name, old / name)]
-    if other:
+        names = {file.relative_to(root) for root in (new, old) for file in _list_files(root)}
+        differing = [
+            str(name) for name in sorted(names) if not _is_same_file(new / name, old / name)
+        ]
+    if differing:
         raise RefusedError(
             "this run has published another model at this path",
             where=str(old),
-            why=f"these files differ: {quote_names(other)}",
+            why=f"these files differ: {quote_names(differing)}",
             hint="save under another name, or pass `overwrite=True`",
         )
 
 
-def _same(new: TreePath, old: TreePath) -> bool:
+def _is_same_file(new: TreePath, old: TreePath) -> bool:
     """Compare two files, except lists of checksums, which also depend on how a model was made."""
-    if new.name in LISTS:
+    if new.name in CHECKSUM_FILES:
         return True
     if not new.is_file() or not old.is_file() or new.stat().st_size != old.stat().st_size:
         return False
-    with new.open("rb") as one, old.open("rb") as other:
-        while content := one.read(BLOCK):
-            if content != other.read(len(content)):
+    with new.open("rb") as new_file, old.open("rb") as old_file:
+        while content := new_file.read(BLOCK_BYTES):
+            if content != old_file.read(len(content)):
                 return False
     return True
 
 
-def _files(path: TreePath) -> list[TreePath]:
+def _list_files(path: TreePath) -> list[TreePath]:
     if path.is_file():
         return [path]
-    return sorted(one for one in path.rglob("*") if one.is_file())
+    return sorted(file for file in path.rglob("*") if file.is_file())
 
 
-def contents(path: TreePath) -> str:
+def digest_contents(path: TreePath) -> str:
     """Return a digest of the names, sizes and stored checksums of a model's files."""
     digest = hashlib.sha256()
-    for file in _files(path):
+    for file in _list_files(path):
         size = file.stat().st_size
         digest.update(f"{file.relative_to(path)}\0{size}\0".encode("utf-8", "surrogateescape"))
         if file == path or file.name == MANIFEST:
             with file.open("rb") as stream:
-                stream.seek(0 if file.name == MANIFEST else max(0, size - TAIL))
+                stream.seek(0 if file.name == MANIFEST else max(0, size - TAIL_BYTES))
                 digest.update(stream.read())
     return digest.hexdigest()
 
 
-def _finished(path: TreePath, said: Mapping[str, Any]) -> Finished:
-    return Finished(path, said.get("step"), bool(said.get("told")))
+def _parse_model(path: TreePath, entry: Mapping[str, Any]) -> Finished:
+    return Finished(path, entry.get("step"), bool(entry.get("told")))

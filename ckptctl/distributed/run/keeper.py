@@ -11,10 +11,10 @@ from typing import Any, Literal, NamedTuple
 
 from ckptctl.distributed.background.async_save import AsyncSaver
 from ckptctl.distributed.background.save_thread import SaveFuture
-from ckptctl.distributed.positions import positions_in
-from ckptctl.distributed.run.finals import Finals, Finished
-from ckptctl.distributed.saving.destination import sweep_left
-from ckptctl.distributed.saving.save import write
+from ckptctl.distributed.positions import list_positions
+from ckptctl.distributed.run.finals import FinalModels, Finished
+from ckptctl.distributed.saving.destination import sweep_leftovers
+from ckptctl.distributed.saving.save import write_collectively
 from ckptctl.distributed.saving.save_options import SaveOptions
 from ckptctl.distributed.state import StateDict
 from ckptctl.errors import CkptError, RefusedError, quote_names
@@ -40,17 +40,17 @@ from ckptctl.storage.paths import resolve_links
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 
-Hook = Callable[[Any], object]
-SERIES = "step-"
-KILLED = 60.0
+PublishHook = Callable[[Any], object]
+STEP_SERIES = "step-"
+STALE_SECONDS = 60.0
 """Seconds without writes after which leftovers of a killed save are removed."""
-Standing = Literal["free", "saved", "damaged"]
+DestinationStatus = Literal["free", "saved", "damaged"]
 """Status of a save's destination: free, already saved, or damaged and replaceable."""
 
 _log = logging.getLogger("ckptctl")
 
 
-class Start(NamedTuple):
+class ResumePoint(NamedTuple):
     """Checkpoint from which training can resume."""
 
     entry: TreePath
@@ -61,14 +61,14 @@ class Start(NamedTuple):
     doubts: tuple[str, ...] = ()  # why another one might be the newest
 
 
-class Keeper:
+class RunCheckpoints:
     """Checkpoints ``step-N`` of a run, whose management never fails a save."""
 
     def __init__(
         self,
         root: TreePath,
         policy: Policy,
-        hooks: Sequence[Hook],
+        hooks: Sequence[PublishHook],
         *,
         sync: bool,
         room_first: bool = False,
@@ -81,91 +81,106 @@ class Keeper:
         self._store = open_run_store(root)
         self._removal: threading.Thread | None = None
         self._lineage: Lineage | None = None
-        self._resumed, self._saved = "", ""
+        self._resumed_name, self._saved_name = "", ""
         self._knows_start = False  # whether this manager loaded, or the run began with it
-        self.finals = Finals(root, sync=sync)
-        self._torn: dict[str, str] = {}  # checkpoints that proved damaged during a load, and how
+        self.final_models = FinalModels(root, sync=sync)
+        self._damaged: dict[str, str] = {}  # checkpoints that proved damaged during a load, and how
 
-    def newest(self, series: str | None = None, *, tell: bool = True) -> Start | None:
+    def find_newest(
+        self, series: str | None = None, *, log_warnings: bool = True
+    ) -> ResumePoint | None:
         """Find the newest complete checkpoint, or None without any.
 
-        If *tell* is set, skipped checkpoints and doubts are logged.
+        If *log_warnings* is set, skipped checkpoints and doubts are logged.
 
         Raises:
             SourceNotFoundError: Checkpoints exist, but none of them is complete.
             UnsupportedError: The verdict on the newest checkpoint is unknown.
         """
-        there = self._entries()
-        if not any(series in (None, one.parsed_name.series) for one in there):
-            for model in self.finals.all():
+        run_entries = self._list_entries()
+        if not any(series in (None, entry.parsed_name.series) for entry in run_entries):
+            for model in self.final_models.list_models():
                 _log.warning("%s has no checkpoint, but has published %s", self.root, model.path)
             return None
-        looked = find_newest(self.root, series=series, damaged_names=self._torn, model=False)
-        found = looked.chosen
-        skipped = {one.name: one.problem for one in looked.skipped}
-        said = (
-            [f"{found.path} is missing `{found.lacks}`, which most checkpoints have"]
-            if found.lacks
+        listing = find_newest(self.root, series=series, damaged_names=self._damaged, model=False)
+        checkpoint = listing.chosen
+        skipped = {entry.name: entry.problem for entry in listing.skipped}
+        messages = (
+            [f"{checkpoint.path} is missing `{checkpoint.lacks}`, which most checkpoints have"]
+            if checkpoint.lacks
             else []
         )
-        said += [f"skipped {self.root / name}: {problem}" for name, problem in skipped.items()]
-        said += [f"{self.root}: {doubt}" for doubt in looked.doubts]
-        for line in said if tell else ():
+        messages += [f"skipped {self.root / name}: {problem}" for name, problem in skipped.items()]
+        messages += [f"{self.root}: {doubt}" for doubt in listing.doubts]
+        for line in messages if log_warnings else ():
             _log.warning("%s", line)
-        return Start(found.path, _loaded(found), found.step, found.time, skipped, looked.doubts)
+        return ResumePoint(
+            checkpoint.path,
+            _choose_load_path(checkpoint),
+            checkpoint.step,
+            checkpoint.time,
+            skipped,
+            listing.doubts,
+        )
 
-    def distrust(self, start: Start, evidence: CkptError) -> None:
+    def mark_damaged(self, start: ResumePoint, evidence: CkptError) -> None:
         """Record that a checkpoint is damaged, although no file is missing."""
-        self._torn[start.entry.name] = _said(evidence)
+        self._damaged[start.entry.name] = _format_error(evidence)
 
-    def of_step(self, step: int) -> Start | None:
+    def find_step(self, step: int) -> ResumePoint | None:
         """Find the checkpoint of *step*, preferably ``step-N``, or None.
 
         Raises:
             RefusedError: Several checkpoints have that step.
         """
-        there = self._entries()
-        found = [one for one in there if one.parsed_name.order[0] == step and one.is_counted]
-        found = [one for one in found if one.path == self.root / f"{SERIES}{step}"] or found
-        if len(found) > 1:
+        run_entries = self._list_entries()
+        matches = [
+            entry
+            for entry in run_entries
+            if entry.parsed_name.order[0] == step and entry.is_counted
+        ]
+        matches = [
+            entry for entry in matches if entry.path == self.root / f"{STEP_SERIES}{step}"
+        ] or matches
+        if len(matches) > 1:
             raise RefusedError(
-                f"{pluralize(len(found), 'checkpoint has', 'checkpoints have')} step {step}",
+                f"{pluralize(len(matches), 'checkpoint has', 'checkpoints have')} step {step}",
                 where=str(self.root),
-                why=quote_names([one.path.name for one in found]),
+                why=quote_names([entry.path.name for entry in matches]),
                 hint="load one of them with `ckptctl.load`",
             )
-        if not found:
+        if not matches:
             return None
-        chosen = examine_entry(found[0], time.time(), model=False)
-        return Start(chosen.path, _loaded(chosen), step, found[0].time)
+        chosen = examine_entry(matches[0], time.time(), model=False)
+        return ResumePoint(chosen.path, _choose_load_path(chosen), step, matches[0].time)
 
-    def has(self, step: int) -> bool:
+    def has_step(self, step: int) -> bool:
         """Return whether a checkpoint ``step-N`` exists, complete or not."""
         self.refresh()
-        return (self.root / f"{SERIES}{step}").is_dir()
+        return (self.root / f"{STEP_SERIES}{step}").is_dir()
 
     def refresh(self) -> None:
         """Drop cached listings, so that current files are seen."""
         self._store.refresh_listing()
 
-    def _entries(self) -> list[RunEntry]:
+    def _list_entries(self) -> list[RunEntry]:
         """List the current entries, or none before the first save."""
         self.refresh()
         return list_entries(self.root) if is_run(self.root) else []
 
-    def steps(self) -> list[int]:
+    def list_steps(self) -> list[int]:
         """List the steps of complete checkpoints, in ascending order."""
-        if not self._entries():
+        if not self._list_entries():
             return []
-        there = read_run(self.root, model=False).checkpoints
-        return sorted({one.step for one in there if one.complete})
+        checkpoints = read_run(self.root, model=False).checkpoints
+        return sorted({checkpoint.step for checkpoint in checkpoints if checkpoint.complete})
 
-    def standing(self, path: TreePath, *, own: bool) -> Standing:
+    def check_destination(self, path: TreePath, *, is_own: bool) -> DestinationStatus:
         """Return the status of a save's destination.
 
         Args:
             path: Destination.
-            own: Whether the run has saved that step or resumed from it.
+            is_own: Whether the run has saved that step or resumed from it.
 
         Raises:
             RefusedError: A checkpoint exists that must not be replaced.
@@ -175,13 +190,13 @@ class Keeper:
             return "free"
         entry = read_entry(path)
         now = time.time()
-        there = examine_entry(entry, now, model=False) if entry and not entry.link else None
-        problem = self._torn.get(path.name) or (there.problem if there else "")
-        known = path.name in self._torn
-        if there and (known or (there.torn and not there.writing)):
+        existing = examine_entry(entry, now, model=False) if entry and not entry.link else None
+        problem = self._damaged.get(path.name) or (existing.problem if existing else "")
+        is_known_damaged = path.name in self._damaged
+        if existing and (is_known_damaged or (existing.torn and not existing.writing)):
             _log.warning("replacing %s: %s", path, problem)
             return "damaged"
-        if there and there.complete and own:
+        if existing and existing.complete and is_own:
             return "saved"
         raise RefusedError(
             "a checkpoint of that step already exists",
@@ -203,42 +218,42 @@ class Keeper:
 
         Rank 0 makes room before the save, and removes old checkpoints after it is published.
         """
-        before, after = (self.make_room, self.published) if ranks.rank == 0 else (None, None)
+        before, after = (self.make_room, self.handle_published) if ranks.rank == 0 else (None, None)
         if saver is not None:
             return saver.save(state, path, on_staged=before, on_published=after, **options)
         if before:
             before(path)
-        write(state, path, ranks, SaveOptions(**options))
+        write_collectively(state, path, ranks, SaveOptions(**options))
         if after:
             after(path)
-        return SaveFuture(path).publish()
+        return SaveFuture(path).mark_published()
 
     def make_room(self, path: TreePath) -> None:
         """Remove leftovers of killed saves, and with ``make_room`` also unneeded checkpoints."""
         try:
             self.refresh()
             for name in self._store.list_unfinished_saves():
-                named = parse_name(name)
-                if named and named.series == SERIES and name != path.name:
-                    self._sweep(self.root / name)
+                step_name = parse_name(name)
+                if step_name and step_name.series == STEP_SERIES and name != path.name:
+                    self._sweep_leftovers(self.root / name)
         except OSError as error:
             _log.warning("cannot list %s: %s", self.root, error)
         removes = not self.policy.is_empty and self.policy.last != 0
         if self._room_first and removes and is_run(self.root):
             self.wait()
-            self._remove(coming=1)
+            self._remove_unkept(coming=1)
 
-    def _sweep(self, target: TreePath) -> None:
+    def _sweep_leftovers(self, target: TreePath) -> None:
         try:
-            if sweep_left(target, KILLED):
+            if sweep_leftovers(target, STALE_SECONDS):
                 _log.info("removed files left over from a killed save of %s", target)
         except RefusedError as error:  # a save is running there, or the files are not from ckptctl
-            _log.debug("%s", _said(error))
+            _log.debug("%s", _format_error(error))
         except CkptError as error:
             _log.warning(
                 "files left over from a killed save of %s could not be removed: %s",
                 target,
-                _said(error),
+                _format_error(error),
             )
 
     def delete(self, step: int) -> None:
@@ -249,11 +264,14 @@ class Keeper:
         """
         self.wait()
         plan = plan_delete(
-            resolve_links(self.root), SERIES, step, in_use=(self._resumed, self._saved)
+            resolve_links(self.root),
+            STEP_SERIES,
+            step,
+            in_use=(self._resumed_name, self._saved_name),
         )
         result = run_prune(plan)
         result.require_all()
-        self._tell(result)
+        self._log_removals(result)
 
     def begin_saving(self, step: int) -> int | None:
         """Find the checkpoint from which the run resumed, before the first save.
@@ -269,18 +287,20 @@ class Keeper:
         if self._knows_start:
             return None
         self.refresh()
-        known = filter(None, (read_entry(self.root / name) for name in positions_in(self.root)))
-        last = next((one for one in known if not one.staging), None)
+        candidates = filter(
+            None, (read_entry(self.root / name) for name in list_positions(self.root))
+        )
+        last = next((entry for entry in candidates if not entry.staging), None)
         if last and last.parsed_name.order[0] <= step:
             number = last.parsed_name.order[0]
             self.resume_from(last.path, number)
-            return number if last.parsed_name.series == SERIES else None
+            return number if last.parsed_name.series == STEP_SERIES else None
         later = [
-            one.path.name
-            for one in self._entries()
-            if one.parsed_name.series == SERIES
-            and one.parsed_name.order[0] > step
-            and examine_entry(one, time.time()).complete
+            entry.path.name
+            for entry in self._list_entries()
+            if entry.parsed_name.series == STEP_SERIES
+            and entry.parsed_name.order[0] > step
+            and examine_entry(entry, time.time()).complete
         ]
         if later:
             raise RefusedError(
@@ -298,51 +318,57 @@ class Keeper:
     def resume_from(self, path: TreePath, step: int) -> None:
         """Record the checkpoint from which training resumes."""
         self._knows_start = True
-        found = read_run_record(path).lineage
-        self._lineage = found.resume_at(step, self._newest_save())
-        self._resumed, self._saved = path.name, ""
+        lineage = read_run_record(path).lineage
+        self._lineage = lineage.resume_at(step, self._find_newest_save())
+        self._resumed_name, self._saved_name = path.name, ""
         if self._lineage.resumed[-1].abandons_saves:
-            self._note(path, read_metrics(path), found._replace(left=self._lineage.save))
+            self._write_record(path, read_metrics(path), lineage._replace(left=self._lineage.save))
 
     def resume_elsewhere(self, step: int) -> None:
         """Record that training resumes from a save of *step* outside of the run folder."""
         self._knows_start = True
         before = [
-            one for one in self._entries() if one.parsed_name.series == SERIES and one.is_counted
+            entry
+            for entry in self._list_entries()
+            if entry.parsed_name.series == STEP_SERIES and entry.is_counted
         ]
-        before = [one for one in before if one.parsed_name.order[0] <= step]
+        before = [entry for entry in before if entry.parsed_name.order[0] <= step]
         if before:
-            self.resume_from(max(before, key=lambda one: one.parsed_name.order).path, step)
-            self._resumed = ""
+            self.resume_from(max(before, key=lambda entry: entry.parsed_name.order).path, step)
+            self._resumed_name = ""
 
-    def beside(
-        self, rated: Mapping[str, float], more: Mapping[str, object] | None = None
+    def build_sidecars(
+        self, metric_values: Mapping[str, float], extra_members: Mapping[str, object] | None = None
     ) -> Mapping[str, bytes]:
         """Return the record of the checkpoint to publish as a sidecar file."""
-        self._lineage = (self._lineage or Lineage(self._newest_save())).next_save()
-        return {RUN_FILE: encode_record(rated, self._lineage, more)}
+        self._lineage = (self._lineage or Lineage(self._find_newest_save())).next_save()
+        return {RUN_FILE: encode_record(metric_values, self._lineage, extra_members)}
 
-    def published(self, path: TreePath) -> None:
+    def handle_published(self, path: TreePath) -> None:
         """Call the hooks for a new checkpoint, and start to remove old ones."""
-        self._saved = path.name
-        self._torn.pop(path.name, None)
+        self._saved_name = path.name
+        self._damaged.pop(path.name, None)
         self.call_hooks(path)
         if not self.policy.is_empty and self.policy.last != 0:
-            self._remove_later()
+            self._remove_in_background()
 
-    def rate(self, path: TreePath, rated: Mapping[str, float]) -> None:
+    def add_metrics(self, path: TreePath, added_metrics: Mapping[str, float]) -> None:
         """Add metrics to those of a checkpoint."""
-        if rated:
+        if added_metrics:
             self.refresh()
-            self._note(path, {**read_metrics(path), **rated}, read_run_record(path).lineage)
+            self._write_record(
+                path, {**read_metrics(path), **added_metrics}, read_run_record(path).lineage
+            )
 
-    def _note(self, path: TreePath, rated: Mapping[str, float], lineage: Lineage) -> None:
+    def _write_record(
+        self, path: TreePath, metric_values: Mapping[str, float], lineage: Lineage
+    ) -> None:
         """Replace the record of a checkpoint, unless the existing one cannot be read."""
-        known = read_run_record(path)
+        existing = read_run_record(path)
         try:
-            if known.error:
-                raise CkptError(f"the existing one cannot be read: {known.error.what}")
-            record = encode_record(rated, lineage, known.members)
+            if existing.error:
+                raise CkptError(f"the existing one cannot be read: {existing.error.what}")
+            record = encode_record(metric_values, lineage, existing.members)
             self._store.replace_file(f"{path.name}/{RUN_FILE}", record, sync=self._sync)
         except (CkptError, OSError) as error:
             _log.error("`%s` of %s was not written: %s", RUN_FILE, path, error)
@@ -355,99 +381,111 @@ class Keeper:
             except Exception:
                 _log.exception("a hook failed for %s", path)
 
-    def finish(self, out: TreePath, there: Finished | None) -> None:
+    def record_final(self, out: TreePath, model: Finished | None) -> None:
         """Record a trained model, call its hooks, and remove checkpoints that it replaces."""
-        if there is None:
-            named = parse_name(self._saved or self._resumed)
-            there = Finished(out, named.order[0] if named else None)
-            self.finals.note(there)
-        if not there.hooks_called:
+        if model is None:
+            step_name = parse_name(self._saved_name or self._resumed_name)
+            model = Finished(out, step_name.order[0] if step_name else None)
+            self.final_models.record_model(model)
+        if not model.hooks_called:
             self.call_hooks(out)
-            self.finals.note(replace(there, hooks_called=True))
-        if self.policy.last == 0 and self._entries():
-            self.replaced()
+            self.final_models.record_model(replace(model, hooks_called=True))
+        if self.policy.last == 0 and self._list_entries():
+            self.remove_replaced()
 
-    def replaced(self) -> None:
+    def remove_replaced(self) -> None:
         """Remove checkpoints that the policy does not keep after the final model is published."""
         self.wait()
-        self._remove(replaced=True)
+        self._remove_unkept(replaced=True)
 
     def wait(self) -> None:
         """Wait for removals."""
         if self._removal is not None:
             self._removal.join()
 
-    def _remove_later(self) -> None:
+    def _remove_in_background(self) -> None:
         """Start to remove in a non-daemon thread, because executors end before the last save."""
         earlier = self._removal
 
-        def work() -> None:
+        def remove_unkept() -> None:
             if earlier is not None:
                 earlier.join()
-            self._remove()
+            self._remove_unkept()
 
-        thread = threading.Thread(target=work, name="ckptctl-prune", daemon=False)
+        thread = threading.Thread(target=remove_unkept, name="ckptctl-prune", daemon=False)
         try:
             thread.start()
         except RuntimeError:  # the system has no threads left
-            work()
+            remove_unkept()
         else:
             self._removal = thread
 
-    def _remove(self, *, replaced: bool = False, coming: int = 0) -> None:
-        in_use = (self._resumed, self._saved)
-        if replaced or (coming and self._saved):  # on a full disk, protect only the last save
-            in_use = ("", "" if replaced else self._saved)
+    def _remove_unkept(self, *, replaced: bool = False, coming: int = 0) -> None:
+        in_use = (self._resumed_name, self._saved_name)
+        if replaced or (coming and self._saved_name):  # on a full disk, protect only the last save
+            in_use = ("", "" if replaced else self._saved_name)
         try:
             plan = plan_prune(
                 resolve_links(self.root),
                 self.policy,
                 replaced=replaced,
-                trainer=Trainer(SERIES, in_use, coming),
+                trainer=Trainer(STEP_SERIES, in_use, coming),
             )
             result = run_prune(plan)
         except Exception as error:  # including those of the user's rules
-            _log.warning("nothing was removed from %s: %s", self.root, _said(error))
+            _log.warning("nothing was removed from %s: %s", self.root, _format_error(error))
             return
-        for one in plan.list_decisions("skip"):
-            if one.checkpoint.record.error:
-                _log.warning("%s is kept: %s", one.checkpoint.path, "; ".join(one.reasons))
-        self._tell(result)
+        for decision in plan.list_decisions("skip"):
+            if decision.checkpoint.record.error:
+                _log.warning(
+                    "%s is kept: %s", decision.checkpoint.path, "; ".join(decision.reasons)
+                )
+        self._log_removals(result)
 
     def discard_after(self, step: int) -> None:
         """Remove the checkpoints of later steps, and log those that stay."""
-        plan = plan_discard(resolve_links(self.root), SERIES, step)
-        for one in plan.list_decisions("skip"):
-            if one.checkpoint.step > step:
-                reasons = "; ".join(filter(None, one.reasons))
-                _log.warning("%s is kept: %s", one.checkpoint.path, reasons)
-        self._tell(run_prune(plan))
+        plan = plan_discard(resolve_links(self.root), STEP_SERIES, step)
+        for decision in plan.list_decisions("skip"):
+            if decision.checkpoint.step > step:
+                reasons = "; ".join(filter(None, decision.reasons))
+                _log.warning("%s is kept: %s", decision.checkpoint.path, reasons)
+        self._log_removals(run_prune(plan))
 
-    def later_than(self, step: int) -> list[str]:
+    def list_later(self, step: int) -> list[str]:
         """List the names of checkpoints of later steps."""
-        found = (one for one in self._entries() if one.parsed_name.series == SERIES)
+        step_entries = (
+            entry for entry in self._list_entries() if entry.parsed_name.series == STEP_SERIES
+        )
         return [
-            one.path.name for one in found if one.parsed_name.order[0] > step and one.is_counted
+            entry.path.name
+            for entry in step_entries
+            if entry.parsed_name.order[0] > step and entry.is_counted
         ]
 
-    def _newest_save(self) -> int:
+    def _find_newest_save(self) -> int:
         """Return the number of the run's newest known save."""
-        known = self._lineage.save if self._lineage else 0
-        there = (one.path for one in self._entries() if one.parsed_name.series == SERIES)
-        return max([known, *(read_run_record(one).lineage.save for one in there)])
+        newest_known = self._lineage.save if self._lineage else 0
+        paths = (
+            candidate.path
+            for candidate in self._list_entries()
+            if candidate.parsed_name.series == STEP_SERIES
+        )
+        return max(
+            [newest_known, *(read_run_record(candidate).lineage.save for candidate in paths)]
+        )
 
-    def _tell(self, result: PruneResult) -> None:
+    def _log_removals(self, result: PruneResult) -> None:
         for name in result.done:
             _log.info("removed %s", self.root / name)
         for name, failure in result.failed.items():
-            _log.warning("%s could not be removed: %s", self.root / name, _said(failure))
+            _log.warning("%s could not be removed: %s", self.root / name, _format_error(failure))
 
 
-def _loaded(found: Checkpoint) -> TreePath:
-    return found.parts[0] if len(found.parts) == 1 else found.path
+def _choose_load_path(checkpoint: Checkpoint) -> TreePath:
+    return checkpoint.parts[0] if len(checkpoint.parts) == 1 else checkpoint.path
 
 
-def _said(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     if not isinstance(error, CkptError):
         return f"{type(error).__name__}: {error}"
     return error.line

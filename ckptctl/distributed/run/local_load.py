@@ -15,12 +15,17 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ckptctl.distributed.loading.load import load
-from ckptctl.distributed.loading.owners import Owners
-from ckptctl.distributed.loading.request import own_part
+from ckptctl.distributed.loading.owners import StateOwners
+from ckptctl.distributed.loading.request import read_own_part
 from ckptctl.distributed.run.fallback import attempt_load
-from ckptctl.distributed.run.keeper import Keeper, Start
-from ckptctl.distributed.run.local_folder import LocalFolder, LocalSave, number_of, read_identity
-from ckptctl.distributed.state import State, state_of
+from ckptctl.distributed.run.keeper import ResumePoint, RunCheckpoints
+from ckptctl.distributed.run.local_folder import (
+    LocalFolder,
+    LocalSave,
+    parse_start_number,
+    read_run_id,
+)
+from ckptctl.distributed.state import FlatState, flatten_state
 from ckptctl.errors import (
     ChangedError,
     CkptError,
@@ -35,15 +40,20 @@ from ckptctl.errors import (
     quote_names,
 )
 from ckptctl.formats.dcp_rank_local import FORMAT, read_rank
-from ckptctl.ranks.coordinator import Coordinator, format_ranks, on_first, telling
+from ckptctl.ranks.coordinator import (
+    Coordinator,
+    format_ranks,
+    run_and_all_gather,
+    run_on_rank_zero,
+)
 from ckptctl.runs.notes import read_run_record
 from ckptctl.save_load.loading.load_options import LoadOptions, LoadReport
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 
-COPY_OF = "local"
+COPY_OF_KEY = "local"
 """Key of ``ckptctl.run.json``: name of the run's start whose local save was copied."""
-UNREADABLE = tuple(
+UNREADABLE_CODES = tuple(
     kind.code
     for kind in (
         *(CoverageError, DamagedError, FormatError, MappingError, SourceNotFoundError),
@@ -58,20 +68,20 @@ _METADATA = re.compile(r"__(\d+)\.metadata", re.ASCII)
 _log = logging.getLogger("ckptctl")
 
 
-class Look(NamedTuple):
+class RankAvailability(NamedTuple):
     """Parts of a save that one rank can read."""
 
-    lacks: str = ""  # why it cannot resume from its own part, empty if it can
-    here: frozenset[int] = frozenset()  # ranks whose parts it sees
+    problem: str = ""  # why it cannot resume from its own part, empty if it can
+    visible_ranks: frozenset[int] = frozenset()  # ranks whose parts it sees
     world: int = 0  # number of ranks that saved, 0 if it sees no part
-    union: bool = False  # whether it can resume from the parts of all ranks
+    is_mergeable: bool = False  # whether it can resume from the parts of all ranks
 
 
-class RootState(NamedTuple):
+class RootCheckpoint(NamedTuple):
     """Checkpoint in the run folder to resume from, as seen by rank 0."""
 
     run: str
-    start: Start | None
+    start: ResumePoint | None
     copy_of: LocalSave | None  # the local save that *start* is a copy of
 
 
@@ -84,46 +94,46 @@ class LocalLoadResult(NamedTuple):
     report: LoadReport | None = None
 
 
-class Wants(NamedTuple):
+class WantedState(NamedTuple):
     """State that a rank loads, and its options."""
 
-    state: State
+    state: FlatState
     options: LoadOptions
 
 
-class Loadable(NamedTuple):
+class LocalCandidate(NamedTuple):
     """Local save that may be loaded."""
 
     save: LocalSave
-    way: Way | None  # source for this rank, or None on all ranks if it cannot be loaded
+    source: LoadSource | None  # source for this rank, or None on all ranks if it cannot be loaded
     problem: str
     all_parts: bool  # whether each part can be read by some rank
 
 
-class Way(NamedTuple):
+class LoadSource(NamedTuple):
     """Path that one rank loads, and whether it does so without the others."""
 
     path: TreePath
-    alone: bool
+    is_rank_local: bool
 
 
-def look_at_root(keeper: Keeper, step: int | None) -> RootState:
+def inspect_root(keeper: RunCheckpoints, step: int | None) -> RootCheckpoint:
     """Find the checkpoint of *step*, or the newest one, in the run folder, on rank 0."""
-    run = read_identity(keeper.root)
+    run = read_run_id(keeper.root)
     try:
-        start = keeper.newest(tell=False) if step is None else keeper.of_step(step)
+        start = keeper.find_newest(log_warnings=False) if step is None else keeper.find_step(step)
     except SourceNotFoundError:  # no checkpoint is complete
         start = None
-    name = read_run_record(start.entry).members.get(COPY_OF) if start else None
-    number = number_of(name, run)
+    name = read_run_record(start.entry).members.get(COPY_OF_KEY) if start else None
+    number = parse_start_number(name, run)
     copy_of = LocalSave(number, start.step, str(name)) if start and number else None
-    return RootState(run, start, copy_of)
+    return RootCheckpoint(run, start, copy_of)
 
 
 def load_local(
     ranks: Coordinator,
     folder: LocalFolder,
-    keeper: Keeper,
+    keeper: RunCheckpoints,
     state: MutableMapping[str, Any],
     options: Mapping[str, Any],
     step: int | None = None,
@@ -148,22 +158,24 @@ def load_local(
         SourceNotFoundError: The only saves are on local disks, and none can be loaded.
         CkptError: The load failed. It is raised on every rank.
     """
-    how = {"checksum": True, **options}
-    root = ranks.broadcast(on_first(ranks, partial(look_at_root, keeper, step)))
-    fills_all = how.get("strict", True) in (True, "state")
-    skippable = UNREADABLE if damaged_ok and fills_all else ()
+    merged_options = {"checksum": True, **options}
+    root = ranks.broadcast(run_on_rank_zero(ranks, partial(inspect_root, keeper, step)))
+    fills_all = merged_options.get("strict", True) in (True, "state")
+    skippable = UNREADABLE_CODES if damaged_ok and fills_all else ()
     skipped: dict[str, str] = {}
     elsewhere: list[str] = []
-    for one in _choices(ranks, folder, root, state, how, step):
-        save, problem = one.save, one.problem
-        if one.way:
-            alone = {**how, "collectives": not one.way.alone}
-            attempt = attempt_load(ranks, partial(load, state, one.way.path, **alone), skippable)
+    for candidate in _list_candidates(ranks, folder, root, state, merged_options, step):
+        save, problem = candidate.save, candidate.problem
+        if candidate.source:
+            call_options = {**merged_options, "collectives": not candidate.source.is_rank_local}
+            attempt = attempt_load(
+                ranks, partial(load, state, candidate.source.path, **call_options), skippable
+            )
             if attempt.report:
-                return LocalLoadResult(skipped, save, one.way.path, attempt.report)
+                return LocalLoadResult(skipped, save, candidate.source.path, attempt.report)
             lines = (f"rank {rank}: {failure.line}" for rank, failure in attempt.failures.items())
             problem = "; ".join(lines)
-        elif one.all_parts:
+        elif candidate.all_parts:
             elsewhere.append(save.name)
         if save != root.copy_of:
             skipped[save.name] = problem
@@ -180,43 +192,50 @@ def load_local(
     return LocalLoadResult(skipped)
 
 
-def newest_local(ranks: Coordinator, folder: LocalFolder, keeper: Keeper) -> LocalSave | None:
+def find_newest_local(
+    ranks: Coordinator, folder: LocalFolder, keeper: RunCheckpoints
+) -> LocalSave | None:
     """Find the save that :func:`load_local` would load into the saved state, or None."""
-    root = ranks.broadcast(on_first(ranks, partial(look_at_root, keeper, None)))
-    saves = _choices(ranks, folder, root)
-    return next((one.save for one in saves if one.way), None)
+    root = ranks.broadcast(run_on_rank_zero(ranks, partial(inspect_root, keeper, None)))
+    saves = _list_candidates(ranks, folder, root)
+    return next((candidate.save for candidate in saves if candidate.source), None)
 
 
-def _choices(
+def _list_candidates(
     ranks: Coordinator,
     folder: LocalFolder,
-    root: RootState,
+    root: RootCheckpoint,
     state: MutableMapping[str, Any] | None = None,
-    how: Mapping[str, Any] = {},
+    options: Mapping[str, Any] = {},
     step: int | None = None,
-) -> list[Loadable]:
+) -> list[LocalCandidate]:
     """List the saves at least as new as the run folder's, newest first, equal on all ranks."""
     if not root.run:
         return []
 
-    def look() -> dict[LocalSave, Look]:
-        saves = [one for one in folder.saves(root.run) if step in (None, one.step)]
-        strange = folder.of_others(root.run)
-        if strange:
+    def inspect_saves() -> dict[LocalSave, RankAvailability]:
+        saves = [entry for entry in folder.list_saves(root.run) if step in (None, entry.step)]
+        other_runs = folder.list_other_runs(root.run)
+        if other_runs:
             _log.warning(
-                "%s: ignoring %s, which belongs to another run", folder.path, quote_names(strange)
+                "%s: ignoring %s, which belongs to another run",
+                folder.path,
+                quote_names(other_runs),
             )
         wants = None
         if state is not None and saves:
-            names = how.keys() & LoadOptions.__dataclass_fields__.keys()
-            load_options = LoadOptions(**{name: how[name] for name in names})
-            wants = Wants(state_of(Owners.of(state).plain(), on_meta=True), load_options)
-        paths = {save: folder.path_of(save) for save in saves}
-        return {save: _look(paths[save], ranks.rank, ranks.world, wants) for save in saves}
+            names = options.keys() & LoadOptions.__dataclass_fields__.keys()
+            load_options = LoadOptions(**{name: options[name] for name in names})
+            wants = WantedState(
+                flatten_state(StateOwners.from_target(state).build_state_dict(), on_meta=True),
+                load_options,
+            )
+        paths = {save: folder.build_path(save) for save in saves}
+        return {save: _inspect_part(paths[save], ranks.rank, ranks.world, wants) for save in saves}
 
-    looks = telling(ranks, lambda: (None, look()))[1]
-    found: list[Loadable] = []
-    for save in sorted({save for one in looks for save in one}, reverse=True):
+    looks = run_and_all_gather(ranks, lambda: (None, inspect_saves()))[1]
+    candidates: list[LocalCandidate] = []
+    for save in sorted({save for entry in looks for save in entry}, reverse=True):
         older = (
             save < root.copy_of
             if root.copy_of
@@ -224,58 +243,74 @@ def _choices(
         )
         if older:
             continue
-        seen = [one.get(save, Look("it has no data of this save")) for one in looks]
+        availabilities = [
+            entry.get(save, RankAvailability("it has no data of this save")) for entry in looks
+        ]
         copy = root.start if save == root.copy_of else None
-        way = _way(folder.path_of(save), seen, ranks.rank, copy)
-        world = max(one.world for one in seen)
-        reachable = frozenset().union(*(one.here for one in seen))
+        source = _choose_source(folder.build_path(save), availabilities, ranks.rank, copy)
+        world = max(entry.world for entry in availabilities)
+        reachable = frozenset().union(*(entry.visible_ranks for entry in availabilities))
         all_parts = bool(world) and frozenset(range(world)) <= reachable
-        found.append(Loadable(save, way, _lacking(seen), all_parts))
-    return found
+        candidates.append(
+            LocalCandidate(save, source, _describe_missing_parts(availabilities), all_parts)
+        )
+    return candidates
 
 
-def _look(path: TreePath, rank: int, world: int, wants: Wants | None) -> Look:
+def _inspect_part(
+    path: TreePath, rank: int, world: int, wanted: WantedState | None
+) -> RankAvailability:
     """Inspect this rank's part of a save, and those of other ranks in the same folder."""
     numbers = (_METADATA.fullmatch(item.name) for item in path.glob("__*.metadata"))
-    here = frozenset(int(one[1]) for one in numbers if one)
-    if not here:
-        return Look("no rank has finished saving here")
-    lacks, saved_by = "", 0
+    visible_ranks = frozenset(int(match[1]) for match in numbers if match)
+    if not visible_ranks:
+        return RankAvailability("no rank has finished saving here")
+    problem, saved_by = "", 0
     try:
-        first = read_rank(path, min(here))
+        first = read_rank(path, min(visible_ranks))
         saved_by = first.world if first else 0
-        if rank not in here:
-            lacks = "it has no data of this save"
+        if rank not in visible_ranks:
+            problem = "it has no data of this save"
         elif saved_by != world:
-            lacks = f"it was saved by {pluralize(saved_by, 'rank')}"
-        elif wants and own_part(path, rank, *wants) is None:
-            lacks = "the state is sharded differently, or has other names"
-        if not lacks:
-            return Look("", here, saved_by)
-        union = here == frozenset(range(saved_by))
-        if union:
+            problem = f"it was saved by {pluralize(saved_by, 'rank')}"
+        elif wanted and read_own_part(path, rank, *wanted) is None:
+            problem = "the state is sharded differently, or has other names"
+        if not problem:
+            return RankAvailability("", visible_ranks, saved_by)
+        is_mergeable = visible_ranks == frozenset(range(saved_by))
+        if is_mergeable:
             FORMAT.read(path)
     except CkptError as error:
-        if error.code not in UNREADABLE:
+        if error.code not in UNREADABLE_CODES:
             raise
-        return Look(lacks or error.line, here, saved_by)
-    return Look(lacks, here, saved_by, union)
+        return RankAvailability(problem or error.line, visible_ranks, saved_by)
+    return RankAvailability(problem, visible_ranks, saved_by, is_mergeable)
 
 
-def _way(path: TreePath, seen: Sequence[Look], rank: int, copy: Start | None) -> Way | None:
+def _choose_source(
+    path: TreePath, availabilities: Sequence[RankAvailability], rank: int, copy: ResumePoint | None
+) -> LoadSource | None:
     """Choose the source from which this rank loads the save at *path*, or None."""
-    whole = [not one.lacks for one in seen]
-    if all(whole):
-        return Way(path, alone=True)
+    has_own_part = [not availability.problem for availability in availabilities]
+    if all(has_own_part):
+        return LoadSource(path, is_rank_local=True)
     if copy:
-        return Way(path if whole[rank] else copy.path, alone=True) if any(whole) else None
-    return Way(path, alone=False) if all(one.union for one in seen) else None
+        return (
+            LoadSource(path if has_own_part[rank] else copy.path, is_rank_local=True)
+            if any(has_own_part)
+            else None
+        )
+    return (
+        LoadSource(path, is_rank_local=False)
+        if all(availability.is_mergeable for availability in availabilities)
+        else None
+    )
 
 
-def _lacking(seen: Sequence[Look]) -> str:
+def _describe_missing_parts(availabilities: Sequence[RankAvailability]) -> str:
     """Describe which ranks cannot resume from their own part, and why."""
     ranks: dict[str, list[int]] = {}
-    for rank, one in enumerate(seen):
-        if one.lacks:
-            ranks.setdefault(one.lacks, []).append(rank)
+    for rank, availability in enumerate(availabilities):
+        if availability.problem:
+            ranks.setdefault(availability.problem, []).append(rank)
     return "; ".join(f"{format_ranks(numbers)}: {why}" for why, numbers in ranks.items())

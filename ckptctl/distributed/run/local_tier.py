@@ -17,22 +17,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptctl.distributed.background.async_save import AsyncSaver
-from ckptctl.distributed.background.save_thread import SaveFuture, in_background
-from ckptctl.distributed.group import COPYING, coordinator, gloo_group
-from ckptctl.distributed.run.keeper import SERIES, Keeper
+from ckptctl.distributed.background.save_thread import SaveFuture, run_in_background
+from ckptctl.distributed.group import COPY_TIMEOUT, create_gloo_group, get_coordinator
+from ckptctl.distributed.run.keeper import STEP_SERIES, RunCheckpoints
 from ckptctl.distributed.run.local_folder import (
     LocalFolder,
     LocalSave,
-    ensure_identity,
-    number_of,
-    start_name,
+    build_start_name,
+    ensure_run_id,
+    parse_start_number,
 )
-from ckptctl.distributed.run.local_load import COPY_OF, load_local, newest_local
+from ckptctl.distributed.run.local_load import COPY_OF_KEY, find_newest_local, load_local
 from ckptctl.distributed.run.manager_options import ManagerOptions, Resumed
-from ckptctl.distributed.run.preemption import Hurry
-from ckptctl.distributed.run.root_copy import Pace, SavedPart, state_on_disk
-from ckptctl.distributed.saving.local_state import local_state
-from ckptctl.distributed.saving.save import write, write_alone
+from ckptctl.distributed.run.preemption import UrgentSave
+from ckptctl.distributed.run.root_copy import RateLimiter, SavedPart, build_disk_state
+from ckptctl.distributed.saving.local_state import build_local_state
+from ckptctl.distributed.saving.save import write_collectively, write_rank_local
 from ckptctl.distributed.saving.save_options import SaveOptions
 from ckptctl.distributed.state import StateDict
 from ckptctl.errors import (
@@ -41,7 +41,12 @@ from ckptctl.errors import (
     StorageError,
     UsageError,
 )
-from ckptctl.ranks.coordinator import Coordinator, on_first, sendable, together
+from ckptctl.ranks.coordinator import (
+    Coordinator,
+    run_on_all_ranks,
+    run_on_rank_zero,
+    to_sendable_error,
+)
 from ckptctl.runs.notes import read_run_record
 from ckptctl.save_load.saving.local_shards import LocalShards
 from ckptctl.storage.destinations import require_folder, require_local_path
@@ -56,24 +61,24 @@ class _PendingSave:
     """Local save of this process."""
 
     save: LocalSave
-    rated: dict[str, float]
-    due: bool  # whether it should be copied
+    metrics: dict[str, float]
+    is_copied: bool  # whether it should be copied
     shards: LocalShards | None = None
     values: Mapping[str, bytes] = field(default_factory=dict)
     failure: BaseException | None = None
-    over: threading.Event = field(default_factory=threading.Event)
-    whole: SaveFuture = field(default_factory=lambda: SaveFuture(Path()))  # on all ranks
+    has_ended: threading.Event = field(default_factory=threading.Event)
+    completion: SaveFuture = field(default_factory=lambda: SaveFuture(Path()))  # on all ranks
 
-    def end(self, future: Future[TreePath | None]) -> None:
+    def record_outcome(self, future: Future[TreePath | None]) -> None:
         """Record the outcome of the save."""
         self.failure = future.exception()
-        self.over.set()
+        self.has_ended.set()
 
-    def fail(self, error: BaseException) -> None:
+    def record_failure(self, error: BaseException) -> None:
         """Record that the save failed, unless its outcome is known."""
-        if not self.over.is_set():
+        if not self.has_ended.is_set():
             self.failure = error
-            self.over.set()
+            self.has_ended.set()
 
 
 class _SaveReport(NamedTuple):
@@ -88,13 +93,13 @@ class _SaveReport(NamedTuple):
 class LocalTier:
     """Local saves of a run and their copies, for its manager."""
 
-    _rounds: Coordinator
-    _copies: Coordinator
+    _report_ranks: Coordinator
+    _copy_ranks: Coordinator
 
     def __init__(
         self,
         options: ManagerOptions,
-        keeper: Keeper,
+        keeper: RunCheckpoints,
         saver: AsyncSaver | None,
         saving: Mapping[str, Any],
     ) -> None:
@@ -114,13 +119,13 @@ class LocalTier:
         self._keeper = keeper
         self._saver = saver
         self._saving = dict(saving)
-        self._pace = Pace(options.copy_rate)
+        self._pace = RateLimiter(options.copy_rate)
         self._start: LocalSave | None = None  # start of the run, common to its saves
         self._connected = False
         self._count = 0
-        self._owed = False  # whether a copy is overdue
+        self._is_copy_owed = False  # whether a copy is overdue
         self._last: threading.Thread | None = None
-        self._whole: list[_PendingSave] = []  # newest saves that are complete on all ranks
+        self._complete_saves: list[_PendingSave] = []  # newest saves that are complete on all ranks
         self._loaded: LocalSave | None = None
         self._copying: tuple[LocalSave, Future[None]] | None = None
         self._copied: _PendingSave | None = None
@@ -128,111 +133,117 @@ class LocalTier:
         self._saves: dict[int, _PendingSave] = {}  # of this start, by step
         self._rating = threading.Lock()
         self.skipped: Mapping[str, str] = {}  # saves that the last load skipped, with reasons
-        self.ended = False  # whether the final model is published, so that nothing is copied
+        self.has_final_model = (
+            False  # whether the final model is published, so that nothing is copied
+        )
 
     def save(
-        self, step: int, state: StateDict, rated: Mapping[str, float], *, own: bool = False
+        self, step: int, state: StateDict, metrics: Mapping[str, float], *, is_own: bool = False
     ) -> SaveFuture:
         """Save this rank's part to the local disk, as :meth:`CheckpointManager.save` does.
 
         Args:
             step: Step of the save.
             state: State of this rank.
-            rated: Metrics.
-            own: Whether training resumed from that step.
+            metrics: Metrics.
+            is_own: Whether training resumed from that step.
         """
-        if own or step in self._saves:
-            return self._saved_before(step, rated)
+        if is_own or step in self._saves:
+            return self._return_earlier_save(step, metrics)
         if self._start is None:
-            self._start = self._begin()
+            self._start = self._begin_start()
         due = self._count % self._options.copy_every == 0
-        pending = _PendingSave(self._start._replace(step=step), dict(rated), due)
+        pending = _PendingSave(self._start._replace(step=step), dict(metrics), due)
         self._count += 1
         self._saves[step] = pending
         earlier = self._last
         self._last = threading.Thread(
-            target=self._agree, args=(pending, earlier), name="ckptctl-agree"
+            target=self._exchange_outcome, args=(pending, earlier), name="ckptctl-agree"
         )
         self._last.start()
         try:
-            return self._write(pending, state)
+            return self._write_part(pending, state)
         except BaseException as error:
-            begun = self._saver.last if self._saver else None
-            if begun and begun.path == self._folder.path_of(pending.save):
-                begun.add_done_callback(pending.end)  # the error is from an earlier save
+            last_save = self._saver.last if self._saver else None
+            if last_save and last_save.path == self._folder.build_path(pending.save):
+                last_save.add_done_callback(
+                    pending.record_outcome
+                )  # the error is from an earlier save
             else:
-                pending.fail(error)
+                pending.record_failure(error)
             raise
 
-    def _saved_before(self, step: int, rated: Mapping[str, float]) -> SaveFuture:
+    def _return_earlier_save(self, step: int, metrics: Mapping[str, float]) -> SaveFuture:
         """Return the future of an earlier save, or of the step from which training resumed."""
         pending = self._saves.get(step)
         if pending is None:
-            return SaveFuture(self._keeper.root / f"{SERIES}{step}").publish()
-        self.rate(step, rated)
-        pending.over.wait()
+            return SaveFuture(self._keeper.root / f"{STEP_SERIES}{step}").mark_published()
+        self.add_metrics(step, metrics)
+        pending.has_ended.wait()
         if pending.failure is not None:
             raise pending.failure
-        return SaveFuture(self._folder.path_of(pending.save)).publish()
+        return SaveFuture(self._folder.build_path(pending.save)).mark_published()
 
-    def _write(self, pending: _PendingSave, state: StateDict) -> SaveFuture:
-        path, ranks = self._folder.path_of(pending.save), self._rounds
-        own = local_state(state, trusted=self._options.trusted)
-        pending.shards, pending.values = own.shards, own.values
-        alone = {**self._saving, "overwrite": False}
+    def _write_part(self, pending: _PendingSave, state: StateDict) -> SaveFuture:
+        path, ranks = self._folder.build_path(pending.save), self._report_ranks
+        local = build_local_state(state, trusted=self._options.trusted)
+        pending.shards, pending.values = local.shards, local.values
+        call_options = {**self._saving, "overwrite": False}
         if self._saver is not None:
-            future = self._saver.save(own, path, collectives=False, **alone)
+            future = self._saver.save(local, path, collectives=False, **call_options)
         else:
-            write_alone(own, path, ranks.rank, ranks.world, SaveOptions(**alone))
-            future = SaveFuture(path).publish()
-        future.add_done_callback(pending.end)
+            write_rank_local(local, path, ranks.rank, ranks.world, SaveOptions(**call_options))
+            future = SaveFuture(path).mark_published()
+        future.add_done_callback(pending.record_outcome)
         return future
 
-    def _begin(self) -> LocalSave:
+    def _begin_start(self) -> LocalSave:
         """Agree on the name of this start of the run. All ranks call it once, at the first save."""
-        ranks = coordinator(self._group)
+        ranks = get_coordinator(self._group)
         root, folder = self._keeper.root, self._folder
-        run = ranks.broadcast(on_first(ranks, lambda: ensure_identity(root)))
-        highest = together(ranks, lambda: folder.highest(run))
+        run = ranks.broadcast(run_on_rank_zero(ranks, lambda: ensure_run_id(root)))
+        highest = run_on_all_ranks(ranks, lambda: folder.find_highest_start(run))
         if ranks.rank == 0:
             self._keeper.refresh()
-            records = (read_run_record(one) for one in root.glob(f"{SERIES}*"))
-            highest = max([highest, *(number_of(r.members.get(COPY_OF), run) for r in records)])
+            records = (read_run_record(path) for path in root.glob(f"{STEP_SERIES}*"))
+            highest = max(
+                [highest, *(parse_start_number(r.members.get(COPY_OF_KEY), run) for r in records)]
+            )
         number = max(ranks.all_gather(highest)) + 1
-        start = ranks.broadcast(start_name(run, number))
-        together(ranks, lambda: folder.begin(start))
+        start = ranks.broadcast(build_start_name(run, number))
+        run_on_all_ranks(ranks, lambda: folder.begin_start(start))
         if not self._connected:
-            self._rounds = gloo_group(self._group)
-            self._copies = gloo_group(self._group, COPYING)
+            self._report_ranks = create_gloo_group(self._group)
+            self._copy_ranks = create_gloo_group(self._group, COPY_TIMEOUT)
             self._connected = True
         self._count = 0
         return LocalSave(number, 0, start)
 
-    def _agree(self, pending: _PendingSave, earlier: threading.Thread | None) -> None:
+    def _exchange_outcome(self, pending: _PendingSave, earlier: threading.Thread | None) -> None:
         """Exchange the outcome of a save, and act on it, in a background thread."""
         if earlier:
             earlier.join()
-        pending.over.wait()
+        pending.has_ended.wait()
         copying = self._copying[0] if self._copying and not self._copying[1].done() else None
-        problem = sendable(pending.failure)
+        problem = to_sendable_error(pending.failure)
         try:
-            reports = self._rounds.all_gather(
+            reports = self._report_ranks.all_gather(
                 _SaveReport(
                     pending.save,
                     str(problem) if problem else "",
                     copying,
-                    pending.due or self._owed,
+                    pending.is_copied or self._is_copy_owed,
                 )
             )
-            self._decide(pending, reports)
-            pending.whole.publish()
+            self._apply_reports(pending, reports)
+            pending.completion.mark_published()
         except Exception as error:
             self._failure = error
-            pending.whole.decided.set()
-            pending.whole.set_exception(error)
+            pending.completion.decided.set()
+            pending.completion.set_exception(error)
             _log.error("%s: %s", pending.save.name, error)
 
-    def _decide(self, pending: _PendingSave, reports: list[_SaveReport]) -> None:
+    def _apply_reports(self, pending: _PendingSave, reports: list[_SaveReport]) -> None:
         if len({report.save for report in reports}) > 1:
             steps = "; ".join(
                 f"rank {rank}: {report.save.step}" for rank, report in enumerate(reports)
@@ -243,78 +254,84 @@ class LocalTier:
         problems = {rank: report.problem for rank, report in enumerate(reports) if report.problem}
         copying = {report.copying for report in reports if report.copying}
         due = any(report.due for report in reports)
-        self._owed = due and bool(problems or copying)
+        self._is_copy_owed = due and bool(problems or copying)
         if problems:
             why = "; ".join(f"rank {rank}: {problem}" for rank, problem in problems.items())
             raise StorageError(
                 "a save is not complete on all ranks", where=pending.save.name, why=why
             )
-        self._whole = [*self._whole, pending][-self._options.fast_keep :]
+        self._complete_saves = [*self._complete_saves, pending][-self._options.fast_keep :]
         if due and not copying:
             copying = {pending.save}
             self._copying = (
                 pending.save,
-                in_background(partial(self._copy, pending), "copy to the root"),
+                run_in_background(partial(self._copy_to_root, pending), "copy to the root"),
             )
-        keep = {whole.save for whole in self._whole} | copying
-        if self._loaded and len(self._whole) < self._options.fast_keep:
+        keep = {complete_save.save for complete_save in self._complete_saves} | copying
+        if self._loaded and len(self._complete_saves) < self._options.fast_keep:
             keep.add(self._loaded)
         try:
-            for name in self._folder.retire(pending.save, keep):
+            for name in self._folder.remove_old_saves(pending.save, keep):
                 _log.info("removed %s", self._folder.path / name)
         except (CkptError, OSError) as error:
             _log.warning("nothing was removed from %s: %s", self._folder.path, error)
 
-    def _copy(self, pending: _PendingSave) -> None:
+    def _copy_to_root(self, pending: _PendingSave) -> None:
         """Copy a save that is complete on all ranks to the run folder. All ranks call it."""
-        target = self._keeper.root / f"{SERIES}{pending.save.step}"
+        target = self._keeper.root / f"{STEP_SERIES}{pending.save.step}"
         try:
             self._write_copy(pending, target)
         except BaseException as error:
-            self._failure, self._owed = error, True
+            self._failure, self._is_copy_owed = error, True
             _log.error("%s was not copied to %s: %s", pending.save.name, target, error)
             return
         with self._rating:
             self._copied = pending
-            if self._copies.rank == 0:
-                self._keeper.rate(target, pending.rated)
-        if self._copies.rank == 0:
-            self._keeper.published(target)
+            if self._copy_ranks.rank == 0:
+                self._keeper.add_metrics(target, pending.metrics)
+        if self._copy_ranks.rank == 0:
+            self._keeper.handle_published(target)
 
     def _write_copy(self, pending: _PendingSave, target: TreePath) -> None:
-        ranks, keeper = self._copies, self._keeper
+        ranks, keeper = self._copy_ranks, self._keeper
 
-        def begin() -> bool:
+        def prepare_target() -> bool:
             overwrite = self._options.overwrite
-            damaged = not overwrite and keeper.standing(target, own=False) == "damaged"
+            damaged = not overwrite and keeper.check_destination(target, is_own=False) == "damaged"
             keeper.make_room(target)
             return damaged
 
         assert pending.shards
-        part = SavedPart(self._folder.path_of(pending.save), ranks.rank, pending.shards, self._pace)
+        part = SavedPart(
+            self._folder.build_path(pending.save), ranks.rank, pending.shards, self._pace
+        )
         options = {
             **self._saving,
-            "beside": partial(keeper.beside, pending.rated, {COPY_OF: pending.save.start}),
+            "beside": partial(
+                keeper.build_sidecars, pending.metrics, {COPY_OF_KEY: pending.save.start}
+            ),
         }
-        options |= {"execute": part.execute, "stream": part.stream, "digests": part.digests}
-        if ranks.broadcast(on_first(ranks, begin)):
+        options |= {"execute": part.execute, "stream": part.stream, "digests": part.read_digests}
+        if ranks.broadcast(run_on_rank_zero(ranks, prepare_target)):
             options["overwrite"] = True
-        write(state_on_disk(pending.shards, pending.values), target, ranks, SaveOptions(**options))
+        write_collectively(
+            build_disk_state(pending.shards, pending.values), target, ranks, SaveOptions(**options)
+        )
 
-    def rate(self, step: int, rated: Mapping[str, float]) -> bool:
+    def add_metrics(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Add metrics to a save and its copy, and return whether this start of the run saved it."""
         pending = self._saves.get(step)
         if pending is None:
             return False
         with self._rating:
-            pending.rated.update(rated)
-            target = self._keeper.root / f"{SERIES}{step}"
+            pending.metrics.update(metrics)
+            target = self._keeper.root / f"{STEP_SERIES}{step}"
             self._keeper.refresh()
             if (
-                self._rounds.rank == 0
-                and read_run_record(target).members.get(COPY_OF) == pending.save.start
+                self._report_ranks.rank == 0
+                and read_run_record(target).members.get(COPY_OF_KEY) == pending.save.start
             ):
-                self._keeper.rate(target, rated)
+                self._keeper.add_metrics(target, metrics)
         return True
 
     def load(
@@ -331,19 +348,22 @@ class LocalTier:
             The loaded save, or None to load from the run folder. :attr:`skipped` then contains
             newer local saves that cannot be loaded.
         """
-        ranks, how = coordinator(self._group), {"process_group": self._group, **options}
+        ranks, merged_options = (
+            get_coordinator(self._group),
+            {"process_group": self._group, **options},
+        )
         loaded = load_local(
-            ranks, self._folder, self._keeper, state, how, step, damaged_ok=damaged_ok
+            ranks, self._folder, self._keeper, state, merged_options, step, damaged_ok=damaged_ok
         )
         # The next save belongs to another start of the run.
         self._start, self._loaded, self.skipped = None, loaded.save, loaded.skipped
-        self._whole, self._saves, self._copied = [], {}, None
+        self._complete_saves, self._saves, self._copied = [], {}, None
         if loaded.save is None or loaded.path is None or loaded.report is None:
             return None
-        on_first(ranks, partial(self._keeper.resume_elsewhere, loaded.save.step))
+        run_on_rank_zero(ranks, partial(self._keeper.resume_elsewhere, loaded.save.step))
         return Resumed(loaded.path, loaded.save.step, loaded.skipped, loaded.report)
 
-    def durable(self, step: int, hurry: Hurry | None) -> None:
+    def wait_until_complete(self, step: int, hurry: UrgentSave | None) -> None:
         """Wait until a save is complete on all ranks, or with *hurry* until its deadline.
 
         Raises:
@@ -353,23 +373,23 @@ class LocalTier:
         if pending is None:  # training resumed from it
             return
         if hurry:
-            hurry.durable(pending.whole)
-        pending.whole.result()
+            hurry.wait_until_durable(pending.completion)
+        pending.completion.result()
 
-    def newest(self) -> LocalSave | None:
+    def find_newest(self) -> LocalSave | None:
         """Find the newest loadable local save, or None if the run folder has a newer one."""
-        return newest_local(coordinator(self._group), self._folder, self._keeper)
+        return find_newest_local(get_coordinator(self._group), self._folder, self._keeper)
 
     def join(self) -> None:
         """Wait for running saves and copies without rate limit, and ignore failures."""
-        self._pace.lift()
+        self._pace.lift_limit()
         try:
             if self._last:
                 self._last.join()
             if self._copying:
                 self._copying[1].exception()
         finally:
-            self._pace.restore()
+            self._pace.restore_limit()
 
     def wait(self) -> None:
         """Wait for running saves and copies without rate limit.
@@ -393,17 +413,17 @@ class LocalTier:
             try:
                 self.wait()
             finally:
-                if orderly and self._whole and not self.ended:
+                if orderly and self._complete_saves and not self.has_final_model:
                     self._copy_newest()
         finally:
             self._folder.close()
-            self._whole = []
+            self._complete_saves = []
 
     def _copy_newest(self) -> None:
-        newest = self._whole[-1]
-        if any(self._rounds.all_gather(self._copied is not newest)):
-            self._pace.lift()
-            self._copy(newest)
+        newest = self._complete_saves[-1]
+        if any(self._report_ranks.all_gather(self._copied is not newest)):
+            self._pace.lift_limit()
+            self._copy_to_root(newest)
             failure, self._failure = self._failure, None
             if failure is not None:
                 raise failure

@@ -11,29 +11,38 @@ from typing import Any, get_args
 
 from ckptctl import option_checks as checks
 from ckptctl.conversion.plan import ConversionPlan
-from ckptctl.distributed.background.async_save import AsyncSaver, Closing
+from ckptctl.distributed.background.async_save import AsyncSaver, Closeable
 from ckptctl.distributed.background.save_thread import SaveFuture
-from ckptctl.distributed.group import coordinator
+from ckptctl.distributed.group import get_coordinator
 from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.run.fallback import Fallback, load_newest
-from ckptctl.distributed.run.finals import Finished, beside, require_same
-from ckptctl.distributed.run.keeper import SERIES, Keeper, Standing, Start
+from ckptctl.distributed.run.finals import Finished, build_comparison_path, require_same_model
+from ckptctl.distributed.run.keeper import (
+    STEP_SERIES,
+    DestinationStatus,
+    ResumePoint,
+    RunCheckpoints,
+)
 from ckptctl.distributed.run.local_tier import LocalTier
 from ckptctl.distributed.run.manager_options import (
-    OF_A_SOURCE,
+    SOURCE_OPTIONS,
     FinalOptions,
     ManagerOptions,
     Resumed,
 )
 from ckptctl.distributed.run.preemption import Preemption
 from ckptctl.distributed.run.schedule import Schedule
-from ckptctl.distributed.saving.converted import final_target, plan_converted, save_converted
+from ckptctl.distributed.saving.converted import (
+    plan_converted,
+    resolve_final_target,
+    save_converted,
+)
 from ckptctl.distributed.saving.save_options import SaveOptions
 from ckptctl.distributed.state import StateDict
 from ckptctl.errors import RefusedError, SourceNotFoundError, UsageError, quote_names
 from ckptctl.keywords import accept_keywords
 from ckptctl.options import blame_option, list_options, require_choice
-from ckptctl.ranks.coordinator import Coordinator, on_first, telling
+from ckptctl.ranks.coordinator import Coordinator, run_and_all_gather, run_on_rank_zero
 from ckptctl.runs.run_store import open_run_store
 from ckptctl.save_load.loading.load_options import LoadReport
 from ckptctl.storage.destinations import require_folder, require_local_path
@@ -44,7 +53,7 @@ from ckptctl.tree import TreePath
 _log = logging.getLogger("ckptctl")
 
 
-class CheckpointManager(Closing):
+class CheckpointManager(Closeable):
     """Manager that saves, loads and removes the checkpoints of one training run.
 
     Create one on every rank, and call its methods in the same order on all ranks. Checkpoints are
@@ -74,15 +83,17 @@ class CheckpointManager(Closing):
             RefusedError: Signals were given, but this is not the main thread.
         """
         hooks = options.on_published
-        self.root = _root(root)
+        self.root = _resolve_root(root)
         self._group = options.process_group
         self._options = options
-        self._saving = {one.name: getattr(options, one.name) for one in list_options(SaveOptions)}
-        told = (hooks,) if callable(hooks) else tuple(hooks)
-        self.keeper = Keeper(
+        self._saving = {
+            option.name: getattr(options, option.name) for option in list_options(SaveOptions)
+        }
+        hook_functions = (hooks,) if callable(hooks) else tuple(hooks)
+        self.checkpoints = RunCheckpoints(
             self.root,
             options.policy(),
-            told,
+            hook_functions,
             sync=options.sync,
             room_first=options.make_room == "before",
         )
@@ -93,18 +104,22 @@ class CheckpointManager(Closing):
             max_failures=options.max_failures,
         )
         self._saver = saver if options.async_ else None
-        busy = lambda: bool(saver.last and not saver.last.done())  # noqa: E731
-        over_gloo = lambda: saver.groups()[0]  # noqa: E731
-        self._schedule = Schedule(options, busy, lambda: bool(self.keeper.steps()), over_gloo)
-        self._preemption = Preemption(options, over_gloo)
-        self._own: set[int] = set()  # steps that this run has saved, tried to save or resumed from
-        self._tier = (
+        is_busy = lambda: bool(saver.last and not saver.last.done())  # noqa: E731
+        get_gloo_ranks = lambda: saver.groups()[0]  # noqa: E731
+        self._schedule = Schedule(
+            options, is_busy, lambda: bool(self.checkpoints.list_steps()), get_gloo_ranks
+        )
+        self._preemption = Preemption(options, get_gloo_ranks)
+        self._own_steps: set[int] = (
+            set()
+        )  # steps that this run has saved, tried to save or resumed from
+        self._local_tier = (
             None
             if options.fast is None
-            else LocalTier(options, self.keeper, self._saver, self._saving)
+            else LocalTier(options, self.checkpoints, self._saver, self._saving)
         )
         self._closed = False
-        self._began = False  # whether a save has begun, so that the resumed step is known
+        self._has_begun = False  # whether a save has begun, so that the resumed step is known
 
     def should_save(self, step: int) -> bool:
         """Return whether a rule such as ``save_every`` requires a save at *step*.
@@ -115,7 +130,7 @@ class CheckpointManager(Closing):
         Raises:
             CkptError: ``save_if`` raised on another rank, or the ranks are at different steps.
         """
-        return self._schedule.due(checks.check_step(step))
+        return self._schedule.is_due(checks.check_step(step))
 
     def preempted(self, *, every: int = 1) -> bool:
         """Return whether the run must end because of a ``preemption`` notice on any rank.
@@ -131,7 +146,7 @@ class CheckpointManager(Closing):
         """
         self._require_open()
         with blame_option("every"):
-            return self._preemption.noticed(checks.check_positive(every))
+            return self._preemption.is_requested(checks.check_positive(every))
 
     def prepare(self, state: StateDict) -> None:
         """Allocate host memory for copies of *state* in the background.
@@ -179,32 +194,41 @@ class CheckpointManager(Closing):
         """
         self._require_open()
         step = checks.check_step(step)
-        if not self._began:
-            self._begin(step)
-        if self._tier is not None:
-            return self._save_local(self._tier, step, state, metrics or {}, urgent=urgent)
-        path = self.root / f"{SERIES}{step}"
-        hurry = self._preemption.hurry(self._saver) if urgent and self._saver else None
-        joined = hurry.joined(path) if hurry else None
-        if joined:
-            return joined
-        ranks = coordinator(self._group)
-        first = ranks.rank == 0
-        rated, said = telling(
-            ranks, lambda: (rating(metrics or {}), self._standing(step) if first else None)
+        if not self._has_begun:
+            self._begin_saving(step)
+        if self._local_tier is not None:
+            return self._save_local(self._local_tier, step, state, metrics or {}, urgent=urgent)
+        path = self.root / f"{STEP_SERIES}{step}"
+        urgent_save = (
+            self._preemption.start_urgent_save(self._saver) if urgent and self._saver else None
         )
-        if said[0] == "saved":
-            on_first(ranks, lambda: self.keeper.rate(path, rated))
-            return SaveFuture(path).publish()
-        options = {**self._saving, "beside": partial(self.keeper.beside, rated)}
-        if said[0] == "damaged":
+        joined_save = urgent_save.join_last_save(path) if urgent_save else None
+        if joined_save:
+            return joined_save
+        ranks = get_coordinator(self._group)
+        first = ranks.rank == 0
+        parsed_metrics, replies = run_and_all_gather(
+            ranks,
+            lambda: (
+                parse_metrics(metrics or {}),
+                self._check_destination(step) if first else None,
+            ),
+        )
+        if replies[0] == "saved":
+            run_on_rank_zero(ranks, lambda: self.checkpoints.add_metrics(path, parsed_metrics))
+            return SaveFuture(path).mark_published()
+        options = {
+            **self._saving,
+            "beside": partial(self.checkpoints.build_sidecars, parsed_metrics),
+        }
+        if replies[0] == "damaged":
             options["overwrite"] = True
-        if hurry:
+        if urgent_save:
             options["when_busy"] = "wait"
-        self._schedule.saved()
-        self._own.add(step)
-        future = self.keeper.save(state, path, ranks, self._saver, options)
-        return hurry.durable(future) if hurry else future
+        self._schedule.record_save()
+        self._own_steps.add(step)
+        future = self.checkpoints.save(state, path, ranks, self._saver, options)
+        return urgent_save.wait_until_durable(future) if urgent_save else future
 
     def _save_local(
         self,
@@ -215,10 +239,12 @@ class CheckpointManager(Closing):
         *,
         urgent: bool,
     ) -> SaveFuture:
-        self._schedule.saved()
-        future = tier.save(step, state, rating(metrics), own=step in self._own)
+        self._schedule.record_save()
+        future = tier.save(step, state, parse_metrics(metrics), is_own=step in self._own_steps)
         if urgent:
-            tier.durable(step, self._preemption.hurry(self._saver) if self._saver else None)
+            tier.wait_until_complete(
+                step, self._preemption.start_urgent_save(self._saver) if self._saver else None
+            )
         return future
 
     def load_latest(
@@ -255,13 +281,13 @@ class CheckpointManager(Closing):
         require_choice(fallback, "fallback", get_args(Fallback))
         if resumed := self._load_local(state, options, fallback=fallback):
             return resumed
-        ranks = coordinator(self._group)
+        ranks = get_coordinator(self._group)
 
-        def loaded(start: Start) -> LoadReport:
-            self.keeper.refresh()  # every rank reads the current files
+        def load_from(start: ResumePoint) -> LoadReport:
+            self.checkpoints.refresh()  # every rank reads the current files
             return load(state, start.path, process_group=self._group, **options)
 
-        newest = load_newest(ranks, self.keeper, loaded, fallback)
+        newest = load_newest(ranks, self.checkpoints, load_from, fallback)
         return self._note_resumed(ranks, *newest) if newest else None
 
     def load(
@@ -294,16 +320,18 @@ class CheckpointManager(Closing):
         self._require_open()
         step = checks.check_step(step)
         self.wait()
-        ranks = coordinator(self._group)
+        ranks = get_coordinator(self._group)
         resumed = self._load_local(state, options, step)
         if resumed is None:
-            found = ranks.broadcast(on_first(ranks, lambda: self.keeper.of_step(step)))
-            if found is None:
-                raise self._missing(step)
-            self.keeper.refresh()
-            report = load(state, found.path, process_group=self._group, **options)
-            resumed = self._note_resumed(ranks, found, report)
-        on_first(ranks, lambda: self._leave(step, discard=discard_newer))
+            start = ranks.broadcast(
+                run_on_rank_zero(ranks, lambda: self.checkpoints.find_step(step))
+            )
+            if start is None:
+                raise self._missing_step_error(step)
+            self.checkpoints.refresh()
+            report = load(state, start.path, process_group=self._group, **options)
+            resumed = self._note_resumed(ranks, start, report)
+        run_on_rank_zero(ranks, lambda: self._abandon_later(step, discard=discard_newer))
         return resumed
 
     def latest_step(self) -> int | None:
@@ -312,16 +340,16 @@ class CheckpointManager(Closing):
         Raises:
             CkptError: The errors of :meth:`load_latest`, on every rank.
         """
-        ranks = coordinator(self._group)
-        if self._tier is not None and (newest := self._tier.newest()):
+        ranks = get_coordinator(self._group)
+        if self._local_tier is not None and (newest := self._local_tier.find_newest()):
             return newest.step
-        found = ranks.broadcast(on_first(ranks, self.keeper.newest))
-        return found.step if found else None
+        start = ranks.broadcast(run_on_rank_zero(ranks, self.checkpoints.find_newest))
+        return start.step if start else None
 
     def all_steps(self) -> list[int]:
         """Return the steps of all complete checkpoints of the run, as seen by rank 0."""
-        ranks = coordinator(self._group)
-        return ranks.broadcast(on_first(ranks, self.keeper.steps))
+        ranks = get_coordinator(self._group)
+        return ranks.broadcast(run_on_rank_zero(ranks, self.checkpoints.list_steps))
 
     def delete(self, step: int) -> None:
         """Remove the checkpoint ``step-N`` regardless of the rules. Call it on all ranks.
@@ -340,10 +368,10 @@ class CheckpointManager(Closing):
         step = checks.check_step(step)
         if self._saver is not None:
             self._saver.join()
-        ranks = coordinator(self._group)
-        if not ranks.broadcast(on_first(ranks, lambda: self.keeper.has(step))):
-            raise self._missing(step)
-        on_first(ranks, lambda: self.keeper.delete(step))
+        ranks = get_coordinator(self._group)
+        if not ranks.broadcast(run_on_rank_zero(ranks, lambda: self.checkpoints.has_step(step))):
+            raise self._missing_step_error(step)
+        run_on_rank_zero(ranks, lambda: self.checkpoints.delete(step))
 
     def rate(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add metrics to an existing checkpoint, for example after a later evaluation.
@@ -361,16 +389,18 @@ class CheckpointManager(Closing):
         """
         self._require_open()
         step = checks.check_step(step)
-        if self._tier is not None and self._tier.rate(step, rating(metrics)):
+        if self._local_tier is not None and self._local_tier.add_metrics(
+            step, parse_metrics(metrics)
+        ):
             return
         self.wait()
-        ranks = coordinator(self._group)
-        path = self.root / f"{SERIES}{step}"
-        if not ranks.broadcast(on_first(ranks, lambda: self.keeper.has(step))):
-            raise self._missing(step)
-        on_first(ranks, lambda: self.keeper.rate(path, rating(metrics)))
+        ranks = get_coordinator(self._group)
+        path = self.root / f"{STEP_SERIES}{step}"
+        if not ranks.broadcast(run_on_rank_zero(ranks, lambda: self.checkpoints.has_step(step))):
+            raise self._missing_step_error(step)
+        run_on_rank_zero(ranks, lambda: self.checkpoints.add_metrics(path, parse_metrics(metrics)))
 
-    @accept_keywords(FinalOptions, excluded=OF_A_SOURCE)
+    @accept_keywords(FinalOptions, excluded=SOURCE_OPTIONS)
     def plan_final(
         self, state: StateDict, out: str | TreePath, options: FinalOptions
     ) -> ConversionPlan | None:
@@ -391,9 +421,11 @@ class CheckpointManager(Closing):
             CkptError: The save would fail. It is raised on every rank.
         """
         self._require_open()
-        there = None if options.overwrite else self.finished(out)
-        target = beside(there.path) if there else out
-        return plan_converted(state, target, self._options.final(options), self._group)
+        published = None if options.overwrite else self.finished(out)
+        target = build_comparison_path(published.path) if published else out
+        return plan_converted(
+            state, target, self._options.build_conversion_options(options), self._group
+        )
 
     def finished(self, out: str | TreePath) -> Finished | None:
         """Return the trained model that this run has published at *out*, or None if there is none.
@@ -406,10 +438,12 @@ class CheckpointManager(Closing):
             out: Destination, as in :meth:`save_final`.
         """
         self._require_open()
-        ranks, target = coordinator(self._group), final_target(out)
-        return ranks.broadcast(on_first(ranks, lambda: self.keeper.finals.finished(target)))
+        ranks, target = get_coordinator(self._group), resolve_final_target(out)
+        return ranks.broadcast(
+            run_on_rank_zero(ranks, lambda: self.checkpoints.final_models.find_model(target))
+        )
 
-    @accept_keywords(FinalOptions, excluded=OF_A_SOURCE)
+    @accept_keywords(FinalOptions, excluded=SOURCE_OPTIONS)
     def save_final(self, state: StateDict, out: str | TreePath, options: FinalOptions) -> TreePath:
         """Save the trained model in an exchange format, and return when it is published.
 
@@ -433,15 +467,17 @@ class CheckpointManager(Closing):
         self._require_open()
         if self._saver is not None:
             self._saver.join()  # a failed save does not prevent this one
-        if self._tier is not None:
-            self._tier.join()
-        self.keeper.wait()
-        there = None if options.overwrite else self.finished(out)
-        saved = save_converted if there is None else require_same
-        target = saved(state, out, self._options.final(options), self._group)
-        on_first(coordinator(self._group), lambda: self.keeper.finish(target, there))
-        if self._tier is not None:
-            self._tier.ended = self.keeper.policy.last == 0
+        if self._local_tier is not None:
+            self._local_tier.join()
+        self.checkpoints.wait()
+        published = None if options.overwrite else self.finished(out)
+        saved = save_converted if published is None else require_same_model
+        target = saved(state, out, self._options.build_conversion_options(options), self._group)
+        run_on_rank_zero(
+            get_coordinator(self._group), lambda: self.checkpoints.record_final(target, published)
+        )
+        if self._local_tier is not None:
+            self._local_tier.has_final_model = self.checkpoints.policy.last == 0
         return target
 
     def wait(self) -> None:
@@ -454,9 +490,9 @@ class CheckpointManager(Closing):
             if self._saver is not None:
                 self._saver.wait()
         finally:
-            if self._tier is not None:
-                self._tier.wait()
-            self.keeper.wait()
+            if self._local_tier is not None:
+                self._local_tier.wait()
+            self.checkpoints.wait()
 
     def close(self) -> None:
         """Wait like :meth:`wait`, then release memory and threads.
@@ -472,36 +508,40 @@ class CheckpointManager(Closing):
             if self._saver is not None:
                 self._saver.close()
         finally:
-            if self._tier is not None:
-                self._tier.close(orderly=orderly)
-            self.keeper.wait()
+            if self._local_tier is not None:
+                self._local_tier.close(orderly=orderly)
+            self.checkpoints.wait()
             self._preemption.notices.close()
 
     def _require_open(self) -> None:
         if self._closed:
             raise RefusedError("this manager is closed", hint="create a new one")
 
-    def _missing(self, step: int) -> SourceNotFoundError:
+    def _missing_step_error(self, step: int) -> SourceNotFoundError:
         return SourceNotFoundError(
             f"there is no checkpoint of step {step}",
-            where=str(self.root / f"{SERIES}{step}"),
+            where=str(self.root / f"{STEP_SERIES}{step}"),
             why="it was not saved, or it was removed",
         )
 
-    def _begin(self, step: int) -> None:
+    def _begin_saving(self, step: int) -> None:
         """Find the checkpoint from which the run resumed, before the first save."""
-        ranks = coordinator(self._group)
-        loaded = ranks.broadcast(on_first(ranks, lambda: self.keeper.begin_saving(step)))
+        ranks = get_coordinator(self._group)
+        loaded = ranks.broadcast(
+            run_on_rank_zero(ranks, lambda: self.checkpoints.begin_saving(step))
+        )
         if loaded is not None:
-            self._own.add(loaded)
-        self._began = True
+            self._own_steps.add(loaded)
+        self._has_begun = True
 
-    def _standing(self, step: int) -> Standing:
-        if step in self._own and self._saver is not None:
+    def _check_destination(self, step: int) -> DestinationStatus:
+        if step in self._own_steps and self._saver is not None:
             self._saver.join()
         if self._options.overwrite:
             return "free"
-        return self.keeper.standing(self.root / f"{SERIES}{step}", own=step in self._own)
+        return self.checkpoints.check_destination(
+            self.root / f"{STEP_SERIES}{step}", is_own=step in self._own_steps
+        )
 
     def _load_local(
         self,
@@ -510,25 +550,30 @@ class CheckpointManager(Closing):
         step: int | None = None,
         fallback: Fallback = "older",
     ) -> Resumed | None:
-        if self._tier is None:
+        if self._local_tier is None:
             return None
-        resumed = self._tier.load(state, options, step, damaged_ok=fallback == "older")
+        resumed = self._local_tier.load(state, options, step, damaged_ok=fallback == "older")
         if resumed:
-            self._schedule.resumed(resumed.step, resumed.path.stat().st_mtime)
-            self._own = {resumed.step}
+            self._schedule.record_resume(resumed.step, resumed.path.stat().st_mtime)
+            self._own_steps = {resumed.step}
         return resumed
 
-    def _note_resumed(self, ranks: Coordinator, found: Start, report: LoadReport) -> Resumed:
-        on_first(ranks, lambda: self.keeper.resume_from(found.entry, found.step))
-        self._schedule.resumed(found.step, found.time)
-        self._own = {found.step} if found.entry.name == f"{SERIES}{found.step}" else set()
-        skipped = {**(self._tier.skipped if self._tier is not None else {}), **found.skipped}
-        return Resumed(found.path, found.step, skipped, report, found.doubts)
+    def _note_resumed(self, ranks: Coordinator, start: ResumePoint, report: LoadReport) -> Resumed:
+        run_on_rank_zero(ranks, lambda: self.checkpoints.resume_from(start.entry, start.step))
+        self._schedule.record_resume(start.step, start.time)
+        self._own_steps = (
+            {start.step} if start.entry.name == f"{STEP_SERIES}{start.step}" else set()
+        )
+        skipped = {
+            **(self._local_tier.skipped if self._local_tier is not None else {}),
+            **start.skipped,
+        }
+        return Resumed(start.path, start.step, skipped, report, start.doubts)
 
-    def _leave(self, step: int, *, discard: bool) -> None:
-        later = self.keeper.later_than(step)
+    def _abandon_later(self, step: int, *, discard: bool) -> None:
+        later = self.checkpoints.list_later(step)
         if later and discard:
-            self.keeper.discard_after(step)
+            self.checkpoints.discard_after(step)
         elif later:
             _log.warning(
                 "%s: abandoned later checkpoints: %s; from the next save on, rules ignore them; "
@@ -538,7 +583,7 @@ class CheckpointManager(Closing):
             )
 
 
-def _root(root: str | TreePath) -> TreePath:
+def _resolve_root(root: str | TreePath) -> TreePath:
     """Return the absolute path of a run folder.
 
     Raises:
@@ -555,7 +600,7 @@ def _root(root: str | TreePath) -> TreePath:
     return path
 
 
-def rating(metrics: Mapping[str, Any]) -> dict[str, float]:
+def parse_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Convert metrics to floats.
 
     Raises:

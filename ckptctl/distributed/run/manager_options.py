@@ -11,7 +11,7 @@ from ckptctl import shared_options as opt
 from ckptctl.conversion.conversion_options import ConversionOptions, WriteOptions
 from ckptctl.distributed.background.async_save import Mode, WhenBusy
 from ckptctl.distributed.group import ProcessGroup
-from ckptctl.distributed.run.keeper import Hook
+from ckptctl.distributed.run.keeper import PublishHook
 from ckptctl.distributed.run.preemption import PreemptionOptions
 from ckptctl.distributed.run.schedule import SaveRules
 from ckptctl.distributed.saving.save_options import SaveOptions
@@ -22,9 +22,9 @@ from ckptctl.runs.run_options import KeepOptions
 from ckptctl.save_load.loading.load_options import LoadReport
 from ckptctl.tree import TreePath
 
-Wanted = Callable[[Retainable], object]
+KeepPredicate = Callable[[Retainable], object]
 MAX_FAILURES = 2
-ONLY_WITH = {
+REQUIRED_OPTIONS = {
     "fast": ("fast_keep", "copy_every", "copy_rate"),
     "async_": ("mode", "when_busy", "max_failures"),
 }
@@ -50,18 +50,18 @@ class Resumed:
     doubts: tuple[str, ...] = ()
 
 
-def _named(given: str | TreePath) -> str | TreePath:
-    """Return *given*, or raise if it is not a path."""
-    checks.check_path(given)
-    return given
+def check_path(path: str | TreePath) -> str | TreePath:
+    """Return *path*, or raise if it is not a path."""
+    checks.check_path(path)
+    return path
 
 
-def _hooks(given: Any) -> tuple[Hook, ...]:
+def check_hooks(value: Any) -> tuple[PublishHook, ...]:
     """Convert one hook or a list of them to a tuple, or raise."""
-    several = (given,) if callable(given) else given
-    if not isinstance(several, Sequence) or not all(map(callable, several)):
-        raise UsageError(f"{given!r} is neither a function nor a list of them")
-    return tuple(several)
+    hooks = (value,) if callable(value) else value
+    if not isinstance(hooks, Sequence) or not all(map(callable, hooks)):
+        raise UsageError(f"{value!r} is neither a function nor a list of them")
+    return tuple(hooks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class ManagerOptions(PreemptionOptions, opt.ModelOptions, SaveOptions, KeepOptio
         ),
     ] = None
     keep_if: Annotated[
-        Wanted | None,
+        KeepPredicate | None,
         Option(
             "Function called on rank 0 with each complete checkpoint, which is kept if "
             "the result is true. Checkpoints have ``name``, ``step``, ``time`` (seconds "
@@ -125,7 +125,7 @@ class ManagerOptions(PreemptionOptions, opt.ModelOptions, SaveOptions, KeepOptio
         Option(
             "Folder of the run on a local disk of this machine. Each rank saves its part "
             "there first, and some saves are copied to the run in the background.",
-            check=_named,
+            check=check_path,
         ),
     ] = None
     fast_keep: Annotated[
@@ -154,12 +154,12 @@ class ManagerOptions(PreemptionOptions, opt.ModelOptions, SaveOptions, KeepOptio
     ] = None
     process_group: ProcessGroup = None
     on_published: Annotated[
-        Hook | Sequence[Hook],
+        PublishHook | Sequence[PublishHook],
         Option(
             "Functions called on rank 0 with the path of each published checkpoint, e.g. "
             "for uploads and logs. A checkpoint is not removed while they run. Their "
             "exceptions are logged.",
-            check=_hooks,
+            check=check_hooks,
         ),
     ] = ()
 
@@ -190,20 +190,24 @@ class ManagerOptions(PreemptionOptions, opt.ModelOptions, SaveOptions, KeepOptio
 
     def _require_effect(self) -> None:
         """Raise for options that have no effect because another one is not set."""
-        for needed, others in ONLY_WITH.items():
-            given = [one for one in list_options(ManagerOptions) if one.name in others]
-            given = [one for one in given if getattr(self, one.name) != one.default]
-            if given and not getattr(self, needed):
+        for needed, others in REQUIRED_OPTIONS.items():
+            set_options = [
+                option for option in list_options(ManagerOptions) if option.name in others
+            ]
+            set_options = [
+                option for option in set_options if getattr(self, option.name) != option.default
+            ]
+            if set_options and not getattr(self, needed):
                 where = f"without `{needed}`" if needed == "fast" else f"with `{needed}=False`"
-                names = ", ".join(f"`{one.name}`" for one in given)
-                does = "does" if len(given) == 1 else "do"
+                names = ", ".join(f"`{option.name}`" for option in set_options)
+                does = "does" if len(set_options) == 1 else "do"
                 raise UsageError(f"{names} {does} not apply {where}")
 
     def policy(self) -> Policy:
         """Return the retention policy."""
         return replace(super().build_policy(), wanted=self.keep_if)
 
-    def final(self, options: FinalOptions) -> ConversionOptions:
+    def build_conversion_options(self, options: FinalOptions) -> ConversionOptions:
         """Return the conversion options for the trained model, with defaults of the manager."""
         return options.with_target_format(
             options.to or self.final_format or "hf",
@@ -221,5 +225,5 @@ class FinalOptions(WriteOptions):
     ] = None
 
 
-OF_A_SOURCE = ("from_format", "weights", "tag", "rules", "ranks", "verify_replicas", "resume")
+SOURCE_OPTIONS = ("from_format", "weights", "tag", "rules", "ranks", "verify_replicas", "resume")
 """Options of a conversion for reading the source, which do not apply to a state in memory."""

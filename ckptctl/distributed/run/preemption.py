@@ -29,32 +29,32 @@ from ckptctl.options import Option, Options, option_group
 from ckptctl.ranks.coordinator import Coordinator
 from ckptctl.tree import TreePath
 
-Source = signal.Signals | str | Path | Callable[[], object]
-ENDS_CHILDREN = (signal.SIGTERM, signal.SIGINT)
+NoticeSource = signal.Signals | str | Path | Callable[[], object]
+CHILD_END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 """Signals by which a process ends the ones that it has forked."""
 _log = logging.getLogger("ckptctl")
 
 
-def _sources(given: Any) -> tuple[Source, ...]:
+def check_sources(value: Any) -> tuple[NoticeSource, ...]:
     """Check the sources of notices, and convert names of signals."""
-    if isinstance(given, str) or not isinstance(given, Sequence):
+    if isinstance(value, str) or not isinstance(value, Sequence):
         raise UsageError(
-            f"{given!r} is not a list",
+            f"{value!r} is not a list",
             hint="pass a list, for example `preemption=[signal.SIGTERM]`",
         )
-    return tuple(map(_source, given))
+    return tuple(map(_parse_source, value))
 
 
-def _source(given: Any) -> Source:
-    if isinstance(given, Path):
-        return given
-    if callable(given):
-        function: Callable[[], object] = given
+def _parse_source(value: Any) -> NoticeSource:
+    if isinstance(value, Path):
+        return value
+    if callable(value):
+        function: Callable[[], object] = value
         return function
     with suppress(KeyError, ValueError, TypeError):
-        return signal.Signals[given] if isinstance(given, str) else signal.Signals(given)
+        return signal.Signals[value] if isinstance(value, str) else signal.Signals(value)
     raise UsageError(
-        f"{given!r} is not a source of preemption notices",
+        f"{value!r} is not a source of preemption notices",
         why="a source is a signal, a path that will appear, or a function that returns a bool",
         hint='for example: preemption=[signal.SIGTERM, "SIGUSR1", Path("stop"), notice]',
     )
@@ -65,13 +65,13 @@ class PreemptionOptions(Options):
     """Options for preemption notices and the deadline of urgent saves."""
 
     preemption: Annotated[
-        Sequence[Source],
+        Sequence[NoticeSource],
         Option(
             "Sources that make :meth:`preempted` true, the same on every rank. Signals "
             '(``signal.SIGTERM``, ``"SIGUSR1"``) are handled until :meth:`close`. A path '
             "(``pathlib.Path``) is a notice as soon as it exists. Functions take no arguments and "
             "return true when the run must end.",
-            check=_sources,
+            check=check_sources,
         ),
     ] = ()
     deadline: Annotated[
@@ -85,19 +85,21 @@ class PreemptionOptions(Options):
     ] = None
 
 
-class Notices:
+class PreemptionNotices:
     """Notices on this rank by signals, files and functions.
 
     Signal handlers record the notice, and call the previous handler if it is a function.
     """
 
-    def __init__(self, sources: Sequence[Source]) -> None:
+    def __init__(self, sources: Sequence[NoticeSource]) -> None:
         self.since: float | None = None
-        self.closed = False
-        self._before: dict[int, Any] = {}
-        self._asked = [one for one in sources if not isinstance(one, signal.Signals)]
-        self._broken: set[Source] = set()
-        signals = [one for one in sources if isinstance(one, signal.Signals)]
+        self.is_closed = False
+        self._previous_handlers: dict[int, Any] = {}
+        self._polled_sources = [
+            source for source in sources if not isinstance(source, signal.Signals)
+        ]
+        self._broken: set[NoticeSource] = set()
+        signals = [source for source in sources if isinstance(source, signal.Signals)]
         if signals and threading.current_thread() is not threading.main_thread():
             raise RefusedError(
                 "this thread cannot handle signals",
@@ -106,31 +108,31 @@ class Notices:
             )
         try:
             for number in signals:
-                self._handle(number)
+                self._install_handler(number)
         except BaseException:
             self.close()
             raise
-        _all.add(self)
+        _all_notices.add(self)
 
-    def look(self) -> float | None:
+    def poll_sources(self) -> float | None:
         """Poll files and functions, and return the time of the first notice, or None without any.
 
         The time is that of `time.monotonic`, in seconds.
         """
-        if self.since is None and any(map(self._says, self._asked)):
+        if self.since is None and any(map(self._is_announced, self._polled_sources)):
             self.since = time.monotonic()
         return self.since
 
     def close(self) -> None:
         """Restore the previous signal handlers, unless other code has replaced ours."""
-        self.closed = True
-        for number in self._before:
-            self.give_back(number)
+        self.is_closed = True
+        for number in self._previous_handlers:
+            self.restore_handler(number)
 
-    def give_back(self, number: int) -> None:
+    def restore_handler(self, number: int) -> None:
         """Restore the previous handler of one signal, if ours is still installed."""
-        before = _open(self._before[number], number)
-        if signal.getsignal(number) == self._note:
+        before = _resolve_handler(self._previous_handlers[number], number)
+        if signal.getsignal(number) == self._handle_signal:
             try:
                 signal.signal(number, before)
             except ValueError:  # not the main thread, so ours stays and calls the previous one
@@ -139,36 +141,38 @@ class Notices:
                     signal.Signals(number).name,
                 )
 
-    def in_fork(self) -> None:
+    def restore_in_fork(self) -> None:
         """Restore the previous handlers of termination signals in a forked process."""
-        for number in set(ENDS_CHILDREN) & self._before.keys():
-            self.give_back(number)
+        for number in set(CHILD_END_SIGNALS) & self._previous_handlers.keys():
+            self.restore_handler(number)
 
-    def before(self, number: int) -> Any:
+    def get_previous_handler(self, number: int) -> Any:
         """Return the previous handler of a signal."""
-        return self._before[number]
+        return self._previous_handlers[number]
 
-    def _handle(self, number: signal.Signals) -> None:
+    def _install_handler(self, number: signal.Signals) -> None:
         before = signal.getsignal(number)
         if before is None:
             raise RefusedError(
                 f"{number.name} has a handler that could not be restored",
                 why="Python did not install it",
             )
-        self._before.setdefault(number, before)  # first, because the signal may arrive at once
+        self._previous_handlers.setdefault(
+            number, before
+        )  # first, because the signal may arrive at once
         try:
-            signal.signal(number, self._note)
+            signal.signal(number, self._handle_signal)
         except OSError as error:
             raise UsageError(f"{number.name} cannot be handled", where="preemption") from error
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if not self.closed and self.since is None:
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
+        if not self.is_closed and self.since is None:
             self.since = time.monotonic()
-        before = _open(self._before[number], number)
+        before = _resolve_handler(self._previous_handlers[number], number)
         if callable(before) and before is not signal.default_int_handler:
             before(number, frame)
 
-    def _says(self, source: Source) -> bool:
+    def _is_announced(self, source: NoticeSource) -> bool:
         try:
             return source.exists() if isinstance(source, Path) else bool(source())  # type: ignore[operator]
         except Exception:
@@ -178,58 +182,60 @@ class Notices:
             return False
 
 
-def _open(handler: Any, number: int) -> Any:
+def _resolve_handler(handler: Any, number: int) -> Any:
     """Return *handler*, or the one before it if its notices are closed."""
     owner = getattr(handler, "__self__", None)
-    while isinstance(owner, Notices) and owner.closed:
-        handler = owner.before(number)
+    while isinstance(owner, PreemptionNotices) and owner.is_closed:
+        handler = owner.get_previous_handler(number)
         owner = getattr(handler, "__self__", None)
     return handler
 
 
-_all: weakref.WeakSet[Notices] = weakref.WeakSet()
+_all_notices: weakref.WeakSet[PreemptionNotices] = weakref.WeakSet()
 
 
-def _in_fork() -> None:
-    for one in list(_all):
-        one.in_fork()
+def _restore_all_in_fork() -> None:
+    for notices in list(_all_notices):
+        notices.restore_in_fork()
 
 
-os.register_at_fork(after_in_child=_in_fork)
+os.register_at_fork(after_in_child=_restore_all_in_fork)
 
 
 class Preemption:
     """Preemption state of a run, exchanged so that all ranks learn of it in the same call."""
 
     def __init__(self, options: PreemptionOptions, ranks: Callable[[], Coordinator]) -> None:
-        self.notices = Notices(options.preemption)
+        self.notices = PreemptionNotices(options.preemption)
         self._sources = options.preemption
         self._deadline = options.deadline
         self._ranks = ranks
         self._calls = 0
         self._since: float | None = None  # first notice on any rank, by this rank's clock
 
-    def noticed(self, every: int) -> bool:
+    def is_requested(self, every: int) -> bool:
         """Return whether any rank had a notice, exchanged at each *every*-th call."""
         self._calls += 1
         if self._since is not None or not self._sources or self._calls % every:
             return self._since is not None
-        own, now = self.notices.look(), time.monotonic()
-        age = -1 if own is None else round((now - own) * 1e6)
+        own_notice, now = self.notices.poll_sources(), time.monotonic()
+        age = -1 if own_notice is None else round((now - own_notice) * 1e6)
         (oldest,) = all_reduce_max(self._ranks(), [age])
         if oldest >= 0:
             self._since = now - oldest / 1e6
-        if own is not None:
-            _log.warning("this run must end: the preemption notice came %.1f s ago", now - own)
+        if own_notice is not None:
+            _log.warning(
+                "this run must end: the preemption notice came %.1f s ago", now - own_notice
+            )
         return oldest >= 0
 
-    def hurry(self, saver: AsyncSaver) -> Hurry:
+    def start_urgent_save(self, saver: AsyncSaver) -> UrgentSave:
         """Begin an urgent save with *saver*, whose deadline counts from the notice or from now."""
         start = time.monotonic() if self._since is None else self._since
-        return Hurry(saver, start, self._deadline)
+        return UrgentSave(saver, start, self._deadline)
 
 
-class Hurry:
+class UrgentSave:
     """Urgent save that waits until its deadline, with the same outcome on all ranks."""
 
     def __init__(self, saver: AsyncSaver, start: float, deadline: float | None) -> None:
@@ -237,7 +243,7 @@ class Hurry:
         self._start = start
         self._deadline = deadline
 
-    def joined(self, path: TreePath) -> SaveFuture | None:
+    def join_last_save(self, path: TreePath) -> SaveFuture | None:
         """Wait for the last save, and return it if it saved to *path* and succeeded, or None.
 
         Raises:
@@ -246,50 +252,56 @@ class Hurry:
         last = self._saver.last
         if last is None:
             return None
-        same = last.path == path and not last.skipped
-        self._wait(last, path, whole=not same)
-        if same and not _failed(last):
+        is_same_save = last.path == path and not last.skipped
+        self._wait_for_save(last, path, with_callbacks=not is_same_save)
+        if is_same_save and not _has_failed(last):
             return last
         with suppress(CkptError):  # it was logged when it failed
             self._saver.wait()
         return None
 
-    def durable(self, future: SaveFuture) -> SaveFuture:
+    def wait_until_durable(self, future: SaveFuture) -> SaveFuture:
         """Wait until the checkpoint is published, and return *future*.
 
         Raises:
             StorageError: It missed the deadline and continues. This is raised on every rank.
             CkptError: The save failed. It is raised on every rank.
         """
-        self._wait(future, future.path)
-        if _failed(future):
+        self._wait_for_save(future, future.path)
+        if _has_failed(future):
             self._saver.wait()
         return future
 
-    def _wait(self, future: SaveFuture, path: TreePath, *, whole: bool = False) -> None:
-        """Wait for the outcome of a save, and if *whole*, for its callbacks.
+    def _wait_for_save(
+        self, future: SaveFuture, path: TreePath, *, with_callbacks: bool = False
+    ) -> None:
+        """Wait for the outcome of a save, and if *with_callbacks*, for its callbacks.
 
         A save ends on all ranks at about the same time, so one rank in time is enough.
         """
 
-        def ended(seconds: float | None) -> bool:
-            return bool(wait([future], seconds).done) if whole else future.decided.wait(seconds)
+        def wait_for_end(seconds: float | None) -> bool:
+            return (
+                bool(wait([future], seconds).done)
+                if with_callbacks
+                else future.decided.wait(seconds)
+            )
 
         if self._deadline is not None:
-            own = ended(max(0.0, self._start + self._deadline - time.monotonic()))
-            (any_rank,) = all_reduce_max(self._saver.groups()[0], [own])
+            has_ended = wait_for_end(max(0.0, self._start + self._deadline - time.monotonic()))
+            (any_rank,) = all_reduce_max(self._saver.groups()[0], [has_ended])
             if not any_rank:
-                other = future.path != path
+                is_other_save = future.path != path
                 raise StorageError(
                     "an urgent save missed its deadline",
                     where=str(path),
                     why=f"`deadline` is {self._deadline:g} s after the notice"
-                    + (f"; {future.path.name} was still being saved" if other else ""),
+                    + (f"; {future.path.name} was still being saved" if is_other_save else ""),
                     hint="request an earlier notice, for example with `sbatch --signal`, or save "
                     "more often; the save continues while the process is alive",
                 )
-        ended(None)
+        wait_for_end(None)
 
 
-def _failed(future: SaveFuture) -> bool:
+def _has_failed(future: SaveFuture) -> bool:
     return future.done() and future.exception() is not None

@@ -31,7 +31,7 @@ from ckptctl.storage.files import source_files
 from ckptctl.storage.threads import Advance
 
 
-class Pace:
+class RateLimiter:
     """Rate limit in bytes per second, shared by all threads."""
 
     def __init__(self, rate: int | None) -> None:
@@ -50,29 +50,29 @@ class Pace:
             wait = self._free - now
         self._lifted.wait(wait)
 
-    def lift(self) -> None:
+    def lift_limit(self) -> None:
         """Suspend the limit, because training waits."""
         self._lifted.set()
 
-    def restore(self) -> None:
+    def restore_limit(self) -> None:
         """Apply the limit again."""
         self._lifted.clear()
 
 
-def state_on_disk(shards: LocalShards, values: Mapping[str, bytes]) -> LocalState:
+def build_disk_state(shards: LocalShards, values: Mapping[str, bytes]) -> LocalState:
     """Describe a rank's saved shards as a state without memory, for :class:`SavedPart`."""
-    nothing = {
-        name: torch.empty((), dtype=getattr(torch, one.dtype))
-        for name, one in shards.tensors.items()
+    placeholders = {
+        name: torch.empty((), dtype=getattr(torch, entry.dtype))
+        for name, entry in shards.tensors.items()
     }
-    pieces = [nothing[chunk.name].expand(chunk.sizes) for chunk in shards.chunks]
-    return LocalState(shards, pieces, [row_major(one.sizes) for one in shards.chunks], values)
+    pieces = [placeholders[chunk.name].expand(chunk.sizes) for chunk in shards.chunks]
+    return LocalState(shards, pieces, [row_major(entry.sizes) for entry in shards.chunks], values)
 
 
 class SavedPart:
     """Saved files of *rank* in *folder*, from which plans read instead of from memory."""
 
-    def __init__(self, folder: Path, rank: int, shards: LocalShards, pace: Pace) -> None:
+    def __init__(self, folder: Path, rank: int, shards: LocalShards, pace: RateLimiter) -> None:
         self._folder, self._rank = folder, rank
         self._shards, self._pace = shards, pace
 
@@ -90,17 +90,17 @@ class SavedPart:
         """Execute *plan* with the files in place of memory, for a store that takes streams."""
         stream_plan(self._with_files(plan), create, replace(options, pace=self._pace))
 
-    def digests(self, own: LocalState) -> Mapping[int, int]:
+    def read_digests(self, state: LocalState) -> Mapping[int, int]:
         """Return the CRC-32 of shards that this rank's files record, by shard index."""
-        _, extents = self._located()
+        _, extents = self._locate_shards()
         return {
             index: extent.crc32
-            for index, (chunk, extent) in enumerate(zip(own.shards.chunks, extents, strict=True))
+            for index, (chunk, extent) in enumerate(zip(state.shards.chunks, extents, strict=True))
             # Small tensors are compared as values.
-            if extent.crc32 is not None and chunk.name not in own.shards.values
+            if extent.crc32 is not None and chunk.name not in state.shards.values
         }
 
-    def _located(self) -> tuple[Mapping[str, FileIdentity], list[Extent]]:
+    def _locate_shards(self) -> tuple[Mapping[str, FileIdentity], list[Extent]]:
         """Return the identities of this rank's files, and the extent of each shard."""
         catalog = read_rank(self._folder, self._rank)
         if catalog is None:
@@ -117,9 +117,10 @@ class SavedPart:
 
     def _with_files(self, plan: Plan) -> Plan:
         """Return *plan* with files in place of memory."""
-        sources, chunks = self._located()
+        sources, chunks = self._locate_shards()
         transfers = tuple(
-            replace(one, tensor=_in_file(chunks, one.tensor)) for one in plan.transfers
+            replace(transfer, tensor=_to_file_tensor(chunks, transfer.tensor))
+            for transfer in plan.transfers
         )
         return replace(
             plan,
@@ -128,24 +129,24 @@ class SavedPart:
             transfers=transfers,
             checked=frozenset(
                 (number, entry.name)
-                for number, one in enumerate(transfers)
-                for entry in one.iterate_stored_tensors()
+                for number, transfer in enumerate(transfers)
+                for entry in transfer.iterate_stored_tensors()
             ),
         )
 
 
-def _in_file(chunks: list[Extent], tensor: StridedTensor) -> StridedTensor:
+def _to_file_tensor(chunks: list[Extent], tensor: StridedTensor) -> StridedTensor:
     """Return *tensor* with extents in files, with a checksum if it is a complete chunk."""
     parts: list[Part] = []
     for part in tensor.parts:
-        (held,) = part.entry.extents
-        extent = chunks[int(memory_key(held.file))]
-        whole = (held.offset, held.nbytes) == (0, extent.nbytes)
-        found = replace(
-            held,
+        (memory_extent,) = part.entry.extents
+        extent = chunks[int(memory_key(memory_extent.file))]
+        is_whole_chunk = (memory_extent.offset, memory_extent.nbytes) == (0, extent.nbytes)
+        file_extent = replace(
+            memory_extent,
             file=extent.file,
-            offset=extent.offset + held.offset,
-            crc32=extent.crc32 if whole else None,
+            offset=extent.offset + memory_extent.offset,
+            crc32=extent.crc32 if is_whole_chunk else None,
         )
-        parts.append(part._replace(of=replace(part.entry, extents=(found,))))
+        parts.append(part._replace(of=replace(part.entry, extents=(file_extent,))))
     return replace(tensor, parts=tuple(parts))

@@ -14,11 +14,11 @@ from typing import Annotated, NamedTuple
 from ckptctl import option_checks as checks
 from ckptctl.errors import UsageError
 from ckptctl.options import Option, Options, option_group
-from ckptctl.ranks.coordinator import Coordinator, telling
+from ckptctl.ranks.coordinator import Coordinator, run_and_all_gather
 from ckptctl.runs.run_options import parse_duration
 
 
-def _steps(value: Iterable[int]) -> frozenset[int]:
+def check_steps(value: Iterable[int]) -> frozenset[int]:
     """Convert *value* to a set of steps, or raise."""
     if not isinstance(value, Iterable):
         raise UsageError(f"{value!r} is not a list of steps")
@@ -45,7 +45,7 @@ class SaveRules(Options):
             check=parse_duration,
         ),
     ] = None
-    save_steps: Annotated[Sequence[int], Option("Save these steps.", check=_steps)] = ()
+    save_steps: Annotated[Sequence[int], Option("Save these steps.", check=check_steps)] = ()
     save_first: Annotated[
         bool,
         Option(
@@ -61,12 +61,12 @@ class SaveRules(Options):
     ] = None
 
 
-class _Said(NamedTuple):
+class _RankVote(NamedTuple):
     """Vote of one rank on a step."""
 
     step: int
-    wanted: bool
-    begun: bool
+    is_wanted: bool
+    has_checkpoint: bool
 
 
 class Schedule:
@@ -83,68 +83,70 @@ class Schedule:
         self,
         rules: SaveRules,
         busy: Callable[[], bool],
-        begun: Callable[[], bool],
+        has_checkpoint: Callable[[], bool],
         ranks: Callable[[], Coordinator],
     ) -> None:
         self._rules = rules
         self._ranks = ranks
         self._busy = busy
-        self._is_begun = begun
+        self._has_checkpoint = has_checkpoint
         self._begun = not rules.save_first
-        self._asked: int | None = None
-        self._before: int | None = None  # the previous step
+        self._last_step: int | None = None
+        self._previous_step: int | None = None  # the previous step
         self._since = time.monotonic()
         every = rules.save_interval
         self._interval = None if every is None else parse_duration(every)
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Return whether *step* must be saved, equal on all ranks.
 
         Raises:
             UsageError: The ranks are at different steps.
         """
-        by_step = self._by_step(step)
+        by_step = self._is_due_by_step(step)
         if self._interval is None and self._rules.save_if is None and self._begun:
             return by_step
-        here = self._ranks()
-        _, said = telling(here, lambda: (None, self._say(step, first=here.rank == 0)))
-        for rank, one in enumerate(said):
-            if one.step != step:
+        ranks = self._ranks()
+        _, votes = run_and_all_gather(
+            ranks, lambda: (None, self._build_vote(step, first=ranks.rank == 0))
+        )
+        for rank, vote in enumerate(votes):
+            if vote.step != step:
                 raise UsageError(
                     "the ranks are not at the same step",
-                    why=f"rank {here.rank} is at step {step}, rank {rank} at step {one.step}",
+                    why=f"rank {ranks.rank} is at step {step}, rank {rank} at step {vote.step}",
                 )
-        self._begun, new = said[0].begun, not said[0].begun
-        return by_step or new or any(one.wanted for one in said)
+        self._begun, new = votes[0].has_checkpoint, not votes[0].has_checkpoint
+        return by_step or new or any(vote.is_wanted for vote in votes)
 
-    def saved(self) -> None:
+    def record_save(self) -> None:
         """Record that a save has begun."""
         self._begun = True
         self._since = time.monotonic()
 
-    def resumed(self, step: int, saved_at: float) -> None:
+    def record_resume(self, step: int, saved_at: float) -> None:
         """Record the checkpoint from which training resumes.
 
         Args:
             step: Its step.
             saved_at: Time of its save in seconds since the epoch.
         """
-        self._begun, self._asked = True, step
+        self._begun, self._last_step = True, step
         # A wrong date makes the next save early, or late by at most one interval.
         age = min(max(0.0, time.time() - saved_at), self._interval or 0.0)
         self._since = time.monotonic() - age
 
-    def _by_step(self, step: int) -> bool:
-        if step != self._asked:
-            self._before, self._asked = self._asked, step
-        before, every = self._before, self._rules.save_every
+    def _is_due_by_step(self, step: int) -> bool:
+        if step != self._last_step:
+            self._previous_step, self._last_step = self._last_step, step
+        before, every = self._previous_step, self._rules.save_every
         if before is None or before >= step:
             before = step - 1
         crossed = every is not None and step > 0 and step // every > before // every
         return crossed or step in self._rules.save_steps
 
-    def _say(self, step: int, *, first: bool) -> _Said:
-        wanted = bool(self._rules.save_if and self._rules.save_if(step))
+    def _build_vote(self, step: int, *, first: bool) -> _RankVote:
+        is_wanted = bool(self._rules.save_if and self._rules.save_if(step))
         if first and self._interval is not None:
-            wanted |= time.monotonic() - self._since >= self._interval and not self._busy()
-        return _Said(step, wanted, self._begun or (first and self._is_begun()))
+            is_wanted |= time.monotonic() - self._since >= self._interval and not self._busy()
+        return _RankVote(step, is_wanted, self._begun or (first and self._has_checkpoint()))

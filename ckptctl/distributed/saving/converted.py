@@ -19,15 +19,15 @@ from ckptctl.catalog import Blob, row_major
 from ckptctl.conversion.conversion_options import ConversionOptions
 from ckptctl.conversion.convert import plan_conversion, run_conversion
 from ckptctl.conversion.plan import ConversionPlan
-from ckptctl.distributed.group import coordinator
-from ckptctl.distributed.saving.local_state import LocalState, local_state
+from ckptctl.distributed.group import get_coordinator
+from ckptctl.distributed.saving.local_state import LocalState, build_local_state
 from ckptctl.distributed.saving.save import save
 from ckptctl.distributed.state import StateDict
 from ckptctl.errors import CkptError, RefusedError, quote_names
 from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.dcp import METADATA
 from ckptctl.formats.dcp.metadata import Origin
-from ckptctl.ranks.coordinator import on_first, through_first
+from ckptctl.ranks.coordinator import gather_and_scatter, run_on_rank_zero
 from ckptctl.runs.run_store import open_run_store
 from ckptctl.save_load.saving.global_plan import GlobalPlan, make_global_plan, own_plan
 from ckptctl.save_load.saving.local_shards import HeldChunk, LocalShards, Packed, TensorMeta, pack
@@ -38,7 +38,7 @@ from ckptctl.storage.paths import expand_home, parse_path
 from ckptctl.storage.urls import HUB_SCHEME, is_url, parse_scheme
 from ckptctl.tree import TreePath
 
-OF_A_SAVE = re.compile(r"\.metadata|__\d+_\d+\.distcp|\.nfs.*|\.ckptctl-(writing|objects)")
+SAVE_FILE_PATTERN = re.compile(r"\.metadata|__\d+_\d+\.distcp|\.nfs.*|\.ckptctl-(writing|objects)")
 _log = logging.getLogger("ckptctl")
 
 
@@ -56,28 +56,28 @@ def save_converted(
     Raises:
         CkptError: The save or the conversion failed, on every rank.
     """
-    ranks = coordinator(group)
-    target = final_target(out)
+    ranks = get_coordinator(group)
+    target = resolve_final_target(out)
     stage = target.parent / f".{target.name}.ckptctl-final"
 
-    def make_room() -> None:
-        _require_room(target, options)
-        remove_left(stage, OF_A_SAVE)
+    def prepare_stage() -> None:
+        _require_free_target(target, options)
+        remove_leftovers(stage, SAVE_FILE_PATTERN)
 
-    def convert() -> None:
+    def convert_stage() -> None:
         open_run_store(stage.parent).refresh_listing()
         plan = plan_conversion(stage, target, options)
-        _tell(plan)
+        _log_notes(plan)
         run_conversion(plan)
 
-    on_first(ranks, make_room)
+    run_on_rank_zero(ranks, prepare_stage)
     try:
-        save(_exported(state, options), stage, process_group=group)
-        on_first(ranks, convert)
+        save(_select_exported(state, options), stage, process_group=group)
+        run_on_rank_zero(ranks, convert_stage)
     finally:
         if ranks.rank == 0:
             try:
-                remove_left(stage, OF_A_SAVE)
+                remove_leftovers(stage, SAVE_FILE_PATTERN)
             except CkptError as error:
                 _log.warning("%s could not be removed: %s", stage, error)
     return target
@@ -94,29 +94,29 @@ def plan_converted(
     Returns:
         The plan on rank 0, or None on the others.
     """
-    ranks = coordinator(group)
-    planned: list[ConversionPlan] = []
+    ranks = get_coordinator(group)
+    plans: list[ConversionPlan] = []
 
-    def plan(held: list[Packed]) -> Sequence[None]:
-        target = final_target(out)
-        _require_room(target, options)
+    def plan_on_rank_zero(all_packed: list[Packed]) -> Sequence[None]:
+        target = resolve_final_target(out)
+        _require_free_target(target, options)
         with TemporaryDirectory(prefix="ckptctl-") as folder:
-            _write_hollow(Path(folder), make_global_plan(held), own[0])
-            planned.append(plan_conversion(folder, target, options))
-        _tell(planned[0])
-        return [None] * len(held)
+            _write_sparse_checkpoint(Path(folder), make_global_plan(all_packed), local_states[0])
+            plans.append(plan_conversion(folder, target, options))
+        _log_notes(plans[0])
+        return [None] * len(all_packed)
 
-    own: list[LocalState] = []
+    local_states: list[LocalState] = []
 
-    def packed() -> Packed:
-        own.append(local_state(_exported(state, options)))
-        return own[0].packed
+    def pack_local_state() -> Packed:
+        local_states.append(build_local_state(_select_exported(state, options)))
+        return local_states[0].packed_shards
 
-    through_first(ranks, packed, plan)
-    return planned[0] if planned else None
+    gather_and_scatter(ranks, pack_local_state, plan_on_rank_zero)
+    return plans[0] if plans else None
 
 
-def final_target(out: str | TreePath) -> TreePath:
+def resolve_final_target(out: str | TreePath) -> TreePath:
     """Resolve the destination *out* to an absolute path or a URL.
 
     Raises:
@@ -134,13 +134,13 @@ def final_target(out: str | TreePath) -> TreePath:
     return target
 
 
-def _exported(state: StateDict, options: ConversionOptions) -> StateDict:
+def _select_exported(state: StateDict, options: ConversionOptions) -> StateDict:
     """Select only the model from *state* if the options ask for it."""
-    alone = options.only == "model" and "model" in state
-    return {"model": state["model"]} if alone else state
+    model_only = options.only == "model" and "model" in state
+    return {"model": state["model"]} if model_only else state
 
 
-def _require_room(target: TreePath, options: ConversionOptions) -> None:
+def _require_free_target(target: TreePath, options: ConversionOptions) -> None:
     if options.overwrite:
         return
     if not is_url(target):
@@ -151,7 +151,7 @@ def _require_room(target: TreePath, options: ConversionOptions) -> None:
         raise destination_exists_error(target)
 
 
-def remove_left(folder: TreePath, known: re.Pattern[str]) -> None:
+def remove_leftovers(folder: TreePath, pattern: re.Pattern[str]) -> None:
     """Remove a temporary folder that an earlier save left, if it exists.
 
     Raises:
@@ -161,9 +161,9 @@ def remove_left(folder: TreePath, known: re.Pattern[str]) -> None:
     store.refresh_listing()
     if not (folder.exists() if is_url(folder) else os.path.lexists(folder)):
         return
-    plain = folder.is_dir() and not folder.is_symlink()
-    names = [item.name for item in folder.iterdir()] if plain else [folder.name]
-    if not plain or not all(map(known.fullmatch, names)):
+    is_folder = folder.is_dir() and not folder.is_symlink()
+    names = [item.name for item in folder.iterdir()] if is_folder else [folder.name]
+    if not is_folder or not all(map(pattern.fullmatch, names)):
         raise RefusedError(
             "the folder for temporary saves contains other files",
             where=str(folder),
@@ -178,30 +178,33 @@ def remove_left(folder: TreePath, known: re.Pattern[str]) -> None:
         deletion.delete(folder.name, FileIdentity.from_stat(folder.stat()))
 
 
-def _tell(plan: ConversionPlan) -> None:
+def _log_notes(plan: ConversionPlan) -> None:
     """Log the warnings and notes of a plan."""
     for note in (*plan.warnings, *plan.notes):
         _log.warning("%s: %s", plan.plan.target, note)
 
 
-def _write_hollow(folder: Path, plan: GlobalPlan, own: LocalState) -> None:
+def _write_sparse_checkpoint(folder: Path, plan: GlobalPlan, state: LocalState) -> None:
     """Write a sparse checkpoint with the tensors of *plan* as holes and the values of this rank."""
     tensors = {
-        one.name: TensorMeta(one.dtype, one.shape, one.path, one.requires_grad)
-        for one in plan.tensors
+        tensor.name: TensorMeta(tensor.dtype, tensor.shape, tensor.path, tensor.requires_grad)
+        for tensor in plan.tensors
     }
-    chunks = [HeldChunk(n, (0,) * len(one.shape), one.shape) for n, one in tensors.items()]
-    leaves = {name: path for name, path in own.shards.paths.items() if name not in tensors}
-    digests = {name: own.shards.values[name] for name in leaves}
+    chunks = [
+        HeldChunk(tensor_name, (0,) * len(tensor.shape), tensor.shape)
+        for tensor_name, tensor in tensors.items()
+    ]
+    leaves = {name: path for name, path in state.shards.paths.items() if name not in tensors}
+    digests = {name: state.shards.values[name] for name in leaves}
     shards = LocalShards(tensors, chunks, digests, leaves)
-    alone = own_plan(0, 1, pack(shards))
+    global_plan = own_plan(0, 1, pack(shards))
     steps = [row_major(chunk.sizes) for chunk in chunks]
-    files = rank_files(0, shards, alone.shares[0], steps, own.values, lambda _: 1)
+    files = rank_files(0, shards, global_plan.shares[0], steps, state.values, lambda _: 1)
     for file in files.plan.files:
-        with (folder / file.path).open("wb") as written:
-            written.truncate(file.size)
+        with (folder / file.path).open("wb") as output:
+            output.truncate(file.size)
             for offset, content in file.frame(lambda _: 0):
-                os.pwrite(written.fileno(), content, offset)
+                os.pwrite(output.fileno(), content, offset)
     values = [(Blob(name, leaves[name]), item) for name, item in files.items.items()]
-    metadata = tensor_metadata(alone, [files.tensors.items]).add_values(values, Origin("", 1))
+    metadata = tensor_metadata(global_plan, [files.tensors.items]).add_values(values, Origin("", 1))
     (folder / METADATA).write_bytes(b"".join(metadata))

@@ -11,9 +11,9 @@ from typing import Protocol
 import torch
 
 from ckptctl.conversion.destinations import is_replaceable
-from ckptctl.distributed.group import threads
-from ckptctl.distributed.saving.device_memory import MOST, on_host
-from ckptctl.distributed.saving.local_state import memory_of, read_by
+from ckptctl.distributed.group import choose_thread_count
+from ckptctl.distributed.saving.device_memory import MAX_DEVICE_THREADS, is_on_host
+from ckptctl.distributed.saving.local_state import map_plan_memory, select_read_tensors
 from ckptctl.distributed.saving.save_options import WriterOptions
 from ckptctl.errors import RefusedError, StorageError
 from ckptctl.formats.dcp import METADATA, metadata_name
@@ -40,42 +40,42 @@ class SaveTarget(Protocol):
     def target(self) -> TreePath:
         """Absolute path or URL of the checkpoint."""
 
-    def make_room(self, stack: ExitStack) -> None:
+    def prepare_target(self, stack: ExitStack) -> None:
         """Prepare the target on rank 0, and push its cleanup to *stack*."""
 
-    def fill(self, plan: Plan, pieces: Sequence[torch.Tensor]) -> None:
+    def write_files(self, plan: Plan, pieces: Sequence[torch.Tensor]) -> None:
         """Write the files of this rank."""
 
-    def size(self, name: str) -> int:
+    def find_file_size(self, name: str) -> int:
         """Return the size in bytes of a file as rank 0 sees it, or -1 if it does not."""
 
     def publish(self, metadata: Sequence[bytes]) -> None:
         """Add the metadata on rank 0, which makes the checkpoint visible."""
 
 
-def target_at(path: TreePath, options: WriterOptions) -> SaveTarget:
+def build_target(path: TreePath, options: WriterOptions) -> SaveTarget:
     """Build the target for *path*, which may be a URL."""
     if not isinstance(path, UrlPath):
-        return Folder(Path(path), options)
-    from ckptctl.distributed.saving.url import Url  # saves to disks start faster without it
+        return FolderTarget(Path(path), options)
+    from ckptctl.distributed.saving.url import UrlTarget  # saves to disks start faster without it
 
-    return Url(path, options)
+    return UrlTarget(path, options)
 
 
-def require_files(place: SaveTarget, sizes: Mapping[int, Mapping[str, int]]) -> None:
+def require_rank_files(target: SaveTarget, sizes: Mapping[int, Mapping[str, int]]) -> None:
     """Raise if rank 0 does not see all files of the other ranks, given by rank and name."""
     for rank, files in sizes.items():
         for name, size in files.items():
-            if place.size(name) != size:
+            if target.find_file_size(name) != size:
                 raise StorageError(
                     f"a file that rank {rank} wrote is missing",
-                    where=f"{place.target}, {name}",
+                    where=f"{target.target}, {name}",
                     why="rank 0 does not see the complete file",
                     hint="save to a file system that all ranks share, or with collectives=False",
                 )
 
 
-def sweep_left(path: TreePath, untouched: float) -> bool:
+def sweep_leftovers(path: TreePath, untouched: float) -> bool:
     """Remove leftovers of a killed save to *path*, and return whether there were any.
 
     Args:
@@ -89,11 +89,11 @@ def sweep_left(path: TreePath, untouched: float) -> bool:
     if not isinstance(path, UrlPath):
         return sweep_staging(Path(path), untouched)
     with ExitStack() as stack:  # a save that writes nothing
-        target_at(path, WriterOptions()).make_room(stack)
+        build_target(path, WriterOptions()).prepare_target(stack)
     return True
 
 
-class Folder:
+class FolderTarget:
     """Staged directory on a file system that all ranks share."""
 
     _stage: Staging
@@ -103,40 +103,42 @@ class Folder:
         self._options = options
         self._data = data_directory(self.target)
 
-    def make_room(self, stack: ExitStack) -> None:
+    def prepare_target(self, stack: ExitStack) -> None:
         """See :class:`SaveTarget`."""
         overwrite = self._options.overwrite
-        room = stage_output(
+        staged = stage_output(
             self.target, overwrite=overwrite, restart=True, is_checkpoint=is_replaceable
         )
-        self._stage = stack.enter_context(room)
+        self._stage = stack.enter_context(staged)
 
-    def fill(self, plan: Plan, pieces: Sequence[torch.Tensor]) -> None:
+    def write_files(self, plan: Plan, pieces: Sequence[torch.Tensor]) -> None:
         """See :class:`SaveTarget`."""
         if plan.files:
-            options, jobs = self._options, threads(self._options.jobs)
+            options, jobs = self._options, choose_thread_count(self._options.jobs)
             memory = options.memory
             # Device reads need two blocks per thread.
-            if not all(map(on_host, read_by(plan, pieces).values())):
-                jobs, memory = options.jobs or min(jobs, MOST), memory // 2
-            how = ExecutionOptions(jobs, memory, options.checksum, sync=options.sync, shared=True)
-            views = memory_of(plan, pieces, how)
-            options.execute(plan, self._data, how, lambda _: None, memory=views)
+            if not all(map(is_on_host, select_read_tensors(plan, pieces).values())):
+                jobs, memory = options.jobs or min(jobs, MAX_DEVICE_THREADS), memory // 2
+            execution_options = ExecutionOptions(
+                jobs, memory, options.checksum, sync=options.sync, shared=True
+            )
+            views = map_plan_memory(plan, pieces, execution_options)
+            options.execute(plan, self._data, execution_options, lambda _: None, memory=views)
 
-    def size(self, name: str) -> int:
+    def find_file_size(self, name: str) -> int:
         """See :class:`SaveTarget`."""
         path = self._data / name
         return path.stat().st_size if path.is_file() else -1
 
     def publish(self, metadata: Sequence[bytes]) -> None:
         """See :class:`SaveTarget`."""
-        for name, content in self._options.files_beside().items():
+        for name, content in self._options.collect_sidecars().items():
             add_file(self._stage.data / name, [content], sync=self._options.sync)
         add_file(self._stage.data / METADATA, metadata, sync=self._options.sync)
         self._stage.publish()
 
 
-class RankFolder(Folder):
+class RankFolderTarget(FolderTarget):
     """Directory to which each rank adds its own files, without waiting for others.
 
     A rank writes its data and then its metadata under a temporary name, which it renames last. The
@@ -144,7 +146,7 @@ class RankFolder(Folder):
     """
 
     def __init__(self, path: TreePath, rank: int, options: WriterOptions) -> None:
-        require_local(path)
+        require_local_target(path)
         if options.overwrite:
             raise RefusedError(
                 "a save without collectives cannot replace a checkpoint",
@@ -163,25 +165,25 @@ class RankFolder(Folder):
         self._data = self.target
         self._rank = rank
 
-    def make_room(self, _: ExitStack) -> None:
+    def prepare_target(self, _: ExitStack) -> None:
         """Create the directory, and remove files that a killed save of this rank left there.
 
         Raises:
             RefusedError: The destination already contains a checkpoint.
         """
-        target, own = self.target, metadata_name(self._rank)
-        taken = [name for name in (METADATA, own) if (target / name).exists()]
-        if taken or (target.exists() and not target.is_dir()):
+        target, own_metadata = self.target, metadata_name(self._rank)
+        existing = [name for name in (METADATA, own_metadata) if (target / name).exists()]
+        if existing or (target.exists() and not target.is_dir()):
             raise RefusedError(
                 "the destination exists",
-                where=str(target / taken[0] if taken else target),
+                where=str(target / existing[0] if existing else target),
                 hint="save under a new name",
             )
         try:
             target.mkdir(parents=True, exist_ok=True)
-            mine = re.compile(rf"__{self._rank}(_\d+\.distcp|\.metadata\.tmp)")
+            leftover_pattern = re.compile(rf"__{self._rank}(_\d+\.distcp|\.metadata\.tmp)")
             for leftover in target.glob("__*"):
-                if mine.fullmatch(leftover.name):
+                if leftover_pattern.fullmatch(leftover.name):
                     leftover.unlink()
         except OSError as error:
             raise StorageError.from_os_error(error, "make", str(target)) from error
@@ -204,7 +206,7 @@ class RankFolder(Folder):
             raise
 
 
-def require_local(path: str | TreePath) -> None:
+def require_local_target(path: str | TreePath) -> None:
     """Raise if *path* is a URL, which a save without collectives does not support."""
     paths.require_local(
         path,

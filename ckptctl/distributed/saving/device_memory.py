@@ -11,16 +11,16 @@ from collections.abc import Sequence
 
 import torch
 
-from ckptctl.distributed.devices import host_bytes
-from ckptctl.distributed.state import bytes_of, memory, row_major_parts
+from ckptctl.distributed.devices import allocate_host_bytes
+from ckptctl.distributed.state import iterate_row_major_parts, to_memoryview, view_as_bytes
 from ckptctl.storage.byte_files import ByteSource
 
 HOST = "cpu"
-MOST = 8
+MAX_DEVICE_THREADS = 8
 """Default maximum of threads; more are slower because they compete for the GIL."""
 
 
-def on_host(tensor: torch.Tensor) -> bool:
+def is_on_host(tensor: torch.Tensor) -> bool:
     """Return whether *tensor* is in host memory, so files are written directly from it."""
     return tensor.device.type == HOST
 
@@ -42,22 +42,22 @@ class DeviceReader(threading.local):
 
     def read(self, source: DeviceMemory, start: int, stop: int) -> memoryview:
         """Return bytes of *source*, valid until the next call on this thread."""
-        current, coming = self._blocks
-        reads_on = start == (current.stop if current.source is source else 0)
-        if not current.holds(source, start, stop):
-            if not coming.holds(source, start, stop):
-                end = max(stop, start + self.nbytes) if reads_on else stop
-                self._fetch(coming, source, start, end)
+        current, incoming = self._blocks
+        is_sequential = start == (current.stop if current.source is source else 0)
+        if not current.has_range(source, start, stop):
+            if not incoming.has_range(source, start, stop):
+                end = max(stop, start + self.nbytes) if is_sequential else stop
+                self._fetch_block(incoming, source, start, end)
             self._blocks.rotate()
-            current, coming = coming, current
+            current, incoming = incoming, current
             # Nothing else is being copied yet. `query` does not release the GIL.
             if self._stream is not None and not self._stream.query():
                 self._stream.synchronize()
-            if reads_on and current.stop < source.nbytes:
-                self._fetch(coming, source, current.stop, current.stop + self.nbytes)
+            if is_sequential and current.stop < source.nbytes:
+                self._fetch_block(incoming, source, current.stop, current.stop + self.nbytes)
         return current.view[start - current.start : stop - current.start]
 
-    def _fetch(self, block: _Block, source: DeviceMemory, start: int, stop: int) -> None:
+    def _fetch_block(self, block: _Block, source: DeviceMemory, start: int, stop: int) -> None:
         """Start to copy bytes of *source* to *block*, on this thread's stream of the device."""
         device = source.device
         if device.type == "cuda":
@@ -69,30 +69,30 @@ class DeviceReader(threading.local):
                     self._stream.synchronize()
                 self._stream = stream
                 torch.cuda.set_stream(stream)
-        block.fetch(source, start, stop)
+        block.fetch_bytes(source, start, stop)
 
 
 class _Block:
     """Host memory with the byte range that is in it or being copied to it."""
 
     def __init__(self) -> None:
-        self._room = torch.empty(0, dtype=torch.uint8)
-        self.view = memory(self._room)
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self.view = to_memoryview(self._buffer)
         self.source: DeviceMemory | None = None
         self.start = self.stop = 0
 
-    def holds(self, source: DeviceMemory, start: int, stop: int) -> bool:
+    def has_range(self, source: DeviceMemory, start: int, stop: int) -> bool:
         return self.source is source and self.start <= start and stop <= self.stop
 
-    def fetch(self, source: DeviceMemory, start: int, stop: int) -> None:
+    def fetch_bytes(self, source: DeviceMemory, start: int, stop: int) -> None:
         """Start to copy bytes of *source*, at most up to its end."""
         self.source, self.start, self.stop = source, start, min(stop, source.nbytes)
         nbytes = self.stop - start
         if len(self.view) < nbytes:
-            self._room = host_bytes(stop - start, pinned=source.device.type == "cuda")
-            self.view = memory(self._room)
-        whole = len(self.view) == nbytes
-        source.copy_to(self._room if whole else self._room[:nbytes], start)
+            self._buffer = allocate_host_bytes(stop - start, pinned=source.device.type == "cuda")
+            self.view = to_memoryview(self._buffer)
+        fits_exactly = len(self.view) == nbytes
+        source.copy_to(self._buffer if fits_exactly else self._buffer[:nbytes], start)
 
 
 class DeviceMemory(ByteSource):
@@ -101,7 +101,7 @@ class DeviceMemory(ByteSource):
     def __init__(self, tensor: torch.Tensor, reader: DeviceReader) -> None:
         # Bytes of a contiguous tensor are one row, so any range of them is a single copy.
         row = tensor.is_contiguous()
-        self._tensor = bytes_of(tensor) if row else tensor
+        self._tensor = view_as_bytes(tensor) if row else tensor
         self._reader = reader
         self.nbytes = tensor.nbytes
         self.device = tensor.device
@@ -124,5 +124,7 @@ class DeviceMemory(ByteSource):
         """Start to copy bytes from *start* to *target* on the current stream."""
         tensor = self._tensor
         elements = target.view(tensor.dtype)
-        for place, own in row_major_parts(tensor, start // tensor.element_size(), elements):
-            own.copy_(place, non_blocking=True)
+        for source_part, part in iterate_row_major_parts(
+            tensor, start // tensor.element_size(), elements
+        ):
+            part.copy_(source_part, non_blocking=True)

@@ -14,10 +14,17 @@ from itertools import groupby
 import torch
 
 from ckptctl.catalog import memory_key, row_major
-from ckptctl.distributed.devices import settle
-from ckptctl.distributed.saving.device_memory import DeviceMemory, DeviceReader, on_host
-from ckptctl.distributed.state import HeldTensor, State, StateDict, bytes_of, memory, state_of
-from ckptctl.distributed.values import pickle_values, save_to_bytes
+from ckptctl.distributed.devices import synchronize_devices
+from ckptctl.distributed.saving.device_memory import DeviceMemory, DeviceReader, is_on_host
+from ckptctl.distributed.state import (
+    FlatState,
+    RankTensor,
+    StateDict,
+    flatten_state,
+    to_memoryview,
+    view_as_bytes,
+)
+from ckptctl.distributed.values import pickle_values, serialize_value
 from ckptctl.planner.copying.blocks import MIB
 from ckptctl.planner.plan import Plan
 from ckptctl.save_load.saving.local_shards import DIGEST, HeldChunk, LocalShards, Packed, pack
@@ -25,10 +32,10 @@ from ckptctl.storage.byte_files import Memory
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.execution.execution_options import ExecutionOptions
 
-BLOCK = 16 * MIB
+BLOCK_BYTES = 16 * MIB
 """Bytes of a tensor that are copied at a time."""
-MAX_BYTES = 64 << 10
-DENSE = torch.contiguous_format
+SMALL_TENSOR_BYTES = 64 << 10
+DENSE_FORMAT = torch.contiguous_format
 
 
 @dataclass(frozen=True)
@@ -47,27 +54,29 @@ class LocalState:
     complete: bool = True  # whether *pieces* has all shards, not only those that are written
 
     @cached_property
-    def packed(self) -> Packed:
+    def packed_shards(self) -> Packed:
         """Shards in the compact form that is sent to other ranks."""
         return pack(self.shards)
 
 
-def replica_digests(own: LocalState, jobs: int) -> dict[int, int]:
+def compute_replica_digests(state: LocalState, jobs: int) -> dict[int, int]:
     """Compute the CRC-32 of each shard that other ranks may have too, by its index."""
 
-    def digest(index: int) -> int:
+    def compute_crc(index: int) -> int:
         crc = 0
-        for block in row_major_blocks(own.pieces[index]):
+        for block in iterate_row_major_blocks(state.pieces[index]):
             crc = crc32(block, crc)
         return crc
 
-    if not own.complete or not own.replicas:
+    if not state.complete or not state.replicas:
         return {}
     with ThreadPoolExecutor(max(1, jobs)) as pool:
-        return dict(zip(own.replicas, pool.map(digest, own.replicas), strict=True))
+        return dict(zip(state.replicas, pool.map(compute_crc, state.replicas), strict=True))
 
 
-def local_state(state: StateDict | State | LocalState, *, trusted: bool = False) -> LocalState:
+def build_local_state(
+    state: StateDict | FlatState | LocalState, *, trusted: bool = False
+) -> LocalState:
     """Prepare the state of this rank for a save, without copying tensors.
 
     Raises:
@@ -75,33 +84,33 @@ def local_state(state: StateDict | State | LocalState, *, trusted: bool = False)
     """
     if isinstance(state, LocalState):
         return state
-    if not isinstance(state, State):
-        state = state_of(state)
+    if not isinstance(state, FlatState):
+        state = flatten_state(state)
     pieces = [shard.tensor.resolve_conj().resolve_neg() for shard in state.shards]
-    settle(pieces)
+    synchronize_devices(pieces)
     leaves = {name: leaf.value for name, leaf in state.values.items()}
     values = pickle_values(leaves, trusted=trusted)
     small = SmallTensors(state.tensors)
-    chunks = [HeldChunk(one.name, one.box.offsets, one.box.sizes) for one in state.shards]
+    chunks = [HeldChunk(entry.name, entry.box.offsets, entry.box.sizes) for entry in state.shards]
     shards = LocalShards(
         state.meta,
         chunks,
-        {name: _digest(content) for name, content in values.items()} | small.digests,
+        {name: _hash_content(content) for name, content in values.items()} | small.digests,
         state.paths | {name: state.tensors[name].meta.path for name in small},
     )
-    steps = [steps_of(tensor) for tensor in pieces]
-    shared = {name for name, one in state.tensors.items() if one.may_be_replica} - set(small)
+    steps = [get_save_strides(tensor) for tensor in pieces]
+    shared = {name for name, entry in state.tensors.items() if entry.may_be_replica} - set(small)
     replicas = [index for index, chunk in enumerate(chunks) if chunk.name in shared]
-    every = ChainMap(dict(values), small)  # type: ignore[arg-type]
-    return LocalState(shards, pieces, steps, every, replicas)
+    contents = ChainMap(dict(values), small)  # type: ignore[arg-type]
+    return LocalState(shards, pieces, steps, contents, replicas)
 
 
-def steps_of(tensor: torch.Tensor) -> tuple[int, ...]:
+def get_save_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the strides of *tensor* in elements, as a save plan sees them."""
-    return tuple(tensor.stride()) if on_host(tensor) else row_major(tuple(tensor.shape))
+    return tuple(tensor.stride()) if is_on_host(tensor) else row_major(tuple(tensor.shape))
 
 
-def _digest(content: bytes | memoryview) -> bytes:
+def _hash_content(content: bytes | memoryview) -> bytes:
     return hashlib.blake2b(content, digest_size=DIGEST).digest()
 
 
@@ -113,12 +122,14 @@ class SmallTensors(Mapping[str, bytes]):
     where they differ, those of every rank are kept.
     """
 
-    def __init__(self, tensors: Mapping[str, HeldTensor]) -> None:
-        self._copies = dict(_on_host(tensors))
-        self.digests = {name: _digest(memory(copy)) for name, copy in self._copies.items()}
+    def __init__(self, tensors: Mapping[str, RankTensor]) -> None:
+        self._copies = dict(_copy_small_tensors(tensors))
+        self.digests = {
+            name: _hash_content(to_memoryview(copy)) for name, copy in self._copies.items()
+        }
 
     def __getitem__(self, name: str) -> bytes:
-        return save_to_bytes(self._copies[name])
+        return serialize_value(self._copies[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._copies)
@@ -127,55 +138,60 @@ class SmallTensors(Mapping[str, bytes]):
         return len(self._copies)
 
 
-def _on_host(tensors: Mapping[str, HeldTensor]) -> Iterator[tuple[str, torch.Tensor]]:
+def _copy_small_tensors(tensors: Mapping[str, RankTensor]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield host copies of small regular tensors, with one transfer per device and dtype."""
     small = [
-        (name, one.shards[0].tensor)
-        for name, one in tensors.items()
-        if one.plain and 0 < one.shards[0].tensor.nbytes <= MAX_BYTES
+        (name, local_tensor.shards[0].tensor)
+        for name, local_tensor in tensors.items()
+        if local_tensor.is_regular
+        and 0 < local_tensor.shards[0].tensor.nbytes <= SMALL_TENSOR_BYTES
     ]
     small.sort(key=lambda pair: (str(pair[1].device), str(pair[1].dtype)))
-    for device, some in groupby(small, key=lambda pair: (pair[1].device, pair[1].dtype)):
-        named = [(n, t.as_subclass(torch.Tensor).resolve_conj().resolve_neg()) for n, t in some]
+    for device, group in groupby(small, key=lambda pair: (pair[1].device, pair[1].dtype)):
+        named_tensors = [
+            (n, t.as_subclass(torch.Tensor).resolve_conj().resolve_neg()) for n, t in group
+        ]
         if device[0].type == "cpu":
-            yield from ((name, tensor.clone(memory_format=DENSE)) for name, tensor in named)
+            yield from (
+                (name, tensor.clone(memory_format=DENSE_FORMAT)) for name, tensor in named_tensors
+            )
             continue
-        whole = torch.cat([bytes_of(tensor.contiguous()) for _, tensor in named]).cpu()
-        parts = torch.split(whole, [tensor.nbytes for _, tensor in named])
-        for (name, tensor), part in zip(named, parts, strict=True):
+        flat = torch.cat([view_as_bytes(tensor.contiguous()) for _, tensor in named_tensors]).cpu()
+        parts = torch.split(flat, [tensor.nbytes for _, tensor in named_tensors])
+        for (name, tensor), part in zip(named_tensors, parts, strict=True):
             yield name, part.view(tensor.dtype).reshape(tensor.shape).clone()
 
 
-def read_by(plan: Plan, pieces: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
+def select_read_tensors(plan: Plan, pieces: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
     """Select the tensors that a save plan reads, by their file names in the plan."""
     names = {file for copy in plan.transfers for file in copy.list_files()}
     return {name: pieces[int(memory_key(name))] for name in names}
 
 
-def memory_of(
-    plan: Plan, pieces: Sequence[torch.Tensor], how: ExecutionOptions
+def map_plan_memory(
+    plan: Plan, pieces: Sequence[torch.Tensor], execution_options: ExecutionOptions
 ) -> dict[str, Memory]:
     """Map the file names of a plan to memory of tensors, which must outlive it."""
-    reader = DeviceReader(how.compute_limits().widest)
+    reader = DeviceReader(execution_options.compute_limits().widest)
     return {
-        name: memory(tensor) if on_host(tensor) else DeviceMemory(tensor, reader)
-        for name, tensor in read_by(plan, pieces).items()
+        name: to_memoryview(tensor) if is_on_host(tensor) else DeviceMemory(tensor, reader)
+        for name, tensor in select_read_tensors(plan, pieces).items()
     }
 
 
-def blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def split_into_blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Split *tensor* into views of consecutive row-major elements."""
-    if tensor.nbytes <= BLOCK or tensor.ndim == 0:
+    if tensor.nbytes <= BLOCK_BYTES or tensor.ndim == 0:
         yield tensor
         return
-    rows = BLOCK // (math.prod(tensor.shape[1:]) * tensor.element_size())
+    rows = BLOCK_BYTES // (math.prod(tensor.shape[1:]) * tensor.element_size())
     for start in range(0, tensor.shape[0], max(rows, 1)):
         part = tensor[start : start + max(rows, 1)]
-        yield from blocks(part if rows else part[0])
+        yield from split_into_blocks(part if rows else part[0])
 
 
-def row_major_blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
+def iterate_row_major_blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
     """Yield the row-major elements of *tensor* in blocks of host memory."""
-    for block in blocks(tensor):
-        on_its_way = block.to("cpu").contiguous()
-        yield memory(on_its_way)
+    for block in split_into_blocks(tensor):
+        host_block = block.to("cpu").contiguous()
+        yield to_memoryview(host_block)

@@ -16,25 +16,29 @@ from typing import Annotated, NamedTuple
 import torch.distributed as dist
 
 from ckptctl.catalog import Blob, memory_key
-from ckptctl.distributed.group import coordinator, threads
+from ckptctl.distributed.group import choose_thread_count, get_coordinator
 from ckptctl.distributed.plan_cache import PlanCache
-from ckptctl.distributed.positions import note_position
+from ckptctl.distributed.positions import record_position
 from ckptctl.distributed.saving.destination import (
-    RankFolder,
+    RankFolderTarget,
     SaveTarget,
-    require_files,
-    require_local,
-    target_at,
+    build_target,
+    require_local_target,
+    require_rank_files,
 )
-from ckptctl.distributed.saving.local_state import LocalState, local_state, replica_digests
+from ckptctl.distributed.saving.local_state import (
+    LocalState,
+    build_local_state,
+    compute_replica_digests,
+)
 from ckptctl.distributed.saving.save_options import SaveOptions
-from ckptctl.distributed.state import State, StateDict, state_of
+from ckptctl.distributed.state import FlatState, StateDict, flatten_state
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.dcp.metadata import Item, Origin
 from ckptctl.formats.dcp.metadata_writer import TensorMetadata
 from ckptctl.keywords import accept_keywords, spell_in_python
 from ckptctl.options import Option
-from ckptctl.ranks.coordinator import Coordinator, sendable, through_first
+from ckptctl.ranks.coordinator import Coordinator, gather_and_scatter, to_sendable_error
 from ckptctl.save_load.rank_agreement import (
     RankStatement,
     is_first_to_say,
@@ -66,9 +70,9 @@ from ckptctl.storage.paths import parse_path
 from ckptctl.storage.threads import pause_gc
 from ckptctl.tree import TreePath
 
-VERSION = 1
+KEY_VERSION = 1
 """Version of the contents of a plan's key."""
-NOTHING = RankItems((), (), (), ())
+NO_ITEMS = RankItems((), (), (), ())
 
 
 @dataclass(slots=True)
@@ -86,12 +90,12 @@ class SavedPlan:
         return 1000 * len(self.files.plan.records) + (self.metadata.nbytes if self.metadata else 0)
 
 
-PLANS = PlanCache[SavedPlan]()
+SAVE_PLANS = PlanCache[SavedPlan]()
 """Save plans of this process."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Save(SaveOptions):
+class _SaveCallOptions(SaveOptions):
     process_group: Annotated[
         dist.ProcessGroup | None,
         Option(
@@ -109,8 +113,8 @@ class _Save(SaveOptions):
     ] = True
 
 
-@accept_keywords(_Save)
-def save(state_dict: StateDict, path: str | TreePath, options: _Save) -> TreePath:
+@accept_keywords(_SaveCallOptions)
+def save(state_dict: StateDict, path: str | TreePath, options: _SaveCallOptions) -> TreePath:
     """Save *state_dict* atomically as a DCP directory. Call it on all ranks.
 
     Args:
@@ -127,53 +131,62 @@ def save(state_dict: StateDict, path: str | TreePath, options: _Save) -> TreePat
         CkptError: The save failed on some rank. It is raised on every rank, and nothing was
             published.
     """
-    ranks = coordinator(options.process_group)
+    ranks = get_coordinator(options.process_group)
     if options.collectives:
         with pause_gc():  # a garbage collection would take as long as writing gigabytes
-            return write(state_dict, parse_path(path), ranks, options)
-    require_local(path)
-    return write_alone(state_of(state_dict), Path(path), ranks.rank, ranks.world, options)
+            return write_collectively(state_dict, parse_path(path), ranks, options)
+    require_local_target(path)
+    return write_rank_local(flatten_state(state_dict), Path(path), ranks.rank, ranks.world, options)
 
 
-def write(
-    state: State | StateDict | LocalState,
+def write_collectively(
+    state: FlatState | StateDict | LocalState,
     path: TreePath,
     ranks: Coordinator,
     options: SaveOptions,
-    plans: PlanCache[SavedPlan] = PLANS,
+    plans: PlanCache[SavedPlan] = SAVE_PLANS,
 ) -> TreePath:
     """Plan, write and publish the state of all ranks, as :func:`save` does."""
     with spell_in_python(SaveOptions), ExitStack() as stack:
-        run = CollectiveSave(ranks, path, options, plans)
-        statements = ranks.all_gather(run.prepare(state, stack))
-        run.require_agreement(statements)
-        return run.carry_out(statements)
+        save = CollectiveSave(ranks, path, options, plans)
+        statements = ranks.all_gather(save.prepare(state, stack))
+        save.require_agreement(statements)
+        return save.write_and_publish(statements)
 
 
-def write_alone(
-    state: State | LocalState, path: TreePath, rank: int, world: int, options: SaveOptions
+def write_rank_local(
+    state: FlatState | LocalState, path: TreePath, rank: int, world: int, options: SaveOptions
 ) -> TreePath:
     """Write this rank's state with separate metadata to *path*, without collectives."""
-    place = RankFolder(path, rank, options)
-    own = local_state(state, trusted=options.trusted)
-    global_plan = own_plan(rank, world, own.packed)
+    target = RankFolderTarget(path, rank, options)
+    local = build_local_state(state, trusted=options.trusted)
+    global_plan = own_plan(rank, world, local.packed_shards)
     files = rank_files(
-        rank, own.shards, global_plan.shares[rank], own.steps, own.values, options.file_count
+        rank,
+        local.shards,
+        global_plan.shares[rank],
+        local.steps,
+        local.values,
+        options.choose_file_count,
     )
     with ExitStack() as stack:
-        place.make_room(stack)
-        place.fill(files.plan, own.pieces)
-        items = [files.tensors.items if other == rank else NOTHING for other in range(world)]
-        values = [(Blob(name, own.shards.paths[name]), item) for name, item in files.items.items()]
+        target.prepare_target(stack)
+        target.write_files(files.plan, local.pieces)
+        items = [
+            files.tensors.items if rank_number == rank else NO_ITEMS for rank_number in range(world)
+        ]
+        values = [
+            (Blob(name, local.shards.paths[name]), item) for name, item in files.items.items()
+        ]
         origin = Origin(new_nonce().hex(), world)
-        place.publish(tensor_metadata(global_plan, items).add_values(values, origin))
-    return place.target
+        target.publish(tensor_metadata(global_plan, items).add_values(values, origin))
+    return target.target
 
 
 class CollectiveSave:
     """Save of one checkpoint by all ranks."""
 
-    _own: LocalState
+    _local: LocalState
     _key: bytes
     _place: SaveTarget
     _global_plan: GlobalPlan
@@ -188,31 +201,31 @@ class CollectiveSave:
         self._options = options
         self._plans = plans
 
-    def prepare(self, state: State | StateDict | LocalState, stack: ExitStack) -> RankStatement:
+    def prepare(self, state: FlatState | StateDict | LocalState, stack: ExitStack) -> RankStatement:
         """Collect this rank's shards, and on rank 0 also prepare the destination.
 
         Errors are kept for :meth:`require_agreement`, so that all ranks raise.
         """
         options = self._options
         try:
-            self._place = target_at(self._target, options)
+            self._place = build_target(self._target, options)
             self._target = self._place.target
-            self._own = local_state(state, trusted=options.trusted)
-            self._key = plan_key(self._own, self._ranks, options)
+            self._local = build_local_state(state, trusted=options.trusted)
+            self._key = compute_plan_key(self._local, self._ranks, options)
             self._plan = plan = self._plans.get(self._key)
             if self._ranks.rank == 0:
-                self._place.make_room(stack)
+                self._place.prepare_target(stack)
             return RankStatement(
                 str(self._target),
                 {"files": options.files, "overwrite": options.overwrite},
                 new_nonce(),
-                self._own.packed.identity,
+                self._local.packed_shards.identity,
                 plan.generation if plan else b"",
-                group_digests(plan.groups, self._own.shards.values) if plan else {},
+                group_digests(plan.groups, self._local.shards.values) if plan else {},
             )
         except BaseException as error:
             self._error = error
-            return RankStatement(str(self._target), problem=sendable(error))
+            return RankStatement(str(self._target), problem=to_sendable_error(error))
 
     def require_agreement(self, statements: Sequence[RankStatement]) -> None:
         """Raise on all ranks if any failed to prepare, or if they disagree on the save."""
@@ -220,84 +233,88 @@ class CollectiveSave:
             raise self._error
         require_agreement(statements, self._ranks.rank)
 
-    def carry_out(self, statements: Sequence[RankStatement]) -> TreePath:
+    def write_and_publish(self, statements: Sequence[RankStatement]) -> TreePath:
         """Write this rank's files, and on rank 0 add the metadata and publish.
 
         The ranks reuse their cached plan if all have the same one, or make a new one.
         """
-        rank, own = self._ranks.rank, self._own
+        rank, local = self._ranks.rank, self._local
         new_generation = name_generation(statements)
         self._save_id = new_generation.hex()
-        known = self._plan if is_unchanged(statements) else None
-        share = None if known else self._share(is_first_to_say(statements, rank))
+        reused_plan = self._plan if is_unchanged(statements) else None
+        share = None if reused_plan else self._agree_on_share(is_first_to_say(statements, rank))
 
-        def work() -> WriteReport:
+        def write_files() -> WriteReport:
             if share:
-                count = self._options.file_count
-                files = tensor_files(rank, own.shards, share, own.steps, count)
-                groups = unpack_groups(list(own.shards.paths), share.groups)
+                count = self._options.choose_file_count
+                files = tensor_files(rank, local.shards, share, local.steps, count)
+                groups = unpack_groups(list(local.shards.paths), share.groups)
                 self._plan, written = SavedPlan(new_generation, files, groups), share.values
             else:
-                assert known
-                files, groups = known.files, known.groups
+                assert reused_plan
+                files, groups = reused_plan.files, reused_plan.groups
                 written = values_to_write(
-                    rank, groups, own.shards, [one.groups for one in statements]
+                    rank, groups, local.shards, [entry.groups for entry in statements]
                 )
-            output = with_values(rank, files, written, own.values)
-            self._place.fill(output.plan, own.pieces)
+            output = with_values(rank, files, written, local.values)
+            self._place.write_files(output.plan, local.pieces)
             sizes = {file.path: file.size for file in output.plan.files}
-            values = [(self._leaf(*one), output.items[one[1]]) for one in written.items()]
+            values = [
+                (self._describe_leaf(*entry), output.items[entry[1]]) for entry in written.items()
+            ]
             return WriteReport(sizes, values, files.items if share else None)
 
-        through_first(self._ranks, work, self._publish)
+        gather_and_scatter(self._ranks, write_files, self._publish_metadata)
         assert self._plan
         self._plans.put(self._key, self._plan)
-        note_position(self._target)
+        record_position(self._target)
         return self._target
 
-    def _share(self, first: bool) -> RankShare:
-        packed = self._own.packed if first else self._own.packed.shortened()
+    def _agree_on_share(self, first: bool) -> RankShare:
+        packed = self._local.packed_shards if first else self._local.packed_shards.shortened()
 
-        def compared() -> Packed:
+        def add_replica_digests() -> Packed:
             """Add digests of possible replicas to the description of this rank's shards."""
             options = self._options
             if not options.compare_replicas or self._ranks.world == 1:
                 return packed
-            digests = options.digests or partial(replica_digests, jobs=threads(options.jobs))
-            return packed.with_replicas(digests(self._own))
+            digests = options.digests or partial(
+                compute_replica_digests, jobs=choose_thread_count(options.jobs)
+            )
+            return packed.with_replicas(digests(self._local))
 
-        def answer(found: list[Packed]) -> Sequence[RankShare]:
-            self._global_plan = make_global_plan(found)
+        def plan_globally(all_packed: list[Packed]) -> Sequence[RankShare]:
+            self._global_plan = make_global_plan(all_packed)
             return self._global_plan.shares
 
-        return through_first(self._ranks, compared, answer)
+        return gather_and_scatter(self._ranks, add_replica_digests, plan_globally)
 
-    def _leaf(self, name: str, under: str) -> OutputTensor | Blob:
+    def _describe_leaf(self, name: str, under: str) -> OutputTensor | Blob:
         """Describe a value, or a small tensor that this rank stores separately."""
-        rank, shards = self._ranks.rank, self._own.shards
+        rank, shards = self._ranks.rank, self._local.shards
         if name in shards.tensors:
             return tensor_apart(rank, under, shards.tensors[name])
         return Blob(under, path_of(rank, name, under, shards.paths))
 
-    def _publish(self, written: list[WriteReport]) -> Sequence[None]:
+    def _publish_metadata(self, reports: list[WriteReport]) -> Sequence[None]:
         plan = self._plan
         assert plan
-        require_files(self._place, {rank: one.sizes for rank, one in enumerate(written)})
-        items = [one.items for one in written if one.items is not None]
+        require_rank_files(self._place, {rank: report.sizes for rank, report in enumerate(reports)})
+        items = [report.items for report in reports if report.items is not None]
         if items:
             plan.metadata = tensor_metadata(self._global_plan, items)
         assert plan.metadata
-        values = [value for one in written for value in one.values]
+        values = [value for report in reports for value in report.values]
         content = plan.metadata.add_values(values, Origin(self._save_id, self._ranks.world))
         self._place.publish(content)
-        return [None] * len(written)
+        return [None] * len(reports)
 
 
-def plan_key(own: LocalState, ranks: Coordinator, options: SaveOptions) -> bytes:
+def compute_plan_key(state: LocalState, ranks: Coordinator, options: SaveOptions) -> bytes:
     """Compute a digest of everything on which a rank's plan depends."""
-    how = (options.files, threads(options.jobs), options.compare_replicas)
-    here = (VERSION, ranks.rank, ranks.world, *how)
-    return digest((here, own.packed.sharding, own.steps))
+    options_key = (options.files, choose_thread_count(options.jobs), options.compare_replicas)
+    context = (KEY_VERSION, ranks.rank, ranks.world, *options_key)
+    return digest((context, state.packed_shards.sharding, state.steps))
 
 
 class WriteReport(NamedTuple):
@@ -308,7 +325,7 @@ class WriteReport(NamedTuple):
     items: RankItems | None
 
 
-def chunks_of(plan: SavedPlan) -> set[int]:
+def list_written_chunks(plan: SavedPlan) -> set[int]:
     """List the indices of the chunks that a rank writes."""
     transfers = plan.files.plan.transfers
     return {int(memory_key(file)) for copy in transfers for file in copy.list_files()}

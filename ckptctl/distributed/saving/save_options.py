@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from ckptctl.distributed.group import threads
+from ckptctl.distributed.group import choose_thread_count
 from ckptctl.option_checks import build_minimum_check
 from ckptctl.options import Option, Options
 from ckptctl.planner.balance import count_output_files
@@ -15,7 +15,7 @@ from ckptctl.storage.execution.execution_options import Execution
 from ckptctl.storage.execution.executor import execute_plan
 from ckptctl.storage.execution.streaming import stream_plan
 
-Beside = Callable[[], Mapping[str, bytes]]
+SidecarFiles = Callable[[], Mapping[str, bytes]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,18 +59,18 @@ class WriterOptions(Options):
         bool,
         Option("Store CRC-32 checksums in the records, as torch does. ``verify`` requires them."),
     ] = True
-    beside: Beside | None = None
+    beside: SidecarFiles | None = None
     """Returns sidecar files to publish; called last, on rank 0, and only with collectives."""
     execute: Callable[..., Execution] = execute_plan
     """Executes a rank's plan, possibly in another process."""
     stream: Callable[..., None] = stream_plan
     """Executes a rank's plan for a store that takes streams."""
 
-    def file_count(self, nbytes: int) -> int:
+    def choose_file_count(self, nbytes: int) -> int:
         """Return the number of files for a rank's *nbytes*."""
-        return self.files or count_output_files(nbytes, threads(self.jobs))
+        return self.files or count_output_files(nbytes, choose_thread_count(self.jobs))
 
-    def files_beside(self) -> Mapping[str, bytes]:
+    def collect_sidecars(self) -> Mapping[str, bytes]:
         """Return the contents of sidecar files to publish, by name."""
         return self.beside() if self.beside else {}
 

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import torch
 
-from ckptctl.distributed.saving.local_state import memory_of
+from ckptctl.distributed.saving.local_state import map_plan_memory
 from ckptctl.distributed.saving.save_options import WriterOptions
 from ckptctl.errors import CkptError, RefusedError, StorageError, quote_names
 from ckptctl.formats.dcp import METADATA
@@ -31,11 +31,11 @@ from ckptctl.storage.writing import (
 )
 from ckptctl.tree import UrlPath
 
-DATA = re.compile(r"__\d+_\d+\.distcp")
+DATA_FILE_PATTERN = re.compile(r"__\d+_\d+\.distcp")
 """Names of the ranks' data files."""
 
 
-class Url:
+class UrlTarget:
     """Folder in an object store or another remote file system.
 
     Rank 0 holds its lock during the save. Each file is only created if it does not exist, so late
@@ -48,11 +48,11 @@ class Url:
     def __init__(self, path: UrlPath, options: WriterOptions) -> None:
         self.target = path
         self._options = options
-        self._own: dict[str, UploadedFile] = {}
-        self._left: LockRecord | None = None
-        self._begun = self._published = self._replaces = self._was_there = False
+        self._sent_files: dict[str, UploadedFile] = {}
+        self._stale_write: LockRecord | None = None
+        self._has_begun = self._published = self._replaces_damaged = self._was_there = False
 
-    def make_room(self, stack: ExitStack) -> None:
+    def prepare_target(self, stack: ExitStack) -> None:
         """See :class:`SaveTarget`."""
         if parse_scheme(self.target.url) == HUB_SCHEME:
             raise RefusedError(
@@ -60,38 +60,43 @@ class Url:
                 where=str(self.target),
                 hint="save to a disk or an object store, then run `ckptctl convert` to hf://",
             )
-        found = self._place.look()
+        existing = self._objects.look()
         self._was_there = self._store.is_folder()
-        if self._options.overwrite and METADATA in found:  # only a damaged one is replaced
+        if self._options.overwrite and METADATA in existing:  # only a damaged one is replaced
             self.target.tree.forget_url(self.target.url)
-            self._replaces = check_health(self.target, model=False).torn
-        self._require_none(found)
+            self._replaces_damaged = check_health(self.target, model=False).torn
+        self._require_no_checkpoint(existing)
         self._lock = RemoteLock(self._store, LOCK_NAME, [METADATA])
-        self._left = self._lock.take()
-        stack.callback(self._let_go)
-        found = self._place.look()
-        self._require_none(found)  # another run may have just finished
-        self._clear(self._left, found)
-        self._begun = True
+        self._stale_write = self._lock.take()
+        stack.callback(self._release)
+        existing = self._objects.look()
+        self._require_no_checkpoint(existing)  # another run may have just finished
+        self._remove_stale_files(self._stale_write, existing)
+        self._has_begun = True
 
-    def fill(self, plan: Plan, pieces: Sequence[torch.Tensor]) -> None:
+    def write_files(self, plan: Plan, pieces: Sequence[torch.Tensor]) -> None:
         """See :class:`SaveTarget`."""
         options = self._options
-        how = ExecutionOptions(1, options.memory, options.checksum, sync=False)
-        options.stream(plan, self._store.create, how, memory=memory_of(plan, pieces, how))
+        execution_options = ExecutionOptions(1, options.memory, options.checksum, sync=False)
+        options.stream(
+            plan,
+            self._store.create,
+            execution_options,
+            memory=map_plan_memory(plan, pieces, execution_options),
+        )
 
-    def size(self, name: str) -> int:
+    def find_file_size(self, name: str) -> int:
         """See :class:`SaveTarget`."""
-        found = self._uploaded.get(name) or UploadedFile(self._store.size(name), "")
-        self._own[name] = found
-        return found.size
+        sent = self._uploaded_files.get(name) or UploadedFile(self._store.size(name), "")
+        self._sent_files[name] = sent
+        return sent.size
 
     def publish(self, metadata: Sequence[bytes]) -> None:
         """See :class:`SaveTarget`."""
-        beside = self._options.files_beside()
-        objects = encode_objects(str(self.target), self._own)
-        self._lock.note_names((*beside, OBJECTS_NAME))
-        for name, content in {**beside, OBJECTS_NAME: objects}.items():
+        sidecars = self._options.collect_sidecars()
+        objects = encode_objects(str(self.target), self._sent_files)
+        self._lock.note_names((*sidecars, OBJECTS_NAME))
+        for name, content in {**sidecars, OBJECTS_NAME: objects}.items():
             self._store.write(name, content)
         self._lock.require()
         with self._store.errors(METADATA, "write"):
@@ -106,31 +111,33 @@ class Url:
         return store_at(self.target)
 
     @cached_property
-    def _place(self) -> Objects:
+    def _objects(self) -> Objects:
         return Objects(self._store)
 
     @cached_property
-    def _uploaded(self) -> Mapping[str, UploadedFile]:
+    def _uploaded_files(self) -> Mapping[str, UploadedFile]:
         """Files that exist when all ranks are done."""
-        return self._place.look()
+        return self._objects.look()
 
-    def _require_none(self, found: Mapping[str, UploadedFile]) -> None:
+    def _require_no_checkpoint(self, existing: Mapping[str, UploadedFile]) -> None:
         """Raise if the target contains a checkpoint that is not replaced."""
-        if METADATA in found and not self._replaces:
+        if METADATA in existing and not self._replaces_damaged:
             raise RefusedError(
                 "the destination exists",
                 where=str(self.target),
                 hint="save under a new name: objects cannot be replaced in one step",
             )
 
-    def _clear(self, left: LockRecord | None, found: Mapping[str, UploadedFile]) -> None:
+    def _remove_stale_files(
+        self, stale_write: LockRecord | None, existing: Mapping[str, UploadedFile]
+    ) -> None:
         """Remove files of a dead run, because the new ones may not replace all of them."""
-        data = [name for name in found if DATA.fullmatch(name)]
-        if self._replaces:
-            known = [name for name in (METADATA, OBJECTS_NAME) if name in found]
-            self._place.remove([*known, *data], found, self._lock.still)
+        data = [name for name in existing if DATA_FILE_PATTERN.fullmatch(name)]
+        if self._replaces_damaged:
+            metadata_names = [name for name in (METADATA, OBJECTS_NAME) if name in existing]
+            self._objects.remove([*metadata_names, *data], existing, self._lock.still)
             data = []
-        if left is None and data:
+        if stale_write is None and data:
             raise RefusedError(
                 "the destination contains parts of another checkpoint",
                 where=str(self.target),
@@ -138,30 +145,32 @@ class Url:
                 hint="save under another name, or remove them with `ckptctl prune "
                 "--include-incomplete` if no save is running",
             )
-        if left is not None:
-            rest = {*left.names, *left.doomed} & found.keys() - {*data}
-            self._place.remove([*data, *sorted(rest)], found, self._lock.still)
-            self._place.drop_parts()
+        if stale_write is not None:
+            other_names = {*stale_write.names, *stale_write.doomed} & existing.keys() - {*data}
+            self._objects.remove([*data, *sorted(other_names)], existing, self._lock.still)
+            self._objects.drop_parts()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         """Release the lock, after removing the uploads of a failed save."""
         try:
             with suppress(CkptError):  # the next run removes the files and the lock
-                if self._begun and not self._published:
-                    self._take_back()
-                if self._left and not self._begun:
-                    self._lock.leave(self._left)
+                if self._has_begun and not self._published:
+                    self._remove_uploads()
+                if self._stale_write and not self._has_begun:
+                    self._lock.leave(self._stale_write)
                 else:
-                    self._place.drop_parts()
+                    self._objects.drop_parts()
                     self._lock.drop()
                 if not self._published and not self._was_there:
                     self._store.remove_folders()
         finally:
             self._lock.stop()
 
-    def _take_back(self) -> None:
+    def _remove_uploads(self) -> None:
         self._lock.require()
-        found = self._place.look()
-        data = [name for name in found if DATA.fullmatch(name)]
-        named = [name for name in self._lock.names if name in found]  # the metadata first
-        self._place.remove([*named, *data], found, self._lock.still)
+        existing = self._objects.look()
+        data = [name for name in existing if DATA_FILE_PATTERN.fullmatch(name)]
+        metadata_names = [
+            name for name in self._lock.names if name in existing
+        ]  # the metadata first
+        self._objects.remove([*metadata_names, *data], existing, self._lock.still)

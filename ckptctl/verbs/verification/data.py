@@ -19,8 +19,8 @@ from ckptctl.errors import CkptError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.shared.findings import finding_from_error
 from ckptctl.ranks import sharing
-from ckptctl.ranks.coordinator import Coordinator, require_same, together
-from ckptctl.ranks.sharing import portion
+from ckptctl.ranks.coordinator import Coordinator, require_same_settings, run_on_all_ranks
+from ckptctl.ranks.sharing import select_rank_share
 from ckptctl.storage.computed import open_reader
 from ckptctl.storage.crc import combine_crcs, compute_crc
 from ckptctl.storage.files import Readable, SourceFiles, source_files
@@ -123,12 +123,14 @@ def read_data(
     """
     with source_files(catalog.root) as files, open_reader(resolved) as reader:
         identities_before = _read_identities(catalog)
-        plan = together(ranks, lambda: _plan_reading(files, catalog, resolved, full, nan))
+        plan = run_on_all_ranks(ranks, lambda: _plan_reading(files, catalog, resolved, full, nan))
         if ranks.world > 1:
             plan_summary = (plan.ranges, plan.lines, [entry.name for entry in plan.floating])
-            require_same(ranks, {"the checksums in the checkpoint": sharing.summary(plan_summary)})
+            require_same_settings(
+                ranks, {"the checksums in the checkpoint": sharing.hash_values(plan_summary)}
+            )
         own_blocks, own_share = _select_portion(files, plan, ranks)
-        read = together(
+        read = run_on_all_ranks(
             ranks, lambda: _read_portion(files, reader, own_blocks, own_share, jobs, progress)
         )
         parts = ranks.all_gather(read)
@@ -195,12 +197,14 @@ def _select_portion(
     A file that is in several lists is assigned to one rank.
     """
     listed = list(dict.fromkeys(line.file for line in todo.lines))
-    own_files = set(portion(ranks, listed, lambda name: _sum_sizes(files, [name])))
-    return portion(ranks, split_blocks(todo.ranges), lambda one: one.nbytes), _ReadingPlan(
+    own_files = set(select_rank_share(ranks, listed, lambda name: _sum_sizes(files, [name])))
+    return select_rank_share(
+        ranks, split_blocks(todo.ranges), lambda one: one.nbytes
+    ), _ReadingPlan(
         todo.ranges,
         [line for line in todo.lines if line.file in own_files],
-        portion(ranks, todo.floating, lambda entry: entry.nbytes),
-        portion(ranks, todo.packed, lambda one: one.nbytes),
+        select_rank_share(ranks, todo.floating, lambda entry: entry.nbytes),
+        select_rank_share(ranks, todo.packed, lambda one: one.nbytes),
     )
 
 

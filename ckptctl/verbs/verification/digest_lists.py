@@ -17,7 +17,7 @@ from pathlib import Path
 from ckptctl.catalog import Finding
 from ckptctl.errors import CkptError, RefusedError, format_command
 from ckptctl.formats.shared.findings import finding_from_error
-from ckptctl.ranks.coordinator import Coordinator, on_first, together
+from ckptctl.ranks.coordinator import Coordinator, run_on_all_ranks, run_on_rank_zero
 from ckptctl.storage.crc import create_hasher, iterate_windows
 from ckptctl.storage.file_system import write_file
 from ckptctl.storage.files import SourceFiles, source_files
@@ -202,12 +202,12 @@ def write_list(path: TreePath, jobs: int | None, progress: Watch, ranks: Coordin
     The ranks share the reading, and rank 0 writes the list atomically.
     """
     # `ls` reads lists, but does not execute plans.
-    from ckptctl.ranks.sharing import portion
+    from ckptctl.ranks.sharing import select_rank_share
 
     names, target, threads = list_members(path), get_list_path(path), jobs or default_threads()
     with source_files(get_root(path)) as files:
-        sizes = together(ranks, lambda: {name: files.size(name) for name in names})
-        own_names = portion(ranks, names, sizes.__getitem__)
+        sizes = run_on_all_ranks(ranks, lambda: {name: files.size(name) for name in names})
+        own_names = select_rank_share(ranks, names, sizes.__getitem__)
 
         def compute_digests() -> dict[str, str]:
             with progress(sum(sizes.values())) as advance, create_thread_pool(threads) as pool:
@@ -216,10 +216,10 @@ def write_list(path: TreePath, jobs: int | None, progress: Watch, ranks: Coordin
                 )
                 return dict(zip(own_names, sums, strict=True))
 
-        parts = ranks.all_gather(together(ranks, compute_digests))
+        parts = ranks.all_gather(run_on_all_ranks(ranks, compute_digests))
     by_name = {name: sum_ for part in parts for name, sum_ in part.items()}
     content = "".join(_format_line(by_name[name], name) for name in names)
-    on_first(ranks, lambda: _publish_list(target, content))
+    run_on_rank_zero(ranks, lambda: _publish_list(target, content))
     return str(target)
 
 

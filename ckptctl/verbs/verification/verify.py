@@ -16,7 +16,13 @@ from ckptctl.errors import CkptError, spell_option
 from ckptctl.formats.shared.findings import UNUSABLE_ERRORS, finding_from_error
 from ckptctl.installed import require_torch
 from ckptctl.notes import Notes
-from ckptctl.ranks.coordinator import Alone, Coordinator, on_first, require_same, together
+from ckptctl.ranks.coordinator import (
+    Coordinator,
+    SingleProcess,
+    require_same_settings,
+    run_on_all_ranks,
+    run_on_rank_zero,
+)
 from ckptctl.storage.paths import redact_path, require_local, require_no_failure
 from ckptctl.storage.sources import require_same_file
 from ckptctl.storage.threads import Watch, ignore_progress
@@ -121,16 +127,16 @@ def verify_with_catalog(
     *index_checks* are those of other checkpoints that were verified with the same options.
     """
     start = time.monotonic()
-    ranks = ranks or Alone()
+    ranks = ranks or SingleProcess()
     with families.use_converter_file(options.converter):
-        state = together(ranks, lambda: _begin_verification(path, options))
+        state = run_on_all_ranks(ranks, lambda: _begin_verification(path, options))
         catalog = state.catalog
         option_values = {
             f"option `{option.name}`": getattr(options, option.name) for option in fields(options)
         }
         files = catalog and dict(catalog.files)
         same = {"the path": state.path, **option_values, "the files of the checkpoint": files}
-        require_same(ranks, same)
+        require_same_settings(ranks, same)
         passed = bool(index_checks and catalog and index_checks.has_passed(catalog))
         if catalog is not None:
             state.findings += check_structure(catalog, index_passed=passed)
@@ -140,12 +146,14 @@ def verify_with_catalog(
         def check_around() -> list[Finding]:
             return list(check_surroundings(state.path, catalog, values=read))
 
-        state.findings += ranks.broadcast(on_first(ranks, check_around)) if read else check_around()
+        state.findings += (
+            ranks.broadcast(run_on_rank_zero(ranks, check_around)) if read else check_around()
+        )
         if options.model and catalog is not None and _is_index_sound(state, catalog):
             _check_model(state, catalog, options.model_type, index_checks, passed=passed)
         require_no_failure(state.path)
         opened = catalog.opened if catalog else None
-        together(ranks, lambda: require_same_file(opened))
+        run_on_all_ranks(ranks, lambda: require_same_file(opened))
         if options.manifest:
             _write_checksum_list(state, options.jobs, progress, ranks)
     verified = Verification(
@@ -247,7 +255,7 @@ def _verify_data(
         findings, proof, state.bytes_read = read_data(
             everything, located, full, options.nan, options.jobs, progress, ranks
         )
-        own_differences = together(
+        own_differences = run_on_all_ranks(
             ranks, lambda: list(find_differing_replicas(select_portion(catalog, ranks)))
         )
         unequal = [finding for part in ranks.all_gather(own_differences) for finding in part]

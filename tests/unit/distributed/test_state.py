@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from ckptctl.distributed.loading.target_memory import Filled
+from ckptctl.distributed.loading.target_memory import TensorSink
 from ckptctl.distributed.saving.device_memory import DeviceMemory, DeviceReader
-from ckptctl.distributed.state import bytes_of, memory, state_of
+from ckptctl.distributed.state import flatten_state, to_memoryview, view_as_bytes
 from ckptctl.errors import UsageError
 
 ODD_STRIDES = {
@@ -24,12 +24,12 @@ ODD_STRIDES = {
 def test_contiguous_tensors_with_strides_that_mean_nothing(name: str) -> None:
     tensor = ODD_STRIDES[name]
     assert tensor.is_contiguous()
-    expected = bytes(memory(tensor))
-    assert bytes(memory(bytes_of(tensor))) == expected
+    expected = bytes(to_memoryview(tensor))
+    assert bytes(to_memoryview(view_as_bytes(tensor))) == expected
     assert bytes(DeviceMemory(tensor, DeviceReader(64)).view_memory(0, len(expected))) == expected
     if tensor.numel():
-        Filled(tensor).write(0, memoryview(bytearray(expected)))
-        assert bytes(memory(tensor)) == expected
+        TensorSink(tensor).write(0, memoryview(bytearray(expected)))
+        assert bytes(to_memoryview(tensor)) == expected
 
 
 @pytest.mark.parametrize("error", [ValueError, RecursionError])
@@ -42,6 +42,6 @@ def test_what_a_users_own_code_raises_is_raised(error: type[Exception]) -> None:
             raise NotImplementedError
 
     with pytest.raises(error, match="no batch yet"):
-        state_of({"model": Failing()})
+        flatten_state({"model": Failing()})
     with pytest.raises(UsageError, match="two values of the state dict have the same name"):
-        state_of({"a.b": 1, "a": {"b": 2}})
+        flatten_state({"a.b": 1, "a": {"b": 2}})

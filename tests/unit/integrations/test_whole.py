@@ -15,7 +15,13 @@ import torch
 
 import ckptctl
 from ckptctl.errors import RefusedError
-from ckptctl.integrations.whole import fingerprint, save_beside, whole, whole_model, with_numbers
+from ckptctl.integrations.whole import (
+    fingerprint_shards,
+    load_full_model,
+    load_full_state_dict,
+    restore_param_keys,
+    save_with_files,
+)
 from tests.checkpoints import differences, load_any_reference, save_dcp, save_hf, tiny_llama
 from tests.checkpoints.readers import flatten
 
@@ -49,7 +55,7 @@ def test_an_optimizer_comes_back_as_it_was(
     ckptctl.save(state, tmp_path / "ours", sync=False)
     save_dcp(tmp_path / "stock", state)
     for folder in ("ours", "stock"):
-        found = with_numbers(whole(tmp_path / folder))
+        found = restore_param_keys(load_full_state_dict(tmp_path / folder))
         assert found["other"] == {"1": 2}
         (own,) = found["all"]
         assert list(own["state"]) == list(state["all"][0]["state"])
@@ -60,16 +66,16 @@ def test_an_optimizer_comes_back_as_it_was(
 def test_a_model_in_another_layout(tmp_path: Path) -> None:
     state, config = tiny_llama("llama3")
     save_hf(tmp_path / "hf", state, config)
-    found = whole_model(tmp_path / "hf", "meta", "llama3")
+    found = load_full_model(tmp_path / "hf", "meta", "llama3")
     ckptctl.convert(tmp_path / "hf", tmp_path / "meta", to="meta")
     assert not differences(found, torch.load(tmp_path / "meta" / "consolidated.00.pth"))
 
 
 def test_files_beside_the_data(tmp_path: Path) -> None:
-    save_beside(STATE, tmp_path / "a", {"notes.txt": b"1"})
+    save_with_files(STATE, tmp_path / "a", {"notes.txt": b"1"})
     assert not differences(load_any_reference(tmp_path / "a"), flatten(STATE))
     assert (tmp_path / "a" / "notes.txt").read_bytes() == b"1"
-    save_beside(STATE, tmp_path / "b", {"notes.txt": b"2"}, like=tmp_path / "a")
+    save_with_files(STATE, tmp_path / "b", {"notes.txt": b"2"}, like=tmp_path / "a")
     assert (tmp_path / "b" / "__0_0.distcp").samefile(tmp_path / "a" / "__0_0.distcp")
     assert (tmp_path / "a" / "notes.txt").read_bytes() == b"1"
     assert (tmp_path / "b" / "notes.txt").read_bytes() == b"2"
@@ -77,7 +83,7 @@ def test_files_beside_the_data(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_linked_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_beside(STATE, tmp_path / "a", {"notes.txt": b"1"})
+    save_with_files(STATE, tmp_path / "a", {"notes.txt": b"1"})
     real = os.link
     done: list[Path] = []
 
@@ -88,31 +94,31 @@ def test_what_cannot_be_linked_is_written(tmp_path: Path, monkeypatch: pytest.Mo
         done.append(target)
 
     monkeypatch.setattr(os, "link", link)
-    save_beside(STATE, tmp_path / "b", {"notes.txt": b"2"}, like=tmp_path / "a")
-    save_beside(STATE, tmp_path / "c", {"notes.txt": b"3"}, like=tmp_path / "gone")
+    save_with_files(STATE, tmp_path / "b", {"notes.txt": b"2"}, like=tmp_path / "a")
+    save_with_files(STATE, tmp_path / "c", {"notes.txt": b"3"}, like=tmp_path / "gone")
     for name in ("b", "c"):
         assert ckptctl.verify(tmp_path / name).verdict == "complete"
         assert not (tmp_path / name / ".metadata").samefile(tmp_path / "a" / ".metadata")
 
 
 def test_a_checkpoint_is_replaced_and_nothing_else_is(tmp_path: Path) -> None:
-    save_beside(STATE, tmp_path / "a", {"meta.pt": b"1"})
-    save_beside({"model": {"w": torch.zeros(2)}}, tmp_path / "a", {"meta.pt": b"2"})
+    save_with_files(STATE, tmp_path / "a", {"meta.pt": b"1"})
+    save_with_files({"model": {"w": torch.zeros(2)}}, tmp_path / "a", {"meta.pt": b"2"})
     assert (tmp_path / "a" / "meta.pt").read_bytes() == b"2"
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("...")
     with pytest.raises(RefusedError):
-        save_beside(STATE, tmp_path / "mine", {})
+        save_with_files(STATE, tmp_path / "mine", {})
     assert sorted(item.name for item in tmp_path.iterdir()) == ["a", "mine"]
 
 
 def test_what_lightning_saves_twice_is_known_by_its_bytes() -> None:
-    before = fingerprint(STATE)
-    assert before == fingerprint({"model": {"w": STATE["model"]["w"].clone()}, "step": 4})
+    before = fingerprint_shards(STATE)
+    assert before == fingerprint_shards({"model": {"w": STATE["model"]["w"].clone()}, "step": 4})
     changed = STATE["model"]["w"].clone()
     changed[3, 2] += 1
-    assert before != fingerprint({"model": {"w": changed}})
-    assert before != fingerprint({"model": {"w": STATE["model"]["w"].t().contiguous()}})
+    assert before != fingerprint_shards({"model": {"w": changed}})
+    assert before != fingerprint_shards({"model": {"w": STATE["model"]["w"].t().contiguous()}})
 
 
 def test_the_page_names_what_there_is() -> None:

@@ -12,22 +12,22 @@ from hypothesis import strategies as st
 
 from ckptctl.distributed.background import host_memory
 from ckptctl.distributed.background.host_memory import (
-    BLOCK,
+    BLOCK_BYTES,
     PAGE,
-    PATIENCE,
+    UNUSED_SAVES,
     HostPool,
     HostRegion,
-    in_threads,
-    size_class,
+    round_to_size_class,
+    run_in_threads,
 )
 from ckptctl.errors import RefusedError, StorageError
 
 
 def test_memory_that_waits_is_bounded() -> None:
-    pool = HostPool(kept=2)
-    regions = [pool.take(1 << 20) for _ in range(4)]
+    pool = HostPool(max_free=2)
+    regions = [pool.take_region(1 << 20) for _ in range(4)]
     for region in regions:
-        pool.give(region)
+        pool.return_region(region)
     assert pool.nbytes == 2 << 20
     pool.close()
     assert pool.nbytes == 0
@@ -36,59 +36,59 @@ def test_memory_that_waits_is_bounded() -> None:
 @pytest.mark.parametrize("less", [1, 9])
 def test_memory_that_saves_no_longer_need_goes(less: int) -> None:
     pool = HostPool()
-    first = pool.take(10 << 20)
-    pool.give(first)
-    for _ in range(PATIENCE - 1):
-        pool.give(pool.take(less << 20))
+    first = pool.take_region(10 << 20)
+    pool.return_region(first)
+    for _ in range(UNUSED_SAVES - 1):
+        pool.return_region(pool.take_region(less << 20))
     assert pool.nbytes >= 10 << 20
     for _ in range(2):
-        pool.give(pool.take(less << 20))
+        pool.return_region(pool.take_region(less << 20))
     assert pool.nbytes == less << 20
 
 
 def test_memory_for_two_states_in_turn_stays() -> None:
     pool = HostPool()
     seen = set()
-    for size in (10, 2) * PATIENCE:
-        region = pool.take(size << 20)
+    for size in (10, 2) * UNUSED_SAVES:
+        region = pool.take_region(size << 20)
         seen.add(id(region))
-        pool.give(region)
+        pool.return_region(region)
     assert len(seen) == 2
 
 
 def test_memory_of_a_closed_pool_goes_when_it_comes_back() -> None:
     pool = HostPool()
-    region = pool.take(1 << 20)
+    region = pool.take_region(1 << 20)
     descriptor = region.descriptor
     pool.close()
     os.fstat(descriptor)
-    pool.give(region)
+    pool.return_region(region)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
 
 
 def test_the_limit_makes_room_before_it_refuses() -> None:
     pool = HostPool(limit=3 << 20)
-    waiting = pool.take(1 << 20)
-    pool.give(waiting)
-    large = pool.take(3 << 20)
+    waiting = pool.take_region(1 << 20)
+    pool.return_region(waiting)
+    large = pool.take_region(3 << 20)
     with pytest.raises(RefusedError, match="exceeds the limit"):
-        pool.take(PAGE)
-    pool.give(large)
-    assert pool.take(2 << 20) is large
+        pool.take_region(PAGE)
+    pool.return_region(large)
+    assert pool.take_region(2 << 20) is large
 
 
 def test_more_than_the_system_has() -> None:
     with pytest.raises(StorageError, match="host memory"):
-        HostPool().take(1 << 62)
+        HostPool().take_region(1 << 62)
 
 
 @given(st.integers(0, 1 << 44))
 def test_size_classes_waste_little(nbytes: int) -> None:
-    size = size_class(nbytes)
+    size = round_to_size_class(nbytes)
     assert size % PAGE == 0
     assert nbytes <= size <= max(nbytes * 9 // 8, nbytes + PAGE)
-    assert size_class(size) == size
+    assert round_to_size_class(size) == size
 
 
 def resident(region: HostRegion) -> int:
@@ -99,10 +99,10 @@ def resident(region: HostRegion) -> int:
 @pytest.mark.parametrize("code", [0, errno.EINVAL, errno.ENOSYS])
 def test_new_memory_has_its_pages(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the kernel is too old to be asked for them."""
-    monkeypatch.setattr(host_memory, "threads", lambda _: 3)
+    monkeypatch.setattr(host_memory, "choose_thread_count", lambda _: 3)
     if code:
         monkeypatch.setattr(host_memory, "_libc", Libc(code))
-    nbytes = 3 * BLOCK + PAGE
+    nbytes = 3 * BLOCK_BYTES + PAGE
     region = HostRegion(nbytes, pinned=False)
     assert resident(region) == nbytes
     assert not region.bytes.any()
@@ -125,12 +125,12 @@ def test_memory_that_has_no_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "_libc", Libc(errno.ENOMEM))
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(StorageError, match="host memory"):
-        HostPool().take(2 * BLOCK)
+        HostPool().take_region(2 * BLOCK_BYTES)
     assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_what_fails_in_a_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "threads", lambda _: 4)
+    monkeypatch.setattr(host_memory, "choose_thread_count", lambda _: 4)
     done: list[int] = []
 
     def do(number: int) -> None:
@@ -139,39 +139,39 @@ def test_what_fails_in_a_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> No
         done.append(number)
 
     with pytest.raises(OSError, match="5"):
-        in_threads(range(10_000_000), do, 1 << 40)
+        run_in_threads(range(10_000_000), do, 1 << 40)
     assert len(done) < 10_000_000
 
 
 def test_prepared_memory_is_what_is_taken() -> None:
     pool = HostPool()
-    pool.prepare(9 * PAGE)
-    pool.prepare(8 * PAGE)
+    pool.prepare_region(9 * PAGE)
+    pool.prepare_region(8 * PAGE)
     (waiting,) = pool._free
-    assert pool.take(9 * PAGE) is waiting
-    pool.prepare(9 * PAGE)
+    assert pool.take_region(9 * PAGE) is waiting
+    pool.prepare_region(9 * PAGE)
     assert pool.nbytes == waiting.nbytes
-    pool.give(waiting)
+    pool.return_region(waiting)
     pool.close()
-    pool.prepare(PAGE)
+    pool.prepare_region(PAGE)
     assert pool.nbytes == 0
 
 
 def test_the_limit_holds_for_what_is_prepared() -> None:
     pool = HostPool(limit=10 * PAGE)
     with pytest.raises(RefusedError, match="exceeds the limit"):
-        pool.prepare(11 * PAGE)
-    pool.prepare(10 * PAGE)
+        pool.prepare_region(11 * PAGE)
+    pool.prepare_region(10 * PAGE)
     assert pool.nbytes == 10 * PAGE
 
 
 def test_no_room_beside_a_save_is_left_to_the_next_one() -> None:
     pool = HostPool(limit=3_000_000)
-    going_on = pool.take(1_000_000)
-    pool.prepare(2_500_000)
+    going_on = pool.take_region(1_000_000)
+    pool.prepare_region(2_500_000)
     assert pool.nbytes == going_on.nbytes
-    pool.give(going_on)
-    assert pool.take(2_500_000).nbytes <= 3_000_000
+    pool.return_region(going_on)
+    assert pool.take_region(2_500_000).nbytes <= 3_000_000
 
 
 class Cudart:
@@ -191,11 +191,11 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(
     runtime = Cudart()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     pool = HostPool()
-    first = pool.take(PAGE, pinned=True)
+    first = pool.take_region(PAGE, pinned=True)
     assert not first.pinned
-    pool.give(first)
-    assert pool.take(PAGE, pinned=True) is first
-    pool.give(pool.take(5 * PAGE, pinned=True))
+    pool.return_region(first)
+    assert pool.take_region(PAGE, pinned=True) is first
+    pool.return_region(pool.take_region(5 * PAGE, pinned=True))
     assert runtime.asked == 1
     assert capsys.readouterr().err.count("cannot pin") == 1
 
@@ -204,6 +204,6 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(
 def test_cuda_goes_on_after_memory_that_it_did_not_pin() -> None:
     region = HostRegion(PAGE, pinned=True)
     assert region.pinned
-    assert not region._pin()  # it is registered already
+    assert not region._pin_pages()  # it is registered already
     assert torch.ones(3, device="cuda").sum().item() == 3
     region.close()

@@ -29,6 +29,6 @@ def test_memory_that_cannot_be_given_back(capsys: pytest.CaptureFixture[str], fa
     error = future.exception(timeout=20)
     thread.join()
     assert isinstance(error, ZeroDivisionError) if fails else future.result() == Path("x")
-    assert thread.failed == fails and published == ([] if fails else [Path("x")])
+    assert thread.has_failed == fails and published == ([] if fails else [Path("x")])
     said = capsys.readouterr().err
     assert "was not released" in said and "the device is gone" in said

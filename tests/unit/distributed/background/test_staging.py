@@ -8,27 +8,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptctl.distributed.background import host_memory
-from ckptctl.distributed.background.host_memory import BLOCK, PAGE, HostPool
-from ckptctl.distributed.background.staging import HostCopy, Staged, copy_host, memory_needed, stage
+from ckptctl.distributed.background.host_memory import BLOCK_BYTES, PAGE, HostPool
+from ckptctl.distributed.background.staging import (
+    HostCopy,
+    StagedState,
+    compute_copy_memory,
+    copy_host_ranges,
+    stage_shards,
+)
 from ckptctl.distributed.saving import device_memory
-from ckptctl.distributed.saving.local_state import local_state
+from ckptctl.distributed.saving.local_state import build_local_state
 
 
-def staged(tensors: list[torch.Tensor], pool: HostPool | None = None) -> Staged:
-    own = local_state({f"t{index}": tensor for index, tensor in enumerate(tensors)})
-    return stage(own, pool or HostPool())
+def staged(tensors: list[torch.Tensor], pool: HostPool | None = None) -> StagedState:
+    own = build_local_state({f"t{index}": tensor for index, tensor in enumerate(tensors)})
+    return stage_shards(own, pool or HostPool())
 
 
-def assert_copied(tensors: list[torch.Tensor]) -> Staged:
+def assert_copied(tensors: list[torch.Tensor]) -> StagedState:
     """Copy *tensors*, destroy them, and compare."""
     expected = [tensor.clone() for tensor in tensors]
     copy = staged(tensors)
     for tensor in tensors:
         tensor.zero_()
-    for found, wanted in zip(copy.held.pieces, expected, strict=True):
+    for found, wanted in zip(copy.state.pieces, expected, strict=True):
         assert found.dtype == wanted.dtype
         assert torch.equal(found, wanted)
-    assert copy.held.steps == [tuple(piece.stride()) for piece in copy.held.pieces]
+    assert copy.state.steps == [tuple(piece.stride()) for piece in copy.state.pieces]
     return copy
 
 
@@ -53,7 +59,7 @@ def test_bytes_that_tensors_share_are_copied_once() -> None:
     base = torch.randn(64, 64)
     copy = assert_copied([base, base, base[3:9], base.t(), base[:, 5:7]])
     assert copy.nbytes == base.numel() * 4
-    first, second = copy.held.pieces[:2]
+    first, second = copy.state.pieces[:2]
     assert first.data_ptr() == second.data_ptr()
 
 
@@ -62,22 +68,22 @@ def test_plans_of_saves_hold_for_what_is_staged(host: str, monkeypatch: pytest.M
     """Steps are the same; also as if tensors lay on a device."""
     monkeypatch.setattr(device_memory, "HOST", host)
     tensors = [torch.randn(6, 8), torch.randn(6, 8).t(), torch.randn(4, 5, 6).permute(2, 0, 1)]
-    own = local_state({f"t{index}": tensor for index, tensor in enumerate(tensors)})
-    assert assert_copied(tensors).held.steps == own.steps
+    own = build_local_state({f"t{index}": tensor for index, tensor in enumerate(tensors)})
+    assert assert_copied(tensors).state.steps == own.steps
 
 
 def test_a_thin_view_does_not_drag_along_what_it_lies_in() -> None:
     wide = torch.randn(1000, 100)
     copy = assert_copied([wide[:, 3]])
     assert copy.nbytes == 4000
-    assert copy.held.steps == [(1,)]
+    assert copy.state.steps == [(1,)]
 
 
 def test_expanded_tensors() -> None:
     value = torch.randn(3, 1)
     copy = staged([value.expand(3, 500)])
     assert copy.nbytes == 12
-    assert torch.equal(copy.held.pieces[0], value.expand(3, 500))
+    assert torch.equal(copy.state.pieces[0], value.expand(3, 500))
 
 
 def test_elements_of_different_sizes_in_one_storage() -> None:
@@ -98,19 +104,19 @@ def test_nothing_to_copy() -> None:
 
 def test_only_chosen_chunks_are_copied() -> None:
     tensors = [torch.randn(10), torch.randn(20), torch.randn(30)]
-    own = local_state({f"t{index}": tensor for index, tensor in enumerate(tensors)})
-    copy = stage(own, HostPool(), [2, 0, 2])
+    own = build_local_state({f"t{index}": tensor for index, tensor in enumerate(tensors)})
+    copy = stage_shards(own, HostPool(), [2, 0, 2])
     assert copy.nbytes == 160
-    assert copy.held.pieces[1].data_ptr() == tensors[1].data_ptr()
-    assert copy.held.pieces[2].data_ptr() != tensors[2].data_ptr()
+    assert copy.state.pieces[1].data_ptr() == tensors[1].data_ptr()
+    assert copy.state.pieces[2].data_ptr() != tensors[2].data_ptr()
 
 
 def test_values_are_pickled_when_they_are_copied() -> None:
     steps = [1, 2]
-    own = local_state({"w": torch.ones(2), "steps": {"seen": steps}})
+    own = build_local_state({"w": torch.ones(2), "steps": {"seen": steps}})
     before = dict(own.values)
     steps.append(3)
-    assert stage(own, HostPool()).held.values == before
+    assert stage_shards(own, HostPool()).state.values == before
 
 
 def test_memory_is_used_again() -> None:
@@ -118,7 +124,7 @@ def test_memory_is_used_again() -> None:
     first = staged([torch.randn(100_000)], pool)
     assert first.region
     descriptor = first.region.descriptor
-    pool.give(first.region)
+    pool.return_region(first.region)
     second = staged([torch.randn(99_000)], pool)
     assert second.region is first.region
     assert second.region.descriptor == descriptor
@@ -132,16 +138,18 @@ def test_a_failed_copy_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) ->
     def fails(_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("ckptctl.distributed.background.staging.copy_host", fails)
+    monkeypatch.setattr("ckptctl.distributed.background.staging.copy_host_ranges", fails)
     with pytest.raises(MemoryError):
         staged([torch.ones(10)], pool)
-    assert pool.take(10) is not None
+    assert pool.take_region(10) is not None
     assert pool.nbytes == PAGE
 
 
 @settings(max_examples=30)
 @given(
-    sizes=st.lists(st.one_of(st.integers(0, 5000), st.integers(BLOCK - 5, BLOCK + 5)), max_size=5),
+    sizes=st.lists(
+        st.one_of(st.integers(0, 5000), st.integers(BLOCK_BYTES - 5, BLOCK_BYTES + 5)), max_size=5
+    ),
     jobs=st.integers(1, 4),
 )
 def test_threads_copy_everything_once(sizes: list[int], jobs: int) -> None:
@@ -152,8 +160,8 @@ def test_threads_copy_everything_once(sizes: list[int], jobs: int) -> None:
         for source, target in zip(sources, targets, strict=True)
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_memory, "threads", lambda _: jobs)
-        copy_host(copies)
+        patch.setattr(host_memory, "choose_thread_count", lambda _: jobs)
+        copy_host_ranges(copies)
     for source, target in zip(sources, targets, strict=True):
         assert torch.equal(target[:-1], source)
         assert target[-1] == 0
@@ -162,12 +170,12 @@ def test_threads_copy_everything_once(sizes: list[int], jobs: int) -> None:
 def test_what_a_copy_takes_is_known_before() -> None:
     base = torch.randn(64, 64)
     pieces = [base, base.t(), torch.randn(1000, 100)[:, 3], torch.empty(0), torch.ones(3)]
-    nbytes, pinned = memory_needed(pieces)
+    nbytes, pinned = compute_copy_memory(pieces)
     pool = HostPool()
-    pool.prepare(nbytes, pinned)
+    pool.prepare_region(nbytes, pinned)
     (waiting,) = pool._free
     assert staged(pieces, pool).region is waiting
-    assert memory_needed([torch.empty(0, 3)]) == (0, False)
+    assert compute_copy_memory([torch.empty(0, 3)]) == (0, False)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -186,19 +194,19 @@ def test_from_a_cuda_device_through_pinned_memory() -> None:
         torch.randn(3, 1, device="cuda").expand(3, 500),
     ]
     expected = [tensor.cpu().contiguous() for tensor in tensors]
-    own = local_state({f"t{index}": tensor for index, tensor in enumerate(tensors)})
-    copy = stage(own, pool)
+    own = build_local_state({f"t{index}": tensor for index, tensor in enumerate(tensors)})
+    copy = stage_shards(own, pool)
     for tensor in tensors:
         tensor.zero_()
     assert copy.region
     assert copy.region.pinned
     assert copy.region.bytes.is_pinned()
-    for found, wanted in zip(copy.held.pieces, expected, strict=True):
+    for found, wanted in zip(copy.state.pieces, expected, strict=True):
         assert torch.equal(found.cpu().float(), wanted.float())
     # Plans hold for what was staged as for what is saved without: steps are the same.
     alone = slice(3, 8)
-    assert copy.held.steps[alone] == own.steps[alone]
-    pool.give(copy.region)
+    assert copy.state.steps[alone] == own.steps[alone]
+    pool.return_region(copy.region)
     pool.close()
 
 
@@ -211,14 +219,14 @@ def test_streams_that_still_write_are_waited_for() -> None:
         torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call]
         for tensor in state.values():
             tensor.fill_(7)
-    copy = stage(local_state(state), HostPool())
+    copy = stage_shards(build_local_state(state), HostPool())
     for tensor in state.values():
         tensor.zero_()
-    assert all(bool((piece == 7).all()) for piece in copy.held.pieces)
+    assert all(bool((piece == 7).all()) for piece in copy.state.pieces)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
 def test_from_two_devices() -> None:
     tensors = [torch.full((1 << 22,), float(n), device=f"cuda:{n % 2}") for n in range(4)]
     copy = staged(tensors)
-    assert [piece[0].item() for piece in copy.held.pieces] == [0, 1, 2, 3]
+    assert [piece[0].item() for piece in copy.state.pieces] == [0, 1, 2, 3]

@@ -74,11 +74,11 @@ class Failing(CkptError):
 
 
 def test_every_private_name_is_in_the_installed_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert list(compat.absent()) == []
+    assert list(compat.find_missing_names()) == []
     assert {name for name in compat.__all__ if hasattr(compat, name)} == set(compat.__all__)
     assert {name for name in compat.PRIVATE if name[0] != "_"} < set(compat.__all__)
     monkeypatch.setitem(compat.PRIVATE, "gone", ("torch.distributed.checkpoint.planner", "gone"))
-    assert list(compat.absent()) == ["torch.distributed.checkpoint.planner.gone"]
+    assert list(compat.find_missing_names()) == ["torch.distributed.checkpoint.planner.gone"]
 
 
 def test_an_untested_torch_is_warned_of() -> None:

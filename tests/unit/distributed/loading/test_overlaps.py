@@ -6,8 +6,8 @@ import random
 
 import torch
 
-from ckptctl.distributed.loading.overlaps import find_overlaps, have_common_byte
-from ckptctl.distributed.state import state_of
+from ckptctl.distributed.loading.overlaps import find_overlaps, may_overlap
+from ckptctl.distributed.state import flatten_state
 
 
 def a_view(memory: torch.Tensor, rng: random.Random) -> torch.Tensor:
@@ -27,7 +27,7 @@ def test_views_meet_where_filling_one_is_seen_in_the_other() -> None:
         memory = torch.zeros(rng.choice([20, 40, 60]))
         one, other = sorted((a_view(memory, rng) for _ in range(2)), key=torch.Tensor.data_ptr)
         one.fill_(1)
-        assert have_common_byte(one, other) == bool(other.any()), (one.stride(), other.stride())
+        assert may_overlap(one, other) == bool(other.any()), (one.stride(), other.stride())
         seen.add(bool(other.any()))
     assert seen == {True, False}
 
@@ -35,13 +35,13 @@ def test_views_meet_where_filling_one_is_seen_in_the_other() -> None:
 def test_columns_that_lie_between_each_other_do_not_meet() -> None:
     memory = torch.zeros(4096, 64)
     state = {"left": memory[:, :32], "right": memory[:, 32:], "other": torch.zeros(3)}
-    places = state_of(state).shards
+    places = flatten_state(state).shards
     assert find_overlaps(places, [0, 1, 2]) == {}
-    places = state_of({**state, "rows": memory[7:9]}).shards
+    places = flatten_state({**state, "rows": memory[7:9]}).shards
     assert find_overlaps(places, [0, 1, 2, 3]) == {0: 3, 1: 3, 3: 0}
 
 
 def test_a_part_of_an_element_of_another_dtype() -> None:
     memory = torch.zeros(8)
-    assert have_common_byte(memory, memory.view(torch.uint8)[31:])
-    assert not have_common_byte(memory[:7], memory.view(torch.uint8)[28:])
+    assert may_overlap(memory, memory.view(torch.uint8)[31:])
+    assert not may_overlap(memory[:7], memory.view(torch.uint8)[28:])

@@ -8,8 +8,13 @@ from typing import Any, NamedTuple, cast
 import pytest
 import torch
 
-from ckptctl.distributed.devices import say_once
-from ckptctl.distributed.loading.pinned_buffers import IN_TURN, MOST, PinnedBuffers, device_buffers
+from ckptctl.distributed.devices import warn_slow_copies
+from ckptctl.distributed.loading.pinned_buffers import (
+    MAX_TURN_BYTES,
+    TURNS,
+    PinnedBuffers,
+    pinned_buffer_factory,
+)
 from ckptctl.planner.copying.tile import Pattern
 from ckptctl.storage.buffers import CAST_BUFFER, STAGING_BUFFER, TILE_BUFFER, TileBuffers
 
@@ -75,7 +80,7 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_buffer_is_filled_again_when_its_copies_are_done(pinned: list[int]) -> None:
     buffers = buffers_for("a", "b")
     places = []
-    for step in range(2 * IN_TURN + 1):
+    for step in range(2 * TURNS + 1):
         log.append(f"step {step}")
         places.append(buffers.get_buffer(TILE_BUFFER, 1000 + step))
         places[-1][0] = step
@@ -91,7 +96,7 @@ def test_a_buffer_is_filled_again_when_its_copies_are_done(pinned: list[int]) ->
     # The first turn's events come behind what nothing has been copied from yet.
     assert waits[2] == ["a.2", "b.2"] and waits[3] == ["a.3", "b.3"]
     assert waits[4] == ["a.4", "b.4"]
-    assert pinned == [4096] * IN_TURN
+    assert pinned == [4096] * TURNS
 
 
 def test_all_that_a_tile_is_written_from_takes_turns(pinned: list[int]) -> None:
@@ -105,7 +110,7 @@ def test_all_that_a_tile_is_written_from_takes_turns(pinned: list[int]) -> None:
     ]
     assert addresses[0] == addresses[2]
     assert [a == b for a, b in zip(addresses[0], addresses[1], strict=True)] == [False, True, False]
-    assert sorted(pinned) == [8192] * 2 * IN_TURN  # what is only read from is not pinned
+    assert sorted(pinned) == [8192] * 2 * TURNS  # what is only read from is not pinned
 
 
 def test_places_are_those_of_the_buffer_in_turn(pinned: list[int]) -> None:
@@ -121,16 +126,18 @@ def test_places_are_those_of_the_buffer_in_turn(pinned: list[int]) -> None:
 
 def test_memory_is_bounded(pinned: list[int]) -> None:
     buffers = buffers_for("a")
-    for size in (1, 100_000, 3 << 20, MOST, 5, 16 << 20, MOST + 1):
-        for _ in range(IN_TURN):
+    for size in (1, 100_000, 3 << 20, MAX_TURN_BYTES, 5, 16 << 20, MAX_TURN_BYTES + 1):
+        for _ in range(TURNS):
             assert len(buffers.get_buffer(TILE_BUFFER, size)) >= size
             assert len(buffers.get_buffer(CAST_BUFFER, 2 * size)) >= 2 * size
-    assert max(pinned) == MOST
-    assert sum(turn.nbytes for turn in buffers._turns) <= IN_TURN * (MOST + 2 * MOST)
+    assert max(pinned) == MAX_TURN_BYTES
+    assert sum(turn.nbytes for turn in buffers._turns) <= TURNS * (
+        MAX_TURN_BYTES + 2 * MAX_TURN_BYTES
+    )
     held = [view for turn in buffers._turns for view in turn._buffers.values()]
-    assert sum(len(view) for view in held if hasattr(view.obj, "tensor")) <= IN_TURN * MOST
-    assert 16 * IN_TURN * MOST <= 300 << 20
-    tile = buffers.get_buffer(TILE_BUFFER, MOST)
+    assert sum(len(view) for view in held if hasattr(view.obj, "tensor")) <= TURNS * MAX_TURN_BYTES
+    assert 16 * TURNS * MAX_TURN_BYTES <= 300 << 20
+    tile = buffers.get_buffer(TILE_BUFFER, MAX_TURN_BYTES)
     assert hasattr(tile.obj, "tensor")  # whatever was cast before
 
 
@@ -145,7 +152,7 @@ def test_without_pinned_memory_it_is_pageable(
         return empty(*size, **how)
 
     monkeypatch.setattr(torch, "empty", refuse)
-    say_once.cache_clear()
+    warn_slow_copies.cache_clear()
     buffers = buffers_for("a")
     for _ in range(3):
         assert len(buffers.get_buffer(TILE_BUFFER, 5000)) >= 5000
@@ -157,7 +164,7 @@ def test_streams_begin_behind_all_others_and_are_waited_for(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append(f"settle {device}"))
     tensors = cast(list[torch.Tensor], [Tensor("a"), Tensor("host", is_cuda=False), Tensor("a")])
-    with pytest.raises(KeyError), device_buffers(tensors) as make:
+    with pytest.raises(KeyError), pinned_buffer_factory(tensors) as make:
         make().get_buffer(TILE_BUFFER, 10)
         weakref.finalize(pinned_tensors[0], log.append, "free")
         pinned_tensors.clear()
@@ -167,5 +174,5 @@ def test_streams_begin_behind_all_others_and_are_waited_for(
 
 
 def test_host_tensors_need_none() -> None:
-    with device_buffers([torch.zeros(3)]) as make:
+    with pinned_buffer_factory([torch.zeros(3)]) as make:
         assert make is TileBuffers

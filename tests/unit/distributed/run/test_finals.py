@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptctl.distributed.run.finals import RECORD
+from ckptctl.distributed.run.finals import RECORD_FILE
 from ckptctl.distributed.run.manager import CheckpointManager
 from ckptctl.errors import RefusedError
 
@@ -69,15 +69,15 @@ def test_what_is_no_evidence(tmp_path: Path, change: str) -> None:
     if change == "content":
         out.write_bytes(out.read_bytes()[:-1] + b"?")
     elif change == "record":
-        (tmp_path / "run" / RECORD).write_text("{")
+        (tmp_path / "run" / RECORD_FILE).write_text("{")
     elif change == "url":
-        record = tmp_path / "run" / RECORD
+        record = tmp_path / "run" / RECORD_FILE
         record.write_text(record.read_text().replace(str(out), "s3://"))
     else:
         out.unlink()
     with CheckpointManager(tmp_path / "run") as manager:
         assert manager.finished(out) is None
-        assert not manager.keeper.finals.all() or change in ("content", "gone")
+        assert not manager.checkpoints.final_models.list_models() or change in ("content", "gone")
     if change == "gone":
         job(tmp_path, out)
     else:
@@ -87,7 +87,7 @@ def test_what_is_no_evidence(tmp_path: Path, change: str) -> None:
 
 def test_hooks_that_were_cut_short_are_called_again(tmp_path: Path) -> None:
     out = job(tmp_path, tmp_path / "final.pt")
-    record = tmp_path / "run" / RECORD
+    record = tmp_path / "run" / RECORD_FILE
     said = json.loads(record.read_text())
     said["models"][str(out)]["told"] = False
     record.write_text(json.dumps(said))

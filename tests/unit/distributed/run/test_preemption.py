@@ -14,7 +14,7 @@ import torch
 
 from ckptctl.distributed.background import async_save
 from ckptctl.distributed.run.manager import CheckpointManager
-from ckptctl.distributed.saving.save import write
+from ckptctl.distributed.saving.save import write_collectively
 from ckptctl.errors import CkptError, RefusedError, StorageError, UsageError
 from ckptctl.storage.threads import raise_on_sigterm
 from ckptctl.tree import TreePath
@@ -152,7 +152,7 @@ def test_whoever_took_over_a_signal_keeps_it(tmp_path: Path) -> None:
 
 def test_a_forked_process_ends_with_sigterm(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, preemption=[signal.SIGTERM, signal.SIGUSR1]) as manager:
-        manager._preemption.notices.in_fork()
+        manager._preemption.notices.restore_in_fork()
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         assert signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL, "not with others"
 
@@ -170,9 +170,9 @@ class Gate:
             self.open.wait(60)
             if path.name in self.fail:
                 raise CkptError("the disk is gone")
-            return write(state, path, *more)
+            return write_collectively(state, path, *more)
 
-        monkeypatch.setattr(async_save, "write", held)
+        monkeypatch.setattr(async_save, "write_collectively", held)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from ckptctl.distributed.run import schedule
 from ckptctl.distributed.run.manager_options import ManagerOptions
 from ckptctl.distributed.run.schedule import Schedule
 from ckptctl.errors import CkptError, UsageError
-from ckptctl.ranks.coordinator import Alone, Coordinator
+from ckptctl.ranks.coordinator import Coordinator, SingleProcess
 
 
 class Clock:
@@ -44,7 +44,7 @@ class Made(Schedule):
 
     def __init__(self, **rules: Any) -> None:
         self.saving, self.there = False, False
-        self.ranks: Coordinator | None = Alone()
+        self.ranks: Coordinator | None = SingleProcess()
         options = ManagerOptions(**rules)
         super().__init__(options, lambda: self.saving, lambda: self.there, self.other_ranks)
 
@@ -54,7 +54,7 @@ class Made(Schedule):
 
     def asks(self, step: int, ranks: Coordinator | None = None) -> bool:
         self.ranks = ranks or self.ranks
-        return self.due(step)
+        return self.is_due(step)
 
 
 def of(made: Made, *steps: int) -> list[int]:
@@ -63,7 +63,7 @@ def of(made: Made, *steps: int) -> list[int]:
     for step in steps:
         if made.asks(step):
             due.append(step)
-            made.saved()
+            made.record_save()
     return due
 
 
@@ -71,17 +71,17 @@ def test_steps_alone_ask_nobody() -> None:
     asked = (0, 3, 499, 500, 501, 1000)
     made = Made(save_every=500, save_steps=[3])
     made.ranks = None
-    assert [step for step in asked if made.due(step)] == [3, 500, 1000]
-    assert not Made().due(500)
+    assert [step for step in asked if made.is_due(step)] == [3, 500, 1000]
+    assert not Made().is_due(500)
 
 
 def test_a_multiple_that_the_loop_skips() -> None:
     """Once, whatever is asked twice, and not because training begins or goes on behind one."""
     assert of(Made(save_every=100), 130, 160, 190, 220, 220, 250, 400, 401) == [220, 220, 400]
     made = Made(save_every=100)
-    made.resumed(195, 0.0)
+    made.record_resume(195, 0.0)
     assert of(made, 205, 250) == [205]
-    made.resumed(50, 0.0)
+    made.record_resume(50, 0.0)
     assert of(made, 60, 90, 110) == [110]
 
 
@@ -109,7 +109,7 @@ def test_as_often_as_possible(clock: Clock) -> None:
 @pytest.mark.parametrize("jump", [1e9, -1e9, 3600.0])
 def test_a_date_that_jumps_says_nothing_within_a_process(clock: Clock, jump: float) -> None:
     made = Made(save_interval=60)
-    made.saved()
+    made.record_save()
     clock.date += jump
     assert of(made, 1) == []
     clock.steady += 60
@@ -120,7 +120,7 @@ def test_a_date_that_jumps_says_nothing_within_a_process(clock: Clock, jump: flo
 def test_the_time_of_an_earlier_process_counts(clock: Clock, age: float, left: float) -> None:
     """A date that is wrong costs an interval at most."""
     made = Made(save_interval=60)
-    made.resumed(5, clock.date - age)
+    made.record_resume(5, clock.date - age)
     if left:
         clock.sleep(left - 1)
         assert of(made, 6) == []
@@ -135,7 +135,7 @@ def test_the_first_of_a_run() -> None:
     assert of(made, 7, 8) == []
 
 
-class Two(Alone):
+class Two(SingleProcess):
     """This process, as a rank, beside another one whose answers are known."""
 
     world = 2
@@ -148,7 +148,7 @@ class Two(Alone):
 
 
 def said(step: int, *, wanted: bool = False) -> tuple[object, None]:
-    return schedule._Said(step, wanted, True), None
+    return schedule._RankVote(step, wanted, True), None
 
 
 def test_the_clock_of_rank_0_counts(clock: Clock) -> None:
@@ -156,7 +156,7 @@ def test_the_clock_of_rank_0_counts(clock: Clock) -> None:
     clock.sleep(1000)
     assert not made.asks(1, Two(1, said(1)))
     assert made.asks(1, Two(0, said(1)))
-    made.saved()
+    made.record_save()
     assert made.asks(2, Two(1, said(2, wanted=True)))
 
 

@@ -12,13 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptctl.distributed.devices import say_once
+from ckptctl.distributed.devices import warn_slow_copies
 from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.saving import device_memory
 from ckptctl.distributed.saving.device_memory import DeviceMemory, DeviceReader
-from ckptctl.distributed.saving.save import save, write
+from ckptctl.distributed.saving.save import save, write_collectively
 from ckptctl.distributed.saving.save_options import SaveOptions
-from ckptctl.ranks.coordinator import Alone
+from ckptctl.ranks.coordinator import SingleProcess
 from ckptctl.storage import threads
 from ckptctl.storage.execution.execution_options import Execution, ExecutionOptions
 from ckptctl.storage.execution.executor import execute_plan
@@ -180,11 +180,11 @@ def test_blocks_take_no_more_memory_than_they_may(
     for host in (device_memory.HOST, "another"):
         monkeypatch.setattr(device_memory, "HOST", host)
         options = SaveOptions(jobs=jobs, execute=noted, sync=False)
-        write(state, tmp_path / host, Alone(), options)
+        write_collectively(state, tmp_path / host, SingleProcess(), options)
     here, there = made
     assert (here.jobs, there.jobs) == (
         jobs or threads.MAX_DEFAULT_THREADS,
-        jobs or device_memory.MOST,
+        jobs or device_memory.MAX_DEVICE_THREADS,
     )
     assert 2 * there.threads * there.compute_limits().widest <= options.memory == here.memory
 
@@ -201,7 +201,7 @@ def test_memory_that_cannot_be_pinned(
         return real(*size, **options)
 
     monkeypatch.setattr(torch, "empty", empty)
-    say_once.cache_clear()
+    warn_slow_copies.cache_clear()
     tensor = torch.arange(1000, device="cuda")
     source = DeviceMemory(tensor, DeviceReader(512))
     found = b"".join(bytes(source.view_memory(start, 128)) for start in range(0, 7936, 128))

@@ -13,7 +13,7 @@ from ckptctl.catalog import Blob, row_major
 from ckptctl.errors import CkptError, CoverageError, MappingError, RefusedError
 from ckptctl.formats.dcp.metadata import Item, decode_metadata
 from ckptctl.planner.balance import MIN_PIECE_BYTES
-from ckptctl.ranks.coordinator import Alone, RankError, through_first
+from ckptctl.ranks.coordinator import RankError, SingleProcess, gather_and_scatter
 from ckptctl.save_load.rank_agreement import (
     RankStatement,
     is_unchanged,
@@ -268,8 +268,8 @@ def test_different_destinations_and_options_are_refused() -> None:
 
 
 def test_through_first_raises_what_failed() -> None:
-    assert through_first(Alone(), lambda: 3, lambda found: [found[0] + 1]) == 4
+    assert gather_and_scatter(SingleProcess(), lambda: 3, lambda found: [found[0] + 1]) == 4
     with pytest.raises(ZeroDivisionError):
-        through_first(Alone(), lambda: 1 // 0, lambda found: found)
+        gather_and_scatter(SingleProcess(), lambda: 1 // 0, lambda found: found)
     with pytest.raises(ZeroDivisionError):
-        through_first(Alone(), lambda: 1, lambda found: [1 // 0])
+        gather_and_scatter(SingleProcess(), lambda: 1, lambda found: [1 // 0])
