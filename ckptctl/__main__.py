@@ -16,9 +16,9 @@ def main() -> None:
 
         app.main()
     except KeyboardInterrupt:
-        from ckptctl.cli.output import Printer, StoppedError, wants_json
+        from ckptctl.cli.output import Printer, StoppedError, is_json_requested
 
-        Printer(wants_json(sys.argv)).error(StoppedError("interrupted"))
+        Printer(is_json_requested(sys.argv)).print_error(StoppedError("interrupted"))
         sys.exit(StoppedError.exit_code)
     finally:
         # The system frees the memory anyway. Python would first search all of it for cycles.

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ckptctl.cli.formats import facts, layout
+from ckptctl.cli.formats import format_layout, split_facts
 from ckptctl.formats.sidecar_files import KINDS
 from ckptctl.verbs.known_formats import KnownFormat, list_known_formats
 
@@ -44,7 +44,7 @@ def _written_row(known: KnownFormat) -> Iterator[str]:
     assert found is not None
     yield _linked(known.format.name)
     yield "directory" if found.directory else "single file"
-    yield layout(known.format)
+    yield format_layout(known.format)
     yield "kept" if found.leaves else "skipped"
     yield found.ties
     yield _quoted(found.cut_by) or "-"
@@ -66,11 +66,11 @@ def _facts(known: KnownFormat) -> str:
     proof = re.sub(r"tests/[\w/]+\.py", r"[`\g<0>`](../../\g<0>)", texts.proof)
     rows = (
         ("description", [texts.title]),
-        ("detected by", facts(texts.recognized)),
-        ("complete when", facts(texts.wholeness)),
+        ("detected by", split_facts(texts.recognized)),
+        ("complete when", split_facts(texts.wholeness)),
         ("options", [f"`{one.option}`: {one.meaning}" for one in known.choices]),
-        ("tested against", facts(texts.tested)),
-        ("comparisons", facts(proof)),
+        ("tested against", split_facts(texts.tested)),
+        ("comparisons", split_facts(proof)),
     )
     named = ((name if not n else "", text) for name, texts in rows for n, text in enumerate(texts))
     return _table(("property", "value"), named)

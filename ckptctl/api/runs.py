@@ -21,7 +21,7 @@ def ls(root: AnyPath = ".") -> RunFolder:
     Raises:
         CkptError: The folder is missing or cannot be read.
     """
-    return read_run(_looked_at_anew(root))
+    return read_run(_refresh_run(root))
 
 
 def latest(root: AnyPath = ".") -> Newest:
@@ -34,10 +34,10 @@ def latest(root: AnyPath = ".") -> Newest:
         SourceNotFoundError: No checkpoint in the folder is complete.
         UnsupportedError: The verdict on the newest checkpoint is unknown. It may be complete.
     """
-    return find_newest(_looked_at_anew(root))
+    return find_newest(_refresh_run(root))
 
 
-def _looked_at_anew(root: AnyPath) -> TreePath:
+def _refresh_run(root: AnyPath) -> TreePath:
     """Return the folder of a run, with cached listings of a URL dropped."""
     path = check_location(root)
     open_run_store(path).refresh_listing()

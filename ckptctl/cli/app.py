@@ -15,10 +15,10 @@ from typer.core import TyperGroup
 
 from ckptctl.cli import completion
 from ckptctl.cli import output as printer
-from ckptctl.cli.commands import COLOR, PlainText, commands, epilog
-from ckptctl.cli.output import Printer, StoppedError, require_answer, wants_json
-from ckptctl.cli.ranks import told
-from ckptctl.cli.typed_paths import remember, typed_words
+from ckptctl.cli.commands import COLOR, RawTextMixin, format_examples, iterate_commands
+from ckptctl.cli.output import Printer, StoppedError, is_json_requested, require_output_written
+from ckptctl.cli.ranks import is_reported_by_rank_zero
+from ckptctl.cli.typed_paths import get_typed_words, remember_command_line
 from ckptctl.errors import CkptError, DamagedError, StorageError
 from ckptctl.option_checks import check_tolerance
 from ckptctl.options import blame_option, parse_number
@@ -33,13 +33,15 @@ EXAMPLES = (
 )
 
 
-class CkptGroup(PlainText, TyperGroup):
+class CkptGroup(RawTextMixin, TyperGroup):
     """The command group, which turns every exception into a message and an exit code."""
 
     def main(self, *args: Any, **options: Any) -> Any:
         """Run the program, or print completions if the shell requested them."""
-        if completion.wanted():
-            return completion.offer(lambda: super(CkptGroup, self).main(*args, **options))
+        if completion.is_completion_request():
+            return completion.print_completions(
+                lambda: super(CkptGroup, self).main(*args, **options)
+            )
         return super().main(*args, **options)
 
     # Typer's own context class is not public, hence Any.
@@ -47,35 +49,35 @@ class CkptGroup(PlainText, TyperGroup):
         """Parse *args*, and remember them for hints that repeat the command line."""
         if args[:1] == ["help"]:  # `help CMD` is `CMD --help`
             args = [*args[1:], "--help"]
-        remember(args)
-        with _told(ctx, args):
+        remember_command_line(args)
+        with _report_errors(ctx, args):
             return super().parse_args(ctx, list(args))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command, or raise an error that suggests a similar one."""
         if not ctx.resilient_parsing and self.get_command(ctx, args[0]) is None:
-            from ckptctl.cli.usage import no_such_command
+            from ckptctl.cli.usage import unknown_command_error
 
-            raise no_such_command(args[0], self.list_commands(ctx))
+            raise unknown_command_error(args[0], self.list_commands(ctx))
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command and check that its output was written."""
-        with _told(ctx, typed_words()), raise_on_sigterm():
+        with _report_errors(ctx, get_typed_words()), raise_on_sigterm():
             try:
                 result = super().invoke(ctx)
             except typer.Exit:
-                require_answer()
+                require_output_written()
                 raise
             # A closed pipe is noticed here, not while the interpreter shuts down.
-            require_answer()
+            require_output_written()
         return result
 
 
 @contextmanager
-def _told(ctx: Any, args: Sequence[str]) -> Iterator[None]:
+def _report_errors(ctx: Any, args: Sequence[str]) -> Iterator[None]:
     """Report exceptions raised while parsing or running *args*, and exit with their code."""
-    machine = wants_json(args)
+    machine = is_json_requested(args)
     try:
         yield
     except (typer.Exit, BrokenPipeError):
@@ -85,17 +87,17 @@ def _told(ctx: Any, args: Sequence[str]) -> Iterator[None]:
         if ctx.resilient_parsing or type(error).__name__ == "NoArgsIsHelpError":
             raise
         if hasattr(error, "format_message"):
-            from ckptctl.cli.usage import explained
+            from ckptctl.cli.usage import to_usage_error
 
-            error = explained(error, ctx, args)
-        shown, debug = _explain(error), bool(ctx.params.get("debug"))
-        if debug or not told():
+            error = to_usage_error(error, ctx, args)
+        ckpt_error, debug = _to_ckpt_error(error), bool(ctx.params.get("debug"))
+        if debug or not is_reported_by_rank_zero():
             trace = "".join(traceback.format_exception(error)) if debug else None
-            Printer(machine).error(shown, trace)
-        raise typer.Exit(shown.exit_code) from None
+            Printer(machine).print_error(ckpt_error, trace)
+        raise typer.Exit(ckpt_error.exit_code) from None
 
 
-def _explain(error: BaseException) -> CkptError:
+def _to_ckpt_error(error: BaseException) -> CkptError:
     if isinstance(error, DamagedError):
         error.hint = error.hint or "copy it again from its source, or use another checkpoint"
     if isinstance(error, CkptError):
@@ -111,13 +113,13 @@ def _explain(error: BaseException) -> CkptError:
     )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        Printer().line(f"ckptctl {__version__}")
+def _print_version(requested: bool) -> None:
+    if requested:
+        Printer().print_line(f"ckptctl {__version__}")
         raise typer.Exit
 
 
-def root(
+def set_global_options(
     version: Annotated[
         bool,
         typer.Option(
@@ -148,48 +150,48 @@ def root(
 ) -> None:
     """Convert, inspect, verify, compare and prune deep-learning checkpoints."""
     del version, debug
-    from ckptctl.remote.retries import patience
+    from ckptctl.remote.retries import retry_policy
 
     with blame_option(COLOR.display_name):
-        printer.WANTED.color = COLOR.parse_value(color) or "auto"
-    printer.WANTED.form = None
-    machine = wants_json(typed_words())
+        printer.SETTINGS.color = COLOR.parse_value(color) or "auto"
+    printer.SETTINGS.form = None
+    machine = is_json_requested(get_typed_words())
     with blame_option("--timeout"):
-        patience.seconds = (
+        retry_policy.timeout_seconds = (
             None if timeout is None else check_tolerance(parse_number(float, timeout))
         )
-    patience.tell = Printer(machine).note
+    retry_policy.notify = Printer(machine).print_note
 
 
-def program(only: str = "", *, overview: bool = False) -> typer.Typer:
+def build_program(only_name: str = "", *, overview: bool = False) -> typer.Typer:
     """Build the Typer program.
 
     Args:
-        only: Name of the only command to import. If it does not exist, all are imported.
+        only_name: Name of the only command to import. If it does not exist, all are imported.
         overview: Register only names and summaries. Parsing the options of all commands would
             take a third of the time of `--help`.
     """
-    made = typer.Typer(
+    typer_app = typer.Typer(
         name="ckptctl",
         cls=CkptGroup,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
         no_args_is_help=True,
         context_settings={"help_option_names": HELP, "max_content_width": sys.maxsize},
-        epilog=epilog(EXAMPLES),
+        epilog=format_examples(EXAMPLES),
     )
-    made.callback()(root)
-    for one in commands(only):
-        one.add_to(made, overview=overview)
-    return made if made.registered_commands else program()
+    typer_app.callback()(set_global_options)
+    for command in iterate_commands(only_name):
+        command.add_to(typer_app, overview=overview)
+    return typer_app if typer_app.registered_commands else build_program()
 
 
 def __getattr__(name: str) -> typer.Typer:
     """Build ``app``, the program with all its commands, on first access."""
     if name != "app":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = program()
-    return found
+    typer_app = globals()[name] = build_program()
+    return typer_app
 
 
 def main() -> None:
@@ -200,9 +202,9 @@ def main() -> None:
     # torch warns at import if NumPy, which is not needed here, is not installed.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
     words = [word for word in sys.argv[1:3] if word != "help"]  # `help CMD` is `CMD --help`
-    overview = not completion.wanted() and set(words) <= {*HELP}
+    overview = not completion.is_completion_request() and set(words) <= {*HELP}
     try:
-        program("".join(words[:1]), overview=overview)(prog_name="ckptctl")
-    except SystemExit as end:
-        exit_if_daemons_run(end.code if isinstance(end.code, int) else int(end.code is not None))
+        build_program("".join(words[:1]), overview=overview)(prog_name="ckptctl")
+    except SystemExit as stop:
+        exit_if_daemons_run(stop.code if isinstance(stop.code, int) else int(stop.code is not None))
         raise

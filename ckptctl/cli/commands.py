@@ -21,7 +21,7 @@ from typer.core import TyperCommand
 
 from ckptctl import cli
 from ckptctl.cli import output
-from ckptctl.cli.typed_paths import typed_words
+from ckptctl.cli.typed_paths import get_typed_words
 from ckptctl.errors import UsageError, find_nearest
 from ckptctl.option_checks import list_readable_formats
 from ckptctl.options import (
@@ -39,20 +39,20 @@ if TYPE_CHECKING:
 else:
     Base = object
 
-FLAT = 12
+MAX_UNGROUPED_PARAMETERS = 12
 """Most arguments and options that the help shows without panels."""
-MANY = 15
+MAX_SHORT_HELP_OPTIONS = 15
 """Most options that ``-h`` shows in full. If there are more, it shows the common ones."""
-MOST_WIDE = 30
+MAX_NAME_COLUMNS = 30
 """Most characters in the first column of the help."""
 _ARGUMENT = re.compile(r"^\[?([A-Z]+)\]?( <\w+>)?$")
 """An argument in Typer's help: with brackets in 0.26, with its type in 0.29."""
 _SENTENCE = re.compile(r"(?<=\.)\s+(?=[A-Z`\[])")
 """The space between sentences, or before ``[default: ...]``."""
 
-HELP = "Show a summary (-h) or all options (--help)."
+HELP_OPTION_TEXT = "Show a summary (-h) or all options (--help)."
 """Help text of ``-h, --help`` if the two differ."""
-FORMS = ("json", "quiet", "markdown")
+FORM_PARAMETERS = ("json", "quiet", "markdown")
 """Parameters that set the output format, at most one of which can be given.
 
 ``--format`` (:data:`FORM`) also sets it."""
@@ -75,17 +75,17 @@ COLOR = DeclaredOption(
 """Option of every command and of the program itself."""
 
 
-def _form(text: str) -> str:
+def _parse_output_form(text: str) -> str:
     """Parse the value of ``--format``, with a hint if it is a checkpoint format."""
     if text not in get_args(output.Form):
-        checkpoint = text in list_readable_formats({})
-        close = find_nearest(text, get_args(output.Form))
+        is_checkpoint_format = text in list_readable_formats({})
+        suggestion = find_nearest(text, get_args(output.Form))
         raise UsageError(
             f"unknown output format `{text}`",
             why=f"known: {', '.join(get_args(output.Form))}",
             hint="pass `--from` or `--to` to set the format of a checkpoint"
-            if checkpoint
-            else close and f"did you mean `{close}`?",
+            if is_checkpoint_format
+            else suggestion and f"did you mean `{suggestion}`?",
         )
     return text
 
@@ -95,9 +95,9 @@ FORM = DeclaredOption(
     Option(
         "Output format: table, tsv or json. The short form of json is --json.  "
         "[default: table on a terminal, tsv in a pipe]",
-        flags=output.FORMAT,
+        flags=output.FORMAT_OPTION,
         metavar="FORMAT",
-        parse=_form,
+        parse=_parse_output_form,
         panel="Output",
         brief=True,
     ),
@@ -129,7 +129,7 @@ class RunOptions(Options):
     quiet: Quiet = False
 
 
-def only_quiet(text: str) -> Option:
+def make_quiet_option(text: str) -> Option:
     """Return the option ``--quiet`` with *text* as its help."""
     return Option(text, flags="-q --quiet", panel="Output", brief=True)
 
@@ -143,17 +143,17 @@ class Command:
             an :class:`Option` is an option; an options dataclass stands for all its fields.
         examples: Command lines for the help.
         prints: Types that ``--json`` prints; see :class:`ckptctl.documents.Document`.
-        bare: Whether it runs without arguments instead of showing its help.
-        without: Fields of the options dataclasses to leave out.
-        rows: Whether the command prints rows and therefore takes ``--format``.
+        runs_without_arguments: Whether it runs without arguments instead of showing its help.
+        omitted_fields: Fields of the options dataclasses to leave out.
+        has_rows: Whether the command prints rows and therefore takes ``--format``.
     """
 
     run: Callable[..., None]
     examples: tuple[str, ...]
     prints: str
-    bare: bool = False
-    without: tuple[str, ...] = ()
-    rows: bool = True
+    runs_without_arguments: bool = False
+    omitted_fields: tuple[str, ...] = ()
+    has_rows: bool = True
 
     @property
     def name(self) -> str:
@@ -167,52 +167,62 @@ class Command:
             app: The program.
             overview: Register only the name and the summary.
         """
-        every = () if overview else self.every()
-        function = _named(self.run) if overview else self._function(every)
-        brief = frozenset(one.name for one in every if one.option.brief)
-        kind = type(PlainCommand.__name__, (PlainCommand,), {"brief": brief})
-        how = app.command(
-            self.name, cls=kind, epilog=epilog(self.examples), no_args_is_help=not self.bare
+        declarations = () if overview else self.list_parameters()
+        function = _make_stub(self.run) if overview else self._make_typer_function(declarations)
+        brief = frozenset(
+            declaration.name for declaration in declarations if declaration.option.brief
         )
-        how(function)
+        command_class = type(CkptCommand.__name__, (CkptCommand,), {"brief": brief})
+        register = app.command(
+            self.name,
+            cls=command_class,
+            epilog=format_examples(self.examples),
+            no_args_is_help=not self.runs_without_arguments,
+        )
+        register(function)
 
-    def declared(self) -> tuple[DeclaredOption, ...]:
+    def list_declared(self) -> tuple[DeclaredOption, ...]:
         """List the options that the function declares, in the order of its parameters."""
-        own = {one.name: one for one in list_options(self.run)}
+        by_name = {declaration.name: declaration for declaration in list_options(self.run)}
         options = (
-            [own[name]] if name in own else list_options(hint)
+            [by_name[name]] if name in by_name else list_options(hint)
             for name, hint in get_type_hints(self.run).items()
             if name != "return"
         )
-        return tuple(one for some in options for one in some if one.name not in self.without)
+        return tuple(
+            declaration
+            for group in options
+            for declaration in group
+            if declaration.name not in self.omitted_fields
+        )
 
-    def every(self) -> tuple[DeclaredOption, ...]:
+    def list_parameters(self) -> tuple[DeclaredOption, ...]:
         """List all options of the command, including ``--format`` and ``--color``."""
-        return (*self.declared(), *([FORM] if self.rows else []), COLOR)
+        return (*self.list_declared(), *([FORM] if self.has_rows else []), COLOR)
 
-    def _function(self, every: Sequence[DeclaredOption]) -> Callable[..., None]:
+    def _make_typer_function(self, declarations: Sequence[DeclaredOption]) -> Callable[..., None]:
         """Build the function that Typer inspects and calls, with one parameter per option."""
-        own = {one.name for one in list_options(self.run)}
+        annotated_names = {declaration.name for declaration in list_options(self.run)}
         hints = {name: hint for name, hint in get_type_hints(self.run).items() if name != "return"}
 
-        def run(**texts: Any) -> None:
+        def run_command(**texts: Any) -> None:
             values: dict[str, Any] = {}
             try:
-                for one in every:
-                    values[one.name] = one.parse_value(texts[one.name])
+                for declaration in declarations:
+                    values[declaration.name] = declaration.parse_value(texts[declaration.name])
             except UsageError as error:
-                error.where = error.where or one.display_name
+                error.where = error.where or declaration.display_name
                 raise
-            _require_one_form(values)
+            _require_one_output_form(values)
             if when := values[COLOR.name]:
-                output.WANTED.color = when
-            output.WANTED.form = values.get(FORM.name)
+                output.SETTINGS.color = when
+            output.SETTINGS.form = values.get(FORM.name)
             if values.get(FORM.name) == "json":
                 values["json"] = True
-            require_compatible(every, values)
+            require_compatible(declarations, values)
             arguments = {
                 name: values[name]
-                if name in own
+                if name in annotated_names
                 else hint(
                     **{f.name: values[f.name] for f in list_options(hint) if f.name in values}
                 )
@@ -220,126 +230,148 @@ class Command:
             }
             self.run(**arguments)
 
-        run.__name__, run.__doc__ = self.run.__name__, self.run.__doc__
-        made = [_parameter(one) for one in every]
-        run.__annotations__ = {one.name: one.annotation for one in made}
-        run.__signature__ = inspect.Signature(made)  # type: ignore[attr-defined]
-        return run
+        run_command.__name__, run_command.__doc__ = self.run.__name__, self.run.__doc__
+        parameters = [_make_parameter(declaration) for declaration in declarations]
+        run_command.__annotations__ = {
+            declaration.name: declaration.annotation for declaration in parameters
+        }
+        run_command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return run_command
 
 
 def command(
     *examples: str,
     prints: str,
-    bare: bool = False,
-    without: tuple[str, ...] = (),
-    rows: bool = True,
+    runs_without_arguments: bool = False,
+    omitted_fields: tuple[str, ...] = (),
+    has_rows: bool = True,
 ) -> Callable[[Callable[..., None]], Command]:
     """Decorate a function as a :class:`Command`."""
-    return lambda run: Command(run, examples, prints, bare, without, rows)
+    return lambda run: Command(
+        run, examples, prints, runs_without_arguments, omitted_fields, has_rows
+    )
 
 
-def epilog(examples: tuple[str, ...]) -> str:
+def format_examples(examples: tuple[str, ...]) -> str:
     """Format *examples* as the epilog of a help text, without rewrapping."""
     return "\n".join(("\b", "Examples:", *(f"  {line}" for line in examples)))
 
 
-def commands(only: str = "") -> Iterator[Command]:
-    """Yield all commands, or only the one named *only* if it exists."""
+def iterate_commands(only_name: str = "") -> Iterator[Command]:
+    """Yield all commands, or only the one named *only_name* if it exists."""
     names = [module.name for module in pkgutil.iter_modules(cli.__path__)]
-    module_of = only.replace("-", "_")
+    module_of = only_name.replace("-", "_")
     for name in [module_of] if module_of in names else names:
         module = importlib.import_module(f"{cli.__name__}.{name}")
-        yield from (one for one in vars(module).values() if isinstance(one, Command))
+        yield from (value for value in vars(module).values() if isinstance(value, Command))
 
 
-def _require_one_form(values: Mapping[str, object]) -> None:
+def _require_one_output_form(values: Mapping[str, object]) -> None:
     """Raise if more than one option sets the output format."""
-    given = [f"`--{name}`" for name in FORMS if values.get(name)]
+    form_options = [f"`--{name}`" for name in FORM_PARAMETERS if values.get(name)]
     form = values.get(FORM.name)
-    if form and not (form == "json" and given == ["`--json`"]):
-        given.append(f"`{output.FORMAT} {form}`")
-    if given and given != [f"`{output.FORMAT} tsv`"] and values.get("no_header"):
+    if form and not (form == "json" and form_options == ["`--json`"]):
+        form_options.append(f"`{output.FORMAT_OPTION} {form}`")
+    if (
+        form_options
+        and form_options != [f"`{output.FORMAT_OPTION} tsv`"]
+        and values.get("no_header")
+    ):
         raise UsageError(
-            f"{given[0]} conflicts with `--no-header`",
+            f"{form_options[0]} conflicts with `--no-header`",
             why="`--no-header` only applies to TSV output",
             hint="omit one of them",
         )
-    if len(given) > 1:
+    if len(form_options) > 1:
         raise UsageError(
-            f"{given[0]} conflicts with {given[1]}",
+            f"{form_options[0]} conflicts with {form_options[1]}",
             why="each of them sets the output format",
             hint="omit one of them",
         )
 
 
-def _named(function: Callable[..., Any]) -> Callable[[], None]:
-    def named() -> None:
+def _make_stub(function: Callable[..., Any]) -> Callable[[], None]:
+    def do_nothing() -> None:
         pass
 
-    named.__name__, named.__doc__ = function.__name__, function.__doc__
-    return named
+    do_nothing.__name__, do_nothing.__doc__ = function.__name__, function.__doc__
+    return do_nothing
 
 
-def _parameter(one: DeclaredOption) -> inspect.Parameter:
-    """Build the function parameter from which Typer derives the option *one*."""
-    option = one.option
-    argument = isinstance(option, Argument)
-    more: dict[str, Any] = {
+def _make_parameter(declaration: DeclaredOption) -> inspect.Parameter:
+    """Build the function parameter from which Typer derives the option *declaration*."""
+    option = declaration.option
+    is_argument = isinstance(option, Argument)
+    typer_arguments: dict[str, Any] = {
         "metavar": option.metavar or None,
         "help": option.help,
-        "autocompletion": _completion(one) if one.words or option.offers else None,
-        "show_default": not (argument or one.required),
+        "autocompletion": _make_completer(declaration)
+        if declaration.words or option.offers
+        else None,
+        "show_default": not (is_argument or declaration.required),
         "rich_help_panel": option.panel,
     }
-    info = typer.Argument(**more) if argument else typer.Option(*one.spellings, **more)
-    several = list[str] if one.repeated else str
-    text: Any = bool if one.flag else several if one.required else several | None
-    default = False if one.flag else None if one.repeated else one.default
+    info = (
+        typer.Argument(**typer_arguments)
+        if is_argument
+        else typer.Option(*declaration.spellings, **typer_arguments)
+    )
+    value_type = list[str] if declaration.repeated else str
+    parameter_type: Any = (
+        bool if declaration.flag else value_type if declaration.required else value_type | None
+    )
+    default = False if declaration.flag else None if declaration.repeated else declaration.default
     return inspect.Parameter(
-        one.name,
+        declaration.name,
         inspect.Parameter.KEYWORD_ONLY,
-        annotation=Annotated[text, info],
-        default=one.default if one.required else default,
+        annotation=Annotated[parameter_type, info],
+        default=declaration.default if declaration.required else default,
     )
 
 
-def _completion(one: DeclaredOption) -> Callable[[typer.Context], list[str]]:
-    offers = one.option.offers
+def _make_completer(declaration: DeclaredOption) -> Callable[[typer.Context], list[str]]:
+    offers = declaration.option.offers
 
-    def offered(context: typer.Context) -> list[str]:
+    def complete_value(context: typer.Context) -> list[str]:
         if offers is None:
-            return list(one.words)
+            return list(declaration.words)
         arguments = (p for p in context.command.params if p.param_type_name == "argument")
-        first = next(arguments, None)
+        first_argument = next(arguments, None)
         # If an option has no value yet, the parser moves the arguments before it to `args`.
-        named = (first and context.params.get(str(first.name))) or next(iter(context.args), None)
-        return list(offers({**context.params, "": named}))
+        first_value = (first_argument and context.params.get(str(first_argument.name))) or next(
+            iter(context.args), None
+        )
+        return list(offers({**context.params, "": first_value}))
 
     # Typer inspects the types of the parameters.
-    offered.__annotations__ = {"context": typer.Context, "return": list[str]}
-    return offered
+    complete_value.__annotations__ = {"context": typer.Context, "return": list[str]}
+    return complete_value
 
 
-class PlainText(Base):
+class RawTextMixin(Base):
     """Mixin that keeps parameters as text, for :meth:`Declared.read` to parse."""
 
     # Typer's own classes of contexts and parameters are not public, hence Any.
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Let Typer find the values, and convert only flags from the environment."""
-        for one in self.get_params(ctx):
-            if type(one.default) is not bool:
-                vars(one).setdefault("process_value", partial(_take_text, one, one.process_value))
+        for parameter in self.get_params(ctx):
+            if type(parameter.default) is not bool:
+                vars(parameter).setdefault(
+                    "process_value", partial(_pass_text_through, parameter, parameter.process_value)
+                )
         return super().parse_args(ctx, args)
 
 
-def _take_text(parameter: Any, process: Callable[[Any, Any], Any], ctx: Any, value: Any) -> Any:
+def _pass_text_through(
+    parameter: Any, process: Callable[[Any, Any], Any], ctx: Any, value: Any
+) -> Any:
     """Return *value* as typed, and let Typer handle missing values and callbacks."""
-    missing = value is None and parameter.required and not ctx.resilient_parsing
-    triggers = value is not None and parameter.callback is not None
-    return process(ctx, value) if missing or triggers else value
+    is_missing = value is None and parameter.required and not ctx.resilient_parsing
+    has_callback = value is not None and parameter.callback is not None
+    return process(ctx, value) if is_missing or has_callback else value
 
 
-class PlainCommand(PlainText, TyperCommand):
+class CkptCommand(RawTextMixin, TyperCommand):
     """A command whose usage line shows only argument names: ``convert [OPTIONS] SRC DST``.
 
     Attributes:
@@ -347,13 +379,15 @@ class PlainCommand(PlainText, TyperCommand):
     """
 
     brief: frozenset[str] = frozenset()
-    _long = _summary = False
+    _is_long = _shows_summary = False
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the short help for ``-h`` or the full help for ``--help``."""
-        options = [one for one in self.get_params(ctx) if one.param_type_name == "option"]
-        self._long = len(options) > MANY
-        self._summary = self._long and "--help" not in typed_words()
+        options = [
+            parameter for parameter in self.get_params(ctx) if parameter.param_type_name == "option"
+        ]
+        self._is_long = len(options) > MAX_SHORT_HELP_OPTIONS
+        self._shows_summary = self._is_long and "--help" not in get_typed_words()
         super().format_help(ctx, formatter)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
@@ -364,7 +398,7 @@ class PlainCommand(PlainText, TyperCommand):
         """Write the description of the command, or its first paragraph in the short help."""
         text = self.help
         try:
-            if self._summary:
+            if self._shows_summary:
                 self.help = (text or "").partition("\n\n")[0]
             super().format_help_text(ctx, formatter)
         finally:
@@ -373,23 +407,25 @@ class PlainCommand(PlainText, TyperCommand):
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments, and the options in panels, with the same column widths."""
         panels: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
-        params: list[Any] = self.get_params(ctx)
-        many = len(params) > FLAT
-        panels |= {panel: [] for panel in get_args(Panel) if many}
-        for one in params:
-            name, text = one.get_help_record(ctx)
-            argument = one.param_type_name == "argument"
-            panel = getattr(one, "rich_help_panel", None) or "Common"
-            if self._summary:
-                if not argument and panel != "Common" and one.name not in self.brief:
+        parameters: list[Any] = self.get_params(ctx)
+        uses_panels = len(parameters) > MAX_UNGROUPED_PARAMETERS
+        panels |= {panel: [] for panel in get_args(Panel) if uses_panels}
+        for parameter in parameters:
+            name, text = parameter.get_help_record(ctx)
+            is_argument = parameter.param_type_name == "argument"
+            panel = getattr(parameter, "rich_help_panel", None) or "Common"
+            if self._shows_summary:
+                if not is_argument and panel != "Common" and parameter.name not in self.brief:
                     continue
-                required = "  [required]" if one.required and not argument else ""
-                text = first_sentence(text) + required
-            if one.name == "help" and self._long:
-                text = HELP
-            title = "Arguments" if argument else panel if many else "Options"
+                required = "  [required]" if parameter.required and not is_argument else ""
+                text = get_first_sentence(text) + required
+            if parameter.name == "help" and self._is_long:
+                text = HELP_OPTION_TEXT
+            title = "Arguments" if is_argument else panel if uses_panels else "Options"
             panels[title].append((_ARGUMENT.sub(r"\1", name), text))
-        width = min(MOST_WIDE, max(len(name) for rows in panels.values() for name, _ in rows))
+        width = min(
+            MAX_NAME_COLUMNS, max(len(name) for rows in panels.values() for name, _ in rows)
+        )
         for title, rows in panels.items():
             if rows:
                 with formatter.section(title):
@@ -398,12 +434,12 @@ class PlainCommand(PlainText, TyperCommand):
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         """Write the examples, and in the short help a reference to ``--help``."""
         super().format_epilog(ctx, formatter)
-        if self._summary:
-            count = sum(one.param_type_name == "option" for one in self.get_params(ctx))
+        if self._shows_summary:
+            count = sum(parameter.param_type_name == "option" for parameter in self.get_params(ctx))
             formatter.write_paragraph()
             formatter.write_text(f"`{ctx.command_path} --help` lists all {count} options")
 
 
-def first_sentence(text: str) -> str:
+def get_first_sentence(text: str) -> str:
     """Return the first sentence of an option's help text."""
     return _SENTENCE.split(text)[0]

@@ -14,9 +14,9 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-VARIABLE = "_CKPTCTL_COMPLETE"
-SECONDS = 2.0
-BREAKS = frozenset(":=")
+COMPLETE_VARIABLE = "_CKPTCTL_COMPLETE"
+TIME_LIMIT_SECONDS = 2.0
+WORD_BREAKS = frozenset(":=")
 """Characters at which bash splits words inside arguments (``COMP_WORDBREAKS``, man 1 bash)."""
 
 
@@ -24,33 +24,33 @@ class _TooLateError(BaseException):
     """The time limit expired. A BaseException, so that no error handler catches it."""
 
 
-def wanted() -> bool:
+def is_completion_request() -> bool:
     """Return whether the shell requests completions."""
-    return os.environ.get(VARIABLE, "").startswith("complete_")
+    return os.environ.get(COMPLETE_VARIABLE, "").startswith("complete_")
 
 
-def offer(complete: Callable[[], Any]) -> None:
+def print_completions(complete: Callable[[], Any]) -> None:
     """Run *complete*, print its output unless it fails, and exit.
 
     Args:
         complete: Typer's completion, which ends with ``SystemExit``.
     """
-    shown, prefix = io.StringIO(), ""
-    if os.environ[VARIABLE] == "complete_bash":
+    captured, prefix = io.StringIO(), ""
+    if os.environ[COMPLETE_VARIABLE] == "complete_bash":
         prefix = _join_words()
     code: object = 0
     try:
         with (
-            _deadline(),
-            contextlib.redirect_stdout(shown),
+            _limit_time(),
+            contextlib.redirect_stdout(captured),
             contextlib.redirect_stderr(io.StringIO()),
         ):
             complete()
-    except SystemExit as ended:
-        code = ended.code
+    except SystemExit as stop:
+        code = stop.code
     except (Exception, _TooLateError):
-        shown, code = io.StringIO(), 1
-    lines = [line for line in shown.getvalue().splitlines(keepends=True) if line.strip()]
+        captured, code = io.StringIO(), 1
+    lines = [line for line in captured.getvalue().splitlines(keepends=True) if line.strip()]
     sys.stdout.write("".join(line.removeprefix(prefix) for line in lines))
     sys.exit(code if isinstance(code, int) else 0)
 
@@ -62,30 +62,30 @@ def _join_words() -> str:
     if current >= len(words):
         return ""
     joined: list[str] = []
-    glued = False
+    is_joined = False
     for word in words[: current + 1]:
-        glued = len(joined) > 1 and (_breaks(word) or _breaks(joined[-1][-1:]))
-        if glued:
+        is_joined = len(joined) > 1 and (_is_word_break(word) or _is_word_break(joined[-1][-1:]))
+        if is_joined:
             joined[-1] += word
         else:
             joined.append(word)
     os.environ["COMP_WORDS"] = "\n".join(joined)
     os.environ["COMP_CWORD"] = str(len(joined) - 1)
     last = joined[-1]
-    return last[: 1 + max(last.rfind(one) for one in BREAKS)] if glued else ""
+    return last[: 1 + max(last.rfind(character) for character in WORD_BREAKS)] if is_joined else ""
 
 
-def _breaks(text: str) -> bool:
-    return bool(text) and set(text) <= BREAKS
+def _is_word_break(text: str) -> bool:
+    return bool(text) and set(text) <= WORD_BREAKS
 
 
 @contextlib.contextmanager
-def _deadline() -> Iterator[None]:
-    def late(*_: object) -> None:
+def _limit_time() -> Iterator[None]:
+    def raise_too_late(*_: object) -> None:
         raise _TooLateError
 
-    before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    before = signal.signal(signal.SIGALRM, raise_too_late)
+    signal.setitimer(signal.ITIMER_REAL, TIME_LIMIT_SECONDS)
     try:
         yield
     finally:

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptctl.cli.commands import RunOptions, command
-from ckptctl.cli.convert import carry_out, planned
+from ckptctl.cli.convert import make_plan, run_or_show_plan
 from ckptctl.cli.output import Printer
-from ckptctl.cli.ranks import coordinator, output_of
-from ckptctl.cli.typed_paths import as_typed, typed_again
+from ckptctl.cli.ranks import join_ranks, make_rank_printer
+from ckptctl.cli.typed_paths import format_command_line, restore_typed_paths
 from ckptctl.conversion.conversion_options import OPTIONS_NOT_CONSOLIDATED, ConsolidationOptions
 from ckptctl.ranks.coordinator import run_on_rank_zero
 from ckptctl.results import Result
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     "ckptctl.conversion.plan:ConversionResult, "
     "--metadata-only: ckptctl.verbs.consolidate_metadata:MetadataPlan | "
     "ckptctl.verbs.consolidate_metadata:MetadataResult",
-    without=OPTIONS_NOT_CONSOLIDATED,
+    omitted_fields=OPTIONS_NOT_CONSOLIDATED,
 )
 def consolidate(src: Source, *, options: ConsolidationOptions, run: RunOptions) -> None:
     """Merge per-rank shards into one checkpoint.
@@ -42,41 +42,45 @@ def consolidate(src: Source, *, options: ConsolidationOptions, run: RunOptions) 
     """
     from ckptctl.conversion.convert import plan_conversion
 
-    ranks = coordinator(run.single_process, run.json)
-    output = output_of(ranks, run.json, run.quiet)
+    ranks = join_ranks(run.single_process, run.json)
+    output = make_rank_printer(ranks, run.json, run.quiet)
     if options.metadata_only:
-        run_on_rank_zero(ranks, lambda: _metadata(output, src, run.dry_run))
+        run_on_rank_zero(ranks, lambda: _run_metadata_only(output, src, run.dry_run))
         return
-    dst, asked = Path(options.dst or ""), options.to_conversion_options()
-    plan = planned(ranks, lambda: plan_conversion(src, dst, asked), None if run.dry_run else dst)
-    carry_out("consolidate", output, plan, dst, run, ranks)
+    dst, conversion_options = Path(options.dst or ""), options.to_conversion_options()
+    plan = make_plan(
+        ranks, lambda: plan_conversion(src, dst, conversion_options), None if run.dry_run else dst
+    )
+    run_or_show_plan("consolidate", output, plan, dst, run, ranks)
 
 
-def _metadata(output: Printer, src: TreePath, dry_run: bool) -> None:
+def _run_metadata_only(output: Printer, src: TreePath, dry_run: bool) -> None:
     from ckptctl.verbs.consolidate_metadata import plan_metadata, run_metadata
 
     plan = plan_metadata(src)
-    output.statement(
+    output.print_statement(
         f"dcp-rank-local · {pluralize(plan.ranks, 'rank')} · {pluralize(plan.tensors, 'tensor')} in "
         f"{pluralize(plan.chunks, 'chunk')}, {format_bytes(plan.data_bytes)}"
     )
     for note in plan.notes:
-        output.note(note)
+        output.print_note(note)
     if dry_run:
-        _show(output, plan, plan, "would write")
-        output.hint(f"run it with `{typed_again()}`")
+        _show_result(output, plan, plan, "would write")
+        output.print_hint(f"run it with `{format_command_line()}`")
         return
-    done = run_metadata(plan)
-    _show(output, plan, done, "wrote")
-    output.hint(f"`{src}` can now be loaded with any world size")
+    result = run_metadata(plan)
+    _show_result(output, plan, result, "wrote")
+    output.print_hint(f"`{src}` can now be loaded with any world size")
 
 
-def _show(output: Printer, plan: MetadataPlan, printed: Result, verb: str) -> None:
+def _show_result(output: Printer, plan: MetadataPlan, printed: Result, verb: str) -> None:
     size = format_bytes(plan.nbytes)
-    output.answer(
+    output.print_answer(
         "consolidate",
         printed,
         names=(plan.target,),
         rows=(("target", plan.target), ("ranks", plan.ranks), ("bytes", plan.nbytes)),
-        human=lambda: output.line(f"{verb} {as_typed(str(plan.target))} ({size})", "bold"),
+        human=lambda: output.print_line(
+            f"{verb} {restore_typed_paths(str(plan.target))} ({size})", "bold"
+        ),
     )

@@ -11,10 +11,10 @@ import typer
 
 from ckptctl.cli import tables
 from ckptctl.cli.commands import RunOptions, command
-from ckptctl.cli.output import Printer, Row, StoppedError, by_reason, told
-from ckptctl.cli.progress import progress
-from ckptctl.cli.ranks import coordinator, output_of
-from ckptctl.cli.typed_paths import as_typed, typed_again, typed_words
+from ckptctl.cli.output import Printer, Row, StoppedError, format_by_reason, group_by_reason
+from ckptctl.cli.progress import show_progress
+from ckptctl.cli.ranks import join_ranks, make_rank_printer
+from ckptctl.cli.typed_paths import format_command_line, get_typed_words, restore_typed_paths
 from ckptctl.conversion.conversion_options import ConversionOptions
 from ckptctl.errors import CkptError, PartialError, RefusedError, quote_names
 from ckptctl.errors import format_command as suggested
@@ -49,35 +49,37 @@ def convert(src: Source, dst: Destination, options: ConversionOptions, run: RunO
     """
     from ckptctl.conversion.convert import plan_conversion
 
-    ranks = coordinator(run.single_process, run.json)
-    output = output_of(ranks, run.json, run.quiet)
-    plan = planned(ranks, lambda: plan_conversion(src, dst, options), None if run.dry_run else dst)
-    carry_out("convert", output, plan, dst, run, ranks)
+    ranks = join_ranks(run.single_process, run.json)
+    output = make_rank_printer(ranks, run.json, run.quiet)
+    plan = make_plan(
+        ranks, lambda: plan_conversion(src, dst, options), None if run.dry_run else dst
+    )
+    run_or_show_plan("convert", output, plan, dst, run, ranks)
 
 
-def planned(ranks: Coordinator, plan: Callable[[], T], dst: TreePath | None) -> T:
+def make_plan(ranks: Coordinator, plan_work: Callable[[], T], dst: TreePath | None) -> T:
     """Build the plan on every rank, and raise on all if one rank fails.
 
     Args:
         ranks: Ranks that will execute the plan.
-        plan: Function that builds the plan.
+        plan_work: Function that builds the plan.
         dst: Destination next to which stale staging files are removed if the plan is refused, or
             None to leave them.
     """
     from ckptctl.storage.publish import sweep_if_refused
 
     with sweep_if_refused(dst if ranks.rank == 0 else None):
-        return run_on_all_ranks(ranks, plan)
+        return run_on_all_ranks(ranks, plan_work)
 
 
-def carry_out(
+def run_or_show_plan(
     name: str,
     output: Printer,
     plan: ConversionPlan,
     dst: TreePath,
     options: RunOptions,
     ranks: Coordinator,
-    *more: Result,
+    *extra_results: Result,
 ) -> None:
     """Execute *plan* and show the result, or only show the plan for ``--dry-run``.
 
@@ -88,35 +90,35 @@ def carry_out(
         dst: Destination as typed.
         options: Options of the execution, such as ``dry_run`` and ``yes``.
         ranks: Ranks that execute the plan.
-        more: Additional results for ``--json``.
+        extra_results: Additional results for ``--json``.
     """
-    output.statement(plan.statement)
-    shortfall = _shortfall(plan, dst) if plan.missing else None
+    output.print_statement(plan.statement)
+    shortfall = _missing_items_error(plan, dst) if plan.missing else None
     if shortfall and ranks.rank == 0 and output.mode != "json":
-        output.error(shortfall)
+        output.print_error(shortfall)
     for warning in plan.warnings:
-        output.warning(warning)
+        output.print_warning(warning)
     for note in plan.notes:
-        output.note(note)
+        output.print_note(note)
     if options.dry_run:
-        output.answer(
+        output.print_answer(
             name,
-            *(plan, *more),
+            *(plan, *extra_results),
             names=(dst,),
-            rows=_plan_rows(plan, dst),
+            rows=_list_plan_rows(plan, dst),
             human=lambda: _show_plan(output, plan, dst),
         )
-        obstacles = list(_obstacles(plan))
+        obstacles = list(_list_obstacles(plan))
         for obstacle in obstacles:
-            output.warning(obstacle)
+            output.print_warning(obstacle)
     else:
         obstacles = []
         result = _run_plan(output, plan, dst, options.yes, ranks)
-        output.answer(
+        output.print_answer(
             name,
-            *(result, *more),
+            *(result, *extra_results),
             names=(dst,),
-            rows=_result_rows(result, dst),
+            rows=_list_result_rows(result, dst),
             human=lambda: _show_result(output, result, dst),
         )
     if shortfall and output.mode == "json" and ranks.rank == 0:
@@ -124,7 +126,7 @@ def carry_out(
     if shortfall:  # already printed, except in JSON mode
         raise typer.Exit(shortfall.exit_code)
     if options.dry_run and not obstacles:
-        output.hint(f"run it with `{typed_again()}`")
+        output.print_hint(f"run it with `{format_command_line()}`")
 
 
 def _run_plan(
@@ -134,107 +136,110 @@ def _run_plan(
     from ckptctl.storage.unfinished import UnfinishedWorkError
     from ckptctl.storage.urls import HUB_SCHEME, parse_scheme
 
-    for line in (*told("dropped", plan.dropped), *told("skipped", plan.left_out)):
-        output.note(line)
+    for line in (
+        *format_by_reason("dropped", plan.dropped),
+        *format_by_reason("skipped", plan.left_out),
+    ):
+        output.print_note(line)
     if plan.upload and parse_scheme(str(plan.plan.target)) == HUB_SCHEME:
-        _announce(output, plan, dst, yes)
+        _confirm_upload(output, plan, dst, yes)
     try:
-        result = _execute(output, plan, ranks)
+        result = _execute_plan(output, plan, ranks)
     except UnfinishedWorkError as error:
-        _ask_to_restart(output, error, ranks)
+        _confirm_restart(output, error, ranks)
         restart = replace(plan.options, resume=False, restart=True)
-        result = _execute(output, replace(plan, options=restart), ranks)
+        result = _execute_plan(output, replace(plan, options=restart), ranks)
     for note in result.notes:
-        output.note(note)
+        output.print_note(note)
     warn_out_of_range(output, result.out_of_range)
     return result
 
 
-def _obstacles(plan: ConversionPlan) -> Iterator[str]:
+def _list_obstacles(plan: ConversionPlan) -> Iterator[str]:
     """Yield the reasons why executing the plan now would be refused."""
     from ckptctl.installed import INSTALL_TORCH, has_torch
     from ckptctl.storage.publish import UNFINISHED, find_unfinished
 
     if plan.nbytes > plan.free_bytes and not (plan.options.resume or plan.upload):
         yield "not enough disk space for the output; the conversion would be refused"
-    left = None if plan.upload else find_unfinished(Path(plan.plan.target))
-    if left and not (plan.options.resume or plan.options.restart):
+    unfinished_work = None if plan.upload else find_unfinished(Path(plan.plan.target))
+    if unfinished_work and not (plan.options.resume or plan.options.restart):
         yield f"{UNFINISHED}; the conversion would be refused without `--resume` or `--restart`"
     if plan.arithmetic and not has_torch():
         yield f"torch is not installed; the conversion would be refused. {INSTALL_TORCH}"
 
 
-def _announce(output: Printer, plan: ConversionPlan, dst: TreePath, yes: bool) -> None:
+def _confirm_upload(output: Printer, plan: ConversionPlan, dst: TreePath, yes: bool) -> None:
     """List the files to upload, and ask the user for confirmation if possible.
 
     Raises:
         RefusedError: The user declined.
     """
     if output.mode != "json":
-        output.report(f"files to upload to {dst}:")
+        output.print_to_stderr(f"files to upload to {dst}:")
         for path, nbytes in plan.files:
-            output.report(f"  {path}  {format_bytes(nbytes)}")
+            output.print_to_stderr(f"  {path}  {format_bytes(nbytes)}")
     question = f"Upload {pluralize(len(plan.files), 'file')} to {dst}?"
-    if output.asks and not yes and not typer.confirm(question, err=True):
+    if output.can_prompt and not yes and not typer.confirm(question, err=True):
         raise RefusedError("nothing was uploaded", where=str(dst))
 
 
-def _execute(output: Printer, plan: ConversionPlan, ranks: Coordinator) -> ConversionResult:
+def _execute_plan(output: Printer, plan: ConversionPlan, ranks: Coordinator) -> ConversionResult:
     """Execute *plan*. On Ctrl-C, report how much work was kept and how to resume it."""
     from ckptctl.conversion.convert import run_conversion
     from ckptctl.storage.publish import find_unfinished
 
-    def beginning() -> str:  # only called if progress is shown
+    def describe_start() -> str:  # only called if progress is shown
         return "loading torch" if plan.arithmetic else ""
 
     ending = "verifying" if plan.options.verify else "syncing"
     try:
-        with progress(output, "copying", plan.nbytes, ending, beginning) as advance:
+        with show_progress(output, "copying", plan.nbytes, ending, describe_start) as advance:
             return run_conversion(plan, advance, ranks)
     except KeyboardInterrupt:
-        left = None if plan.upload else find_unfinished(Path(plan.plan.target))
-        if left is None:
+        work = None if plan.upload else find_unfinished(Path(plan.plan.target))
+        if work is None:
             raise
         raise StoppedError(
             "interrupted",
             where=plan.plan.target,
-            why=f"{format_bytes(left.nbytes)} of {format_bytes(plan.nbytes)} are written and kept",
-            hint=f"resume with `{typed_again('--resume', without='--restart')}`",
+            why=f"{format_bytes(work.nbytes)} of {format_bytes(plan.nbytes)} are written and kept",
+            hint=f"resume with `{format_command_line('--resume', without='--restart')}`",
         ) from None
 
 
-def _ask_to_restart(output: Printer, error: CkptError, ranks: Coordinator) -> None:
+def _confirm_restart(output: Printer, error: CkptError, ranks: Coordinator) -> None:
     """Ask whether to discard partial output, and raise *error* unless the user agrees."""
-    if typed_words() and "--resume" not in typed_words():
-        resumed, restarted = typed_again("--resume"), typed_again("--restart")
+    if get_typed_words() and "--resume" not in get_typed_words():
+        resumed, restarted = format_command_line("--resume"), format_command_line("--restart")
         error.hint = f"resume with `{resumed}`, or start over with `{restarted}`"
-    if not output.asks or ranks.world > 1:
+    if not output.can_prompt or ranks.world > 1:
         raise error
-    output.report(f"{error.what}: {error.why}")
+    output.print_to_stderr(f"{error.what}: {error.why}")
     if not typer.confirm("Discard the partial output and start over?", err=True):
         raise error
 
 
-def _shortfall(plan: ConversionPlan, dst: TreePath) -> PartialError:
+def _missing_items_error(plan: ConversionPlan, dst: TreePath) -> PartialError:
     """Return the error about items that are missing in the source and the output."""
-    found = [reason for reason, _ in by_reason(plan.missing)]
-    what = "item" if any(name in plan.source.blobs for name in plan.missing) else "tensor"
-    count = pluralize(len(plan.missing), f"{what} is", f"{what}s are")
+    reasons = [reason for reason, _ in group_by_reason(plan.missing)]
+    noun = "item" if any(name in plan.source.blobs for name in plan.missing) else "tensor"
+    count = pluralize(len(plan.missing), f"{noun} is", f"{noun}s are")
     return PartialError(
         f"the source is incomplete: {count} missing in `{dst}`",
         where=plan.source.path,
-        why=f"{quote_names(list(plan.missing))}: {found[0]}"
-        + (f"; and {pluralize(len(found) - 1, 'other reason')}" if found[1:] else ""),
+        why=f"{quote_names(list(plan.missing))}: {reasons[0]}"
+        + (f"; and {pluralize(len(reasons) - 1, 'other reason')}" if reasons[1:] else ""),
         hint=f"run {suggested('verify', plan.source.path)} to see what is damaged, "
         "or pass `--json` to list all missing items",
     )
 
 
-def _plan_rows(plan: ConversionPlan, dst: TreePath) -> Iterator[Row]:
+def _list_plan_rows(plan: ConversionPlan, dst: TreePath) -> Iterator[Row]:
     yield "dry_run", "yes"
     yield "target", dst
     yield "tensors", plan.tensors
-    yield from _summary_rows(plan)
+    yield from _list_summary_rows(plan)
     yield "mapped", plan.mapped
     yield "bytes", plan.nbytes
     yield "free_bytes", plan.free_bytes
@@ -249,39 +254,41 @@ def _plan_rows(plan: ConversionPlan, dst: TreePath) -> Iterator[Row]:
     yield from (("quantized", key) for key in plan.quantized)
 
 
-def _summary_rows(plan: ConversionPlan) -> Iterator[Row]:
+def _list_summary_rows(plan: ConversionPlan) -> Iterator[Row]:
     for name, amount in (("in", plan.summary.read), ("out", plan.summary.written)):
         yield name, amount.tensors, amount.nbytes
-    yield from (("taken", key, of) for key, of in plan.taken.items())
+    yield from (("taken", key, source) for key, source in plan.taken.items())
 
 
 def _show_plan(output: Printer, plan: ConversionPlan, dst: TreePath) -> None:
     total = format_bytes(plan.nbytes)
-    output.line(f"would write {pluralize(len(plan.files), 'file')} ({total}) to {dst}", "bold")
-    output.first_rows(
+    output.print_line(
+        f"would write {pluralize(len(plan.files), 'file')} ({total}) to {dst}", "bold"
+    )
+    output.print_first_rows(
         plan.files,
         lambda file: (f"  {file[0]}", format_bytes(file[1])),
-        (tables.name(), tables.number()),
+        (tables.name_column(), tables.number_column()),
     )
-    output.sentence(_counts(plan))
+    output.print_sentence(_format_counts(plan))
     reasons = {"dropped": plan.dropped, "skipped": plan.left_out, "missing": plan.missing}
     reasons |= (
-        {f"taken from {as_typed(plan.base or '')}": dict.fromkeys(plan.taken, "")}
+        {f"taken from {restore_typed_paths(plan.base or '')}": dict.fromkeys(plan.taken, "")}
         if plan.taken
         else {}
     )
     for title, keys in reasons.items():
         _show_reasons(output, title, keys)
-    needs = [
+    requirements = [
         f"disk: {total} ({format_bytes(plan.free_bytes)} free)",
         f"peak memory: ~{format_bytes(plan.memory_bytes)}",
         f"threads: {plan.threads:,}",
         *(["arithmetic with torch"] if plan.arithmetic else []),
     ]
-    output.sentence(" · ".join(needs))
+    output.print_sentence(" · ".join(requirements))
 
 
-def _counts(plan: ConversionPlan) -> str:
+def _format_counts(plan: ConversionPlan) -> str:
     """Format the numbers of tensors read, written and changed as one line."""
     moved = f"{plan.mapped:,} renamed or reordered" if plan.mapped else ""
     summary = plan.summary
@@ -291,22 +298,24 @@ def _counts(plan: ConversionPlan) -> str:
 
 
 def _show_reasons(output: Printer, title: str, keys: Mapping[str, str]) -> None:
-    for reason, names in by_reason(keys):
+    for reason, names in group_by_reason(keys):
         count = f"{title} ({len(names):,})" if len(names) > 1 else title
-        output.sentence(f"{count}: {reason}" if reason else count)
-        output.first_rows(names, lambda name: (f"  {name}",), [tables.name()])
+        output.print_sentence(f"{count}: {reason}" if reason else count)
+        output.print_first_rows(names, lambda name: (f"  {name}",), [tables.name_column()])
 
 
-def warn_out_of_range(output: Printer, found: Mapping[str, OutOfRange]) -> None:
+def warn_out_of_range(output: Printer, out_of_range: Mapping[str, OutOfRange]) -> None:
     """Warn about elements that became infinite, NaN or saturated, if there are any."""
-    if found:
-        output.warning(f"elements became infinite, NaN or saturated: {describe_worst(found)}")
+    if out_of_range:
+        output.print_warning(
+            f"elements became infinite, NaN or saturated: {describe_worst(out_of_range)}"
+        )
 
 
-def _result_rows(result: ConversionResult, dst: TreePath) -> Iterator[Row]:
+def _list_result_rows(result: ConversionResult, dst: TreePath) -> Iterator[Row]:
     yield "target", dst
     yield "files", len(result.plan.files)
-    yield from _summary_rows(result.plan)
+    yield from _list_summary_rows(result.plan)
     yield "bytes", result.nbytes
     yield "resumed_bytes", result.resumed_bytes
     yield "seconds", f"{result.seconds:.3f}"
@@ -317,15 +326,15 @@ def _result_rows(result: ConversionResult, dst: TreePath) -> Iterator[Row]:
 
 
 def _show_result(output: Printer, result: ConversionResult, dst: TreePath) -> None:
-    output.line(_summary(result, dst), "bold")
+    output.print_line(_format_summary(result, dst), "bold")
     if not result.plan.summary.is_unchanged:
-        output.sentence(result.plan.summary.sentence)
+        output.print_sentence(result.plan.summary.sentence)
     if result.rounding:
-        output.sentence(describe_rounding(result.rounding))
+        output.print_sentence(describe_rounding(result.rounding))
     _show_reasons(output, "missing", result.plan.missing)
 
 
-def _summary(result: ConversionResult, dst: TreePath) -> str:
+def _format_summary(result: ConversionResult, dst: TreePath) -> str:
     moved = result.nbytes - result.resumed_bytes
     parts = [
         f"wrote {dst}: {pluralize(len(result.plan.files), 'file')}",

@@ -11,9 +11,9 @@ import typer
 
 from ckptctl.cli import tables
 from ckptctl.cli.commands import Json, NoHeader, Quiet, command
-from ckptctl.cli.output import Printer, Row, told
-from ckptctl.cli.progress import progress
-from ckptctl.cli.tables import SHOWN, Column
+from ckptctl.cli.output import Printer, Row, format_by_reason
+from ckptctl.cli.progress import show_progress
+from ckptctl.cli.tables import MAX_SHOWN_ROWS, Column
 from ckptctl.option_checks import check_location
 from ckptctl.options import Argument
 from ckptctl.tree import TreePath
@@ -23,19 +23,23 @@ from ckptctl.verbs.comparison.diff_options import DiffOptions
 if TYPE_CHECKING:
     from ckptctl.verbs.comparison.diff_result import Difference, Side, TensorDifference
 
-DIFFERENT = 1
-DIFFERS = ("tensor differs", "tensors differ")
+EXIT_DIFFERENT = 1
+TENSOR_DIFFERS = ("tensor differs", "tensors differ")
 LEAF_DIFFERS = ("non-tensor value differs", "non-tensor values differ")
 COLUMNS = (
-    tables.name("tensor"),
+    tables.name_column("tensor"),
     Column("differs in"),
-    tables.number("elements", drop=4),
-    tables.number("not finite", drop=3),
-    tables.number("max abs"),
-    tables.number("max rel", drop=2),
+    tables.number_column("elements", drop=4),
+    tables.number_column("not finite", drop=3),
+    tables.number_column("max abs"),
+    tables.number_column("max rel", drop=2),
     Column("worst at", drop=1),
 )
-LEAVES = (tables.name("non-tensor value"), tables.prose("A"), tables.prose("B"))
+LEAF_COLUMNS = (
+    tables.name_column("non-tensor value"),
+    tables.prose_column("A"),
+    tables.prose_column("B"),
+)
 
 
 @command(
@@ -72,150 +76,156 @@ def diff(
     from ckptctl.verbs.comparison import diff as op
 
     output = Printer(json, quiet, header=not no_header)
-    found = op.compare_checkpoints(a, b, options, partial(progress, output, "comparing"))
-    lines = list(_lines(found))
-    gap = [("",)] if lines else []
-    output.answer(
+    difference = op.compare_checkpoints(a, b, options, partial(show_progress, output, "comparing"))
+    differing_rows = list(_list_rows(difference))
+    gap = [("",)] if differing_rows else []
+    output.print_answer(
         "diff",
-        found,
-        names=(row[1] for row in lines),
-        columns=(Column("kind"), *COLUMNS) if lines else (),
-        rows=(*lines, *gap, *_facts(found)),
-        human=lambda: show(output, found),
+        difference,
+        names=(row[1] for row in differing_rows),
+        columns=(Column("kind"), *COLUMNS) if differing_rows else (),
+        rows=(*differing_rows, *gap, *_list_facts(difference)),
+        human=lambda: show_difference(output, difference),
     )
-    if found.same is False:
-        raise typer.Exit(DIFFERENT)
+    if difference.same is False:
+        raise typer.Exit(EXIT_DIFFERENT)
 
 
-def _lines(found: Difference) -> Iterator[tuple[str, ...]]:
+def _list_rows(difference: Difference) -> Iterator[tuple[str, ...]]:
     """Yield a row per difference."""
-    for side, letter in ((found.a, "a"), (found.b, "b")):
+    for side, letter in ((difference.a, "a"), (difference.b, "b")):
         yield from ((f"only_{letter}", name) for name in side.only)
         yield from ((f"only_leaf_{letter}", name) for name in side.only_leaves)
-    for one in found.tensors:
-        yield ("tensor", *_row(one, found, repr))
-    for leaf in found.leaves:
+    for tensor in difference.tensors:
+        yield ("tensor", *_make_row(tensor, difference, repr))
+    for leaf in difference.leaves:
         yield ("leaf", leaf.name, leaf.a, leaf.b)
 
 
-def _facts(found: Difference) -> Iterator[Row]:
-    yield "same", {True: "yes", False: "no", None: "unknown"}[found.same]
-    yield "verdict", found.verdict
-    yield "evidence", found.evidence
-    yield "compared", found.compared
-    yield "by_checksum", found.by_checksum
-    yield "within", found.within
-    yield "compared_leaves", found.compared_leaves
-    yield "bytes_read_a", found.a.bytes_read
-    yield "bytes_read_b", found.b.bytes_read
-    yield from (("note", note) for note in (*_left_out(found), *found.notes))
+def _list_facts(difference: Difference) -> Iterator[Row]:
+    yield "same", {True: "yes", False: "no", None: "unknown"}[difference.same]
+    yield "verdict", difference.verdict
+    yield "evidence", difference.evidence
+    yield "compared", difference.compared
+    yield "by_checksum", difference.by_checksum
+    yield "within", difference.within
+    yield "compared_leaves", difference.compared_leaves
+    yield "bytes_read_a", difference.a.bytes_read
+    yield "bytes_read_b", difference.b.bytes_read
+    yield from (("note", note) for note in (*_list_skipped(difference), *difference.notes))
 
 
-def _row(
-    one: TensorDifference, found: Difference, number: Callable[[float], str]
+def _make_row(
+    tensor: TensorDifference, difference: Difference, number: Callable[[float], str]
 ) -> tuple[str, ...]:
     kinds = {
-        "shape": f"shape {list(one.shape_a)} {list(one.shape_b)}",
-        "dtype": f"dtype {one.dtype_a} {one.dtype_b}",
+        "shape": f"shape {list(tensor.shape_a)} {list(tensor.shape_b)}",
+        "dtype": f"dtype {tensor.dtype_a} {tensor.dtype_b}",
         "values": "values",
     }
-    what = ", ".join(kinds[kind] for kind in one.kinds)
-    if one.values is None:
-        elements = f"0 of {math.prod(one.shape_a):,}" if _equal_numbers(one, found) else ""
-        return one.name, what, elements, "", "", "", ""
-    errors = one.values
-    unknown = "-" if found.bitwise else f"{errors.nonfinite:,}"
-    counts = f"{errors.differing:,} of {errors.count:,}", unknown
+    differing = ", ".join(kinds[kind] for kind in tensor.kinds)
+    if tensor.values is None:
+        elements = (
+            f"0 of {math.prod(tensor.shape_a):,}" if _has_equal_numbers(tensor, difference) else ""
+        )
+        return tensor.name, differing, elements, "", "", "", ""
+    errors = tensor.values
+    nonfinite = "-" if difference.bitwise else f"{errors.nonfinite:,}"
+    counts = f"{errors.differing:,} of {errors.count:,}", nonfinite
     worst = "-" if errors.worst is None else str(list(errors.worst))
     largest = ("-" if x is None else number(x) for x in (errors.max_abs, errors.max_rel))
-    return one.name, what, *counts, *largest, worst
+    return tensor.name, differing, *counts, *largest, worst
 
 
-def _equal_numbers(one: TensorDifference, found: Difference) -> bool:
+def _has_equal_numbers(tensor: TensorDifference, difference: Difference) -> bool:
     """Return whether only the dtype differs and the compared numbers are equal."""
-    compared = not found.structure and not found.within
-    return one.kinds == ("dtype",) and compared and not one.has_several_dtypes
+    compared = not difference.structure and not difference.within
+    return tensor.kinds == ("dtype",) and compared and not tensor.has_several_dtypes
 
 
-def show(output: Printer, found: Difference) -> None:
+def show_difference(output: Printer, difference: Difference) -> None:
     """Print the differences of two checkpoints by kind, the largest first."""
-    output.sentence(_headline(found), "bold")
-    for line in _explained(found):
-        output.sentence(f"  {line}", "dim")
-    if found.a.only_leaves or found.b.only_leaves:
-        output.hint("pass `--only model` to compare only the models")
-    if any(_equal_numbers(one, found) for one in found.tensors):
-        output.hint("pass `--ignore-dtype` to treat equal numbers of different dtypes as equal")
-    for side, letter in ((found.a, "A"), (found.b, "B")):
-        _names(output, pluralize(len(side.only), "tensor") + f" only in {letter}", side.only)
-        others = pluralize(len(side.only_leaves), "non-tensor value")
-        _names(output, f"{others} only in {letter}", side.only_leaves)
+    output.print_sentence(_format_headline(difference), "bold")
+    for line in _list_explanations(difference):
+        output.print_sentence(f"  {line}", "dim")
+    if difference.a.only_leaves or difference.b.only_leaves:
+        output.print_hint("pass `--only model` to compare only the models")
+    if any(_has_equal_numbers(item, difference) for item in difference.tensors):
+        output.print_hint(
+            "pass `--ignore-dtype` to treat equal numbers of different dtypes as equal"
+        )
+    for side, letter in ((difference.a, "A"), (difference.b, "B")):
+        _print_names(output, pluralize(len(side.only), "tensor") + f" only in {letter}", side.only)
+        value_count = pluralize(len(side.only_leaves), "non-tensor value")
+        _print_names(output, f"{value_count} only in {letter}", side.only_leaves)
     groups: dict[str, list[TensorDifference]] = {}
-    for one in found.tensors:
-        dtypes = f" ({one.dtype_a}, {one.dtype_b})" if "dtype" in one.kinds else ""
-        title = " and ".join(f"{kind}{dtypes if kind == 'dtype' else ''}" for kind in one.kinds)
-        groups.setdefault(title, []).append(one)
-    for title, alike in groups.items():
-        output.line(f"{pluralize(len(alike), *DIFFERS)} in {title}")
-        rows = [_human_row(one, found) for one in alike[:SHOWN]]
-        if not any(one.values and one.values.nonfinite for one in alike):
+    for item in difference.tensors:
+        dtypes = f" ({item.dtype_a}, {item.dtype_b})" if "dtype" in item.kinds else ""
+        title = " and ".join(f"{kind}{dtypes if kind == 'dtype' else ''}" for kind in item.kinds)
+        groups.setdefault(title, []).append(item)
+    for title, tensors in groups.items():
+        output.print_line(f"{pluralize(len(tensors), *TENSOR_DIFFERS)} in {title}")
+        rows = [_make_human_row(item, difference) for item in tensors[:MAX_SHOWN_ROWS]]
+        if not any(item.values and item.values.nonfinite for item in tensors):
             rows = [(*row[:3], "", *row[4:]) for row in rows]
-        output.table(rows, (tables.name("  tensor"), Column("shapes"), *COLUMNS[2:]))
-        output.more(len(alike))
-    if found.leaves:
-        output.line(pluralize(len(found.leaves), *LEAF_DIFFERS))
-        output.first_rows(found.leaves, lambda one: (one.name, one.a, one.b), LEAVES)
+        output.print_table(rows, (tables.name_column("  tensor"), Column("shapes"), *COLUMNS[2:]))
+        output.print_remaining(len(tensors))
+    if difference.leaves:
+        output.print_line(pluralize(len(difference.leaves), *LEAF_DIFFERS))
+        output.print_first_rows(
+            difference.leaves, lambda item: (item.name, item.a, item.b), LEAF_COLUMNS
+        )
 
 
-def _human_row(one: TensorDifference, found: Difference) -> tuple[str, ...]:
+def _make_human_row(tensor: TensorDifference, difference: Difference) -> tuple[str, ...]:
     """Make a row below the title of its kind, which names all differences but shapes."""
-    row = _row(one, found, "{:.3g}".format)
-    shapes = f"{list(one.shape_a)} {list(one.shape_b)}" if "shape" in one.kinds else ""
+    row = _make_row(tensor, difference, "{:.3g}".format)
+    shapes = f"{list(tensor.shape_a)} {list(tensor.shape_b)}" if "shape" in tensor.kinds else ""
     return (f"  {row[0]}", shapes, *row[2:])
 
 
-def _names(output: Printer, title: str, names: tuple[str, ...]) -> None:
+def _print_names(output: Printer, title: str, names: tuple[str, ...]) -> None:
     if names:
-        output.line(title)
-        output.first_rows(names, lambda name: (f"  {name}",), [tables.name()])
+        output.print_line(title)
+        output.print_first_rows(names, lambda name: (f"  {name}",), [tables.name_column()])
 
 
-def _headline(found: Difference) -> str:
-    parts = [pluralize(len(found.tensors), *DIFFERS)] if found.tensors else []
-    parts += [pluralize(len(found.leaves), *LEAF_DIFFERS)] if found.leaves else []
-    for side, letter in ((found.a, "A"), (found.b, "B")):
+def _format_headline(difference: Difference) -> str:
+    parts = [pluralize(len(difference.tensors), *TENSOR_DIFFERS)] if difference.tensors else []
+    parts += [pluralize(len(difference.leaves), *LEAF_DIFFERS)] if difference.leaves else []
+    for side, letter in ((difference.a, "A"), (difference.b, "B")):
         if count := len(side.only) + len(side.only_leaves):
             parts.append(f"{count:,} only in {letter}")
-    answer = ", ".join(parts) if parts else found.verdict
-    return f"{_named(found.a)} and {_named(found.b)}: {answer}"
+    answer = ", ".join(parts) if parts else difference.verdict
+    return f"{_describe_side(difference.a)} and {_describe_side(difference.b)}: {answer}"
 
 
-def _named(side: Side) -> str:
+def _describe_side(side: Side) -> str:
     layout = f", layout {side.layout}" if side.layout else ""
     return f"{side.path} ({side.format}{layout})"
 
 
-def _explained(found: Difference) -> Iterator[str]:
+def _list_explanations(difference: Difference) -> Iterator[str]:
     """Yield notes on the extent of the comparison and on explained differences."""
-    yield from found.notes
-    values = pluralize(found.compared_leaves, "non-tensor value")
-    tensors = pluralize(found.compared, "tensor")
-    if found.structure:
-        more = f", names of {values}" if found.compared_leaves else ""
-        yield f"compared: names, shapes and dtypes of {tensors}{more}"
+    yield from difference.notes
+    values = pluralize(difference.compared_leaves, "non-tensor value")
+    tensors = pluralize(difference.compared, "tensor")
+    if difference.structure:
+        value_names = f", names of {values}" if difference.compared_leaves else ""
+        yield f"compared: names, shapes and dtypes of {tensors}{value_names}"
     else:
-        yield f"compared: {tensors}" + (f", {values}" if found.compared_leaves else "")
-    if found.by_checksum:
-        tensors = pluralize(found.by_checksum, "tensor")
+        yield f"compared: {tensors}" + (f", {values}" if difference.compared_leaves else "")
+    if difference.by_checksum:
+        tensors = pluralize(difference.by_checksum, "tensor")
         yield f"recorded checksums match, data not read: {tensors}"
-    equal = sum(_equal_numbers(one, found) for one in found.tensors)
+    equal = sum(_has_equal_numbers(tensor, difference) for tensor in difference.tensors)
     if equal:
         yield f"equal numbers, different dtype: {pluralize(equal, 'tensor')}"
-    if found.within:
-        yield f"different, but within the tolerances: {pluralize(found.within, 'tensor')}"
-    yield from _left_out(found)
+    if difference.within:
+        yield f"different, but within the tolerances: {pluralize(difference.within, 'tensor')}"
+    yield from _list_skipped(difference)
 
 
-def _left_out(found: Difference) -> Iterator[str]:
-    yield from told("not compared in A", found.a.left_out)
-    yield from told("not compared in B", found.b.left_out)
+def _list_skipped(difference: Difference) -> Iterator[str]:
+    yield from format_by_reason("not compared in A", difference.a.left_out)
+    yield from format_by_reason("not compared in B", difference.b.left_out)

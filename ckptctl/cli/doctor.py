@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckptctl.cli.commands import Json, command, only_quiet
+from ckptctl.cli.commands import Json, command, make_quiet_option
 from ckptctl.cli.output import Printer, Style
 from ckptctl.option_checks import check_location
 from ckptctl.options import Argument
@@ -16,8 +16,8 @@ from ckptctl.units import pluralize
 if TYPE_CHECKING:
     from ckptctl.verbs.doctor import Diagnosis, Status
 
-BROKEN = 1
-STYLES: dict[Status, Style | None] = {"ok": None, "warn": "missing", "fail": "damaged"}
+EXIT_BROKEN = 1
+STATUS_STYLES: dict[Status, Style | None] = {"ok": None, "warn": "missing", "fail": "damaged"}
 
 
 @command(
@@ -25,7 +25,7 @@ STYLES: dict[Status, Style | None] = {"ok": None, "warn": "missing", "fail": "da
     "ckptctl doctor /mnt/checkpoints",
     "ckptctl doctor --json | jq '.checks[] | select(.status != \"ok\")'",
     prints="ckptctl.verbs.doctor:Diagnosis",
-    bare=True,
+    runs_without_arguments=True,
 )
 def doctor(
     directory: Annotated[
@@ -37,7 +37,9 @@ def doctor(
         ),
     ] = Path(),
     json: Json = False,
-    quiet: Annotated[bool, only_quiet("Print only the names of checks that are not OK.")] = False,
+    quiet: Annotated[
+        bool, make_quiet_option("Print only the names of checks that are not OK.")
+    ] = False,
 ) -> None:
     """Check the installation and a folder for problems.
 
@@ -47,29 +49,34 @@ def doctor(
     from ckptctl.verbs.doctor import diagnose_directory as op
 
     output = Printer(json, quiet)
-    found = op(directory)
-    output.answer(
+    diagnosis = op(directory)
+    output.print_answer(
         "doctor",
-        found,
-        names=(one.name for one in found.checks if one.status != "ok"),
-        rows=((one.status, one.group, one.name, one.found, one.hint or "") for one in found.checks),
-        human=lambda: _show(output, found),
+        diagnosis,
+        names=(check.name for check in diagnosis.checks if check.status != "ok"),
+        rows=(
+            (check.status, check.group, check.name, check.found, check.hint or "")
+            for check in diagnosis.checks
+        ),
+        human=lambda: _show_result(output, diagnosis),
     )
-    if not found.healthy:
-        raise typer.Exit(BROKEN)
+    if not diagnosis.healthy:
+        raise typer.Exit(EXIT_BROKEN)
 
 
-def _show(output: Printer, found: Diagnosis) -> None:
-    width = max(len(one.name) for one in found.checks)
+def _show_result(output: Printer, diagnosis: Diagnosis) -> None:
+    width = max(len(check.name) for check in diagnosis.checks)
     group = ""
-    for one in found.checks:
-        if one.group != group:
-            output.line(one.group, "bold")
-            group = one.group
-        output.line(f"  {one.status:4}  {one.name:{width}}  {one.found}", STYLES[one.status])
-        if one.hint:
-            output.line(f"        {'':{width}}  {one.hint}", "dim")
-    counts = ["no problems" if found.healthy else pluralize(found.failures, "problem")]
-    if found.warnings:
-        counts.append(pluralize(found.warnings, "warning"))
-    output.line(", ".join(counts), "bold")
+    for check in diagnosis.checks:
+        if check.group != group:
+            output.print_line(check.group, "bold")
+            group = check.group
+        output.print_line(
+            f"  {check.status:4}  {check.name:{width}}  {check.found}", STATUS_STYLES[check.status]
+        )
+        if check.hint:
+            output.print_line(f"        {'':{width}}  {check.hint}", "dim")
+    counts = ["no problems" if diagnosis.healthy else pluralize(diagnosis.failures, "problem")]
+    if diagnosis.warnings:
+        counts.append(pluralize(diagnosis.warnings, "warning"))
+    output.print_line(", ".join(counts), "bold")

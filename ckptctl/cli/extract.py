@@ -50,51 +50,53 @@ def extract(
     from ckptctl.verbs.extraction.extract import extract_tensors as op
 
     output = Printer(json, quiet)
-    found = op(path, tensor, options)
-    for note in found.notes:
-        output.note(note)
-    warn_out_of_range(output, found.out_of_range)
-    output.answer(
+    result = op(path, tensor, options)
+    for note in result.notes:
+        output.print_note(note)
+    warn_out_of_range(output, result.out_of_range)
+    output.print_answer(
         "extract",
-        found,
-        names=[found.output] if found.output else [one.name for one in found.tensors],
-        rows=_rows(found),
-        human=lambda: _show(output, found),
+        result,
+        names=[result.output]
+        if result.output
+        else [extracted.name for extracted in result.tensors],
+        rows=_list_rows(result),
+        human=lambda: _show_result(output, result),
     )
-    if not found.output and any(one.preview is None for one in found.tensors):
-        output.note(
-            f"values are only shown for up to {MAX_SHOWN} tensors; {len(found.tensors):,} match"
+    if not result.output and any(extracted.preview is None for extracted in result.tensors):
+        output.print_note(
+            f"values are only shown for up to {MAX_SHOWN} tensors; {len(result.tensors):,} match"
         )
 
 
-def _rows(found: Extraction) -> Iterator[Row]:
-    for one in found.tensors:
-        yield "tensor", *_facts(one), one.nbytes
-        yield from ((line,) for line in (one.preview or "").splitlines())
-    if found.output:
-        yield "output", found.output
-        yield "bytes", found.nbytes
+def _list_rows(result: Extraction) -> Iterator[Row]:
+    for extracted in result.tensors:
+        yield "tensor", *_format_facts(extracted), extracted.nbytes
+        yield from ((line,) for line in (extracted.preview or "").splitlines())
+    if result.output:
+        yield "output", result.output
+        yield "bytes", result.nbytes
 
 
-def _show(output: Printer, found: Extraction) -> None:
-    if found.output:
-        size = format_bytes(found.nbytes)
-        count = pluralize(len(found.tensors), "tensor")
-        output.line(f"wrote {found.output}: {count}, {size}", "bold")
-        output.first_rows(
-            found.tensors,
-            lambda one: (f"  {one.name}", *_facts(one)[1:]),
-            (tables.name(), *tables.titled("", "")),
+def _show_result(output: Printer, result: Extraction) -> None:
+    if result.output:
+        size = format_bytes(result.nbytes)
+        count = pluralize(len(result.tensors), "tensor")
+        output.print_line(f"wrote {result.output}: {count}, {size}", "bold")
+        output.print_first_rows(
+            result.tensors,
+            lambda extracted: (f"  {extracted.name}", *_format_facts(extracted)[1:]),
+            (tables.name_column(), *tables.titled_columns("", "")),
         )
         return
-    for one in found.tensors:
-        name, dtype, shape = _facts(one)
-        output.line(f"{name}  {dtype}  {shape}", "bold")
-        for line in (one.preview or "").splitlines():
-            output.line(line)
-    output.hint("use `-o FILE` to write them to a file")
+    for extracted in result.tensors:
+        name, dtype, shape = _format_facts(extracted)
+        output.print_line(f"{name}  {dtype}  {shape}", "bold")
+        for line in (extracted.preview or "").splitlines():
+            output.print_line(line)
+    output.print_hint("use `-o FILE` to write them to a file")
 
 
-def _facts(one: ExtractedTensor) -> tuple[str, str, str]:
-    cut = "" if one.shape == one.whole else f" of {list(one.whole)}"
-    return one.name, one.dtype, f"{list(one.shape)}{cut}"
+def _format_facts(extracted: ExtractedTensor) -> tuple[str, str, str]:
+    full_shape = "" if extracted.shape == extracted.whole else f" of {list(extracted.whole)}"
+    return extracted.name, extracted.dtype, f"{list(extracted.shape)}{full_shape}"

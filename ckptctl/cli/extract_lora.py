@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from ckptctl.cli import tables
 from ckptctl.cli.commands import Json, Quiet, command
-from ckptctl.cli.output import Printer, Row, told
-from ckptctl.cli.progress import progress
+from ckptctl.cli.output import Printer, Row, format_by_reason
+from ckptctl.cli.progress import show_progress
 from ckptctl.errors import quote_names
 from ckptctl.option_checks import check_location, check_new_location
 from ckptctl.options import Argument
@@ -51,47 +51,54 @@ def extract_lora(
 
     output = Printer(json, quiet)
     extraction = LoraExtractor(base, tuned, out, options)
-    output.statement(extraction.statement)
+    output.print_statement(extraction.statement)
     nbytes = extraction.nbytes
-    with progress(output, "comparing", nbytes, "syncing", lambda: "loading torch") as advance:
-        found = extraction.run(advance or (lambda _: None))
-    for note in found.notes:
-        output.note(note)
-    for line in told("skipped", found.left_out):
-        output.note(line)
-    output.answer(
+    with show_progress(output, "comparing", nbytes, "syncing", lambda: "loading torch") as advance:
+        result = extraction.run(advance or (lambda _: None))
+    for note in result.notes:
+        output.print_note(note)
+    for line in format_by_reason("skipped", result.left_out):
+        output.print_note(line)
+    output.print_answer(
         "extract-lora",
-        found,
+        result,
         names=(out,),
-        rows=_rows(found),
-        human=lambda: _show(output, found, out),
+        rows=_list_rows(result),
+        human=lambda: _show_result(output, result, out),
     )
 
 
-def _rows(found: LoraExtraction) -> Iterator[Row]:
-    yield "output", found.output
-    yield "bytes", found.nbytes
-    yield "unchanged", found.unchanged
-    for layer in found.layers:
+def _list_rows(result: LoraExtraction) -> Iterator[Row]:
+    yield "output", result.output
+    yield "bytes", result.nbytes
+    yield "unchanged", result.unchanged
+    for layer in result.layers:
         yield "layer", layer.name, layer.rank, f"{layer.error:.3g}", f"{layer.change:.3g}"
-    yield from (("saved", name) for name in found.saved)
-    yield from (("left_out", name, why) for name, why in found.left_out.items())
+    yield from (("saved", name) for name in result.saved)
+    yield from (("left_out", name, why) for name, why in result.left_out.items())
 
 
-def _show(output: Printer, found: LoraExtraction, out: TreePath) -> None:
-    layers = sorted(found.layers, key=lambda layer: -layer.error)
-    output.line(
-        f"wrote {out}: {pluralize(len(layers), 'layer')}, {format_bytes(found.nbytes)} in "
-        f"{format_seconds(found.seconds)}"
-        + (f"; {pluralize(found.unchanged, 'tensor')} unchanged" if found.unchanged else ""),
+def _show_result(output: Printer, result: LoraExtraction, out: TreePath) -> None:
+    layers = sorted(result.layers, key=lambda layer: -layer.error)
+    output.print_line(
+        f"wrote {out}: {pluralize(len(layers), 'layer')}, {format_bytes(result.nbytes)} in "
+        f"{format_seconds(result.seconds)}"
+        + (f"; {pluralize(result.unchanged, 'tensor')} unchanged" if result.unchanged else ""),
         "bold",
     )
-    if found.saved:
-        count = pluralize(len(found.saved), "tensor")
-        output.sentence(f"{count} stored in full: {quote_names(found.saved, tables.SHOWN)}")
+    if result.saved:
+        count = pluralize(len(result.saved), "tensor")
+        output.print_sentence(
+            f"{count} stored in full: {quote_names(result.saved, tables.MAX_SHOWN_ROWS)}"
+        )
     titles = ("rank", "error", "change")
-    output.first_rows(
+    output.print_first_rows(
         layers,
-        lambda one: (f"  {one.name}", one.rank, f"{one.error:.2g}", f"{one.change:.2g}"),
-        (tables.name("  largest errors first"), *map(tables.number, titles)),
+        lambda adapted_layer: (
+            f"  {adapted_layer.name}",
+            adapted_layer.rank,
+            f"{adapted_layer.error:.2g}",
+            f"{adapted_layer.change:.2g}",
+        ),
+        (tables.name_column("  largest errors first"), *map(tables.number_column, titles)),
     )

@@ -31,24 +31,26 @@ class FindingGroup(NamedTuple):
     @property
     def where(self) -> str:
         """The first location, the number of others, and the file."""
-        inside = replace(self.first, file=None).where
-        if len(self.findings) < 2 or not inside:
+        place = replace(self.first, file=None).where
+        if len(self.findings) < 2 or not place:
             return self.first.where
-        return f"{inside} and {len(self.findings) - 1:,} more, {self.first.file}"
+        return f"{place} and {len(self.findings) - 1:,} more, {self.first.file}"
 
     @property
     def line(self) -> str:
         """Title, location and reason as one line, without repeating the file."""
         file, why = self.first.file, f" ({self.first.why})" if self.first.why else ""
-        named = file and (file in self.first.what or f"`{file}`" in why)
-        where = self.where.removesuffix(f"{file}").removesuffix(", ") if named else self.where
+        names_file = file and (file in self.first.what or f"`{file}`" in why)
+        where = self.where.removesuffix(f"{file}").removesuffix(", ") if names_file else self.where
         return ": ".join(filter(None, (self.title, where))) + why
 
 
-def grouped(findings: Iterable[Finding]) -> list[FindingGroup]:
+def group_findings(findings: Iterable[Finding]) -> list[FindingGroup]:
     """Group *findings* of one file that differ only in the tensor or value."""
-    found: dict[object, list[Finding]] = {}
-    for number, one in enumerate(findings):
-        cause = (one.severity, one.what, one.why, one.file) if one.file else number
-        found.setdefault(cause, []).append(one)
-    return [FindingGroup(alike) for alike in found.values()]
+    findings_by_cause: dict[object, list[Finding]] = {}
+    for number, finding in enumerate(findings):
+        cause = (
+            (finding.severity, finding.what, finding.why, finding.file) if finding.file else number
+        )
+        findings_by_cause.setdefault(cause, []).append(finding)
+    return [FindingGroup(members) for members in findings_by_cause.values()]

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from ckptctl.verbs.known_formats import KnownFormat, WrittenFormat
 
 
-TEST = re.compile(r" \(tests/[^()]*\)")
+TEST_REFERENCE = re.compile(r" \(tests/[^()]*\)")
 COLUMNS = (
-    tables.name("format"),
+    tables.name_column("format"),
     Column("access"),
     Column("layout", drop=1),
-    tables.prose("description", keep=48),
+    tables.prose_column("description", keep=48),
 )
 
 
@@ -34,7 +34,7 @@ COLUMNS = (
     "ckptctl formats -q",
     "ckptctl formats --json | jq '.formats[] | select(.written).name'",
     prints="ckptctl.verbs.known_formats:KnownFormats",
-    bare=True,
+    runs_without_arguments=True,
 )
 def formats(
     name: Annotated[
@@ -58,78 +58,95 @@ def formats(
     from ckptctl.verbs import known_formats as op
 
     output = Printer(json, quiet, header=not no_header)
-    found = op.list_known_formats(name)
-    listed = [(o.format.name, access(o), layout(o.format), _title(o)) for o in found]
-    output.answer(
+    entries = op.list_known_formats(name)
+    overview_rows = [
+        (entry.format.name, format_access(entry), format_layout(entry.format), _format_title(entry))
+        for entry in entries
+    ]
+    output.print_answer(
         "formats",
-        op.KnownFormats(found),
-        names=(one.format.name for one in found),
-        rows=listed if name is None else _facts(found[0]),
+        op.KnownFormats(entries),
+        names=(shown_entry.format.name for shown_entry in entries),
+        rows=overview_rows if name is None else _list_facts(entries[0]),
         columns=COLUMNS if name is None else (),
-        human=lambda: output.table(listed, COLUMNS) if name is None else _show(output, found[0]),
+        human=lambda: (
+            output.print_table(overview_rows, COLUMNS)
+            if name is None
+            else _show_result(output, entries[0])
+        ),
     )
     if name is None:
-        output.hint("use `ckptctl formats NAME` for details of one format")
+        output.print_hint("use `ckptctl formats NAME` for details of one format")
 
 
-def _title(known: KnownFormat) -> str:
-    added = f" (added by {known.package})" if known.package else ""
-    return f"{known.format.title}{added}"
+def _format_title(entry: KnownFormat) -> str:
+    added = f" (added by {entry.package})" if entry.package else ""
+    return f"{entry.format.title}{added}"
 
 
-def access(known: KnownFormat) -> str:
+def format_access(entry: KnownFormat) -> str:
     """Return whether a format can be written or only read, as text."""
-    return "read, written" if known.written else "read only"
+    return "read, written" if entry.written else "read only"
 
 
-def layout(known: Format) -> str:
+def format_layout(checkpoint_format: Format) -> str:
     """Return the layout of a format as text."""
-    return (known.layout or "any") + (", others" if known.layout and known.other_layouts else "")
+    return (checkpoint_format.layout or "any") + (
+        ", others" if checkpoint_format.layout and checkpoint_format.other_layouts else ""
+    )
 
 
-def _show(output: Printer, known: KnownFormat) -> None:
-    _, _, *pairs = _facts(known)
-    output.headline(known.format.name, _title(known))
+def _show_result(output: Printer, entry: KnownFormat) -> None:
+    _, _, *pairs = _list_facts(entry)
+    output.print_headline(entry.format.name, _format_title(entry))
     labels = ["", *(label for label, _ in pairs)]
-    shown = [
-        (f"  {'' if label == before else label}", text)
-        for before, (label, text) in zip(labels, pairs, strict=False)
+    labeled_facts = [
+        (f"  {'' if label == previous_label else label}", text)
+        for previous_label, (label, text) in zip(labels, pairs, strict=False)
     ]
-    output.facts(shown)
+    output.print_facts(labeled_facts)
 
 
-def _facts(known: KnownFormat) -> Iterator[tuple[str, str]]:
-    texts = known.format
-    yield "format", texts.name
-    yield "description", _title(known)
-    yield "access", access(known)
-    yield "layout", layout(texts) + (" (adapters only)" if texts.adapters else "")
-    for text in facts(texts.recognized) or ("not stated",):
+def _list_facts(entry: KnownFormat) -> Iterator[tuple[str, str]]:
+    checkpoint_format = entry.format
+    yield "format", checkpoint_format.name
+    yield "description", _format_title(entry)
+    yield "access", format_access(entry)
+    yield (
+        "layout",
+        format_layout(checkpoint_format)
+        + (" (adapters only)" if checkpoint_format.adapters else ""),
+    )
+    for text in split_facts(checkpoint_format.recognized) or ("not stated",):
         yield "detected by", text
-    for text in facts(texts.wholeness) or ("not stated",):
+    for text in split_facts(checkpoint_format.wholeness) or ("not stated",):
         yield "complete when", text
-    for choice in known.choices:
+    for choice in entry.choices:
         yield "options", f"{choice.option}  {choice.meaning}"
-    for text in written(known.written) if known.written else ():
+    for text in describe_written(entry.written) if entry.written else ():
         yield "written as", text
-    for text in facts(texts.tested or TEST.sub("", texts.proof)) or ("not stated",):
+    for text in split_facts(
+        checkpoint_format.tested or TEST_REFERENCE.sub("", checkpoint_format.proof)
+    ) or ("not stated",):
         yield "tested against", text
 
 
-def facts(text: str) -> list[str]:
+def split_facts(text: str) -> list[str]:
     """Split the text of a format into its facts."""
     return text.split("; ") if text else []
 
 
-def written(known: WrittenFormat) -> Iterator[str]:
+def describe_written(traits: WrittenFormat) -> Iterator[str]:
     """Yield the properties of checkpoints written in a format, as text."""
     yield (
-        "directory, with sidecar files" if known.directory else "single file, without sidecar files"
+        "directory, with sidecar files"
+        if traits.directory
+        else "single file, without sidecar files"
     )
-    yield f"non-tensor values: {'kept' if known.leaves else 'skipped'}"
-    if known.ties:
-        yield f"tied tensors: {known.ties}"
-    if known.cut_by:
-        yield f"split into files with {', '.join(known.cut_by)}"
-    if known.lacks:
-        yield f"unsupported dtypes: {', '.join(known.lacks)}"
+    yield f"non-tensor values: {'kept' if traits.leaves else 'skipped'}"
+    if traits.ties:
+        yield f"tied tensors: {traits.ties}"
+    if traits.cut_by:
+        yield f"split into files with {', '.join(traits.cut_by)}"
+    if traits.lacks:
+        yield f"unsupported dtypes: {', '.join(traits.lacks)}"

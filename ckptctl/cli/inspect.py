@@ -13,11 +13,11 @@ import typer
 
 from ckptctl.cli import listing, tables
 from ckptctl.cli.commands import Json, NoHeader, Quiet, command
-from ckptctl.cli.findings import grouped
+from ckptctl.cli.findings import group_findings
 from ckptctl.cli.ls import show_run
-from ckptctl.cli.output import VERDICTS, Printer, Row
-from ckptctl.cli.progress import progress
-from ckptctl.cli.tables import Column, Painted
+from ckptctl.cli.output import VERDICT_STYLES, Printer, Row
+from ckptctl.cli.progress import show_progress
+from ckptctl.cli.tables import Column, StyledText
 from ckptctl.errors import MAX_ALTERNATIVES, StorageError, quote_names
 from ckptctl.errors import format_command as suggested
 from ckptctl.option_checks import check_location, check_positive
@@ -28,11 +28,16 @@ from ckptctl.verbs.inspection.inspect_options import InspectOptions, build_outpu
 if TYPE_CHECKING:
     from ckptctl.verbs.inspection.inspect_result import Inspection, TensorInfo
 
-CANDIDATES = 12
+MAX_SHOWN_CANDIDATES = 12
 """Most candidate model types that a terminal shows."""
-LEAVES = 8
+MAX_SHOWN_LEAVES = 8
 """Most non-tensor values that a terminal shows."""
-RUN = (tables.name("path"), Column("format"), tables.number("bytes"), tables.prose("verdict"))
+RUN_COLUMNS = (
+    tables.name_column("path"),
+    Column("format"),
+    tables.number_column("bytes"),
+    tables.prose_column("verdict"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +73,7 @@ class ShowOptions(Options):
     "ckptctl inspect hf://org/model@main           (reads only headers, like all URLs)",
     "ckptctl inspect step-2000 --json | jq .parameters",
     prints="ckptctl.verbs.inspection.inspect_result:Inspection",
-    bare=True,
+    runs_without_arguments=True,
 )
 def inspect(
     path: Annotated[
@@ -96,184 +101,216 @@ def inspect(
     from ckptctl.verbs.inspection import inspect as op
 
     output = Printer(json, quiet, header=not no_header)
-    found = op.inspect_checkpoint(path, options, partial(progress, output, "reading"))
-    asked = {"--tensors": show.tensors, "--markdown": markdown}
-    op.require_single(found, [name for name, given in asked.items() if given])
-    shown = op.select_tensors(found.tensors, options.include)
+    inspection = op.inspect_checkpoint(path, options, partial(show_progress, output, "reading"))
+    single_only = {"--tensors": show.tensors, "--markdown": markdown}
+    op.require_single(inspection, [name for name, is_given in single_only.items() if is_given])
+    selected = op.select_tensors(inspection.tensors, options.include)
     if json:
-        output.document("inspect", replace(found, tensors=tuple(shown)))
+        output.print_document("inspect", replace(inspection, tensors=tuple(selected)))
     elif quiet:
-        for name in [member.path for member in found.checkpoints] or [t.name for t in shown]:
-            output.line(name)
-    elif found.checkpoints:
-        _print_run(output, found)
+        for name in [member.path for member in inspection.checkpoints] or [
+            t.name for t in selected
+        ]:
+            output.print_line(name)
+    elif inspection.checkpoints:
+        _print_run(output, inspection)
     elif markdown:
-        for line in listing.markdown(found, _branches(found, shown, show, options)):
-            output.line(line)
+        for line in listing.render_markdown(
+            inspection, _build_branches(inspection, selected, show, options)
+        ):
+            output.print_line(line)
     else:
-        _print_tensors(output, found, shown, show, options)
-    if found.lacks:
-        count = pluralize(len(found.lacks), "tensor of the model is", "tensors of the model are")
-        output.warning(f"{count} missing: {quote_names(found.lacks)}")
-    if found.problems:
-        _warn(output, found)
-        if not found.checkpoints:
-            output.hint(f"run {suggested('verify', found.path)} for details")
-    if found.read_failed:
+        _print_tensors(output, inspection, selected, show, options)
+    if inspection.lacks:
+        count = pluralize(
+            len(inspection.lacks), "tensor of the model is", "tensors of the model are"
+        )
+        output.print_warning(f"{count} missing: {quote_names(inspection.lacks)}")
+    if inspection.problems:
+        _warn_incomplete(output, inspection)
+        if not inspection.checkpoints:
+            output.print_hint(f"run {suggested('verify', inspection.path)} for details")
+    if inspection.read_failed:
         raise typer.Exit(StorageError.exit_code)
 
 
 def _print_tensors(
     output: Printer,
-    found: Inspection,
-    shown: Sequence[TensorInfo],
+    inspection: Inspection,
+    selected: Sequence[TensorInfo],
     show: ShowOptions,
     options: InspectOptions,
 ) -> None:
     """Print the summary of a checkpoint and its tensors as a table or a tree."""
     if output.mode == "human" or not show.tensors:
-        _print_summary(output, found)
+        _print_summary(output, inspection)
     if show.tensors or options.stats:
-        columns = listing.TENSORS[: None if options.stats else listing.PLAIN]
-        output.table(listing.listed_tensors(output, shown, show.sort, options.stats), columns)
+        columns = listing.TENSOR_COLUMNS[: None if options.stats else listing.COLUMNS_WITHOUT_STATS]
+        output.print_table(
+            listing.make_tensor_rows(output, selected, show.sort, options.stats), columns
+        )
     else:
-        columns = listing.TREE if output.mode == "human" else listing.LEAVES
-        output.table(listing.collapsed(output, _branches(found, shown, show, options)), columns)
-    if found.dequantizable:
+        columns = listing.TREE_COLUMNS if output.mode == "human" else listing.LEAF_COLUMNS
+        output.print_table(
+            listing.make_tree_rows(output, _build_branches(inspection, selected, show, options)),
+            columns,
+        )
+    if inspection.dequantizable:
         target = ("--to", "hf", "--dequantize", "bf16")
-        convert = suggested("convert", found.path, "DST", options=target)
-        output.hint(f"dequantize with {convert}")
+        convert = suggested("convert", inspection.path, "DST", options=target)
+        output.print_hint(f"dequantize with {convert}")
 
 
-def _branches(
-    found: Inspection, shown: Sequence[TensorInfo], show: ShowOptions, options: InspectOptions
+def _build_branches(
+    inspection: Inspection,
+    selected: Sequence[TensorInfo],
+    show: ShowOptions,
+    options: InspectOptions,
 ) -> list[listing.Branch]:
     """Build the tree, with collapsed training state unless the user selects tensors."""
     if show.depth or options.include:
-        return listing.tree(shown, show.sort, show.depth)
-    return listing.folded(shown, found.root, found.format, show.sort)
+        return listing.build_tree(selected, show.sort, show.depth)
+    return listing.build_model_tree(selected, inspection.root, inspection.format, show.sort)
 
 
-def _warn(output: Printer, found: Inspection) -> None:
+def _warn_incomplete(output: Printer, inspection: Inspection) -> None:
     """Warn that a checkpoint, or some checkpoints of a run, are not complete."""
-    if not found.checkpoints:
+    if not inspection.checkpoints:
         if output.mode != "human":  # on a terminal, it is listed below the headline
-            output.warning(f"{found.verdict}: {_first(found.problems)}")
+            output.print_warning(f"{inspection.verdict}: {_format_first(inspection.problems)}")
         return
-    count = pluralize(len(found.checkpoints), "checkpoint")
-    verb = "is" if len(found.problems) == 1 else "are"
-    output.warning(f"{len(found.problems):,} of {count} {verb} not complete")
+    count = pluralize(len(inspection.checkpoints), "checkpoint")
+    verb = "is" if len(inspection.problems) == 1 else "are"
+    output.print_warning(f"{len(inspection.problems):,} of {count} {verb} not complete")
 
 
-def _print_run(output: Printer, found: Inspection) -> None:
+def _print_run(output: Printer, inspection: Inspection) -> None:
     if output.mode == "human":
-        count = pluralize(len(found.checkpoints), "checkpoint")
-        output.line(f"{found.path}  folder of {count}", "bold")
-        output.line()
-    if found.run:
-        show_run(output, found.run)
-        others = [one for one in found.run.checkpoints if not one.complete]
-        answers = all(one.torn or one.writing for one in others)  # otherwise `latest` may fail
-        if answers and len(others) < len(found.run.checkpoints):
-            output.hint(f"{suggested('latest', found.path)} prints the newest complete checkpoint")
+        count = pluralize(len(inspection.checkpoints), "checkpoint")
+        output.print_line(f"{inspection.path}  folder of {count}", "bold")
+        output.print_line()
+    if inspection.run:
+        show_run(output, inspection.run)
+        incomplete = [
+            checkpoint for checkpoint in inspection.run.checkpoints if not checkpoint.complete
+        ]
+        latest_succeeds = all(
+            checkpoint.torn or checkpoint.writing for checkpoint in incomplete
+        )  # otherwise `latest` may fail
+        if latest_succeeds and len(incomplete) < len(inspection.run.checkpoints):
+            output.print_hint(
+                f"{suggested('latest', inspection.path)} prints the newest complete checkpoint"
+            )
         return
     rows = [
         (
             member.path,
             member.format or "unreadable",
-            listing.size(output, member.nbytes) if member.format else "",
-            Painted(
-                f"{member.verdict}: {_first(member.problems)}"
+            listing.format_size(output, member.nbytes) if member.format else "",
+            StyledText(
+                f"{member.verdict}: {_format_first(member.problems)}"
                 if member.problems
                 else str(member.verdict),
-                VERDICTS[member.verdict],
+                VERDICT_STYLES[member.verdict],
             ),
         )
-        for member in found.checkpoints
+        for member in inspection.checkpoints
     ]
-    output.table(rows, RUN)
+    output.print_table(rows, RUN_COLUMNS)
 
 
-def _print_summary(output: Printer, found: Inspection) -> None:
+def _print_summary(output: Printer, inspection: Inspection) -> None:
     if output.mode == "plain":
-        output.table((*_rows(found), ("",)), ())
+        output.print_table((*_list_rows(inspection), ("",)), ())
         return
-    output.headline(found.path, *_headline(found))
-    groups = grouped(found.findings)
-    for group in groups[: tables.SHOWN]:
-        output.sentence(f"  {group.line}", VERDICTS[found.verdict])
-    output.more(tables.SHOWN + sum(len(group.findings) for group in groups[tables.SHOWN :]))
-    if len(found.candidates) > MAX_ALTERNATIVES:
-        more = len(found.candidates) - CANDIDATES
-        names = ", ".join(found.candidates[:CANDIDATES]) + (f" and {more} more" if more > 0 else "")
-        output.sentence(f"  model type: one of {names} (set it with `-m NAME`)", "dim")
-    for how, count in Counter(found.quantized.values()).items():
-        output.sentence(f"  quantized: {pluralize(count, 'tensor')}, {how}", "dim")
-    for note in found.notes:
-        output.sentence(f"  {note}", "dim")
-    if leaves := _leaves(found):
-        output.sentence(f"  non-tensor values: {leaves}", "dim")
-    output.line()
+    output.print_headline(inspection.path, *_format_headline(inspection))
+    groups = group_findings(inspection.findings)
+    for group in groups[: tables.MAX_SHOWN_ROWS]:
+        output.print_sentence(f"  {group.line}", VERDICT_STYLES[inspection.verdict])
+    output.print_remaining(
+        tables.MAX_SHOWN_ROWS
+        + sum(len(group.findings) for group in groups[tables.MAX_SHOWN_ROWS :])
+    )
+    if len(inspection.candidates) > MAX_ALTERNATIVES:
+        more_count = len(inspection.candidates) - MAX_SHOWN_CANDIDATES
+        names = ", ".join(inspection.candidates[:MAX_SHOWN_CANDIDATES]) + (
+            f" and {more_count} more" if more_count > 0 else ""
+        )
+        output.print_sentence(f"  model type: one of {names} (set it with `-m NAME`)", "dim")
+    for scheme, count in Counter(inspection.quantized.values()).items():
+        output.print_sentence(f"  quantized: {pluralize(count, 'tensor')}, {scheme}", "dim")
+    for note in inspection.notes:
+        output.print_sentence(f"  {note}", "dim")
+    if leaves := _format_leaves(inspection):
+        output.print_sentence(f"  non-tensor values: {leaves}", "dim")
+    output.print_line()
 
 
-def _headline(found: Inspection) -> Iterator[object]:
-    yield from (found.format, listing.model(found))
-    if found.layout and found.layout != found.format:
-        yield f"layout {found.layout}"
-    if found.root:
-        yield f"under {found.root}"
-    yield f"{format_count(found.parameters)} params"
-    yield " + ".join(listing.short(name) for name in found.dtypes)
-    yield listing.files(found)
-    yield _verdict(found)
+def _format_headline(inspection: Inspection) -> Iterator[object]:
+    yield from (inspection.format, listing.format_model_type(inspection))
+    if inspection.layout and inspection.layout != inspection.format:
+        yield f"layout {inspection.layout}"
+    if inspection.root:
+        yield f"under {inspection.root}"
+    yield f"{format_count(inspection.parameters)} params"
+    yield " + ".join(listing.shorten_dtype(name) for name in inspection.dtypes)
+    yield listing.format_files(inspection)
+    yield _format_verdict(inspection)
 
 
-def _verdict(found: Inspection) -> Painted:
-    unread = sum(one.unsupported is not None for one in found.tensors)
-    if unread and not found.problems and not found.lacks:
-        return Painted(f"{found.verdict}: {pluralize(unread, 'tensor')} cannot be read", "bold")
-    missing = f": {pluralize(len(found.lacks), 'tensor')} missing" if found.lacks else ""
-    text = "structure complete" if found.complete is None else f"{found.verdict}{missing}"
-    return Painted(text, VERDICTS[found.verdict])
+def _format_verdict(inspection: Inspection) -> StyledText:
+    unreadable = sum(tensor.unsupported is not None for tensor in inspection.tensors)
+    if unreadable and not inspection.problems and not inspection.lacks:
+        return StyledText(
+            f"{inspection.verdict}: {pluralize(unreadable, 'tensor')} cannot be read", "bold"
+        )
+    missing = f": {pluralize(len(inspection.lacks), 'tensor')} missing" if inspection.lacks else ""
+    text = "structure complete" if inspection.complete is None else f"{inspection.verdict}{missing}"
+    return StyledText(text, VERDICT_STYLES[inspection.verdict])
 
 
-def _rows(found: Inspection) -> Iterator[Row]:
-    yield "path", found.path
-    yield "format", found.format
-    yield "model_type", found.model_type or ",".join(found.candidates) or "unknown"
-    yield "layout", found.layout or "unknown"
-    yield "root", found.root
-    yield "parameters", found.parameters
-    yield "dtypes", ",".join(listing.short(name) for name in found.dtypes)
-    yield "bytes", found.nbytes
-    yield "files", len(found.files)
-    yield "tensors", len(found.tensors)
-    yield "verdict", found.verdict
-    yield "scope", found.scope
-    for how, count in Counter(found.quantized.values()).items():
-        yield "quantized", f"{how}: {pluralize(count, 'tensor')}"
-    yield from (("value", f"{name} = {value}") for name, value in found.values.items())
-    yield from (("problem", problem) for problem in found.problems)
-    yield from (("lacks", name) for name in found.lacks)
-    yield from (("note", note) for note in found.notes)
+def _list_rows(inspection: Inspection) -> Iterator[Row]:
+    yield "path", inspection.path
+    yield "format", inspection.format
+    yield "model_type", inspection.model_type or ",".join(inspection.candidates) or "unknown"
+    yield "layout", inspection.layout or "unknown"
+    yield "root", inspection.root
+    yield "parameters", inspection.parameters
+    yield "dtypes", ",".join(listing.shorten_dtype(name) for name in inspection.dtypes)
+    yield "bytes", inspection.nbytes
+    yield "files", len(inspection.files)
+    yield "tensors", len(inspection.tensors)
+    yield "verdict", inspection.verdict
+    yield "scope", inspection.scope
+    for scheme, count in Counter(inspection.quantized.values()).items():
+        yield "quantized", f"{scheme}: {pluralize(count, 'tensor')}"
+    yield from (("value", f"{name} = {value}") for name, value in inspection.values.items())
+    yield from (("problem", problem) for problem in inspection.problems)
+    yield from (("lacks", name) for name in inspection.lacks)
+    yield from (("note", note) for note in inspection.notes)
 
 
-def _leaves(found: Inspection) -> str:
+def _format_leaves(inspection: Inspection) -> str:
     """Format the non-tensor values other than the optimizer's, those with known values first."""
     from ckptctl.conversion.recognition.roots import FOLDED_PARTS, classify_part
 
-    names = [*found.values, *(name for name in found.blobs if name not in found.values)]
     names = [
-        name for name in names if classify_part(name, found.root, found.format) not in FOLDED_PARTS
+        *inspection.values,
+        *(name for name in inspection.blobs if name not in inspection.values),
     ]
-    shown = [
-        f"`{name}` = {found.values[name]}" if name in found.values else f"`{name}`"
-        for name in names[:LEAVES]
+    names = [
+        name
+        for name in names
+        if classify_part(name, inspection.root, inspection.format) not in FOLDED_PARTS
     ]
-    more = len(names) - LEAVES
-    return ", ".join(shown) + (f" and {more:,} more" if more > 0 else "")
+    texts = [
+        f"`{name}` = {inspection.values[name]}" if name in inspection.values else f"`{name}`"
+        for name in names[:MAX_SHOWN_LEAVES]
+    ]
+    more_count = len(names) - MAX_SHOWN_LEAVES
+    return ", ".join(texts) + (f" and {more_count:,} more" if more_count > 0 else "")
 
 
-def _first(problems: Sequence[str]) -> str:
-    more = len(problems) - 1
-    return problems[0] + (f" (and {more:,} more)" if more else "")
+def _format_first(problems: Sequence[str]) -> str:
+    more_count = len(problems) - 1
+    return problems[0] + (f" (and {more_count:,} more)" if more_count else "")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from ckptctl.cli.commands import Json, command, only_quiet
-from ckptctl.cli.ls import LACKS, WITHOUT_STEP
+from ckptctl.cli.commands import Json, command, make_quiet_option
+from ckptctl.cli.ls import MISSING_PART_NOTE, MISSING_STEP_NOTE
 from ckptctl.cli.output import Printer
 from ckptctl.shared_options import RootOrHere
 from ckptctl.units import format_rfc3339
@@ -17,12 +17,14 @@ from ckptctl.units import format_rfc3339
     'ckptctl convert "$(ckptctl latest runs/llama)" out --to hf',
     "ckptctl latest runs/llama --json | jq .step",
     prints="ckptctl.runs.listing:Newest",
-    bare=True,
+    runs_without_arguments=True,
 )
 def latest(
     root: RootOrHere = Path(),
     json: Json = False,
-    quiet: Annotated[bool, only_quiet("Omit the notes on skipped newer checkpoints.")] = False,
+    quiet: Annotated[
+        bool, make_quiet_option("Omit the notes on skipped newer checkpoints.")
+    ] = False,
 ) -> None:
     """Print the path of a run's newest complete checkpoint.
 
@@ -34,22 +36,25 @@ def latest(
     from ckptctl.runs.protections import Pointers
 
     output = Printer(json, quiet)
-    found = find_newest(root)
-    chosen = found.chosen
+    result = find_newest(root)
+    chosen = result.chosen
     if json:
-        output.document("latest", found)
+        output.print_document("latest", result)
         return
-    output.line(str(chosen.path))
-    output.flush()
+    output.print_line(str(chosen.path))
+    output.flush_answer()
     if chosen.lacks:
-        output.note(f"`{chosen.name}` {LACKS.format(chosen.lacks)}")
-    for one in found.skipped:
-        output.note(f"skipped {one.name}: {one.problem}")
+        output.print_note(f"`{chosen.name}` {MISSING_PART_NOTE.format(chosen.lacks)}")
+    for checkpoint in result.skipped:
+        output.print_note(f"skipped {checkpoint.name}: {checkpoint.problem}")
     for name in list_last_without_step(chosen.path.parent):
-        output.note(WITHOUT_STEP.format(name))
-    for one in found.others:
-        mine, other = format_rfc3339(chosen.entry.time), format_rfc3339(one.entry.time)
-        times = f"it was written {other}, and `{chosen.name}` was written {mine}"
-        output.note(f"skipped {one.name} of another series: {times}")
-    for note in (*found.doubts, *Pointers.read(chosen.path.parent).iterate_dangling()):
-        output.note(note)
+        output.print_note(MISSING_STEP_NOTE.format(name))
+    for checkpoint in result.others:
+        own_time, other_time = (
+            format_rfc3339(chosen.entry.time),
+            format_rfc3339(checkpoint.entry.time),
+        )
+        times = f"it was written {other_time}, and `{chosen.name}` was written {own_time}"
+        output.print_note(f"skipped {checkpoint.name} of another series: {times}")
+    for note in (*result.doubts, *Pointers.read(chosen.path.parent).iterate_dangling()):
+        output.print_note(note)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from ckptctl.cli import tables
 from ckptctl.cli.commands import Json, NoHeader, Quiet, command
-from ckptctl.cli.models import legend
+from ckptctl.cli.models import format_legend
 from ckptctl.cli.output import Printer
 from ckptctl.cli.tables import Column
 from ckptctl.options import Argument
@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from ckptctl.verbs.key_map import KeyMap
 
 
-COLUMNS = (tables.name(), Column(), Column(), Column())
-TITLES = tables.titled("key", "fills", "axes", "source", "part", "source axes", "order")
+COLUMNS = (tables.name_column(), Column(), Column(), Column())
+TSV_COLUMNS = tables.titled_columns(
+    "key", "fills", "axes", "source", "part", "source axes", "order"
+)
 
 
 @command(
@@ -46,72 +48,83 @@ def map_(
     from ckptctl.verbs.key_map import map_key
 
     output = Printer(json, quiet, header=not no_header)
-    found = map_key(key, options)
-    output.answer(
+    key_map = map_key(key, options)
+    output.print_answer(
         "map",
-        found,
-        names=(arrival.key for arrival in found.route.arrivals),
-        rows=_rows(found),
-        columns=TITLES,
-        human=lambda: _show(output, found),
+        key_map,
+        names=(arrival.key for arrival in key_map.route.arrivals),
+        rows=_list_rows(key_map),
+        columns=TSV_COLUMNS,
+        human=lambda: _show_result(output, key_map),
     )
-    for note in found.route.notes:
-        output.note(note)
+    for note in key_map.route.notes:
+        output.print_note(note)
 
 
-def _rows(found: KeyMap) -> Iterator[tuple[str, ...]]:
-    for arrival in found.route.arrivals:
+def _list_rows(key_map: KeyMap) -> Iterator[tuple[str, ...]]:
+    for arrival in key_map.route.arrivals:
         for piece in arrival.pieces:
             yield (
                 arrival.key,
-                _box(piece.write),
+                _format_box(piece.write),
                 piece.target_axes,
                 piece.key,
-                _box(piece.read),
+                _format_box(piece.read),
                 piece.source_axes,
-                _change(piece),
+                _format_change(piece),
             )
-    if found.route.dropped:
-        yield "", "", "", found.route.key, "", "", f"dropped: {found.route.dropped}"
+    if key_map.route.dropped:
+        yield "", "", "", key_map.route.key, "", "", f"dropped: {key_map.route.dropped}"
 
 
-def _show(output: Printer, found: KeyMap) -> None:
-    layouts = f"{found.from_layout} → {found.to_layout}"
-    output.headline(found.route.key, found.model_type, layouts)
-    if found.route.dropped:
-        output.line(f"  dropped: {found.route.dropped}")
-    for arrival in found.route.arrivals:
-        output.line()
+def _show_result(output: Printer, key_map: KeyMap) -> None:
+    layouts = f"{key_map.from_layout} → {key_map.to_layout}"
+    output.print_headline(key_map.route.key, key_map.model_type, layouts)
+    if key_map.route.dropped:
+        output.print_line(f"  dropped: {key_map.route.dropped}")
+    for arrival in key_map.route.arrivals:
+        output.print_line()
         shape = f"[{', '.join(map(str, arrival.shape))}]"
         each = "".join(
             f"  one per {axis}" + ("" if size.number is None else f" of {size}")
             for axis, size in arrival.each.items()
         )
         where = f"  in {arrival.variant} layers" if arrival.variant else ""
-        output.line(f"{arrival.key}  {shape}{each}{where}")
-        output.table([_human(piece) for piece in arrival.pieces], COLUMNS)
-    pieces = [piece for arrival in found.route.arrivals for piece in arrival.pieces]
-    said = legend(found.family, " ".join(f"{one.source_axes} {one.target_axes}" for one in pieces))
-    if said:
-        output.line()
-        output.sentence(f"  {said}", "dim")
+        output.print_line(f"{arrival.key}  {shape}{each}{where}")
+        output.print_table([_make_human_row(piece) for piece in arrival.pieces], COLUMNS)
+    pieces = [piece for arrival in key_map.route.arrivals for piece in arrival.pieces]
+    legend_text = format_legend(
+        key_map.family,
+        " ".join(
+            f"{contribution.source_axes} {contribution.target_axes}" for contribution in pieces
+        ),
+    )
+    if legend_text:
+        output.print_line()
+        output.print_sentence(f"  {legend_text}", "dim")
 
 
-def _human(piece: Contribution) -> tuple[str, ...]:
+def _make_human_row(piece: Contribution) -> tuple[str, ...]:
     axes = (
         f"{piece.source_axes} → {piece.target_axes}"
         if piece.source_axes != piece.target_axes
         else piece.source_axes
     )
-    into = "" if all(part.label == ":" for part in piece.write) else f"fills {_box(piece.write)}"
-    of = "" if all(part.label == ":" for part in piece.read) else f"{_box(piece.read)} of "
-    return f"  {of}{piece.key}", into, axes, _change(piece)
+    written_part = (
+        ""
+        if all(part.label == ":" for part in piece.write)
+        else f"fills {_format_box(piece.write)}"
+    )
+    read_part = (
+        "" if all(part.label == ":" for part in piece.read) else f"{_format_box(piece.read)} of "
+    )
+    return f"  {read_part}{piece.key}", written_part, axes, _format_change(piece)
 
 
-def _change(piece: Contribution) -> str:
+def _format_change(piece: Contribution) -> str:
     order = "reordered" if piece.reordered else "same order"
     return f"{order}, offset {piece.plus:+}" if piece.plus else order
 
 
-def _box(parts: tuple[Range, ...]) -> str:
+def _format_box(parts: tuple[Range, ...]) -> str:
     return f"[{', '.join(map(str, parts))}]"

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 from ckptctl.cli.commands import RunOptions, command
-from ckptctl.cli.convert import carry_out, planned
-from ckptctl.cli.ranks import coordinator, output_of
+from ckptctl.cli.convert import make_plan, run_or_show_plan
+from ckptctl.cli.ranks import join_ranks, make_rank_printer
 from ckptctl.conversion.conversion_options import MergeOptions
 from ckptctl.option_checks import check_location
 from ckptctl.options import Argument
@@ -48,16 +48,16 @@ def merge(
     """
     from ckptctl.adapters.merging import plan_merge
 
-    ranks = coordinator(run.single_process, run.json)
-    output = output_of(ranks, run.json, run.quiet)
-    plan = planned(
+    ranks = join_ranks(run.single_process, run.json)
+    output = make_rank_printer(ranks, run.json, run.quiet)
+    plan = make_plan(
         ranks, lambda: plan_merge(base, adapter, dst, options), None if run.dry_run else dst
     )
     scales = ", ".join(f"{scale:g}" for scale in plan.scales)
-    output.statement(
+    output.print_statement(
         f"adapter {plan.adapter_format}, layout {plan.adapter_layout} · "
         f"{pluralize(plan.merged, 'tensor')} changed"
         + (f" (scale {scales})" if scales else "")
         + (f", {plan.replaced:,} replaced" if plan.replaced else "")
     )
-    carry_out("merge", output, plan.conversion, dst, run, ranks, plan)
+    run_or_show_plan("merge", output, plan.conversion, dst, run, ranks, plan)

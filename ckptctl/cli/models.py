@@ -17,9 +17,15 @@ if TYPE_CHECKING:
     from ckptctl.verbs.models import LayoutTable, ModelType, TableRow
 
 
-COLUMNS = (tables.name("model type"), tables.prose("models"), tables.prose("layouts"))
-TITLES = tables.titled("model type", "layout", "tested against", "models", "aliases", "detected by")
-TENSORS = (Column(), tables.name(), Column(), tables.prose())
+COLUMNS = (
+    tables.name_column("model type"),
+    tables.prose_column("models"),
+    tables.prose_column("layouts"),
+)
+TSV_COLUMNS = tables.titled_columns(
+    "model type", "layout", "tested against", "models", "aliases", "detected by"
+)
+TENSOR_COLUMNS = (Column(), tables.name_column(), Column(), tables.prose_column())
 
 
 @command(
@@ -29,7 +35,7 @@ TENSORS = (Column(), tables.name(), Column(), tables.prose())
     "ckptctl models llama3 --layout meta",
     "ckptctl models --json | jq '.models[].name'",
     prints="ckptctl.verbs.models:Models",
-    bare=True,
+    runs_without_arguments=True,
 )
 def models(
     options: ModelsOptions, no_header: NoHeader = False, json: Json = False, quiet: Quiet = False
@@ -41,24 +47,26 @@ def models(
     from ckptctl.verbs import models as op
 
     output = Printer(json, quiet, header=not no_header)
-    listed = op.list_models(options)
-    found, whole = listed.models, options.family is not None
-    output.answer(
+    result = op.list_models(options)
+    model_types, shows_one = result.models, options.family is not None
+    output.print_answer(
         "models",
-        listed,
-        names=(name for model in found for name in _names(model)),
-        rows=(row for model in found for row in _rows(model)),
-        columns=() if whole else TITLES,
-        human=lambda: _show(output, found[0]) if whole else _show_list(output, found),
+        result,
+        names=(name for model in model_types for name in _list_names(model)),
+        rows=(row for model in model_types for row in _list_rows(model)),
+        columns=() if shows_one else TSV_COLUMNS,
+        human=lambda: (
+            _show_model(output, model_types[0]) if shows_one else _show_list(output, model_types)
+        ),
     )
 
 
-def _names(model: ModelType) -> Iterable[str]:
+def _list_names(model: ModelType) -> Iterable[str]:
     keys = dict.fromkeys(row.key for table in model.tables for row in table.rows)
     return keys if model.tables else (model.family.name,)
 
 
-def _rows(model: ModelType) -> Iterator[tuple[str, ...]]:
+def _list_rows(model: ModelType) -> Iterator[tuple[str, ...]]:
     family = model.family
     if not model.tables:
         yield from (
@@ -75,7 +83,7 @@ def _rows(model: ModelType) -> Iterator[tuple[str, ...]]:
         return
     for table in model.tables:
         for row in table.rows:
-            yield "tensor", table.name, row.tensor, row.key, row.axes, ", ".join(_remarks(row))
+            yield "tensor", table.name, row.tensor, row.key, row.axes, ", ".join(_list_remarks(row))
         if table.same_as:
             yield "same", table.name, table.same_as
         yield from (("dropped", table.name, key, why) for key, why in table.dropped.items())
@@ -85,28 +93,28 @@ def _rows(model: ModelType) -> Iterator[tuple[str, ...]]:
         yield "tie", tie.tensor, tie.of, ",".join(tie.stored_in)
 
 
-def _show_list(output: Printer, found: Sequence[ModelType]) -> None:
+def _show_list(output: Printer, model_types: Sequence[ModelType]) -> None:
     from ckptctl.verbs.models import UNTRANSLATED
 
     rows: list[tuple[str, ...]] = []
-    for model in found:
+    for model in model_types:
         layouts = ", ".join(model.layouts)
         layouts = layouts if model.translated else f"{UNTRANSLATED}: {layouts}"
         rows.append((model.family.name, model.family.title, layouts))
-    output.table(rows, COLUMNS)
-    output.hint("use `ckptctl models NAME` for the key tables of one model type")
+    output.print_table(rows, COLUMNS)
+    output.print_hint("use `ckptctl models NAME` for the key tables of one model type")
 
 
-def _show(output: Printer, model: ModelType) -> None:
+def _show_model(output: Printer, model: ModelType) -> None:
     family = model.family
-    output.headline(family.name, family.title)
-    output.facts((f"  {label}", text) for label, text in _summary(model))
+    output.print_headline(family.name, family.title)
+    output.print_facts((f"  {label}", text) for label, text in _list_facts(model))
     for table in model.tables:
-        output.line()
+        output.print_line()
         _show_table(output, table)
 
 
-def _summary(model: ModelType) -> Iterator[tuple[str, str]]:
+def _list_facts(model: ModelType) -> Iterator[tuple[str, str]]:
     from ckptctl.verbs.models import UNTRANSLATED
 
     family = model.family
@@ -116,17 +124,21 @@ def _summary(model: ModelType) -> Iterator[tuple[str, str]]:
         yield "special case of", family.refines
     for number, text in enumerate(model.recognized):
         yield "" if number else "detected by", text
-    for number, (proof, names) in enumerate(_proofs(model).items()):
+    for number, (proof, names) in enumerate(_group_by_proof(model).items()):
         yield "" if number else "layouts", f"{', '.join(names)}: {proof}"
     if not model.translated:
         yield "", f"{UNTRANSLATED}: no layout of another program is known"
     if not model.tables:
         return
-    for number, (axis, known) in enumerate(family.sizes.items()):
-        said = [f"{name} ({file})" for name, file in zip(known, _FILES, strict=True) if name]
-        yield "" if number else "sizes", f"{axis}  {', '.join(said)}"
+    for number, (axis, config_keys) in enumerate(family.sizes.items()):
+        key_names = [
+            f"{name} ({file})"
+            for name, file in zip(config_keys, _CONFIG_FILES, strict=True)
+            if name
+        ]
+        yield "" if number else "sizes", f"{axis}  {', '.join(key_names)}"
     for axis in family.composite:
-        yield "", f"{axis}  {_made(family, axis)}"
+        yield "", f"{axis}  {_format_composition(family, axis)}"
     for tie in family.ties:
         stored = f", but stored separately in {', '.join(tie.stored_in)}" if tie.stored_in else ""
         when = "tied" if family.tied else "if tied"
@@ -137,66 +149,70 @@ def _summary(model: ModelType) -> Iterator[tuple[str, str]]:
         yield "never cast", ", ".join(family.pinned)
 
 
-_FILES = ("config.json", "params.json")
+_CONFIG_FILES = ("config.json", "params.json")
 
 
-def legend(family: Family, axes: str) -> str:
+def format_legend(family: Family, axes: str) -> str:
     """Explain the axis letters in *axes* for which model configs have a name."""
     from ckptctl.planner.families.declarations import split_aliases
 
-    wholes = ((whole, part) for whole, parts in family.composite.items() for part in parts)
-    within = {part: whole for whole, part in wholes if part not in family.sizes}
+    axis_parts = (
+        (composite, part) for composite, parts in family.composite.items() for part in parts
+    )
+    composite_of = {part: composite for composite, part in axis_parts if part not in family.sizes}
     letters = re.findall(r"[a-z]+", axes)
-    said = []
-    for axis in dict.fromkeys(within.get(letter, letter) for letter in letters):
+    meanings = []
+    for axis in dict.fromkeys(composite_of.get(letter, letter) for letter in letters):
         names = [f"is {split_aliases(family.sizes[axis][0])[0]}"] if axis in family.sizes else []
-        if any(within.get(letter) == axis for letter in letters):
-            names.append(_made(family, axis))
-        said += [f"{axis} {' '.join(names)}"] if names else []
-    return "; ".join(said)
+        if any(composite_of.get(letter) == axis for letter in letters):
+            names.append(_format_composition(family, axis))
+        meanings += [f"{axis} {' '.join(names)}"] if names else []
+    return "; ".join(meanings)
 
 
-def _made(family: Family, axis: str) -> str:
+def _format_composition(family: Family, axis: str) -> str:
     """Format an axis as a product of its parts, such as the rotary pairs of a head."""
     parts = family.composite[axis]
     fixed = (f", {part} is {family.constants[part]}" for part in parts if part in family.constants)
     return f"= {' x '.join(parts)}{''.join(fixed)}"
 
 
-def _proofs(model: ModelType) -> dict[str, list[str]]:
+def _group_by_proof(model: ModelType) -> dict[str, list[str]]:
     """Group the layouts by the implementation that their logits were compared with."""
-    found: dict[str, list[str]] = {}
+    layouts_by_proof: dict[str, list[str]] = {}
     for name in model.layouts:
         proof = model.describe_proof(name)
-        known = name in model.family.proofs
-        found.setdefault(f"logits equal those of {proof}" if known else proof, []).append(name)
-    return found
+        has_logits_proof = name in model.family.proofs
+        layouts_by_proof.setdefault(
+            f"logits equal those of {proof}" if has_logits_proof else proof, []
+        ).append(name)
+    return layouts_by_proof
 
 
 def _show_table(output: Printer, table: LayoutTable) -> None:
     title = f"layout {table.name}"
-    output.line(title + (f": same as {table.same_as}" if table.same_as else ""), "bold")
+    output.print_line(title + (f": same as {table.same_as}" if table.same_as else ""), "bold")
     rows: list[Sequence[str]] = [
-        (f"  {row.tensor}", row.key, row.axes, ", ".join(_remarks(row))) for row in table.rows
+        (f"  {row.tensor}", row.key, row.axes, ", ".join(_list_remarks(row))) for row in table.rows
     ]
-    output.table(rows, TENSORS)
+    output.print_table(rows, TENSOR_COLUMNS)
     for key, why in table.dropped.items():
-        output.sentence(f"  dropped: {key} ({why})")
+        output.print_sentence(f"  dropped: {key} ({why})")
     if table.own_keys:
-        output.sentence(f"  unique keys: {', '.join(table.own_keys)}", "dim")
+        output.print_sentence(f"  unique keys: {', '.join(table.own_keys)}", "dim")
     elif not table.same_as:
-        output.line("  no key is unique to this model type; config.json identifies it", "dim")
+        output.print_line("  no key is unique to this model type; config.json identifies it", "dim")
 
 
-def _remarks(row: TableRow) -> Iterator[str]:
+def _list_remarks(row: TableRow) -> Iterator[str]:
     if row.optional:
         yield "optional"
     if row.variant:
         yield f"{row.variant} layers"
     if row.part is not None:
-        whole = " + ".join(row.parts)
+        all_parts = " + ".join(row.parts)
         where = f"for each {row.within}" if row.within else f"along dimension {row.along}"
-        yield f"part {row.part} of {whole} {where}"
+        yield f"part {row.part} of {all_parts} {where}"
     if row.plus:
         yield f"stored with offset {row.plus:+}"
     for axis in row.spread:

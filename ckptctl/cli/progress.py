@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ckptctl.cli.output import colored
+from ckptctl.cli.output import should_color
 from ckptctl.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -26,16 +26,16 @@ QUIET_SECONDS = 0.5
 LINE_SECONDS = 10.0
 WINDOW_SECONDS = 15.0
 """Period over which the speed is measured; longer if it has fewer samples than `STEPS`."""
-STEPS = 4
+MIN_SAMPLES = 4
 SAMPLE_SECONDS = 0.2
 SETTLING_SECONDS = 1.0
 """Initial period that the speed ignores: it mostly counts bytes that existed already."""
-NARROW = 64
+NARROW_COLUMNS = 64
 """Terminal width below which a bar shows only the percentage."""
 
 
 @contextmanager
-def progress(
+def show_progress(
     output: Printer,
     verb: str,
     total: int,
@@ -53,39 +53,41 @@ def progress(
         beginning: Returns the activity before the first byte, such as ``loading torch``.
         total: Total number of bytes.
     """
-    if not output.chatty or os.environ.get("CKPTCTL_NO_PROGRESS") or total <= 0:
+    if not output.is_chatty or os.environ.get("CKPTCTL_NO_PROGRESS") or total <= 0:
         yield None
         return
-    kind = _Bar if sys.stderr.isatty() and os.environ.get("TERM") != "dumb" else _Lines
-    with kind(output, verb, total, ending, beginning()) as shown:
-        yield shown.advance
+    display_class = (
+        _BarDisplay if sys.stderr.isatty() and os.environ.get("TERM") != "dumb" else _LineDisplay
+    )
+    with display_class(output, verb, total, ending, beginning()) as display:
+        yield display.advance
 
 
-class _Speed:
+class _SpeedMeter:
     """Recent speed in bytes per second, from a sliding window of samples."""
 
     def __init__(self) -> None:
-        self.first: float | None = None
+        self.first_seconds: float | None = None
         self.samples: deque[tuple[float, int]] = deque()
 
-    def note(self, now: float, done: int) -> None:
+    def add_sample(self, now: float, done: int) -> None:
         """Add a sample: *done* bytes in total at time *now*."""
-        self.first = now if self.first is None else self.first
-        if now - self.first < SETTLING_SECONDS:
+        self.first_seconds = now if self.first_seconds is None else self.first_seconds
+        if now - self.first_seconds < SETTLING_SECONDS:
             self.samples.clear()
         elif now - self.samples[-1][0] < SAMPLE_SECONDS:
             return
         self.samples.append((now, done))
-        while len(self.samples) > STEPS and now - self.samples[1][0] >= WINDOW_SECONDS:
+        while len(self.samples) > MIN_SAMPLES and now - self.samples[1][0] >= WINDOW_SECONDS:
             self.samples.popleft()
 
-    def at(self, now: float, done: int) -> float:
+    def bytes_per_second(self, now: float, done: int) -> float:
         """Return the bytes per second since the oldest sample, or 0 if not yet known."""
         start, before = self.samples[0] if self.samples else (now, done)
         return (done - before) / (now - start) if now - start >= SETTLING_SECONDS else 0.0
 
 
-class _Lines:
+class _LineDisplay:
     """Progress as one line every `LINE_SECONDS`."""
 
     def __init__(
@@ -98,11 +100,11 @@ class _Lines:
         self.total = total
         self.done = 0
         self.start = time.monotonic()
-        self.shown = self.start
-        self.speed = _Speed()
+        self.last_shown_seconds = self.start
+        self.speed = _SpeedMeter()
         self.lock = threading.Lock()
 
-    def __enter__(self) -> _Lines:
+    def __enter__(self) -> _LineDisplay:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -112,21 +114,23 @@ class _Lines:
         with self.lock:
             self.done += nbytes
             now = time.monotonic()
-            self.speed.note(now, self.done)
-            self.show(now)
+            self.speed.add_sample(now, self.done)
+            self.show_state(now)
 
-    def show(self, now: float) -> None:
-        if now - self.shown >= LINE_SECONDS:
-            self.shown = now
-            self.output.report(": ".join(filter(None, (self.doing, ", ".join(self.facts(now))))))
+    def show_state(self, now: float) -> None:
+        if now - self.last_shown_seconds >= LINE_SECONDS:
+            self.last_shown_seconds = now
+            self.output.print_to_stderr(
+                ": ".join(filter(None, (self.activity, ", ".join(self.list_facts(now)))))
+            )
 
     @property
-    def begun(self) -> bool:
+    def has_begun(self) -> bool:
         return bool(self.done or not self.beginning)
 
     @property
-    def doing(self) -> str:
-        if not self.begun:
+    def activity(self) -> str:
+        if not self.has_begun:
             return self.beginning
         return self.ending if self.done >= self.total else self.verb
 
@@ -135,16 +139,16 @@ class _Lines:
         return f"{100 * min(self.done, self.total) // self.total} %"
 
     @property
-    def part(self) -> str:
+    def amount(self) -> str:
         return f"{format_bytes(self.done)} of {format_bytes(self.total)} ({self.percent})"
 
-    def facts(self, now: float) -> tuple[str, ...]:
+    def list_facts(self, now: float) -> tuple[str, ...]:
         """List the amount, speed and time left, or nothing before the first byte."""
-        return (self.part, *self.pace(now)) if self.begun else ()
+        return (self.amount, *self.list_speed_facts(now)) if self.has_begun else ()
 
-    def pace(self, now: float) -> tuple[str, ...]:
+    def list_speed_facts(self, now: float) -> tuple[str, ...]:
         """List the speed and the time left, or nothing while they are unknown."""
-        rate = self.speed.at(now, self.done)
+        rate = self.speed.bytes_per_second(now, self.done)
         if rate < 1 or self.done >= self.total:
             return ()
         seconds = (self.total - self.done) / rate
@@ -152,16 +156,16 @@ class _Lines:
         return f"{format_bytes(int(rate))}/s", f"{time_left} left"
 
 
-class _Bar(_Lines):
+class _BarDisplay(_LineDisplay):
     """Progress as a bar that redraws itself."""
 
     bar: Progress | None = None
     task: TaskID
-    over = False
+    is_over = False
 
-    def __enter__(self) -> _Bar:
+    def __enter__(self) -> _BarDisplay:
         # The first step may take long, so a timer starts the bar.
-        self.timer = threading.Timer(QUIET_SECONDS, self.late)
+        self.timer = threading.Timer(QUIET_SECONDS, self.start_if_late)
         self.timer.daemon = True
         self.timer.start()
         return self
@@ -169,55 +173,55 @@ class _Bar(_Lines):
     def __exit__(self, *_: object) -> None:
         self.timer.cancel()
         with self.lock:
-            self.over = True
+            self.is_over = True
             if self.bar:
                 self.bar.stop()
 
-    def late(self) -> None:
+    def start_if_late(self) -> None:
         with self.lock:
-            if self.bar is None and not self.over:
-                self.begin()
+            if self.bar is None and not self.is_over:
+                self.start_bar()
 
-    def show(self, now: float) -> None:
+    def show_state(self, now: float) -> None:
         if self.bar is None and now - self.start >= QUIET_SECONDS:
-            self.begin()
+            self.start_bar()
         if self.bar:
             self.bar.update(
                 self.task,
                 total=self.total,
                 completed=min(self.done, self.total),
-                description=self.doing,
+                description=self.activity,
             )
 
-    def said(self, columns: int) -> str:
+    def format_status(self, columns: int) -> str:
         """Format the status next to the bar. Takes no lock, as it is called while drawing."""
-        if columns < NARROW:
-            return self.percent if self.begun else ""
-        return "  ".join(self.facts(time.monotonic()))
+        if columns < NARROW_COLUMNS:
+            return self.percent if self.has_begun else ""
+        return "  ".join(self.list_facts(time.monotonic()))
 
-    def begin(self) -> None:
+    def start_bar(self) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
         from rich.table import Column
         from rich.text import Text
 
         console = Console(
-            stderr=True, markup=False, highlight=False, no_color=not colored(sys.stderr)
+            stderr=True, markup=False, highlight=False, no_color=not should_color(sys.stderr)
         )
-        said = self.said
+        format_text = self.format_status
 
-        class Said(ProgressColumn):
+        class StatusColumn(ProgressColumn):
             def render(self, task: Task) -> Text:  # noqa: ARG002
-                return Text(said(console.width))
+                return Text(format_text(console.width))
 
         self.bar = Progress(
             TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
             BarColumn(20, complete_style="cyan", finished_style="cyan", pulse_style="cyan"),
-            Said(Column(no_wrap=True)),
+            StatusColumn(Column(no_wrap=True)),
             console=console,
             transient=True,
         )
         self.bar.start()
         # Without a total, the bar pulses.
-        total = self.total if self.begun else None
-        self.task = self.bar.add_task(self.doing, total=total, completed=self.done)
+        total = self.total if self.has_begun else None
+        self.task = self.bar.add_task(self.activity, total=total, completed=self.done)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckptctl.cli import tables
-from ckptctl.cli.commands import Json, NoHeader, command, only_quiet
-from ckptctl.cli.ls import LACKS
-from ckptctl.cli.output import VERDICTS, Printer, Row
-from ckptctl.cli.tables import Column, Painted
-from ckptctl.cli.typed_paths import typed_again
+from ckptctl.cli.commands import Json, NoHeader, command, make_quiet_option
+from ckptctl.cli.ls import MISSING_PART_NOTE
+from ckptctl.cli.output import VERDICT_STYLES, Printer, Row
+from ckptctl.cli.tables import Column, StyledText
+from ckptctl.cli.typed_paths import format_command_line
 from ckptctl.errors import RefusedError, StorageError, quote_names
 from ckptctl.options import Option
 from ckptctl.runs.run_options import PruneOptions
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 COLUMNS = (
     Column("action"),
-    tables.name("name", keep=24),
-    tables.number("size"),
-    tables.prose("why"),
+    tables.name_column("name", keep=24),
+    tables.number_column("size"),
+    tables.prose_column("why"),
 )
 
 
@@ -56,7 +56,9 @@ def prune(
     ] = False,
     no_header: NoHeader = False,
     json: Json = False,
-    quiet: Annotated[bool, only_quiet("Print only the paths of removed checkpoints.")] = False,
+    quiet: Annotated[
+        bool, make_quiet_option("Print only the paths of removed checkpoints.")
+    ] = False,
 ) -> None:
     """Remove checkpoints of a run that no --keep option matches.
 
@@ -69,28 +71,28 @@ def prune(
     plan = op.plan_prune(
         root, options.build_policy(), force=options.force, thin=options.thin is not None
     )
-    failed = any(one.read_failed for one in plan.run.checkpoints)
+    failed = any(checkpoint.read_failed for checkpoint in plan.run.checkpoints)
     if dry_run:
         _print_plan(output, plan, root)
         _mention_damaged(output, plan)
         if not plan.is_idle:
-            output.hint(f"run it with `{typed_again()}`")
+            output.print_hint(f"run it with `{format_command_line()}`")
         if failed:
             raise typer.Exit(StorageError.exit_code)
         return
     if yes or plan.is_idle:
         _show_table(output, plan, root)
     else:
-        _ask(output, plan, root)
+        _confirm_removal(output, plan, root)
     result = op.run_prune(plan)
     thinned = [("thinned", result.thinned)] if plan.thin else []
     freed = f"freed {format_bytes(result.freed)}"
-    output.answer(
+    output.print_answer(
         "prune",
         result,
         names=(plan.root / name for name in result.done),
         rows=(("",), ("removed", len(result.done)), *thinned, ("freed", result.freed)),
-        human=lambda: output.line(_sum(plan) if plan.is_idle else freed),
+        human=lambda: output.print_line(_format_summary(plan) if plan.is_idle else freed),
     )
     _mention_damaged(output, plan)
     result.require_all()
@@ -98,15 +100,16 @@ def prune(
         raise typer.Exit(StorageError.exit_code)
 
 
-def _ask(output: Printer, plan: PrunePlan, root: TreePath) -> None:
+def _confirm_removal(output: Printer, plan: PrunePlan, root: TreePath) -> None:
     """Show the plan, and raise `RefusedError` unless the user confirms it."""
-    if not output.asks:
+    if not output.can_prompt:
         _print_plan(output, plan, root)
         raise RefusedError(
-            "nothing was removed: confirmation is required", hint=f"run `{typed_again('--yes')}`"
+            "nothing was removed: confirmation is required",
+            hint=f"run `{format_command_line('--yes')}`",
         )
     _show_table(output, plan, root)
-    question = f"{_verb(plan)} {_amount(plan)} ({format_bytes(plan.nbytes)})?"
+    question = f"{_choose_verb(plan)} {_format_amount(plan)} ({format_bytes(plan.nbytes)})?"
     if not typer.confirm(question, err=True):
         raise RefusedError("nothing was removed")
 
@@ -115,31 +118,33 @@ def _print_plan(output: Printer, plan: PrunePlan, root: TreePath) -> None:
     _show_table(output, plan, root)
     removed = plan.list_decisions("remove")
     thinned = [("would_thin", plan.thinned)] if plan.thin else []
-    output.answer(
+    output.print_answer(
         "prune",
         plan,
-        names=(one.checkpoint.path for one in removed),
+        names=(decision.checkpoint.path for decision in removed),
         rows=(("",), ("would_remove", len(removed)), *thinned, ("bytes", plan.nbytes)),
-        human=lambda: output.line(_sum(plan)),
+        human=lambda: output.print_line(_format_summary(plan)),
     )
 
 
 def _show_table(output: Printer, plan: PrunePlan, root: TreePath) -> None:
     """Print the action for each checkpoint, unless in JSON or quiet mode."""
-    if not output.chatty:
+    if not output.is_chatty:
         return
     if output.mode == "human":
-        output.headline(root, *_headline(plan))
-    output.table((_row(output, one) for one in plan.decisions), COLUMNS)
-    for one in plan.decisions:
-        lacks = one.checkpoint.lacks
-        if lacks and output.mode == "human":
-            said = f"`{one.name}` {LACKS.format(lacks)}"
-            output.note(
-                f"{said}; checkpoints that would be kept without `{one.name}` are also kept"
+        output.print_headline(root, *_format_headline(plan))
+    output.print_table((_make_row(output, decision) for decision in plan.decisions), COLUMNS)
+    for decision in plan.decisions:
+        missing_part = decision.checkpoint.lacks
+        if missing_part and output.mode == "human":
+            note = f"`{decision.name}` {MISSING_PART_NOTE.format(missing_part)}"
+            output.print_note(
+                f"{note}; checkpoints that would be kept without `{decision.name}` are also kept"
             )
     if plan.leftovers:
-        output.note(f"leftovers of an earlier prune will be removed: {quote_names(plan.leftovers)}")
+        output.print_note(
+            f"leftovers of an earlier prune will be removed: {quote_names(plan.leftovers)}"
+        )
 
 
 def _mention_damaged(output: Printer, plan: PrunePlan) -> None:
@@ -148,43 +153,48 @@ def _mention_damaged(output: Printer, plan: PrunePlan) -> None:
 
     if plan.policy.incomplete:
         return
-    others = decide_retention(
+    hypothetical = decide_retention(
         plan.run.checkpoints, replace(plan.policy, incomplete=True), time.time()
     )
-    skipped = {one.checkpoint.name for one in plan.decisions if one.action == "skip"}
-    count = sum(one.action == "remove" and one.checkpoint.name in skipped for one in others)
+    skipped = {decision.checkpoint.name for decision in plan.decisions if decision.action == "skip"}
+    count = sum(
+        decision.action == "remove" and decision.checkpoint.name in skipped
+        for decision in hypothetical
+    )
     if count:
-        them = "it" if count == 1 else "them"
+        pronoun = "it" if count == 1 else "them"
         damaged = pluralize(count, "damaged checkpoint")
-        output.hint(f"skipped {damaged}; pass `--include-incomplete` to remove {them}")
+        output.print_hint(f"skipped {damaged}; pass `--include-incomplete` to remove {pronoun}")
 
 
-def _row(output: Printer, one: PruneDecision) -> Row:
-    size = one.checkpoint.entry.nbytes
-    shown = format_bytes(size) if output.mode == "human" else str(size)
-    action = "thin" if one.thinning else one.action
-    reasons = Painted("; ".join(one.reasons), VERDICTS[one.checkpoint.verdict])
-    whole = one.checkpoint.complete
+def _make_row(output: Printer, decision: PruneDecision) -> Row:
+    size = decision.checkpoint.entry.nbytes
+    size_text = format_bytes(size) if output.mode == "human" else str(size)
+    action = "thin" if decision.thinning else decision.action
+    reasons = StyledText("; ".join(decision.reasons), VERDICT_STYLES[decision.checkpoint.verdict])
+    is_complete = decision.checkpoint.complete
     return (
         action.upper() if output.mode == "human" else action,
-        one.name,
-        shown,
-        reasons.text if whole else reasons,
+        decision.name,
+        size_text,
+        reasons.text if is_complete else reasons,
     )
 
 
-def _headline(plan: PrunePlan) -> tuple[str, ...]:
-    counts = Counter(one.verdict for one in plan.run.checkpoints if not one.skip_reason)
+def _format_headline(plan: PrunePlan) -> tuple[str, ...]:
+    counts = Counter(
+        checkpoint.verdict for checkpoint in plan.run.checkpoints if not checkpoint.skip_reason
+    )
     complete = counts.pop(Verdict.COMPLETE, 0)
-    others = [f"{count:,} {verdict}" for verdict, count in sorted(counts.items())]
+    other_counts = [f"{count:,} {verdict}" for verdict, count in sorted(counts.items())]
     return (
-        "; ".join(_rules(plan.policy)),
+        "; ".join(_list_rules(plan.policy)),
         f"series {', '.join(plan.run.series)}",
-        ", ".join((f"{complete:,} complete", *others)),
+        ", ".join((f"{complete:,} complete", *other_counts)),
     )
 
 
-def _rules(policy: Policy) -> Iterator[str]:
+def _list_rules(policy: Policy) -> Iterator[str]:
     from ckptctl.planner.retention import format_exact_units
 
     if policy.last is not None:
@@ -202,17 +212,17 @@ def _rules(policy: Policy) -> Iterator[str]:
         yield f"`{pattern}`"
 
 
-def _sum(plan: PrunePlan) -> str:
+def _format_summary(plan: PrunePlan) -> str:
     if not plan.list_decisions("remove"):
         return "nothing to remove"
-    return f"would {_verb(plan).lower()} {_amount(plan)}, {format_bytes(plan.nbytes)}"
+    return f"would {_choose_verb(plan).lower()} {_format_amount(plan)}, {format_bytes(plan.nbytes)}"
 
 
-def _verb(plan: PrunePlan) -> str:
+def _choose_verb(plan: PrunePlan) -> str:
     return "Thin" if plan.thin else "Remove"
 
 
-def _amount(plan: PrunePlan) -> str:
+def _format_amount(plan: PrunePlan) -> str:
     return (
         f"{len(plan.list_decisions('remove')):,} of {pluralize(len(plan.decisions), 'checkpoint')}"
     )

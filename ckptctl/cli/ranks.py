@@ -16,12 +16,12 @@ from ckptctl.ranks.coordinator import Coordinator, SingleProcess
 from ckptctl.storage.threads import create_daemon
 
 T = TypeVar("T")
-SOON = 10.0
+SLOW_RANK_NOTICE_SECONDS = 10.0
 """Seconds after which a rank that waits for the others prints a notice."""
-VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def coordinator(single_process: bool, machine: bool) -> Coordinator:
+def join_ranks(single_process: bool, machine: bool) -> Coordinator:
     """Join the ranks of this command, or return a group of one process.
 
     Args:
@@ -35,7 +35,7 @@ def coordinator(single_process: bool, machine: bool) -> Coordinator:
     world = os.environ.get("WORLD_SIZE", "")
     if single_process or not world.isdecimal() or int(world) < 2:
         return SingleProcess()
-    missing = [name for name in VARIABLES if not os.environ.get(name)]
+    missing = [name for name in TORCHRUN_VARIABLES if not os.environ.get(name)]
     if missing:
         raise UsageError(
             "the environment does not specify how to reach the other ranks",
@@ -43,54 +43,54 @@ def coordinator(single_process: bool, machine: bool) -> Coordinator:
             f"{'is' if len(missing) == 1 else 'are'} not set",
             hint="start it with torchrun, or pass `--single-process` to run a single process",
         )
-    if not _met:
-        _met.append(_Ranks(Printer(machine)))
-    return _met[0]
+    if not _joined_ranks:
+        _joined_ranks.append(_TorchRanks(Printer(machine)))
+    return _joined_ranks[0]
 
 
-def told() -> bool:
+def is_reported_by_rank_zero() -> bool:
     """Return whether rank 0 already has this failure and will print it."""
-    return any(one.rank > 0 and one.told for one in _met)
+    return any(ranks.rank > 0 and ranks.failure_is_shared for ranks in _joined_ranks)
 
 
-class Silent(Printer):
+class SilentPrinter(Printer):
     """Printer of ranks other than 0, which prints only errors."""
 
     def __init__(self) -> None:
         super().__init__(quiet=True)
 
-    def text(self, text: str) -> None:
+    def print_text(self, text: str) -> None:
         """Print nothing."""
 
-    def warning(self, text: str) -> None:
+    def print_warning(self, text: str) -> None:
         """Print nothing."""
 
 
-def output_of(ranks: Coordinator, machine: bool, quiet: bool) -> Printer:
+def make_rank_printer(ranks: Coordinator, machine: bool, quiet: bool) -> Printer:
     """Make the printer of this rank. Ranks other than 0 print only errors."""
-    return Printer(machine, quiet) if ranks.rank == 0 else Silent()
+    return Printer(machine, quiet) if ranks.rank == 0 else SilentPrinter()
 
 
-class _Ranks:
+class _TorchRanks:
     """The process group of all ranks.
 
     Attributes:
-        told: Whether the ranks have exchanged a failure.
+        failure_is_shared: Whether the ranks have exchanged a failure.
     """
 
     def __init__(self, output: Printer) -> None:
         from ckptctl.distributed.group import init_group_from_env
 
-        self._group = _waited_for(init_group_from_env, output)
+        self._group = _join_with_notice(init_group_from_env, output)
         self.rank = self._group.rank
         self.world = self._group.world
-        self.told = False
+        self.failure_is_shared = False
 
     def all_gather(self, value: T) -> list[T]:
         """See :class:`Coordinator`."""
-        found = self._group.all_gather(value)
-        self.told = self.told or any(map(_tells, found))
-        return found
+        gathered = self._group.all_gather(value)
+        self.failure_is_shared = self.failure_is_shared or any(map(_is_failure, gathered))
+        return gathered
 
     def gather(self, value: T) -> list[T] | None:
         """See :class:`Coordinator`."""
@@ -102,40 +102,40 @@ class _Ranks:
 
     def scatter(self, values: Sequence[T] | None) -> T:
         """See :class:`Coordinator`."""
-        found = self._group.scatter(values)
-        self.told = self.told or _tells(found)
-        return found
+        received = self._group.scatter(values)
+        self.failure_is_shared = self.failure_is_shared or _is_failure(received)
+        return received
 
 
-_met: list[_Ranks] = []
+_joined_ranks: list[_TorchRanks] = []
 
 
-def _waited_for(meet: Callable[[], T], output: Printer) -> T:
-    """Call *meet* in a thread, because torch waits without handling Ctrl-C or SIGTERM."""
+def _join_with_notice(join_group: Callable[[], T], output: Printer) -> T:
+    """Call *join_group* in a thread, because torch waits without handling Ctrl-C or SIGTERM."""
     from concurrent.futures import Future
 
-    met: Future[T] = Future()
+    future: Future[T] = Future()
 
-    def work() -> None:
+    def set_future() -> None:
         try:
-            met.set_result(meet())
+            future.set_result(join_group())
         except BaseException as error:
-            met.set_exception(error)
+            future.set_exception(error)
 
-    create_daemon(work).start()
+    create_daemon(set_future).start()
     try:
-        return met.result(SOON)
+        return future.result(SLOW_RANK_NOTICE_SECONDS)
     except TimeoutError:
-        output.warning(
+        output.print_warning(
             f"waiting for the other ranks (this is rank {os.environ['RANK']} of "
             f"{os.environ['WORLD_SIZE']}, according to torchrun's environment variables); "
             "pass `--single-process` to run a single process inside such a job"
         )
-    return met.result()
+    return future.result()
 
 
-def _tells(value: object) -> bool:
+def _is_failure(value: object) -> bool:
     """Return whether a value that ranks exchanged is or contains a failure."""
     if isinstance(value, tuple):
-        return any(map(_tells, value))
+        return any(map(_is_failure, value))
     return isinstance(value, CkptError)

@@ -12,7 +12,7 @@ import typer
 
 from ckptctl.cli.commands import Json, Quiet, command
 from ckptctl.cli.output import Printer
-from ckptctl.cli.progress import progress
+from ckptctl.cli.progress import show_progress
 from ckptctl.errors import StorageError, UsageError
 from ckptctl.shared_options import Checkpoint
 from ckptctl.units import pluralize
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     "ckptctl report step-2000 -o - > report.html",
     "ckptctl report step-2000 --json | jq '.findings[].what'",
     prints="ckptctl.verbs.report.data:Report",
-    rows=False,
+    has_rows=False,
 )
 def report(
     path: Checkpoint, options: ReportOptions, json: Json = False, quiet: Quiet = False
@@ -58,47 +58,47 @@ def report(
                 hint="pass `-o FILE`",
             )
         options = replace(options, output=None)
-    found = op(path, options, partial(progress, output, "reading"))
+    result = op(path, options, partial(show_progress, output, "reading"))
     if json:
-        output.document("report", found)
+        output.print_document("report", result)
     elif target == STDOUT:
-        output.text(build_page(found.to_json()).removesuffix("\n"))
+        output.print_text(build_page(result.to_json()).removesuffix("\n"))
     else:
-        _print(output, found)
-    if not found.readable:
-        raise typer.Exit(found.verification.exit_code)
-    if found.error:
-        raise typer.Exit(found.error.exit_code)
-    if found.verification.read_failed:
+        _show_result(output, result)
+    if not result.readable:
+        raise typer.Exit(result.verification.exit_code)
+    if result.error:
+        raise typer.Exit(result.error.exit_code)
+    if result.verification.read_failed:
         raise typer.Exit(StorageError.exit_code)
 
 
-def _print(output: Printer, found: Report) -> None:
+def _show_result(output: Printer, result: Report) -> None:
     if output.mode == "quiet":
-        output.line(str(found.output))
+        output.print_line(str(result.output))
         return
-    output.line(f"wrote {found.output}: {', '.join(_contents(found))}", "bold")
-    left = found.left_out
-    if left.tensors:
-        count = pluralize(left.tensors, "tensor is", "tensors are")
-        output.note(f"{count} not listed on the page (see `--max-tensors`)")
-    if found.problem:
-        output.warning(f"{found.verification.verdict}: {found.problem}")
-    if found.error:
-        output.warning(f"not compared: {found.error.what}")
-    output.hint("open the page in a browser; it needs no other file and no network")
+    output.print_line(f"wrote {result.output}: {', '.join(_list_contents(result))}", "bold")
+    omitted = result.left_out
+    if omitted.tensors:
+        count = pluralize(omitted.tensors, "tensor is", "tensors are")
+        output.print_note(f"{count} not listed on the page (see `--max-tensors`)")
+    if result.problem:
+        output.print_warning(f"{result.verification.verdict}: {result.problem}")
+    if result.error:
+        output.print_warning(f"not compared: {result.error.what}")
+    output.print_hint("open the page in a browser; it needs no other file and no network")
 
 
-def _contents(found: Report) -> Iterator[str]:
+def _list_contents(result: Report) -> Iterator[str]:
     """Yield a summary of each part of the page."""
-    yield pluralize(len(found.tensors), "tensor")
-    yield found.verification.verdict
-    if findings := len(found.verification.findings):
+    yield pluralize(len(result.tensors), "tensor")
+    yield result.verification.verdict
+    if findings := len(result.verification.findings):
         yield pluralize(findings, "finding")
-    if found.difference:
-        both = (found.difference.a, found.difference.b)
-        apart = sum(len(side.only) + len(side.only_leaves) for side in both)
-        count = len(found.difference.tensors) + len(found.difference.leaves) + apart
+    if result.difference:
+        both = (result.difference.a, result.difference.b)
+        one_sided = sum(len(side.only) + len(side.only_leaves) for side in both)
+        count = len(result.difference.tensors) + len(result.difference.leaves) + one_sided
         yield pluralize(count, "difference")
-    if found.stats:
+    if result.stats:
         yield "statistics"

@@ -12,22 +12,24 @@ from ckptctl.options import Argument, require_choice
 if TYPE_CHECKING:
     from ckptctl.documents import Document
 
-COLUMNS = tables.titled("schema", "document", "id")
-ERROR = "ckptctl.documents:ErrorDocument"
+COLUMNS = tables.titled_columns("schema", "document", "id")
+ERROR_DOCUMENT = "ckptctl.documents:ErrorDocument"
 
 
-def documents() -> dict[str, Document]:
+def list_documents() -> dict[str, Document]:
     """Map each command, and ``error``, to the JSON document it prints."""
     from ckptctl.documents import Document
 
-    prints = {one.name: one.prints for one in commands.commands()} | {"error": ERROR}
+    prints = {command.name: command.prints for command in commands.iterate_commands()} | {
+        "error": ERROR_DOCUMENT
+    }
     return {name: Document(name, prints[name]) for name in sorted(prints)}
 
 
-def named(name: str) -> Document:
+def require_document(name: str) -> Document:
     """Return the JSON document of the command *name*, or raise `UsageError`."""
-    known = documents()
-    return known[require_choice(name, "schema", list(known))]
+    by_name = list_documents()
+    return by_name[require_choice(name, "schema", list(by_name))]
 
 
 @commands.command(
@@ -35,7 +37,7 @@ def named(name: str) -> Document:
     "ckptctl schema inspect > inspect.schema.json",
     "ckptctl schema error",
     prints="ckptctl.documents:Documents",
-    bare=True,
+    runs_without_arguments=True,
 )
 def schema(
     command: Annotated[
@@ -43,7 +45,7 @@ def schema(
         Argument(
             "Command to print the JSON Schema of, or error for the schema of errors.",
             metavar="COMMAND",
-            offers=lambda _: list(documents()),
+            offers=lambda _: list(list_documents()),
         ),
     ] = None,
     no_header: NoHeader = False,
@@ -57,18 +59,18 @@ def schema(
     """
     output = Printer(json, quiet, header=not no_header)
     if command is not None:
-        output.schema(named(command).build_schema())
+        output.print_schema(require_document(command).build_schema())
         return
-    known = documents()
+    by_name = list_documents()
     from ckptctl.documents import Documents
 
-    rows = [(name, one.title, one.id) for name, one in known.items()]
-    output.answer(
+    rows = [(name, document.title, document.id) for name, document in by_name.items()]
+    output.print_answer(
         "schema",
-        Documents(tuple(known.values())),
-        names=known,
+        Documents(tuple(by_name.values())),
+        names=by_name,
         rows=rows,
         columns=COLUMNS,
-        human=lambda: output.table(rows, COLUMNS),
+        human=lambda: output.print_table(rows, COLUMNS),
     )
-    output.hint("print one with `ckptctl schema NAME`")
+    output.print_hint("print one with `ckptctl schema NAME`")

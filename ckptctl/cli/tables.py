@@ -13,11 +13,11 @@ from typing import NamedTuple
 from ckptctl.units import escape_unprintable
 
 GAP = "  "
-SHOWN = 10
+MAX_SHOWN_ROWS = 10
 """Most rows of a long list that a terminal shows."""
-SPARSE = 4
+SPARSE_RATIO = 4
 """A column is mostly empty if at most one in this many cells has content."""
-NAMES = 36
+NAME_COLUMNS = 36
 """Fewest characters that keep tensor names distinguishable."""
 
 
@@ -39,32 +39,32 @@ class Column(NamedTuple):
     prose: bool = False
 
 
-def number(title: str = "", drop: int = 0) -> Column:
+def number_column(title: str = "", drop: int = 0) -> Column:
     """Return a column of numbers, aligned to the right."""
     return Column(title, right=True, drop=drop)
 
 
-def name(title: str = "", keep: int = NAMES, drop: int = 0) -> Column:
+def name_column(title: str = "", keep: int = NAME_COLUMNS, drop: int = 0) -> Column:
     """Return a column of names or paths, truncated in the middle."""
     return Column(title, drop=drop, keep=keep)
 
 
-def prose(title: str = "", keep: int = 24, drop: int = 0) -> Column:
+def prose_column(title: str = "", keep: int = 24, drop: int = 0) -> Column:
     """Return a column of sentences or lists, truncated at the end."""
     return Column(title, drop=drop, keep=keep, prose=True)
 
 
-def more(count: int, shown: int = SHOWN) -> str:
+def format_remaining(count: int, shown_count: int = MAX_SHOWN_ROWS) -> str:
     """Format the number of rows that a list omits, or return an empty string if there are none."""
-    return f"  and {count - shown:,} more (`--json` lists all)" if count > shown else ""
+    return f"  and {count - shown_count:,} more (`--json` lists all)" if count > shown_count else ""
 
 
-def titled(*titles: str) -> tuple[Column, ...]:
+def titled_columns(*titles: str) -> tuple[Column, ...]:
     """Return columns that are never truncated."""
     return tuple(map(Column, titles))
 
 
-class Painted(NamedTuple):
+class StyledText(NamedTuple):
     """Text in one of the styles of :mod:`ckptctl.cli.output`."""
 
     text: str
@@ -74,12 +74,12 @@ class Painted(NamedTuple):
         return self.text
 
 
-def style_of(cell: object) -> str | None:
+def get_style(cell: object) -> str | None:
     """Return the style of a cell, or None if it has none."""
-    return cell.style if isinstance(cell, Painted) else None
+    return cell.style if isinstance(cell, StyledText) else None
 
 
-def lines(
+def format_lines(
     columns: Sequence[Column],
     rows: Iterable[Sequence[object]],
     room: int,
@@ -95,69 +95,69 @@ def lines(
         mark: Replacement for truncated text.
         paint: Function that applies a style to text.
     """
-    known = list(rows)
-    texts = [[escape_unprintable(str(cell)) for cell in row] for row in known]
+    cell_rows = list(rows)
+    texts = [[escape_unprintable(str(cell)) for cell in row] for row in cell_rows]
     numbers = range(len(columns))
     widths = [max((len(row[n]) for row in texts if n < len(row)), default=0) for n in numbers]
-    shown = [n for n in numbers if widths[n]]
-    filled = {n: sum(1 for row in texts if n < len(row) and row[n]) for n in shown}
-    sparse = {n for n in shown if filled[n] * SPARSE <= len(texts)}
-    if any(columns[n].title for n in shown):
-        known.insert(0, [Painted(column.title, "dim") for column in columns])
+    shown_columns = [n for n in numbers if widths[n]]
+    filled_counts = {n: sum(1 for row in texts if n < len(row) and row[n]) for n in shown_columns}
+    sparse = {n for n in shown_columns if filled_counts[n] * SPARSE_RATIO <= len(texts)}
+    if any(columns[n].title for n in shown_columns):
+        cell_rows.insert(0, [StyledText(column.title, "dim") for column in columns])
         texts.insert(0, [column.title for column in columns])
         widths = [max(widths[n], len(columns[n].title)) for n in numbers]
-    shown = _fitting(columns, widths, shown, sparse, room)
-    limits = _limits(columns, widths, shown, room)
+    shown_columns = _choose_columns(columns, widths, shown_columns, sparse, room)
+    limits = _compute_widths(columns, widths, shown_columns, room)
     aligned = []
-    for row, cells in zip(known, texts, strict=True):
+    for row, cells in zip(cell_rows, texts, strict=True):
         line = ""
-        for n in (n for n in shown if n < len(row)):
-            text = shortened(cells[n], limits[n], mark, columns[n].prose)
+        for n in (n for n in shown_columns if n < len(row)):
+            text = truncate_text(cells[n], limits[n], mark, columns[n].prose)
             pad = " " * (limits[n] - len(text))
-            cell = paint(text, style_of(row[n]))
-            line += GAP * (n != shown[0]) + (pad + cell if columns[n].right else cell + pad)
+            cell = paint(text, get_style(row[n]))
+            line += GAP * (n != shown_columns[0]) + (pad + cell if columns[n].right else cell + pad)
         aligned.append(line.rstrip())
     return aligned
 
 
-def shortened(text: str, width: int, mark: str, prose: bool = False) -> str:
+def truncate_text(text: str, width: int, mark: str, prose: bool = False) -> str:
     """Truncate *text* to *width* in the middle, or at the end for *prose*."""
     if len(text) <= width:
         return text
-    left = max(width - len(mark), 0)
+    available = max(width - len(mark), 0)
     if prose:
-        return text[:left].rstrip() + mark
+        return text[:available].rstrip() + mark
     # The end of a name is more specific than its beginning.
-    head = left * 2 // 5
-    return text[:head] + mark + text[len(text) - (left - head) :]
+    head = available * 2 // 5
+    return text[:head] + mark + text[len(text) - (available - head) :]
 
 
-def _fitting(
+def _choose_columns(
     columns: Sequence[Column],
     widths: Sequence[int],
-    used: Sequence[int],
+    candidates: Sequence[int],
     sparse: Collection[int],
     room: int,
 ) -> list[int]:
-    """Choose the *used* columns that fit into *room*, dropping *sparse* ones first."""
-    shown = list(used)
-    droppable = (n for n in used if columns[n].drop)
+    """Choose the *candidates* columns that fit into *room*, dropping *sparse* ones first."""
+    chosen = list(candidates)
+    droppable = (n for n in candidates if columns[n].drop)
     for n in sorted(droppable, key=lambda n: (n not in sparse, columns[n].drop)):
-        needs = sum(min(widths[m], columns[m].keep or widths[m]) for m in shown)
-        if needs + len(GAP) * (len(shown) - 1) > room:
-            shown.remove(n)
-    return shown
+        needs = sum(min(widths[m], columns[m].keep or widths[m]) for m in chosen)
+        if needs + len(GAP) * (len(chosen) - 1) > room:
+            chosen.remove(n)
+    return chosen
 
 
-def _limits(
-    columns: Sequence[Column], widths: Sequence[int], shown: Sequence[int], room: int
+def _compute_widths(
+    columns: Sequence[Column], widths: Sequence[int], shown_columns: Sequence[int], room: int
 ) -> dict[int, int]:
     """Compute column widths, with the remaining room shared by columns that may be truncated."""
-    limits = {n: widths[n] for n in shown}
-    elastic = sorted((widths[n], n) for n in shown if columns[n].keep)
-    left = room - len(GAP) * (len(shown) - 1)
-    left -= sum(widths[n] for n in shown if not columns[n].keep)
+    limits = {n: widths[n] for n in shown_columns}
+    elastic = sorted((widths[n], n) for n in shown_columns if columns[n].keep)
+    remaining = room - len(GAP) * (len(shown_columns) - 1)
+    remaining -= sum(widths[n] for n in shown_columns if not columns[n].keep)
     for number, (width, n) in enumerate(elastic):
-        limits[n] = min(width, max(left // (len(elastic) - number), 1))
-        left -= limits[n]
+        limits[n] = min(width, max(remaining // (len(elastic) - number), 1))
+        remaining -= limits[n]
     return limits

@@ -7,11 +7,11 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from ckptctl.cli.commands import first_sentence
-from ckptctl.cli.output import FORMAT
+from ckptctl.cli.commands import get_first_sentence
+from ckptctl.cli.output import FORMAT_OPTION
 from ckptctl.errors import UsageError, find_nearest
 
-OTHER_COMMANDS = {
+COMMAND_SYNONYMS = {
     "cat": "extract",
     "check": "verify",
     "cmp": "diff",
@@ -27,7 +27,7 @@ OTHER_COMMANDS = {
     "validate": "verify",
 }
 """Names that other programs use for the commands."""
-OTHER_OPTIONS = {
+OPTION_SYNONYMS = {
     "-f": "--overwrite",
     "-j": "--jobs",
     "-t": "--to",
@@ -51,18 +51,18 @@ OTHER_OPTIONS = {
     "--workers": "--jobs",
 }
 """Names that other programs use for the options."""
-OUTPUTS = ("-o", "--out", "--output", "--output-dir", "--dst", "--dest")
+OUTPUT_OPTIONS = ("-o", "--out", "--output", "--output-dir", "--dst", "--dest")
 
 
-def no_such_command(name: str, known: Sequence[str]) -> UsageError:
+def unknown_command_error(name: str, command_names: Sequence[str]) -> UsageError:
     """Return the error for an unknown command, with a suggestion if one is similar."""
-    meant = OTHER_COMMANDS.get(name) or find_nearest(name, known)
-    hint = f"did you mean `{meant}`?" if meant else "see `ckptctl --help`"
+    suggestion = COMMAND_SYNONYMS.get(name) or find_nearest(name, command_names)
+    hint = f"did you mean `{suggestion}`?" if suggestion else "see `ckptctl --help`"
     return UsageError(f"unknown command `{name}`", hint=hint)
 
 
 # Typer's own classes of contexts, commands and errors are not public, hence Any.
-def explained(error: Any, group: Any, words: Sequence[str]) -> UsageError:
+def to_usage_error(error: Any, group: Any, words: Sequence[str]) -> UsageError:
     """Convert Typer's *error* to a `UsageError` with a hint.
 
     Args:
@@ -80,60 +80,64 @@ def explained(error: Any, group: Any, words: Sequence[str]) -> UsageError:
     if option and parameter is None:
         parameter = next((p for p in command.params if option in p.opts), None)
     if option and parameter is None:
-        hint = _instead(option, command, group, words) or shows
+        hint = _suggest_option(option, command, group, words) or shows
         return UsageError(f"unknown option `{option}`", hint=hint)
     if parameter is None:
-        said = str(error.format_message()).removesuffix(".")
-        extra = re.fullmatch(r"Got unexpected extra argument\(?s?\)? \((.*)\)", said, re.DOTALL)
-        what = f"too many arguments: `{extra[1]}`" if extra else said
+        message = str(error.format_message()).removesuffix(".")
+        extra = re.fullmatch(r"Got unexpected extra argument\(?s?\)? \((.*)\)", message, re.DOTALL)
+        summary = f"too many arguments: `{extra[1]}`" if extra else message
         shows = f"quote arguments that contain spaces, or {shows}" if extra else shows
         usage = " ".join([path, *command.collect_usage_pieces(context)])
-        return UsageError(what[:1].lower() + what[1:], why=f"usage: {usage}", hint=shows)
-    argument = parameter.param_type_name == "argument"
-    shown = parameter.metavar if argument else option or max(parameter.opts, key=len)
-    example = _example(command, "" if argument else shown)
+        return UsageError(summary[:1].lower() + summary[1:], why=f"usage: {usage}", hint=shows)
+    is_argument = parameter.param_type_name == "argument"
+    display_name = parameter.metavar if is_argument else option or max(parameter.opts, key=len)
+    example = _find_example(command, "" if is_argument else display_name)
     if option and parameter.is_flag:
-        return UsageError(f"{shown} does not take a value", hint=f"use only `{shown}`")
+        return UsageError(
+            f"{display_name} does not take a value", hint=f"use only `{display_name}`"
+        )
     if option:
-        return UsageError(f"{shown} requires a value", hint=example or shows)
-    kind = "argument" if argument else "option"
-    first = first_sentence(parameter.help).removesuffix(".")
+        return UsageError(f"{display_name} requires a value", hint=example or shows)
+    kind = "argument" if is_argument else "option"
+    first = get_first_sentence(parameter.help).removesuffix(".")
     meaning = first if first[1:2].isupper() else first[:1].lower() + first[1:]
-    what = f"missing {kind} {shown} ({meaning})"
-    return UsageError(what, hint=example or shows)
+    summary = f"missing {kind} {display_name} ({meaning})"
+    return UsageError(summary, hint=example or shows)
 
 
-def _instead(option: str, command: Any, group: Any, words: Sequence[str]) -> str | None:
+def _suggest_option(option: str, command: Any, group: Any, words: Sequence[str]) -> str | None:
     """Return a hint for an unknown *option*, or None if nothing is similar."""
-    known = {name: p for p in command.params for name in p.opts if name.startswith("--")}
-    general = {name for p in group.command.params for name in p.opts} - {"--help", "-h"}
-    meant = OTHER_OPTIONS.get(option, option)
-    if command is not group.command and meant in general:
-        kept = [word for word in words if word != option]
-        return f"put it before the command: `{shlex.join(['ckptctl', meant, *kept])}`"
+    option_by_flag = {name: p for p in command.params for name in p.opts if name.startswith("--")}
+    global_flags = {name for p in group.command.params for name in p.opts} - {"--help", "-h"}
+    suggestion = OPTION_SYNONYMS.get(option, option)
+    if command is not group.command and suggestion in global_flags:
+        other_words = [word for word in words if word != option]
+        return f"put it before the command: `{shlex.join(['ckptctl', suggestion, *other_words])}`"
     if command is group.command:
         for number, word in enumerate(words):
-            wanted = command.get_command(group, word)
-            if wanted and any(option in p.opts for p in wanted.params):
+            subcommand = command.get_command(group, word)
+            if subcommand and any(option in p.opts for p in subcommand.params):
                 line = ["ckptctl", word, *words[:number], *words[number + 1 :]]
                 return f"put it after the command: `{shlex.join(line)}`"
-    if option == FORMAT and "--json" in known:
+    if option == FORMAT_OPTION and "--json" in option_by_flag:
         return "pass `--json` for JSON, the only other format"
     arguments = [p.metavar for p in command.params if p.param_type_name == "argument"]
-    if option in OUTPUTS and "DST" in arguments:
+    if option in OUTPUT_OPTIONS and "DST" in arguments:
         names = " ".join(arguments)
         return f"pass the destination after the source: `ckptctl {command.name} {names}`"
-    if meant.split()[0] not in known:
-        close = find_nearest(option.strip("-"), [name.strip("-") for name in known])
-        meant = f"--{close}" if close else ""
-    return f"did you mean `{meant}`?" if meant else None
+    if suggestion.split()[0] not in option_by_flag:
+        close = find_nearest(option.strip("-"), [name.strip("-") for name in option_by_flag])
+        suggestion = f"--{close}" if close else ""
+    return f"did you mean `{suggestion}`?" if suggestion else None
 
 
-def _example(command: Any, option: str) -> str | None:
+def _find_example(command: Any, option: str) -> str | None:
     """Return the first example of a command that uses *option*, or None if there is none."""
-    given = (line for line in str(command.epilog).splitlines() if line.startswith(" "))
+    example_lines = (line for line in str(command.epilog).splitlines() if line.startswith(" "))
     # An example may end with an explanation in brackets, or with a pipe to another program.
-    ends = (line.strip().partition(" (")[0].partition(" |")[0].strip() for line in given)
-    lines = [line for line in ends if line.startswith("ckptctl ")]
-    fitting = [line for line in lines if not option or option in line.split()]
-    return f"for example `{fitting[0]}`" if fitting else None
+    command_lines = (
+        line.strip().partition(" (")[0].partition(" |")[0].strip() for line in example_lines
+    )
+    own_examples = [line for line in command_lines if line.startswith("ckptctl ")]
+    matches = [line for line in own_examples if not option or option in line.split()]
+    return f"for example `{matches[0]}`" if matches else None

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckptctl.cli.commands import Json, SingleProcess, command, only_quiet
-from ckptctl.cli.findings import grouped
-from ckptctl.cli.output import VERDICTS, Printer, Row
-from ckptctl.cli.progress import progress
-from ckptctl.cli.ranks import coordinator, output_of
-from ckptctl.cli.tables import SHOWN, Painted
-from ckptctl.cli.typed_paths import as_typed
+from ckptctl.cli.commands import Json, SingleProcess, command, make_quiet_option
+from ckptctl.cli.findings import group_findings
+from ckptctl.cli.output import VERDICT_STYLES, Printer, Row
+from ckptctl.cli.progress import show_progress
+from ckptctl.cli.ranks import join_ranks, make_rank_printer
+from ckptctl.cli.tables import MAX_SHOWN_ROWS, StyledText
+from ckptctl.cli.typed_paths import restore_typed_paths
 from ckptctl.errors import format_command as suggested
 from ckptctl.errors import quote_names
 from ckptctl.shared_options import Checkpoint
@@ -42,7 +42,7 @@ def verify(
     single_process: SingleProcess = False,
     json: Json = False,
     quiet: Annotated[
-        bool, only_quiet("Print only errors and unknown findings, one per line.")
+        bool, make_quiet_option("Print only errors and unknown findings, one per line.")
     ] = False,
 ) -> None:
     """Check that a checkpoint is complete and list all problems.
@@ -54,54 +54,59 @@ def verify(
     """
     from ckptctl.verbs.verification import verify as op
 
-    ranks = coordinator(single_process, json)
-    output = output_of(ranks, json, quiet)
-    found = op.verify_checkpoint(path, options, partial(progress, output, "verifying"), ranks)
+    ranks = join_ranks(single_process, json)
+    output = make_rank_printer(ranks, json, quiet)
+    result = op.verify_checkpoint(path, options, partial(show_progress, output, "verifying"), ranks)
     if ranks.rank == 0:
-        output.answer(
+        output.print_answer(
             "verify",
-            found,
-            names=_problems(found),
-            rows=_rows(found),
-            human=lambda: _show(output, found),
+            result,
+            names=_list_problems(result),
+            rows=_list_rows(result),
+            human=lambda: _show_result(output, result),
         )
-    if found.exit_code:
-        raise typer.Exit(found.exit_code)
+    if result.exit_code:
+        raise typer.Exit(result.exit_code)
 
 
-def _show(output: Printer, found: Verification) -> None:
-    output.headline(
-        found.path,
-        found.format,
-        pluralize(found.tensors, "tensor"),
-        f"{pluralize(len(found.files), 'file')}, {format_bytes(found.nbytes)}",
-        f"level {found.level}",
-        Painted(_verdict(found), VERDICTS[found.verdict]),
-        f"data {_data_check(found)}",
+def _show_result(output: Printer, result: Verification) -> None:
+    output.print_headline(
+        result.path,
+        result.format,
+        pluralize(result.tensors, "tensor"),
+        f"{pluralize(len(result.files), 'file')}, {format_bytes(result.nbytes)}",
+        f"level {result.level}",
+        StyledText(_format_verdict(result), VERDICT_STYLES[result.verdict]),
+        f"data {_format_data_check(result)}",
     )
-    groups = grouped(found.findings)
-    for group in groups[:SHOWN]:
-        one = group.first
-        output.sentence(
-            f"  {one.severity}: {group.title}", "damaged" if one.severity == "error" else "bold"
+    groups = group_findings(result.findings)
+    for group in groups[:MAX_SHOWN_ROWS]:
+        finding = group.first
+        output.print_sentence(
+            f"  {finding.severity}: {group.title}",
+            "damaged" if finding.severity == "error" else "bold",
         )
-        for label, text in (("where: ", group.where), ("why:   ", one.why)):
+        for label, text in (("where: ", group.where), ("why:   ", finding.why)):
             if text:
-                output.sentence(f"    {label}{text}")
-    output.more(SHOWN + sum(len(group.findings) for group in groups[SHOWN:]))
-    for line in _data(found):
-        output.sentence(f"  {line}", "dim")
-    if found.manifest:  # not wrapped, so that the path can be copied
-        output.line(f"  wrote {as_typed(str(found.manifest))}", "dim")
-    unverifiable = found.data == "not verifiable" and not found.manifest
-    if found.verdict is Verdict.COMPLETE and unverifiable and "://" not in found.path:
-        listing = suggested("verify", found.path, options=("--level", "full", "--manifest"))
-        output.hint(f"run {listing} to record checksums of the current data")
+                output.print_sentence(f"    {label}{text}")
+    output.print_remaining(
+        MAX_SHOWN_ROWS + sum(len(group.findings) for group in groups[MAX_SHOWN_ROWS:])
+    )
+    for line in _list_data_notes(result):
+        output.print_sentence(f"  {line}", "dim")
+    if result.manifest:  # not wrapped, so that the path can be copied
+        output.print_line(f"  wrote {restore_typed_paths(str(result.manifest))}", "dim")
+    unverifiable = result.data == "not verifiable" and not result.manifest
+    if result.verdict is Verdict.COMPLETE and unverifiable and "://" not in result.path:
+        manifest_command = suggested(
+            "verify", result.path, options=("--level", "full", "--manifest")
+        )
+        output.print_hint(f"run {manifest_command} to record checksums of the current data")
 
 
-def _data_check(found: Verification) -> str:
+def _format_data_check(result: Verification) -> str:
     """Format the share of the data that was compared with checksums."""
-    tensors = f"{found.verified_tensors or 0:,} of {pluralize(found.tensors, 'tensor')}"
+    tensors = f"{result.verified_tensors or 0:,} of {pluralize(result.tensors, 'tensor')}"
     return {
         "verified": f"verified: {tensors}",
         "partly verified": f"partly verified: {tensors}",
@@ -109,70 +114,73 @@ def _data_check(found: Verification) -> str:
         "not verifiable": "not verifiable: no checksums recorded",
         "not compared": "not compared",
         "not read": "not read",
-    }[found.data]
+    }[result.data]
 
 
-def _verdict(found: Verification) -> str:
-    if found.complete is None:
+def _format_verdict(result: Verification) -> str:
+    if result.complete is None:
         return "structure complete"
-    counts = [pluralize(len(found.errors), "error")] if found.errors else []
-    counts += [f"{len(found.unknown):,} unknown"] if found.unknown else []
-    return f"{found.verdict}: {', '.join(counts)}" if counts else found.verdict
+    counts = [pluralize(len(result.errors), "error")] if result.errors else []
+    counts += [f"{len(result.unknown):,} unknown"] if result.unknown else []
+    return f"{result.verdict}: {', '.join(counts)}" if counts else result.verdict
 
 
-def _data(found: Verification) -> Iterator[str]:
-    if found.verified_bytes:
-        shown = f"matched checksums: {format_bytes(found.verified_bytes)}"
-        unchecked = found.structure_only_bytes
-        yield shown + (f"; without checksums: {format_bytes(unchecked)}" if unchecked else "")
-    elif found.data in ("not compared", "not read") and not found.exit_code:
-        checked = "data" if found.level == "headers" else "headers and data"
-        known = f" against {quote_names(found.checksum_lists)}" if found.checksum_lists else ""
-        yield f"pass `--level full` to check the {checked}{known}"
-    yield f"checked in {format_seconds(found.seconds)}"
-    if found.nan and not found.exit_code:
+def _list_data_notes(result: Verification) -> Iterator[str]:
+    if result.verified_bytes:
+        matched = f"matched checksums: {format_bytes(result.verified_bytes)}"
+        unchecked = result.structure_only_bytes
+        yield matched + (f"; without checksums: {format_bytes(unchecked)}" if unchecked else "")
+    elif result.data in ("not compared", "not read") and not result.exit_code:
+        checked = "data" if result.level == "headers" else "headers and data"
+        against = f" against {quote_names(result.checksum_lists)}" if result.checksum_lists else ""
+        yield f"pass `--level full` to check the {checked}{against}"
+    yield f"checked in {format_seconds(result.seconds)}"
+    if result.nan and not result.exit_code:
         yield "all floating-point values are finite"
-    if _lacks_checksums(found):
+    if _is_missing_checksums(result):
         yield "failed because of `--require-verified`: checksums do not cover all tensors"
-    yield from found.notes
+    yield from result.notes
 
 
-def _rows(found: Verification) -> Iterator[Row]:
-    yield "path", found.path
-    yield "format", found.format
-    yield "level", found.level
-    yield "verdict", found.verdict
-    yield "scope", found.scope
-    yield "data", found.data
-    yield "tensors", found.tensors
-    yield "files", len(found.files)
-    yield "bytes", found.nbytes
-    if found.verified_bytes is not None:
-        yield "verified_bytes", found.verified_bytes
-        yield "structure_only_bytes", found.structure_only_bytes
-        yield "verified_tensors", found.verified_tensors
-        yield "bytes_read", found.bytes_read
-    yield from (("checksum_list", name) for name in found.checksum_lists)
-    yield "errors", len(found.errors)
-    yield "unknown", len(found.unknown)
-    yield "warnings", len(found.warnings)
-    yield "seconds", f"{found.seconds:.3f}"
-    if found.manifest:
-        yield "manifest", found.manifest
-    yield from (("note", note) for note in found.notes)
-    if found.findings:
+def _list_rows(result: Verification) -> Iterator[Row]:
+    yield "path", result.path
+    yield "format", result.format
+    yield "level", result.level
+    yield "verdict", result.verdict
+    yield "scope", result.scope
+    yield "data", result.data
+    yield "tensors", result.tensors
+    yield "files", len(result.files)
+    yield "bytes", result.nbytes
+    if result.verified_bytes is not None:
+        yield "verified_bytes", result.verified_bytes
+        yield "structure_only_bytes", result.structure_only_bytes
+        yield "verified_tensors", result.verified_tensors
+        yield "bytes_read", result.bytes_read
+    yield from (("checksum_list", name) for name in result.checksum_lists)
+    yield "errors", len(result.errors)
+    yield "unknown", len(result.unknown)
+    yield "warnings", len(result.warnings)
+    yield "seconds", f"{result.seconds:.3f}"
+    if result.manifest:
+        yield "manifest", result.manifest
+    yield from (("note", note) for note in result.notes)
+    if result.findings:
         yield ("",)
-    yield from ((f.severity, f.what, f.where, f.why or "") for f in found.findings)
+    yield from (
+        (finding.severity, finding.what, finding.where, finding.why or "")
+        for finding in result.findings
+    )
 
 
-def _problems(found: Verification) -> Iterator[str]:
+def _list_problems(result: Verification) -> Iterator[str]:
     """Yield one line per reason for a nonzero exit code."""
-    for one in (*found.errors, *found.unknown):
-        yield ": ".join(filter(None, (one.where, one.what)))
-    if _lacks_checksums(found):
-        yield f"data {_data_check(found)}"
+    for finding in (*result.errors, *result.unknown):
+        yield ": ".join(filter(None, (finding.where, finding.what)))
+    if _is_missing_checksums(result):
+        yield f"data {_format_data_check(result)}"
 
 
-def _lacks_checksums(found: Verification) -> bool:
+def _is_missing_checksums(result: Verification) -> bool:
     """Return whether a complete checkpoint fails because of ``--require-verified``."""
-    return found.verdict is Verdict.COMPLETE and found.exit_code != 0
+    return result.verdict is Verdict.COMPLETE and result.exit_code != 0

@@ -26,7 +26,7 @@ from ckptctl.errors import (
     quote_names,
 )
 from ckptctl.formats.shared.leaves import read_value_bytes
-from ckptctl.save_load.loading.key_comparison import held_as, kept_apart
+from ckptctl.save_load.loading.key_comparison import find_stored_name, list_rank_keys
 from ckptctl.save_load.loading.state_mapping import StateMapping
 from ckptctl.storage.files import MemoryFiles, source_files
 from ckptctl.storage.zips.zip_reader import LEGACY_MAGIC, read_archive
@@ -220,8 +220,10 @@ def format_skipped_values(refused: Mapping[str, str]) -> str:
 
 def match_stored_names(mapping: StateMapping, values: Collection[str], rank: int) -> dict[str, str]:
     """Map names of non-tensor values in the state to their names in the checkpoint."""
-    separate_names = kept_apart(mapping.catalog) if values and rank else ()
-    stored_names = {name: held_as(mapping, name, rank, values, separate_names) for name in values}
+    separate_names = list_rank_keys(mapping.catalog) if values and rank else ()
+    stored_names = {
+        name: find_stored_name(mapping, name, rank, values, separate_names) for name in values
+    }
     return {
         name: stored_name for name, stored_name in stored_names.items() if stored_name is not None
     }

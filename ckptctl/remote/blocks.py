@@ -12,128 +12,132 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 
-BLOCK = 256 << 10
-MOST = 16
+BLOCK_BYTES = 256 << 10
+MAX_REQUEST_BLOCKS = 16
 """Most blocks of one request (4 MiB)."""
-ROOM = 32 << 20
-KEPT = 8 << 20
+CACHE_BYTES = 32 << 20
+IDLE_CACHE_BYTES = 8 << 20
 """Bytes that stay cached when no reader is active."""
-STREAMS = 256
-HEAD = 16
+MAX_STREAMS = 256
+HEAD_BYTES = 16
 """Bytes at the beginning of a file that stay cached, for repeated checks of its type."""
-HEADS = 4096
+MAX_HEADS = 4096
 """Most files whose beginning stays cached."""
-TAIL = 64 << 10
+TAIL_BYTES = 64 << 10
 
 Fetch = Callable[[int, int], bytes | bytearray]
 """Function that returns the bytes between two offsets."""
 Key = tuple[Hashable, int]
 
 
-class Blocks:
+class BlockCache:
     """A bounded, thread-safe cache of blocks of many files."""
 
-    def __init__(self, room: int = ROOM) -> None:
-        self._room = room
+    def __init__(self, capacity_bytes: int = CACHE_BYTES) -> None:
+        self._capacity_bytes = capacity_bytes
         self._lock = threading.Lock()
-        self._held = 0
+        self._cached_bytes = 0
         self._blocks: OrderedDict[Key, bytes] = OrderedDict()
-        self._coming: dict[Key, Future[bytes]] = {}
+        self._pending: dict[Key, Future[bytes]] = {}
         self._next: OrderedDict[Key, int] = OrderedDict()
         self._ends: OrderedDict[Key, None] = OrderedDict()
         self._heads: OrderedDict[Hashable, bytes] = OrderedDict()
 
-    def read(self, file: Hashable, size: int, offset: int, nbytes: int, fetch: Fetch) -> bytearray:
+    def read_range(
+        self, file: Hashable, size: int, offset: int, nbytes: int, fetch: Fetch
+    ) -> bytearray:
         """Read a byte range of *file*, shorter only if the store returned less than requested."""
         end = offset + nbytes
-        head = self._heads.get(file) if end <= HEAD else None
+        head = self._heads.get(file) if end <= HEAD_BYTES else None
         if head is not None:
             return bytearray(head[offset:end])
-        found = bytearray()
+        data = bytearray()
         while offset < end:
-            number = offset // BLOCK
-            wanted = -(-end // BLOCK) - number
-            block = self._block(file, size, number, wanted, fetch)
-            part = block[offset - number * BLOCK : end - number * BLOCK]
+            number = offset // BLOCK_BYTES
+            block_count = -(-end // BLOCK_BYTES) - number
+            block = self._get_block(file, size, number, block_count, fetch)
+            part = block[offset - number * BLOCK_BYTES : end - number * BLOCK_BYTES]
             if not part:
                 break
-            found += part
+            data += part
             offset += len(part)
-        return found
+        return data
 
-    def end(self, file: Hashable, stop: int) -> None:
+    def mark_end(self, file: Hashable, stop: int) -> None:
         """Mark *stop* as the end of a sequential read, beyond which nothing is read ahead."""
         with self._lock:
-            self._ends[file, -(-stop // BLOCK)] = None
-            if len(self._ends) > STREAMS:
+            self._ends[file, -(-stop // BLOCK_BYTES)] = None
+            if len(self._ends) > MAX_STREAMS:
                 self._ends.popitem(last=False)
 
-    def trim(self) -> None:
+    def trim_cache(self) -> None:
         """Drop all but `KEPT` bytes of cached blocks."""
         with self._lock:
-            self._shrink(min(KEPT, self._room))
+            self._shrink_to(min(IDLE_CACHE_BYTES, self._capacity_bytes))
 
-    def _block(self, file: Hashable, size: int, number: int, wanted: int, fetch: Fetch) -> bytes:
+    def _get_block(
+        self, file: Hashable, size: int, number: int, block_count: int, fetch: Fetch
+    ) -> bytes:
         with self._lock:
-            found = self._blocks.get((file, number))
-            if found is not None:
+            data = self._blocks.get((file, number))
+            if data is not None:
                 self._blocks.move_to_end((file, number))
-                return found
-            coming = self._coming.get((file, number))
-            if coming is None:
-                claimed = self._claim(file, size, number, wanted)
-        if coming is not None:
-            return coming.result()
-        return self._fetch(file, size, claimed, fetch)[number - claimed.start]
+                return data
+            pending = self._pending.get((file, number))
+            if pending is None:
+                claimed = self._claim_blocks(file, size, number, block_count)
+        if pending is not None:
+            return pending.result()
+        return self._fetch_blocks(file, size, claimed, fetch)[number - claimed.start]
 
-    def _claim(self, file: Hashable, size: int, number: int, wanted: int) -> range:
+    def _claim_blocks(self, file: Hashable, size: int, number: int, block_count: int) -> range:
         """Choose the blocks to fetch together with block *number*, and mark them as pending."""
-        ahead = min(MOST, max(self._next.pop((file, number), 1), wanted))
-        last = -(-size // BLOCK)
+        read_ahead = min(MAX_REQUEST_BLOCKS, max(self._next.pop((file, number), 1), block_count))
+        last = -(-size // BLOCK_BYTES)
         first = number
-        if number == last - 1 and number and size - number * BLOCK < TAIL:
-            first -= self._absent(file, number - 1)
+        if number == last - 1 and number and size - number * BLOCK_BYTES < TAIL_BYTES:
+            first -= self._is_absent(file, number - 1)
         stop = number + 1
-        while stop < min(number + ahead, last) and self._absent(file, stop):
-            if stop >= number + wanted and (file, stop) in self._ends:
+        while stop < min(number + read_ahead, last) and self._is_absent(file, stop):
+            if stop >= number + block_count and (file, stop) in self._ends:
                 break
             stop += 1
-        for one in range(first, stop):
-            self._coming[file, one] = Future()
-        self._next[file, stop] = min(MOST, 2 * ahead)
-        if len(self._next) > STREAMS:
+        for index in range(first, stop):
+            self._pending[file, index] = Future()
+        self._next[file, stop] = min(MAX_REQUEST_BLOCKS, 2 * read_ahead)
+        if len(self._next) > MAX_STREAMS:
             self._next.popitem(last=False)
         return range(first, stop)
 
-    def _absent(self, file: Hashable, number: int) -> bool:
-        return (file, number) not in self._blocks and (file, number) not in self._coming
+    def _is_absent(self, file: Hashable, number: int) -> bool:
+        return (file, number) not in self._blocks and (file, number) not in self._pending
 
-    def _fetch(self, file: Hashable, size: int, claimed: range, fetch: Fetch) -> list[bytes]:
-        start, stop = claimed.start * BLOCK, min(size, claimed.stop * BLOCK)
+    def _fetch_blocks(self, file: Hashable, size: int, claimed: range, fetch: Fetch) -> list[bytes]:
+        start, stop = claimed.start * BLOCK_BYTES, min(size, claimed.stop * BLOCK_BYTES)
         try:
             data = memoryview(fetch(start, stop))
         except BaseException as error:
             with self._lock:
                 for number in claimed:
-                    self._coming.pop((file, number)).set_exception(error)
+                    self._pending.pop((file, number)).set_exception(error)
             raise
-        parts = [bytes(data[at : at + BLOCK]) for at in range(0, stop - start, BLOCK)]
+        parts = [bytes(data[at : at + BLOCK_BYTES]) for at in range(0, stop - start, BLOCK_BYTES)]
         with self._lock:
             for number, part in zip(claimed, parts, strict=True):
                 self._blocks[file, number] = part
-                self._held += len(part)
-                self._coming.pop((file, number)).set_result(part)
-            if not claimed.start and len(parts[0]) >= min(size, HEAD):
-                self._heads[file] = parts[0][:HEAD]
-                if len(self._heads) > HEADS:
+                self._cached_bytes += len(part)
+                self._pending.pop((file, number)).set_result(part)
+            if not claimed.start and len(parts[0]) >= min(size, HEAD_BYTES):
+                self._heads[file] = parts[0][:HEAD_BYTES]
+                if len(self._heads) > MAX_HEADS:
                     self._heads.popitem(last=False)
-            self._shrink(self._room)
+            self._shrink_to(self._capacity_bytes)
         return parts
 
-    def _shrink(self, room: int) -> None:
-        while self._held > room:
-            self._held -= len(self._blocks.popitem(last=False)[1])
+    def _shrink_to(self, capacity_bytes: int) -> None:
+        while self._cached_bytes > capacity_bytes:
+            self._cached_bytes -= len(self._blocks.popitem(last=False)[1])
 
 
-SHARED = Blocks()
+SHARED_BLOCKS = BlockCache()
 """The block cache of all remote files in this process."""

@@ -18,22 +18,24 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from ckptctl.errors import CkptError, SourceNotFoundError, StorageError, UsageError
-from ckptctl.remote.retries import persistent, retried
+from ckptctl.remote.retries import call_with_retries, read_with_retries
 from ckptctl.remote.store import ITSELF, Store
 from ckptctl.storage.paths import resolve_links
 from ckptctl.storage.urls import mask_secrets, normalize_scheme
 from ckptctl.tree import TreeEntry
 
-KINDS = {"models": "model", "datasets": "dataset", "spaces": "space"}
+REPOSITORY_KINDS = {"models": "model", "datasets": "dataset", "spaces": "space"}
 _WITH_SLASHES = r"refs/(?:pr/\d+|convert/[^/]+)"
 """Revisions whose slashes are not escaped in a URL."""
 _URL = re.compile(
     r"hf://(?:(?P<kind>models|datasets|spaces)/)?(?P<repository>[^/@]+/[^/@]+)"
     rf"(?:@(?P<revision>{_WITH_SLASHES}|[^/]+))?(?:/(?P<path>.*))?"
 )
-CHANGED = 412
-FORM = "write hf://ORG/NAME, hf://ORG/NAME@REVISION or hf://ORG/NAME/FOLDER"
-LOGIN = "log in with `hf auth login`, or set HF_TOKEN (required for private and gated repositories)"
+CHANGED_STATUS = 412
+URL_FORM_HINT = "write hf://ORG/NAME, hf://ORG/NAME@REVISION or hf://ORG/NAME/FOLDER"
+LOGIN_HINT = (
+    "log in with `hf auth login`, or set HF_TOKEN (required for private and gated repositories)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,22 +56,22 @@ class HubUrl:
 
     def __str__(self) -> str:
         prefix = "" if self.kind == "model" else f"{self.kind}s/"
-        as_it_is = re.fullmatch(_WITH_SLASHES, self.revision or "")
-        revision = self.revision and quote(self.revision, safe="/" if as_it_is else "")
+        has_slashes = re.fullmatch(_WITH_SLASHES, self.revision or "")
+        revision = self.revision and quote(self.revision, safe="/" if has_slashes else "")
         parts = f"hf://{prefix}{self.repository}" + (f"@{revision}" if revision else "")
         return f"{parts}/{self.path}" if self.path else parts
 
 
-def parse(url: str) -> HubUrl:
+def parse_hub_url(url: str) -> HubUrl:
     """Parse an ``hf://`` URL.
 
     Raises:
         UsageError: The URL does not name a repository.
     """
     match = _URL.fullmatch(normalize_scheme(url).rstrip("/"))
-    what = "this is not a Hub repository"
+    problem = "this is not a Hub repository"
     if match is None:
-        raise UsageError(what, where=mask_secrets(url), hint=FORM)
+        raise UsageError(problem, where=mask_secrets(url), hint=URL_FORM_HINT)
     from huggingface_hub import utils as hub  # lazy names, which type checkers cannot see
     from huggingface_hub.errors import HFValidationError
 
@@ -77,9 +79,11 @@ def parse(url: str) -> HubUrl:
     try:
         client.validate_repo_id(match["repository"])
     except HFValidationError as error:
-        raise UsageError(what, where=mask_secrets(url), why=str(error), hint=FORM) from None
+        raise UsageError(
+            problem, where=mask_secrets(url), why=str(error), hint=URL_FORM_HINT
+        ) from None
     revision = match["revision"] and unquote(match["revision"])
-    kind = KINDS[match["kind"] or "models"]
+    kind = REPOSITORY_KINDS[match["kind"] or "models"]
     return HubUrl(kind, match["repository"], revision, (match["path"] or "").strip("/"))
 
 
@@ -87,98 +91,105 @@ class HubStore(Store):
     """A folder of a Hub repository, at the commit that its revision has when opened."""
 
     def __init__(self, url: str | HubUrl) -> None:
-        self._at = parse(url) if isinstance(url, str) else url
-        self.url = str(self._at)
-        self._commit, self._files, self._cached = look(self._at, self.url)
-        self._places: dict[str, Path | None] = {}
+        self._hub_url = parse_hub_url(url) if isinstance(url, str) else url
+        self.url = str(self._hub_url)
+        self._commit, self._files, self._snapshot_folder = list_repository(self._hub_url, self.url)
+        self._cached_paths: dict[str, Path | None] = {}
 
-    def members(self, folder: str) -> list[TreeEntry]:
+    def list_members(self, folder: str) -> list[TreeEntry]:
         """See :class:`~ckptctl.remote.store.Store`."""
-        inner = self._inner(folder)
-        if inner in self._files:
-            return [replace(self._files[inner], name=ITSELF)]
+        path = self._join_path(folder)
+        if path in self._files:
+            return [replace(self._files[path], name=ITSELF)]
         entries: dict[str, TreeEntry] = {}
-        prefix = f"{inner}/" if inner else ""
+        prefix = f"{path}/" if path else ""
         for name, entry in self._files.items():
             if name.startswith(prefix):
-                head, deeper, _ = name[len(prefix) :].partition("/")
-                entries[head] = TreeEntry(head, True) if deeper else replace(entry, name=head)
+                head, is_folder, _ = name[len(prefix) :].partition("/")
+                entries[head] = TreeEntry(head, True) if is_folder else replace(entry, name=head)
         return list(entries.values())
 
-    def read(self, name: str, version: str, start: int, stop: int) -> bytes | bytearray:
+    def read_range(self, name: str, version: str, start: int, stop: int) -> bytes | bytearray:
         """See :class:`~ckptctl.remote.store.Store`."""
         del version
-        inner = self._inner(name)
-        cached = self._local(inner)
+        path = self._join_path(name)
+        cached = self._find_cached(path)
         if cached is not None:
             with cached.open("rb") as file:
                 file.seek(start)
                 return file.read(stop - start)
-        with hub_errors(self.url, f"read `{name}`"):
-            return retried(
-                lambda found: _append(found, self._at, inner, self._commit, start, stop), self.url
+        with translate_hub_errors(self.url, f"read `{name}`"):
+            return read_with_retries(
+                lambda data: _append_range(data, self._hub_url, path, self._commit, start, stop),
+                self.url,
             )
 
-    def above(self) -> HubStore | None:
+    def find_parent(self) -> HubStore | None:
         """Return the parent folder without another request, or None for the repository itself."""
-        if not self._at.path:
+        if not self._hub_url.path:
             return None
         folder = copy(self)
-        folder._at = replace(self._at, path=self._at.path.rpartition("/")[0])
-        folder.url = str(folder._at)
+        folder._hub_url = replace(self._hub_url, path=self._hub_url.path.rpartition("/")[0])
+        folder.url = str(folder._hub_url)
         return folder
 
-    def _inner(self, name: str) -> str:
-        return "/".join(filter(None, (self._at.path, name)))
+    def _join_path(self, name: str) -> str:
+        return "/".join(filter(None, (self._hub_url.path, name)))
 
-    def _local(self, inner: str) -> Path | None:
+    def _find_cached(self, name: str) -> Path | None:
         """Return the path of a file of this commit in the cache, or None if it is not cached."""
-        if self._cached is not None:
-            return self._cached / inner
-        if inner not in self._places:
+        if self._snapshot_folder is not None:
+            return self._snapshot_folder / name
+        if name not in self._cached_paths:
             from huggingface_hub import try_to_load_from_cache
 
             cached = try_to_load_from_cache(
-                self._at.repository, inner, revision=self._commit, repo_type=self._at.kind
+                self._hub_url.repository, name, revision=self._commit, repo_type=self._hub_url.kind
             )
             path = Path(cached) if isinstance(cached, str) else None
-            same = path is not None and path.stat().st_size == self._files[inner].size
-            self._places[inner] = path if same else None
-        return self._places[inner]
+            is_complete = path is not None and path.stat().st_size == self._files[name].size
+            self._cached_paths[name] = path if is_complete else None
+        return self._cached_paths[name]
 
 
-def look(at: HubUrl, url: str) -> tuple[str, dict[str, TreeEntry], Path | None]:
+def list_repository(hub_url: HubUrl, url: str) -> tuple[str, dict[str, TreeEntry], Path | None]:
     """Return a repository's commit, its files and, if offline, the cached snapshot folder."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import OfflineModeIsEnabled
 
-    with hub_errors(url, "list the repository"):
+    with translate_hub_errors(url, "list the repository"):
         try:
-            info: Any = persistent(
+            info: Any = call_with_retries(
                 lambda: HfApi().repo_info(
-                    at.repository, revision=at.revision, repo_type=at.kind, files_metadata=True
+                    hub_url.repository,
+                    revision=hub_url.revision,
+                    repo_type=hub_url.kind,
+                    files_metadata=True,
                 ),
                 url,
             )
         except OfflineModeIsEnabled:
-            return _look_offline(at)
+            return _list_snapshot(hub_url)
         time = int(info.last_modified.timestamp() * 1e9) if info.last_modified else 0
         files: dict[str, TreeEntry] = {}
         for file in info.siblings or ():
             name = file.rfilename
-            if _inside(name):
+            if _is_inside(name):
                 digest = file.lfs["sha256"] if file.lfs else file.blob_id
                 size = int(file.size or 0)
                 files[name] = TreeEntry(name, False, size, str(digest), time, digest)
         return str(info.sha), files, None
 
 
-def _look_offline(at: HubUrl) -> tuple[str, dict[str, TreeEntry], Path | None]:
+def _list_snapshot(hub_url: HubUrl) -> tuple[str, dict[str, TreeEntry], Path | None]:
     from huggingface_hub import snapshot_download
 
     folder = Path(
         snapshot_download(
-            at.repository, revision=at.revision, repo_type=at.kind, local_files_only=True
+            hub_url.repository,
+            revision=hub_url.revision,
+            repo_type=hub_url.kind,
+            local_files_only=True,
         )
     )
     names = (item for item in sorted(folder.rglob("*")) if item.is_file())
@@ -191,13 +202,15 @@ def _look_offline(at: HubUrl) -> tuple[str, dict[str, TreeEntry], Path | None]:
     return folder.name, files, folder
 
 
-def _inside(name: str) -> bool:
+def _is_inside(name: str) -> bool:
     """Return whether a name does not leave the repository. Names in git never do."""
     return not {"", ".", ".."} & set(name.split("/"))
 
 
-def _append(found: bytearray, at: HubUrl, name: str, commit: str, start: int, stop: int) -> None:
-    """Append the rest of a byte range to *found*.
+def _append_range(
+    data: bytearray, hub_url: HubUrl, name: str, commit: str, start: int, stop: int
+) -> None:
+    """Append the rest of a byte range to *data*.
 
     Raises:
         ConnectionError: The body was truncated. The received part is appended.
@@ -209,36 +222,40 @@ def _append(found: bytearray, at: HubUrl, name: str, commit: str, start: int, st
     client: Any = hub
     headers = {
         **client.build_hf_headers(library_name="ckptctl"),
-        "Range": f"bytes={start + len(found)}-{stop - 1}",
+        "Range": f"bytes={start + len(data)}-{stop - 1}",
         "Accept-Encoding": "identity",
     }
     url = hf_hub_url(
-        at.repository, name, repo_type=at.kind, revision=commit, endpoint=constants.ENDPOINT
+        hub_url.repository,
+        name,
+        repo_type=hub_url.kind,
+        revision=commit,
+        endpoint=constants.ENDPOINT,
     )
     # The client itself retries only status 429.
-    only = {"retry_on_exceptions": (), "retry_on_status_codes": 429}
-    with client.http_stream_backoff("GET", url, headers=headers, **only) as response:
+    retry_options = {"retry_on_exceptions": (), "retry_on_status_codes": 429}
+    with client.http_stream_backoff("GET", url, headers=headers, **retry_options) as response:
         client.hf_raise_for_status(response)
-        sent = response.headers.get("Content-Range", "").removeprefix("bytes ")
-        begins = sent.partition("-")[0] if response.status_code == 206 else "0"
-        if begins != str(start + len(found)):
+        content_range = response.headers.get("Content-Range", "").removeprefix("bytes ")
+        first_byte = content_range.partition("-")[0] if response.status_code == 206 else "0"
+        if first_byte != str(start + len(data)):
             raise StorageError(
-                f"the server does not support range requests for `{name}`", where=str(at)
+                f"the server does not support range requests for `{name}`", where=str(hub_url)
             )
-        broken = _append_body(found, response, stop - start)
-    if broken:
-        raise ConnectionError(f"{type(broken).__name__}: {broken}") from broken
+        failure = _append_body(data, response, stop - start)
+    if failure:
+        raise ConnectionError(f"{type(failure).__name__}: {failure}") from failure
 
 
-def _append_body(found: bytearray, response: Any, end: int) -> Exception | None:
+def _append_body(data: bytearray, response: Any, end: int) -> Exception | None:
     """Append a body up to *end* bytes in total, and return the error that truncated it, if any.
 
     An exception must not reach the client's context manager, which would restart the request.
     """
     try:
         for part in response.iter_bytes(1 << 20):
-            found += part[: end - len(found)]
-            if len(found) == end:
+            data += part[: end - len(data)]
+            if len(data) == end:
                 break
     except Exception as error:
         return error
@@ -246,17 +263,19 @@ def _append_body(found: bytearray, response: Any, end: int) -> Exception | None:
 
 
 @contextmanager
-def hub_errors(url: str, what: str, absent: str = LOGIN) -> Iterator[None]:
+def translate_hub_errors(url: str, action: str, missing_hint: str = LOGIN_HINT) -> Iterator[None]:
     """Convert exceptions of huggingface_hub in the block to `CkptError`."""
     try:
         yield
     except CkptError:
         raise
     except Exception as error:
-        raise _failure(error, url, what, absent) from error
+        raise _to_ckpt_error(error, url, action, missing_hint) from error
 
 
-def _failure(error: Exception, url: str, what: str, absent: str = LOGIN) -> CkptError:
+def _to_ckpt_error(
+    error: Exception, url: str, action: str, missing_hint: str = LOGIN_HINT
+) -> CkptError:
     from huggingface_hub import errors as hub
 
     why = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
@@ -269,20 +288,22 @@ def _failure(error: Exception, url: str, what: str, absent: str = LOGIN) -> Ckpt
             "unknown revision of the repository", where=url, why=why, hint=hint
         )
     if isinstance(error, hub.RepositoryNotFoundError):
-        return SourceNotFoundError("no such repository", where=url, why=why, hint=absent)
+        return SourceNotFoundError("no such repository", where=url, why=why, hint=missing_hint)
     if isinstance(error, hub.EntryNotFoundError):
         if isinstance(error, hub.LocalEntryNotFoundError):
             hint = "unset HF_HUB_OFFLINE, or run `hf download` first"
             return SourceNotFoundError("not in the cache", where=url, why=why, hint=hint)
-        return SourceNotFoundError(f"cannot {what}: no such file", where=url, why=why)
+        return SourceNotFoundError(f"cannot {action}: no such file", where=url, why=why)
     if isinstance(error, hub.OfflineModeIsEnabled):
         hint = "unset HF_HUB_OFFLINE"
-        return StorageError(f"cannot {what}: offline mode is on", where=url, why=why, hint=hint)
+        return StorageError(f"cannot {action}: offline mode is on", where=url, why=why, hint=hint)
     status = getattr(getattr(error, "response", None), "status_code", None)
-    if status == CHANGED:
+    if status == CHANGED_STATUS:
         hint = "check the new commit in the repository, then run the command again"
         return StorageError("the repository changed in the meantime", where=url, why=why, hint=hint)
     hint = (
-        LOGIN if status in (401, 403) else "check the network, HF_ENDPOINT and the proxy settings"
+        LOGIN_HINT
+        if status in (401, 403)
+        else "check the network, HF_ENDPOINT and the proxy settings"
     )
-    return StorageError(f"cannot {what}", where=url, why=why, hint=hint)
+    return StorageError(f"cannot {action}", where=url, why=why, hint=hint)

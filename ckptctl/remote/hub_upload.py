@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptctl.errors import CkptError, RefusedError, spell_option
-from ckptctl.remote.hub import LOGIN, hub_errors, look, parse
+from ckptctl.remote.hub import LOGIN_HINT, list_repository, parse_hub_url, translate_hub_errors
 from ckptctl.storage.crc import is_digest_of
 from ckptctl.tree import TreeEntry
 from ckptctl.version import __version__
@@ -23,7 +23,7 @@ from ckptctl.version import __version__
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd
 
-WEIGHTS = re.compile(
+CHECKPOINT_FILE = re.compile(
     r".*\.(safetensors|bin|pt|pth|ckpt|distcp|metadata)(\.index\.json)?|ckptctl\.manifest\.json"
     r"|SHA256SUMS"
 )
@@ -36,28 +36,32 @@ class HubUpload:
     def __init__(self, url: str, *, single: str | None, overwrite: bool) -> None:
         from huggingface_hub import HfApi
 
-        self._at = parse(url)
-        self._url = str(self._at)
+        self._hub_url = parse_hub_url(url)
+        self._url = str(self._hub_url)
         self._api = HfApi(library_name="ckptctl", library_version=__version__)
         self._lock = threading.Lock()
-        self._quiet = _Quiet()
+        self._silence = _SilencedProgress()
         self._added: dict[str, CommitOperationAdd] = {}
-        kind = "" if self._at.kind == "model" else f" --type {self._at.kind}"
-        create_hint = f"create it with `hf repos create {self._at.repository}{kind}`, or {LOGIN}"
-        with hub_errors(self._url, "list the repository", create_hint):
+        kind = "" if self._hub_url.kind == "model" else f" --type {self._hub_url.kind}"
+        create_hint = (
+            f"create it with `hf repos create {self._hub_url.repository}{kind}`, or {LOGIN_HINT}"
+        )
+        with translate_hub_errors(self._url, "list the repository", create_hint):
             info: Any = self._api.repo_info(
-                self._at.repository, revision=self._at.revision, repo_type=self._at.kind
+                self._hub_url.repository,
+                revision=self._hub_url.revision,
+                repo_type=self._hub_url.kind,
             )
         self._head = info.sha
-        self._committed = self._asked = False
+        self._is_committed = self._is_requested = False
         self.resumed = 0
         names = [file.rfilename for file in info.siblings or ()]
-        self._old = [name for name in names if self._is_replaced(name, single)]
-        if self._old and not overwrite:
+        self._replaced_names = [name for name in names if self._is_replaced(name, single)]
+        if self._replaced_names and not overwrite:
             raise RefusedError(
                 "the repository already contains a checkpoint",
                 where=self._url,
-                why=f"`{self._old[0]}` exists",
+                why=f"`{self._replaced_names[0]}` exists",
                 hint=f"choose another repository or folder, or pass {spell_option('--overwrite')} "
                 "(old files stay in the history)",
             )
@@ -66,13 +70,13 @@ class HubUpload:
         """See :class:`~ckptctl.tree.Upload`."""
         from huggingface_hub import CommitOperationAdd
 
-        with hub_errors(self._url, f"upload `{name}`"), self._quiet:
-            added = CommitOperationAdd(self._inner(name), str(path))
+        with translate_hub_errors(self._url, f"upload `{name}`"), self._silence:
+            added = CommitOperationAdd(self._join_path(name), str(path))
             self._api.preupload_lfs_files(
-                self._at.repository,
+                self._hub_url.repository,
                 [added],
-                repo_type=self._at.kind,
-                revision=self._at.revision,
+                repo_type=self._hub_url.kind,
+                revision=self._hub_url.revision,
                 num_threads=1,
             )
         if added._should_ignore:  # the commit would silently skip it
@@ -91,91 +95,95 @@ class HubUpload:
         """See :class:`~ckptctl.tree.Upload`."""
         from huggingface_hub import CommitOperationDelete
 
-        gone = [name for name in self._old if name not in self._added]
-        self._asked = True
+        removed_names = [name for name in self._replaced_names if name not in self._added]
+        self._is_requested = True
         try:
-            with hub_errors(self._url, "commit"):
+            with translate_hub_errors(self._url, "commit"):
                 self._api.create_commit(
-                    self._at.repository,
-                    [*self._added.values(), *map(CommitOperationDelete, gone)],
+                    self._hub_url.repository,
+                    [*self._added.values(), *map(CommitOperationDelete, removed_names)],
                     commit_message="Upload a checkpoint with ckptctl",
-                    repo_type=self._at.kind,
-                    revision=self._at.revision,
+                    repo_type=self._hub_url.kind,
+                    revision=self._hub_url.revision,
                     parent_commit=self._head,
                 )
         except CkptError:
-            if not self._is_there(gone):  # it may have succeeded with its response lost
+            if not self._has_committed(
+                removed_names
+            ):  # it may have succeeded with its response lost
                 raise
-        self._committed = True
+        self._is_committed = True
 
-    def _is_there(self, gone: Sequence[str]) -> bool:
-        """Return whether the branch has a new commit with all added files, without *gone*.
+    def _has_committed(self, removed_names: Sequence[str]) -> bool:
+        """Return whether the branch has a new commit with all added files, without *removed_names*.
 
         If the repository can be listed, the outcome of the requested commit is then known.
         """
         try:
-            commit, files, _ = look(replace(self._at, path=""), self._url)
+            commit, files, _ = list_repository(replace(self._hub_url, path=""), self._url)
         except CkptError:
             return False
-        self._asked = False
-        same = (n in files and _is_same(files[n], added) for n, added in self._added.items())
-        return commit != self._head and files.keys().isdisjoint(gone) and all(same)
+        self._is_requested = False
+        are_same = (
+            n in files and _has_same_content(files[n], added) for n, added in self._added.items()
+        )
+        return commit != self._head and files.keys().isdisjoint(removed_names) and all(are_same)
 
     def abandon_upload(self) -> str:
         """See :class:`~ckptctl.tree.Upload`."""
-        if self._committed:
+        if self._is_committed:
             return "the commit was made; replaced files are in the history of the repository"
-        if self._asked:
+        if self._is_requested:
             return "the commit may have been made; check the repository"
         return "nothing was committed; the next run does not upload the same files again"
 
     def close(self) -> None:
         """See :class:`~ckptctl.tree.Upload`."""
 
-    def _inner(self, name: str) -> str:
-        return "/".join(filter(None, (self._at.path, name)))
+    def _join_path(self, name: str) -> str:
+        return "/".join(filter(None, (self._hub_url.path, name)))
 
     def _is_replaced(self, name: str, single: str | None) -> bool:
         if single is not None:
-            return name == self._inner(single)
+            return name == self._join_path(single)
         folder, _, last = name.rpartition("/")
-        return folder == self._at.path and WEIGHTS.fullmatch(last) is not None
+        return folder == self._hub_url.path and CHECKPOINT_FILE.fullmatch(last) is not None
 
 
-def _is_same(found: TreeEntry, added: CommitOperationAdd) -> bool:
+def _has_same_content(entry: TreeEntry, added: CommitOperationAdd) -> bool:
     info = added.upload_info
-    if found.digest == info.sha256.hex():
+    if entry.digest == info.sha256.hex():
         return True
-    if found.size != info.size or found.digest is None:
+    if entry.size != info.size or entry.digest is None:
         return False
     with added.as_file() as file:
-        return is_digest_of(found.digest, file.read(info.size))
+        return is_digest_of(entry.digest, file.read(info.size))
 
 
-class _Quiet:
+class _SilencedProgress:
     """Context manager that hides huggingface_hub's progress bars, as ours is shown already."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._inside = 0
-        self._shown = False
+        self._depth = 0
+        self._was_enabled = False
 
     def __enter__(self) -> None:
-        bars = _bars()
+        bars = _import_hub_utils()
         with self._lock:
-            if not self._inside:
-                self._shown = not bars.are_progress_bars_disabled()
+            if not self._depth:
+                self._was_enabled = not bars.are_progress_bars_disabled()
                 bars.disable_progress_bars()
-            self._inside += 1
+            self._depth += 1
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
-            self._inside -= 1
-            if not self._inside and self._shown:
-                _bars().enable_progress_bars()
+            self._depth -= 1
+            if not self._depth and self._was_enabled:
+                _import_hub_utils().enable_progress_bars()
 
 
-def _bars() -> Any:
+def _import_hub_utils() -> Any:
     from huggingface_hub import utils
 
     return utils  # lazy names, which type checkers cannot see

@@ -8,7 +8,7 @@ store. The next run then takes over the lock, which lists the files that the dea
 
 A holder whose machine slept, or a store without conditions, may briefly leave two runs that both
 consider the lock theirs. Therefore each critical step first reads the lock again
-(:meth:`RemoteLock.require`).
+(:meth:`RemoteLock.require_ours`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,13 @@ from dataclasses import replace
 from math import inf
 
 from ckptctl.errors import RefusedError, StorageError
-from ckptctl.remote.conditions import UNKNOWN, code_of, is_taken, knows_no_conditions
-from ckptctl.remote.store import FsspecStore, entry_of
+from ckptctl.remote.conditions import (
+    UNSUPPORTED_CODES,
+    get_s3_code,
+    is_precondition_failure,
+    is_unsupported_condition,
+)
+from ckptctl.remote.store import FsspecStore, make_entry
 from ckptctl.storage import processes
 from ckptctl.storage.writing import (
     BUSY_MESSAGE,
@@ -35,9 +40,9 @@ from ckptctl.storage.writing import (
     parse_lock,
 )
 
-BEAT = 60.0
+HEARTBEAT_SECONDS = 60.0
 """Seconds between updates of the lock."""
-TRIES = 3
+MAX_TRIES = 3
 
 
 class RemoteLock:
@@ -54,15 +59,15 @@ class RemoteLock:
     ) -> None:
         self._store, self._name, self._busy = store, name, busy
         self._object = ConditionalObject(store, name)
-        said = LockRecord(
+        writing = LockRecord(
             secrets.token_hex(8), processes.current_process(), tuple(names), doomed=doomed or {}
         )
-        self._said = said
+        self._writing = writing
         self._mutex = threading.Lock()
-        self._over = threading.Event()
-        self._proven = 0.0
+        self._stop_event = threading.Event()
+        self._proven_at = 0.0
 
-    def take(self) -> LockRecord | None:
+    def acquire_lock(self) -> LockRecord | None:
         """Acquire the lock and start a thread that refreshes it.
 
         Returns:
@@ -71,28 +76,28 @@ class RemoteLock:
         Raises:
             RefusedError: Another run holds the lock.
         """
-        with self._store.errors(self._name, "write"):
+        with self._store.translate_errors(self._name, "write"):
             self._store.make_folder()
-            left = self._taken_over()
-        if not self.ours():
-            raise self._refusal(None)
-        OWN_LOCK_TOKENS.add(self._said.token)
-        threading.Thread(target=self._live, daemon=True).start()
-        return left
+            leftover = self._take_over()
+        if not self.is_ours():
+            raise self._busy_error(None)
+        OWN_LOCK_TOKENS.add(self._writing.token)
+        threading.Thread(target=self._run_heartbeat, daemon=True).start()
+        return leftover
 
-    def ours(self) -> bool:
+    def is_ours(self) -> bool:
         """Read the lock and return whether this run holds it."""
-        now = _now()
-        with self._store.errors(self._name, "read"):
-            found = parse_lock(self._object.read() or b"")
-        if found is None or found.token != self._said.token:
+        now = _read_boottime()
+        with self._store.translate_errors(self._name, "read"):
+            holder = parse_lock(self._object.read_content() or b"")
+        if holder is None or holder.token != self._writing.token:
             return False
-        self._proven = now
+        self._proven_at = now
         return True
 
-    def require(self) -> None:
+    def require_ours(self) -> None:
         """Read the lock and raise unless this run holds it."""
-        if not self.ours():
+        if not self.is_ours():
             raise StorageError(
                 self._busy,
                 where=self._store.url,
@@ -100,89 +105,91 @@ class RemoteLock:
                 hint="run only one such command at a time",
             )
 
-    def still(self) -> None:
+    def require_still_ours(self) -> None:
         """Raise unless this run holds the lock, or did so within the last minute."""
-        if not 0 <= _now() - self._proven < BEAT:
-            self.require()
+        if not 0 <= _read_boottime() - self._proven_at < HEARTBEAT_SECONDS:
+            self.require_ours()
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def file_names(self) -> tuple[str, ...]:
         """Files that the lock records as being written."""
-        return self._said.names
+        return self._writing.names
 
-    def note(self, name: str, sent: UploadedFile) -> None:
+    def note_sent(self, name: str, sent: UploadedFile) -> None:
         """Record a file as uploaded, so that a later run can reuse it."""
-        self._write(lambda said: replace(said, sent={**said.sent, name: sent}))
+        self._update_writing(lambda writing: replace(writing, sent={**writing.sent, name: sent}))
 
     def note_names(self, names: Sequence[str]) -> None:
         """Record further files before they are written."""
-        self._write(lambda said: replace(said, names=(*said.names, *names)))
+        self._update_writing(lambda writing: replace(writing, names=(*writing.names, *names)))
 
     def note_removal(self, names: Sequence[str]) -> None:
         """Record files before they are removed to make room."""
-        self._write(lambda said: replace(said, removed=tuple(names)))
+        self._update_writing(lambda writing: replace(writing, removed=tuple(names)))
 
-    def now(self) -> float:
+    def read_store_clock(self) -> float:
         """Return the time of the store's clock in seconds, or the local time if it has none."""
-        self._write(lambda said: said)
-        with self._store.errors(self._name, "access"):
-            return self._object.written() / 1e9 or time.time()
+        self._update_writing(lambda writing: writing)
+        with self._store.translate_errors(self._name, "access"):
+            return self._object.read_write_time_ns() / 1e9 or time.time()
 
-    def leave(self, writing: LockRecord | None = None) -> None:
+    def leave_for_next_run(self, writing: LockRecord | None = None) -> None:
         """Release the lock, but keep its record for a later run."""
-        self.stop()
-        self._write(lambda said: replace(writing or said, process=None, token=said.token))
+        self.stop_heartbeat()
+        self._update_writing(
+            lambda current: replace(writing or current, process=None, token=current.token)
+        )
 
-    def drop(self) -> None:
+    def release_lock(self) -> None:
         """Release and remove the lock."""
-        self.stop()
-        with self._mutex, self._store.errors(self._name, "remove"):
-            if self.ours():
-                self._object.remove()
+        self.stop_heartbeat()
+        with self._mutex, self._store.translate_errors(self._name, "remove"):
+            if self.is_ours():
+                self._object.remove_object()
 
-    def stop(self) -> None:
+    def stop_heartbeat(self) -> None:
         """Stop refreshing the lock, which then exists without a holder."""
-        self._over.set()
-        OWN_LOCK_TOKENS.discard(self._said.token)
+        self._stop_event.set()
+        OWN_LOCK_TOKENS.discard(self._writing.token)
 
-    def _write(self, change: Callable[[LockRecord], LockRecord]) -> None:
+    def _update_writing(self, change: Callable[[LockRecord], LockRecord]) -> None:
         with self._mutex:
-            self.require()
-            said = change(self._said)
-            with self._store.errors(self._name, "write"):
-                while not self._object.write(said.to_bytes()):
-                    self.require()
-            self._said = said
+            self.require_ours()
+            writing = change(self._writing)
+            with self._store.translate_errors(self._name, "write"):
+                while not self._object.try_write(writing.to_bytes()):
+                    self.require_ours()
+            self._writing = writing
 
-    def _live(self) -> None:
-        while not self._over.wait(BEAT):
+    def _run_heartbeat(self) -> None:
+        while not self._stop_event.wait(HEARTBEAT_SECONDS):
             with suppress(Exception), self._mutex:
-                if not self._over.is_set() and self.ours():
-                    self._object.write(self._said.to_bytes())
+                if not self._stop_event.is_set() and self.is_ours():
+                    self._object.try_write(self._writing.to_bytes())
 
-    def _taken_over(self) -> LockRecord | None:
+    def _take_over(self) -> LockRecord | None:
         """Write the lock, and return the record of a dead holder, if any."""
-        data = self._said.to_bytes()
-        for _ in range(TRIES):
-            if self._object.create(data):
+        data = self._writing.to_bytes()
+        for _ in range(MAX_TRIES):
+            if self._object.try_create(data):
                 return None
-            content = self._object.read()
+            content = self._object.read_content()
             if content is None:
                 continue
-            found = parse_lock(content)
-            if found is None or not is_dead(found, self._age):
-                raise self._refusal(found)
-            if self._object.replace(content, data):
-                return found
+            holder = parse_lock(content)
+            if holder is None or not is_dead(holder, self._find_age):
+                raise self._busy_error(holder)
+            if self._object.try_replace(content, data):
+                return holder
         return None
 
-    def _age(self) -> float | None:
+    def _find_age(self) -> float | None:
         with suppress(FileNotFoundError):
-            return self._object.age(self._said.token)
+            return self._object.find_age_seconds(self._writing.token)
         return inf  # it was just removed
 
-    def _refusal(self, found: LockRecord | None) -> RefusedError:
-        process = found and found.process
+    def _busy_error(self, holder: LockRecord | None) -> RefusedError:
+        process = holder and holder.process
         return RefusedError(
             self._busy,
             where=self._store.url,
@@ -192,7 +199,7 @@ class RemoteLock:
         )
 
 
-def _now() -> float:
+def _read_boottime() -> float:
     """Return the seconds of a clock that also runs while the machine sleeps, if there is one."""
     clock = getattr(time, "CLOCK_BOOTTIME", None)
     return time.time() if clock is None else time.clock_gettime(clock)
@@ -208,89 +215,97 @@ class ConditionalObject:
     """
 
     def __init__(self, store: FsspecStore, name: str) -> None:
-        self._system, self._path = store.system, store.path(name)
+        self._system, self._path = store.system, store.resolve_path(name)
         self._version = ""
         """Version last written by this process, if the store replaces conditionally."""
-        self._versions = store.versions
+        self._conditional_requests = store.conditional_requests
 
-    def read(self) -> bytes | None:
+    def read_content(self) -> bytes | None:
         """Return the content, or None if the object does not exist."""
         try:
             return bytes(self._system.cat_file(self._path))
         except FileNotFoundError:
             return None
 
-    def create(self, data: bytes) -> bool:
+    def try_create(self, data: bytes) -> bool:
         """Create the object, or return False if it exists."""
-        if self.read() is not None:  # some stores silently ignore conditions
+        if self.read_content() is not None:  # some stores silently ignore conditions
             return False
         try:
-            self._note(self._system.pipe_file(self._path, data, mode="create"))
+            self._note_version(self._system.pipe_file(self._path, data, mode="create"))
         except Exception as error:
-            if is_taken(error):
-                return self.read() == data  # the client may have retried after a lost response
-            if not knows_no_conditions(error):
+            if is_precondition_failure(error):
+                return (
+                    self.read_content() == data
+                )  # the client may have retried after a lost response
+            if not is_unsupported_condition(error):
                 raise
             self._system.pipe_file(self._path, data)
         return True
 
-    def replace(self, content: bytes, data: bytes) -> bool:
+    def try_replace(self, content: bytes, data: bytes) -> bool:
         """Replace the object, or return False if its content is no longer *content*.
 
         If several runs try, one succeeds if the store replaces conditionally. On other stores, the
         others notice when they read the object.
         """
         self._version = ""
-        if self._versions:
+        if self._conditional_requests:
             self._system.invalidate_cache()
             with suppress(FileNotFoundError):
-                self._version = entry_of(self._system.info(self._path), "").version
-        if self.read() != content:
+                self._version = make_entry(self._system.info(self._path), "").version
+        if self.read_content() != content:
             return False
         if self._version:
-            return self.write(data)
+            return self.try_write(data)
         with suppress(FileNotFoundError):
             self._system.rm_file(self._path)
-        return self.create(data)
+        return self.try_create(data)
 
-    def write(self, data: bytes) -> bool:
+    def try_write(self, data: bytes) -> bool:
         """Write the object, or return False if another run has written it since."""
-        known = self._version
+        version = self._version
         try:
-            if self._versions and known:
-                self._note(self._versions.replace(self._path, data, known))
+            if self._conditional_requests and version:
+                self._note_version(
+                    self._conditional_requests.replace_object(self._path, data, version)
+                )
             else:
-                self._note(self._system.pipe_file(self._path, data))
+                self._note_version(self._system.pipe_file(self._path, data))
         except Exception as error:
-            gone = isinstance(error, FileNotFoundError)
-            if not known or not (gone or is_taken(error) or code_of(error) in UNKNOWN):
+            is_missing = isinstance(error, FileNotFoundError)
+            if not version or not (
+                is_missing
+                or is_precondition_failure(error)
+                or get_s3_code(error) in UNSUPPORTED_CODES
+            ):
                 raise
             self._version = ""
-            if gone or is_taken(error):
-                return self.read() == data
+            if is_missing or is_precondition_failure(error):
+                return self.read_content() == data
             self._system.pipe_file(self._path, data)
         return True
 
-    def remove(self) -> None:
+    def remove_object(self) -> None:
         """Remove the object."""
         self._system.rm_file(self._path)
 
-    def age(self, own: str) -> float | None:
+    def find_age_seconds(self, token: str) -> float | None:
         """Return the age in seconds by the store's clock, or None if it is unknown."""
-        probe = f"{self._path}-{own}"
+        probe = f"{self._path}-{token}"
         self._system.pipe_file(probe, b"")
         try:
-            times = [self.written(path) for path in (self._path, probe)]
+            times = [self.read_write_time_ns(path) for path in (self._path, probe)]
         finally:
             self._system.rm_file(probe)
         return (times[1] - times[0]) / 1e9 if all(times) else None
 
-    def written(self, path: str = "") -> int:
+    def read_write_time_ns(self, path: str = "") -> int:
         """Return the modification time in nanoseconds, or 0 if the store has none."""
         self._system.invalidate_cache()
-        return entry_of(self._system.info(path or self._path), "").mtime_ns
+        return make_entry(self._system.info(path or self._path), "").mtime_ns
 
-    def _note(self, answer: object) -> None:
+    def _note_version(self, answer: object) -> None:
         """Remember the version in the store's response to a write."""
-        known = self._versions is not None and isinstance(answer, Mapping)
-        self._version = entry_of(answer, "").version if known else ""  # type: ignore[arg-type]
+        has_version = self._conditional_requests is not None and isinstance(answer, Mapping)
+        self._version = make_entry(answer, "").version if has_version else ""  # type: ignore[arg-type]

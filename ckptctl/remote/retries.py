@@ -13,114 +13,118 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ckptctl.errors import UsageError
-from ckptctl.remote.conditions import status_of
+from ckptctl.remote.conditions import get_http_status
 
 T = TypeVar("T")
-VARIABLE = "CKPTCTL_TIMEOUT"
-DEFAULT = 30.0
+TIMEOUT_VARIABLE = "CKPTCTL_TIMEOUT"
+DEFAULT_TIMEOUT_SECONDS = 30.0
 """Timeout in seconds."""
-SILENT = 0.1
+NOTICE_FRACTION = 0.1
 """Fraction of the timeout after which the user is notified."""
-LONGEST = 8.0
+MAX_BACKOFF_SECONDS = 8.0
 """Longest wait between two tries, in seconds."""
-BUSY = (408, 429, 500, 502, 503, 504)
+RETRYABLE_STATUSES = (408, 429, 500, 502, 503, 504)
 """HTTP statuses of temporary failures, the same that huggingface_hub retries."""
-BROKEN = frozenset(
+RETRYABLE_EXCEPTIONS = frozenset(
     {
         *("HTTPClientError", "IncompleteReadError"),
         *("TimeoutException", "NetworkError", "RemoteProtocolError"),
     }
 )
 """Exceptions of botocore for truncated bodies, and of httpx for broken connections."""
-OFFLINE = "OfflineModeIsEnabled"
+OFFLINE_EXCEPTION = "OfflineModeIsEnabled"
 """Exception of huggingface_hub in offline mode: a ConnectionError that retries cannot fix."""
 
 
 @dataclass(slots=True)
-class Patience:
+class RetryPolicy:
     """Retry policy for remote stores, with a total timeout and exponential backoff.
 
     Attributes:
-        seconds: Timeout from the first failure, or None for that of the environment.
-        first: Wait before the second try, in seconds. Later waits double.
-        tell: Called once with a message after a tenth of the timeout.
+        timeout_seconds: Timeout from the first failure, or None for that of the environment.
+        first_wait_seconds: Wait before the second try, in seconds. Later waits double.
+        notify: Called once with a message after a tenth of the timeout.
     """
 
-    seconds: float | None = None
-    first: float = 0.5
-    tell: Callable[[str], None] | None = None
-    _since: float | None = None
-    _last: float = 0.0
-    _told: bool = False
+    timeout_seconds: float | None = None
+    first_wait_seconds: float = 0.5
+    notify: Callable[[str], None] | None = None
+    _first_failure_seconds: float | None = None
+    _last_failure_seconds: float = 0.0
+    _is_notified: bool = False
 
-    def answered(self) -> None:
+    def record_answer(self) -> None:
         """Reset the timeout after a successful request."""
-        self._since, self._told = None, False
+        self._first_failure_seconds, self._is_notified = None, False
 
-    def wait(self, wait: float, place: str, error: Exception) -> bool:
+    def wait_for_retry(self, seconds: float, place: str, error: Exception) -> bool:
         """Wait before another try, or return False if the timeout has expired."""
-        limit, now = self.limit, time.monotonic()
-        if self._since is None or now - self._last > limit:
-            self._since, self._told = now, False
-        self._last, waited = now, now - self._since
+        limit, now = self.limit_seconds, time.monotonic()
+        if self._first_failure_seconds is None or now - self._last_failure_seconds > limit:
+            self._first_failure_seconds, self._is_notified = now, False
+        self._last_failure_seconds, waited = now, now - self._first_failure_seconds
         if waited >= limit:
             return False
-        if waited >= SILENT * limit and self.tell and not self._told:
-            self._told = True
-            said = status_of(error) or type(error).__name__
-            self.tell(f"waiting up to {limit:g} s for {place}, which responds with {said}")
-        time.sleep(min(wait, limit - waited))
-        self._last = time.monotonic()
+        if waited >= NOTICE_FRACTION * limit and self.notify and not self._is_notified:
+            self._is_notified = True
+            reason = get_http_status(error) or type(error).__name__
+            self.notify(f"waiting up to {limit:g} s for {place}, which responds with {reason}")
+        time.sleep(min(seconds, limit - waited))
+        self._last_failure_seconds = time.monotonic()
         return True
 
     @property
-    def limit(self) -> float:
+    def limit_seconds(self) -> float:
         """Total retry timeout in seconds."""
-        if self.seconds is not None:
-            return self.seconds
-        text = os.environ.get(VARIABLE) or str(DEFAULT)
+        if self.timeout_seconds is not None:
+            return self.timeout_seconds
+        text = os.environ.get(TIMEOUT_VARIABLE) or str(DEFAULT_TIMEOUT_SECONDS)
         try:
             seconds = float(text)
         except ValueError:
             seconds = -1.0
         if not 0 <= seconds < float("inf"):
-            raise UsageError(f"{VARIABLE} is not a number of seconds", why=f"its value is `{text}`")
+            raise UsageError(
+                f"{TIMEOUT_VARIABLE} is not a number of seconds", why=f"its value is `{text}`"
+            )
         return seconds
 
 
-patience = Patience()
+retry_policy = RetryPolicy()
 """The retry policy of this process."""
 
 
-def persistent(ask: Callable[[], T], place: str) -> T:
-    """Call *ask*, retrying transient errors with exponential backoff, and return its result."""
-    wait = patience.first
+def call_with_retries(request: Callable[[], T], place: str) -> T:
+    """Call *request*, retrying transient errors with exponential backoff, and return its result."""
+    wait = retry_policy.first_wait_seconds
     while True:
         try:
-            answer = ask()
+            answer = request()
         except Exception as error:
-            if not passes(error) or not patience.wait(wait, place, error):
+            if not is_transient(error) or not retry_policy.wait_for_retry(wait, place, error):
                 raise
-            wait = min(2 * wait, LONGEST)
+            wait = min(2 * wait, MAX_BACKOFF_SECONDS)
         else:
-            patience.answered()
+            retry_policy.record_answer()
             return answer
 
 
-def retried(read: Callable[[bytearray], None], place: str) -> bytearray:
+def read_with_retries(read: Callable[[bytearray], None], place: str) -> bytearray:
     """Call *read* with a buffer to append to, with retries, and return the buffer."""
     data = bytearray()
-    persistent(lambda: read(data), place)
+    call_with_retries(lambda: read(data), place)
     return data
 
 
-def passes(error: Exception) -> bool:
+def is_transient(error: Exception) -> bool:
     """Return whether the same request may succeed later."""
-    status = status_of(error)
+    status = get_http_status(error)
     if status is not None:
-        return status in BUSY
-    if type(error).__name__ == OFFLINE:
+        return status in RETRYABLE_STATUSES
+    if type(error).__name__ == OFFLINE_EXCEPTION:
         return False
-    broken = type(error).__module__.partition(".")[0] == "aiohttp"
-    broken = broken or not BROKEN.isdisjoint(kind.__name__ for kind in type(error).__mro__)
-    return broken or isinstance(error, ConnectionError | TimeoutError)
+    is_broken_connection = type(error).__module__.partition(".")[0] == "aiohttp"
+    is_broken_connection = is_broken_connection or not RETRYABLE_EXCEPTIONS.isdisjoint(
+        kind.__name__ for kind in type(error).__mro__
+    )
+    return is_broken_connection or isinstance(error, ConnectionError | TimeoutError)

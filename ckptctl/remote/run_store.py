@@ -15,8 +15,8 @@ from contextlib import contextmanager, suppress
 from ckptctl.errors import CkptError, RefusedError, SourceNotFoundError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.remote.lock import ConditionalObject, RemoteLock
-from ckptctl.remote.objects import Objects
-from ckptctl.remote.trees import store_at
+from ckptctl.remote.objects import OutputObjects
+from ckptctl.remote.trees import open_store
 from ckptctl.storage.urls import HUB_SCHEME, WEB_SCHEMES, parse_scheme
 from ckptctl.storage.writing import (
     LOCK_NAME,
@@ -27,9 +27,9 @@ from ckptctl.storage.writing import (
 )
 from ckptctl.tree import INDEX_SUFFIXES, UrlPath
 
-LOCK = ".ckptctl-removing"
+LOCK_NAME = ".ckptctl-removing"
 """The lock of a run from which checkpoints are removed."""
-BUSY = "another process is removing checkpoints here"
+BUSY_MESSAGE = "another process is removing checkpoints here"
 
 
 class RemoteRun:
@@ -57,10 +57,11 @@ class RemoteRun:
 
         Taking the lock of an unfinished save shows whether it has a holder.
         """
-        there = {item.name for item in (self.root / name).iterdir()}
+        names = {item.name for item in (self.root / name).iterdir()}
         return (
-            LOCK_NAME in there and not any(one.endswith(INDEX_SUFFIXES) for one in there)
-        ) or not there
+            LOCK_NAME in names
+            and not any(name_there.endswith(INDEX_SUFFIXES) for name_there in names)
+        ) or not names
 
     def list_unfinished_saves(self) -> list[str]:
         """See :class:`~ckptctl.runs.run_store.RunStore`."""
@@ -68,42 +69,42 @@ class RemoteRun:
 
     def list_leftovers(self) -> list[str]:
         """See :class:`~ckptctl.runs.run_store.RunStore`."""
-        return sorted(self.half_removed())
+        return sorted(self.list_half_removed())
 
-    def half_removed(self) -> dict[str, Mapping[str, UploadedFile]]:
+    def list_half_removed(self) -> dict[str, Mapping[str, UploadedFile]]:
         """Map each checkpoint whose removal was interrupted to its recorded objects."""
-        there = {item.name: find_killed_removal(item) for item in self.root.iterdir()}
-        return {name: doomed for name, doomed in there.items() if doomed is not None}
+        removals = {item.name: find_killed_removal(item) for item in self.root.iterdir()}
+        return {name: doomed for name, doomed in removals.items() if doomed is not None}
 
     def remove_leftovers(self) -> None:
         """See :class:`~ckptctl.runs.run_store.RunStore`."""
-        if (self.root / LOCK).is_file():
+        if (self.root / LOCK_NAME).is_file():
             with suppress(CkptError), self.lock_for_deletion():
                 pass
 
     def replace_file(self, name: str, content: bytes, *, sync: bool) -> None:
         """See :class:`~ckptctl.runs.run_store.RunStore`."""
         del sync  # acknowledged writes are durable
-        store_at(self.root).write(name, content)
+        open_store(self.root).write_file(name, content)
 
     def create_file(self, name: str, content: bytes) -> None:
         """See :class:`~ckptctl.runs.run_store.RunStore`."""
-        store = store_at(self.root)
-        with store.errors(name, "write"):
-            ConditionalObject(store, name).create(content)
+        store = open_store(self.root)
+        with store.translate_errors(name, "write"):
+            ConditionalObject(store, name).try_create(content)
 
     @contextmanager
     def lock_for_deletion(self) -> Iterator[RemoteDeletion]:
         """See :class:`~ckptctl.runs.run_store.RunStore`."""
-        lock = RemoteLock(store_at(self.root), LOCK, (), busy=BUSY)
-        lock.take()
+        lock = RemoteLock(open_store(self.root), LOCK_NAME, (), busy=BUSY_MESSAGE)
+        lock.acquire_lock()
         try:
             deletion = RemoteDeletion(self, lock)
-            deletion.sweep()
+            deletion.finish_removals()
             yield deletion
         finally:
             with suppress(CkptError):  # the next run takes over a lock without a holder
-                lock.drop()
+                lock.release_lock()
 
 
 class RemoteDeletion:
@@ -115,7 +116,7 @@ class RemoteDeletion:
 
     def read_clock(self) -> float:
         """See :class:`~ckptctl.runs.run_store.Deletion`."""
-        return self._lock.now()
+        return self._lock.read_store_clock()
 
     def list_undeleted(self) -> list[str]:
         """See :class:`~ckptctl.runs.run_store.Deletion`."""
@@ -128,52 +129,56 @@ class RemoteDeletion:
         """See :class:`~ckptctl.runs.run_store.Deletion`."""
         del identity  # remote folders have none; *still* compares their contents
         path = self._run.root / name
-        self._lock.require()
+        self._lock.require_ours()
         self._run.refresh_listing()
         if path.is_file():
-            place = Objects(store_at(path.parent), name)
-            found = place.look()
+            objects = OutputObjects(open_store(path.parent), name)
+            files = objects.list_files()
             recheck()
-            place.remove(found, found, self._lock.still)
+            objects.remove_files(files, files, self._lock.require_still_ours)
             return
-        store = store_at(path)
-        place = Objects(store)
-        found = place.look()
+        store = open_store(path)
+        objects = OutputObjects(store)
+        files = objects.list_files()
         recheck()
-        lock = RemoteLock(store, place.lock, (REMOVAL_NAME,), doomed=found)
-        left = lock.take()
+        lock = RemoteLock(store, objects.lock_name, (REMOVAL_NAME,), doomed=files)
+        leftover = lock.acquire_lock()
         try:
-            if place.look() != found:
-                lock.leave(left) if left else lock.drop()
+            if objects.list_files() != files:
+                lock.leave_for_next_run(leftover) if leftover else lock.release_lock()
                 raise RefusedError("the checkpoint changed in the meantime", where=str(path))
-            self._remove(place, lock, found)
+            self._remove_objects(objects, lock, files)
             store.remove_folders()
         finally:
-            lock.stop()
+            lock.stop_heartbeat()
             self._run.refresh_listing()
 
-    def sweep(self) -> None:
+    def finish_removals(self) -> None:
         """Finish interrupted removals as far as possible. :meth:`list_undeleted` lists the others."""
-        for name, doomed in self._run.half_removed().items():
-            store = store_at(self._run.root / name)
-            place = Objects(store)
-            lock = RemoteLock(store, place.lock, (REMOVAL_NAME,), doomed=doomed)
+        for name, doomed in self._run.list_half_removed().items():
+            store = open_store(self._run.root / name)
+            objects = OutputObjects(store)
+            lock = RemoteLock(store, objects.lock_name, (REMOVAL_NAME,), doomed=doomed)
             try:
-                lock.take()
-                found = place.look()
-                same = {n: one for n, one in doomed.items() if place.is_same(n, one, found)}
-                self._remove(place, lock, same)
+                lock.acquire_lock()
+                files = objects.list_files()
+                unchanged = {
+                    n: sent for n, sent in doomed.items() if objects.is_unchanged(n, sent, files)
+                }
+                self._remove_objects(objects, lock, unchanged)
                 store.remove_folders()
             except CkptError:
                 continue
             finally:
-                lock.stop()
+                lock.stop_heartbeat()
         self._run.refresh_listing()
 
-    def _remove(self, place: Objects, lock: RemoteLock, doomed: Mapping[str, UploadedFile]) -> None:
+    def _remove_objects(
+        self, objects: OutputObjects, lock: RemoteLock, doomed: Mapping[str, UploadedFile]
+    ) -> None:
         """Remove *doomed*, the index first. After an error, the lock records the rest."""
         order = sorted(doomed, key=lambda name: not name.endswith(INDEX_SUFFIXES))
-        place.remove(order, doomed, lock.still)
-        if not place.look():
-            place.drop_parts()
-        lock.drop()
+        objects.remove_files(order, doomed, lock.require_still_ours)
+        if not objects.list_files():
+            objects.drop_multipart_uploads()
+        lock.release_lock()

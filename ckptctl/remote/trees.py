@@ -16,7 +16,7 @@ from ckptctl.errors import (
     UnsupportedError,
     UsageError,
 )
-from ckptctl.remote.blocks import SHARED
+from ckptctl.remote.blocks import SHARED_BLOCKS
 from ckptctl.remote.hub import HubStore
 from ckptctl.remote.hub_upload import HubUpload
 from ckptctl.remote.store import ITSELF, FsspecStore, Store
@@ -32,7 +32,7 @@ from ckptctl.storage.urls import (
 from ckptctl.tree import FileTree, TreeEntry, Upload, UploadRequest, UrlPath
 from ckptctl.units import pluralize
 
-_numbers = itertools.count()
+_tree_numbers = itertools.count()
 """Numbers that keep cached blocks of different trees apart."""
 
 
@@ -47,72 +47,72 @@ class Tree:
     def __init__(
         self,
         store: Store,
-        known: Mapping[str, TreeEntry] | None = None,
-        listed: Sequence[TreeEntry] = (),
-        lenient: bool = False,
+        known_entries: Mapping[str, TreeEntry] | None = None,
+        root_entries: Sequence[TreeEntry] = (),
+        is_lenient: bool = False,
     ) -> None:
         self.url = store.url
         self._store = store
-        self._known = dict(known or {})
-        self._lenient = lenient or bool(known)
-        self._number = next(_numbers)
+        self._known_entries = dict(known_entries or {})
+        self._is_lenient = is_lenient or bool(known_entries)
+        self._number = next(_tree_numbers)
         self._lock = threading.RLock()
         self._folders: dict[str, dict[str, TreeEntry]] = {}
         self.failure: StorageError | None = None
-        if listed:
-            self._folders[""] = {entry.name: entry for entry in listed}
+        if root_entries:
+            self._folders[""] = {entry.name: entry for entry in root_entries}
 
-    def members(self, folder: str) -> dict[str, TreeEntry]:
+    def list_members(self, folder: str) -> dict[str, TreeEntry]:
         """Return the entries of *folder* by name, or none if there is no such folder."""
         with self._lock:
             entries = self._folders.get(folder)
             if entries is None:
-                entries = self._folders[folder] = self._listed(folder)
+                entries = self._folders[folder] = self._list_folder(folder)
             return entries
 
-    def find(self, name: str) -> TreeEntry | None:
+    def find_entry(self, name: str) -> TreeEntry | None:
         """Return the entry of *name*, or None if it does not exist."""
-        if name in self._known:
-            return self._known[name]
+        if name in self._known_entries:
+            return self._known_entries[name]
         if not name:
-            return TreeEntry(ITSELF, True) if self._known or self.members("") else None
+            return TreeEntry(ITSELF, True) if self._known_entries or self.list_members("") else None
         parent, _, last = name.rpartition("/")
         if parent:
-            above = self.find(parent)
-            if above is None or not above.folder:
+            folder = self.find_entry(parent)
+            if folder is None or not folder.folder:
                 return None
         with self._lock:
-            entry = self.members(parent).get(last)
+            entry = self.list_members(parent).get(last)
             if entry is not None and entry.size < 0 and not entry.folder:
-                entry = self._folders[parent][last] = self._store.complete(name, entry)
+                entry = self._folders[parent][last] = self._store.complete_entry(name, entry)
         return entry
 
-    def file(self, name: str) -> TreeEntry:
+    def require_file(self, name: str) -> TreeEntry:
         """Return the entry of the file *name*, or raise if it is missing or a folder."""
-        entry = self.find(name)
+        entry = self.find_entry(name)
         if entry is None:
             raise SourceNotFoundError(f"`{name}` is missing", where=self.url)
         if entry.folder:
             raise UnsupportedError(f"`{name}` is not a regular file", where=self.url)
         return entry
 
-    def read(self, name: str, offset: int, nbytes: int) -> bytearray:
+    def read_range(self, name: str, offset: int, nbytes: int) -> bytearray:
         """Read a byte range of *name*, shorter at the end of the file."""
         try:
-            return self.prefetch(name, offset, nbytes)
+            return self.prefetch_range(name, offset, nbytes)
         except StorageError as error:
-            self._note(error)
+            self._note_failure(error)
             raise
 
-    def prefetch(self, name: str, offset: int, nbytes: int = 1) -> bytearray:
+    def prefetch_range(self, name: str, offset: int, nbytes: int = 1) -> bytearray:
         """Read a byte range of *name* without recording an error in :attr:`last_failure`."""
-        entry = self.file(name)
+        entry = self.require_file(name)
         nbytes = min(nbytes, entry.size - offset)
         if nbytes <= 0:
             return bytearray()
 
         def fetch(start: int, stop: int) -> bytes | bytearray:
-            data = self._store.read(name, entry.version, start, stop)
+            data = self._store.read_range(name, entry.version, start, stop)
             if len(data) > stop - start:
                 raise StorageError(
                     f"the server does not support range requests for `{name}`",
@@ -121,41 +121,45 @@ class Tree:
                 )
             return data
 
-        return SHARED.read(self._key(name, entry), entry.size, offset, nbytes, fetch)
+        return SHARED_BLOCKS.read_range(
+            self._make_block_key(name, entry), entry.size, offset, nbytes, fetch
+        )
 
-    def end(self, name: str, stop: int) -> None:
+    def mark_end(self, name: str, stop: int) -> None:
         """Mark *stop* as the end of a sequential read of *name*."""
-        SHARED.end(self._key(name, self.file(name)), stop)
+        SHARED_BLOCKS.mark_end(self._make_block_key(name, self.require_file(name)), stop)
 
-    def _key(self, name: str, entry: TreeEntry) -> Hashable:
+    def _make_block_key(self, name: str, entry: TreeEntry) -> Hashable:
         return self._number, name, entry.size, entry.version, entry.mtime_ns
 
-    def above(self) -> Tree | None:
+    def find_parent(self) -> Tree | None:
         """Return the tree of the parent folder, which need not be listable, or None."""
-        store = self._store.above()
-        return None if store is None else Tree(store, lenient=True)
+        store = self._store.find_parent()
+        return None if store is None else Tree(store, is_lenient=True)
 
-    def forget(self) -> None:
+    def forget_listings(self) -> None:
         """Drop all cached listings."""
         with self._lock:
             self._folders.clear()
-            self._store.refresh()
-            self._known = {n: self._store.complete(n, entry) for n, entry in self._known.items()}
+            self._store.refresh_listings()
+            self._known_entries = {
+                n: self._store.complete_entry(n, entry) for n, entry in self._known_entries.items()
+            }
 
-    def _note(self, error: CkptError) -> None:
+    def _note_failure(self, error: CkptError) -> None:
         if isinstance(error, StorageError) and not isinstance(error, ChangedError):
             self.failure = error
 
-    def _listed(self, folder: str) -> dict[str, TreeEntry]:
+    def _list_folder(self, folder: str) -> dict[str, TreeEntry]:
         try:
-            listed = self._store.members(folder)
+            members = self._store.list_members(folder)
         except (SourceNotFoundError, StorageError) as error:
-            if not self._lenient or folder:
-                self._note(error)
+            if not self._is_lenient or folder:
+                self._note_failure(error)
                 raise
-            listed = []
-        entries = {entry.name: entry for entry in listed if entry.name != ITSELF}
-        return entries if folder else {**entries, **self._known}
+            members = []
+        entries = {entry.name: entry for entry in members if entry.name != ITSELF}
+        return entries if folder else {**entries, **self._known_entries}
 
 
 class RemoteTree(FileTree):
@@ -179,61 +183,63 @@ class RemoteTree(FileTree):
     def add_secret(self, url: str) -> str:
         """See :class:`FileTree`."""
         user, query = self._secrets
-        plain = url.replace(f"://{MASK}@", f"://{user}@", 1) if user else url
-        return plain + query
+        url_with_user = url.replace(f"://{MASK}@", f"://{user}@", 1) if user else url
+        return url_with_user + query
 
     def resolve_url(self, url: str) -> str:
         """See :class:`FileTree`."""
-        return url if self._tree_at(url)[0] else self._looked_at(url)
+        return url if self._find_tree(url)[0] else self._look_up(url)
 
     def find_entry(self, url: str) -> TreeEntry | None:
         """See :class:`FileTree`."""
-        tree, name = self._tree_at(url)
-        return tree.find(name) if tree else None
+        tree, name = self._find_tree(url)
+        return tree.find_entry(name) if tree else None
 
     def get_file_entry(self, url: str) -> TreeEntry:
         """See :class:`FileTree`."""
-        tree, name = self._tree_of(url)
-        return tree.file(name)
+        tree, name = self._require_tree(url)
+        return tree.require_file(name)
 
     def list_members(self, url: str) -> list[str]:
         """See :class:`FileTree`."""
-        tree, name = self._tree_at(url)
-        return list(tree.members(name)) if tree else []
+        tree, name = self._find_tree(url)
+        return list(tree.list_members(name)) if tree else []
 
     def read_range(self, url: str, offset: int, nbytes: int) -> bytearray:
         """See :class:`FileTree`."""
-        tree, name = self._tree_of(url)
-        return tree.read(name, offset, nbytes)
+        tree, name = self._require_tree(url)
+        return tree.read_range(name, offset, nbytes)
 
     def prefetch_range(self, url: str, offset: int) -> None:
         """See :class:`FileTree`."""
-        tree, name = self._tree_of(url)
-        tree.prefetch(name, offset if offset >= 0 else max(0, tree.file(name).size + offset))
+        tree, name = self._require_tree(url)
+        tree.prefetch_range(
+            name, offset if offset >= 0 else max(0, tree.require_file(name).size + offset)
+        )
 
     def mark_range_end(self, url: str, stop: int) -> None:
         """See :class:`FileTree`."""
-        tree, name = self._tree_of(url)
-        tree.end(name, stop)
+        tree, name = self._require_tree(url)
+        tree.mark_end(name, stop)
 
     def trim_cache(self) -> None:
         """See :class:`FileTree`."""
-        SHARED.trim()
+        SHARED_BLOCKS.trim_cache()
 
     def refresh_entries(self, url: str) -> None:
         """See :class:`FileTree`."""
-        self._tree_of(url)[0].forget()
+        self._require_tree(url)[0].forget_listings()
 
     def forget_url(self, url: str) -> None:
         """See :class:`FileTree`."""
         with self._lock:
-            for other in list(self._trees):
-                if _inside(other, url) or _inside(url, other):
-                    del self._trees[other]
+            for known_url in list(self._trees):
+                if _is_inside(known_url, url) or _is_inside(url, known_url):
+                    del self._trees[known_url]
 
     def last_failure(self, url: str) -> CkptError | None:
         """See :class:`FileTree`."""
-        tree, _ = self._tree_at(url)
+        tree, _ = self._find_tree(url)
         return tree.failure if tree else None
 
     def begin_upload(self, url: str, request: UploadRequest) -> Upload:
@@ -243,51 +249,53 @@ class RemoteTree(FileTree):
             return HubUpload(secret, single=request.single, overwrite=request.overwrite)
         return ObjectUpload(FsspecStore(secret, url), request)
 
-    def _looked_at(self, url: str) -> str:
+    def _look_up(self, url: str) -> str:
         """List *url* again, and return the store's canonical form of it."""
         secret = self.add_secret(url)
         store: Store = HubStore(secret) if self.atomic else FsspecStore(secret, url)
-        listed = store.members("")
-        if not listed:
+        entries = store.list_members("")
+        if not entries:
             raise SourceNotFoundError("nothing was found at this URL", where=store.url)
         name = store.url.rpartition("/")[2]
-        if listed[0].name == ITSELF:
-            folder = store.above()
+        if entries[0].name == ITSELF:
+            folder = store.find_parent()
             if folder is None:
                 raise UsageError("a file without a parent folder is not supported", where=store.url)
-            tree = Tree(folder, {name: replace(listed[0], name=name)})
+            tree = Tree(folder, {name: replace(entries[0], name=name)})
         else:
-            tree = Tree(store, listed=listed)
+            tree = Tree(store, root_entries=entries)
         with self._lock:
             self._trees[tree.url] = tree
         return store.url
 
-    def _tree_at(self, url: str) -> tuple[Tree | None, str]:
+    def _find_tree(self, url: str) -> tuple[Tree | None, str]:
         """Return the tree that contains *url*, or None, and the name in that tree."""
         with self._lock:
-            roots = [root for root in self._trees if _inside(url, root)] or self._above(url)
+            roots = [
+                root for root in self._trees if _is_inside(url, root)
+            ] or self._find_parent_tree(url)
             if not roots:
                 return None, ""
             longest = max(roots, key=len)
             return self._trees[longest], url[len(longest) + 1 :]
 
-    def _tree_of(self, url: str) -> tuple[Tree, str]:
+    def _require_tree(self, url: str) -> tuple[Tree, str]:
         """Return the tree that contains *url* and the name in it, listing the URL if necessary."""
-        tree, name = self._tree_at(url)
+        tree, name = self._find_tree(url)
         if tree is None:
-            tree, name = self._tree_at(self._looked_at(url))
+            tree, name = self._find_tree(self._look_up(url))
         if tree is None:
             raise SourceNotFoundError("nothing was found at this URL", where=url)
         return tree, name
 
-    def _above(self, url: str) -> list[str]:
+    def _find_parent_tree(self, url: str) -> list[str]:
         """Register the parent folder of a URL in use if it contains *url*, and return its URL."""
         for root in self._trees:
-            if _inside(url, root.rpartition("/")[0]):
-                above = self._trees[root].above()
-                if above is not None and _inside(url, above.url):
-                    self._trees[above.url] = above
-                    return [above.url]
+            if _is_inside(url, root.rpartition("/")[0]):
+                parent = self._trees[root].find_parent()
+                if parent is not None and _is_inside(url, parent.url):
+                    self._trees[parent.url] = parent
+                    return [parent.url]
         return []
 
 
@@ -298,10 +306,10 @@ def open_url(url: str) -> UrlPath:
     return UrlPath(RemoteTree(url), f"{scheme}://{PurePosixPath(rest.lstrip('/'))}")
 
 
-def store_at(path: UrlPath) -> FsspecStore:
+def open_store(path: UrlPath) -> FsspecStore:
     """Open the store at *path* for writing."""
     return FsspecStore(path.tree.add_secret(path.url), path.url)
 
 
-def _inside(url: str, folder: str) -> bool:
+def _is_inside(url: str, folder: str) -> bool:
     return url == folder or url.startswith(f"{folder}/")

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ckptctl.errors import CkptError, RefusedError
 from ckptctl.ranks.coordinator import RankError
-from ckptctl.save_load.saving.local_shards import DIGEST, is_still_equal
+from ckptctl.save_load.saving.local_shards import DIGEST_BYTES, is_still_equal
 
 
 class RankStatement(NamedTuple):
@@ -21,7 +21,7 @@ class RankStatement(NamedTuple):
 
     Attributes:
         target: Destination of the save, or checkpoint to load.
-        how: Options that must be the same on all ranks, by name.
+        options: Options that must be the same on all ranks, by name.
         nonce: Random bytes that identify this call.
         identity: Digest of the metadata of its tensors and values.
         generation: Generation of its cached plan, or empty if it has none.
@@ -30,7 +30,7 @@ class RankStatement(NamedTuple):
     """
 
     target: str
-    how: Mapping[str, object] = {}
+    options: Mapping[str, object] = {}
     nonce: bytes = b""
     identity: bytes = b""
     generation: bytes = b""
@@ -38,56 +38,60 @@ class RankStatement(NamedTuple):
     problem: CkptError | None = None
 
 
-def new_nonce() -> bytes:
+def make_nonce() -> bytes:
     """Return random bytes that identify this call."""
     return os.urandom(16)
 
 
 def require_agreement(
-    said: Sequence[RankStatement], rank: int, places: str = "destinations"
+    replies: Sequence[RankStatement], rank: int, places: str = "destinations"
 ) -> None:
     """Raise if the ranks have different targets or options, or another rank has failed."""
-    for other, one in enumerate(said):
-        if one.problem and other != rank:
-            raise RankError(other, one.problem)
-    for other, one in enumerate(said):
-        if one.target != said[0].target:
+    for other_rank, reply in enumerate(replies):
+        if reply.problem and other_rank != rank:
+            raise RankError(other_rank, reply.problem)
+    for other_rank, reply in enumerate(replies):
+        if reply.target != replies[0].target:
             raise RefusedError(
                 f"the ranks have different {places}",
-                where=one.target,
-                why=f"rank 0: {said[0].target}, rank {other}: {one.target}",
+                where=reply.target,
+                why=f"rank 0: {replies[0].target}, rank {other_rank}: {reply.target}",
                 hint="pass the same absolute path on every rank",
             )
-        if one.how != said[0].how:
-            differing = [name for name in one.how if one.how[name] != said[0].how.get(name)]
+        if reply.options != replies[0].options:
+            differing = [
+                name
+                for name in reply.options
+                if reply.options[name] != replies[0].options.get(name)
+            ]
             raise RefusedError(
                 f"the ranks have different options: {', '.join(differing)}",
-                where=one.target,
-                why=f"rank 0: {dict(said[0].how)}, rank {other}: {dict(one.how)}",
+                where=reply.target,
+                why=f"rank 0: {dict(replies[0].options)}, rank {other_rank}: {dict(reply.options)}",
             )
 
 
-def name_generation(said: Sequence[RankStatement]) -> bytes:
+def name_generation(statements: Sequence[RankStatement]) -> bytes:
     """Return the generation of the plan that the ranks make now, from all their nonces."""
     import hashlib  # loads OpenSSL, which a single process does not need
 
-    found = hashlib.blake2b(digest_size=DIGEST)
-    for one in said:
-        found.update(one.nonce)
-    return found.digest()
+    hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for statement in statements:
+        hasher.update(statement.nonce)
+    return hasher.digest()
 
 
-def is_unchanged(said: Sequence[RankStatement]) -> bool:
+def is_unchanged(statements: Sequence[RankStatement]) -> bool:
     """Return whether the cached plans of all ranks are valid. All ranks get the same result."""
-    made = said[0].generation
+    generation = statements[0].generation
     return (
-        bool(made)
-        and all(one.generation == made for one in said)
-        and is_still_equal([one.groups for one in said])
+        bool(generation)
+        and all(statement.generation == generation for statement in statements)
+        and is_still_equal([statement.groups for statement in statements])
     )
 
 
-def is_first_to_say(said: Sequence[RankStatement], rank: int) -> bool:
+def is_first_with_identity(statements: Sequence[RankStatement], rank: int) -> bool:
     """Return whether no lower rank has the same tensors and values as *rank*."""
-    identity = said[rank].identity
-    return all(one.identity != identity for one in said[:rank])
+    identity = statements[rank].identity
+    return all(statement.identity != identity for statement in statements[:rank])

@@ -25,14 +25,14 @@ from ckptctl.planner.placements import ShardPlacement, compute_local_shard
 from ckptctl.save_load.rank_agreement import RankStatement, is_unchanged, name_generation
 from ckptctl.save_load.saving.global_plan import GlobalPlan, make_global_plan
 from ckptctl.save_load.saving.local_shards import (
-    HeldChunk,
+    LocalChunk,
     LocalShards,
-    Packed,
+    PackedShards,
     TensorMeta,
-    digest,
-    pack,
+    compute_digest,
+    pack_shards,
 )
-from ckptctl.save_load.saving.save_files import RankItems, tensor_files, tensor_metadata
+from ckptctl.save_load.saving.save_files import RankItems, lay_out_tensors, make_tensor_metadata
 from tests.benchmarks.options import names_of, numbers
 from tests.checkpoints.llama import LlamaSpec
 
@@ -61,7 +61,7 @@ def shards(shapes: Shapes, mesh: tuple[int, int], rank: int) -> LocalShards:
     """Return what a rank holds: replicated over the first dimension of *mesh*, cut on the other."""
     coordinate = divmod(rank, mesh[1])
     cache: dict[tuple[int, ...], list[Any]] = {}
-    chunks: list[HeldChunk] = []
+    chunks: list[LocalChunk] = []
     tensors: dict[str, TensorMeta] = {}
     for name, shape in shapes.items():
         if shape not in cache:
@@ -69,7 +69,7 @@ def shards(shapes: Shapes, mesh: tuple[int, int], rank: int) -> LocalShards:
             cache[shape] = [
                 part.box for part in compute_local_shard(shape, mesh, coordinate, cuts).boxes
             ]
-        chunks += [HeldChunk(name, box.offsets, box.sizes) for box in cache[shape]]
+        chunks += [LocalChunk(name, box.offsets, box.sizes) for box in cache[shape]]
         tensors[name] = TensorMeta("float32", shape, tuple(name.split(".")), False)
     values = {f"value.{number}": bytes(16) for number in range(VALUES)}
     return LocalShards(tensors, chunks, values, {name: tuple(name.split(".")) for name in values})
@@ -97,29 +97,32 @@ def measure(shapes: Shapes, mesh: tuple[int, int]) -> tuple[Cost, GlobalPlan]:
     """Plan for all ranks of *mesh*."""
     ranks, cost = mesh[0] * mesh[1], Cost()
     own = shards(shapes, mesh, 0)
-    first, cost.pack = timed(lambda: pack(own))
+    first, cost.pack = timed(lambda: pack_shards(own))
     sent = [pickle.dumps(first)]
-    sent += [pickle.dumps(pack(shards(shapes, mesh, r)).shortened()) for r in range(1, ranks)]
+    sent += [
+        pickle.dumps(pack_shards(shards(shapes, mesh, r)).without_structure())
+        for r in range(1, ranks)
+    ]
     cost.received = sum(map(len, sent))
     decision, cost.decide = timed(lambda: make_global_plan(list(map(pickle.loads, sent))))
     steps = [row_major(chunk.sizes) for chunk in own.chunks]
     share = decision.shares[0]
-    _, cost.files = timed(lambda: tensor_files(0, own, share, steps))
+    _, cost.files = timed(lambda: lay_out_tensors(0, own, share, steps))
     items = list(all_items(shapes, mesh, decision))
-    made, cost.metadata = timed(lambda: tensor_metadata(decision, items))
+    made, cost.metadata = timed(lambda: make_tensor_metadata(decision, items))
     cost.written = made.nbytes
     cost.cached = cached(own, first, ranks, steps)
     return cost, decision
 
 
-def cached(own: LocalShards, first: Packed, ranks: int, steps: Any) -> float:
+def cached(own: LocalShards, first: PackedShards, ranks: int, steps: Any) -> float:
     """Return what a plan costs that is there already, on rank 0."""
     said: list[RankStatement] = []
 
     def again() -> bool:
-        packed = pack(own)
-        boxes = [[(box.offsets, box.sizes) for box in boxes] for boxes in packed.boxes]
-        key = digest((0, packed.identity, boxes, packed.which, steps))
+        packed = pack_shards(own)
+        boxes = [[(box.offsets, box.sizes) for box in boxes] for boxes in packed.box_sets]
+        key = compute_digest((0, packed.identity, boxes, packed.box_set_indices, steps))
         statement = RankStatement("/x", {}, key, packed.identity, b"", {1: bytes(16)})
         said[:] = [statement] * ranks
         said[:] = [replace_generation(said)] * ranks
@@ -147,7 +150,7 @@ def all_items(shapes: Shapes, mesh: tuple[int, int], decision: GlobalPlan) -> It
         )
         if key not in known:
             steps = [row_major(chunk.sizes) for chunk in own.chunks]
-            known[key] = tensor_files(rank, own, share, steps).items
+            known[key] = lay_out_tensors(rank, own, share, steps).items
         yield replace(known[key], files=(f"__{rank}_0.distcp",))
 
 

@@ -212,9 +212,9 @@ def arguments(line: Line, places: dict[str, Path], scratch: Path) -> list[str]:
 def validate(document: Any, name: str) -> None:
     """Check *document* against the schema *name*, in which no field goes unmentioned."""
     jsonschema = pytest.importorskip("jsonschema")
-    jsonschema.Draft202012Validator(schemas.named(name).build_schema(closed=True)).validate(
-        document
-    )
+    jsonschema.Draft202012Validator(
+        schemas.require_document(name).build_schema(closed=True)
+    ).validate(document)
 
 
 def hidden(folder: Path) -> list[str]:

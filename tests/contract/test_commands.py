@@ -49,17 +49,17 @@ def test_the_matrix_is_of_commands() -> None:
 def test_every_command_has_a_schema() -> None:
     for info in app.registered_commands:
         assert info.callback and "json" in info.callback.__annotations__, info.name
-    assert set(schemas.documents()) - {"error"} == set(COMMANDS)
+    assert set(schemas.list_documents()) - {"error"} == set(COMMANDS)
 
 
-@pytest.mark.parametrize("name", sorted(schemas.documents()))
+@pytest.mark.parametrize("name", sorted(schemas.list_documents()))
 def test_schemas_are_schemas(name: str) -> None:
     jsonschema = pytest.importorskip("jsonschema")
     for closed in (False, True):
         jsonschema.Draft202012Validator.check_schema(
-            schemas.named(name).build_schema(closed=closed)
+            schemas.require_document(name).build_schema(closed=closed)
         )
-    found = schemas.named(name).build_schema()
+    found = schemas.require_document(name).build_schema()
     assert found["$id"] == f"urn:ckptctl:{name}:1" and found["title"] == f"ckptctl.{name}/1"
     everything = json.dumps(found)
     assert '"additionalProperties": false' not in everything and "](" not in everything

@@ -255,14 +255,14 @@ def updated_output(expected: str, printed: str) -> str:
 
 def on_a_terminal(patch: pytest.MonkeyPatch) -> None:
     """Let the program print for people, both streams in the order of its words."""
-    write = output._write
+    write = output._write_line
 
     def flushed(stream: TextIO, text: str) -> None:
         write(stream, text)
         stream.flush()
 
-    patch.setattr(output, "_tty", lambda stream: True)
-    patch.setattr(output, "_write", flushed)
+    patch.setattr(output, "_is_terminal", lambda stream: True)
+    patch.setattr(output, "_write_line", flushed)
 
 
 @pytest.mark.slow

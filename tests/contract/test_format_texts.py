@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ckptctl import formats
-from ckptctl.cli.formats import facts
+from ckptctl.cli.formats import split_facts
 from ckptctl.errors import FormatError
 from ckptctl.formats.base import Listing
 from tests.checkpoints import differences, load_any_reference, save_hf, tiny_llama
@@ -30,7 +30,7 @@ def test_texts_of_a_format_have_no_period(name: str) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_facts_are_short(name: str) -> None:
     for text in TEXTS:
-        for fact in facts(TEST.sub("", getattr(formats.get_format(name), text))):
+        for fact in split_facts(TEST.sub("", getattr(formats.get_format(name), text))):
             assert len(fact.split()) <= WORDS, fact
 
 

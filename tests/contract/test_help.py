@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from ckptctl.api.conversion import _Conversion, _Merge
 from ckptctl.api.reading import _Report
 from ckptctl.cli.app import app
-from ckptctl.cli.commands import MANY, Command, commands
+from ckptctl.cli.commands import MAX_SHORT_HELP_OPTIONS, Command, iterate_commands
 from ckptctl.distributed.background.async_save import _AsyncSaveOptions
 from ckptctl.distributed.dcp.storage_reader import _ReaderOptions
 from ckptctl.distributed.loading.state_options import LoadCallOptions
@@ -22,7 +22,7 @@ from ckptctl.distributed.saving.save import _SaveCallOptions
 from ckptctl.options import DeclaredOption, Panel, list_options
 from tests.vocabulary import BRITISH, words
 
-COMMANDS = {one.name: one for one in commands()}
+COMMANDS = {one.name: one for one in iterate_commands()}
 GROUP: Any = typer.main.get_command(app)
 IN_PYTHON = (
     *(
@@ -48,7 +48,9 @@ SHORT = 80
 def texts() -> Iterator[tuple[str, str]]:
     """Yield every help text, with what it is of."""
     for name, command in COMMANDS.items():
-        yield from ((f"{name} {one.display_name}", one.option.help) for one in command.every())
+        yield from (
+            (f"{name} {one.display_name}", one.option.help) for one in command.list_parameters()
+        )
     for options in IN_PYTHON:
         for one in list_options(options):
             yield f"{options.__name__}.{one.name}", one.option.help
@@ -84,7 +86,7 @@ def test_panels_have_the_agreed_names() -> None:
     assert get_args(Panel) == (
         *("Common", "Select", "Format and model", "Output", "Safety", "Performance", "Advanced"),
     )
-    found = {one.option.panel for command in COMMANDS.values() for one in command.every()}
+    found = {one.option.panel for command in COMMANDS.values() for one in command.list_parameters()}
     assert found == set(get_args(Panel))
 
 
@@ -97,12 +99,12 @@ def test_panels_have_the_agreed_names() -> None:
     ],
 )
 def test_options_are_in_their_panel(panel: str, options: tuple[str, ...]) -> None:
-    panels = {one.display_name: one.option.panel for one in COMMANDS["convert"].every()}
+    panels = {one.display_name: one.option.panel for one in COMMANDS["convert"].list_parameters()}
     assert {panels[option] for option in options} == {panel}
 
 
 def options_of(command: Command) -> list[DeclaredOption]:
-    return [one for one in command.every() if type(one.option).__name__ == "Option"]
+    return [one for one in command.list_parameters() if type(one.option).__name__ == "Option"]
 
 
 def shown(*line: str) -> str:
@@ -132,7 +134,7 @@ def test_short_help_lists_common_and_brief_options(name: str) -> None:
     command, long, short = COMMANDS[name], shown(name, "--help"), shown(name, "-h")
     options = options_of(command)
     count = len(options) + 1
-    if count <= MANY:
+    if count <= MAX_SHORT_HELP_OPTIONS:
         assert short == long
         return
     summary = (command.run.__doc__ or "").partition("\n")[0]

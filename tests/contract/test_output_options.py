@@ -9,18 +9,18 @@ import pytest
 from typer.testing import CliRunner
 
 from ckptctl.cli.app import app
-from ckptctl.cli.commands import FORMS, Command, commands
+from ckptctl.cli.commands import FORM_PARAMETERS, Command, iterate_commands
 from ckptctl.errors import UsageError
 
 HF = Path(__file__).parents[1] / "data" / "tiny-llama3-hf"
-COMMANDS = {one.name: one for one in commands()}
+COMMANDS = {one.name: one for one in iterate_commands()}
 JSON_TWICE = ("--json", "--format=json")
 """What says the same twice."""
 
 
 def output_options(command: Command) -> dict[str, str]:
     """Return what is declared in the panel of output options, without those that take a value."""
-    every = command.declared()
+    every = command.list_declared()
     return {
         one.name: f"--{one.name.replace('_', '-')}"
         for one in every
@@ -30,7 +30,7 @@ def output_options(command: Command) -> dict[str, str]:
 
 def arguments(command: Command) -> list[str]:
     """Return as many arguments as the command needs; they are not looked at."""
-    every = command.declared()
+    every = command.list_declared()
     needed = [one for one in every if one.required]
     words: list[str] = []
     for one in needed:
@@ -43,9 +43,9 @@ def arguments(command: Command) -> list[str]:
 def test_two_forms_of_an_answer_are_refused(name: str) -> None:
     command = COMMANDS[name]
     options = output_options(command)
-    forms = [options[form] for form in FORMS if form in options]
+    forms = [options[form] for form in FORM_PARAMETERS if form in options]
     pairs = list(itertools.combinations(forms, 2))
-    formats = ["--format=table", "--format=tsv", "--format=json"] if command.rows else []
+    formats = ["--format=table", "--format=tsv", "--format=json"] if command.has_rows else []
     pairs += [pair for pair in itertools.product(forms, formats) if pair != JSON_TWICE]
     without_titles = [*forms, *formats[:1], *formats[2:]]
     pairs += [(form, options["no_header"]) for form in without_titles if "no_header" in options]

@@ -18,7 +18,7 @@ OF_THE_TERMINAL = {"dry_run", "json", "no_header", "quiet", "yes"}
 OF_A_LAUNCHER = {"single_process"}  # Python's functions always run in their process alone
 OF_A_TREE = {"depth", "markdown", "sort", "tensors"}  # how `inspect` shows what it has found
 """Options that say what is printed or asked: `ckptctl.cli` declares them."""
-COMMANDS = {one.name.replace("-", "_"): one for one in commands.commands()}
+COMMANDS = {one.name.replace("-", "_"): one for one in commands.iterate_commands()}
 
 
 FUNCTIONS = sorted(COMMANDS.keys() & {*ckptctl.__all__})
@@ -40,7 +40,7 @@ def test_a_command_has_its_function(name: str) -> None:
     terminal = {one.name for one in own} - arguments
     known = OF_THE_TERMINAL | OF_A_LAUNCHER | OF_A_TREE
     assert terminal <= known, "declare what Python needs, too, in the dataclass of its options"
-    offered = command.declared()
+    offered = command.list_declared()
     shared = {one.name: one for one in offered if one.name not in terminal}
     assert taken.keys() - {"progress"} == shared.keys()
     for one in shared.values():

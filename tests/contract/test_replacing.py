@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ckptctl.cli.app import program
+from ckptctl.cli.app import build_program
 from tests.runs import save_step, tear
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -72,7 +72,7 @@ def check(places: dict[str, Path], folder: Path, command: str, draw: random.Rand
     before = snapshot(folder)
     name = command.partition(" ")[0]
     options = ["--overwrite"] if overwrite else []
-    result = CliRunner().invoke(program(name), [name, *words, *options])
+    result = CliRunner().invoke(build_program(name), [name, *words, *options])
     after = snapshot(folder)
     case = f"{name} {' '.join([*words, *options])}\n{sorted(before)}\n{result.output}"
     assert {path: after.get(path) for path in foreign} == {p: before[p] for p in foreign}, case

@@ -18,13 +18,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ckptctl.cli.app import program
+from ckptctl.cli.app import build_program
 from tests.contract.retention_oracle import COMPLETE, TORN, UNCLEAR, Refused, Rules, Thing, goes
 from tests.contract.run_templates import LEAVES, TEARS, UNTORN, Template, templates
 from tests.runs import START, age
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-PRUNE = program("prune")
+PRUNE = build_program("prune")
 CASES = 30
 MANY = 1230
 EACH = 30

@@ -15,13 +15,13 @@ from ckptctl.distributed.loading import load as collective_load
 from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.loading.load_plan import RankLoad
 from ckptctl.distributed.saving.save import save
-from ckptctl.save_load.loading.identity import identity
+from ckptctl.save_load.loading.identity import compute_identity
 
 
 def settled(folder: Path) -> Path:
     """Wait until the clock of the file system has ticked."""
     until = time.monotonic() + 5
-    while identity([folder]) is None and time.monotonic() < until:
+    while compute_identity([folder]) is None and time.monotonic() < until:
         time.sleep(0.02)
     return folder
 

@@ -88,7 +88,7 @@ def die_in_an_upload(rank: int, world: int, root: str, step: int) -> None:
     full = {"w": torch.full((world * 2_000_000,), float(step))}
     state = {"model": distribute(full, (world,), "S0"), "step": step}
     with CheckpointManager(root) as manager, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FsspecStore, "_close", die)
+        patch.setattr(FsspecStore, "_close_file", die)
         manager.load_latest(state_at(0, world))
         manager.save(step, state)
         manager.wait()

@@ -51,7 +51,7 @@ def a_save_that_fails_leaves_no_lock(rank: int, world: int, folder: str) -> None
     for failing in range(world):
         for module, name in (
             (save_place.UrlTarget, "write_files"),
-            (collective_save, "tensor_metadata"),
+            (collective_save, "make_tensor_metadata"),
         ):
             if name == "tensor_metadata" and failing:
                 continue  # of rank 0 alone

@@ -128,7 +128,7 @@ def test_the_page_of_a_report(places: dict[str, Path], tmp_path: Path) -> None:
 
 def test_schemas(tmp_path: Path) -> None:
     done = command(tmp_path, "schema", "-q")
-    assert done.stdout.split() == list(schemas.documents())
+    assert done.stdout.split() == list(schemas.list_documents())
     assert {*LINES, "error"} == {*done.stdout.split()}
     shown = json.loads(command(tmp_path, "schema", "prune").stdout)
     assert shown["title"] == "ckptctl.prune/1"

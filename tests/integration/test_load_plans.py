@@ -17,9 +17,9 @@ from ckptctl.distributed.loading import load_plan
 from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.loading.load_plan import LOAD_PLANS
 from ckptctl.errors import MappingError
-from ckptctl.save_load.loading.identity import identity
+from ckptctl.save_load.loading.identity import compute_identity
 from ckptctl.save_load.loading.load_options import LoadOptions
-from ckptctl.save_load.loading.reading import Reading
+from ckptctl.save_load.loading.reading import PreparedRead
 from tests.checkpoints import save_dcp
 from tests.gloo import run_on_ranks
 from tests.integration.load_plan_ranks import again_on_ranks, settled, two_groups
@@ -41,9 +41,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
 
         monkeypatch.setattr(owner, name, call)
 
-    noted(LoadOptions, "open", "open")
+    noted(LoadOptions, "open_catalog", "open")
     noted(load_plan, "map_state", "map")
-    noted(Reading, "plan_of", "plan")
+    noted(PreparedRead, "plan_located", "plan")
     LOAD_PLANS.clear()
     yield found
     LOAD_PLANS.clear()
@@ -151,20 +151,20 @@ def test_identity(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     file = tmp_path / "a" / "x"
     file.write_bytes(b"1")
-    assert identity([tmp_path]) is None, "too fresh"
+    assert compute_identity([tmp_path]) is None, "too fresh"
     settled(tmp_path)
-    first = identity([tmp_path, None])
-    assert first is not None and identity([tmp_path]) == first
+    first = compute_identity([tmp_path, None])
+    assert first is not None and compute_identity([tmp_path]) == first
     status = file.stat()
     file.write_bytes(b"2")
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
     settled(tmp_path)
-    assert identity([tmp_path]) != first
+    assert compute_identity([tmp_path]) != first
     (tmp_path / "loop").symlink_to(tmp_path)
     (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
     settled(tmp_path)
-    assert identity([tmp_path]) is not None
-    assert identity([tmp_path / "missing"]) is None
+    assert compute_identity([tmp_path]) is not None
+    assert compute_identity([tmp_path / "missing"]) is None
 
 
 def test_on_ranks(tmp_path: Path) -> None:

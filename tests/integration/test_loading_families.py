@@ -12,8 +12,13 @@ import ckptctl
 from ckptctl import formats
 from ckptctl.catalog import Box, memory_name
 from ckptctl.save_load.loading.load_options import LoadOptions
-from ckptctl.save_load.loading.reading import prepare
-from ckptctl.save_load.loading.state_mapping import StateMapping, Target, Wanted, map_state
+from ckptctl.save_load.loading.reading import prepare_read
+from ckptctl.save_load.loading.state_mapping import (
+    MemoryBox,
+    RequestedTensor,
+    StateMapping,
+    map_state,
+)
 from ckptctl.save_load.saving.local_shards import TensorMeta
 from ckptctl.storage.execution.execution_options import ExecutionOptions
 from ckptctl.storage.execution.executor import execute_plan
@@ -57,13 +62,13 @@ def _kind(tensor: torch.Tensor) -> str:
 
 def _read(mapping: StateMapping, found: State, dim: int, part: int) -> None:
     """Read the rows that one of three ranks holds, and put them into the full tensors."""
-    wanted: dict[str, Wanted] = {}
+    wanted: dict[str, RequestedTensor] = {}
     views: dict[str, memoryview] = {}
     pieces: dict[str, tuple[torch.Tensor, bytearray]] = {}
     for key, full in found.items():
         cut = min(dim, full.ndim - 1)
         chunks = full.chunk(PARTS, cut) if full.ndim else (full,)
-        targets: tuple[Target, ...] = ()
+        targets: tuple[MemoryBox, ...] = ()
         if part < len(chunks) and chunks[part].numel():
             own = chunks[part]
             offsets = [0] * full.ndim
@@ -71,11 +76,11 @@ def _read(mapping: StateMapping, found: State, dim: int, part: int) -> None:
                 offsets[cut] = sum(chunk.shape[cut] for chunk in chunks[:part])
             memory = bytearray(own.nbytes)
             steps = own.contiguous().stride()
-            targets = (Target(Box(tuple(offsets), tuple(own.shape)), key, tuple(steps)),)
+            targets = (MemoryBox(Box(tuple(offsets), tuple(own.shape)), key, tuple(steps)),)
             views[memory_name(key)] = memoryview(memory)
             pieces[key] = own, memory
-        wanted[key] = Wanted(_kind(full), tuple(full.shape), targets)
-    plan = prepare(mapping, wanted, cast=False).plan(wanted)
+        wanted[key] = RequestedTensor(_kind(full), tuple(full.shape), targets)
+    plan = prepare_read(mapping, wanted, cast=False).plan_tensors(wanted)
     how = ExecutionOptions(checksum=False)
     execute_plan(plan, Path(plan.source_root), how, lambda _: None, memory=views)
     for own, memory in pieces.values():

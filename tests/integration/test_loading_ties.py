@@ -10,7 +10,7 @@ import torch
 
 from ckptctl.distributed.loading.load import load
 from ckptctl.errors import MappingError
-from ckptctl.save_load.loading.key_comparison import kept_apart
+from ckptctl.save_load.loading.key_comparison import list_rank_keys
 from tests.checkpoints import save_dcp, save_torch
 
 
@@ -119,7 +119,7 @@ def test_what_ranks_have_apart() -> None:
 
     def apart(*names: str) -> set[str]:
         blobs = {name: Blob(name, tuple(name.split(".")), None, 0, 0) for name in names}
-        return kept_apart(Catalog(Path(), Path(), "dcp", {}, {}, blobs))
+        return list_rank_keys(Catalog(Path(), Path(), "dcp", {}, {}, blobs))
 
     assert apart("a", "rank_1.a", "rank_2.a") == {"rank_1.a", "rank_2.a"}
     assert apart("a", "rank_0.a", "rank_1.a", "rank_1.b") == set()

@@ -20,9 +20,9 @@ from ckptctl.distributed.run.finals import RECORD_FILE, Finished
 from ckptctl.distributed.run.local_folder import IDENTITY_FILE
 from ckptctl.distributed.run.manager import CheckpointManager
 from ckptctl.errors import CkptError, DamagedError, RefusedError, SourceNotFoundError, StorageError
-from ckptctl.remote.conditions import versions_of
-from ckptctl.remote.objects import Objects
-from ckptctl.remote.store import FsspecStore, protocols
+from ckptctl.remote.conditions import find_conditional_requests
+from ckptctl.remote.objects import OutputObjects
+from ckptctl.remote.store import FsspecStore, list_protocols
 from ckptctl.runs.listing import find_newest
 from ckptctl.storage import processes
 from ckptctl.storage.paths import parse_path, resolve_source_path
@@ -143,7 +143,7 @@ def test_two_jobs_at_one_run(url: str) -> None:
             except CkptError as error:
                 refused.append(error.what)
 
-    original = FsspecStore.create
+    original = FsspecStore.create_file
 
     def create(*words: Any) -> Any:
         if not refused:
@@ -155,7 +155,7 @@ def test_two_jobs_at_one_run(url: str) -> None:
         manager.save(1, state_at(1))
         manager.wait()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(FsspecStore, "create", create)
+            patch.setattr(FsspecStore, "create_file", create)
             manager.save(2, state_at(2))
             manager.wait()
     assert refused[1:] == ["another process is writing to the same destination"]
@@ -183,10 +183,10 @@ def dying_at(patch: pytest.MonkeyPatch, url: str, number: int) -> list[bool]:
 
     for method in ("rm_file", "pipe_file"):
         patch.setattr(system, method, dying(getattr(system, method)))
-    conditions = type(versions_of(system, protocols(system)))
+    conditions = type(find_conditional_requests(system, list_protocols(system)))
     for method in ("replace", "remove") if conditions is not type(None) else ():
         patch.setattr(conditions, method, dying(getattr(conditions, method)))
-    patch.setattr(FsspecStore, "create", dying(FsspecStore.create))
+    patch.setattr(FsspecStore, "create_file", dying(FsspecStore.create_file))
     return dead
 
 
@@ -228,7 +228,7 @@ def test_the_final_model(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with CheckpointManager(url, keep_last=0, async_=False, model_type="llama3") as manager:
         manager.save(1, {"model": model})
         with monkeypatch.context() as patch, pytest.raises(StorageError, match="write"):
-            patch.setattr(Objects, "_send", lambda *_, **__: 1 / 0)
+            patch.setattr(OutputObjects, "_upload_file", lambda *_, **__: 1 / 0)
             manager.save_final({"model": model}, out)
         assert there(url).keys() == {"step-1"} and not there(out)
         manager.plan_final({"model": model}, out)

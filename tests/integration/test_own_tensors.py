@@ -55,13 +55,18 @@ def test_another_format_has_them_all(saved: Path, tmp_path: Path) -> None:
 
 def test_a_name_that_is_taken_is_refused() -> None:
     from ckptctl.save_load.saving.global_plan import make_global_plan
-    from ckptctl.save_load.saving.local_shards import HeldChunk, LocalShards, TensorMeta, pack
+    from ckptctl.save_load.saving.local_shards import (
+        LocalChunk,
+        LocalShards,
+        TensorMeta,
+        pack_shards,
+    )
 
     kinds = {name: TensorMeta("uint8", (2,), (name,), False) for name in ("rng", "rank_1.rng")}
-    chunks = [HeldChunk(name, (0,), (2,)) for name in kinds]
+    chunks = [LocalChunk(name, (0,), (2,)) for name in kinds]
     held = [
         LocalShards(kinds, chunks, {"rng": bytes([rank]) * 16}, {"rng": ("rng",)})
         for rank in range(2)
     ]
     with pytest.raises(MappingError, match="already contains"):
-        make_global_plan([pack(one) for one in held])
+        make_global_plan([pack_shards(one) for one in held])

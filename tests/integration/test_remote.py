@@ -216,14 +216,14 @@ def test_verify_notices_a_file_that_changed(tiny: str, monkeypatch: pytest.Monke
     """Also where the place cannot be asked for one version of it."""
     name = "model-00002-of-00003.safetensors"
     place = f"/{tiny.removeprefix('memory://')}/{name}"
-    plain = remote_store.FsspecStore.read
+    plain = remote_store.FsspecStore.read_range
 
     def read(store: Any, *asked: Any) -> bytes:
         found = bytes(plain(store, *asked))
         MEMORY.pipe_file(place, MEMORY.cat_file(place))
         return found
 
-    monkeypatch.setattr(remote_store.FsspecStore, "read", read)
+    monkeypatch.setattr(remote_store.FsspecStore, "read_range", read)
     found = ckptctl.verify(tiny, level="full").findings
     assert [(one.what, one.file) for one in found] == [
         ("a file changed while it was being verified", name)
@@ -374,7 +374,7 @@ def test_an_object_that_is_replaced_is_not_read(
     name = "model-00002-of-00003.safetensors"
     other = (TINY / name).read_bytes()[:-64] + bytes(64)
     weights = safetensors.torch.load_file(TINY / name)
-    plain = remote_store.FsspecStore.members
+    plain = remote_store.FsspecStore.list_members
     listed: list[str] = []
 
     def members(store: Any, folder: str) -> Any:
@@ -384,7 +384,7 @@ def test_an_object_that_is_replaced_is_not_read(
             system.call_s3("put_object", Bucket="bucket", Key=f"{command}/{name}", Body=other)
         return found
 
-    monkeypatch.setattr(remote_store.FsspecStore, "members", members)
+    monkeypatch.setattr(remote_store.FsspecStore, "list_members", members)
     calls: dict[str, Callable[[], object]] = {
         "inspect": lambda: ckptctl.inspect(source),
         "load": lambda: ckptctl.load(weights, source),
@@ -529,7 +529,7 @@ def test_the_web(web: str, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_web_server_that_is_busy(web: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retries, "patience", retries.Patience(1, first=0.01))
+    monkeypatch.setattr(retries, "retry_policy", retries.RetryPolicy(1, first_wait_seconds=0.01))
     monkeypatch.setattr(_Ranges, "busy", 2)
     assert ckptctl.verify(f"{web}/tiny-llama3-hf", level="full").findings == ()
     monkeypatch.setattr(_Ranges, "busy", 999)
@@ -563,14 +563,14 @@ def test_a_place_that_does_not_answer_is_not_a_damaged_checkpoint(
 ) -> None:
     for step in (10, 20):
         _uploaded(TINY, f"{url.removeprefix('memory://')}/step-{step}")
-    plain = remote_store.FsspecStore.read
+    plain = remote_store.FsspecStore.read_range
 
     def read(store: Any, name: str, *rest: Any) -> bytes:
         if name.endswith(".safetensors") and "step-10" not in f"{store.url}/{name}":
             raise StorageError("cannot read it", where=store.url, why="503")
         return bytes(plain(store, name, *rest))
 
-    monkeypatch.setattr(remote_store.FsspecStore, "read", read)
+    monkeypatch.setattr(remote_store.FsspecStore, "read_range", read)
     with pytest.raises(StorageError, match="cannot read it"):
         if shard == "ckpt":
             ckptctl.verify(tiny)

@@ -59,7 +59,7 @@ class Faults:
 @pytest.fixture
 def under(monkeypatch: pytest.MonkeyPatch) -> Callable[[Faults], Any]:
     """Return what makes the faults happen within a block."""
-    monkeypatch.setattr(retries, "patience", retries.Patience(0))
+    monkeypatch.setattr(retries, "retry_policy", retries.RetryPolicy(0))
     monkeypatch.setattr(finisher, "MAX_KEPT_BYTES", 0)
 
     def context(faults: Faults) -> Any:

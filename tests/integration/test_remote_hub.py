@@ -165,7 +165,9 @@ def test_the_cache_is_used(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     ckptctl.inspect("hf://org/tiny")
     assert "config.json" in _asked(hub)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(retries.Patience, "wait", lambda *_: pytest.fail("it waits for no network"))
+    monkeypatch.setattr(
+        retries.RetryPolicy, "wait_for_retry", lambda *_: pytest.fail("it waits for no network")
+    )
     hub.requests.clear()
     found = ckptctl.inspect("hf://org/tiny")
     assert found.parameters == 127296 and found.path == "hf://org/tiny"
@@ -253,7 +255,7 @@ def test_a_commit_whose_answer_is_lost(hub: Hub, monkeypatch: pytest.MonkeyPatch
         raise StorageError("it does not answer")
 
     hub.lost = 1
-    monkeypatch.setattr(hub_upload, "look", silent)
+    monkeypatch.setattr(hub_upload, "list_repository", silent)
     with pytest.raises(StorageError, match="cannot commit") as caught:
         _push(overwrite=True)
     assert "may have been made" in str(caught.value.why)
@@ -292,7 +294,7 @@ def test_a_push_to_nowhere(hub: Hub) -> None:
 
 
 def test_answers_that_end_too_early(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retries, "patience", retries.Patience(1, first=0.01))
+    monkeypatch.setattr(retries, "retry_policy", retries.RetryPolicy(1, first_wait_seconds=0.01))
     hub.cut = 2
     assert ckptctl.verify("hf://org/tiny", level="full").findings == ()
     assert not hub.cut
@@ -307,7 +309,7 @@ def test_answers_that_end_too_early(hub: Hub, monkeypatch: pytest.MonkeyPatch) -
 def test_a_hub_that_is_down(
     hub: Hub, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], down: str
 ) -> None:
-    monkeypatch.setattr(retries, "patience", retries.Patience(first=0.02))
+    monkeypatch.setattr(retries, "retry_policy", retries.RetryPolicy(first_wait_seconds=0.02))
     hub.down = down
     asked = ["--timeout", "0.3", "inspect", "hf://org/tiny", *options]
     found = CliRunner().invoke(app, asked, prog_name="ckptctl")
@@ -327,7 +329,9 @@ def test_a_hub_that_is_down_for_a_moment(hub: Hub, monkeypatch: pytest.MonkeyPat
         said.append(text)
         hub.down = "-"
 
-    monkeypatch.setattr(retries, "patience", retries.Patience(3, first=0.1, tell=back))
+    monkeypatch.setattr(
+        retries, "retry_policy", retries.RetryPolicy(3, first_wait_seconds=0.1, notify=back)
+    )
     hub.down = "/"
     assert ckptctl.inspect("hf://org/tiny").tensors
     assert len(said) == 1
@@ -358,7 +362,7 @@ def test_names_that_leave_the_repository(hub: Hub) -> None:
     strange = dict.fromkeys(("../x.safetensors", "/y.safetensors", "a/../../z"), b"x")
     hub.repositories["org/tiny"].commit({**files, **strange})
     store = HubStore("hf://org/tiny")
-    assert {one.name for one in store.members("")} == set(files)
+    assert {one.name for one in store.list_members("")} == set(files)
     assert ckptctl.verify("hf://org/tiny").findings == ()
 
 

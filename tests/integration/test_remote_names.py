@@ -77,7 +77,7 @@ class _Guarded(http.server.SimpleHTTPRequestHandler):
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A server of two folders, each for one query and for one login."""
     pytest.importorskip("aiohttp")
-    monkeypatch.setattr(retries, "patience", retries.Patience(0))
+    monkeypatch.setattr(retries, "retry_policy", retries.RetryPolicy(0))
     folders = [tmp_path / "one", tmp_path / "two"]
     tensors: dict[str, torch.Tensor] = {}
     for path in sorted(TINY.glob("*.safetensors")):

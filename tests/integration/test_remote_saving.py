@@ -40,7 +40,7 @@ STATE = {"w": torch.arange(6.0)}
 
 
 def _exists(url: str, name: str) -> bool:
-    return FsspecStore(url).size(name) >= 0
+    return FsspecStore(url).get_size(name) >= 0
 
 
 @pytest.fixture
@@ -83,10 +83,10 @@ def test_a_save_that_fails(tmp_path: Path) -> None:
 def test_a_place_that_another_run_writes_to(tmp_path: Path) -> None:
     url = f"memory://{tmp_path.name}"
     held = RemoteLock(FsspecStore(url), LOCK_NAME, ["model.safetensors"])
-    held.take()
+    held.acquire_lock()
     with pytest.raises(RefusedError, match="another process is writing"):
         ckptctl.save(STATE, url)
-    held.drop()
+    held.release_lock()
     ckptctl.save(STATE, url)
     assert ckptctl.verify(url).findings == ()
 
@@ -107,7 +107,7 @@ def test_what_a_dead_run_has_left(tmp_path: Path, names: tuple[str, ...]) -> Non
 def test_files_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are there, and the lock names them, before the metadata is."""
     url, folder = f"memory://{tmp_path.name}", f"/{tmp_path.name}"
-    seen, original = [], FsspecStore.write
+    seen, original = [], FsspecStore.write_file
 
     def look(store: FsspecStore, name: str, content: bytes) -> None:
         lock = parse_lock(MEMORY.cat_file(f"{folder}/{LOCK_NAME}"))
@@ -115,7 +115,7 @@ def test_files_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         seen.append((name, lock.names, _exists(url, "run.json")))
         original(store, name, content)
 
-    monkeypatch.setattr(FsspecStore, "write", look)
+    monkeypatch.setattr(FsspecStore, "write_file", look)
     write_collectively(
         STATE, parse_path(url), get_coordinator(), SaveOptions(beside=lambda: {"run.json": b"{}"})
     )
@@ -267,13 +267,13 @@ def test_a_lock_that_is_lost_meanwhile(tmp_path: Path, monkeypatch: pytest.Monke
     """As after a pause of minutes: nothing is published, and the other one's lock stays."""
     url = f"memory://{tmp_path.name}"
     other = LockRecord("other", processes.Process("elsewhere", "", 1, 1), (".metadata",))
-    original = FsspecStore.create
+    original = FsspecStore.create_file
 
     def create(*words: Any) -> object:
         MEMORY.pipe_file(f"/{tmp_path.name}/{LOCK_NAME}", other.to_bytes())
         return original(*words)
 
-    monkeypatch.setattr(FsspecStore, "create", create)
+    monkeypatch.setattr(FsspecStore, "create_file", create)
     with pytest.raises(StorageError, match="another process is writing"):
         ckptctl.save(STATE, url)
     there = MEMORY.find(f"/{tmp_path.name}")
@@ -306,22 +306,22 @@ def test_torchs_own_save_respects_and_holds_the_lock(
 ) -> None:
     url = f"s3://{s3_server.BUCKET}/run/step-6"
     held = RemoteLock(FsspecStore(url), LOCK_NAME, [".metadata"])
-    held.take()
+    held.acquire_lock()
 
     def save() -> None:
         state_dict_saver.save(STATE, storage_writer=Writer(url), planner=SavePlanner())
 
     with pytest.raises(CheckpointException, match="another process is writing"):
         save()
-    held.drop()
+    held.release_lock()
     seen: list[bool] = []
-    original = FsspecStore.create
+    original = FsspecStore.create_file
 
     def create(*words: Any) -> object:
         seen.append(_exists(url, LOCK_NAME))
         return original(*words)
 
-    monkeypatch.setattr(FsspecStore, "create", create)
+    monkeypatch.setattr(FsspecStore, "create_file", create)
     save()
     assert seen == [True] and not _exists(url, LOCK_NAME)
     with pytest.raises(CheckpointException, match="exists"):
@@ -352,7 +352,7 @@ def test_torchs_own_save_that_fails_on_this_rank(
     url = f"memory://{tmp_path.name}"
     first = Writer(url)
     with monkeypatch.context() as patch, pytest.raises(CheckpointException):
-        patch.setattr(FsspecStore, "create", None)
+        patch.setattr(FsspecStore, "create_file", None)
         state_dict_saver.save(STATE, storage_writer=first, planner=SavePlanner())
     assert not _exists(url, LOCK_NAME)
 

@@ -108,16 +108,16 @@ def test_of_many_writers_one_wins(url: str, tmp_path: Path) -> None:
     store, size = FsspecStore(url), 6 << 20  # in parts
 
     def stream(content: bytes) -> bool:
-        with store.create("stream") as target:
+        with store.create_file("stream") as target:
             target.write(content * size)
         return True
 
     def upload(content: bytes) -> bool:
         (file := tmp_path / content.decode()).write_bytes(content * size)
-        return bool(objects.Objects(store).send("upload", file, create=True))
+        return bool(objects.OutputObjects(store).send_file("upload", file, create=True))
 
     def lock_it(content: bytes) -> bool:
-        return lock.ConditionalObject(FsspecStore(url), "lock_it").create(content * size)
+        return lock.ConditionalObject(FsspecStore(url), "lock_it").try_create(content * size)
 
     system, root = at(url)
     for write in (stream, upload, lock_it):
@@ -145,10 +145,10 @@ def test_who_comes_second_leaves_what_is_there(url: str, size: int) -> None:
     for error in (StorageError, ZeroDivisionError):
         with (
             pytest.raises(StorageError, match=r"another process|cannot write"),
-            FsspecStore(url).create("file") as target,
+            FsspecStore(url).create_file("file") as target,
         ):
             target.write(bytes(size))
-            FsspecStore(url).write("file", b"another one's")
+            FsspecStore(url).write_file("file", b"another one's")
             if error is ZeroDivisionError:
                 raise ZeroDivisionError
         assert system.cat_file(f"{root}/file") == b"another one's"
@@ -231,24 +231,24 @@ def test_a_lock_is_taken_over_once(url: str, monkeypatch: pytest.MonkeyPatch) ->
     """An object is replaced on the condition that it is the one that was read, or written, last."""
     monkeypatch.setattr(lock, "is_dead", lambda *_: True)
     first, second = (lock.RemoteLock(FsspecStore(url), LOCK, ["a"]) for _ in range(2))
-    first.take()
-    beat = first._said.to_bytes()
-    assert first._object.write(beat), "its own signs of life"
-    assert second.take() is not None
-    assert not first._object.write(beat), "one that was on its way while its machine slept"
-    assert second.ours() and not first.ours()
-    second.note("a", UploadedFile(1, "v", "5e"))
-    content = first._object.read() or b""
+    first.acquire_lock()
+    beat = first._writing.to_bytes()
+    assert first._object.try_write(beat), "its own signs of life"
+    assert second.acquire_lock() is not None
+    assert not first._object.try_write(beat), "one that was on its way while its machine slept"
+    assert second.is_ours() and not first.is_ours()
+    second.note_sent("a", UploadedFile(1, "v", "5e"))
+    content = first._object.read_content() or b""
     rivals = [lock.ConditionalObject(FsspecStore(url), LOCK) for _ in range(2)]
-    original = rivals[0].read
+    original = rivals[0].read_content
 
     def read() -> bytes | None:
         found = original()
-        assert found != content or rivals[1].replace(content, b"second")
+        assert found != content or rivals[1].try_replace(content, b"second")
         return found
 
     monkeypatch.setattr(rivals[0], "read", read)
-    assert not rivals[0].replace(content, b"first"), "another one was faster"
+    assert not rivals[0].try_replace(content, b"first"), "another one was faster"
     assert original() == b"second"
 
 
@@ -260,7 +260,7 @@ def test_a_sign_of_life_whose_answer_is_lost(
     store = FsspecStore(url)
     store.system = fsspec.filesystem("s3", skip_instance_cache=True)
     first = lock.RemoteLock(store, LOCK, ["a"])
-    first.take()
+    first.acquire_lock()
     for number in range(2):
         lost: list[Request] = []
 
@@ -271,9 +271,9 @@ def test_a_sign_of_life_whose_answer_is_lost(
             return None
 
         bucket.faulty.fault = fault
-        first.note(str(number), UploadedFile(1, "v", "5e"))
-        assert lost and set(first._said.sent) == {str(n) for n in range(number + 1)}
-    first.drop()
+        first.note_sent(str(number), UploadedFile(1, "v", "5e"))
+        assert lost and set(first._writing.sent) == {str(n) for n in range(number + 1)}
+    first.release_lock()
     assert names(url) == set()
 
 
@@ -286,11 +286,11 @@ def test_a_removal_that_comes_late(url: str) -> None:
     system, root = fsspec.core.url_to_fs(url)
     for name in ("a", "b"):
         system.pipe_file(f"{root}/{name}", b"old")
-    place = objects.Objects(FsspecStore(url))
-    found = place.look()
+    place = objects.OutputObjects(FsspecStore(url))
+    found = place.list_files()
     system.pipe_file(f"{root}/b", b"new")
     with pytest.raises(StorageError, match="another process") as caught:
-        place.remove(["a", "gone", "b"], found, lambda: None)
+        place.remove_files(["a", "gone", "b"], found, lambda: None)
     assert "`b` was overwritten" in str(caught.value.why)
     assert names(url) == {"b"} and system.cat_file(f"{root}/b") == b"new"
 

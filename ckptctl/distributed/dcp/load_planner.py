@@ -42,10 +42,10 @@ from ckptctl.distributed.values import (
 )
 from ckptctl.errors import CoverageError, MappingError, UnsupportedError, quote_names
 from ckptctl.planner.boxes import compute_coverage
-from ckptctl.save_load.loading.checks import casts, require_shapes
-from ckptctl.save_load.loading.key_comparison import compare, describe_load, require_equal
+from ckptctl.save_load.loading.checks import find_casts, require_shapes
+from ckptctl.save_load.loading.key_comparison import compare_keys, describe_load, require_equal_keys
 from ckptctl.save_load.loading.load_options import LoadReport
-from ckptctl.save_load.loading.state_mapping import Wanted
+from ckptctl.save_load.loading.state_mapping import RequestedTensor
 
 NO_SIZE = torch.Size([0])
 """Size of non-tensor values, as in torch's planners."""
@@ -120,10 +120,11 @@ class LoadPlanner(DefaultLoadPlanner):
         values = self._state.paths
         entries = self._offered.state_dict_metadata
         wanted = {
-            name: Wanted(meta.dtype, meta.shape, ()) for name, meta in self._state.meta.items()
+            name: RequestedTensor(meta.dtype, meta.shape, ())
+            for name, meta in self._state.meta.items()
         }
         require_shapes(self._mapping.tensors, wanted)
-        self._cast = casts(self._mapping, wanted, self.cast)
+        self._cast = find_casts(self._mapping, wanted, self.cast)
         items: list[ReadItem] = []
         for name, tensor in self._state.tensors.items():
             entry = entries.get(name)
@@ -141,8 +142,8 @@ class LoadPlanner(DefaultLoadPlanner):
                     ReadItem(LoadItemType.BYTE_IO, index, NO_SIZE, index, NO_SIZE, NO_SIZE)
                 )
         if self.strict and not (paths.keys() | values.keys()) <= entries.keys():
-            comparison = compare(self._mapping, paths, values)
-            require_equal(replace(comparison, unexpected=()), self._mapping)
+            comparison = compare_keys(self._mapping, paths, values)
+            require_equal_keys(replace(comparison, unexpected=()), self._mapping)
         return NamedPlan(items, tensors=paths, values=values)
 
     @add_error_notes
@@ -157,9 +158,9 @@ class LoadPlanner(DefaultLoadPlanner):
             raise MappingError("all ranks must load with the same planner")
         tensors = {name: path for plan in plans for name, path in plan.tensors.items()}
         values = {name: path for plan in plans for name, path in plan.values.items()}
-        comparison = compare(self._mapping, tensors, values)
+        comparison = compare_keys(self._mapping, tensors, values)
         if self.strict:
-            require_equal(replace(comparison, missing=()), self._mapping)
+            require_equal_keys(replace(comparison, missing=()), self._mapping)
         return [replace(plan, tensors={}, values={}, comparison=comparison) for plan in plans]
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:

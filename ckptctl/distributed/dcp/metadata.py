@@ -29,7 +29,12 @@ from ckptctl.formats.dcp.metadata import Item, Origin
 from ckptctl.formats.dcp.metadata_writer import encode_tensors
 from ckptctl.keywords import spell_in_python
 from ckptctl.save_load.loading.load_options import LoadOptions
-from ckptctl.save_load.loading.state_mapping import MappingRequest, StateMapping, map_state, moved
+from ckptctl.save_load.loading.state_mapping import (
+    MappingRequest,
+    StateMapping,
+    map_state,
+    move_name,
+)
 from ckptctl.save_load.saving.global_plan import GlobalPlan
 from ckptctl.save_load.saving.local_shards import TensorMeta
 
@@ -65,7 +70,7 @@ def build_metadata(global_plan: GlobalPlan) -> Metadata:
         size, chunks = torch.Size(tensor.shape), [to_chunk(box) for box in boxes]
         return TensorStorageMetadata(build_properties(tensor), size, chunks)
 
-    separate_tensors = global_plan.apart.values()
+    separate_tensors = global_plan.rank_tensors.values()
     written = zip(global_plan.tensors, global_plan.boxes, strict=True)
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
         **{tensor.name: build_entry(tensor, boxes) for tensor, boxes in written},
@@ -152,7 +157,7 @@ class CatalogMetadata(Metadata):
             for name, kind in kinds.items()
         }
         for blob in catalog.blobs.values():
-            name = moved(blob.name, mapping.root, mapping.prefix)
+            name = move_name(blob.name, mapping.root, mapping.prefix)
             if name not in kinds:
                 self.state_dict_metadata[name] = BytesStorageMetadata()
                 paths[name] = blob.path if blob.name == name else (name,)

@@ -46,11 +46,16 @@ from ckptctl.planner.boxes import intersect_boxes
 from ckptctl.save_load.saving.global_plan import (
     RankShare,
     make_global_plan,
-    output_tensor,
-    own_plan,
+    make_output_tensor,
+    make_own_plan,
 )
-from ckptctl.save_load.saving.local_shards import LocalShards, Packed, digest, divide_values
-from ckptctl.save_load.saving.save_files import boxes_of
+from ckptctl.save_load.saving.local_shards import (
+    LocalShards,
+    PackedShards,
+    compute_digest,
+    divide_values,
+)
+from ckptctl.save_load.saving.save_files import iterate_boxes
 from ckptctl.units import pluralize
 
 MAX_PLANS = 8
@@ -64,7 +69,7 @@ class SharePlan(SavePlan):
 
     key: bytes = b""  # digest of everything on which the rank's plan depends, except values
     values: bytes = b""  # digests of the non-tensor values and of small tensors
-    packed: Packed | None = None  # the rank's shards, or None if unchanged for this key
+    packed: PackedShards | None = None  # the rank's shards, or None if unchanged for this key
     generation: bytes = b""  # of the rank's cached plan for the key, then of the new plan
     share: RankShare | None = None  # None if the plan of this generation is reused
     kept: tuple[bytes, ...] = ()  # generations that the coordinator keeps
@@ -74,7 +79,7 @@ class SharePlan(SavePlan):
 class _AgreedPlan:
     """Global plan, cached by the coordinator."""
 
-    packed: Sequence[Packed]
+    packed: Sequence[PackedShards]
     keys: Sequence[bytes]
     written: Sequence[dict[str, str]]
     metadata: Metadata
@@ -149,7 +154,7 @@ class SavePlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         """Describe this rank's shards, or only their key if a cached plan matches."""
         packed = self.local_state.packed_shards
-        key = digest((KEY_VERSION, packed.sharding))
+        key = compute_digest((KEY_VERSION, packed.sharding))
         cached = next(
             (saved_share for saved_share in self._plans.list_plans() if saved_share.key == key),
             None,
@@ -178,7 +183,7 @@ class SavePlanner(DefaultSavePlanner):
             CoverageError: The boxes of all ranks do not tile a tensor.
         """
         plans = [_require_share_plan(plan) for plan in all_plans]
-        current = digest([plan.key for plan in plans])
+        current = compute_digest([plan.key for plan in plans])
         shards = [self._resolve_packed(rank, plan) for rank, plan in enumerate(plans)]
         older = [plan.generation for plan in self._plans.list_plans() if plan.generation != current]
         kept = (*reversed(older), current)[-self._limit :] if self._limit else ()
@@ -199,7 +204,9 @@ class SavePlanner(DefaultSavePlanner):
         # Without collectives, each rank makes its own plan.
         is_single = not dist.is_initialized() or dist.get_world_size() == 1
         divided = (
-            make_global_plan(shards) if len(shards) > 1 or is_single else own_plan(0, 1, shards[0])
+            make_global_plan(shards)
+            if len(shards) > 1 or is_single
+            else make_own_plan(0, 1, shards[0])
         )
         differing = {
             name for part in divided.shares for name, under in part.values.items() if name != under
@@ -267,7 +274,7 @@ class SavePlanner(DefaultSavePlanner):
         """Return a value of the state by the name of its item."""
         return self.state_dict[self._names.get(index.fqn, index.fqn)]
 
-    def _resolve_packed(self, rank: int, plan: SharePlan) -> Packed:
+    def _resolve_packed(self, rank: int, plan: SharePlan) -> PackedShards:
         if plan.packed:
             return plan.packed
         for agreed_plan in (
@@ -293,21 +300,21 @@ def _require_share_plan(plan: SavePlan) -> SharePlan:
     return plan
 
 
-def _list_written_values(all_packed: Sequence[Packed]) -> list[dict[str, str]]:
+def _list_written_values(all_packed: Sequence[PackedShards]) -> list[dict[str, str]]:
     structures = {
         entry.identity: entry.structure for entry in reversed(all_packed) if entry.structure
     }
-    return [dict(entry) for entry in divide_values(all_packed, structures).written]
+    return [dict(entry) for entry in divide_values(all_packed, structures).written_by_rank]
 
 
 def iterate_write_items(shards: LocalShards, share: RankShare) -> Iterator[WriteItem]:
     """Yield the write items of a rank's share, in its order."""
-    for index, box in boxes_of(shards, share):
+    for index, box in iterate_boxes(shards, share):
         name = shards.chunks[index].name
-        yield _build_tensor_item(name, output_tensor(name, shards.tensors[name]), box)
+        yield _build_tensor_item(name, make_output_tensor(name, shards.tensors[name]), box)
     for name, under in share.values.items():
         if name in shards.tensors:
-            tensor = output_tensor(name, shards.tensors[name])
+            tensor = make_output_tensor(name, shards.tensors[name])
             yield _build_tensor_item(under, tensor, Box.whole(tensor.shape))
         else:
             yield WriteItem(MetadataIndex(under), WriteItemType.BYTE_IO)

@@ -28,10 +28,14 @@ from ckptctl.keywords import accept_keywords
 from ckptctl.options import Option
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.save_load.loading.checks import require_nothing_lost
-from ckptctl.save_load.loading.identity import Fingerprint, fingerprint_of, require_same_checkpoint
-from ckptctl.save_load.loading.key_comparison import with_own
+from ckptctl.save_load.loading.identity import (
+    Fingerprint,
+    make_fingerprint,
+    require_same_checkpoint,
+)
+from ckptctl.save_load.loading.key_comparison import with_rank_tensors
 from ckptctl.save_load.loading.load_options import LoadOptions
-from ckptctl.save_load.loading.reading import prepare
+from ckptctl.save_load.loading.reading import prepare_read
 from ckptctl.save_load.loading.state_mapping import StateMapping
 from ckptctl.save_load.saving.local_shards import TensorMeta
 from ckptctl.storage.paths import has_known_scheme, parse_path
@@ -89,7 +93,7 @@ class Reader(StorageReader):
         Errors are raised later, because torch would replace them here by an uninformative one.
         """
         try:
-            self._opened = self._options.open(os.fspath(self.checkpoint_id))
+            self._opened = self._options.open_catalog(os.fspath(self.checkpoint_id))
             self._metadata = CatalogMetadata(self._opened, self._options)
             if self._options.state_dict is not None:
                 self._metadata.adapt_to_state(flatten_state(self._options.state_dict).meta)
@@ -129,7 +133,7 @@ class Reader(StorageReader):
             for key in mapping.tensors[name].keys if name in mapping.tensors else ():
                 check_coverage(mapping.catalog.tensors[key])
         assert self._opened
-        return replace(plan, storage_data=fingerprint_of(self._opened))
+        return replace(plan, storage_data=make_fingerprint(self._opened))
 
     @add_error_notes
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -188,8 +192,8 @@ class Reader(StorageReader):
         regular_names = [
             n for n in wanted if not isinstance(state.get(n), DTensor | ShardedTensor | None)
         ]
-        mapping = with_own(self._get_mapping(), regular_names, self._rank, state)
-        plan = prepare(mapping, wanted, cast=cast).plan(wanted)
+        mapping = with_rank_tensors(self._get_mapping(), regular_names, self._rank, state)
+        plan = prepare_read(mapping, wanted, cast=cast).plan_tensors(wanted)
         execution = read_into(build_views(shards), plan, self._options)
         self.bytes_read = execution.bytes_read
         self._options.require_in_range(execution.lost)

@@ -40,8 +40,8 @@ from ckptctl.distributed.saving.save_options import WriterOptions
 from ckptctl.errors import MappingError, RefusedError, StorageError, quote_names
 from ckptctl.keywords import accept_keywords
 from ckptctl.save_load.saving.global_plan import RankShare
-from ckptctl.save_load.saving.local_shards import HeldChunk, LocalShards, TensorMeta
-from ckptctl.save_load.saving.save_files import rank_files
+from ckptctl.save_load.saving.local_shards import LocalChunk, LocalShards, TensorMeta
+from ckptctl.save_load.saving.save_files import lay_out_rank_files
 from ckptctl.storage.paths import has_known_scheme, parse_path
 
 METADATA_VERSION = "1.0.0"
@@ -150,9 +150,11 @@ class Writer(StorageWriter):
             else:
                 state, share = _describe_as_state(plan.items, planner)
             count = self._options.choose_file_count
-            output = rank_files(self._rank, state.shards, share, state.steps, state.values, count)
+            output = lay_out_rank_files(
+                self._rank, state.shards, share, state.steps, state.values, count
+            )
             self._place_set.write_files(output.plan, state.pieces)
-            places, values = output.tensors.items.places(), output.items
+            places, values = output.tensors.items.iterate_places(), output.items
             results = [
                 WriteResult(item.index, nbytes, StorageInfo(file, offset, nbytes))
                 for item in plan.items
@@ -274,7 +276,7 @@ def _describe_as_state(
 ) -> tuple[LocalState, RankShare]:
     """Resolve the write items of any planner to a state that this rank writes completely."""
     tensors: dict[str, TensorMeta] = {}
-    chunks: list[HeldChunk] = []
+    chunks: list[LocalChunk] = []
     pieces: list[torch.Tensor] = []
     values: dict[str, bytes] = {}
     for item in items:
@@ -289,7 +291,7 @@ def _describe_as_state(
         meta = TensorMeta(dtype, tuple(data.size), (name,), bool(data.properties.requires_grad))
         if tensors.setdefault(name, meta) != meta:
             raise MappingError(f"two boxes of `{name}` are planned as parts of different tensors")
-        chunks.append(HeldChunk(name, tuple(data.chunk.offsets), tuple(data.chunk.sizes)))
+        chunks.append(LocalChunk(name, tuple(data.chunk.offsets), tuple(data.chunk.sizes)))
         pieces.append(_resolve_tensor(item, planner))
     synchronize_devices(pieces)
     steps = [get_save_strides(piece) for piece in pieces]

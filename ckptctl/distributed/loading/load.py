@@ -43,10 +43,15 @@ from ckptctl.ranks.coordinator import (
     to_sendable_error,
 )
 from ckptctl.save_load.loading.checks import require_nothing_lost
-from ckptctl.save_load.loading.identity import Fingerprint, fingerprint_of
+from ckptctl.save_load.loading.identity import Fingerprint, make_fingerprint
 from ckptctl.save_load.loading.load_options import LoadReport
-from ckptctl.save_load.rank_agreement import RankStatement, is_unchanged, name_generation, new_nonce
-from ckptctl.save_load.saving.local_shards import digest
+from ckptctl.save_load.rank_agreement import (
+    RankStatement,
+    is_unchanged,
+    make_nonce,
+    name_generation,
+)
+from ckptctl.save_load.saving.local_shards import compute_digest
 from ckptctl.storage.threads import pause_gc
 from ckptctl.tree import TreePath
 
@@ -89,7 +94,7 @@ class CollectiveLoad:
             )
             fingerprint = rank_load.saved_plan.fingerprint if rank_load.saved_plan else None
             if fingerprint is None and ranks.world > 1:
-                fingerprint = fingerprint_of(rank_load.catalog)
+                fingerprint = make_fingerprint(rank_load.catalog)
         except BaseException as failure:
             error = failure
         views = agree_on_load(
@@ -127,8 +132,8 @@ class CollectiveLoad:
         load_request, plan = self._rank_load.request, self._rank_load.saved_plan
         statement = RankStatement(
             str(load_request.source),
-            {"options": digest(self._options.collect_shared())},
-            new_nonce(),
+            {"options": compute_digest(self._options.collect_shared())},
+            make_nonce(),
             load_request.part.digest,
             plan.generation if plan else b"",
         )
@@ -165,10 +170,12 @@ class CollectiveLoad:
         if not broadcast or ranks.world == 1:
             return plan
         fill, _ = rank_load.split_tied(plan.reading)
-        shared = tuple(assign_readers(fill, ranks, mapping.own))
+        shared = tuple(assign_readers(fill, ranks, mapping.rank_tensors))
         reads = rank_load.build_targets(select_places_to_read(fill, shared, ranks.rank))
         return replace(
-            plan, plan=run_on_all_ranks(ranks, lambda: plan.reading.plan(reads)), shared=shared
+            plan,
+            plan=run_on_all_ranks(ranks, lambda: plan.reading.plan_tensors(reads)),
+            shared=shared,
         )
 
     def _read_and_exchange(self, plan: CachedLoadPlan) -> tuple[int, int, LoadedValues]:

@@ -36,24 +36,24 @@ from ckptctl.errors import quote_names
 from ckptctl.planner.plan import Plan
 from ckptctl.save_load.loading.identity import Fingerprint
 from ckptctl.save_load.loading.key_comparison import (
-    as_strict_as,
-    compare,
+    apply_strictness,
+    compare_keys,
     describe_load,
-    inherited,
-    require_equal,
+    list_inherited,
+    require_equal_keys,
     require_kinds,
-    with_own,
+    with_rank_tensors,
 )
 from ckptctl.save_load.loading.load_options import LoadReport
 from ckptctl.save_load.loading.reading import (
-    Reading,
-    plan_elsewhere,
-    prepare,
-    same_index,
-    same_places,
+    PreparedRead,
+    has_same_index,
+    has_same_places,
+    prepare_read,
+    relocate_plan,
 )
-from ckptctl.save_load.loading.state_mapping import StateMapping, Wanted, map_state
-from ckptctl.save_load.saving.local_shards import digest
+from ckptctl.save_load.loading.state_mapping import RequestedTensor, StateMapping, map_state
+from ckptctl.save_load.saving.local_shards import compute_digest
 from ckptctl.storage.outcome import OutOfRange
 
 CACHE_BYTES = 1 << 28
@@ -66,7 +66,7 @@ class CachedLoadPlan:
 
     structure: bytes  # digest of the requests and options of all ranks, for any checkpoint
     opened: Catalog
-    reading: Reading
+    reading: PreparedRead
     entries: Mapping[str, TensorEntry]  # locations of the tensors
     plan: Plan
     compared: LoadReport  # only the comparison of names
@@ -117,46 +117,47 @@ class RankLoad:
                 self._rank_local_catalog = read_own_part(
                     request.source, rank, request.state, options
                 )
-            self.catalog = self._rank_local_catalog or options.open(request.source)
+            self.catalog = self._rank_local_catalog or options.open_catalog(request.source)
 
     def make_plan(self, wanted_by_all: WantedLeaves) -> CachedLoadPlan:
         """Plan the load as if every rank reads for itself."""
         catalog = self.catalog
-        structure = digest((self.request.structure or os.urandom(16), wanted_by_all.digest))
+        structure = compute_digest((self.request.structure or os.urandom(16), wanted_by_all.digest))
         candidates = (
             candidate for candidate in LOAD_PLANS.list_plans() if candidate.structure == structure
         )
         cached = next(
-            (candidate for candidate in candidates if same_index(candidate.opened, catalog)), None
+            (candidate for candidate in candidates if has_same_index(candidate.opened, catalog)),
+            None,
         )
         if cached:
-            compared, reading = cached.compared, cached.reading.elsewhere(catalog)
+            compared, reading = cached.compared, cached.reading.with_catalog(catalog)
             self.allocate_new_tensors(reading.mapping)
         else:
             compared, reading = self._compare_names(wanted_by_all)
         fill, tied = self.split_tied(reading)
         wanted = self.build_targets(fill)
-        entries = reading.locate(wanted)
+        entries = reading.locate_tensors(wanted)
         checksum = self._options.checksum
-        if cached and cached.shared is None and same_places(cached.entries, entries, checksum):
-            plan = plan_elsewhere(cached.plan, catalog)
+        if cached and cached.shared is None and has_same_places(cached.entries, entries, checksum):
+            plan = relocate_plan(cached.plan, catalog)
         else:
-            plan = reading.plan_of(wanted, entries)
+            plan = reading.plan_located(wanted, entries)
         self._values = self._read_values(reading.mapping)
         comparison_plan = None
         if tied:
-            comparison_plan = reading.plan(
+            comparison_plan = reading.plan_tensors(
                 build_comparison_targets(tied, self.build_targets(self.request.places))
             )
         return CachedLoadPlan(
             structure, catalog, reading, entries, plan, compared, comparison_plan=comparison_plan
         )
 
-    def _compare_names(self, wanted_by_all: WantedLeaves) -> tuple[LoadReport, Reading]:
+    def _compare_names(self, wanted_by_all: WantedLeaves) -> tuple[LoadReport, PreparedRead]:
         mapping = map_state(self.catalog, wanted_by_all.tensors, self._options.mapping)
         require_kinds(mapping, wanted_by_all.tensors, wanted_by_all.values)
         paths = {name: leaf.path for name, leaf in wanted_by_all.tensors.items()}
-        compared = compare(mapping, paths, wanted_by_all.values)
+        compared = compare_keys(mapping, paths, wanted_by_all.values)
         strict = self._options.strict
         if strict and (compared.missing or compared.unexpected):
             # A single rank does not know which tensors the other ranks load.
@@ -169,13 +170,13 @@ class RankLoad:
             comparison = replace(
                 comparison, missing=tuple(name for name in comparison.missing if name not in tied)
             )
-            require_equal(as_strict_as(comparison, strict, mapping), mapping)
+            require_equal_keys(apply_strictness(comparison, strict, mapping), mapping)
         self.allocate_new_tensors(mapping)
         names = {*wanted_by_all.tensors, *wanted_by_all.values}
-        mapping = with_own(mapping, self.request.state.regular_names, self._rank, names)
+        mapping = with_rank_tensors(mapping, self.request.state.regular_names, self._rank, names)
         wanted = self.build_targets(self.request.places)
-        reading = prepare(
-            mapping, wanted, cast=self._options.cast, whole=not self._rank_local_catalog
+        reading = prepare_read(
+            mapping, wanted, cast=self._options.cast, covers_tensors=not self._rank_local_catalog
         )
         return compared, reading
 
@@ -184,11 +185,11 @@ class RankLoad:
         if self.request.new:
             self.request = with_new_tensors(self.request, mapping, self._options)
 
-    def build_targets(self, places: Sequence[TensorShard]) -> dict[str, Wanted]:
+    def build_targets(self, places: Sequence[TensorShard]) -> dict[str, RequestedTensor]:
         """Describe shards of the state as targets of a plan."""
         return build_wanted(self.request.part.tensors, places)
 
-    def split_tied(self, reading: Reading) -> tuple[list[TensorShard], list[TiedShard]]:
+    def split_tied(self, reading: PreparedRead) -> tuple[list[TensorShard], list[TiedShard]]:
         """Split shards into those to fill, each memory once, and those to compare later."""
         request = self.request
         return split_tied(request.places, request.first_indices, request.overlaps, reading.mapping)
@@ -245,8 +246,8 @@ class RankLoad:
         )
         stored_names = match_stored_names(mapping, state.values, self._rank)
         own_names = [other for other in stored_names.values() if other in report.left_out]
-        own_names += [f"rank_{self._rank}.{name}" for name in mapping.own]
-        of_rank_0 = inherited(mapping, (*state.regular_names, *state.values), self._rank)
+        own_names += [f"rank_{self._rank}.{name}" for name in mapping.rank_tensors]
+        of_rank_0 = list_inherited(mapping, (*state.regular_names, *state.values), self._rank)
         if of_rank_0:
             _log.warning(
                 "rank %d did not take part in the save, so it loaded the values of rank 0 for %s",

@@ -21,10 +21,14 @@ from ckptctl.distributed.state import FlatState, TensorShard, flatten_state
 from ckptctl.errors import MappingError, RefusedError
 from ckptctl.formats.dcp_rank_local import DcpRankLocalFormat, read_rank
 from ckptctl.ranks.coordinator import Coordinator
-from ckptctl.save_load.loading.identity import Fingerprint, identity, require_same_checkpoint
+from ckptctl.save_load.loading.identity import (
+    Fingerprint,
+    compute_identity,
+    require_same_checkpoint,
+)
 from ckptctl.save_load.loading.load_options import LoadOptions
 from ckptctl.save_load.rank_agreement import RankStatement, require_agreement
-from ckptctl.save_load.saving.local_shards import TensorMeta, digest
+from ckptctl.save_load.saving.local_shards import TensorMeta, compute_digest
 from ckptctl.tree import TreePath
 
 KEY_VERSION = 1
@@ -44,7 +48,7 @@ class WantedLeaves:
     def digest(self) -> bytes:
         """Digest of all names, dtypes, shapes and paths."""
         leaves = [(name, meta.dtype, meta.shape, meta.path) for name, meta in self.tensors.items()]
-        return digest((leaves, list(self.values.items())))
+        return compute_digest((leaves, list(self.values.items())))
 
 
 def merge_wanted(local: WantedLeaves, ranks: Coordinator) -> WantedLeaves:
@@ -114,7 +118,7 @@ def build_request(
     config_files = [
         file for file in (options.assets, options.rules, options.converter) if file is not None
     ]
-    extra = identity(config_files) if config_files else b""
+    extra = compute_identity(config_files) if config_files else b""
     rename = options.rename
     if extra is not None and (rename is None or isinstance(rename, Mapping)):
         boxes = [
@@ -128,15 +132,15 @@ def build_request(
             for shard in places
         ]
         new_devices = [(name, str(device)) for name, device in new.items()]
-        state_digest = digest(
+        state_digest = compute_digest(
             (state.meta, boxes, state.paths, new_devices, sorted((rename or {}).items()))
         )
         memory = (first_indices, sorted(overlaps.items()))
-        structure = digest(
+        structure = compute_digest(
             (KEY_VERSION, context, options.collect_shared(), extra, memory, state_digest)
         )
-        files = identity([source])
-        key = None if files is None else digest((structure, files))
+        files = compute_identity([source])
+        key = None if files is None else compute_digest((structure, files))
     part = WantedLeaves(state.meta, state.paths)
     return LoadRequest(
         source, owners, expanded, state, places, first_indices, overlaps, new, part, structure, key
@@ -184,7 +188,7 @@ def agree_on_load(
     if error is not None:
         raise error
     statements = [entry.statement for entry in views]
-    is_same = all(entry.how == statements[0].how for entry in statements)
+    is_same = all(entry.options == statements[0].options for entry in statements)
     if not is_same and not any(entry.problem for entry in statements):
         statements = ranks.all_gather(own_view.statement._replace(how=options.collect_shared()))
     require_agreement(statements, ranks.rank, "checkpoints")
@@ -195,7 +199,7 @@ def agree_on_load(
 
 def require_same_names(ranks: Coordinator, catalog: Catalog) -> None:
     """Raise if ranks rename the keys of the checkpoint differently."""
-    digests = ranks.all_gather(digest([*catalog.tensors, *catalog.blobs]))
+    digests = ranks.all_gather(compute_digest([*catalog.tensors, *catalog.blobs]))
     differing_rank = next(
         (rank for rank, names_digest in enumerate(digests) if names_digest != digests[0]), None
     )

@@ -26,7 +26,7 @@ from ckptctl.distributed.state import (
 from ckptctl.errors import MappingError, RefusedError
 from ckptctl.planner.plan import Plan
 from ckptctl.save_load.loading.load_options import LoadOptions
-from ckptctl.save_load.loading.state_mapping import StateMapping, Target, Wanted
+from ckptctl.save_load.loading.state_mapping import MemoryBox, RequestedTensor, StateMapping
 from ckptctl.save_load.saving.local_shards import TensorMeta
 from ckptctl.storage.byte_files import ByteSink, Memory
 from ckptctl.storage.execution.execution_options import Execution, ExecutionOptions
@@ -46,13 +46,15 @@ def build_views(places: Iterable[TensorShard]) -> dict[str, Memory]:
 
 def build_wanted(
     tensors: Mapping[str, TensorMeta], places: Iterable[TensorShard]
-) -> dict[str, Wanted]:
+) -> dict[str, RequestedTensor]:
     """Describe *places* as targets of a plan, for all of *tensors*."""
-    targets: dict[str, list[Target]] = {name: [] for name in tensors}
+    targets: dict[str, list[MemoryBox]] = {name: [] for name in tensors}
     for number, place in enumerate(places):
-        targets[place.name].append(Target(place.box, str(number), get_load_strides(place.tensor)))
+        targets[place.name].append(
+            MemoryBox(place.box, str(number), get_load_strides(place.tensor))
+        )
     return {
-        tensor_name: Wanted(meta.dtype, meta.shape, tuple(targets[tensor_name]))
+        tensor_name: RequestedTensor(meta.dtype, meta.shape, tuple(targets[tensor_name]))
         for tensor_name, meta in tensors.items()
     }
 
@@ -218,15 +220,15 @@ def split_tied(
 
 
 def build_comparison_targets(
-    tied: Sequence[TiedShard], wanted: dict[str, Wanted]
-) -> dict[str, Wanted]:
+    tied: Sequence[TiedShard], wanted: dict[str, RequestedTensor]
+) -> dict[str, RequestedTensor]:
     """Describe the shards that are read again and compared."""
-    targets: dict[str, list[Target]] = {}
+    targets: dict[str, list[MemoryBox]] = {}
     for number, (place, _) in enumerate(tied):
         steps = row_major(tuple(place.tensor.shape))
-        targets.setdefault(place.name, []).append(Target(place.box, str(number), steps))
+        targets.setdefault(place.name, []).append(MemoryBox(place.box, str(number), steps))
     return {
-        name: Wanted(wanted[name].dtype, wanted[name].shape, tuple(boxes))
+        name: RequestedTensor(wanted[name].dtype, wanted[name].shape, tuple(boxes))
         for name, boxes in targets.items()
     }
 

@@ -29,9 +29,15 @@ from ckptctl.formats.dcp import METADATA
 from ckptctl.formats.dcp.metadata import Origin
 from ckptctl.ranks.coordinator import gather_and_scatter, run_on_rank_zero
 from ckptctl.runs.run_store import open_run_store
-from ckptctl.save_load.saving.global_plan import GlobalPlan, make_global_plan, own_plan
-from ckptctl.save_load.saving.local_shards import HeldChunk, LocalShards, Packed, TensorMeta, pack
-from ckptctl.save_load.saving.save_files import rank_files, tensor_metadata
+from ckptctl.save_load.saving.global_plan import GlobalPlan, make_global_plan, make_own_plan
+from ckptctl.save_load.saving.local_shards import (
+    LocalChunk,
+    LocalShards,
+    PackedShards,
+    TensorMeta,
+    pack_shards,
+)
+from ckptctl.save_load.saving.save_files import lay_out_rank_files, make_tensor_metadata
 from ckptctl.storage import trash
 from ckptctl.storage.destinations import check_target, destination_exists_error, resolve_destination
 from ckptctl.storage.paths import expand_home, parse_path
@@ -97,7 +103,7 @@ def plan_converted(
     ranks = get_coordinator(group)
     plans: list[ConversionPlan] = []
 
-    def plan_on_rank_zero(all_packed: list[Packed]) -> Sequence[None]:
+    def plan_on_rank_zero(all_packed: list[PackedShards]) -> Sequence[None]:
         target = resolve_final_target(out)
         _require_free_target(target, options)
         with TemporaryDirectory(prefix="ckptctl-") as folder:
@@ -108,7 +114,7 @@ def plan_converted(
 
     local_states: list[LocalState] = []
 
-    def pack_local_state() -> Packed:
+    def pack_local_state() -> PackedShards:
         local_states.append(build_local_state(_select_exported(state, options)))
         return local_states[0].packed_shards
 
@@ -191,20 +197,22 @@ def _write_sparse_checkpoint(folder: Path, plan: GlobalPlan, state: LocalState) 
         for tensor in plan.tensors
     }
     chunks = [
-        HeldChunk(tensor_name, (0,) * len(tensor.shape), tensor.shape)
+        LocalChunk(tensor_name, (0,) * len(tensor.shape), tensor.shape)
         for tensor_name, tensor in tensors.items()
     ]
     leaves = {name: path for name, path in state.shards.paths.items() if name not in tensors}
     digests = {name: state.shards.values[name] for name in leaves}
     shards = LocalShards(tensors, chunks, digests, leaves)
-    global_plan = own_plan(0, 1, pack(shards))
+    global_plan = make_own_plan(0, 1, pack_shards(shards))
     steps = [row_major(chunk.sizes) for chunk in chunks]
-    files = rank_files(0, shards, global_plan.shares[0], steps, state.values, lambda _: 1)
+    files = lay_out_rank_files(0, shards, global_plan.shares[0], steps, state.values, lambda _: 1)
     for file in files.plan.files:
         with (folder / file.path).open("wb") as output:
             output.truncate(file.size)
             for offset, content in file.frame(lambda _: 0):
                 os.pwrite(output.fileno(), content, offset)
     values = [(Blob(name, leaves[name]), item) for name, item in files.items.items()]
-    metadata = tensor_metadata(global_plan, [files.tensors.items]).add_values(values, Origin("", 1))
+    metadata = make_tensor_metadata(global_plan, [files.tensors.items]).add_values(
+        values, Origin("", 1)
+    )
     (folder / METADATA).write_bytes(b"".join(metadata))

@@ -27,7 +27,13 @@ from ckptctl.distributed.state import (
 from ckptctl.distributed.values import pickle_values, serialize_value
 from ckptctl.planner.copying.blocks import MIB
 from ckptctl.planner.plan import Plan
-from ckptctl.save_load.saving.local_shards import DIGEST, HeldChunk, LocalShards, Packed, pack
+from ckptctl.save_load.saving.local_shards import (
+    DIGEST_BYTES,
+    LocalChunk,
+    LocalShards,
+    PackedShards,
+    pack_shards,
+)
 from ckptctl.storage.byte_files import Memory
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.execution.execution_options import ExecutionOptions
@@ -54,9 +60,9 @@ class LocalState:
     complete: bool = True  # whether *pieces* has all shards, not only those that are written
 
     @cached_property
-    def packed_shards(self) -> Packed:
+    def packed_shards(self) -> PackedShards:
         """Shards in the compact form that is sent to other ranks."""
-        return pack(self.shards)
+        return pack_shards(self.shards)
 
 
 def compute_replica_digests(state: LocalState, jobs: int) -> dict[int, int]:
@@ -91,7 +97,7 @@ def build_local_state(
     leaves = {name: leaf.value for name, leaf in state.values.items()}
     values = pickle_values(leaves, trusted=trusted)
     small = SmallTensors(state.tensors)
-    chunks = [HeldChunk(entry.name, entry.box.offsets, entry.box.sizes) for entry in state.shards]
+    chunks = [LocalChunk(entry.name, entry.box.offsets, entry.box.sizes) for entry in state.shards]
     shards = LocalShards(
         state.meta,
         chunks,
@@ -111,7 +117,7 @@ def get_save_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def _hash_content(content: bytes | memoryview) -> bytes:
-    return hashlib.blake2b(content, digest_size=DIGEST).digest()
+    return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
 
 
 class SmallTensors(Mapping[str, bytes]):

@@ -41,30 +41,35 @@ from ckptctl.options import Option
 from ckptctl.ranks.coordinator import Coordinator, gather_and_scatter, to_sendable_error
 from ckptctl.save_load.rank_agreement import (
     RankStatement,
-    is_first_to_say,
+    is_first_with_identity,
     is_unchanged,
+    make_nonce,
     name_generation,
-    new_nonce,
     require_agreement,
 )
-from ckptctl.save_load.saving.global_plan import GlobalPlan, RankShare, make_global_plan, own_plan
+from ckptctl.save_load.saving.global_plan import (
+    GlobalPlan,
+    RankShare,
+    make_global_plan,
+    make_own_plan,
+)
 from ckptctl.save_load.saving.local_shards import (
     Groups,
-    Packed,
-    digest,
-    group_digests,
-    path_of,
-    tensor_apart,
+    PackedShards,
+    choose_values_to_write,
+    compute_digest,
+    compute_group_digests,
+    get_written_path,
+    make_rank_tensor,
     unpack_groups,
-    values_to_write,
 )
 from ckptctl.save_load.saving.save_files import (
     RankItems,
     TensorFiles,
-    rank_files,
-    tensor_files,
-    tensor_metadata,
-    with_values,
+    add_values,
+    lay_out_rank_files,
+    lay_out_tensors,
+    make_tensor_metadata,
 )
 from ckptctl.storage.paths import parse_path
 from ckptctl.storage.threads import pause_gc
@@ -160,8 +165,8 @@ def write_rank_local(
     """Write this rank's state with separate metadata to *path*, without collectives."""
     target = RankFolderTarget(path, rank, options)
     local = build_local_state(state, trusted=options.trusted)
-    global_plan = own_plan(rank, world, local.packed_shards)
-    files = rank_files(
+    global_plan = make_own_plan(rank, world, local.packed_shards)
+    files = lay_out_rank_files(
         rank,
         local.shards,
         global_plan.shares[rank],
@@ -178,8 +183,8 @@ def write_rank_local(
         values = [
             (Blob(name, local.shards.paths[name]), item) for name, item in files.items.items()
         ]
-        origin = Origin(new_nonce().hex(), world)
-        target.publish(tensor_metadata(global_plan, items).add_values(values, origin))
+        origin = Origin(make_nonce().hex(), world)
+        target.publish(make_tensor_metadata(global_plan, items).add_values(values, origin))
     return target.target
 
 
@@ -218,10 +223,10 @@ class CollectiveSave:
             return RankStatement(
                 str(self._target),
                 {"files": options.files, "overwrite": options.overwrite},
-                new_nonce(),
+                make_nonce(),
                 self._local.packed_shards.identity,
                 plan.generation if plan else b"",
-                group_digests(plan.groups, self._local.shards.values) if plan else {},
+                compute_group_digests(plan.groups, self._local.shards.values) if plan else {},
             )
         except BaseException as error:
             self._error = error
@@ -242,21 +247,23 @@ class CollectiveSave:
         new_generation = name_generation(statements)
         self._save_id = new_generation.hex()
         reused_plan = self._plan if is_unchanged(statements) else None
-        share = None if reused_plan else self._agree_on_share(is_first_to_say(statements, rank))
+        share = (
+            None if reused_plan else self._agree_on_share(is_first_with_identity(statements, rank))
+        )
 
         def write_files() -> WriteReport:
             if share:
                 count = self._options.choose_file_count
-                files = tensor_files(rank, local.shards, share, local.steps, count)
+                files = lay_out_tensors(rank, local.shards, share, local.steps, count)
                 groups = unpack_groups(list(local.shards.paths), share.groups)
                 self._plan, written = SavedPlan(new_generation, files, groups), share.values
             else:
                 assert reused_plan
                 files, groups = reused_plan.files, reused_plan.groups
-                written = values_to_write(
+                written = choose_values_to_write(
                     rank, groups, local.shards, [entry.groups for entry in statements]
                 )
-            output = with_values(rank, files, written, local.values)
+            output = add_values(rank, files, written, local.values)
             self._place.write_files(output.plan, local.pieces)
             sizes = {file.path: file.size for file in output.plan.files}
             values = [
@@ -271,9 +278,11 @@ class CollectiveSave:
         return self._target
 
     def _agree_on_share(self, first: bool) -> RankShare:
-        packed = self._local.packed_shards if first else self._local.packed_shards.shortened()
+        packed = (
+            self._local.packed_shards if first else self._local.packed_shards.without_structure()
+        )
 
-        def add_replica_digests() -> Packed:
+        def add_replica_digests() -> PackedShards:
             """Add digests of possible replicas to the description of this rank's shards."""
             options = self._options
             if not options.compare_replicas or self._ranks.world == 1:
@@ -283,7 +292,7 @@ class CollectiveSave:
             )
             return packed.with_replicas(digests(self._local))
 
-        def plan_globally(all_packed: list[Packed]) -> Sequence[RankShare]:
+        def plan_globally(all_packed: list[PackedShards]) -> Sequence[RankShare]:
             self._global_plan = make_global_plan(all_packed)
             return self._global_plan.shares
 
@@ -293,8 +302,8 @@ class CollectiveSave:
         """Describe a value, or a small tensor that this rank stores separately."""
         rank, shards = self._ranks.rank, self._local.shards
         if name in shards.tensors:
-            return tensor_apart(rank, under, shards.tensors[name])
-        return Blob(under, path_of(rank, name, under, shards.paths))
+            return make_rank_tensor(rank, under, shards.tensors[name])
+        return Blob(under, get_written_path(rank, name, under, shards.paths))
 
     def _publish_metadata(self, reports: list[WriteReport]) -> Sequence[None]:
         plan = self._plan
@@ -302,7 +311,7 @@ class CollectiveSave:
         require_rank_files(self._place, {rank: report.sizes for rank, report in enumerate(reports)})
         items = [report.items for report in reports if report.items is not None]
         if items:
-            plan.metadata = tensor_metadata(self._global_plan, items)
+            plan.metadata = make_tensor_metadata(self._global_plan, items)
         assert plan.metadata
         values = [value for report in reports for value in report.values]
         content = plan.metadata.add_values(values, Origin(self._save_id, self._ranks.world))
@@ -314,7 +323,7 @@ def compute_plan_key(state: LocalState, ranks: Coordinator, options: SaveOptions
     """Compute a digest of everything on which a rank's plan depends."""
     options_key = (options.files, choose_thread_count(options.jobs), options.compare_replicas)
     context = (KEY_VERSION, ranks.rank, ranks.world, *options_key)
-    return digest((context, state.packed_shards.sharding, state.steps))
+    return compute_digest((context, state.packed_shards.sharding, state.steps))
 
 
 class WriteReport(NamedTuple):

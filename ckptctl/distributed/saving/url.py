@@ -15,9 +15,9 @@ from ckptctl.errors import CkptError, RefusedError, StorageError, quote_names
 from ckptctl.formats.dcp import METADATA
 from ckptctl.planner.plan import Plan
 from ckptctl.remote.lock import ConditionalObject, RemoteLock
-from ckptctl.remote.objects import Objects
+from ckptctl.remote.objects import OutputObjects
 from ckptctl.remote.store import FsspecStore
-from ckptctl.remote.trees import store_at
+from ckptctl.remote.trees import open_store
 from ckptctl.runs.health import check_health
 from ckptctl.storage.execution.execution_options import ExecutionOptions
 from ckptctl.storage.urls import HUB_SCHEME, parse_scheme
@@ -60,16 +60,16 @@ class UrlTarget:
                 where=str(self.target),
                 hint="save to a disk or an object store, then run `ckptctl convert` to hf://",
             )
-        existing = self._objects.look()
-        self._was_there = self._store.is_folder()
+        existing = self._objects.list_files()
+        self._was_there = self._store.has_folder()
         if self._options.overwrite and METADATA in existing:  # only a damaged one is replaced
             self.target.tree.forget_url(self.target.url)
             self._replaces_damaged = check_health(self.target, model=False).torn
         self._require_no_checkpoint(existing)
         self._lock = RemoteLock(self._store, LOCK_NAME, [METADATA])
-        self._stale_write = self._lock.take()
+        self._stale_write = self._lock.acquire_lock()
         stack.callback(self._release)
-        existing = self._objects.look()
+        existing = self._objects.list_files()
         self._require_no_checkpoint(existing)  # another run may have just finished
         self._remove_stale_files(self._stale_write, existing)
         self._has_begun = True
@@ -80,14 +80,14 @@ class UrlTarget:
         execution_options = ExecutionOptions(1, options.memory, options.checksum, sync=False)
         options.stream(
             plan,
-            self._store.create,
+            self._store.create_file,
             execution_options,
             memory=map_plan_memory(plan, pieces, execution_options),
         )
 
     def find_file_size(self, name: str) -> int:
         """See :class:`SaveTarget`."""
-        sent = self._uploaded_files.get(name) or UploadedFile(self._store.size(name), "")
+        sent = self._uploaded_files.get(name) or UploadedFile(self._store.get_size(name), "")
         self._sent_files[name] = sent
         return sent.size
 
@@ -97,10 +97,10 @@ class UrlTarget:
         objects = encode_objects(str(self.target), self._sent_files)
         self._lock.note_names((*sidecars, OBJECTS_NAME))
         for name, content in {**sidecars, OBJECTS_NAME: objects}.items():
-            self._store.write(name, content)
-        self._lock.require()
-        with self._store.errors(METADATA, "write"):
-            created = ConditionalObject(self._store, METADATA).create(b"".join(metadata))
+            self._store.write_file(name, content)
+        self._lock.require_ours()
+        with self._store.translate_errors(METADATA, "write"):
+            created = ConditionalObject(self._store, METADATA).try_create(b"".join(metadata))
         if not created:
             why = f"`{METADATA}` exists, but is not from this run"
             raise StorageError(BUSY_MESSAGE, where=str(self.target), why=why)
@@ -108,16 +108,16 @@ class UrlTarget:
 
     @cached_property
     def _store(self) -> FsspecStore:
-        return store_at(self.target)
+        return open_store(self.target)
 
     @cached_property
-    def _objects(self) -> Objects:
-        return Objects(self._store)
+    def _objects(self) -> OutputObjects:
+        return OutputObjects(self._store)
 
     @cached_property
     def _uploaded_files(self) -> Mapping[str, UploadedFile]:
         """Files that exist when all ranks are done."""
-        return self._objects.look()
+        return self._objects.list_files()
 
     def _require_no_checkpoint(self, existing: Mapping[str, UploadedFile]) -> None:
         """Raise if the target contains a checkpoint that is not replaced."""
@@ -135,7 +135,9 @@ class UrlTarget:
         data = [name for name in existing if DATA_FILE_PATTERN.fullmatch(name)]
         if self._replaces_damaged:
             metadata_names = [name for name in (METADATA, OBJECTS_NAME) if name in existing]
-            self._objects.remove([*metadata_names, *data], existing, self._lock.still)
+            self._objects.remove_files(
+                [*metadata_names, *data], existing, self._lock.require_still_ours
+            )
             data = []
         if stale_write is None and data:
             raise RefusedError(
@@ -147,8 +149,10 @@ class UrlTarget:
             )
         if stale_write is not None:
             other_names = {*stale_write.names, *stale_write.doomed} & existing.keys() - {*data}
-            self._objects.remove([*data, *sorted(other_names)], existing, self._lock.still)
-            self._objects.drop_parts()
+            self._objects.remove_files(
+                [*data, *sorted(other_names)], existing, self._lock.require_still_ours
+            )
+            self._objects.drop_multipart_uploads()
 
     def _release(self) -> None:
         """Release the lock, after removing the uploads of a failed save."""
@@ -157,20 +161,22 @@ class UrlTarget:
                 if self._has_begun and not self._published:
                     self._remove_uploads()
                 if self._stale_write and not self._has_begun:
-                    self._lock.leave(self._stale_write)
+                    self._lock.leave_for_next_run(self._stale_write)
                 else:
-                    self._objects.drop_parts()
-                    self._lock.drop()
+                    self._objects.drop_multipart_uploads()
+                    self._lock.release_lock()
                 if not self._published and not self._was_there:
                     self._store.remove_folders()
         finally:
-            self._lock.stop()
+            self._lock.stop_heartbeat()
 
     def _remove_uploads(self) -> None:
-        self._lock.require()
-        existing = self._objects.look()
+        self._lock.require_ours()
+        existing = self._objects.list_files()
         data = [name for name in existing if DATA_FILE_PATTERN.fullmatch(name)]
         metadata_names = [
-            name for name in self._lock.names if name in existing
+            name for name in self._lock.file_names if name in existing
         ]  # the metadata first
-        self._objects.remove([*metadata_names, *data], existing, self._lock.still)
+        self._objects.remove_files(
+            [*metadata_names, *data], existing, self._lock.require_still_ours
+        )

@@ -13,26 +13,26 @@ from ckptctl.errors import MappingError, quote_names
 from ckptctl.numerics.quantized import find_quantized
 from ckptctl.planner.boxes import check_coverage, intersect_boxes
 from ckptctl.planner.mapping.mapped import ComposedTensor
-from ckptctl.save_load.loading.state_mapping import StateMapping, Target, Wanted
+from ckptctl.save_load.loading.state_mapping import MemoryBox, RequestedTensor, StateMapping
 from ckptctl.storage.computed import open_reader
 from ckptctl.units import pluralize
 
 
 def require_filled(tensors: Mapping[str, ComposedTensor]) -> None:
     """Raise unless the checkpoint has data for all elements of *tensors*."""
-    torn = [name for name, composed in tensors.items() if not composed.is_covered]
-    if torn:
+    incomplete = [name for name, composed in tensors.items() if not composed.is_covered]
+    if incomplete:
         raise MappingError(
-            f"{pluralize(len(torn), 'tensor')} would be filled only partly",
-            where=quote_names(torn),
+            f"{pluralize(len(incomplete), 'tensor')} would be filled only partly",
+            where=quote_names(incomplete),
             why="the checkpoint does not contain the tensors for the rest",
         )
 
 
-def require_boxes(entry: TensorEntry, targets: Iterable[Target]) -> None:
+def require_boxes(entry: TensorEntry, targets: Iterable[MemoryBox]) -> None:
     """Raise unless the extents of *entry* cover each target box exactly once."""
     for target in targets:
-        inside: list[Extent] = []
+        clipped: list[Extent] = []
         for extent in entry.extents:
             part = (
                 extent.box if extent.box == target.box else intersect_boxes(extent.box, target.box)
@@ -40,13 +40,17 @@ def require_boxes(entry: TensorEntry, targets: Iterable[Target]) -> None:
             if part is not None:
                 pairs = zip(part.offsets, target.box.offsets, strict=True)
                 moved = Box(tuple(a - b for a, b in pairs), part.sizes)
-                inside.append(replace(extent, box=moved))
-        check_coverage(replace(entry, shape=target.box.sizes, extents=tuple(inside)))
+                clipped.append(replace(extent, box=moved))
+        check_coverage(replace(entry, shape=target.box.sizes, extents=tuple(clipped)))
 
 
-def require_shapes(tensors: Mapping[str, ComposedTensor], wanted: Mapping[str, Wanted]) -> None:
+def require_shapes(
+    tensors: Mapping[str, ComposedTensor], requested: Mapping[str, RequestedTensor]
+) -> None:
     """Raise unless the shapes in the state equal those of the mapped checkpoint tensors."""
-    wrong = [n for n, one in wanted.items() if n in tensors and tensors[n].shape != one.shape]
+    wrong = [
+        n for n, tensor in requested.items() if n in tensors and tensors[n].shape != tensor.shape
+    ]
     if wrong:
         name = wrong[0]
         raise MappingError(
@@ -58,12 +62,12 @@ def require_shapes(tensors: Mapping[str, ComposedTensor], wanted: Mapping[str, W
             else f"`{name}` has a different shape in the checkpoint",
             where=quote_names(wrong),
             why=f"`{name}` has shape {list(tensors[name].shape)} in the checkpoint, but "
-            f"{list(wanted[name].shape)} in the state",
+            f"{list(requested[name].shape)} in the state",
         )
 
 
-def casts(
-    mapping: StateMapping, wanted: Mapping[str, Wanted], allowed: bool
+def find_casts(
+    mapping: StateMapping, requested: Mapping[str, RequestedTensor], is_allowed: bool
 ) -> dict[str, tuple[str, str]]:
     """Return the tensors whose dtype changes, with old and new dtype.
 
@@ -71,56 +75,56 @@ def casts(
         MappingError: A cast is not allowed, or would ignore the scales of quantized weights.
     """
     entries = mapping.catalog.tensors
-    found: dict[str, tuple[str, str]] = {}
+    changes: dict[str, tuple[str, str]] = {}
     read: dict[str, str] = {}
-    for name, one in wanted.items():
+    for name, tensor in requested.items():
         composed = mapping.tensors.get(name)
         for sources in composed.logical.values() if composed else ():
-            held = list(dict.fromkeys(entries[source.key].dtype for source in sources))
-            if len(held) > 1:
+            stored = list(dict.fromkeys(entries[source.key].dtype for source in sources))
+            if len(stored) > 1:
                 raise MappingError(
                     "tensors that are merged or split have different dtypes",
                     where=quote_names([*(source.key for source in sources), name]),
-                    why=f"{' and '.join(held)} in the checkpoint, {one.dtype} in the state",
+                    why=f"{' and '.join(stored)} in the checkpoint, {tensor.dtype} in the state",
                 )
-            if held != [one.dtype]:
-                found[name] = held[0], one.dtype
+            if stored != [tensor.dtype]:
+                changes[name] = stored[0], tensor.dtype
                 read |= {source.key: name for source in sources}
-    if found:
-        _require_castable(found, allowed)
-        _require_plain(mapping.catalog, read)
-    return found
+    if changes:
+        _require_castable(changes, is_allowed)
+        _require_unquantized(mapping.catalog, read)
+    return changes
 
 
-def _require_castable(found: Mapping[str, tuple[str, str]], allowed: bool) -> None:
-    wrong = [
+def _require_castable(changes: Mapping[str, tuple[str, str]], allowed: bool) -> None:
+    rejected = [
         name
-        for name, kinds in found.items()
+        for name, kinds in changes.items()
         if not (allowed and all(dtypes.BY_NAME[kind].floating for kind in kinds))
     ]
-    if wrong:
-        name = wrong[0]
-        before, after = found[name]
+    if rejected:
+        name = rejected[0]
+        before, after = changes[name]
         raise MappingError(
             (
-                f"{pluralize(len(wrong), 'tensor has', 'tensors have')} a different dtype in the "
+                f"{pluralize(len(rejected), 'tensor has', 'tensors have')} a different dtype in the "
                 "checkpoint"
             )
-            if wrong[1:]
+            if rejected[1:]
             else f"`{name}` has a different dtype in the checkpoint",
-            where=quote_names(wrong),
+            where=quote_names(rejected),
             why=f"`{name}` is {before} in the checkpoint, but {after} in the state",
             hint=None if allowed else "pass `cast=True` to cast floating-point tensors",
         )
 
 
-def _require_plain(catalog: Catalog, read: Mapping[str, str]) -> None:
+def _require_unquantized(catalog: Catalog, read: Mapping[str, str]) -> None:
     """Raise if a tensor to cast is quantized, as a cast would ignore its scales."""
-    found = [name for name in find_quantized(catalog) if name in read]
-    if found:
+    names = [name for name in find_quantized(catalog) if name in read]
+    if names:
         raise MappingError(
-            f"{pluralize(len(found), 'tensor is', 'tensors are')} quantized in the checkpoint",
-            where=quote_names([read[name] for name in found]),
+            f"{pluralize(len(names), 'tensor is', 'tensors are')} quantized in the checkpoint",
+            where=quote_names([read[name] for name in names]),
             why="a cast would ignore their scales",
             hint='pass `dequantize="bf16"` to dequantize them',
         )
@@ -128,7 +132,7 @@ def _require_plain(catalog: Catalog, read: Mapping[str, str]) -> None:
 
 def require_nothing_lost(mapping: StateMapping) -> None:
     """Read data that the mapping drops as redundant, and raise if it is not redundant."""
-    names = dict.fromkeys(key for one in mapping.redundant for key in one.keys)
+    names = dict.fromkeys(key for redundant in mapping.redundant for key in redundant.keys)
     catalog = locate_tensors(mapping.catalog, names)
     with open_reader(catalog) as files:
         for lost in find_lost_data(files, catalog, mapping.redundant):

@@ -14,9 +14,9 @@ from ckptctl.formats.dcp.dcp_reader import COMPANION_FILE
 from ckptctl.numerics.quantized import find_quantized
 from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.save_load.loading.load_options import LoadReport, Strict
-from ckptctl.save_load.loading.state_mapping import StateMapping, moved
+from ckptctl.save_load.loading.state_mapping import StateMapping, move_name
 
-APART = re.compile(r"rank_(?P<rank>\d+)\.(?P<name>.+)", re.DOTALL)
+RANK_KEY = re.compile(r"rank_(?P<rank>\d+)\.(?P<name>.+)", re.DOTALL)
 
 
 def describe_load(
@@ -38,7 +38,7 @@ def describe_load(
     )
 
 
-def as_strict_as(report: LoadReport, strict: Strict, mapping: StateMapping) -> LoadReport:
+def apply_strictness(report: LoadReport, strict: Strict, mapping: StateMapping) -> LoadReport:
     """Return *report* with only the missing and unexpected keys that *strict* applies to."""
     if strict is True or not (report.missing or report.unexpected):
         return report
@@ -50,17 +50,17 @@ def as_strict_as(report: LoadReport, strict: Strict, mapping: StateMapping) -> L
     if root == prefix == "":
         root = prefix = next(iter(list_containers(mapping.catalog)), "")
 
-    def of_model(name: str, model: str) -> bool:
+    def is_in_model(name: str, model: str) -> bool:
         return name.startswith(model) if model else not is_training_state(name)
 
     return replace(
         report,
-        missing=tuple(name for name in report.missing if of_model(name, prefix)),
-        unexpected=tuple(name for name in report.unexpected if of_model(name, root)),
+        missing=tuple(name for name in report.missing if is_in_model(name, prefix)),
+        unexpected=tuple(name for name in report.unexpected if is_in_model(name, root)),
     )
 
 
-def require_equal(report: LoadReport, mapping: StateMapping) -> None:
+def require_equal_keys(report: LoadReport, mapping: StateMapping) -> None:
     """Raise if the report has missing or unexpected keys."""
     if not report.missing and not report.unexpected:
         return
@@ -69,9 +69,9 @@ def require_equal(report: LoadReport, mapping: StateMapping) -> None:
         (report.unexpected, "only in the checkpoint"),
     )
     counts = [f"{len(names):,} {side}" for names, side in sides if names]
-    said = [f"{side}: {quote_names(names)}" for names, side in sides if names]
-    close = [find_nearest(name, list(mapping.tensors)) for name in report.missing[:1]]
-    hints = [f"did you mean `{close[0]}`?" if close and close[0] else ""]
+    side_texts = [f"{side}: {quote_names(names)}" for names, side in sides if names]
+    suggestions = [find_nearest(name, list(mapping.tensors)) for name in report.missing[:1]]
+    hints = [f"did you mean `{suggestions[0]}`?" if suggestions and suggestions[0] else ""]
     if find_quantized(mapping.catalog):
         hints.append('the checkpoint is quantized: pass `dequantize="bf16"` to dequantize it')
     if not report.missing and all(".state." in f".{name}" for name in report.unexpected):
@@ -86,12 +86,12 @@ def require_equal(report: LoadReport, mapping: StateMapping) -> None:
     raise MappingError(
         f"the keys of the state and the checkpoint differ: {', '.join(counts)}",
         where=mapping.catalog.path,
-        why="; ".join(said),
+        why="; ".join(side_texts),
         hint="; ".join(filter(None, hints)),
     )
 
 
-def compare(
+def compare_keys(
     mapping: StateMapping, tensors: Mapping[str, Keys], values: Mapping[str, Keys]
 ) -> LoadReport:
     """Compare the keys of the checkpoint with those of the state, before anything is loaded.
@@ -102,22 +102,22 @@ def compare(
     """
     catalog, offered = mapping.catalog, mapping.tensors
     missing = [name for name in tensors if name not in offered]
-    missing += [name for name in values if not held_as(mapping, name, 0)]
-    paths = {name: one.path for name, one in catalog.tensors.items()}
-    paths |= {name: one.path for name, one in catalog.blobs.items()}
+    missing += [name for name in values if not find_stored_name(mapping, name, 0)]
+    paths = {name: stored.path for name, stored in catalog.tensors.items()}
+    paths |= {name: stored.path for name, stored in catalog.blobs.items()}
     read = {key for name in tensors if name in offered for key in offered[name].keys}
-    read |= {moved(name, mapping.prefix, mapping.root) for name in values}
-    own = (*tensors.values(), *values.values())
-    containers = {_container(keys) for keys in own}
+    read |= {move_name(name, mapping.prefix, mapping.root) for name in values}
+    state_paths = (*tensors.values(), *values.values())
+    containers = {_get_container(keys) for keys in state_paths}
     if mapping.root and not mapping.prefix:
         containers.discard("")  # a flat state is what the checkpoint has below the root
-    containers |= {_container(keys) for name, keys in paths.items() if name in read}
-    heads, apart = {_head(keys) for keys in own}, kept_apart(catalog)
+    containers |= {_get_container(keys) for name, keys in paths.items() if name in read}
+    heads, rank_keys = {_get_head(keys) for keys in state_paths}, list_rank_keys(catalog)
     resumes = any(map(is_training_state, (*tensors, *values, *read)))
 
-    def excuse(name: str, keys: Keys) -> str | None:
+    def find_excuse(name: str, keys: Keys) -> str | None:
         """Return the reason why a key may be skipped, or None if it is unexpected."""
-        if name in apart:
+        if name in rank_keys:
             return "it belongs to a single rank"
         entry = catalog.tensors.get(name)
         if entry and entry.alias_of in read:
@@ -127,9 +127,9 @@ def compare(
             if catalog.format == "dcp" and _is_in_companion(catalog, name):
                 return "it is stored in a file of its own, outside of the saved state"
             return None
-        if _container(keys) not in containers:
+        if _get_container(keys) not in containers:
             return "the state has no other keys with the same parent"
-        if is_training_state(name) and _head(keys) not in heads:
+        if is_training_state(name) and _get_head(keys) not in heads:
             return "the state contains only a model"
         return None
 
@@ -139,7 +139,7 @@ def compare(
     for name, keys in paths.items():
         if name in read or name in left_out or name in catalog.computed:
             continue
-        why = excuse(name, keys)
+        why = find_excuse(name, keys)
         if why:
             left_out[name] = why
         else:
@@ -151,40 +151,44 @@ def _is_in_companion(catalog: Catalog, name: str) -> bool:
     """Return whether a value of a DCP checkpoint is stored in ``meta.pt`` next to it."""
     if blob := catalog.blobs.get(name):
         return blob.file is None
-    files = {extent.file for extent in catalog.tensors[name].extents}
-    return bool(files) and all(file.rpartition("/")[2] == COMPANION_FILE for file in files)
+    file_names = {extent.file for extent in catalog.tensors[name].extents}
+    return bool(file_names) and all(
+        file.rpartition("/")[2] == COMPANION_FILE for file in file_names
+    )
 
 
 def require_kinds(mapping: StateMapping, tensors: Collection[str], values: Collection[str]) -> None:
     """Raise if a key is a tensor on one side and not a tensor on the other."""
     offered, blobs = mapping.tensors, mapping.catalog.blobs
-    here = [name for name in tensors if name not in offered and held_as(mapping, name, 0)]
-    there = [
+    state_tensors = [
+        name for name in tensors if name not in offered and find_stored_name(mapping, name, 0)
+    ]
+    stored_tensors = [
         name
         for name in values
-        if name in offered and moved(name, mapping.prefix, mapping.root) not in blobs
+        if name in offered and move_name(name, mapping.prefix, mapping.root) not in blobs
     ]
-    if not here and not there:
+    if not state_tensors and not stored_tensors:
         return
-    said = (
-        f"`{here[0]}` is a tensor in the state, but not a tensor in the checkpoint"
-        if here
-        else f"`{there[0]}` is a tensor in the checkpoint, but not a tensor in the state"
+    summary = (
+        f"`{state_tensors[0]}` is a tensor in the state, but not a tensor in the checkpoint"
+        if state_tensors
+        else f"`{stored_tensors[0]}` is a tensor in the checkpoint, but not a tensor in the state"
     )
-    more = len(here) + len(there) - 1
+    more_count = len(state_tensors) + len(stored_tensors) - 1
     raise MappingError(
-        said + (f" (and {more:,} more)" if more else ""),
-        where=quote_names([*here, *there]),
+        summary + (f" (and {more_count:,} more)" if more_count else ""),
+        where=quote_names([*state_tensors, *stored_tensors]),
         hint="use the type that was saved, or omit the name from the state",
     )
 
 
-def held_as(
+def find_stored_name(
     mapping: StateMapping,
     name: str,
     rank: int,
     values: Collection[str] = (),
-    apart: Collection[str] = (),
+    rank_keys: Collection[str] = (),
 ) -> str | None:
     """Return the key of a non-tensor value in the checkpoint, or None if it has none.
 
@@ -193,81 +197,92 @@ def held_as(
         name: Key of the value in the state.
         rank: Rank whose value is preferred if ranks have different values.
         values: Keys of all values of the state. Its own keys are not per-rank keys of others.
-        apart: Per-rank keys of the checkpoint, from :func:`kept_apart`.
+        rank_keys: Per-rank keys of the checkpoint, from :func:`list_rank_keys`.
     """
-    own = moved(name, mapping.prefix, mapping.root)
-    other = f"rank_{rank}.{own}"
-    if other in apart and moved(other, mapping.root, mapping.prefix) not in values:
-        return other
-    return own if own in mapping.catalog.blobs else None
+    shared_name = move_name(name, mapping.prefix, mapping.root)
+    rank_name = f"rank_{rank}.{shared_name}"
+    if rank_name in rank_keys and move_name(rank_name, mapping.root, mapping.prefix) not in values:
+        return rank_name
+    return shared_name if shared_name in mapping.catalog.blobs else None
 
 
-def with_own(
-    mapping: StateMapping, plain: Collection[str], rank: int, state: Collection[str]
+def with_rank_tensors(
+    mapping: StateMapping, unsharded: Collection[str], rank: int, state: Collection[str]
 ) -> StateMapping:
     """Return *mapping* with the per-rank versions of tensors for one rank.
 
     Args:
         mapping: Mapping from the checkpoint to the state.
-        plain: Tensors of the state that are not sharded across ranks.
+        unsharded: Tensors of the state that are not sharded across ranks.
         rank: The rank.
         state: All keys of the state. Its own keys are not per-rank keys of others.
     """
-    apart = kept_apart(mapping.catalog) if rank else ()
-    own: dict[str, ComposedTensor] = {}
-    for name in plain if apart else ():
+    rank_keys = list_rank_keys(mapping.catalog) if rank else ()
+    rank_tensors: dict[str, ComposedTensor] = {}
+    for name in unsharded if rank_keys else ():
         composed = mapping.tensors.get(name)
         if composed is None or not composed.is_rename:
             continue
-        other = f"rank_{rank}.{composed.sources[0].key}"
-        if other in apart and moved(other, mapping.root, mapping.prefix) not in state:
-            own[name] = ComposedTensor.from_unchanged(
-                other, name, mapping.catalog.tensors[other].shape
+        rank_name = f"rank_{rank}.{composed.sources[0].key}"
+        if (
+            rank_name in rank_keys
+            and move_name(rank_name, mapping.root, mapping.prefix) not in state
+        ):
+            rank_tensors[name] = ComposedTensor.from_unchanged(
+                rank_name, name, mapping.catalog.tensors[rank_name].shape
             )
-    if not own:
+    if not rank_tensors:
         return mapping
-    return replace(mapping, tensors={**mapping.tensors, **own}, own=frozenset(own))
+    return replace(
+        mapping, tensors={**mapping.tensors, **rank_tensors}, own=frozenset(rank_tensors)
+    )
 
 
-def inherited(mapping: StateMapping, state: Collection[str], rank: int) -> tuple[str, ...]:
+def list_inherited(mapping: StateMapping, state: Collection[str], rank: int) -> tuple[str, ...]:
     """List the per-rank values that a rank receives from the lowest rank, as it saved none.
 
     If the checkpoint does not record its world size, the highest rank with a per-rank value
     determines it.
     """
-    matched = [found for n in kept_apart(mapping.catalog) if (found := APART.fullmatch(n))]
-    world = mapping.catalog.world or 1 + max((int(one["rank"]) for one in matched), default=0)
-    differing = {one["name"] for one in matched}
+    matched = [
+        rank_match for n in list_rank_keys(mapping.catalog) if (rank_match := RANK_KEY.fullmatch(n))
+    ]
+    world = mapping.catalog.world or 1 + max((int(match["rank"]) for match in matched), default=0)
+    differing = {match["name"] for match in matched}
     if rank < world or not differing:
         return ()
-    return tuple(n for n in state if moved(n, mapping.prefix, mapping.root) in differing)
+    return tuple(n for n in state if move_name(n, mapping.prefix, mapping.root) in differing)
 
 
-def kept_apart(catalog: Catalog) -> set[str]:
+def list_rank_keys(catalog: Catalog) -> set[str]:
     """List the per-rank keys of a checkpoint, such as ``rank_1.name``.
 
     The value of the lowest rank keeps its key, so the shared key always exists, and rank 0 never
     has per-rank keys. A user's state may also contain a ``rank_1``: all its keys are the user's if
     any of them cannot be a per-rank version of a shared key.
     """
-    matched = ((name, APART.fullmatch(name)) for name in (*catalog.blobs, *catalog.tensors))
-    inside = [(name, found["rank"], found["name"]) for name, found in matched if found]
-    users = {"0"} | {rank for name, rank, own in inside if not _alike(catalog, name, own)}
-    return {name for name, rank, _ in inside if rank not in users}
+    matched = ((name, RANK_KEY.fullmatch(name)) for name in (*catalog.blobs, *catalog.tensors))
+    candidates = [(name, match["rank"], match["name"]) for name, match in matched if match]
+    users = {"0"} | {
+        rank
+        for name, rank, shared_name in candidates
+        if not _can_be_rank_copy(catalog, name, shared_name)
+    }
+    return {name for name, rank, _ in candidates if rank not in users}
 
 
-def _alike(catalog: Catalog, name: str, own: str) -> bool:
-    """Return whether *name* can be a per-rank version of *own*."""
-    one, other = catalog.tensors.get(name), catalog.tensors.get(own)
-    if one and other:
-        return (one.dtype, one.shape) == (other.dtype, other.shape)
-    return not one and own in catalog.blobs
+def _can_be_rank_copy(catalog: Catalog, name: str, shared_name: str) -> bool:
+    """Return whether *name* can be a per-rank version of *shared_name*."""
+    rank_entry, shared_entry = catalog.tensors.get(name), catalog.tensors.get(shared_name)
+    if rank_entry and shared_entry:
+        return (rank_entry.dtype, rank_entry.shape) == (shared_entry.dtype, shared_entry.shape)
+    return not rank_entry and shared_name in catalog.blobs
 
 
-def _container(keys: Keys) -> str:
+def _get_container(keys: Keys) -> str:
     return str(keys[0]) if len(keys) > 1 else ""
 
 
-def _head(keys: Keys) -> str:
+def _get_head(keys: Keys) -> str:
     """Return the first name of a path, also if keys are separated by dots."""
     return str(keys[0]).partition(".")[0]

@@ -107,20 +107,20 @@ class LoadOptions(Options):
             partial=False if self.strict else None,
         )
 
-    def open(self, path: str | TreePath) -> Catalog:
+    def open_catalog(self, path: str | TreePath) -> Catalog:
         """Open the index of the checkpoint at *path*, with keys renamed and tensors dequantized."""
         catalog = open_source(path, self)
         if self.rename is not None:
-            catalog = renamed_by(catalog, self.rename)
+            catalog = rename_keys(catalog, self.rename)
         if not self.dequantize:
             return catalog
         with rename_options({"--dtype": "cast=True"}):
             return dequantize_catalog(catalog, self.dequantize, read_assets_statements(self.assets))
 
-    def require_in_range(self, found: Mapping[str, OutOfRange]) -> None:
+    def require_in_range(self, out_of_range: Mapping[str, OutOfRange]) -> None:
         """Raise if elements became infinite, NaN or saturated, unless overflow is allowed."""
         if not self.allow_overflow:
-            require_in_range(found, "pass `allow_overflow=True` to load them anyway")
+            require_in_range(out_of_range, "pass `allow_overflow=True` to load them anyway")
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,42 +166,42 @@ class LoadReport:
     on_meta: tuple[str, ...] = ()
 
 
-def renamed_by(catalog: Catalog, rename: Rename) -> Catalog:
+def rename_keys(catalog: Catalog, rename: Rename) -> Catalog:
     """Return *catalog* with the user's keys for its tensors and other values.
 
     Raises:
         MappingError: A key is not in the checkpoint, or two keys get the same new key.
         UsageError: *rename* fails or returns something other than a non-empty string.
     """
-    known = (*catalog.tensors, *catalog.blobs)
+    keys = (*catalog.tensors, *catalog.blobs)
     if isinstance(rename, Mapping):
-        names = {name: rename.get(name, name) for name in known}
-        strange = next((name for name in rename if name not in names), None)
-        if strange is not None:
-            close = find_nearest(strange, list(known))
+        names = {name: rename.get(name, name) for name in keys}
+        unknown_key = next((name for name in rename if name not in names), None)
+        if unknown_key is not None:
+            close = find_nearest(unknown_key, list(keys))
             raise MappingError(
-                f"`rename` contains `{strange}`, which is not in the checkpoint",
+                f"`rename` contains `{unknown_key}`, which is not in the checkpoint",
                 where=catalog.path,
                 hint=f"did you mean `{close}`?" if close else None,
             )
     else:
-        names = {name: _renamed(rename, name) for name in known}
-    taken: dict[str, str] = {}
+        names = {name: _rename_key(rename, name) for name in keys}
+    old_names: dict[str, str] = {}
     for name, new in names.items():
         if not isinstance(new, str) or not new:
             raise UsageError(
                 f"`rename` maps `{name}` to {new!r}", why="it must be a non-empty string"
             )
-        if taken.setdefault(new, name) != name:
+        if old_names.setdefault(new, name) != name:
             raise MappingError(
                 f"`rename` maps two keys to `{new}`",
                 where=catalog.path,
-                why=f"both `{taken[new]}` and `{name}`",
+                why=f"both `{old_names[new]}` and `{name}`",
             )
     return rename_leaves(catalog, names)
 
 
-def _renamed(rename: Callable[[str], str], name: str) -> str:
+def _rename_key(rename: Callable[[str], str], name: str) -> str:
     try:
         return rename(name)
     except Exception as error:

@@ -23,13 +23,18 @@ from ckptctl.formats.base import OutputLayout, TensorPlace
 from ckptctl.planner.boxes import check_coverage, intersect_boxes
 from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.planner.plan import Plan, Record, Transfer
-from ckptctl.save_load.loading.checks import casts, require_boxes, require_filled, require_shapes
-from ckptctl.save_load.loading.state_mapping import StateMapping, Target, Wanted
+from ckptctl.save_load.loading.checks import (
+    find_casts,
+    require_boxes,
+    require_filled,
+    require_shapes,
+)
+from ckptctl.save_load.loading.state_mapping import MemoryBox, RequestedTensor, StateMapping
 from ckptctl.storage.execution.execution_options import Execution, ExecutionOptions
 from ckptctl.storage.execution.executor import execute_plan
 
 
-class WantedBox(NamedTuple):
+class RequestedBox(NamedTuple):
     """A box to read in row-major order, with the dtype and shape of its tensor."""
 
     name: str
@@ -39,45 +44,53 @@ class WantedBox(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class PreparedRead:
     """Tensors whose shapes, dtypes and coverage are checked, but whose data is not located yet."""
 
     mapping: StateMapping
     cast: Mapping[str, tuple[str, str]]
 
-    def plan(self, wanted: Mapping[str, Wanted]) -> Plan:
-        """Plan the reads of *wanted*, in the order of the data in the files."""
-        return self.plan_of(wanted, self.locate(wanted))
+    def plan_tensors(self, requested: Mapping[str, RequestedTensor]) -> Plan:
+        """Plan the reads of *requested*, in the order of the data in the files."""
+        return self.plan_located(requested, self.locate_tensors(requested))
 
-    def locate(self, wanted: Mapping[str, Wanted]) -> Mapping[str, TensorEntry]:
+    def locate_tensors(self, requested: Mapping[str, RequestedTensor]) -> Mapping[str, TensorEntry]:
         """Return the tensors of the checkpoint to read, with the required extents located."""
-        return _located(self.mapping, self._chosen(wanted), wanted)
+        return _locate_entries(self.mapping, self._choose_tensors(requested), requested)
 
-    def plan_of(self, wanted: Mapping[str, Wanted], entries: Mapping[str, TensorEntry]) -> Plan:
-        """Plan the reads of *wanted* from located *entries*."""
+    def plan_located(
+        self, requested: Mapping[str, RequestedTensor], entries: Mapping[str, TensorEntry]
+    ) -> Plan:
+        """Plan the reads of *requested* from located *entries*."""
         catalog = self.mapping.catalog
-        chosen = self._chosen(wanted)
-        held = {name: wanted[name] for name in chosen}
-        kinds = {name: one.dtype for name, one in held.items()}
-        plan = _plan(catalog, entries, chosen, _output(held), kinds)
-        return replace(plan, transfers=tuple(sorted(plan.transfers, key=_position)))
+        chosen = self._choose_tensors(requested)
+        chosen_tensors = {name: requested[name] for name in chosen}
+        dtypes_by_name = {name: tensor.dtype for name, tensor in chosen_tensors.items()}
+        plan = _make_plan(catalog, entries, chosen, _make_output(chosen_tensors), dtypes_by_name)
+        return replace(plan, transfers=tuple(sorted(plan.transfers, key=_find_first_position)))
 
     def plan_file(self, target: Path, output: OutputLayout, kinds: Mapping[str, str]) -> Plan:
         """Plan the reads into a single file whose tensors have the dtypes *kinds*."""
         catalog = self.mapping.catalog
-        plan = _plan(catalog, catalog.tensors, self.mapping.tensors, output, kinds)
+        plan = _make_plan(catalog, catalog.tensors, self.mapping.tensors, output, kinds)
         return replace(plan, target=target, single_file=True)
 
-    def _chosen(self, wanted: Mapping[str, Wanted]) -> dict[str, ComposedTensor]:
+    def _choose_tensors(
+        self, requested: Mapping[str, RequestedTensor]
+    ) -> dict[str, ComposedTensor]:
         """Return the requested tensors that the checkpoint has and that have memory."""
-        known = self.mapping.tensors
-        return {name: known[name] for name, one in wanted.items() if one.targets and name in known}
+        composed = self.mapping.tensors
+        return {
+            name: composed[name]
+            for name, tensor in requested.items()
+            if tensor.targets and name in composed
+        }
 
-    def elsewhere(self, catalog: Catalog) -> Reading:
+    def with_catalog(self, catalog: Catalog) -> PreparedRead:
         """Return a copy for another checkpoint with the same index."""
-        own = self.mapping.catalog
+        old_catalog = self.mapping.catalog
         moved = replace(
-            own,
+            old_catalog,
             root=catalog.root,
             path=catalog.path,
             files=catalog.files,
@@ -88,116 +101,128 @@ class Reading:
         )
         return replace(self, mapping=replace(self.mapping, catalog=moved))
 
-    def plan_boxes(self, boxes: Sequence[WantedBox]) -> Plan:
-        """Plan the reads of *boxes* into one buffer each, as :func:`fill` takes them."""
-        targets: dict[str, list[Target]] = {}
-        for number, one in enumerate(boxes):
-            target = Target(one.box, str(number), row_major(one.box.sizes))
-            targets.setdefault(one.name, []).append(target)
-        kinds = {one.name: (one.dtype, one.shape) for one in boxes}
-        return self.plan({n: Wanted(*kinds[n], tuple(some)) for n, some in targets.items()})
+    def plan_boxes(self, boxes: Sequence[RequestedBox]) -> Plan:
+        """Plan the reads of *boxes* into one buffer each, as :func:`fill_buffers` takes them."""
+        targets: dict[str, list[MemoryBox]] = {}
+        for number, box in enumerate(boxes):
+            target = MemoryBox(box.box, str(number), row_major(box.box.sizes))
+            targets.setdefault(box.name, []).append(target)
+        kinds = {box.name: (box.dtype, box.shape) for box in boxes}
+        return self.plan_tensors(
+            {
+                n: RequestedTensor(*kinds[n], tuple(memory_boxes))
+                for n, memory_boxes in targets.items()
+            }
+        )
 
 
-def fill(plan: Plan, buffers: Iterable[bytearray], jobs: int | None = None) -> Execution:
+def fill_buffers(plan: Plan, buffers: Iterable[bytearray], jobs: int | None = None) -> Execution:
     """Execute *plan*, which refers to *buffers* by their numbers."""
     memory = {memory_name(str(n)): memoryview(buffer) for n, buffer in enumerate(buffers)}
-    how = ExecutionOptions(jobs=jobs or 0, checksum=False, sync=False)
-    return execute_plan(plan, Path(plan.source_root), how, lambda _: None, memory=memory)
+    options = ExecutionOptions(jobs=jobs or 0, checksum=False, sync=False)
+    return execute_plan(plan, Path(plan.source_root), options, lambda _: None, memory=memory)
 
 
-def same_index(one: Catalog, other: Catalog) -> bool:
+def has_same_index(catalog: Catalog, other_catalog: Catalog) -> bool:
     """Return whether two checkpoints have the same tensors, values and metadata.
 
     Always False if a checkpoint has virtual files, which are computed from real ones.
     """
-    if one.computed or other.computed:
+    if catalog.computed or other_catalog.computed:
         return False
-    there = replace(
-        other,
-        root=one.root,
-        path=one.path,
-        files=one.files,
-        notes=one.notes,
-        assets=one.assets,
-        save_id=one.save_id,
-        world=one.world,
+    relocated = replace(
+        other_catalog,
+        root=catalog.root,
+        path=catalog.path,
+        files=catalog.files,
+        notes=catalog.notes,
+        assets=catalog.assets,
+        save_id=catalog.save_id,
+        world=catalog.world,
     )
-    return one == there
+    return catalog == relocated
 
 
-def same_places(
-    some: Mapping[str, TensorEntry], others: Mapping[str, TensorEntry], checksum: bool
+def has_same_places(
+    entries: Mapping[str, TensorEntry], other_entries: Mapping[str, TensorEntry], checksum: bool
 ) -> bool:
     """Return whether located tensors have the same positions in the same files."""
     if checksum:
-        return some == others
-    return some.keys() == others.keys() and all(
-        list(map(_place, entry.extents)) == list(map(_place, others[name].extents))
-        for name, entry in some.items()
+        return entries == other_entries
+    return entries.keys() == other_entries.keys() and all(
+        list(map(_drop_checksum, entry.extents))
+        == list(map(_drop_checksum, other_entries[name].extents))
+        for name, entry in entries.items()
     )
 
 
-def _place(extent: Extent) -> Extent:
+def _drop_checksum(extent: Extent) -> Extent:
     return extent if extent.crc32 is None else replace(extent, crc32=0)
 
 
-def plan_elsewhere(plan: Plan, catalog: Catalog) -> Plan:
+def relocate_plan(plan: Plan, catalog: Catalog) -> Plan:
     """Return *plan* for another checkpoint whose files have the same layout."""
     sources = read_identities(catalog.root, plan.sources)
     return replace(plan, source_root=catalog.root, sources=sources, opened=catalog.opened)
 
 
-def prepare(
-    mapping: StateMapping, wanted: Mapping[str, Wanted], *, cast: bool, whole: bool = True
-) -> Reading:
-    """Check that the tensors in *wanted* can be read with their shapes and dtypes.
+def prepare_read(
+    mapping: StateMapping,
+    requested: Mapping[str, RequestedTensor],
+    *,
+    cast: bool,
+    covers_tensors: bool = True,
+) -> PreparedRead:
+    """Check that the tensors in *requested* can be read with their shapes and dtypes.
 
     Args:
         mapping: Mapping from the checkpoint to the state.
-        wanted: Tensors of the state to fill.
+        requested: Tensors of the state to fill.
         cast: Whether dtypes may change.
-        whole: Whether to check the coverage of entire tensors instead of the target boxes.
+        covers_tensors: Whether to check the coverage of entire tensors instead of the target boxes.
     """
-    chosen = {name: mapping.tensors[name] for name in wanted if name in mapping.tensors}
-    require_shapes(chosen, wanted)
+    chosen = {name: mapping.tensors[name] for name in requested if name in mapping.tensors}
+    require_shapes(chosen, requested)
     require_filled(chosen)
     entries = mapping.catalog.tensors
     for name, composed in chosen.items():
         for key in composed.keys:
-            if whole:
+            if covers_tensors:
                 check_coverage(entries[key])
             else:
-                require_boxes(entries[key], wanted[name].targets)
-    return Reading(mapping, casts(mapping, wanted, cast))
+                require_boxes(entries[key], requested[name].targets)
+    return PreparedRead(mapping, find_casts(mapping, requested, cast))
 
 
-def _located(
-    mapping: StateMapping, tensors: Mapping[str, ComposedTensor], wanted: Mapping[str, Wanted]
+def _locate_entries(
+    mapping: StateMapping,
+    tensors: Mapping[str, ComposedTensor],
+    requested: Mapping[str, RequestedTensor],
 ) -> Mapping[str, TensorEntry]:
     """Return the entries to read, with only the extents that overlap requested boxes."""
     entries = mapping.catalog.tensors
-    found: dict[str, TensorEntry] = {}
+    located: dict[str, TensorEntry] = {}
     for name, composed in tensors.items():
         for key in composed.keys:
             entry = entries[key]
             if len(entry.extents) > 1 and composed.is_rename:
-                boxes = [target.box for target in wanted[name].targets]
-                meeting = (
+                boxes = [target.box for target in requested[name].targets]
+                overlapping = (
                     e
                     for e in entry.extents
                     if any(e.box == box or intersect_boxes(e.box, box) is not None for box in boxes)
                 )
-                entry = replace(entry, extents=tuple(meeting))
-            known = found.get(key, entry)
-            if known.extents != entry.extents:  # the source of two tensors of the state
-                both = {*known.extents, *entry.extents}
-                kept = tuple(one for one in entries[key].extents if one in both)
-                entry = replace(entry, extents=kept)
-            found[key] = entry
-    return locate_bytes(mapping.catalog, found).tensors
+                entry = replace(entry, extents=tuple(overlapping))
+            earlier = located.get(key, entry)
+            if earlier.extents != entry.extents:  # the source of two tensors of the state
+                both = {*earlier.extents, *entry.extents}
+                extents = tuple(extent for extent in entries[key].extents if extent in both)
+                entry = replace(entry, extents=extents)
+            located[key] = entry
+    return locate_bytes(mapping.catalog, located).tensors
 
 
-def _plan(
+def _make_plan(
     catalog: Catalog,
     entries: Mapping[str, TensorEntry],
     tensors: Mapping[str, ComposedTensor],
@@ -223,21 +248,25 @@ def _plan(
     )
 
 
-def _output(wanted: Mapping[str, Wanted]) -> OutputLayout:
+def _make_output(requested: Mapping[str, RequestedTensor]) -> OutputLayout:
     """Describe memory as the files of an output, with one record for each box."""
     records: list[Record] = []
     boxes: dict[str, tuple[TensorPlace, ...]] = {}
-    for name, one in wanted.items():
+    for name, tensor in requested.items():
         places: list[TensorPlace] = []
-        for target in one.targets:
-            nbytes = math.prod(target.box.sizes) * dtypes.itemsize(one.dtype)
+        for target in tensor.targets:
+            nbytes = math.prod(target.box.sizes) * dtypes.itemsize(tensor.dtype)
             places.append(TensorPlace(target.box, len(records), strides=target.steps))
             records.append(Record(name, memory_name(target.memory), 0, nbytes))
         boxes[name] = tuple(places)
     return OutputLayout((), tuple(records), boxes)
 
 
-def _position(copy: Transfer) -> tuple[str, int]:
+def _find_first_position(copy: Transfer) -> tuple[str, int]:
     """Return the file and offset where a transfer begins to read."""
-    ranges = (one for entry in copy.iterate_stored_tensors() for one in ranges_of(entry.extents))
+    ranges = (
+        byte_range
+        for entry in copy.iterate_stored_tensors()
+        for byte_range in ranges_of(entry.extents)
+    )
     return min((place[:2] for place in ranges), default=("", 0))

@@ -32,7 +32,7 @@ from ckptctl.tree import TreePath
 STATE = "the state"
 
 
-class Target(NamedTuple):
+class MemoryBox(NamedTuple):
     """A box of a tensor in memory."""
 
     box: Box
@@ -41,12 +41,12 @@ class Target(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class RequestedTensor:
     """A tensor of the state to fill."""
 
     dtype: str
     shape: tuple[int, ...]
-    targets: tuple[Target, ...]
+    targets: tuple[MemoryBox, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class StateMapping:
     from_layout: str | None = None
     layout: str | None = None
     # Tensors of the state that are filled with this rank's version of them.
-    own: frozenset[str] = frozenset()
+    rank_tensors: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,22 +94,24 @@ def map_state(
     catalog: Catalog, state: Mapping[str, TensorMeta], request: MappingRequest
 ) -> StateMapping:
     """Map the tensors of *catalog* to those of *state*, by name or by a change of layout."""
-    named = request.state.layout or request.source.layout
-    same = _keep_matching_names(catalog, state, request)
-    if not named and state.keys() <= same.tensors.keys():
-        return same
+    given_layout = request.state.layout or request.source.layout
+    by_name = _keep_matching_names(catalog, state, request)
+    if not given_layout and state.keys() <= by_name.tensors.keys():
+        return by_name
     try:
         changed = _change_layout(catalog, state, request)
     except (MappingError, MissingTensorsError, RefusedError, UsageError) as error:
         incomplete = isinstance(error, MissingTensorsError | RefusedError)
         if incomplete and request.partial is None:
             return map_state(catalog, state, replace(request, partial=True))
-        if named or request.source.model_type or not same.tensors:
+        if given_layout or request.source.model_type or not by_name.tensors:
             raise
-        same.notes.add(f"matched by name only, because the layouts cannot be mapped: {error.what}")
-        return same
-    better = len(changed.tensors.keys() & state) > len(same.tensors.keys() & state)
-    return changed if named or better else same
+        by_name.notes.add(
+            f"matched by name only, because the layouts cannot be mapped: {error.what}"
+        )
+        return by_name
+    better = len(changed.tensors.keys() & state) > len(by_name.tensors.keys() & state)
+    return changed if given_layout or better else by_name
 
 
 def understand_source(catalog: Catalog, request: MappingRequest) -> Model:
@@ -133,13 +135,18 @@ def map_model(
     rest = map_training_state(model.catalog, outside, root, change)
     catalog, mapped = apply_change(model.catalog, change, root, prefix)
     tensors = {**mapped, **rest.tensors}
-    redundant = (*(one.with_prefix(root) for one in change.redundant), *rest.redundant)
+    redundant = (
+        *(redundant_data.with_prefix(root) for redundant_data in change.redundant),
+        *rest.redundant,
+    )
     read = {key for composed in tensors.values() for key in composed.keys}
     notes = Notes()
     notes.add(*change.notes.get_texts())
-    for one in redundant:
-        if one.same_as is not None and one.part.key not in read:
-            notes.explain("dropped", {one.part.key: f"the same as `{one.same_as.key}`"})
+    for redundant_data in redundant:
+        if redundant_data.same_as is not None and redundant_data.part.key not in read:
+            notes.explain(
+                "dropped", {redundant_data.part.key: f"the same as `{redundant_data.same_as.key}`"}
+            )
     notes.explain("dropped", {root + name: why for name, why in change.dropped_keys.items()})
     return StateMapping(
         rest.add_virtual_tensors(catalog),
@@ -159,48 +166,52 @@ def map_model(
 
 def keep_names(catalog: Catalog, root: str = "", prefix: str = "") -> StateMapping:
     """Map every tensor to the same name, with *prefix* instead of *root*."""
-    same = (
-        ComposedTensor.from_unchanged(name, moved(name, root, prefix), entry.shape)
+    tensors = (
+        ComposedTensor.from_unchanged(name, move_name(name, root, prefix), entry.shape)
         for name, entry in catalog.tensors.items()
     )
-    return StateMapping(catalog, {one.key: one for one in same}, root, prefix)
+    return StateMapping(catalog, {tensor.key: tensor for tensor in tensors}, root, prefix)
 
 
 def _keep_matching_names(
     catalog: Catalog, state: Mapping[str, TensorMeta], request: MappingRequest
 ) -> StateMapping:
     """Map tensors by name, with the prefixes under which most names match."""
-    sources = _prefixes(catalog, request.source.root)
-    targets = _prefixes(_catalog_of(state), request.state.root)
+    sources = _list_prefixes(catalog, request.source.root)
+    targets = _list_prefixes(_make_catalog(state), request.state.root)
     pairs = dict.fromkeys((source, target) for source in sources for target in targets)
-    return keep_names(catalog, *max(pairs, key=lambda pair: _agreement(catalog, state, *pair)))
-
-
-def _prefixes(catalog: Catalog, root: str | None) -> list[str]:
-    return ["", *list_roots(catalog)] if root is None else [parse_root(catalog, root)]
-
-
-def _agreement(catalog: Catalog, state: Mapping[str, TensorMeta], root: str, prefix: str) -> int:
-    """Count the names and the shapes that match the state if *prefix* replaces *root*."""
-    return sum(
-        1 + (state[other].shape == entry.shape)
-        for name, entry in catalog.tensors.items()
-        if (other := moved(name, root, prefix)) in state
+    return keep_names(
+        catalog, *max(pairs, key=lambda pair: _count_agreements(catalog, state, *pair))
     )
 
 
-def moved(name: str, root: str, prefix: str) -> str:
+def _list_prefixes(catalog: Catalog, root: str | None) -> list[str]:
+    return ["", *list_roots(catalog)] if root is None else [parse_root(catalog, root)]
+
+
+def _count_agreements(
+    catalog: Catalog, state: Mapping[str, TensorMeta], root: str, prefix: str
+) -> int:
+    """Count the names and the shapes that match the state if *prefix* replaces *root*."""
+    return sum(
+        1 + (state[state_name].shape == entry.shape)
+        for name, entry in catalog.tensors.items()
+        if (state_name := move_name(name, root, prefix)) in state
+    )
+
+
+def move_name(name: str, root: str, prefix: str) -> str:
     """Return *name* with *prefix* instead of *root*."""
-    inside = name.startswith(root) and name != root
-    return prefix + name.removeprefix(root) if inside else name
+    is_below_root = name.startswith(root) and name != root
+    return prefix + name.removeprefix(root) if is_below_root else name
 
 
-def _catalog_of(state: Mapping[str, TensorMeta]) -> Catalog:
+def _make_catalog(state: Mapping[str, TensorMeta]) -> Catalog:
     """Return the state as a catalog, so that its model can be detected."""
     tensors = {}
     for name, leaf in state.items():
-        whole = Extent(Box.whole(leaf.shape), STATE, 0, 0)
-        tensors[name] = TensorEntry(name, leaf.dtype, leaf.shape, (whole,), leaf.path)
+        extent = Extent(Box.whole(leaf.shape), STATE, 0, 0)
+        tensors[name] = TensorEntry(name, leaf.dtype, leaf.shape, (extent,), leaf.path)
     return Catalog(Path(), Path(STATE), "dcp", {}, tensors)
 
 
@@ -212,57 +223,63 @@ def _change_layout(
 ) -> StateMapping:
     """Map the model to the layout of *state*, and rename state outside of it to match."""
     model = understand_source(catalog, request)
-    wanted = _understand_state(state, model, request)
+    state_model = _understand_state(state, model, request)
     if model.model_type is None:
-        common = [name for name in model.candidates if name in wanted.candidates]
+        common = [name for name in model.candidates if name in state_model.candidates]
         model = model.as_type(common[0]) if len(common) == 1 else model
-    inside = wanted.selection
-    names = {wanted.root + name for name in inside.tensors}
+    selection = state_model.selection
+    names = {state_model.root + name for name in selection.tensors}
     with dequantize_hint_on_error(model):
-        change = _change(model, wanted, names, request)
-    held = {model.root + name for name in model.tensors}
-    require_scales_kept(model.catalog, held, renamed=not change.keeps_names, dtype=None)
-    outside = model.selection.rest if inside.rest else ()
-    return replace(map_model(model, change, wanted.root, outside), layout=wanted.layout)
+        change = _find_change(model, state_model, names, request)
+    model_keys = {model.root + name for name in model.tensors}
+    require_scales_kept(model.catalog, model_keys, renamed=not change.keeps_names, dtype=None)
+    outside = model.selection.rest if selection.rest else ()
+    return replace(map_model(model, change, state_model.root, outside), layout=state_model.layout)
 
 
 def _understand_state(
     state: Mapping[str, TensorMeta], model: Model, request: MappingRequest
 ) -> Model:
     """Detect the model and layout of the state, preferably of the checkpoint's model type."""
-    held, named = _catalog_of(state), request.source.model_type
-    asked = replace(request.state, model_type=named or model.model_type)
+    state_catalog, given_model_type = _make_catalog(state), request.source.model_type
+    state_request = replace(request.state, model_type=given_model_type or model.model_type)
     try:
-        found = recognize_model(held, request=asked)
+        state_model = recognize_model(state_catalog, request=state_request)
     except MappingError:
-        if named or not asked.model_type:
+        if given_model_type or not state_request.model_type:
             raise
-        found = None
-    if asked.model_type and not named and not (found and found.candidates):
-        found = recognize_model(held, request=request.state)
-    if found is None or found.layout is None:
+        state_model = None
+    if (
+        state_request.model_type
+        and not given_model_type
+        and not (state_model and state_model.candidates)
+    ):
+        state_model = recognize_model(state_catalog, request=request.state)
+    if state_model is None or state_model.layout is None:
         raise MappingError(
             "unknown layout of the state",
             where=STATE,
-            why=f"its tensors match several layouts of {found.display_name}"
-            if found and found.candidates
+            why=f"its tensors match several layouts of {state_model.display_name}"
+            if state_model and state_model.candidates
             else "no known model type has its keys",
             hint="set it with `layout=`, and its model type with `model_type=`",
         )
-    return found
+    return state_model
 
 
-def _change(
-    model: Model, wanted: Model, names: AbstractSet[str], request: MappingRequest
+def _find_change(
+    model: Model, state_model: Model, names: AbstractSet[str], request: MappingRequest
 ) -> LayoutChange:
     """Find the change of layout, with tied tensors untied if the state has both copies."""
-    asked = LayoutRequest(
-        wanted.layout, partial=bool(request.partial), trust_assets=request.trust_assets
+    layout_request = LayoutRequest(
+        state_model.layout, partial=bool(request.partial), trust_assets=request.trust_assets
     )
-    change = change_layout_checked(model, model.tensors, asked)
-    if names <= {wanted.root + target.key for one in change.tensors for target in one.targets}:
+    change = change_layout_checked(model, model.tensors, layout_request)
+    if names <= {
+        state_model.root + target.key for tensor in change.tensors for target in tensor.targets
+    }:
         return change
     try:
-        return change_layout_checked(model, model.tensors, replace(asked, untie=True))
+        return change_layout_checked(model, model.tensors, replace(layout_request, untie=True))
     except UsageError:
         return change

@@ -25,7 +25,12 @@ from ckptctl.planner.balance import (
 )
 from ckptctl.planner.boxes import compute_coverage
 from ckptctl.ranks.coordinator import format_ranks
-from ckptctl.save_load.saving.local_shards import Packed, Structure, TensorMeta, divide_values
+from ckptctl.save_load.saving.local_shards import (
+    PackedShards,
+    SharedStructure,
+    TensorMeta,
+    divide_values,
+)
 from ckptctl.storage.threads import pause_gc
 
 Places = Sequence[int]
@@ -56,10 +61,10 @@ class GlobalPlan:
     shares: Sequence[RankShare]
     paths: Mapping[str, Path]  # keys of every non-tensor value, by the name it is written under
     # Per-rank versions of tensors that differ between ranks, by name; not in *tensors*.
-    apart: Mapping[str, OutputTensor] = field(default_factory=dict)
+    rank_tensors: Mapping[str, OutputTensor] = field(default_factory=dict)
 
 
-def make_global_plan(held: Sequence[Packed]) -> GlobalPlan:
+def make_global_plan(packed_by_rank: Sequence[PackedShards]) -> GlobalPlan:
     """Plan a save, with replicated chunks assigned so that ranks write about the same amount.
 
     Raises:
@@ -68,121 +73,137 @@ def make_global_plan(held: Sequence[Packed]) -> GlobalPlan:
     """
     with pause_gc():
         structures = {
-            packed.identity: packed.structure for packed in reversed(held) if packed.structure
+            packed.identity: packed.structure
+            for packed in reversed(packed_by_rank)
+            if packed.structure
         }
-        known = _described(held, structures)
-        rows, starts = tables(held, structures, known)
-        patterns = patterns_of(known, rows, held)
-        require_equal_replicas(held, structures)
-        compared = {name for structure in structures.values() for name in structure.compared}
-        nbytes = sum(_nbytes(meta.shape, meta) for meta in known.values())
-        limits = (compute_piece_limit(nbytes, len(held)), compute_fine_limit(nbytes, len(held)))
+        metas = _collect_metas(packed_by_rank, structures)
+        rows, starts = make_box_tables(packed_by_rank, structures, metas)
+        patterns = find_patterns(metas, rows, packed_by_rank)
+        require_equal_replicas(packed_by_rank, structures)
+        compared = {name for structure in structures.values() for name in structure.compared_names}
+        nbytes = sum(_count_bytes(meta.shape, meta) for meta in metas.values())
+        limits = (
+            compute_piece_limit(nbytes, len(packed_by_rank)),
+            compute_fine_limit(nbytes, len(packed_by_rank)),
+        )
         for limit in dict.fromkeys(limits):
-            cut_shared(known, patterns, limit)
-            writers, even = writers_of(known, patterns, len(held), compared)
+            cut_shared_boxes(metas, patterns, limit)
+            writers, even = choose_writers(metas, patterns, len(packed_by_rank), compared)
             if even:
                 break
-        tensors = tuple(output_tensor(name, meta) for name, meta in known.items())
+        tensors = tuple(make_output_tensor(name, meta) for name, meta in metas.items())
         boxes = [pattern.boxes for pattern in patterns]
-        chunks, parts = chunks_of(patterns, writers, starts)
-        values = divide_values(held, structures)
+        chunks, parts = list_written_chunks(patterns, writers, starts)
+        values = divide_values(packed_by_rank, structures)
         shares = [
-            RankShare(*found)
-            for found in zip(chunks, values.written, parts, values.groups, strict=True)
+            RankShare(*share_parts)
+            for share_parts in zip(
+                chunks, values.written_by_rank, parts, values.groups_by_rank, strict=True
+            )
         ]
     return GlobalPlan(tensors, boxes, writers, shares, values.paths, values.tensors)
 
 
-def own_plan(rank: int, world: int, held: Packed) -> GlobalPlan:
+def make_own_plan(rank: int, world: int, packed: PackedShards) -> GlobalPlan:
     """Plan that *rank* writes all its shards, independently of the other ranks."""
-    assert held.structure
-    known = held.structure.tensors
-    boxes = [held.boxes[index] for index in held.indices()]
+    assert packed.structure
+    metas = packed.structure.tensors
+    boxes = [packed.box_sets[index] for index in packed.unpack_indices()]
     chunks = range(sum(map(len, boxes)))
-    paths = {name: path for name, path in held.structure.paths.items() if name not in known}
-    own = RankShare(chunks, {name: name for name in paths})
-    shares = [own if other == rank else RankShare(()) for other in range(world)]
-    tensors = tuple(output_tensor(name, meta) for name, meta in known.items())
+    paths = {name: path for name, path in packed.structure.paths.items() if name not in metas}
+    own_share = RankShare(chunks, {name: name for name in paths})
+    shares = [own_share if other_rank == rank else RankShare(()) for other_rank in range(world)]
+    tensors = tuple(make_output_tensor(name, meta) for name, meta in metas.items())
     writers = [[rank] * len(tensor_boxes) for tensor_boxes in boxes]
     return GlobalPlan(tensors, boxes, writers, shares, paths)
 
 
-def output_tensor(name: str, one: TensorMeta) -> OutputTensor:
+def make_output_tensor(name: str, meta: TensorMeta) -> OutputTensor:
     """Return the output tensor of a tensor's metadata."""
-    return OutputTensor(name, one.dtype, one.shape, one.path, requires_grad=one.requires_grad)
+    return OutputTensor(name, meta.dtype, meta.shape, meta.path, requires_grad=meta.requires_grad)
 
 
-def _described(
-    held: Sequence[Packed], structures: Mapping[bytes, Structure]
+def _collect_metas(
+    packed_by_rank: Sequence[PackedShards], structures: Mapping[bytes, SharedStructure]
 ) -> dict[str, TensorMeta]:
-    known: dict[str, TensorMeta] = {}
-    said: dict[str, int] = {}
+    metas: dict[str, TensorMeta] = {}
+    first_ranks: dict[str, int] = {}
     seen: set[bytes] = set()
-    for rank, one in enumerate(held):
-        if one.identity in seen:
+    for rank, packed in enumerate(packed_by_rank):
+        if packed.identity in seen:
             continue
-        seen.add(one.identity)
-        for name, described in structures[one.identity].tensors.items():
-            if known.setdefault(name, described) != described:
-                raise _disagree(name, known[name], said[name], described, rank)
-            said.setdefault(name, rank)
-    return known
+        seen.add(packed.identity)
+        for name, meta in structures[packed.identity].tensors.items():
+            if metas.setdefault(name, meta) != meta:
+                raise _disagreement_error(name, metas[name], first_ranks[name], meta, rank)
+            first_ranks.setdefault(name, rank)
+    return metas
 
 
-def _disagree(
-    name: str, one: TensorMeta, first: int, other: TensorMeta, second: int
+def _disagreement_error(
+    name: str, first_meta: TensorMeta, first_rank: int, second_meta: TensorMeta, second_rank: int
 ) -> MappingError:
     differing = [
-        f"{field}: {getattr(one, field)} and {getattr(other, field)}"
+        f"{field}: {getattr(first_meta, field)} and {getattr(second_meta, field)}"
         for field in TensorMeta._fields
-        if getattr(one, field) != getattr(other, field)
+        if getattr(first_meta, field) != getattr(second_meta, field)
     ]
     return MappingError(
-        f"ranks {first} and {second} disagree on `{name}`",
+        f"ranks {first_rank} and {second_rank} disagree on `{name}`",
         where=f"tensor `{name}`",
         why="; ".join(differing),
     )
 
 
-def require_equal_replicas(held: Sequence[Packed], structures: Mapping[bytes, Structure]) -> None:
+def require_equal_replicas(
+    packed_by_rank: Sequence[PackedShards], structures: Mapping[bytes, SharedStructure]
+) -> None:
     """Raise if replicas of a shard differ between ranks, as only one of them is written.
 
     Ranks with the same shards and digests are checked once.
     """
     first: dict[tuple[str, Box], tuple[int, int]] = {}
     seen: set[object] = set()
-    for rank, one in enumerate(held):
-        key = (one.identity, one.boxes, one.which, one.replicas)
-        if not one.replicas or key in seen:
+    for rank, packed in enumerate(packed_by_rank):
+        key = (packed.identity, packed.box_sets, packed.box_set_indices, packed.replicas)
+        if not packed.replicas or key in seen:
             continue
         seen.add(key)
-        for shard, crc in _replicas(one, structures[one.identity]).items():
+        for shard, crc in _unpack_replicas(packed, structures[packed.identity]).items():
             if first.setdefault(shard, (crc, rank))[0] != crc:
-                raise _differing_replicas_error(*shard, held, structures)
+                raise _differing_replicas_error(*shard, packed_by_rank, structures)
 
 
-def _replicas(one: Packed, structure: Structure) -> dict[tuple[str, Box], int]:
-    digests = one.replica_digests()
+def _unpack_replicas(
+    packed: PackedShards, structure: SharedStructure
+) -> dict[tuple[str, Box], int]:
+    digests = packed.unpack_replica_digests()
     chunks = (
         (name, box)
-        for name, index in zip(structure.tensors, one.indices(), strict=True)
-        for box in one.boxes[index]
+        for name, index in zip(structure.tensors, packed.unpack_indices(), strict=True)
+        for box in packed.box_sets[index]
     )
     return {shard: digests[index] for index, shard in enumerate(chunks) if index in digests}
 
 
 def _differing_replicas_error(
-    name: str, box: Box, held: Sequence[Packed], structures: Mapping[bytes, Structure]
+    name: str,
+    box: Box,
+    packed_by_rank: Sequence[PackedShards],
+    structures: Mapping[bytes, SharedStructure],
 ) -> MappingError:
     ranks: dict[int, list[int]] = {}
-    for rank, one in enumerate(held):
-        crc = _replicas(one, structures[one.identity]).get((name, box))
+    for rank, packed in enumerate(packed_by_rank):
+        crc = _unpack_replicas(packed, structures[packed.identity]).get((name, box))
         if crc is not None:
             ranks.setdefault(crc, []).append(rank)
     return MappingError(
         f"`{name}` differs between ranks, but only one copy would be saved",
         where=f"tensor `{name}`, {box}",
-        why="; ".join(f"{format_ranks(some)}: CRC-32 {crc:08x}" for crc, some in ranks.items()),
+        why="; ".join(
+            f"{format_ranks(rank_numbers)}: CRC-32 {crc:08x}" for crc, rank_numbers in ranks.items()
+        ),
         hint="shard it, use a different name on each rank, or make it equal on all ranks; pass "
         "`compare_replicas=False` to save the copy of one rank",
     )
@@ -196,21 +217,23 @@ class ShardPattern:
     ranks: list[tuple[int, ...]]
     places: list[Places]  # see :data:`Places`
     parts: list[bool]  # whether each box is a part of a chunk
-    alone: Sequence[int] | None = None  # for each box its only rank, if no box is replicated
+    sole_holders: Sequence[int] | None = None  # for each box its only rank, if no box is replicated
 
 
-def tables(
-    held: Sequence[Packed], structures: Mapping[bytes, Structure], known: Mapping[str, TensorMeta]
+def make_box_tables(
+    packed_by_rank: Sequence[PackedShards],
+    structures: Mapping[bytes, SharedStructure],
+    metas: Mapping[str, TensorMeta],
 ) -> tuple[list[Sequence[int]], list[Sequence[int]]]:
     """Return for each rank, by tensor, the index of its set of boxes and of its first chunk."""
-    order = {name: index for index, name in enumerate(known)}
+    order = {name: index for index, name in enumerate(metas)}
     places = {key: [order[n] for n in shared.tensors] for key, shared in structures.items()}
     rows: list[Sequence[int]] = []
     starts: list[Sequence[int]] = []
-    for packed in held:
-        row, start = array("i", [-1]) * len(known), array("I", [0]) * len(known)
-        counts, count = list(map(len, packed.boxes)), 0
-        for place, index in zip(places[packed.identity], packed.indices(), strict=True):
+    for packed in packed_by_rank:
+        row, start = array("i", [-1]) * len(metas), array("I", [0]) * len(metas)
+        counts, count = list(map(len, packed.box_sets)), 0
+        for place, index in zip(places[packed.identity], packed.unpack_indices(), strict=True):
             row[place], start[place] = index, count
             count += counts[index]
         rows.append(row)
@@ -218,58 +241,60 @@ def tables(
     return rows, starts
 
 
-def patterns_of(
-    known: Mapping[str, TensorMeta], rows: Sequence[Sequence[int]], held: Sequence[Packed]
+def find_patterns(
+    metas: Mapping[str, TensorMeta],
+    rows: Sequence[Sequence[int]],
+    packed_by_rank: Sequence[PackedShards],
 ) -> list[ShardPattern]:
     """Return the sharding pattern of each tensor, shared by tensors with the same sharding."""
-    found: dict[tuple[object, ...], ShardPattern] = {}
+    pattern_by_key: dict[tuple[object, ...], ShardPattern] = {}
     patterns: list[ShardPattern] = []
-    for (name, one), column in zip(known.items(), zip(*rows, strict=True), strict=True):
-        key = (column, one.shape, dtypes.itemsize(one.dtype))
-        if key not in found:
-            found[key] = _pattern(column, held)
-            _require_tiled(name, one, found[key].boxes)
-        patterns.append(found[key])
+    for (name, meta), column in zip(metas.items(), zip(*rows, strict=True), strict=True):
+        key = (column, meta.shape, dtypes.itemsize(meta.dtype))
+        if key not in pattern_by_key:
+            pattern_by_key[key] = _make_pattern(column, packed_by_rank)
+            _require_tiled(name, meta, pattern_by_key[key].boxes)
+        patterns.append(pattern_by_key[key])
     return patterns
 
 
-def _pattern(column: Sequence[int], held: Sequence[Packed]) -> ShardPattern:
+def _make_pattern(column: Sequence[int], packed_by_rank: Sequence[PackedShards]) -> ShardPattern:
     holders: dict[Box, tuple[list[int], list[int]]] = {}
     for rank, index in enumerate(column):
-        for place, box in enumerate(held[rank].boxes[index] if index >= 0 else ()):
-            found = holders.setdefault(box, ([], []))
-            found[0].append(rank)
-            found[1].append(place)
-    held_by = [tuple(ranks) for ranks, _ in holders.values()]
-    places: list[Places] = [own for _, own in holders.values()]
-    pattern = ShardPattern(list(holders), held_by, places, [False] * len(holders))
-    if all(len(one) == 1 for one in held_by):
-        pattern.alone = array("I", [one[0] for one in held_by])
+        for place, box in enumerate(packed_by_rank[rank].box_sets[index] if index >= 0 else ()):
+            holders_of_box = holders.setdefault(box, ([], []))
+            holders_of_box[0].append(rank)
+            holders_of_box[1].append(place)
+    holder_ranks = [tuple(ranks) for ranks, _ in holders.values()]
+    places: list[Places] = [box_places for _, box_places in holders.values()]
+    pattern = ShardPattern(list(holders), holder_ranks, places, [False] * len(holders))
+    if all(len(ranks_of_box) == 1 for ranks_of_box in holder_ranks):
+        pattern.sole_holders = array("I", [ranks_of_box[0] for ranks_of_box in holder_ranks])
     return pattern
 
 
-def cut_shared(
-    known: Mapping[str, TensorMeta], patterns: Sequence[ShardPattern], limit: int
+def cut_shared_boxes(
+    metas: Mapping[str, TensorMeta], patterns: Sequence[ShardPattern], limit: int
 ) -> None:
     """Split replicated boxes into parts of about *limit* bytes."""
     done: set[int] = set()
-    for one, pattern in zip(known.values(), patterns, strict=True):
-        if pattern.alone is not None or id(pattern) in done:
+    for meta, pattern in zip(metas.values(), patterns, strict=True):
+        if pattern.sole_holders is not None or id(pattern) in done:
             continue
         done.add(id(pattern))
-        held = [*zip(pattern.boxes, pattern.ranks, pattern.places, pattern.parts, strict=True)]
+        entries = [*zip(pattern.boxes, pattern.ranks, pattern.places, pattern.parts, strict=True)]
         pattern.boxes, pattern.ranks, pattern.places, pattern.parts = [], [], [], []
-        for box, holders, places, part in held:
-            shared = len(holders) > 1
-            pieces = split_box(box, _nbytes(box.sizes, one), limit) if shared else [box]
+        for box, holders, places, is_part in entries:
+            is_shared = len(holders) > 1
+            pieces = split_box(box, _count_bytes(box.sizes, meta), limit) if is_shared else [box]
             pattern.boxes += pieces
             pattern.ranks += [holders] * len(pieces)
             pattern.places += [places] * len(pieces)
-            pattern.parts += [part or len(pieces) > 1] * len(pieces)
+            pattern.parts += [is_part or len(pieces) > 1] * len(pieces)
 
 
-def writers_of(
-    known: Mapping[str, TensorMeta],
+def choose_writers(
+    metas: Mapping[str, TensorMeta],
     patterns: Sequence[ShardPattern],
     ranks: int,
     lowest: Collection[str] = (),
@@ -281,30 +306,31 @@ def writers_of(
     """
     load = [0] * ranks
     shared: list[tuple[int, tuple[int, ...]]] = []
-    for (name, one), pattern in zip(known.items(), patterns, strict=True):
+    for (name, meta), pattern in zip(metas.items(), patterns, strict=True):
         for box, holders in zip(pattern.boxes, pattern.ranks, strict=True):
             if len(holders) == 1 or name in lowest:
-                load[holders[0]] += _nbytes(box.sizes, one)
+                load[holders[0]] += _count_bytes(box.sizes, meta)
             else:
-                shared.append((_nbytes(box.sizes, one), holders))
+                shared.append((_count_bytes(box.sizes, meta), holders))
     ranks_of_shared = assign_chunks(shared, ranks, initial_loads=load)
-    most_alone = max(load)
+    max_sole_load = max(load)
     for (nbytes, _), rank in zip(shared, ranks_of_shared, strict=True):
         load[rank] += nbytes
     chosen = iter(ranks_of_shared)
     writers = [
-        pattern.alone or array("I", _chosen(pattern, None if name in lowest else chosen))
-        for name, pattern in zip(known, patterns, strict=True)
+        pattern.sole_holders
+        or array("I", _iterate_writers(pattern, None if name in lowest else chosen))
+        for name, pattern in zip(metas, patterns, strict=True)
     ]
-    return writers, max(load) <= max(most_alone, EVEN_LOAD_RATIO * sum(load) / ranks)
+    return writers, max(load) <= max(max_sole_load, EVEN_LOAD_RATIO * sum(load) / ranks)
 
 
-def _chosen(pattern: ShardPattern, chosen: Iterator[int] | None) -> Iterator[int]:
+def _iterate_writers(pattern: ShardPattern, chosen: Iterator[int] | None) -> Iterator[int]:
     for holders in pattern.ranks:
         yield holders[0] if len(holders) == 1 or chosen is None else next(chosen)
 
 
-def chunks_of(
+def list_written_chunks(
     patterns: Sequence[ShardPattern],
     writers: Sequence[Sequence[int]],
     starts: Sequence[Sequence[int]],
@@ -322,22 +348,22 @@ def chunks_of(
     return list(chunks), parts
 
 
-def _nbytes(sizes: Sequence[int], one: TensorMeta) -> int:
-    return math.prod(sizes) * dtypes.itemsize(one.dtype)
+def _count_bytes(sizes: Sequence[int], meta: TensorMeta) -> int:
+    return math.prod(sizes) * dtypes.itemsize(meta.dtype)
 
 
-def _require_tiled(name: str, described: TensorMeta, boxes: Sequence[Box]) -> None:
-    found = compute_coverage(described.shape, boxes)
-    if found.is_exact:
+def _require_tiled(name: str, meta: TensorMeta, boxes: Sequence[Box]) -> None:
+    tiling = compute_coverage(meta.shape, boxes)
+    if tiling.is_exact:
         return
-    wrong = found.outside or found.holes or found.overlaps
-    what = "covered more than once"
-    if found.outside:
-        what = "out of bounds"
-    elif found.holes:
-        what = "not covered by any rank"
+    wrong = tiling.outside or tiling.holes or tiling.overlaps
+    problem = "covered more than once"
+    if tiling.outside:
+        problem = "out of bounds"
+    elif tiling.holes:
+        problem = "not covered by any rank"
     raise CoverageError(
         f"the ranks' chunks of `{name}` do not cover it exactly once",
-        where=f"tensor `{name}`, shape {list(described.shape)}",
-        why=f"elements {quote_names([str(box) for box in wrong])} are {what}",
+        where=f"tensor `{name}`, shape {list(meta.shape)}",
+        why=f"elements {quote_names([str(box) for box in wrong])} are {problem}",
     )

@@ -1,7 +1,7 @@
 """The local shards and values of a rank, packed so that thousands of ranks can exchange them.
 
 Ranks that shard the same model have the same names, shapes and paths, so only the first of them
-sends these (:class:`Structure`). Tensors of the same shape have the same boxes on a rank, so
+sends these (:class:`SharedStructure`). Tensors of the same shape have the same boxes on a rank, so
 each set of boxes is sent once, with an index into the sets for each tensor.
 
 A non-tensor value is written by the lowest rank that has it. Other ranks write theirs only if it
@@ -27,7 +27,7 @@ from ckptctl.errors import CkptError, MappingError, quote_names
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.shared.leaves import add_rank_prefix, join_path
 
-DIGEST = 16
+DIGEST_BYTES = 16
 """Size of a digest of a value or structure, in bytes."""
 Boxes = tuple[Box, ...]
 Groups = Mapping[int, Sequence[str]]
@@ -43,7 +43,7 @@ class TensorMeta(NamedTuple):
     requires_grad: bool = False
 
 
-class HeldChunk(NamedTuple):
+class LocalChunk(NamedTuple):
     """A box of a tensor in a rank's memory."""
 
     name: str
@@ -56,7 +56,7 @@ class LocalShards:
     """The shards and values in one rank's memory."""
 
     tensors: Mapping[str, TensorMeta]
-    chunks: Sequence[HeldChunk]  # boxes in memory, in the order of the tensors
+    chunks: Sequence[LocalChunk]  # boxes in memory, in the order of the tensors
     # Digests of non-tensor values, and of tensors that may differ between ranks, by name.
     values: Mapping[str, bytes] = field(default_factory=dict)
     # Keys from the root down to each of these values.
@@ -64,31 +64,31 @@ class LocalShards:
 
 
 @dataclass(frozen=True)
-class Structure:
+class SharedStructure:
     """Metadata that is equal on ranks that shard the same model in the same way."""
 
     tensors: Mapping[str, TensorMeta]
     paths: Mapping[str, Path]
 
     @property
-    def compared(self) -> set[str]:
+    def compared_names(self) -> set[str]:
         """Names of the tensors that may differ between ranks."""
         return {name for name in self.paths if name in self.tensors}
 
     @cached_property
     def digest(self) -> bytes:
         """Digest of the ordered tensors and paths."""
-        return digest((list(self.tensors.items()), list(self.paths.items())))
+        return compute_digest((list(self.tensors.items()), list(self.paths.items())))
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedShards:
     """A :class:`LocalShards` packed for exchange with other ranks."""
 
     identity: bytes
-    structure: Structure | None  # None if a lower rank sends the same
-    boxes: tuple[Boxes, ...]  # distinct sets of boxes of its tensors
-    which: bytes  # for each tensor the index of its set: compressed 32-bit numbers
+    structure: SharedStructure | None  # None if a lower rank sends the same
+    box_sets: tuple[Boxes, ...]  # distinct sets of boxes of its tensors
+    box_set_indices: bytes  # for each tensor the index of its set: compressed 32-bit numbers
     values: bytes  # concatenated digests of the values
     # Compressed: indices of the shards that other ranks may also have, then their CRC-32.
     replicas: bytes = b""
@@ -96,48 +96,60 @@ class Packed:
     @property
     def sharding(self) -> tuple[object, ...]:
         """Everything except the values, for comparison."""
-        boxes = [[(box.offsets, box.sizes) for box in boxes] for boxes in self.boxes]
-        return self.identity, boxes, self.which
+        boxes = [[(box.offsets, box.sizes) for box in boxes] for boxes in self.box_sets]
+        return self.identity, boxes, self.box_set_indices
 
-    def with_replicas(self, digests: Mapping[int, int]) -> Packed:
+    def with_replicas(self, digests: Mapping[int, int]) -> PackedShards:
         """Return a copy with the CRC-32 of replicated shards, by shard index."""
         numbers = array("I", [*digests, *digests.values()])
         return replace(self, replicas=zlib.compress(numbers.tobytes(), 1) if digests else b"")
 
-    def replica_digests(self) -> Mapping[int, int]:
+    def unpack_replica_digests(self) -> Mapping[int, int]:
         """Unpack the CRC-32 of the shards that other ranks may also have, by shard index."""
         numbers = array("I", zlib.decompress(self.replicas) if self.replicas else b"")
         half = len(numbers) // 2
         return dict(zip(numbers[:half], numbers[half:], strict=True))
 
-    def shortened(self) -> Packed:
+    def without_structure(self) -> PackedShards:
         """Return a copy without the structure, for when a lower rank sends the same."""
         return replace(self, structure=None)
 
-    def indices(self) -> Sequence[int]:
+    def unpack_indices(self) -> Sequence[int]:
         """Unpack the index of each tensor's set of boxes."""
-        return array("I", zlib.decompress(self.which))
+        return array("I", zlib.decompress(self.box_set_indices))
 
 
-def digest(what: object) -> bytes:
+def compute_digest(value: object) -> bytes:
     """Compute a digest of strings, numbers and tuples that is the same on all machines."""
-    return hashlib.blake2b(repr(what).encode("utf-8", "surrogatepass"), digest_size=DIGEST).digest()
+    return hashlib.blake2b(
+        repr(value).encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES
+    ).digest()
 
 
-def pack(shards: LocalShards) -> Packed:
+def pack_shards(shards: LocalShards) -> PackedShards:
     """Pack *shards* for exchange with other ranks."""
-    found: dict[str, list[Box]] = {name: [] for name in shards.tensors}
+    boxes_by_name: dict[str, list[Box]] = {name: [] for name in shards.tensors}
     for chunk in shards.chunks:
-        found[chunk.name].append(Box(chunk.offsets, chunk.sizes))
-    order = [name for name, boxes in found.items() for _ in boxes]
+        boxes_by_name[chunk.name].append(Box(chunk.offsets, chunk.sizes))
+    order = [name for name, boxes in boxes_by_name.items() for _ in boxes]
     if order != [chunk.name for chunk in shards.chunks]:
         raise CkptError("the chunks of a rank are not in the order of its tensors")
-    known: dict[Boxes, int] = {}
-    which = array("I", [known.setdefault(tuple(own), len(known)) for own in found.values()])
-    structure = Structure(shards.tensors, shards.paths)
+    index_by_boxes: dict[Boxes, int] = {}
+    indices = array(
+        "I",
+        [
+            index_by_boxes.setdefault(tuple(box_list), len(index_by_boxes))
+            for box_list in boxes_by_name.values()
+        ],
+    )
+    structure = SharedStructure(shards.tensors, shards.paths)
     values = b"".join(shards.values[name] for name in shards.paths)
-    return Packed(
-        structure.digest, structure, tuple(known), zlib.compress(which.tobytes(), 1), values
+    return PackedShards(
+        structure.digest,
+        structure,
+        tuple(index_by_boxes),
+        zlib.compress(indices.tobytes(), 1),
+        values,
     )
 
 
@@ -146,53 +158,63 @@ class DividedValues:
     """Assignment of values to the ranks that write them."""
 
     # For each rank, the values that it writes and the names that they are written under.
-    written: Sequence[Mapping[str, str]]
+    written_by_rank: Sequence[Mapping[str, str]]
     # Keys of every written non-tensor value, by the name that it is written under.
     paths: Mapping[str, Path]
     tensors: Mapping[str, OutputTensor]  # tensors written per rank because they differ
-    groups: Sequence[bytes]  # for each rank, the group of each of its values, compressed
+    groups_by_rank: Sequence[bytes]  # for each rank, the group of each of its values, compressed
 
 
-def divide_values(held: Sequence[Packed], structures: Mapping[bytes, Structure]) -> DividedValues:
+def divide_values(
+    packed_by_rank: Sequence[PackedShards], structures: Mapping[bytes, SharedStructure]
+) -> DividedValues:
     """Assign each value to the ranks that write it."""
     first: dict[str, bytes] = {}
     written: list[dict[str, str]] = []
     paths: dict[str, Path] = {}
     tensors: dict[str, OutputTensor] = {}
     differing: dict[tuple[bytes, bytes], list[str]] = {}
-    for rank, one in enumerate(held):
-        known, described = structures[one.identity].paths, structures[one.identity].tensors
-        key = (one.identity, one.values)
-        own: dict[str, str] = {}
+    for rank, packed in enumerate(packed_by_rank):
+        value_paths, metas = structures[packed.identity].paths, structures[packed.identity].tensors
+        key = (packed.identity, packed.values)
+        written_names: dict[str, str] = {}
         if key not in differing:
-            starts = range(0, len(one.values), DIGEST)
-            digests = (one.values[start : start + DIGEST] for start in starts)
-            for name, value in zip(known, digests, strict=True):
+            starts = range(0, len(packed.values), DIGEST_BYTES)
+            digests = (packed.values[start : start + DIGEST_BYTES] for start in starts)
+            for name, value in zip(value_paths, digests, strict=True):
                 if name not in first:
                     first[name] = value
-                    if name not in described:
-                        own[name], paths[name] = name, known[name]
+                    if name not in metas:
+                        written_names[name], paths[name] = name, value_paths[name]
                 elif first[name] != value:
                     differing.setdefault(key, []).append(name)
             differing.setdefault(key, [])
         for name in differing[key]:
-            own[name] = under = name_apart(rank, known[name])
-            if name in described:
-                tensors[under] = tensor_apart(rank, under, described[name])
+            written_names[name] = written_name = make_rank_name(rank, value_paths[name])
+            if name in metas:
+                tensors[written_name] = make_rank_tensor(rank, written_name, metas[name])
             else:
-                paths[under] = add_rank_prefix(rank, known[name])
-        written.append(own)
-    apart = {name for names in differing.values() for name in names}
-    taken = {name for one in structures.values() for name in (*one.paths, *one.tensors)}
-    _require_free(taken, written)
-    groups = _groups(structures, apart)
-    return DividedValues(written, paths, tensors, [groups[one.identity] for one in held])
+                paths[written_name] = add_rank_prefix(rank, value_paths[name])
+        written.append(written_names)
+    differing_names = {name for names in differing.values() for name in names}
+    used_names = {
+        name for packed in structures.values() for name in (*packed.paths, *packed.tensors)
+    }
+    _require_unused_names(used_names, written)
+    groups = _compute_groups(structures, differing_names)
+    return DividedValues(
+        written, paths, tensors, [groups[packed.identity] for packed in packed_by_rank]
+    )
 
 
-def _require_free(names: Collection[str], written: Sequence[Mapping[str, str]]) -> None:
+def _require_unused_names(names: Collection[str], written: Sequence[Mapping[str, str]]) -> None:
     """Raise if a value's per-rank name is already the name of another value."""
-    for rank, own in enumerate(written):
-        taken = [under for name, under in own.items() if name != under and under in names]
+    for rank, written_names in enumerate(written):
+        taken = [
+            written_name
+            for name, written_name in written_names.items()
+            if name != written_name and written_name in names
+        ]
         if taken:
             raise MappingError(
                 f"the state already contains {quote_names(taken)}",
@@ -201,35 +223,42 @@ def _require_free(names: Collection[str], written: Sequence[Mapping[str, str]]) 
             )
 
 
-def path_of(rank: int, name: str, under: str, paths: Mapping[str, Path]) -> Path:
+def get_written_path(rank: int, name: str, written_name: str, paths: Mapping[str, Path]) -> Path:
     """Return the keys of a value under the name that it is written under."""
-    return paths[name] if under == name else add_rank_prefix(rank, paths[name])
+    return paths[name] if written_name == name else add_rank_prefix(rank, paths[name])
 
 
-def tensor_apart(rank: int, under: str, one: TensorMeta) -> OutputTensor:
+def make_rank_tensor(rank: int, written_name: str, meta: TensorMeta) -> OutputTensor:
     """Return the output tensor for *rank*'s version of a tensor that differs between ranks."""
-    path = add_rank_prefix(rank, one.path)
-    return OutputTensor(under, one.dtype, one.shape, path, requires_grad=one.requires_grad)
+    path = add_rank_prefix(rank, meta.path)
+    return OutputTensor(
+        written_name, meta.dtype, meta.shape, path, requires_grad=meta.requires_grad
+    )
 
 
-def name_apart(rank: int, path: Path) -> str:
+def make_rank_name(rank: int, path: Path) -> str:
     """Return the name of *rank*'s version of a value that differs between ranks."""
     return join_path(add_rank_prefix(rank, path))
 
 
-def _groups(structures: Mapping[bytes, Structure], apart: set[str]) -> dict[bytes, bytes]:
+def _compute_groups(
+    structures: Mapping[bytes, SharedStructure], differing_names: set[str]
+) -> dict[bytes, bytes]:
     holders: dict[str, list[bytes]] = {}
     for identity, structure in structures.items():
         for name in structure.paths:
             holders.setdefault(name, []).append(identity)
     numbers: dict[tuple[bytes, ...], int] = {}
     number = {
-        name: numbers.setdefault(tuple(found), len(numbers) + 1) for name, found in holders.items()
+        name: numbers.setdefault(tuple(identities), len(numbers) + 1)
+        for name, identities in holders.items()
     }
-    number |= {name: -1 - index for index, name in enumerate(sorted(apart))}
+    number |= {name: -1 - index for index, name in enumerate(sorted(differing_names))}
     return {
-        identity: zlib.compress(array("i", [number[name] for name in one.paths]).tobytes())
-        for identity, one in structures.items()
+        identity: zlib.compress(
+            array("i", [number[name] for name in shared_structure.paths]).tobytes()
+        )
+        for identity, shared_structure in structures.items()
     }
 
 
@@ -242,35 +271,35 @@ def unpack_groups(names: Sequence[str], groups: bytes) -> Groups:
     return by_number
 
 
-def group_digests(groups: Groups, values: Mapping[str, bytes]) -> dict[int, bytes]:
+def compute_group_digests(groups: Groups, values: Mapping[str, bytes]) -> dict[int, bytes]:
     """Compute one digest per group."""
     return {
         number: hashlib.blake2b(
-            b"".join([values[name] for name in names]), digest_size=DIGEST
+            b"".join([values[name] for name in names]), digest_size=DIGEST_BYTES
         ).digest()
         for number, names in groups.items()
     }
 
 
-def is_still_equal(said: Sequence[Mapping[int, bytes]]) -> bool:
+def is_still_equal(digests_by_rank: Sequence[Mapping[int, bytes]]) -> bool:
     """Return whether all values that were equal on all ranks still are."""
     first: dict[int, bytes] = {}
     return all(
-        number < 0 or first.setdefault(number, found) == found
-        for groups in said
-        for number, found in groups.items()
+        number < 0 or first.setdefault(number, group_digest) == group_digest
+        for groups in digests_by_rank
+        for number, group_digest in groups.items()
     )
 
 
-def values_to_write(
-    rank: int, groups: Groups, shards: LocalShards, said: Sequence[Mapping[int, bytes]]
+def choose_values_to_write(
+    rank: int, groups: Groups, shards: LocalShards, digests_by_rank: Sequence[Mapping[int, bytes]]
 ) -> dict[str, str]:
     """Return the values that *rank* writes, and the names that they are written under."""
-    written: dict[str, str] = {}
+    written_names: dict[str, str] = {}
     for number, names in groups.items():
-        lowest = next(index for index, digests in enumerate(said) if number in digests)
+        lowest = next(index for index, digests in enumerate(digests_by_rank) if number in digests)
         if lowest == rank:
-            written |= {name: name for name in names if name not in shards.tensors}
-        elif said[lowest][number] != said[rank][number]:
-            written |= {name: name_apart(rank, shards.paths[name]) for name in names}
-    return written
+            written_names |= {name: name for name in names if name not in shards.tensors}
+        elif digests_by_rank[lowest][number] != digests_by_rank[rank][number]:
+            written_names |= {name: make_rank_name(rank, shards.paths[name]) for name in names}
+    return written_names

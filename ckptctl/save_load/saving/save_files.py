@@ -2,7 +2,7 @@
 
 Every rank describes its shards (:mod:`ckptctl.save_load.saving.local_shards`), one rank plans
 (:mod:`ckptctl.save_load.saving.global_plan`), each rank lays out and writes its files
-(:func:`rank_files`), and one writes the metadata (:func:`tensor_metadata`). torch is not used
+(:func:`lay_out_rank_files`), and one writes the metadata (:func:`make_tensor_metadata`). torch is not used
 here: plans refer to memory by name.
 """
 
@@ -24,8 +24,8 @@ from ckptctl.formats.dcp.metadata_writer import LocatedChunk, TensorMetadata, en
 from ckptctl.planner.balance import assign_chunks
 from ckptctl.planner.plan import CrcOf, OutputFile, Plan, TargetBox, Transfer
 from ckptctl.planner.strided import StridedTensor
-from ckptctl.save_load.saving.global_plan import GlobalPlan, RankShare, output_tensor
-from ckptctl.save_load.saving.local_shards import HeldChunk, LocalShards
+from ckptctl.save_load.saving.global_plan import GlobalPlan, RankShare, make_output_tensor
+from ckptctl.save_load.saving.local_shards import LocalChunk, LocalShards
 from ckptctl.storage.threads import pause_gc
 
 FileCount = Callable[[int], int]
@@ -41,7 +41,7 @@ class RankItems:
     offset: Sequence[int]
     nbytes: Sequence[int]
 
-    def places(self) -> Iterator[tuple[str, int, int]]:
+    def iterate_places(self) -> Iterator[tuple[str, int, int]]:
         """Yield the file, offset and size in bytes of each item."""
         return zip((self.files[n] for n in self.file), self.offset, self.nbytes, strict=True)
 
@@ -70,7 +70,7 @@ class WrittenBox(NamedTuple):
     box: Box
 
 
-def tensor_files(
+def lay_out_tensors(
     rank: int,
     shards: LocalShards,
     share: RankShare,
@@ -86,24 +86,26 @@ def tensor_files(
         steps: Strides of each chunk in memory, in elements.
         file_count: Function that returns the number of files for a number of bytes.
     """
-    boxes = list(boxes_of(shards, share))
+    boxes = list(iterate_boxes(shards, share))
     names = [shards.chunks[index].name for index, _ in boxes]
-    tensors = [output_tensor(name, shards.tensors[name]) for name in names]
+    tensors = [make_output_tensor(name, shards.tensors[name]) for name in names]
     sizes = [
         math.prod(box.sizes) * dtypes.itemsize(tensor.dtype)
         for (_, box), tensor in zip(boxes, tensors, strict=True)
     ]
     files = file_count(sum(sizes))
-    homes = assign_chunks([(nbytes, range(files)) for nbytes in sizes], files, small_bytes=0)
+    file_numbers = assign_chunks([(nbytes, range(files)) for nbytes in sizes], files, small_bytes=0)
     writer = DataFileBuilder()
     transfers: list[Transfer] = []
-    for number in sorted(set(homes)):
-        writer.begin_file(data_file(rank, number))
-        for written, tensor, home in zip(boxes, tensors, homes, strict=True):
-            if home == number:
-                writer.add_tensor(tensor, written.box)
-                chunk = shards.chunks[written.chunk]
-                transfers.append(_transfer(chunk, tensor, steps[written.chunk], written, writer))
+    for number in sorted(set(file_numbers)):
+        writer.begin_file(format_data_file_name(rank, number))
+        for written_box, tensor, file_number in zip(boxes, tensors, file_numbers, strict=True):
+            if file_number == number:
+                writer.add_tensor(tensor, written_box.box)
+                chunk = shards.chunks[written_box.chunk]
+                transfers.append(
+                    _make_transfer(chunk, tensor, steps[written_box.chunk], written_box, writer)
+                )
         writer.finish_file()
     plan = Plan(
         source_root=Path("/"),
@@ -128,66 +130,66 @@ def tensor_files(
     return TensorFiles(plan, places)
 
 
-def data_file(rank: int, number: int) -> str:
+def format_data_file_name(rank: int, number: int) -> str:
     """Return the name of a data file, as ``torch.distributed.checkpoint.save`` names it."""
     return f"__{rank}_{number}.distcp"
 
 
-def boxes_of(shards: LocalShards, share: RankShare) -> Iterator[WrittenBox]:
+def iterate_boxes(shards: LocalShards, share: RankShare) -> Iterator[WrittenBox]:
     """Yield the boxes that a rank writes, in the order of its share."""
     for position, index in enumerate(share.chunks):
         chunk = shards.chunks[index]
         yield WrittenBox(index, share.parts.get(position) or Box(chunk.offsets, chunk.sizes))
 
 
-def _transfer(
-    chunk: HeldChunk,
+def _make_transfer(
+    chunk: LocalChunk,
     tensor: OutputTensor,
     steps: tuple[int, ...],
-    written: WrittenBox,
+    written_box: WrittenBox,
     writer: DataFileBuilder,
 ) -> Transfer:
-    sizes, size = written.box.sizes, dtypes.itemsize(tensor.dtype)
+    sizes, size = written_box.box.sizes, dtypes.itemsize(tensor.dtype)
     record = len(writer.records) - 1
     place = writer.records[record]
-    inside = zip(written.box.offsets, chunk.offsets, steps, strict=True)
-    first = sum((low - base) * step for low, base, step in inside) * size
+    positions = zip(written_box.box.offsets, chunk.offsets, steps, strict=True)
+    first = sum((low - base) * step for low, base, step in positions) * size
     reach = sum((count - 1) * step for count, step in zip(sizes, steps, strict=True))
-    whole = Box.whole(sizes)
-    nbytes = (reach + 1) * size if whole.numel else 0
-    extent = Extent(whole, memory_name(str(written.chunk)), first, nbytes, strides=steps)
-    held = TensorEntry(chunk.name, tensor.dtype, sizes, (extent,), (chunk.name,))
+    full_box = Box.whole(sizes)
+    nbytes = (reach + 1) * size if full_box.numel else 0
+    extent = Extent(full_box, memory_name(str(written_box.chunk)), first, nbytes, strides=steps)
+    entry = TensorEntry(chunk.name, tensor.dtype, sizes, (extent,), (chunk.name,))
     strides = tuple(step * size for step in row_major(sizes))
-    target = TargetBox(place.file, place.offset, whole.offsets, sizes, strides, record)
-    return Transfer(chunk.name, StridedTensor.from_entry(held), (target,))
+    target = TargetBox(place.file, place.offset, full_box.offsets, sizes, strides, record)
+    return Transfer(chunk.name, StridedTensor.from_entry(entry), (target,))
 
 
-def with_values(
-    rank: int, files: TensorFiles, written: Mapping[str, str], values: Mapping[str, bytes]
+def add_values(
+    rank: int, files: TensorFiles, written_names: Mapping[str, str], values: Mapping[str, bytes]
 ) -> RankOutput:
     """Append the non-tensor values to the rank's first file."""
-    if not written:
+    if not written_names:
         return RankOutput(files.plan, files, {})
-    known = files.plan.files[0] if files.plan.files else None
-    first = known or OutputFile(data_file(rank, 0), 0, lambda _: iter(()))
+    first_file = files.plan.files[0] if files.plan.files else None
+    first = first_file or OutputFile(format_data_file_name(rank, 0), 0, lambda _: iter(()))
     items: dict[str, Item] = {}
     contents: list[tuple[int, bytes]] = []
     size = first.size
-    for name, under in written.items():
-        items[under] = Item(first.path, size, len(values[name]))
+    for name, written_name in written_names.items():
+        items[written_name] = Item(first.path, size, len(values[name]))
         contents.append((size, values[name]))
         size += len(values[name])
 
-    def frame(crc_of: CrcOf) -> Iterator[tuple[int, bytes]]:
+    def yield_frame(crc_of: CrcOf) -> Iterator[tuple[int, bytes]]:
         yield from first.frame(crc_of)
         yield from contents
 
-    longer = OutputFile(first.path, size, frame)
+    longer = OutputFile(first.path, size, yield_frame)
     plan = replace(files.plan, files=(longer, *files.plan.files[1:]))
     return RankOutput(plan, files, items)
 
 
-def rank_files(
+def lay_out_rank_files(
     rank: int,
     shards: LocalShards,
     share: RankShare,
@@ -196,22 +198,24 @@ def rank_files(
     file_count: FileCount,
 ) -> RankOutput:
     """Lay out all files of *rank*, with tensors and values."""
-    files = tensor_files(rank, shards, share, steps, file_count)
-    return with_values(rank, files, share.values, values)
+    files = lay_out_tensors(rank, shards, share, steps, file_count)
+    return add_values(rank, files, share.values, values)
 
 
-def tensor_metadata(global_plan: GlobalPlan, items: Sequence[RankItems]) -> TensorMetadata:
+def make_tensor_metadata(global_plan: GlobalPlan, items: Sequence[RankItems]) -> TensorMetadata:
     """Encode the tensors of the global ``.metadata``, to which values are added later."""
     tensors, boxes = global_plan.tensors, global_plan.boxes
-    places = [one.places() for one in items]
+    places = [rank_items.iterate_places() for rank_items in items]
 
-    def located(boxes: Sequence[Box], writers: Sequence[int]) -> Iterator[LocatedChunk]:
+    def locate_boxes(boxes: Sequence[Box], writers: Sequence[int]) -> Iterator[LocatedChunk]:
         for box, rank in zip(boxes, writers, strict=True):
             yield box.offsets, *next(places[rank])
 
     with pause_gc():
         items_of_tensors = (
-            (tensor.name, located(own, writers))
-            for tensor, own, writers in zip(tensors, boxes, global_plan.writers, strict=True)
+            (tensor.name, locate_boxes(tensor_boxes, writers))
+            for tensor, tensor_boxes, writers in zip(
+                tensors, boxes, global_plan.writers, strict=True
+            )
         )
         return encode_tensors(tensors, boxes, items_of_tensors)

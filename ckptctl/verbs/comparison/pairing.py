@@ -18,7 +18,12 @@ from ckptctl.conversion.recognition.roots import (
 )
 from ckptctl.errors import MappingError, MissingTensorsError, RefusedError, UsageError
 from ckptctl.planner.mapping.mapped import ComposedTensor
-from ckptctl.save_load.loading.state_mapping import MappingRequest, StateMapping, map_state, moved
+from ckptctl.save_load.loading.state_mapping import (
+    MappingRequest,
+    StateMapping,
+    map_state,
+    move_name,
+)
 from ckptctl.save_load.saving.local_shards import TensorMeta
 from ckptctl.verbs.comparison.diff_result import Side
 
@@ -123,7 +128,7 @@ def pair_tensors(
     left_b = _list_left_out(b, mapping.root, a, scope, names_b, trainers)
     left_b |= mapping.notes.get_reasons("dropped")
     pairs = tuple(_iterate_pairs(a, b, mapping, left_a))
-    leaves = ((moved(n, mapping.root, mapping.prefix), n) for n in b.blobs if n not in left_b)
+    leaves = ((move_name(n, mapping.root, mapping.prefix), n) for n in b.blobs if n not in left_b)
     value_pairs = tuple(names for names in leaves if names[0] in a.blobs and names[0] not in left_a)
     used_a = {
         *(matched.entry.name for matched in pairs),
@@ -177,7 +182,7 @@ def _map_names(b: Catalog, mapping: StateMapping) -> dict[str, list[str]]:
         for key in composed.keys:
             names_in_a.setdefault(key, []).append(composed.key)
     names = (*b.tensors, *b.blobs)
-    return {n: names_in_a.get(n) or [moved(n, mapping.root, mapping.prefix)] for n in names}
+    return {n: names_in_a.get(n) or [move_name(n, mapping.root, mapping.prefix)] for n in names}
 
 
 def _list_left_out(

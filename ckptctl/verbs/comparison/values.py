@@ -11,7 +11,7 @@ from ckptctl.catalog import Box, Catalog, TensorEntry, row_major
 from ckptctl.errors import ChangedError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.planner.plan import Plan
-from ckptctl.save_load.loading.reading import Reading, WantedBox, fill
+from ckptctl.save_load.loading.reading import PreparedRead, RequestedBox, fill_buffers
 from ckptctl.save_load.loading.state_mapping import StateMapping
 from ckptctl.storage.compare import Errors, Tolerance, compare_windows
 from ckptctl.storage.computed import require_torch_for
@@ -38,7 +38,7 @@ class WindowBuffers:
     def __init__(self) -> None:
         self._free: dict[int, list[bytearray]] = {}
 
-    def take_buffers(self, boxes: Sequence[WantedBox]) -> list[bytearray]:
+    def take_buffers(self, boxes: Sequence[RequestedBox]) -> list[bytearray]:
         """Return a buffer for each of *boxes*, freeing buffers of other sizes first."""
         sizes = [wanted.box.numel * dtypes.itemsize(wanted.dtype) for wanted in boxes]
         free, self._free = self._free, {}
@@ -133,10 +133,10 @@ class Windows:
     def _plan_batch(
         self, batch: Sequence[tuple[Pair, Box]]
     ) -> tuple[PlannedReading, PlannedReading]:
-        x = [WantedBox(p.entry.name, p.entry.dtype, p.entry.shape, box) for p, box in batch]
-        y = [WantedBox(p.entry.name, p.dtype, p.entry.shape, box) for p, box in batch]
+        x = [RequestedBox(p.entry.name, p.entry.dtype, p.entry.shape, box) for p, box in batch]
+        y = [RequestedBox(p.entry.name, p.dtype, p.entry.shape, box) for p, box in batch]
         first, second = self._buffers
-        reading_a, reading_b = Reading(self.a, {}), Reading(self.b, {})
+        reading_a, reading_b = PreparedRead(self.a, {}), PreparedRead(self.b, {})
         return (reading_a.plan_boxes(x), first.take_buffers(x)), (
             reading_b.plan_boxes(y),
             second.take_buffers(y),
@@ -147,7 +147,7 @@ class Windows:
         for file, identity in plan.sources.items():
             if self.identities.setdefault((plan.source_root, file), identity) != identity:
                 raise ChangedError(plan.source_root, file)
-        return fill(plan, buffers, self.jobs).bytes_read
+        return fill_buffers(plan, buffers, self.jobs).bytes_read
 
 
 def _iterate_batches(pairs: Sequence[Pair]) -> Iterator[list[tuple[Pair, Box]]]:

@@ -28,9 +28,9 @@ from ckptctl.errors import (
 )
 from ckptctl.numerics.dequantizing import require_uncast
 from ckptctl.results import JsonField, Result
-from ckptctl.save_load.loading.checks import casts
-from ckptctl.save_load.loading.reading import Reading
-from ckptctl.save_load.loading.state_mapping import StateMapping, Wanted
+from ckptctl.save_load.loading.checks import find_casts
+from ckptctl.save_load.loading.reading import PreparedRead
+from ckptctl.save_load.loading.state_mapping import RequestedTensor, StateMapping
 from ckptctl.storage.computed import require_torch_for
 from ckptctl.storage.outcome import OUT_OF_RANGE, OutOfRange
 from ckptctl.storage.paths import redact_path
@@ -91,7 +91,8 @@ def extract_tensors(path: str | TreePath, tensor: str, options: ExtractOptions) 
         catalog, mapping = open_mapped_source(source, options)
         selection = _select_tensors(mapping, tensor, options)
         targets = {
-            selected.name: Wanted(selected.dtype, selected.full_shape, ()) for selected in selection
+            selected.name: RequestedTensor(selected.dtype, selected.full_shape, ())
+            for selected in selection
         }
         composed_tensors = {selected.name: mapping.tensors[selected.name] for selected in selection}
         names = [key for composed in composed_tensors.values() for key in composed.keys]
@@ -101,7 +102,7 @@ def extract_tensors(path: str | TreePath, tensor: str, options: ExtractOptions) 
         mapping = replace(
             mapping, catalog=locate_tensors(mapping.catalog, names), tensors=composed_tensors
         )
-        reading = Reading(mapping, casts(mapping, targets, True))
+        reading = PreparedRead(mapping, find_casts(mapping, targets, True))
         if options.output is None:
             return _preview_tensors(redact_path(path), reading, selection)
         output = Path(options.output)
@@ -182,7 +183,7 @@ def _match_names(mapping: StateMapping, glob: str, options: ExtractOptions) -> l
 
 
 def _preview_tensors(
-    path: str, reading: Reading, selection: Sequence[SelectedTensor]
+    path: str, reading: PreparedRead, selection: Sequence[SelectedTensor]
 ) -> Extraction:
     extracted, read = [], 0
     for selected in selection:
@@ -196,7 +197,7 @@ def _preview_tensors(
     return Extraction(path, None, tuple(extracted), 0, read, reading.mapping.notes.get_texts())
 
 
-def _describe_tensor(reading: Reading, selected: SelectedTensor) -> ExtractedTensor:
+def _describe_tensor(reading: PreparedRead, selected: SelectedTensor) -> ExtractedTensor:
     sources = tuple(reading.mapping.tensors[selected.name].keys)
     nbytes = selected.selection.box.numel * dtypes.itemsize(selected.dtype)
     return ExtractedTensor(

@@ -22,9 +22,9 @@ from ckptctl.errors import (
 from ckptctl.installed import require_torch
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.planner.mapping.mapped import ComposedTensor
-from ckptctl.save_load.loading.checks import casts
-from ckptctl.save_load.loading.reading import Reading, WantedBox, fill
-from ckptctl.save_load.loading.state_mapping import Wanted
+from ckptctl.save_load.loading.checks import find_casts
+from ckptctl.save_load.loading.reading import PreparedRead, RequestedBox, fill_buffers
+from ckptctl.save_load.loading.state_mapping import RequestedTensor
 from ckptctl.storage.arithmetic import import_torch, view_as_tensor
 from ckptctl.storage.outcome import require_in_range
 from ckptctl.storage.paths import redact_path
@@ -246,13 +246,15 @@ class LazyStateDict(Mapping[str, TensorHandle]):
             return content
         for key in composed.keys:
             check_coverage(self._mapping.catalog.tensors[key])
-        box = WantedBox(handle.name, handle.dtype, handle.shape, part.box)
-        cast = casts(self._mapping, {box.name: Wanted(box.dtype, box.shape, ())}, True)
-        plan = Reading(self._mapping, cast).plan_boxes([box])
+        box = RequestedBox(handle.name, handle.dtype, handle.shape, part.box)
+        cast = find_casts(
+            self._mapping, {box.name: RequestedTensor(box.dtype, box.shape, ())}, True
+        )
+        plan = PreparedRead(self._mapping, cast).plan_boxes([box])
         sources = {
             name: self._identities.get(name, identity) for name, identity in plan.sources.items()
         }
-        execution = fill(replace(plan, sources=sources), [content], self._options.jobs)
+        execution = fill_buffers(replace(plan, sources=sources), [content], self._options.jobs)
         if not self._options.allow_overflow:
             require_in_range(execution.lost, "pass `allow_overflow=True` to return them anyway")
         return content

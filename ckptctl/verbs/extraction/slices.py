@@ -14,7 +14,7 @@ from ckptctl import dtypes
 from ckptctl.catalog import Box
 from ckptctl.errors import UsageError, spell_option
 from ckptctl.installed import require_torch
-from ckptctl.save_load.loading.reading import Reading, WantedBox, fill
+from ckptctl.save_load.loading.reading import PreparedRead, RequestedBox, fill_buffers
 from ckptctl.storage.arithmetic import (
     Number,
     can_decode_without_torch,
@@ -135,7 +135,7 @@ GAP = -1
 
 
 def preview_slice(
-    reading: Reading, name: str, selection: Slice, full_shape: tuple[int, ...], dtype: str
+    reading: PreparedRead, name: str, selection: Slice, full_shape: tuple[int, ...], dtype: str
 ) -> tuple[str, int]:
     """Read the corners of a slice, and return them as text with the number of bytes read."""
     sizes = selection.box.sizes
@@ -150,11 +150,11 @@ def preview_slice(
             instead = f"{spell_option('--output')} writes the bytes without torch"
             require_torch("the preview", f"`{name}` is {dtype}", alternative=instead)
         wanted_boxes = [
-            WantedBox(name, dtype, full_shape, _shift_box(box, selection.box)) for box in boxes
+            RequestedBox(name, dtype, full_shape, _shift_box(box, selection.box)) for box in boxes
         ]
         plan = reading.plan_boxes(wanted_boxes)
         require_torch_for(plan, "the preview")
-        fill(plan, buffers, jobs=1)
+        fill_buffers(plan, buffers, jobs=1)
     values: dict[tuple[int, ...], Number] = {}
     for box, buffer in zip(boxes, buffers, strict=True):
         spans = (range(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))

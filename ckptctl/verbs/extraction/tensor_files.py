@@ -20,7 +20,7 @@ from ckptctl.formats.hf import FORMAT as HF
 from ckptctl.formats.hf import SafetensorsWriter
 from ckptctl.formats.torch_file import FORMAT as TORCH
 from ckptctl.planner.plan import OutputFile, Plan, Record
-from ckptctl.save_load.loading.reading import Reading
+from ckptctl.save_load.loading.reading import PreparedRead
 from ckptctl.storage.destinations import Replaceable, require_space
 from ckptctl.storage.execution.execution_options import Execution, ExecutionOptions
 from ckptctl.storage.execution.executor import execute_plan
@@ -131,7 +131,10 @@ class SelectedTensor:
 
 
 def plan_file(
-    reading: Reading, selection: Sequence[SelectedTensor], target: Path, metadata: Mapping[str, str]
+    reading: PreparedRead,
+    selection: Sequence[SelectedTensor],
+    target: Path,
+    metadata: Mapping[str, str],
 ) -> Plan:
     """Plan a file of the extracted tensors."""
     kind = LAYOUTS_BY_SUFFIX.get(target.suffix)

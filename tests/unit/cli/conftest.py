@@ -36,7 +36,7 @@ def run(monkeypatch) -> Run:
 @pytest.fixture
 def reader(run, monkeypatch) -> None:
     """Let somebody read what goes to stderr, without color."""
-    monkeypatch.setattr(output, "_tty", lambda stream: stream is sys.stderr)
+    monkeypatch.setattr(output, "_is_terminal", lambda stream: stream is sys.stderr)
     monkeypatch.setenv("NO_COLOR", "1")
 
 

@@ -224,7 +224,7 @@ def test_dry_run_without_words(run, calls, flags):
 def test_dry_run_for_people(run, calls, monkeypatch):
     from ckptctl.cli import output
 
-    monkeypatch.setattr(output, "_tty", lambda _: True)
+    monkeypatch.setattr(output, "_is_terminal", lambda _: True)
     result = run("convert", "a", "b", "--to", "hf", "-n", NO_COLOR="1")
     assert result.stdout == (
         "would write 2 files (3.0 GiB) to b\n"
@@ -264,7 +264,7 @@ def test_memory_has_a_least(run, tiny_llama3_hf, tmp_path, jobs, least):
 def test_result_for_people(run, calls, monkeypatch):
     from ckptctl.cli import output
 
-    monkeypatch.setattr(output, "_tty", lambda _: True)
+    monkeypatch.setattr(output, "_is_terminal", lambda _: True)
     assert run("convert", "a", "b", "--to", "hf", NO_COLOR="1").stdout == (
         "wrote b: 2 files, 3.0 GiB in 2.00 s, 1.0 GiB/s, 1.0 GiB resumed, verified\n"
         "11 tensors, 4.0 GiB → 3 tensors, 3.0 GiB (7 dropped, 2 fused into 1)\n"
@@ -274,8 +274,8 @@ def test_result_for_people(run, calls, monkeypatch):
 def test_counts_are_printed_only_where_they_change(run, calls, monkeypatch):
     from ckptctl.cli import output
 
-    monkeypatch.setattr(output, "_tty", lambda _: True)
-    monkeypatch.setattr(output, "_columns", lambda: 200)
+    monkeypatch.setattr(output, "_is_terminal", lambda _: True)
+    monkeypatch.setattr(output, "_count_columns", lambda: 200)
     same = Amount(3, 3 << 30)
     unchanged = replace(SUMMARY, read=same, written=same, dropped=0, fused=Regrouped())
     monkeypatch.setattr(Plan, "summary", unchanged)
@@ -291,7 +291,7 @@ def test_counts_are_printed_only_where_they_change(run, calls, monkeypatch):
 def test_long_lists_of_a_dry_run_are_capped(run, calls, monkeypatch):
     from ckptctl.cli import output
 
-    monkeypatch.setattr(output, "_tty", lambda _: True)
+    monkeypatch.setattr(output, "_is_terminal", lambda _: True)
     monkeypatch.setattr(Plan, "dropped", {f"rope.{n}": "computed" for n in range(12)})
     monkeypatch.setattr(Plan, "files", tuple((f"{n}.pt", 12) for n in range(11)))
     shown = run("convert", "a", "b", "--to", "hf", "-n", NO_COLOR="1").stdout

@@ -49,7 +49,7 @@ def test_quiet_names_what_differs(run, pair):
 
 
 def test_people(run, pair, monkeypatch):
-    monkeypatch.setattr("ckptctl.cli.output._tty", lambda _: True)
+    monkeypatch.setattr("ckptctl.cli.output._is_terminal", lambda _: True)
     result = run("diff", *pair, NO_COLOR="1")
     assert result.exit_code == 1
     assert "2 tensors differ, 1 non-tensor value differs, 2 only in A, 2 only in B" in " ".join(
@@ -66,8 +66,8 @@ def test_people(run, pair, monkeypatch):
 
 def test_people_read_explanations_first_and_a_row_for_each_of_ten(run, tmp_path, monkeypatch):
     """Rows are grouped by what differs, which is said once."""
-    monkeypatch.setattr("ckptctl.cli.output._tty", lambda _: True)
-    monkeypatch.setattr("ckptctl.cli.output._columns", lambda: 200)
+    monkeypatch.setattr("ckptctl.cli.output._is_terminal", lambda _: True)
+    monkeypatch.setattr("ckptctl.cli.output._count_columns", lambda: 200)
     a = {f"w{n}": torch.full((2,), float(n)) for n in range(12)}
     b = {name: (value + 1).bfloat16() for name, value in a.items()}
     save_file({**a, "v": torch.zeros(2), "s": torch.ones(2)}, tmp_path / "a.safetensors")
@@ -202,7 +202,7 @@ def test_equal_numbers_of_another_dtype(run, tmp_path, monkeypatch):
     a, b = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     save_file({"x": torch.ones(3)}, a)
     save_file({"x": torch.ones(3).half()}, b)
-    monkeypatch.setattr("ckptctl.cli.output._tty", lambda _: True)
+    monkeypatch.setattr("ckptctl.cli.output._is_terminal", lambda _: True)
     result = run("diff", a, b, NO_COLOR="1")
     assert "0 of 3" in result.stdout
     assert "equal numbers, different dtype: 1 tensor" in result.stdout
@@ -217,5 +217,5 @@ def test_a_pipe_gets_all_digits(run, tmp_path, monkeypatch):
     save_file({"x": torch.tensor([1.0 + 1 / 3], dtype=torch.float64)}, b)
     row = run("diff", a, b, "--no-header").stdout.splitlines()[0].split("\t")
     assert float(row[5]) == (1.0 + 1 / 3) - 1.0
-    monkeypatch.setattr("ckptctl.cli.output._tty", lambda _: True)
+    monkeypatch.setattr("ckptctl.cli.output._is_terminal", lambda _: True)
     assert "0.333 " in run("diff", a, b, NO_COLOR="1").stdout

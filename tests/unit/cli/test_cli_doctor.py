@@ -56,7 +56,7 @@ def test_torch_is_not_imported(tmp_path):
 def test_for_people(run, tmp_path, monkeypatch):
     from ckptctl.cli import output
 
-    monkeypatch.setattr(output, "_tty", lambda stream: True)
+    monkeypatch.setattr(output, "_is_terminal", lambda stream: True)
     monkeypatch.setattr(doctor, "find_lock_problem", lambda folder: "No locks available")
     result = run("doctor", tmp_path, NO_COLOR="1")
     assert result.exit_code == 1

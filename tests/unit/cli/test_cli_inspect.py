@@ -8,8 +8,8 @@ from safetensors.torch import save_file
 
 import ckptctl
 from ckptctl import formats
-from ckptctl.cli.inspect import CANDIDATES
-from ckptctl.cli.listing import bars, share
+from ckptctl.cli.inspect import MAX_SHOWN_CANDIDATES
+from ckptctl.cli.listing import format_bar, format_histogram
 from ckptctl.verdict import UNKNOWN_MODEL
 from tests.checkpoints import save_dcp
 from tests.conftest import DATA
@@ -191,11 +191,11 @@ def test_a_terminal_shows_some_of_many_model_types(run, terminal, tmp_path):
         json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]})
     )
     count = len(json.loads(run("inspect", tmp_path, "--json").stdout)["candidates"])
-    assert count > CANDIDATES
+    assert count > MAX_SHOWN_CANDIDATES
     shown = terminal("inspect", tmp_path, COLUMNS="500").splitlines()
     (line,) = (line for line in shown if "model type:" in line)
-    assert line.count("-lora") == CANDIDATES
-    assert f"-lora and {count - CANDIDATES} more (set it with `-m NAME`)" in line
+    assert line.count("-lora") == MAX_SHOWN_CANDIDATES
+    assert f"-lora and {count - MAX_SHOWN_CANDIDATES} more (set it with `-m NAME`)" in line
 
 
 def test_unknown_format(run, fake, folder):
@@ -224,14 +224,14 @@ def test_a_wide_terminal_shows_where_the_bytes_are(terminal, tiny_llama3_hf):
 
 
 def test_shares():
-    assert [share(part, 32, 2) for part in (0, 1, 2, 16, 17, 31, 32)] == [
+    assert [format_bar(part, 32, 2) for part in (0, 1, 2, 16, 17, 31, 32)] == [
         *("", "▏", "▏", "█", "█▏", "██", "██"),
     ]
 
 
 def test_bars():
-    assert bars((0, 1, 4, 8)) == ".▂▅█"
-    assert bars(()) == ""
+    assert format_histogram((0, 1, 4, 8)) == ".▂▅█"
+    assert format_histogram(()) == ""
 
 
 def save_quantized(path, scale_shape):
@@ -298,7 +298,7 @@ def test_many_possible_model_types(run, tmp_path, monkeypatch):
     assert len(possible) > 3
     facts = dict(rows(run("inspect", tmp_path / "x.safetensors"))[:4])
     assert facts["model_type"] == ",".join(possible)
-    monkeypatch.setattr(output, "_tty", lambda _: True)
+    monkeypatch.setattr(output, "_is_terminal", lambda _: True)
     shown = run("inspect", tmp_path / "x.safetensors", NO_COLOR="1", COLUMNS="300").stdout
     assert f" · one of {len(possible)} model types · " in shown
     assert f"  model type: one of {', '.join(possible)} (set it with `-m NAME`)\n" in shown
@@ -310,7 +310,7 @@ def test_values_of_leaves(run, tmp_path, monkeypatch):
     found = json.loads(run("inspect", path, "--json").stdout)
     assert found["values"] == {"step": "500", "lr": "nan", "on": "True"}
     assert ["value", "step = 500"] in rows(run("inspect", path))
-    monkeypatch.setattr("ckptctl.cli.output._tty", lambda _: True)
+    monkeypatch.setattr("ckptctl.cli.output._is_terminal", lambda _: True)
     shown = run("inspect", path, NO_COLOR="1").stdout
     assert "non-tensor values: `step` = 500, `lr` = nan, `on` = True, " in shown
 

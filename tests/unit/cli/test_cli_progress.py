@@ -6,7 +6,7 @@ import pytest
 
 from ckptctl.cli import progress as module
 from ckptctl.cli.output import Printer
-from ckptctl.cli.progress import progress
+from ckptctl.cli.progress import show_progress
 
 
 class Terminal(io.StringIO):
@@ -24,7 +24,7 @@ def clock(monkeypatch):
 
 
 def drive(clock, output=None):
-    with progress(output or Printer(), "copying", 4 << 20) as advance:
+    with show_progress(output or Printer(), "copying", 4 << 20) as advance:
         for _ in range(4):
             clock[0] += 6
             if advance:
@@ -62,7 +62,7 @@ def test_a_bar_on_a_terminal(clock, monkeypatch):
 
 
 def test_what_comes_first_has_no_numbers(clock, capsys, monkeypatch):
-    lines = module._Lines(Printer(), "copying", 4 << 20, None, "loading torch")
+    lines = module._LineDisplay(Printer(), "copying", 4 << 20, None, "loading torch")
     for nbytes in (0, 1 << 20):
         clock[0] += 11
         lines.advance(nbytes)
@@ -70,8 +70,8 @@ def test_what_comes_first_has_no_numbers(clock, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stderr", shown)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
-    with module._Bar(Printer(), "copying", 4 << 20, None, "loading torch") as bar:
-        bar.late()
+    with module._BarDisplay(Printer(), "copying", 4 << 20, None, "loading torch") as bar:
+        bar.start_if_late()
         first = shown.getvalue()
         bar.advance(1 << 20)
         bar.bar.refresh()
@@ -83,7 +83,7 @@ def test_what_comes_first_has_no_numbers(clock, capsys, monkeypatch):
     ]
 
 
-def made(kind=module._Lines, total=4 << 20):
+def made(kind=module._LineDisplay, total=4 << 20):
     return kind(Printer(), "copying", total, "syncing")
 
 
@@ -93,7 +93,7 @@ def pace(clock, *steps):
     for seconds, nbytes in steps:
         clock[0] += seconds
         lines.advance(nbytes)
-    return lines.pace(clock[0])
+    return lines.list_speed_facts(clock[0])
 
 
 def test_what_was_there_already_is_no_speed(clock):
@@ -115,22 +115,22 @@ def test_speed_falls_while_nothing_is_done(clock):
     for _ in range(40):
         clock[0] += 1
         lines.advance(1 << 20)
-    assert lines.pace(clock[0])[0] == "1.0 MiB/s"
+    assert lines.list_speed_facts(clock[0])[0] == "1.0 MiB/s"
     clock[0] += 45
-    assert lines.pace(clock[0])[0] == "256.0 KiB/s"
+    assert lines.list_speed_facts(clock[0])[0] == "256.0 KiB/s"
 
 
 def test_the_end_has_a_name(clock):
     lines = made()
     lines.advance(4 << 20)
-    assert (lines.doing, lines.pace(clock[0])) == ("syncing", ())
+    assert (lines.activity, lines.list_speed_facts(clock[0])) == ("syncing", ())
 
 
 def test_a_narrow_terminal_gets_less(clock):
-    bar = made(module._Bar)
+    bar = made(module._BarDisplay)
     bar.done = 1 << 20
-    assert bar.said(module.NARROW - 1) == "25 %"
-    assert bar.said(module.NARROW) == "1.0 MiB of 4.0 MiB (25 %)"
+    assert bar.said(module.NARROW_COLUMNS - 1) == "25 %"
+    assert bar.said(module.NARROW_COLUMNS) == "1.0 MiB of 4.0 MiB (25 %)"
 
 
 def test_a_bar_does_not_wait_for_the_first_step(monkeypatch):
@@ -138,7 +138,7 @@ def test_a_bar_does_not_wait_for_the_first_step(monkeypatch):
     monkeypatch.setattr(sys, "stderr", shown)
     monkeypatch.setattr(module, "QUIET_SECONDS", 0.01)
     monkeypatch.setenv("TERM", "xterm")
-    with progress(Printer(), "reading", 10):
+    with show_progress(Printer(), "reading", 10):
         end = time.monotonic() + 10
         while "reading" not in shown.getvalue() and time.monotonic() < end:
             time.sleep(0.01)
@@ -148,7 +148,7 @@ def test_a_bar_does_not_wait_for_the_first_step(monkeypatch):
 def test_no_bar_for_what_is_quick(clock, monkeypatch):
     shown = Terminal()
     monkeypatch.setattr(sys, "stderr", shown)
-    with progress(Printer(), "copying", 10) as advance:
+    with show_progress(Printer(), "copying", 10) as advance:
         advance(10)
     assert shown.getvalue() == ""
 
@@ -157,5 +157,5 @@ def test_the_beginning_is_not_asked_for_where_nobody_looks():
     def beginning() -> str:
         raise AssertionError("asked")
 
-    with progress(Printer(quiet=True), "copying", 10, beginning=beginning) as advance:
+    with show_progress(Printer(quiet=True), "copying", 10, beginning=beginning) as advance:
         assert advance is None

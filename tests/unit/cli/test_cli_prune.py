@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptctl.cli.typed_paths import remember, typed_again
+from ckptctl.cli.typed_paths import format_command_line, remember_command_line
 from tests.contract.test_docs import documented_fields, fields_of
 from tests.runs import START, age, save_step, tear
 from tests.unit.cli.conftest import environment, program
@@ -54,9 +54,9 @@ def test_the_plan_for_a_pipe(run, reader, root):
 def test_the_hint_is_what_to_type_next(flags):
     """The plan alone is not asked for again."""
     more = [] if flags == ["-n"] else ["-y"]
-    remember(["prune", "a b", *flags, "--keep", "x-n"])
+    remember_command_line(["prune", "a b", *flags, "--keep", "x-n"])
     said = shlex.join(["ckptctl", "prune", "a b", *more, "--keep", "x-n", "--json"])
-    assert typed_again("--json") == said
+    assert format_command_line("--json") == said
 
 
 def test_nobody_can_be_asked(run, root):

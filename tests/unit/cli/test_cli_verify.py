@@ -79,7 +79,7 @@ def test_a_pipe_gets_every_finding(run, fake, folder):
 
 
 def test_people_get_the_first_ten(run, fake, folder, monkeypatch):
-    monkeypatch.setattr("ckptctl.cli.output._tty", lambda _: True)
+    monkeypatch.setattr("ckptctl.cli.output._is_terminal", lambda _: True)
     hollow(fake, folder)
     result = run("verify", folder, NO_COLOR="1")
     assert result.exit_code == 4
@@ -89,7 +89,7 @@ def test_people_get_the_first_ten(run, fake, folder, monkeypatch):
 
 
 def test_people_get_what_is_lost_with_a_file_at_once(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("ckptctl.cli.output._tty", lambda _: True)
+    monkeypatch.setattr("ckptctl.cli.output._is_terminal", lambda _: True)
     state = {"w": torch.ones(3), **{f"v{i}": f"text {i}" for i in range(9)}}
     (save_dcp(tmp_path / "c", state) / "__0_0.distcp").unlink()
     result = run("verify", tmp_path / "c", NO_COLOR="1")
@@ -100,8 +100,8 @@ def test_people_get_what_is_lost_with_a_file_at_once(run, tmp_path, monkeypatch)
 
 
 def test_inspect_groups_findings_as_verify_does(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("ckptctl.cli.output._tty", lambda _: True)
-    monkeypatch.setattr("ckptctl.cli.output._columns", lambda: 200)
+    monkeypatch.setattr("ckptctl.cli.output._is_terminal", lambda _: True)
+    monkeypatch.setattr("ckptctl.cli.output._count_columns", lambda: 200)
     state = {f"w{i}": torch.ones(3) for i in range(9)}
     (save_dcp(tmp_path / "c", state) / "__0_0.distcp").unlink()
     verified = run("verify", tmp_path / "c", NO_COLOR="1").stdout
@@ -116,14 +116,14 @@ def test_inspect_groups_findings_as_verify_does(run, tmp_path, monkeypatch):
 
 
 def test_verify_states_how_long_it_took(run, folder, monkeypatch):
-    monkeypatch.setattr("ckptctl.cli.output._tty", lambda _: True)
+    monkeypatch.setattr("ckptctl.cli.output._is_terminal", lambda _: True)
     assert re.search(
         r"^  checked in \d+\.\d\d s$", run("verify", folder, NO_COLOR="1").stdout, re.M
     )
 
 
 def test_people_get_an_answer_where_nothing_is_left(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("ckptctl.cli.output._tty", lambda _: True)
+    monkeypatch.setattr("ckptctl.cli.output._is_terminal", lambda _: True)
     (save_dcp(tmp_path / "c", {"w": torch.ones(3)}) / ".metadata").unlink()
     result = run("verify", tmp_path / "c", "--level", "full", NO_COLOR="1")
     assert result.exit_code == 4
@@ -143,7 +143,7 @@ def test_every_command_says_that_metadata_is_missing(run, tmp_path, command):
 
 def test_damage_is_red_whether_a_file_is_cut_or_missing(run, tmp_path, tiny_llama3_hf, monkeypatch):
     """`verify` and `inspect` mean the same, and so does the page of a report."""
-    monkeypatch.setattr("ckptctl.cli.output._tty", lambda _: True)
+    monkeypatch.setattr("ckptctl.cli.output._is_terminal", lambda _: True)
     source = tmp_path / "model"
     shutil.copytree(tiny_llama3_hf, source)
     shard = next(source.glob("model-00003-*"))

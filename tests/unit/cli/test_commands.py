@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperCommand
 from typer.testing import CliRunner
 
-from ckptctl.cli.commands import PlainCommand
+from ckptctl.cli.commands import CkptCommand
 
 
 def command(
@@ -47,9 +47,9 @@ def answer(cls: type[TyperCommand], line: str, env: dict[str, str]) -> tuple[int
 @pytest.mark.parametrize("env", [{}, {"TEST_NUMBER": "7", "TEST_FLAG": "1"}, {"TEST_FLAG": "0"}])
 @pytest.mark.parametrize("line", LINES)
 def test_alike(line: str, env: dict[str, str]) -> None:
-    code, text = answer(PlainCommand, line, env)
+    code, text = answer(CkptCommand, line, env)
     assert (code, text) == answer(TyperCommand, line, env)
 
 
 def test_both_outcomes_are_compared() -> None:
-    assert {answer(PlainCommand, line, {})[0] for line in LINES} == {0, 2}
+    assert {answer(CkptCommand, line, {})[0] for line in LINES} == {0, 2}

@@ -237,7 +237,7 @@ def test_what_takes_too_long_is_given_up(ask: Ask, monkeypatch: pytest.MonkeyPat
         except Exception:
             pytest.fail("no handler of errors is to catch it")
 
-    monkeypatch.setattr(completion, "SECONDS", 0.05)
+    monkeypatch.setattr(completion, "TIME_LIMIT_SECONDS", 0.05)
     monkeypatch.setattr(formats, "open_checkpoint", wait)
     assert ask("extract", "odd.safetensors", "model.") == []
 

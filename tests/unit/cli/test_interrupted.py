@@ -79,7 +79,7 @@ def test_what_ctrl_c_left_is_not_thrown_away(run, left, options):
 
 @pytest.mark.parametrize("answer", ["y", "n"])
 def test_on_a_terminal_it_is_asked(run, left, answer, monkeypatch):
-    monkeypatch.setattr(Printer, "asks", True)
+    monkeypatch.setattr(Printer, "can_prompt", True)
     result = CliRunner().invoke(app, ["convert", "tiny", "out", "--to", "hf"], input=f"{answer}\n")
     assert "Discard the partial output and start over? [y/N]" in result.stderr
     assert (result.exit_code, left.exists()) == ((0, False) if answer == "y" else (6, True))

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from ckptctl.cli.commands import commands
-from ckptctl.cli.output import wants_json
+from ckptctl.cli.commands import iterate_commands
+from ckptctl.cli.output import is_json_requested
 from tests.runs import save_step
 
 KEY = "model.layers.0.self_attn.q_proj.weight"
@@ -106,7 +106,7 @@ def test_errors_are_json_where_the_answer_is(piped):
     ],
 )
 def test_json_is_noticed_before_a_line_is_parsed(words, asked):
-    assert wants_json(words) == asked
+    assert is_json_requested(words) == asked
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_unknown_output_format(run, value, hint):
 
 
 def test_every_command_with_rows_has_it():
-    without = {one.name for one in commands() if not one.rows}
+    without = {one.name for one in iterate_commands() if not one.has_rows}
     assert without == {"report"}  # its answer is a page
 
 

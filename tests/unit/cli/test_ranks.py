@@ -12,9 +12,9 @@ from ckptctl.errors import StorageError
 
 
 def test_one_process_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ranks.VARIABLES:
+    for name in ranks.TORCHRUN_VARIABLES:
         monkeypatch.setenv(name, "2")
-    assert ranks.coordinator(single_process=True, machine=False).world == 1
+    assert ranks.join_ranks(single_process=True, machine=False).world == 1
 
 
 def test_ranks_that_do_not_answer(
@@ -23,20 +23,20 @@ def test_ranks_that_do_not_answer(
     """They are waited for in another thread, so that a signal ends the wait; that is said once."""
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(ranks, "SOON", 0.01)
+    monkeypatch.setattr(ranks, "SLOW_RANK_NOTICE_SECONDS", 0.01)
     said = threading.Event()
 
     def warning(_: Printer, text: str) -> None:
         print(text)
         said.set()
 
-    monkeypatch.setattr(Printer, "warning", warning)
+    monkeypatch.setattr(Printer, "print_warning", warning)
 
     def meet() -> threading.Thread:
         said.wait()
         return threading.current_thread()
 
-    assert ranks._waited_for(meet, Printer()) is not threading.main_thread()
+    assert ranks._join_with_notice(meet, Printer()) is not threading.main_thread()
     assert capsys.readouterr().out.startswith("waiting for the other ranks (this is rank 1 of 2")
 
 
@@ -45,4 +45,4 @@ def test_ranks_that_cannot_be_met() -> None:
         raise StorageError("the other ranks do not answer")
 
     with pytest.raises(StorageError, match="do not answer"):
-        ranks._waited_for(meet, Printer())
+        ranks._join_with_notice(meet, Printer())

@@ -5,21 +5,21 @@ import re
 import pytest
 
 from ckptctl.cli import tables
-from ckptctl.cli.tables import Column, Painted
+from ckptctl.cli.tables import Column, StyledText
 
 NAME = "model.layers.10.self_attn.q_proj.weight"
 COLUMNS = (
-    tables.name("name"),
+    tables.name_column("name"),
     Column("shape"),
-    tables.number("bytes", drop=1),
-    tables.number("worst", drop=2),
-    tables.prose("remark"),
+    tables.number_column("bytes", drop=1),
+    tables.number_column("worst", drop=2),
+    tables.prose_column("remark"),
 )
 ROW = (NAME, "[4096, 4096]", "33,554,432", "0.25", "some words that may be left out")
 
 
 def shown(room, rows=(ROW,), columns=COLUMNS):
-    return tables.lines(columns, rows, room, "…", lambda text, _: text)
+    return tables.format_lines(columns, rows, room, "…", lambda text, _: text)
 
 
 def test_everything_where_there_is_room():
@@ -44,12 +44,12 @@ def test_no_line_is_longer_than_the_terminal_and_no_number_is_cut(room):
 
 
 def test_names_lose_their_middle_and_sentences_their_end():
-    assert tables.shortened("model.layers.0.self_attn.q_proj.weight", 22, "…") == (
+    assert tables.truncate_text("model.layers.0.self_attn.q_proj.weight", 22, "…") == (
         "model.la…q_proj.weight"
     )
-    assert tables.shortened("some words that", 11, "…", prose=True) == "some words…"
-    assert tables.shortened("short", 5, "…") == "short"
-    assert tables.shortened("long", 0, "…") == "…"
+    assert tables.truncate_text("some words that", 11, "…", prose=True) == "some words…"
+    assert tables.truncate_text("short", 5, "…") == "short"
+    assert tables.truncate_text("long", 0, "…") == "…"
 
 
 def test_blank_columns_are_left_out():
@@ -59,7 +59,11 @@ def test_blank_columns_are_left_out():
 
 
 def test_mostly_empty_columns_go_first():
-    columns = (tables.name("name"), Column("time", drop=1), tables.prose("by", drop=2))
+    columns = (
+        tables.name_column("name"),
+        Column("time", drop=1),
+        tables.prose_column("by", drop=2),
+    )
     rows = [("a" * 30, "12:00", "")] * 3 + [("a" * 30, "12:00", "a link")]
     assert shown(50, rows, columns)[0].split() == ["name", "time", "by"]
     assert shown(44, rows, columns)[0].split() == ["name", "time"]
@@ -69,14 +73,14 @@ def test_mostly_empty_columns_go_first():
 
 @pytest.mark.parametrize(("count", "line"), [(10, ""), (11, "  and 1 more (`--json` lists all)")])
 def test_lists_are_capped(count, line):
-    assert tables.more(count) == line
+    assert tables.format_remaining(count) == line
 
 
 def test_color_takes_no_room():
     paint = {"complete": "<{}>"}
-    lines = tables.lines(
+    lines = tables.format_lines(
         (Column(), Column()),
-        [(Painted("ok", "complete"), "x"), ("torn", "y")],
+        [(StyledText("ok", "complete"), "x"), ("torn", "y")],
         80,
         "…",
         lambda text, style: paint.get(style, "{}").format(text),

@@ -11,7 +11,7 @@ def T(name, shape=(4,), dtype="bfloat16", alias_of=None):
 def flat(branches):
     return [
         (nesting, branch.label, branch.copies, branch.nbytes)
-        for nesting, _, _, branch in listing.walk(branches)
+        for nesting, _, _, branch in listing.walk_branches(branches)
     ]
 
 
@@ -22,7 +22,7 @@ def llama(layers):
 
 def test_equal_layers_collapse_in_natural_order():
     tensors = [T("tok", (8,)), *llama(12), T("norm")]
-    assert flat(listing.tree(tensors)) == [
+    assert flat(listing.build_tree(tensors)) == [
         (0, "layers.[0-11]", 12, 12 * 16),
         (1, "wk", 1, 8),
         (1, "wq", 1, 8),
@@ -35,7 +35,7 @@ def test_layers_that_differ_are_split():
     tensors = [T(f"m.{i}.w", (4 if i < 2 else 6,)) for i in range(5)] + [
         T("m.5.w", dtype="float32")
     ]
-    assert [label for _, label, _, _ in flat(listing.tree(tensors))] == [
+    assert [label for _, label, _, _ in flat(listing.build_tree(tensors))] == [
         "m.[0-1]", "w", "m.[2-4]", "w", "m.5", "w",
     ]  # fmt: skip
 
@@ -44,7 +44,7 @@ def test_experts_collapse_inside_of_layers():
     tensors = [
         T(f"layers.{i}.experts.{e}.{w}") for i in range(3) for e in range(8) for w in ("w1", "w2")
     ]
-    rows = list(listing.walk(listing.tree(tensors)))
+    rows = list(listing.walk_branches(listing.build_tree(tensors)))
     assert [(label, outer, b.copies) for _, label, outer, b in rows] == [
         ("layers.[0-2]", 1, 3),
         ("layers.[0-2].experts.[0-7]", 3, 8),
@@ -56,7 +56,7 @@ def test_experts_collapse_inside_of_layers():
 
 
 def test_numbered_tensors_collapse_too():
-    (branch,) = listing.tree([T(f"bias.{i}") for i in range(3)])
+    (branch,) = listing.build_tree([T(f"bias.{i}") for i in range(3)])
     assert (branch.label, branch.copies, branch.dtype, branch.nbytes) == (
         "bias.[0-2]", 3, "bfloat16", 24,
     )  # fmt: skip
@@ -73,7 +73,7 @@ def test_depth_sums_up():
         (2, [("head.w", 1, 1), ("model.embed", 1, 1), ("model.layers", 6, 1)]),
         (3, [("head.w", 1, 1), ("model.embed.weight", 1, 1), ("model.layers.[0-2]", 6, 3)]),
     ):
-        found = listing.tree(tensors, depth=depth)
+        found = listing.build_tree(tensors, depth=depth)
         assert [(b.label, b.tensors, b.copies) for b in found] == expected
         assert all(not b.children for b in found)
         assert sum(b.nbytes for b in found) == sum(t.nbytes for t in tensors)
@@ -84,7 +84,7 @@ def test_beside_a_model_the_rest_is_one_line_each():
         *("model.0.w", "model.1.w", "optimizer.state.0.exp_avg", "optimizer.state.1.exp_avg"),
         *("lr_scheduler.x", "callbacks.a.best", "callbacks.b.best", "rng"),
     ]
-    found = listing.folded([T(name) for name in names], "model.", "dcp", "name")
+    found = listing.build_model_tree([T(name) for name in names], "model.", "dcp", "name")
     assert [(branch.label, branch.tensors, branch.nbytes) for branch in found] == [
         ("model.[0-1]", 2, 16),
         ("callbacks", 2, 16),
@@ -94,35 +94,35 @@ def test_beside_a_model_the_rest_is_one_line_each():
     ]
     assert all(not branch.children for branch in found[1:])
     alone = [T("optimizer.state.0.exp_avg"), T("rng")]
-    assert listing.folded(alone, "model.", "dcp", "name") == listing.tree(alone)
+    assert listing.build_model_tree(alone, "model.", "dcp", "name") == listing.build_tree(alone)
 
 
 def test_sort_by_size():
     tensors = [T("a", (1,)), T("b", (2,)), T("c.0.x", (1,)), T("c.0.y", (2,)), T("c.1.z", (9,))]
-    assert [label for _, label, _, _ in flat(listing.tree(tensors, sort="size"))] == [
+    assert [label for _, label, _, _ in flat(listing.build_tree(tensors, sort="size"))] == [
         "c.1", "z", "c.0", "y", "x", "b", "a",
     ]  # fmt: skip
 
 
 def test_aliases_count_nothing_and_are_told_apart():
     tensors = [T("l.0.w"), T("l.1.w", alias_of="l.0.w")]
-    branches = listing.tree(tensors)
+    branches = listing.build_tree(tensors)
     assert [(b.label, b.nbytes) for b in branches] == [("l.0", 8), ("l.1", 0)]
 
 
 def test_a_tensor_may_be_a_prefix_of_another():
-    assert [b.label for b in listing.tree([T("a"), T("a.b")])] == ["a", "a.b"]
+    assert [b.label for b in listing.build_tree([T("a"), T("a.b")])] == ["a", "a.b"]
 
 
 def test_names_with_thousands_of_parts():
-    (branch,) = listing.tree([T(".".join("x" * 5000))])
+    (branch,) = listing.build_tree([T(".".join("x" * 5000))])
     assert branch.label == ".".join("x" * 5000)
 
 
 @pytest.mark.parametrize("name", ["", ".", "007", "1" * 5000, "²"])
 def test_odd_names_survive(name):
     tensors = [T(f"a.{name}.w"), T("a.0.w"), T("a.1.w")]
-    labels = {label for _, label, _, _ in listing.walk(listing.tree(tensors))}
+    labels = {label for _, label, _, _ in listing.walk_branches(listing.build_tree(tensors))}
     assert f"a.{name}.w" in labels
 
 
@@ -139,4 +139,4 @@ def test_odd_names_survive(name):
     ],
 )
 def test_spans(indices, text):
-    assert listing.spans(indices) == text
+    assert listing.format_spans(indices) == text

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptctl.cli.typed_paths import as_typed, remember
+from ckptctl.cli.typed_paths import remember_command_line, restore_typed_paths
 
 
 @pytest.fixture
@@ -37,14 +37,14 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 def test_absolute_paths_are_shown_as_typed(here: Path, typed: str, text: str, shown: str) -> None:
     places = {"here": here, "above": here.parent}
-    remember([typed.format(**places)])
-    assert as_typed(text.format(**places)) == shown.format(**places)
+    remember_command_line([typed.format(**places)])
+    assert restore_typed_paths(text.format(**places)) == shown.format(**places)
 
 
 def test_links_are_shown_as_typed(here: Path) -> None:
     (here / "latest").symlink_to(here / "run")
-    remember(["latest"])
-    assert as_typed(f"{here}/run/x") == "latest/x"
+    remember_command_line(["latest"])
+    assert restore_typed_paths(f"{here}/run/x") == "latest/x"
 
 
 def test_errors_show_the_typed_path(run, tiny_llama3_hf, here: Path) -> None:
@@ -60,10 +60,13 @@ def test_errors_show_the_typed_path(run, tiny_llama3_hf, here: Path) -> None:
 
 def test_the_working_directory_may_be_gone(here: Path) -> None:
     shutil.rmtree(here)
-    remember(["run"])
-    assert as_typed(f"{here}/run") == f"{here}/run"
+    remember_command_line(["run"])
+    assert restore_typed_paths(f"{here}/run") == f"{here}/run"
 
 
 def test_a_name_that_is_no_home_directory_stays(here: Path) -> None:
-    remember(["ls", "~nosuchuser/x", "//"])
-    assert as_typed("where: ~nosuchuser/x, s3:///x, /") == "where: ~nosuchuser/x, s3:///x, /"
+    remember_command_line(["ls", "~nosuchuser/x", "//"])
+    assert (
+        restore_typed_paths("where: ~nosuchuser/x, s3:///x, /")
+        == "where: ~nosuchuser/x, s3:///x, /"
+    )

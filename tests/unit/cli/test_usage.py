@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckptctl.cli.app import app, program
-from ckptctl.cli.usage import OTHER_COMMANDS, OTHER_OPTIONS, OUTPUTS
+from ckptctl.cli.app import app, build_program
+from ckptctl.cli.usage import COMMAND_SYNONYMS, OPTION_SYNONYMS, OUTPUT_OPTIONS
 from ckptctl.options import Panel
 from tests.checkpoints import save_meta, tiny_llama
 from tests.runs import save_step
@@ -61,13 +61,13 @@ def test_a_command_line_that_makes_no_sense(run, line, what, hint):
 
 
 def test_what_other_programs_call_something_is_there():
-    assert set(OTHER_COMMANDS.values()) <= set(COMMANDS)
-    assert not set(OTHER_COMMANDS) & set(COMMANDS)
-    commands = __import__("typer").main.get_command(program()).commands
+    assert set(COMMAND_SYNONYMS.values()) <= set(COMMANDS)
+    assert not set(COMMAND_SYNONYMS) & set(COMMANDS)
+    commands = __import__("typer").main.get_command(build_program()).commands
     every = {name for one in commands.values() for p in one.params for name in p.opts}
-    assert {option.split()[0] for option in OTHER_OPTIONS.values()} <= every
+    assert {option.split()[0] for option in OPTION_SYNONYMS.values()} <= every
     converting = {name for p in commands["convert"].params for name in p.opts}
-    assert not (set(OTHER_OPTIONS) | set(OUTPUTS)) & converting
+    assert not (set(OPTION_SYNONYMS) | set(OUTPUT_OPTIONS)) & converting
 
 
 @pytest.mark.parametrize("name", ["inspect", "latest", "ls"])

@@ -108,25 +108,25 @@ def _left(url: str, **changes: Any) -> None:
 
 def test_one_has_it_at_a_time(url: str) -> None:
     first, second = _lock(url), _lock(url)
-    assert first.take() is None and first.ours()
+    assert first.acquire_lock() is None and first.is_ours()
     with pytest.raises(RefusedError, match="another process is writing") as caught:
-        second.take()
+        second.acquire_lock()
     assert "process" in str(caught.value.why) and caught.value.where == url
-    first.note("a", UploadedFile(3, "v1", "5e"))
-    first.drop()
+    first.note_sent("a", UploadedFile(3, "v1", "5e"))
+    first.release_lock()
     assert _said(url) is None
-    assert second.take() is None
-    second.drop()
+    assert second.acquire_lock() is None
+    second.release_lock()
     assert not [name for name in Store.store if LOCK_NAME in name]
 
 
 def test_what_it_left(url: str) -> None:
     first = _lock(url)
-    first.take()
-    first.note("a", UploadedFile(3, "v1", "5e"))
+    first.acquire_lock()
+    first.note_sent("a", UploadedFile(3, "v1", "5e"))
     first.note_removal(["old"])
-    first.leave()
-    left = _lock(url).take()
+    first.leave_for_next_run()
+    left = _lock(url).acquire_lock()
     assert left and left.sent == {"a": UploadedFile(3, "v1", "5e")} and left.removed == ("old",)
     assert left.explains_files(["a", "old"]) and left.explains_files([])
     assert not left.explains_files(["a", "b"]) and not left.explains_files(["stranger"])
@@ -137,25 +137,25 @@ def test_of_another_machine_it_is_dead_after_some_silence(
 ) -> None:
     _left(url)
     with pytest.raises(RefusedError, match="another process") as caught:
-        _lock(url).take()
+        _lock(url).acquire_lock()
     assert "5 minutes" in str(caught.value.hint) and "elsewhere" in str(caught.value.why)
     monkeypatch.setattr(writing, "LEASE_SECONDS", 0.0)
     time.sleep(0.01)
-    assert _lock(url).take() is not None
+    assert _lock(url).acquire_lock() is not None
     assert len(Store.store) == 1, "what was written to ask for the time is removed"
 
 
 def test_signs_of_life(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_lock, "BEAT", 0.01)
+    monkeypatch.setattr(remote_lock, "HEARTBEAT_SECONDS", 0.01)
     first = _lock(url)
-    first.take()
+    first.acquire_lock()
     monkeypatch.setattr(writing, "LEASE_SECONDS", 0.2)
     OWN_LOCK_TOKENS.clear()  # as if it were of a process elsewhere
     monkeypatch.setattr(processes, "_read_system_id", lambda: "another boot")
     time.sleep(0.3)
     with pytest.raises(RefusedError):
-        _lock(url).take()
-    first.drop()
+        _lock(url).acquire_lock()
+    first.release_lock()
     time.sleep(0.05)
     assert _said(url) is None, "a lock that was dropped comes back"
 
@@ -176,14 +176,14 @@ def test_a_process_of_this_machine_that_has_ended(url: str) -> None:
     assert not processes.has_ended(process)
     _left(url, process=process)
     with pytest.raises(RefusedError):
-        _lock(url).take()
+        _lock(url).acquire_lock()
     child.communicate()
     assert processes.has_ended(process)
     assert processes.has_ended(replace(processes.current_process(), began=1)), (
         "its number is used again"
     )
     assert not processes.has_ended(replace(process, system="another boot"))
-    assert _lock(url).take() is not None
+    assert _lock(url).acquire_lock() is not None
 
 
 def test_a_process_that_is_stopped(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,9 +200,9 @@ def test_a_process_that_is_stopped(url: str, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(writing, "LEASE_SECONDS", 0.0)
         time.sleep(0.01)
         with pytest.raises(RefusedError, match="another process"):
-            _lock(url).take()
+            _lock(url).acquire_lock()
         monkeypatch.setattr(writing, "LIVE_PROCESS_LEASE_SECONDS", 0.0)
-        assert _lock(url).take() is not None
+        assert _lock(url).acquire_lock() is not None
         child.communicate(b"")
 
 
@@ -218,8 +218,8 @@ def test_an_answer_to_its_creation_that_is_lost(url: str, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Store, "pipe_file", twice)
     lock = _lock(url)
-    assert lock.take() is None, "nobody has left anything"
-    lock.drop()
+    assert lock.acquire_lock() is None, "nobody has left anything"
+    lock.release_lock()
 
 
 def test_one_that_ends_while_its_age_is_asked_for(
@@ -234,30 +234,34 @@ def test_one_that_ends_while_its_age_is_asked_for(
         return original(self, path, **options)
 
     monkeypatch.setattr(Store, "info", info)
-    assert _lock(url).take() is None
+    assert _lock(url).acquire_lock() is None
 
 
 def test_what_was_proven_long_ago_is_proven_again(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = _lock(url)
-    first.take()
+    first.acquire_lock()
     _left(url)
-    first.still()
-    now = remote_lock._now()
-    monkeypatch.setattr(remote_lock, "_now", lambda: now + remote_lock.BEAT)
+    first.require_still_ours()
+    now = remote_lock._read_boottime()
+    monkeypatch.setattr(remote_lock, "_read_boottime", lambda: now + remote_lock.HEARTBEAT_SECONDS)
     with pytest.raises(StorageError, match="another process"):
-        first.still()
+        first.require_still_ours()
 
 
 def test_one_that_lost_it_stops(url: str) -> None:
     first = _lock(url)
-    first.take()
+    first.acquire_lock()
     _left(url)
-    for call in (first.require, first.leave, lambda: first.note("a", UploadedFile(1, "", ""))):
+    for call in (
+        first.require_ours,
+        first.leave_for_next_run,
+        lambda: first.note_sent("a", UploadedFile(1, "", "")),
+    ):
         with pytest.raises(StorageError, match="another process"):
             call()
-    first.drop()
+    first.release_lock()
     assert _said(url), "it is the other one's"
 
 
@@ -265,7 +269,7 @@ def test_one_that_lost_it_stops(url: str) -> None:
 def test_what_is_not_understood_is_of_somebody(url: str, content: bytes) -> None:
     fsspec.filesystem("store").pipe_file(f"{url.removeprefix('store:/')}/{LOCK_NAME}", content)
     with pytest.raises(RefusedError):
-        _lock(url).take()
+        _lock(url).acquire_lock()
 
 
 # Two writers, in every order
@@ -363,7 +367,9 @@ def test_two_writers_that_take_each_other_for_dead(
 ) -> None:
     """As after a pause of minutes at any moment: what lies there in the end is never a mix."""
     monkeypatch.setattr(remote_lock, "is_dead", lambda *_: True)
-    monkeypatch.setattr(RemoteLock, "still", RemoteLock.require)  # after minutes it is proven anew
+    monkeypatch.setattr(
+        RemoteLock, "require_still_ours", RemoteLock.require_ours
+    )  # after minutes it is proven anew
     for trial in range(TRIALS):
         place = f"{url}/{trial}"
         if overwrite:
@@ -431,7 +437,7 @@ def test_what_makes_it_a_checkpoint_goes_with_what_it_names(url: str, tmp_path: 
     for name in asked.names:
         (tmp_path / name).write_text("A")
         first.upload_file(name, tmp_path / name)
-    first._lock.leave()
+    first._lock.leave_for_next_run()
     second = ObjectUpload(FsspecStore(url), asked)
     (tmp_path / SHARDS[0]).write_text("B")
     second.upload_file(SHARDS[0], tmp_path / SHARDS[0])

@@ -20,8 +20,8 @@ from ckptctl.errors import (
     UnsupportedError,
     UsageError,
 )
-from ckptctl.remote.blocks import BLOCK, MOST, Blocks
-from ckptctl.remote.hub import parse
+from ckptctl.remote.blocks import BLOCK_BYTES, MAX_REQUEST_BLOCKS, BlockCache
+from ckptctl.remote.hub import parse_hub_url
 from ckptctl.remote.store import FsspecStore
 from ckptctl.remote.trees import RemoteTree, Tree
 from ckptctl.storage.files import source_files
@@ -118,7 +118,9 @@ def test_a_scheme_in_capitals(url: str) -> None:
     assert is_url(loud) and str(parse_path(loud)) == str(resolve_source_path(loud)) == url
     with source_files(parse_path(loud)) as files:
         assert files.size("a.bin") == 1024
-    assert FsspecStore(loud).members("") and parse("HF://o/n") == parse("hf://o/n")
+    assert FsspecStore(loud).list_members("") and parse_hub_url("HF://o/n") == parse_hub_url(
+        "hf://o/n"
+    )
     assert mask_secrets("HTTPS://user:hunter2@Host/X?signed=1") == "https://***@Host/X"
 
 
@@ -213,11 +215,11 @@ def test_no_secret_is_in_an_error(url: str, text: str, expected: str) -> None:
 def test_urls_of_the_hub(text: str, expected: tuple[str, ...]) -> None:
     from huggingface_hub.utils import _hf_uris  # the client's own reading of such URLs
 
-    found = parse(text)
+    found = parse_hub_url(text)
     assert (found.kind, found.repository, found.revision, found.path) == expected
     theirs = _hf_uris.parse_hf_uri(text)
     assert (theirs.type, theirs.id, theirs.revision, theirs.path_in_repo) == expected
-    assert parse(str(found)) == found
+    assert parse_hub_url(str(found)) == found
 
 
 @pytest.mark.parametrize(
@@ -234,7 +236,7 @@ def test_urls_of_the_hub(text: str, expected: tuple[str, ...]) -> None:
 )
 def test_what_names_no_repository(text: str) -> None:
     with pytest.raises(UsageError, match="not a Hub repository"):
-        parse(text)
+        parse_hub_url(text)
 
 
 @pytest.mark.parametrize("text", ["nosuch://x/y", "simplecache::memory://x"])
@@ -416,19 +418,19 @@ def test_long_reads_are_made_of_short_requests(tmp_path: Path) -> None:
     class Counting(FsspecStore):
         def read(self, name: str, version: str, start: int, stop: int) -> bytes | bytearray:
             asked.append(stop - start)
-            return super().read(name, version, start, stop)
+            return super().read_range(name, version, start, stop)
 
     with source_files(_served(Counting(url))) as files:
         views = [memoryview(bytearray(size)) for size in (1, 9 << 20, (11 << 20) - 1)]
         files.readv("big", views, 0)
     assert b"".join(views) == content
-    assert max(asked) <= MOST * BLOCK and sum(asked) == len(content)
+    assert max(asked) <= MAX_REQUEST_BLOCKS * BLOCK_BYTES and sum(asked) == len(content)
 
 
 def test_a_place_that_gives_less_than_it_promised(url: str, tmp_path: Path) -> None:
     class Short(FsspecStore):
         def read(self, name: str, version: str, start: int, stop: int) -> bytes | bytearray:
-            return super().read(name, version, start, stop)[:-1]
+            return super().read_range(name, version, start, stop)[:-1]
 
     with source_files(_served(Short(url))) as files, pytest.raises(DamagedError, match="truncated"):
         files.read("a.bin", 0, 1024)
@@ -437,7 +439,7 @@ def test_a_place_that_gives_less_than_it_promised(url: str, tmp_path: Path) -> N
 def test_a_place_that_sends_everything(url: str) -> None:
     class Whole(FsspecStore):
         def read(self, name: str, version: str, start: int, stop: int) -> bytes | bytearray:
-            return super().read(name, version, 0, 1024) * 2
+            return super().read_range(name, version, 0, 1024) * 2
 
     with (
         source_files(_served(Whole(url))) as files,
@@ -465,13 +467,13 @@ def test_what_is_asked_of_a_place(url: str) -> None:
     class Counting(FsspecStore):
         def members(self, folder: str) -> list[TreeEntry]:
             asked.append(folder)
-            return super().members(folder)
+            return super().list_members(folder)
 
     tree = Tree(Counting(url))
     for name in ("a.bin", "empty", "nothing", "sub", "nothing/deep/er", "a.bin/x"):
-        tree.find(name)
+        tree.find_entry(name)
     assert asked == [""]
-    tree.find("sub/b.json")
+    tree.find_entry("sub/b.json")
     assert asked == ["", "sub"]
 
 
@@ -479,67 +481,71 @@ def test_what_is_asked_of_a_place(url: str) -> None:
 
 
 def test_read_ahead_doubles_in_order_only() -> None:
-    blocks, asked = Blocks(), []
-    size = 64 * BLOCK
+    blocks, asked = BlockCache(), []
+    size = 64 * BLOCK_BYTES
 
     def fetch(start: int, stop: int) -> bytes:
-        asked.append((start // BLOCK, -(-stop // BLOCK)))
+        asked.append((start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)))
         return bytes(stop - start)
 
-    for offset in range(0, 16 * BLOCK, BLOCK):
-        assert len(blocks.read("a", size, offset, BLOCK, fetch)) == BLOCK
+    for offset in range(0, 16 * BLOCK_BYTES, BLOCK_BYTES):
+        assert len(blocks.read_range("a", size, offset, BLOCK_BYTES, fetch)) == BLOCK_BYTES
     assert asked == [(0, 1), (1, 3), (3, 7), (7, 15), (15, 31)]
-    assert MOST == 31 - 15
+    assert MAX_REQUEST_BLOCKS == 31 - 15
     asked.clear()
     for number in (60, 50, 40):
-        blocks.read("a", size, number * BLOCK, 8, fetch)
+        blocks.read_range("a", size, number * BLOCK_BYTES, 8, fetch)
     assert asked == [(60, 61), (50, 51), (40, 41)]
 
 
 def test_nothing_is_read_ahead_of_where_a_range_ends() -> None:
-    blocks, asked = Blocks(), []
+    blocks, asked = BlockCache(), []
 
     def fetch(start: int, stop: int) -> bytes:
-        asked.append((start // BLOCK, -(-stop // BLOCK)))
+        asked.append((start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)))
         return bytes(stop - start)
 
-    size, begin = 64 * BLOCK, 3 * BLOCK + 10
-    blocks.end("a", begin + 16 * BLOCK)
-    for offset in range(begin, begin + 16 * BLOCK, 4 * BLOCK):
-        blocks.read("a", size, offset, 4 * BLOCK, fetch)
+    size, begin = 64 * BLOCK_BYTES, 3 * BLOCK_BYTES + 10
+    blocks.mark_end("a", begin + 16 * BLOCK_BYTES)
+    for offset in range(begin, begin + 16 * BLOCK_BYTES, 4 * BLOCK_BYTES):
+        blocks.read_range("a", size, offset, 4 * BLOCK_BYTES, fetch)
     assert [one for first, stop in asked for one in range(first, stop)] == [*range(3, 20)]
-    blocks.read("a", size, 18 * BLOCK, 4 * BLOCK, fetch)  # what is wanted is read all the same
+    blocks.read_range(
+        "a", size, 18 * BLOCK_BYTES, 4 * BLOCK_BYTES, fetch
+    )  # what is wanted is read all the same
     assert asked[-1][1] >= 22
 
 
 def test_the_end_of_a_file_comes_with_the_block_before() -> None:
-    blocks, asked = Blocks(), []
+    blocks, asked = BlockCache(), []
 
     def fetch(start: int, stop: int) -> bytes:
         asked.append((start, stop))
         return bytes(stop - start)
 
-    size = 3 * BLOCK + 10
-    assert len(blocks.read("a", size, size - 22, 22, fetch)) == 22
-    assert asked == [(2 * BLOCK, size)]
+    size = 3 * BLOCK_BYTES + 10
+    assert len(blocks.read_range("a", size, size - 22, 22, fetch)) == 22
+    assert asked == [(2 * BLOCK_BYTES, size)]
     asked.clear()
-    blocks.read("b", size, size - 4, 4, fetch)
-    assert asked == [(2 * BLOCK, size)]
+    blocks.read_range("b", size, size - 4, 4, fetch)
+    assert asked == [(2 * BLOCK_BYTES, size)]
 
 
 def test_what_is_held_is_bounded() -> None:
-    blocks = Blocks(room=4 * BLOCK)
-    size = 40 * BLOCK
-    for offset in range(0, size, BLOCK):
-        blocks.read("a", size, offset, BLOCK, lambda start, stop: bytes(stop - start))
-        assert blocks._held <= 4 * BLOCK and blocks._held == sum(map(len, blocks._blocks.values()))
-    blocks.trim()
-    assert not blocks._coming
+    blocks = BlockCache(capacity_bytes=4 * BLOCK_BYTES)
+    size = 40 * BLOCK_BYTES
+    for offset in range(0, size, BLOCK_BYTES):
+        blocks.read_range("a", size, offset, BLOCK_BYTES, lambda start, stop: bytes(stop - start))
+        assert blocks._cached_bytes <= 4 * BLOCK_BYTES and blocks._cached_bytes == sum(
+            map(len, blocks._blocks.values())
+        )
+    blocks.trim_cache()
+    assert not blocks._pending
 
 
 def test_threads_fetch_a_block_once() -> None:
-    blocks, asked = Blocks(), []
-    size = 50 * BLOCK + 77
+    blocks, asked = BlockCache(), []
+    size = 50 * BLOCK_BYTES + 77
     whole = os.urandom(size)
 
     def fetch(start: int, stop: int) -> bytes:
@@ -550,7 +556,7 @@ def test_threads_fetch_a_block_once() -> None:
     spans = [(start, min(start + 300_000, size)) for start in range(0, size, 250_001)]
     with ThreadPoolExecutor(8) as pool:
         found = list(
-            pool.map(lambda s: blocks.read("a", size, s[0], s[1] - s[0], fetch), spans * 2)
+            pool.map(lambda s: blocks.read_range("a", size, s[0], s[1] - s[0], fetch), spans * 2)
         )
     assert found == [whole[start:stop] for start, stop in spans * 2]
     fetched = sorted(asked)
@@ -558,17 +564,17 @@ def test_threads_fetch_a_block_once() -> None:
 
 
 def test_an_error_reaches_all_who_wait_and_is_not_kept() -> None:
-    blocks, gate = Blocks(), threading.Event()
+    blocks, gate = BlockCache(), threading.Event()
 
     def fetch(start: int, stop: int) -> bytes:
         gate.wait(5)
         raise StorageError("the network is down")
 
     with ThreadPoolExecutor(3) as pool:
-        waiting = [pool.submit(blocks.read, "a", 100, 0, 10, fetch) for _ in range(3)]
+        waiting = [pool.submit(blocks.read_range, "a", 100, 0, 10, fetch) for _ in range(3)]
         time.sleep(0.05)
         gate.set()
         for one in waiting:
             with pytest.raises(StorageError, match="down"):
                 one.result()
-    assert blocks.read("a", 100, 0, 10, lambda start, stop: bytes(stop - start)) == bytes(10)
+    assert blocks.read_range("a", 100, 0, 10, lambda start, stop: bytes(stop - start)) == bytes(10)

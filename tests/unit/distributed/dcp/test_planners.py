@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlanner as TorchSavePlanner
 import ckptctl
 from ckptctl.distributed import LoadPlanner, Reader, SavePlanner, Writer, compat
 from ckptctl.errors import CkptError, StorageError, UsageError
-from ckptctl.remote.blocks import BLOCK
+from ckptctl.remote.blocks import BLOCK_BYTES
 from ckptctl.remote.store import FsspecStore
 from tests.checkpoints.dcp import in_three_shards
 from tests.checkpoints.writers import save_hf
@@ -387,7 +387,7 @@ def test_a_part_is_read_by_ranges_below_a_url(
     reader.read_data(LoadPlan(items), Parts()).wait()
     assert torch.equal(parts[1024, 0], full[1024:1536])
     assert torch.equal(parts[0, 1000], full[:4, 1000:1003])
-    assert sum(read) < (2 << 20) + 16 * BLOCK
+    assert sum(read) < (2 << 20) + 16 * BLOCK_BYTES
 
 
 def test_a_save_that_fails_below_a_url_leaves_no_checkpoint(
@@ -398,7 +398,7 @@ def test_a_save_that_fails_below_a_url_leaves_no_checkpoint(
     with pytest.raises(CheckpointException, match="the network is down"):
         save({"w": torch.ones(64, 64)}, url, checksum=False)
     store = FsspecStore(url)
-    assert store.size(".metadata") == store.size("__0_0.distcp") == -1
+    assert store.get_size(".metadata") == store.get_size("__0_0.distcp") == -1
 
 
 def _breaking(sink: Any, offset: int, view: memoryview) -> None:

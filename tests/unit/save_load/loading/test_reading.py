@@ -12,8 +12,13 @@ from ckptctl.catalog import Box, memory_name
 from ckptctl.errors import CoverageError, MappingError
 from ckptctl.save_load.loading.checks import require_boxes
 from ckptctl.save_load.loading.load_options import LoadOptions
-from ckptctl.save_load.loading.reading import prepare
-from ckptctl.save_load.loading.state_mapping import StateMapping, Target, Wanted, map_state
+from ckptctl.save_load.loading.reading import prepare_read
+from ckptctl.save_load.loading.state_mapping import (
+    MemoryBox,
+    RequestedTensor,
+    StateMapping,
+    map_state,
+)
 from ckptctl.save_load.saving.local_shards import TensorMeta
 from ckptctl.storage.execution.execution_options import Execution, ExecutionOptions
 from ckptctl.storage.execution.executor import execute_plan
@@ -27,8 +32,8 @@ def _read(mapping: StateMapping, name: str, box: Box, full: torch.Tensor) -> Exe
     memory = bytearray(box.numel * full.element_size())
     steps = tuple(torch.empty(box.sizes, device="meta").stride())
     kind = str(full.dtype).removeprefix("torch.")
-    wanted = {name: Wanted(kind, tuple(full.shape), (Target(box, "0", steps),))}
-    plan = prepare(mapping, wanted, cast=False).plan(wanted)
+    wanted = {name: RequestedTensor(kind, tuple(full.shape), (MemoryBox(box, "0", steps),))}
+    plan = prepare_read(mapping, wanted, cast=False).plan_tensors(wanted)
     how = ExecutionOptions(checksum=False)
     views = {memory_name("0"): memoryview(memory)}
     done = execute_plan(plan, Path(plan.source_root), how, lambda _: None, memory=views)
@@ -85,6 +90,6 @@ def test_an_unknown_layout_says_so(tmp_path: Path) -> None:
 def test_boxes_of_one_rank_have_to_be_whole(tmp_path: Path) -> None:
     folder = save_hf(tmp_path / "hf", {"a": torch.zeros(6, 2)})
     entry = formats.open_checkpoint(folder).tensors["a"]
-    require_boxes(entry, [Target(Box((2, 0), (3, 2)), "0", (2, 1))])
+    require_boxes(entry, [MemoryBox(Box((2, 0), (3, 2)), "0", (2, 1))])
     with pytest.raises(CoverageError):
-        require_boxes(entry, [Target(Box((4, 0), (3, 2)), "0", (2, 1))])
+        require_boxes(entry, [MemoryBox(Box((4, 0), (3, 2)), "0", (2, 1))])

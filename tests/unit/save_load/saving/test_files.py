@@ -22,17 +22,17 @@ from ckptctl.save_load.rank_agreement import (
 )
 from ckptctl.save_load.saving.global_plan import make_global_plan
 from ckptctl.save_load.saving.local_shards import (
-    HeldChunk,
+    LocalChunk,
     LocalShards,
-    Packed,
+    PackedShards,
     TensorMeta,
+    choose_values_to_write,
+    compute_group_digests,
     divide_values,
-    group_digests,
-    pack,
+    pack_shards,
     unpack_groups,
-    values_to_write,
 )
-from ckptctl.save_load.saving.save_files import tensor_files, tensor_metadata, with_values
+from ckptctl.save_load.saving.save_files import add_values, lay_out_tensors, make_tensor_metadata
 
 
 def shards(
@@ -44,7 +44,7 @@ def shards(
     values = values or {}
     return LocalShards(
         {n: TensorMeta(dtype, shapes[n], (n,), False) for n in boxes},
-        [HeldChunk(n, *box) for n, found in boxes.items() for box in found],
+        [LocalChunk(n, *box) for n, found in boxes.items() for box in found],
         {name: bytes([value]) * 16 for name, value in values.items()},
         {name: ("values", name) for name in values},
     )
@@ -56,12 +56,12 @@ ROWS = [
 ]
 
 
-def packed(holdings: Sequence[LocalShards]) -> list[Packed]:
+def packed(holdings: Sequence[LocalShards]) -> list[PackedShards]:
     """Return them as they arrive, the structure once."""
-    found: list[Packed] = []
-    for one in map(pack, holdings):
+    found: list[PackedShards] = []
+    for one in map(pack_shards, holdings):
         known = any(one.identity == other.identity for other in found)
-        found.append(one.shortened() if known else one)
+        found.append(one.without_structure() if known else one)
     return found
 
 
@@ -98,7 +98,7 @@ def test_large_replicas_are_cut_so_that_all_write_them() -> None:
     written = Counter(rank for ranks in global_plan.writers for rank in ranks)
     assert len(written) == 4 and max(written.values()) == min(written.values())
     for rank, share in enumerate(global_plan.shares):
-        files = tensor_files(rank, held[rank], share, [row_major(shape)])
+        files = lay_out_tensors(rank, held[rank], share, [row_major(shape)])
         assert [copy.nbytes for copy in files.plan.transfers] == [
             box.numel * 4 for box in share.parts.values()
         ]
@@ -111,7 +111,7 @@ def test_a_replica_above_a_fair_share_is_cut_however_small(
 ) -> None:
     shapes = {"large": large, **{f"{rows}": (rows, 64) for rows in range(100, 1100, 100)}}
     held = shards({name: [((0,) * len(one), one)] for name, one in shapes.items()}, shapes)
-    global_plan = make_global_plan([pack(held)] * ranks)
+    global_plan = make_global_plan([pack_shards(held)] * ranks)
     load = Counter[int]()
     for boxes, writers in zip(global_plan.boxes, global_plan.writers, strict=True):
         for box, rank in zip(boxes, writers, strict=True):
@@ -123,7 +123,7 @@ def test_a_replica_above_a_fair_share_is_cut_however_small(
 def test_what_is_even_already_is_not_cut() -> None:
     shapes = dict.fromkeys("abcd", (1000, 1000))
     held = shards({name: [((0, 0), one)] for name, one in shapes.items()}, shapes)
-    assert all(len(boxes) == 1 for boxes in make_global_plan([pack(held)] * 4).boxes)
+    assert all(len(boxes) == 1 for boxes in make_global_plan([pack_shards(held)] * 4).boxes)
     alone = {**shapes, "own": (9000, 1000)}
     first = shards({name: [((0, 0), one)] for name, one in alone.items()}, alone)
     assert all(len(boxes) == 1 for boxes in make_global_plan(packed([first, held])).boxes)
@@ -139,14 +139,14 @@ def test_tensors_that_only_some_ranks_have() -> None:
 
 def test_several_boxes_of_one_rank() -> None:
     held = shards({"a": [((0,), (1,)), ((1,), (3,))], "b": [((0,), (1,))]}, {"a": (4,), "b": (1,)})
-    global_plan = make_global_plan([pack(held)])
+    global_plan = make_global_plan([pack_shards(held)])
     assert list(global_plan.shares[0].chunks) == [0, 1, 2]
 
 
 def test_chunks_out_of_order_are_a_bug() -> None:
     mixed = LocalShards(ROWS[0].tensors, list(reversed(ROWS[0].chunks)))
     with pytest.raises(CkptError, match="order"):
-        pack(mixed)
+        pack_shards(mixed)
 
 
 def test_metadata_lists_boxes_and_values_where_they_lie() -> None:
@@ -159,8 +159,8 @@ def test_metadata_lists_boxes_and_values_where_they_lie() -> None:
     written = []
     values = []
     for rank, (own, share) in enumerate(zip(held, global_plan.shares, strict=True)):
-        files = tensor_files(rank, own, share, [(3, 1)])
-        whole = with_values(rank, files, share.values, contents)
+        files = lay_out_tensors(rank, own, share, [(3, 1)])
+        whole = add_values(rank, files, share.values, contents)
         written.append(files.items)
         values += [
             (Blob(name, global_plan.paths[name]), item) for name, item in whole.items.items()
@@ -168,7 +168,7 @@ def test_metadata_lists_boxes_and_values_where_they_lie() -> None:
         assert whole.plan.files[0].size == files.plan.files[0].size + sum(
             len(contents[name]) for name in share.values
         )
-    made = tensor_metadata(global_plan, written)
+    made = make_tensor_metadata(global_plan, written)
     leaves = decode_metadata(b"".join(made.add_values(values)), "x").leaves
     assert list(leaves) == ["w", "step", "rng", "rank_1.values.rng"]
     assert leaves["w"].extents.files == ["__0_0.distcp", "__1_0.distcp"]
@@ -187,10 +187,10 @@ def test_metadata_is_torchs(tmp_path: Any) -> None:
     values = [(Blob(name, (name,)), Item("__0_0.distcp", 5, 6)) for name in names]
     global_plan = make_global_plan(packed(ROWS))
     files = [
-        tensor_files(rank, own, share, [row_major(chunk.sizes) for chunk in own.chunks]).items
+        lay_out_tensors(rank, own, share, [row_major(chunk.sizes) for chunk in own.chunks]).items
         for rank, (own, share) in enumerate(zip(ROWS, global_plan.shares, strict=True))
     ]
-    found = pickle.loads(b"".join(tensor_metadata(global_plan, files).add_values(values)))
+    found = pickle.loads(b"".join(make_tensor_metadata(global_plan, files).add_values(values)))
     assert isinstance(found, Metadata)
     assert list(found.state_dict_metadata) == ["w", "b", *names]
     assert isinstance(found.state_dict_metadata["value 7"], BytesStorageMetadata)
@@ -201,7 +201,9 @@ def test_metadata_is_torchs(tmp_path: Any) -> None:
 # Values
 
 
-def value_state(values: Sequence[Mapping[str, int]]) -> tuple[list[Packed], list[LocalShards]]:
+def value_state(
+    values: Sequence[Mapping[str, int]],
+) -> tuple[list[PackedShards], list[LocalShards]]:
     held = [shards({}, {}, one) for one in values]
     return packed(held), held
 
@@ -226,15 +228,17 @@ def test_equal_values_are_written_by_the_lowest_rank_differing_ones_by_each() ->
 )
 def test_groups_say_the_same_as_a_new_plan(later: list[dict[str, int]]) -> None:
     found, held = value_state([{"a": 1, "b": 1}, {"a": 1, "b": 2}, {"a": 1, "c": 1}])
-    structures = {one.identity: one.structure for one in map(pack, held) if one.structure}
+    structures = {one.identity: one.structure for one in map(pack_shards, held) if one.structure}
     divided = divide_values(found, structures)
     now, holdings = value_state(later)
     groups = [
         unpack_groups(list(own.paths), packed_groups)
-        for own, packed_groups in zip(held, divided.groups, strict=True)
+        for own, packed_groups in zip(held, divided.groups_by_rank, strict=True)
     ]
-    said = [group_digests(g, own.values) for g, own in zip(groups, holdings, strict=True)]
-    written = [values_to_write(rank, groups[rank], own, said) for rank, own in enumerate(holdings)]
+    said = [compute_group_digests(g, own.values) for g, own in zip(groups, holdings, strict=True)]
+    written = [
+        choose_values_to_write(rank, groups[rank], own, said) for rank, own in enumerate(holdings)
+    ]
     assert written == [dict(share.values) for share in make_global_plan(now).shares]
 
 
