@@ -11,7 +11,7 @@
     │   ├── CoverageError            4  chunks leave a hole
     │   └── MissingTensorsError      4  tensors that the table of the model requires are missing
     ├── MappingError                 5  keys, shapes or configs that do not fit the model type
-    │   └── HomelessError            5  tensors that a layout does not know or cannot store
+    │   └── UnmappedTensorError      5  tensors that a layout does not know or cannot store
     ├── RefusedError                 6  nothing was changed: destination exists, disk too small, ...
     ├── PartialError                 7  some items failed; the report names each
     ├── StorageError                 8  the operating system failed a read or a write

@@ -340,7 +340,8 @@ def require_choice(
         kind: Noun for the message.
         choices: Allowed values.
         aliases: Aliases of allowed values, for suggestions.
-        list_command: Command that lists the allowed values, shown if there are too many for the message.
+        list_command: Command that lists the allowed values, shown if there are too many for the
+            message.
 
     Raises:
         UsageError: The value is not allowed. The message suggests the most similar one.

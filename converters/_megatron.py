@@ -265,8 +265,8 @@ GEMMA3 = replace(
     GEMMA3_TEXT,
     model_type="gemma3",
     provider="",
-    named=("Gemma3VLModelProvider",),
-    prefix="text_config.",
+    class_prefixes=("Gemma3VLModelProvider",),
+    config_prefix="text_config.",
     translated=False,
 )
 

@@ -152,7 +152,8 @@ def _require_same_bias_scaling(change: LayoutChange, assets: Assets) -> None:
     ]
     if affected_keys:
         raise RefusedError(
-            f"cannot convert DoRA on {pluralize(len(affected_keys), 'layer that has', 'layers that have')} "
+            "cannot convert DoRA on "
+            f"{pluralize(len(affected_keys), 'layer that has', 'layers that have')} "
             "a bias",
             where=f"tensor `{affected_keys[0]}`",
             why=f"{scaling[0]} scales the bias, but PEFT does not, so the result would differ",

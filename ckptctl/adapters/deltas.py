@@ -90,8 +90,8 @@ def match_adapter(
     both_paths = f"adapter `{paths[1]}` and model `{paths[0]}`"
     try:
         model = map_tensors(
-            derive_unfused_model(family, layouts[0]), layouts[0], UNFUSED, shapes, sizes, partial=True,
-            tied=False, lists=lists,
+            derive_unfused_model(family, layouts[0]), layouts[0], UNFUSED, shapes, sizes,
+            partial=True, tied=False, lists=lists,
         )  # fmt: skip
     except SurplusError as error:
         error.where = paths[0]
@@ -100,8 +100,8 @@ def match_adapter(
     factor_shapes = {key: entry.shape for key, entry in factors.items()}
     try:
         adapter = map_tensors(
-            derive_unfused_adapters(family, layouts[0]), layouts[1], UNFUSED, factor_shapes, axis_sizes, partial=True,
-            tied=False, lists=lists,
+            derive_unfused_adapters(family, layouts[0]), layouts[1], UNFUSED, factor_shapes,
+            axis_sizes, partial=True, tied=False, lists=lists,
         )  # fmt: skip
     except SurplusError as error:
         raise MappingError(

@@ -155,7 +155,8 @@ def _match_parameter(
     ]
     if len(candidates) != 1:
         raise UnsupportedError(
-            f"the factors can be applied in {pluralize(len(candidates), 'way')}, but exactly one is "
+            f"the factors can be applied in {pluralize(len(candidates), 'way')}, but exactly "
+            "one is "
             "required",
             where=f"tensor `{module}{A}`",
             why=f"A is {list(a)}, B is {list(b)}; "
@@ -428,7 +429,7 @@ def _build_expert_views(
 
 
 def _extend_target_modules(target_modules: object, stack: ExpertStack, kinds: Sequence[str]) -> str:
-    """Build a ``target_modules`` regex that matches *target_modules* and the experts' layers *kinds*."""
+    """Build a ``target_modules`` regex for *target_modules* and the experts' layers *kinds*."""
     parent = stack.key.rpartition(".")[0].rpartition(".")[2]
     alternatives = [target_modules] if isinstance(target_modules, str) else []
     if isinstance(target_modules, list) and target_modules:
@@ -500,7 +501,8 @@ def _find_complete_slices(catalog: Catalog, stack: ExpertStack) -> list[ExpertSl
         if any(is_present) and not all(is_present):
             first_missing = part.modules[is_present.index(False)]
             raise UnsupportedError(
-                f"{pluralize(is_present.count(False), 'expert has', 'experts have')} no factors in a "
+                f"{pluralize(is_present.count(False), 'expert has', 'experts have')} no "
+                "factors in a "
                 "layer",
                 where=f"tensor `{PEFT_PREFIX}{first_missing}{A}`",
                 why="a stack requires the factors of all its experts",

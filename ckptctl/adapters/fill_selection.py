@@ -61,7 +61,8 @@ def find_unneeded_keys(
     if not mtp_keys:
         return excluded_keys
     notes.add(
-        f"skipped {pluralize(len(mtp_keys), 'tensor')} of the base's MTP layers, because the source's "
+        f"skipped {pluralize(len(mtp_keys), 'tensor')} of the base's MTP layers, because the "
+        "source's "
         f"configuration states {pluralize(source_layers or 0, 'MTP layer')}"
     )
     return excluded_keys | mtp_keys | {key for key, rule in matched.dropped.items() if rule.same_as}

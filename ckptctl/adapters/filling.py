@@ -152,7 +152,8 @@ def _require_same_shapes(draft: Draft, base: Model, parts: Mapping[str, Composed
     """Raise if shared tensors of the base have other shapes than the source's."""
     source_tensors = draft.model.tensors
     differ = [
-        f"`{key}` has shape {list(source_tensors[key].shape)} in the source and {list(part.shape)} in the base"
+        f"`{key}` has shape {list(source_tensors[key].shape)} in the source and "
+        f"{list(part.shape)} in the base"
         for key, part in parts.items()
         if key in source_tensors and source_tensors[key].shape != part.shape
     ]
@@ -175,6 +176,7 @@ def _note_other_layers(
     ]
     if suspicious_keys:
         draft.notes.add(
-            f"the source has tensors such as {quote_names(suspicious_keys, 1)} in other layers and may be "
+            f"the source has tensors such as {quote_names(suspicious_keys, 1)} in other "
+            "layers and may be "
             "incomplete; the base does not contain their trained values"
         )

@@ -327,7 +327,8 @@ class AdapterMerge:
                 raise RefusedError(
                     f"rank {rank:,} is too high to merge in bounded memory",
                     where=f"tensor `{delta.a.parts[0].entry.name}`",
-                    why=f"A has {pluralize(nbytes, 'byte')} in fp32; the limit is {MAX_FACTOR_BYTES:,}",
+                    why=f"A has {pluralize(nbytes, 'byte')} in fp32; the limit is "
+                    f"{MAX_FACTOR_BYTES:,}",
                 )
             self.scales.add(scale)
             parts = (delta.a, delta.b, delta.magnitude)

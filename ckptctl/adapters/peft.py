@@ -283,7 +283,8 @@ def require_biases(config: Json | None, missing_biases: Collection[str]) -> None
         raise UnsupportedError(
             "the adapter is missing biases that were trained with it",
             where=f"`bias: {bias_mode}` in {CONFIG}",
-            why=f"{quote_names(list(missing_biases))} of the model have no counterpart in the adapter",
+            why=f"{quote_names(list(missing_biases))} of the model have no counterpart in the "
+            "adapter",
             hint='set `"bias": "none"` there to keep the biases of the model',
         )
 
@@ -513,7 +514,7 @@ def build_layer_targets(modules: list[str], layers: int | None) -> list[str]:
 def build_patterns(
     rank_and_alpha: Mapping[str, RankAndAlpha], default: tuple[object, object]
 ) -> dict[str, dict[str, float]]:
-    """Build the rank and alpha patterns of targets that differ from the *default* rank and alpha."""
+    """Build rank and alpha patterns of targets that differ from the *default* rank and alpha."""
     exceptions = {
         re.escape(name): value for name, value in rank_and_alpha.items() if value != default
     }

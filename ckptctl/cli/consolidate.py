@@ -59,7 +59,8 @@ def _run_metadata_only(output: Printer, src: TreePath, dry_run: bool) -> None:
 
     plan = plan_metadata(src)
     output.print_statement(
-        f"dcp-rank-local · {pluralize(plan.ranks, 'rank')} · {pluralize(plan.tensors, 'tensor')} in "
+        f"dcp-rank-local · {pluralize(plan.ranks, 'rank')} · "
+        f"{pluralize(plan.tensors, 'tensor')} in "
         f"{pluralize(plan.chunks, 'chunk')}, {format_bytes(plan.data_bytes)}"
     )
     for note in plan.notes:

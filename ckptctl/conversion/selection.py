@@ -88,7 +88,8 @@ def select_tensors(draft: Draft) -> Draft:
                 "no complete tensors to convert",
                 where=catalog.path,
                 why=f"`{name}`: {why} ({len(reasons):,} missing in total)",
-                hint=f"run {format_command('verify', catalog.path)} to list everything that is missing",
+                hint=f"run {format_command('verify', catalog.path)} to list everything that "
+                "is missing",
             )
     if lacking.names:
         lacking = lacking.keep_only(

@@ -282,8 +282,9 @@ def _build_moment_source(parameter: SourceTensor, name: str) -> SourceTensor:
         raise RefusedError(
             "cannot map optimizer state to its parameter",
             where=f"tensor `{name}`",
-            why=f"the layouts store the parameter with an offset of {abs(parameter.offset)}, and it "
+            why=f"the layouts store the parameter with an offset of {abs(parameter.offset)}, "
+            "and it "
             "is unknown whether this tensor is a copy",
             hint=f"pass {spell_option('--only model')}, or keep the layout",
         )
-    return parameter._replace(key=name, plus=parameter.offset if PARAMETER_COPIES & kinds else 0)
+    return parameter._replace(key=name, offset=parameter.offset if PARAMETER_COPIES & kinds else 0)

@@ -1,9 +1,9 @@
 """Execution of a plan whose destination is a URL: files are uploaded from a scratch directory.
 
 The scratch directory is in the directory for temporary files (``TMPDIR``). It contains the files in
-progress and at most :data:`~ckptctl.storage.execution.finisher.MAX_WAITING` complete files. Each file
-is removed after its upload. The directory is locked while its process lives. The next run of the
-same user removes the directories of killed processes.
+progress and at most :data:`~ckptctl.storage.execution.finisher.MAX_WAITING` complete files. Each
+file is removed after its upload. The directory is locked while its process lives. The next run of
+the same user removes the directories of killed processes.
 """
 
 from __future__ import annotations
@@ -63,9 +63,10 @@ def upload_output(
         options: Execution options. With *resume*, files that an interrupted run uploaded are kept.
         progress: Called with the bytes done since the last call.
         overwrite: Whether an existing checkpoint may be replaced.
-        check_written: Called with the execution when everything is written but not published; may raise.
-        check_published: Called with the checksums of the records after publishing. If it raises, the output
-            is withdrawn if possible.
+        check_written: Called with the execution when everything is written but not published; may
+            raise.
+        check_published: Called with the checksums of the records after publishing. If it raises,
+            the output is withdrawn if possible.
 
     Raises:
         RefusedError: The URL is not empty, or there is too little space for the scratch directory.

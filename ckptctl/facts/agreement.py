@@ -382,7 +382,10 @@ def _note_differences(
                 continue
             differ = compare_noted_keys(file.content, other_file.content)
             for fact, (first_value, second_value) in differ.items():
-                yield f"`{fact}` is {first_value!r} in {file.place} and {second_value!r} in {other_file.place}"
+                yield (
+                    f"`{fact}` is {first_value!r} in {file.place} and {second_value!r} in "
+                    f"{other_file.place}"
+                )
             only_here = list_unmatched(statements, other_statements)
             if only_here:
                 shown = ", ".join(

@@ -146,7 +146,8 @@ def _note_generated_config(change: LayoutChange, assets: Assets) -> str:
         )
     assumed_text = "".join(f", {name} {value}" for name, value in assumed_values.items())
     return (
-        f"config.json is generated from {made_from} for {family} with {tied} embeddings{assumed_text}; "
+        f"config.json is generated from {made_from} for {family} with {tied} "
+        f"embeddings{assumed_text}; "
         f"pass {spell_option('--model-type')} or {spell_option('--assets')} if that is wrong"
     )
 

@@ -227,7 +227,7 @@ def compare_noted_keys(first_config: Json, second_config: Json) -> dict[str, tup
 def list_unmatched(
     statements: Iterable[Statement], other_statements: Iterable[Statement]
 ) -> list[Statement]:
-    """List explicit, nonempty *statements* about facts that the *other_statements* ones do not mention."""
+    """List explicit, nonempty *statements* about facts that *other_statements* do not mention."""
     known_facts = {statement.fact for statement in other_statements}
     return [
         statement

@@ -13,7 +13,7 @@ from ckptctl.planner.config_facts import SUBMODEL_KEYS, Json
 def walk_values(
     values: Json, should_enter: Callable[[str], bool], prefix: str = ""
 ) -> Iterator[tuple[str, object]]:
-    """Yield all values by dotted name, descending into the objects for which *should_enter* is true."""
+    """Yield all values by dotted name, descending into objects that *should_enter* accepts."""
     for key, value in values.items():
         name = prefix + key
         if isinstance(value, Mapping) and should_enter(name):

@@ -34,9 +34,9 @@ class GgufArchitecture:
         class_name: Class of the model with a head.
         always: Keys that its config.json always has.
         facts: Facts in its metadata in addition to :data:`COMMON_FACTS`.
-        special_layer_count: Number of layers of the model size whose attention scores are divided by the root
-            of ``hidden_size / heads`` instead of the head dimension; 0 if config.json has no such
-            key.
+        special_layer_count: Number of layers of the model size whose attention scores are divided
+            by the root of ``hidden_size / heads`` instead of the head dimension; 0 if config.json
+            has no such key.
         needs_head_dim: Whether transformers' default head dimension is not ``hidden_size / heads``.
     """
 

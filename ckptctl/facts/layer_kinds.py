@@ -28,7 +28,7 @@ def find_kind_mismatches(
         variant_by_layer: dict[int, str] = {}
         for (variant, indices), places in matched.layers.items():
             if variant in group and indices[-1:] == ("i",):
-                variant_by_layer |= {tensor_text[-1]: variant for tensor_text in places}
+                variant_by_layer |= {indices_of_key[-1]: variant for indices_of_key in places}
         layers = _find_layers_of_kind(layer_kind, config, max(variant_by_layer, default=-1) + 1)
         if layers is None:
             continue
@@ -46,10 +46,10 @@ def find_kind_mismatches(
             config_statement = Statement(
                 fact, value, source, is_explicit, default_owner=default_owner
             )
-            layer_text = (
-                f"layer {mismatched_layers[0]} is `{variant_by_layer[mismatched_layers[0]]}`"
-            )
-            tensor_text = f"the tensors (`{_find_example_key(family, matched, variant_by_layer[mismatched_layers[0]], mismatched_layers[0])}`)"
+            layer = mismatched_layers[0]
+            layer_text = f"layer {layer} is `{variant_by_layer[layer]}`"
+            example = _find_example_key(family, matched, variant_by_layer[layer], layer)
+            tensor_text = f"the tensors (`{example}`)"
             tensor_statement = Statement(
                 fact, None, tensor_text, shown_value=layer_text, is_shown_by_tensors=True
             )

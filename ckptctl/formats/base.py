@@ -213,18 +213,18 @@ DEFAULT_READ_OPTIONS = ReadOptions()
 class RecordedFacts(Protocol):
     """Facts about a model that its trainer recorded in its own terms."""
 
-    def candidates(
+    def find_candidates(
         self, known: Mapping[str, Family], shapes: Mapping[str, tuple[int, ...]], root: str
     ) -> list[Candidate]:
         """Return the families that are described and have exactly the keys of *shapes*."""
 
-    def contradict(self, family: Family) -> bool:
+    def contradicts_family(self, family: Family) -> bool:
         """Return whether the facts rule out every model of *family*."""
 
-    def configuration(self, family: Family) -> Mapping[str, object] | None:
+    def build_config(self, family: Family) -> Mapping[str, object] | None:
         """Return the facts as a ``config.json``, or None if there are none."""
 
-    def state_padding(self, rows: int, size: int) -> bool:
+    def confirms_padding(self, rows: int, size: int) -> bool:
         """Return whether only the first *size* of *rows* rows of a vocabulary are in use."""
 
 

@@ -41,7 +41,8 @@ def unrecognized_format_error(
         return FormatError(
             "this folder is not a checkpoint",
             where=str(path),
-            why=f"subfolders contain {quote_names([str(item.relative_to(path)) for item in nested])}",
+            why="subfolders contain "
+            f"{quote_names([str(item.relative_to(path)) for item in nested])}",
             hint=f"pass one of them, such as `{nested[-1]}`",
         )
     contents = ""

@@ -134,7 +134,8 @@ def require_uncast(
             f"{spell_option('--dtype')} cannot cast quantized tensors ({len(cast_names):,} found): "
             "their scales would be ignored",
             where=f"tensor `{cast_names[0]}`",
-            why=f"scales are stored in separate tensors; quantized tensors: {quote_names(cast_names)}",
+            why="scales are stored in separate tensors; quantized tensors: "
+            f"{quote_names(cast_names)}",
             hint=f"pass {spell_option('--dequantize bf16')} to dequantize them",
         )
 
@@ -173,7 +174,8 @@ def keep_blocks(draft: Draft) -> Draft:
         f"{pluralize(ranks, 'rank')} would split float8 weights inside blocks of "
         f"{block[0]}x{block[1]}",
         where=f"tensor `{first_tensor.name}` {list(first_tensor.shape)}",
-        why=f"{quote_names([tensor.name for tensor in split_tensors])}: a block has one scale, so part of a "
+        why=f"{quote_names([tensor.name for tensor in split_tensors])}: a block has one "
+        "scale, so part of a "
         "block would be read with the scale of another rank",
         hint=f"pass {spell_option(f'--mp {possible_ranks}')} to keep blocks intact, or "
         f"{spell_option('--dequantize bf16')} to write unquantized weights",

@@ -112,7 +112,7 @@ def is_unquantized(catalog: Catalog) -> bool:
 def survey_catalog(
     catalog: Catalog, extra_statements: Iterable[QuantizationStatement] = ()
 ) -> QuantizationSurvey:
-    """Survey the quantized tensors of a checkpoint, given statements of its and *extra_statements* files."""
+    """Survey the quantized tensors of a checkpoint by its statements and *extra_statements*."""
 
     def read_values(entry: TensorEntry) -> bytes:
         # late, for a fast start: only few schemes read values
@@ -161,8 +161,10 @@ def note_undeclared_quantization(
         return
     if schemes_by_tensor := survey_leniently(catalog).scheme_by_tensor:
         yield (
-            f"{CONFIG} does not state that {pluralize(len(schemes_by_tensor), 'tensor')} are quantized "
-            f"({', '.join(dict.fromkeys(schemes_by_tensor.values()))}), so programs would use their raw "
+            f"{CONFIG} does not state that {pluralize(len(schemes_by_tensor), 'tensor')} are "
+            "quantized "
+            f"({', '.join(dict.fromkeys(schemes_by_tensor.values()))}), so programs would use "
+            "their raw "
             f"values; pass {spell_option('--dequantize bf16')} to dequantize them"
         )
 
@@ -178,7 +180,10 @@ def dequantize_hint_on_error(model: Model) -> Iterator[None]:
             root + k in catalog.tensors for k in error.keys
         )
         if is_about_model and (survey := survey_leniently(catalog)).scheme_by_tensor:
-            quantized_text = f"the checkpoint is quantized ({', '.join(dict.fromkeys(survey.scheme_by_tensor.values()))})"
+            quantized_text = (
+                "the checkpoint is quantized "
+                f"({', '.join(dict.fromkeys(survey.scheme_by_tensor.values()))})"
+            )
             error.hint = f"{quantized_text}; this scheme can be neither mapped nor dequantized"
             if survey.is_fully_supported:
                 error.hint = (

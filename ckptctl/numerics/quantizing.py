@@ -85,7 +85,10 @@ def _build_summary_note(quantization: Quantization, recipe: Recipe) -> str:
     )
     skipped_counts = f"; skipped {pluralize(len(names), 'tensor')}, {format_bytes(nbytes)}"
     skipped_text = f"{skipped_counts} ({quote_names(names)})" if names else ""
-    return f"quantized {pluralize(len(quantization.weights), 'weight')} to {recipe.title}{skipped_text}"
+    return (
+        f"quantized {pluralize(len(quantization.weights), 'weight')} to "
+        f"{recipe.title}{skipped_text}"
+    )
 
 
 def _list_ignored_modules(quantization: Quantization) -> tuple[str, ...]:
@@ -122,7 +125,8 @@ def _note_fusion(recipe: Recipe, selected: Sequence[OutputTensor]) -> Iterator[s
     if misaligned:
         yield (
             "vLLM cannot load this model: it fuses weights such as q/k/v and gate/up, and "
-            f"{pluralize(len(misaligned), 'of them has', 'of them have')} a row count that is not a "
+            f"{pluralize(len(misaligned), 'of them has', 'of them have')} a row count that is "
+            "not a "
             f"multiple of {block_rows} ({quote_names(misaligned)})"
         )
 
@@ -192,7 +196,8 @@ def _require_complete_groups(names: set[str], available_names: Sequence[str]) ->
         selected_names = names.intersection(group)
         if selected_names and len(selected_names) < len(group):
             raise UsageError(
-                f"cannot quantize only {quote_names(sorted(selected_names))} of {quote_names(group)}",
+                f"cannot quantize only {quote_names(sorted(selected_names))} of "
+                f"{quote_names(group)}",
                 why=f"{why}, so either all or none must be quantized",
                 hint=f"pass {spell_option('--quantize-also')} and "
                 f"{spell_option('--quantize-not')} with a glob that matches all of them",
@@ -271,7 +276,8 @@ def _require_quantizable(
         )
     if shape[-1] % recipe.column_multiple or 0 in shape:
         raise RefusedError(
-            f"{recipe.name} requires a number of columns that is a multiple of {recipe.column_multiple}",
+            f"{recipe.name} requires a number of columns that is a multiple of "
+            f"{recipe.column_multiple}",
             where=where,
             why=f"the shape is {list(shape)}",
             hint=_skip_hint(),

@@ -307,7 +307,8 @@ class Policy:
             raise RefusedError(
                 f"{quote_names(requested)} keeps nothing",
                 why="no complete checkpoint matches by name or has a number for the metric",
-                hint=f"choose among {quote_names([checkpoint.name for checkpoint in complete], 3)}, "
+                hint="choose among "
+                f"{quote_names([checkpoint.name for checkpoint in complete], 3)}, "
                 f"or pass {spell_option('--keep-last 1')} to keep the newest checkpoint",
             )
         for pattern in () if growing else self.patterns:

@@ -5,13 +5,14 @@ the format                :class:`Format`, :class:`WritableFormat`, :class:`List
 reading                   :class:`ReadOptions`, :class:`TreePath` (a path here or behind a URL),
                           :func:`source_files`, :func:`read_json`,
                           :func:`read_archive` (what ``torch.save`` wrote; runs nothing),
-                          :func:`beside` (sidecar files next to the weights)
+                          :func:`scan_sidecar_files` (sidecar files next to the weights)
 what was read             :class:`Catalog`, :class:`TensorEntry`, :class:`Extent`, :class:`Box`,
                           :class:`Checksum`, :class:`Blob`, :class:`Finding`, :data:`DTYPES`,
                           :class:`RecordedFacts` (of the model, in the trainer's own terms)
 writing                   :class:`OutputRequest`, :class:`OutputTensor`, :class:`OutputLayout`,
                           :class:`OutputFile`, :class:`Record`, :class:`TensorPlace`,
-                          :class:`RawCopy`, :func:`constant`, :func:`document`, :func:`copied`
+                          :class:`RawCopy`, :func:`make_constant_frame`,
+                          :func:`make_content_file`, :func:`make_copied_file`
                           :class:`Notes` (messages to the user, and items the output omits)
 errors                    :class:`DamagedError` needs evidence; unknown or unsupported content
                           raises :class:`UnsupportedError`

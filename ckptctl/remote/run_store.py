@@ -27,7 +27,7 @@ from ckptctl.storage.writing import (
 )
 from ckptctl.tree import INDEX_SUFFIXES, UrlPath
 
-LOCK_NAME = ".ckptctl-removing"
+REMOVAL_LOCK_NAME = ".ckptctl-removing"
 """The lock of a run from which checkpoints are removed."""
 BUSY_MESSAGE = "another process is removing checkpoints here"
 
@@ -78,7 +78,7 @@ class RemoteRun:
 
     def remove_leftovers(self) -> None:
         """See :class:`~ckptctl.runs.run_store.RunStore`."""
-        if (self.root / LOCK_NAME).is_file():
+        if (self.root / REMOVAL_LOCK_NAME).is_file():
             with suppress(CkptError), self.lock_for_deletion():
                 pass
 
@@ -96,7 +96,7 @@ class RemoteRun:
     @contextmanager
     def lock_for_deletion(self) -> Iterator[RemoteDeletion]:
         """See :class:`~ckptctl.runs.run_store.RunStore`."""
-        lock = RemoteLock(open_store(self.root), LOCK_NAME, (), busy=BUSY_MESSAGE)
+        lock = RemoteLock(open_store(self.root), REMOVAL_LOCK_NAME, (), busy=BUSY_MESSAGE)
         lock.acquire_lock()
         try:
             deletion = RemoteDeletion(self, lock)
@@ -154,7 +154,7 @@ class RemoteDeletion:
             self._run.refresh_listing()
 
     def finish_removals(self) -> None:
-        """Finish interrupted removals as far as possible. :meth:`list_undeleted` lists the others."""
+        """Finish interrupted removals where possible. :meth:`list_undeleted` lists the others."""
         for name, doomed in self._run.list_half_removed().items():
             store = open_store(self._run.root / name)
             objects = OutputObjects(store)

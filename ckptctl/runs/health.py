@@ -52,7 +52,8 @@ class Health:
             permissions, links that lead out of the checkpoint, unsupported features.
         torn: Whether its files show an incomplete write.
         read_failed: Whether the operating system failed a read.
-        may_be_starting: Whether nothing in it is recognized, since a trainer may have just started it.
+        may_be_starting: Whether nothing in it is recognized, since a trainer may have just started
+            it.
     """
 
     verdict: Verdict

@@ -338,7 +338,8 @@ def _iterate_doubts(
     ]
     if higher and name not in abandoned:
         yield (
-            f"skipped {quote_names(higher)}, which has a higher step than `{name}`: the run resumed "
+            f"skipped {quote_names(higher)}, which has a higher step than `{name}`: the run "
+            "resumed "
             f"from step {abandoned[higher[0]]} and saved `{name}` later"
         )
     resumed_unsaved = list_unsaved_resumes(

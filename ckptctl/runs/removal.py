@@ -274,7 +274,8 @@ def plan_prune(
         raise RefusedError(
             "step order and modification times disagree",
             where=f"`{older.name}` and `{newer.name}`",
-            why=f"written {format_rfc3339(older.time)} and {format_rfc3339(newer.time)}; the folder may contain "
+            why=f"written {format_rfc3339(older.time)} and {format_rfc3339(newer.time)}; the "
+            "folder may contain "
             f"two runs, or `{newer.entry.newest}` was added to `{newer.name}` later",
             hint=f"pass {spell_option('--force')} to use the order of the steps",
         )

@@ -46,8 +46,9 @@ def have_same_elements(
 ) -> bool | None:
     """Return whether two single-extent tensors are equal, or None if they were not compared.
 
-    Tensors larger than :data:`WINDOW_BYTES` are read only if *of_any_size* is set. Recorded checksums
-    that differ prove that the tensors do; equal ones prove nothing until the bytes are read.
+    Tensors larger than :data:`WINDOW_BYTES` are read only if *of_any_size* is set. Recorded
+    checksums that differ prove that the tensors do; equal ones prove nothing until the bytes are
+    read.
     """
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False

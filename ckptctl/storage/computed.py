@@ -502,7 +502,7 @@ def split_rectangles(
     current: Rectangle | None = None
     for offset, nbytes, destination in pieces:
         for row, rows, start, size in _split_range(offset, nbytes, width, limit):
-            if current is None or not current.take(row, rows, start, size, limit):
+            if current is None or not current.try_extend(row, rows, start, size, limit):
                 if current is not None:
                     yield current
                 current = Rectangle(row, rows, start, size, [])

@@ -129,7 +129,10 @@ def path_hint(path: str | TreePath) -> str:
     if similar_name:
         return f"did you mean `{parent_folder / similar_name}`?"
     sorted_names = sorted(names, key=to_natural_key)
-    contents = f"`{parent_folder}` contains {quote_names(sorted_names, MAX_SHOWN_NAMES) if sorted_names else 'nothing'}"
+    contents = (
+        f"`{parent_folder}` contains "
+        f"{quote_names(sorted_names, MAX_SHOWN_NAMES) if sorted_names else 'nothing'}"
+    )
     repository = hub_url(path)
     return f"{contents}; write a Hub repository as `{repository}`" if repository else contents
 

@@ -245,6 +245,7 @@ def _encode_shape(name: str, dtype: str, shape: tuple[int, ...]) -> str:
         shape = (*shape[:-1], shape[-1] * 2)
     if len(shape) > MAX_RANK:
         raise RefusedError(
-            f"`{name}` has {pluralize(len(shape), 'dimension')}, but at most {MAX_RANK} are supported"
+            f"`{name}` has {pluralize(len(shape), 'dimension')}, but at most {MAX_RANK} are "
+            "supported"
         )
     return "[" + ",".join(map(str, shape)) + "]"

@@ -259,7 +259,8 @@ def _changed_objects_error(folder: TreePath) -> CkptError | None:
     for name, file in files.items():
         if not is_unchanged(folder / name, file, moved=True):
             why = (
-                f"`{name}` is missing or does not have the {pluralize(file.size, 'byte')} that were "
+                f"`{name}` is missing or does not have the {pluralize(file.size, 'byte')} "
+                "that were "
                 "saved"
             )
             return _unfinished_error(

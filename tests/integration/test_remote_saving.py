@@ -155,13 +155,13 @@ def test_parts_of_somebody_elses_stay(tmp_path: Path) -> None:
     assert MEMORY.find(folder) == [f"{folder}/__7_0.distcp"]
 
 
-@pytest.mark.parametrize("failing", ["note_names", "require", "create"])
+@pytest.mark.parametrize("failing", ["note_names", "require_ours", "try_create"])
 def test_a_save_that_fails_at_its_end_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
     """Even where the store has the metadata, and it is the answer that fails."""
     url = f"memory://{tmp_path.name}"
-    kind = ConditionalObject if failing == "create" else RemoteLock
+    kind = ConditionalObject if failing == "try_create" else RemoteLock
     original = getattr(kind, failing)
 
     def fail(self: Any, *words: Any) -> None:

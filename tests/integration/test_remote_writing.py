@@ -247,7 +247,7 @@ def test_a_lock_is_taken_over_once(url: str, monkeypatch: pytest.MonkeyPatch) ->
         assert found != content or rivals[1].try_replace(content, b"second")
         return found
 
-    monkeypatch.setattr(rivals[0], "read", read)
+    monkeypatch.setattr(rivals[0], "read_content", read)
     assert not rivals[0].try_replace(content, b"first"), "another one was faster"
     assert original() == b"second"
 

@@ -118,8 +118,8 @@ class Model:
         alike: Other layouts with the same names and axis orders.
         root: Prefix of the model's names in the checkpoint, with its dot; empty at the top.
         exact: Whether every key is known and none is missing.
-        inner_models: Prefixes of models elsewhere in the checkpoint with the families that match, if none
-            matches at *root*.
+        inner_models: Prefixes of models elsewhere in the checkpoint with the families that match,
+            if none matches at *root*.
         pairs: Families and layouts that match; equivalent layouts are listed once.
         matched: Match of the model's keys in each of these layouts.
         denied: Families that would match if recorded facts did not contradict them.
@@ -197,7 +197,7 @@ class Model:
     def states_padding(self, rows: int, size: int) -> bool:
         """Check if recorded facts state that only *size* of *rows* rows are in use."""
         records = formats.get_format(self.catalog.format).recorded_facts(self.catalog)
-        return records is not None and records.state_padding(rows, size)
+        return records is not None and records.confirms_padding(rows, size)
 
     def without_model_type(self, layout: str | None) -> Model:
         """Return a copy of unknown model type whose names follow *layout*."""
@@ -254,7 +254,7 @@ def recognize_model(
         }
         fitting: Candidates = ()
         if asked_records:
-            fitting = asked_records.candidates(families_by_name, shapes, prefix)
+            fitting = asked_records.find_candidates(families_by_name, shapes, prefix)
         fitting = fitting or detect_layouts(
             shapes,
             families_by_name,
@@ -268,7 +268,7 @@ def recognize_model(
             wrong = [
                 candidate
                 for candidate in fitting
-                if asked_records.contradict(families_by_name[candidate.family])
+                if asked_records.contradicts_family(families_by_name[candidate.family])
             ]
             denied += wrong
             fitting = [candidate for candidate in fitting if candidate not in wrong]
@@ -305,7 +305,7 @@ def recognize_model(
         layout = layouts[0]
     family_name = names[0] if len(names) == 1 else model_type if names else None
     if records and config is None and params is None and family_name in families_by_name:
-        config = records.configuration(families_by_name[family_name])
+        config = records.build_config(families_by_name[family_name])
     recognized = Model(
         catalog,
         replace(request, model_type=model_type),

@@ -323,7 +323,7 @@ def is_selected(
     exclude: Sequence[str],
     include_training_state: bool,
 ) -> bool:
-    """Check if :func:`select_model` and :func:`select_by_globs` would select a leaf called *name*."""
+    """Check if :func:`select_model` and :func:`select_by_globs` would select the leaf *name*."""
     is_inside = name.startswith(root) and (bool(root) or not is_outside_model(catalog, name))
     return (
         (is_inside or include_training_state)

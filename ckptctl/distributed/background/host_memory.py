@@ -110,7 +110,8 @@ class HostRegion:
             if hasattr(self, "bytes"):
                 del self.bytes  # a reference to the error must not keep the memory
             raise StorageError(
-                f"cannot allocate {pluralize(nbytes, 'byte')} of host memory for a copy of the state",
+                f"cannot allocate {pluralize(nbytes, 'byte')} of host memory for a copy of "
+                "the state",
                 why=str(error),
             ) from error
         self.pinned = pinned and self._pin_pages()
@@ -242,7 +243,8 @@ class HostPool:
         if self._count_bytes() + size > self._limit:
             raise RefusedError(
                 "the copy of the state exceeds the limit for host memory",
-                why=f"{pluralize(size, 'byte')} in addition to {self._count_bytes():,}; the limit is "
+                why=f"{pluralize(size, 'byte')} in addition to {self._count_bytes():,}; the "
+                "limit is "
                 f"{self._limit:,}",
                 hint="raise the limit, or save synchronously",
             )

@@ -190,7 +190,7 @@ def agree_on_load(
     statements = [entry.statement for entry in views]
     is_same = all(entry.options == statements[0].options for entry in statements)
     if not is_same and not any(entry.problem for entry in statements):
-        statements = ranks.all_gather(own_view.statement._replace(how=options.collect_shared()))
+        statements = ranks.all_gather(own_view.statement._replace(options=options.collect_shared()))
     require_agreement(statements, ranks.rank, "checkpoints")
     fingerprints = [entry.fingerprint for entry in views if entry.fingerprint]
     require_same_checkpoint(fingerprints, own_view.statement.target)

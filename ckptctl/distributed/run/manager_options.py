@@ -205,7 +205,7 @@ class ManagerOptions(PreemptionOptions, opt.ModelOptions, SaveOptions, KeepOptio
 
     def policy(self) -> Policy:
         """Return the retention policy."""
-        return replace(super().build_policy(), wanted=self.keep_if)
+        return replace(super().build_policy(), keep_if=self.keep_if)
 
     def build_conversion_options(self, options: FinalOptions) -> ConversionOptions:
         """Return the conversion options for the trained model, with defaults of the manager."""

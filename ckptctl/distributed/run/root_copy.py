@@ -148,5 +148,5 @@ def _to_file_tensor(chunks: list[Extent], tensor: StridedTensor) -> StridedTenso
             offset=extent.offset + memory_extent.offset,
             crc32=extent.crc32 if is_whole_chunk else None,
         )
-        parts.append(part._replace(of=replace(part.entry, extents=(file_extent,))))
+        parts.append(part._replace(entry=replace(part.entry, extents=(file_extent,))))
     return replace(tensor, parts=tuple(parts))

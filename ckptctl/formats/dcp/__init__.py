@@ -143,7 +143,9 @@ def _list_unsupported_notes(request: OutputRequest) -> Iterator[str]:
         yield f"DCP does not support tied tensors; each is written in full: {quote_names(aliases)}"
     integer_keyed = [leaf.name for leaf in leaves if any(type(key) is int for key in leaf.path)]
     if integer_keyed:
-        yield f"DCP does not support integer keys; they become strings: {quote_names(integer_keyed)}"
+        yield (
+            f"DCP does not support integer keys; they become strings: {quote_names(integer_keyed)}"
+        )
     tuples = dict.fromkeys(
         join_path(leaf.path[:depth])
         for leaf in leaves

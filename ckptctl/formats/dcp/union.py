@@ -193,7 +193,8 @@ class RankMetadataMerger:
             return CoverageError(
                 f"parts of `{leaf.name}` are missing",
                 where=f"{self._where}, tensor `{leaf.name}`, shape {list(leaf.shape)}",
-                why=f"found {present}; none of them has {quote_names([str(b) for b in report.holes])}",
+                why=f"found {present}; none of them has "
+                f"{quote_names([str(b) for b in report.holes])}",
                 hint=f"copy the files of the remaining ranks, such as `{next_file}`",
             )
         bad_boxes = report.outside or report.overlaps

@@ -155,7 +155,8 @@ def locate_in_groups(
             raise UnsupportedError(
                 "the alignment paddings do not match the parameters",
                 where=where,
-                why=f"{pluralize(len(gaps), 'padding')}, but {pluralize(len(shapes), 'parameter')} in "
+                why=f"{pluralize(len(gaps), 'padding')}, but "
+                f"{pluralize(len(shapes), 'parameter')} in "
                 f"group {number}",
             )
         end = 0

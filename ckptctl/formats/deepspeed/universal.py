@@ -207,7 +207,8 @@ class UniversalSave:
                 f"{pluralize(len(lost), 'tensor is', 'tensors are')} not stored as a whole in any "
                 "file",
                 where=str(root / self.prefix / ZERO),
-                why=f"the model states contain {quote_names(sort_naturally(lost))}, divided among the ranks",
+                why=f"the model states contain {quote_names(sort_naturally(lost))}, divided "
+                "among the ranks",
             )
         model = replace(first, module=module)
         return MasterWeights((model,), parameters, False, self.faults).build_leaves()

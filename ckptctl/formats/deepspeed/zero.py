@@ -274,7 +274,7 @@ def fill_missing_models(
     """Add placeholders for ranks without model states."""
     template = next(model for model in models if model is not None)
     return tuple(
-        model or replace(template, file=name, absent=True)
+        model or replace(template, file=name, is_placeholder=True)
         for model, name in zip(models, names, strict=True)
     )
 
@@ -343,7 +343,7 @@ def _make_placeholder(template: OptimState, name: str, numels: Sequence[int]) ->
         ),
         mappings=None,
         states=blank,
-        absent=True,
+        is_placeholder=True,
     )
 
 

@@ -118,7 +118,8 @@ def _find_unlisted_tensors(
     misplaced = sorted(key for key in shard_tensors if weight_map.get(key, name) != name)
     if misplaced:
         raise UnsupportedError(
-            f"`{name}` contains {pluralize(len(misplaced), 'tensor')} that the index places in other "
+            f"`{name}` contains {pluralize(len(misplaced), 'tensor')} that the index places "
+            "in other "
             "files",
             where=where,
             why=quote_names(misplaced),

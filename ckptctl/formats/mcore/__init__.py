@@ -126,7 +126,7 @@ class McoreFormat(ItemFormat, WritableFormat):
         """See :meth:`Format.merged_parameters`."""
         from ckptctl.formats.mcore.spelling import find_parameter_name
 
-        return {name: whole for name in names if (whole := find_parameter_name(name))}
+        return {name: merged for name in names if (merged := find_parameter_name(name))}
 
     def recorded_facts(self, catalog: Catalog) -> RecordedFacts | None:
         """See :meth:`Format.recorded_facts`."""

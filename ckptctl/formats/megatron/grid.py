@@ -58,7 +58,8 @@ def determine_grid_sizes(
         (first_sizes, first), (second_sizes, second) = list(files_by_size.items())[:2]
         raise mixed_saves_error(
             where,
-            f"`{first}` belongs to {_format_sizes(first_sizes)} ranks, `{second}` to {_format_sizes(second_sizes)}",
+            f"`{first}` belongs to {_format_sizes(first_sizes)} ranks, `{second}` to "
+            f"{_format_sizes(second_sizes)}",
         )
     lengths = {len(key) for key in files_by_numbers}
     if files_by_size:
@@ -67,7 +68,8 @@ def determine_grid_sizes(
         if lengths != {expected}:
             raise mixed_saves_error(
                 where,
-                f"the folder names of {_format_sizes(sizes)} ranks contain {pluralize(expected, 'number')}",
+                f"the folder names of {_format_sizes(sizes)} ranks contain "
+                f"{pluralize(expected, 'number')}",
             )
         return sizes
     return _infer_sizes(files_by_numbers, where)
@@ -228,6 +230,7 @@ def _require_rank_order(grid: Grid, where: str) -> None:
             raise UnsupportedError(
                 "the files of two ranks are swapped",
                 where=where,
-                why=f"process {previous} wrote `{first_file}`, and process {current} wrote `{second_file}`",
+                why=f"process {previous} wrote `{first_file}`, and process {current} wrote "
+                f"`{second_file}`",
                 hint="restore the original names",
             )

@@ -235,7 +235,8 @@ def _count_halves(key: str, rows: int, partner_shape: Sequence[int] | None, swig
         )
     if rows not in (partner_shape[1], 2 * partner_shape[1]):
         raise MalformedError(
-            f"it has {pluralize(rows, 'row')}, `{find_partner_name(key)}` has {pluralize(partner_shape[1], 'column')}"
+            f"it has {pluralize(rows, 'row')}, `{find_partner_name(key)}` has "
+            f"{pluralize(partner_shape[1], 'column')}"
         )
     if swiglu and rows == partner_shape[1]:
         raise MalformedError(

@@ -76,7 +76,8 @@ def flatten_object(
                 raise UnsupportedError(
                     "the names of the values are too long",
                     where=where,
-                    why=f"{pluralize(length, 'character')} in the first {pluralize(leaves, 'name')}",
+                    why=f"{pluralize(length, 'character')} in the first "
+                    f"{pluralize(leaves, 'name')}",
                 )
             yield path, node
 
@@ -220,7 +221,8 @@ def require_known_classes(blobs: Iterable[Blob], *, verbatim: bool = False) -> N
             hidden.append(blob.name)
     if hidden:
         raise RefusedError(
-            f"{pluralize(len(hidden), 'value contains', 'values contain')} tensors inside of objects",
+            f"{pluralize(len(hidden), 'value contains', 'values contain')} tensors inside of "
+            "objects",
             where=quote_names(hidden),
             hint=f"skip them with {spell_option('--exclude GLOB', of='convert')}, or copy DCP "
             f"items with {spell_option('--to dcp')}",

@@ -317,7 +317,8 @@ def _read_group_order(weight: _Weight, width: int) -> torch.Tensor | None:
         raise UnsupportedError(
             f"`{name}` refers to groups that do not exist",
             where=name,
-            why=f"it refers to groups {int(group_of_column.min())} to {int(group_of_column.max())} of {groups}",
+            why=f"it refers to groups {int(group_of_column.min())} to "
+            f"{int(group_of_column.max())} of {groups}",
         )
     group_of_column = group_of_column.int()
     return (

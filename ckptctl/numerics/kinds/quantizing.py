@@ -61,7 +61,8 @@ class _BlockScheme:
     Attributes:
         rows: Rows of a block.
         columns: Columns of a block, or 0 for all.
-        compute_divisors: Computes the divisors of blocks from their largest absolute values and the global
+        compute_divisors: Computes the divisors of blocks from their largest absolute values and the
+            global
             scale: ``[block rows, block columns]``.
         to_stored_scales: Converts divisors to stored scales.
         is_float32: Whether to compute in float32 regardless of the weight's dtype.

@@ -69,7 +69,10 @@ def _decompress_item(
     ):
         file.append_bytes([piece])
         if file.nbytes > max_bytes:
-            why = f"more than {pluralize(max_bytes, 'byte')} for {computed.dtype} {list(computed.shape)}"
+            why = (
+                f"more than {pluralize(max_bytes, 'byte')} for {computed.dtype} "
+                f"{list(computed.shape)}"
+            )
             raise UnsupportedError(f"an item of `{name}` is too long", where=where, why=why)
     stored = read_item_tensor(file, packed_extent.file, 0, file.nbytes)
     require_chunk((stored.dtype, stored.shape), name, computed.dtype, computed.shape, lambda: where)

@@ -71,8 +71,8 @@ class Recipe:
         build_config: Builds ``quantization_config`` of config.json, given the ignored modules.
         column_multiple: Required divisor of a weight's number of columns.
         shared_part: The part with one value for all weights that programs fuse, or None.
-        stack_multiples: Required divisors of the rows and columns of stacked experts, or None if programs
-            only read experts one by one.
+        stack_multiples: Required divisors of the rows and columns of stacked experts, or None if
+            programs only read experts one by one.
     """
 
     name: str

@@ -175,11 +175,11 @@ class NamingForm:
         lead_ending: Ending of the tensor of quantized elements.
         dtypes: Possible dtypes of that tensor.
         parts: The other tensors by role, which may be required, optional or forbidden.
-        build_weight: Checks a group of such tensors and builds its weight, or None if this form is only
-            recognized.
+        build_weight: Checks a group of such tensors and builds its weight, or None if this form is
+            only recognized.
         dequantized_ending: Ending of the dequantized tensor.
-        unique_endings: Endings that only this form has, each with the dtypes for which that holds (empty
-            for any). Such a tensor outside a complete group is an error.
+        unique_endings: Endings that only this form has, each with the dtypes for which that holds
+            (empty for any). Such a tensor outside a complete group is an error.
     """
 
     lead_ending: str

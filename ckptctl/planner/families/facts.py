@@ -2,10 +2,10 @@
 
 The columns are the names of a fact in config.json, params.json, Megatron-Core's configuration and
 the metadata of a GGUF file (after the architecture), or ``-``; the kind of its value, a row of
-:data:`ckptctl.facts.kinds.FACT_KINDS`; the default of transformers, or ``-`` if the field is required;
-and the value of Megatron-Core's field in families whose models do not vary it. Fields with the
-prefix ``moe_`` are ignored without experts. Families select rows, may override defaults, and add
-rows that no other family has.
+:data:`ckptctl.facts.kinds.FACT_KINDS`; the default of transformers, or ``-`` if the field is
+required; and the value of Megatron-Core's field in families whose models do not vary it. Fields
+with the prefix ``moe_`` are ignored without experts. Families select rows, may override defaults,
+and add rows that no other family has.
 
 Sources: transformers' configuration classes; ``llama_models`` and mistral-inference's ``args.py``;
 Megatron-Core's ``transformer_config.py`` (0.16); ``gguf/constants.py`` (0.19).

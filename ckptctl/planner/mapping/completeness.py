@@ -378,7 +378,7 @@ def require_known_keys(
     """Require that the layout knows all keys.
 
     Raises:
-        HomelessError: It does not know some of them.
+        UnmappedTensorError: The layout has no place for some of them.
     """
     if not matched.unmatched:
         return

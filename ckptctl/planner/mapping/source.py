@@ -292,6 +292,7 @@ class FusedPartCheck:
         raise MappingError(
             "a fused tensor cannot be written in part",
             where=f"tensor `{key}`",
-            why=f"the checkpoint contains its parts {quote_names(existing)}, but not {quote_names(missing)}",
+            why=f"the checkpoint contains its parts {quote_names(existing)}, but not "
+            f"{quote_names(missing)}",
             hint=f"pass {spell_option('--exclude')} for all of its parts or for none of them",
         )

@@ -107,7 +107,8 @@ def _require_castable(changes: Mapping[str, tuple[str, str]], allowed: bool) -> 
         before, after = changes[name]
         raise MappingError(
             (
-                f"{pluralize(len(rejected), 'tensor has', 'tensors have')} a different dtype in the "
+                f"{pluralize(len(rejected), 'tensor has', 'tensors have')} a different dtype "
+                "in the "
                 "checkpoint"
             )
             if rejected[1:]

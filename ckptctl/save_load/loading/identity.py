@@ -125,7 +125,8 @@ def make_fingerprint(catalog: Catalog) -> Fingerprint:
     )
     return Fingerprint(
         content_digest,
-        f"{name} ({pluralize(len(files), 'file')}, {pluralize(sum(catalog.files.values()), 'byte')})",
+        f"{name} ({pluralize(len(files), 'file')}, "
+        f"{pluralize(sum(catalog.files.values()), 'byte')})",
     )
 
 

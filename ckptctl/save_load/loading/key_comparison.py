@@ -234,7 +234,7 @@ def with_rank_tensors(
     if not rank_tensors:
         return mapping
     return replace(
-        mapping, tensors={**mapping.tensors, **rank_tensors}, own=frozenset(rank_tensors)
+        mapping, tensors={**mapping.tensors, **rank_tensors}, rank_tensors=frozenset(rank_tensors)
     )
 
 

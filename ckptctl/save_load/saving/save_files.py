@@ -2,8 +2,8 @@
 
 Every rank describes its shards (:mod:`ckptctl.save_load.saving.local_shards`), one rank plans
 (:mod:`ckptctl.save_load.saving.global_plan`), each rank lays out and writes its files
-(:func:`lay_out_rank_files`), and one writes the metadata (:func:`make_tensor_metadata`). torch is not used
-here: plans refer to memory by name.
+(:func:`lay_out_rank_files`), and one writes the metadata (:func:`make_tensor_metadata`). torch is
+not used here: plans refer to memory by name.
 """
 
 from __future__ import annotations

@@ -241,7 +241,8 @@ def no_tensor_error(
         or (
             f"did you mean `{close}`?"
             if close
-            else f"list all tensors with {format_command('inspect', catalog.path, options=['--tensors'])}"
+            else "list all tensors with "
+            f"{format_command('inspect', catalog.path, options=['--tensors'])}"
         ),
     )
 

@@ -312,7 +312,10 @@ def _check_moments(catalog: Catalog) -> Iterator[Finding]:
         if slots != {"step"} and "exp_avg" in usual:
             severity: Severity = "warning" if slots == {"exp_avg"} else "unknown"
             for slot in sorted(usual - slots):
-                why = f"this parameter only has {quote_names(sorted(slots))}, but others have `{slot}`"
+                why = (
+                    f"this parameter only has {quote_names(sorted(slots))}, but others have "
+                    f"`{slot}`"
+                )
                 message = "optimizer state is missing"
                 missing_name = f"{parameter}.{slot}"
                 yield Finding(message, why, severity, tensor=missing_name, basis="index")

@@ -92,7 +92,7 @@ class Verification(
 
     @property
     def shows_damaged_files(self) -> bool:
-        """Whether files themselves show damage, as ``shows_torn_write`` decides."""
+        """Whether files themselves show damage, as :func:`~ckptctl.verdict.shows_file_damage` decides."""
         return shows_file_damage(self.findings)
 
     @property

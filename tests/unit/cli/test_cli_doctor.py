@@ -243,7 +243,8 @@ def test_places_are_those_of_the_hub_client(where, tmp_path):
     code = (
         "from ckptctl.verbs import doctor as s\n"
         "from huggingface_hub import constants as c\n"
-        f"cache, home = s.{doctor._check_hub_cache.__name__}(), s.{doctor._find_hub_home.__name__}()\n"
+        f"cache, home = s.{doctor._check_hub_cache.__name__}(), "
+        f"s.{doctor._find_hub_home.__name__}()\n"
         "assert cache.found.startswith(c.HF_HUB_CACHE), (cache, c.HF_HUB_CACHE)\n"
         "assert str(home / 'token') == c.HF_TOKEN_PATH"
     )

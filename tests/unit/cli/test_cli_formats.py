@@ -170,7 +170,8 @@ def test_on_a_terminal(terminal):
 
 def test_torch_is_not_imported():
     code = (
-        f"import sys; from {list_known_formats.__module__} import {list_known_formats.__name__} as formats; "
+        f"import sys; from {list_known_formats.__module__} import "
+        f"{list_known_formats.__name__} as formats; "
         "formats();"
         "assert not {'torch', 'numpy', 'safetensors'} & set(sys.modules)"
     )

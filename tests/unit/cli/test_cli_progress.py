@@ -129,8 +129,8 @@ def test_the_end_has_a_name(clock):
 def test_a_narrow_terminal_gets_less(clock):
     bar = made(module._BarDisplay)
     bar.done = 1 << 20
-    assert bar.said(module.NARROW_COLUMNS - 1) == "25 %"
-    assert bar.said(module.NARROW_COLUMNS) == "1.0 MiB of 4.0 MiB (25 %)"
+    assert bar.format_status(module.NARROW_COLUMNS - 1) == "25 %"
+    assert bar.format_status(module.NARROW_COLUMNS) == "1.0 MiB of 4.0 MiB (25 %)"
 
 
 def test_a_bar_does_not_wait_for_the_first_step(monkeypatch):

@@ -249,7 +249,7 @@ def test_a_scale_of_none_is_not_stated() -> None:
 def test_what_one_model_type_cannot_say_leaves_the_others() -> None:
     family = families.family("gemma")
     assert family.megatron is not None
-    style = replace(family.megatron, words=(Fact("head_dim", kind="flag", megatron="kv_channels"),))
+    style = replace(family.megatron, facts=(Fact("head_dim", kind="flag", megatron="kv_channels"),))
     known = {"odd": replace(family, megatron=style), "gemma": family}
     assert find_possible_families(known, record("gemma", "arguments")) == ["gemma"]
 

@@ -163,7 +163,7 @@ def test_signs_of_life(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="of /proc")
 def test_a_process_of_this_machine_that_has_ended(url: str) -> None:
     code = (
-        "from ckptctl.storage.processes import own; p = own(); "
+        "from ckptctl.storage.processes import current_process; p = current_process(); "
         "print(p.host, p.number, p.began, p.system, sep='|', flush=True); "
         "import sys; sys.stdin.read()"
     )

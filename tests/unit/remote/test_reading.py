@@ -416,7 +416,7 @@ def test_long_reads_are_made_of_short_requests(tmp_path: Path) -> None:
     asked: list[int] = []
 
     class Counting(FsspecStore):
-        def read(self, name: str, version: str, start: int, stop: int) -> bytes | bytearray:
+        def read_range(self, name: str, version: str, start: int, stop: int) -> bytes | bytearray:
             asked.append(stop - start)
             return super().read_range(name, version, start, stop)
 
@@ -429,7 +429,7 @@ def test_long_reads_are_made_of_short_requests(tmp_path: Path) -> None:
 
 def test_a_place_that_gives_less_than_it_promised(url: str, tmp_path: Path) -> None:
     class Short(FsspecStore):
-        def read(self, name: str, version: str, start: int, stop: int) -> bytes | bytearray:
+        def read_range(self, name: str, version: str, start: int, stop: int) -> bytes | bytearray:
             return super().read_range(name, version, start, stop)[:-1]
 
     with source_files(_served(Short(url))) as files, pytest.raises(DamagedError, match="truncated"):
@@ -438,7 +438,7 @@ def test_a_place_that_gives_less_than_it_promised(url: str, tmp_path: Path) -> N
 
 def test_a_place_that_sends_everything(url: str) -> None:
     class Whole(FsspecStore):
-        def read(self, name: str, version: str, start: int, stop: int) -> bytes | bytearray:
+        def read_range(self, name: str, version: str, start: int, stop: int) -> bytes | bytearray:
             return super().read_range(name, version, 0, 1024) * 2
 
     with (
@@ -465,7 +465,7 @@ def test_what_is_asked_of_a_place(url: str) -> None:
     asked: list[str] = []
 
     class Counting(FsspecStore):
-        def members(self, folder: str) -> list[TreeEntry]:
+        def list_members(self, folder: str) -> list[TreeEntry]:
             asked.append(folder)
             return super().list_members(folder)
 

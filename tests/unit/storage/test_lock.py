@@ -52,7 +52,7 @@ def test_there_is_nothing_to_lock_in(tmp_path: Path) -> None:
 def test_it_ends_with_its_process(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys; from pathlib import Path; from ckptctl.storage import lock\n"
-        "found = lock.held(Path(sys.argv[1]), Path('x'), 'at it')\n"
+        "found = lock.hold_lock(Path(sys.argv[1]), Path('x'), 'at it')\n"
         "found.__enter__(); os.kill(os.getpid(), signal.SIGKILL)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "stage")], check=False)

@@ -385,10 +385,10 @@ def test_removing_stays_on_one_file_system(tmp_path, monkeypatch):
 
 def test_one_of_many_concurrent_runs_wins(tmp_path):
     script = (
-        "import sys, pathlib; from ckptctl.storage.publish import staging\n"
+        "import sys, pathlib; from ckptctl.storage.publish import stage_output\n"
         "from ckptctl.errors import RefusedError\n"
         "try:\n"
-        "    with staging(pathlib.Path(sys.argv[1])) as stage:\n"
+        "    with stage_output(pathlib.Path(sys.argv[1])) as stage:\n"
         "        for name in 'ab': (stage.data / name).write_text(sys.argv[2])\n"
         "        stage.publish()\n"
         "except RefusedError: sys.exit(6)\n"

@@ -216,7 +216,7 @@ def test_a_sweep_does_not_lock_what_a_save_has_just_begun(
     assert not race_with_sweep(tmp_path / "out", monkeypatch, wait_in(os, "ftruncate"))
 
 
-@pytest.mark.parametrize("call", ["trash.remove", "os.ftruncate"])
+@pytest.mark.parametrize("call", ["trash.remove_path", "os.ftruncate"])
 def test_a_save_waits_while_what_was_left_for_it_is_swept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:

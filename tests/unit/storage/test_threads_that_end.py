@@ -16,7 +16,7 @@ stop = threading.Event()
 thread = {thread}
 thread.start()
 print("said")
-threads.leave(7)
+threads.exit_if_daemons_run(7)
 stop.set()
 """
 
@@ -24,8 +24,8 @@ stop.set()
 @pytest.mark.parametrize(
     ("thread", "code", "said"),
     [
-        ("threads.daemon(time.sleep, 60)", 7, "said\n"),
-        ("threads.daemon(int)", 0, "said\nthe interpreter shut down\n"),
+        ("threads.create_daemon(time.sleep, 60)", 7, "said\n"),
+        ("threads.create_daemon(int)", 0, "said\nthe interpreter shut down\n"),
         ("threading.Thread(target=stop.wait)", 0, "said\nthe interpreter shut down\n"),
     ],
 )

@@ -54,7 +54,8 @@ def _build_packed_weight(group: TensorGroup) -> QuantizedWeight:
     columns = _read_packed_columns(group, settings, words)
     if words != -(-columns * settings.bits // WORD_BITS):
         raise group.mismatch_error(
-            f"{pluralize(columns, 'number')} of {settings.bits} bits do not fill {pluralize(words, 'word')}"
+            f"{pluralize(columns, 'number')} of {settings.bits} bits do not fill "
+            f"{pluralize(words, 'word')}"
         )
     return _build_integer_weight(group, settings, (*lead, rows, columns), settings.bits)
 

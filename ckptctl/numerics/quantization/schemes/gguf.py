@@ -21,7 +21,8 @@ def _build_weight(block_type: BlockType, group: TensorGroup) -> QuantizedWeight:
     *rows, width = group.lead.shape or (1,)
     if width % block_type.nbytes:
         raise group.mismatch_error(
-            f"the row size of {block_type.name} must be a multiple of {pluralize(block_type.nbytes, 'byte')}"
+            f"the row size of {block_type.name} must be a multiple of "
+            f"{pluralize(block_type.nbytes, 'byte')}"
         )
     return group.build_weight(
         f"GGUF {block_type.name}",

@@ -42,7 +42,8 @@ def _build_weight(group: TensorGroup) -> QuantizedWeight:
     *lead, group_count = scales.shape
     if packed.shape[-1] * WORD_BITS != group_count * size * bits:
         raise group.mismatch_error(
-            f"expected {pluralize(group_count, 'group')} of {pluralize(size, 'element')} of {bits} bits",
+            f"expected {pluralize(group_count, 'group')} of {pluralize(size, 'element')} of "
+            f"{bits} bits",
             "scales",
         )
     kind_name = "mlx_affine" if mode == AFFINE_MODE else "mlx_float"

@@ -123,7 +123,8 @@ SCHEMES = (
                     "global": WeightPart(
                         ".weight_scale_2",
                         forbidden=lambda group: (
-                            f"`quant_algo` is {_read_algorithm(group, FP8_ALGORITHMS)['quant_algo']}"
+                            "`quant_algo` is "
+                            f"{_read_algorithm(group, FP8_ALGORITHMS)['quant_algo']}"
                         ),
                     ),
                 },

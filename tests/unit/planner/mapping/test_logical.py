@@ -152,7 +152,7 @@ def resized(array: np.ndarray, dim: int, size: int) -> np.ndarray:
 def test_only_a_whole_tensor_in_its_order_is_renamed() -> None:
     same = ComposedTensor.from_unchanged("a", "b", (2, 3))
     assert same.is_rename
-    assert not replace(same, sources=(same.sources[0]._replace(plus=1),)).is_rename
+    assert not replace(same, sources=(same.sources[0]._replace(offset=1),)).is_rename
     for tensor in (same.tensor.permute((1, 0)), same.tensor.narrow(0, 0, 1)):
         assert not replace(same, tensor=tensor).is_rename
     assert ComposedTensor.from_unchanged("a", "b", (0, 3)).is_rename

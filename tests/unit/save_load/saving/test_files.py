@@ -266,7 +266,7 @@ def test_different_destinations_and_options_are_refused() -> None:
     with pytest.raises(RefusedError, match="destinations"):
         require_agreement([statement(), statement(target="/y")], 0)
     with pytest.raises(RefusedError, match="options: files"):
-        require_agreement([statement(), statement(how={"files": 2})], 0)
+        require_agreement([statement(), statement(options={"files": 2})], 0)
     with pytest.raises(RankError, match="rank 1: no"):
         require_agreement([statement(), statement(problem=CkptError("no"))], 0)
 
