@@ -226,7 +226,7 @@ def test_what_may_be_missing_leaves_whole_tensors(name, source, target, number):
     needed = made_of(mapped(name, source, target, whole))
     for key in keys_of(name, source, number):
         rest = {other: shape for other, shape in whole.items() if other != key}
-        found = mapped(name, source, target, rest, partial=True, matched=matched, missing=[key])
+        found = mapped(name, source, target, rest, partial=True, matched=matched, may_be_missing=[key])
         made = made_of(found)
         assert all(count == needed[made_key] for made_key, count in made.items()), key
         zeros = {made.key for made in found.zeros}
@@ -508,14 +508,14 @@ def test_a_model_without_a_head_and_without_what_it_puts_before_names(name):
     inner = {key.removeprefix(family.wrapper_prefix): shape for key, shape in shapes.items()}
     (found,) = detect_layouts(inner, {name: family})
     assert found.is_exact and found.layout == BASE
-    back = mapped(name, BASE, "hf", inner, without={tie.tensor for tie in family.ties})
+    back = mapped(name, BASE, "hf", inner, absent_tensors={tie.tensor for tie in family.ties})
     assert {(*view.sources, *view.targets)[0].key for view in back.tensors} == inner.keys()
     assert set(made_of(back)) == shapes.keys()
     for key in inner:
         if not alone(name, "hf", family.wrapper_prefix + key):
             rest = {other: shape for other, shape in inner.items() if other != key}
             with pytest.raises(MissingTensorsError, match="missing"):
-                mapped(name, BASE, "hf", rest, without={tie.tensor for tie in family.ties})
+                mapped(name, BASE, "hf", rest, absent_tensors={tie.tensor for tie in family.ties})
 
 
 def test_who_reads_another_layout_expects_a_head_of_a_base_model(tmp_path: Path) -> None:

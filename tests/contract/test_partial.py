@@ -453,7 +453,7 @@ def test_replicas_without_checksums_are_read(
     def unchecked(*args: Any) -> Any:
         return replace(real(*args), crc32=None, within=None)
 
-    monkeypatch.setattr("ckptctl.formats.dcp.locating.extent_of", unchecked)
+    monkeypatch.setattr("ckptctl.formats.dcp.locating.make_extent", unchecked)
     ckptctl.convert(source, tmp_path / "equal", to="hf", verify_replicas=True)
     flip_copy(source)
     with pytest.raises(UnsupportedError, match="replicas"):

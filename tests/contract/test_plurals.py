@@ -1,4 +1,4 @@
-"""No message writes the plural of a number itself: ``units.counted`` knows when there is one."""
+"""No message writes the plural of a number itself: ``units.pluralize`` knows when there is one."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ NEVER_ONE = {
     ("ckptctl/errors.py", "more"),  # one other is named
     ("ckptctl/errors.py", "count"),  # a single type is named
     ("ckptctl/families.py", "len(known)"),  # the families of this package
-    ("ckptctl/formats/__init__.py", "len(names())"),  # its formats
-    ("ckptctl/formats/foreign.py", "len(known)"),
+    ("ckptctl/formats/__init__.py", "len(list_format_names())"),  # its formats
+    ("ckptctl/formats/foreign.py", "len(format_names)"),
     ("ckptctl/formats/shared/findings.py", "len(wanted)"),  # the verb is that of those missing
     ("ckptctl/conversion/recognition/roots.py", "len(names)"),  # one is named
 }
@@ -57,11 +57,11 @@ def test_no_message_writes_the_plural_of_a_number_itself() -> None:
         for path in sorted(PACKAGE.rglob("*.py"))
         for line in own_plurals(str(path.relative_to(PACKAGE.parent)), path.read_text())
     ]
-    assert not found, "say it with `units.counted`:\n" + "\n".join(found)
+    assert not found, "say it with `units.pluralize`:\n" + "\n".join(found)
 
 
 def test_a_plural_of_its_own_is_found() -> None:
     assert [*own_plurals("x", 'f"lacks {number:,} tensors"')]
     assert [*own_plurals("x", 'f"{len(names)} other files are missing"')]
     assert not [*own_plurals("x", 'f"{LIMIT:,} tensors"')]
-    assert not [*own_plurals("x", "f\"{counted(number, 'tensor')} here\"")]
+    assert not [*own_plurals("x", "f\"{pluralize(number, 'tensor')} here\"")]

@@ -14,7 +14,7 @@ GROUPED = [
 
 def together(arrays, family, layer):
     """What a family's hf tensors are in Megatron-Core, by numpy alone."""
-    sizes, leaves = tiny_sizes(family), family.layout("hf").leaves
+    sizes, leaves = tiny_sizes(family), family.get_layout("hf").leaves
     groups, each = sizes["k"], sizes["h"] // sizes["k"] * sizes["e"]
     gates = sizes.get("g", 1)
     keys = [leaves[f"{part}.{{i}}"].key.text.format(i=layer) for part in "qkv"]

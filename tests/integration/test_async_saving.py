@@ -363,12 +363,12 @@ def test_a_killed_trainer_leaves_the_last_checkpoint(
     child = trainer(
         """
         from ckptctl.distributed.saving import save as collective_save
-        publish = collective_save.CollectiveSave._publish
+        publish = collective_save.CollectiveSave._publish_metadata
         def late(self, written):
             print("written", flush=True)
             time.sleep(60)
             return publish(self, written)
-        collective_save.CollectiveSave._publish = late
+        collective_save.CollectiveSave._publish_metadata = late
         state = {str(number): torch.ones(1 << 19) for number in range(48)}
         staged = lambda _: print("staged", flush=True)
         how = {"mode": mode, "overwrite": True, "on_staged": staged, "jobs": 16, "files": 7}

@@ -181,7 +181,7 @@ def test_what_cannot_be_fetched_ahead_is_an_error_where_it_is_read(
 
 def test_many_shards_are_asked_once(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though fewer blocks are kept than there are shards."""
-    monkeypatch.setattr(blocks.SHARED_BLOCKS, "_room", 200_000)
+    monkeypatch.setattr(blocks.SHARED_BLOCKS, "_capacity_bytes", 200_000)
     monkeypatch.setattr(read_ahead, "PREFETCH_COUNT", 1)
     assert ckptctl.verify("hf://org/tiny").findings == ()
     assert sum(name.endswith(".safetensors") for name in _asked(hub)) == 3

@@ -58,7 +58,7 @@ def test_importers_that_know_packages_are_asked(monkeypatch: pytest.MonkeyPatch)
 def test_nothing_is_imported_where_there_are_none() -> None:
     code = (
         "import sys; from ckptctl import families, formats; families.load_families();"
-        "from ckptctl import formats; assert not formats.entry_points();"
+        "from ckptctl import formats; assert not formats.list_entry_points();"
         "print([n for n in ('email', 'importlib.metadata') if n in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

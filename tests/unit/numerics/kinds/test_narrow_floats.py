@@ -9,7 +9,7 @@ from ckptctl.numerics.kinds.narrow_floats import _convert_to_float32
 class Room:
     """Of the output, only the memory for what is between."""
 
-    def scratch(self, _use, dtype, count):
+    def get_scratch(self, _use, dtype, count):
         return torch.empty(count, dtype=getattr(torch, dtype))
 
 

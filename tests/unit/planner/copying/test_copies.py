@@ -186,7 +186,7 @@ def test_every_element_arrives(made, sizes, permuted, few_reads):
 
 def check_transfer(transfer, records, how, in_order, limits):
     axes, source_dims, target_dims = how
-    (entry,) = {id(one): one for one in transfer.stored_tensors()}.values()
+    (entry,) = {id(one): one for one in transfer.iterate_stored_tensors()}.values()
     tensor, extents = transfer.tensor, entry.extents
     item, out = (dtypes.itemsize(one) for one in (tensor.stored_dtype, tensor.dtype))
     sources = [
@@ -203,7 +203,7 @@ def check_transfer(transfer, records, how, in_order, limits):
     }
     expected = {
         place: cast(files[file][at : at + item], item, out)
-        if transfer.casts
+        if transfer.is_cast
         else files[file][at : at + item]
         for index, ((file, at),) in source.items()
         for place in target[index]
@@ -215,7 +215,7 @@ def check_transfer(transfer, records, how, in_order, limits):
         assert tile.nbytes <= max(limits[:4], default=0) or tile.nbytes == item
         buffer = fill(tile, files, item)
         copied += tile.nbytes if tile.writes else 0
-        if transfer.casts:
+        if transfer.is_cast:
             buffer = cast(buffer, item, out)
         for write in tile.writes:
             record = records[write.record]

@@ -49,7 +49,7 @@ def test_any_number_of_threads_writes_the_same(case, jobs, checksum):
     plan = case.plan()
     limits = ExecutionOptions(jobs=jobs, **SMALL).compute_limits()
     units = [
-        list(copies.lower_transfer(one, plan.records, limits, plan.checked_by(number)))
+        list(copies.lower_transfer(one, plan.records, limits, plan.list_checked_tensors(number)))
         for number, one in enumerate(plan.transfers)
     ]
     assert len(units[0]) == 1 and units[0][0].flat
@@ -74,7 +74,7 @@ def test_they_are_resumed_as_a_whole(case, monkeypatch, spoilt):
     plan = case.plan()
     done = interrupted(case, plan, monkeypatch, 3)
     if spoilt:
-        write = done[-1].tile.written()[-1]
+        write = done[-1].tile.list_writes()[-1]
         with (case.out / write.file).open("r+b") as file:
             file.seek(write.offset + write.nbytes - 1)
             file.write(b"!")
