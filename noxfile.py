@@ -155,7 +155,7 @@ def servers(session: nox.Session) -> None:
         session.run(*npm, external=True, success_codes=range(256))  # what lacks it is skipped
         path = f"{folder}/node_modules/.bin:{path}"
     files = [f"tests/integration/test_{name}.py" for name in SERVERS]
-    files.append("tests/contract/test_docs.py::test_the_page_about_buckets_runs")
+    files.append("tests/contract/test_docs.py::test_bucket_page_runs_against_s3_server")
     pytest = ("pytest", "-n", "2", "-m", "not oracle")
     session.run(*pytest, *files, *session.posargs, env={"PATH": path})
 

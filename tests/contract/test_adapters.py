@@ -61,7 +61,7 @@ def shared(name, source, target):
     }
 
 
-def test_most_families_have_adapters():
+def test_llama3_lora_has_all_adapter_layouts():
     assert {"llama3-lora", "qwen2-lora", "phi3-lora", "mixtral-lora"} <= ADAPTERS.keys()
     assert ADAPTERS["llama3-lora"].layouts == (
         "peft",
@@ -73,7 +73,7 @@ def test_most_families_have_adapters():
     assert families.family("llama3-lora") is ADAPTERS["llama3-lora"]
 
 
-def test_a_layout_in_which_nobody_writes_adapters_is_refused_with_the_reason():
+def test_unsupported_adapter_layout_is_refused_with_reason():
     with pytest.raises(UsageError, match="`deepseek_v3-lora` has no layout `deepseek`") as raised:
         ADAPTERS["deepseek_v3-lora"].get_layout("deepseek")
     assert raised.value.why.startswith(
@@ -82,7 +82,7 @@ def test_a_layout_in_which_nobody_writes_adapters_is_refused_with_the_reason():
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_an_adapter_is_recognized_by_its_keys(name):
+def test_adapter_family_and_layout_are_detected_from_keys(name):
     for layout in ADAPTERS[name].layouts:
         shapes = factors(name, layout)
         if shapes:
@@ -92,7 +92,7 @@ def test_an_adapter_is_recognized_by_its_keys(name):
 
 
 @pytest.mark.parametrize(("name", "source", "target"), direct(PAIRS, ADAPTERS))
-def test_there_and_back_is_the_identity(name, source, target):
+def test_adapter_round_trip_preserves_values(name, source, target):
     shapes = shared(name, source, target)
     there = mapped(ADAPTERS[name], source, target, shapes)
     values = numbered(shapes)
@@ -107,7 +107,7 @@ def test_there_and_back_is_the_identity(name, source, target):
 
 
 @pytest.mark.parametrize(("name", "source", "target"), direct(PAIRS, ADAPTERS))
-def test_the_rows_of_b_go_where_those_of_the_weight_go(name, source, target):
+def test_mapped_adapter_product_equals_mapped_weight_delta(name, source, target):
     """By numpy: the product of the mapped factors is the product, mapped as the weight is."""
     base = families.family(name.removesuffix("-lora"))
     plain = {"peft": "hf", "peft-v5": "hf-v5", "mcore-canonical": "mcore"}
@@ -175,7 +175,7 @@ def fused(parts, groups):
 
 
 @pytest.mark.parametrize(("name", "layout"), BASES)
-def test_taken_apart_model_and_adapter_have_the_same_names(name, layout):
+def test_unfused_adapter_dims_match_model_weights(name, layout):
     base = families.load_families()[name]
     model = derive_unfused_model(base, layout).get_layout(UNFUSED)
     adapter = (

@@ -21,7 +21,9 @@ from tests.contract.commands import COMMANDS
 UPDATE = "CKPTCTL_UPDATE_SNAPSHOTS=1 pytest -n 0 tests/contract/test_additions.py"
 
 
-def test_additions_have_everything_and_texts_are_current(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_additions_are_complete_and_generated_files_current(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in ("CKPTCTL_DEBUG", "CKPTCTL_NO_PROGRESS", "NO_COLOR"):
         monkeypatch.delenv(name, raising=False)
     texts = [

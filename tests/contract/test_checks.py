@@ -19,14 +19,14 @@ def _called(function: ast.FunctionDef) -> list[ast.expr]:
     return [one.func if isinstance(one, ast.Call) else one for one in function.decorator_list]
 
 
-def test_sessions_that_are_named_exist() -> None:
+def test_nox_sessions_named_in_contributing_and_ci_exist() -> None:
     text = "".join((REPOSITORY / name).read_text() for name in ("CONTRIBUTING.md", ".ci/run"))
     named = re.findall(r"(?:nox -s|^ *session) ([a-z]+(?: [a-z]+)*)", text, re.MULTILINE)
     assert {word for words in named for word in words.split()} <= sessions()
     assert {"lint", "types", "slow", "oracles", "servers", "docs", "wheel"} <= sessions()
 
 
-def test_files_that_contributors_are_shown_exist() -> None:
+def test_paths_named_in_contributing_exist() -> None:
     text = (REPOSITORY / "CONTRIBUTING.md").read_text()
     paths = set(re.findall(r"\b((?:ckptctl|converters|tests|docs)/[\w./-]*)", text))
     assert len(paths) > 10

@@ -125,7 +125,7 @@ def test_unknown_model_type_is_structure_complete(
     assert code == 0 and UNKNOWN_MODEL in done["notes"]
 
 
-def test_missing_last_layer_is_not_claimed_to_be_detectable(tmp_path: Path) -> None:
+def test_missing_last_layer_without_config_is_noted_not_damaged(tmp_path: Path) -> None:
     state = {name: tensor for name, tensor in STATE.items() if ".layers.1." not in name}
     require_verdict(write(tmp_path / "with", "dcp", state, CONFIG), "damaged")
     path = write(tmp_path / "without", "dcp", state)
@@ -153,7 +153,7 @@ def data_files(path: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_missing_or_cut_file_is_damaged_in_every_command(tmp_path: Path, format: str) -> None:
+def test_missing_or_truncated_file_is_damaged_in_every_command(tmp_path: Path, format: str) -> None:
     for number, file in enumerate(data_files(write(tmp_path / "whole", format, STATE, CONFIG))):
         for cut in (None, 0, file.stat().st_size // 2):
             path = write(tmp_path / f"{number}-{cut}", format, STATE, CONFIG)
@@ -182,7 +182,7 @@ def flipped_copies(path: Path, to: Path) -> Iterator[tuple[Path, str]]:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_flipped_bit_is_never_called_verified(tmp_path: Path, format: str) -> None:
+def test_flipped_bit_is_never_reported_as_verified(tmp_path: Path, format: str) -> None:
     for copy, file in flipped_copies(write(tmp_path, format, STATE, CONFIG), tmp_path):
         code, found = run("verify", copy, "--level", "full")
         if format == "hf":  # nothing is recorded of its bytes
@@ -197,7 +197,7 @@ def test_flipped_bit_is_never_called_verified(tmp_path: Path, format: str) -> No
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_manifest_makes_a_flipped_bit_damage(tmp_path: Path, format: str) -> None:
+def test_flipped_bit_is_damage_when_manifest_exists(tmp_path: Path, format: str) -> None:
     source = write(tmp_path, format, STATE, CONFIG)
     code, found = run("verify", source, "--level", "full", "--manifest")
     assert code == 0
@@ -214,7 +214,7 @@ def test_manifest_makes_a_flipped_bit_damage(tmp_path: Path, format: str) -> Non
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_verified_bytes_were_read(tmp_path: Path, format: str) -> None:
+def test_bytes_read_cover_verified_bytes(tmp_path: Path, format: str) -> None:
     path = write(tmp_path, format, STATE, CONFIG)
     _, before = run("verify", path, "--level", "full")
     assert before["bytes_read"] >= before["verified_bytes"]

@@ -41,19 +41,19 @@ NO_PATH = {
 """Commands that take no path."""
 
 
-def test_the_matrix_is_of_commands() -> None:
+def test_test_matrix_lists_only_registered_commands() -> None:
     assert set(LINES) <= set(COMMANDS)
     assert set(NO_PATH) <= set(COMMANDS)
 
 
-def test_every_command_has_a_schema() -> None:
+def test_every_command_has_json_option_and_schema() -> None:
     for info in app.registered_commands:
         assert info.callback and "json" in info.callback.__annotations__, info.name
     assert set(schemas.list_documents()) - {"error"} == set(COMMANDS)
 
 
 @pytest.mark.parametrize("name", sorted(schemas.list_documents()))
-def test_schemas_are_schemas(name: str) -> None:
+def test_schemas_are_valid_json_schema(name: str) -> None:
     jsonschema = pytest.importorskip("jsonschema")
     for closed in (False, True):
         jsonschema.Draft202012Validator.check_schema(
@@ -66,7 +66,7 @@ def test_schemas_are_schemas(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "line"), CASES)
-def test_json(
+def test_json_output_validates_against_schema(
     name: str, line: Line, places: dict[str, Path], run: Callable[..., Result], tmp_path: Path
 ) -> None:
     result = run(name, *arguments(line, places, tmp_path), "--json")
@@ -80,7 +80,7 @@ def test_json(
 
 
 @pytest.mark.parametrize(("name", "line"), CASES)
-def test_pipe(
+def test_piped_output_has_no_color_or_truncation(
     name: str,
     line: Line,
     places: dict[str, Path],
@@ -99,7 +99,7 @@ def test_pipe(
 
 
 @pytest.mark.parametrize(("name", "line"), CASES)
-def test_quiet(
+def test_quiet_prints_only_results_and_warnings(
     name: str, line: Line, places: dict[str, Path], run: Callable[..., Result], tmp_path: Path
 ) -> None:
     """Names or paths alone: no hint, no progress, no table; warnings and errors all the same."""
@@ -124,7 +124,7 @@ def inputs(line: Line) -> list[str]:
         for number in range(len(inputs(line)))
     ],
 )
-def test_missing_path(
+def test_missing_path_exits_3_and_changes_nothing(
     name: str,
     line: Line,
     number: int,
@@ -148,13 +148,13 @@ def test_missing_path(
     assert tree(tmp_path) == before
 
 
-def test_a_command_without_a_path_in_its_lines_takes_none() -> None:
+def test_commands_without_path_inputs_are_exactly_no_path() -> None:
     without = {name for name, lines in LINES.items() if not any(map(inputs, lines))}
     assert without == set(NO_PATH)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_usage_error(name: str, run: Callable[..., Result]) -> None:
+def test_unknown_option_exits_2_with_json_error(name: str, run: Callable[..., Result]) -> None:
     result = run(name, "--json", "--no-such-option")
     assert (result.exit_code, result.stdout) == (2, "")
     document = json.loads(result.stderr)
@@ -164,18 +164,20 @@ def test_usage_error(name: str, run: Callable[..., Result]) -> None:
 
 
 @pytest.mark.parametrize("words", [["--no-such-option"], ["no-such-command"], []])
-def test_usage_error_without_a_command(words: list[str], run: Callable[..., Result]) -> None:
+def test_usage_error_without_command_exits_2_with_json_error(
+    words: list[str], run: Callable[..., Result]
+) -> None:
     result = run(*words, "--json")
     assert (result.exit_code, result.stdout) == (2, "")
     validate(json.loads(result.stderr), "error")
 
 
-def test_json_behind_two_dashes_is_no_option(run: Callable[..., Result]) -> None:
+def test_json_after_double_dash_is_not_an_option(run: Callable[..., Result]) -> None:
     assert run("inspect", "--", "--json").stderr.startswith("error: ")
 
 
 @pytest.mark.parametrize(("name", "line"), FIRST)
-def test_closed_pipe(
+def test_closed_stdout_exits_1_without_traceback_or_leftovers(
     name: str,
     line: Line,
     places: dict[str, Path],
@@ -203,7 +205,7 @@ def test_closed_pipe(
     assert hidden(tmp_path) == before
 
 
-def test_a_reader_that_takes_one_line(places: dict[str, Path]) -> None:
+def test_schema_piped_to_head_prints_no_error(places: dict[str, Path]) -> None:
     shell = "set -o pipefail; " + " ".join(program("schema", "inspect")) + " | head -n 1"
     done = subprocess.run(
         ["bash", "-c", shell], env=environment(), capture_output=True, text=True, timeout=60
@@ -233,13 +235,13 @@ def tree(*folders: Path) -> list[tuple[object, ...]]:
     return sorted(found, key=lambda one: str(one[0]))
 
 
-def test_every_command_that_changes_something_can_plan() -> None:
+def test_writing_commands_support_dry_run() -> None:
     assert {"consolidate", "convert", "merge", "prune"} <= set(PLANNING)
 
 
 @pytest.mark.parametrize("mode", [(), ("--json",), ("-q",)], ids=["plain", "json", "quiet"])
 @pytest.mark.parametrize(("name", "line"), [p for p in CASES if p.values[0] in PLANNING])
-def test_a_dry_run_changes_nothing(
+def test_dry_run_changes_nothing(
     name: str,
     line: Line,
     mode: tuple[str, ...],

@@ -113,7 +113,7 @@ def unused(config: Mapping[str, Any], path: Place) -> bool:
 
 
 @pytest.mark.parametrize("name", one_in(3, GOLDEN))
-def test_two_configurations(name: str) -> None:
+def test_contradicting_configs_are_refused_or_noted(name: str) -> None:
     family, config = FAMILIES[family_of(name)], GOLDEN[name].config
     assert compare_statements(family, configs(config, config)) == compare_statements(
         None, configs(config, config)
@@ -138,7 +138,7 @@ def test_two_configurations(name: str) -> None:
             assert path[-1] in LOGIT_NEUTRAL_KEYS and any(path[-1] in note for note in notes), path
 
 
-def test_a_number_that_is_spelled_as_text() -> None:
+def test_number_spelled_as_string_equals_number() -> None:
     """As YAML reads ``1e-05``."""
     config = {"rms_norm_eps": 1e-05, "hidden_act": "nan"}
     text = {"rms_norm_eps": "1e-05", "hidden_act": "nan"}
@@ -149,7 +149,7 @@ def test_a_number_that_is_spelled_as_text() -> None:
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_what_only_the_source_says(name: str) -> None:
+def test_fact_missing_from_assets_is_refused_or_noted(name: str) -> None:
     """Left out by the assets: refused where the default is known to differ, else noted."""
     family, config = FAMILIES[family_of(name)], GOLDEN[name].config
     for path, value in leaves(config):
@@ -181,7 +181,7 @@ def params_of(name: str) -> dict[str, Any] | None:
 
 
 @pytest.mark.parametrize("name", [name for name in GOLDEN if params_of(name)])
-def test_params_and_a_configuration(name: str) -> None:
+def test_params_json_contradicting_config_json_is_refused(name: str) -> None:
     """What params.json has no word for is always the same there, or of no consequence."""
     family, config = FAMILIES[family_of(name)], GOLDEN[name].config
     params = params_of(name) or {}
@@ -216,7 +216,7 @@ def test_params_and_a_configuration(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", one_in(3, GOLDEN))
-def test_a_configuration_and_the_shapes(name: str, tmp_path: Path) -> None:
+def test_size_contradicting_tensor_shapes_is_refused(name: str, tmp_path: Path) -> None:
     """A size that shapes show is compared; heads show where the size of one is stated."""
     golden, family = GOLDEN[name], FAMILIES[family_of(name)]
     source = golden.save(tmp_path / "own")

@@ -38,7 +38,7 @@ def named(page: Path) -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_what_a_page_names_is_there(page: Path) -> None:
+def test_files_and_symbols_named_in_contributor_pages_exist(page: Path) -> None:
     gone = [path for path, _ in named(page) if not (REPOSITORY / path).exists()]
     assert not gone, "named, and moved or removed"
     for path, thing in named(page):
@@ -62,7 +62,7 @@ def resolve(name: str) -> object:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_dotted_names_of_a_page_can_be_imported(page: Path) -> None:
+def test_dotted_names_in_contributor_pages_resolve(page: Path) -> None:
     unknown = []
     for name in sorted({*NAME.findall(page.read_text())}):
         try:
@@ -108,7 +108,7 @@ def save_a_state(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("section", "work"), [("A conversion", convert_a_sample), ("A save", save_a_state)]
 )
-def test_functions_of_a_list_are_called_in_its_order(
+def test_architecture_steps_match_call_order(
     tmp_path: Path, section: str, work: Callable[[Path], object]
 ) -> None:
     _, _, text = ARCHITECTURE.read_text().partition(f"\n## {section}\n")
@@ -119,11 +119,11 @@ def test_functions_of_a_list_are_called_in_its_order(
     assert [codes[code] for code in called if code in codes] == names
 
 
-def test_the_architecture_fits_on_two_screens() -> None:
+def test_architecture_page_is_at_most_105_lines() -> None:
     assert len(ARCHITECTURE.read_text().splitlines()) <= 105
 
 
-def test_the_glossary_has_its_words_once_in_order_and_each_with_a_place() -> None:
+def test_glossary_words_are_unique_sorted_and_linked_to_code() -> None:
     text, _, _ = vocabulary.GLOSSARY.read_text().partition(vocabulary.SECTION)
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line[:1] == "|"][2:]
     words = [row[0] for row in rows]

@@ -28,7 +28,7 @@ from tests.sweeps import one_in
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_every_file_is_needed(
+def test_checkpoint_with_deleted_data_file_is_refused(
     tmp_path: Path, copy: Callable[[str], Path], originals: dict[str, Path], name: str
 ) -> None:
     """Without any one of its files a checkpoint is refused, or is complete all the same."""
@@ -47,7 +47,7 @@ def test_every_file_is_needed(
 
 
 @pytest.mark.parametrize("name", one_in(3, KINDS))
-def test_every_file_is_needed_to_its_end(
+def test_checkpoint_with_truncated_data_file_is_refused(
     tmp_path: Path, copy: Callable[[str], Path], originals: dict[str, Path], name: str
 ) -> None:
     for file in data_files(originals[name]):
@@ -63,7 +63,7 @@ def test_every_file_is_needed_to_its_end(
 
 
 @pytest.mark.parametrize("name", one_in(3, KINDS))
-def test_flipped_bits(
+def test_flipped_bits_are_detected_or_harmless(
     tmp_path: Path, copy: Callable[[str], Path], originals: dict[str, Path], name: str
 ) -> None:
     """A flip is found, or it is harmless; only bare safetensors data has nothing to find it by."""
@@ -84,7 +84,7 @@ def test_flipped_bits(
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "hf"])
-def test_a_flip_in_the_data_is_found(
+def test_flipped_data_bit_is_refused_naming_tensor_and_file(
     tmp_path: Path, copy: Callable[[str], Path], name: str
 ) -> None:
     source = copy(name)

@@ -65,7 +65,7 @@ def chunked(tmp_path: Path) -> Path:
     return source
 
 
-def test_the_chunks_are_healthy_before(tmp_path: Path, chunked: Path) -> None:
+def test_undamaged_dcp_chunks_convert_without_differences(tmp_path: Path, chunked: Path) -> None:
     found = load_any_reference(convert(chunked, tmp_path))
     assert torch.equal(found["weight"], torch.arange(32.0).reshape(8, 4))
     assert not differences(found, load_any_reference(chunked))
@@ -154,7 +154,7 @@ DCP: dict[str, tuple[Callable[[Any], None], str]] = {
 
 
 @pytest.mark.parametrize("case", DCP)
-def test_chunks_that_disagree(tmp_path: Path, chunked: Path, case: str) -> None:
+def test_contradicting_dcp_chunks_are_refused(tmp_path: Path, chunked: Path, case: str) -> None:
     metadata = _metadata(chunked)
     change, word = DCP[case]
     change(metadata)
@@ -164,7 +164,7 @@ def test_chunks_that_disagree(tmp_path: Path, chunked: Path, case: str) -> None:
     assert word in message(caught.value), message(caught.value)
 
 
-def test_a_link_out_of_the_directory(tmp_path: Path, chunked: Path) -> None:
+def test_dcp_symlink_outside_checkpoint_is_refused(tmp_path: Path, chunked: Path) -> None:
     (chunked / "__1_0.distcp").rename(tmp_path / "in" / "secret")
     (chunked / "__1_0.distcp").symlink_to(tmp_path / "in" / "secret")
     with refused(chunked, tmp_path / "outputs" / "out", 4, 9) as caught:

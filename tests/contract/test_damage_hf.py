@@ -92,7 +92,7 @@ HF = {
 
 
 @pytest.mark.parametrize("case", HF)
-def test_index_and_headers_that_disagree(
+def test_index_contradicting_headers_is_refused(
     tmp_path: Path, copy: Callable[[str], Path], case: str
 ) -> None:
     source = copy("hf")
@@ -113,7 +113,9 @@ ESCAPES = {
 
 
 @pytest.mark.parametrize("case", ESCAPES)
-def test_weight_map_stays_inside(tmp_path: Path, copy: Callable[[str], Path], case: str) -> None:
+def test_weight_map_path_outside_checkpoint_is_refused(
+    tmp_path: Path, copy: Callable[[str], Path], case: str
+) -> None:
     source = copy("hf")
     outside = tmp_path / "in"
     shutil.copy(_shard(source, NORM), outside / "secret.safetensors")
@@ -136,7 +138,9 @@ def test_weight_map_stays_inside(tmp_path: Path, copy: Callable[[str], Path], ca
     assert not is_complete(source)
 
 
-def test_a_hub_cache_of_links_is_read(tmp_path: Path, originals: dict[str, Path]) -> None:
+def test_hub_cache_snapshot_of_symlinks_is_converted(
+    tmp_path: Path, originals: dict[str, Path]
+) -> None:
     """Snapshots of the Hub's cache link to ``../../blobs``."""
     snapshot = tmp_path / "models--a--b" / "snapshots" / ("0" * 40)
     blobs = tmp_path / "models--a--b" / "blobs"
@@ -150,7 +154,7 @@ def test_a_hub_cache_of_links_is_read(tmp_path: Path, originals: dict[str, Path]
     assert not differences(load_any_reference(target), STATE)
 
 
-def test_the_offer_of_nearest_names(tmp_path: Path) -> None:
+def test_misspelled_tensor_error_names_both_spellings(tmp_path: Path) -> None:
     state = dict(STATE)
     state["model.layers.0.self_attn.q_prox.weight"] = state.pop(
         "model.layers.0.self_attn.q_proj.weight"
@@ -164,7 +168,7 @@ def test_the_offer_of_nearest_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["model.layers.0.mlp.up_proj.weight", "model.norm.weight"])
-def test_missing_keys_are_named(tmp_path: Path, key: str) -> None:
+def test_missing_tensor_is_refused_by_name(tmp_path: Path, key: str) -> None:
     state = {name: value for name, value in STATE.items() if name != key}
     source = save_hf(tmp_path / "source", state, CONFIG)
     with refused(source, tmp_path / "out", 4) as caught:
@@ -188,7 +192,7 @@ CONTRADICTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CONTRADICTIONS)
-def test_a_config_that_contradicts_the_shapes(tmp_path: Path, case: str) -> None:
+def test_config_contradicting_shapes_is_refused(tmp_path: Path, case: str) -> None:
     source = save_hf(tmp_path / "source", STATE, CONFIG | CONTRADICTIONS[case])
     lacks = "num_hidden_layers" in CONTRADICTIONS[case]
     with refused(source, tmp_path / "out", 4 if lacks else 5) as caught:
@@ -196,7 +200,7 @@ def test_a_config_that_contradicts_the_shapes(tmp_path: Path, case: str) -> None
     assert message(caught.value)
 
 
-def test_no_config_where_heads_are_needed(tmp_path: Path) -> None:
+def test_missing_config_is_refused_when_head_count_is_needed(tmp_path: Path) -> None:
     source = save_hf(tmp_path / "source", STATE)
     with refused(source, tmp_path / "out", 5) as caught:
         ckptctl.convert(source, tmp_path / "out", to="meta", model_type="llama3")

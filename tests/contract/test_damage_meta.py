@@ -58,7 +58,9 @@ RANKS = {
 
 
 @pytest.mark.parametrize("case", RANKS)
-def test_ranks_that_disagree(tmp_path: Path, copy: Callable[[str], Path], case: str) -> None:
+def test_contradicting_meta_ranks_are_refused(
+    tmp_path: Path, copy: Callable[[str], Path], case: str
+) -> None:
     source = copy("meta")
     shards = _ranks(source)
     change, word = RANKS[case]

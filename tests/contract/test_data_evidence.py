@@ -83,7 +83,7 @@ CASES = [*WRITABLE, *(f"converted {name}" for name in WRITABLE)]
 
 
 @pytest.mark.parametrize("name", one_in(4, CASES))
-def test_diff_of_a_flipped_bit_is_different_or_an_error(written, tmp_path, name):
+def test_diff_never_reports_flipped_bit_as_same(written, tmp_path, name):
     source = Path(written[name])
     target = tmp_path / f"flipped{source.suffix}"
     for copy, _ in flipped(source, target):
@@ -100,7 +100,7 @@ def test_diff_of_a_flipped_bit_is_different_or_an_error(written, tmp_path, name)
 
 
 @pytest.mark.parametrize("name", one_in(3, [n for n, one in SAMPLES.items() if not one.refused]))
-def test_diff_of_a_sample_with_a_flipped_bit_is_different_or_an_error(data, tmp_path, name):
+def test_diff_of_sample_with_flipped_bit_differs_or_fails(data, tmp_path, name):
     sample = SAMPLES[name]
     source = sample.path(data)
     target = tmp_path / ("flipped" + source.suffix)
@@ -124,7 +124,7 @@ def run(*arguments: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("kind", ["converted hf", "dcp", "torch"])
-def test_every_output_of_diff_says_what_was_read(written, tmp_path, kind):
+def test_every_diff_output_states_its_evidence(written, tmp_path, kind):
     source = Path(written[kind])
     target = tmp_path / f"flipped{source.suffix}"
     for copy, _ in flipped(source, target):
@@ -160,7 +160,7 @@ def test_every_output_of_diff_says_what_was_read(written, tmp_path, kind):
             assert code == 0 and f"verdict\t{STRUCTURE}\n" in text and "same\tunknown\n" in text
 
 
-def test_report_says_what_was_read(written, tmp_path):
+def test_report_states_its_evidence(written, tmp_path):
     source = Path(written["converted hf"])
     for copy, _ in flipped(source, tmp_path / "flipped"):
         for a, b in ((source, copy), (copy, source)):
@@ -173,7 +173,7 @@ def test_report_says_what_was_read(written, tmp_path):
             assert f'"verdict":"{LIMITED}"' in page.read_text().replace('": "', '":"')
 
 
-def test_files_with_the_same_recorded_checksums_are_not_called_equal(tmp_path):
+def test_shards_with_same_recorded_checksums_are_not_called_equal(tmp_path):
     """One shard is a copy of the other, but for a flipped bit that no checksum shows."""
     state, config = tiny_llama("llama3")
     folder = save_meta(tmp_path / "meta", state, config, mp=2)
@@ -222,7 +222,7 @@ class ReadBytes:
 
 @pytest.mark.parametrize("quick", [False, True])
 @pytest.mark.parametrize("pair", [("hf", "dcp"), ("converted hf", "meta"), ("torch", "dcp")])
-def test_diff_counts_the_bytes_that_it_reads(written, monkeypatch, pair, quick):
+def test_diff_bytes_read_match_actual_reads(written, monkeypatch, pair, quick):
     """What an index takes is counted by the control: the same pair, of which no data is read."""
     a, b = (Path(written[name]) for name in pair)
     how = {"only": "model", "model_type": "llama3"}
@@ -239,7 +239,7 @@ def test_diff_counts_the_bytes_that_it_reads(written, monkeypatch, pair, quick):
             assert side.bytes_read >= sum(e.nbytes for e in located(path).tensors.values())
 
 
-def test_diff_behind_a_url_fetches_what_it_counts(written, tmp_path, monkeypatch):
+def test_diff_of_url_fetches_at_least_bytes_counted(written, tmp_path, monkeypatch):
     """Whole blocks are fetched: no less than what is counted, and the index beside it."""
     memory = fsspec.filesystem("memory")
     memory.put(str(written["converted hf"]), f"/{tmp_path.name}", recursive=True)
@@ -253,7 +253,7 @@ def test_diff_behind_a_url_fetches_what_it_counts(written, tmp_path, monkeypatch
     assert index < data <= sum(fetched) <= 2 * data
 
 
-def test_diff_counts_the_bytes_that_computed_tensors_are_made_of(tmp_path, monkeypatch):
+def test_diff_counts_source_bytes_of_dequantized_tensors(tmp_path, monkeypatch):
     source = tmp_path / "hf"
     ckptctl.convert("tests/data/tiny-llama3-hf", source, to="hf", quantize="fp8-block")
     control = ReadBytes(monkeypatch)

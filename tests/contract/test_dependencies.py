@@ -116,7 +116,7 @@ RULES = {
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_rule(rule: str) -> None:
+def test_imports_obey_dependency_rule(rule: str) -> None:
     broken = sorted(str(item) for item in imports() if RULES[rule](item))
     assert not broken, f"{rule}:\n  " + "\n  ".join(broken)
 
@@ -153,12 +153,12 @@ def test_every_module_has_a_layer() -> None:
         ("torch is for arithmetic", "ckptctl.formats.x", "def f():\n    import torch"),
     ],
 )
-def test_a_rule_notices(rule: str, importer: str, source: str) -> None:
+def test_dependency_rule_detects_forbidden_import(rule: str, importer: str, source: str) -> None:
     items = list(imports_of(importer, ast.parse(source), trees()))
     assert [item for item in items if RULES[rule](item)]
 
 
-def test_links_that_lead_to_themselves_are_thought_of():
+def test_only_storage_paths_calls_path_resolve():
     """``Path.resolve`` raises ``RuntimeError`` before Python 3.13, which ``real_path`` expects.
 
     What formats call ``resolve`` takes a catalog.

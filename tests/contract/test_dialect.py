@@ -77,14 +77,14 @@ def unspelled() -> Iterator[tuple[str, str]]:
                     yield f"{place}:{node.lineno}", text
 
 
-def test_texts_leave_the_spelling_of_options_to_front_ends() -> None:
+def test_messages_spell_options_only_through_spell_option() -> None:
     described = ("formats/hf_rank_shards.py", "formats/dcp_rank_local.py")
     left = {place: text for place, text in unspelled() if not place.startswith(described)}
     assert not left, "name the option with `spell_option`"
 
 
 @pytest.mark.parametrize("options", [LoadOptions, InspectOptions, PruneOptions])
-def test_no_message_speaks_of_a_command_line(options: type) -> None:
+def test_messages_in_python_mention_no_cli_options(options: type) -> None:
     found = dict(mentions())
     assert len(found) > 120
     with spell_in_python(options):
@@ -107,7 +107,7 @@ def test_no_message_speaks_of_a_command_line(options: type) -> None:
         (("--tag",), "", None, "`tag`"),
     ],
 )
-def test_how_front_ends_spell_options(
+def test_spell_option_uses_cli_or_python_form(
     options: tuple[str, ...], of: str, typed: str | None, said: str
 ) -> None:
     assert spell_option(*options, of=of) == (typed or f"`{' '.join(options)}`")
@@ -115,7 +115,7 @@ def test_how_front_ends_spell_options(
         assert spell_option(*options, of=of) == said
 
 
-def test_an_option_of_one_side() -> None:
+def test_spell_option_applies_renaming() -> None:
     with rename_options({"--from": "--format-a"}):
         assert spell_option("--from hf", "--from-layout x") == "`--format-a hf --from-layout x`"
     with spell_in_python(LoadOptions), rename_options({"--dtype": "cast=True"}):

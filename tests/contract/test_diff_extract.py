@@ -44,7 +44,7 @@ def changed(tmp_path_factory, llama) -> dict[str, Path]:
 
 @pytest.mark.parametrize("b", WRITABLE)
 @pytest.mark.parametrize("a", WRITABLE)
-def test_formats_and_layouts(sources, changed, llama, a, b):
+def test_diff_across_formats_finds_only_changed_tensor(sources, changed, llama, a, b):
     found = ckptctl.diff(sources[a], sources[b], only="model", model_type="llama3")
     assert found.same, (found.a.only, found.b.only, found.tensors, found.notes)
     assert found.compared == len(llama[0])
@@ -57,7 +57,7 @@ def test_formats_and_layouts(sources, changed, llama, a, b):
     assert one.values.max_rel == float((x - y).abs() / y.abs())
 
 
-def test_a_permutation_is_undone(tmp_path, llama):
+def test_diff_undoes_meta_rope_permutation(tmp_path, llama):
     """The same bytes under Meta's names, but in the order of Hugging Face, are another model."""
     state, config = llama
     hf = save_hf(tmp_path / "hf", state, config)
@@ -74,14 +74,14 @@ def test_a_permutation_is_undone(tmp_path, llama):
     assert found.tensors[0].sources == (name,)
 
 
-def test_torchtitan(tmp_path, llama, sources):
+def test_diff_of_torchtitan_dcp_with_other_formats_is_same(tmp_path, llama, sources):
     target = tmp_path / "titan"
     ckptctl.convert(sources["hf"], target, to="dcp", to_layout="torchtitan@0.3")
     for a, b in ((target, sources["hf"]), (sources["meta"], target), (sources["torch"], target)):
         assert ckptctl.diff(a, b).same
 
 
-def test_across_layouts_a_part_is_compared(tmp_path, llama, sources):
+def test_diff_across_layouts_compares_common_tensors(tmp_path, llama, sources):
     state, config = llama
     part = {name: value for name, value in state.items() if name != CHANGED}
     found = ckptctl.diff(sources["meta"], save_hf(tmp_path / "hf", part, config))
@@ -91,7 +91,7 @@ def test_across_layouts_a_part_is_compared(tmp_path, llama, sources):
     assert found.b.only == ("layers.1.attention.wk.weight",) and not found.a.only
 
 
-def test_ties(tmp_path):
+def test_diff_ignores_tied_head_but_reports_untied_one(tmp_path):
     """A head that is the embedding is no difference; another one is."""
     state, config = tiny_llama("llama3_2")
     hf = save_hf(tmp_path / "hf", state, config)
@@ -104,7 +104,7 @@ def test_ties(tmp_path):
     assert ckptctl.diff(hf, meta).b.only == ("output.weight",)
 
 
-def test_training_state(tmp_path):
+def test_diff_compares_optimizer_tensors_and_step(tmp_path):
     state = {
         "model": {"w": torch.randn(4, 4)},
         "optimizer": {"exp_avg": torch.randn(4, 4)},
@@ -121,7 +121,7 @@ def test_training_state(tmp_path):
 
 
 @pytest.mark.parametrize("name", WRITABLE)
-def test_extract_from_every_format(sources, tmp_path, llama, name):
+def test_extract_and_open_return_same_values_in_every_format(sources, tmp_path, llama, name):
     key = "model.layers.1.self_attn.q_proj.weight"
     layout = "hf"
     target = tmp_path / "out.npy"
@@ -137,7 +137,7 @@ def test_extract_from_every_format(sources, tmp_path, llama, name):
     assert float(shown.tensors[0].preview) == pytest.approx(float(llama[0][key][5, 2]), rel=1e-4)
 
 
-def test_neither_imports_torch(sources, tmp_path):
+def test_diff_and_extract_do_not_import_torch(sources, tmp_path):
     commands = [
         ["diff", str(sources["hf"]), str(path), "--only", "model"] for path in sources.values()
     ]
@@ -158,7 +158,7 @@ def test_neither_imports_torch(sources, tmp_path):
 
 
 @pytest.mark.slow
-def test_numbers_are_what_loads_torch(sources, changed):
+def test_diff_imports_torch_only_when_values_differ(sources, changed):
     """The control: only where bytes differ is there something to compute."""
     code = (
         "import sys, ckptctl; found = ckptctl.diff(sys.argv[1], sys.argv[2]);"
@@ -177,7 +177,7 @@ def test_numbers_are_what_loads_torch(sources, changed):
 
 
 @pytest.mark.parametrize("name", one_in(3, [n for n, one in SAMPLES.items() if not one.refused]))
-def test_every_sample_is_what_it_is(data, name):
+def test_sample_equals_itself_and_opens_as_inspected(data, name):
     """Whatever can be read can be compared, and a tensor of it be taken out."""
     path = SAMPLES[name].path(data)
     found = ckptctl.diff(path, path)

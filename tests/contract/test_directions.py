@@ -49,7 +49,9 @@ def model(request: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("first", "second"), one_in(3, itertools.product(WRITABLE, repeat=2)))
-def test_there_and_back(tmp_path: Path, model: Any, first: str, second: str) -> None:
+def test_round_trip_between_formats_preserves_tensors(
+    tmp_path: Path, model: Any, first: str, second: str
+) -> None:
     state, config = model
     papers = tmp_path / "papers"
     papers.mkdir()
@@ -100,7 +102,7 @@ def _meant(params: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("first", "second"), list(itertools.product(NAMED, repeat=2)))
-def test_unknown_families_keep_their_names(tmp_path: Path, first: str, second: str) -> None:
+def test_unknown_model_family_keeps_tensor_names(tmp_path: Path, first: str, second: str) -> None:
     state = {
         "blocks.0.mixer.weight": torch.randn(6, 4),
         "blocks.0.mixer.bias": torch.randn(6, dtype=torch.float64),
@@ -115,7 +117,7 @@ def test_unknown_families_keep_their_names(tmp_path: Path, first: str, second: s
 
 
 @pytest.mark.parametrize("first", NAMED)
-def test_unknown_families_have_no_meta(tmp_path: Path, first: str) -> None:
+def test_unknown_model_family_to_meta_is_refused(tmp_path: Path, first: str) -> None:
     source = build(first, tmp_path, {"blocks.0.mixer.weight": torch.randn(6, 4)}, None)
     with refused(source, tmp_path / "out", 5) as caught:
         ckptctl.convert(source, tmp_path / "out", to="meta")
@@ -124,7 +126,7 @@ def test_unknown_families_have_no_meta(tmp_path: Path, first: str) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("kind", ["llama2", "llama3", "llama3_2"])
-def test_model_parallel_shards(tmp_path: Path, kind: Any, ranks: int) -> None:
+def test_meta_shards_per_rank_convert_back_to_hf(tmp_path: Path, kind: Any, ranks: int) -> None:
     """Four ranks are more than Llama 3's two key/value heads."""
     state, config = tiny_llama(kind)
     source = build("hf", tmp_path, state, config)
@@ -142,7 +144,9 @@ def test_model_parallel_shards(tmp_path: Path, kind: Any, ranks: int) -> None:
 
 @pytest.mark.parametrize("layout", ["torchtune", "torchtitan@0.2", "torchtitan@0.3"])
 @pytest.mark.parametrize("target", ["dcp", "torch"])
-def test_other_layouts(tmp_path: Path, layout: Any, target: str) -> None:
+def test_torchtune_and_torchtitan_layouts_round_trip(
+    tmp_path: Path, layout: Any, target: str
+) -> None:
     state, config = tiny_llama("llama3")
     source = build("hf", tmp_path, state, config)
     path = place(tmp_path, target)
@@ -154,7 +158,7 @@ def test_other_layouts(tmp_path: Path, layout: Any, target: str) -> None:
 
 
 @pytest.mark.parametrize("target", WRITABLE)
-def test_tied_tensors_that_are_stored_twice(tmp_path: Path, target: str) -> None:
+def test_duplicate_tied_head_is_dropped(tmp_path: Path, target: str) -> None:
     """The copy is dropped by the rule of the tie, once it is proven to be one."""
     state, config = tiny_llama("llama3_2")
     twice = state | {"lm_head.weight": state["model.embed_tokens.weight"].clone()}
@@ -166,7 +170,7 @@ def test_tied_tensors_that_are_stored_twice(tmp_path: Path, target: str) -> None
 
 
 @pytest.mark.parametrize("target", NAMED)
-def test_a_tie_that_is_none(tmp_path: Path, target: str) -> None:
+def test_differing_tied_tensors_are_refused_without_untie(tmp_path: Path, target: str) -> None:
     """The configuration calls two tensors one, and they differ."""
     state, config = tiny_llama("llama3_2")
     other = state | {"lm_head.weight": state["model.embed_tokens.weight"] + 1}
@@ -187,7 +191,7 @@ def test_a_tie_that_is_none(tmp_path: Path, target: str) -> None:
         assert written == config | {"tie_word_embeddings": False}
 
 
-def test_tied_memory_is_written_twice_where_nothing_says_that_it_is_one(tmp_path: Path) -> None:
+def test_shared_storage_is_written_twice_without_config(tmp_path: Path) -> None:
     state, _ = tiny_llama("llama3_2")
     shared = state | {"lm_head.weight": state["model.embed_tokens.weight"]}
     source = build("torch", tmp_path, shared, None)

@@ -267,7 +267,7 @@ def on_a_terminal(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of botocore and moto
-def test_the_page_about_buckets_runs(tmp_path: Path) -> None:
+def test_bucket_page_runs_against_s3_server(tmp_path: Path) -> None:
     patched = pytest.MonkeyPatch.context
     with patched() as patch, s3_server.serving(patch), patched() as own:
         run_page(DOCS / ON_A_SERVER, tmp_path, own)
@@ -279,7 +279,9 @@ def test_the_page_about_buckets_runs(tmp_path: Path) -> None:
     [pytest.param(path, marks=pytest.mark.slow if path in LONG else ()) for path in PAGES],
     ids=[str(p.relative_to(REPOSITORY)) for p in PAGES],
 )
-def test_page_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_code_runs_with_shown_output(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if path != DOCS / ON_A_SERVER:
         run_page(path, tmp_path, monkeypatch)
 
@@ -315,14 +317,14 @@ def run_page(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("path", PAGES, ids=[str(p.relative_to(REPOSITORY)) for p in PAGES])
-def test_links_lead_somewhere(path: Path) -> None:
+def test_relative_links_point_to_existing_files(path: Path) -> None:
     text = re.sub(r"```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
         if "://" not in target:
             assert (path.parent / target).exists(), f"{path.name} links to {target}"
 
 
-def test_the_readme_is_short_and_its_command_lines_are_lines() -> None:
+def test_readme_is_short_with_one_line_commands() -> None:
     text = (REPOSITORY / "README.md").read_text()
     above, _, links = text.partition("\n## Documentation\n")
     assert links and len(above.split()) <= 900
@@ -330,7 +332,7 @@ def test_the_readme_is_short_and_its_command_lines_are_lines() -> None:
         assert len(re.findall(line, text, re.MULTILINE)) == 1, line
 
 
-def test_what_a_page_starts_from_is_shown() -> None:
+def test_pages_have_no_hidden_setup_blocks() -> None:
     hiding = [
         path.name for path in PAGES if any(b["hidden"] for b in BLOCK.finditer(path.read_text()))
     ]
@@ -338,18 +340,18 @@ def test_what_a_page_starts_from_is_shown() -> None:
 
 
 @pytest.mark.parametrize("folder", ["how-to", "tutorial"])
-def test_what_can_go_wrong_is_on_every_page(folder: str) -> None:
+def test_how_to_and_tutorial_pages_have_troubleshooting_section(folder: str) -> None:
     pages = {path.name: path.read_text() for path in (DOCS / folder).glob("*.md")}
     assert not [name for name, text in pages.items() if "\n## What can go wrong\n" not in text]
 
 
-def test_the_index_names_every_page() -> None:
+def test_index_links_every_page() -> None:
     linked = re.findall(r"\]\(([^)#]+\.md)", (DOCS / "index.md").read_text())
     pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")} - {"index.md"}
     assert pages <= set(linked)
 
 
-def test_the_site_has_every_page_once() -> None:
+def test_site_navigation_lists_every_page_once() -> None:
     site = runpy.run_path(str(DOCS / "build_site.py"))
     known = site["pages"]()
     listed = re.findall(r"'([^']+\.md)'", str(site["navigation"]()))
@@ -369,7 +371,7 @@ def render(reference: str) -> str:
     return text
 
 
-def test_the_command_reference_names_every_command_and_option() -> None:
+def test_command_reference_lists_every_command_and_option() -> None:
     written = render("cli")
     group: Any = typer.main.get_command(app)
     for name, command in {"": group, **group.commands}.items():
@@ -430,7 +432,7 @@ def document(*arguments: object) -> dict[str, object]:
     return found
 
 
-def test_every_field_of_the_json_is_documented(data: Path, tmp_path: Path) -> None:
+def test_every_json_field_is_documented(data: Path, tmp_path: Path) -> None:
     tiny, run = data / "tiny-llama3-hf", data / "dcp/torchtitan/steps/ckpt/checkpoint"
     inspected = (document("inspect", tiny, "--stats"), document("inspect", run))
     found = {name for one in inspected for name in fields_of(one)}
@@ -483,7 +485,7 @@ def test_every_public_name_is_documented() -> None:
     assert not missing
 
 
-def test_every_option_of_the_python_functions_is_documented() -> None:
+def test_every_python_option_is_documented() -> None:
     written = render("python")
     missing = [o.name for o in list_options(MergeOptions) if f"| `{o.name}` |" not in written]
     assert not missing
@@ -512,7 +514,7 @@ def test_every_environment_variable_is_documented() -> None:
         ("```python\nprint(1 + 1)  # 3\n```\n", "it prints"),
     ],
 )
-def test_a_page_that_lies_fails(
+def test_page_with_wrong_output_fails(
     body: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

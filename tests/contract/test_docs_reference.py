@@ -23,7 +23,7 @@ SHELLS = {"COMP_WORDS", "COMP_CWORD"}
 OLD = {"HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME"}
 
 
-def test_every_public_function_and_class_with_arguments_is_generated() -> None:
+def test_python_reference_is_generated_for_every_callable() -> None:
     written = (DOCS / "reference" / "python.md").read_text()
     results = {name for name, _ in RESULT.findall(written)}
     by_hand = {"__version__", "CkptError", "SaveFuture"} | results
@@ -32,7 +32,7 @@ def test_every_public_function_and_class_with_arguments_is_generated() -> None:
     assert generated - {*FUNCTIONS} == others - by_hand | {"options"}
 
 
-def test_results_have_the_fields_that_are_named() -> None:
+def test_documented_result_fields_exist() -> None:
     written = (DOCS / "reference" / "python.md").read_text()
     rows = RESULT.findall(written)
     assert len(rows) > 10
@@ -44,7 +44,7 @@ def test_results_have_the_fields_that_are_named() -> None:
         assert set(named) <= known, f"{name}: {sorted(set(named) - known)}"
 
 
-def test_every_variable_that_is_read_is_documented() -> None:
+def test_every_environment_variable_read_is_documented() -> None:
     from ckptctl.storage import threads
     from ckptctl.verbs import doctor
 
@@ -55,13 +55,13 @@ def test_every_variable_that_is_read_is_documented() -> None:
     assert not [name for name in sorted(read) if f"`{name}`" not in written]
 
 
-def test_contents_and_pages_have_the_same_titles() -> None:
+def test_index_titles_match_page_titles() -> None:
     listed = re.findall(r"^\* \[(.*?)\]\((.+?\.md)\)", (DOCS / "index.md").read_text(), re.M)
     titles = {page: (DOCS / page).read_text().partition("\n")[0] for _, page in listed}
     assert titles == {page: f"# {text}" for text, page in listed}
 
 
-def test_what_is_compared_is_documented() -> None:
+def test_safety_page_lists_compared_config_keys() -> None:
     page = (DOCS / "explanation" / "safety.md").read_text()
     _, _, section = page.partition("## One model, described once\n")
     section = section.partition("\n## ")[0]
@@ -71,7 +71,7 @@ def test_what_is_compared_is_documented() -> None:
         assert ", ".join(f"`{name}`" for name in names) in " ".join(section.split())
 
 
-def test_the_skill_is_short_and_names_every_exit_code() -> None:
+def test_skill_is_short_and_lists_every_exit_code() -> None:
     """The limits of the front matter are those of the Agent Skills specification."""
     text = (DOCS / "SKILL.md").read_text()
     _, front, body = text.split("---\n", 2)
@@ -86,7 +86,7 @@ def test_the_skill_is_short_and_names_every_exit_code() -> None:
 
 
 @pytest.mark.parametrize("page", ["training-managers", "safety"])
-def test_tests_that_are_named_as_evidence_are_there(page: str) -> None:
+def test_tests_cited_in_docs_exist(page: str) -> None:
     text = (DOCS / "explanation" / f"{page}.md").read_text()
     named = re.findall(r"`(tests/[\w/.]+)(?:::(\w+))?`", text)
     assert len(named) > 12

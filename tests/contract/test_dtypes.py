@@ -24,7 +24,7 @@ BOTH = list(itertools.product(NAMED, repeat=2))
 
 
 @pytest.mark.parametrize(("first", "second"), BOTH)
-def test_every_dtype(tmp_path: Path, first: str, second: str) -> None:
+def test_every_dtype_converts_bit_exactly(tmp_path: Path, first: str, second: str) -> None:
     state = dtype_matrix("safetensors.torch" if "hf" in (first, second) else "torch")
     source = build(first, tmp_path, state, None)
     target = place(tmp_path, second)
@@ -33,7 +33,7 @@ def test_every_dtype(tmp_path: Path, first: str, second: str) -> None:
 
 
 @pytest.mark.parametrize("through", ["dcp", "torch"])
-def test_dtypes_that_only_the_safetensors_format_knows(tmp_path: Path, through: str) -> None:
+def test_safetensors_only_dtypes_round_trip_bit_exactly(tmp_path: Path, through: str) -> None:
     """safetensors' torch binding lacks them, so torch reads what came back from safetensors."""
     state = dtype_matrix("safetensors")
     source = build("torch", tmp_path, state, None)
@@ -45,7 +45,9 @@ def test_dtypes_that_only_the_safetensors_format_knows(tmp_path: Path, through: 
 
 @pytest.mark.parametrize("dtype", NOT_IN_SAFETENSORS)
 @pytest.mark.parametrize("source_format", ["dcp", "torch"])
-def test_what_safetensors_cannot_hold(tmp_path: Path, dtype: str, source_format: str) -> None:
+def test_dtype_unsupported_by_safetensors_is_refused_unless_excluded(
+    tmp_path: Path, dtype: str, source_format: str
+) -> None:
     state = {"good": torch.ones(2), "bad": torch.ones(2, dtype=getattr(torch, dtype))}
     source = build(source_format, tmp_path, state, None)
     with refused(source, tmp_path / "out", 6) as caught:
@@ -56,7 +58,7 @@ def test_what_safetensors_cannot_hold(tmp_path: Path, dtype: str, source_format:
     assert list(load_any_reference(tmp_path / "out")) == ["good"]
 
 
-def test_what_has_no_plain_elements(tmp_path: Path) -> None:
+def test_sparse_quantized_and_meta_tensors_are_refused(tmp_path: Path) -> None:
     states = {
         "sparse": torch.eye(3).to_sparse(),
         "quantized": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
@@ -124,14 +126,14 @@ def aliased() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("target", NAMED)
-def test_aliases_keep_values(tmp_path: Path, target: str) -> None:
+def test_aliased_tensors_keep_values(tmp_path: Path, target: str) -> None:
     source = save_torch(tmp_path / "source.pt", aliased())
     out = place(tmp_path, target)
     ckptctl.convert(source, out, to=target, verify=True)
     assert not differences(load_any_reference(out), aliased())
 
 
-def test_a_torch_file_keeps_ties(tmp_path: Path) -> None:
+def test_torch_output_keeps_shared_storage(tmp_path: Path) -> None:
     source = save_torch(tmp_path / "source.pt", aliased())
     ckptctl.convert(source, tmp_path / "out.pt", to="torch")
     found = torch.load(tmp_path / "out.pt", weights_only=True)
@@ -139,7 +141,7 @@ def test_a_torch_file_keeps_ties(tmp_path: Path) -> None:
     assert found["first"].data_ptr() != found["alone"].data_ptr()
 
 
-def test_gradients_wanted_are_kept(tmp_path: Path) -> None:
+def test_requires_grad_survives_dcp_round_trip(tmp_path: Path) -> None:
     state = {"a": torch.nn.Parameter(torch.ones(3)), "b": torch.ones(2)}
     source = save_torch(tmp_path / "source.pt", state)
     ckptctl.convert(source, tmp_path / "dcp", to="dcp")
@@ -149,7 +151,7 @@ def test_gradients_wanted_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "complex32", "bfloat16"])
-def test_parameters_of_every_kind_of_storage(tmp_path: Path, dtype: str) -> None:
+def test_parameters_of_untyped_storage_keep_requires_grad(tmp_path: Path, dtype: str) -> None:
     """torch loads a tensor without a typed storage that requires a gradient in a parameter only."""
     weight = torch.nn.Parameter(torch.ones(2, 3).to(getattr(torch, dtype)))
     source = save_torch(tmp_path / "source.pt", {"w": weight, "b": torch.ones(2)})
@@ -160,7 +162,7 @@ def test_parameters_of_every_kind_of_storage(tmp_path: Path, dtype: str) -> None
     assert not differences({"w": found["w"].detach()}, {"w": weight.detach()})
 
 
-def test_empty_views_lie_anywhere(tmp_path: Path) -> None:
+def test_empty_views_with_any_offset_are_complete(tmp_path: Path) -> None:
     """Stock torch saves all empty storages as one, and keeps the offsets of views into them."""
     empty = torch.zeros(0, 5, dtype=torch.int8)
     state = {
@@ -177,7 +179,7 @@ def test_empty_views_lie_anywhere(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "float8_e4m3fn"])
 @pytest.mark.parametrize("target", NAMED)
-def test_casts_are_torchs(tmp_path: Path, dtype: str, target: str) -> None:
+def test_dtype_cast_matches_torch(tmp_path: Path, dtype: str, target: str) -> None:
     state = {
         name: value
         for name, value in dtype_matrix("safetensors.torch").items()

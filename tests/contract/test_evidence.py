@@ -87,7 +87,7 @@ def model_in(path: Path) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("case", VIEWS)
-def test_a_view_is_read(tmp_path: Path, case: str) -> None:
+def test_unusual_view_converts_with_same_values(tmp_path: Path, case: str) -> None:
     source = saved(tmp_path, VIEWS[case]())
     expected = model_in(source)["net.odd"].detach()
     assert ckptctl.verify(source, level="full").verdict == "complete"
@@ -103,7 +103,7 @@ def test_a_view_is_read(tmp_path: Path, case: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", UNREAD)
-def test_a_tensor_that_is_not_read_is_one_entry(tmp_path: Path, case: str) -> None:
+def test_unreadable_tensor_makes_only_itself_unknown(tmp_path: Path, case: str) -> None:
     source = saved(tmp_path, UNREAD[case]())
     found = ckptctl.verify(source, level="full", nan=True)
     assert found.verdict == "unknown"
@@ -132,7 +132,7 @@ def test_a_tensor_that_is_not_read_is_one_entry(tmp_path: Path, case: str) -> No
 
 
 @pytest.mark.parametrize("case", OBJECTS)
-def test_tensors_in_objects_are_a_leaf(tmp_path: Path, case: str) -> None:
+def test_tensor_inside_object_is_refused_unless_excluded(tmp_path: Path, case: str) -> None:
     source = saved(tmp_path, OBJECTS[case]())
     assert ckptctl.verify(source, level="full").verdict == "complete"
     assert any("net.odd" in note for note in ckptctl.inspect(source).notes)
@@ -142,7 +142,7 @@ def test_tensors_in_objects_are_a_leaf(tmp_path: Path, case: str) -> None:
     assert model_in(tmp_path / "out.pt").keys() == {"net.weight"}
 
 
-def test_many_tuples_are_keys(tmp_path: Path) -> None:
+def test_many_tuple_keys_are_preserved(tmp_path: Path) -> None:
     many = {(layer, -part): layer for layer in range(10_000) for part in range(3)}
     source = saved(tmp_path, many)
     assert ckptctl.verify(source, level="full").verdict == "complete"
@@ -150,7 +150,7 @@ def test_many_tuples_are_keys(tmp_path: Path) -> None:
     assert model_in(tmp_path / "out.pt")["net.odd"] == many
 
 
-def test_a_key_that_begins_another(tmp_path: Path) -> None:
+def test_key_that_prefixes_another_key_is_preserved(tmp_path: Path) -> None:
     state: dict[str, Any] = {"a": torch.ones(2), "a.b": torch.zeros(3), "c": {"d": torch.ones(1)}}
     torch.save(state, tmp_path / "a.pt")
     assert ckptctl.verify(tmp_path / "a.pt").verdict == "complete"
@@ -160,7 +160,7 @@ def test_a_key_that_begins_another(tmp_path: Path) -> None:
     assert torch.equal(found["a"], state["a"]) and torch.equal(found["a.b"], state["a.b"])
 
 
-def test_two_leaves_with_one_name(tmp_path: Path) -> None:
+def test_second_leaf_with_same_name_is_unsupported_unless_excluded(tmp_path: Path) -> None:
     torch.save({"a": {"b": torch.ones(2)}, "a.b": torch.zeros(3)}, tmp_path / "a.pt")
     found = ckptctl.verify(tmp_path / "a.pt")
     assert found.verdict == "unknown"
@@ -173,7 +173,7 @@ def test_two_leaves_with_one_name(tmp_path: Path) -> None:
     assert torch.equal(torch.load(tmp_path / "out.pt")["a"]["b"], torch.ones(2))
 
 
-def test_a_tensor_that_the_index_does_not_name(tmp_path: Path) -> None:
+def test_unindexed_tensor_is_read_and_noted(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2), "b": torch.zeros(3)}, tmp_path / "model-1.safetensors")
     index = {"metadata": {"total_size": 8}, "weight_map": {"a": "model-1.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -184,7 +184,7 @@ def test_a_tensor_that_the_index_does_not_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["expanded rows", "transposed", "every other element"])
-def test_views_that_dcp_saved(tmp_path: Path, case: str) -> None:
+def test_dcp_views_convert_with_same_values(tmp_path: Path, case: str) -> None:
     view = VIEWS[case]()
     source = save_dcp(tmp_path / "dcp", {"model": {"w": WEIGHT, "odd": view}})
     assert ckptctl.verify(source, level="full").verdict == "complete"
@@ -192,7 +192,7 @@ def test_views_that_dcp_saved(tmp_path: Path, case: str) -> None:
     assert torch.equal(torch.load(tmp_path / "out.pt")["model"]["odd"], view)
 
 
-def test_an_unknown_dtype_in_dcp(tmp_path: Path) -> None:
+def test_dcp_tensor_of_unknown_dtype_makes_only_itself_unknown(tmp_path: Path) -> None:
     """Stock DCP saves no such tensor yet: the metadata is changed as a later one would write it."""
     odd = torch.zeros(3, dtype=torch.uint8)
     source = save_dcp(tmp_path / "dcp", {"model": {"w": WEIGHT, "odd": odd}})
@@ -207,7 +207,7 @@ def test_an_unknown_dtype_in_dcp(tmp_path: Path) -> None:
     assert torch.equal(torch.load(tmp_path / "out.pt")["model"]["w"], WEIGHT)
 
 
-def test_a_view_in_dcp_that_is_not_read_is_one_entry(tmp_path: Path) -> None:
+def test_dcp_conjugate_view_makes_only_itself_unknown(tmp_path: Path) -> None:
     """Stock DCP writes a lazily conjugate tensor with its flag."""
     state = {"model": {"w": WEIGHT, "odd": COMPLEX.conj()}}
     source = save_dcp(tmp_path / "dcp", state)
@@ -238,7 +238,7 @@ HOLLOW = {
 
 @pytest.mark.parametrize("name", HOLLOW)
 @pytest.mark.parametrize("root", [None, [1, 2]], ids=["nothing", "a list"])
-def test_elements_that_no_file_lacks_are_no_torn_write(
+def test_missing_elements_in_present_files_are_not_interrupted_writes(
     tmp_path: Path, data: Path, name: str, root: object
 ) -> None:
     """A rank's file is there, readable, and holds something else; without the file it is torn."""
@@ -264,7 +264,9 @@ ZEROS = ("step=1.ckpt", "a.pt", "a.pth", "a.bin", "a.safetensors", "consolidated
 
 @pytest.mark.parametrize("name", ZEROS)
 @pytest.mark.parametrize("size", [4, 1000, 300_000])
-def test_a_file_of_zeros_was_never_written(tmp_path: Path, name: str, size: int) -> None:
+def test_zero_filled_file_is_damaged_by_interrupted_write(
+    tmp_path: Path, name: str, size: int
+) -> None:
     """A crash leaves it where room was made."""
     path = tmp_path / name
     path.write_bytes(bytes(size))
@@ -277,7 +279,7 @@ def test_a_file_of_zeros_was_never_written(tmp_path: Path, name: str, size: int)
         assert check_health(path).verdict == "unknown"
 
 
-def test_files_of_zeros_do_not_stand_in_the_way(tmp_path: Path) -> None:
+def test_latest_and_prune_skip_zero_filled_checkpoint(tmp_path: Path) -> None:
     for step in (1, 2):
         torch.save(lightning(WEIGHT), tmp_path / f"epoch=0-step={step}.ckpt")
     zeros = tmp_path / "epoch=0-step=3.ckpt"
@@ -297,9 +299,7 @@ LINKED = [name for name, sample in SAMPLES.items() if not sample.refused]
 
 
 @pytest.mark.parametrize("name", one_in(4, LINKED))
-def test_a_link_that_is_not_followed_is_no_missing_file(
-    tmp_path: Path, data: Path, name: str
-) -> None:
+def test_unfollowed_symlink_is_no_missing_file(tmp_path: Path, data: Path, name: str) -> None:
     """One that leads to itself or out of it; one that leads to nothing inside is a missing file."""
     sample = SAMPLES[name]
     shutil.copytree(data / sample.folder / "ckpt", tmp_path / "ckpt")
@@ -346,7 +346,9 @@ OF_LATER: tuple[Callable[[bytes], bytes], ...] = (
 
 
 @pytest.mark.parametrize("name", one_in(4, SAMPLES))
-def test_what_a_later_writer_may_write(tmp_path: Path, data: Path, name: str) -> None:
+def test_unknown_content_of_newer_writers_is_not_damage(
+    tmp_path: Path, data: Path, name: str
+) -> None:
     """Files that are complete, but in which something is not known."""
     sample = SAMPLES[name]
     shutil.copytree(data / sample.folder / "ckpt", tmp_path / "ckpt", symlinks=True)

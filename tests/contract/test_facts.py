@@ -137,7 +137,7 @@ def test_model_type_with_the_same_table_is_accepted(name: str, asked: str, tmp_p
     assert ckptctl.plan_conversion(source, tmp_path / "out", to="dcp", model_type=asked)
 
 
-def test_default_that_the_shapes_show_is_accepted(tmp_path: Path) -> None:
+def test_gemma2_default_head_dim_shown_by_shapes_is_accepted(tmp_path: Path) -> None:
     """The default head dimension of Gemma 2 is 256, whatever the hidden size."""
     golden = GOLDEN["gemma2"]
     config = {key: value for key, value in golden.config.items() if key != "head_dim"}
@@ -151,7 +151,7 @@ def test_default_that_the_shapes_show_is_accepted(tmp_path: Path) -> None:
     assert judged(source, tmp_path / "out") == (True, True, True)
 
 
-def test_contradicted_fact_of_a_quantized_model_is_named(tmp_path: Path) -> None:
+def test_contradicted_vocab_size_of_quantized_model_is_refused(tmp_path: Path) -> None:
     """Names of quantized tensors are in no table: those that they stand for are compared."""
     golden = GOLDEN["llama2"]
     state = {key: torch.randn(shape).bfloat16() for key, (_, shape) in golden.tensors.items()}

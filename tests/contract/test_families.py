@@ -30,7 +30,7 @@ DIVIDED = [pair for pair in ALL if not pair[1].startswith("mcore")]
 
 
 @pytest.mark.parametrize("name", list_names())
-def test_a_family_is_called_as_its_file_and_describes_itself(name):
+def test_family_name_matches_file_and_fields_are_set(name):
     family = FAMILIES[name]
     assert family.name == name
     assert family.title and family.architecture and family.tiny
@@ -40,13 +40,13 @@ def test_a_family_is_called_as_its_file_and_describes_itself(name):
     assert used == {variant for group in family.variants for variant in group}
 
 
-def test_names_and_aliases_are_unique():
+def test_family_names_and_aliases_are_unique():
     every = [n for f in FAMILIES.values() for n in (f.name, *f.aliases)]
     assert len(set(every)) == len(every)
 
 
 @pytest.mark.parametrize(("name", "layout"), ALL)
-def test_no_two_tensors_share_a_key(name, layout):
+def test_tensors_of_one_layout_have_distinct_keys(name, layout):
     family, table = FAMILIES[name], FAMILIES[name].get_layout(layout)
     numbered = [shift for shift in family.shifts if shift.layout == layout]
     texts = [(s.template.text, numbered and s.parts[0][0].indices) for s in table.stored]
@@ -62,7 +62,7 @@ def test_no_two_tensors_share_a_key(name, layout):
 
 
 @pytest.mark.parametrize(("name", "source", "target"), direct(PAIRS))
-def test_every_key_is_consumed_and_produced(name, source, target):
+def test_mapping_reads_and_writes_every_key(name, source, target):
     family = FAMILIES[name]
     before, after = tiny(family, source), tiny(family, target)
     found = mapped(family, source, target, before)
@@ -73,7 +73,7 @@ def test_every_key_is_consumed_and_produced(name, source, target):
 
 
 @pytest.mark.parametrize(("name", "source", "target"), direct(PAIRS))
-def test_there_and_back_is_the_identity(name, source, target):
+def test_mapping_round_trip_preserves_values(name, source, target):
     family = FAMILIES[name]
     shapes = tiny(family, source)
     there = mapped(family, source, target, shapes)
@@ -95,7 +95,7 @@ def test_there_and_back_is_the_identity(name, source, target):
 
 @pytest.mark.parametrize(("name", "layout"), DIVIDED)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_tile_every_tensor(name, layout, ranks):
+def test_rank_shards_tile_every_tensor(name, layout, ranks):
     family = FAMILIES[name]
     sizes = AxisSizes(tiny_sizes(family), {})
     for key, shape in tiny(family, layout, optional=True).items():
@@ -112,7 +112,7 @@ def test_ranks_tile_every_tensor(name, layout, ranks):
 
 
 @pytest.mark.parametrize(("name", "layout"), ALL)
-def test_a_model_is_recognized_by_its_keys(name, layout):
+def test_model_family_and_layout_are_detected_from_keys(name, layout):
     family = FAMILIES[name]
     found = detect_layouts(tiny(family, layout), FAMILIES)
     assert all(c.is_exact for c in found)
@@ -122,23 +122,23 @@ def test_a_model_is_recognized_by_its_keys(name, layout):
 
 
 @pytest.mark.parametrize("layout", FAMILIES["deepseek_v3"].layouts)
-def test_what_looks_like_deepseek_v3_is_it_unless_a_configuration_says_otherwise(layout):
+def test_deepseek_v3_keys_are_detected_only_as_deepseek_v3(layout):
     found = detect_layouts(tiny(FAMILIES["deepseek_v3"], layout), FAMILIES)
     assert {c.family for c in found} == {"deepseek_v3"}
 
 
-def test_an_indexer_shows_glm_5():
+def test_indexer_tensors_are_detected_as_glm_5():
     shapes = tiny(FAMILIES["glm_moe_dsa"], "hf", optional=True)
     assert "glm_moe_dsa" in {c.family for c in detect_layouts(shapes, FAMILIES)}
 
 
-def test_shapes_tell_families_apart_whose_names_are_the_same():
+def test_lfm2_mlx_is_distinguished_by_shapes():
     found = detect_layouts(tiny(FAMILIES["lfm2"], "mlx"), FAMILIES)
     assert [(c.family, c.layout) for c in found] == [("lfm2", "mlx")]
 
 
 @pytest.mark.parametrize(("name", "source", "target"), direct(PAIRS))
-def test_optional_tensors_are_mapped_or_refused(name, source, target):
+def test_optional_tensors_without_target_are_refused(name, source, target):
     family = FAMILIES[name]
     before = tiny(family, source, optional=True)
     after = tiny(family, target, optional=True)

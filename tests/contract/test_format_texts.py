@@ -20,7 +20,7 @@ SAMPLES = (REPOSITORY / "tests/data/README.md").read_text()
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_texts_of_a_format_have_no_period(name: str) -> None:
+def test_format_texts_end_without_period(name: str) -> None:
     known = formats.get_format(name)
     for text in TEXTS:
         assert not getattr(known, text).endswith((".", " "))
@@ -28,21 +28,21 @@ def test_texts_of_a_format_have_no_period(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_facts_are_short(name: str) -> None:
+def test_format_facts_are_short(name: str) -> None:
     for text in TEXTS:
         for fact in split_facts(TEST.sub("", getattr(formats.get_format(name), text))):
             assert len(fact.split()) <= WORDS, fact
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_tests_that_prove_it_exist_and_use_the_peers(name: str) -> None:
+def test_proof_tests_exist_and_use_named_peers(name: str) -> None:
     proof = formats.get_format(name).proof
     texts = [SAMPLES, *((REPOSITORY / test).read_text() for test in TEST.findall(proof))]
     for peer in peers_of(proof):
         assert any(PEERS[peer] in text for text in texts), peer
 
 
-def test_what_is_recognized_is_what_the_text_says(tmp_path: Path) -> None:
+def test_files_named_like_other_formats_are_not_hf(tmp_path: Path) -> None:
     """The exceptions that the texts name: other formats' files are not ``hf``."""
     state, config = tiny_llama("llama3", layers=1)
     model = save_hf(tmp_path / "model", state, config) / "model.safetensors"
@@ -76,7 +76,7 @@ STUBS = (
 )
 
 
-def test_a_format_that_recognizes_a_path_is_always_asked(data: Path, tmp_path: Path) -> None:
+def test_sniff_agrees_with_every_builtin_format(data: Path, tmp_path: Path) -> None:
     for number, name in enumerate(STUBS):
         stub = tmp_path / f"{number}" / name
         stub.parent.mkdir(parents=True)
@@ -95,7 +95,7 @@ def test_a_format_that_recognizes_a_path_is_always_asked(data: Path, tmp_path: P
     assert recognized >= set(FORMATS)
 
 
-def test_checkpoints_further_down_are_named(tmp_path: Path) -> None:
+def test_detect_names_nested_checkpoints(tmp_path: Path) -> None:
     state, config = tiny_llama("llama3", layers=1)
     for name in ("step-2", "step-10", "optimizer"):
         save_hf(tmp_path / "checkpoint" / name, state, config)
@@ -105,7 +105,7 @@ def test_checkpoints_further_down_are_named(tmp_path: Path) -> None:
     assert f"`{tmp_path / 'checkpoint' / 'step-10'}`" in str(caught.value.hint)
 
 
-def test_what_torch_made_of_shards_is_not_taken_for_exact(data: Path) -> None:
+def test_torch_consolidated_hf_shards_are_noted_as_inexact(data: Path) -> None:
     """Its 0-d tensor is wrong in this sample; the shards beside it are right."""
     folder = data / "hf-rank-shards" / "hf_consolidated" / "ckpt"
     notes = formats.open_checkpoint(folder).notes

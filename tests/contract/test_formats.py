@@ -38,7 +38,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-def test_names_and_titles() -> None:
+def test_registered_formats_have_name_and_title() -> None:
     for name, found in formats.load_all_formats().items():
         assert isinstance(found, Format)
         assert found.name == name
@@ -48,7 +48,7 @@ def test_names_and_titles() -> None:
 
 
 @pytest.mark.parametrize("name", WRITABLE)
-def test_one_format_recognizes_an_output(outputs: dict[str, Path], name: str) -> None:
+def test_converted_output_is_detected_as_its_format(outputs: dict[str, Path], name: str) -> None:
     assert list(formats.sniff_formats(outputs[name])) == [name]
     found = ckptctl.inspect(outputs[name])
     assert found.format == name
@@ -56,7 +56,7 @@ def test_one_format_recognizes_an_output(outputs: dict[str, Path], name: str) ->
     assert found.notes == ((UNCOUNTED_LAYERS,) if name == "torch" else ())
 
 
-def test_one_format_recognizes_what_others_wrote(tmp_path: Path, data: Path) -> None:
+def test_third_party_checkpoint_is_detected_as_one_format(tmp_path: Path, data: Path) -> None:
     for name in WRITABLE:
         assert list(formats.sniff_formats(build(name, tmp_path, STATE, CONFIG))) == [name]
     assert list(formats.sniff_formats(save_bin(tmp_path / "bin", STATE, CONFIG, shards=2))) == [
@@ -67,7 +67,9 @@ def test_one_format_recognizes_what_others_wrote(tmp_path: Path, data: Path) -> 
 
 
 @pytest.mark.parametrize("name", WRITABLE)
-def test_reading_gives_what_was_laid_out(outputs: dict[str, Path], name: str) -> None:
+def test_opened_output_lists_raw_tensors_and_their_files(
+    outputs: dict[str, Path], name: str
+) -> None:
     catalog = formats.resolve_codecs(formats.open_checkpoint(outputs[name]))
     assert catalog.format == name
     assert sum(catalog.files.values()) >= catalog.nbytes
@@ -111,7 +113,7 @@ def is_complete(path: Path) -> bool:
 
 
 @pytest.mark.parametrize("name", WRITABLE)
-def test_part_of_an_output_is_never_complete(
+def test_partial_output_is_never_complete(
     outputs: dict[str, Path], tmp_path: Path, name: str
 ) -> None:
     found = 0
@@ -122,7 +124,7 @@ def test_part_of_an_output_is_never_complete(
 
 
 @pytest.mark.parametrize("name", WRITABLE)
-def test_what_is_staged_is_never_complete(
+def test_failed_run_staging_is_never_complete(
     outputs: dict[str, Path], tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a run that fails leaves for ``--resume``, wherever it fails among the copies."""
@@ -142,7 +144,7 @@ def test_what_is_staged_is_never_complete(
 
 
 @pytest.mark.parametrize("name", WRITABLE)
-def test_every_frame_is_needed(
+def test_output_with_unfinished_file_header_is_never_complete(
     outputs: dict[str, Path], tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All data is there, but one file has no header yet."""
@@ -173,7 +175,9 @@ def _fails_unfinished(source: Path, target: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WRITABLE)
-def test_a_plan_writes_nothing(outputs: dict[str, Path], tmp_path: Path, name: str) -> None:
+def test_plan_writes_nothing_and_predicts_file_sizes(
+    outputs: dict[str, Path], tmp_path: Path, name: str
+) -> None:
     before = snapshot(outputs["hf"].parent)
     plan = ckptctl.plan_conversion(outputs["hf"], place(tmp_path, name), to=name)
     assert plan.nbytes > 0

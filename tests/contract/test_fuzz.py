@@ -158,7 +158,7 @@ def cases() -> Iterator[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_format_has_a_checkpoint_that_it_reads(run: Any, name: str) -> None:
+def test_every_format_inspects_its_own_checkpoint(run: Any, name: str) -> None:
     path = run(name)
     folders = (item for item in path.rglob("*") if item.is_dir())
     assert any(name in formats.sniff_formats(item) for item in (path, *folders))
@@ -180,7 +180,7 @@ def test_hostile_files_are_read_or_refused(run: Any, name: str, kind: str, case:
 
 @pytest.mark.parametrize("file", ["config.json", "adapter_config.json", "run_config.yaml"])
 @pytest.mark.parametrize("value", hostile.NUMBERS, ids=repr)
-def test_numbers_of_configurations_are_read_or_refused(
+def test_hostile_config_numbers_are_read_or_refused(
     tmp_path: Path, file: str, value: object
 ) -> None:
     """Each member has the value in turn, all of them in one child."""
@@ -208,7 +208,7 @@ def test_numbers_of_configurations_are_read_or_refused(
     "pointer", ["latest", "last_checkpoint", "latest_checkpointed_iteration.txt"]
 )
 @pytest.mark.parametrize("case", one_in(4, hostile.evil_text()))
-def test_pointers_beside_a_checkpoint(tmp_path: Path, pointer: str, case: str) -> None:
+def test_hostile_latest_pointer_causes_no_crash(tmp_path: Path, pointer: str, case: str) -> None:
     path = save_hf(tmp_path / "run/step-1", *tiny_llama("llama3", layers=1))
     (tmp_path / "run" / pointer).write_bytes(hostile.evil_text()[case])
     ended = limits.run_limited(lambda: attempt(path), memory=MEMORY, seconds=SECONDS)
@@ -216,7 +216,7 @@ def test_pointers_beside_a_checkpoint(tmp_path: Path, pointer: str, case: str) -
 
 
 @pytest.mark.parametrize("case", one_in(4, hostile.evil_text()))
-def test_modules_of_a_model(tmp_path: Path, case: str) -> None:
+def test_hostile_modeling_module_causes_no_crash(tmp_path: Path, case: str) -> None:
     state, config = tiny_llama("llama3", layers=1)
     config |= {"auto_map": {"AutoModel": "modeling_own.Own"}}
     path = save_hf(tmp_path / "run/step-1", state, config)
@@ -228,11 +228,11 @@ def test_modules_of_a_model(tmp_path: Path, case: str) -> None:
 # ------------------------------------------------------------------------------------ the limits
 
 
-def test_a_child_that_takes_memory_is_seen() -> None:
+def test_run_limited_reports_memory_error() -> None:
     assert "MemoryError" in limits.run_limited(lambda: str(len(bytearray(2 << 30)))).problem
 
 
-def test_a_child_that_takes_time_is_seen() -> None:
+def test_run_limited_kills_child_over_time_limit() -> None:
     def work() -> str:
         while True:
             pass
@@ -240,7 +240,7 @@ def test_a_child_that_takes_time_is_seen() -> None:
     assert "killed by SIG" in limits.run_limited(work, seconds=1).problem
 
 
-def test_a_child_that_raises_is_seen() -> None:
+def test_run_limited_reports_child_exception() -> None:
     def work() -> str:
         raise ValueError("here")
 

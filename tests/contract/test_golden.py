@@ -18,14 +18,14 @@ GOLDEN = {name: Golden.read(name) for name in names()}
 CASES = [(name, layout) for name, golden in GOLDEN.items() for layout in golden.digests]
 
 
-def test_every_golden_digest_has_its_layout() -> None:
+def test_golden_digests_have_only_known_layouts() -> None:
     known = load_families()
     unknown = [(n, layout) for n, layout in CASES if layout not in known[family_of(n)].layouts]
     assert not unknown, "run `python -m tests.oracle.make_golden`"
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_configurations_state_all_sizes(name: str) -> None:
+def test_golden_configs_state_all_model_sizes(name: str) -> None:
     """Only a head dimension may be silent, and what the model does not have is null."""
     family, config = load_families()[family_of(name)], GOLDEN[name].config
     names = {
@@ -47,7 +47,7 @@ def has_module(config: dict[str, Any], name: str) -> bool:
 
 
 @pytest.mark.parametrize(("name", "layout"), one_in(3, CASES))
-def test_there_and_back(tmp_path: Path, name: str, layout: str) -> None:
+def test_golden_round_trip_matches_stored_digests(tmp_path: Path, name: str, layout: str) -> None:
     golden = GOLDEN[name]
     source = golden.save(tmp_path / "source")
     kind: Any = {"model_type": family_of(name)}

@@ -65,7 +65,7 @@ PROSE = {" ".join((one.run.__doc__ or "").split()): name for name, one in COMMAN
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=TEXTS.get)
-def test_help_starts_with_a_word_and_ends_with_a_period(text: str) -> None:
+def test_help_starts_with_capital_and_ends_with_period(text: str) -> None:
     prose = DEFAULT.sub("", text)
     assert prose.endswith("."), text
     assert "[default" not in prose, text
@@ -74,7 +74,7 @@ def test_help_starts_with_a_word_and_ends_with_a_period(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", [*TEXTS, *PROSE], ids=(TEXTS | PROSE).get)
-def test_help_has_short_sentences_of_words_in_use(text: str) -> None:
+def test_help_has_short_sentences_of_agreed_words(text: str) -> None:
     assert ";" not in text
     for sentence in SENTENCES.split(DEFAULT.sub("", text)):
         assert len(sentence.split()) <= LONGEST, sentence
@@ -82,7 +82,7 @@ def test_help_has_short_sentences_of_words_in_use(text: str) -> None:
     assert not found and not BRITISH.search(text), (found, text)
 
 
-def test_panels_have_the_agreed_names() -> None:
+def test_help_panels_have_agreed_names() -> None:
     assert get_args(Panel) == (
         *("Common", "Select", "Format and model", "Output", "Safety", "Performance", "Advanced"),
     )
@@ -98,7 +98,7 @@ def test_panels_have_the_agreed_names() -> None:
         ("Advanced", ("--rules", "--ranks", "--stack-layers", "--single-process", "--converter")),
     ],
 )
-def test_options_are_in_their_panel(panel: str, options: tuple[str, ...]) -> None:
+def test_options_are_in_expected_help_panel(panel: str, options: tuple[str, ...]) -> None:
     panels = {one.display_name: one.option.panel for one in COMMANDS["convert"].list_parameters()}
     assert {panels[option] for option in options} == {panel}
 
@@ -150,7 +150,7 @@ def test_short_help_lists_common_and_brief_options(name: str) -> None:
     assert [row for row in rows if not row.lstrip().startswith(("--to ", "--keep-best "))] == []
 
 
-def test_joined_flags_ask_for_the_short_help() -> None:
+def test_joined_flags_with_h_print_short_help() -> None:
     assert shown("convert", "-nh") == shown("convert", "-h") != shown("convert", "-n", "--help")
     without = CliRunner().invoke(app, ["convert"], prog_name="ckptctl")
     assert without.exit_code == 2 and without.stderr.rstrip("\n") == shown("convert", "-h").rstrip()

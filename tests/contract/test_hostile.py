@@ -74,13 +74,13 @@ def put_zip(place: str, folder: Path, content: bytes) -> Path:
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("case", CODE)
-def test_pickles_that_run_code(tmp_path: Path, place: str, case: str) -> None:
+def test_code_executing_pickles_are_refused(tmp_path: Path, place: str, case: str) -> None:
     source = put(place, tmp_path, CODE[case], {})
     assert source.name in both_refuse(source, tmp_path)
 
 
 @pytest.mark.parametrize("case", ["eval", "exec", "os-system", "posix-system", "real-reduce"])
-def test_a_careless_reader_runs_them(case: str) -> None:
+def test_hostile_pickles_execute_under_plain_pickle(case: str) -> None:
     pickle.loads(CODE[case])
     assert Path(MARKER).exists()
     Path(MARKER).unlink()
@@ -88,7 +88,7 @@ def test_a_careless_reader_runs_them(case: str) -> None:
 
 @pytest.mark.parametrize("place", ["dcp", "pt"])
 @pytest.mark.parametrize("case", one_in(3, hostile.exhausting_pickles()))
-def test_pickles_that_exhaust(tmp_path: Path, place: str, case: str) -> None:
+def test_exhausting_pickles_fail_cleanly(tmp_path: Path, place: str, case: str) -> None:
     """Some are only empty to a reader that is not careless."""
     source = put(place, tmp_path, hostile.exhausting_pickles()[case], {})
     with pytest.raises(CkptError) as caught:
@@ -104,7 +104,7 @@ def test_pickles_that_exhaust(tmp_path: Path, place: str, case: str) -> None:
 
 @pytest.mark.parametrize("case", CODE)
 @pytest.mark.parametrize("only", ["all", "model"])
-def test_byte_items_of_dcp(tmp_path: Path, case: str, only: Any) -> None:
+def test_hostile_dcp_byte_items_are_refused(tmp_path: Path, case: str, only: Any) -> None:
     """A leaf beside the model travels with ``all`` only; one inside the model always."""
     source = save_dcp(tmp_path / "dcp", {"model": {"w": torch.ones(4), "n": 1}, "step": 7})
     with (source / ".metadata").open("rb") as file:
@@ -136,7 +136,7 @@ def honest_parts(folder: Path) -> tuple[bytes, dict[str, bytes]]:
     return parts["data.pkl"], data
 
 
-def test_the_honest_zip_is_read(tmp_path: Path) -> None:
+def test_harmless_zip_converts(tmp_path: Path) -> None:
     pickled, storages = honest_parts(tmp_path)
     source = put("pt", tmp_path, pickled, storages)
     assert ckptctl.inspect(source).verdict == "complete"
@@ -148,7 +148,7 @@ def _zips() -> list[str]:
 
 
 @pytest.mark.parametrize("case", _zips())
-def test_zip_tricks(tmp_path: Path, case: str) -> None:
+def test_malformed_zips_are_refused(tmp_path: Path, case: str) -> None:
     pickled, storages = honest_parts(tmp_path)
     content = hostile.evil_zips(pickled, storages)[case]
     source = put_zip("pt", tmp_path, content)
@@ -156,7 +156,7 @@ def test_zip_tricks(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", hostile.evil_headers())
-def test_header_tricks(tmp_path: Path, case: str) -> None:
+def test_malformed_safetensors_headers_are_refused(tmp_path: Path, case: str) -> None:
     source = tmp_path / "hf"
     source.mkdir()
     (source / "model.safetensors").write_bytes(hostile.evil_headers()[case])
@@ -187,7 +187,7 @@ TRICKS.remove(("nan", "config.json"))  # Python writes such constants, and Mamba
 
 
 @pytest.mark.parametrize(("case", "name"), TRICKS)
-def test_json_tricks(tmp_path: Path, case: str, name: str) -> None:
+def test_malformed_json_files_are_refused_by_name(tmp_path: Path, case: str, name: str) -> None:
     state, config = tiny_llama("llama3", layers=1)
     source = save_hf(tmp_path / "hf", state, config, shards=2)
     (source / name).write_bytes(JSON[case])
@@ -195,7 +195,7 @@ def test_json_tricks(tmp_path: Path, case: str, name: str) -> None:
     assert name in said
 
 
-def test_names_cannot_speak_to_the_terminal(tmp_path: Path) -> None:
+def test_escape_codes_in_tensor_names_are_not_printed(tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
     from ckptctl.cli.app import app
@@ -211,7 +211,7 @@ def test_names_cannot_speak_to_the_terminal(tmp_path: Path) -> None:
             assert "[bold]" in result.stdout.replace("\\[", "[")
 
 
-def test_code_beside_a_checkpoint_is_not_imported(tmp_path: Path) -> None:
+def test_auto_map_code_is_not_imported(tmp_path: Path) -> None:
     state, config = tiny_llama("llama3", layers=1)
     config |= {"auto_map": {"AutoModel": "modeling_evil.Evil"}, "torch_dtype": "__import__('os')"}
     source = save_hf(tmp_path / "hf", state, config)

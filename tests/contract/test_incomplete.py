@@ -37,7 +37,7 @@ from tests.contract.support import message
 
 
 @pytest.mark.parametrize("case", ["alone", "two", "named", "named-bin"])
-def test_a_shard_is_not_a_model(tmp_path: Path, case: str) -> None:
+def test_shard_without_index_is_damaged(tmp_path: Path, case: str) -> None:
     save = save_bin if case == "named-bin" else save_hf
     source = save(tmp_path / "in", STATE, CONFIG, shards=3)
     shards = sorted(file for file in source.iterdir() if "-of-" in file.name)
@@ -52,7 +52,7 @@ def test_a_shard_is_not_a_model(tmp_path: Path, case: str) -> None:
     assert "index" in str(caught.value.hint)
 
 
-def test_names_that_count_from_zero_are_read_through_their_index(tmp_path: Path) -> None:
+def test_zero_based_shard_names_open_through_index(tmp_path: Path) -> None:
     source = save_hf(tmp_path / "in", STATE, CONFIG, shards=3)
     index = next(source.glob("*.index.json"))
     text = index.read_text()
@@ -64,7 +64,7 @@ def test_names_that_count_from_zero_are_read_through_their_index(tmp_path: Path)
     assert formats.open_checkpoint(source).tensors.keys() == STATE.keys()
 
 
-def test_a_shard_that_the_index_names_is_missing(tmp_path: Path) -> None:
+def test_missing_indexed_shard_is_damaged(tmp_path: Path) -> None:
     source = save_hf(tmp_path / "in", STATE, CONFIG, shards=3)
     (source / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(DamagedError, match="1 of 3") as caught:
@@ -75,7 +75,7 @@ def test_a_shard_that_the_index_names_is_missing(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------- references
 
 
-def test_a_bin_reference_gives_safetensors_names(tmp_path: Path) -> None:
+def test_like_bin_reference_writes_safetensors_names(tmp_path: Path) -> None:
     source = save_hf(tmp_path / "in", STATE, CONFIG)
     for shards, names in (
         (1, ["model.safetensors"]),
@@ -89,7 +89,7 @@ def test_a_bin_reference_gives_safetensors_names(tmp_path: Path) -> None:
         assert not differences(load_any_reference(out), STATE)
 
 
-def test_a_single_file_like_another_keeps_its_ties() -> None:
+def test_like_single_file_keeps_tied_tensors() -> None:
     tensors = [
         OutputTensor("a", "int8", (4,), ("a",)),
         OutputTensor("b", "int8", (4,), ("b",), "a"),
@@ -100,7 +100,7 @@ def test_a_single_file_like_another_keeps_its_ties() -> None:
     assert json.loads(header[8:])["__metadata__"] == {"format": "pt", "b": "a"}
 
 
-def test_a_reference_with_tensors_in_several_files(
+def test_like_reference_with_split_tensor_is_a_usage_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts = tuple(Extent(Box((n,), (1,)), f"__{n}_0.distcp", 0, 4) for n in (0, 1))
@@ -113,7 +113,7 @@ def test_a_reference_with_tensors_in_several_files(
     assert "`w`" in message(caught.value)
 
 
-def test_a_reference_whose_last_file_holds_no_tensor() -> None:
+def test_like_skips_reference_files_without_tensors() -> None:
     tensors = [OutputTensor("a", "int8", (4,), ("a",))]
     names = ("__0_0.distcp", "__1_0.distcp")
     request = OutputRequest("out", tensors, like={"a": 0}, like_files=names)
@@ -136,7 +136,7 @@ def test_a_reference_whose_last_file_holds_no_tensor() -> None:
         ("meta", "m.pt", "consolidated.00.pth"),
     ],
 )
-def test_another_format_than_the_one_named(
+def test_wrong_format_option_is_a_format_error(
     tmp_path: Path, format: str, name: str, word: str
 ) -> None:
     save_torch(tmp_path / "m.pt", {"a": torch.ones(2)})
@@ -146,7 +146,7 @@ def test_another_format_than_the_one_named(
     assert word in str(caught.value.why)
 
 
-def test_names_that_begin_like_those_of_other_formats(tmp_path: Path) -> None:
+def test_names_resembling_other_formats_open_as_torch(tmp_path: Path) -> None:
     for name in ("consolidated.final.pt", "pytorch_model_fsdp.bin"):
         path = save_torch(tmp_path / name, {"a": torch.ones(2)})
         assert formats.open_checkpoint(path).format == "torch"
@@ -155,7 +155,7 @@ def test_names_that_begin_like_those_of_other_formats(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------- torch
 
 
-def test_shared_storage(tmp_path: Path) -> None:
+def test_partially_shared_storage_is_written_separately_with_note(tmp_path: Path) -> None:
     base = torch.arange(4, dtype=torch.int32).reshape(2, 2)
     state = {"a": base, "tied": base, "b": base.t(), "c": base[1]}
     path = save_torch(tmp_path / "in.pt", state | {"alone": torch.ones(2)})
@@ -169,7 +169,7 @@ def test_shared_storage(tmp_path: Path) -> None:
     )
 
 
-def test_one_storage_as_two_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_shared_by_two_dtypes_is_not_an_alias(monkeypatch: pytest.MonkeyPatch) -> None:
     stored = [
         StoredTensor(dtype, (2,), None, 0, 8, None, "0", False) for dtype in ("float32", "int32")
     ]
@@ -182,7 +182,9 @@ def test_one_storage_as_two_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
 # --------------------------------------------------------------------------------------------- dcp
 
 
-def test_huge_metadata_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_dcp_metadata_is_unsupported_without_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = save_dcp(tmp_path / "in", {"a": torch.ones(2)})
     with (source / ".metadata").open("r+b") as file:
         file.truncate(dcp_metadata.MAX_METADATA + 1)
@@ -221,14 +223,16 @@ def _meta(folder: Path, ranks: int, heads: int, **options: bool) -> Path:
         (1, False, False, 4),
     ],
 )
-def test_repeated_heads(tmp_path: Path, stored: int, config: bool, zeros: bool, read: int) -> None:
+def test_duplicated_meta_kv_heads_are_read_once(
+    tmp_path: Path, stored: int, config: bool, zeros: bool, read: int
+) -> None:
     source = _meta(tmp_path / "in", 4, stored, config=config, zeros=zeros)
     found = formats.open_checkpoint(source)
     assert found.tensors["layers.0.attention.wk.weight"].shape == (16 * read, 64)
     assert found.documents["params.json"].get("n_kv_heads", 4) == read
 
 
-def test_config_and_ranks_that_disagree_about_heads(tmp_path: Path) -> None:
+def test_config_contradicting_rank_head_count_is_unsupported(tmp_path: Path) -> None:
     source = _meta(tmp_path / "in", 4, 4, config=True)
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 2}))
@@ -236,7 +240,7 @@ def test_config_and_ranks_that_disagree_about_heads(tmp_path: Path) -> None:
         formats.open_checkpoint(source)
 
 
-def test_nested_params_are_changed_where_they_are_read(tmp_path: Path) -> None:
+def test_nested_params_json_keeps_nesting_with_new_head_count(tmp_path: Path) -> None:
     source = _meta(tmp_path / "in", 4, 2, nested=True)
     for ranks in (1, 4):
         out = tmp_path / f"out{ranks}"
@@ -249,7 +253,7 @@ def test_nested_params_are_changed_where_they_are_read(tmp_path: Path) -> None:
         )
 
 
-def test_two_shards_of_one_rank(copy: Callable[[str], Path]) -> None:
+def test_two_files_of_one_meta_rank_are_unsupported(copy: Callable[[str], Path]) -> None:
     source = copy("meta")
     (source / "consolidated.pth").write_bytes((source / "consolidated.00.pth").read_bytes())
     with pytest.raises(UnsupportedError) as caught:
@@ -257,7 +261,7 @@ def test_two_shards_of_one_rank(copy: Callable[[str], Path]) -> None:
     assert "`consolidated.00.pth` and `consolidated.pth`" in message(caught.value)
 
 
-def test_a_rank_beyond_all_reason(copy: Callable[[str], Path]) -> None:
+def test_huge_meta_rank_number_is_damaged(copy: Callable[[str], Path]) -> None:
     source = copy("meta")
     (source / f"consolidated.{10**30}.pth").write_bytes(b"")
     with pytest.raises(DamagedError, match="shards are missing") as caught:
@@ -268,7 +272,9 @@ def test_a_rank_beyond_all_reason(copy: Callable[[str], Path]) -> None:
 # -------------------------------------------------------------------------------------- side files
 
 
-def test_what_is_not_carried_along_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skipped_sidecar_files_are_noted_with_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sidecar_files, "MAX_SIDECAR_BYTES", 10_000_000)
     source = save_hf(tmp_path / "in", STATE, CONFIG)
     (source / "original").mkdir()
@@ -286,7 +292,7 @@ def test_what_is_not_carried_along_is_said(tmp_path: Path, monkeypatch: pytest.M
         assert any(f"not copied ({why}): `{name}`" in note for note in done.plan.notes)
 
 
-def test_infinity_in_a_configuration(tmp_path: Path) -> None:
+def test_infinity_is_kept_in_config_but_refused_in_index(tmp_path: Path) -> None:
     config = CONFIG | {"time_step_limit": [0.0, float("inf")]}
     source = save_hf(tmp_path / "in", STATE, config, shards=2)
     ckptctl.convert(source, tmp_path / "out", to="dcp", dtype="fp32")

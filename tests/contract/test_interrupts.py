@@ -33,7 +33,7 @@ WORK = tuple(
 
 
 @pytest.mark.parametrize("words", [[], ["--json"]])
-def test_interrupted_before_it_has_begun(words: list[str]) -> None:
+def test_interrupt_during_import_exits_130(words: list[str]) -> None:
     """Ctrl-C while the program is still being imported."""
     code = (
         "import runpy, signal, sys\n"
@@ -90,7 +90,7 @@ def watched(by: Interrupt) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("name", "line"), FIRST)
-def test_interrupted(
+def test_interrupt_exits_130_and_leaves_no_temp_files(
     name: str, line: Line, places: dict[str, Path], run: Callable[..., Result], tmp_path: Path
 ) -> None:
     """Ctrl-C while it is at work: exit 130, one line, and nothing left behind."""

@@ -135,18 +135,18 @@ def numbered(pairs: Sequence[tuple[str, ...]]) -> list[tuple[str | int, ...]]:
 
 
 @pytest.mark.parametrize(("name", "source", "target", "number"), direct(numbered(PAIRS)))
-def test_a_tensor_that_lacks_is_named(name, source, target, number):
+def test_missing_tensor_is_refused_by_name(name, source, target, number):
     require_named(name, source, target, number)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "source", "target"), [*filter(from_first, PAIRS)])
-def test_every_tensor_that_lacks_is_named(name, source, target):
+def test_every_missing_tensor_is_refused_by_name(name, source, target):
     require_named(name, source, target, None)
 
 
 @pytest.mark.parametrize(("name", "layout"), one_in(3, ALL))
-def test_what_lacks_is_counted_and_of_very_much_the_first_is_listed(name, layout):
+def test_missing_tensors_are_all_counted_but_listing_is_limited(name, layout):
     family, sizes = FAMILIES[name], FAMILIES[name].tiny
     table, whole = family.get_layout(layout), tiny(family, layout)
     for number in range(SOME):
@@ -172,7 +172,7 @@ MANY = (10_000, 20_000, 30_000)
 
 
 @pytest.mark.parametrize(("name", "layout"), ALL)
-def test_an_optional_tensor_that_comes_with_others_is_named(name, layout):
+def test_missing_optional_tensor_of_present_group_is_named(name, layout):
     family = FAMILIES[name]
     table, plain = family.get_layout(layout), tiny(family, layout)
     whole = tiny(family, layout, optional=True)
@@ -205,28 +205,30 @@ CHANGES = [pair for pair in PAIRS if pair[1] != pair[2]]
 @pytest.mark.parametrize(
     ("name", "source", "target", "number"), one_in(3, direct(numbered(CHANGES)))
 )
-def test_what_is_left_out_leaves_whole_tensors(name, source, target, number):
+def test_excluding_tensors_writes_no_partial_tensor(name, source, target, number):
     require_left_out(name, source, target, number)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize(("name", "source", "target"), [*filter(from_first, CHANGES)])
-def test_whatever_is_left_out_leaves_whole_tensors(name, source, target, alone):
+def test_excluding_any_tensor_writes_no_partial_tensor(name, source, target, alone):
     require_left_out(name, source, target, None, alone=alone)
 
 
 @pytest.mark.parametrize(
     ("name", "source", "target", "number"), one_in(3, direct(numbered(CHANGES)[::SOME]))
 )
-def test_what_may_be_missing_leaves_whole_tensors(name, source, target, number):
+def test_allow_missing_writes_no_partial_tensor(name, source, target, number):
     """What is fused with it, or stacked, goes with it, and is named with what it lacks."""
     whole = tiny(FAMILIES[name], source)
     matched = match_keys(FAMILIES[name], FAMILIES[name].get_layout(source), whole)
     needed = made_of(mapped(name, source, target, whole))
     for key in keys_of(name, source, number):
         rest = {other: shape for other, shape in whole.items() if other != key}
-        found = mapped(name, source, target, rest, partial=True, matched=matched, may_be_missing=[key])
+        found = mapped(
+            name, source, target, rest, partial=True, matched=matched, may_be_missing=[key]
+        )
         made = made_of(found)
         assert all(count == needed[made_key] for made_key, count in made.items()), key
         zeros = {made.key for made in found.zeros}
@@ -244,7 +246,7 @@ FUSED = [
 
 
 @pytest.mark.parametrize(("name", "source", "target"), one_in(4, FUSED))
-def test_a_part_of_a_fused_tensor_alone(name, source, target):
+def test_partially_present_fused_tensor_is_never_written(name, source, target):
     for number in range(SOME):
         require_left_out(name, source, target, number, alone=True)
 
@@ -275,7 +277,7 @@ META = {
 
 @pytest.mark.parametrize("gone", META)
 @pytest.mark.parametrize("name", one_in(3, WRITABLE))
-def test_it_is_named_in_every_format(tmp_path: Path, name: str, gone: str) -> None:
+def test_missing_tensor_is_named_in_every_format(tmp_path: Path, name: str, gone: str) -> None:
     source = lacking_source(tmp_path, name, gone)
     missed = META[gone] if name == "meta" else gone
     found = ckptctl.inspect(source)
@@ -309,7 +311,7 @@ def test_it_is_named_in_every_format(tmp_path: Path, name: str, gone: str) -> No
             )
 
 
-def test_latest_is_suggested_only_where_it_answers(
+def test_inspect_suggests_latest_only_if_it_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_a_terminal(monkeypatch)
@@ -329,7 +331,7 @@ def write_papers(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["torch", "dcp"])
-def test_without_a_configuration(tmp_path: Path, name: str) -> None:
+def test_missing_tensor_is_found_without_config(tmp_path: Path, name: str) -> None:
     """What other layers have, and what every such model has, is missed all the same."""
     for gone in META:
         state = {key: value for key, value in STATE.items() if key != gone}
@@ -343,7 +345,7 @@ def test_without_a_configuration(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     "part", ["*self_attn*", "*.layers.1.self*", "*norm*", "lm_head*", "*.layers.*"]
 )
-def test_a_part_of_a_model_is_no_model(tmp_path: Path, part: str) -> None:
+def test_partial_model_is_only_structure_complete_with_note(tmp_path: Path, part: str) -> None:
     """Trained parameters alone, say: nothing shows that there should be more, and it is said."""
     kept = {key: value for key, value in STATE.items() if fnmatch(key, part)}
     source = build("torch", tmp_path, kept, None)
@@ -356,7 +358,7 @@ def test_a_part_of_a_model_is_no_model(tmp_path: Path, part: str) -> None:
     assert any("part of" in note for note in plan.notes)
 
 
-def test_a_model_saved_without_its_head(tmp_path: Path) -> None:
+def test_missing_lm_head_is_damage_only_for_causal_lm(tmp_path: Path) -> None:
     state = {key: value for key, value in STATE.items() if key != "lm_head.weight"}
     for architecture, lacks in (("LlamaModel", ()), ("LlamaForCausalLM", ("lm_head.weight",))):
         config = CONFIG | {"architectures": [architecture], "tie_word_embeddings": False}
@@ -364,7 +366,7 @@ def test_a_model_saved_without_its_head(tmp_path: Path) -> None:
         assert ckptctl.inspect(source).lacks == lacks
 
 
-def test_who_reads_another_layout_expects_a_head(tmp_path: Path) -> None:
+def test_headless_model_to_another_layout_is_refused(tmp_path: Path) -> None:
     state = {key: value for key, value in STATE.items() if key != "lm_head.weight"}
     config = CONFIG | {"architectures": ["LlamaModel"], "tie_word_embeddings": False}
     source = save_hf(tmp_path / "in", state, config)
@@ -380,7 +382,7 @@ def test_who_reads_another_layout_expects_a_head(tmp_path: Path) -> None:
         ckptctl.plan_conversion(source, tmp_path / "out", exclude="lm_head.weight", **options)
 
 
-def test_what_lacks_has_two_names(tmp_path):
+def test_missing_gpt_neox_embed_out_is_found(tmp_path):
     """Nothing else tells two layouts apart: it is missed all the same."""
     shapes = tiny(FAMILIES["gpt_neox"], "hf")
     state = {key: torch.zeros(shape) for key, shape in shapes.items() if key != "embed_out.weight"}
@@ -398,7 +400,7 @@ def test_what_lacks_has_two_names(tmp_path):
     assert ckptctl.plan_conversion(source, tmp_path / "out", to="hf").tensors == len(state) + 1
 
 
-def test_a_configuration_that_does_not_describe_the_model(tmp_path: Path) -> None:
+def test_invalid_vocab_size_makes_verdict_unknown(tmp_path: Path) -> None:
     source = save_hf(tmp_path / "in", STATE, CONFIG | {"vocab_size": "many"})
     found = ckptctl.inspect(source)
     assert not found.lacks and any(
@@ -410,7 +412,7 @@ def test_a_configuration_that_does_not_describe_the_model(tmp_path: Path) -> Non
     assert any("`vocab_size` is not a valid size" in note for note in verified.notes)
 
 
-def test_it_is_named_when_another_layout_is_loaded(tmp_path: Path) -> None:
+def test_load_into_another_layout_names_missing_tensor(tmp_path: Path) -> None:
     gone = "model.layers.0.self_attn.q_proj.weight"
     source = lacking_source(tmp_path, "hf", gone)
     whole = tiny_torchtune(tmp_path)
@@ -423,7 +425,7 @@ def test_it_is_named_when_another_layout_is_loaded(tmp_path: Path) -> None:
     assert all(torch.equal(state[name], whole[name]) for name in report.loaded)
 
 
-def test_it_is_left_out_when_another_layout_is_compared(tmp_path: Path) -> None:
+def test_diff_across_layouts_skips_missing_tensor(tmp_path: Path) -> None:
     gone = "model.layers.0.self_attn.q_proj.weight"
     source = lacking_source(tmp_path, "hf", gone)
     tiny_torchtune(tmp_path)
@@ -439,7 +441,7 @@ def tiny_torchtune(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_what_a_part_has_to_have(tmp_path: Path) -> None:
+def test_include_requires_only_selected_tensors(tmp_path: Path) -> None:
     """What was asked for is accounted for, and nothing else."""
     source = lacking_source(tmp_path, "hf", "model.norm.weight")
     plan = ckptctl.plan_conversion(source, tmp_path / "out", to="dcp", include=["model.layers.0.*"])
@@ -457,7 +459,7 @@ PARTS = {
 
 @pytest.mark.parametrize("option", ["include", "exclude"])
 @pytest.mark.parametrize("part", PARTS)
-def test_a_fused_tensor_is_whole_or_refused(tmp_path, part, option):
+def test_selecting_part_of_fused_tensor_is_refused(tmp_path, part, option):
     shapes = tiny(FAMILIES["phi3"], "torchtune")
     source = tmp_path / "source.pt"
     torch.save({key: torch.zeros(shape) for key, shape in shapes.items()}, source)
@@ -472,7 +474,7 @@ def test_a_fused_tensor_is_whole_or_refused(tmp_path, part, option):
     ckptctl.plan_conversion(source, out, **options)
 
 
-def test_a_part_of_the_layers_of_very_many(tmp_path: Path) -> None:
+def test_millions_of_missing_layers_are_counted_not_listed(tmp_path: Path) -> None:
     source = save_hf(tmp_path / "in", STATE, CONFIG | {"num_hidden_layers": 5_000_000})
     lacks = 9 * (5_000_000 - CONFIG["num_hidden_layers"])
     with refused(source, tmp_path / "out", 4) as caught:
@@ -484,7 +486,7 @@ def test_a_part_of_the_layers_of_very_many(tmp_path: Path) -> None:
     assert any(f"{lacks - listed:,} more" in note for note in ckptctl.verify(source).notes)
 
 
-def test_more_layers_than_the_configuration_counts(tmp_path: Path) -> None:
+def test_more_layers_than_num_hidden_layers_is_refused(tmp_path: Path) -> None:
     source = save_hf(tmp_path / "in", STATE, CONFIG | {"num_hidden_layers": 1})
     with pytest.raises(MappingError) as caught:
         ckptctl.convert(source, tmp_path / "out", to="dcp")
@@ -501,7 +503,7 @@ def test_more_layers_than_the_configuration_counts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", [name for name, family in FAMILIES.items() if family.wrapper_prefix]
 )
-def test_a_model_without_a_head_and_without_what_it_puts_before_names(name):
+def test_headless_base_model_without_prefix_maps_to_hf(name):
     family = FAMILIES[name]
     head = {family.get_layout("hf").leaves[tie.tensor].key.text for tie in family.ties}
     shapes = {k: shape for k, shape in tiny(family, "hf").items() if k not in head}
@@ -518,7 +520,7 @@ def test_a_model_without_a_head_and_without_what_it_puts_before_names(name):
                 mapped(name, BASE, "hf", rest, absent_tensors={tie.tensor for tie in family.ties})
 
 
-def test_who_reads_another_layout_expects_a_head_of_a_base_model(tmp_path: Path) -> None:
+def test_base_model_to_another_layout_requires_lm_head(tmp_path: Path) -> None:
     state = {key.removeprefix("model."): STATE[key] for key in STATE if key != "lm_head.weight"}
     for config in (CONFIG, CONFIG | {"architectures": ["LlamaModel"]}, None):
         name = "hf" if config else "torch"
@@ -541,7 +543,9 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("configured", [True, False])
-def test_what_is_not_quantized_is_missed(tmp_path: Path, way: str, configured: bool) -> None:
+def test_missing_tensors_of_quantized_model_are_found(
+    tmp_path: Path, way: str, configured: bool
+) -> None:
     state = dict[str, torch.Tensor]()
     for key, value in STATE.items():
         stem = key.removesuffix(".weight")
@@ -563,7 +567,7 @@ def test_what_is_not_quantized_is_missed(tmp_path: Path, way: str, configured: b
 
 
 @pytest.mark.parametrize("name", ["hf", "torch"])
-def test_the_first_stage_of_a_pipeline(tmp_path: Path, name: str) -> None:
+def test_first_pipeline_stage_is_refused_with_hint_that_works(tmp_path: Path, name: str) -> None:
     """What to do about it is said, and that works."""
     first = {key: value for key, value in STATE.items() if "embed" in key or ".layers.0." in key}
     last = {key: value for key, value in STATE.items() if key not in first}
@@ -597,7 +601,7 @@ def fused_source(tmp_path, gone):
     return source
 
 
-def test_a_fused_tensor_is_left_out_with_a_part_that_may_be_missing(tmp_path):
+def test_allow_missing_skips_fused_tensor_with_missing_part(tmp_path):
     gone = "layers.0.attn.v_proj.weight"
     source = fused_source(tmp_path, gone)
     options: dict[str, Any] = {"model_type": "phi3", "to_layout": "hf"}
@@ -623,7 +627,7 @@ def test_a_fused_tensor_is_left_out_with_a_part_that_may_be_missing(tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["hf", "hf-v5"])
-def test_the_configuration_says_of_which_kind_a_layer_is_that_lost_what_shows_it(layout, tmp_path):
+def test_missing_tid2eid_is_found_through_deepseek_v4_config(layout, tmp_path):
     source = Golden.read("deepseek_v4").save(tmp_path / "source")
     ckptctl.convert(source, tmp_path / "whole", to="hf", to_layout=layout)
     state = load_file(tmp_path / "whole/model.safetensors")

@@ -52,7 +52,7 @@ def answers(run: Path, one: Path) -> dict[str, int]:
     return {words[0]: CliRunner().invoke(app, words).exit_code for words in commands(run, one)}
 
 
-def test_in_place_of_a_file(run: Path) -> None:
+def test_symlink_loop_replacing_file_causes_no_internal_error(run: Path) -> None:
     one = run / "step-2"
     for file in sorted(item for item in one.rglob("*") if item.is_file()):
         data = file.read_bytes()
@@ -65,7 +65,7 @@ def test_in_place_of_a_file(run: Path) -> None:
         file.write_bytes(data)
 
 
-def test_in_a_folder(run: Path) -> None:
+def test_symlink_loop_in_folder_causes_no_internal_error(run: Path) -> None:
     one = run / "step-2"
     inside = [item for item in sorted(one.rglob("*")) if item.is_dir()]
     for folder in (run, one, *inside[:FOLDERS]):
@@ -74,7 +74,7 @@ def test_in_a_folder(run: Path) -> None:
         (folder / LOOP).unlink()
 
 
-def test_as_what_is_named(tmp_path: Path) -> None:
+def test_symlink_loop_as_path_is_refused(tmp_path: Path) -> None:
     loop = tmp_path / LOOP
     loop.symlink_to(LOOP)
     found = answers(loop, loop)

@@ -17,7 +17,7 @@ POISON = 0xA5
 
 
 @pytest.mark.parametrize("name", one_in(3, [n for n, one in SAMPLES.items() if not one.refused]))
-def test_a_sample_loads_as_it_converts(data: Path, tmp_path: Path, name: str) -> None:
+def test_load_of_sample_equals_its_conversion(data: Path, tmp_path: Path, name: str) -> None:
     sample = SAMPLES[name]
     path, out = sample.path(data), tmp_path / "out.pt"
     ckptctl.convert(path, out, to="torch", only="all", exclude=list(sample.exclude))

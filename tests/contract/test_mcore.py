@@ -30,7 +30,9 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("stack_layers", [False, True])
 @pytest.mark.parametrize("kind", LLAMAS)
-def test_there_and_back(tmp_path: Path, kind: Any, stack_layers: bool) -> None:
+def test_hf_to_mcore_round_trip_preserves_tensors(
+    tmp_path: Path, kind: Any, stack_layers: bool
+) -> None:
     state, config = tiny_llama(kind)
     source, there = build("hf", tmp_path, state, config), tmp_path / "there"
     ckptctl.convert(source, there, to="mcore", stack_layers=stack_layers, verify=True)
@@ -49,7 +51,7 @@ def test_there_and_back(tmp_path: Path, kind: Any, stack_layers: bool) -> None:
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_other_formats(tmp_path: Path, other: str) -> None:
+def test_other_formats_round_trip_through_mcore(tmp_path: Path, other: str) -> None:
     state, config = tiny_llama("llama3")
     papers = tmp_path / "papers"
     papers.mkdir()
@@ -62,7 +64,7 @@ def test_other_formats(tmp_path: Path, other: str) -> None:
     assert not differences(read(back, config), state)
 
 
-def test_one_format_recognizes_it(tmp_path: Path, source: Path) -> None:
+def test_mcore_output_is_detected_as_mcore_and_complete(tmp_path: Path, source: Path) -> None:
     out = tmp_path / "out"
     ckptctl.convert(source, out, to="mcore", max_shard_size="100KB")
     for path in (out, out / "release"):
@@ -76,7 +78,7 @@ def test_one_format_recognizes_it(tmp_path: Path, source: Path) -> None:
 
 
 @pytest.mark.parametrize("to", OTHERS)
-def test_what_a_trainer_adds_is_compared_where_both_can_hold_it(
+def test_diff_ignores_trainer_state_that_target_format_cannot_store(
     tmp_path: Path, source: Path, to: str
 ) -> None:
     run, other = tmp_path / "run", place(tmp_path, to)
@@ -91,7 +93,7 @@ def test_what_a_trainer_adds_is_compared_where_both_can_hold_it(
     assert ckptctl.diff(run, other, only="model").same
 
 
-def test_a_plan_is_what_is_written(tmp_path: Path, source: Path) -> None:
+def test_mcore_plan_matches_written_files(tmp_path: Path, source: Path) -> None:
     plan = ckptctl.plan_conversion(source, tmp_path / "out", to="mcore")
     assert not (tmp_path / "out").exists()
     done = ckptctl.convert(source, tmp_path / "out", to="mcore")
@@ -102,7 +104,7 @@ def test_a_plan_is_what_is_written(tmp_path: Path, source: Path) -> None:
     assert snapshot(again.target) == snapshot(done.target)
 
 
-def test_part_of_it_is_never_complete(tmp_path: Path, source: Path) -> None:
+def test_partial_mcore_output_is_never_complete(tmp_path: Path, source: Path) -> None:
     out, copy = tmp_path / "out", tmp_path / "copy"
     ckptctl.convert(source, out, to="mcore", max_shard_size="100KB")
     names = [".metadata", "common.pt", "metadata.json"]
@@ -127,7 +129,7 @@ def _require_complete(path: Path) -> None:
         raise CkptError(found.verdict)
 
 
-def test_it_is_replaced_where_nothing_else_lies_there(tmp_path: Path, source: Path) -> None:
+def test_mcore_overwrite_is_refused_next_to_other_files(tmp_path: Path, source: Path) -> None:
     out = tmp_path / "out"
     ckptctl.convert(source, out, to="mcore")
     ckptctl.convert(source, out, to="mcore", stack_layers=True, overwrite=True)
@@ -149,17 +151,17 @@ def test_it_is_replaced_where_nothing_else_lies_there(tmp_path: Path, source: Pa
 
 
 @pytest.mark.parametrize("to", ["hf", "dcp", "torch"])
-def test_other_formats_stack_no_layers(tmp_path: Path, source: Path, to: str) -> None:
+def test_stack_layers_outside_mcore_is_a_usage_error(tmp_path: Path, source: Path, to: str) -> None:
     with pytest.raises(UsageError, match="stack"):
         ckptctl.convert(source, place(tmp_path, to), to=to, stack_layers=True)
 
 
-def test_other_layouts_are_refused(tmp_path: Path, source: Path) -> None:
+def test_mcore_to_hf_layout_is_a_usage_error(tmp_path: Path, source: Path) -> None:
     with pytest.raises(UsageError):
         ckptctl.convert(source, tmp_path / "out", to="mcore", to_layout="hf")
 
 
-def test_what_megatron_is_told(tmp_path: Path, source: Path) -> None:
+def test_mcore_arguments_match_hf_config(tmp_path: Path, source: Path) -> None:
     import yaml
 
     ckptctl.convert(source, tmp_path / "out", to="mcore")
@@ -177,7 +179,7 @@ def test_what_megatron_is_told(tmp_path: Path, source: Path) -> None:
     assert arguments["bf16"] is True
 
 
-def test_tensors_without_a_configuration_are_written(tmp_path: Path) -> None:
+def test_mcore_without_config_writes_no_arguments(tmp_path: Path) -> None:
     state, _ = tiny_llama("llama3")
     source = build("torch", tmp_path, state, None)
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -200,7 +202,7 @@ def vocabulary(folder: Path, rows: int) -> tuple[Path, dict[str, torch.Tensor], 
     return build("hf", folder, state, config), state, config
 
 
-def test_the_vocabulary_is_padded_and_cut_again(tmp_path: Path) -> None:
+def test_mcore_vocabulary_is_padded_and_trimmed_on_return(tmp_path: Path) -> None:
     source, state, config = vocabulary(tmp_path, 100)
     done = ckptctl.convert(source, tmp_path / "out", to="mcore")
     assert any("padded with zeros to 128" in note for note in done.plan.notes)
@@ -218,14 +220,14 @@ def test_the_vocabulary_is_padded_and_cut_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [96, 112, 256])
-def test_another_size_is_taken_as_it_is(tmp_path: Path, size: int) -> None:
+def test_mcore_vocab_size_option_sets_row_count(tmp_path: Path, size: int) -> None:
     source, _, _ = vocabulary(tmp_path, 100)
     ckptctl.convert(source, tmp_path / "out", to="mcore", vocab_size=size)
     found = load_any_reference(tmp_path / "out" / "release")
     assert found["output_layer.weight"].shape[0] == size
 
 
-def test_rows_that_are_no_padding_are_refused(tmp_path: Path, source: Path) -> None:
+def test_nonzero_rows_beyond_vocab_size_are_refused(tmp_path: Path, source: Path) -> None:
     out = tmp_path / "out"
     ckptctl.convert(source, out, to="mcore")
     _forget_arguments(out / "release")
@@ -243,7 +245,7 @@ def test_rows_that_are_no_padding_are_refused(tmp_path: Path, source: Path) -> N
 
 
 @pytest.mark.parametrize(("vocab_size", "stated"), [(100, True), (1, False)])
-def test_arguments_that_say_so_are_believed(
+def test_extra_rows_stated_as_padding_are_trimmed(
     tmp_path: Path, source: Path, vocab_size: int, stated: bool
 ) -> None:
     """Padding of less than one step; what no step explains is not padding."""
@@ -276,7 +278,7 @@ def _argue(inner: Path, **told: object) -> None:
     torch.save(common, inner / "common.pt")
 
 
-def test_more_rows_are_no_larger_vocabulary(source: Path, tmp_path: Path) -> None:
+def test_padded_rows_keep_hf_vocab_size(source: Path, tmp_path: Path) -> None:
     ckptctl.convert(source, tmp_path / "there", to="mcore", vocab_size=300)
     ckptctl.convert(tmp_path / "there", tmp_path / "back", to="hf", assets=source)
     assert ckptctl.diff(tmp_path / "back", source).same
@@ -287,7 +289,7 @@ def test_more_rows_are_no_larger_vocabulary(source: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("wrong", [{"hidden_act": "gelu"}, {"rms_norm_eps": 0.5}])
-def test_a_configuration_that_megatron_contradicts(
+def test_config_contradicting_mcore_arguments_is_refused(
     source: Path, tmp_path: Path, wrong: dict[str, Any]
 ) -> None:
     ckptctl.convert(source, tmp_path / "there", to="mcore")

@@ -163,7 +163,7 @@ KINDS = ("one", "index", "shards", "pth", "pt")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_is_told_and_read(tmp_path: Path, kind: str) -> None:
+def test_mistral_file_kinds_are_detected_and_converted(tmp_path: Path, kind: str) -> None:
     folder = build(kind, tmp_path / "in", native(), PARAMS)
     assert formats.detect_format(folder).name == "mistral"
     done = ckptctl.convert(folder, tmp_path / "out", to="hf", verify=True)
@@ -174,7 +174,7 @@ def test_every_kind_is_told_and_read(tmp_path: Path, kind: str) -> None:
     assert (tmp_path / "out" / "tekken.json").exists()
 
 
-def test_what_is_not_stated_is_said(tmp_path: Path) -> None:
+def test_missing_rope_theta_is_noted_with_its_default(tmp_path: Path) -> None:
     silent = {key: value for key, value in PARAMS.items() if key != "rope_theta"}
     folder = one_file(tmp_path / "in", native(), silent | {"sliding_window": 4096})
     done = ckptctl.convert(folder, tmp_path / "out", to="hf")
@@ -182,7 +182,7 @@ def test_what_is_not_stated_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", ["5GB", "4KB"])
-def test_written(tmp_path: Path, size: str) -> None:
+def test_mistral_output_has_native_tensors_and_params(tmp_path: Path, size: str) -> None:
     folder = build("index", tmp_path / "in", native(), PARAMS)
     ckptctl.convert(folder, tmp_path / "hf", to="hf")
     out = tmp_path / "out"
@@ -199,7 +199,7 @@ def test_written(tmp_path: Path, size: str) -> None:
     assert formats.detect_format(out).name == "mistral"
 
 
-def test_params_travel_as_they_are(tmp_path: Path) -> None:
+def test_params_json_is_copied_unchanged(tmp_path: Path) -> None:
     extra = PARAMS | {"quantization": None, "max_batch_size": 4}
     folder = build("pth", tmp_path / "in", native(), extra)
     ckptctl.convert(folder, tmp_path / "out", to="mistral")
@@ -207,7 +207,7 @@ def test_params_travel_as_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_experts(tmp_path: Path, kind: str) -> None:
+def test_mixtral_experts_convert_to_hf(tmp_path: Path, kind: str) -> None:
     state = native(experts=True)
     folder = build(kind, tmp_path / "in", state, PARAMS | MOE)
     ckptctl.convert(folder, tmp_path / "out", to="hf")
@@ -215,7 +215,9 @@ def test_experts(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("params", [PARAMS | MOE, FIRST_RELEASE], ids=["today", "then"])
-def test_the_first_release_of_mixtral(tmp_path: Path, params: dict[str, Any]) -> None:
+def test_first_mixtral_release_converts_to_hf_and_mistral(
+    tmp_path: Path, params: dict[str, Any]
+) -> None:
     state = native(experts=True)
     folder = build("pt", tmp_path / "in", first_release(state), params)
     done = ckptctl.convert(folder, tmp_path / "out", to="hf", verify=True)
@@ -227,7 +229,7 @@ def test_the_first_release_of_mixtral(tmp_path: Path, params: dict[str, Any]) ->
     assert (config["num_local_experts"], config["num_key_value_heads"]) == (EXPERTS, KV)
 
 
-def test_hf_files_may_have_mistrals_names(tmp_path: Path) -> None:
+def test_hf_output_with_mistral_layout_has_mistral_names(tmp_path: Path) -> None:
     """``--to hf`` implies layout hf only where nothing else is said."""
     folder = build("one", tmp_path / "in", native(), PARAMS)
     ckptctl.convert(folder, tmp_path / "hf", to="hf")
@@ -235,7 +237,7 @@ def test_hf_files_may_have_mistrals_names(tmp_path: Path) -> None:
     assert not differences(load_file(tmp_path / "out" / "model.safetensors"), native())
 
 
-def test_a_folder_of_the_hub_with_both_is_hf(tmp_path: Path) -> None:
+def test_folder_with_hf_and_mistral_weights_is_hf(tmp_path: Path) -> None:
     folder = build("one", tmp_path / "in", native(), PARAMS)
     save_file(hub(native()), folder / "model.safetensors")
     assert formats.detect_format(folder).name == "hf"
@@ -243,7 +245,7 @@ def test_a_folder_of_the_hub_with_both_is_hf(tmp_path: Path) -> None:
     assert set(found.tensors) == set(native())
 
 
-def test_metas_files_stay_metas(tmp_path: Path) -> None:
+def test_meta_params_are_detected_as_meta(tmp_path: Path) -> None:
     params = {"dim": D, "n_layers": LAYERS, "n_heads": HEADS, "multiple_of": 4, "vocab_size": V}
     folder = build("pth", tmp_path / "in", native(), params)
     assert formats.detect_format(folder).name == "meta"
@@ -252,14 +254,14 @@ def test_metas_files_stay_metas(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["consolidated.safetensors", "consolidated.00.pth"])
-def test_a_single_file(tmp_path: Path, name: str) -> None:
+def test_single_mistral_file_is_detected_and_opened(tmp_path: Path, name: str) -> None:
     kind = "pth" if name.endswith("pth") else "one"
     folder = build(kind, tmp_path / "in", native(), PARAMS)
     assert formats.detect_format(folder / name).name == "mistral"
     assert set(formats.open_checkpoint(folder / name).tensors) == set(native())
 
 
-def test_a_missing_shard(tmp_path: Path) -> None:
+def test_missing_mistral_shard_is_damaged(tmp_path: Path) -> None:
     for kind in ("index", "shards"):
         folder = build(kind, tmp_path / kind, native(), PARAMS)
         (folder / "consolidated-00002-of-00002.safetensors").unlink()
@@ -272,7 +274,7 @@ def test_a_missing_shard(tmp_path: Path) -> None:
     assert "consolidated.00.pt" in message(caught.value)
 
 
-def test_a_tensor_in_two_files(tmp_path: Path) -> None:
+def test_tensor_in_two_mistral_shards_is_unsupported(tmp_path: Path) -> None:
     folder = build("pt", tmp_path / "in", native(), PARAMS)
     torch.save({"norm.weight": torch.zeros(D)}, folder / "consolidated.02.pt")
     with pytest.raises(UnsupportedError, match="two shards"):
@@ -280,7 +282,7 @@ def test_a_tensor_in_two_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"dim": 1}'])
-def test_params_that_say_nothing(tmp_path: Path, content: str) -> None:
+def test_invalid_params_json_is_refused_as_meta(tmp_path: Path, content: str) -> None:
     folder = build("pth", tmp_path / "in", native(), PARAMS)
     (folder / "params.json").write_text(content)
     assert formats.detect_format(folder).name == "meta"
@@ -288,12 +290,12 @@ def test_params_that_say_nothing(tmp_path: Path, content: str) -> None:
         ckptctl.convert(folder, tmp_path / "out", to="hf")
 
 
-def test_no_weights(tmp_path: Path) -> None:
+def test_mistral_folder_without_weights_is_a_format_error(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="no weights"):
         formats.open_checkpoint(described(tmp_path / "in", PARAMS), "mistral")
 
 
-def test_a_model_without_a_name_in_it_is_refused(tmp_path: Path) -> None:
+def test_other_model_types_to_mistral_are_refused(tmp_path: Path) -> None:
     folder = build("one", tmp_path / "in", native(), PARAMS)
     ckptctl.convert(folder, tmp_path / "work" / "hf", to="hf")
     hf = tmp_path / "work" / "hf"
@@ -307,7 +309,7 @@ def test_a_model_without_a_name_in_it_is_refused(tmp_path: Path) -> None:
     assert "hidden_act" in message(caught.value)
 
 
-def test_another_layout_is_refused(tmp_path: Path) -> None:
+def test_mistral_to_hf_layout_is_refused(tmp_path: Path) -> None:
     folder = build("one", tmp_path / "in", native(), PARAMS)
     with refused(folder, tmp_path / "out", 2):
         ckptctl.convert(folder, tmp_path / "out", to="mistral", to_layout="hf")

@@ -39,7 +39,7 @@ def with_next_layer(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("model", WITH_NEXT, indirect=True)
-def test_what_predicts_further_tokens_is_carried_or_refused(tmp_path: Path, model: Path) -> None:
+def test_mtp_layers_are_copied_or_refused(tmp_path: Path, model: Path) -> None:
     state = with_next_layer(model)
     ckptctl.convert(model, tmp_path / "same.pt", to="torch")
     found = torch.load(tmp_path / "same.pt", weights_only=True)
@@ -51,7 +51,7 @@ def test_what_predicts_further_tokens_is_carried_or_refused(tmp_path: Path, mode
 
 @pytest.mark.parametrize("model", ["glm_moe_dsa"], indirect=True)
 @pytest.mark.parametrize("lost", ["indexer.wk.weight", "indexer."])
-def test_an_indexer_that_the_configuration_demands_is_missed(
+def test_missing_required_indexer_is_refused_by_name(
     tmp_path: Path, model: Path, lost: str
 ) -> None:
     state = load_file(model / "model.safetensors")
@@ -83,9 +83,7 @@ def as_published(tmp_path: Path) -> Path:
     return folder
 
 
-def test_what_deepseek_v4_predicts_with_is_carried_or_refused(
-    tmp_path: Path, as_published: Path
-) -> None:
+def test_deepseek_v4_mtp_layers_are_copied_or_refused(tmp_path: Path, as_published: Path) -> None:
     state = load_file(as_published / "model.safetensors")
     ckptctl.convert(as_published, tmp_path / "same.pt", to="torch")
     assert digest(torch.load(tmp_path / "same.pt", weights_only=True)) == digest(state)
@@ -95,7 +93,7 @@ def test_what_deepseek_v4_predicts_with_is_carried_or_refused(
 
 
 @pytest.mark.parametrize("lost", ["compressor", "indexer", "compressor.ape"])
-def test_what_a_layer_compresses_with_is_missed(
+def test_missing_compressor_tensor_is_refused_by_name(
     tmp_path: Path, as_published: Path, lost: str
 ) -> None:
     state = load_file(as_published / "model.safetensors")
@@ -107,7 +105,7 @@ def test_what_a_layer_compresses_with_is_missed(
 
 
 @pytest.mark.parametrize("model", ["glm_moe_dsa"], indirect=True)
-def test_scales_are_expected_where_there_is_an_indexer(tmp_path: Path, model: Path) -> None:
+def test_missing_indexer_scale_is_refused_by_name(tmp_path: Path, model: Path) -> None:
     state = load_file(model / "model.safetensors")
     scaled = [key for key in state if key.endswith("indexer.wq_b.weight")]
     state |= {f"{key}_scale_inv": torch.ones(1, 1) for key in scaled}

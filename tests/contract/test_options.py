@@ -50,7 +50,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ------------------------------------------------------------------------------------- selection
 
 
-def test_include_and_exclude(tmp_path: Path, source: Path) -> None:
+def test_include_and_exclude_select_tensors(tmp_path: Path, source: Path) -> None:
     done = ckptctl.convert(
         source,
         tmp_path / "out",
@@ -67,7 +67,7 @@ def test_include_and_exclude(tmp_path: Path, source: Path) -> None:
     assert set(done.plan.left_out) == STATE.keys() - expected.keys()
 
 
-def test_a_part_of_a_model_still_changes_its_layout(tmp_path: Path, source: Path) -> None:
+def test_included_tensors_are_converted_to_new_layout(tmp_path: Path, source: Path) -> None:
     from tests.checkpoints import rename, to_meta_names
 
     chosen = [name for name in STATE if ".1.self_attn." in name]
@@ -81,7 +81,7 @@ def test_a_part_of_a_model_still_changes_its_layout(tmp_path: Path, source: Path
 
 
 @pytest.mark.parametrize("option", ["include", "exclude"])
-def test_a_pattern_that_matches_nothing(tmp_path: Path, source: Path, option: Any) -> None:
+def test_pattern_matching_nothing_is_refused(tmp_path: Path, source: Path, option: Any) -> None:
     with refused(source, tmp_path / "out", 5) as caught:
         options: dict[str, Any] = {option: ["*.norm.wieght"]}
         ckptctl.convert(source, tmp_path / "out", to="dcp", **options)
@@ -92,7 +92,9 @@ def test_a_pattern_that_matches_nothing(tmp_path: Path, source: Path, option: An
 
 
 @pytest.mark.parametrize("target", WRITABLE)
-def test_casts(tmp_path: Path, source: Path, target: str) -> None:
+def test_dtype_option_casts_tensors_and_updates_config(
+    tmp_path: Path, source: Path, target: str
+) -> None:
     out = place(tmp_path, target)
     ckptctl.convert(source, out, to=target, dtype="fp32", verify=True)
     expected = {name: value.float() for name, value in STATE.items()}
@@ -115,7 +117,7 @@ def test_integers_are_not_cast(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", ["1KB", "20KB", "33KB", "100KB", "1GB"])
-def test_shards_are_those_of_the_hub(tmp_path: Path, source: Path, size: str) -> None:
+def test_hf_shards_match_huggingface_hub_split(tmp_path: Path, source: Path, size: str) -> None:
     out = tmp_path / "out"
     ckptctl.convert(source, out, to="hf", max_shard_size=size)
     index = json.loads((source / "model.safetensors.index.json").read_text())
@@ -136,7 +138,7 @@ def test_shards_are_those_of_the_hub(tmp_path: Path, source: Path, size: str) ->
     assert not differences(load_any_reference(out), STATE)
 
 
-def test_shards_of_dcp(tmp_path: Path, source: Path) -> None:
+def test_dcp_files_respect_max_shard_size(tmp_path: Path, source: Path) -> None:
     ckptctl.convert(source, tmp_path / "out", to="dcp", max_shard_size="50KB")
     files = sorted((tmp_path / "out").glob("*.distcp"))
     assert len(files) > 4
@@ -146,7 +148,7 @@ def test_shards_of_dcp(tmp_path: Path, source: Path) -> None:
 
 
 @pytest.mark.parametrize("target", LIKE)
-def test_like(tmp_path: Path, source: Path, target: str) -> None:
+def test_like_copies_file_layout_of_reference(tmp_path: Path, source: Path, target: str) -> None:
     """The reference has other values, and its own way of putting keys into files."""
     other = {name: value + 1 for name, value in reversed(STATE.items())}
     if target == "meta":
@@ -183,7 +185,7 @@ def _groups(files: dict[str, list[str]]) -> set[frozenset[str]]:
     return {frozenset(keys) for keys in by_file.values()}
 
 
-def test_like_needs_the_same_keys(tmp_path: Path, source: Path) -> None:
+def test_like_with_different_keys_is_refused(tmp_path: Path, source: Path) -> None:
     other = {name: value for name, value in STATE.items() if name != "lm_head.weight"}
     reference = save_hf(tmp_path / "reference", other, CONFIG, shards=2)
     with refused(source, tmp_path / "out", 5) as caught:
@@ -191,7 +193,7 @@ def test_like_needs_the_same_keys(tmp_path: Path, source: Path) -> None:
     assert "lm_head.weight" in message(caught.value)
 
 
-def test_ranks_that_do_not_divide(tmp_path: Path, source: Path) -> None:
+def test_mp_that_does_not_divide_heads_is_refused(tmp_path: Path, source: Path) -> None:
     with refused(source, tmp_path / "out", 5, 6) as caught:
         ckptctl.convert(source, tmp_path / "out", to="meta", mp=3)
     assert "3" in message(caught.value)
@@ -217,7 +219,9 @@ CONTRADICTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", CONTRADICTIONS, ids=str)
-def test_options_that_make_no_sense(tmp_path: Path, source: Path, options: Any) -> None:
+def test_invalid_or_conflicting_options_are_refused(
+    tmp_path: Path, source: Path, options: Any
+) -> None:
     with refused(source, tmp_path / "out", 2, 5):
         ckptctl.convert(source, tmp_path / "out", **options)
 
@@ -226,7 +230,7 @@ def test_options_that_make_no_sense(tmp_path: Path, source: Path, options: Any) 
 
 
 @pytest.mark.parametrize("target", BLOCKS)
-def test_assets(tmp_path: Path, target: str) -> None:
+def test_assets_copy_config_and_tokenizer_but_no_weights(tmp_path: Path, target: str) -> None:
     weights = save_torch(tmp_path / "weights.pt", STATE)
     assets = tmp_path / "assets"
     assets.mkdir()
@@ -245,7 +249,9 @@ def test_assets(tmp_path: Path, target: str) -> None:
 
 
 @pytest.mark.parametrize("target", WRITABLE)
-def test_no_checksum(tmp_path: Path, source: Path, target: str) -> None:
+def test_no_checksum_writes_readable_output_without_crcs(
+    tmp_path: Path, source: Path, target: str
+) -> None:
     """CRC 0 is what torch itself writes when told to compute none."""
     out = place(tmp_path, target)
     ckptctl.convert(source, out, to=target, checksum=False)
@@ -263,7 +269,7 @@ def test_no_checksum(tmp_path: Path, source: Path, target: str) -> None:
 
 
 @pytest.mark.parametrize("target", ["torch", "meta"])
-def test_checksums_are_zips(tmp_path: Path, source: Path, target: str) -> None:
+def test_zip_crcs_of_output_are_correct(tmp_path: Path, source: Path, target: str) -> None:
     out = place(tmp_path, target)
     ckptctl.convert(source, out, to=target)
     for file in [out] if out.is_file() else out.glob("*.pth"):
@@ -272,7 +278,7 @@ def test_checksums_are_zips(tmp_path: Path, source: Path, target: str) -> None:
 
 
 @pytest.mark.parametrize("target", WRITABLE)
-def test_verify_finds_what_the_disk_changed(
+def test_convert_verify_detects_corruption_before_publish(
     tmp_path: Path, source: Path, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ckptctl.errors import StorageError
@@ -310,7 +316,7 @@ def test_overwrite_replaces_checkpoints(tmp_path: Path, source: Path, before: st
     assert [item.name for item in tmp_path.iterdir()] == ["out"]
 
 
-def test_overwrite_leaves_other_things_alone(tmp_path: Path, source: Path) -> None:
+def test_overwrite_refuses_paths_that_are_not_checkpoints(tmp_path: Path, source: Path) -> None:
     for name, make in (
         ("thesis", lambda path: (path.mkdir(), (path / "chapter.tex").write_text("x"))),
         ("file.txt", lambda path: path.write_text("x")),
@@ -321,7 +327,7 @@ def test_overwrite_leaves_other_things_alone(tmp_path: Path, source: Path) -> No
         assert "not a checkpoint" in message(caught.value)
 
 
-def test_a_failed_overwrite_keeps_the_old(
+def test_failed_overwrite_keeps_old_checkpoint(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
@@ -339,7 +345,7 @@ def _fail(_first: object, _second: object) -> Any:
 
 @pytest.mark.parametrize("target", WRITABLE)
 @pytest.mark.parametrize("moment", ["copying", "publishing"])
-def test_resume(
+def test_resume_after_failure_writes_same_output(
     tmp_path: Path, source: Path, target: str, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the journal of a failed run names is not written again; the result is the same."""
@@ -371,7 +377,7 @@ def test_resume(
     assert {item.name for item in tmp_path.iterdir()} == {"plain", out.name}
 
 
-def test_resume_does_not_believe_another_source(
+def test_resume_with_changed_source_writes_new_values(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = tmp_path / "other"
@@ -386,7 +392,7 @@ def test_resume_does_not_believe_another_source(
     assert not differences(load_any_reference(tmp_path / "out"), changed)
 
 
-def test_files_are_as_many_as_people_expect_and_threads_write_at_a_time(
+def test_default_file_count_depends_on_source_and_format(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One file of tensors for a small model, unless the source has several or the format always."""

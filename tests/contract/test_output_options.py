@@ -40,7 +40,7 @@ def arguments(command: Command) -> list[str]:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_two_forms_of_an_answer_are_refused(name: str) -> None:
+def test_conflicting_output_options_are_a_usage_error(name: str) -> None:
     command = COMMANDS[name]
     options = output_options(command)
     forms = [options[form] for form in FORM_PARAMETERS if form in options]
@@ -69,7 +69,7 @@ def test_two_forms_of_an_answer_are_refused(name: str) -> None:
         ("--tensors", "--markdown"),
     ],
 )
-def test_what_inspect_would_not_show_is_refused(pair: tuple[str, str]) -> None:
+def test_conflicting_inspect_options_are_a_usage_error(pair: tuple[str, str]) -> None:
     found = CliRunner().invoke(app, ["inspect", str(HF), *pair], prog_name="ckptctl")
     assert found.exit_code == UsageError.exit_code
     assert "conflicts with" in found.stderr

@@ -68,7 +68,7 @@ def inside(path: Path, file: str) -> set[str]:
 
 @pytest.mark.parametrize("to", ["hf", "dcp", "torch"])
 @pytest.mark.parametrize("level", ["gone", "cut"])
-def test_a_dcp_file_less(
+def test_allow_missing_skips_tensors_of_missing_dcp_file(
     copied: Callable[[str], Path], tmp_path: Path, to: str, level: str
 ) -> None:
     source = copied(TWO_D)
@@ -93,7 +93,7 @@ def test_a_dcp_file_less(
     assert snapshot(source) == before
 
 
-def test_optimizer_state_goes_with_its_parameter_and_together(
+def test_optimizer_state_is_written_only_with_its_parameter(
     copied: Callable[[str], Path], tmp_path: Path
 ) -> None:
     source = copied(TWO_D)
@@ -116,14 +116,16 @@ def test_optimizer_state_goes_with_its_parameter_and_together(
     assert kept and kept <= written.keys() | done.missing.keys()
 
 
-def test_nothing_missing_is_an_ordinary_conversion(data: Path, tmp_path: Path) -> None:
+def test_allow_missing_on_complete_checkpoint_changes_nothing(data: Path, tmp_path: Path) -> None:
     ckptctl.convert(data / TWO_D, tmp_path / "a", to="hf")
     done = partly(data / TWO_D, tmp_path / "b", verify_replicas=True)
     assert not done.missing
     assert snapshot(tmp_path / "a") == snapshot(tmp_path / "b")
 
 
-def test_a_bad_item_is_left_out(copied: Callable[[str], Path], tmp_path: Path) -> None:
+def test_allow_missing_skips_corrupt_dcp_item(
+    copied: Callable[[str], Path], tmp_path: Path
+) -> None:
     """Its zip is not one: neither the index nor the length of the file shows it."""
     source = copied(TWO_D)
     stored = FileSystemReader(source).read_metadata().storage_data
@@ -137,7 +139,7 @@ def test_a_bad_item_is_left_out(copied: Callable[[str], Path], tmp_path: Path) -
 
 
 @pytest.mark.parametrize("damage", ["gone", "cut", "stale"])
-def test_an_hf_shard_less(tmp_path: Path, damage: str) -> None:
+def test_allow_missing_skips_tensors_of_damaged_hf_shard(tmp_path: Path, damage: str) -> None:
     source = save_hf(tmp_path / "in" / "source", STATE, CONFIG, shards=3)
     shard = sorted(source.glob("*.safetensors"))[1]
     with safe_open(shard, "pt") as opened:
@@ -158,7 +160,7 @@ def test_an_hf_shard_less(tmp_path: Path, damage: str) -> None:
     assert set(manifest["source"]["missing"]) == lost
 
 
-def test_a_shard_of_another_save_taints_what_it_holds(tmp_path: Path) -> None:
+def test_shard_missing_an_indexed_tensor_is_skipped_entirely(tmp_path: Path) -> None:
     """It lacks one tensor of the index: nothing says that the others are those of this save."""
     from safetensors.torch import save_file
 
@@ -171,7 +173,7 @@ def test_a_shard_of_another_save_taints_what_it_holds(tmp_path: Path) -> None:
     assert partly(source, tmp_path / "out", "dcp").missing.keys() == lost
 
 
-def test_a_tied_name_is_lost_with_its_tensor(tmp_path: Path) -> None:
+def test_tied_name_is_missing_with_its_tensor(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     source = tmp_path / "in" / "source"
@@ -194,7 +196,7 @@ def test_a_tied_name_is_lost_with_its_tensor(tmp_path: Path) -> None:
     assert load_any_reference(tmp_path / "out").keys() == {"c"}
 
 
-def test_the_layout_still_changes(tmp_path: Path) -> None:
+def test_allow_missing_still_converts_layout(tmp_path: Path) -> None:
     from tests.checkpoints import rename, to_meta_names
 
     source = save_dcp(tmp_path / "in" / "source", STATE, thread_count=2, single_file_per_rank=False)
@@ -219,7 +221,7 @@ def keep_all_but(source: Path, lost: set[str]) -> None:
     (source / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def test_what_is_not_wanted_is_not_missing(copied: Callable[[str], Path], tmp_path: Path) -> None:
+def test_missing_lists_only_selected_tensors(copied: Callable[[str], Path], tmp_path: Path) -> None:
     source = copied(TWO_D)
     lost = {name for name in inside(source, "__2_0.distcp") if name.startswith("model.")}
     (source / "__2_0.distcp").unlink()
@@ -228,7 +230,9 @@ def test_what_is_not_wanted_is_not_missing(copied: Callable[[str], Path], tmp_pa
     assert partly(source, tmp_path / "o", include=[some, "emb.*"]).missing.keys() == {some}
 
 
-def test_nothing_whole_is_left(copied: Callable[[str], Path], tmp_path: Path) -> None:
+def test_allow_missing_without_any_data_file_is_damaged(
+    copied: Callable[[str], Path], tmp_path: Path
+) -> None:
     source = copied(TWO_D)
     for file in source.glob("*.distcp"):
         file.unlink()
@@ -239,7 +243,7 @@ def test_nothing_whole_is_left(copied: Callable[[str], Path], tmp_path: Path) ->
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("file", ["__{}.metadata", "__{}_0.distcp"])
-def test_a_rank_less(
+def test_allow_missing_skips_tensors_of_missing_rank_file(
     copied: Callable[[str], Path], data: Path, tmp_path: Path, rank: int, file: str
 ) -> None:
     """What the other rank has a copy of is whole; of its parts nothing is written."""
@@ -263,7 +267,7 @@ def test_a_rank_less(
 
 
 @pytest.mark.parametrize("length", [0, 100])
-def test_ranks_metadata_that_is_cut(
+def test_truncated_rank_metadata_is_missing_and_damaged(
     copied: Callable[[str], Path], tmp_path: Path, length: int
 ) -> None:
     source = copied(RANKS)
@@ -275,7 +279,7 @@ def test_ranks_metadata_that_is_cut(
     assert any(f.what == "elements are missing" for f in found.errors)
 
 
-def test_ranks_of_two_saves_are_refused_all_the_same(
+def test_allow_missing_still_refuses_ranks_of_two_saves(
     copied: Callable[[str], Path], tmp_path: Path
 ) -> None:
     source = copied(RANKS)
@@ -284,7 +288,7 @@ def test_ranks_of_two_saves_are_refused_all_the_same(
         partly(source, tmp_path / "out")
 
 
-def test_shards_that_may_go_on_elsewhere_are_not_whole(
+def test_only_scalars_survive_missing_first_rank_shard(
     copied: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Only 0-d tensors are surely whole: how far the others reach is said by their shards alone."""
@@ -310,7 +314,7 @@ def test_shards_that_may_go_on_elsewhere_are_not_whole(
     ("sample", "folder", "root"),
     [("torchsnapshot", "snap", "model.module"), ("bytecheckpoint", "global_step_1/model", None)],
 )
-def test_wrappers_with_one_file_less(
+def test_allow_missing_with_each_file_deleted(
     data: Path, tmp_path: Path, sample: str, folder: str, root: str | None
 ) -> None:
     """Each file in turn: what is written is right, and what is not written is listed."""
@@ -346,7 +350,7 @@ UNKNOWABLE = ("dcp_hf_sharded/hf_sharded", "shard-00002-model-00001-of-00001.saf
 @pytest.mark.parametrize(
     "name", one_in(4, [n for n, sample in SAMPLES.items() if not sample.refused])
 )
-def test_what_is_written_is_right_and_the_rest_is_listed(
+def test_allow_missing_output_of_damaged_sample_is_exact(
     data: Path, tmp_path: Path, name: str, how: str
 ) -> None:
     """Each file of each sample in turn, whether its format reads a part or refuses."""
@@ -420,7 +424,9 @@ def with_crc(item: bytearray) -> bytes:
     return bytes(item)
 
 
-def test_replicas_that_differ(copied: Callable[[str], Path], tmp_path: Path) -> None:
+def test_verify_replicas_refuses_differing_replicas(
+    copied: Callable[[str], Path], tmp_path: Path
+) -> None:
     source = copied(RANKS)
     assert ckptctl.verify(source, level="full").verdict == "complete"
     name, file = flip_copy(source)
@@ -434,7 +440,7 @@ def test_replicas_that_differ(copied: Callable[[str], Path], tmp_path: Path) -> 
     assert "__0_0.distcp" in message(caught.value)
 
 
-def test_replicas_with_matching_recorded_checksums_are_read(
+def test_verify_replicas_reads_replicas_with_matching_checksums(
     copied: Callable[[str], Path], tmp_path: Path
 ) -> None:
     source = copied(RANKS)
@@ -444,7 +450,7 @@ def test_replicas_with_matching_recorded_checksums_are_read(
     assert name in message(caught.value) and file in message(caught.value)
 
 
-def test_replicas_without_checksums_are_read(
+def test_verify_replicas_reads_replicas_without_checksums(
     copied: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = copied(RANKS)
@@ -473,7 +479,7 @@ def shared(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("to", ["hf", "dcp", "torch"])
-def test_tied_copy_and_drop(shared: Path, tmp_path: Path, to: str) -> None:
+def test_tied_option_copies_or_drops_tied_tensor(shared: Path, tmp_path: Path, to: str) -> None:
     whole = torch.load(shared, weights_only=True)
     both = ckptctl.convert(shared, tmp_path / "copy", to=to, tied="copy")
     assert not differences(load_any_reference(tmp_path / "copy"), whole)
@@ -490,7 +496,7 @@ def test_tied_copy_and_drop(shared: Path, tmp_path: Path, to: str) -> None:
             assert opened.metadata()["head"] == "emb"
 
 
-def test_tied_where_nothing_is(data: Path, tmp_path: Path) -> None:
+def test_tied_option_without_tied_tensors_changes_nothing(data: Path, tmp_path: Path) -> None:
     for how in ("drop", "copy"):
         ckptctl.convert(data / TWO_D, tmp_path / how, to="hf", tied=how)
     assert snapshot(tmp_path / "drop") == snapshot(tmp_path / "copy")
@@ -508,6 +514,8 @@ def test_tied_where_nothing_is(data: Path, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_meant(data: Path, tmp_path: Path, options: Any) -> None:
+def test_conflicting_or_invalid_tied_options_are_refused(
+    data: Path, tmp_path: Path, options: Any
+) -> None:
     with pytest.raises(UsageError):
         ckptctl.plan_conversion(data / TWO_D, tmp_path / "out", to="hf", **options)

@@ -35,12 +35,12 @@ def run_pattern(found: patterns.Found, seconds: int = limits.SECONDS) -> limits.
 
 
 @pytest.mark.parametrize("place", one_in(4, FOUND))
-def test_patterns_take_linear_time(place: str) -> None:
+def test_regexes_take_linear_time(place: str) -> None:
     ended = run_pattern(FOUND[place])
     assert not ended.problem, f"{FOUND[place]}: {ended.problem}"
 
 
-def test_all_patterns_are_found() -> None:
+def test_every_regex_of_package_is_found() -> None:
     texts = {found.pattern for found in FOUND.values()}
     assert len(texts) > 120
     assert r"[a-z]{2,16}" in texts
@@ -61,6 +61,6 @@ def test_all_patterns_are_found() -> None:
         (rb"x.*y", True),
     ],
 )
-def test_what_takes_longer_is_found(pattern: str | bytes, searches: bool) -> None:
+def test_superlinear_regex_exceeds_time_limit(pattern: str | bytes, searches: bool) -> None:
     found = patterns.Found("here", pattern, int(re.MULTILINE), searches)
     assert "killed by SIG" in run_pattern(found, seconds=3).problem

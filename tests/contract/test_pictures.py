@@ -26,13 +26,13 @@ def drawn_by() -> str:
 
 
 @pytest.mark.skipif(version("rich") != drawn_by(), reason="another rich draws otherwise")
-def test_the_terminal_is_what_commands_print() -> None:
+def test_terminal_picture_matches_command_output() -> None:
     assert SCRIPT["TERMINAL"].read_text() == SCRIPT["terminal"](), (
         "run `python docs/make_pictures.py`"
     )
 
 
-def test_pictures_are_light_and_complete() -> None:
+def test_pictures_are_small_and_self_contained() -> None:
     picture = SCRIPT["TERMINAL"].read_text()
     assert ElementTree.fromstring(picture).tag == "{http://www.w3.org/2000/svg}svg"
     assert len(picture) < 60_000
@@ -42,7 +42,7 @@ def test_pictures_are_light_and_complete() -> None:
 
 
 @pytest.mark.skipif(browser.found() is None, reason="no Chromium on this machine")
-def test_the_page_is_drawn() -> None:
+def test_report_page_renders_at_expected_size() -> None:
     """Not compared: fonts are those of the machine."""
     page = SCRIPT["page"]()
     assert size_of(page) == (SCRIPT["WIDTH"], SCRIPT["HEIGHT"])

@@ -19,7 +19,7 @@ PAGES = {
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_plug_in_needs_its_module_alone(page: str) -> None:
+def test_plugin_examples_import_only_plugin_module(page: str) -> None:
     plug_in = re.search(r"```python\n(.*?)```", (HOW_TO / page).read_text(), re.DOTALL)
     assert plug_in
     tree = ast.parse(plug_in[1])
@@ -28,14 +28,14 @@ def test_a_plug_in_needs_its_module_alone(page: str) -> None:
 
 
 @pytest.mark.parametrize("module", PAGES.values())
-def test_every_name_is_explained(module: str) -> None:
+def test_published_classes_and_functions_have_docstrings(module: str) -> None:
     published = importlib.import_module(module)
     values = [getattr(published, name) for name in published.__all__]
     explained = [value for value in values if inspect.isclass(value) or inspect.isfunction(value)]
     assert explained and all(value.__doc__ for value in explained)
 
 
-def test_every_class_that_a_format_takes_or_returns_is_published() -> None:
+def test_classes_in_format_annotations_are_published() -> None:
     """Classes of ours in the annotations of the published ones."""
     published = importlib.import_module("ckptctl.plugins.formats")
     classes = [getattr(published, name) for name in ("Format", "WritableFormat", "OutputLayout")]

@@ -51,7 +51,7 @@ def own_plurals(file: str, source: str) -> Iterator[str]:
                 yield f"{file}:{node.lineno}: {ast.unparse(node)}"
 
 
-def test_no_message_writes_the_plural_of_a_number_itself() -> None:
+def test_messages_count_with_units_counted() -> None:
     found = [
         line
         for path in sorted(PACKAGE.rglob("*.py"))
@@ -60,7 +60,7 @@ def test_no_message_writes_the_plural_of_a_number_itself() -> None:
     assert not found, "say it with `units.pluralize`:\n" + "\n".join(found)
 
 
-def test_a_plural_of_its_own_is_found() -> None:
+def test_hand_written_plural_is_detected() -> None:
     assert [*own_plurals("x", 'f"lacks {number:,} tensors"')]
     assert [*own_plurals("x", 'f"{len(names)} other files are missing"')]
     assert not [*own_plurals("x", 'f"{LIMIT:,} tensors"')]

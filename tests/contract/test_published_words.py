@@ -34,7 +34,7 @@ def changed(folder: Path, **words: Any) -> Path:
     return folder
 
 
-def test_the_heads_of_kimis_tower_are_found_in_moonshots_words(tmp_path: Path) -> None:
+def test_kimi_config_with_original_key_names_converts(tmp_path: Path) -> None:
     golden = Golden.read("kimi_k25")
     vision = {KIMI.get(name, name): v for name, v in golden.config["vision_config"].items()}
     source = changed(golden.save(tmp_path / "source"), vision_config=vision)
@@ -43,7 +43,7 @@ def test_the_heads_of_kimis_tower_are_found_in_moonshots_words(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("words", "whole"), [({"index_topk_freq": 4}, True), ({}, False)])
-def test_without_a_list_of_indexers_all_layers_of_glm_5_have_one(
+def test_glm_5_without_indexer_settings_requires_every_indexer(
     tmp_path: Path, words: dict[str, int], whole: bool
 ) -> None:
     golden = Golden.read("glm_moe_dsa")
@@ -57,7 +57,7 @@ def test_without_a_list_of_indexers_all_layers_of_glm_5_have_one(
     assert "model.layers.2.self_attn.indexer" in str(caught.value.why)
 
 
-def test_half_an_indexer_is_missed_whatever_is_said(tmp_path: Path) -> None:
+def test_partially_missing_indexer_is_refused_by_name(tmp_path: Path) -> None:
     source = Golden.read("glm_moe_dsa").save(tmp_path / "source")
     changed(source, indexer_types=None, index_topk_freq=4)
     state = load_file(source / "model.safetensors")
@@ -68,7 +68,7 @@ def test_half_an_indexer_is_missed_whatever_is_said(tmp_path: Path) -> None:
     assert "model.layers.1.self_attn.indexer.k_norm.bias" in str(caught.value.why)
 
 
-def test_experts_of_mistral_4_are_scaled_together(tmp_path: Path) -> None:
+def test_mistral_4_fp8_experts_are_dequantized_per_expert(tmp_path: Path) -> None:
     """As on the Hub: one scale for each expert, and static ones of activations, which go."""
     source = Golden.read("mistral4_vision").save(tmp_path / "source")
     said = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}

@@ -24,12 +24,12 @@ COMMANDS = {one.name.replace("-", "_"): one for one in commands.iterate_commands
 FUNCTIONS = sorted(COMMANDS.keys() & {*ckptctl.__all__})
 
 
-def test_reasons_are_those_of_commands_without_a_function() -> None:
+def test_not_in_python_lists_commands_without_function() -> None:
     assert {*NOT_IN_PYTHON} <= COMMANDS.keys() - {*ckptctl.__all__}
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_command_has_its_function(name: str) -> None:
+def test_command_has_function_with_same_options_and_defaults(name: str) -> None:
     command: Command = COMMANDS[name]
     function = getattr(ckptctl, name)
     taken = inspect.signature(function).parameters
@@ -64,7 +64,7 @@ WITH_A_PATH = [
 
 @pytest.mark.parametrize("name", WITH_A_PATH)
 @pytest.mark.parametrize("wrong", [None, 5, b"x", ["a"], "a\0b"])
-def test_what_is_no_path_is_a_usage_error(name: str, wrong: object) -> None:
+def test_invalid_path_argument_is_a_usage_error(name: str, wrong: object) -> None:
     function = getattr(ckptctl, name)
     own = list(inspect.signature(function).parameters.values())
     first = [one.name for one in own if one.kind is not inspect.Parameter.KEYWORD_ONLY]
@@ -78,7 +78,7 @@ def test_what_is_no_path_is_a_usage_error(name: str, wrong: object) -> None:
 
 
 @pytest.mark.parametrize("wrong", [None, 5, b"x"])
-def test_what_is_no_text_is_a_usage_error(wrong: Any) -> None:
+def test_non_string_argument_is_a_usage_error(wrong: Any) -> None:
     with pytest.raises(UsageError, match="is not a string"):
         ckptctl.extract(".", wrong)
     with pytest.raises(UsageError, match="is not a string"):

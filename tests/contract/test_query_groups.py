@@ -32,7 +32,7 @@ def together(arrays, family, layer):
 
 
 @pytest.mark.parametrize("name", GROUPED)
-def test_queries_keys_and_values_of_a_group_stand_together(name):
+def test_linear_qkv_interleaves_queries_keys_and_values_per_group(name):
     family = FAMILIES[name]
     shapes = tiny(family, "hf")
     values = numbered(shapes)

@@ -47,7 +47,9 @@ def copied(data: Path, sample: str, folder: Path) -> Path:
 
 @pytest.mark.parametrize("sample", SAMPLES)
 @pytest.mark.parametrize("to", ["hf", "torch"])
-def test_samples_are_read_bit_for_bit(tmp_path: Path, data: Path, sample: str, to: str) -> None:
+def test_rank_shard_samples_convert_bit_exactly(
+    tmp_path: Path, data: Path, sample: str, to: str
+) -> None:
     assert list(formats.sniff_formats(data / sample)) == [SAMPLES[sample]]
     target = tmp_path / ("out.pt" if to == "torch" else "out")
     ckptctl.convert(data / sample, target, to=to)
@@ -55,7 +57,7 @@ def test_samples_are_read_bit_for_bit(tmp_path: Path, data: Path, sample: str, t
     assert not differences(load_any_reference(target), truth)
 
 
-def test_a_shard_alone_is_no_model(tmp_path: Path, data: Path) -> None:
+def test_single_rank_shard_is_refused(tmp_path: Path, data: Path) -> None:
     source = copied(data, "hf-rank-shards/hf_sharded/ckpt", tmp_path) / FIRST
     assert not formats.sniff_formats(source)
     for known in (None, "hf"):
@@ -64,13 +66,13 @@ def test_a_shard_alone_is_no_model(tmp_path: Path, data: Path) -> None:
         assert caught.value.exit_code == 3
 
 
-def test_the_last_ranks_may_be_missing_and_a_note_says_so(tmp_path: Path, data: Path) -> None:
+def test_possibly_missing_last_ranks_are_noted(tmp_path: Path, data: Path) -> None:
     source = copied(data, "hf-rank-shards/hf_sharded/ckpt", tmp_path)
     (source / SECOND).unlink()
     assert any("last ranks" in note for note in ckptctl.inspect(source).notes)
 
 
-def test_the_number_of_ranks_tells_that_the_last_are_missing(tmp_path: Path, data: Path) -> None:
+def test_ranks_option_detects_missing_last_rank(tmp_path: Path, data: Path) -> None:
     source = copied(data, "hf-rank-shards/hf_sharded/ckpt", tmp_path)
     found = ckptctl.verify(source, ranks=2)
     assert found.verdict == "complete" and found.notes == (UNKNOWN_MODEL,)
@@ -86,7 +88,7 @@ def test_the_number_of_ranks_tells_that_the_last_are_missing(tmp_path: Path, dat
         ckptctl.verify(save_torch(tmp_path / "a.pt", {"w": torch.ones(2)}), ranks=2)
 
 
-def test_a_configuration_tells_that_the_last_are_missing(tmp_path: Path) -> None:
+def test_config_shapes_reveal_missing_last_rank(tmp_path: Path) -> None:
     state, config = tiny_llama("llama3")
     for rank in range(2):
         parts = {name: whole.chunk(2)[rank].contiguous() for name, whole in state.items()}
@@ -102,7 +104,9 @@ def test_a_configuration_tells_that_the_last_are_missing(tmp_path: Path) -> None
     assert found.why and "v = 128 (from `vocab_size`)" in found.why
 
 
-def test_shards_that_contradict_what_torch_made_of_them(tmp_path: Path, data: Path) -> None:
+def test_shards_contradicting_consolidated_file_are_warned_about(
+    tmp_path: Path, data: Path
+) -> None:
     source = copied(data, "hf-rank-shards/hf_consolidated/ckpt", tmp_path)
 
     def said(level: Level = "headers") -> list[tuple[str, str | None]]:
@@ -166,7 +170,9 @@ def _swap(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("sample", SAMPLES)
-def test_damage_is_never_silent(tmp_path: Path, data: Path, sample: str) -> None:
+def test_damaged_rank_shards_are_refused_or_read_exactly(
+    tmp_path: Path, data: Path, sample: str
+) -> None:
     """An error that names what is wrong, or the same tensors (what a shard holds tells where)."""
     truth = load_any_reference(expected(data, sample))
     refusals = 0
@@ -199,7 +205,7 @@ def _refused_or_right(source: Path, folder: Path, truth: dict[str, object], what
 
 
 @pytest.mark.parametrize("sample", one_in(3, SAMPLES))
-def test_a_flipped_byte_of_the_index(tmp_path: Path, data: Path, sample: str) -> None:
+def test_flipped_index_byte_is_readable_or_refused(tmp_path: Path, data: Path, sample: str) -> None:
     source = copied(data, sample, tmp_path)
     index = source / ("__1.metadata" if "dcp" in sample else SECOND)
     whole = index.read_bytes()
@@ -279,7 +285,7 @@ NAMED: dict[str, tuple[str, Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("case", NAMED)
-def test_what_is_missing_has_a_name(tmp_path: Path, data: Path, case: str) -> None:
+def test_damaged_rank_shard_error_names_cause(tmp_path: Path, data: Path, case: str) -> None:
     sample, change, word = NAMED[case]
     source = copied(data, sample, tmp_path)
     change(source)

@@ -35,7 +35,7 @@ from tests.contract.support import (
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_pipe_in_place_of_a_file_does_not_hang(
+def test_fifo_replacing_data_file_is_refused_without_hanging(
     tmp_path: Path, copy: Callable[[str], Path], originals: dict[str, Path], name: str
 ) -> None:
     source = copy(name)
@@ -95,7 +95,7 @@ FOREIGN: dict[str, tuple[str, Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("case", FOREIGN)
-def test_what_is_something_else(tmp_path: Path, case: str) -> None:
+def test_other_file_types_are_refused_with_exit_3(tmp_path: Path, case: str) -> None:
     name, make, word = FOREIGN[case]
     (tmp_path / "in").mkdir()
     (tmp_path / "outputs").mkdir()
@@ -114,7 +114,7 @@ def test_what_is_something_else(tmp_path: Path, case: str) -> None:
 
 @pytest.mark.parametrize("source_format", WRITABLE)
 @pytest.mark.parametrize("case", ["exists", "same", "inside", "around", "file", "link"])
-def test_destinations(
+def test_occupied_or_overlapping_destinations_are_refused(
     tmp_path: Path, copy: Callable[[str], Path], source_format: str, case: str
 ) -> None:
     source = copy(source_format)
@@ -140,7 +140,7 @@ def test_destinations(
 
 
 @pytest.mark.parametrize("target", WRITABLE)
-def test_not_enough_disk(
+def test_full_disk_is_refused_before_writing(
     tmp_path: Path, copy: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, target: str
 ) -> None:
     source = copy("hf")
@@ -159,7 +159,7 @@ def test_not_enough_disk(
 
 
 @pytest.mark.parametrize("case", ["missing-shard", "flip", "exists"])
-def test_the_command_shows_no_traceback(
+def test_failed_convert_shows_error_without_traceback(
     tmp_path: Path, copy: Callable[[str], Path], case: str
 ) -> None:
     from typer.testing import CliRunner
@@ -189,7 +189,7 @@ def test_the_command_shows_no_traceback(
     assert [item.name for item in target.parent.iterdir()] == (["out"] if case == "exists" else [])
 
 
-def test_single_files_are_files(originals: dict[str, Path]) -> None:
+def test_single_file_formats_are_written_as_files(originals: dict[str, Path]) -> None:
     assert {name for name in WRITABLE if originals[name].is_file()} == {
         name for name in WRITABLE if single_file(name)
     }

@@ -48,7 +48,9 @@ EXIT_CODES = {"garbage": (9,), "text": (4, 9), "zeros": (4,), "cut": (4,), "empt
 
 
 @pytest.mark.parametrize("kind", [*SAMPLES, *MADE])
-def test_a_replaced_file_is_never_complete(data: Path, tmp_path: Path, kind: str) -> None:
+def test_replaced_file_is_refused_and_keeps_older_step(
+    data: Path, tmp_path: Path, kind: str
+) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
     older, newer = run / "step-1", run / "step-2"
     if kind in SAMPLES:
@@ -78,7 +80,7 @@ def test_a_replaced_file_is_never_complete(data: Path, tmp_path: Path, kind: str
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "rng_state_1.pth", "optimizer.bin"])
-def test_the_state_of_a_trainer_beside_a_model_was_cut_off(tmp_path: Path, name: str) -> None:
+def test_damaged_trainer_state_is_error_and_keeps_older_step(tmp_path: Path, name: str) -> None:
     """As by a full disk: the model is complete, and no run resumes from there."""
     run = tmp_path / "run"
     for step in (1, 2):

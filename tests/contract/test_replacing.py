@@ -46,7 +46,7 @@ TRIES = 12
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_only_checkpoints_are_replaced(
+def test_overwrite_replaces_only_checkpoints(
     places: dict[str, Path], tmp_path: Path, command: str
 ) -> None:
     draw = random.Random(command)
@@ -56,7 +56,9 @@ def test_only_checkpoints_are_replaced(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
-def test_many(places: dict[str, Path], tmp_path: Path, command: str) -> None:
+def test_overwrite_replaces_only_checkpoints_in_many_trials(
+    places: dict[str, Path], tmp_path: Path, command: str
+) -> None:
     draw = random.Random(f"many {command}")
     for number in range(20 * TRIES):
         check(places, tmp_path / str(number), command, draw)

@@ -39,14 +39,18 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> list[Template]:
 
 
 @pytest.mark.parametrize("first", range(0, CASES, EACH))
-def test_a_few(known: list[Template], tmp_path: Path, first: int) -> None:
+def test_prune_deletes_only_as_oracle_allows(
+    known: list[Template], tmp_path: Path, first: int
+) -> None:
     for seed in range(first, first + EACH):
         check(known, tmp_path / str(seed), seed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(CASES, MANY, 10 * EACH))
-def test_many(known: list[Template], tmp_path: Path, first: int) -> None:
+def test_prune_deletes_only_as_oracle_allows_in_many_runs(
+    known: list[Template], tmp_path: Path, first: int
+) -> None:
     for seed in range(first, first + 10 * EACH):
         check(known, tmp_path / str(seed), seed)
 
@@ -287,7 +291,7 @@ class Tree:
 
 
 @pytest.mark.parametrize("leaf", [*LEAVES, "own"])
-def test_complete_checkpoints_with_an_unusual_leaf_are_not_removed_as_damaged(
+def test_prune_never_treats_unusual_leaf_as_damage(
     known: list[Template], tmp_path: Path, leaf: str
 ) -> None:
     """Of four complete checkpoints the newest two hold something that few trainers save."""

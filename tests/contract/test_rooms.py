@@ -71,7 +71,7 @@ def exceptions(listed: Sections) -> tuple[set[tuple[str, str]], list[list[str]]]
     return pairs, [lines for heading, lines in listed if heading == CIRCLE]
 
 
-def test_exceptions_only_become_fewer() -> None:
+def test_import_exceptions_never_grow() -> None:
     allowed, known = exceptions(read_list())
     pairs = violations(own(imports()))
     groups = circles(edges(own(imports())))
@@ -86,7 +86,7 @@ def test_exceptions_only_become_fewer() -> None:
     assert read_list() == current, f"remove from {LIST.name}: {unneeded}"
 
 
-def test_every_room_exists() -> None:
+def test_rooms_match_existing_modules() -> None:
     assert structure.ROOMS.keys() == structure.LEVEL.keys() == set(map(room, structure.trees()))
     modules = {name.removesuffix(".__init__") for name in structure.PLACES}
     assert modules <= structure.trees().keys(), "remove these modules from ROOMS"
@@ -107,24 +107,24 @@ def test_every_room_exists() -> None:
         ),
     ],
 )
-def test_an_import_against_the_directions_is_noticed(importer: str, source: str) -> None:
+def test_import_against_layer_direction_is_detected(importer: str, source: str) -> None:
     items = structure.imports_of(importer, ast.parse(source), structure.trees())
     assert len(violations(items)) == 1
 
 
-def test_an_import_of_the_core_is_allowed() -> None:
+def test_import_of_core_by_format_is_allowed() -> None:
     tree = ast.parse("from ckptctl.formats import base\nimport ckptctl.errors")
     items = structure.imports_of("ckptctl.formats.hf", tree, structure.trees())
     assert not violations(items)
 
 
-def test_circles_are_found() -> None:
+def test_import_cycles_are_detected() -> None:
     graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": set(), "f": {"g"}}
     assert circles(graph | {"g": {"f", "a"}}) == [["a", "b", "c"], ["f", "g"]]
     assert circles(graph) == [["a", "b", "c"]]
 
 
-def test_figures_of_the_page_are_current() -> None:
+def test_structure_figures_of_page_are_current() -> None:
     """A figure must not become worse, and one that becomes better may wait for an update.
 
     So small changes and new commands do not all edit the same lines of the page. Those in ``ROUGH``
@@ -147,7 +147,7 @@ def test_figures_of_the_page_are_current() -> None:
     assert counts[LINES] >= stated[LINES] * (1 - TOLERANCE), UPDATE
 
 
-def test_picture_of_the_rooms_is_current() -> None:
+def test_module_diagram_of_page_is_current() -> None:
     """Numbers may differ by ``DRIFT``: small changes need no new picture."""
     drawn = structure.draw_rooms()
     if os.environ.get("CKPTCTL_UPDATE_SNAPSHOTS"):

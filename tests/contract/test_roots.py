@@ -46,7 +46,7 @@ def found(catalog, **named):
 
 
 @pytest.mark.parametrize(("name", "layout"), ALL)
-def test_a_nested_model_is_what_it_is_at_the_top(name, layout):
+def test_nested_model_is_recognized_like_top_level_model(name, layout):
     shapes = tiny(FAMILIES[name], layout)
     top, *rest = found(nested(shapes), model_type=name)
     start = ALL.index((name, layout)) % len(WRAPPERS)
@@ -56,7 +56,7 @@ def test_a_nested_model_is_what_it_is_at_the_top(name, layout):
 
 
 @pytest.mark.parametrize(("head", "prefix"), WRAPPERS)
-def test_no_model_type_has_to_be_named(head, prefix):
+def test_nested_llama_is_recognized_without_model_type(head, prefix):
     for layout in ("hf", "meta", "torchtune"):
         shapes = tiny(FAMILIES["llama3"], layout)
         top, *rest = found(nested(shapes))
@@ -65,7 +65,7 @@ def test_no_model_type_has_to_be_named(head, prefix):
 
 
 @pytest.mark.parametrize("word", ["_orig_mod", "_checkpoint_wrapped_module"])
-def test_wrappers_of_layers_are_left_out_of_names(word):
+def test_layer_wrapper_prefixes_are_removed_from_names(word):
     shapes = tiny(FAMILIES["qwen3"], "hf")
     named = {key.replace(".mlp.", f".{word}.mlp."): shape for key, shape in shapes.items()}
     catalog = strip_wrappers(nested(named, ("state_dict",), "_orig_mod."))
@@ -73,7 +73,7 @@ def test_wrappers_of_layers_are_left_out_of_names(word):
     assert any(word in note for note in catalog.notes)
 
 
-def test_names_that_wrappers_alone_tell_apart_stay():
+def test_names_colliding_without_wrapper_prefix_stay_unchanged():
     catalog = nested({"layers.0.w": (1,), "layers.0._orig_mod.w": (1,)})
     assert strip_wrappers(catalog) is catalog
 
@@ -90,7 +90,7 @@ def prefixed(prefix, state):
 
 @pytest.mark.parametrize(("head", "prefix"), WRAPPERS)
 @pytest.mark.parametrize("only", ["model", "all"])
-def test_a_nested_model_is_written_without_its_wrappers_or_as_it_was(tmp_path, head, prefix, only):
+def test_nested_model_is_written_unwrapped_or_unchanged(tmp_path, head, prefix, only):
     state, _ = tiny_llama("llama3")
     content = prefixed(prefix, state)
     for key in reversed(head):
@@ -103,7 +103,7 @@ def test_a_nested_model_is_written_without_its_wrappers_or_as_it_was(tmp_path, h
     assert f"model under `{'.'.join((*head, prefix)).strip('.')}`" in result.plan.statement
 
 
-def test_the_last_part_of_a_root_is_told_in_full(tmp_path):
+def test_partial_root_is_refused_with_full_root_hint(tmp_path):
     state, _ = tiny_llama("llama3")
     source = saved(tmp_path, {"state_dict": prefixed("net.", state), "step": torch.ones(1)})
     for root in ("net", "net.layers.0", "model.norm"):
@@ -113,7 +113,7 @@ def test_the_last_part_of_a_root_is_told_in_full(tmp_path):
         assert hint is None or f"`root={hint!r}`" in caught.value.hint
 
 
-def test_a_teacher_beside_its_student_is_asked_for(tmp_path):
+def test_student_and_teacher_require_explicit_root(tmp_path):
     state, _ = tiny_llama("llama3")
     source = saved(tmp_path, {**prefixed("student.", state), **prefixed("teacher.", state)})
     with pytest.raises(MappingError, match="contains 2 models") as caught:
@@ -132,7 +132,7 @@ def test_a_teacher_beside_its_student_is_asked_for(tmp_path):
 
 
 @pytest.mark.parametrize("named", [None, "llama3"])
-def test_a_model_that_stays_unknown_is_warned_of_with_the_root(tmp_path, named):
+def test_unrecognized_nested_model_is_warned_with_root_hint(tmp_path, named):
     state, _ = tiny_llama("llama3")
     source = saved(tmp_path, {**prefixed("student.", state), "loss.weight": torch.ones(2)})
     plan = ckptctl.plan_conversion(source, tmp_path / "out", to="hf", model_type=named)

@@ -49,7 +49,7 @@ def filled(key, axes, sizes):
 @pytest.mark.parametrize(
     ("name", "source", "target"), one_in(3, direct([p for p in PAIRS if p[1] != p[2]]))
 )
-def test_a_route_says_what_a_conversion_does(name, source, target):
+def test_map_routes_match_converted_tensors(name, source, target):
     family = FAMILIES[name]
     sizes, lists = tiny_sizes(family), tiny_lists(family, family.tiny)
     shapes = tiny(family, source)

@@ -108,7 +108,7 @@ UNKNOWABLE = (
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_every_sample_is_exact_or_refused(data: Path, tmp_path: Path, name: str) -> None:
+def test_every_sample_converts_exactly_or_is_refused(data: Path, tmp_path: Path, name: str) -> None:
     sample, target = SAMPLES[name], tmp_path / "out"
     source = sample.path(data)
     if sample.refused:
@@ -127,7 +127,7 @@ def test_every_sample_is_exact_or_refused(data: Path, tmp_path: Path, name: str)
     assert ckptctl.verify(source, level="full").verdict == "complete"
 
 
-def test_the_samples_are_all_there() -> None:
+def test_sample_count_and_refused_samples_are_as_expected() -> None:
     assert len(SAMPLES) == 32
     assert sorted(name for name, sample in SAMPLES.items() if sample.refused) == [
         "fsdp1_rankfiles/local",
@@ -160,14 +160,14 @@ def check(name: str, scratch: Path, thorough: bool) -> None:
 
 
 @pytest.mark.parametrize("name", one_in(3, SHORT))
-def test_damage_is_never_a_silently_wrong_result(tmp_path: Path, name: str) -> None:
+def test_damaged_sample_never_converts_silently_wrong(tmp_path: Path, name: str) -> None:
     """The last file of each kind: cut, replaced, flipped, swapped, of another save, or gone."""
     check(name, tmp_path / "scratch", thorough=False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLES)
-def test_no_file_may_be_damaged(tmp_path: Path, name: str) -> None:
+def test_sample_with_any_damaged_file_never_converts_wrong(tmp_path: Path, name: str) -> None:
     """Every file, in many places."""
     check(name, tmp_path / "scratch", thorough=True)
 

@@ -60,7 +60,7 @@ def place() -> Iterator[Path]:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", SCENES)
-def test_snapshot(
+def test_terminal_output_matches_snapshot(
     name: str,
     size: str,
     checkpoints: dict[str, Path],
@@ -84,7 +84,7 @@ def test_snapshot(
     assert shown == snapshot.read_text(), "set CKPTCTL_UPDATE_SNAPSHOTS=1 if this is meant"
 
 
-def test_every_snapshot_has_its_command_line() -> None:
+def test_every_snapshot_has_its_command() -> None:
     for size in SIZES:
         assert {path.stem for path in (SNAPSHOTS / size).iterdir()} == set(SCENES)
 

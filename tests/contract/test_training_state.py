@@ -55,7 +55,7 @@ CASES = (*STYLES, *(f"{style}.pt" for style in STYLES))
 
 @pytest.mark.parametrize("target", WRITABLE)
 @pytest.mark.parametrize("name", CASES)
-def test_the_model_is_found(
+def test_model_is_extracted_from_training_checkpoint(
     tmp_path: Path, sources: dict[str, Path], name: str, target: str
 ) -> None:
     out = place(tmp_path, target)
@@ -73,7 +73,7 @@ def test_the_model_is_found(
 
 @pytest.mark.parametrize("target", ["dcp", "torch"])
 @pytest.mark.parametrize("name", CASES)
-def test_everything_is_kept(
+def test_only_all_keeps_training_state(
     tmp_path: Path, sources: dict[str, Path], name: str, target: str
 ) -> None:
     out = place(tmp_path, target)
@@ -88,7 +88,7 @@ def test_everything_is_kept(
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("target", ["dcp", "torch"])
-def test_moments_follow_their_parameters(
+def test_optimizer_moments_follow_renamed_parameters(
     tmp_path: Path, sources: dict[str, Path], name: str, target: str
 ) -> None:
     out = place(tmp_path, target)
@@ -133,7 +133,9 @@ def moments(state: dict[str, Any]) -> dict[tuple[str, str], torch.Tensor]:
     return found
 
 
-def test_moments_without_names_are_refused(tmp_path: Path, sources: dict[str, Path]) -> None:
+def test_numbered_optimizer_state_is_refused_for_layout_change(
+    tmp_path: Path, sources: dict[str, Path]
+) -> None:
     """``optimizer.state_dict()`` numbers its parameters."""
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -150,7 +152,9 @@ def test_moments_without_names_are_refused(tmp_path: Path, sources: dict[str, Pa
     assert "optimizer.state.0.exp_avg" in message(caught.value)
 
 
-def test_a_layout_change_needs_heads(tmp_path: Path, sources: dict[str, Path]) -> None:
+def test_layout_change_without_head_count_is_refused(
+    tmp_path: Path, sources: dict[str, Path]
+) -> None:
     with refused(sources["torchtitan"], tmp_path / "out", 5) as caught:
         ckptctl.convert(
             sources["torchtitan"], tmp_path / "out", to="dcp", to_layout="torchtune", only="all"
@@ -159,14 +163,14 @@ def test_a_layout_change_needs_heads(tmp_path: Path, sources: dict[str, Path]) -
 
 
 @pytest.mark.parametrize("target", ["hf", "meta"])
-def test_all_has_no_place_in_some_formats(
+def test_only_all_to_hf_or_meta_is_refused(
     tmp_path: Path, sources: dict[str, Path], target: str
 ) -> None:
     with refused(sources["prefixed"], tmp_path / "out", 2):
         ckptctl.convert(sources["prefixed"], tmp_path / "out", to=target, only="all")
 
 
-def test_root_decides(tmp_path: Path) -> None:
+def test_root_selects_model_or_ema(tmp_path: Path) -> None:
     ema = {name: value + 1 for name, value in STATE.items()}
     source = save_torch(
         tmp_path / "s.pt", {"model": dict(STATE), "ema": {"shadow": ema}, "step": 1}
@@ -180,7 +184,7 @@ def test_root_decides(tmp_path: Path) -> None:
     assert "root='model'" in message(caught.value)
 
 
-def test_the_command_says_what_it_takes(tmp_path: Path, sources: dict[str, Path]) -> None:
+def test_convert_notes_skipped_training_state(tmp_path: Path, sources: dict[str, Path]) -> None:
     from typer.testing import CliRunner
 
     from ckptctl.cli.app import app
@@ -195,7 +199,7 @@ def test_the_command_says_what_it_takes(tmp_path: Path, sources: dict[str, Path]
 
 
 @pytest.mark.parametrize("key", ["model", "state_dict", "model_state_dict", "module"])
-def test_torch_files_with_the_model_under_a_key(tmp_path: Path, key: str) -> None:
+def test_torch_file_with_model_under_known_key_converts(tmp_path: Path, key: str) -> None:
     source = save_torch(tmp_path / "source.pt", STATE, key=key)
     done = ckptctl.convert(source, tmp_path / "out", to="hf")
     assert not differences(load_any_reference(tmp_path / "out"), STATE)
@@ -203,7 +207,7 @@ def test_torch_files_with_the_model_under_a_key(tmp_path: Path, key: str) -> Non
     assert "epoch" in done.plan.left_out
 
 
-def test_wrapped_names(tmp_path: Path) -> None:
+def test_compile_and_ddp_prefixes_are_removed(tmp_path: Path) -> None:
     """``torch.compile`` and DDP put their own prefix before every name."""
     for prefix in ("_orig_mod.", "module."):
         wrapped = {prefix + name: value for name, value in STATE.items()}
@@ -212,13 +216,13 @@ def test_wrapped_names(tmp_path: Path) -> None:
         assert not differences(load_any_reference(tmp_path / f"out{prefix}"), STATE)
 
 
-def test_integer_keys_become_strings_and_that_is_said(tmp_path):
+def test_integer_keys_become_strings_with_note(tmp_path):
     torch.save({"model": {"w": torch.ones(1)}, "optimizer": {0: torch.ones(1)}}, tmp_path / "in.pt")
     result = ckptctl.convert(tmp_path / "in.pt", tmp_path / "out", to="dcp", only="all")
     assert any("integer keys" in note for note in result.plan.notes)
 
 
-def test_an_optimizer_alone_is_converted_where_everything_is(tmp_path: Path, data: Path) -> None:
+def test_optimizer_only_checkpoint_converts_only_with_all(tmp_path: Path, data: Path) -> None:
     source = data / "wrappers/accelerate_dcp/ckpt/optimizer_0"
     done = ckptctl.convert(source, tmp_path / "all.pt", to="torch", only="all")
     assert done.plan.tensors == len(open_checkpoint(source).tensors)
@@ -227,7 +231,7 @@ def test_an_optimizer_alone_is_converted_where_everything_is(tmp_path: Path, dat
     assert caught.value.hint and "only='all'" in caught.value.hint
 
 
-def test_moments_filled_up_with_zeros_are_loaded_as_they_are_converted(tmp_path: Path) -> None:
+def test_zero_padded_moments_load_as_converted(tmp_path: Path) -> None:
     """Embeddings of tiles are rows for each aspect ratio in one layout and a grid in another."""
     golden = Golden.read("llama3_vision")
     model = golden.state()
@@ -253,7 +257,7 @@ def test_moments_filled_up_with_zeros_are_loaded_as_they_are_converted(tmp_path:
     assert ckptctl.diff(converted, source).same
 
 
-def test_two_tensors_that_would_have_one_name_are_refused(tmp_path: Path) -> None:
+def test_tensors_with_same_target_name_are_refused(tmp_path: Path) -> None:
     """Averages of parameters are there under the names of both layouts."""
     meta = to_meta_names(STATE, CONFIG)
     averages = {**STATE, **{name: value + 1 for name, value in meta.items()}}

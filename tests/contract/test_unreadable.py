@@ -133,7 +133,7 @@ def sweep(name: str, folder: Path) -> dict[str, dict[str, int]]:
 @pytest.mark.parametrize(
     "name", ["hf", "dcp", *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)]
 )
-def test_an_unreadable_file_ends_every_command_with_8(tmp_path: Path, name: str) -> None:
+def test_unreadable_file_exits_8_in_every_command(tmp_path: Path, name: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.contract.test_unreadable", name, str(tmp_path)],
         capture_output=True,
@@ -146,7 +146,7 @@ def test_an_unreadable_file_ends_every_command_with_8(tmp_path: Path, name: str)
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
-def test_a_disk_that_fails_ends_verify_with_8(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_disk_read_error_in_verify_exits_8(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     real = os.preadv
 
     def fail(descriptor: int, *rest: object) -> int:

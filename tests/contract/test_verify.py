@@ -103,7 +103,7 @@ def test_complete_checkpoint_has_no_findings(made: dict[str, Path], kind: str, l
 
 @pytest.mark.parametrize("kind", ["hf", *(f"our-{name}" for name in WRITABLE)])
 @pytest.mark.parametrize("how", ["gone", "empty", "short"])
-def test_a_data_file_is_damaged(copied: Any, kind: str, how: str) -> None:
+def test_missing_or_truncated_data_file_is_damaged(copied: Any, kind: str, how: str) -> None:
     path = copied(kind)
     for name in sorted(formats.open_checkpoint(path).files):
         target = path if path.is_file() else path / name
@@ -123,7 +123,7 @@ def test_a_data_file_is_damaged(copied: Any, kind: str, how: str) -> None:
         target.write_bytes(content)
 
 
-def test_large_ranges_are_checked_in_blocks(
+def test_checksum_across_many_blocks_detects_flip(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for room, name, size in SMALL:
@@ -160,7 +160,7 @@ def flip(path: Path, position: int) -> None:
     path.write_bytes(content)
 
 
-def test_headers_finds_an_item_that_is_another_tensor(copied: Any) -> None:
+def test_headers_level_finds_swapped_items(copied: Any) -> None:
     """Two items of equal length are swapped: the index still holds together."""
     path = copied("our-dcp")
     entries = formats.open_checkpoint(path).tensors
@@ -181,7 +181,7 @@ def test_headers_finds_an_item_that_is_another_tensor(copied: Any) -> None:
     assert {f.tensor for f in ckptctl.verify(path).errors} == {a.name, b.name}
 
 
-def test_headers_finds_every_bad_item_of_a_tensor(data: Path, tmp_path: Path) -> None:
+def test_headers_level_finds_every_bad_item(data: Path, tmp_path: Path) -> None:
     path = clone(data / "dcp/dcp_2d/ckpt", tmp_path)
     entry = formats.open_checkpoint(path).tensors["model.l1.weight"]
     for extent in entry.extents[1:]:
@@ -222,7 +222,7 @@ def sharded(data: Path, tmp_path: Path) -> Path:
     return path
 
 
-def test_a_hole_says_where_it_is(sharded: Path) -> None:
+def test_missing_chunk_error_names_its_rank(sharded: Path) -> None:
     chosen: list[tuple[str, Box]] = []
 
     def drop(items: dict[tuple[str, Box], Item]) -> dict[tuple[str, Box], Item]:
@@ -239,7 +239,7 @@ def test_a_hole_says_where_it_is(sharded: Path) -> None:
     assert "every rank except 2 has a chunk" in str(found.why)
 
 
-def test_overlapping_boxes_are_listed(sharded: Path) -> None:
+def test_overlapping_chunks_are_errors(sharded: Path) -> None:
     def grow(items: dict[tuple[str, Box], Item]) -> dict[tuple[str, Box], Item]:
         (name, box), item = next((k, i) for k, i in items.items() if len(k[1].sizes) == 2)
         return (
@@ -257,7 +257,7 @@ def test_overlapping_boxes_are_listed(sharded: Path) -> None:
     assert all(f.tensor and f.box for f in found.errors)
 
 
-def test_items_that_overlap_in_a_file(sharded: Path) -> None:
+def test_items_overlapping_in_file_are_errors(sharded: Path) -> None:
     def shift(items: dict[tuple[str, Box], Item]) -> dict[tuple[str, Box], Item]:
         key, item = sorted(items.items(), key=lambda pair: (pair[1].file, pair[1].offset))[0]
         return {**items, key: Item(item.file, item.offset, item.nbytes + 1)}
@@ -266,7 +266,7 @@ def test_items_that_overlap_in_a_file(sharded: Path) -> None:
     assert "two tensors overlap in a file" in whats(ckptctl.verify(sharded, level="fast"))
 
 
-def test_all_that_a_missing_file_held_is_listed(data: Path, tmp_path: Path) -> None:
+def test_missing_dcp_file_lists_every_lost_chunk(data: Path, tmp_path: Path) -> None:
     path = clone(data / "dcp/dcp_2d/ckpt", tmp_path)
     catalog = formats.open_checkpoint(path)
     gone = "__2_0.distcp"
@@ -284,7 +284,7 @@ def test_all_that_a_missing_file_held_is_listed(data: Path, tmp_path: Path) -> N
     assert {f.file for f in again.errors} == {gone, other.name}
 
 
-def test_all_that_missing_shards_held_is_listed(tiny_llama3_hf: Path, tmp_path: Path) -> None:
+def test_missing_hf_shards_list_every_lost_tensor(tiny_llama3_hf: Path, tmp_path: Path) -> None:
     path = clone(tiny_llama3_hf, tmp_path)
     lost: dict[str, str] = {}
     for number in (1, 3):
@@ -297,7 +297,7 @@ def test_all_that_missing_shards_held_is_listed(tiny_llama3_hf: Path, tmp_path: 
     assert len(found.errors) == len(lost) + 2
 
 
-def test_orphans_and_leftovers_are_warnings(sharded: Path) -> None:
+def test_orphan_and_leftover_files_are_warnings(sharded: Path) -> None:
     (sharded / "__9_0.distcp").write_bytes(b"x")
     (sharded / ".metadata.tmp").write_bytes(b"x")
     (sharded / "model.safetensors.partial").write_bytes(b"")
@@ -312,7 +312,7 @@ def test_orphans_and_leftovers_are_warnings(sharded: Path) -> None:
     }
 
 
-def test_a_surplus_shard_of_an_older_save(copied: Any) -> None:
+def test_surplus_hf_shard_is_a_warning(copied: Any) -> None:
     path = copied("our-meta")
     shutil.copy(path / "consolidated.00.pth", path / "optimizer.pth")
     assert not ckptctl.verify(path, level="fast").findings
@@ -348,7 +348,7 @@ def is_described_as_complete(path: Path) -> bool:
         return False
 
 
-def test_what_is_left_is_described(data: Path, tmp_path: Path) -> None:
+def test_damaged_checkpoint_is_inspected_with_all_tensors(data: Path, tmp_path: Path) -> None:
     sample = data / "dcp/dcp_2d/ckpt"
     path = clone(sample, tmp_path)
     (path / "__2_0.distcp").unlink()
@@ -365,7 +365,7 @@ def test_what_is_left_is_described(data: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_sharded_samples_with_one_file_less(data: Path, tmp_path: Path) -> None:
+def test_sharded_sample_with_any_file_deleted_is_damaged(data: Path, tmp_path: Path) -> None:
     """Without any of its files a sample is damaged, or no checkpoint that we read."""
     for number, sample in enumerate(samples(data)):
         if sample.parent.name in (*REFUSED, "torchtitan"):
@@ -394,7 +394,7 @@ def test_sharded_samples_with_one_file_less(data: Path, tmp_path: Path) -> None:
         assert ckptctl.verify(path).verdict == "complete"
 
 
-def test_a_pointer_to_nothing(data: Path, tmp_path: Path) -> None:
+def test_latest_pointer_to_missing_save_is_reported(data: Path, tmp_path: Path) -> None:
     path = clone(data / "deepspeed/z2_rr/ckpt", tmp_path)
     (path / "latest").write_text("global_step9")
     assert ckptctl.verify(path).verdict == "unknown"
@@ -404,7 +404,7 @@ def test_a_pointer_to_nothing(data: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_nan_and_inf_are_named(tmp_path: Path) -> None:
+def test_nan_option_names_tensors_with_nan_or_inf(tmp_path: Path) -> None:
     state = {
         "good": torch.ones(5),
         "nan": torch.tensor([1.0, float("nan")]),
@@ -425,7 +425,7 @@ def test_nan_and_inf_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["hf", "our-dcp", "torch", "our-meta"])
-def test_a_manifest_is_what_sha256sum_reads(copied: Any, kind: str) -> None:
+def test_manifest_passes_sha256sum_check(copied: Any, kind: str) -> None:
     path = copied(kind)
     odd = "odd\nname" if path.is_dir() else None
     if odd:
@@ -454,7 +454,7 @@ def test_a_manifest_is_what_sha256sum_reads(copied: Any, kind: str) -> None:
         assert any(odd in text for text in said) and any("sub/file" in text for text in said)
 
 
-def test_no_manifest_of_what_is_damaged(copied: Any) -> None:
+def test_manifest_of_damaged_checkpoint_is_not_written(copied: Any) -> None:
     path = copied("our-dcp")
     extent = formats.resolve_codecs(formats.open_checkpoint(path)).tensors[NORM].extents[0]
     flip(path / extent.file, extent.offset)
@@ -466,7 +466,7 @@ def test_no_manifest_of_what_is_damaged(copied: Any) -> None:
         ckptctl.verify(path, manifest=True)
 
 
-def test_metas_checklist_is_used(copied: Any) -> None:
+def test_meta_checklist_checksums_are_verified(copied: Any) -> None:
     path = copied("meta")
     names = [file.name for file in sorted(path.glob("*.pth"))]
     printed = subprocess.run(["md5sum", *names], cwd=path, capture_output=True, check=True).stdout
@@ -476,7 +476,7 @@ def test_metas_checklist_is_used(copied: Any) -> None:
     assert ckptctl.verify(path, level="full").verdict == "damaged"
 
 
-def test_unverified_data_is_named_where_it_is_required(made: dict[str, Path]) -> None:
+def test_require_verified_exits_9_without_checksums(made: dict[str, Path]) -> None:
     words = ["verify", str(made["hf"]), "--level", "full", "--require-verified", "--quiet"]
     done = CliRunner().invoke(app, words)
     assert (done.exit_code, done.stdout) == (9, "data not verifiable: no checksums recorded\n")
@@ -484,7 +484,7 @@ def test_unverified_data_is_named_where_it_is_required(made: dict[str, Path]) ->
     assert (done.exit_code, done.stdout) == (0, "")
 
 
-def test_a_manifest_of_other_tensors(copied: Any) -> None:
+def test_manifest_of_other_tensors_is_a_warning(copied: Any) -> None:
     path = copied("our-hf")
     state = load_file(path / "model.safetensors")
     save_file({"other": torch.ones(3), **state}, path / "model.safetensors", {"format": "pt"})
@@ -493,7 +493,7 @@ def test_a_manifest_of_other_tensors(copied: Any) -> None:
     assert [f.file for f in found.findings] == ["ckptctl.manifest.json"]
 
 
-def test_what_is_no_checkpoint(tmp_path: Path) -> None:
+def test_path_without_checkpoint_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CkptError) as caught:
         ckptctl.verify(tmp_path / "nothing")
     assert caught.value.exit_code == 3
@@ -501,13 +501,13 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
         ckptctl.verify(tmp_path)
 
 
-def test_shared_memory_in_a_torch_file_is_no_overlap(tmp_path: Path) -> None:
+def test_shared_storage_in_torch_file_is_no_overlap(tmp_path: Path) -> None:
     base = torch.arange(24.0)
     torch.save({"a": base[:12], "b": base[6:18], "t": base.view(4, 6).T}, tmp_path / "m.pt")
     assert not ckptctl.verify(tmp_path / "m.pt", level="full").findings
 
 
-def test_no_torch_unless_values_are_asked_for(made: dict[str, Path]) -> None:
+def test_verify_full_does_not_import_torch(made: dict[str, Path]) -> None:
     code = (
         "import sys, ckptctl; found = ckptctl.verify(sys.argv[1], level='full'); "
         "assert found.verdict == 'complete'; sys.exit('torch' in sys.modules)"
@@ -516,7 +516,7 @@ def test_no_torch_unless_values_are_asked_for(made: dict[str, Path]) -> None:
         assert subprocess.run([sys.executable, "-c", code, made[kind]], check=False).returncode == 0
 
 
-def test_a_chunk_of_the_wrong_length() -> None:
+def test_chunk_of_wrong_length_is_an_error() -> None:
     from ckptctl.verbs.verification.structure import _check_lengths
 
     entry = TensorEntry("w", "float32", (2,), (Extent(Box((0,), (2,)), "f", 0, 7),), ("w",))

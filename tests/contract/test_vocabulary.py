@@ -12,12 +12,12 @@ from tests.vocabulary import ROOT, modules, pages, violations, words
 @pytest.mark.parametrize(
     "path", [*pages(), *modules()], ids=lambda path: str(path.relative_to(ROOT))
 )
-def test_replaced_words_are_not_used(path: Path) -> None:
+def test_text_uses_no_replaced_words(path: Path) -> None:
     found = [*violations(path)]
     assert not found, "\n".join(found)
 
 
-def test_words_of_the_glossary_are_read() -> None:
+def test_glossary_words_are_parsed() -> None:
     """A glossary with another layout would leave nothing to look for."""
     assert len(words()) > 30
     whole = next(word for word in words() if word.pattern.fullmatch("make it whole"))

@@ -61,7 +61,7 @@ def step(
     )
 
 
-def test_what_is_said_is_used() -> None:
+def test_action_inputs_reach_scripts_only_through_environment() -> None:
     """Inputs reach a script through its environment alone: none can become a command."""
     used = {name for one in (INSTALL, VERIFY) for name in re.findall(r"inputs\.(\w+)", str(one))}
     assert used == ACTION["inputs"].keys()
@@ -90,14 +90,14 @@ def test_damaged_checkpoint_is_annotated(runner: Path) -> None:
     assert (runner / "outputs").read_text() == "exit-code=4\n"
 
 
-def test_none_at_all(runner: Path) -> None:
+def test_missing_checkpoint_exits_3_with_annotation(runner: Path) -> None:
     done = step(runner, VERIFY, "nothing")
     assert done.returncode == 3
     assert done.stdout.startswith("::error title=ckptctl verify::no such file or directory%0A")
 
 
 @pytest.mark.parametrize(("args", "extra"), [("", ""), ("--jobs 2 --nan", "[torch]")])
-def test_torch_is_installed_for_nan_alone(runner: Path, args: str, extra: str) -> None:
+def test_action_installs_torch_only_for_nan(runner: Path, args: str, extra: str) -> None:
     programs = runner / "programs"
     programs.mkdir()
     (programs / "python3").write_text('#!/bin/sh\necho "python3 $*"\n')
@@ -115,7 +115,7 @@ def test_torch_is_installed_for_nan_alone(runner: Path, args: str, extra: str) -
     assert [path.resolve().name for path in Path(folder).iterdir()] == ["ckptctl"]
 
 
-def test_the_page_uses_what_there_is() -> None:
+def test_docs_example_uses_existing_action_inputs() -> None:
     (block,) = re.findall(r"^```yaml\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
     (job,) = yaml.safe_load(block).values()
     (use,) = (found for found in job["steps"] if "verify" in found.get("uses", ""))

@@ -36,7 +36,7 @@ def spans(file: Path) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.parametrize("size", ["5GB", "40B"])
-def test_every_tensor_is_aligned(tmp_path: Path, size: str) -> None:
+def test_hf_tensors_are_aligned_to_dtype_size(tmp_path: Path, size: str) -> None:
     torch.save(STATE, tmp_path / "a.pt")
     ckptctl.convert(tmp_path / "a.pt", tmp_path / "out", to="hf", max_shard_size=size)
     found: dict[str, torch.Tensor] = {}
@@ -47,7 +47,7 @@ def test_every_tensor_is_aligned(tmp_path: Path, size: str) -> None:
     assert all(torch.equal(found[name], value) for name, value in STATE.items())
 
 
-def test_sizes_of_dtypes_are_in_the_order_of_stock_writers(tmp_path: Path) -> None:
+def test_hf_dtype_order_matches_stock_safetensors(tmp_path: Path) -> None:
     torch.save(STATE, tmp_path / "a.pt")
     ckptctl.convert(tmp_path / "a.pt", tmp_path / "out", to="hf")
     save_file(STATE, tmp_path / "stock.safetensors")
@@ -56,14 +56,14 @@ def test_sizes_of_dtypes_are_in_the_order_of_stock_writers(tmp_path: Path) -> No
     assert all(a >= b for a, b in pairwise(own))
 
 
-def test_an_order_that_is_aligned_is_kept(tmp_path: Path) -> None:
+def test_aligned_tensor_order_is_kept(tmp_path: Path) -> None:
     state = {"z": torch.ones(2).half(), "b": torch.ones(3), "a": torch.ones(1).half()}
     torch.save(state, tmp_path / "a.pt")
     ckptctl.convert(tmp_path / "a.pt", tmp_path / "out", to="hf")
     assert list(spans(tmp_path / "out" / "model.safetensors")) == list(state)
 
 
-def test_with_another_checkpoints_files(tmp_path: Path) -> None:
+def test_like_option_reproduces_weight_map(tmp_path: Path) -> None:
     """The index names the same files for the same keys; they are read as the other's are."""
     torch.save(STATE, tmp_path / "a.pt")
     like = tmp_path / "like"

@@ -40,7 +40,7 @@ from tests.integration.training_ranks import load_everywhere, state
 
 
 @pytest.mark.slow
-def test_what_is_trained_meanwhile_is_not_saved(tmp_path: Path) -> None:
+def test_async_save_ignores_updates_after_snapshot(tmp_path: Path) -> None:
     run_on_ranks(save_while_training, (1, 3, 4), tmp_path)
     expected = {f"model.{name}": tensor for name, tensor in state().items()}
     expected |= {"step": 5, "seen.steps": [5]}
@@ -50,7 +50,7 @@ def test_what_is_trained_meanwhile_is_not_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_busy_rank_makes_all_skip(tmp_path: Path) -> None:
+def test_busy_rank_makes_all_ranks_skip(tmp_path: Path) -> None:
     run_on_ranks(skip_alike, (2,), tmp_path)
 
 
@@ -59,7 +59,7 @@ def test_failures_are_raised_on_all_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_savers_do_not_disturb_each_other(tmp_path: Path) -> None:
+def test_concurrent_savers_save_independently(tmp_path: Path) -> None:
     run_on_ranks(two_savers, (4,), tmp_path)
     names = {f"{name}-{step}" for name in ("half0", "half1", "whole") for step in range(4)}
     assert {path.name for path in tmp_path.iterdir()} == names
@@ -69,12 +69,12 @@ def test_savers_do_not_disturb_each_other(tmp_path: Path) -> None:
     )
 
 
-def test_a_destroyed_group_leaves_no_half_save(tmp_path: Path) -> None:
+def test_destroyed_process_group_leaves_no_partial_save(tmp_path: Path) -> None:
     run_on_ranks(group_destroyed, (2,), tmp_path)
     assert {path.name for path in tmp_path.iterdir()} <= {"good", "late"}
 
 
-def test_a_killed_rank_publishes_nothing(tmp_path: Path) -> None:
+def test_killed_rank_publishes_nothing(tmp_path: Path) -> None:
     root = tmp_path / "run"
     root.mkdir()
     with pytest.raises(RankFailure):
@@ -83,7 +83,7 @@ def test_a_killed_rank_publishes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_replicas_are_copied_by_their_writers(tmp_path: Path) -> None:
+def test_replicated_tensors_are_staged_only_by_writing_rank(tmp_path: Path) -> None:
     run_on_ranks(replicated, (3,), tmp_path)
     expected = [
         {f"l{index}": torch.full((2000, 10), float(step)) for index in range(6)}
@@ -94,12 +94,12 @@ def test_replicas_are_copied_by_their_writers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_without_collectives(tmp_path: Path) -> None:
+def test_async_save_without_collectives_loads_on_other_ranks(tmp_path: Path) -> None:
     run_on_ranks(without_collectives, (2,), tmp_path)
     run_on_ranks(load_everywhere, (3,), tmp_path)
 
 
-def test_callbacks(tmp_path: Path) -> None:
+def test_callbacks_run_when_staged_and_published(tmp_path: Path) -> None:
     seen: list[tuple[str, TreePath]] = []
     future = async_save(
         {"a": torch.ones(3)},
@@ -111,7 +111,9 @@ def test_callbacks(tmp_path: Path) -> None:
     assert seen == [("staged", tmp_path / "a"), ("published True", tmp_path / "a")]
 
 
-def test_what_callbacks_raise_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_callback_errors_are_reported_without_failing_save(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def fails(_: Path) -> None:
         raise ValueError("no upload")
 
@@ -128,7 +130,7 @@ def test_what_callbacks_raise_is_told(tmp_path: Path, capsys: pytest.CaptureFixt
     assert async_save({"a": torch.ones(3)}, tmp_path / "c").result()
 
 
-def test_a_callback_cannot_wait_for_its_own_save(tmp_path: Path) -> None:
+def test_callback_saving_on_its_saver_is_refused(tmp_path: Path) -> None:
     with AsyncSaver() as saver:
 
         def again(_: Path) -> None:
@@ -139,7 +141,7 @@ def test_a_callback_cannot_wait_for_its_own_save(tmp_path: Path) -> None:
     assert isinstance(future.callback_errors[0], RefusedError)
 
 
-def test_wait_takes_the_failure(tmp_path: Path) -> None:
+def test_wait_raises_failure_and_saver_stays_usable(tmp_path: Path) -> None:
     with AsyncSaver() as saver:
         saver.save({"a": torch.ones(3)}, tmp_path / "a")
         saver.save({"a": torch.ones(3)}, tmp_path / "a")
@@ -149,7 +151,7 @@ def test_wait_takes_the_failure(tmp_path: Path) -> None:
     assert (tmp_path / "b").is_dir()
 
 
-def test_no_thread_is_left(tmp_path: Path) -> None:
+def test_thread_start_failure_fails_save_and_frees_memory(tmp_path: Path) -> None:
     state = {"a": torch.ones(1000)}
     with AsyncSaver() as saver:
         for after in (False, True):
@@ -163,7 +165,7 @@ def test_no_thread_is_left(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
-def test_the_writing_process_lets_memory_go_too(tmp_path: Path) -> None:
+def test_writer_process_frees_unused_staging_memory(tmp_path: Path) -> None:
     with AsyncSaver(mode="process") as saver:
         for step, size in enumerate([1 << 24, *[1 << 20] * (UNUSED_SAVES + 1)]):
             saver.save({"a": torch.ones(size)}, tmp_path / f"{step}", sync=False).result()
@@ -174,7 +176,7 @@ def test_the_writing_process_lets_memory_go_too(tmp_path: Path) -> None:
         assert sum(int(end, 16) - int(start, 16) for start, end in spans) < 1 << 23
 
 
-def test_close_raises_the_failure(tmp_path: Path) -> None:
+def test_close_raises_failure_of_last_save(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "x").touch()
     saver = AsyncSaver()
@@ -183,7 +185,7 @@ def test_close_raises_the_failure(tmp_path: Path) -> None:
         saver.close()
 
 
-def test_wrong_words() -> None:
+def test_unknown_async_save_options_are_usage_errors() -> None:
     with pytest.raises(UsageError, match="fiber") as caught:
         async_save({}, "x", mode="fiber")  # type: ignore[arg-type]
     assert caught.value.where == "mode"
@@ -195,7 +197,7 @@ def test_wrong_words() -> None:
 
 
 @pytest.mark.parametrize("mode", ["thread", "process"])
-def test_memory_is_made_ready_before_the_first_save(tmp_path: Path, mode: Mode) -> None:
+def test_prepared_memory_is_used_by_first_save(tmp_path: Path, mode: Mode) -> None:
     state = {"a": torch.arange(5000), "b": torch.ones(3, 3).t(), "step": 1}
     with AsyncSaver(mode=mode) as saver:
         saver.prepare({"step": 1})
@@ -217,7 +219,7 @@ def test_memory_is_made_ready_before_the_first_save(tmp_path: Path, mode: Mode) 
         AsyncSaver().prepare([])  # type: ignore[arg-type]
 
 
-def test_a_save_that_comes_while_memory_is_made_ready(
+def test_save_during_prepare_reuses_prepared_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, begun = host_memory.populate_pages, threading.Event()
@@ -235,7 +237,7 @@ def test_a_save_that_comes_while_memory_is_made_ready(
         assert len(saver._pool._free) == 1
 
 
-def test_closing_waits_for_what_is_made_ready() -> None:
+def test_close_waits_for_prepare() -> None:
     saver = AsyncSaver(mode="process")
     ready = saver.prepare({"a": torch.ones(5000)})
     saver.close()
@@ -243,11 +245,11 @@ def test_closing_waits_for_what_is_made_ready() -> None:
     assert saver._writer._child is None and saver._pool.nbytes == 0
 
 
-def test_memory_that_cannot_be_made_ready(tmp_path: Path) -> None:
+def test_prepare_over_memory_limit_fails_next_save(tmp_path: Path) -> None:
     run_on_ranks(prepare_too_much, (2,), tmp_path)
 
 
-def test_a_killed_writing_process_fails_one_save(tmp_path: Path) -> None:
+def test_killed_writer_process_fails_one_save(tmp_path: Path) -> None:
     with AsyncSaver(mode="process") as saver:
         tensor = torch.ones(1000)
         saver.save({"a": tensor}, tmp_path / "a").result()
@@ -264,7 +266,7 @@ def test_a_killed_writing_process_fails_one_save(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "c"]
 
 
-def test_a_writing_process_that_cannot_be_started(
+def test_writer_process_start_failure_fails_only_that_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with AsyncSaver(mode="process") as saver:
@@ -278,7 +280,7 @@ def test_a_writing_process_that_cannot_be_started(
         assert saver.save({"a": torch.ones(1000)}, tmp_path / "a").result()
 
 
-def test_a_failing_disk_under_the_writing_process(tmp_path: Path) -> None:
+def test_write_failure_in_writer_process_publishes_nothing(tmp_path: Path) -> None:
     def crowd(run: collective_save.CollectiveSave) -> collective_save.CollectiveSave:
         """Take the name of the data file before the other process makes it."""
         data = staging_directory(tmp_path / "b") / "data"
@@ -332,7 +334,7 @@ def trainer(script: str, root: Path, mode: str) -> subprocess.Popen[str]:
         pytest.param("thread", "raise SystemExit(3)", marks=pytest.mark.slow),
     ],
 )
-def test_the_interpreter_waits_for_the_save(tmp_path: Path, mode: str, end: str) -> None:
+def test_interpreter_exit_waits_for_async_save(tmp_path: Path, mode: str, end: str) -> None:
     child = trainer(
         f"""
         wait = lambda _: time.sleep(0.5)
@@ -356,9 +358,7 @@ def test_the_interpreter_waits_for_the_save(tmp_path: Path, mode: str, end: str)
         pytest.param("thread", "staged", marks=pytest.mark.slow),
     ],
 )
-def test_a_killed_trainer_leaves_the_last_checkpoint(
-    tmp_path: Path, mode: str, moment: str
-) -> None:
+def test_killed_trainer_keeps_last_checkpoint(tmp_path: Path, mode: str, moment: str) -> None:
     """Killed while sixteen threads write, or when they are done."""
     child = trainer(
         """
@@ -415,7 +415,7 @@ def _wait_gone(pid: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_fork_neither_waits_nor_saves(tmp_path: Path) -> None:
+def test_forked_child_cannot_save_and_parent_finishes(tmp_path: Path) -> None:
     child = trainer(
         """
         from ckptctl.distributed.background.async_save import AsyncSaver
@@ -443,7 +443,7 @@ def test_a_fork_neither_waits_nor_saves(tmp_path: Path) -> None:
     assert child.returncode == 0
 
 
-def test_nothing_runs_after_close(tmp_path: Path) -> None:
+def test_close_stops_threads_and_writer_process(tmp_path: Path) -> None:
     before = threading.active_count()
     with AsyncSaver(mode="process") as saver:
         saver.save({"a": torch.ones(1 << 20)}, tmp_path / "a")

@@ -27,7 +27,7 @@ from tests.integration import branch_ranks
     ids=lambda one: one.__name__,
 )
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_on_ranks(tmp_path: Path, what, world: int) -> None:
+def test_branching_runs_resume_correctly_on_ranks(tmp_path: Path, what, world: int) -> None:
     run_on_ranks(what, [world], tmp_path)
 
 
@@ -36,7 +36,7 @@ def command(*words: str) -> tuple[int, str]:
     return found.exit_code, found.output
 
 
-def test_the_commands_know_branches(tmp_path: Path) -> None:
+def test_latest_ls_and_prune_respect_abandoned_branch(tmp_path: Path) -> None:
     root = tmp_path / "run"
     with ckptctl.CheckpointManager(root, sync=False) as manager:
         for step in (10, 20, 30):
@@ -59,7 +59,7 @@ def test_the_commands_know_branches(tmp_path: Path) -> None:
     assert sorted(one.name for one in root.iterdir()) == ["step-22", "step-30"]
 
 
-def test_a_run_that_ends_before_its_first_save_on_a_branch(tmp_path: Path) -> None:
+def test_branch_without_saves_is_reported_as_doubt(tmp_path: Path) -> None:
     root = tmp_path / "run"
     with ckptctl.CheckpointManager(root, sync=False) as manager:
         for step in (10, 20, 30):

@@ -65,14 +65,14 @@ def source(tmp_path: Path) -> Path:
     return path
 
 
-def test_during_a_run(source: Path, tmp_path: Path) -> None:
+def test_source_changed_during_convert_is_an_error(source: Path, tmp_path: Path) -> None:
     progress = once(lambda: rewrite(source, 7.0, 70.0))
     with pytest.raises(ChangedError, match="changed while it was being read"):
         ckptctl.convert(source, tmp_path / "out", to="hf", jobs=1, progress=progress)
     assert not (tmp_path / "out").exists()
 
 
-def test_another_one_takes_its_place_before_the_plan(
+def test_source_replaced_while_planning_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its file is gone, and not because it was never there."""
@@ -125,7 +125,7 @@ def interrupted(
             ckptctl.convert(source, target, **options)
 
 
-def test_before_it_is_resumed(
+def test_resume_after_source_change_is_refused(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interrupted(source, tmp_path / "out", monkeypatch, to="hf", jobs=1, resume=True)
@@ -139,7 +139,7 @@ def test_before_it_is_resumed(
     assert all(torch.equal(found[name], one) for name, one in load_file(source).items())
 
 
-def test_a_link_or_a_mode_counts_as_a_change(source: Path, tmp_path: Path) -> None:
+def test_new_hard_link_or_mode_counts_as_change(source: Path, tmp_path: Path) -> None:
     for act in (lambda: os.link(source, tmp_path / "link"), lambda: source.chmod(0o600)):
         with pytest.raises(ChangedError, match="changed") as caught:
             ckptctl.convert(source, tmp_path / "out", to="hf", jobs=1, progress=once(act))
@@ -147,7 +147,7 @@ def test_a_link_or_a_mode_counts_as_a_change(source: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("written", [False, True])
-def test_checksums_of_the_first_read_count_on_resume(
+def test_resume_checks_source_against_first_read_checksums(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: bool
 ) -> None:
     """Where a file system keeps no time of the last change, what the source records of itself."""
@@ -170,7 +170,7 @@ def test_checksums_of_the_first_read_count_on_resume(
 
 @pytest.mark.parametrize("moment", ["before the manifest is read", "after it is read"])
 @pytest.mark.parametrize("verb", ["convert", "extract", "load", "verify"])
-def test_another_checkpoint_takes_its_place_while_it_is_opened(
+def test_checkpoint_replaced_while_opening_is_an_error(
     verb: str, moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The manifest of one save says nothing of the files of another."""

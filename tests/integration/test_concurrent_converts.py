@@ -123,7 +123,7 @@ def left(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("runs", [FEW, pytest.param(RUNS, marks=pytest.mark.slow)])
-def test_one_of_two_converts_to_one_destination_wins(
+def test_concurrent_converts_to_same_destination_have_one_winner(
     sources: dict[float, Path], tmp_path: Path, runs: int
 ) -> None:
     for number in range(runs):
@@ -143,7 +143,7 @@ def test_one_of_two_converts_to_one_destination_wins(
         assert left(folder) == [name]
 
 
-def test_a_convert_does_not_wait_for_another_one(
+def test_convert_to_locked_destination_fails_immediately(
     sources: dict[float, Path], tmp_path: Path
 ) -> None:
     target = tmp_path / "out"
@@ -155,7 +155,7 @@ def test_a_convert_does_not_wait_for_another_one(
 
 
 @pytest.mark.slow
-def test_two_converts_that_overwrite_one_checkpoint(
+def test_concurrent_overwrites_leave_one_complete_checkpoint(
     sources: dict[float, Path], tmp_path: Path
 ) -> None:
     """One after the other or not at all: the last that succeeded is what is there, alone."""
@@ -176,7 +176,9 @@ def test_two_converts_that_overwrite_one_checkpoint(
 
 
 @pytest.mark.slow
-def test_a_source_that_another_convert_replaces(sources: dict[float, Path], tmp_path: Path) -> None:
+def test_source_replaced_by_concurrent_convert_is_never_mixed(
+    sources: dict[float, Path], tmp_path: Path
+) -> None:
     """What is read is all of the old one or all of the new one, or the run says that it changed."""
     middle, target = tmp_path / "middle", tmp_path / "out"
     save_hf(middle, {name: torch.zeros_like(one) for name, one in STATE.items()}, CONFIG, shards=4)

@@ -133,7 +133,7 @@ def same(found: State, expected: State) -> bool:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_ranks_hold_what_deepseek_gives_them(tmp_path: Path, ranks: int) -> None:
+def test_deepseek_rank_files_match_reference_sharding(tmp_path: Path, ranks: int) -> None:
     source = save_hf(tmp_path / "hf", hf(), config())
     out = tmp_path / "out"
     ckptctl.convert(source, out, to="deepseek", mp=ranks, verify=True)
@@ -143,7 +143,7 @@ def test_ranks_hold_what_deepseek_gives_them(tmp_path: Path, ranks: int) -> None
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_ranks_are_joined(tmp_path: Path, ranks: int) -> None:
+def test_deepseek_rank_files_convert_to_hf_layout(tmp_path: Path, ranks: int) -> None:
     given = ranks_of(tmp_path / "in", ranks)
     assert formats.detect_format(given).name == "deepseek"
     ckptctl.convert(given, tmp_path / "out.pt", to="torch", to_layout="hf")
@@ -151,7 +151,7 @@ def test_ranks_are_joined(tmp_path: Path, ranks: int) -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 2)])
-def test_ranks_are_cut_anew(tmp_path: Path, before: int, after: int) -> None:
+def test_deepseek_rank_files_are_resharded(tmp_path: Path, before: int, after: int) -> None:
     given = ranks_of(tmp_path / "in", before)
     (tmp_path / "assets").mkdir()
     save_hf(tmp_path / "hf", hf(), config())
@@ -161,7 +161,7 @@ def test_ranks_are_cut_anew(tmp_path: Path, before: int, after: int) -> None:
         assert same(load_file(out / f"model{rank}-mp{after}.safetensors"), shard(rank, after))
 
 
-def test_layers_that_predict_further_tokens_have_no_place(tmp_path: Path) -> None:
+def test_mtp_layers_are_refused_unless_excluded(tmp_path: Path) -> None:
     held = hf()
     copies = {n: t.clone() for n, t in held.items() if "layers.1." in n}
     layer = {n.replace("layers.1.", "layers.2."): t for n, t in copies.items()}
@@ -182,7 +182,7 @@ def test_layers_that_predict_further_tokens_have_no_place(tmp_path: Path) -> Non
     assert same(load_file(tmp_path / "out/model0-mp1.safetensors"), shard(0, 1))
 
 
-def test_heads_have_to_be_known_to_be_divided(tmp_path: Path) -> None:
+def test_resharding_without_head_count_is_an_error(tmp_path: Path) -> None:
     given = ranks_of(tmp_path / "in", 1)
     with pytest.raises(MappingError, match="num_attention_heads"):
         ckptctl.convert(given, tmp_path / "out", to="deepseek", mp=2)
@@ -224,14 +224,14 @@ def _lacking(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [_gone, _others, _swapped, _norm, _lacking])
-def test_ranks_that_do_not_fit_together(tmp_path: Path, damage: object) -> None:
+def test_inconsistent_rank_files_are_rejected(tmp_path: Path, damage: object) -> None:
     given = ranks_of(tmp_path / "in", 2)
     damage(given)  # type: ignore[operator]
     with pytest.raises(DamagedError if damage is _gone else UnsupportedError):
         formats.open_checkpoint(given)
 
 
-def test_an_expert_that_is_lost(tmp_path: Path) -> None:
+def test_missing_expert_is_an_error(tmp_path: Path) -> None:
     given = ranks_of(tmp_path / "in", 2)
     _lost(given)
     with pytest.raises(CkptError, match="the model is missing"):
@@ -250,7 +250,9 @@ def with_scales(state: State) -> State:
     return found
 
 
-def test_scales_are_cut_with_their_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scales_are_sharded_with_their_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes = {"D": 256, "NOPE": 64, "ROPE": 64, "VALUE": 64, "LATENT": 128, "F": 256, "M": 256}
     for name, size in sizes.items():
         monkeypatch.setattr(f"{__name__}.{name}", size)
@@ -277,7 +279,9 @@ def test_scales_are_cut_with_their_weights(tmp_path: Path, monkeypatch: pytest.M
     )
 
 
-def test_no_rank_gets_a_part_of_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sharding_within_quantization_blocks_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Four ranks cut w1 of 384 rows, three blocks, at row 96; two would at 192; three do not."""
     sizes = {"D": 256, "NOPE": 128, "ROPE": 128, "VALUE": 128, "LATENT": 128, "M": 384, "V": 384}
     for name, size in {**sizes, "F": 12 * 128, "H": 12, "X": 12}.items():
@@ -300,7 +304,9 @@ def test_no_rank_gets_a_part_of_a_block(tmp_path: Path, monkeypatch: pytest.Monk
             assert torch.equal(part, whole.chunk(3, dim)[rank])
 
 
-def test_two_blocks_are_not_two_halves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_splitting_uneven_quantization_blocks_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """192 rows have two scales: of the first 96 and the last 96 rows 32 would get a wrong one."""
     for name, size in {"D": 256, "NOPE": 64, "ROPE": 64, "VALUE": 64, "LATENT": 128}.items():
         monkeypatch.setattr(f"{__name__}.{name}", size)

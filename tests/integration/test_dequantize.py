@@ -74,7 +74,7 @@ def expected(request: pytest.FixtureRequest, source: Path) -> tuple[str, dict[st
 
 @pytest.mark.parametrize("target", [name for name in WRITABLE if name != "meta"])
 @pytest.mark.parametrize("checksum", [True, False])
-def test_as_torch_and_transformers_do(
+def test_dequantized_output_matches_reference_in_every_format(
     tmp_path: Path,
     source: Path,
     expected: tuple[str, dict[str, torch.Tensor]],
@@ -94,7 +94,7 @@ def test_as_torch_and_transformers_do(
         assert config == {"model_type": "unknown", "torch_dtype": dtype}
 
 
-def test_stock_dcp_loads_parts_of_it(tmp_path: Path, source: Path) -> None:
+def test_stock_dcp_loads_one_dequantized_tensor(tmp_path: Path, source: Path) -> None:
     ckptctl.convert(source, tmp_path / "out", to="dcp", dequantize="bf16", max_shard_size="20KB")
     whole = load_any_reference(tmp_path / "out")
     state: dict[str, Any] = {"l.0.up.weight": torch.zeros(300, 200, dtype=torch.bfloat16)}
@@ -102,7 +102,7 @@ def test_stock_dcp_loads_parts_of_it(tmp_path: Path, source: Path) -> None:
     assert not differences(state, {"l.0.up.weight": whole["l.0.up.weight"]})
 
 
-def test_from_dcp(tmp_path: Path, source: Path) -> None:
+def test_dequantizing_from_dcp_matches_hf_source(tmp_path: Path, source: Path) -> None:
     ckptctl.convert(source, tmp_path / "dcp", to="dcp")
     ckptctl.convert(tmp_path / "dcp", tmp_path / "late", to="hf", dequantize="bf16")
     ckptctl.convert(source, tmp_path / "early", to="hf", dequantize="bf16")
@@ -110,7 +110,7 @@ def test_from_dcp(tmp_path: Path, source: Path) -> None:
     assert not differences(late, early)
 
 
-def test_memory_and_jobs_do_not_change_a_byte(tmp_path: Path, source: Path) -> None:
+def test_memory_and_jobs_do_not_change_output(tmp_path: Path, source: Path) -> None:
     other: dict[str, Any] = {"jobs": 3, "memory": "1MiB"}
     for name, options in (("a", {}), ("b", other)):
         ckptctl.convert(source, tmp_path / name, to="dcp", dequantize="fp32", **options)
@@ -118,7 +118,7 @@ def test_memory_and_jobs_do_not_change_a_byte(tmp_path: Path, source: Path) -> N
         assert (tmp_path / "b" / file.name).read_bytes() == file.read_bytes()
 
 
-def test_an_interrupted_run_goes_on(
+def test_interrupted_dequantize_resumes_to_same_result(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = Worker.execute_unit
@@ -141,7 +141,7 @@ def test_an_interrupted_run_goes_on(
     assert not differences(found, once)
 
 
-def test_a_source_that_changes_is_an_error(tmp_path: Path) -> None:
+def test_source_changed_after_planning_is_an_error(tmp_path: Path) -> None:
     names = ("l.0.up.weight", "l.0.up.weight_scale_inv")
     save_hf(tmp_path / "source", {name: STATE[name] for name in names}, CONFIG, shards=1)
     options = ConversionOptions(to="hf", dequantize="bf16")
@@ -152,7 +152,7 @@ def test_a_source_that_changes_is_an_error(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_the_digest_says_what_is_computed(tmp_path: Path, source: Path) -> None:
+def test_plan_digest_depends_on_block_size(tmp_path: Path, source: Path) -> None:
     def digest(folder: Path, **options: Any) -> str:
         return ckptctl.plan_conversion(folder, tmp_path / "o", to="hf", **options).plan.digest
 
@@ -173,7 +173,7 @@ def test_the_digest_says_what_is_computed(tmp_path: Path, source: Path) -> None:
         ({"dequantize": "fp16"}, "unknown dtype `fp16` known: bf16, fp32"),
     ],
 )
-def test_options_that_contradict(
+def test_contradictory_or_unknown_dtypes_are_usage_errors(
     tmp_path: Path, source: Path, options: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(UsageError) as caught:
@@ -181,7 +181,7 @@ def test_options_that_contradict(
     assert named in f"{caught.value.what} {caught.value.why}"
 
 
-def test_an_equal_dtype_is_fine(tmp_path: Path, source: Path) -> None:
+def test_dequantize_accepts_equal_dtype_option(tmp_path: Path, source: Path) -> None:
     ckptctl.convert(source, tmp_path / "out", to="hf", dequantize="fp32", dtype="fp32")
     found = load_any_reference(tmp_path / "out")
     assert {value.dtype for value in found.values()} == {torch.float32, torch.int64}
@@ -203,7 +203,7 @@ def peak(source: Path, out: Path) -> int:
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_a_tensor(tmp_path: Path) -> None:
+def test_dequantize_memory_is_independent_of_tensor_size(tmp_path: Path) -> None:
     """And tensors of many tiles are right, those that are transposed too."""
     sizes = []
     for scale in (1, 3):
@@ -230,6 +230,6 @@ def test_memory_does_not_grow_with_a_tensor(tmp_path: Path) -> None:
     assert sizes[1] - sizes[0] < 60_000_000, sizes
 
 
-def test_a_dry_run_needs_no_torch(tmp_path: Path, source: Path) -> None:
+def test_dequantize_dry_run_needs_no_torch(tmp_path: Path, source: Path) -> None:
     out = str(tmp_path / "out")
     run(["convert", str(source), out, "--to", "dcp", "--dequantize", "bf16", "-n"])

@@ -32,7 +32,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("target", WRITABLE)
 @pytest.mark.parametrize("name", one_in(3, WRITABLE))
-def test_the_same_bytes_every_time(
+def test_convert_output_is_identical_for_all_options(
     tmp_path: Path, sources: dict[str, Path], name: str, target: str
 ) -> None:
     shared: dict[str, Any] = {"to": target, "dtype": "fp32" if target == "hf" else None}
@@ -49,7 +49,7 @@ def test_the_same_bytes_every_time(
 
 
 @pytest.mark.parametrize("target", ["dcp", "torch"])
-def test_training_state_too(tmp_path: Path, target: str) -> None:
+def test_training_state_output_is_deterministic(tmp_path: Path, target: str) -> None:
     source = save_training_dcp(tmp_path / "source", STATE)
     found = []
     for way in ("first", "second"):
@@ -60,7 +60,7 @@ def test_training_state_too(tmp_path: Path, target: str) -> None:
     assert found[0] == found[1]
 
 
-def test_nothing_depends_on_where_it_happens(
+def test_output_is_independent_of_path_and_environment(
     tmp_path: Path, sources: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither absolute paths nor the user, the machine or the time are in an output."""
@@ -81,7 +81,7 @@ def test_nothing_depends_on_where_it_happens(
         first.unlink() if first.is_file() else shutil.rmtree(first)
 
 
-def test_what_is_computed_of_chunks_too(tmp_path: Path) -> None:
+def test_plan_digest_of_computed_chunks_is_deterministic(tmp_path: Path) -> None:
     """Norms less 1, as Megatron-Core has them: of tensors that lie in items of their own."""
     ckptctl.convert(Golden.read("qwen3_next").save(tmp_path / "hf"), tmp_path / "dcp", to="dcp")
     options = ConversionOptions(to="mcore")

@@ -102,7 +102,7 @@ def held(status: os.stat_result) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_all_is_on_the_disk_before_it_has_a_name(
+def test_output_is_synced_before_publishing(
     given: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     target = tmp_path / "deep" / "er" / name
@@ -114,7 +114,7 @@ def test_all_is_on_the_disk_before_it_has_a_name(
 
 
 @pytest.mark.parametrize("name", ["out-dcp", "out.pt"])
-def test_all_is_on_the_disk_before_it_replaces_another_one(
+def test_output_is_synced_before_replacing_existing_one(
     given: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     target = tmp_path / name
@@ -148,13 +148,13 @@ def started(*words: object) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.parametrize(("to", "name"), [("dcp", "out"), ("hf", "out"), ("torch", "out.pt")])
-def test_the_power_goes_after_success(given: Path, disk: Path, to: str, name: str) -> None:
+def test_power_cut_after_success_loses_nothing(given: Path, disk: Path, to: str, name: str) -> None:
     assert started("convert", given, disk / "deep" / name, "--to", to).wait(60) == 0
     for found in after_a_power_cut(disk):
         assert not differences(load_any_reference(found / "deep" / name), STATE)
 
 
-def test_the_control_is_lost(disk: Path) -> None:
+def test_power_cut_loses_unsynced_file(disk: Path) -> None:
     """What is not synced is not there afterwards, so that the tests beside this one mean much."""
     (disk / "out").mkdir()
     (disk / "out" / "model.safetensors").write_bytes(bytes(100_000))
@@ -164,7 +164,7 @@ def test_the_control_is_lost(disk: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_power_goes_meanwhile(given: Path, disk: Path) -> None:
+def test_power_cut_during_overwrite_leaves_old_or_new(given: Path, disk: Path) -> None:
     """The old one, or the new one."""
     old = {name: torch.zeros_like(one) for name, one in STATE.items()}
     save_hf(disk / "out", old, CONFIG)
@@ -185,7 +185,7 @@ def test_the_power_goes_meanwhile(given: Path, disk: Path) -> None:
         old = load_any_reference(disk / "out")
 
 
-def test_the_power_goes_after_a_removal(disk: Path) -> None:
+def test_power_cut_after_prune_keeps_retained_checkpoint(disk: Path) -> None:
     """What was to stay is there; what was removed is whole, in the trash, or gone."""
     for step in (1, 2, 3):
         save_hf(disk / "run" / f"step-{step}", STATE, CONFIG)

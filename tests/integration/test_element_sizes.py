@@ -12,7 +12,7 @@ import ckptctl
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_wider_element_after_an_odd_number_of_bytes(tmp_path: Path) -> None:
+def test_strided_float_after_odd_byte_count_converts_exactly(tmp_path: Path) -> None:
     torch.manual_seed(0)
     state = {
         "bytes": torch.randint(0, 255, (1003, 1001), dtype=torch.uint8).t(),

@@ -76,7 +76,7 @@ def merged(base: Path, adapter: Path, out: Path, layout: str) -> State:
     return found
 
 
-def test_a_stack_holds_every_expert(tmp_path: Path, base: Path) -> None:
+def test_stacked_adapter_factors_match_per_expert_factors(tmp_path: Path, base: Path) -> None:
     apart = of_single_experts()
     stacked = convert(save(apart, tmp_path / "apart"), tmp_path / "stacked", base, "stacked")
     assert len(stacked) == 2 * LAYERS * 2
@@ -93,7 +93,7 @@ def test_a_stack_holds_every_expert(tmp_path: Path, base: Path) -> None:
     assert set(config["alpha_pattern"].values()) == {12}
 
 
-def test_they_merge_alike(tmp_path: Path, base: Path) -> None:
+def test_stacked_and_per_expert_adapters_merge_equally(tmp_path: Path, base: Path) -> None:
     apart = save(of_single_experts(), tmp_path / "apart")
     convert(apart, tmp_path / "stacked", base, "stacked")
     v5: Any = {"to": "torch", "to_layout": "hf-v5"}
@@ -108,7 +108,7 @@ def test_they_merge_alike(tmp_path: Path, base: Path) -> None:
         assert (name.rpartition(".")[0].endswith("experts")) != value.equal(before[name])
 
 
-def test_there_and_back(tmp_path: Path, base: Path) -> None:
+def test_expert_adapter_roundtrip_preserves_deltas(tmp_path: Path, base: Path) -> None:
     """Gate and up share A afterwards; what they do is the same."""
     apart = of_single_experts()
     convert(save(apart, tmp_path / "apart"), tmp_path / "stacked", base, "stacked")
@@ -122,7 +122,7 @@ def test_there_and_back(tmp_path: Path, base: Path) -> None:
     assert "experts" in expression
 
 
-def test_ranks_may_differ_in_a_stack(tmp_path: Path, base: Path) -> None:
+def test_stacked_adapter_rank_is_sum_of_gate_and_up(tmp_path: Path, base: Path) -> None:
     apart = of_single_experts(up=5)
     pattern = {"rank_pattern": {"up_proj": 5}, "alpha_pattern": {"up_proj": 10}}
     source = save(apart, tmp_path / "apart", **pattern)
@@ -130,9 +130,7 @@ def test_ranks_may_differ_in_a_stack(tmp_path: Path, base: Path) -> None:
     assert stacked[f"{MODULE}.base_layer.lora_A.weight"].shape == (EXPERTS * 8, WIDTH)
 
 
-def test_ranks_that_a_stack_adds_up_are_stated_when_it_is_taken_apart(
-    tmp_path: Path, base: Path
-) -> None:
+def test_unstacked_adapter_config_states_actual_ranks(tmp_path: Path, base: Path) -> None:
     pattern = {"rank_pattern": {"up_proj": 2}, "alpha_pattern": {"up_proj": 4}}
     source = save(of_single_experts(up=2), tmp_path / "source", **pattern)
     convert(source, tmp_path / "stacked", base, "stacked")
@@ -150,7 +148,7 @@ def test_ranks_that_a_stack_adds_up_are_stated_when_it_is_taken_apart(
     torch.testing.assert_close(again, plain, atol=1e-5, rtol=1e-5)
 
 
-def test_other_modules_stay(tmp_path: Path, base: Path) -> None:
+def test_non_expert_modules_are_unchanged(tmp_path: Path, base: Path) -> None:
     q = "base_model.model.model.layers.0.self_attn.q_proj"
     factors = {f"{q}.lora_A.weight": torch.ones(RANK, WIDTH)}
     factors |= {f"{q}.lora_B.weight": torch.ones(GOLDEN.tensors[f"{q[17:]}.weight"][1][0], RANK)}
@@ -160,19 +158,19 @@ def test_other_modules_stay(tmp_path: Path, base: Path) -> None:
     assert config_of(tmp_path / "stacked")["target_modules"] == ["q_proj"]
 
 
-def test_an_expert_without_factors(tmp_path: Path, base: Path) -> None:
+def test_expert_without_factors_is_unsupported(tmp_path: Path, base: Path) -> None:
     apart = {n: v for n, v in of_single_experts().items() if "0.mlp.experts.2.up_proj" not in n}
     with pytest.raises(UnsupportedError, match="1 expert has no factors"):
         convert(save(apart, tmp_path / "apart"), tmp_path / "out", base, "stacked")
 
 
-def test_different_strengths(tmp_path: Path, base: Path) -> None:
+def test_experts_with_different_scales_are_refused(tmp_path: Path, base: Path) -> None:
     source = save(of_single_experts(), tmp_path / "apart", alpha_pattern={"up_proj": 1})
     with pytest.raises(RefusedError, match="different scales"):
         convert(source, tmp_path / "out", base, "stacked")
 
 
-def test_what_is_so_already(tmp_path: Path, base: Path) -> None:
+def test_converting_adapter_to_same_expert_layout_is_refused(tmp_path: Path, base: Path) -> None:
     source = save(of_single_experts(), tmp_path / "apart")
     with pytest.raises(RefusedError, match="no stacked experts"):
         convert(source, tmp_path / "out", base, "apart")
@@ -181,7 +179,7 @@ def test_what_is_so_already(tmp_path: Path, base: Path) -> None:
         convert(tmp_path / "stacked", tmp_path / "out", base, "stacked")
 
 
-def test_what_nothing_describes(tmp_path: Path) -> None:
+def test_experts_option_without_model_config_is_an_error(tmp_path: Path) -> None:
     source = save(of_single_experts(), tmp_path / "apart")
     with pytest.raises(MappingError, match="the configuration of its model"):
         ckptctl.convert(source, tmp_path / "out", to="peft", experts="stacked")

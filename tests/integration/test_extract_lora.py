@@ -62,7 +62,9 @@ def base(tmp_path: Path) -> tuple[State, Path]:
     return state, save(state, tmp_path / "base")
 
 
-def test_the_best_of_its_rank(tmp_path: Path, base: tuple[State, Path]) -> None:
+def test_extracted_adapter_is_best_approximation_of_its_rank(
+    tmp_path: Path, base: tuple[State, Path]
+) -> None:
     before, path = base
     after = changed(before, noisy)
     tuned = save(after, tmp_path / "tuned")
@@ -83,7 +85,7 @@ def test_the_best_of_its_rank(tmp_path: Path, base: tuple[State, Path]) -> None:
     assert found.unchanged == len(before) - len(errors)
 
 
-def test_a_low_rank_change_comes_back(tmp_path: Path, base: tuple[State, Path]) -> None:
+def test_low_rank_change_is_recovered(tmp_path: Path, base: tuple[State, Path]) -> None:
     before, path = base
     after = changed(before, low_rank)
     tuned = save(after, tmp_path / "tuned")
@@ -95,7 +97,7 @@ def test_a_low_rank_change_comes_back(tmp_path: Path, base: tuple[State, Path]) 
         torch.testing.assert_close(merged[name], value, atol=2e-6, rtol=2e-6)
 
 
-def test_a_rank_by_energy(tmp_path: Path, base: tuple[State, Path]) -> None:
+def test_energy_selects_smallest_sufficient_rank(tmp_path: Path, base: tuple[State, Path]) -> None:
     """Each layer has the least rank that keeps enough; PEFT finds them as patterns."""
     before, path = base
     ranks = {name: 1 + number % 3 for number, name in enumerate(filter(is_linear, before))}
@@ -117,7 +119,7 @@ def test_a_rank_by_energy(tmp_path: Path, base: tuple[State, Path]) -> None:
     ckptctl.merge(path, tmp_path / "adapter", tmp_path / "merged")
 
 
-def test_two_formats_and_layouts(tmp_path: Path, base: tuple[State, Path]) -> None:
+def test_formats_and_layouts_give_same_adapter(tmp_path: Path, base: tuple[State, Path]) -> None:
     before, path = base
     tuned = save(changed(before, low_rank), tmp_path / "tuned")
     ckptctl.convert(path, tmp_path / "meta", to="meta", mp=2)
@@ -129,7 +131,7 @@ def test_two_formats_and_layouts(tmp_path: Path, base: tuple[State, Path]) -> No
     assert all(first[name].equal(value) for name, value in second.items())
 
 
-def test_layers_that_are_the_same_have_no_factors(tmp_path: Path, base: tuple[State, Path]) -> None:
+def test_unchanged_layers_have_no_factors(tmp_path: Path, base: tuple[State, Path]) -> None:
     before, path = base
     after = {n: low_rank(v) if "layers.0.self_attn.q" in n else v for n, v in before.items()}
     tuned = save(after, tmp_path / "tuned")
@@ -148,7 +150,9 @@ def normed(tmp_path: Path, base: tuple[State, Path]) -> Path:
     return save(after, tmp_path / "normed")
 
 
-def test_other_tensors_are_refused(tmp_path: Path, base: tuple[State, Path], normed: Path) -> None:
+def test_changed_non_linear_tensors_are_refused(
+    tmp_path: Path, base: tuple[State, Path], normed: Path
+) -> None:
     with pytest.raises(RefusedError, match="not a linear layer") as caught:
         ckptctl.extract_lora(base[1], normed, tmp_path / "adapter", rank=3)
     assert "model.embed_tokens.weight" in caught.value.what
@@ -156,14 +160,18 @@ def test_other_tensors_are_refused(tmp_path: Path, base: tuple[State, Path], nor
     assert not list(tmp_path.glob(".*staging"))
 
 
-def test_other_tensors_are_left_out(tmp_path: Path, base: tuple[State, Path], normed: Path) -> None:
+def test_changed_non_linear_tensors_can_be_skipped(
+    tmp_path: Path, base: tuple[State, Path], normed: Path
+) -> None:
     options: Any = {"rank": 3, "others": "leave-out"}
     found = ckptctl.extract_lora(base[1], normed, tmp_path / "adapter", **options)
     assert found.left_out.keys() == {"model.embed_tokens.weight", "model.norm.weight"}
     assert all(".lora_" in name for name in read(tmp_path / "adapter"))
 
 
-def test_other_tensors_are_saved(tmp_path: Path, base: tuple[State, Path], normed: Path) -> None:
+def test_changed_non_linear_tensors_can_be_saved(
+    tmp_path: Path, base: tuple[State, Path], normed: Path
+) -> None:
     options: Any = {"rank": 3, "others": "save"}
     found = ckptctl.extract_lora(base[1], normed, tmp_path / "adapter", **options)
     assert set(found.saved) == {"model.embed_tokens.weight", "model.norm.weight"}
@@ -173,7 +181,7 @@ def test_other_tensors_are_saved(tmp_path: Path, base: tuple[State, Path], norme
     assert all(merged[name].equal(after[name]) for name in found.saved)
 
 
-def test_a_part(tmp_path: Path, base: tuple[State, Path]) -> None:
+def test_include_and_exclude_select_layers(tmp_path: Path, base: tuple[State, Path]) -> None:
     tuned = save(changed(base[0], low_rank), tmp_path / "tuned")
     options: Any = {"rank": 2, "include": ["*.self_attn.*"], "exclude": ["*o_proj*"]}
     found = ckptctl.extract_lora(base[1], tuned, tmp_path / "adapter", **options)
@@ -181,7 +189,9 @@ def test_a_part(tmp_path: Path, base: tuple[State, Path]) -> None:
     assert len(found.left_out) == len(list(filter(is_linear, base[0]))) - len(found.layers)
 
 
-def test_a_dtype(tmp_path: Path, base: tuple[State, Path]) -> None:
+def test_factor_dtype_is_reflected_in_reported_errors(
+    tmp_path: Path, base: tuple[State, Path]
+) -> None:
     """Errors are those of the factors as they are written."""
     tuned = save(changed(base[0], low_rank), tmp_path / "tuned")
     found = ckptctl.extract_lora(base[1], tuned, tmp_path / "adapter", rank=3, dtype="bf16")
@@ -189,7 +199,7 @@ def test_a_dtype(tmp_path: Path, base: tuple[State, Path]) -> None:
     assert 1e-4 < found.worst < 1e-2
 
 
-def test_eight_bits_keep_what_they_can(tmp_path: Path, base: tuple[State, Path]) -> None:
+def test_fp8_factors_are_rounded_from_exact_ones(tmp_path: Path, base: tuple[State, Path]) -> None:
     tuned = save(changed(base[0], low_rank), tmp_path / "tuned")
     ckptctl.extract_lora(base[1], tuned, tmp_path / "exact", rank=3)
     ckptctl.extract_lora(base[1], tuned, tmp_path / "adapter", rank=3, dtype="fp8")
@@ -198,13 +208,15 @@ def test_eight_bits_keep_what_they_can(tmp_path: Path, base: tuple[State, Path])
         assert torch.equal(factor.float(), exact[name].to(torch.float8_e4m3fn).float()), name
 
 
-def test_two_models_that_are_the_same(tmp_path: Path, base: tuple[State, Path]) -> None:
+def test_identical_models_are_refused(tmp_path: Path, base: tuple[State, Path]) -> None:
     other = save(base[0], tmp_path / "other")
     with pytest.raises(RefusedError, match="no difference"):
         ckptctl.extract_lora(base[1], other, tmp_path / "adapter", rank=3)
 
 
-def test_two_models_of_different_shapes(tmp_path: Path, base: tuple[State, Path]) -> None:
+def test_models_with_different_shapes_are_an_error(
+    tmp_path: Path, base: tuple[State, Path]
+) -> None:
     state = base[0] | {n: base[0][n].repeat(2, 1) for n in base[0] if "embed" in n or "head" in n}
     other = save(state, tmp_path / "other", LLAMA.config | {"vocab_size": 256})
     with pytest.raises(MappingError, match="not of the same model") as caught:
@@ -212,7 +224,7 @@ def test_two_models_of_different_shapes(tmp_path: Path, base: tuple[State, Path]
     assert "has shape [128, 64] in the base and [256, 64] in" in str(caught.value.why)
 
 
-def test_elements_that_are_no_numbers(tmp_path: Path, base: tuple[State, Path]) -> None:
+def test_nan_elements_are_refused(tmp_path: Path, base: tuple[State, Path]) -> None:
     after = changed(base[0], low_rank)
     after["lm_head.weight"][3, 5] = torch.nan
     tuned = save(after, tmp_path / "tuned")
@@ -221,13 +233,13 @@ def test_elements_that_are_no_numbers(tmp_path: Path, base: tuple[State, Path]) 
     assert "lm_head.weight" in str(caught.value.where)
 
 
-def test_how_much_has_to_be_said(tmp_path: Path, base: tuple[State, Path]) -> None:
+def test_rank_or_energy_is_required_and_validated(tmp_path: Path, base: tuple[State, Path]) -> None:
     for options in ({}, {"rank": 3, "energy": 0.9}, {"energy": 1.5}, {"rank": 0}):
         with pytest.raises(UsageError):
             ckptctl.extract_lora(base[1], base[1], tmp_path / "adapter", **options)
 
 
-def test_experts_have_factors_each(tmp_path: Path) -> None:
+def test_stacked_experts_get_factors_per_expert(tmp_path: Path) -> None:
     golden = Golden.read("qwen3_moe")
     torch.manual_seed(0)
     before = state_of(golden)
@@ -245,7 +257,7 @@ def test_experts_have_factors_each(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_5_text"])
-def test_norms_of_two_kinds_of_layers_are_saved_and_merged(name: str, tmp_path: Path) -> None:
+def test_changed_norms_are_saved_and_merged(name: str, tmp_path: Path) -> None:
     golden = Golden.read(name)
     before = state_of(golden)
     chosen = [n for n in before if "layernorm" in n or n == "lm_head.weight"]
@@ -260,7 +272,7 @@ def test_norms_of_two_kinds_of_layers_are_saved_and_merged(name: str, tmp_path: 
     assert all(merged[n].equal(after[n]) for n in before if n != "lm_head.weight")
 
 
-def test_saved_tensors_alone_are_no_adapter(tmp_path: Path, base: tuple[State, Path]) -> None:
+def test_adapter_without_linear_layers_is_refused(tmp_path: Path, base: tuple[State, Path]) -> None:
     before, path = base
     tuned = save(before | {"model.norm.weight": torch.ones(64)}, tmp_path / "tuned")
     with pytest.raises(RefusedError, match="no linear layer differs") as raised:
@@ -275,7 +287,7 @@ def test_saved_tensors_alone_are_no_adapter(tmp_path: Path, base: tuple[State, P
         ("qwen2", "model.layers.0.self_attn.q_proj.bias", "PEFT can only save whole modules"),
     ],
 )
-def test_what_peft_cannot_save_alone_is_refused(
+def test_tensors_peft_cannot_save_are_refused(
     name: str, tensor: str, why: str, tmp_path: Path
 ) -> None:
     golden = Golden.read(name)
@@ -294,7 +306,9 @@ def test_what_peft_cannot_save_alone_is_refused(
     ("name", "layout"),
     [("qwen3_5_moe_text", "hf-fresh"), ("qwen3_5_moe_text", "hf"), ("qwen3_vl_moe", "hf-v5")],
 )
-def test_stacked_experts_are_saved_whole_and_merged(name: str, layout: str, tmp_path: Path) -> None:
+def test_stacked_experts_are_saved_completely_and_merged(
+    name: str, layout: str, tmp_path: Path
+) -> None:
     """PEFT saves all of a module or nothing: of the experts one tensor differs, both are there."""
     torch.manual_seed(1)
     golden = Golden.read(name)
@@ -323,7 +337,7 @@ def test_stacked_experts_are_saved_whole_and_merged(name: str, layout: str, tmp_
         torch.testing.assert_close(merged[key], value, atol=2e-6, rtol=2e-6)
 
 
-def test_a_module_with_a_parameter_of_its_own_is_saved_whole(tmp_path: Path) -> None:
+def test_module_with_own_parameter_is_saved_completely(tmp_path: Path) -> None:
     """What lies in it has no factors then; what is not chosen stays as the base has it."""
     golden = Golden.read("qwen3_next")
     before = state_of(golden)

@@ -163,7 +163,7 @@ def in_trouble(name: str, number: int | None) -> str:
 
 @pytest.mark.parametrize("kind", ["killed", "failing"])
 @pytest.mark.parametrize("name", one_in(4, DIRECTIONS))
-def test_all_or_nothing(name: str, kind: str) -> None:
+def test_killed_or_failing_convert_leaves_complete_output_or_none(name: str, kind: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.integration.test_failing_calls", name, kind],
         capture_output=True,

@@ -36,7 +36,7 @@ def titan_of(golden: Golden, folder: Path, layout: str) -> State:
 
 
 @pytest.mark.parametrize("layout", BIASES)
-def test_a_routing_bias_that_qwen_3_has_no_place_for(tmp_path: Path, layout: str) -> None:
+def test_nonzero_routing_bias_is_refused_for_qwen3_moe(tmp_path: Path, layout: str) -> None:
     golden = Golden.read("qwen3_moe")
     state = titan_of(golden, tmp_path, layout)
     bias = state[f"layers.1.{BIASES[layout]}"]
@@ -61,7 +61,7 @@ def qwen3_next_with_mtp(folder: Path) -> Path:
     return dataclasses.replace(golden, tensors=golden.tensors | own | layer).save(folder)
 
 
-def test_qwen_3_next_keeps_its_extra_layer(tmp_path: Path) -> None:
+def test_qwen3_next_roundtrip_keeps_mtp_layer(tmp_path: Path) -> None:
     source = qwen3_next_with_mtp(tmp_path / "hf")
     done = ckptctl.convert(source, tmp_path / "dcp", to="dcp")
     assert done.plan.model_type == "qwen3_next"
@@ -71,7 +71,7 @@ def test_qwen_3_next_keeps_its_extra_layer(tmp_path: Path) -> None:
     assert all(before[k].numpy().tobytes() == after[k].numpy().tobytes() for k in before)
 
 
-def test_qwen_3_next_in_memory_has_no_extra_layer(tmp_path: Path) -> None:
+def test_hf_v5_qwen3_next_requires_excluding_mtp_layer(tmp_path: Path) -> None:
     source = qwen3_next_with_mtp(tmp_path / "hf")
     with pytest.raises(MappingError, match=r"no place for .* tensors"):
         ckptctl.convert(source, tmp_path / "v5.pt", to="torch", to_layout="hf-v5")
@@ -103,7 +103,7 @@ def delta_nets(folder: Path) -> Path:
     return folder / "hf"
 
 
-def test_a_norm_that_is_stored_less_one_is_computed(tmp_path: Path) -> None:
+def test_mcore_norm_is_stored_minus_one(tmp_path: Path) -> None:
     source, out = delta_nets(tmp_path), tmp_path / "out"
     plan = ckptctl.plan_conversion(source, out, to="mcore")
     assert plan.arithmetic and "1 is subtracted from `linear_norm`: 3 tensors" in plan.notes[0]
@@ -121,7 +121,7 @@ def test_a_norm_that_is_stored_less_one_is_computed(tmp_path: Path) -> None:
     assert not differences(load_file(tmp_path / "back" / "model.safetensors"), held)
 
 
-def test_what_an_optimizer_keeps_of_such_a_norm(tmp_path: Path) -> None:
+def test_optimizer_master_norm_is_stored_minus_one(tmp_path: Path) -> None:
     hf = delta_nets(tmp_path)
     out = tmp_path / "out"
     ckptctl.convert(tmp_path / "dcp", out, to="dcp", to_layout="mcore", only="all", assets=hf)
@@ -133,7 +133,7 @@ def test_what_an_optimizer_keeps_of_such_a_norm(tmp_path: Path) -> None:
         assert torch.equal(after[f"{of}fp32_param"], norm - 1)
 
 
-def test_an_incomplete_extra_layer_is_noticed(tmp_path: Path) -> None:
+def test_missing_mtp_expert_is_detected(tmp_path: Path) -> None:
     source = qwen3_next_with_mtp(tmp_path / "hf")
     shapes = {k: tuple(v.shape) for k, v in load_file(source / "model.safetensors").items()}
     (found,) = detect_layouts(shapes, load_families(), {"model_type": "qwen3_next"})
@@ -145,7 +145,7 @@ def test_an_incomplete_extra_layer_is_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gemma3_text", "qwen3", "qwen3_moe", "qwen3_next"])
-def test_head_dimension_that_is_not_stated_is_the_default(tmp_path: Path, name: str) -> None:
+def test_missing_head_dim_contradicting_tensors_is_an_error(tmp_path: Path, name: str) -> None:
     """gemma-3-12b-it does not state its head dimension: transformers takes 256, as it has."""
     source = Golden.read(name).save(tmp_path / "hf")
     config = json.loads((source / "config.json").read_text())
@@ -159,7 +159,7 @@ def test_head_dimension_that_is_not_stated_is_the_default(tmp_path: Path, name: 
     assert ckptctl.verify(source).verdict == ckptctl.inspect(source).verdict == "unknown"
 
 
-def test_pythia_brings_masks_along(tmp_path: Path) -> None:
+def test_pythia_attention_buffers_are_dropped(tmp_path: Path) -> None:
     golden = Golden.read("gpt_neox")
     folder = "gpt_neox.layers.{}.attention."
     state = golden.state()

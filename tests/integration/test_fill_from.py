@@ -44,7 +44,7 @@ def save(state: State, folder: Path, config: Any) -> Path:
 
 
 @pytest.mark.parametrize(("name", "layout"), SWEPT)
-def test_a_base_in_any_layout(tmp_path: Path, name: str, layout: str) -> None:
+def test_base_in_any_layout_fills_missing_tensors(tmp_path: Path, name: str, layout: str) -> None:
     require_copied(name, layout)
     golden = GOLDEN[name]
     whole = golden.save(tmp_path / "whole")
@@ -59,7 +59,7 @@ def test_a_base_in_any_layout(tmp_path: Path, name: str, layout: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "layout"), [case for case in SWEPT if case.values != UNTOLD])
-def test_a_source_in_any_layout(tmp_path: Path, name: str, layout: str) -> None:
+def test_source_in_any_layout_is_filled(tmp_path: Path, name: str, layout: str) -> None:
     require_copied(name, layout)
     golden = GOLDEN[name]
     whole = golden.save(tmp_path / "whole")
@@ -109,7 +109,7 @@ def predicting(tmp_path: Path) -> tuple[Path, Path]:
     return base, save(trained(golden.state()), tmp_path / "tuned", golden.config)
 
 
-def test_layers_that_predict_further_tokens(tmp_path: Path, predicting: tuple[Path, Path]) -> None:
+def test_mtp_layers_are_filled_from_base(tmp_path: Path, predicting: tuple[Path, Path]) -> None:
     base, tuned = predicting
     done = ckptctl.convert(tuned, tmp_path / "out", to="hf", fill_from=base)
     held, before, out = read(base), read(tuned), read(tmp_path / "out")
@@ -127,7 +127,7 @@ def test_layers_that_predict_further_tokens(tmp_path: Path, predicting: tuple[Pa
     assert any("copied from other tensors" in note for note in done.plan.notes)
 
 
-def test_layers_that_the_configuration_does_not_count(
+def test_mtp_layers_not_in_config_are_not_filled(
     tmp_path: Path, predicting: tuple[Path, Path]
 ) -> None:
     base, tuned = predicting
@@ -142,7 +142,9 @@ def test_layers_that_the_configuration_does_not_count(
     assert read(tmp_path / "out").keys() == read(tuned).keys()
 
 
-def test_into_a_layout_that_keeps_them(tmp_path: Path, predicting: tuple[Path, Path]) -> None:
+def test_filled_mtp_layers_survive_torchtitan_roundtrip(
+    tmp_path: Path, predicting: tuple[Path, Path]
+) -> None:
     base, tuned = predicting
     options: Any = {"to": "dcp", "to_layout": "torchtitan@0.3", "fill_from": base}
     ckptctl.convert(tuned, tmp_path / "titan", **options)
@@ -151,7 +153,7 @@ def test_into_a_layout_that_keeps_them(tmp_path: Path, predicting: tuple[Path, P
     assert read(tmp_path / "back").keys() == read(base).keys() - set(repeated)
 
 
-def test_from_names_that_have_no_place_for_them(
+def test_hf_v5_source_is_filled_with_mtp_layers(
     tmp_path: Path, predicting: tuple[Path, Path]
 ) -> None:
     """A state dict of transformers 5 is renamed to what the base has."""
@@ -179,7 +181,7 @@ def seeing(tmp_path: Path) -> tuple[Path, Path]:
     return base, save(trained(text), tmp_path / "tuned", config)
 
 
-def test_a_vision_tower(tmp_path: Path, seeing: tuple[Path, Path]) -> None:
+def test_vision_tower_is_filled_from_base(tmp_path: Path, seeing: tuple[Path, Path]) -> None:
     base, tuned = seeing
     done = ckptctl.convert(tuned, tmp_path / "out", to="hf", fill_from=base, assets=base)
     out, text = read(tmp_path / "out"), read(tuned)
@@ -192,7 +194,7 @@ def test_a_vision_tower(tmp_path: Path, seeing: tuple[Path, Path]) -> None:
     assert done.plan.summary.dropped == 0
 
 
-def test_a_vision_tower_that_nothing_wants(tmp_path: Path, seeing: tuple[Path, Path]) -> None:
+def test_vision_base_for_text_config_is_refused(tmp_path: Path, seeing: tuple[Path, Path]) -> None:
     base, tuned = seeing
     with pytest.raises(MappingError, match="a different model") as caught:
         ckptctl.convert(tuned, tmp_path / "out", to="hf", fill_from=base)
@@ -200,7 +202,7 @@ def test_a_vision_tower_that_nothing_wants(tmp_path: Path, seeing: tuple[Path, P
     assert str(base) in str(caught.value.hint)
 
 
-def test_the_text_model_of_another_size(tmp_path: Path, seeing: tuple[Path, Path]) -> None:
+def test_text_model_of_other_size_is_refused(tmp_path: Path, seeing: tuple[Path, Path]) -> None:
     base, tuned = seeing
     config = json.loads((tuned / "config.json").read_text()) | {"num_hidden_layers": 2}
     (tuned / "config.json").write_text(json.dumps(config))
@@ -220,14 +222,14 @@ def headless(tmp_path: Path) -> tuple[Path, Path]:
     return golden.save(tmp_path / "base"), save(inner, tmp_path / "tuned", golden.config)
 
 
-def test_a_head(tmp_path: Path, headless: tuple[Path, Path]) -> None:
+def test_missing_lm_head_is_filled_from_base(tmp_path: Path, headless: tuple[Path, Path]) -> None:
     base, tuned = headless
     done = ckptctl.convert(tuned, tmp_path / "out", to="hf", fill_from=base)
     assert dict(done.plan.taken) == {"lm_head.weight": "lm_head.weight"}
     assert read(tmp_path / "out").keys() == read(base).keys()
 
 
-def test_a_model_that_lacks_nothing(tmp_path: Path) -> None:
+def test_complete_source_takes_nothing_from_base(tmp_path: Path) -> None:
     base = GOLDEN["llama3"].save(tmp_path / "base")
     tuned = GOLDEN["llama3"].save(tmp_path / "tuned")
     plan = ckptctl.convert(tuned, tmp_path / "out", to="hf", fill_from=base).plan
@@ -235,7 +237,7 @@ def test_a_model_that_lacks_nothing(tmp_path: Path) -> None:
     assert any(note.startswith("no tensor was taken from") for note in plan.notes)
 
 
-def test_a_layer_that_only_the_source_was_to_have(tmp_path: Path) -> None:
+def test_filling_regular_layer_warns_source_may_be_incomplete(tmp_path: Path) -> None:
     """Other layers of the source have such tensors: it may have lost trained ones."""
     base = GOLDEN["llama3"].save(tmp_path / "base")
     state = {n: v for n, v in GOLDEN["llama3"].state().items() if "layers.1.mlp" not in n}
@@ -248,7 +250,9 @@ def test_a_layer_that_only_the_source_was_to_have(tmp_path: Path) -> None:
 # ------------------------------------------------------------------- what is told
 
 
-def test_every_tensor_is_named(tmp_path: Path, headless: tuple[Path, Path]) -> None:
+def test_filled_tensors_are_listed_in_plan_and_manifest(
+    tmp_path: Path, headless: tuple[Path, Path]
+) -> None:
     base, tuned = headless
     plan = ckptctl.plan_conversion(tuned, tmp_path / "out", to="dcp", fill_from=base)
     assert plan.to_json()["taken"] == {"lm_head.weight": "lm_head.weight"}
@@ -260,7 +264,7 @@ def test_every_tensor_is_named(tmp_path: Path, headless: tuple[Path, Path]) -> N
     assert manifest["source"]["filled"] == filled
 
 
-def test_what_is_not_chosen_is_not_taken(tmp_path: Path, headless: tuple[Path, Path]) -> None:
+def test_excluded_tensors_are_not_filled(tmp_path: Path, headless: tuple[Path, Path]) -> None:
     base, tuned = headless
     options: Any = {"to": "hf", "fill_from": base, "exclude": ["lm_head.weight"]}
     plan = ckptctl.plan_conversion(tuned, tmp_path / "out", **options)
@@ -288,7 +292,7 @@ def refused(tuned: Path, base: Path, out: Path, **options: Any) -> MappingError:
 @pytest.mark.parametrize(
     ("fact", "value"), [("hidden_size", 128), ("vocab_size", 256), ("num_key_value_heads", 4)]
 )
-def test_a_base_of_another_size(
+def test_base_of_other_size_is_refused(
     tmp_path: Path, headless: tuple[Path, Path], fact: str, value: int
 ) -> None:
     other = changed(tmp_path, "other", **{fact: value})
@@ -297,7 +301,7 @@ def test_a_base_of_another_size(
     assert str(value) in why
 
 
-def test_a_base_of_other_shapes(tmp_path: Path) -> None:
+def test_base_with_other_shapes_is_refused_without_config(tmp_path: Path) -> None:
     """No configuration has to say it."""
     state = GOLDEN["llama3"].state()
     torch.save({n: v for n, v in state.items() if n != "lm_head.weight"}, tmp_path / "tuned.pt")
@@ -309,18 +313,22 @@ def test_a_base_of_other_shapes(tmp_path: Path) -> None:
     assert "gate_proj.weight` has shape [96, 64] in the source and [192, 64] in" in str(error.why)
 
 
-def test_a_base_of_another_kind(tmp_path: Path, headless: tuple[Path, Path]) -> None:
+def test_base_of_other_model_type_is_refused(tmp_path: Path, headless: tuple[Path, Path]) -> None:
     other = GOLDEN["qwen3"].save(tmp_path / "other")
     assert "the base is qwen3" in str(refused(headless[1], other, tmp_path / "out").why)
 
 
-def test_what_is_no_size_is_noted(tmp_path: Path, headless: tuple[Path, Path]) -> None:
+def test_other_base_hyperparameters_are_only_noted(
+    tmp_path: Path, headless: tuple[Path, Path]
+) -> None:
     other = changed(tmp_path, "other", rms_norm_eps=1e-3)
     plan = ckptctl.plan_conversion(headless[1], tmp_path / "out", to="hf", fill_from=other)
     assert any("`rms_norm_eps` is 1e-06 in" in note for note in plan.notes)
 
 
-def test_a_base_of_another_dtype(tmp_path: Path, headless: tuple[Path, Path]) -> None:
+def test_base_of_other_dtype_needs_dtype_option(
+    tmp_path: Path, headless: tuple[Path, Path]
+) -> None:
     base, tuned = headless
     ckptctl.convert(base, tmp_path / "bf16", to="hf", dtype="bf16")
     with pytest.raises(
@@ -333,7 +341,9 @@ def test_a_base_of_another_dtype(tmp_path: Path, headless: tuple[Path, Path]) ->
     assert read(tmp_path / "out")["lm_head.weight"].dtype == torch.float32
 
 
-def test_what_it_cannot_be_asked_with(tmp_path: Path, headless: tuple[Path, Path]) -> None:
+def test_fill_from_conflicting_options_are_refused(
+    tmp_path: Path, headless: tuple[Path, Path]
+) -> None:
     base, tuned = headless
     for options in ({"allow_missing": True}, {"only": "all"}):
         with pytest.raises(UsageError, match="fill_from"):
@@ -342,7 +352,9 @@ def test_what_it_cannot_be_asked_with(tmp_path: Path, headless: tuple[Path, Path
         ckptctl.plan_conversion(tuned, base, to="hf", fill_from=base, overwrite=True)
 
 
-def test_what_both_lack(tmp_path: Path, headless: tuple[Path, Path]) -> None:
+def test_tensors_missing_from_both_are_an_error(
+    tmp_path: Path, headless: tuple[Path, Path]
+) -> None:
     golden = GOLDEN["llama3"]
     state = {n: v for n, v in golden.state().items() if "layers.1.mlp" not in n}
     base = save(state, tmp_path / "poor", golden.config)
@@ -368,7 +380,7 @@ def in_float8(state: State) -> State:
     return out
 
 
-def test_a_quantized_base(tmp_path: Path) -> None:
+def test_quantized_base_needs_dequantize_option(tmp_path: Path) -> None:
     golden = GOLDEN["deepseek_v3"]
     block = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     config = golden.config | {"quantization_config": block}
@@ -385,7 +397,9 @@ def test_a_quantized_base(tmp_path: Path) -> None:
     assert new.dtype == torch.bfloat16
 
 
-def test_a_merge(tmp_path: Path, headless: tuple[Path, Path]) -> None:
+def test_merge_applies_adapter_to_filled_tensor(
+    tmp_path: Path, headless: tuple[Path, Path]
+) -> None:
     """The adapter may be of what is taken."""
     base, tuned = headless
     module = "base_model.model.lm_head"
@@ -404,7 +418,7 @@ def test_a_merge(tmp_path: Path, headless: tuple[Path, Path]) -> None:
     assert torch.equal((before + 1).nan_to_num(), after.nan_to_num())
 
 
-def test_a_consolidation(tmp_path: Path, headless: tuple[Path, Path]) -> None:
+def test_consolidate_fills_missing_tensors(tmp_path: Path, headless: tuple[Path, Path]) -> None:
     base, tuned = headless
     state = {f"model.{name}": value for name, value in read(tuned).items()}
     torch.save(state, tmp_path / "tuned.pt")
@@ -413,7 +427,7 @@ def test_a_consolidation(tmp_path: Path, headless: tuple[Path, Path]) -> None:
     assert read(tmp_path / "out").keys() == read(base).keys()
 
 
-def test_a_base_that_is_torch_dcp(tmp_path: Path, headless: tuple[Path, Path]) -> None:
+def test_dcp_base_fills_missing_tensors(tmp_path: Path, headless: tuple[Path, Path]) -> None:
     """In boxes of several files, under a container's name."""
     base, tuned = headless
     ckptctl.convert(base, tmp_path / "dcp", to="dcp", max_shard_size="64KB")

@@ -34,14 +34,14 @@ ASSETS = "there is no config.json, which transformers requires; pass `assets=DIR
         ({"keep_lats": 3}, "unknown option `keep_lats`"),
     ],
 )
-def test_what_makes_no_sense_is_said_at_once(
+def test_invalid_manager_options_are_usage_errors(
     tmp_path: Path, option: dict[str, object], said: str
 ) -> None:
     with pytest.raises(UsageError, match=said):
         ckptctl.CheckpointManager(tmp_path, **option)  # type: ignore[arg-type]
 
 
-def test_a_plan_is_what_is_done_and_writes_nothing(tmp_path: Path, log: io.StringIO) -> None:
+def test_plan_final_matches_save_final_and_writes_nothing(tmp_path: Path, log: io.StringIO) -> None:
     out, before = tmp_path / "out", os.listdir(tmp_path)
     with ckptctl.CheckpointManager(tmp_path / "run", sync=False) as manager:
         plan = manager.plan_final({"model": MODEL, "step": 3}, out)
@@ -55,7 +55,7 @@ def test_a_plan_is_what_is_done_and_writes_nothing(tmp_path: Path, log: io.Strin
     assert not (out / "config.json").exists()
 
 
-def test_what_would_stop_it_stops_it_before_training(tmp_path: Path) -> None:
+def test_plan_final_raises_errors_of_save_final(tmp_path: Path) -> None:
     assets = save_hf(tmp_path / "assets", {}, CONFIG)
     state = {"model": {**MODEL, "model.rotations": torch.zeros(3)}}
     with ckptctl.CheckpointManager(tmp_path / "run", final_format="meta") as manager:

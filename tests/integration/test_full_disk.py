@@ -63,7 +63,7 @@ def saved(run: Path, form: str) -> list[str]:
 
 
 @pytest.mark.parametrize("form", ["step-{}", "epoch=0-step={}.ckpt"])
-def test_a_disk_without_room_for_a_folder(disk: Path, form: str) -> None:
+def test_prune_succeeds_on_full_disk(disk: Path, form: str) -> None:
     run = disk / "run"
     found = saved(run, form)
     fill(disk)
@@ -74,7 +74,7 @@ def test_a_disk_without_room_for_a_folder(disk: Path, form: str) -> None:
     assert names(run) == sorted([*found[2:], "logs"])
 
 
-def test_optimizer_files_go_from_it(disk: Path) -> None:
+def test_thin_succeeds_on_full_disk(disk: Path) -> None:
     run = disk / "run"
     found = saved(run, "checkpoint-{}")
     for name in found:
@@ -87,7 +87,9 @@ def test_optimizer_files_go_from_it(disk: Path) -> None:
     assert not (run / found[0] / "optimizer.pt").exists()
 
 
-def test_what_is_killed_on_it_is_swept(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prune_killed_on_full_disk_is_finished_later(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first victim is the trash by then, under the name that the next run looks for."""
     run = disk / "run"
     found = saved(run, "step-{}")
@@ -107,7 +109,7 @@ def test_what_is_killed_on_it_is_swept(disk: Path, monkeypatch: pytest.MonkeyPat
     assert names(run) == sorted([*found[2:], "logs"])
 
 
-def test_two_at_once_on_it(disk: Path) -> None:
+def test_concurrent_prune_on_full_disk_is_refused(disk: Path) -> None:
     run = disk / "run"
     saved(run, "step-{}")
     fill(disk)
@@ -118,7 +120,7 @@ def test_two_at_once_on_it(disk: Path) -> None:
 
 
 @pytest.mark.parametrize("why", ["lock", "mode"])
-def test_what_cannot_be_the_trash_is_not(
+def test_checkpoint_unusable_as_trash_is_kept_on_full_disk(
     disk: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     """Root may write everywhere, so the refusal is made here."""

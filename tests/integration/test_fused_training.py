@@ -72,7 +72,7 @@ def training(state: dict[str, torch.Tensor], lr: float = 1e-3) -> dict[str, Any]
     return {**state, "optimizer": {**moments, **groups}, "step": 41}
 
 
-def test_moments_are_split(tmp_path: Path) -> None:
+def test_optimizer_moments_are_split_with_fused_weights(tmp_path: Path) -> None:
     state = phi3()
     save_dcp(tmp_path / "in", training(state))
     options: Any = {"model_type": "phi3", "to_layout": "torchtune", "only": "all"}
@@ -86,7 +86,7 @@ def test_moments_are_split(tmp_path: Path) -> None:
             assert found[f"optimizer.{name}"] == value, name
 
 
-def test_moments_are_fused(tmp_path: Path) -> None:
+def test_optimizer_moments_are_fused_with_split_weights(tmp_path: Path) -> None:
     state = phi3()
     save_torch(tmp_path / "in.pt", training(split_phi3(state)))
     options: Any = {"model_type": "phi3", "to_layout": "hf", "only": "all"}
@@ -106,7 +106,7 @@ def test_moments_are_fused(tmp_path: Path) -> None:
         ("state.layers.0.attn.k_proj.weight.exp_avg", None, "some parts"),
     ],
 )
-def test_state_that_does_not_agree_is_refused(
+def test_fusing_inconsistent_optimizer_state_is_refused(
     tmp_path: Path, key: str, value: object, said: str
 ) -> None:
     state = training(split_phi3(phi3()))
@@ -141,7 +141,7 @@ def test_load_fuses_moments_and_counters(tmp_path: Path, container: str) -> None
 
 
 @pytest.mark.parametrize("container", ["", "model"])
-def test_load_refuses_counters_that_differ(tmp_path: Path, container: str) -> None:
+def test_load_refuses_fusing_different_step_counters(tmp_path: Path, container: str) -> None:
     state = phi3()
     saved = without_settings(split_phi3(state), container)
     saved["optimizer"]["state.layers.0.attn.k_proj.weight.step"] = torch.tensor(8.0)
@@ -156,7 +156,7 @@ def test_load_refuses_counters_that_differ(tmp_path: Path, container: str) -> No
             )
 
 
-def test_diff_names_counters_that_differ(tmp_path: Path) -> None:
+def test_diff_reports_different_step_counters(tmp_path: Path) -> None:
     state = phi3()
     saved = without_settings(split_phi3(state), "")
     save_torch(tmp_path / "a.pt", without_settings(state, ""))

@@ -38,7 +38,7 @@ def test_stock_outputs_load_on_every_world(tmp_path: Path) -> None:
     )
 
 
-def test_sharding_by_name_is_what_the_metadata_says(tmp_path: Path) -> None:
+def test_sharding_by_name_matches_dcp_metadata(tmp_path: Path) -> None:
     model, _ = tiny_llama()
     folder = save_dcp_ranks(
         tmp_path / "x", model, 3, {"*norm*": "R", "*down_proj*": "S1", "*": "S0"}
@@ -50,7 +50,7 @@ def test_sharding_by_name_is_what_the_metadata_says(tmp_path: Path) -> None:
     assert not differences(load_any_reference(folder), model)
 
 
-def test_wrong_values_are_caught(tmp_path: Path) -> None:
+def test_rank_check_catches_wrong_values(tmp_path: Path) -> None:
     model, _ = tiny_llama()
     folder = save_dcp(tmp_path / "x", model)
     wrong = {**model, "model.norm.weight": model["model.norm.weight"].flip(0)}
@@ -59,7 +59,7 @@ def test_wrong_values_are_caught(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_holes_are_caught(tmp_path: Path) -> None:
+def test_rank_check_catches_missing_chunks(tmp_path: Path) -> None:
     model, _ = tiny_llama()
     folder = save_dcp_ranks(tmp_path / "x", model, 2, "S0")
     metadata = pickle.loads((folder / ".metadata").read_bytes())
@@ -74,6 +74,6 @@ def asleep(rank: int, _: int) -> None:
         time.sleep(60)
 
 
-def test_ranks_that_are_stuck_say_where() -> None:
+def test_stuck_rank_failure_shows_its_stack() -> None:
     with pytest.raises(RankFailure, match="asleep"):
         run_on_ranks(asleep, [2], timeout=6)

@@ -27,7 +27,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("shared", ["q", "k", "v", "qk", "qkv"])
-def test_parts_of_a_fused_tensor_that_share_memory(tmp_path: Path, shared: str) -> None:
+def test_fusing_shared_parts_keeps_other_layers_apart(tmp_path: Path, shared: str) -> None:
     """One part that two layers share does not make their fused tensors one."""
     hf = Golden.read("phi3").save(tmp_path / "hf")
     state = converted(hf, tmp_path / "tune.pt", to_layout="torchtune")
@@ -44,7 +44,7 @@ def test_parts_of_a_fused_tensor_that_share_memory(tmp_path: Path, shared: str) 
 
 
 @pytest.mark.parametrize("chosen", [["4.*"], ["3.*", "5.*"]])
-def test_a_part_keeps_the_numbers_of_the_whole(tmp_path: Path, chosen: list[str]) -> None:
+def test_partial_conversion_keeps_layer_numbers(tmp_path: Path, chosen: list[str]) -> None:
     """Layers 1 and 4 attend to pictures: layer 4 is the second one of them, 5 the fourth other."""
     source = Golden.read("llama3_vision").save(tmp_path / "hf")
     whole = converted(source, tmp_path / "whole.pt", to_layout="meta")
@@ -54,7 +54,7 @@ def test_a_part_keeps_the_numbers_of_the_whole(tmp_path: Path, chosen: list[str]
 
 
 @pytest.mark.parametrize(("row", "column"), [(0, 0), (2, 0), (2, -1)])
-def test_diff_names_tile_embeddings_that_are_no_grid(tmp_path: Path, row: int, column: int) -> None:
+def test_diff_reports_irregular_tile_embeddings(tmp_path: Path, row: int, column: int) -> None:
     """Rows for aspect ratios repeat the tiles of others, and are zero behind them."""
     golden = Golden.read("llama3_vision")
     converted(golden.save(tmp_path / "hf"), tmp_path / "meta.pt", to_layout="meta")
@@ -67,7 +67,7 @@ def test_diff_names_tile_embeddings_that_are_no_grid(tmp_path: Path, row: int, c
     assert not found.same and found.b.only == (name,)
 
 
-def test_config_json_inserts_other_layers(tmp_path: Path) -> None:
+def test_cross_attention_layers_contradicting_config_are_an_error(tmp_path: Path) -> None:
     source = Golden.read("llama3_vision").save(tmp_path / "hf")
     config = json.loads((source / "config.json").read_text())
     config["text_config"]["cross_attention_layers"] = [1, 3]
@@ -79,7 +79,7 @@ def test_config_json_inserts_other_layers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("to", ["torch", "dcp"])
-def test_untied_under_the_same_names(tmp_path: Path, to: str, nested: bool) -> None:
+def test_untie_writes_both_embeddings(tmp_path: Path, to: str, nested: bool) -> None:
     golden = Golden.read("qwen2.tied")
     source = golden.save(tmp_path / "hf")
     if nested:
@@ -92,7 +92,7 @@ def test_untied_under_the_same_names(tmp_path: Path, to: str, nested: bool) -> N
     assert len(found) == len(golden.tensors) + 1
 
 
-def test_of_an_untied_pair_only_what_was_chosen(tmp_path: Path) -> None:
+def test_include_selects_one_of_untied_pair(tmp_path: Path) -> None:
     golden = Golden.read("qwen2.tied")
     source = golden.save(tmp_path / "hf")
     state = golden.state()
@@ -111,9 +111,7 @@ def test_of_an_untied_pair_only_what_was_chosen(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["hf", "torchtune"])
 @pytest.mark.parametrize("size", [120, 136])
-def test_optimizer_state_does_not_follow_another_vocabulary(
-    tmp_path: Path, layout: str, size: int
-) -> None:
+def test_vocab_size_with_optimizer_state_is_refused(tmp_path: Path, layout: str, size: int) -> None:
     golden = Golden.read("llama3")
     source = golden.save(tmp_path / "hf")
     moments = {key: {"exp_avg": value * 0.5} for key, value in golden.state().items()}
@@ -125,14 +123,14 @@ def test_optimizer_state_does_not_follow_another_vocabulary(
 
 
 @pytest.mark.parametrize("size", [-5, 0, 1 << 33, 1 << 70])
-def test_no_vocabulary_is_of_that_size(tmp_path: Path, size: int) -> None:
+def test_invalid_vocab_size_is_a_usage_error(tmp_path: Path, size: int) -> None:
     source = Golden.read("llama3").save(tmp_path / "hf")
     with pytest.raises(UsageError, match=r"vocab.*size|is not a positive number") as caught:
         converted(source, tmp_path / "out.pt", to_layout="torchtune", vocab_size=size)
     assert "vocab" in f"{caught.value.what} {caught.value.where}"
 
 
-def test_experts_of_unlike_dtypes_are_made_alike_first(tmp_path: Path) -> None:
+def test_stacking_experts_of_mixed_dtypes_needs_cast_first(tmp_path: Path) -> None:
     """What the message tells the user to do works."""
     golden = Golden.read("mixtral")
     source = golden.save(tmp_path / "hf")
@@ -149,7 +147,7 @@ def test_experts_of_unlike_dtypes_are_made_alike_first(tmp_path: Path) -> None:
     assert done["model.layers.0.mlp.experts.gate_up_proj"].dtype == torch.bfloat16
 
 
-def test_untying_what_nobody_knows(tmp_path: Path) -> None:
+def test_untie_without_model_type_needs_shared_tensors(tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(3)}, tmp_path / "in.pt")
     with pytest.raises(UsageError, match="`untie=True` requires a known model type"):
         converted(tmp_path / "in.pt", tmp_path / "out.pt", untie=True)

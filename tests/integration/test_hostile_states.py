@@ -30,17 +30,19 @@ from tests.integration import hostile_ranks as ranks
         (ranks.named_like_a_rank, 2),
     ],
 )
-def test_on_ranks(tmp_path: Path, job: Any, world: int) -> None:
+def test_unusual_process_groups_neither_hang_nor_corrupt(
+    tmp_path: Path, job: Any, world: int
+) -> None:
     run_on_ranks(job, (world,), tmp_path, timeout=60)
 
 
-def test_a_rank_is_killed_in_a_broadcast(tmp_path: Path) -> None:
+def test_rank_killed_in_broadcast_raises_on_others(tmp_path: Path) -> None:
     with pytest.raises(RankFailure):
         run_on_ranks(ranks.killed_in_a_broadcast, (3,), tmp_path, timeout=60)
     assert (tmp_path / "raised0").exists() and (tmp_path / "raised2").exists()
 
 
-def test_a_tied_tensor_in_two_shardings(tmp_path: Path) -> None:
+def test_tied_tensor_with_two_shardings_is_loaded(tmp_path: Path) -> None:
     weights, config = tiny_llama("llama3_2")
     save_hf(tmp_path / "hf", weights, config)
     full = to_meta_names(weights, config)
@@ -89,7 +91,7 @@ def test_tensors_without_memory_are_refused(tmp_path: Path) -> None:
         load({"a": torch.zeros(1).expand(3)}, tmp_path / "a")
 
 
-def test_what_is_no_state_dict(tmp_path: Path) -> None:
+def test_invalid_state_dicts_are_usage_errors(tmp_path: Path) -> None:
     model: Any = torch.nn.Linear(2, 2)
     with pytest.raises(UsageError, match="not a state dict"):
         save(model, tmp_path / "a")
@@ -101,7 +103,9 @@ def test_what_is_no_state_dict(tmp_path: Path) -> None:
         save({"a.b": torch.ones(1), "a": {"b": torch.ones(2)}}, tmp_path / "b")
 
 
-def test_a_url_does_not_become_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_to_url_creates_no_local_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     state, url = {"a": torch.ones(3)}, f"memory://{tmp_path.name}/a"
     for call in (save, AsyncSaver().save):
@@ -118,14 +122,14 @@ def test_a_url_does_not_become_a_directory(tmp_path: Path, monkeypatch: pytest.M
     assert not list(tmp_path.iterdir())
 
 
-def test_a_value_below_rank_0_is_another_value(tmp_path: Path) -> None:
+def test_key_named_rank_0_roundtrips_as_separate_value(tmp_path: Path) -> None:
     save({"seed": 3, "rank_0": {"seed": 5}}, tmp_path / "a")
     state: dict[str, Any] = {"seed": 0, "rank_0": {"seed": 0}}
     load(state, tmp_path / "a")
     assert state == {"seed": 3, "rank_0": {"seed": 5}}
 
 
-def test_close_gives_the_memory_back(tmp_path: Path) -> None:
+def test_saver_close_frees_staging_memory(tmp_path: Path) -> None:
     saver = AsyncSaver()
     saver.save({"a": torch.ones(16 << 20)}, tmp_path / "a", sync=False).result()
     before = _resident()

@@ -61,7 +61,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: build(name, folder, state, config) for name in WRITABLE}
 
 
-def test_help() -> None:
+def test_help_and_version_import_no_heavy_modules() -> None:
     own = ("ckptctl.catalog", "ckptctl.dtypes", "ckptctl.families", "ckptctl.planner")
     light = (*HEAVY, *own, "rich", "asyncio", "concurrent.futures", "email", "tarfile", "http")
     run(["--help"], ["--version"], ["convert", "--help"], ["inspect", "--help"], heavy=light)
@@ -78,7 +78,7 @@ def test_help() -> None:
         (149, "verify HF --level fast"),
     ],
 )
-def test_what_answers_at_once_imports_little(
+def test_fast_commands_import_few_modules(
     sources: dict[str, Path], tmp_path: Path, most: int, command: str
 ) -> None:
     """Each module takes about half a millisecond; those named here bring many of Python's own.
@@ -101,18 +101,18 @@ def test_what_answers_at_once_imports_little(
     assert len(own) <= most, sorted(own)
 
 
-def test_what_lists_a_run_carries_out_nothing(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_ls_does_not_import_execution(sources: dict[str, Path], tmp_path: Path) -> None:
     shutil.copytree(sources["dcp"], tmp_path / "step-1")
     run(["ls", str(tmp_path)], heavy=(*HEAVY, "ckptctl.storage.execution"))
 
 
-def test_families() -> None:
+def test_models_and_map_commands_do_not_import_torch() -> None:
     key = "model.layers.0.self_attn.q_proj.weight"
     asked = ["map", key, "-m", "llama3", "--to-layout", "meta"]
     run(["models"], ["models", "llama3"], [*asked, "--set", "h=8"])
 
 
-def test_importing_the_package_costs_nothing() -> None:
+def test_import_ckptctl_loads_at_most_three_modules() -> None:
     code = "import sys, ckptctl; print(*[n for n in sys.modules if n.startswith('ckptctl.')])"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True
@@ -120,7 +120,7 @@ def test_importing_the_package_costs_nothing() -> None:
     assert len(done.stdout.split()) <= 3, done.stdout
 
 
-def test_inspect_and_dry_runs(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_inspect_and_dry_runs_do_not_import_torch(sources: dict[str, Path], tmp_path: Path) -> None:
     commands: list[list[str]] = []
     for name, path in sources.items():
         commands += [["inspect", str(path)], ["inspect", str(path), "--tensors", "--json"]]
@@ -133,7 +133,9 @@ def test_inspect_and_dry_runs(sources: dict[str, Path], tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_plain_conversions(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_conversions_without_arithmetic_do_not_import_torch(
+    sources: dict[str, Path], tmp_path: Path
+) -> None:
     commands: list[list[str]] = []
     for name, path in sources.items():
         for target in WRITABLE:
@@ -144,14 +146,14 @@ def test_plain_conversions(sources: dict[str, Path], tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == len(commands)
 
 
-def test_arithmetic_is_what_loads_torch(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_dtype_cast_imports_torch(sources: dict[str, Path], tmp_path: Path) -> None:
     """The control: a cast does, so the others would have shown it."""
     command = ["convert", str(sources["hf"]), str(tmp_path / "out"), "--to", "hf"]
     with pytest.raises(AssertionError, match="torch"):
         run([*command, "--dtype", "fp32"])
 
 
-def test_made_zeros_are_no_arithmetic(tmp_path: Path) -> None:
+def test_filling_zero_bias_does_not_import_torch(tmp_path: Path) -> None:
     """torchtitan's experts have a bias that Qwen 3 has not: bytes that are zero."""
     source = Golden.read("qwen3_moe").save(tmp_path / "hf")
     command = ["convert", str(source), str(tmp_path / "out"), "--to", "dcp"]

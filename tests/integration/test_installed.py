@@ -75,11 +75,11 @@ def command(folder: Path, *words: object, **more: str) -> subprocess.CompletedPr
     return python(folder, "-m", "ckptctl", *words, **more)
 
 
-def test_the_tests_import_what_is_installed() -> None:
+def test_tests_import_installed_package() -> None:
     assert Path(ckptctl.__file__).is_relative_to(SITE)
 
 
-def test_every_module_is_there(tmp_path: Path) -> None:
+def test_every_module_imports_from_installed_package(tmp_path: Path) -> None:
     done = python(tmp_path, "-W", "ignore", "-c", EVERYTHING)
     assert done.returncode == 0, done.stderr
     files = [Path(line) for line in done.stdout.splitlines()]
@@ -87,7 +87,7 @@ def test_every_module_is_there(tmp_path: Path) -> None:
     assert not [file for file in files if not file.is_relative_to(SITE)]
 
 
-def test_every_file_of_the_checkout_is_installed() -> None:
+def test_every_checkout_file_is_installed() -> None:
     """Pages, styles, scripts and markers are no modules, and easily left out."""
 
     def files(root: Path) -> set[Path]:
@@ -100,7 +100,7 @@ def test_every_file_of_the_checkout_is_installed() -> None:
     assert beside == {"ckptctl", "bin"}
 
 
-def test_a_foreign_folder_called_converters(places: dict[str, Path], tmp_path: Path) -> None:
+def test_foreign_converters_folder_is_not_imported(places: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "converters").mkdir()
     for name in ("__init__.py", "llama3.py"):
         (tmp_path / "converters" / name).write_text("raise SystemExit('foreign')\n")
@@ -109,7 +109,9 @@ def test_a_foreign_folder_called_converters(places: dict[str, Path], tmp_path: P
 
 
 @pytest.mark.parametrize(("name", "line"), FIRST)
-def test_every_command(name: str, line: Line, places: dict[str, Path], tmp_path: Path) -> None:
+def test_installed_command_outputs_its_json_schema(
+    name: str, line: Line, places: dict[str, Path], tmp_path: Path
+) -> None:
     done = command(tmp_path, name, *arguments(line, places, tmp_path), "--json")
     assert done.returncode == line.code, done.stderr
     document = json.loads(done.stdout)
@@ -117,7 +119,9 @@ def test_every_command(name: str, line: Line, places: dict[str, Path], tmp_path:
     assert document["ckptctl"] == ckptctl.__version__
 
 
-def test_the_page_of_a_report(places: dict[str, Path], tmp_path: Path) -> None:
+def test_installed_report_page_contains_styles_and_scripts(
+    places: dict[str, Path], tmp_path: Path
+) -> None:
     """Its style and its scripts come with the package, and are in it."""
     page = tmp_path / "page.html"
     done = command(tmp_path, "report", places["base"], places["hf"], "--structure", "-o", page)
@@ -126,7 +130,7 @@ def test_the_page_of_a_report(places: dict[str, Path], tmp_path: Path) -> None:
     assert "<style" in text and "<script" in text and "model.norm.weight" in text
 
 
-def test_schemas(tmp_path: Path) -> None:
+def test_installed_schema_command_lists_every_schema(tmp_path: Path) -> None:
     done = command(tmp_path, "schema", "-q")
     assert done.stdout.split() == list(schemas.list_documents())
     assert {*LINES, "error"} == {*done.stdout.split()}
@@ -135,31 +139,31 @@ def test_schemas(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion(shell: str, tmp_path: Path) -> None:
+def test_installed_command_generates_shell_completion(shell: str, tmp_path: Path) -> None:
     done = command(tmp_path, _CKPTCTL_COMPLETE=f"source_{shell}")
     assert done.returncode == 0 and "_CKPTCTL_COMPLETE=complete_" in done.stdout, done.stderr
 
 
-def test_an_offer(tmp_path: Path) -> None:
+def test_installed_completion_offers_model_types(tmp_path: Path) -> None:
     words = {"COMP_WORDS": "ckptctl map x -m deepseek_", "COMP_CWORD": "4"}
     done = command(tmp_path, _CKPTCTL_COMPLETE="complete_bash", **words)
     assert "deepseek_v3" in done.stdout.split()
 
 
-def test_the_script(tmp_path: Path) -> None:
+def test_installed_script_and_module_print_version(tmp_path: Path) -> None:
     script = SITE / "bin" / "ckptctl"
     for done in (python(tmp_path, script, "--version"), command(tmp_path, "--version")):
         assert done.stdout == f"ckptctl {ckptctl.__version__}\n", done.stderr
 
 
-def test_a_file_url(places: dict[str, Path], tmp_path: Path) -> None:
+def test_installed_commands_accept_file_url(places: dict[str, Path], tmp_path: Path) -> None:
     url = f"file://{places['hf']}"
     assert command(tmp_path, "verify", url, "--level", "full").returncode == 0
     assert command(tmp_path, "convert", url, "out.pt", "--to", "torch").returncode == 0
     assert command(tmp_path, "diff", "out.pt", url).returncode == 0
 
 
-def test_a_remote_place(places: dict[str, Path], tmp_path: Path) -> None:
+def test_installed_package_reads_remote_storage(places: dict[str, Path], tmp_path: Path) -> None:
     done = python(tmp_path, "-W", "ignore", "-c", REMOTE, places["hf"])
     assert done.returncode == 0, done.stderr
 
@@ -172,7 +176,9 @@ def hub() -> Iterator[Hub]:
     server.server_close()
 
 
-def test_the_hub(hub: Hub, places: dict[str, Path], tmp_path: Path) -> None:
+def test_installed_commands_read_and_write_hub(
+    hub: Hub, places: dict[str, Path], tmp_path: Path
+) -> None:
     hub.add("org/tiny", places["hf"])
     hub.add("org/new", places["adapter"])
     home = str(tmp_path / "home")

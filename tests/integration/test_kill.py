@@ -231,7 +231,7 @@ def main() -> None:
         for one in SCENARIOS
     ],
 )
-def test_a_killed_run_leaves_all_or_nothing(scenario, jobs):
+def test_killed_run_leaves_complete_output_or_none(scenario, jobs):
     done = subprocess.run(
         [sys.executable, "-m", "tests.integration.test_kill", scenario],
         capture_output=True,

@@ -51,7 +51,7 @@ def convert(source, target, to, *options):
         ("dcp", ["--resume", "--jobs", "16", "--max-shard-size", "1MB"]),
     ],
 )
-def test_killed_at_random(source, tmp_path, to, options):
+def test_convert_killed_at_random_leaves_complete_or_none(source, tmp_path, to, options):
     torch.manual_seed(0)
     rng = random.Random(0)
     before = digest(source)
@@ -92,7 +92,7 @@ main()
 """The program, with a journal from the first bytes on."""
 
 
-def test_ctrl_c_and_its_hint(source, tmp_path):
+def test_interrupted_convert_is_resumed_by_its_hint(source, tmp_path):
     """Interrupted in mid-copy without a word of --resume, gone on with by the hint alone."""
     reference, target = tmp_path / "reference", tmp_path / "out"
     left = tmp_path / ".out.ckptctl-staging"

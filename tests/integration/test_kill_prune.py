@@ -117,7 +117,7 @@ def at_every_call(scenario: str, stride: int) -> int:
 
 @pytest.mark.parametrize("times", [QUICK, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("scenario", one_in(3, SCENARIOS))
-def test_a_killed_run_leaves_whole_checkpoints(scenario: str, times: int) -> None:
+def test_killed_prune_leaves_only_complete_checkpoints(scenario: str, times: int) -> None:
     stride = str(SCENARIOS[scenario] * times)
     done = subprocess.run(
         [sys.executable, "-m", "tests.integration.test_kill_prune", scenario, stride],

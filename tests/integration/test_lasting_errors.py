@@ -64,7 +64,7 @@ class Trouble:
 
 
 @pytest.mark.parametrize("kind", one_in(4, TROUBLES))
-def test_what_stays_is_said(tmp_path: Path, kind: str) -> None:
+def test_error_lists_leftover_files(tmp_path: Path, kind: str) -> None:
     shutil.copytree(TINY, tmp_path / "hf")
     convert(tmp_path)
     number, names = TROUBLES[kind]

@@ -65,7 +65,7 @@ def loaded(folder: Path, **options: Any) -> float:
     return float(found.pop())
 
 
-def test_a_second_load_does_not_plan(tmp_path: Path, calls: Calls) -> None:
+def test_second_load_reuses_plan(tmp_path: Path, calls: Calls) -> None:
     folder = saved(tmp_path / "a", 1.5)
     assert loaded(folder) == 1.5
     assert calls == ["open", "map", "plan"]
@@ -75,7 +75,7 @@ def test_a_second_load_does_not_plan(tmp_path: Path, calls: Calls) -> None:
     assert calls == ["open", "map", "plan"] * 2, "other options are another plan"
 
 
-def test_the_next_step_is_opened_and_mapped_as_the_last_one(tmp_path: Path, calls: Calls) -> None:
+def test_load_of_next_step_reuses_mapping_and_plan(tmp_path: Path, calls: Calls) -> None:
     first, second = saved(tmp_path / "step-1", 1.5), saved(tmp_path / "step-2", 2.5)
     assert loaded(first) == 1.5
     assert loaded(second) == 2.5
@@ -84,7 +84,7 @@ def test_the_next_step_is_opened_and_mapped_as_the_last_one(tmp_path: Path, call
     assert calls == ["open", "map", "plan", "open"]
 
 
-def test_what_changed_is_planned_anew(tmp_path: Path, calls: Calls) -> None:
+def test_changed_checkpoint_or_state_is_planned_again(tmp_path: Path, calls: Calls) -> None:
     folder = saved(tmp_path / "a", 1.5)
     assert loaded(folder) == 1.5
     data = next(iter(folder.glob("*.distcp")))
@@ -108,7 +108,7 @@ def test_what_changed_is_planned_anew(tmp_path: Path, calls: Calls) -> None:
     assert bool((strided["model"]["w"] == 2.5).all())
 
 
-def test_same_index_but_other_places_in_the_files(tmp_path: Path, calls: Calls) -> None:
+def test_same_metadata_with_moved_elements_is_planned_again(tmp_path: Path, calls: Calls) -> None:
     """``.metadata`` says where an item is, not where in it the elements are."""
     first, second = saved(tmp_path / "a", 1.5), tmp_path / "b"
     shutil.copytree(first, second)
@@ -147,7 +147,7 @@ def _shifted(item: bytes, nbytes: int) -> bytes:
     return found.getvalue()
 
 
-def test_identity(tmp_path: Path) -> None:
+def test_identity_changes_with_content_and_needs_settled_files(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     file = tmp_path / "a" / "x"
     file.write_bytes(b"1")
@@ -167,18 +167,18 @@ def test_identity(tmp_path: Path) -> None:
     assert compute_identity([tmp_path / "missing"]) is None
 
 
-def test_on_ranks(tmp_path: Path) -> None:
+def test_repeated_load_on_ranks_matches_saved_state(tmp_path: Path) -> None:
     state = {"w": torch.arange(96.0).reshape(24, 4), "r": torch.arange(5000.0), "at": 3}
     folder = settled(Path(save_dcp(tmp_path / "a", state)))
     torch.save(state, tmp_path / "truth.pt")
     run_on_ranks(again_on_ranks, (2,), str(folder), str(tmp_path / "truth.pt"))
 
 
-def test_groups_with_a_rank_in_common(tmp_path: Path) -> None:
+def test_overlapping_groups_reuse_plans_without_hanging(tmp_path: Path) -> None:
     run_on_ranks(two_groups, (3,), str(tmp_path), timeout=60)
 
 
-def test_nobody_searches_for_cycles_while_training_waits(tmp_path: Path) -> None:
+def test_load_runs_garbage_collection_at_most_once(tmp_path: Path) -> None:
     """With torch imported one search takes longer than a load of many small tensors."""
     state = {f"layers.{number}.w": torch.ones(2) for number in range(400)}
     save_file(state, tmp_path / "model.safetensors")

@@ -30,7 +30,7 @@ def test_each_replicated_byte_is_read_once(tmp_path: Path, worlds: tuple[int, ..
 @pytest.mark.parametrize(
     "worlds", [((2,), (3,)), pytest.param(((4,), (2, 4)), marks=pytest.mark.slow)]
 )
-def test_with_broadcast_any_sharding_loads(
+def test_broadcast_load_restores_any_sharding(
     tmp_path: Path, worlds: tuple[tuple[int, ...], ...]
 ) -> None:
     saved, loaded = worlds
@@ -38,7 +38,7 @@ def test_with_broadcast_any_sharding_loads(
     run_on_ranks(load_training, loaded, tmp_path)
 
 
-def test_other_names_on_every_rank_and_failing_together(tmp_path: Path) -> None:
+def test_ranks_load_different_names_and_fail_together(tmp_path: Path) -> None:
     full = {f"layer{i}": torch.randn(3, i + 1) for i in range(7)}
     save_dcp(tmp_path / "saved", full)
     torch.save(full, tmp_path / "truth.pt")

@@ -59,7 +59,9 @@ def require_equal(found: dict[str, Any], expected: dict[str, torch.Tensor]) -> N
 @cuda
 @pytest.mark.parametrize("jobs", [1, 2, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8, torch.float8_e5m2])
-def test_dtypes_and_threads(tmp_path: Path, dtype: torch.dtype, jobs: int) -> None:
+def test_cuda_load_is_exact_for_dtypes_and_jobs(
+    tmp_path: Path, dtype: torch.dtype, jobs: int
+) -> None:
     stock = saved(tmp_path / "a", dtype)
     state = on_device(stock)
     load(state, tmp_path / "a", jobs=jobs)
@@ -77,7 +79,7 @@ STRIDED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @cuda
 @pytest.mark.parametrize("kind", STRIDED)
 @pytest.mark.parametrize("checksum", [False, True])
-def test_any_strides(tmp_path: Path, kind: str, checksum: bool) -> None:
+def test_cuda_load_fills_strided_tensors(tmp_path: Path, kind: str, checksum: bool) -> None:
     stock = {"w": torch.randn(LARGE).bfloat16()}
     save_dcp(tmp_path / "a", stock)
     base = torch.zeros(5000, 6100, dtype=torch.bfloat16, device="cuda")
@@ -88,7 +90,7 @@ def test_any_strides(tmp_path: Path, kind: str, checksum: bool) -> None:
 
 
 @cuda
-def test_casts_and_permutations(tmp_path: Path) -> None:
+def test_cuda_load_casts_and_permutes_correctly(tmp_path: Path) -> None:
     full, config = tiny_llama(layers=2)
     save_meta(tmp_path / "meta", full, config, mp=2)
     state = {name: torch.zeros_like(one, device="cuda").float() for name, one in full.items()}
@@ -98,7 +100,7 @@ def test_casts_and_permutations(tmp_path: Path) -> None:
 
 @cuda
 @pytest.mark.parametrize("current", [True, False])
-def test_what_is_still_written_to_the_target_comes_before(tmp_path: Path, current: bool) -> None:
+def test_cuda_load_waits_for_pending_writes_to_target(tmp_path: Path, current: bool) -> None:
     stock = saved(tmp_path / "a")
     state = on_device(stock)
     torch.cuda.synchronize()
@@ -115,7 +117,7 @@ def test_what_is_still_written_to_the_target_comes_before(tmp_path: Path, curren
 
 
 @cuda
-def test_the_streams_and_the_device_of_the_caller_stay(tmp_path: Path) -> None:
+def test_cuda_load_keeps_current_stream(tmp_path: Path) -> None:
     stock = saved(tmp_path / "a")
     stream = stream_of_its_own()
     with torch.cuda.stream(stream):
@@ -144,7 +146,9 @@ def test_pinned_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @cuda
-def test_without_pinned_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_load_succeeds_without_pinned_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stock = saved(tmp_path / "a")
     empty = torch.empty
 
@@ -160,7 +164,7 @@ def test_without_pinned_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @cuda
-def test_a_load_that_fails_says_so_and_the_next_one_is_right(tmp_path: Path) -> None:
+def test_cuda_load_succeeds_after_failed_load(tmp_path: Path) -> None:
     stock = saved(tmp_path / "a")
     damaged = tmp_path / "damaged"
     saved(damaged)
@@ -176,7 +180,7 @@ def test_a_load_that_fails_says_so_and_the_next_one_is_right(tmp_path: Path) -> 
 
 
 @cuda
-def test_names_of_one_memory_are_compared(tmp_path: Path) -> None:
+def test_cuda_tensors_sharing_memory_need_equal_values(tmp_path: Path) -> None:
     full = {"a": torch.randn(LARGE), "b": torch.randn(LARGE)}
     shared = torch.zeros(LARGE, device="cuda")
     save_dcp(tmp_path / "same", {"a": full["a"], "b": full["a"].clone()})
@@ -188,7 +192,7 @@ def test_names_of_one_memory_are_compared(tmp_path: Path) -> None:
 
 
 @cuda
-def test_from_a_cold_disk(tmp_path: Path) -> None:
+def test_cuda_load_from_uncached_files_is_exact(tmp_path: Path) -> None:
     stock = saved(tmp_path / "a", torch.float32)
     for path in (tmp_path / "a").glob("*.safetensors"):
         drop(path)
@@ -198,7 +202,7 @@ def test_from_a_cold_disk(tmp_path: Path) -> None:
 
 
 @pair
-def test_two_devices(tmp_path: Path) -> None:
+def test_load_to_two_cuda_devices_is_exact(tmp_path: Path) -> None:
     stock = saved(tmp_path / "a")
     state = {
         name: torch.zeros_like(one, device=f"cuda:{number % 2}")
@@ -210,7 +214,7 @@ def test_two_devices(tmp_path: Path) -> None:
 
 @cuda
 @pytest.mark.parametrize("function", [cuda_ranks.shards, cuda_ranks.replicas])
-def test_two_ranks_of_gloo_on_one_device(
+def test_two_gloo_ranks_load_on_one_device(
     tmp_path: Path, function: Callable[[int, int, str], None]
 ) -> None:
     saved(tmp_path / "a", torch.float32)
@@ -218,7 +222,7 @@ def test_two_ranks_of_gloo_on_one_device(
 
 
 @cuda
-def test_ranks_of_nccl(tmp_path: Path) -> None:
+def test_nccl_ranks_load_same_checkpoint(tmp_path: Path) -> None:
     saved(tmp_path / "a", torch.float32)
     worlds = (1, 2) if torch.cuda.device_count() > 1 else (1,)
     run_on_ranks(cuda_ranks.by_nccl, worlds, str(tmp_path / "a"))

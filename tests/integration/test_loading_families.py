@@ -37,7 +37,7 @@ def cases() -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("name", "layout"), one_in(5, cases()))
-def test_parts_of_all_tensors(tmp_path: Path, name: str, layout: str) -> None:
+def test_every_tensor_loads_exactly_in_parts(tmp_path: Path, name: str, layout: str) -> None:
     golden = Golden.read(name)
     source = golden.save(tmp_path / "hf")
     family = family_of(name)

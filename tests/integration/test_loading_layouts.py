@@ -13,7 +13,7 @@ from tests.integration.loading_ranks import Case, load_cases
 
 
 @pytest.mark.parametrize("worlds", [(2,), pytest.param((1, 3, 4), marks=pytest.mark.slow)])
-def test_layouts_into_shards(tmp_path: Path, worlds: tuple[int, ...]) -> None:
+def test_every_layout_loads_into_sharded_tensors(tmp_path: Path, worlds: tuple[int, ...]) -> None:
     weights, config = tiny_llama()
     meta = to_meta_names(weights, config)
     tune = rename(meta, "meta", "torchtune")
@@ -35,7 +35,7 @@ def test_layouts_into_shards(tmp_path: Path, worlds: tuple[int, ...]) -> None:
     run_on_ranks(load_cases, worlds, cases, timeout=240)
 
 
-def test_tied_embeddings_fill_both(tmp_path: Path) -> None:
+def test_tied_embeddings_load_into_both_names(tmp_path: Path) -> None:
     weights, config = tiny_llama("llama3_2")
     folder = save_hf(tmp_path / "hf", weights, config)
     both = weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}

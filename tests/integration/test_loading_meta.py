@@ -73,7 +73,7 @@ def warnings() -> Iterator[io.StringIO]:
     logging.getLogger("ckptctl").removeHandler(handler)
 
 
-def test_a_model_on_meta_is_made_as_it_is_loaded(
+def test_model_on_meta_is_materialized_by_load(
     tmp_path: Path, trained: Tied, warnings: io.StringIO
 ) -> None:
     folder = save_dcp(tmp_path / "a", {"model": trained, "step": 3})
@@ -92,7 +92,7 @@ def test_a_model_on_meta_is_made_as_it_is_loaded(
         assert load({"model": model, "step": 0}, folder).on_meta == ()
 
 
-def test_a_module_is_a_state_by_itself(tmp_path: Path, trained: Tied) -> None:
+def test_module_is_accepted_as_state(tmp_path: Path, trained: Tied) -> None:
     path = save_torch(tmp_path / "a.pt", trained.state_dict())
     model = on_meta()
     report = load(model, path)
@@ -104,7 +104,7 @@ def test_a_module_is_a_state_by_itself(tmp_path: Path, trained: Tied) -> None:
     assert again.inner.weight is weight and torch.equal(weight, trained.inner.weight)
 
 
-def test_one_name_of_tied_weights_is_enough(tmp_path: Path, trained: Tied) -> None:
+def test_tied_weights_load_from_one_name(tmp_path: Path, trained: Tied) -> None:
     weights = {name: one for name, one in trained.state_dict().items() if name != "head.weight"}
     path = save_torch(tmp_path / "a.pt", weights)
     for model in (on_meta(), Tied()):
@@ -116,7 +116,7 @@ def test_one_name_of_tied_weights_is_enough(tmp_path: Path, trained: Tied) -> No
         load(on_meta(), save_torch(tmp_path / "b.pt", weights))
 
 
-def test_after_a_failure_the_model_is_on_meta(tmp_path: Path, trained: Tied) -> None:
+def test_failed_load_leaves_model_on_meta(tmp_path: Path, trained: Tied) -> None:
     weights = trained.state_dict()
     lacking = {name: one for name, one in weights.items() if name != "inner.bias"}
     other = {**weights, "head.weight": weights["head.weight"] + 1}
@@ -134,7 +134,7 @@ def test_after_a_failure_the_model_is_on_meta(tmp_path: Path, trained: Tied) -> 
         assert all(one.is_meta for one in (*model.parameters(), *model.buffers()))
 
 
-def test_what_the_checkpoint_does_not_have_stays_on_meta(tmp_path: Path, trained: Tied) -> None:
+def test_missing_tensors_stay_on_meta(tmp_path: Path, trained: Tied) -> None:
     weights = {name: one for name, one in trained.state_dict().items() if "inner" not in name}
     model = on_meta()
     report = load({"model": model}, save_dcp(tmp_path / "a", {"model": weights}), strict=False)
@@ -143,7 +143,7 @@ def test_what_the_checkpoint_does_not_have_stays_on_meta(tmp_path: Path, trained
     assert model.inner.weight.is_meta and torch.equal(model.embed.weight, trained.embed.weight)
 
 
-def test_a_part_of_a_model_on_meta(tmp_path: Path, trained: Tied) -> None:
+def test_partly_materialized_model_is_filled_in_place(tmp_path: Path, trained: Tied) -> None:
     """What has memory is filled where it is."""
     folder = save_dcp(tmp_path / "a", {"model": trained})
     model = on_meta()
@@ -155,7 +155,7 @@ def test_a_part_of_a_model_on_meta(tmp_path: Path, trained: Tied) -> None:
     require_same(model, trained)
 
 
-def test_tensors_of_a_state_dict_are_replaced(tmp_path: Path, trained: Tied) -> None:
+def test_meta_tensors_in_state_dict_are_replaced(tmp_path: Path, trained: Tied) -> None:
     folder = save_dcp(tmp_path / "a", {"model": trained.state_dict(), "list": [torch.ones(2)]})
     weights = on_meta().state_dict()
     state: dict[str, Any] = {"model": weights, "list": [torch.empty(2, device="meta")]}
@@ -166,7 +166,9 @@ def test_tensors_of_a_state_dict_are_replaced(tmp_path: Path, trained: Tied) -> 
     require_same(model, trained)
 
 
-def test_dtypes_on_meta(tmp_path: Path, trained: Tied) -> None:
+def test_cast_keeps_model_dtype_and_assign_takes_checkpoint_dtype(
+    tmp_path: Path, trained: Tied
+) -> None:
     path = save_torch(tmp_path / "a.pt", trained.half().state_dict())
     model, own = on_meta(), on_meta()
     load(model, path, cast=True)
@@ -176,7 +178,7 @@ def test_dtypes_on_meta(tmp_path: Path, trained: Tied) -> None:
     require_same(own, trained)
 
 
-def test_assign_is_that_of_load_state_dict(tmp_path: Path, trained: Tied) -> None:
+def test_assign_matches_torch_load_state_dict(tmp_path: Path, trained: Tied) -> None:
     path = save_torch(tmp_path / "a.pt", trained.bfloat16().state_dict())
     model, theirs = Tied(), Tied()
     before = {name: (one, one.clone()) for name, one in model.named_parameters()}
@@ -191,7 +193,7 @@ def test_assign_is_that_of_load_state_dict(tmp_path: Path, trained: Tied) -> Non
     assert state["inner.weight"].dtype == torch.bfloat16 and not held.any()
 
 
-def test_what_cannot_be_made(tmp_path: Path, trained: Tied) -> None:
+def test_meta_tensors_without_module_are_refused(tmp_path: Path, trained: Tied) -> None:
     class Wrapper:
         def state_dict(self) -> dict[str, Any]:
             return on_meta().state_dict()
@@ -208,13 +210,13 @@ def test_what_cannot_be_made(tmp_path: Path, trained: Tied) -> None:
 
 
 @pytest.mark.slow
-def test_sharded_models_on_meta(tmp_path: Path) -> None:
+def test_sharded_models_on_meta_are_materialized(tmp_path: Path) -> None:
     folder, flat = meta_ranks.in_folder(tmp_path)
     run_on_ranks(meta_ranks.loaded_on_meta, [2, 4], folder, flat)
 
 
 @pytest.mark.slow
-def test_ranks_read_their_parts_and_fail_together(tmp_path: Path) -> None:
+def test_ranks_read_only_their_shards_and_fail_together(tmp_path: Path) -> None:
     folder, flat = meta_ranks.in_folder(tmp_path)
     run_on_ranks(meta_ranks.read_once, [2, 4], flat)
     run_on_ranks(meta_ranks.failing, [2], folder)

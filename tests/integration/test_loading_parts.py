@@ -46,7 +46,9 @@ def model(*, layers: int = 2) -> dict[str, Any]:
         ({"model": model(), "other": {"x": torch.zeros(1)}, "step": 0}, {False, "model"}),
     ],
 )
-def test_whose_names_have_to_agree(folder: Path, state: Any, allowed: set[object]) -> None:
+def test_strict_decides_which_names_must_match(
+    folder: Path, state: Any, allowed: set[object]
+) -> None:
     for strict in (True, False, "model", "state"):
         again = {k: dict(one) if isinstance(one, dict) else one for k, one in state.items()}
         if strict not in allowed:
@@ -63,7 +65,7 @@ def test_whose_names_have_to_agree(folder: Path, state: Any, allowed: set[object
             assert not report.missing
 
 
-def test_a_flat_state_without_its_optimizer(tmp_path: Path) -> None:
+def test_strict_model_ignores_optimizer_in_flat_state(tmp_path: Path) -> None:
     """Where no container says what the model is, a trainer's own words say what is not."""
     folder = save_dcp(tmp_path / "flat", {"w": torch.ones(2), "optimizer.w.exp_avg": torch.ones(2)})
     state = {"w": torch.zeros(2), "optimizer.w.exp_avg_sq": torch.zeros(2)}
@@ -73,7 +75,7 @@ def test_a_flat_state_without_its_optimizer(tmp_path: Path) -> None:
         load({**state, "v": torch.zeros(2)}, folder, strict="model")
 
 
-def test_one_layer_of_another_layout(tmp_path: Path) -> None:
+def test_single_layer_loads_from_other_layout(tmp_path: Path) -> None:
     tensors, config = tiny_llama("llama3")
     hf = save_hf(tmp_path / "hf", tensors, config)
     name = "layers.1.attention.wo.weight"
@@ -82,7 +84,7 @@ def test_one_layer_of_another_layout(tmp_path: Path) -> None:
     assert torch.equal(state[name], tensors["model.layers.1.self_attn.o_proj.weight"])
 
 
-def test_other_names(folder: Path) -> None:
+def test_rename_loads_under_new_names(folder: Path) -> None:
     names = {"model.layers.0.w": "net.first", "model.layers.1.w": "net.second", "step": "seen"}
     renames: list[Any] = [names, lambda name: names.get(name, name)]
     for rename in renames:
@@ -96,7 +98,7 @@ def test_other_names(folder: Path) -> None:
             assert state["seen"] == 7 and set(report.loaded) == {"net.first", "net.second", "seen"}
 
 
-def test_a_layout_is_told_from_the_new_names(tmp_path: Path) -> None:
+def test_layout_is_detected_from_renamed_keys(tmp_path: Path) -> None:
     tensors, config = tiny_llama("llama3")
     odd = {f"backbone.{name}": tensor for name, tensor in tensors.items()}
     hf = save_hf(tmp_path / "hf", odd, config)
@@ -121,13 +123,13 @@ def test_a_layout_is_told_from_the_new_names(tmp_path: Path) -> None:
         (3, "neither a dictionary"),
     ],
 )
-def test_what_is_no_renaming(folder: Path, rename: Any, said: str) -> None:
+def test_invalid_rename_is_an_error(folder: Path, rename: Any, said: str) -> None:
     with pytest.raises((MappingError, UsageError)) as caught:
         load({"step": 0}, folder, rename=rename)
     assert said in f"{caught.value} {caught.value.why}"
 
 
-def test_an_error_in_a_renaming_names_the_key(folder: Path) -> None:
+def test_error_in_rename_names_key(folder: Path) -> None:
     def failing(name: str) -> str:
         raise LookupError("no such thing")
 
@@ -137,7 +139,7 @@ def test_an_error_in_a_renaming_names_the_key(folder: Path) -> None:
     assert isinstance(caught.value.__cause__, LookupError)
 
 
-def test_a_resume_that_forgets_its_model_names_both_sides(folder: Path) -> None:
+def test_load_without_model_lists_unmatched_names(folder: Path) -> None:
     with pytest.raises(MappingError, match="1 only in the state") as caught:
         load({"step": 0, "strange": 1}, folder)
     assert "`strange`" in str(caught.value.why) and "`model.layers.0.w`" in str(caught.value.why)
@@ -146,13 +148,13 @@ def test_a_resume_that_forgets_its_model_names_both_sides(folder: Path) -> None:
     assert 'strict="state"' in str(caught.value.hint)
 
 
-def test_strict_is_one_of_four_words(folder: Path) -> None:
+def test_unknown_strict_value_is_a_usage_error(folder: Path) -> None:
     word: Any = "optim"
     with pytest.raises(UsageError, match="'model' or 'state'"):
         load({"step": 0}, folder, strict=word)
 
 
-def test_a_resume_leaves_the_file_that_lightning_reads_itself() -> None:
+def test_load_skips_values_read_by_lightning() -> None:
     folder = Path("tests/data/wrappers/lightning_fsdp2/ckpt/step-2")
     state = load_full_state_dict(folder)
     report = load({"model": state["model"], "opt": state["opt"]}, folder)

@@ -73,6 +73,6 @@ def _restored(dist: Any) -> None:
 
 
 @pytest.mark.slow
-def test_without_collectives(tmp_path: Path) -> None:
+def test_stock_rank_local_saves_load_without_collectives(tmp_path: Path) -> None:
     run_on_ranks(_save, (2,), str(tmp_path / "saved"))
     run_on_ranks(_load, (1, 2, 3), str(tmp_path / "saved"), 2)

@@ -21,7 +21,7 @@ from tests.conftest import DATA
 from tests.integration.test_dequantize import quantized_state
 
 
-def test_names_dtypes_and_shapes_are_errors_that_list_them(tmp_path: Path) -> None:
+def test_load_lists_mismatched_names_dtypes_and_shapes(tmp_path: Path) -> None:
     folder = save_dcp(tmp_path / "a", {"model": {"one": torch.ones(3), "two": torch.ones(4)}})
     with pytest.raises(MappingError, match="1 only in the state") as found:
         load({"model": {"one": torch.zeros(3), "twos": torch.zeros(4)}}, folder)
@@ -39,7 +39,7 @@ def test_names_dtypes_and_shapes_are_errors_that_list_them(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["z1_bf16", "universal_z2_w3", "lightning"])
-def test_a_flat_state_takes_what_a_trainer_keeps_beside_the_model_as_a_nested_one(
+def test_flat_and_nested_states_load_same_trainer_tensors(
     name: str,
 ) -> None:
     folder = DATA / "deepspeed" / name / "ckpt"
@@ -56,7 +56,7 @@ def test_a_flat_state_takes_what_a_trainer_keeps_beside_the_model_as_a_nested_on
         load({key: one for key, one in model.items() if key != report.loaded[0]}, folder)
 
 
-def test_a_new_optimizer_is_told_how_it_gets_a_state(tmp_path: Path) -> None:
+def test_uninitialized_optimizer_state_hints_at_get_state_dict(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
@@ -70,7 +70,7 @@ def test_a_new_optimizer_is_told_how_it_gets_a_state(tmp_path: Path) -> None:
     assert "get_state_dict" not in str(other.value.hint)
 
 
-def test_cast_and_lenient_are_reported(tmp_path: Path) -> None:
+def test_load_reports_cast_missing_and_unexpected(tmp_path: Path) -> None:
     source = {"one": torch.randn(300, 7), "two": torch.ones(4)}
     folder = save_dcp(tmp_path / "a", {"model": source})
     state = {"model": {"one": torch.zeros(300, 7).bfloat16(), "new": torch.zeros(2)}}
@@ -88,7 +88,7 @@ def test_integers_are_never_cast(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_tensor_on_one_side_alone_is_called_that(tmp_path: Path, strict: bool) -> None:
+def test_tensor_against_non_tensor_is_an_error(tmp_path: Path, strict: bool) -> None:
     folder = save_dcp(tmp_path / "a", {"model": {"w": torch.ones(3), "seen": 5, "b": None}})
     for state, said in (
         ({"w": None, "seen": 0, "b": None}, "`model.w` is a tensor in the checkpoint, but"),
@@ -102,7 +102,7 @@ def test_a_tensor_on_one_side_alone_is_called_that(tmp_path: Path, strict: bool)
             load({"model": state}, folder, strict=strict)
 
 
-def test_another_part_of_the_checkpoint_is_left_out(tmp_path: Path) -> None:
+def test_unrequested_checkpoint_parts_are_skipped(tmp_path: Path) -> None:
     model = {"w": torch.randn(3)}
     folder = save_dcp(tmp_path / "a", {"model": model, "optim": {"w": torch.ones(3)}, "step": 4})
     state = {"model": {"w": torch.zeros(3)}}
@@ -111,7 +111,7 @@ def test_another_part_of_the_checkpoint_is_left_out(tmp_path: Path) -> None:
     assert set(report.left_out) == {"optim.w", "step"}
 
 
-def test_other_leaves_are_replaced_where_they_are(tmp_path: Path) -> None:
+def test_non_tensor_leaves_are_replaced_in_place(tmp_path: Path) -> None:
     saved: dict[str, Any] = {
         "step": 7,
         "optim": {
@@ -140,7 +140,7 @@ def test_other_leaves_are_replaced_where_they_are(tmp_path: Path) -> None:
     np.random.set_state(state["rng"]["numpy"])
 
 
-def test_objects_get_their_state(tmp_path: Path) -> None:
+def test_stateful_objects_are_loaded(tmp_path: Path) -> None:
     model = torch.nn.Linear(4, 3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
     model(torch.ones(2, 4)).sum().backward()
@@ -161,7 +161,9 @@ class _Hostile:
         return os.mkdir, (os.environ["HOSTILE"],)
 
 
-def test_a_hostile_leaf_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsafe_pickle_leaf_is_refused_unless_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOSTILE", str(tmp_path / "ran"))
     folder = save_dcp(tmp_path / "a", {"w": torch.ones(2), "hook": _Hostile()})
     state: dict[str, Any] = {"w": torch.zeros(2), "hook": None}
@@ -174,7 +176,7 @@ def test_a_hostile_leaf_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (tmp_path / "ran").exists()
 
 
-def test_a_torch_file_with_other_leaves(tmp_path: Path) -> None:
+def test_torch_file_loads_non_tensor_leaves(tmp_path: Path) -> None:
     weights, _ = tiny_llama()
     path = save_torch(tmp_path / "a.pt", weights, "state_dict")
     state: dict[str, Any] = {
@@ -187,7 +189,7 @@ def test_a_torch_file_with_other_leaves(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["turned", "gaps", "columns"])
-def test_any_strides(tmp_path: Path, kind: str) -> None:
+def test_load_fills_strided_tensors(tmp_path: Path, kind: str) -> None:
     full = torch.randn(130, 70)
     folder = save_dcp(tmp_path / "a", {"w": full})
     base = torch.zeros(140, 300)
@@ -197,7 +199,7 @@ def test_any_strides(tmp_path: Path, kind: str) -> None:
     assert base.count_nonzero() == full.count_nonzero()
 
 
-def test_parts_that_begin_and_end_anywhere() -> None:
+def test_partial_writes_fill_permuted_tensor() -> None:
     full = torch.arange(5 * 3 * 4, dtype=torch.int16).reshape(5, 3, 4)
     content = memoryview(bytearray(full.numpy().tobytes()))
     for begin in range(0, 120, 14):
@@ -210,7 +212,7 @@ def test_parts_that_begin_and_end_anywhere() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_onto_a_device(tmp_path: Path) -> None:
+def test_load_fills_cuda_tensors(tmp_path: Path) -> None:
     full = {"a": torch.randn(3000, 2000).bfloat16(), "b": torch.randn(37, 13), "c": torch.ones(())}
     folder = save_dcp(tmp_path / "a", full)
     base = torch.zeros(2000, 3000, dtype=torch.bfloat16, device="cuda")
@@ -219,7 +221,7 @@ def test_onto_a_device(tmp_path: Path) -> None:
     assert all(torch.equal(state[name].cpu(), value) for name, value in full.items())
 
 
-def test_quantized_tensors_are_not_taken_for_plain_ones(tmp_path: Path) -> None:
+def test_loading_quantized_tensors_needs_dequantize(tmp_path: Path) -> None:
     source = quantized_state()
     folder = save_hf(tmp_path / "hf", source)
     blocks, scales = (source[f"l.0.mlp.experts.down_proj_{name}"] for name in ("blocks", "scales"))
@@ -236,7 +238,7 @@ def test_quantized_tensors_are_not_taken_for_plain_ones(tmp_path: Path) -> None:
     assert "dequantize" in str(found.value.hint)
 
 
-def test_a_hint_at_a_cast_names_what_load_takes(tmp_path: Path) -> None:
+def test_dequantize_of_unquantized_checkpoint_hints_at_cast(tmp_path: Path) -> None:
     folder = save_hf(tmp_path / "hf", {"a": torch.zeros(2)})
     with pytest.raises(UsageError, match="the checkpoint is not quantized") as found:
         load({"a": torch.zeros(2)}, folder, dequantize="bf16")

@@ -33,7 +33,7 @@ TARGETS = {
 
 
 @pytest.mark.parametrize("kind", TARGETS)
-def test_tied_in_the_state_and_equal_in_the_checkpoint(tmp_path: Path, kind: str) -> None:
+def test_tied_state_loads_equal_checkpoint_tensors(tmp_path: Path, kind: str) -> None:
     folder = save_dcp(tmp_path / "a", untied(SAME.clone()))
     state = tied(TARGETS[kind]())
     for _ in range(2):
@@ -45,7 +45,7 @@ def test_tied_in_the_state_and_equal_in_the_checkpoint(tmp_path: Path, kind: str
 
 @pytest.mark.parametrize("kind", TARGETS)
 @pytest.mark.parametrize("place", [(0, 0), (1700, 39)])
-def test_tied_in_the_state_and_different_in_the_checkpoint(
+def test_tied_state_refuses_different_checkpoint_tensors(
     tmp_path: Path, kind: str, place: tuple[int, int]
 ) -> None:
     head = SAME.clone()
@@ -56,7 +56,7 @@ def test_tied_in_the_state_and_different_in_the_checkpoint(
     assert "model.head" in str(found.value.what) and "model.embed" in str(found.value.what)
 
 
-def test_tied_on_both_sides_is_read_once(tmp_path: Path) -> None:
+def test_tensor_tied_on_both_sides_is_read_once(tmp_path: Path) -> None:
     path = save_torch(tmp_path / "a.pt", tied(SAME.clone()))
     state = tied(torch.zeros(2100, 40))
     report = load(state, path)
@@ -64,7 +64,7 @@ def test_tied_on_both_sides_is_read_once(tmp_path: Path) -> None:
     assert torch.equal(state["model"]["head"], SAME)
 
 
-def test_one_of_the_names_is_enough(tmp_path: Path) -> None:
+def test_tied_state_loads_from_one_name(tmp_path: Path) -> None:
     folder = save_dcp(tmp_path / "a", {"model": {"head": SAME.clone(), "other": torch.ones(2)}})
     state = tied(torch.zeros(2100, 40))
     assert load(state, folder, strict=False).missing == ("model.embed",)
@@ -79,7 +79,7 @@ OVERLAPS = {
 
 
 @pytest.mark.parametrize("kind", OVERLAPS)
-def test_tensors_that_overlap_in_the_state(tmp_path: Path, kind: str) -> None:
+def test_overlapping_state_tensors_need_consistent_values(tmp_path: Path, kind: str) -> None:
     """What was saved from them can be loaded into them; nothing else can."""
     memory = torch.arange(15.0)
     one, other = OVERLAPS[kind](memory)
@@ -96,7 +96,7 @@ def test_tensors_that_overlap_in_the_state(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "columns"])
-def test_into_inference_tensors(tmp_path: Path, kind: str) -> None:
+def test_load_fills_inference_tensors(tmp_path: Path, kind: str) -> None:
     folder = save_dcp(tmp_path / "a", untied(SAME.clone()))
     with torch.inference_mode():
         state = tied(TARGETS[kind]())
@@ -104,7 +104,7 @@ def test_into_inference_tensors(tmp_path: Path, kind: str) -> None:
     assert torch.equal(state["model"]["embed"], SAME)
 
 
-def test_a_rank_in_the_users_own_names(tmp_path: Path) -> None:
+def test_user_keys_named_like_ranks_are_not_skipped(tmp_path: Path) -> None:
     """Rank 0's values are never kept apart, and nothing of a user's is silently passed over."""
     saved = {"seed": 7, "rank_0": {"seed": 5}, "rank_1": {"seed": 6, "more": 1}, "t": torch.ones(1)}
     folder = save_dcp(tmp_path / "a", saved)
@@ -114,7 +114,7 @@ def test_a_rank_in_the_users_own_names(tmp_path: Path) -> None:
     assert not any("it belongs to a single rank" in why for why in report.left_out.values())
 
 
-def test_what_ranks_have_apart() -> None:
+def test_rank_prefixed_names_are_detected_as_rank_local() -> None:
     from ckptctl.catalog import Blob, Catalog
 
     def apart(*names: str) -> set[str]:

@@ -55,7 +55,7 @@ def in_run(tmp_path: Path) -> list[str]:
     return sorted(item.name for item in (tmp_path / "run").glob("step-*"))
 
 
-def test_one_rank(tmp_path: Path) -> None:
+def test_single_rank_resumes_from_disk_then_root(tmp_path: Path) -> None:
     def state(step: int) -> dict[str, Any]:
         return {"w": torch.full((4, 3), float(step)), "step": step, "rng": torch.tensor([step])}
 
@@ -86,7 +86,7 @@ def test_one_rank(tmp_path: Path) -> None:
         assert found is not None and found.path == tmp_path / "run/step-5"
 
 
-def test_an_error_ends_the_run_without_a_copy(tmp_path: Path) -> None:
+def test_failed_run_ends_without_final_copy(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), one_rank(tmp_path, copy_every=9) as saving:
         for step in (1, 2):
             saving.save(step, {"w": torch.ones(3)})
@@ -95,7 +95,7 @@ def test_an_error_ends_the_run_without_a_copy(tmp_path: Path) -> None:
     assert (on_disk(tmp_path), in_run(tmp_path)) == (["step-1", "step-2"], ["step-1"])
 
 
-def test_places_and_options_that_make_no_sense(tmp_path: Path) -> None:
+def test_invalid_fast_paths_and_options_are_errors(tmp_path: Path) -> None:
     for fast in (tmp_path / "run", tmp_path / "run/disk", tmp_path):
         with pytest.raises(UsageError, match="must not contain each other"):
             CheckpointManager(tmp_path / "run", fast=fast)
@@ -105,7 +105,7 @@ def test_places_and_options_that_make_no_sense(tmp_path: Path) -> None:
         CheckpointManager(tmp_path / "run", fast="memory://bucket/run")
 
 
-def test_an_identity_that_cannot_be_read(tmp_path: Path) -> None:
+def test_malformed_run_identity_is_an_error(tmp_path: Path) -> None:
     run = ensure_run_id(tmp_path)
     assert ensure_run_id(tmp_path) == run
     (tmp_path / IDENTITY_FILE).write_text("{}")
@@ -113,7 +113,7 @@ def test_an_identity_that_cannot_be_read(tmp_path: Path) -> None:
         ensure_run_id(tmp_path)
 
 
-def test_a_start_that_still_runs_keeps_its_saves(tmp_path: Path) -> None:
+def test_saves_of_running_start_are_not_retired(tmp_path: Path) -> None:
     run = "0123456789abcdef"
     names = [f"{run}-00000{number}-0000000{number}" for number in (1, 2)]
     running, later = LocalFolder(tmp_path), LocalFolder(tmp_path)
@@ -128,7 +128,7 @@ def test_a_start_that_still_runs_keeps_its_saves(tmp_path: Path) -> None:
     assert [item.name for item in tmp_path.iterdir()] == [names[1]]
 
 
-def test_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_pace_limits_bandwidth_until_lifted(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
     pace, now = RateLimiter(100), [0.0]
     monkeypatch.setattr("ckptctl.distributed.run.root_copy.time.monotonic", lambda: now[0])
@@ -147,41 +147,45 @@ def test_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("async_", [True, False])
 @pytest.mark.parametrize(("world", "per_node"), [(2, 1), (4, 2)])
-def test_saves_and_copies(tmp_path: Path, world: int, per_node: int, async_: bool) -> None:
+def test_ranks_save_locally_and_copy_to_root(
+    tmp_path: Path, world: int, per_node: int, async_: bool
+) -> None:
     run_on_ranks(through, (world,), tmp_path, per_node, async_)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "per_node"), [(2, 1), (4, 2)])
-def test_a_lost_machine(tmp_path: Path, world: int, per_node: int) -> None:
+def test_lost_machine_falls_back_to_root_copy(tmp_path: Path, world: int, per_node: int) -> None:
     run_on_ranks(lose, (world,), tmp_path, per_node)
 
 
 @pytest.mark.slow
-def test_a_damaged_part(tmp_path: Path) -> None:
+def test_damaged_local_part_is_skipped_on_all_ranks(tmp_path: Path) -> None:
     run_on_ranks(damage, (2,), tmp_path)
 
 
 @pytest.mark.parametrize("copied", [True, False])
-def test_a_part_with_a_flipped_byte(tmp_path: Path, copied: bool) -> None:
+def test_flipped_byte_falls_back_to_copy_or_earlier_save(tmp_path: Path, copied: bool) -> None:
     run_on_ranks(flip, (2,), tmp_path, copied)
 
 
 @pytest.mark.slow
-def test_going_back(tmp_path: Path) -> None:
+def test_run_resumed_from_earlier_step_ignores_newer_local_saves(tmp_path: Path) -> None:
     run_on_ranks(back, (2,), tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "per_node", "expected"), [(2, 4, 20), (1, 2, 10), (3, 1, 10)])
-def test_another_number_of_ranks(tmp_path: Path, world: int, per_node: int, expected: int) -> None:
+def test_other_world_size_reads_root_unless_disk_is_complete(
+    tmp_path: Path, world: int, per_node: int, expected: int
+) -> None:
     """All parts on one disk are enough; on two disks they are not, and the root is read."""
     run_on_ranks(write_run, (4,), tmp_path, 4 if expected == 20 else 2)
     run_on_ranks(other_world, (world,), tmp_path, per_node, expected)
 
 
 @pytest.mark.slow
-def test_parts_that_nobody_reaches(tmp_path: Path) -> None:
+def test_unreachable_local_parts_are_an_error(tmp_path: Path) -> None:
     run_on_ranks(write_run, (4,), tmp_path, 2)
     for step in (tmp_path / "run").glob("step-*"):
         step.rename(tmp_path / step.name)
@@ -189,32 +193,32 @@ def test_parts_that_nobody_reaches(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_disk_of_another_run(tmp_path: Path) -> None:
+def test_local_saves_of_removed_run_are_ignored(tmp_path: Path) -> None:
     run_on_ranks(another_run, (2,), tmp_path)
 
 
 @pytest.mark.slow
-def test_a_full_disk(tmp_path: Path) -> None:
+def test_full_local_disk_fails_only_that_step(tmp_path: Path) -> None:
     run_on_ranks(full_disk, (2,), tmp_path)
 
 
 @pytest.mark.slow
-def test_ranks_that_save_different_steps(tmp_path: Path) -> None:
+def test_ranks_saving_different_steps_are_refused(tmp_path: Path) -> None:
     run_on_ranks(disagree, (2,), tmp_path)
 
 
 @pytest.mark.slow
-def test_a_save_that_begins_after_failures(tmp_path: Path) -> None:
+def test_save_raising_earlier_failures_is_still_started(tmp_path: Path) -> None:
     run_on_ranks(begun_after_failures, (2,), tmp_path)
 
 
 @pytest.mark.slow
-def test_urgent_saves(tmp_path: Path) -> None:
+def test_urgent_save_completes_or_raises_on_all_ranks(tmp_path: Path) -> None:
     run_on_ranks(urgent, (2,), tmp_path)
 
 
 @pytest.mark.slow
-def test_a_full_root(tmp_path: Path) -> None:
+def test_failed_root_copy_is_removed_and_reported(tmp_path: Path) -> None:
     run_on_ranks(full_root, (2,), tmp_path)
 
 
@@ -231,25 +235,27 @@ def test_a_full_root(tmp_path: Path) -> None:
         ("never", 20),
     ],
 )
-def test_a_rank_is_killed(tmp_path: Path, phase: str, expected: int) -> None:
+def test_killed_rank_resumes_from_last_complete_step(
+    tmp_path: Path, phase: str, expected: int
+) -> None:
     with pytest.raises(RankFailure):
         run_on_ranks(die, (2,), tmp_path, phase)
     run_on_ranks(after_death, (2,), tmp_path, expected)
 
 
 @pytest.mark.slow
-def test_copies_are_what_saves_are(tmp_path: Path) -> None:
+def test_root_copy_has_same_files_as_direct_save(tmp_path: Path) -> None:
     for world in (1, 2):
         run_on_ranks(same_bytes, (world,), tmp_path / str(world))
 
 
 @pytest.mark.slow
-def test_a_damaged_part_is_not_copied(tmp_path: Path) -> None:
+def test_damaged_local_part_is_not_copied(tmp_path: Path) -> None:
     run_on_ranks(damaged_before_copy, (2,), tmp_path)
 
 
 @pytest.mark.slow
-def test_a_slow_copy(tmp_path: Path) -> None:
+def test_slow_copy_does_not_block_saves(tmp_path: Path) -> None:
     run_on_ranks(paced, (2,), tmp_path)
 
 
@@ -282,7 +288,7 @@ def train(folder: Path, steps: int, killed: str = "") -> dict[tuple[int, int], s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [False, True])
-def test_training_goes_on_bit_for_bit(
+def test_training_resumes_bit_for_bit_after_kill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: bool
 ) -> None:
     monkeypatch.setenv("BACKEND", "gloo")

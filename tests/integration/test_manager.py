@@ -61,7 +61,7 @@ def save_steps(manager: CheckpointManager, *steps: int, **metrics: float) -> Non
     manager.wait()
 
 
-def test_a_run_on_ranks(tmp_path: Path, assets: Path) -> None:
+def test_manager_trains_and_saves_final_on_ranks(tmp_path: Path, assets: Path) -> None:
     run_on_ranks(train, (1, 2, 3), tmp_path)
     for world in (1, 2, 3):
         expected = {name: value + 50 for name, value in MODEL.items()}
@@ -70,7 +70,7 @@ def test_a_run_on_ranks(tmp_path: Path, assets: Path) -> None:
         assert state["step"] == 40, "stock dcp reads what the manager saves"
 
 
-def test_a_final_save_that_fails(tmp_path: Path, assets: Path) -> None:
+def test_failed_final_save_removes_nothing_on_ranks(tmp_path: Path, assets: Path) -> None:
     run_on_ranks(final_fails, (1, 2), tmp_path)
 
 
@@ -86,13 +86,15 @@ def test_a_final_save_that_fails(tmp_path: Path, assets: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("async_", [True, False])
-def test_rules(tmp_path: Path, rules: dict[str, Any], left: list[int], async_: bool) -> None:
+def test_retention_rules_keep_expected_steps(
+    tmp_path: Path, rules: dict[str, Any], left: list[int], async_: bool
+) -> None:
     with CheckpointManager(tmp_path / "run", async_=async_, sync=False, **rules) as manager:
         save_steps(manager, 1, 2, 3, 4)
         assert names(tmp_path / "run") == [f"step-{step}" for step in left]
 
 
-def test_none_is_left_after_the_final_one(tmp_path: Path, log: io.StringIO) -> None:
+def test_keep_last_0_removes_steps_after_final_save(tmp_path: Path, log: io.StringIO) -> None:
     with CheckpointManager(
         tmp_path / "run", keep_last=0, final_format="dcp", sync=False
     ) as manager:
@@ -104,7 +106,7 @@ def test_none_is_left_after_the_final_one(tmp_path: Path, log: io.StringIO) -> N
     assert not differences(load_any_reference(tmp_path / "out"), MODEL)
 
 
-def test_a_final_one_that_exists_is_not_replaced(tmp_path: Path) -> None:
+def test_existing_final_output_is_not_replaced(tmp_path: Path) -> None:
     with CheckpointManager(
         tmp_path / "run", keep_last=0, final_format="dcp", sync=False
     ) as manager:
@@ -117,7 +119,7 @@ def test_a_final_one_that_exists_is_not_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("option", [{"resume": True}, {"from_format": "hf"}, {"tag": "a"}])
-def test_a_state_at_hand_is_no_checkpoint_that_is_read(
+def test_save_final_rejects_source_reading_options(
     tmp_path: Path, option: dict[str, object]
 ) -> None:
     manager = CheckpointManager(tmp_path / "run", sync=False)
@@ -125,7 +127,7 @@ def test_a_state_at_hand_is_no_checkpoint_that_is_read(
         manager.save_final({"model": MODEL}, tmp_path / "out", **option)  # type: ignore[arg-type]
 
 
-def test_other_peoples_checkpoints_are_not_removed(tmp_path: Path) -> None:
+def test_foreign_checkpoints_are_not_removed(tmp_path: Path) -> None:
     for name in ("epoch_0", "epoch_1", "checkpoint-5"):
         stock(tmp_path / "run" / name, 1)
     (tmp_path / "run" / "logs").mkdir()
@@ -134,7 +136,7 @@ def test_other_peoples_checkpoints_are_not_removed(tmp_path: Path) -> None:
     assert names(tmp_path / "run") == ["checkpoint-5", "epoch_0", "epoch_1", "logs", "step-2"]
 
 
-def test_ratings_travel_with_the_checkpoint(tmp_path: Path) -> None:
+def test_rated_metrics_are_recorded_and_select_best(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path / "run", keep_best="acc:max", keep_last=1, sync=False)
     with manager:
         save_steps(manager, 1, acc=0.9, loss=2.0)
@@ -146,7 +148,7 @@ def test_ratings_travel_with_the_checkpoint(tmp_path: Path) -> None:
     assert json.loads(text)["metrics"] == {"acc": 0.95, "loss": 2.0}
 
 
-def test_a_record_that_cannot_be_read_is_kept_and_told_of(tmp_path: Path, log: io.StringIO) -> None:
+def test_malformed_run_record_keeps_checkpoint_and_warns(tmp_path: Path, log: io.StringIO) -> None:
     record = tmp_path / "run" / "step-1" / "ckptctl.run.json"
     with CheckpointManager(tmp_path / "run", keep_last=1, sync=False) as manager:
         save_steps(manager, 1)
@@ -160,7 +162,7 @@ def test_a_record_that_cannot_be_read_is_kept_and_told_of(tmp_path: Path, log: i
     assert "`ckptctl.run.json` of `step-1` cannot be read" in log.getvalue()
 
 
-def test_a_step_that_is_not_there_cannot_be_rated(tmp_path: Path, log: io.StringIO) -> None:
+def test_rating_missing_step_is_an_error(tmp_path: Path, log: io.StringIO) -> None:
     run_on_ranks(rate_missing, (1, 2), tmp_path)
     for world in (1, 2):
         assert names(tmp_path / f"run-{world}") == ["step-1"]
@@ -168,14 +170,14 @@ def test_a_step_that_is_not_there_cannot_be_rated(tmp_path: Path, log: io.String
         assert rated["metrics"] == {"loss": 1.0}
 
 
-def test_without_ratings_nothing_is_removed(tmp_path: Path, log: io.StringIO) -> None:
+def test_keep_best_without_metrics_removes_nothing(tmp_path: Path, log: io.StringIO) -> None:
     with CheckpointManager(tmp_path / "run", keep_best="loss", sync=False) as manager:
         save_steps(manager, 1, 2, 3)
     assert names(tmp_path / "run") == ["step-1", "step-2", "step-3"]
     assert "loss" in log.getvalue()
 
 
-def test_the_newest_complete_one_is_loaded(tmp_path: Path, log: io.StringIO) -> None:
+def test_load_latest_skips_incomplete_checkpoints(tmp_path: Path, log: io.StringIO) -> None:
     root = tmp_path / "run"
     with CheckpointManager(root, sync=False) as manager:
         save_steps(manager, 1, 2, 3, 10)
@@ -191,7 +193,7 @@ def test_the_newest_complete_one_is_loaded(tmp_path: Path, log: io.StringIO) -> 
     assert "step-10" in log.getvalue()
 
 
-def test_none_is_complete(tmp_path: Path) -> None:
+def test_load_latest_without_complete_checkpoint_is_an_error(tmp_path: Path) -> None:
     """To begin again from nothing where checkpoints are broken is not for the manager to decide."""
     with CheckpointManager(tmp_path / "run", sync=False) as manager:
         assert manager.load_latest(plain()) is None
@@ -211,7 +213,9 @@ def test_none_is_complete(tmp_path: Path) -> None:
         ("iter_0000009", "iter_0000010"),
     ],
 )
-def test_folders_of_other_trainers(tmp_path: Path, first: str, second: str) -> None:
+def test_load_latest_orders_other_trainers_folders_by_step(
+    tmp_path: Path, first: str, second: str
+) -> None:
     for step, name in ((9, first), (10, second)):
         age(stock(tmp_path / "run" / name, step), START + step)
     with CheckpointManager(tmp_path / "run") as manager:
@@ -220,7 +224,7 @@ def test_folders_of_other_trainers(tmp_path: Path, first: str, second: str) -> N
     assert (found.path.name, found.step, state["step"]) == (second, 10, 10)
 
 
-def test_an_adapter_alone(tmp_path: Path) -> None:
+def test_adapter_only_state_is_saved_and_loaded(tmp_path: Path) -> None:
     lora = {"model.layers.0.q_proj.lora_A.weight": torch.randn(2, 8)}
     with CheckpointManager(tmp_path / "run", keep_last=1, sync=False) as manager:
         manager.save(1, {"adapter": lora, "step": 1})
@@ -230,7 +234,7 @@ def test_an_adapter_alone(tmp_path: Path) -> None:
     assert not differences(state["adapter"], lora)
 
 
-def test_hooks_run_before_removals_and_cannot_fail_a_save(tmp_path: Path, log: io.StringIO) -> None:
+def test_hooks_run_before_removals_and_cannot_fail_save(tmp_path: Path, log: io.StringIO) -> None:
     seen: list[tuple[str, list[str]]] = []
 
     def slow(path: Path) -> None:
@@ -252,7 +256,7 @@ def test_hooks_run_before_removals_and_cannot_fail_a_save(tmp_path: Path, log: i
 
 
 @pytest.mark.parametrize("async_", [False, True])
-def test_a_metric_that_is_no_number(tmp_path: Path, async_: bool) -> None:
+def test_non_numeric_metric_is_a_usage_error(tmp_path: Path, async_: bool) -> None:
     with CheckpointManager(tmp_path / "run", async_=async_, sync=False) as manager:
         for wrong in ("low", None, torch.ones(2)):
             with pytest.raises(UsageError, match="metric"):
@@ -274,7 +278,7 @@ manager.save(2, {"w": torch.ones(3)})
 
 
 @pytest.mark.slow
-def test_the_last_removal_when_the_interpreter_ends_during_a_save(tmp_path: Path) -> None:
+def test_pruning_finishes_when_interpreter_exits_during_save(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", ENDS_DURING_A_SAVE, str(tmp_path / "run")],
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
@@ -287,7 +291,7 @@ def test_the_last_removal_when_the_interpreter_ends_during_a_save(tmp_path: Path
 
 
 @pytest.mark.parametrize("started", [True, False])
-def test_removals_follow_each_other(
+def test_removals_never_run_concurrently(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: bool
 ) -> None:
     """Also where the system has no thread left for them."""
@@ -320,7 +324,7 @@ def _start(thread: threading.Thread, start: Any = threading.Thread.start) -> Non
     start(thread)
 
 
-def test_a_run_behind_a_link(tmp_path: Path) -> None:
+def test_run_behind_symlink_is_saved_and_pruned(tmp_path: Path) -> None:
     (tmp_path / "scratch").mkdir()
     (tmp_path / "run").symlink_to("scratch")
     with CheckpointManager(tmp_path / "run", keep_last=1, sync=False) as manager:
@@ -330,7 +334,7 @@ def test_a_run_behind_a_link(tmp_path: Path) -> None:
     assert names(tmp_path / "scratch") == ["step-2"]
 
 
-def test_two_managers_on_one_folder(tmp_path: Path) -> None:
+def test_two_managers_keep_newest_steps_of_shared_folder(tmp_path: Path) -> None:
     one = CheckpointManager(tmp_path / "run", keep_last=2, sync=False)
     other = CheckpointManager(tmp_path / "run", keep_last=2, sync=False)
     with one, other:
@@ -342,7 +346,7 @@ def test_two_managers_on_one_folder(tmp_path: Path) -> None:
     assert found.step == 8
 
 
-def test_a_failed_save_is_raised_and_removes_nothing(tmp_path: Path) -> None:
+def test_failed_save_is_raised_and_removes_nothing(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path / "run", keep_last=1, sync=False)
     save_steps(manager, 1)
     with pytest.MonkeyPatch.context() as patch:
@@ -365,12 +369,12 @@ def test_a_failed_save_is_raised_and_removes_nothing(tmp_path: Path) -> None:
         {"keep_best": "ppl"},
     ],
 )
-def test_rules_that_make_no_sense(tmp_path: Path, rules: Any) -> None:
+def test_invalid_retention_rules_are_usage_errors(tmp_path: Path, rules: Any) -> None:
     with pytest.raises(UsageError):
         CheckpointManager(tmp_path, **rules)
 
 
 @pytest.mark.parametrize(("step", "due"), [(0, False), (499, False), (500, True), (1000, True)])
-def test_when_to_save(tmp_path: Path, step: int, due: bool) -> None:
+def test_should_save_follows_save_every(tmp_path: Path, step: int, due: bool) -> None:
     assert CheckpointManager(tmp_path, save_every=500).should_save(step) is due
     assert not CheckpointManager(tmp_path).should_save(step)

@@ -68,7 +68,7 @@ def resumed_at(url: str, **options: Any) -> int:
 
 
 @pytest.mark.parametrize("async_", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_run(url: str, async_: bool) -> None:
+def test_run_on_url_saves_and_resumes(url: str, async_: bool) -> None:
     published: list[str] = []
     with CheckpointManager(
         url,
@@ -92,7 +92,7 @@ def test_a_run(url: str, async_: bool) -> None:
     assert [(one.step, one.metrics["loss"]) for one in listed] == [(4, -1), (6, 7), (7, 7)]
 
 
-def test_going_back(url: str) -> None:
+def test_discard_newer_removes_later_steps_on_url(url: str) -> None:
     with CheckpointManager(url, keep_last=3) as manager:
         for step in (1, 2, 3):
             manager.save(step, state_at(step))
@@ -108,12 +108,12 @@ def test_going_back(url: str) -> None:
 
 
 @pytest.mark.parametrize("root", ["hf://org/name", "https://host/run"])
-def test_places_where_no_run_is_kept(root: str) -> None:
+def test_unsupported_url_schemes_are_refused(root: str) -> None:
     with pytest.raises(RefusedError, match="object stores"):
         CheckpointManager(root)
 
 
-def test_what_others_saved_is_gone_on_from(url: str) -> None:
+def test_stock_fsspec_saves_are_resumed_and_protected(url: str) -> None:
     """With torch's own writer: there is no note of ours on what belongs to it."""
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
@@ -132,7 +132,7 @@ def test_what_others_saved_is_gone_on_from(url: str) -> None:
     assert there(url) == {"step-2": stays, "step-3": {"__0_0.distcp"}, "step-4": FILES}
 
 
-def test_two_jobs_at_one_run(url: str) -> None:
+def test_concurrent_save_of_same_step_is_refused(url: str) -> None:
     """Each is refused the step that the other one writes, and both remove by the same rules."""
     refused: list[str] = []
 
@@ -191,7 +191,7 @@ def dying_at(patch: pytest.MonkeyPatch, url: str, number: int) -> list[bool]:
 
 
 @pytest.mark.slow
-def test_killed_before_every_change(url: str) -> None:
+def test_job_killed_at_any_change_resumes_complete_checkpoint(url: str) -> None:
     """Of the third save and of the removals after it: what is loaded then is whole, and newest."""
     outcomes: list[int] = []
     for number in range(60):
@@ -222,7 +222,7 @@ def test_killed_before_every_change(url: str) -> None:
 
 
 @IN_MEMORY
-def test_the_final_model(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_final_model_is_published_to_url(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = tiny_llama("llama3", layers=1)
     out = f"{url}-final"
     with CheckpointManager(url, keep_last=0, async_=False, model_type="llama3") as manager:
@@ -245,7 +245,7 @@ def test_the_final_model(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @IN_MEMORY
 @pytest.mark.parametrize(("root_there", "out_there"), [(True, True), (True, False), (False, True)])
-def test_a_finished_job_that_is_started_again(
+def test_restarted_finished_job_reuses_its_final_model(
     url: str, tmp_path: Path, root_there: bool, out_there: bool
 ) -> None:
     root = url if root_there else str(tmp_path / "run")
@@ -276,7 +276,7 @@ def test_a_finished_job_that_is_started_again(
 
 
 @IN_MEMORY
-def test_local_disks_first(url: str, tmp_path: Path) -> None:
+def test_local_disk_saves_are_copied_to_url(url: str, tmp_path: Path) -> None:
     """A copy has the bytes of a save; ratings and retention are the bucket's; damage stays here."""
     disk = tmp_path / "disk"
     state = {"wide": torch.arange(5 << 20).reshape(5, -1), **state_at(3), "turned": TURNED.t()}
@@ -335,7 +335,7 @@ def damage_next(manager: CheckpointManager, disk: Path, state: dict[str, Any]) -
 
 @IN_MEMORY
 @pytest.mark.parametrize("name", [".run-final.ckptctl-final", ".run-final.ckptctl-again"])
-def test_objects_that_only_have_the_name_are_not_removed(url: str, name: str) -> None:
+def test_foreign_objects_in_final_staging_are_not_removed(url: str, name: str) -> None:
     state = {"model": {"norm.weight": torch.ones(4)}}
     with CheckpointManager(url, async_=False, final_format="torch") as manager:
         if name.endswith("again"):
@@ -349,7 +349,7 @@ def test_objects_that_only_have_the_name_are_not_removed(url: str, name: str) ->
 
 
 @IN_MEMORY
-def test_one_is_there_when_its_metadata_is_though_nobody_has_let_go(url: str) -> None:
+def test_stale_lock_does_not_hide_complete_checkpoint(url: str) -> None:
     """Another machine died between the two: its lock looks alive for minutes."""
     with CheckpointManager(url, async_=False) as manager:
         manager.save(1, state_at(1))
@@ -365,7 +365,7 @@ def test_one_is_there_when_its_metadata_is_though_nobody_has_let_go(url: str) ->
 
 
 @IN_MEMORY
-def test_what_a_late_rating_leaves_of_a_removed_one_is_none(url: str) -> None:
+def test_checkpoint_with_only_run_record_is_skipped(url: str) -> None:
     with CheckpointManager(url, async_=False) as manager:
         manager.save(1, state_at(1))
     system, root = stores.at(url)
@@ -383,7 +383,7 @@ def nothing_is_left(bucket: Bucket) -> bool:
 @SHARED
 @pytest.mark.slow
 @pytest.mark.parametrize("async_", [True, False])
-def test_two_ranks(bucket: Bucket, url: str, async_: bool) -> None:
+def test_two_ranks_save_to_bucket_and_prune(bucket: Bucket, url: str, async_: bool) -> None:
     run_on_ranks(ranks.train, (2,), url, async_)
     assert [one.step for one in ckptctl.ls(url).checkpoints] == [20, 40, 50]
     assert ckptctl.latest(url).chosen.name == "step-50"
@@ -393,7 +393,7 @@ def test_two_ranks(bucket: Bucket, url: str, async_: bool) -> None:
 
 @FAULTY
 @pytest.mark.slow
-def test_two_ranks_with_faults(bucket: Bucket, url: str) -> None:
+def test_request_faults_leave_only_complete_checkpoints(bucket: Bucket, url: str) -> None:
     """One change of twelve is refused, or its answer lost: no save is torn; the run goes on."""
     server, dice = bucket.faulty, random.Random(1)
 
@@ -414,7 +414,7 @@ def test_two_ranks_with_faults(bucket: Bucket, url: str) -> None:
 
 @SHARED
 @pytest.mark.slow
-def test_disks_of_two_ranks_before_a_bucket(bucket: Bucket, url: str, tmp_path: Path) -> None:
+def test_two_ranks_copy_local_saves_to_bucket(bucket: Bucket, url: str, tmp_path: Path) -> None:
     run_on_ranks(ranks.local_disks_first, (2,), url, tmp_path)
     found = ckptctl.ls(url).checkpoints
     assert [one.step for one in found] == [20, 30] and found[-1].metrics == {"loss": 30, "late": 30}
@@ -424,7 +424,7 @@ def test_disks_of_two_ranks_before_a_bucket(bucket: Bucket, url: str, tmp_path: 
 
 @SHARED
 @pytest.mark.slow
-def test_ranks_that_are_killed(bucket: Bucket, url: str) -> None:
+def test_killed_upload_is_cleaned_up_by_next_job(bucket: Bucket, url: str) -> None:
     """With SIGKILL in the middle of an upload; the next job goes on, and finishes what is left."""
     run_on_ranks(ranks.save_steps, (2,), url, 1, 2)
     with pytest.raises(RankFailure):

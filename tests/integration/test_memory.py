@@ -146,7 +146,7 @@ def peak(source: Path, target: str, folder: Path) -> int:
 @pytest.mark.parametrize(
     "target", [pytest.param(to, marks=pytest.mark.slow if to in LONG else ()) for to in WRITABLE]
 )
-def test_memory_does_not_grow_with_the_model(folder: Path, target: str) -> None:
+def test_convert_memory_is_independent_of_model_size(folder: Path, target: str) -> None:
     sizes = {}
     for nbytes in (150 * MB, 300 * MB):
         source = folder / f"model-{nbytes}"
@@ -184,7 +184,7 @@ def test_sixteen_threads_stay_within_300_mb(folder: Path, work: str) -> None:
     assert int(done.stdout) * 1024 < 300 * MB
 
 
-def test_the_limit_is_real(folder: Path) -> None:
+def test_memory_limit_is_enforced(folder: Path) -> None:
     """The control: a program that reads a tensor whole does not live within it."""
     code = f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({LIMIT}, {LIMIT}));"
     done = subprocess.run(

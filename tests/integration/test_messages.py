@@ -17,5 +17,5 @@ from tests.integration import message_ranks
         message_ranks.not_formed,
     ],
 )
-def test_what_is_sent_arrives(function: object) -> None:
+def test_rank_messages_arrive_complete(function: object) -> None:
     run_on_ranks(function, [2, 3])  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from tests import effort
 from tests.benchmarks.build_ranks import ranks
 
 
-def test_tensors_of_sixteen_ranks(tmp_path: Path) -> None:
+def test_metadata_work_grows_linearly_with_tensors(tmp_path: Path) -> None:
     """Every item is checked."""
 
     def work(tensors: int) -> None:

@@ -143,7 +143,7 @@ FAST = [("SIGKILL", "dcp", "second file")]
     ("how", "to", "moment"),
     [pytest.param(*one, marks=() if one in FAST else pytest.mark.slow) for one in CASES],
 )
-def test_31_an_upload_that_ends_early(
+def test_interrupted_upload_leaves_no_checkpoint(
     how: str, to: str, moment: str, source: Path, server: Server, tmp_path: Path
 ) -> None:
     url = f"s3://bucket/{tmp_path.name}/step-5" + (".pt" if to == "torch" else "")
@@ -193,7 +193,9 @@ def test_31_an_upload_that_ends_early(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["cut", "SIGKILL"])
-def test_an_upload_goes_on(how: str, source: Path, server: Server, tmp_path: Path) -> None:
+def test_interrupted_upload_is_resumed(
+    how: str, source: Path, server: Server, tmp_path: Path
+) -> None:
     url = f"s3://bucket/{tmp_path.name}/step-5"
     now = Moment("index", ".metadata")
     server.reset()
@@ -215,7 +217,9 @@ def test_an_upload_goes_on(how: str, source: Path, server: Server, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_without_resume_an_upload_begins_anew(source: Path, server: Server, tmp_path: Path) -> None:
+def test_interrupted_upload_without_resume_starts_over(
+    source: Path, server: Server, tmp_path: Path
+) -> None:
     url = f"s3://bucket/{tmp_path.name}/step-5"
     now = Moment("index", ".metadata")
     server.reset()
@@ -229,7 +233,9 @@ def test_without_resume_an_upload_begins_anew(source: Path, server: Server, tmp_
 
 
 @pytest.mark.slow
-def test_replacing_that_ends_early(source: Path, server: Server, tmp_path: Path) -> None:
+def test_interrupted_overwrite_leaves_no_checkpoint(
+    source: Path, server: Server, tmp_path: Path
+) -> None:
     """The old one is gone, as the message says, and what lies there is nobody's checkpoint."""
     url = f"s3://bucket/{tmp_path.name}/step-5"
     old = tmp_path / "old"

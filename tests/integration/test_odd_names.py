@@ -22,7 +22,7 @@ def run(*arguments: str | Path) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("options", [(), ("--json",), ("--stats",), ("--markdown",)])
-def test_an_integer_of_thousands_of_digits(tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_huge_integer_is_inspected_and_converted(tmp_path: Path, options: tuple[str, ...]) -> None:
     torch.save({"w": torch.ones(2), "step": HUGE, "epoch": 3}, tmp_path / "a.pt")
     code, said = run("inspect", tmp_path / "a.pt", *options)
     assert code == 0 and "bug" not in said
@@ -31,7 +31,7 @@ def test_an_integer_of_thousands_of_digits(tmp_path: Path, options: tuple[str, .
     assert torch.load(out, weights_only=False)["step"] == HUGE
 
 
-def test_a_name_that_is_no_text(tmp_path: Path) -> None:
+def test_surrogate_tensor_name_is_refused_only_with_checksums(tmp_path: Path) -> None:
     name = "w\ud800"
     torch.save({name: torch.ones(2), "v": torch.ones(3)}, tmp_path / "a.pt")
     asked = ("--to", "dcp")
@@ -45,14 +45,14 @@ def test_a_name_that_is_no_text(tmp_path: Path) -> None:
     assert set(torch.load(tmp_path / "b.pt")) == {name, "v"}
 
 
-def test_a_file_name_that_is_no_text(tmp_path: Path) -> None:
+def test_undecodable_file_name_is_converted(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
     target = tmp_path / os.fsdecode(b"b\xff.pt")
     assert run("convert", tmp_path / "a.pt", target, "--to", "torch")[0] == 0
     assert torch.equal(torch.load(target)["w"], torch.ones(2))
 
 
-def test_links_that_lead_to_themselves(
+def test_symlink_loops_never_crash_and_convert_nothing(
     tiny_llama3_hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -77,7 +77,7 @@ def test_links_that_lead_to_themselves(
     assert not Path("out").exists()
 
 
-def test_a_copied_file_whose_name_is_no_text_is_named(tmp_path: Path) -> None:
+def test_undecodable_name_of_copied_file_is_reported(tmp_path: Path) -> None:
     source = tmp_path / "in"
     shutil.copytree(DATA / "tiny-llama3-hf", source)
     odd = os.fsdecode(b"notes\xff.txt")

@@ -55,7 +55,7 @@ def torchs(state: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, OutO
     return found
 
 
-def test_a_cast_that_makes_infinities_is_refused(tmp_path: Path) -> None:
+def test_cast_overflow_is_refused(tmp_path: Path) -> None:
     source, out = tmp_path / "source", tmp_path / "out"
     save_hf(source, weights(), {})
     with pytest.raises(RefusedError) as caught:
@@ -68,7 +68,7 @@ def test_a_cast_that_makes_infinities_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("target", ["hf", "dcp", "torch"])
 @pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz"])
-def test_counts_are_torchs(tmp_path: Path, dtype: str, target: str) -> None:
+def test_overflow_counts_match_torch(tmp_path: Path, dtype: str, target: str) -> None:
     state, source = weights(), tmp_path / "source"
     save_hf(source, state, {})
     done = ckptctl.convert(
@@ -78,7 +78,7 @@ def test_counts_are_torchs(tmp_path: Path, dtype: str, target: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp64", "bf16"])
-def test_what_the_source_had_is_no_loss(tmp_path: Path, dtype: str) -> None:
+def test_infinities_of_source_are_not_counted(tmp_path: Path, dtype: str) -> None:
     source, out = tmp_path / "source", tmp_path / "out"
     save_hf(source, weights(4), {})
     done = ckptctl.convert(source, out, to="hf", dtype=dtype)
@@ -86,7 +86,7 @@ def test_what_the_source_had_is_no_loss(tmp_path: Path, dtype: str) -> None:
     assert int(load_file(out / "model.safetensors")["b.weight"].isinf().sum()) == 2
 
 
-def test_float32_beyond_bfloat16(tmp_path: Path) -> None:
+def test_float32_beyond_bfloat16_range_is_refused(tmp_path: Path) -> None:
     source = tmp_path / "source"
     save_hf(source, {"a": torch.tensor([3.4e38, 1.0, -3.4e38, 3.38e38])}, {})
     with pytest.raises(RefusedError, match="became infinite"):
@@ -94,7 +94,7 @@ def test_float32_beyond_bfloat16(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scale", [NAN, INF])
-def test_a_scale_that_is_not_finite_is_refused(tmp_path: Path, scale: float) -> None:
+def test_non_finite_scale_is_refused(tmp_path: Path, scale: float) -> None:
     source = tmp_path / "source"
     weight = torch.randn(256, 200).to(torch.float8_e4m3fn)
     weight.view(torch.uint8)[0, 0] = weight.view(torch.uint8)[200, 0] = 0x7F  # NaN in both
@@ -124,9 +124,7 @@ def test_unscaled_float8_is_refused(tmp_path: Path) -> None:
     ckptctl.convert(source, tmp_path / "out", to="hf", dtype="f8e4m3")
 
 
-def test_what_an_earlier_run_counted_is_not_forgotten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resumed_run_keeps_overflow_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that is refused leaves its journal where ``--resume`` asked for it."""
     monkeypatch.setattr(
         ConversionOptions,
@@ -144,7 +142,7 @@ def test_what_an_earlier_run_counted_is_not_forgotten(
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_merge_that_overflows_is_refused(tmp_path: Path) -> None:
+def test_merge_overflow_is_refused(tmp_path: Path) -> None:
     """What the model has itself may stay; what the adapter makes of it may not."""
     state, config = tiny_llama("llama3", "float16")
     name = "model.layers.0.self_attn.q_proj"
@@ -163,7 +161,7 @@ def test_a_merge_that_overflows_is_refused(tmp_path: Path) -> None:
     assert done.out_of_range == {f"{name}.weight": OutOfRange(count)}
 
 
-def test_on_the_command_line(tmp_path: Path) -> None:
+def test_commands_refuse_and_report_overflow(tmp_path: Path) -> None:
     source, out = tmp_path / "source", tmp_path / "out"
     save_hf(source, weights(4), {})
 
@@ -188,7 +186,7 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     assert "elements became infinite, NaN or saturated: `b.weight`: 2 infinite" in shown.stderr
 
 
-def test_in_training(tmp_path: Path) -> None:
+def test_load_and_reader_refuse_overflow(tmp_path: Path) -> None:
     source, held = tmp_path / "source", weights(4)
     save_hf(source, held, {})
     state = {name: torch.zeros(value.shape, dtype=torch.float16) for name, value in held.items()}

@@ -22,7 +22,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_stock_torch_loads_the_lowest_ranks_under_the_plain_name(saved: Path) -> None:
+def test_stock_torch_loads_lowest_rank_under_plain_name(saved: Path) -> None:
     for folder in sorted(saved.iterdir()):
         world, seed = (int(number) for number in folder.name.split("-")[-2:])
         wanted = {"rng": torch.zeros(5056, dtype=torch.uint8), "scale": torch.tensor(0.0)}
@@ -34,7 +34,7 @@ def test_stock_torch_loads_the_lowest_ranks_under_the_plain_name(saved: Path) ->
         assert float(found["scale"]) == 0.5 + seed
 
 
-def test_what_ranks_have_alike_is_there_once(saved: Path) -> None:
+def test_tensors_equal_on_all_ranks_are_saved_once(saved: Path) -> None:
     found = ckptctl.inspect(saved / "save-4-2")
     apart = {one.name for one in found.tensors if one.name.startswith("rank_")}
     names = ("rng", "loader.position")
@@ -42,18 +42,18 @@ def test_what_ranks_have_alike_is_there_once(saved: Path) -> None:
     assert ckptctl.verify(saved / "save-4-2", level="full").verdict == "complete"
 
 
-def test_new_ranks_are_told(saved: Path) -> None:
+def test_new_ranks_load_lowest_rank_tensors_and_report(saved: Path) -> None:
     run_on_ranks(own_tensor_ranks.new_ranks_are_told, [4], saved / "save-2-0")
 
 
-def test_another_format_has_them_all(saved: Path, tmp_path: Path) -> None:
+def test_torch_output_contains_tensors_of_every_rank(saved: Path, tmp_path: Path) -> None:
     ckptctl.convert(saved / "save-2-0", tmp_path / "one.pt", to="torch", only="all")
     found = torch.load(tmp_path / "one.pt", weights_only=True)
     assert torch.equal(found["rng"], state_of(0, 1)["rng"])
     assert torch.equal(found["rank_1"]["rng"], state_of(1, 1)["rng"])
 
 
-def test_a_name_that_is_taken_is_refused() -> None:
+def test_rank_prefixed_name_collision_is_refused() -> None:
     from ckptctl.save_load.saving.global_plan import make_global_plan
     from ckptctl.save_load.saving.local_shards import (
         LocalChunk,

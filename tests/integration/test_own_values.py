@@ -61,7 +61,7 @@ def expected() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("form", ["dcp", "files"])
-def test_both_forms_keep_what_differs_and_nothing_else(
+def test_dcp_and_rank_files_keep_only_differing_values(
     saved: Path, tmp_path: Path, form: str
 ) -> None:
     ckptctl.convert(saved / form, tmp_path / "out.pt", to="torch", only="all")
@@ -73,7 +73,7 @@ def test_both_forms_keep_what_differs_and_nothing_else(
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_stock_torch_finds_them_under_either_name(saved: Path, tmp_path: Path) -> None:
+def test_stock_torch_loads_plain_and_rank_prefixed_values(saved: Path, tmp_path: Path) -> None:
     from torch.distributed.checkpoint.state_dict_loader import load
 
     source = Path(shutil.copytree(saved / "dcp", tmp_path / "copy"))
@@ -91,7 +91,7 @@ def test_stock_torch_finds_them_under_either_name(saved: Path, tmp_path: Path) -
     assert state["rank_2"] == {"who": 2, "long": own(2)["long"]}
 
 
-def test_a_data_file_is_needed_for_its_values_too(saved: Path, tmp_path: Path) -> None:
+def test_missing_rank_data_file_is_damage(saved: Path, tmp_path: Path) -> None:
     source = Path(shutil.copytree(saved / "dcp", tmp_path / "copy"))
     (source / "__1_0.distcp").unlink()
     with pytest.raises(DamagedError) as caught:

@@ -39,7 +39,7 @@ def wheel() -> zipfile.ZipFile:
 
 
 @built
-def test_two_builds_are_the_same() -> None:
+def test_two_builds_are_identical() -> None:
     def digests(folder: Path) -> dict[str, str]:
         files = folder.iterdir()
         return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
@@ -51,7 +51,7 @@ def test_two_builds_are_the_same() -> None:
 
 
 @built
-def test_the_sdist_is_what_git_tracks() -> None:
+def test_sdist_contains_tracked_files() -> None:
     (found,) = (BUILT / "dist").glob("*.tar.gz")
     with tarfile.open(found) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -62,7 +62,7 @@ def test_the_sdist_is_what_git_tracks() -> None:
 
 
 @built
-def test_what_the_wheel_says() -> None:
+def test_wheel_metadata_does_not_require_torch() -> None:
     with wheel() as archive:
         names = archive.namelist()
         (metadata,) = (name for name in names if name.endswith("/METADATA"))
@@ -76,7 +76,7 @@ def test_what_the_wheel_says() -> None:
 
 
 @built
-def test_what_the_container_is_built_with(tmp_path: Path) -> None:
+def test_container_build_steps_install_working_program(tmp_path: Path) -> None:
     """What it copies is enough for what it runs, which is run here, in another place."""
     text = CONTAINER.read_text().replace("\\\n", "")
     for line in re.findall(r"^COPY ([^-].*)$", text, re.M):
@@ -99,7 +99,7 @@ def test_what_the_container_is_built_with(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_container_runs_the_program_without_rights() -> None:
+def test_container_runs_as_non_root_user() -> None:
     *_, last = re.split(r"^FROM .*$", CONTAINER.read_text(), flags=re.M)
     assert re.search(r"^USER [1-9]\d*:[1-9]\d*$", last, re.M)
     assert last.rstrip().endswith('ENTRYPOINT ["ckptctl"]')
@@ -108,7 +108,7 @@ def test_the_container_runs_the_program_without_rights() -> None:
     assert f"Programming Language :: Python :: 3.{named.pop()}" in PROJECT["classifiers"]
 
 
-def test_the_pythons_that_are_named_are_those_that_are_tested() -> None:
+def test_classified_python_versions_are_tested() -> None:
     start = "Programming Language :: Python :: 3."
     named = [text.removeprefix(start) for text in PROJECT["classifiers"] if text.startswith(start)]
     tested = re.search(r"^PYTHONS = \[(.*)\]$", (CHECKOUT / "noxfile.py").read_text(), re.M)
@@ -118,7 +118,7 @@ def test_the_pythons_that_are_named_are_those_that_are_tested() -> None:
     assert PROJECT["requires-python"] == f">=3.{named[0]}"
 
 
-def test_torch_is_an_extra_that_others_include() -> None:
+def test_torch_is_an_extra_included_by_others() -> None:
     extras = PROJECT["optional-dependencies"]
     assert not any(text.startswith("torch") for text in PROJECT["dependencies"])
     for name in ("test", "lightning", "torchtitan", "torchtune", "transformers"):

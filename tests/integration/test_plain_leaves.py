@@ -79,7 +79,7 @@ def drawn(of_torch: torch.Generator, of_numpy: np.random.Generator) -> list[obje
 
 @ways
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_random_numbers_go_on(tmp_path: Path, saved: str, loaded: str) -> None:
+def test_rng_states_roundtrip_and_continue(tmp_path: Path, saved: str, loaded: str) -> None:
     own = seed(1)
     SAVES[saved]({"rng": states(*own)}, tmp_path / "a")
     expected = drawn(*own)
@@ -113,7 +113,9 @@ LEAVES = {
 @ways
 @pytest.mark.parametrize("name", LEAVES)
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_texts_times_and_paths(tmp_path: Path, saved: str, loaded: str, name: str) -> None:
+def test_strings_times_and_paths_roundtrip(
+    tmp_path: Path, saved: str, loaded: str, name: str
+) -> None:
     SAVES[saved]({"x": {name: LEAVES[name]}}, tmp_path / "a")
     target: dict[str, Any] = {"x": {name: ["", 0, 0] if name == "paths" else None}}
     LOADS[loaded](target, tmp_path / "a")
@@ -157,7 +159,7 @@ UNKNOWN: dict[str, Any] = {
 UNKNOWN["attributed"][0].note = "x"
 
 
-def test_what_cannot_be_read_again_is_refused_each_named(tmp_path: Path) -> None:
+def test_unreadable_leaves_are_refused_by_name(tmp_path: Path) -> None:
     state = {"w": torch.ones(2), "x": {**UNKNOWN, "day": datetime.date(2024, 2, 3)}}
     with pytest.raises(RefusedError, match="9 values cannot be saved") as found:
         save(state, tmp_path / "a", sync=False)
@@ -174,7 +176,7 @@ def test_what_cannot_be_read_again_is_refused_each_named(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["enum", "dataclass", "structured", "text"])
-def test_with_trust_they_are_saved_and_loaded(tmp_path: Path, name: str) -> None:
+def test_trusted_leaves_are_saved_and_loaded(tmp_path: Path, name: str) -> None:
     save({"x": {"leaf": UNKNOWN[name], "n": 1}}, tmp_path / "a", sync=False, trusted=True)
     target: dict[str, Any] = {"x": {"leaf": "mine", "n": 0}}
     with pytest.raises(UnsafePickleError, match=r"`x\.leaf`") as found:
@@ -192,7 +194,7 @@ def unknown_beside_known(path: Path) -> dict[str, Any]:
     return {"w": torch.zeros(2), "x": {"a": "mine", "b": None, "n": 0}}
 
 
-def test_all_that_need_trust_are_named_at_once(tmp_path: Path) -> None:
+def test_untrusted_leaves_are_all_named(tmp_path: Path) -> None:
     target = unknown_beside_known(tmp_path / "a")
     with pytest.raises(UnsafePickleError, match=r"2 values .*`x\.a`, `x\.b`"):
         load(target, tmp_path / "a")
@@ -221,7 +223,7 @@ def by_planner(target: dict[str, Any], path: Path) -> LoadReport:
 
 @pytest.mark.parametrize("way", [by_load, by_planner])
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_without_strict_the_rest_is_loaded(
+def test_load_without_strict_skips_untrusted_leaves(
     tmp_path: Path, way: Callable[..., LoadReport], warnings: list[str]
 ) -> None:
     target = unknown_beside_known(tmp_path / "a")
@@ -235,7 +237,7 @@ def test_without_strict_the_rest_is_loaded(
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_the_reader_leaves_them_to_a_planner_that_is_not_strict(tmp_path: Path) -> None:
+def test_reader_skips_untrusted_leaves_with_lenient_planner(tmp_path: Path) -> None:
     target = unknown_beside_known(tmp_path / "a")
     planner, reader = LoadPlanner(strict=False), Reader(tmp_path / "a")
     stock_load(target, storage_reader=reader, planner=planner, no_dist=True)
@@ -245,7 +247,7 @@ def test_the_reader_leaves_them_to_a_planner_that_is_not_strict(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_what_schedulers_say_of_themselves_is_read_again(tmp_path: Path, scheduler: str) -> None:
+def test_scheduler_states_roundtrip(tmp_path: Path, scheduler: str) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
     own, other = SCHEDULERS[scheduler](optimizer), SCHEDULERS[scheduler](optimizer)
     optimizer.step()
@@ -273,7 +275,7 @@ class _Pointer:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_bytes_of_a_file_do_not_become_pointers(tmp_path: Path) -> None:
+def test_pickled_pointers_are_refused(tmp_path: Path) -> None:
     stock_save({"x": {"leaf": _Pointer(), "n": 1}}, checkpoint_id=tmp_path / "a", no_dist=True)
     target: dict[str, Any] = {"x": {"leaf": None, "n": 0}}
     with pytest.raises(UnsafePickleError, match="leaf"):
@@ -283,7 +285,7 @@ def test_bytes_of_a_file_do_not_become_pointers(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_generator_cannot_read_outside_of_its_state(tmp_path: Path) -> None:
+def test_generator_state_with_invalid_position_is_refused(tmp_path: Path) -> None:
     state = np.random.MT19937(1).state
     state["state"]["pos"] = 10**9
     stock_save({"rng": state, "n": 1}, checkpoint_id=tmp_path / "a", no_dist=True)
@@ -299,7 +301,7 @@ def test_a_generator_cannot_read_outside_of_its_state(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @ways
-def test_which_of_two_equal_times_is_meant(tmp_path: Path, saved: str, loaded: str) -> None:
+def test_datetime_fold_roundtrips(tmp_path: Path, saved: str, loaded: str) -> None:
     if saved == "stock":
         return  # protocol 2, which stock torch writes, has no place for it
     zone = datetime.timezone(datetime.timedelta(hours=1))
@@ -316,7 +318,7 @@ def test_which_of_two_equal_times_is_meant(tmp_path: Path, saved: str, loaded: s
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_the_reader_keeps_it_too(tmp_path: Path) -> None:
+def test_reader_keeps_datetime_fold(tmp_path: Path) -> None:
     time = datetime.datetime(2026, 10, 25, 2, 30, fold=1)
     save({"at": time}, tmp_path / "a", sync=False)
     state = {"at": time.replace(fold=0)}
@@ -334,7 +336,7 @@ def cycles() -> list[Any]:
 
 
 @pytest.mark.parametrize("value", cycles(), ids=["list", "dict", "list of tensors"])
-def test_what_contains_itself_is_refused(tmp_path: Path, value: Any) -> None:
+def test_self_containing_state_is_refused(tmp_path: Path, value: Any) -> None:
     with pytest.raises(UsageError, match="contains itself") as caught:
         save({"w": torch.ones(1), "odd": value}, tmp_path / "a", sync=False)
     assert caught.value.where == "`odd`"

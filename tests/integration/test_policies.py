@@ -81,9 +81,7 @@ def fail(manager: CheckpointManager, step: int) -> None:
         assert "cannot write" in str(future.exception())
 
 
-def test_a_save_that_failed_does_not_keep_the_next_from_being_saved(
-    tmp_path: Path, log: io.StringIO
-) -> None:
+def test_save_after_failed_saves_succeeds(tmp_path: Path, log: io.StringIO) -> None:
     with CheckpointManager(tmp_path / "run", sync=False) as manager:
         fail(manager, 1)
         fail(manager, 2)
@@ -92,7 +90,7 @@ def test_a_save_that_failed_does_not_keep_the_next_from_being_saved(
     assert log.getvalue().count("was not saved: cannot write") == 2
 
 
-def test_too_many_failures_are_raised_when_the_next_save_has_begun(tmp_path: Path) -> None:
+def test_max_failures_exceeded_raises_after_starting_save(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path / "run", max_failures=1, sync=False) as manager:
         fail(manager, 1)
         save_steps(manager, 2)
@@ -105,7 +103,7 @@ def test_too_many_failures_are_raised_when_the_next_save_has_begun(tmp_path: Pat
 
 
 @pytest.mark.parametrize("async_", [True, False])
-def test_a_step_is_saved_once(tmp_path: Path, async_: bool) -> None:
+def test_saving_same_step_again_updates_metrics_only(tmp_path: Path, async_: bool) -> None:
     with CheckpointManager(tmp_path / "run", async_=async_, sync=False) as manager:
         manager.save(1, plain(1), {"loss": 1.0})
         again = manager.save(1, plain(9), {"acc": 0.5})
@@ -124,14 +122,14 @@ def test_a_step_is_saved_once(tmp_path: Path, async_: bool) -> None:
     assert names(tmp_path / "run") == ["step-1", "step-2"]
 
 
-def test_a_step_that_failed_is_saved_again(tmp_path: Path) -> None:
+def test_failed_step_can_be_saved_again(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path / "run", sync=False) as manager:
         fail(manager, 1)
         save_steps(manager, 1)
     assert names(tmp_path / "run") == ["step-1"]
 
 
-def test_a_checkpoint_of_that_step_that_is_not_the_run_s(tmp_path: Path, log: io.StringIO) -> None:
+def test_existing_step_is_replaced_only_if_incomplete(tmp_path: Path, log: io.StringIO) -> None:
     """Complete: refused when it is asked for; torn: replaced; unknown: refused."""
     root = tmp_path / "run"
     with CheckpointManager(root, sync=False) as manager:
@@ -153,7 +151,7 @@ def test_a_checkpoint_of_that_step_that_is_not_the_run_s(tmp_path: Path, log: io
 
 
 @pytest.mark.parametrize(("keep", "most"), [(1, 2), (2, 2), (3, 3)])
-def test_room_is_made_before_a_save(
+def test_make_room_before_limits_checkpoints_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: int, most: int
 ) -> None:
     """On a disk that holds so many; what is gone on from may go once a newer one is there."""
@@ -188,7 +186,7 @@ def left_over(root: Path, name: str, *files: str, seconds: float = 100.0) -> Pat
 
 
 @pytest.mark.parametrize("async_", [True, False])
-def test_what_killed_saves_left_is_removed_by_the_next(tmp_path: Path, async_: bool) -> None:
+def test_next_save_removes_only_stale_staging(tmp_path: Path, async_: bool) -> None:
     """Ours, of this run's names, untouched for a minute and with no process at it; or it stays."""
     root = tmp_path / "run"
     left_over(root, "step-5")
@@ -217,7 +215,7 @@ def test_what_killed_saves_left_is_removed_by_the_next(tmp_path: Path, async_: b
     assert set(root.iterdir()) == there
 
 
-def test_steps_without_a_state(tmp_path: Path) -> None:
+def test_step_listing_and_delete_need_no_state(tmp_path: Path) -> None:
     root = tmp_path / "run"
     with CheckpointManager(root, sync=False) as manager:
         assert (manager.latest_step(), manager.all_steps()) == (None, [])
@@ -242,7 +240,7 @@ def test_steps_without_a_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [np.int64, np.uint8, torch.tensor])
-def test_steps_of_other_libraries(tmp_path: Path, kind: Any) -> None:
+def test_integer_like_steps_are_accepted(tmp_path: Path, kind: Any) -> None:
     root = tmp_path / "run"
     with CheckpointManager(root, save_every=kind(2), sync=False) as manager:
         assert manager.should_save(kind(2))
@@ -258,7 +256,7 @@ def test_steps_of_other_libraries(tmp_path: Path, kind: Any) -> None:
     assert names(root) == ["step-2"]
 
 
-def test_a_damaged_newest_is_passed_over(tmp_path: Path, log: io.StringIO) -> None:
+def test_load_latest_falls_back_from_damaged_checkpoints(tmp_path: Path, log: io.StringIO) -> None:
     """Twice; what is loaded is all of the older one, and the damaged names are free again."""
     root = tmp_path / "run"
     with CheckpointManager(root, sync=False) as manager:
@@ -283,7 +281,7 @@ def test_a_damaged_newest_is_passed_over(tmp_path: Path, log: io.StringIO) -> No
     assert log.getvalue().count("is damaged: storage `0` is missing") == 2
 
 
-def test_a_newest_that_was_never_written_is_not_complete(tmp_path: Path) -> None:
+def test_zero_filled_newest_is_skipped(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path / "run", sync=False) as manager:
         save_steps(manager, 1, 2)
         for file in (tmp_path / "run" / "step-2").glob("*.distcp"):
@@ -294,7 +292,7 @@ def test_a_newest_that_was_never_written_is_not_complete(tmp_path: Path) -> None
         assert "not completely written" in resumed.skipped["step-2"]
 
 
-def test_where_all_are_damaged_nothing_is_loaded(tmp_path: Path) -> None:
+def test_load_latest_with_only_damaged_checkpoints_is_an_error(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path / "run", sync=False) as manager:
         save_steps(manager, 1, 2)
         for step in (1, 2):
@@ -303,7 +301,7 @@ def test_where_all_are_damaged_nothing_is_loaded(tmp_path: Path) -> None:
             manager.load_latest(plain())
 
 
-def test_elements_of_a_damaged_checkpoint_do_not_stay(tmp_path: Path) -> None:
+def test_fallback_never_keeps_elements_of_damaged_checkpoint(tmp_path: Path) -> None:
     """By checksums, once tensors were filled; a name that the older one lacks is an error."""
     root = tmp_path / "run"
     with CheckpointManager(root, sync=False) as manager:
@@ -324,7 +322,9 @@ def test_elements_of_a_damaged_checkpoint_do_not_stay(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [UnsupportedError, MappingError, StorageError, KeyboardInterrupt])
-def test_what_is_no_damage_is_raised(tmp_path: Path, error: type[BaseException]) -> None:
+def test_load_latest_raises_errors_other_than_damage(
+    tmp_path: Path, error: type[BaseException]
+) -> None:
     def fails(*_: object, **__: object) -> None:
         raise error("no")
 
@@ -340,7 +340,7 @@ def test_what_is_no_damage_is_raised(tmp_path: Path, error: type[BaseException])
 
 
 @pytest.mark.slow
-def test_ranks_fall_back_together(tmp_path: Path) -> None:
+def test_ranks_fall_back_to_same_checkpoint(tmp_path: Path) -> None:
     run_on_ranks(fall_back, (2,), tmp_path)
 
 
@@ -350,11 +350,11 @@ def test_ranks_agree_when_to_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_failures_on_ranks(tmp_path: Path) -> None:
+def test_failed_save_on_ranks_does_not_stop_run(tmp_path: Path) -> None:
     run_on_ranks(fail_and_go_on, (2,), tmp_path / "run")
 
 
-def test_a_final_save_after_one_that_failed(tmp_path: Path) -> None:
+def test_final_save_succeeds_after_failed_save(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path / "run", final_format="dcp", sync=False) as manager:
         fail(manager, 1)
         manager.save_final({"model": plain()}, tmp_path / "out")
@@ -371,12 +371,12 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-def test_a_disk_that_holds_as_many_as_are_kept(disk: Path) -> None:
+def test_run_fits_disk_sized_for_kept_checkpoints(disk: Path) -> None:
     run_on_ranks(on_a_small_disk, (2,), disk / "run")
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_in_a_save(tmp_path: Path) -> None:
+def test_run_killed_during_save_resumes(tmp_path: Path) -> None:
     with pytest.raises(RankFailure):
         run_on_ranks(killed_in_a_save, (2,), tmp_path / "run")
     run_on_ranks(after_a_kill, (2,), tmp_path / "run")

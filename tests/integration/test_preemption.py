@@ -28,12 +28,12 @@ Losses = dict[tuple[int, int], str]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("background", [True, False])
-def test_all_ranks_hear_of_it_in_the_same_call(tmp_path: Path, background: bool) -> None:
+def test_preemption_is_seen_by_all_ranks_in_same_call(tmp_path: Path, background: bool) -> None:
     run_on_ranks(told, (1, 2, 3), tmp_path, background)
 
 
 @pytest.mark.slow
-def test_past_the_deadline_every_rank_says_so(tmp_path: Path) -> None:
+def test_missed_deadline_is_raised_on_every_rank(tmp_path: Path) -> None:
     run_on_ranks(too_late, (1, 2), tmp_path)
 
 
@@ -117,7 +117,9 @@ def killed(train: Path, at: str, everybody: bool) -> Losses:
 @pytest.mark.parametrize(
     ("mode", "everybody"), [("thread", True), ("process", True), ("thread", False)]
 )
-def test_nothing_is_lost(tmp_path: Path, expected: Losses, mode: str, everybody: bool) -> None:
+def test_preempted_run_resumes_without_losing_steps(
+    tmp_path: Path, expected: Losses, mode: str, everybody: bool
+) -> None:
     """SIGTERM, to all or to the launcher, then SIGKILL: the loss goes on bit for bit."""
     train = script(tmp_path, mode)
     before = killed(train, "rank 0 step 23 ", everybody)

@@ -100,11 +100,13 @@ QUICK = [
 
 
 @pytest.mark.parametrize(("name", "layout"), QUICK)
-def test_other_layouts(tmp_path: Path, name: str, layout: str) -> None:
+def test_quantize_from_other_layouts_matches_hf_source(
+    tmp_path: Path, name: str, layout: str
+) -> None:
     agree(tmp_path, name, there_and_back(tmp_path, name, layout))
 
 
-def test_fused_parts_of_different_dtypes_are_cast_before(tmp_path: Path) -> None:
+def test_fused_parts_are_cast_before_quantizing(tmp_path: Path) -> None:
     start = save_golden("phi3", tmp_path / "start")
     options: dict[str, Any] = {"model_type": "phi3", "assets": start, "to": "hf"}
     ckptctl.convert(start, tmp_path / "other", to_layout="torchtune", **options)
@@ -131,7 +133,9 @@ def pieces_agree(plan: Plan, key: str, wanted: torch.Tensor, files: SourceFiles)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_parts_of_quantized_tensors(tmp_path: Path, source: Path, scheme: str) -> None:
+def test_pieces_of_quantized_tensors_match_full_output(
+    tmp_path: Path, source: Path, scheme: str
+) -> None:
     whole = quantized(source, tmp_path / "whole", scheme)
     options = ConversionOptions(to="hf", quantize=scheme)
     plan = plan_conversion(source, tmp_path / "out", options).plan
@@ -142,7 +146,9 @@ def test_parts_of_quantized_tensors(tmp_path: Path, source: Path, scheme: str) -
 
 
 @pytest.mark.parametrize(("name", "layout"), QUICK)
-def test_parts_of_plain_tensors(tmp_path: Path, name: str, layout: str) -> None:
+def test_pieces_of_rearranged_tensors_match_full_output(
+    tmp_path: Path, name: str, layout: str
+) -> None:
     start = there_and_back(tmp_path, name, layout)
     plain, read_of = read(tmp_path / "back"), 0
     options: dict[str, Any] = {"model_type": family_of(name), "to": "hf"}
@@ -160,7 +166,7 @@ def test_parts_of_plain_tensors(tmp_path: Path, name: str, layout: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", names())
-def test_all_layouts_of_all_families(tmp_path: Path, name: str) -> None:
+def test_quantize_from_every_layout_matches_hf_source(tmp_path: Path, name: str) -> None:
     family = families.family(family_of(name))
     for number, layout in enumerate(family.layouts):
         folder = tmp_path / str(number)
@@ -175,7 +181,7 @@ def test_all_layouts_of_all_families(tmp_path: Path, name: str) -> None:
 # ------------------------------------------------------------------------- with all that there is
 
 
-def test_a_cast_comes_first(tmp_path: Path, source: Path) -> None:
+def test_cast_is_applied_before_quantizing(tmp_path: Path, source: Path) -> None:
     ckptctl.convert(source, tmp_path / "cast", to="hf", dtype="fp16")
     wanted = quantized(tmp_path / "cast", tmp_path / "wanted")
     assert digest(quantized(source, tmp_path / "found", dtype="fp16")) == digest(wanted)
@@ -184,7 +190,7 @@ def test_a_cast_comes_first(tmp_path: Path, source: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["fp8-channel", "nvfp4"])
-def test_dequantized_and_quantized_in_one_run(tmp_path: Path, source: Path, scheme: str) -> None:
+def test_requantize_in_one_run_matches_two_runs(tmp_path: Path, source: Path, scheme: str) -> None:
     quantized(source, tmp_path / "blocks", "fp8-block")
     ckptctl.convert(tmp_path / "blocks", tmp_path / "plain", to="hf", dequantize="bf16")
     wanted = quantized(tmp_path / "plain", tmp_path / "wanted", scheme)
@@ -194,7 +200,7 @@ def test_dequantized_and_quantized_in_one_run(tmp_path: Path, source: Path, sche
         quantized(tmp_path / "blocks", tmp_path / "refused", scheme)
 
 
-def test_back_to_plain_is_near(tmp_path: Path, source: Path) -> None:
+def test_reported_rounding_matches_dequantized_weights(tmp_path: Path, source: Path) -> None:
     plain, _ = llama(ragged=True, dtype=torch.bfloat16)
     options = ConversionOptions(to="hf", quantize="fp8-block")
     result = run_conversion(plan_conversion(source, tmp_path / "blocks", options))
@@ -213,7 +219,9 @@ def test_back_to_plain_is_near(tmp_path: Path, source: Path) -> None:
 
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_bit_for_bit(tmp_path: Path, scheme: str, ragged: bool) -> None:
+def test_quantize_matches_reference_tools_bit_for_bit(
+    tmp_path: Path, scheme: str, ragged: bool
+) -> None:
     """What llm-compressor and transformers make of the same weights."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         name = str(dtype).removeprefix("torch.")
@@ -223,14 +231,16 @@ def test_bit_for_bit(tmp_path: Path, scheme: str, ragged: bool) -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_pieces_make_the_whole(tmp_path: Path, source: Path, scheme: str) -> None:
+def test_quantize_output_is_independent_of_jobs_and_memory(
+    tmp_path: Path, source: Path, scheme: str
+) -> None:
     """Many threads with small buffers write what one writes, and what an earlier run left."""
     found = quantized(source, tmp_path / "found", scheme, jobs=4, memory="1MiB")
     wanted = quantized(source, tmp_path / "wanted", scheme, jobs=1, verify=True)
     assert digest(found) == digest(wanted)
 
 
-def test_an_interrupted_run_goes_on(
+def test_interrupted_quantize_resumes_to_same_result(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, calls = Worker.execute_unit, list[Any]()
@@ -260,7 +270,7 @@ def test_an_interrupted_run_goes_on(
 
 
 @pytest.mark.slow
-def test_ranks_say_together_how_far_it_is_off(tmp_path: Path, source: Path) -> None:
+def test_ranks_report_rounding_of_all_tensors(tmp_path: Path, source: Path) -> None:
     said = []
     for ranks in (1, 2):
         arguments = ["-m", "ckptctl", "convert", str(source), str(tmp_path / str(ranks))]
@@ -269,7 +279,7 @@ def test_ranks_say_together_how_far_it_is_off(tmp_path: Path, source: Path) -> N
     assert said[0] == said[1] and digest(read(tmp_path / "1")) == digest(read(tmp_path / "2"))
 
 
-def test_a_merged_model(tmp_path: Path) -> None:
+def test_merge_with_quantize_matches_quantizing_merged_model(tmp_path: Path) -> None:
     state, config = tiny_llama()
     base = tmp_path / "base"
     save_hf(base, state, config)
@@ -280,7 +290,7 @@ def test_a_merged_model(tmp_path: Path) -> None:
     assert digest(read(tmp_path / "found")) == digest(wanted)
 
 
-def test_a_plan_says_what_it_will_do(tmp_path: Path, source: Path) -> None:
+def test_quantize_plan_matches_output_and_config(tmp_path: Path, source: Path) -> None:
     options = ConversionOptions(to="hf", quantize="mxfp4", quantize_not=("*layers.0*",))
     plan = plan_conversion(source, tmp_path / "out", options)
     assert len(plan.quantized) == 7 and "model.layers.1.mlp.up_proj.weight" in plan.quantized
@@ -295,14 +305,14 @@ def test_a_plan_says_what_it_will_do(tmp_path: Path, source: Path) -> None:
     assert not any(name.startswith("model.layers.1") for name in ignored)
 
 
-def test_a_head_if_asked(tmp_path: Path, source: Path) -> None:
+def test_quantize_also_quantizes_lm_head(tmp_path: Path, source: Path) -> None:
     found = quantized(source, tmp_path / "out", quantize_also=["lm_head.*"])
     assert found["lm_head.weight"].dtype == torch.float8_e4m3fn
     assert stated(tmp_path / "out")["ignore"] == ["model.embed_tokens"]
 
 
 @pytest.mark.parametrize("scheme", ["fp8-block", "nvfp4"])
-def test_a_head_that_is_the_embeddings_stays_as_they_do(tmp_path: Path, scheme: str) -> None:
+def test_tied_lm_head_is_not_quantized(tmp_path: Path, scheme: str) -> None:
     state, config = llama(ragged=False, dtype=torch.bfloat16)
     del state["lm_head.weight"]
     source = save_hf(tmp_path / "tied", state, {**config, "tie_word_embeddings": True})
@@ -313,7 +323,7 @@ def test_a_head_that_is_the_embeddings_stays_as_they_do(tmp_path: Path, scheme: 
     )
 
 
-def test_one_global_scale_for_what_is_fused(tmp_path: Path, source: Path) -> None:
+def test_fused_projections_share_nvfp4_global_scale(tmp_path: Path, source: Path) -> None:
     found = quantized(source, tmp_path / "out", "nvfp4")
     state, _ = llama(ragged=True, dtype=torch.bfloat16)
     for group in (
@@ -332,7 +342,7 @@ def test_one_global_scale_for_what_is_fused(tmp_path: Path, source: Path) -> Non
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_what_no_scale_fits(tmp_path: Path, scheme: str, value: float) -> None:
+def test_quantizing_nan_or_infinity_is_refused(tmp_path: Path, scheme: str, value: float) -> None:
     state, config = llama(ragged=True, dtype=torch.float32)
     state["model.layers.1.mlp.down_proj.weight"][130, 7] = value
     save_hf(tmp_path / "source", state, config)
@@ -361,20 +371,20 @@ def test_what_no_scale_fits(tmp_path: Path, scheme: str, value: float) -> None:
         ({"allow_missing": True}, "needs a complete source"),
     ],
 )
-def test_what_has_no_meaning(
+def test_invalid_quantize_options_are_usage_errors(
     tmp_path: Path, source: Path, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):
         ckptctl.convert(source, tmp_path / "out", **{"to": "hf", "quantize": CHANNEL, **options})
 
 
-def test_a_model_that_nobody_knows(tmp_path: Path) -> None:
+def test_quantizing_unknown_model_type_is_an_error(tmp_path: Path) -> None:
     save_hf(tmp_path / "source", {"a.weight": torch.ones(32, 32)}, {"model_type": "strange"})
     with pytest.raises(MappingError, match="unknown model type"):
         quantized(tmp_path / "source", tmp_path / "out")
 
 
-def test_columns_that_make_no_groups(tmp_path: Path) -> None:
+def test_columns_not_divisible_by_group_size_are_refused(tmp_path: Path) -> None:
     state, config = llama(ragged=True, dtype=torch.bfloat16)
     for name in [name for name in state if "down_proj" in name]:
         state[name] = state[name][:, :344].contiguous()
@@ -387,7 +397,7 @@ def test_columns_that_make_no_groups(tmp_path: Path) -> None:
     quantized(tmp_path / "source", tmp_path / "out", "mxfp8", quantize_not="*.mlp.down_proj.*")
 
 
-def test_stacked_experts(tmp_path: Path) -> None:
+def test_stacked_experts_are_refused_with_layout_hint(tmp_path: Path) -> None:
     source = save_golden("mixtral", tmp_path / "source")
     with pytest.raises(MappingError, match="stacked experts") as caught:
         quantized(source, tmp_path / "out", to_layout="hf-v5")
@@ -398,7 +408,7 @@ def test_stacked_experts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["fp8-block", CHANNEL])
-def test_stacked_experts_that_stay_are_said_to(tmp_path: Path, scheme: str) -> None:
+def test_unquantized_stacked_experts_are_reported(tmp_path: Path, scheme: str) -> None:
     source, out = save_golden("mixtral", tmp_path / "source"), tmp_path / "out"
     result = ckptctl.convert(
         source, out, to="hf", to_layout="hf-v5", quantize=scheme, quantize_not="*.experts.*"
@@ -414,7 +424,7 @@ def test_stacked_experts_that_stay_are_said_to(tmp_path: Path, scheme: str) -> N
     assert {name.rpartition(".")[0] for name in stay} <= set(ignored)
 
 
-def test_without_config_json(tmp_path: Path, source: Path) -> None:
+def test_quantize_without_config_json_is_an_error(tmp_path: Path, source: Path) -> None:
     (source / "config.json").unlink()
     with pytest.raises(MappingError, match=r"requires config\.json"):
         quantized(source, tmp_path / "out", model_type="llama2")

@@ -64,7 +64,7 @@ def same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("width", [128, 384])
-def test_stacks_have_the_bits_of_their_experts(tmp_path: Path, width: int) -> None:
+def test_quantized_stacks_match_per_expert_quantization(tmp_path: Path, width: int) -> None:
     source = sparse(tmp_path / "source", width)
     apart = quantized(source, tmp_path / "apart", BLOCKS)
     found = quantized(source, tmp_path / "stacks", BLOCKS, to_layout="hf-v5")
@@ -83,7 +83,7 @@ def test_stacks_have_the_bits_of_their_experts(tmp_path: Path, width: int) -> No
     assert set(ignored) == {"model.embed_tokens", "lm_head", f"{MLP}.gate"}
 
 
-def test_quantizing_stacks_that_are_there(tmp_path: Path) -> None:
+def test_quantizing_stacked_source_matches_per_expert_source(tmp_path: Path) -> None:
     source = sparse(tmp_path / "source")
     ckptctl.convert(source, tmp_path / "v5", to="hf", to_layout="hf-v5")
     found = quantized(tmp_path / "v5", tmp_path / "found", BLOCKS, to_layout="hf-v5")
@@ -93,7 +93,7 @@ def test_quantizing_stacks_that_are_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["hf", "hf-v5"])
-def test_made_plain_again(tmp_path: Path, layout: str) -> None:
+def test_dequantized_stacks_match_dequantized_experts(tmp_path: Path, layout: str) -> None:
     source = sparse(tmp_path / "source")
     options: dict[str, Any] = {"to": "hf", "to_layout": layout, "dequantize": "bf16"}
     quantized(source, tmp_path / "apart", BLOCKS)
@@ -108,7 +108,7 @@ def test_made_plain_again(tmp_path: Path, layout: str) -> None:
     assert "quantization_config" not in config
 
 
-def test_what_reads_it_is_said(tmp_path: Path) -> None:
+def test_quantizing_stacks_notes_reader_limitation(tmp_path: Path) -> None:
     source = sparse(tmp_path / "source")
     result = ckptctl.convert(source, tmp_path / "out", to="hf", to_layout="hf-v5", quantize=BLOCKS)
     (note,) = (one for one in result.all_notes if "ignores their scales" in one)
@@ -117,7 +117,7 @@ def test_what_reads_it_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", [BLOCKS, "fp8-channel"])
-def test_without_a_defined_form(tmp_path: Path, scheme: str) -> None:
+def test_stacks_without_defined_scheme_are_refused(tmp_path: Path, scheme: str) -> None:
     source = sparse(tmp_path / "source", width=64)
     with pytest.raises(MappingError, match="stacked experts") as caught:
         quantized(source, tmp_path / "out", scheme, to_layout="hf-v5")
@@ -131,7 +131,7 @@ def test_without_a_defined_form(tmp_path: Path, scheme: str) -> None:
     assert found[STACKS[0]].dtype == torch.bfloat16
 
 
-def test_stacks_of_one_module_go_together(tmp_path: Path) -> None:
+def test_quantizing_part_of_module_stacks_is_refused(tmp_path: Path) -> None:
     source = sparse(tmp_path / "source")
     with pytest.raises(UsageError, match="cannot quantize only") as caught:
         quantized(source, tmp_path / "out", BLOCKS, to_layout="hf-v5", quantize_not=STACKS[1])

@@ -38,7 +38,7 @@ def source(tmp_path):
     return tmp_path / "source"
 
 
-def test_every_byte_travels_to_deepseeks_names_and_back(tmp_path, source):
+def test_quantized_deepseek_layout_roundtrip_keeps_every_byte(tmp_path, source):
     ckptctl.convert(source, tmp_path / "native.pt", to="torch", to_layout="deepseek")
     before, after = load_any_reference(source), load_any_reference(tmp_path / "native.pt")
     assert after.keys() == {natively(name) for name in before}
@@ -54,7 +54,7 @@ def test_every_byte_travels_to_deepseeks_names_and_back(tmp_path, source):
     )
 
 
-def test_dequantized_experts_are_stacked_and_the_bias_stays_fp32(tmp_path, source):
+def test_dequantized_experts_are_stacked_and_bias_stays_fp32(tmp_path, source):
     out = tmp_path / "titan.pt"
     ckptctl.convert(source, out, to="torch", to_layout="torchtitan@0.3", dequantize="bf16")
     found = load_any_reference(out)
@@ -71,14 +71,14 @@ def test_dequantized_experts_are_stacked_and_the_bias_stays_fp32(tmp_path, sourc
 
 
 @pytest.mark.parametrize("layout", ["deepseek", "hf"])
-def test_inspect_reads_what_was_written(tmp_path, source, layout):
+def test_inspect_recognizes_converted_quantized_checkpoint(tmp_path, source, layout):
     ckptctl.convert(source, tmp_path / "out", to="hf", to_layout=layout)
     found = ckptctl.inspect(tmp_path / "out")
     assert (found.model_type, found.layout, found.dequantizable) == ("deepseek_v3", layout, True)
 
 
 @pytest.mark.parametrize("to", ["hf", "dcp", "torch"])
-def test_inspect_reads_experts_of_gpt_oss(tmp_path, to):
+def test_inspect_recognizes_quantized_gpt_oss_experts(tmp_path, to):
     state = {
         name: torch.zeros(
             shape, dtype=torch.uint8 if "_blocks" in name or "_scales" in name else None
@@ -103,7 +103,7 @@ def test_inspect_reads_experts_of_gpt_oss(tmp_path, to):
 @pytest.mark.parametrize(
     ("scale", "says"), [("_scale_inv", "dequantize"), ("_scale", "compressed-tensors")]
 )
-def test_unknown_scales_are_not_left_out(tmp_path, scale, says):
+def test_unknown_scales_are_an_error_not_skipped(tmp_path, scale, says):
     state, config = tiny_llama("llama3")
     for key in [name for name in state if "proj" in name]:
         state[key] = state[key].to(torch.float8_e4m3fn)
@@ -124,7 +124,7 @@ def test_unknown_scales_are_not_left_out(tmp_path, scale, says):
         (UsageError, {"to": "torch", "to_layout": "deepseek", "dtype": "fp32"}),
     ],
 )
-def test_weights_are_not_parted_from_their_scales(tmp_path, source, error, options):
+def test_separating_weights_from_scales_is_refused(tmp_path, source, error, options):
     with pytest.raises(error) as caught:
         ckptctl.convert(source, tmp_path / "out", **options)
     assert "dequantize='bf16'" in str(getattr(caught.value, "hint", ""))

@@ -83,7 +83,7 @@ DROPPED = [(scheme, name) for scheme in EVERY for name in scheme()[0]]
 
 
 @pytest.mark.parametrize(("scheme", "name"), DROPPED)
-def test_required_tensor_that_is_missing_is_damage(
+def test_missing_required_quantization_tensor_is_damage(
     tmp_path: Path, scheme: Callable[[], Made], name: str
 ) -> None:
     state, _, said = scheme()
@@ -111,7 +111,7 @@ def test_required_tensor_that_is_missing_is_damage(
     assert not (tmp_path / "out").exists()
 
 
-def test_act_order_without_g_idx_is_refused_where_there_is_one_weight(tmp_path: Path) -> None:
+def test_act_order_without_g_idx_is_refused(tmp_path: Path) -> None:
     state, _, said = gptq()
     del state["a.g_idx"]
     with pytest.raises(DamagedError, match=r"`a\.g_idx` is missing") as raised:
@@ -122,7 +122,7 @@ def test_act_order_without_g_idx_is_refused_where_there_is_one_weight(tmp_path: 
 
 
 @pytest.mark.parametrize("said", [False, None])
-def test_g_idx_may_be_missing_from_all_weights_or_none(tmp_path: Path, said: bool | None) -> None:
+def test_g_idx_missing_from_some_weights_is_damage(tmp_path: Path, said: bool | None) -> None:
     state, _, quantization = gptq()
     quantization |= {"desc_act": said}
     state = beside(state | {"a.g_idx": (torch.arange(96) // 32).to(torch.int32)})
@@ -219,7 +219,7 @@ FORBIDDEN: dict[str, tuple[Callable[[], Made], str]] = {
 
 
 @pytest.mark.parametrize("name", FORBIDDEN)
-def test_tensor_that_the_configuration_rules_out_is_refused(tmp_path: Path, name: str) -> None:
+def test_tensor_contradicting_quantization_config_is_refused(tmp_path: Path, name: str) -> None:
     scheme, why = FORBIDDEN[name]
     state, _, said = scheme()
     source = save_scheme(tmp_path / "source", state, said)
@@ -270,7 +270,7 @@ SYMMETRIC: dict[str, tuple[Callable[[int], Made], int]] = {
 
 
 @pytest.mark.parametrize("name", SYMMETRIC)
-def test_zero_points_of_a_symmetric_weight_are_the_middle(tmp_path: Path, name: str) -> None:
+def test_symmetric_zero_points_off_center_are_refused(tmp_path: Path, name: str) -> None:
     scheme, middle = SYMMETRIC[name]
     state, _, said = scheme(middle)
     source = saved(tmp_path / "right", state, said)
@@ -286,7 +286,7 @@ def test_zero_points_of_a_symmetric_weight_are_the_middle(tmp_path: Path, name: 
 
 
 @pytest.mark.parametrize("one", [(), (1,), (1, 1)])
-def test_scale_cut_to_one_value_is_refused_where_blocks_are_stated(
+def test_single_scale_is_refused_when_config_states_blocks(
     tmp_path: Path, one: tuple[int, ...]
 ) -> None:
     state, _, said = fp8_blocks()
@@ -297,7 +297,7 @@ def test_scale_cut_to_one_value_is_refused_where_blocks_are_stated(
         ckptctl.convert(source, tmp_path / "out", to="hf", dequantize="bf16")
 
 
-def test_scale_cut_to_one_value_is_refused_where_others_have_blocks(tmp_path: Path) -> None:
+def test_single_scale_is_refused_when_other_weights_have_blocks(tmp_path: Path) -> None:
     """Nothing says how large blocks are."""
     state, _, _ = fp8_blocks()
     state = beside(state) | {"small.weight": torch.ones(9, 9).to(FP8)}
@@ -312,7 +312,7 @@ def test_scale_cut_to_one_value_is_refused_where_others_have_blocks(tmp_path: Pa
     assert "`other.a.weight_scale_inv`" in str(raised.value.why)
 
 
-def test_one_scale_is_that_of_the_whole_weight_where_nothing_says_else(tmp_path: Path) -> None:
+def test_single_scale_without_block_size_is_per_tensor(tmp_path: Path) -> None:
     for place, said in enumerate(({}, {"weight_block_size": None})):
         state, _, _ = fp8_blocks()
         state["a.weight_scale_inv"] = torch.full((1,), 0.5)
@@ -322,7 +322,7 @@ def test_one_scale_is_that_of_the_whole_weight_where_nothing_says_else(tmp_path:
         assert torch.equal(load_any_reference(out)["a.weight"], state["a.weight"].float() * 0.5)
 
 
-def test_scales_of_blocks_are_refused_where_the_block_is_null(tmp_path: Path) -> None:
+def test_block_scales_are_refused_when_block_size_is_null(tmp_path: Path) -> None:
     state, _, said = fp8_blocks()
     source = saved(tmp_path / "source", state, said | {"weight_block_size": None})
     with pytest.raises(UnsupportedError) as raised:
@@ -333,7 +333,7 @@ def test_scales_of_blocks_are_refused_where_the_block_is_null(tmp_path: Path) ->
 # AWQ without a version
 
 
-def test_awq_without_a_version_is_gemm(tmp_path: Path) -> None:
+def test_awq_without_version_is_gemm(tmp_path: Path) -> None:
     state, plain, said = awq()
     del said["version"]
     ckptctl.convert(saved(tmp_path / "s", state, said), tmp_path / "o", to="hf", dequantize="fp32")
@@ -374,7 +374,7 @@ def test_other_versions_of_awq_are_refused(tmp_path: Path, version: str, stated:
         assert f"`version` is '{version}'" in raised.value.what
 
 
-def test_two_files_that_differ_on_zero_points_are_refused(tmp_path: Path) -> None:
+def test_contradictory_zero_point_settings_are_refused(tmp_path: Path) -> None:
     state, _, said = awq()
     source = saved(tmp_path / "source", state, said | {"zero_point": True})
     (source / "quant_config.json").write_text(json.dumps({"zero_point": False}))

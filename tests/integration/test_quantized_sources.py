@@ -37,7 +37,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("base", WAYS)
 @pytest.mark.parametrize("source", WAYS)
-def test_a_base_is_quantized_as_what_it_fills(
+def test_fill_base_must_be_quantized_like_source(
     tmp_path: Path, models: Path, source: str, base: str
 ) -> None:
     options: dict[str, Any] = {"to": "hf", "fill_from": models / base}
@@ -55,13 +55,13 @@ def test_a_base_is_quantized_as_what_it_fills(
     assert not any("scale" in one.name for one in done.plan.output)
 
 
-def test_scales_alone_are_not_taken_of_a_base(tmp_path: Path, models: Path) -> None:
+def test_scales_of_quantized_base_are_not_filled(tmp_path: Path, models: Path) -> None:
     """All weights are the source's, so what it lacks of the base are scales."""
     with pytest.raises(RefusedError, match="the base is quantized, but the source is not"):
         ckptctl.convert(models / "plain", tmp_path / "out", to="hf", fill_from=models / "fp8-block")
 
 
-def test_extract_casts_no_quantized_elements(models: Path) -> None:
+def test_extract_refuses_casting_quantized_elements(models: Path) -> None:
     name, scale = ("model.layers.0.mlp.up_proj.weight" + end for end in ("", "_scale_inv"))
     with pytest.raises(UsageError, match="cannot cast quantized tensors"):
         ckptctl.extract(models / "fp8-block", name, dtype="fp32")
@@ -71,7 +71,7 @@ def test_extract_casts_no_quantized_elements(models: Path) -> None:
     assert plain.tensors[0].dtype == "float32"
 
 
-def test_one_file_says_it_in_two_ways(tmp_path: Path) -> None:
+def test_contradictory_quantization_sections_in_config_are_an_error(tmp_path: Path) -> None:
     """Both fit the shapes: 4 bits in groups of 64, 8 bits in groups of 32."""
     state = {
         "a.weight": torch.zeros(4, 16, dtype=torch.uint32),
@@ -88,7 +88,7 @@ def test_one_file_says_it_in_two_ways(tmp_path: Path) -> None:
     ckptctl.plan_conversion(source, tmp_path / "out", to="hf", dequantize="bf16")
 
 
-def test_files_beside_config_contradict_each_other(tmp_path: Path) -> None:
+def test_contradictory_quantization_config_files_are_an_error(tmp_path: Path) -> None:
     source = save_hf(tmp_path / "source", {"a.weight": torch.zeros(2, 2)}, {"model_type": "x"})
     for name, bits in (("quantize_config.json", 4), ("quant_config.json", 8)):
         (source / name).write_text(json.dumps({"bits": bits, "group_size": 32}))
@@ -96,7 +96,7 @@ def test_files_beside_config_contradict_each_other(tmp_path: Path) -> None:
         ckptctl.plan_conversion(source, tmp_path / "out", to="hf", dequantize="bf16")
 
 
-def test_a_configuration_that_does_not_say_it(tmp_path: Path, models: Path) -> None:
+def test_quantized_weights_missing_from_config_are_noted(tmp_path: Path, models: Path) -> None:
     """A torch file has no configuration, so the one of the plain model contradicts nothing."""
     ckptctl.convert(models / "fp8-block", tmp_path / "m.pt", to="torch")
     options: dict[str, Any] = {"to": "hf", "assets": models / "plain"}
@@ -109,7 +109,7 @@ def test_a_configuration_that_does_not_say_it(tmp_path: Path, models: Path) -> N
     assert not any("does not state" in note for note in plan.notes)
 
 
-def test_what_is_for_mlx_is_not_quantized_as_others_read_it(tmp_path: Path, models: Path) -> None:
+def test_quantizing_mlx_layout_with_other_scheme_is_refused(tmp_path: Path, models: Path) -> None:
     """Also where its names are Hugging Face's."""
     options: dict[str, Any] = {"to": "hf", "to_layout": "mlx", "quantize": "fp8-channel"}
     with pytest.raises(UsageError, match="not supported with layout mlx"):

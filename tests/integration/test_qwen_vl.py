@@ -61,7 +61,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("layout", ["hf", "hf-3.5", "hf-fresh"])
-def test_the_layer_that_predicts_in_each_published_spelling(tmp_path: Path, layout: str) -> None:
+def test_mtp_layer_converts_between_published_layouts(tmp_path: Path, layout: str) -> None:
     source = predicting(tmp_path / "source")
     ckptctl.convert(source, tmp_path / "there", to="hf", to_layout=layout)
     before, there = tensors_of(source), tensors_of(tmp_path / "there")
@@ -78,7 +78,7 @@ def test_the_layer_that_predicts_in_each_published_spelling(tmp_path: Path, layo
     assert all(same(back[key], value) for key, value in before.items())
 
 
-def test_an_expert_is_missing_in_the_layer_that_predicts(tmp_path: Path) -> None:
+def test_missing_mtp_expert_is_an_error(tmp_path: Path) -> None:
     lost = f"{EXPERTS}.3.up_proj.weight"
     source = predicting(tmp_path / "source", without=lost)
     with pytest.raises((MappingError, MissingTensorsError)) as failure:
@@ -86,7 +86,7 @@ def test_an_expert_is_missing_in_the_layer_that_predicts(tmp_path: Path) -> None
     assert lost in str(failure.value.to_json())
 
 
-def test_torchtitan_has_no_place_for_the_layer_that_predicts(tmp_path: Path) -> None:
+def test_torchtitan_layout_requires_excluding_mtp_layer(tmp_path: Path) -> None:
     source = predicting(tmp_path / "source")
     with pytest.raises(MappingError, match="no place"):
         ckptctl.convert(source, tmp_path / "out", to="dcp", to_layout="torchtitan@0.3")
@@ -97,7 +97,7 @@ def test_torchtitan_has_no_place_for_the_layer_that_predicts(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("layers", [2, 3])
-def test_published_qwen_2_5_vl_states_its_sizes_outside(tmp_path: Path, layers: int) -> None:
+def test_flat_qwen_2_5_vl_config_is_read(tmp_path: Path, layers: int) -> None:
     golden = Golden.read("qwen2_5_vl")
     source = golden.save(tmp_path / "source")
     config = dict(golden.config)
@@ -116,7 +116,7 @@ def test_published_qwen_2_5_vl_states_its_sizes_outside(tmp_path: Path, layers: 
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_mlx_and_back_writes_the_config_that_each_reads(tmp_path: Path, nested: bool) -> None:
+def test_mlx_roundtrip_restores_text_config(tmp_path: Path, nested: bool) -> None:
     golden = Golden.read("qwen3_5_moe_text")
     source = golden.save(tmp_path / "source")
     ckptctl.convert(source, tmp_path / "mlx", to="hf", to_layout="mlx")

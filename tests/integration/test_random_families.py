@@ -134,7 +134,7 @@ ALIKE = {
 @example(ALIKE, ALIKE, "hf")
 @given(layouts(), layouts(), st.sampled_from(["hf", "dcp"]))
 @settings(max_examples=20)
-def test_a_conversion_is_what_numpy_makes_of_the_tables(
+def test_random_family_conversion_matches_numpy(
     source: dict[str, tuple[str, Cell]], target: dict[str, tuple[str, Cell]], middle: str
 ) -> None:
     random = np.random.default_rng(1)

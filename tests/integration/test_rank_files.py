@@ -141,7 +141,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("save", FULL)
-def test_the_full_tensors_of_the_live_model(saved: Path, tmp_path: Path, save: Any) -> None:
+def test_rank_files_convert_to_full_model_tensors(saved: Path, tmp_path: Path, save: Any) -> None:
     source = saved / save.__name__
     expected = torch.load(source / "full.expected", weights_only=True)
     ckptctl.convert(source, tmp_path / "out.pt", to="torch")
@@ -158,7 +158,7 @@ def test_the_full_tensors_of_the_live_model(saved: Path, tmp_path: Path, save: A
 
 @pytest.mark.parametrize("save", FULL)
 @pytest.mark.parametrize("gone", [(0,), (1,), (2,), (3,), (1, 3), (2, 3)])
-def test_other_ranks_tell_what_a_missing_one_held(
+def test_parts_of_missing_rank_files_are_reported(
     saved: Path, tmp_path: Path, save: Any, gone: tuple[int, ...]
 ) -> None:
     source = tmp_path / "copy"
@@ -173,11 +173,11 @@ def test_other_ranks_tell_what_a_missing_one_held(
     assert {one.file for one in found.findings} == files
 
 
-def test_partial_tensors_are_refused_by_name(saved: Path) -> None:
+def test_partial_placement_tensors_are_refused(saved: Path) -> None:
     with pytest.raises(FormatError, match="`Partial`"):
         ckptctl.inspect(saved / "save_partial")
 
 
-def test_replicas_that_differ_are_refused(saved: Path) -> None:
+def test_different_replicas_are_refused(saved: Path) -> None:
     with pytest.raises(UnsupportedError, match="replicas of `w`"):
         ckptctl.inspect(saved / "save_unlike_replicas")

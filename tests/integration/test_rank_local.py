@@ -86,7 +86,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_save_is_read_bit_for_bit(saved: Path, tmp_path: Path) -> None:
+def test_rank_local_save_converts_bit_for_bit(saved: Path, tmp_path: Path) -> None:
     for name in SAVES:
         assert not (saved / name / ".metadata").exists()
         target = tmp_path / f"{name}.pt"
@@ -95,7 +95,7 @@ def test_every_save_is_read_bit_for_bit(saved: Path, tmp_path: Path) -> None:
         assert not problems, name
 
 
-def test_stock_torch_loads_it_on_other_worlds(saved: Path) -> None:
+def test_stock_torch_loads_consolidated_metadata_on_other_worlds(saved: Path) -> None:
     for name in SAVES:
         folder = saved / name
         before = {item.name: item.read_bytes() for item in folder.iterdir()}
@@ -110,7 +110,7 @@ def test_stock_torch_loads_it_on_other_worlds(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("world", [3])
-def test_shards_of_integers_bools_and_scalars(tmp_path: Path, world: int) -> None:
+def test_integer_bool_and_scalar_shards_convert_exactly(tmp_path: Path, world: int) -> None:
     """Torch's own consolidation fails on integers, and makes 0 of every 0-d tensor."""
     with tempfile.TemporaryDirectory() as folder:
         run_on_ranks(_save_shards, [world], folder)

@@ -38,7 +38,7 @@ def without(saved: Path, world: int, words: str, tmp_path: Path, rank: int) -> P
 
 
 @pytest.mark.parametrize(("world", "words"), SAVES)
-def test_a_rank_that_never_wrote_is_missed(
+def test_missing_rank_metadata_is_damage(
     saved: Path, tmp_path: Path, world: int, words: str
 ) -> None:
     torn = without(saved, world, words, tmp_path, world - 1)
@@ -56,7 +56,7 @@ def test_a_rank_that_never_wrote_is_missed(
 
 
 @pytest.mark.parametrize(("world", "words"), SAVES)
-def test_all_ranks_are_whole_and_stock_torch_reads_them(
+def test_complete_rank_local_save_loads_with_stock_torch(
     saved: Path, tmp_path: Path, world: int, words: str
 ) -> None:
     copy = tmp_path / "copy"
@@ -72,7 +72,7 @@ def test_all_ranks_are_whole_and_stock_torch_reads_them(
     assert not differences(stock_load(copy, state_at(1)), state_at(1))
 
 
-def test_ranks_of_different_saves_are_no_checkpoint(saved: Path, tmp_path: Path) -> None:
+def test_rank_metadata_of_different_saves_is_refused(saved: Path, tmp_path: Path) -> None:
     mixed = tmp_path / "mixed"
     shutil.copytree(saved / "R-4", mixed)
     for path in (saved / "R-2").glob("__1*"):

@@ -160,7 +160,7 @@ def assets(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_ranks_hold_their_parts_of_each_part(
+def test_meta_shards_match_reference_sharding(
     tmp_path: Path, source: Path, assets: Path, ranks: int
 ) -> None:
     out = tmp_path / "out"
@@ -174,14 +174,16 @@ def test_ranks_hold_their_parts_of_each_part(
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_shards_are_joined(tmp_path: Path, ranks: int) -> None:
+def test_meta_shards_convert_to_hf_layout(tmp_path: Path, ranks: int) -> None:
     given = meta(tmp_path / "meta", ranks)
     out = tmp_path / "out.pt"
     ckptctl.convert(given, out, to="torch", to_layout="hf")
     assert same(torch.load(out, weights_only=True), hf())
 
 
-def test_one_head_for_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_kv_head_shards_convert_to_hf_layout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where each part of a rank's tensor is as large as the whole keys, or the whole values."""
     monkeypatch.setattr(f"{__name__}.K", 1)
     given = meta(tmp_path / "meta", 4)
@@ -192,7 +194,7 @@ def test_one_head_for_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
-def test_boxes_and_parts_tile_each_tensor(tmp_path: Path, ranks: int) -> None:
+def test_planned_boxes_cover_each_tensor_exactly(tmp_path: Path, ranks: int) -> None:
     plan = ckptctl.plan_conversion(meta(tmp_path / "in", 1), tmp_path / "out", to="meta", mp=ranks)
     for copy in plan.plan.transfers:
         boxes = dict.fromkeys(Box(target.start, target.sizes) for target in copy.targets)
@@ -202,7 +204,7 @@ def test_boxes_and_parts_tile_each_tensor(tmp_path: Path, ranks: int) -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 4), (2, 4), (4, 2), (4, 8), (8, 1)])
-def test_shards_are_cut_anew(tmp_path: Path, before: int, after: int) -> None:
+def test_meta_shards_are_resharded(tmp_path: Path, before: int, after: int) -> None:
     given = meta(tmp_path / "meta", before)
     out = tmp_path / "out"
     ckptctl.convert(given, out, to="meta", mp=after, verify=True)
@@ -214,7 +216,7 @@ def test_shards_are_cut_anew(tmp_path: Path, before: int, after: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_training_left_is_dropped_by_name(tmp_path: Path, ranks: int) -> None:
+def test_training_leftovers_are_dropped_by_name(tmp_path: Path, ranks: int) -> None:
     names = {
         "rope.freqs": torch.ones(2),
         "layers.1.feed_forward.running_gate_stats_3E": torch.ones(3, X),
@@ -227,7 +229,7 @@ def test_what_training_left_is_dropped_by_name(tmp_path: Path, ranks: int) -> No
     assert gone == names.keys()
 
 
-def test_ranks_that_disagree_on_a_repeated_head(tmp_path: Path) -> None:
+def test_contradictory_repeated_kv_heads_are_refused(tmp_path: Path) -> None:
     given = meta(tmp_path / "meta", 4)
     (given / "config.json").write_text(json.dumps({"num_key_value_heads": K}))
     held = shards(given)[1]
@@ -237,7 +239,7 @@ def test_ranks_that_disagree_on_a_repeated_head(tmp_path: Path) -> None:
         formats.open_checkpoint(given, options=ReadOptions(model_type="llama4_text"))
 
 
-def test_configurations_that_are_not_made(tmp_path: Path, source: Path) -> None:
+def test_config_that_cannot_be_generated_is_an_error(tmp_path: Path, source: Path) -> None:
     """Neither file says all that the other one has to: better none than a wrong one."""
     for given, target in ((source, "meta"), (meta(tmp_path / "meta", 2), "hf")):
         with pytest.raises(CkptError, match="cannot generate") as caught:
@@ -245,12 +247,14 @@ def test_configurations_that_are_not_made(tmp_path: Path, source: Path) -> None:
         assert "assets=DIR" in str(caught.value.hint)
 
 
-def test_experts_that_ranks_cannot_divide(tmp_path: Path, source: Path, assets: Path) -> None:
+def test_experts_not_divisible_by_ranks_are_an_error(
+    tmp_path: Path, source: Path, assets: Path
+) -> None:
     with pytest.raises(CkptError, match="cannot be divided among 3"):
         ckptctl.convert(source, tmp_path / "out", to="meta", mp=3, assets=assets)
 
 
-def test_statistics_that_differ_are_said_to(tmp_path: Path) -> None:
+def test_different_statistics_across_ranks_are_noted(tmp_path: Path) -> None:
     given = meta(tmp_path / "meta", 2, **{"rope.freqs": torch.ones(2)})
     held = shards(given)[1] | {"rope.freqs": torch.zeros(2)}
     torch.save(held, given / "consolidated.01.pth")
@@ -258,7 +262,7 @@ def test_statistics_that_differ_are_said_to(tmp_path: Path) -> None:
     assert any("rope.freqs" in note for note in found.notes)
 
 
-def test_a_file_that_is_there_twice(tmp_path: Path) -> None:
+def test_duplicated_shard_file_is_noted(tmp_path: Path) -> None:
     given = meta(tmp_path / "meta", 2)
     assert not formats.open_checkpoint(given).notes
     (given / "consolidated.01.pth").write_bytes((given / "consolidated.00.pth").read_bytes())

@@ -68,7 +68,7 @@ def _outcome(call: Any) -> Any:
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in SAMPLES]
 )
-def test_a_sample_is_the_same_behind_a_url(name: str, tmp_path: Path) -> None:
+def test_sample_on_url_matches_local_results(name: str, tmp_path: Path) -> None:
     sample = SAMPLES[name]
     there = os.path.normpath(sample.inside)
     path = os.path.normpath(sample.path(DATA))
@@ -109,7 +109,7 @@ def test_a_sample_is_the_same_behind_a_url(name: str, tmp_path: Path) -> None:
         assert (tmp_path / "a/m.pt").read_bytes() == (tmp_path / "b/m.pt").read_bytes()
 
 
-def test_a_conversion_from_url_to_url(tiny: str, url: str) -> None:
+def test_url_to_url_conversion_is_exact(tiny: str, url: str) -> None:
     result = ckptctl.convert(tiny, f"{url}/dcp", to="dcp", verify=True, max_shard_size=60_000)
     assert "index" in result.notes[0]
     ckptctl.convert(f"{url}/dcp", f"{url}/hf", to="hf", verify=True, max_shard_size=60_000)
@@ -125,7 +125,7 @@ def test_a_conversion_from_url_to_url(tiny: str, url: str) -> None:
 
 
 @pytest.mark.parametrize("number", [1, 3, 6])
-def test_an_upload_that_fails_leaves_no_checkpoint(
+def test_failed_upload_leaves_no_checkpoint(
     tiny: str, url: str, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original, calls = type(MEMORY).put_file, []
@@ -146,7 +146,9 @@ def test_an_upload_that_fails_leaves_no_checkpoint(
     assert ckptctl.verify(url, level="full").findings == ()
 
 
-def test_two_runs_to_one_place(tiny: str, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_writer_at_destination_is_an_error(
+    tiny: str, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original, name = type(MEMORY).put_file, url.removeprefix("memory://")
 
     def put(self: Any, *args: Any, **options: Any) -> None:
@@ -159,7 +161,9 @@ def test_two_runs_to_one_place(tiny: str, url: str, monkeypatch: pytest.MonkeyPa
     assert MEMORY.find(f"/{name}") == [f"/{name}/__0_0.distcp"]
 
 
-def test_the_index_is_uploaded_last(tiny: str, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_index_and_metadata_are_uploaded_last(
+    tiny: str, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original, names = type(MEMORY).put_file, []
 
     def noting(self: Any, *args: Any, **options: Any) -> None:
@@ -175,7 +179,7 @@ def test_the_index_is_uploaded_last(tiny: str, url: str, monkeypatch: pytest.Mon
     assert names[-1] == ".metadata"
 
 
-def test_few_files_wait_on_the_disk(
+def test_pending_uploads_use_bounded_disk_space(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Uploads are slow, files many: what is on the disk stays within a few of them."""
@@ -201,7 +205,7 @@ def test_few_files_wait_on_the_disk(
     assert not (root / "model-00001-of-00024.safetensors").stat().st_size
 
 
-def test_a_source_that_changes(tiny: str, tmp_path: Path) -> None:
+def test_source_changed_after_planning_is_an_error(tiny: str, tmp_path: Path) -> None:
     from ckptctl.conversion.convert import run_conversion
 
     plan = ckptctl.plan_conversion(tiny, tmp_path / "out", to="torch")
@@ -212,7 +216,7 @@ def test_a_source_that_changes(tiny: str, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_verify_notices_a_file_that_changed(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_reports_file_changed_meanwhile(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the place cannot be asked for one version of it."""
     name = "model-00002-of-00003.safetensors"
     place = f"/{tiny.removeprefix('memory://')}/{name}"
@@ -230,7 +234,7 @@ def test_verify_notices_a_file_that_changed(tiny: str, monkeypatch: pytest.Monke
     ]
 
 
-def test_runs(tmp_path: Path) -> None:
+def test_remote_run_lists_checkpoints_and_skips_damaged(tmp_path: Path) -> None:
     for step in (9, 10):
         _uploaded(TINY, f"{tmp_path.name}/step-{step}")
     MEMORY.pipe_file(f"/{tmp_path.name}/step-11/.metadata", b"torn")
@@ -244,7 +248,7 @@ def test_runs(tmp_path: Path) -> None:
     assert inspection.checkpoints[0].path == f"memory://{tmp_path.name}/step-9"
 
 
-def test_what_changes_a_checkpoint_is_refused(tiny: str, url: str) -> None:
+def test_in_place_changes_on_url_are_refused(tiny: str, url: str) -> None:
     from ckptctl.verbs.consolidate_metadata import plan_metadata
 
     with pytest.raises(UsageError, match="metadata-only"):
@@ -254,7 +258,7 @@ def test_what_changes_a_checkpoint_is_refused(tiny: str, url: str) -> None:
 
 
 @pytest.mark.parametrize("place", ["memory://run/x.html", "s3:/run/x.html", "hf:/org/x.html"])
-def test_nothing_is_written_into_a_folder_named_like_a_url(
+def test_path_collapsed_from_url_is_refused(
     tiny: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = TINY.absolute()
@@ -273,7 +277,9 @@ def test_nothing_is_written_into_a_folder_named_like_a_url(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_may_be_named_like_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_folder_named_like_url_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = TINY.absolute()
     monkeypatch.chdir(tmp_path)
     Path("s3:").mkdir()
@@ -281,7 +287,9 @@ def test_a_folder_may_be_named_like_a_url(tmp_path: Path, monkeypatch: pytest.Mo
     assert Path("s3:/x/.metadata").exists()
 
 
-def test_a_tensor_is_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_extract_reads_only_requested_elements(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weights = {"a": torch.arange(8 << 20, dtype=torch.int32), "b": torch.ones(4)}
     safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
     url = _uploaded(tmp_path / "model.safetensors", f"{tmp_path.name}/model.safetensors")
@@ -320,7 +328,7 @@ S3 = pytest.mark.filterwarnings("ignore")  # of botocore and moto
 
 
 @S3
-def test_s3(bucket: str, tmp_path: Path) -> None:
+def test_s3_checkpoints_are_read_converted_and_saved(bucket: str, tmp_path: Path) -> None:
     source = f"{bucket}/run/step-1"
     assert ckptctl.inspect(source).parameters == 127296
     assert ckptctl.verify(source, level="full").findings == ()
@@ -336,7 +344,7 @@ def test_s3(bucket: str, tmp_path: Path) -> None:
 
 
 @S3
-def test_no_bucket_is_made(bucket: str) -> None:
+def test_missing_s3_bucket_is_not_created(bucket: str) -> None:
     for call in (
         lambda: ckptctl.convert(TINY, "s3://typing-error/x", to="dcp"),
         lambda: ckptctl.save({"w": torch.ones(2)}, "s3://typing-error/x"),
@@ -347,7 +355,9 @@ def test_no_bucket_is_made(bucket: str) -> None:
 
 
 @S3
-def test_requests_to_s3(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspect_sends_one_request_per_s3_object(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     system = fsspec.filesystem("s3")
     asked: list[str] = []
     original = type(system)._call_s3
@@ -365,7 +375,7 @@ def test_requests_to_s3(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @S3
 @pytest.mark.parametrize("command", ["inspect", "verify", "load", "extract", "diff"])
-def test_an_object_that_is_replaced_is_not_read(
+def test_s3_object_replaced_after_listing_is_an_error(
     bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     """It has the same size, and is replaced after it was listed."""
@@ -400,7 +410,7 @@ def test_an_object_that_is_replaced_is_not_read(
 
 
 @S3
-def test_an_object_that_was_replaced_is_read_anew(bucket: str) -> None:
+def test_replaced_s3_object_is_read_again(bucket: str) -> None:
     system, source = fsspec.filesystem("s3"), f"{bucket}/again/model.safetensors"
     found = []
     for number in (1, 2):
@@ -411,20 +421,20 @@ def test_an_object_that_was_replaced_is_read_anew(bucket: str) -> None:
 
 @S3
 @pytest.mark.parametrize("where", ["s3://bucket/nothing", "s3://nothing/x"])
-def test_what_s3_does_not_have(bucket: str, where: str) -> None:
+def test_missing_s3_object_exits_3(bucket: str, where: str) -> None:
     run = _command("inspect", where, "--json")
     assert run.returncode == 3 and not run.stdout
     assert json.loads(run.stderr)["error"]["where"] == where
 
 
 @S3
-def test_s3_commands(bucket: str) -> None:
+def test_latest_ls_and_diff_accept_s3_urls(bucket: str) -> None:
     assert _command("latest", f"{bucket}/run").stdout == f"{bucket}/run/step-1\n"
     assert _command("ls", f"{bucket}/run", "-q").stdout == f"{bucket}/run/step-1\n"
     assert _command("diff", f"{bucket}/run/step-1", str(TINY)).returncode == 0
 
 
-def test_s3_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_s3_is_an_error_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("s3fs")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
@@ -444,7 +454,7 @@ def test_s3_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         "zip::https://hunter2@host/x",
     ],
 )
-def test_no_secret_is_echoed(where: str) -> None:
+def test_url_secrets_are_not_shown_in_errors(where: str) -> None:
     for call in (ckptctl.inspect, ckptctl.verify, lambda url: ckptctl.convert(url, "x", to="dcp")):
         with pytest.raises(UsageError) as caught:
             call(where)
@@ -464,7 +474,7 @@ def _command(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_file_system_that_is_not_installed() -> None:
+def test_missing_s3fs_hints_at_pip_install() -> None:
     code = "import sys; sys.modules['s3fs'] = None; from ckptctl.cli.app import main; main()"
     run = subprocess.run(
         [sys.executable, "-c", code, "inspect", "s3://bucket/x"],
@@ -518,7 +528,7 @@ def web(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_web(web: str, tmp_path: Path) -> None:
+def test_http_checkpoints_are_inspected_and_converted(web: str, tmp_path: Path) -> None:
     single = f"{web}/tiny-llama3-hf/model.safetensors.index.json?signature=5eC"
     assert ckptctl.inspect(single).path == single.partition("?")[0]
     found = ckptctl.inspect(f"{web}/tiny-llama3-hf")
@@ -528,7 +538,7 @@ def test_the_web(web: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_web_server_that_is_busy(web: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_busy_web_server_is_retried(web: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retries, "retry_policy", retries.RetryPolicy(1, first_wait_seconds=0.01))
     monkeypatch.setattr(_Ranges, "busy", 2)
     assert ckptctl.verify(f"{web}/tiny-llama3-hf", level="full").findings == ()
@@ -538,7 +548,7 @@ def test_a_web_server_that_is_busy(web: str, monkeypatch: pytest.MonkeyPatch) ->
     assert "503" in str(caught.value.why)
 
 
-def test_a_web_server_that_is_not_there() -> None:
+def test_unreachable_web_server_is_an_error() -> None:
     pytest.importorskip("aiohttp")
     with pytest.raises(StorageError, match="cannot list it"):
         ckptctl.inspect("http://127.0.0.1:9/x")
@@ -546,7 +556,7 @@ def test_a_web_server_that_is_not_there() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("web", [None], indirect=True)
-def test_a_web_server_without_ranges(
+def test_server_without_range_support_is_an_error(
     web: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_Ranges, "ranges", False)
@@ -558,7 +568,7 @@ def test_a_web_server_without_ranges(
 
 
 @pytest.mark.parametrize("shard", ["ckpt", "step-20"])
-def test_a_place_that_does_not_answer_is_not_a_damaged_checkpoint(
+def test_storage_failure_is_not_reported_as_damage(
     url: str, tiny: str, monkeypatch: pytest.MonkeyPatch, shard: str
 ) -> None:
     for step in (10, 20):

@@ -109,7 +109,7 @@ def marked(url: str, to: str) -> bool:
 
 @pytest.mark.parametrize("kind", ["once", pytest.param("forever", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("to", MARKERS)
-def test_an_output_whose_place_fails(
+def test_failing_output_storage_publishes_only_complete_checkpoint(
     url: str, tmp_path: Path, under: Callable[[Faults], Any], to: str, kind: str
 ) -> None:
     for number in count(1):
@@ -128,7 +128,7 @@ def test_an_output_whose_place_fails(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("to", MARKERS)
-def test_a_place_that_is_gone_while_an_output_is_taken_back(
+def test_storage_lost_during_cleanup_leaves_no_partial_checkpoint(
     url: str, tmp_path: Path, under: Callable[[Faults], Any], to: str
 ) -> None:
     """Whatever was removed before: the marker has gone first."""
@@ -149,7 +149,7 @@ def test_a_place_that_is_gone_while_an_output_is_taken_back(
 
 
 @pytest.mark.parametrize("to", ["hf", "torch"])
-def test_a_source_whose_place_fails(
+def test_failing_source_storage_publishes_only_complete_output(
     url: str, tmp_path: Path, under: Callable[[Faults], Any], to: str
 ) -> None:
     MEMORY.put(str(TINY), "/" + url.removeprefix("memory://"), recursive=True)
@@ -166,7 +166,7 @@ def test_a_source_whose_place_fails(
     assert number > 4 and not differences(load_any_reference(out), STATE)
 
 
-def test_a_state_whose_place_fails(
+def test_save_to_failing_storage_publishes_only_complete_state(
     url: str, tmp_path: Path, under: Callable[[Faults], Any]
 ) -> None:
     state = {"w": torch.arange(9.0), "step": 3}

@@ -47,7 +47,7 @@ def _tensors(files: dict[str, bytes]) -> dict[str, torch.Tensor]:
 # Reading
 
 
-def test_an_inspection_reads_headers_alone(hub: Hub) -> None:
+def test_inspect_requests_each_hub_shard_once(hub: Hub) -> None:
     found = ckptctl.inspect("hf://org/tiny")
     assert (found.format, found.model_type, found.problems) == ("hf", "llama3", ())
     assert found.path == "hf://org/tiny" and found.parameters == 127296
@@ -57,7 +57,7 @@ def test_an_inspection_reads_headers_alone(hub: Hub) -> None:
 
 
 @pytest.mark.parametrize("named", ["org/tiny", "hf://org/tiny@main"])
-def test_configuration_and_tokenizer_of_a_repository(
+def test_assets_are_read_from_hub_repository(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str
 ) -> None:
     held = hub.repositories["org/tiny"].files
@@ -75,7 +75,7 @@ def test_configuration_and_tokenizer_of_a_repository(
     assert not [name for name in _asked(hub) if name.endswith(".safetensors")]
 
 
-def test_a_folder_goes_before_a_repository_that_is_called_so(
+def test_local_folder_takes_precedence_over_hub_repository(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = TINY.absolute()
@@ -89,7 +89,7 @@ def test_a_folder_goes_before_a_repository_that_is_called_so(
     assert (caught.value.why or "").startswith("there is no local folder `nobody/none`")
 
 
-def test_a_lazy_state_dict_asks_for_what_is_sliced(hub: Hub, tmp_path: Path) -> None:
+def test_lazy_slice_downloads_only_requested_rows(hub: Hub, tmp_path: Path) -> None:
     weights = {f"layers.{n}.w": torch.randn(1024, 1024) for n in range(3)}
     safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
     hub.add("org/large", tmp_path)
@@ -104,7 +104,7 @@ def test_a_lazy_state_dict_asks_for_what_is_sliced(hub: Hub, tmp_path: Path) -> 
         assert len(hub.requests) - requests <= 3
 
 
-def test_an_inspection_moves_no_weights(hub: Hub, tmp_path: Path) -> None:
+def test_inspect_downloads_no_weights(hub: Hub, tmp_path: Path) -> None:
     weights = {f"layers.{n}.w": torch.zeros(1 << 20) for n in range(4)}
     safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
     hub.add("org/large", tmp_path)
@@ -114,12 +114,12 @@ def test_an_inspection_moves_no_weights(hub: Hub, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("level", ["fast", "headers"])
-def test_verify_reads_headers_alone(hub: Hub, level: str) -> None:
+def test_shallow_verify_requests_each_hub_file_once(hub: Hub, level: str) -> None:
     found = ckptctl.verify("hf://org/tiny@main", level=level)  # type: ignore[arg-type]
     assert found.findings == () and len(_asked(hub)) == 5
 
 
-def test_a_folder_of_a_repository_and_its_files(hub: Hub, tmp_path: Path) -> None:
+def test_hub_subfolders_revisions_and_files_are_inspected(hub: Hub, tmp_path: Path) -> None:
     shutil.copytree(TINY, tmp_path / "deep/er")
     commit = hub.add("org/deep", tmp_path)
     for url in (
@@ -132,7 +132,7 @@ def test_a_folder_of_a_repository_and_its_files(hub: Hub, tmp_path: Path) -> Non
         ckptctl.inspect("hf://org/deep")
 
 
-def test_a_conversion_streams(hub: Hub, tmp_path: Path) -> None:
+def test_hub_conversion_matches_local_and_skips_cache(hub: Hub, tmp_path: Path) -> None:
     ckptctl.convert("hf://org/tiny", tmp_path / "remote", to="dcp", verify=True)
     ckptctl.convert(TINY, tmp_path / "local", to="dcp")
     for name in ("__0_0.distcp", ".metadata", "config.json", "tokenizer.json"):
@@ -141,7 +141,7 @@ def test_a_conversion_streams(hub: Hub, tmp_path: Path) -> None:
     assert not ckptctl.diff("hf://org/tiny", tmp_path / "remote").tensors
 
 
-def test_what_is_read_is_one_commit(hub: Hub, tmp_path: Path) -> None:
+def test_conversion_reads_commit_of_plan(hub: Hub, tmp_path: Path) -> None:
     plan = ckptctl.plan_conversion("hf://org/tiny", tmp_path / "out", to="torch")
     repository = hub.repositories["org/tiny"]
     repository.commit(dict.fromkeys(repository.files, b"other"))
@@ -153,7 +153,7 @@ def test_what_is_read_is_one_commit(hub: Hub, tmp_path: Path) -> None:
     assert torch.equal(found["model.norm.weight"], expected["model.norm.weight"])
 
 
-def test_the_cache_is_used(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_cache_is_used_for_same_commit(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = huggingface_hub.snapshot_download("org/tiny")
     hub.requests.clear()
     assert ckptctl.verify("hf://org/tiny", level="full").findings == ()
@@ -174,14 +174,16 @@ def test_the_cache_is_used(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not hub.requests and Path(folder).is_dir()
 
 
-def test_offline_without_a_cache(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_without_hub_cache_is_an_error(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(SourceNotFoundError, match="cache") as caught:
         ckptctl.inspect("hf://org/tiny")
     assert "HF_HUB_OFFLINE" in str(caught.value.hint) and not hub.requests
 
 
-def test_what_the_hub_refuses(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gated_and_private_repositories_are_errors(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for url, message in (
         ("hf://org/nothing", "no such repository"),
         ("hf://org/tiny@v9", "unknown revision"),
@@ -205,7 +207,7 @@ def test_what_the_hub_refuses(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None
     assert ckptctl.inspect("hf://org/tiny").parameters == 127296
 
 
-def test_a_server_that_sends_whole_files(hub: Hub, tmp_path: Path) -> None:
+def test_server_without_range_support_is_an_error(hub: Hub, tmp_path: Path) -> None:
     hub.ranges = False
     weights = {"a": torch.zeros(4 << 20), "b": torch.zeros(1 << 18)}
     safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
@@ -223,7 +225,7 @@ def _push(**options: object) -> None:
     ckptctl.convert(TINY, "hf://org/new", to="hf", max_shard_size=60_000, **options)  # type: ignore[arg-type]
 
 
-def test_a_push(hub: Hub) -> None:
+def test_push_uploads_checkpoint_in_one_commit(hub: Hub) -> None:
     _push(verify=True)
     repository = hub.repositories["org/new"]
     assert len(repository.commits) == 2 and hub.order[-1] == "commit"
@@ -235,7 +237,7 @@ def test_a_push(hub: Hub) -> None:
     assert repository.files["tokenizer.json"] == (TINY / "tokenizer.json").read_bytes()
 
 
-def test_a_push_that_failed_goes_on(hub: Hub) -> None:
+def test_failed_push_resumes_without_resending(hub: Hub) -> None:
     hub.fail_after = 2
     with pytest.raises(StorageError, match="cannot upload") as caught:
         _push()
@@ -246,7 +248,9 @@ def test_a_push_that_failed_goes_on(hub: Hub) -> None:
     assert len(hub.uploads) == len(set(hub.uploads)) == 5, "nothing was sent twice"
 
 
-def test_a_commit_whose_answer_is_lost(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_commit_response_is_checked_or_reported(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hub.lost = 1
     _push(verify=True)
     assert not hub.lost and len(hub.repositories["org/new"].commits) == 2
@@ -261,7 +265,7 @@ def test_a_commit_whose_answer_is_lost(hub: Hub, monkeypatch: pytest.MonkeyPatch
     assert "may have been made" in str(caught.value.why)
 
 
-def test_a_push_over_a_checkpoint(hub: Hub) -> None:
+def test_push_over_checkpoint_needs_overwrite(hub: Hub) -> None:
     _push()
     with pytest.raises(RefusedError, match="contains a checkpoint"):
         _push()
@@ -275,14 +279,14 @@ def test_a_push_over_a_checkpoint(hub: Hub) -> None:
     assert {"other/.metadata", "model.safetensors"} <= hub.repositories["org/new"].files.keys()
 
 
-def test_a_push_of_one_file(hub: Hub) -> None:
+def test_single_file_push_refuses_existing_file(hub: Hub) -> None:
     ckptctl.convert(TINY, "hf://org/new/model.pt", to="torch", verify=True)
     assert ckptctl.inspect("hf://org/new/model.pt").parameters == 127296
     with pytest.raises(RefusedError):
         ckptctl.convert(TINY, "hf://org/new/model.pt", to="torch")
 
 
-def test_a_push_to_nowhere(hub: Hub) -> None:
+def test_push_to_missing_repository_hints_at_create(hub: Hub) -> None:
     with pytest.raises(SourceNotFoundError, match="no such repository") as caught:
         ckptctl.convert(TINY, "hf://org/nothing", to="hf")
     assert "hf repos create org/nothing`" in str(caught.value.hint)
@@ -293,7 +297,9 @@ def test_a_push_to_nowhere(hub: Hub) -> None:
         ckptctl.convert("hf://org/tiny", "hf://org/tiny/out", to="dcp")
 
 
-def test_answers_that_end_too_early(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_truncated_hub_responses_are_retried_then_reported(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(retries, "retry_policy", retries.RetryPolicy(1, first_wait_seconds=0.01))
     hub.cut = 2
     assert ckptctl.verify("hf://org/tiny", level="full").findings == ()
@@ -306,7 +312,7 @@ def test_answers_that_end_too_early(hub: Hub, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("options", [(), ("--json",)])
 @pytest.mark.parametrize("down", ["/api", "/org"])
-def test_a_hub_that_is_down(
+def test_unreachable_hub_is_retried_until_timeout(
     hub: Hub, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], down: str
 ) -> None:
     monkeypatch.setattr(retries, "retry_policy", retries.RetryPolicy(first_wait_seconds=0.02))
@@ -322,7 +328,7 @@ def test_a_hub_that_is_down(
         assert json.loads(found.stderr)["error"]["exit_code"] == 8
 
 
-def test_a_hub_that_is_down_for_a_moment(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_briefly_unreachable_hub_is_retried(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
 
     def back(text: str) -> None:
@@ -337,14 +343,14 @@ def test_a_hub_that_is_down_for_a_moment(hub: Hub, monkeypatch: pytest.MonkeyPat
     assert len(said) == 1
 
 
-def test_what_gitignore_names_is_not_left_out(hub: Hub) -> None:
+def test_push_of_gitignored_file_is_refused(hub: Hub) -> None:
     hub.ignored = "model-00002-of-00005.safetensors"
     with pytest.raises(RefusedError, match="gitignore excludes `model-00002-of-00005"):
         _push()
     assert list(hub.repositories["org/new"].files) == ["README.md"]
 
 
-def test_a_push_beside_another_one(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_push_is_an_error(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     original = HubUpload.upload_file
 
     def put(self: HubUpload, name: str, path: Path) -> None:
@@ -357,7 +363,7 @@ def test_a_push_beside_another_one(hub: Hub, monkeypatch: pytest.MonkeyPatch) ->
     assert list(hub.repositories["org/new"].files) == ["README.md"]
 
 
-def test_names_that_leave_the_repository(hub: Hub) -> None:
+def test_file_names_outside_repository_are_ignored(hub: Hub) -> None:
     files = hub.repositories["org/tiny"].files
     strange = dict.fromkeys(("../x.safetensors", "/y.safetensors", "a/../../z"), b"x")
     hub.repositories["org/tiny"].commit({**files, **strange})
@@ -369,7 +375,7 @@ def test_names_that_leave_the_repository(hub: Hub) -> None:
 # The command
 
 
-def test_the_command_and_its_variables(hub: Hub, tmp_path: Path) -> None:
+def test_convert_command_uses_hub_environment_variables(hub: Hub, tmp_path: Path) -> None:
     hub.token = "secret"
     variables = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "secret"}
     run = subprocess.run(
@@ -398,7 +404,7 @@ def test_the_command_and_its_variables(hub: Hub, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("answer", ["n", "y", "--yes"])
-def test_a_terminal_is_asked_before_a_push(hub: Hub, tmp_path: Path, answer: str) -> None:
+def test_push_from_terminal_asks_for_confirmation(hub: Hub, tmp_path: Path, answer: str) -> None:
     variables = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
     asked = ["convert", "hf://org/tiny", "hf://org/new", "--to", "hf"]
     asked += [answer] if answer.startswith("-") else []

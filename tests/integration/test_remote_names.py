@@ -112,7 +112,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         ("http://alice:pw1@HOST/priv/", "http://bob:pw2@HOST/priv"),
     ],
 )
-def test_urls_that_differ_in_what_is_hidden(host: str, a: str, b: str) -> None:
+def test_urls_differing_in_hidden_parts_are_kept_apart(host: str, a: str, b: str) -> None:
     a, b = (url.replace("HOST", host) for url in (a, b))
     for first, second in ((a, b), (b, a)):
         found = ckptctl.diff(first, second)
@@ -125,7 +125,9 @@ def test_urls_that_differ_in_what_is_hidden(host: str, a: str, b: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("secret", ["query", "login"])
-def test_every_command_tells_them_apart(host: str, tmp_path: Path, secret: str) -> None:
+def test_every_command_distinguishes_urls_with_different_secrets(
+    host: str, tmp_path: Path, secret: str
+) -> None:
     """One after the other in one process, by whichever of them was there first."""
     urls = [f"http://{host}/priv/{FILE}?v={number}" for number in "12"]
     if secret == "login":
@@ -151,13 +153,13 @@ def test_every_command_tells_them_apart(host: str, tmp_path: Path, secret: str) 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("password", ["p", "safetensors", "priv"])
-def test_a_password_that_is_a_part_of_the_url(host: str, password: str) -> None:
+def test_password_occurring_in_url_is_hidden(host: str, password: str) -> None:
     url = f"http://u:{password}@{host}/priv/{FILE}"
     assert ckptctl.inspect(url).path == f"http://***@{host}/priv/{FILE}"
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_an_open_checkpoint_shows_no_password(host: str) -> None:
+def test_open_checkpoint_hides_url_password(host: str) -> None:
     with ckptctl.open(f"http://u:safetensors@{host}/priv/{FILE}") as state:
         assert state.path == f"http://***@{host}/priv/{FILE}"
         assert repr(state).startswith(f"<LazyStateDict '{state.path}'")
@@ -167,7 +169,7 @@ def test_an_open_checkpoint_shows_no_password(host: str) -> None:
 @pytest.mark.parametrize(
     ("user", "hidden"), [("e:e", ""), ("me:hunter22", "hunter22"), ("hunter22", "hunter22")]
 )
-def test_what_a_server_says_can_be_read(host: str, user: str, hidden: str) -> None:
+def test_server_error_is_shown_without_secrets(host: str, user: str, hidden: str) -> None:
     for url in (f"http://{user}@{host}/priv/{FILE}", f"http://{host}/{FILE}?v=hunter22&x=/"):
         with pytest.raises(StorageError) as caught:
             ckptctl.inspect(url)
@@ -177,7 +179,7 @@ def test_what_a_server_says_can_be_read(host: str, user: str, hidden: str) -> No
         assert f"{user}@" not in said and "v=" not in said
 
 
-def test_the_error_is_of_the_one_that_failed(host: str) -> None:
+def test_error_names_url_that_failed(host: str) -> None:
     first = f"http://alice:pw1@{host}/{FILE}"
     ckptctl.inspect(first)
     with pytest.raises(StorageError) as caught:
@@ -190,7 +192,7 @@ def test_the_error_is_of_the_one_that_failed(host: str) -> None:
     "url",
     ["hf://a b/c", "hf://a/b#main", "hf://a/b?x=1", "hf://日/b", "hf://a--b/c", "hf://", "hf://a"],
 )
-def test_names_that_no_repository_has(url: str) -> None:
+def test_invalid_hub_repository_names_are_usage_errors(url: str) -> None:
     for call in (ckptctl.inspect, lambda url: ckptctl.convert(TINY, url, to="hf")):
         with pytest.raises(UsageError) as caught:
             call(url)
@@ -200,7 +202,7 @@ def test_names_that_no_repository_has(url: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["s3://", "S3://", "s3:///", "memory://", "gs:////", "http://u:p@"])
-def test_urls_that_name_nothing(url: str) -> None:
+def test_empty_urls_are_usage_errors(url: str) -> None:
     for command in (("inspect",), ("prune", "--keep-last", "1", "-n")):
         found = run(command[0], url, *command[1:])
         assert found.exit_code == 2 and "the URL is empty" in found.output
@@ -208,7 +210,7 @@ def test_urls_that_name_nothing(url: str) -> None:
         ckptctl.verify(url)
 
 
-def test_no_empty_part_is_dropped(tmp_path: Path) -> None:
+def test_empty_url_path_component_is_refused(tmp_path: Path) -> None:
     import fsspec
 
     memory = fsspec.filesystem("memory")
@@ -226,7 +228,7 @@ def test_no_empty_part_is_dropped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "url", ["file://", "FILE://", "local://", "file://localhost", "file://a/b"]
 )
-def test_what_names_no_local_path(
+def test_invalid_file_urls_are_refused(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for step in (1, 2):
@@ -248,7 +250,7 @@ def test_what_names_no_local_path(
             call(url)
 
 
-def test_local_paths_as_python_writes_them(tmp_path: Path) -> None:
+def test_file_urls_with_escapes_are_accepted(tmp_path: Path) -> None:
     folder = tmp_path / "a b%20ü"
     ckptctl.save({"w": torch.ones(3)}, folder.as_uri())
     assert [one.name for one in tmp_path.iterdir()] == [folder.name]

@@ -61,7 +61,7 @@ def _by_the_hub_client(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [_by_transformers, _by_ckptctl, _by_the_hub_client])
-def test_an_index_that_the_listing_proves_is_not_read(
+def test_index_confirmed_by_listing_digest_is_not_read(
     hub: Hub, tmp_path: Path, write: Callable[[Path], None]
 ) -> None:
     write(tmp_path / "model")
@@ -74,14 +74,16 @@ def test_an_index_that_the_listing_proves_is_not_read(
     assert (found.metadata, found.notes) == (expected.metadata, expected.notes)
 
 
-def test_an_index_in_lfs_is_proven_by_its_sha256(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lfs_index_confirmed_by_sha256_is_not_read(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hub_server, "LARGE", (*hub_server.LARGE, ".index.json"))
     ckptctl.inspect("hf://org/tiny")
     assert INDEX not in _asked(hub)
 
 
 @pytest.mark.parametrize("change", [{"note": "mine"}, {"total_size": 1}])
-def test_another_index_is_read(hub: Hub, tmp_path: Path, change: dict[str, Any]) -> None:
+def test_non_standard_index_is_read(hub: Hub, tmp_path: Path, change: dict[str, Any]) -> None:
     folder = shutil.copytree(TINY, tmp_path / "model")
     index = json.loads((folder / INDEX).read_text())
     index["metadata"] |= change
@@ -92,7 +94,7 @@ def test_another_index_is_read(hub: Hub, tmp_path: Path, change: dict[str, Any])
     assert found.metadata == ckptctl.inspect(folder).metadata
 
 
-def test_an_index_that_is_not_true_is_found_out(hub: Hub, tmp_path: Path) -> None:
+def test_wrong_index_is_reported(hub: Hub, tmp_path: Path) -> None:
     """It differs from the true one in two names that change places, not in its length."""
     folder = shutil.copytree(TINY, tmp_path / "model")
     index = json.loads((folder / INDEX).read_text())
@@ -108,7 +110,7 @@ def test_an_index_that_is_not_true_is_found_out(hub: Hub, tmp_path: Path) -> Non
     assert any(one in str(finding) for finding in ckptctl.verify("hf://org/model").findings)
 
 
-def test_shards_that_are_damaged_prove_nothing(hub: Hub, tmp_path: Path) -> None:
+def test_damaged_shards_are_reported_like_local_ones(hub: Hub, tmp_path: Path) -> None:
     folder = shutil.copytree(TINY, tmp_path / "model")
     (folder / "model-00002-of-00003.safetensors").write_bytes(b"x" * 100)
     hub.add("org/model", folder)
@@ -116,7 +118,7 @@ def test_shards_that_are_damaged_prove_nothing(hub: Hub, tmp_path: Path) -> None
     assert [one.what for one in there.findings] == [one.what for one in here.findings] != []
 
 
-def test_nothing_is_tried_where_no_digest_is_known(
+def test_index_is_not_guessed_without_digest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hf_files, "_iterate_candidate_indexes", None)
@@ -126,7 +128,7 @@ def test_nothing_is_tried_where_no_digest_is_known(
 # Requests at the same time
 
 
-def test_headers_are_read_side_by_side(
+def test_shard_headers_are_read_concurrently(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _by_ckptctl(tmp_path / "model", 5_000)
@@ -143,7 +145,7 @@ def test_headers_are_read_side_by_side(
     assert len(_asked(hub)) == count and hub.most <= 2
 
 
-def test_items_are_read_side_by_side(
+def test_dcp_items_are_read_concurrently(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each lies apart from the others by more than what one request gets."""
@@ -161,14 +163,14 @@ def test_items_are_read_side_by_side(
     assert abs(count - len(_asked(hub))) <= 2, "which end of a block is first asked for may differ"
 
 
-def test_rank_files_are_read_side_by_side(hub: Hub, tmp_path: Path) -> None:
+def test_rank_files_are_read_concurrently(hub: Hub, tmp_path: Path) -> None:
     ckptctl.convert(TINY, tmp_path / "meta", to="meta", mp=2)
     hub.add("org/meta", tmp_path / "meta")
     hub.gather = 2
     assert ckptctl.inspect("hf://org/meta").format == "meta" and hub.most >= 2
 
 
-def test_what_cannot_be_fetched_ahead_is_an_error_where_it_is_read(
+def test_failed_read_ahead_is_reported_for_its_file(
     hub: Hub,
 ) -> None:
     repository = hub.repositories["org/tiny"]
@@ -179,7 +181,7 @@ def test_what_cannot_be_fetched_ahead_is_an_error_where_it_is_read(
     assert [one.file for one in found if one.file] != []
 
 
-def test_many_shards_are_asked_once(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_shard_is_requested_once(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though fewer blocks are kept than there are shards."""
     monkeypatch.setattr(blocks.SHARED_BLOCKS, "_capacity_bytes", 200_000)
     monkeypatch.setattr(read_ahead, "PREFETCH_COUNT", 1)
@@ -191,14 +193,14 @@ def test_many_shards_are_asked_once(hub: Hub, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("kind", ["datasets", "spaces"])
-def test_other_kinds_of_repositories(hub: Hub, kind: str) -> None:
+def test_datasets_and_spaces_are_inspected(hub: Hub, kind: str) -> None:
     hub.add(f"{kind}/org/tiny", TINY)
     del hub.repositories["org/tiny"]
     assert ckptctl.inspect(f"hf://{kind}/org/tiny@main").parameters == 127296
     assert all(f"{kind}/org/tiny" in path for _, path in hub.requests if path != OWN)
 
 
-def test_a_token_goes_to_the_hub_alone(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_token_is_not_sent_to_cdn(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.cdn, server = hub_server.start()
     hub.token = "secret"
     monkeypatch.setenv("HF_TOKEN", "secret")
@@ -209,9 +211,7 @@ def test_a_token_goes_to_the_hub_alone(hub: Hub, monkeypatch: pytest.MonkeyPatch
     assert set(hub.cdn.tokens) == {None} and "Bearer secret" in hub.tokens
 
 
-def test_full_compares_with_the_digests_of_the_hub(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_verify_compares_with_hub_digests(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     found = ckptctl.verify("hf://org/tiny", level="full")
     assert found.findings == () and sum(found.verified.values()) == found.nbytes
     name = "model-00002-of-00003.safetensors"

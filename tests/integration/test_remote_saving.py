@@ -51,7 +51,7 @@ def server() -> Iterator[Server]:
 
 @SHARED
 @pytest.mark.filterwarnings("ignore")  # of clients and servers
-def test_two_groups_to_one_url(url: str, tmp_path: Path) -> None:
+def test_concurrent_rank_groups_on_one_url_have_one_winner(url: str, tmp_path: Path) -> None:
     said = [tmp_path / f"outcome-{n}" for n in (0, 1)]
 
     def group(number: int) -> None:
@@ -74,13 +74,13 @@ def test_two_groups_to_one_url(url: str, tmp_path: Path) -> None:
     assert LOCK_NAME not in names(url)
 
 
-def test_a_save_that_fails(tmp_path: Path) -> None:
+def test_failed_save_leaves_no_lock(tmp_path: Path) -> None:
     for world in (1, 3):
         (tmp_path / str(world)).mkdir()
         run_on_ranks(ranks.a_save_that_fails_leaves_no_lock, (world,), str(tmp_path / str(world)))
 
 
-def test_a_place_that_another_run_writes_to(tmp_path: Path) -> None:
+def test_save_to_locked_url_is_refused(tmp_path: Path) -> None:
     url = f"memory://{tmp_path.name}"
     held = RemoteLock(FsspecStore(url), LOCK_NAME, ["model.safetensors"])
     held.acquire_lock()
@@ -92,7 +92,7 @@ def test_a_place_that_another_run_writes_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("names", [(".metadata",), ("model.safetensors", "config.json")])
-def test_what_a_dead_run_has_left(tmp_path: Path, names: tuple[str, ...]) -> None:
+def test_save_removes_leftovers_of_dead_run(tmp_path: Path, names: tuple[str, ...]) -> None:
     """Of more ranks, or of a conversion; what it says nothing of stays."""
     url, folder = f"memory://{tmp_path.name}", f"/{tmp_path.name}"
     for name in ("__7_0.distcp", "model.safetensors", "train_state.json"):
@@ -104,7 +104,9 @@ def test_what_a_dead_run_has_left(tmp_path: Path, names: tuple[str, ...]) -> Non
     assert there == {OBJECTS_NAME, ".metadata", "__0_0.distcp", "train_state.json"} | kept
 
 
-def test_files_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sidecar_files_are_written_before_metadata(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They are there, and the lock names them, before the metadata is."""
     url, folder = f"memory://{tmp_path.name}", f"/{tmp_path.name}"
     seen, original = [], FsspecStore.write_file
@@ -127,7 +129,7 @@ def test_files_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert torch.equal(found["w"], STATE["w"])
 
 
-def test_objects_that_are_not_those_that_were_saved(tmp_path: Path) -> None:
+def test_missing_or_replaced_objects_are_detected(tmp_path: Path) -> None:
     url, folder = f"memory://{tmp_path.name}", f"/{tmp_path.name}"
     ckptctl.save(STATE, url)
     data = MEMORY.cat_file(f"{folder}/__0_0.distcp")
@@ -147,7 +149,7 @@ def test_objects_that_are_not_those_that_were_saved(tmp_path: Path) -> None:
     assert check_health(resolve_source_path(url)).verdict == "complete"
 
 
-def test_parts_of_somebody_elses_stay(tmp_path: Path) -> None:
+def test_save_over_parts_of_other_checkpoint_is_refused(tmp_path: Path) -> None:
     url, folder = f"memory://{tmp_path.name}", f"/{tmp_path.name}"
     MEMORY.pipe_file(f"{folder}/__7_0.distcp", b"old")
     with pytest.raises(RefusedError, match="parts of another checkpoint"):
@@ -156,7 +158,7 @@ def test_parts_of_somebody_elses_stay(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("failing", ["note_names", "require_ours", "try_create"])
-def test_a_save_that_fails_at_its_end_leaves_nothing(
+def test_save_failing_at_publish_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
     """Even where the store has the metadata, and it is the answer that fails."""
@@ -183,7 +185,7 @@ def test_a_save_that_fails_at_its_end_leaves_nothing(
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of botocore and moto
 @pytest.mark.parametrize(("fault", "tries"), [("lose", 1), ("lose", 3), ("refuse", 1), ("cut", 1)])
-def test_every_request_that_fails_once(
+def test_any_failed_request_leaves_complete_save_or_none(
     server: Server, monkeypatch: pytest.MonkeyPatch, fault: str, tries: int
 ) -> None:
     """Each of those that change something; then whole, or nothing. Whole, where it is sent again.
@@ -222,7 +224,7 @@ def test_every_request_that_fails_once(
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("parts", [False, True])
-def test_a_store_that_knows_no_conditions(
+def test_store_without_conditional_writes_is_supported(
     server: Server, monkeypatch: pytest.MonkeyPatch, parts: bool
 ) -> None:
     """It says so of every request that has one."""
@@ -256,14 +258,14 @@ def _once(fault: str, number: int, seen: Iterator[int], request: s3_server.Reque
     return fault if changes and next(seen) == number else None
 
 
-def test_without_collectives_files_beside_it_are_refused(tmp_path: Path) -> None:
+def test_sidecar_files_without_collectives_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="does not support sidecar files") as caught:
         write_rank_local(flatten_state(STATE), tmp_path, 0, 1, SaveOptions(beside=dict))
     assert "published last" in str(caught.value.why)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_lock_that_is_lost_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_lock_publishes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a pause of minutes: nothing is published, and the other one's lock stays."""
     url = f"memory://{tmp_path.name}"
     other = LockRecord("other", processes.Process("elsewhere", "", 1, 1), (".metadata",))
@@ -283,9 +285,7 @@ def test_a_lock_that_is_lost_meanwhile(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.filterwarnings("ignore")  # of botocore, moto and torch without ranks
 @pytest.mark.parametrize("planner", [SavePlanner, DefaultSavePlanner])
-def test_torchs_own_save_removes_what_a_dead_run_has_left(
-    server: Server, planner: type[Any]
-) -> None:
+def test_stock_save_removes_leftovers_of_dead_run(server: Server, planner: type[Any]) -> None:
     system, root = fsspec.filesystem("s3"), f"{s3_server.BUCKET}/run/step-5"
     system.pipe_file(f"{root}/__7_0.distcp", b"old")
     system.pipe_file(f"{root}/train_state.json", b"kept")
@@ -301,7 +301,7 @@ def test_torchs_own_save_removes_what_a_dead_run_has_left(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_torchs_own_save_respects_and_holds_the_lock(
+def test_stock_save_respects_and_takes_lock(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"s3://{s3_server.BUCKET}/run/step-6"
@@ -330,7 +330,7 @@ def test_torchs_own_save_respects_and_holds_the_lock(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_torchs_own_save_again_after_one_that_failed(
+def test_stock_save_succeeds_after_failed_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if another rank had: the first writer still has the lock, of a process that is done."""
@@ -346,9 +346,7 @@ def test_torchs_own_save_again_after_one_that_failed(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_torchs_own_save_that_fails_on_this_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_stock_save_releases_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"memory://{tmp_path.name}"
     first = Writer(url)
     with monkeypatch.context() as patch, pytest.raises(CheckpointException):
@@ -359,7 +357,9 @@ def test_torchs_own_save_that_fails_on_this_rank(
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("options", [{"overwrite": True}, {}])
-def test_what_cannot_be_saved_without_collectives(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_overwrite_or_url_without_collectives_is_refused(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
     path = str(tmp_path / "x") if options else f"memory://{tmp_path.name}"
     with pytest.raises(RefusedError, match="without collectives cannot"):
         state_dict_saver.save(

@@ -60,7 +60,7 @@ def _require_not_read(url: str | Path, what: str) -> None:
     assert (found.errors[0].what, found.errors[0].file) == (what, LOCK_NAME)
 
 
-def test_one_that_is_being_written(root: str) -> None:
+def test_checkpoint_being_written_is_skipped(root: str) -> None:
     _upload(root, "step-1", None)
     url = _upload(root, "step-2", WRITING, INDEX)
     _require_not_read(url, "the checkpoint is being written")
@@ -73,7 +73,7 @@ def test_one_that_is_being_written(root: str) -> None:
     assert [one.complete for one in listed] == [True, False] and listed[1].format == "hf"
 
 
-def test_one_that_was_interrupted(root: str) -> None:
+def test_interrupted_upload_is_damaged(root: str) -> None:
     url = _upload(root, "step-2", replace(WRITING, process=None), INDEX)
     _require_not_read(url, "the upload did not finish")
     with pytest.raises(SourceNotFoundError, match="no complete checkpoint found"):
@@ -84,7 +84,7 @@ def test_one_that_was_interrupted(root: str) -> None:
     assert ckptctl.inspect(url).parameters == 127296
 
 
-def test_shards_alone_are_not_unknown(root: str) -> None:
+def test_unfinished_shards_are_damaged_not_unknown(root: str) -> None:
     """Before anything is there that a format is known by."""
     url = _upload(root, "step-2", WRITING, *NAMES)
     with pytest.raises(DamagedError, match="the checkpoint is being written"):
@@ -96,19 +96,19 @@ def test_shards_alone_are_not_unknown(root: str) -> None:
 
 
 @pytest.mark.parametrize("said", [WRITING, replace(WRITING, names=(".metadata",)), b"", b"[]"])
-def test_whoever_may_be_alive_counts(root: str, said: LockRecord | bytes) -> None:
+def test_complete_files_under_live_lock_are_not_read(root: str, said: LockRecord | bytes) -> None:
     """All is there, and may be replaced at any moment."""
     _require_not_read(_upload(root, "step-2", said), "the checkpoint is being written")
 
 
-def test_a_lock_that_was_left_beside_all_of_it(root: str) -> None:
+def test_dead_lock_next_to_complete_checkpoint_is_ignored(root: str) -> None:
     """The run was killed after the last file, or before it replaced the first."""
     url = _upload(root, "step-2", replace(WRITING, process=None))
     assert ckptctl.verify(url, level="full").findings == ()
     assert find_newest(resolve_source_path(root)).chosen.complete
 
 
-def test_silence(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expired_lock_is_ignored(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     url = _upload(root, "step-2", WRITING)
     with pytest.raises(DamagedError):
         ckptctl.inspect(url)
@@ -116,7 +116,7 @@ def test_silence(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ckptctl.inspect(url).parameters == 127296
 
 
-def test_a_copy_that_was_made_meanwhile(tmp_path: Path) -> None:
+def test_local_copy_of_unfinished_upload_is_damaged(tmp_path: Path) -> None:
     """As ``aws s3 sync`` makes it, lock and all."""
     folder = shutil.copytree(TINY, tmp_path / "run" / "step-2")
     (folder / INDEX).unlink()
@@ -125,12 +125,12 @@ def test_a_copy_that_was_made_meanwhile(tmp_path: Path) -> None:
     assert runs.read_run(tmp_path / "run").checkpoints[0].torn
 
 
-def test_names_in_a_lock_are_looked_for_and_no_more(root: str) -> None:
+def test_odd_file_names_in_lock_are_handled_as_missing(root: str) -> None:
     said = replace(WRITING, process=None, names=("\0", "x" * 5000, "../" * 50 + "etc/passwd"))
     _require_not_read(_upload(root, "step-2", said), "the upload did not finish")
 
 
-def test_an_upload_goes_on_over_it(root: str) -> None:
+def test_convert_over_interrupted_upload_succeeds(root: str) -> None:
     url = _upload(root, "step-2", replace(WRITING, process=None), INDEX)
     with pytest.raises(CkptError):
         ckptctl.inspect(url)

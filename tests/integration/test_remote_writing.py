@@ -61,7 +61,9 @@ def _convert(source: Path, url: str, to: str, *words: str) -> subprocess.Popen[s
 @SHARED
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [[], ["--overwrite"]])
-def test_two_processes_to_one_place(url: str, tmp_path: Path, words: list[str]) -> None:
+def test_concurrent_processes_leave_one_complete_checkpoint(
+    url: str, tmp_path: Path, words: list[str]
+) -> None:
     sources = [_source(tmp_path / name, value) for name, value in (("a", 1.0), ("b", 2.0))]
     for trial in range(2):
         place = f"{url}/{trial}"
@@ -77,7 +79,7 @@ def test_two_processes_to_one_place(url: str, tmp_path: Path, words: list[str]) 
 
 
 @SHARED
-def test_two_threads_to_one_place(url: str, tmp_path: Path) -> None:
+def test_concurrent_threads_leave_one_complete_checkpoint_or_none(url: str, tmp_path: Path) -> None:
     sources = {value: _source(tmp_path / str(value), value) for value in (1.0, 2.0)}
     for trial in range(6):
         place = f"{url}/{trial}"
@@ -103,7 +105,7 @@ def test_two_threads_to_one_place(url: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bucket", ["gs", "az"], indirect=True)
-def test_of_many_writers_one_wins(url: str, tmp_path: Path) -> None:
+def test_concurrent_object_writers_have_one_winner(url: str, tmp_path: Path) -> None:
     """Streams, as of training; uploads of files; locks. moto takes no lock when it compares."""
     store, size = FsspecStore(url), 6 << 20  # in parts
 
@@ -140,7 +142,7 @@ def test_of_many_writers_one_wins(url: str, tmp_path: Path) -> None:
 
 @SHARED
 @pytest.mark.parametrize("size", [10, 6 << 20])
-def test_who_comes_second_leaves_what_is_there(url: str, size: int) -> None:
+def test_second_writer_keeps_existing_object(url: str, size: int) -> None:
     system, root = at(url)
     for error in (StorageError, ZeroDivisionError):
         with (
@@ -156,7 +158,7 @@ def test_who_comes_second_leaves_what_is_there(url: str, size: int) -> None:
 
 
 @SHARED
-def test_a_bucket_that_is_not_there(url: str) -> None:
+def test_missing_bucket_is_an_error(url: str) -> None:
     url = url.replace("bucket", "another-bucket")
     with pytest.raises(StorageError, match="cannot write") as caught:
         ckptctl.convert(TINY, url, to="hf")
@@ -167,7 +169,7 @@ def test_a_bucket_that_is_not_there(url: str) -> None:
 
 
 @pytest.mark.parametrize("bucket", ["gs"], indirect=True)
-def test_what_google_forbids(url: str, bucket: Bucket) -> None:
+def test_gcs_permission_error_hints_at_credentials(url: str, bucket: Bucket) -> None:
     bucket.faulty.fault = lambda _: "deny"
     with pytest.raises(StorageError, match="cannot list") as caught:
         ckptctl.inspect(url)
@@ -175,7 +177,7 @@ def test_what_google_forbids(url: str, bucket: Bucket) -> None:
 
 
 @pytest.mark.parametrize("bucket", ["az"], indirect=True)
-def test_azure_without_credentials(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_azure_credentials_are_an_error(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.delenv("AZURE_STORAGE_CONNECTION_STRING")
         fsspec.get_filesystem_class("az").clear_instance_cache()
@@ -185,7 +187,7 @@ def test_azure_without_credentials(url: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @SHARED
-def test_there_and_back(url: str, tmp_path: Path) -> None:
+def test_bucket_conversion_roundtrip_is_exact(url: str, tmp_path: Path) -> None:
     """What is converted from a store, read a part at a time, is what was converted to it."""
     ckptctl.convert(TINY, f"{url}/dcp", to="dcp", max_shard_size=60_000, verify=True)
     ckptctl.convert(f"{url}/dcp", f"{url}/x.pt", to="torch", verify=True)
@@ -195,7 +197,7 @@ def test_there_and_back(url: str, tmp_path: Path) -> None:
 
 
 @ON_S3
-def test_requests_of_an_upload(url: str, bucket: Bucket) -> None:
+def test_upload_sends_lock_first_and_index_last(url: str, bucket: Bucket) -> None:
     """Creation on the condition that nothing is there; the index after a look at all others."""
     server = bucket.faulty
     ckptctl.convert(TINY, f"{url}/x", to="hf", max_shard_size=60_000)
@@ -209,7 +211,9 @@ def test_requests_of_an_upload(url: str, bucket: Bucket) -> None:
 
 
 @FAULTY
-def test_an_answer_that_is_lost(url: str, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_upload_response_is_retried(
+    url: str, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The client asks again, and is told that there is something: what it sent itself."""
     lost: set[str] = set()
 
@@ -227,7 +231,7 @@ def test_an_answer_that_is_lost(url: str, bucket: Bucket, monkeypatch: pytest.Mo
 
 
 @SHARED
-def test_a_lock_is_taken_over_once(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_lock_is_taken_over_once(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An object is replaced on the condition that it is the one that was read, or written, last."""
     monkeypatch.setattr(lock, "is_dead", lambda *_: True)
     first, second = (lock.RemoteLock(FsspecStore(url), LOCK, ["a"]) for _ in range(2))
@@ -253,7 +257,7 @@ def test_a_lock_is_taken_over_once(url: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @ON_S3
-def test_a_sign_of_life_whose_answer_is_lost(
+def test_lost_lock_update_response_is_retried(
     url: str, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "3")
@@ -281,7 +285,7 @@ def test_a_sign_of_life_whose_answer_is_lost(
 
 
 @SHARED
-def test_a_removal_that_comes_late(url: str) -> None:
+def test_late_removal_keeps_overwritten_object(url: str) -> None:
     """It was on its way while its machine slept: what another run wrote meanwhile stays."""
     system, root = fsspec.core.url_to_fs(url)
     for name in ("a", "b"):
@@ -297,7 +301,9 @@ def test_a_removal_that_comes_late(url: str) -> None:
 
 @ON_S3
 @pytest.mark.parametrize("spelling", one_in(2, ["s3a://bucket/{}/m", "s3://bucket/{}/x/../m"]))
-def test_the_source_by_another_name(url: str, tmp_path: Path, spelling: str) -> None:
+def test_overwriting_source_under_other_url_spelling_is_refused(
+    url: str, tmp_path: Path, spelling: str
+) -> None:
     ckptctl.convert(TINY, f"{url}/m", to="hf", max_shard_size=60_000)
     there = names(url)
     refused = r"inside the destination|cannot contain `\.\.`"
@@ -308,14 +314,14 @@ def test_the_source_by_another_name(url: str, tmp_path: Path, spelling: str) -> 
 
 
 @ON_S3
-def test_no_version_of_an_object_is_named(url: str) -> None:
+def test_url_with_object_version_is_refused(url: str) -> None:
     """s3fs would leave it out, with all that follows."""
     for call in (ckptctl.inspect, lambda url: ckptctl.convert(TINY, url, to="hf")):
         with pytest.raises(UsageError, match="cannot specify an object version"):
             call(f"{url}/m?versionId=1")
 
 
-def test_an_upload_over_a_checkpoint(url: str, tmp_path: Path) -> None:
+def test_upload_over_checkpoint_needs_overwrite(url: str, tmp_path: Path) -> None:
     ckptctl.convert(_source(tmp_path / "a", 1.0), url, to="hf", max_shard_size=20_000)
     old = names(url)
     source = _source(tmp_path / "b", 2.0)
@@ -327,7 +333,7 @@ def test_an_upload_over_a_checkpoint(url: str, tmp_path: Path) -> None:
 
 
 @IN_MEMORY
-def test_an_upload_over_something_else(url: str, tmp_path: Path) -> None:
+def test_upload_over_foreign_files_is_refused(url: str, tmp_path: Path) -> None:
     MEMORY.pipe_file(f"/bucket/{tmp_path.name}/thesis.txt", b"years")
     MEMORY.pipe_file(f"/bucket/{tmp_path.name}/data/model.safetensors", b"x")
     for overwrite in (False, True):
@@ -337,7 +343,7 @@ def test_an_upload_over_something_else(url: str, tmp_path: Path) -> None:
 
 
 @IN_MEMORY
-def test_the_old_index_goes_first(
+def test_overwrite_removes_old_index_first(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ckptctl.convert(_source(tmp_path / "a", 1.0), url, to="hf", max_shard_size=20_000)
@@ -368,7 +374,7 @@ def test_the_old_index_goes_first(
 
 
 @IN_MEMORY
-def test_what_cannot_be_converted_leaves_the_old_one(url: str, tmp_path: Path) -> None:
+def test_failed_overwrite_keeps_old_checkpoint(url: str, tmp_path: Path) -> None:
     """Nothing is removed before the first new file is complete."""
     ckptctl.convert(_source(tmp_path / "a", 1.0), url, to="dcp")
     source = _source(tmp_path / "b", 2.0)
@@ -383,7 +389,9 @@ def test_what_cannot_be_converted_leaves_the_old_one(url: str, tmp_path: Path) -
 
 @ON_S3
 @pytest.mark.parametrize("lost", [False, True])
-def test_a_single_file(url: str, bucket: Bucket, tmp_path: Path, lost: bool) -> None:
+def test_single_file_is_replaced_atomically(
+    url: str, bucket: Bucket, tmp_path: Path, lost: bool
+) -> None:
     """One object is replaced in one step: the old one is there until then."""
     place, server = f"{url}/model.pt", bucket.faulty
     first, second = (_source(tmp_path / n, v) for n, v in (("a", 1.0), ("b", 2.0)))
@@ -407,7 +415,7 @@ def test_a_single_file(url: str, bucket: Bucket, tmp_path: Path, lost: bool) -> 
 
 
 @IN_MEMORY
-def test_what_a_run_left_is_of_no_use_to_another_output(
+def test_resume_with_other_source_reuses_nothing(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same names, another content: nothing of it stays."""
@@ -430,7 +438,7 @@ def test_what_a_run_left_is_of_no_use_to_another_output(
 
 
 @IN_MEMORY
-def test_what_changed_since_is_sent_again(
+def test_resume_resends_changed_objects_only(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_file, sent = type(MEMORY).put_file, []
@@ -455,7 +463,7 @@ def test_what_changed_since_is_sent_again(
 
 
 @IN_MEMORY
-def test_what_does_not_fit_into_its_dtype_is_not_published(tmp_path: Path, url: str) -> None:
+def test_overflowing_cast_is_not_published(tmp_path: Path, url: str) -> None:
     source = _source(tmp_path / "source", 1e5)
     with pytest.raises(RefusedError, match="became infinite"):
         ckptctl.convert(source, url, to="dcp", dtype="fp16")

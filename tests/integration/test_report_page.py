@@ -56,7 +56,7 @@ def damaged(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "page.html"
 
 
-def test_names_are_text(look: Browser, big: Path) -> None:
+def test_hostile_tensor_names_are_shown_as_text(look: Browser, big: Path) -> None:
     look.open(big)
     assert look.run("document.querySelectorAll('img, iframe, object').length") == 0
     assert "run" not in look.run("document.title").split()
@@ -71,7 +71,7 @@ def test_names_are_text(look: Browser, big: Path) -> None:
     assert look.run("document.getElementById('details-name').textContent") == r"turned\u{202e}\u{7}"
 
 
-def test_nothing_else_runs_or_loads(look: Browser, big: Path) -> None:
+def test_report_page_blocks_injected_scripts_and_requests(look: Browser, big: Path) -> None:
     look.open(big)
     assert look.run("performance.getEntriesByType('resource').length") == 0
     script = "const s = document.createElement('script'); s.textContent = 'document.title = 1';"
@@ -83,7 +83,7 @@ def test_nothing_else_runs_or_loads(look: Browser, big: Path) -> None:
     look.complaints.clear()
 
 
-def test_a_long_table_is_drawn_where_one_looks(look: Browser, big: Path) -> None:
+def test_long_table_renders_only_visible_rows(look: Browser, big: Path) -> None:
     look.open(big)
     assert (
         look.run("document.querySelector('#tensors [role=status]').textContent") == "5,003 of 5,003"
@@ -107,7 +107,7 @@ def sorted_by(look: Browser, column: int) -> Any:
     return look.run(f"[...{ROWS}].map((row) => row.querySelector('th').textContent)")
 
 
-def test_the_treemap_is_walked_with_keys(look: Browser, big: Path) -> None:
+def test_treemap_is_navigable_by_keyboard(look: Browser, big: Path) -> None:
     look.open(big)
     here = "document.querySelector('.trail [aria-current]').textContent"
     assert look.run(here) == "all tensors"
@@ -127,7 +127,7 @@ def test_the_treemap_is_walked_with_keys(look: Browser, big: Path) -> None:
     assert look.run("document.querySelectorAll('.treemap .cell').length") < 3200
 
 
-def test_holes_are_yellow_and_named(look: Browser, damaged: Path) -> None:
+def test_missing_chunks_are_highlighted_and_listed(look: Browser, damaged: Path) -> None:
     look.open(damaged, "#tensor=model.l1.weight")
     assert look.run("document.querySelectorAll('.map .chunk').length") == 4
     holes = "document.querySelectorAll('.map .chunk.hole')"
@@ -147,7 +147,7 @@ def test_holes_are_yellow_and_named(look: Browser, damaged: Path) -> None:
     assert look.run("document.querySelector('.badge').textContent") == "damaged"
 
 
-def test_findings_that_say_the_same_are_one(look: Browser, damaged: Path) -> None:
+def test_identical_findings_are_grouped(look: Browser, damaged: Path) -> None:
     look.open(damaged)
     groups = "document.querySelectorAll('#findings .findings > li')"
     assert look.run(f"{groups}.length") == 2
@@ -164,7 +164,7 @@ def test_findings_that_say_the_same_are_one(look: Browser, damaged: Path) -> Non
     assert look.run(f"{places}[4].contains(document.activeElement)")
 
 
-def test_whole_numbers_keep_their_digits(look: Browser, tmp_path: Path) -> None:
+def test_large_integers_keep_all_digits(look: Browser, tmp_path: Path) -> None:
     """JavaScript has no whole numbers beyond 2 ** 53."""
     state = {"n": torch.tensor([2**53 + 1, -(2**62) - 1]), "w": torch.ones(2, 3)}
     save_file(state, tmp_path / "a.safetensors")
@@ -202,7 +202,7 @@ def test_whole_numbers_keep_their_digits(look: Browser, tmp_path: Path) -> None:
     assert number["stats"]["max"] == 2**53 + 1
 
 
-def test_fifty_thousand_tensors(look: Browser, tmp_path: Path) -> None:
+def test_page_of_50000_tensors_stays_fast(look: Browser, tmp_path: Path) -> None:
     names = [
         f"model.layers.{i // 768}.mlp.experts.{i // 3 % 256}.{part}_proj.weight"
         for i, part in zip(range(50_000), cycle(("down", "gate", "up")), strict=False)
@@ -226,7 +226,9 @@ def test_fifty_thousand_tensors(look: Browser, tmp_path: Path) -> None:
     assert status == f"{sum('.64.mlp.experts.255.' in name for name in names)} of 50,000"
 
 
-def test_the_colors_that_tell_most_come_first(look: Browser, big: Path, damaged: Path) -> None:
+def test_initial_treemap_coloring_is_most_informative(
+    look: Browser, big: Path, damaged: Path
+) -> None:
     mode = "document.querySelector('#treemap select').value"
     legend = "[...document.querySelectorAll('#treemap .legend li')].map((one) => one.textContent)"
     look.open(big)
@@ -241,7 +243,9 @@ def test_the_colors_that_tell_most_come_first(look: Browser, big: Path, damaged:
     assert "repeating-linear-gradient" in look.run(f"getComputedStyle({hatched}).backgroundImage")
 
 
-def test_two_checkpoints(look: Browser, data: Path, tmp_path: Path) -> None:
+def test_comparison_page_highlights_different_tensor(
+    look: Browser, data: Path, tmp_path: Path
+) -> None:
     shutil.copytree(data / "tiny-llama3-hf", tmp_path / "other")
     file = min((tmp_path / "other").glob("*.safetensors"))
     raw = bytearray(file.read_bytes())
@@ -265,7 +269,9 @@ def test_two_checkpoints(look: Browser, data: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1200, False), (1200, True), (360, False)])
-def test_it_fits(look: Browser, damaged: Path, big: Path, width: int, dark: bool) -> None:
+def test_report_page_fits_window_and_color_scheme(
+    look: Browser, damaged: Path, big: Path, width: int, dark: bool
+) -> None:
     """Nothing is wider than the window, and text can be told from its ground."""
     for page, name in ((damaged, "model.l1.weight"), (big, "n")):
         look.size(width, 800, dark)
@@ -286,7 +292,9 @@ def test_it_fits(look: Browser, damaged: Path, big: Path, width: int, dark: bool
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_all_text_can_be_read(look: Browser, damaged: Path, big: Path, dark: bool) -> None:
+def test_report_page_text_has_sufficient_contrast(
+    look: Browser, damaged: Path, big: Path, dark: bool
+) -> None:
     """By the ratio that WCAG 2.2 (1.4.3, AA) asks for."""
     look.size(1200, 900, dark)
     for place, name in ((damaged, "model.l1.weight"), (big, "n")):
@@ -301,7 +309,7 @@ def brightness(color: str) -> int:
 
 
 @pytest.mark.slow
-def test_every_control_has_a_name(look: Browser, damaged: Path) -> None:
+def test_every_control_has_accessible_name(look: Browser, damaged: Path) -> None:
     look.open(damaged, "#tensor=model.l1.weight")
     look.call("Accessibility.enable")
     nodes = look.call("Accessibility.getFullAXTree")["nodes"]

@@ -56,7 +56,9 @@ def pages(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_a_state(opened: Browser, pages: Callable[[str], Path], state: str) -> None:
+def test_report_page_shows_checkpoint_state_without_clipping(
+    opened: Browser, pages: Callable[[str], Path], state: str
+) -> None:
     opened.complaints.clear()
     page = pages(state)
     for width, dark in product((1400, 420), (False, True)):
@@ -76,7 +78,7 @@ def test_a_state(opened: Browser, pages: Callable[[str], Path], state: str) -> N
     assert not opened.complaints
 
 
-def test_what_is_missing_has_its_size(opened: Browser, pages: Callable[[str], Path]) -> None:
+def test_missing_tensors_are_shown_to_scale(opened: Browser, pages: Callable[[str], Path]) -> None:
     opened.size(1400, 1000)
     opened.open(pages("missing"))
     hole = "document.querySelector('.treemap > .cell.missing')"
@@ -91,7 +93,9 @@ def test_what_is_missing_has_its_size(opened: Browser, pages: Callable[[str], Pa
     assert "model-00003-of-00003.safetensors" in opened.run(f"({TEXTS})('#files .missing th')")
 
 
-def test_a_part_of_a_tensor_that_is_missing(opened: Browser, pages: Callable[[str], Path]) -> None:
+def test_missing_part_of_tensor_is_shown_to_scale(
+    opened: Browser, pages: Callable[[str], Path]
+) -> None:
     opened.size(1400, 1000)
     opened.open(pages("damaged"))
     cell = "[...document.querySelectorAll('.cell')].find((one) => one.ariaLabel.startsWith('{}'))"
@@ -106,7 +110,9 @@ def test_a_part_of_a_tensor_that_is_missing(opened: Browser, pages: Callable[[st
     assert colors == ["rgb(179, 32, 31)", "rgb(219, 164, 0)"], "damaged, missing"
 
 
-def test_the_optimizer_is_one(opened: Browser, pages: Callable[[str], Path]) -> None:
+def test_optimizer_tensors_are_collapsed_into_one(
+    opened: Browser, pages: Callable[[str], Path]
+) -> None:
     opened.size(1400, 1000)
     opened.open(pages("training"))
     cells = opened.run("[...document.querySelectorAll('.treemap .cell')].map((c) => c.ariaLabel)")
@@ -125,7 +131,9 @@ def test_the_optimizer_is_one(opened: Browser, pages: Callable[[str], Path]) -> 
     assert len(opened.run(names)) == 9, "a search looks into it"
 
 
-def test_long_names_show_their_ends(opened: Browser, pages: Callable[[str], Path]) -> None:
+def test_long_tensor_names_are_truncated_at_start(
+    opened: Browser, pages: Callable[[str], Path]
+) -> None:
     """Those of experts are the same in the beginning, and are cut there."""
     opened.size(420, 1000)
     opened.open(pages("quantized_moe"))
@@ -141,7 +149,9 @@ def test_long_names_show_their_ends(opened: Browser, pages: Callable[[str], Path
 
 
 @pytest.mark.slow
-def test_printed(opened: Browser, pages: Callable[[str], Path]) -> None:
+def test_printed_report_is_light_and_complete(
+    opened: Browser, pages: Callable[[str], Path]
+) -> None:
     """Light, with all findings and tables, and without a script's help."""
     page = pages("damaged")
     opened.size(794, 1123, dark=True)

@@ -22,25 +22,25 @@ from tests.integration import saving_ranks
 from tests.integration.saving_ranks import stock_load, tensors
 
 
-def test_plans_are_used_again_and_never_stale(tmp_path: Path) -> None:
+def test_save_plans_are_reused_but_never_stale(tmp_path: Path) -> None:
     run_on_ranks(saving_ranks.plans_are_used_again_and_never_stale, (2,), tmp_path)
 
 
-def test_values_that_differ_change(tmp_path: Path) -> None:
+def test_values_differing_across_ranks_are_saved_per_rank(tmp_path: Path) -> None:
     run_on_ranks(saving_ranks.values_that_differ_change, (3,), tmp_path)
 
 
 @pytest.mark.slow
-def test_all_write_a_large_replica(tmp_path: Path) -> None:
+def test_large_replica_is_written_by_all_ranks(tmp_path: Path) -> None:
     run_on_ranks(saving_ranks.all_write_a_large_replica, (2,), tmp_path)
 
 
 @pytest.mark.slow
-def test_from_a_device(tmp_path: Path) -> None:
+def test_device_tensors_are_saved(tmp_path: Path) -> None:
     run_on_ranks(saving_ranks.from_a_device, (2,), tmp_path)
 
 
-def test_one_rank_fails(tmp_path: Path) -> None:
+def test_failure_on_one_rank_fails_save_everywhere(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     run_on_ranks(saving_ranks.one_rank_fails, (2, 3), tmp_path / "runs")
 
@@ -55,7 +55,7 @@ def test_one_rank_fails(tmp_path: Path) -> None:
         pytest.param("when written", 0, marks=pytest.mark.slow),
     ],
 )
-def test_a_rank_is_killed(tmp_path: Path, phase: str, victim: int) -> None:
+def test_killed_rank_keeps_previous_checkpoint(tmp_path: Path, phase: str, victim: int) -> None:
     root = tmp_path / "run"
     save(tensors(0), root / "step", sync=False)
     with pytest.raises(RankFailure):
@@ -74,7 +74,9 @@ def test_a_rank_is_killed(tmp_path: Path, phase: str, victim: int) -> None:
         pytest.param(2, 24, marks=pytest.mark.slow),
     ],
 )
-def test_a_kill_among_many_threads(tmp_path: Path, world: int, count: int) -> None:
+def test_kill_during_threaded_save_publishes_nothing(
+    tmp_path: Path, world: int, count: int
+) -> None:
     root = tmp_path / "run"
     root.mkdir()
     with pytest.raises(RankFailure):
@@ -92,7 +94,7 @@ def same_all(found: dict[str, Any], expected: dict[str, Any]) -> bool:
     return all(same(found[name], value) for name, value in expected.items())
 
 
-def test_without_collectives(tmp_path: Path) -> None:
+def test_save_without_collectives_is_complete_and_convertible(tmp_path: Path) -> None:
     import ckptctl
 
     run_on_ranks(saving_ranks.without_collectives, (1, 2, 3), tmp_path)
@@ -105,7 +107,7 @@ def test_without_collectives(tmp_path: Path) -> None:
             assert torch.equal(found[name], tensor), (folder.name, name)
 
 
-def test_metadata_that_appeared_meanwhile_stays(
+def test_concurrently_written_metadata_is_not_overwritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two runs save to one place without collectives, on a system without ``renameat2``."""
@@ -126,7 +128,7 @@ def test_metadata_that_appeared_meanwhile_stays(
     assert (tmp_path / "x/__0.metadata").read_bytes() == b"of another run"
 
 
-def test_unfinished_without_collectives(tmp_path: Path) -> None:
+def test_unfinished_rank_local_save_is_overwritten(tmp_path: Path) -> None:
     from ckptctl.formats import open_checkpoint
 
     folder = Path(save(tensors(0), tmp_path / "x", collectives=False, sync=False))
@@ -182,7 +184,7 @@ def kinds() -> dict[str, Any]:
     }
 
 
-def test_kinds_are_kept_as_stock_keeps_them(tmp_path: Path) -> None:
+def test_leaf_types_are_saved_like_stock_dcp(tmp_path: Path) -> None:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_saver import save as stock_save
@@ -218,7 +220,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def test_threads_get_files_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_count_follows_jobs_and_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def files_of(name: str, **options: Any) -> int:
         folder = save(tensors(0), tmp_path / name, sync=False, **options)
         found = stock_load(folder, tensors(1))
@@ -234,7 +236,7 @@ def test_threads_get_files_of_their_own(tmp_path: Path, monkeypatch: pytest.Monk
     assert files_of("unchecked", jobs=4, checksum=False) == 3
 
 
-def test_relative_paths_and_missing_parents(
+def test_save_creates_missing_parents_of_relative_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -245,7 +247,7 @@ def test_relative_paths_and_missing_parents(
 @pytest.mark.parametrize(
     ("name", "value"), [("files", 0), ("files", "2"), ("jobs", -1), ("memory", "1MiB")]
 )
-def test_numbers_that_make_no_sense_are_refused(tmp_path: Path, name: str, value: object) -> None:
+def test_invalid_files_and_jobs_are_usage_errors(tmp_path: Path, name: str, value: object) -> None:
     with pytest.raises(UsageError, match="is not an integer >=") as caught:
         save(tensors(0), tmp_path / "out", sync=False, **{name: value})  # type: ignore[arg-type]
     assert caught.value.where == name and not list(tmp_path.iterdir())

@@ -216,7 +216,7 @@ def saved(folder: Path, state: State, quantization: dict[str, Any]) -> Path:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_each_is_what_it_stands_for(
+def test_dequantized_scheme_matches_its_definition(
     tmp_path: Path, scheme: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(1)
@@ -238,7 +238,7 @@ def test_each_is_what_it_stands_for(
     assert json.loads((out / "config.json").read_text()) == {"model_type": "x"}
 
 
-def test_scales_of_activations_are_dropped_and_that_is_said(tmp_path: Path) -> None:
+def test_activation_scales_are_dropped_with_note(tmp_path: Path) -> None:
     state, plain, quantization = modelopt()
     source = saved(tmp_path / "source", state | ACTIVATIONS, quantization)
     plan = ckptctl.plan_conversion(source, tmp_path / "out", to="hf", dequantize="bf16")
@@ -247,9 +247,7 @@ def test_scales_of_activations_are_dropped_and_that_is_said(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("scheme", [fp8_channels, mxfp8, stacked_int8])
-def test_the_stored_shape_of_an_unpacked_weight_is_dropped_with_a_note(
-    tmp_path: Path, scheme: Any
-) -> None:
+def test_shape_of_unpacked_weight_is_dropped_with_note(tmp_path: Path, scheme: Any) -> None:
     state, plain, quantization = scheme()
     shape = {"a.weight_shape": torch.tensor(state["a.weight"].shape)}
     source = saved(tmp_path / "source", state | shape, quantization)
@@ -258,7 +256,7 @@ def test_the_stored_shape_of_an_unpacked_weight_is_dropped_with_a_note(
     assert any("dropped 1 tensor (shapes of unpacked weights)" in note for note in plan.notes)
 
 
-def test_what_only_a_file_beside_config_says(tmp_path: Path) -> None:
+def test_quantization_config_is_read_from_sidecar_file(tmp_path: Path) -> None:
     state, plain, said = modelopt()
     source = save_hf(tmp_path / "source", state, {"model_type": "x"})
     written: dict[str, Any] = {
@@ -278,7 +276,7 @@ def test_what_only_a_file_beside_config_says(tmp_path: Path) -> None:
     assert not ckptctl.inspect(source).dequantizable
 
 
-def test_what_only_assets_say(tmp_path: Path) -> None:
+def test_quantization_config_is_read_from_assets(tmp_path: Path) -> None:
     state, plain, said = kimi()
     source = save_hf(tmp_path / "source", state, {"model_type": "x"})
     (source / "config.json").unlink()
@@ -298,7 +296,7 @@ def test_what_only_assets_say(tmp_path: Path) -> None:
     assert all(torch.equal(target[key], value) for key, value in plain.items())
 
 
-def test_what_files_beside_and_assets_say_has_to_agree(tmp_path: Path) -> None:
+def test_contradictory_source_and_assets_quantization_is_an_error(tmp_path: Path) -> None:
     state, _, said = gptq()
     source = saved(tmp_path / "source", state, said)
     assets = tmp_path / "assets"
@@ -311,7 +309,7 @@ def test_what_files_beside_and_assets_say_has_to_agree(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("said", [True, False, None])
-def test_an_order_holds_whatever_is_said_of_it(tmp_path: Path, said: bool | None) -> None:
+def test_g_idx_is_applied_whatever_desc_act_states(tmp_path: Path, said: bool | None) -> None:
     state, plain, quantization = gptq()
     assert not torch.equal(state["a.g_idx"], state["a.g_idx"].sort().values)
     source = saved(tmp_path / "source", state, quantization | {"desc_act": said})
@@ -319,7 +317,7 @@ def test_an_order_holds_whatever_is_said_of_it(tmp_path: Path, said: bool | None
     assert torch.equal(load_any_reference(tmp_path / "out")["a.weight"], plain["a.weight"])
 
 
-def test_what_the_part_about_text_says(tmp_path: Path) -> None:
+def test_quantization_config_is_read_from_text_config(tmp_path: Path) -> None:
     """As in Kimi K2.5."""
     state, plain, said = kimi()
     config = {"model_type": "x", "text_config": {"hidden_size": 3, "quantization_config": said}}
@@ -342,7 +340,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_scale_that_is_no_number_is_refused_unless_asked_for(tmp_path: Path, name: str) -> None:
+def test_non_finite_scale_is_refused_unless_allowed(tmp_path: Path, name: str) -> None:
     scheme, key, value = BROKEN[name]
     torch.manual_seed(1)
     state, _, quantization = scheme()
@@ -355,7 +353,7 @@ def test_a_scale_that_is_no_number_is_refused_unless_asked_for(tmp_path: Path, n
 
 
 @pytest.mark.parametrize("strange", [torch.empty(0, dtype=torch.int64), torch.ones(2)])
-def test_a_shape_that_is_none(tmp_path: Path, strange: torch.Tensor) -> None:
+def test_invalid_weight_shape_tensor_is_refused(tmp_path: Path, strange: torch.Tensor) -> None:
     state, _, quantization = ordered()
     source = saved(tmp_path / "source", state | {"a.weight_shape": strange}, quantization)
     with pytest.raises(UnsupportedError, match=r"`a\.weight_shape` does not fit"):
@@ -363,7 +361,7 @@ def test_a_shape_that_is_none(tmp_path: Path, strange: torch.Tensor) -> None:
     assert ckptctl.verify(source).exit_code == 9
 
 
-def test_a_shape_that_the_scales_do_not_fit(tmp_path: Path) -> None:
+def test_weight_shape_contradicting_scales_is_refused(tmp_path: Path) -> None:
     state, _, quantization = kimi()
     name = next(name for name in state if name.endswith("_shape"))
     state[name] = torch.tensor([70, 95])
@@ -373,7 +371,7 @@ def test_a_shape_that_the_scales_do_not_fit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("group", [-1, 3, 1 << 32])
-def test_groups_that_are_not_there(tmp_path: Path, group: int) -> None:
+def test_g_idx_out_of_range_is_refused(tmp_path: Path, group: int) -> None:
     for scheme, name in ((gptq, "a.g_idx"), (ordered, "a.weight_g_idx")):
         state, _, quantization = scheme()
         state[name] = state[name].long()

@@ -40,17 +40,17 @@ def test_different_checkpoints_are_refused_on_all_ranks(seen: Path) -> None:
     run_on_ranks(origin_ranks.see_different_checkpoints, [2, 4], seen, NAMES)
 
 
-def test_copies_of_one_checkpoint_are_the_same(seen: Path) -> None:
+def test_copies_of_one_checkpoint_are_accepted(seen: Path) -> None:
     run_on_ranks(origin_ranks.see_copies, [2, 4], seen, NAMES)
 
 
-def test_the_reader_for_torchs_load_refuses_them(seen: Path) -> None:
+def test_reader_refuses_different_checkpoints_on_ranks(seen: Path) -> None:
     run_on_ranks(origin_ranks.see_different_checkpoints_through_torch, [2, 4], seen)
 
 
-def test_a_kept_plan_does_not_hide_that_a_mount_changed(seen: Path) -> None:
+def test_cached_plan_does_not_hide_changed_mount(seen: Path) -> None:
     run_on_ranks(origin_ranks.a_kept_plan_does_not_hide_it, [2, 4], seen)
 
 
-def test_every_save_has_an_id(tmp_path: Path) -> None:
+def test_every_save_has_unique_id(tmp_path: Path) -> None:
     run_on_ranks(origin_ranks.save_ids, [1, 2, 4], tmp_path)

@@ -144,7 +144,7 @@ def filled(line: str, places: dict[str, Path], out: Path) -> list[str]:
         pytest.param("extract", signal.SIGTERM, marks=pytest.mark.slow),
     ],
 )
-def test_what_is_being_written(
+def test_interrupted_write_exits_130_and_cleans_up(
     places: dict[str, Path], tmp_path: Path, name: str, number: int
 ) -> None:
     words = filled(f"{name.split()[0]} {WRITING[name]}", places, tmp_path / "out")
@@ -169,7 +169,7 @@ def test_what_is_being_written(
         pytest.param("verify", False, signal.SIGTERM, marks=pytest.mark.slow),
     ],
 )
-def test_what_is_being_read(
+def test_interrupted_read_exits_130(
     places: dict[str, Path], tmp_path: Path, name: str, machine: bool, number: int
 ) -> None:
     words = filled(f"{name} {READING[name]}", places, tmp_path / "out")
@@ -192,7 +192,7 @@ def test_what_is_being_read(
         pytest.param(signal.SIGTERM, id="term", marks=pytest.mark.slow),
     ],
 )
-def test_what_is_being_removed(tmp_path: Path, number: int) -> None:
+def test_interrupted_prune_keeps_newest_and_resumes(tmp_path: Path, number: int) -> None:
     """What is left is whole or in the trash, and the next run goes on."""
     names = [f"step-{step}" for step in range(1, 301)]
     for name in names:
@@ -212,7 +212,7 @@ def test_what_is_being_removed(tmp_path: Path, number: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["ls", "latest"])
-def test_what_is_being_looked_at(tmp_path: Path, name: str) -> None:
+def test_interrupted_listing_exits_130(tmp_path: Path, name: str) -> None:
     for step in range(1, 301):
         save_step(tmp_path / f"step-{step}").joinpath("model.safetensors").write_bytes(b"torn")
     begun: Callable[[int], bool] = lambda pid: opened(pid, tmp_path)  # noqa: E731

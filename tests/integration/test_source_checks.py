@@ -46,7 +46,7 @@ def flip(file: Path, key: str) -> None:
     ],
 )
 @pytest.mark.parametrize("rank", [0, 1])
-def test_what_a_rank_holds_as_several_boxes(tmp_path: Path, key: str, rank: int) -> None:
+def test_flipped_bit_in_rank_file_is_damage(tmp_path: Path, key: str, rank: int) -> None:
     given = meta(tmp_path / "meta", 2)
     flip(given / f"consolidated.{rank:02d}.pth", key)
     with pytest.raises(DamagedError, match=f"`{key}` does not match"):
@@ -56,7 +56,7 @@ def test_what_a_rank_holds_as_several_boxes(tmp_path: Path, key: str, rank: int)
 
 
 @pytest.mark.parametrize("name", ["self_attn.qkv_proj", "mlp.gate_up_proj"])
-def test_what_is_split(tmp_path: Path, name: str) -> None:
+def test_flipped_bit_in_split_tensor_is_damage(tmp_path: Path, name: str) -> None:
     hf = Golden.read("phi3").save(tmp_path / "hf")
     given = tmp_path / "phi3.pt"
     ckptctl.convert(hf, given, to="torch")
@@ -68,7 +68,7 @@ def test_what_is_split(tmp_path: Path, name: str) -> None:
         ckptctl.convert(given, tmp_path / "out.pt", model_type="phi3", **options)
 
 
-def test_what_lies_apart(tmp_path: Path) -> None:
+def test_flipped_bit_in_strided_tensor_is_damage(tmp_path: Path) -> None:
     whole = torch.arange(600.0).view(20, 30)
     torch.save({"a": whole.t(), "b": whole[5:9]}, tmp_path / "in.pt")
     ckptctl.convert(tmp_path / "in.pt", tmp_path / "out.pt", to="torch")
@@ -84,7 +84,7 @@ def test_what_lies_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", [5, 120, 300, 599, 740, 880, 999])
-def test_parts_of_a_record_are_read_once(tmp_path: Path, at: int) -> None:
+def test_partially_used_record_is_read_once_and_checked(tmp_path: Path, at: int) -> None:
     whole = torch.arange(1000.0)
     parts = {"a": whole[10:300], "b": whole[300:700], "c": whole[800:950], "d": whole[100:120]}
     torch.save(parts, tmp_path / "in.pt")
@@ -102,7 +102,7 @@ def test_parts_of_a_record_are_read_once(tmp_path: Path, at: int) -> None:
 
 
 @pytest.mark.parametrize(("to", "options"), [("meta", {"mp": 2}), ("hf", {}), ("dcp", {})])
-def test_parts_that_every_rank_gets_or_that_are_permuted(
+def test_flipped_bit_in_replicated_or_permuted_part_is_damage(
     tmp_path: Path, to: str, options: dict[str, Any]
 ) -> None:
     hf = save_hf(tmp_path / "hf", STATE, CONFIG)
@@ -125,7 +125,7 @@ def test_parts_that_every_rank_gets_or_that_are_permuted(
         assert not (tmp_path / "out").exists()
 
 
-def test_what_an_adapter_changes(tmp_path: Path) -> None:
+def test_flipped_bit_in_merged_weight_is_damage(tmp_path: Path) -> None:
     hf = save_hf(tmp_path / "hf", STATE, CONFIG)
     given = tmp_path / "base.pt"
     ckptctl.convert(hf, given, to="torch")
@@ -140,7 +140,7 @@ def test_what_an_adapter_changes(tmp_path: Path) -> None:
         ckptctl.merge(given, folder, tmp_path / "out", to="hf", assets=hf)
 
 
-def test_nothing_is_checked_twice(tmp_path: Path) -> None:
+def test_fully_read_records_need_no_extra_checks(tmp_path: Path) -> None:
     hf = save_hf(tmp_path / "hf", STATE, CONFIG)
     ckptctl.convert(hf, tmp_path / "base.pt", to="torch")
     for to in ("torch", "meta", "dcp"):
@@ -150,7 +150,7 @@ def test_nothing_is_checked_twice(tmp_path: Path) -> None:
         assert not found.plan.checks
 
 
-def test_a_resumed_run_checks_all_the_same(tmp_path: Path) -> None:
+def test_resumed_run_keeps_source_checksums(tmp_path: Path) -> None:
     given = meta(tmp_path / "meta", 2)
     plan = ckptctl.plan_conversion(given, tmp_path / "out.pt", to="torch", to_layout="hf").plan
     assert len(plan.checks) == 8
@@ -163,7 +163,7 @@ def test_a_resumed_run_checks_all_the_same(tmp_path: Path) -> None:
     assert first.crcs == again.crcs
 
 
-def test_an_adapter_that_changed_since_the_plan(tmp_path: Path) -> None:
+def test_adapter_changed_after_planning_is_an_error(tmp_path: Path) -> None:
     hf = save_hf(tmp_path / "hf", STATE, CONFIG)
     folder = save_peft(tmp_path / "adapter", random_adapter(STATE))
     plan = ckptctl.plan_merge(hf, folder, tmp_path / "out")
@@ -182,7 +182,7 @@ def flip_byte(file: Path, offset: int) -> None:
     file.write_bytes(data)
 
 
-def test_the_hint_names_a_manifest_only_where_it_records_the_checksum(tmp_path: Path) -> None:
+def test_hint_names_manifest_only_if_it_records_checksum(tmp_path: Path) -> None:
     """The zips in a file of DCP record their own checksums, whatever lies next to them."""
     hf = save_hf(tmp_path / "hf", STATE, CONFIG)
     dcp, copy, stock = tmp_path / "dcp", tmp_path / "copy", tmp_path / "stock"

@@ -58,14 +58,14 @@ def test_our_dcp_loads_on_every_world_and_sharding(
 
 
 @pytest.mark.parametrize("style", ["torchtitan", "prefixed"])
-def test_training_state_comes_back_as_it_was(tmp_path: Path, style: str) -> None:
+def test_training_state_roundtrips_through_dcp(tmp_path: Path, style: str) -> None:
     state, _ = tiny_llama()
     source = save_training_dcp(tmp_path / "source", state, style)  # type: ignore[arg-type]
     ckptctl.convert(source, tmp_path / "out", to="dcp", only="all")
     assert not differences(load_any_reference(tmp_path / "out"), load_any_reference(source))
 
 
-def test_torchs_own_converters_read_ours(tmp_path: Path, tiny_llama3_hf: Path) -> None:
+def test_torch_format_converters_read_our_output(tmp_path: Path, tiny_llama3_hf: Path) -> None:
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
     expected = load_any_reference(tiny_llama3_hf)
@@ -79,14 +79,14 @@ def test_torchs_own_converters_read_ours(tmp_path: Path, tiny_llama3_hf: Path) -
     assert not differences(load_any_reference(tmp_path / "theirs"), expected)
 
 
-def test_torch_maps_our_file(tmp_path: Path, tiny_llama3_hf: Path) -> None:
+def test_torch_load_mmaps_our_output(tmp_path: Path, tiny_llama3_hf: Path) -> None:
     ckptctl.convert(tiny_llama3_hf, tmp_path / "ours.pt", to="torch")
     mapped = torch.load(tmp_path / "ours.pt", weights_only=True, mmap=True)
     assert not differences(mapped, load_any_reference(tiny_llama3_hf))
 
 
 @pytest.mark.parametrize("name", ["dcp2", "dcp_2d", "fsdp1_dcp"])
-def test_samples_written_on_several_ranks(tmp_path: Path, data: Path, name: str) -> None:
+def test_multi_rank_dcp_samples_convert_exactly(tmp_path: Path, data: Path, name: str) -> None:
     sample = data / "dcp" / name
     ckptctl.convert(sample / "ckpt", tmp_path / "out", to="torch", only="model")
     expected = load_any_reference(sample / "expected.safetensors")

@@ -21,7 +21,7 @@ DATA = Path(__file__).parents[1] / "data"
 
 
 @pytest.mark.slow
-def test_each_pair_saves_what_stock_and_each_pair_load(tmp_path: Path) -> None:
+def test_planner_storage_pairs_are_interchangeable_with_stock(tmp_path: Path) -> None:
     run_on_ranks(stock_ranks.save_all, (1, 2, 3, 4), tmp_path)
     expected = {f"model.{name}": tensor for name, tensor in state().items()} | {"step": 5}
     check_on_ranks([(folder, expected) for folder in sorted(tmp_path.iterdir())])
@@ -29,41 +29,41 @@ def test_each_pair_saves_what_stock_and_each_pair_load(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_plans_are_used_again_and_never_stale(tmp_path: Path) -> None:
+def test_stock_save_plans_are_reused_but_never_stale(tmp_path: Path) -> None:
     for name in ("save_again", "cached"):
         (tmp_path / name).mkdir()
         run_on_ranks(getattr(stock_ranks, name), (2,), tmp_path / name)
 
 
 @pytest.mark.slow
-def test_leaves_that_differ_are_kept_or_an_error(tmp_path: Path) -> None:
+def test_differing_leaves_are_kept_or_an_error(tmp_path: Path) -> None:
     run_on_ranks(stock_ranks.save_apart, (3,), tmp_path)
 
 
-def test_a_failing_disk_raises_everywhere_and_publishes_nothing(tmp_path: Path) -> None:
+def test_write_failure_raises_on_all_ranks_and_publishes_nothing(tmp_path: Path) -> None:
     run_on_ranks(stock_ranks.swallowed, (2,), tmp_path)
 
 
 @pytest.mark.slow
-def test_what_ranks_disagree_on_is_refused(tmp_path: Path) -> None:
+def test_conflicting_saves_across_ranks_are_refused(tmp_path: Path) -> None:
     run_on_ranks(stock_ranks.places, (2,), tmp_path)
 
 
-def test_without_collectives(tmp_path: Path) -> None:
+def test_stock_save_without_collectives_is_loadable(tmp_path: Path) -> None:
     run_on_ranks(stock_ranks.rank_local, (2,), tmp_path)
 
 
-def test_async_save(tmp_path: Path) -> None:
+def test_stock_async_save_is_loadable(tmp_path: Path) -> None:
     run_on_ranks(stock_ranks.asynchronous, (2,), tmp_path)
 
 
 @pytest.mark.slow
-def test_sharded_tensors_of_several_shards_and_of_none(tmp_path: Path) -> None:
+def test_unevenly_sharded_tensors_are_saved_and_loaded(tmp_path: Path) -> None:
     run_on_ranks(stock_ranks.unevenly_sharded, (2,), tmp_path)
 
 
 @pytest.mark.slow
-def test_what_was_compressed_or_written_as_safetensors(tmp_path: Path) -> None:
+def test_compressed_and_safetensors_storage_is_loaded(tmp_path: Path) -> None:
     run_on_ranks(stock_ranks.stored_otherwise, (2,), tmp_path)
 
 
@@ -72,7 +72,7 @@ def test_replicas_are_balanced_by_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_hf_checkpoint_and_meta_shards_become_a_sharded_state(tmp_path: Path) -> None:
+def test_hf_and_meta_checkpoints_load_into_sharded_state(tmp_path: Path) -> None:
     weights, config = tiny_llama("llama3")
     hf = save_hf(tmp_path / "hf", weights, config)
     meta = save_meta(tmp_path / "meta", weights, config, mp=2)
@@ -83,7 +83,7 @@ def test_an_hf_checkpoint_and_meta_shards_become_a_sharded_state(tmp_path: Path)
         run_on_ranks(stock_ranks.load_fsdp, (2,), str(source), str(truth), options)
 
 
-def test_zero_shards_become_a_sharded_state(tmp_path: Path) -> None:
+def test_deepspeed_zero_shards_load_into_sharded_state(tmp_path: Path) -> None:
     folder = DATA / "deepspeed" / "z3_sub_w3"
     truth = tmp_path / "truth.pt"
     torch.save(load_file(folder / "expected.safetensors"), truth)

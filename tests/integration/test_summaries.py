@@ -35,7 +35,7 @@ def balanced(plan: ConversionPlan) -> None:
 
 
 @pytest.mark.parametrize(("name", "layout"), SWEPT)
-def test_there_and_back(tmp_path: Path, name: str, layout: str) -> None:
+def test_summary_is_balanced_in_both_directions(tmp_path: Path, name: str, layout: str) -> None:
     golden = GOLDEN[name]
     source = golden.save(tmp_path / "source")
     kind: Any = {"model_type": family_of(name)}
@@ -60,7 +60,7 @@ def llama(tmp_path: Path) -> Path:
     return GOLDEN["llama3"].save(tmp_path / "llama")
 
 
-def test_experts_that_are_stacked(tmp_path: Path) -> None:
+def test_summary_counts_stacked_experts_as_fused(tmp_path: Path) -> None:
     source = GOLDEN["qwen3_moe"].save(tmp_path / "source")
     options: Any = {"to": "torch", "to_layout": "hf-v5"}
     plan = ckptctl.plan_conversion(source, tmp_path / "out.pt", **options)
@@ -69,7 +69,7 @@ def test_experts_that_are_stacked(tmp_path: Path) -> None:
     assert f"({len(experts)} fused into 4)" in plan.summary.sentence
 
 
-def test_tied_tensors(tmp_path: Path) -> None:
+def test_summary_counts_tied_bytes_once(tmp_path: Path) -> None:
     """Two that share memory are two by name, and their bytes are counted once."""
     weight = torch.ones(16, 8)
     torch.save({"a": weight, "b": weight, "c": torch.ones(3)}, tmp_path / "tied.pt")
@@ -85,14 +85,14 @@ def test_tied_tensors(tmp_path: Path) -> None:
     assert plan.summary.written == Amount(3, nbytes + weight.nbytes)
 
 
-def test_an_embedding_that_is_untied(tmp_path: Path) -> None:
+def test_summary_counts_untied_embedding_as_repeated(tmp_path: Path) -> None:
     source = GOLDEN["qwen3.tied"].save(tmp_path / "source")
     plan = ckptctl.plan_conversion(source, tmp_path / "out", to="hf", untie=True)
     balanced(plan)
     assert plan.summary.repeated == Regrouped(1, 2)
 
 
-def test_what_is_left_out(tmp_path: Path, llama: Path) -> None:
+def test_summary_counts_excluded_tensors_as_skipped(tmp_path: Path, llama: Path) -> None:
     options: Any = {"to": "hf", "exclude": ["*.mlp.*"]}
     plan = ckptctl.plan_conversion(llama, tmp_path / "out", **options)
     balanced(plan)
@@ -100,7 +100,7 @@ def test_what_is_left_out(tmp_path: Path, llama: Path) -> None:
     assert plan.summary.sentence.endswith("(6 skipped)")
 
 
-def test_training_state(tmp_path: Path) -> None:
+def test_summary_counts_optimizer_state_as_skipped(tmp_path: Path) -> None:
     state = {"model": {"w": torch.ones(2)}, "optimizer": {"state": {0: {"m": torch.ones(2)}}}}
     torch.save(state, tmp_path / "run.pt")
     plan = ckptctl.plan_conversion(tmp_path / "run.pt", tmp_path / "out", to="hf")
@@ -108,7 +108,7 @@ def test_training_state(tmp_path: Path) -> None:
     assert (plan.summary.read.tensors, plan.summary.left_out) == (2, 1)
 
 
-def test_quantized_tensors_are_fused_with_their_scales(tmp_path: Path) -> None:
+def test_summary_counts_dequantized_tensors_as_fused(tmp_path: Path) -> None:
     state = {
         "layers.0.w.weight": torch.ones(4, 4).to(torch.float8_e4m3fn),
         "layers.0.w.weight_scale_inv": torch.ones(1, 1),

@@ -120,7 +120,7 @@ def alone(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_bytes_are_those_of_one_process(
+def test_multi_rank_output_matches_single_process(
     ranks: int, sources: Path, alone: tuple[Path, list[int]], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -140,7 +140,7 @@ def test_bytes_are_those_of_one_process(
 
 
 @pytest.mark.slow
-def test_other_readers_agree(sources: Path, alone: tuple[Path, list[int]]) -> None:
+def test_single_process_output_matches_source(sources: Path, alone: tuple[Path, list[int]]) -> None:
     expected = load_any_reference(sources / "big")
     for name in ("dcp", "torch.pt", "plain"):
         assert not differences(load_any_reference(alone[0] / name), expected)
@@ -160,7 +160,9 @@ def nothing_is_left(target: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_refused(sources: Path, alone: tuple[Path, list[int]], tmp_path: Path) -> None:
+def test_multi_rank_errors_are_printed_once(
+    sources: Path, alone: tuple[Path, list[int]], tmp_path: Path
+) -> None:
     """A dry run on many ranks, a resumed one, damaged sources, none at all."""
     torn, wrong = tmp_path / "torn", tmp_path / "wrong"
     shutil.copytree(sources / "big", torn)
@@ -191,7 +193,7 @@ def test_what_is_refused(sources: Path, alone: tuple[Path, list[int]], tmp_path:
 
 
 @pytest.mark.slow
-def test_other_options_on_one_rank(sources: Path, tmp_path: Path) -> None:
+def test_different_options_across_ranks_are_refused(sources: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     asked = [["convert", str(sources / "big"), str(out), "--to", "dcp"]]
     found, printed = run_job(tmp_path, 2, commands=asked, more={"1": ["--dtype", "bf16"]})
@@ -201,7 +203,7 @@ def test_other_options_on_one_rank(sources: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_all_ranks_cast_is_counted(tmp_path: Path) -> None:
+def test_overflow_counts_are_summed_over_ranks(tmp_path: Path) -> None:
     """Each of them has some of the elements that become infinite."""
     large = torch.full((1000, 900), 1e5)
     save_file({"large": large}, tmp_path / "large.safetensors", {"format": "pt"})
@@ -219,7 +221,7 @@ def test_what_all_ranks_cast_is_counted(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_full_disk(rank: int, sources: Path, tmp_path: Path) -> None:
+def test_full_disk_on_one_rank_fails_all_ranks(rank: int, sources: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     asked = [["convert", str(sources / "big"), str(out), "--to", "torch"]]
     fault = {"rank": rank, "kind": "full", "after": 1}
@@ -231,7 +233,7 @@ def test_a_full_disk(rank: int, sources: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_failure_stops_the_others(sources: Path, tmp_path: Path) -> None:
+def test_failure_on_one_rank_stops_others_early(sources: Path, tmp_path: Path) -> None:
     """Rank 0 waits within its share until the other one has failed, and is stopped there."""
     out = tmp_path / "out"
     small = ["--memory", "64KiB", "--jobs", "1"]
@@ -247,7 +249,9 @@ def test_a_failure_stops_the_others(sources: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_killed_rank(rank: int, sources: Path, tmp_path: Path) -> None:
+def test_killed_rank_publishes_nothing_and_rerun_succeeds(
+    rank: int, sources: Path, tmp_path: Path
+) -> None:
     """Nothing is published; where rank 0 is killed, the next run removes what it left."""
     out = tmp_path / "out"
     asked = [["convert", str(sources / "big"), str(out), "--to", "torch"]]
@@ -262,7 +266,9 @@ def test_a_killed_rank(rank: int, sources: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_program_itself(sources: Path, alone: tuple[Path, list[int]], tmp_path: Path) -> None:
+def test_module_under_torchrun_matches_single_process_output(
+    sources: Path, alone: tuple[Path, list[int]], tmp_path: Path
+) -> None:
     out = tmp_path / "dcp"
     arguments = ["-m", "ckptctl", "convert", str(sources / "big"), str(out), "--to", "dcp", "-q"]
     done = launch(arguments, 2, tmp_path)
@@ -273,7 +279,7 @@ def test_the_program_itself(sources: Path, alone: tuple[Path, list[int]], tmp_pa
     assert contents(out) == expected
 
 
-def test_alone_nothing_of_the_ranks_is_imported(sources: Path, tmp_path: Path) -> None:
+def test_single_process_imports_no_distributed_code(sources: Path, tmp_path: Path) -> None:
     code = (
         "import sys; from ckptctl.cli.app import app; "
         f"app(['convert', {str(sources / 'big')!r}, 'out', '--to', 'dcp'], standalone_mode=False); "
@@ -284,7 +290,7 @@ def test_alone_nothing_of_the_ranks_is_imported(sources: Path, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_inside_of_one_rank_of_a_training(sources: Path, tmp_path: Path) -> None:
+def test_command_inside_training_rank_needs_single_process(sources: Path, tmp_path: Path) -> None:
     """It says that nobody answers, ends with SIGTERM, and the training's own groups still work."""
     job = tmp_path / "job.py"
     job.write_text(f"""

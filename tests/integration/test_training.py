@@ -12,13 +12,13 @@ from tests.integration.training_ranks import load_everywhere, save_everywhere, s
 
 
 @pytest.mark.parametrize("worlds", [(2,), pytest.param((1, 3, 4), marks=pytest.mark.slow)])
-def test_saved_on_ranks_stock_loads(tmp_path: Path, worlds: tuple[int, ...]) -> None:
+def test_multi_rank_saves_load_with_stock_dcp(tmp_path: Path, worlds: tuple[int, ...]) -> None:
     run_on_ranks(save_everywhere, worlds, tmp_path)
     expected = {f"model.{name}": tensor for name, tensor in state().items()} | {"step": 5}
     check_on_ranks([(folder, expected) for folder in sorted(tmp_path.iterdir())], worlds)
 
 
 @pytest.mark.slow
-def test_saved_on_ranks_loads_on_others(tmp_path: Path) -> None:
+def test_multi_rank_saves_load_on_other_world_sizes(tmp_path: Path) -> None:
     run_on_ranks(save_everywhere, (1, 2, 4), tmp_path)
     run_on_ranks(load_everywhere, (1, 2, 3, 4), tmp_path)

@@ -45,14 +45,14 @@ def saved(tmp_path: Path) -> Path:
     return source
 
 
-def test_tuples_stay_tuples(tmp_path: Path) -> None:
+def test_torch_output_keeps_tuples(tmp_path: Path) -> None:
     out = tmp_path / "b.pt"
     ckptctl.convert(saved(tmp_path), out, to="torch", only="all")
     found = torch.load(out, weights_only=True)
     assert same(found, torch.load(tmp_path / "a.pt", weights_only=True))
 
 
-def test_dcp_has_lists_and_says_so(tmp_path: Path) -> None:
+def test_dcp_output_turns_tuples_into_lists_with_note(tmp_path: Path) -> None:
     plan = ckptctl.plan_conversion(saved(tmp_path), tmp_path / "dcp", to="dcp", only="all")
     (note,) = [one for one in plan.notes if "tuples" in one]
     assert all(f"`{name}`" in note for name in ("pair", "mixed", "nested", "nested.1"))

@@ -17,7 +17,7 @@ EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @pytest.mark.parametrize("to", ["hf", "dcp"])
-def test_padding(tmp_path: Path, to: str) -> None:
+def test_larger_vocab_size_pads_with_zeros(tmp_path: Path, to: str) -> None:
     state, config = tiny_llama("llama3")
     source = save_hf(tmp_path / "in", state, config, shards=2)
     ckptctl.convert(source, tmp_path / "out", to=to, vocab_size=160)
@@ -29,7 +29,7 @@ def test_padding(tmp_path: Path, to: str) -> None:
     assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 160
 
 
-def test_padded_and_divided_among_ranks(tmp_path: Path) -> None:
+def test_padded_vocab_is_sharded_and_truncated_back(tmp_path: Path) -> None:
     state, config = tiny_llama("llama3")
     source = save_hf(tmp_path / "in", state, config)
     ckptctl.convert(source, tmp_path / "meta", to="meta", mp=2, vocab_size=132)
@@ -43,13 +43,13 @@ def test_padded_and_divided_among_ranks(tmp_path: Path) -> None:
     assert all(torch.equal(found[key], state[key]) for key in state)
 
 
-def test_what_cannot_be_resized_says_so(tmp_path: Path) -> None:
+def test_vocab_size_of_unknown_model_is_an_error(tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(3)}, tmp_path / "in.pt")
     with pytest.raises(CkptError, match="known model type"):
         ckptctl.convert(tmp_path / "in.pt", tmp_path / "out", to="dcp", vocab_size=4)
 
 
-def test_rows_behind_the_vocabulary_do_not_become_other_tokens(tmp_path: Path) -> None:
+def test_vocab_axis_fused_with_other_axis_is_refused(tmp_path: Path) -> None:
     source = Golden.read("llama3_vision").save(tmp_path / "in")
     with pytest.raises(CkptError, match="fused with another axis") as caught:
         ckptctl.convert(source, tmp_path / "out", to="hf", vocab_size=256)

@@ -138,7 +138,7 @@ def entries(folder: Path) -> set[Path]:
     return {path for path in folder.rglob("*") if path.is_file()}
 
 
-def test_every_line_of_the_page(place: Path) -> None:
+def test_documented_commands_work_or_require_torch(place: Path) -> None:
     """In their order: some need what an earlier one wrote. What is refused begins nothing."""
     for line, answer in rows():
         before = entries(place)
@@ -156,17 +156,17 @@ def test_every_line_of_the_page(place: Path) -> None:
             assert entries(place) == before, line
 
 
-def test_the_refusal_that_the_page_shows(place: Path) -> None:
+def test_documented_refusal_matches_output(place: Path) -> None:
     ((line, shown),) = BLOCK.findall(PAGE.read_text())
     assert run(line).output == shown
 
 
-def test_every_command_is_on_the_page() -> None:
+def test_every_command_is_documented() -> None:
     named = {line.split()[0] for line, _ in rows()}
     assert named == {str(info.name) for info in app.registered_commands}
 
 
-def test_bits_are_compared(place: Path) -> None:
+def test_diff_without_torch_compares_bits(place: Path) -> None:
     done = run("diff model other --json")
     found = json.loads(done.stdout)
     (wrong,) = found["tensors"]
@@ -177,7 +177,7 @@ def test_bits_are_compared(place: Path) -> None:
     assert any("pip install torch" in note for note in found["notes"])
 
 
-def test_numbers_of_two_dtypes_are_not_compared(place: Path) -> None:
+def test_diff_of_different_dtypes_requires_torch(place: Path) -> None:
     tensor = {"w": ("F32", [2], bytes(8))}
     write(place / "a" / "model.safetensors", tensor)
     write(place / "b" / "model.safetensors", {"w": ("BF16", [2], bytes(4))})
@@ -188,12 +188,12 @@ def test_numbers_of_two_dtypes_are_not_compared(place: Path) -> None:
     assert run("diff a b --structure").exit_code == 1
 
 
-def test_what_is_no_plain_number_is_not_shown(place: Path) -> None:
+def test_extract_of_float8_without_torch_is_refused(place: Path) -> None:
     done = run("extract quantized model.layers.0.mlp.up_proj.weight")
     assert done.exit_code == 2 and "float8_e4m3fn" in done.stderr
 
 
-def test_a_dry_run_says_that_the_run_would_be_refused(place: Path) -> None:
+def test_dry_run_warns_that_torch_is_missing(place: Path) -> None:
     done = run("convert model out --to hf --dtype fp32 --dry-run")
     assert done.exit_code == 0
     assert "warning: torch is not installed; the conversion would be refused" in done.stderr
@@ -209,12 +209,12 @@ def python(code: str, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_process_of_its_own(place: Path) -> None:
+def test_subprocess_without_torch_shows_install_hint(place: Path) -> None:
     done = python(PROGRAM, "convert", "model", "processed", "--to", "hf", "--dtype", "fp32")
     assert done.returncode == 2 and HINT in done.stderr and not Path("processed").exists()
 
 
-def test_the_training_side_is_an_import_error() -> None:
+def test_training_api_without_torch_is_an_import_error() -> None:
     done = python(TRAINING)
     assert "MissingPackageError: a trainer's plugin requires torch" in done.stderr
     names = [line.split()[0] for line in done.stdout.splitlines()]
@@ -223,7 +223,7 @@ def test_the_training_side_is_an_import_error() -> None:
     assert "missing-package install it with `pip install torch`" in done.stdout
 
 
-def test_the_python_api_refuses_in_the_same_way(place: Path) -> None:
+def test_python_api_without_torch_raises_missing_package_error(place: Path) -> None:
     with pytest.raises(MissingPackageError, match="`stats=True` requires torch"):
         ckptctl.inspect("model", stats=True)
     with pytest.raises(ImportError, match="conversion requires torch"):

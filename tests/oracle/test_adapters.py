@@ -96,7 +96,9 @@ def trained(model: Any, folder: Path, **config: Any) -> Any:
         ),
     ],
 )
-def test_merged_as_peft_merges(kind: str, config: dict[str, Any], tmp_path: Path) -> None:
+def test_merged_adapter_matches_peft_merge(
+    kind: str, config: dict[str, Any], tmp_path: Path
+) -> None:
     model = transformers_model(kind, tmp_path / "base")
     adapted = trained(model, tmp_path / "adapter", **config)
     with torch.no_grad():
@@ -122,7 +124,7 @@ EXPERTS: dict[str, Any] = {
 
 @pytest.mark.parametrize(("kind", "layout"), [("GptOss", None), ("Qwen3Moe", "hf-v5")])
 @pytest.mark.parametrize("names", [["gate_up_proj", "down_proj"], ["down_proj"]])
-def test_stacked_experts_as_peft_merges_them(
+def test_merged_stacked_experts_match_peft_merge(
     kind: str, layout: str | None, names: list[str], tmp_path: Path
 ) -> None:
     import transformers
@@ -183,7 +185,7 @@ VERSIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", VERSIONS)
-def test_all_that_peft_trains_under_the_names_of_another_version(name: str, tmp_path: Path) -> None:
+def test_peft_adapter_round_trips_between_key_versions(name: str, tmp_path: Path) -> None:
     """Embeddings, biases and whole modules, as published, and as transformers 5 has them."""
     from peft import PeftModel
 
@@ -205,7 +207,7 @@ def test_all_that_peft_trains_under_the_names_of_another_version(name: str, tmp_
     assert max(distance(merged[key], value) for key, value in want.items()) <= TOLERANCE
 
 
-def test_bf16_is_rounded_once(tmp_path: Path) -> None:
+def test_bf16_merge_rounds_only_once(tmp_path: Path) -> None:
     model = transformers_model("llama", tmp_path / "base", torch.bfloat16)
     trained(model, tmp_path / "adapter", target_modules="all-linear")
     wide = transformers_model("llama", tmp_path / "again", torch.bfloat16).float()
@@ -265,7 +267,7 @@ def torchtune_adapted(kind: str, base: Path, folder: Path, dora: bool) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "dora"), [("llama", False), ("llama", True), ("qwen2", False)])
-def test_peft_computes_what_torchtune_computes(kind: str, dora: bool, tmp_path: Path) -> None:
+def test_torchtune_adapter_keeps_logits_in_peft(kind: str, dora: bool, tmp_path: Path) -> None:
     base, folder = tmp_path / "base", tmp_path / "tune"
     transformers_model(kind, base)
     model = torchtune_adapted(kind, base, folder, dora)
@@ -284,7 +286,7 @@ def test_peft_computes_what_torchtune_computes(kind: str, dora: bool, tmp_path: 
 
 
 @pytest.mark.parametrize(("kind", "dora"), [("qwen2", False), ("llama", True)])
-def test_torchtunes_own_export_is_wrong_there(kind: str, dora: bool, tmp_path: Path) -> None:
+def test_torchtune_export_to_peft_changes_logits(kind: str, dora: bool, tmp_path: Path) -> None:
     from safetensors.torch import save_file
     from torchtune.models.convert_weights import tune_to_peft_adapter_weights
 
@@ -306,7 +308,7 @@ def test_torchtunes_own_export_is_wrong_there(kind: str, dora: bool, tmp_path: P
 
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "phi3"])
-def test_merged_as_torchtune_merges(kind: str, dora: bool, tmp_path: Path) -> None:
+def test_merged_torchtune_adapter_keeps_logits(kind: str, dora: bool, tmp_path: Path) -> None:
     from torchtune.modules.peft import get_merged_lora_ckpt
 
     base, folder = tmp_path / "base", tmp_path / "tune"
@@ -331,7 +333,7 @@ def test_merged_as_torchtune_merges(kind: str, dora: bool, tmp_path: Path) -> No
     assert distance(logits_of(tmp_path / "hf"), logits) < 2e-5
 
 
-def test_biases_that_torchtune_scales_and_peft_does_not(tmp_path: Path) -> None:
+def test_dora_with_bias_between_torchtune_and_peft_is_refused(tmp_path: Path) -> None:
     base, folder = tmp_path / "base", tmp_path / "tune"
     model = transformers_model("qwen2", base)
     torchtune_adapted("qwen2", base, folder, dora=True)
@@ -348,7 +350,7 @@ def test_biases_that_torchtune_scales_and_peft_does_not(tmp_path: Path) -> None:
     assert distance(logits_of(tmp_path / "merged"), logits) < 2e-5
 
 
-def test_factors_that_peft_shares_are_not_made_up(tmp_path: Path) -> None:
+def test_differing_phi3_qkv_factors_to_peft_are_refused(tmp_path: Path) -> None:
     """phi3's queries, keys and values have one A in PEFT, three in torchtune."""
     base, folder = tmp_path / "base", tmp_path / "tune"
     transformers_model("phi3", base)
@@ -359,7 +361,7 @@ def test_factors_that_peft_shares_are_not_made_up(tmp_path: Path) -> None:
         )
 
 
-def test_patterns_are_looked_up_as_in_peft() -> None:
+def test_alpha_pattern_lookup_matches_peft() -> None:
     from peft.utils.other import get_pattern_key
 
     from ckptctl.adapters.peft import read_settings

@@ -27,7 +27,7 @@ WRAPPED = [name for name in TINY if families.family(family_of(name)).wrapper_pre
 
 
 @pytest.mark.parametrize("name", WRAPPED)
-def test_a_model_without_its_head(tmp_path: Path, name: str) -> None:
+def test_headless_model_is_detected_and_reloads_in_transformers(tmp_path: Path, name: str) -> None:
     family = families.family(family_of(name))
     model = hf_models.random_model(TINY[name]())
     base = getattr(model, family.wrapper_prefix.rstrip("."))

@@ -121,7 +121,7 @@ def different(found: State, expected: State, aliases: Collection[str]) -> list[s
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
-def test_transformers_makes_the_same_of_a_file(tmp_path: Path, name: str, layout: str) -> None:
+def test_transformers_mapping_loads_same_tensors(tmp_path: Path, name: str, layout: str) -> None:
     table = Table(name)
     state = in_layout(tmp_path, name, layout)
     expected = in_layout(tmp_path, name, in_memory_layout(name, family_of(name)))
@@ -136,7 +136,7 @@ def test_transformers_makes_the_same_of_a_file(tmp_path: Path, name: str, layout
 
 
 @pytest.mark.parametrize(("name", "layout"), ALL)
-def test_every_row_goes_where_transformers_puts_it(name: str, layout: str) -> None:
+def test_layout_rows_map_to_transformers_targets(name: str, layout: str) -> None:
     """Rows that no tiny model has, too, such as biases that a configuration may ask for."""
     table, tables = Table(name), family(family_of(name))
     ours = tables.get_layout(in_memory_layout(name, family_of(name))).leaves
@@ -158,7 +158,7 @@ def ignored(model: Any, key: str) -> bool:
     return any(re.search(pattern, key) for pattern in patterns)
 
 
-def test_a_wrong_column_shows(tmp_path: Path) -> None:
+def test_swapped_expert_tensors_are_detected(tmp_path: Path) -> None:
     state = in_layout(tmp_path, "qwen3_moe", "hf")
     expected = in_layout(tmp_path, "qwen3_moe", "hf-v5")
     one, other = (f"model.layers.1.mlp.experts.2.{part}_proj.weight" for part in ("gate", "up"))

@@ -64,9 +64,7 @@ def require_torchtitan() -> None:
         pytest.skip(f"not installed: {', '.join(missing(torchtitan))}")
 
 
-def test_layers_that_predict_further_tokens_as_torchtitan_has_them(
-    tmp_path: Path, folder: Path
-) -> None:
+def test_mtp_layers_match_torchtitan_conversion(tmp_path: Path, folder: Path) -> None:
     require_torchtitan()
     state = load_file(folder / "model.safetensors")
     theirs = by_torchtitan({k: v for k, v in state.items() if k not in REPEATED})
@@ -77,7 +75,7 @@ def test_layers_that_predict_further_tokens_as_torchtitan_has_them(
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
-def test_and_back(tmp_path: Path, folder: Path) -> None:
+def test_torchtitan_round_trip_drops_only_repeated_tensors(tmp_path: Path, folder: Path) -> None:
     there, back = tmp_path / "there", tmp_path / "back"
     ckptctl.convert(folder, there, to="dcp", to_layout="torchtitan@0.3")
     ckptctl.convert(there, back, to="hf", model_type="deepseek_v3", assets=folder)
@@ -86,7 +84,7 @@ def test_and_back(tmp_path: Path, folder: Path) -> None:
     assert all(torch.equal(value, before[key]) for key, value in after.items())
 
 
-def test_a_repeated_embedding_that_differs_is_not_dropped(tmp_path: Path, folder: Path) -> None:
+def test_differing_repeated_mtp_embedding_is_refused(tmp_path: Path, folder: Path) -> None:
     state = load_file(folder / "model.safetensors")
     state[f"{NEXT}embed_tokens.weight"][3, 5] += 1
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
@@ -95,7 +93,7 @@ def test_a_repeated_embedding_that_differs_is_not_dropped(tmp_path: Path, folder
     assert not (tmp_path / "o.pt").exists()
 
 
-def test_without_them_the_native_model_says_the_same(tmp_path: Path, folder: Path) -> None:
+def test_native_model_without_mtp_layers_keeps_logits(tmp_path: Path, folder: Path) -> None:
     expected = hf_models.logits(hf_models.random_model(TINY["deepseek_v3"]()))
     out = tmp_path / "native.pt"
     ckptctl.convert(folder, out, to="torch", to_layout="deepseek", exclude=[f"{NEXT}*"])

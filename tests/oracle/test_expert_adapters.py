@@ -99,7 +99,7 @@ def of_single_experts(kind: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_stacked_as_peft_stacks_them(tmp_path: Path, kind: str) -> None:
+def test_stacking_expert_adapters_keeps_logits_in_peft(tmp_path: Path, kind: str) -> None:
     base_model(kind, tmp_path / "base")
     apart = of_single_experts(kind, tmp_path / "apart")
     options: Any = {"to": "peft", "assets": tmp_path / "base", "experts": "stacked"}
@@ -113,7 +113,7 @@ def test_stacked_as_peft_stacks_them(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_apart_and_back(tmp_path: Path, kind: str) -> None:
+def test_unstacking_and_restacking_expert_adapters_keeps_logits(tmp_path: Path, kind: str) -> None:
     """PEFT trains the stack; each expert's own factors are what it loads of older models."""
     from peft import LoraConfig, get_peft_model
 
@@ -140,7 +140,7 @@ def test_apart_and_back(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_all_of_them_are_merged_alike(tmp_path: Path, kind: str) -> None:
+def test_merging_expert_adapters_keeps_logits(tmp_path: Path, kind: str) -> None:
     import transformers
 
     base_model(kind, tmp_path / "base")

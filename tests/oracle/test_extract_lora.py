@@ -31,7 +31,7 @@ def loaded(folder: Path, adapter: Path) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "phi3"])
-def test_a_trained_adapter_comes_back(tmp_path: Path, kind: str) -> None:
+def test_extract_lora_recovers_merged_adapter(tmp_path: Path, kind: str) -> None:
     """Of a model that PEFT merged an adapter into, all of that is recovered."""
     model = transformers_model(kind, tmp_path / "base")
     adapted = trained(model, tmp_path / "adapter", target_modules="all-linear")
@@ -49,7 +49,7 @@ def test_a_trained_adapter_comes_back(tmp_path: Path, kind: str) -> None:
         assert distance(again(tokens()).logits, logits) > 1e-3
 
 
-def test_the_best_of_its_rank(tmp_path: Path) -> None:
+def test_extract_lora_matches_truncated_svd(tmp_path: Path) -> None:
     """PEFT merges the base and the truncated decomposition by ``torch.linalg.svd``."""
     import transformers
 
@@ -74,7 +74,7 @@ def test_the_best_of_its_rank(tmp_path: Path) -> None:
     assert merged["model.norm.weight"].equal(after["model.norm.weight"])
 
 
-def test_ranks_by_energy(tmp_path: Path) -> None:
+def test_energy_option_recovers_rank_of_each_layer(tmp_path: Path) -> None:
     """PEFT finds the rank of each layer in the patterns."""
     model = transformers_model("llama", tmp_path / "base")
     adapted = trained(
@@ -109,7 +109,7 @@ CHANGED = ("down_proj", "o_proj.weight", "A_log", "router.weight", "gate.weight"
         "granitemoehybrid",
     ],
 )
-def test_modules_that_are_saved_whole(tmp_path: Path, name: str) -> None:
+def test_fully_saved_modules_load_in_peft_and_merge(tmp_path: Path, name: str) -> None:
     """Of stacked experts, routers and layers with parameters of their own PEFT needs all of it."""
     from peft import PeftModel
 
@@ -145,7 +145,7 @@ NOT_APART = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in TINY if "." not in name or name in NOT_APART])
-def test_every_family(tmp_path: Path, name: str) -> None:
+def test_extracted_lora_restores_adapted_layers_in_every_family(tmp_path: Path, name: str) -> None:
     """PEFT adds to transformers' model just what differs in layers that have factors."""
     from peft import PeftModel
 

@@ -38,7 +38,7 @@ UNDECIDED = (
 not stated, and others that transformers compares with each other."""
 
 
-def test_defaults_are_those_of_transformers() -> None:
+def test_stored_config_defaults_match_transformers() -> None:
     from tests.oracle import make_defaults
 
     assert make_defaults.FILE.read_text() == make_defaults.text()
@@ -59,7 +59,7 @@ def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("name", names())
-def test_what_transformers_cannot_load_is_not_verified(name: str, tmp_path: Path) -> None:
+def test_config_that_transformers_cannot_load_fails_verify(name: str, tmp_path: Path) -> None:
     if name.partition(".")[0] in UNCOMPARED:
         pytest.skip(UNCOMPARED[name.partition(".")[0]])
     golden = GOLDEN[name]

@@ -89,14 +89,14 @@ def with_swapped_norms(state: State) -> State:
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_the_reference_reloads_its_own_files(tmp_path: Path, name: str) -> None:
+def test_transformers_reload_gives_identical_logits(tmp_path: Path, name: str) -> None:
     _, folder, expected = saved(tmp_path, name)
     assert torch.equal(hf_models.logits(hf_models.load_strict(folder)), expected)
     assert sum(file.stat().st_size for file in folder.iterdir()) < 2**20
 
 
 @pytest.mark.parametrize(("name", "peer"), WITH_PEER)
-def test_hf_to_peer(tmp_path: Path, name: str, peer: Peer) -> None:
+def test_hf_to_peer_keeps_logits(tmp_path: Path, name: str, peer: Peer) -> None:
     family = require(name, peer.LAYOUT, peer)
     _, folder, expected = saved(tmp_path, name)
     state = to_layout(folder, tmp_path / "peer.pt", family, peer.LAYOUT)
@@ -108,7 +108,7 @@ def test_hf_to_peer(tmp_path: Path, name: str, peer: Peer) -> None:
 
 
 @pytest.mark.parametrize(("name", "peer"), WITH_PEER)
-def test_peer_to_hf(tmp_path: Path, name: str, peer: Peer) -> None:
+def test_peer_to_hf_keeps_logits(tmp_path: Path, name: str, peer: Peer) -> None:
     """The peer's own model, so that nothing here chose the names."""
     family = require(name, peer.LAYOUT, peer)
     config = TINY[name]()
@@ -131,7 +131,7 @@ def in_memory_layout(name: str, family: str) -> str:
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_hf_to_memory(tmp_path: Path, name: str) -> None:
+def test_hf_to_in_memory_layout_matches_live_state(tmp_path: Path, name: str) -> None:
     family = require(name)
     layout = in_memory_layout(name, family)
     model, folder, _ = saved(tmp_path, name)
@@ -145,7 +145,7 @@ def test_hf_to_memory(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_memory_to_hf(tmp_path: Path, name: str) -> None:
+def test_in_memory_layout_to_hf_keeps_logits(tmp_path: Path, name: str) -> None:
     family = require(name)
     layout = in_memory_layout(name, family)
     model, folder, expected = saved(tmp_path, name)

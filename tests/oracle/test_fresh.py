@@ -20,7 +20,7 @@ FRESH = ("kimi_k25", "deepseek_v4")
 
 
 @pytest.mark.parametrize("name", FRESH)
-def test_what_transformers_saves_becomes_as_on_the_hub_and_back(tmp_path: Path, name: str) -> None:
+def test_fresh_save_round_trips_through_hub_names(tmp_path: Path, name: str) -> None:
     fresh = hf_models.save(hf_models.random_model(TINY[name]()), tmp_path / "fresh")
     expected = load_file(fresh / "model.safetensors")
     ckptctl.convert(fresh, tmp_path / "hub", to="hf", to_layout="hf")

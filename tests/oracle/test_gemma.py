@@ -43,7 +43,7 @@ def torchtune_says(state: State) -> torch.Tensor:
     return torchtune.logits(torchtune.BUILDERS["gemma2"](config), state, config)
 
 
-def test_torchtune_exchanges_two_norms_of_gemma_2_and_we_do_not(tmp_path: Path) -> None:
+def test_gemma2_norms_are_correct_unlike_in_torchtune(tmp_path: Path) -> None:
     """github.com/meta-pytorch/torchtune/issues/2850; its model itself is right."""
     model = hf_models.random_model(TINY["gemma2"]())
     folder, expected = hf_models.save(model, tmp_path / "hf"), hf_models.logits(model)
@@ -67,7 +67,7 @@ def gemma3_as_on_the_hub(tmp_path: Path) -> tuple[Path, State, torch.Tensor]:
     return folder, hf_models.in_memory(model), hf_models.logits(model)
 
 
-def test_gemma_3_of_the_hub(tmp_path: Path) -> None:
+def test_gemma3_hub_file_converts_to_in_memory_layout(tmp_path: Path) -> None:
     folder, memory, expected = gemma3_as_on_the_hub(tmp_path)
     assert torch.equal(hf_models.logits(hf_models.load_strict(folder)), expected)
     ckptctl.convert(folder, tmp_path / "v5.pt", to="torch", to_layout="hf-v5")
@@ -76,7 +76,7 @@ def test_gemma_3_of_the_hub(tmp_path: Path) -> None:
     assert all(torch.equal(found[key], memory[key]) for key in memory)
 
 
-def test_gemma_3_never_loaded_becomes_as_on_the_hub(tmp_path: Path) -> None:
+def test_fresh_gemma3_converts_to_hub_names(tmp_path: Path) -> None:
     hub, _, expected = gemma3_as_on_the_hub(tmp_path)
     fresh = hf_models.save(hf_models.random_model(TINY["gemma3"]()), tmp_path / "fresh")
     ckptctl.convert(fresh, tmp_path / "out", to="hf", to_layout="hf")

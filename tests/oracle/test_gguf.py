@@ -55,7 +55,7 @@ def converted(source: Path, out: Path, **options: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_plain_file_is_the_model_that_it_was_made_of(tmp_path: Path, name: str) -> None:
+def test_unquantized_gguf_to_hf_keeps_logits(tmp_path: Path, name: str) -> None:
     """config.json is made of the file alone."""
     model, folder, expected = made(tmp_path, name)
     state = gguf_files.tensors(model, folder)
@@ -68,7 +68,7 @@ def test_a_plain_file_is_the_model_that_it_was_made_of(tmp_path: Path, name: str
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_hf_to_gguf(tmp_path: Path, name: str) -> None:
+def test_hf_to_gguf_layout_matches_gguf_tensors(tmp_path: Path, name: str) -> None:
     """The same layout, the other way: what would be in a GGUF file."""
     model, folder, _ = made(tmp_path, name)
     out = tmp_path / "gguf.pt"
@@ -81,7 +81,7 @@ def test_hf_to_gguf(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q5_1"])
 @pytest.mark.parametrize("name", ["llama2", "qwen3_moe", "gemma2"])
-def test_a_quantized_file_as_transformers_computes_it(tmp_path: Path, name: str, kind: str) -> None:
+def test_dequantized_gguf_matches_transformers_logits(tmp_path: Path, name: str, kind: str) -> None:
     model, folder, expected = made(tmp_path, name)
     state = gguf_files.tensors(model, folder)
     file = gguf_files.write(tmp_path / "model.gguf", model, state, kind)
@@ -110,7 +110,7 @@ def finite_blocks(kind: Any, rows: int, blocks: int) -> np.ndarray:
     [Kind(n) for n, one in BLOCK_TYPES.items() if one.understood],
     ids=lambda kind: kind.name,
 )
-def test_dequantized_bit_for_bit(tmp_path: Path, kind: Any) -> None:
+def test_gguf_dequantization_is_bit_exact(tmp_path: Path, kind: Any) -> None:
     raw = finite_blocks(kind, 6, 5)
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "unheard-of")
     writer.add_tensor("a.weight", raw, raw_dtype=kind)
@@ -129,14 +129,14 @@ def test_dequantized_bit_for_bit(tmp_path: Path, kind: Any) -> None:
         assert torch.equal(found["b.weight"], wanted.view(2, 3, -1))
 
 
-def test_the_table_of_types_is_that_of_the_package() -> None:
+def test_block_sizes_match_gguf_package() -> None:
     sizes = {int(kind): size for kind, size in gguf.GGML_QUANT_SIZES.items()}
     ours = {number: (one.elements, one.nbytes) for number, one in BLOCK_TYPES.items()}
     assert {n: size for n, size in sizes.items() if n not in UNQUANTIZED_TYPES} == ours
     assert {Kind(n).name for n in BLOCK_TYPES} == {one.name for one in BLOCK_TYPES.values()}
 
 
-def test_the_header_as_the_package_reads_it(tmp_path: Path) -> None:
+def test_header_matches_gguf_reader(tmp_path: Path) -> None:
     model, folder, _ = made(tmp_path, "qwen3_moe")
     state = gguf_files.tensors(model, folder)
     file = gguf_files.write(tmp_path / "model.gguf", model, state, "Q8_0")
@@ -161,7 +161,7 @@ def test_the_header_as_the_package_reads_it(tmp_path: Path) -> None:
     assert kept == {key: fields[key] for key in kept}
 
 
-def test_several_files(tmp_path: Path) -> None:
+def test_split_gguf_converts_and_requires_every_file(tmp_path: Path) -> None:
     model, folder, expected = made(tmp_path, "qwen2")
     state = gguf_files.tensors(model, folder)
     target = tmp_path / "parts"

@@ -53,7 +53,7 @@ def by_torchtitan(folder: Path) -> State:
     return state
 
 
-def test_torchtitan_loses_experts_that_are_not_quantized_and_we_do_not(tmp_path: Path) -> None:
+def test_unquantized_experts_are_kept_unlike_in_torchtitan(tmp_path: Path) -> None:
     require(torchtitan)
     model = hf_models.random_model(TINY["gpt_oss"]())
     folder = hf_models.save(model, tmp_path / "hf")
@@ -67,7 +67,7 @@ def test_torchtitan_loses_experts_that_are_not_quantized_and_we_do_not(tmp_path:
     assert both and all(torch.equal(ours[key], theirs[key]) for key in both)
 
 
-def test_experts_that_are_not_transposed_would_be_noticed(tmp_path: Path) -> None:
+def test_untransposed_experts_change_logits(tmp_path: Path) -> None:
     require(torchtitan)
     model = hf_models.random_model(TINY["gpt_oss"]())
     folder = hf_models.save(model, tmp_path / "hf")
@@ -79,7 +79,7 @@ def test_experts_that_are_not_transposed_would_be_noticed(tmp_path: Path) -> Non
     assert distance(said_by(torchtitan, state), hf_models.logits(model)) > 0.05
 
 
-def test_dequantized_experts_in_torchtitan(tmp_path: Path, published: Path) -> None:
+def test_dequantized_experts_keep_logits_in_torchtitan(tmp_path: Path, published: Path) -> None:
     require(torchtitan)
     state = converted(published, tmp_path / "titan.pt", "torchtitan@0.3", dequantize="fp32")
     expected = test_mxfp4.transformers_says(published)

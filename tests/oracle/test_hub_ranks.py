@@ -32,7 +32,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 @pytest.mark.oracle
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["untied", "tied", "headless"])
-def test_each_rank_reads_its_own_bytes(hub: Hub, tmp_path: Path, kind: str) -> None:
+def test_ranks_download_only_their_own_bytes(hub: Hub, tmp_path: Path, kind: str) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=4096,

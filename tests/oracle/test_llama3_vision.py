@@ -40,7 +40,7 @@ def in_layout(folder: Path, out: Path, layout: str) -> State:
     return state
 
 
-def test_torchtune_reads_it(tmp_path: Path, folder: Path) -> None:
+def test_meta_layout_converts_identically_in_torchtune(tmp_path: Path, folder: Path) -> None:
     pytest.importorskip("torchtune", reason="torchtune is not installed")
     with torchvision():
         from torchtune.models.llama3_2_vision import _convert_weights as peer
@@ -51,7 +51,9 @@ def test_torchtune_reads_it(tmp_path: Path, folder: Path) -> None:
     assert all(torch.equal(theirs[key], value) for key, value in ours.items())
 
 
-def test_torchtune_makes_the_same_of_the_hub(tmp_path: Path, model: Any, folder: Path) -> None:
+def test_hf_layout_converts_identically_in_torchtune(
+    tmp_path: Path, model: Any, folder: Path
+) -> None:
     """Also where its grid holds zeros: torchtune leaves the same places empty."""
     pytest.importorskip("torchtune", reason="torchtune is not installed")
     from safetensors.torch import load_file
@@ -77,7 +79,9 @@ def test_torchtune_makes_the_same_of_the_hub(tmp_path: Path, model: Any, folder:
     assert not differ
 
 
-def test_meta_loads_it(tmp_path: Path, model: Any, folder: Path) -> None:
+def test_meta_modules_load_output_with_same_features(
+    tmp_path: Path, model: Any, folder: Path
+) -> None:
     pytest.importorskip("llama_models", reason="Meta's code is not installed")
     pytest.importorskip("fairscale", reason="Meta's code is not installed")
     from llama_models.llama3.args import ModelArgs
@@ -133,7 +137,9 @@ def _load(module: torch.nn.Module, state: State, prefix: str) -> None:
 
 
 @pytest.mark.parametrize("part", [(0, 0), (1, -1), (5, 0)])
-def test_rows_that_no_grid_gives(tmp_path: Path, model: Any, part: tuple[int, int]) -> None:
+def test_tile_embedding_without_single_grid_is_refused(
+    tmp_path: Path, model: Any, part: tuple[int, int]
+) -> None:
     """Row 0, the end of a row, and a tile that other rows hold as well."""
     table = model.model.vision_model.gated_positional_embedding.tile_embedding.weight
     with torch.no_grad():
@@ -143,7 +149,7 @@ def test_rows_that_no_grid_gives(tmp_path: Path, model: Any, part: tuple[int, in
         in_layout(folder, tmp_path / "meta.pt", "meta")
 
 
-def test_places_that_no_picture_has(tmp_path: Path, folder: Path) -> None:
+def test_unused_tile_places_are_zero_and_keep_logits(tmp_path: Path, folder: Path) -> None:
     state = in_layout(folder, tmp_path / "meta.pt", "meta")
     name = "vision_model.vision_encoder.gated_positional_embedding"
     assert not state[name][3, 1:].any() and state[name][0].any()

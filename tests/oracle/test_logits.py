@@ -56,7 +56,7 @@ def source(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mp", [1, 2, 4])
-def test_hf_to_meta(tmp_path: Path, kind: Kind, mp: int) -> None:
+def test_hf_to_meta_keeps_logits(tmp_path: Path, kind: Kind, mp: int) -> None:
     """``mp=4`` exceeds the two KV heads of llama3 and llama3_2."""
     folder, _, config, expected = source(tmp_path, kind)
     ckptctl.convert(folder, tmp_path / "meta", to="meta", model_type=kind, mp=mp)
@@ -66,7 +66,7 @@ def test_hf_to_meta(tmp_path: Path, kind: Kind, mp: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mp", [1, 2, 4])
-def test_meta_to_hf_with_the_config_we_write(tmp_path: Path, kind: Kind, mp: int) -> None:
+def test_meta_to_hf_with_generated_config_keeps_logits(tmp_path: Path, kind: Kind, mp: int) -> None:
     _, state, config, expected = source(tmp_path, kind)
     meta = save_meta(tmp_path / "meta", state, config, mp)
     ckptctl.convert(meta, tmp_path / "out", to="hf", model_type=kind)
@@ -74,7 +74,7 @@ def test_meta_to_hf_with_the_config_we_write(tmp_path: Path, kind: Kind, mp: int
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_meta_resharded(tmp_path: Path, kind: Kind) -> None:
+def test_resharded_meta_keeps_logits(tmp_path: Path, kind: Kind) -> None:
     _, state, config, expected = source(tmp_path, kind)
     meta = save_meta(tmp_path / "meta", state, config, 4)
     ckptctl.convert(meta, tmp_path / "two", to="meta", model_type=kind, mp=2)
@@ -82,7 +82,7 @@ def test_meta_resharded(tmp_path: Path, kind: Kind) -> None:
     assert distance(mine, expected) < TOLERANCE
 
 
-def test_meta_without_permutation_comes_out_wrong(tmp_path: Path) -> None:
+def test_unpermuted_meta_source_changes_logits(tmp_path: Path) -> None:
     """The negative control: what these comparisons would show if a mapping forgot the axes."""
     _, state, config, expected = source(tmp_path, "llama3")
     meta = save_meta(tmp_path / "meta", state, config, permute=False)
@@ -91,7 +91,7 @@ def test_meta_without_permutation_comes_out_wrong(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_through_every_format(tmp_path: Path, kind: Kind) -> None:
+def test_chain_through_every_format_keeps_logits(tmp_path: Path, kind: Kind) -> None:
     """hf → dcp → meta → torch → hf."""
     folder, state, _, expected = source(tmp_path, kind)
     path = folder
@@ -106,14 +106,14 @@ def test_through_every_format(tmp_path: Path, kind: Kind) -> None:
     assert distance(transformers_logits(tmp_path / "out"), expected) < TOLERANCE
 
 
-def test_the_shipped_checkpoint(tmp_path: Path, tiny_llama3_hf: Path) -> None:
+def test_shipped_checkpoint_to_meta_keeps_logits(tmp_path: Path, tiny_llama3_hf: Path) -> None:
     ckptctl.convert(tiny_llama3_hf, tmp_path / "meta", to="meta")
     mine = MetaLlama(tmp_path / "meta").logits(tokens())
     assert distance(mine, transformers_logits(tiny_llama3_hf)) < TOLERANCE
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_to_torchtune(tmp_path: Path, kind: Kind) -> None:
+def test_hf_to_torchtune_keeps_logits(tmp_path: Path, kind: Kind) -> None:
     pytest.importorskip("torchtune", reason="torchtune 0.6.1 is not installed")
     folder, _, config, expected = source(tmp_path, kind)
     ckptctl.convert(
@@ -124,7 +124,7 @@ def test_to_torchtune(tmp_path: Path, kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_from_torchtune(tmp_path: Path, kind: Kind) -> None:
+def test_torchtune_to_hf_keeps_logits(tmp_path: Path, kind: Kind) -> None:
     """A model that torchtune itself initialized, so that nothing here chose the names."""
     pytest.importorskip("torchtune", reason="torchtune 0.6.1 is not installed")
     folder, _, config, _ = source(tmp_path, kind)
@@ -149,7 +149,9 @@ def test_from_torchtune(tmp_path: Path, kind: Kind) -> None:
 
 @pytest.mark.parametrize("layout", TITAN)
 @pytest.mark.parametrize("kind", KINDS)
-def test_torchtitan_is_meta_under_other_names(tmp_path: Path, kind: Kind, layout: str) -> None:
+def test_torchtitan_output_equals_renamed_meta_tensors(
+    tmp_path: Path, kind: Kind, layout: str
+) -> None:
     """torchtitan rotates neighboring pairs as Meta does, so the oracle is Meta's tensors."""
     folder, state, config, _ = source(tmp_path, kind)
     expected = rename(to_meta_names(state, config), "meta", layout)  # type: ignore[arg-type]

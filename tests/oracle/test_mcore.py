@@ -103,7 +103,7 @@ def proof(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Proof(name, made, folder, hf_models.logits(model))
 
 
-def test_names_and_shapes_are_those_of_the_model(proof: Proof) -> None:
+def test_mcore_names_and_shapes_match_live_model(proof: Proof) -> None:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     metadata = FileSystemReader(proof.folder / "apart" / "release").read_metadata()
@@ -119,7 +119,7 @@ def test_names_and_shapes_are_those_of_the_model(proof: Proof) -> None:
     assert found == expected
 
 
-def test_norms_are_called_as_in_the_specification(proof: Proof) -> None:
+def test_norm_names_match_transformer_engine_spec(proof: Proof) -> None:
     """Those of Transformer Engine cannot be run here; its specification can be read."""
     norms = proof.read("norms.pt")
 
@@ -132,7 +132,7 @@ def test_norms_are_called_as_in_the_specification(proof: Proof) -> None:
     assert not (proof.recipe.named_twice and is_fused(proof.read("local.pt")))
 
 
-def test_megatron_computes_what_transformers_does(proof: Proof) -> None:
+def test_hf_to_mcore_keeps_logits(proof: Proof) -> None:
     found = {
         file.stem.removeprefix("logits-"): proof.apart(proof.read(file.name))
         for file in sorted(proof.folder.glob("logits-[as][pt]*.pt"))
@@ -142,7 +142,7 @@ def test_megatron_computes_what_transformers_does(proof: Proof) -> None:
     assert max(found.values()) <= TOLERANCE
 
 
-def test_every_other_order_shows(proof: Proof) -> None:
+def test_wrong_weight_orders_change_logits(proof: Proof) -> None:
     found = {name: proof.apart(logits) for name, logits in proof.read("wrong.pt").items()}
     print(proof.name, "wrong", {name: f"{value:.2f}" for name, value in found.items()})
     assert min(found.values()) > WRONG
@@ -155,7 +155,9 @@ def needs(proof: Proof, spelling: str) -> None:
 
 
 @pytest.mark.parametrize("spelling", NAMES)
-def test_what_megatron_saved_is_the_live_model(proof: Proof, spelling: str, tmp_path: Path) -> None:
+def test_megatron_save_converts_to_live_weights(
+    proof: Proof, spelling: str, tmp_path: Path
+) -> None:
     """However ranks divided it."""
     needs(proof, spelling)
     expected = proof.read("live-local.pt" if spelling == "local" else "live.pt")
@@ -170,9 +172,7 @@ def test_what_megatron_saved_is_the_live_model(proof: Proof, spelling: str, tmp_
 
 
 @pytest.mark.parametrize("spelling", NAMES)
-def test_transformers_computes_what_megatron_does(
-    proof: Proof, spelling: str, tmp_path: Path
-) -> None:
+def test_mcore_to_hf_keeps_logits(proof: Proof, spelling: str, tmp_path: Path) -> None:
     needs(proof, spelling)
     ranks = divisions(proof.name, proof.recipe)[-1]
     source = proof.folder / f"saved-{spelling}-{ranks}"

@@ -60,7 +60,7 @@ def proof(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_bridge_loads_both(proof: Path) -> None:
+def test_bridge_loads_converted_base_and_adapter(proof: Path) -> None:
     """Its ``load_checkpoint`` takes ours as what a run goes on from, and as its LoRA."""
     base = logits_of(proof / "base")
     adapted = logits_of(proof / "base", proof / "one" / "peft")
@@ -70,14 +70,14 @@ def test_bridge_loads_both(proof: Path) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bridge_computes_what_peft_does(proof: Path, case: str) -> None:
+def test_converted_adapter_keeps_logits_in_bridge(proof: Path, case: str) -> None:
     expected = logits_of(proof / "base", proof / case / "peft")
     assert (apart(proof / case / "logits.pt", expected) <= TOLERANCE) == (case != "exchanged")
     assert apart(proof / case / "logits-changed.pt", expected) > WRONG
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_peft_computes_what_bridge_does(proof: Path, case: str) -> None:
+def test_bridge_adapter_keeps_logits_in_peft(proof: Path, case: str) -> None:
     ckptctl.convert(proof / case / "saved", proof / case / "back", to="peft")
     found = logits_of(proof / "base", proof / case / "back")
     assert apart(proof / case / "logits-changed.pt", found) <= TOLERANCE

@@ -105,7 +105,7 @@ def joined(further: Further, state: State, both: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_layers_that_predict_further_tokens(name: str, tmp_path: Path) -> None:
+def test_mtp_layers_convert_to_mcore_and_back(name: str, tmp_path: Path) -> None:
     further = MODELS[name]
     source = published(name, further, tmp_path / "hf")
     ckptctl.convert(source, tmp_path / "mcore", to="mcore", model_type=name)

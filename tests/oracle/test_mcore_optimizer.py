@@ -26,7 +26,7 @@ pytestmark = [
 JOBS = "tests.oracle.mcore_optimizer_ranks"
 
 
-def test_an_optimizer_goes_on(tmp_path: Path) -> None:
+def test_converted_mcore_optimizer_loads_bit_exactly(tmp_path: Path) -> None:
     """From layout hf in DCP, and from its own with layers stacked and apart."""
     made = recipe("qwen3")
     hf_models.save(hf_models.random_model(tiny("qwen3")), tmp_path / "hf")

@@ -41,7 +41,7 @@ OTHER = 0.01
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_window_written_computes_what_transformers_does(name: str, tmp_path: Path) -> None:
+def test_written_window_size_keeps_transformers_logits(name: str, tmp_path: Path) -> None:
     config = tiny(name)
     config.sliding_window = WINDOW
     model = hf_models.random_model(config)
@@ -67,7 +67,7 @@ def test_window_written_computes_what_transformers_does(name: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_window_written_is_read_as_the_same_sliding_window(name: str) -> None:
+def test_written_window_is_read_back_as_sliding_window(name: str) -> None:
     family, config = families.family(family_of(name)), tiny(name)
     config.sliding_window = WINDOW
     told = build_arguments(family, config.to_dict())

@@ -32,9 +32,9 @@ MIXED = Case(2, 2, 1, 2, 4, {**EXPERTS, "moe_layer_freq": [0, 1, 0, 1]})
 
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_a_model_loads_all_of_it(case: str, stacked: bool, tmp_path: Path) -> None:
+def test_mcore_model_loads_every_tensor(case: str, stacked: bool, tmp_path: Path) -> None:
     run_on_ranks(f"{JOBS}:load", [CASES[case].world], tmp_path, CASES[case], stacked)
 
 
-def test_a_model_loads_layers_that_differ(tmp_path: Path) -> None:
+def test_mcore_model_loads_differing_layers(tmp_path: Path) -> None:
     run_on_ranks(f"{JOBS}:load", [MIXED.world], tmp_path, MIXED, False)

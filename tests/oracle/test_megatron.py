@@ -35,7 +35,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return folder, case
 
 
-def test_tensors_lie_where_megatron_says(saved: Saved, tmp_path: Path) -> None:
+def test_legacy_megatron_tensors_match_live_model(saved: Saved, tmp_path: Path) -> None:
     folder, case = saved
     expected = torch.load(folder / "expected.pt", weights_only=True)
     if case.tied and case.pipeline > 1:  # the last stage has a copy of the embedding
@@ -46,7 +46,7 @@ def test_tensors_lie_where_megatron_says(saved: Saved, tmp_path: Path) -> None:
     )
 
 
-def test_one_rank_loads_it(saved: Saved, tmp_path: Path) -> None:
+def test_consolidated_megatron_checkpoint_loads_on_one_rank(saved: Saved, tmp_path: Path) -> None:
     folder, case = saved
     whole = tmp_path / "whole.pt"
     ckptctl.convert(folder / "checkpoint", whole, to="torch", rules=RULES)
@@ -54,7 +54,7 @@ def test_one_rank_loads_it(saved: Saved, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-def test_every_copy_is_a_replica(saved: Saved) -> None:
+def test_every_stored_element_is_tensor_or_replica(saved: Saved) -> None:
     """Every element that a rank saved is in the model or is a copy of one that is."""
     folder, case = saved
     catalog = formats.open_checkpoint(

@@ -53,7 +53,7 @@ def stated(content: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["arguments", "run_config"])
 @pytest.mark.parametrize("name", NAMES)
-def test_transformers_understands_the_same(name: str, kind: str) -> None:
+def test_config_from_megatron_matches_transformers(name: str, kind: str) -> None:
     family, content = families.family(name), config(name)
     if kind == "arguments":
         told: Mapping[str, object] = build_arguments(family, content)
@@ -70,7 +70,7 @@ def test_transformers_understands_the_same(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_transformers_writes_contradicts_nothing(name: str) -> None:
+def test_transformers_config_does_not_contradict_megatron_arguments(name: str) -> None:
     from transformers import CONFIG_MAPPING
 
     family, content = families.family(name), config(name)

@@ -45,7 +45,9 @@ def shards(folder: Path, unflatten: bool = True) -> list[State]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(("name", "family"), CASES)
-def test_meta_joins_what_is_written(tmp_path: Path, name: str, family: str, ranks: int) -> None:
+def test_written_shards_joined_by_meta_keep_logits(
+    tmp_path: Path, name: str, family: str, ranks: int
+) -> None:
     from llama_models.checkpoint import reshard_mp
 
     model, folder, assets = hf_and_params(tmp_path, name)
@@ -59,7 +61,7 @@ def test_meta_joins_what_is_written(tmp_path: Path, name: str, family: str, rank
 
 
 @pytest.mark.parametrize(("name", "family"), CASES)
-def test_what_meta_cuts_is_read_and_written(tmp_path: Path, name: str, family: str) -> None:
+def test_shards_match_meta_reshard_and_convert_back(tmp_path: Path, name: str, family: str) -> None:
     from llama_models.checkpoint import reshard_mp
 
     model, folder, assets = hf_and_params(tmp_path, name)
@@ -109,7 +111,7 @@ PICTURES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_models_with_pictures_are_cut_as_meta_does(tmp_path: Path, name: str) -> None:
+def test_vision_model_shards_match_meta_reshard(tmp_path: Path, name: str) -> None:
     from llama_models.checkpoint import reshard_mp
 
     family, sizes, known = PICTURES[name]
@@ -132,7 +134,7 @@ def test_models_with_pictures_are_cut_as_meta_does(tmp_path: Path, name: str) ->
     assert torch.equal(found, hf_models.logits(model))
 
 
-def test_llama_4_as_its_own_modules_name_it(tmp_path: Path) -> None:
+def test_llama4_vision_keeps_features_in_meta_modules(tmp_path: Path) -> None:
     """The vision half: every name and shape of Meta's modules, and nothing else."""
     from llama_models.llama4.args import VisionArgs
     from llama_models.llama4.vision.embedding import VisionEmbeddings

@@ -48,7 +48,7 @@ def agree(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("name", READ_BY_PEER)
-def test_mistral_inference_loads_what_we_write(tmp_path: Path, name: str) -> None:
+def test_mistral_inference_loads_output_with_same_logits(tmp_path: Path, name: str) -> None:
     config, folder, expected = hub(tmp_path, name)
     ckptctl.convert(folder, tmp_path / "native", to="mistral")
     model = inference(tmp_path / "native")
@@ -63,7 +63,7 @@ def test_mistral_inference_loads_what_we_write(tmp_path: Path, name: str) -> Non
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_transformers_loads_the_config_we_make(tmp_path: Path, name: str) -> None:
+def test_transformers_loads_generated_config_with_same_logits(tmp_path: Path, name: str) -> None:
     config, folder, expected = hub(tmp_path, name)
     ckptctl.convert(folder, tmp_path / "native", to="mistral")
     (tmp_path / "native" / "config.json").unlink()
@@ -74,7 +74,7 @@ def test_transformers_loads_the_config_we_make(tmp_path: Path, name: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["mistral", "mixtral"])
-def test_a_wrong_base_shows(tmp_path: Path, name: str) -> None:
+def test_wrong_rope_theta_changes_logits(tmp_path: Path, name: str) -> None:
     """The negative control: params.json matters."""
     config, folder, expected = hub(tmp_path, name)
     ckptctl.convert(folder, tmp_path / "native", to="mistral")

@@ -56,7 +56,7 @@ def loaded(folder: Path, name: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", (*NAMES, *OURS))
-def test_load_model_computes_the_same(tmp_path: Path, name: str) -> None:
+def test_hf_to_mlx_keeps_logits_in_mlx_lm(tmp_path: Path, name: str) -> None:
     model = hf_models.random_model(TINY[name]())
     hf_models.save(model, tmp_path / "hf")
     expected = hf_models.logits(model)
@@ -68,7 +68,7 @@ def test_load_model_computes_the_same(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_mlx_saves_is_read_again(tmp_path: Path, name: str) -> None:
+def test_mlx_save_to_hf_keeps_logits(tmp_path: Path, name: str) -> None:
     """mlx-lm turns transformers' folder into its own; it comes back bit for bit but for norms."""
     model = hf_models.random_model(TINY[name]())
     folder = hf_models.save(model, tmp_path / "hf")
@@ -90,7 +90,7 @@ def test_what_mlx_saves_is_read_again(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_what_mlx_saves_of_our_folders_is_read_again(tmp_path: Path, name: str) -> None:
+def test_mlx_resave_of_converted_folder_keeps_logits(tmp_path: Path, name: str) -> None:
     """config.json has the name that mlx-lm knows; what comes back has transformers'."""
     model = hf_models.random_model(TINY[name]())
     hf_models.save(model, tmp_path / "hf")

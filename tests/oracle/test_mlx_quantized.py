@@ -39,7 +39,7 @@ def bits_of(value: Any, dtype: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16], ids=str)
 @pytest.mark.parametrize(("mode", "group", "bits"), [*AFFINE, *FLOATS])
-def test_dequantized_bit_for_bit(
+def test_mlx_dequantization_is_bit_exact(
     tmp_path: Path, mode: str, group: int, bits: int, dtype: Any
 ) -> None:
     mx.set_default_device(mx.cpu)
@@ -73,9 +73,7 @@ def test_dequantized_bit_for_bit(
 
 @pytest.mark.parametrize("name", ["llama3", "qwen3_moe", "gemma3_text", *FURTHER])
 @pytest.mark.parametrize("mode", ["affine", "mxfp4"])
-def test_a_quantized_model_computes_the_same_once_it_is_plain(
-    tmp_path: Path, name: str, mode: str
-) -> None:
+def test_dequantized_mlx_model_keeps_logits(tmp_path: Path, name: str, mode: str) -> None:
     """Some layers have other bits, as mixed recipes have; those of 48 columns stay as they are."""
     mx.disable_compile()
     mx.set_default_device(mx.cpu)

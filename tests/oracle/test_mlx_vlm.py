@@ -51,7 +51,7 @@ def amend(folder: Path, config: Any) -> None:
 
 
 @pytest.mark.parametrize("name", mlx_vlm.NAMES)
-def test_folders_go_there_and_back(tmp_path: Path, name: str) -> None:
+def test_mlx_vlm_round_trip_keeps_logits(tmp_path: Path, name: str) -> None:
     config = TINY[name]()
     model = hf_models.random_model(config)
     hf_models.save(model, tmp_path / "hf")
@@ -68,7 +68,7 @@ def test_folders_go_there_and_back(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5_moe", "gemma3"])
-def test_mlx_lm_reads_the_text_of_the_same_folders(tmp_path: Path, name: str) -> None:
+def test_mlx_lm_loads_text_part_with_same_logits(tmp_path: Path, name: str) -> None:
     config = TINY[name]()
     model = hf_models.random_model(config)
     hf_models.save(model, tmp_path / "hf")
@@ -84,7 +84,7 @@ def test_mlx_lm_reads_the_text_of_the_same_folders(tmp_path: Path, name: str) ->
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl_moe", "gemma3"])
-def test_a_quantized_model_computes_the_same_once_it_is_plain(tmp_path: Path, name: str) -> None:
+def test_dequantized_mlx_vlm_model_keeps_logits(tmp_path: Path, name: str) -> None:
     """Layers of the tower, too, as mlx-vlm does where it is asked to."""
     config = TINY[name]()
     hf_models.save(hf_models.random_model(config), tmp_path / "hf")

@@ -71,7 +71,7 @@ def openai_says(folder: Path) -> torch.Tensor:
         return torch.stack([model(ids) for ids in tokens()])
 
 
-def test_openai_reads_what_we_make_of_the_published_files(tmp_path: Path, published: Path) -> None:
+def test_published_mxfp4_keeps_logits_in_openai_code(tmp_path: Path, published: Path) -> None:
     expected = transformers_says(published)
     out = tmp_path / "openai.pt"
     ckptctl.convert(published, out, to="torch", to_layout="openai", model_type="gpt_oss")
@@ -88,7 +88,7 @@ def test_openai_reads_what_we_make_of_the_published_files(tmp_path: Path, publis
     assert distance(openai_says(native), expected) > 0.05
 
 
-def test_transformers_reads_what_we_make_of_native_files(tmp_path: Path, published: Path) -> None:
+def test_mxfp4_round_trip_through_openai_layout_is_exact(tmp_path: Path, published: Path) -> None:
     expected = transformers_says(published)
     there = tmp_path / "openai.pt"
     ckptctl.convert(published, there, to="torch", to_layout="openai", model_type="gpt_oss")

@@ -52,11 +52,11 @@ def compared() -> set[tuple[str, str]]:
     return (found | ELSEWHERE.keys()) & layouts
 
 
-def test_what_is_claimed_is_compared() -> None:
+def test_claimed_proofs_are_all_compared() -> None:
     claimed = {(n, layout) for n, f in families.load_families().items() for layout in f.proofs}
     assert claimed - compared() == set()
 
 
-def test_what_is_compared_is_claimed() -> None:
+def test_compared_layouts_are_all_claimed() -> None:
     claimed = {(n, layout) for n, f in families.load_families().items() for layout in f.proofs}
     assert compared() - claimed == set()

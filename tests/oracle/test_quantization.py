@@ -246,14 +246,16 @@ def parameters(
 
 @pytest.mark.parametrize("name", WEIGHTS)
 @pytest.mark.parametrize("scales", [torch.bfloat16, torch.float32, torch.float16])
-def test_compressed_tensors(tmp_path: Path, name: str, scales: torch.dtype) -> None:
+def test_compressed_tensors_dequantization_is_bit_exact(
+    tmp_path: Path, name: str, scales: torch.dtype
+) -> None:
     if scales != torch.bfloat16 and name in ("nvfp4", "mxfp4", "mxfp8"):
         pytest.skip("its scales have a dtype of their own")
     check(tmp_path, compressed(name, scales))
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_each_parameter_of_compressed_tensors_is_required(tmp_path: Path, name: str) -> None:
+def test_missing_compressed_tensors_parameter_is_damaged(tmp_path: Path, name: str) -> None:
     """Those that its compressors name for a scheme, and no others."""
     quantization = load("compressed_tensors.quantization")
     compressors = load("compressed_tensors.compressors")
@@ -275,7 +277,7 @@ def test_each_parameter_of_compressed_tensors_is_required(tmp_path: Path, name: 
 
 
 @pytest.mark.parametrize("part", ["qweight", "qzeros", "scales", "g_idx"])
-def test_gptqmodel_refuses_a_missing_tensor_too(tmp_path: Path, part: str) -> None:
+def test_missing_gptq_tensor_is_refused_like_in_gptqmodel(tmp_path: Path, part: str) -> None:
     dequantization = gptqmodel("utils.model_dequant")
     case = gptq(4, 64, act=True, form="gptq")
     rest = {key: value for key, value in case.state.items() if key != f"a.{part}"}
@@ -345,16 +347,18 @@ def gptq(bits: int, group: int, *, act: bool, form: str | None, said: bool | Non
     ("group", "act", "form"),
     [(32, False, None), (64, True, "gptq"), (-1, False, "gptq_v2"), (64, False, "gptq_v2")],
 )
-def test_gptq(tmp_path: Path, bits: int, group: int, act: bool, form: str | None) -> None:
+def test_gptq_dequantization_is_bit_exact(
+    tmp_path: Path, bits: int, group: int, act: bool, form: str | None
+) -> None:
     check(tmp_path, gptq(bits, group, act=act, form=form))
 
 
-def test_gptq_in_an_order_that_is_not_said(tmp_path: Path) -> None:
+def test_gptq_with_wrong_desc_act_is_bit_exact(tmp_path: Path) -> None:
     check(tmp_path, gptq(4, 64, act=True, form="gptq", said=False))
 
 
 @pytest.mark.parametrize("group", [32, -1])
-def test_awq(tmp_path: Path, group: int) -> None:
+def test_awq_dequantization_is_bit_exact(tmp_path: Path, group: int) -> None:
     utilities = gptqmodel("quantization.awq.utils.packing_utils")
     torch.manual_seed(group)
     state, plain, hows = State(), State(), {}
@@ -381,7 +385,9 @@ def test_awq(tmp_path: Path, group: int) -> None:
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 @pytest.mark.parametrize("nested", [False, True])
-def test_bitsandbytes_four_bits(tmp_path: Path, kind: str, nested: bool) -> None:
+def test_bitsandbytes_4bit_dequantization_is_bit_exact(
+    tmp_path: Path, kind: str, nested: bool
+) -> None:
     functional = load("bitsandbytes.functional")
     torch.manual_seed(1)
     state, plain = State(), State()
@@ -398,7 +404,7 @@ def test_bitsandbytes_four_bits(tmp_path: Path, kind: str, nested: bool) -> None
     check(tmp_path, Case(state, config, plain, f"bitsandbytes {kind} with blocks of 64"))
 
 
-def test_bitsandbytes_eight_bits(tmp_path: Path) -> None:
+def test_bitsandbytes_8bit_dequantization_is_bit_exact(tmp_path: Path) -> None:
     functional = load("bitsandbytes.functional")
     torch.manual_seed(1)
     state, plain = State(), State()
@@ -418,7 +424,7 @@ def modelopt(name: str) -> Any:
     return getattr(load("modelopt.torch.quantization.qtensor"), name)
 
 
-def test_modelopt_nvfp4(tmp_path: Path) -> None:
+def test_modelopt_nvfp4_dequantization_is_bit_exact(tmp_path: Path) -> None:
     quantized = modelopt("NVFP4QTensor")
     torch.manual_seed(2)
     state, plain = State(), State()
@@ -434,7 +440,7 @@ def test_modelopt_nvfp4(tmp_path: Path) -> None:
     check(tmp_path, Case(state, config, plain, how, zeros=False, gone=gone))
 
 
-def test_modelopt_mxfp8(tmp_path: Path) -> None:
+def test_modelopt_mxfp8_dequantization_is_bit_exact(tmp_path: Path) -> None:
     quantized = modelopt("MXFP8QTensor")
     torch.manual_seed(2)
     found, scale = quantized.quantize(torch.randn(130, 256) * 3)
@@ -445,7 +451,7 @@ def test_modelopt_mxfp8(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rows", [False, True])
-def test_modelopt_fp8(tmp_path: Path, rows: bool) -> None:
+def test_modelopt_fp8_dequantization_is_bit_exact(tmp_path: Path, rows: bool) -> None:
     quantized = modelopt("FP8QTensor")
     torch.manual_seed(2)
     weight = torch.randn(130, 257)
@@ -464,7 +470,7 @@ def test_modelopt_fp8(tmp_path: Path, rows: bool) -> None:
 
 
 @pytest.mark.parametrize("form", ["ue8m0", "uint8", "mxfp8", "fp4", "fp4-native"])
-def test_powers_of_two_as_transformers_does(tmp_path: Path, form: str) -> None:
+def test_power_of_two_scales_dequantize_as_in_transformers(tmp_path: Path, form: str) -> None:
     integration = pytest.importorskip("transformers.integrations.finegrained_fp8")
     torch.manual_seed(4)
     shape, block = (128, 256), (1, 32) if form in ("mxfp8", "fp4", "fp4-native") else (64, 128)

@@ -107,7 +107,9 @@ def bits(state: State) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("family", CONFIGS)
-def test_bit_for_bit_there_and_back(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+def test_stacked_fp8_experts_are_bit_exact_both_ways(
+    tmp_path: Path, family: str, dtype: torch.dtype
+) -> None:
     plain, found = quantized(tmp_path, family, dtype)
     stacks = [name for name, one in found.items() if one.dtype == FP8 and one.dim() == 3]
     assert len(stacks) == 2 * SIZES["num_hidden_layers"]
@@ -152,7 +154,7 @@ def logits(model: Any) -> torch.Tensor:
 
 @pytest.mark.usefixtures("without_gpu")
 @pytest.mark.parametrize("family", CONFIGS)
-def test_transformers_loads_it(tmp_path: Path, family: str) -> None:
+def test_stacked_fp8_experts_load_in_transformers(tmp_path: Path, family: str) -> None:
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(CONFIGS[family]).bfloat16()
     model.save_pretrained(tmp_path / "plain")
@@ -200,7 +202,7 @@ def stacks_of(name: str) -> dict[str, tuple[str, bool]]:
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_what_transformers_holds_in_stacks(name: str) -> None:
+def test_expert_stack_roles_match_transformers_fp8_experts(name: str) -> None:
     family = family_of(name)
     if family not in families.list_names():
         pytest.skip(f"no model type `{family}`")

@@ -70,7 +70,9 @@ def reference(scheme: str, folder: Path, out: Path) -> State:
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_bit_for_bit(tmp_path: Path, scheme: str, dtype: torch.dtype, ragged: bool) -> None:
+def test_reference_quantizers_match_stored_digests(
+    tmp_path: Path, scheme: str, dtype: torch.dtype, ragged: bool
+) -> None:
     save_hf(tmp_path / "source", *llama(ragged, dtype))
     found = digest(reference(scheme, tmp_path / "source", tmp_path / "out"))
     name = str(dtype).removeprefix("torch.")
@@ -83,7 +85,7 @@ def test_bit_for_bit(tmp_path: Path, scheme: str, dtype: torch.dtype, ragged: bo
 
 
 @pytest.mark.parametrize("scheme", PRESETS)
-def test_the_same_configuration(tmp_path: Path, scheme: str) -> None:
+def test_quantization_config_matches_llm_compressor(tmp_path: Path, scheme: str) -> None:
     save_hf(tmp_path / "source", *llama(True, torch.bfloat16))
     reference(scheme, tmp_path / "source", tmp_path / "wanted")
     ckptctl.convert(tmp_path / "source", tmp_path / "found", to="hf", quantize=scheme)
@@ -143,7 +145,9 @@ def found_by_transformers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("found_by_transformers")
 @pytest.mark.parametrize(("scheme", "family"), LOADED)
-def test_transformers_loads_it(tmp_path: Path, scheme: str, family: str) -> None:
+def test_quantized_output_keeps_near_logits_in_transformers(
+    tmp_path: Path, scheme: str, family: str
+) -> None:
     """Its logits are near those of the plain model, and further off the fewer bits there are."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS[family]).bfloat16()

@@ -42,7 +42,9 @@ def predict(folder: Path, layers: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", MOE)
-def test_transformers_reads_every_spelling(tmp_path: Path, name: str, layout: str) -> None:
+def test_transformers_loads_every_layout_with_same_logits(
+    tmp_path: Path, name: str, layout: str
+) -> None:
     _, folder, expected = saved(tmp_path, name)
     predict(folder, MOE[name])
     out = tmp_path / "out"
@@ -58,9 +60,7 @@ def test_transformers_reads_every_spelling(tmp_path: Path, name: str, layout: st
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
-def test_torchtitan_s_own_adapter_transposes_experts_and_we_do_not(
-    tmp_path: Path, name: str
-) -> None:
+def test_experts_are_not_transposed_unlike_in_torchtitan(tmp_path: Path, name: str) -> None:
     """It takes ``gate_up_proj`` for ``[experts, in, 2 out]``, as Qwen 3 VL has it."""
     if missing(torchtitan_qwen):
         pytest.skip("torchtitan is not installed")

@@ -39,14 +39,14 @@ def test_reference_agrees_with_transformers(tmp_path: Path, kind: Kind, mp: int)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_permutation_the_reference_differs(tmp_path: Path, kind: Kind) -> None:
+def test_unpermuted_reference_differs_from_transformers(tmp_path: Path, kind: Kind) -> None:
     state, config = tiny_llama(kind, "float32")
     folder = save_meta(tmp_path / "meta", state, config, permute=False)
     mine = MetaLlama(folder, factor_of(config)).logits(tokens())
     assert distance(mine, transformers_logits_of(state, config)) > WRONG
 
 
-def test_swapped_norms_show(tmp_path: Path) -> None:
+def test_swapped_norms_change_logits(tmp_path: Path) -> None:
     state, config = tiny_llama("llama3", "float32")
     first, second = (
         f"model.layers.0.{name}.weight" for name in ("input_layernorm", "post_attention_layernorm")
@@ -56,7 +56,7 @@ def test_swapped_norms_show(tmp_path: Path) -> None:
     assert distance(mine, transformers_logits_of(state, config)) > WRONG
 
 
-def test_rope_factor_shows(tmp_path: Path) -> None:
+def test_wrong_rope_factor_changes_logits(tmp_path: Path) -> None:
     state, config = tiny_llama("llama3_2", "float32")
     folder = save_meta(tmp_path / "meta", state, config)
     expected = transformers_logits_of(state, config)
@@ -64,7 +64,7 @@ def test_rope_factor_shows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_both_config_spellings_load(tmp_path: Path, kind: Kind) -> None:
+def test_v4_and_v5_configs_give_same_logits(tmp_path: Path, kind: Kind) -> None:
     found = []
     for spelling in ("v4", "v5"):
         state, config = tiny_llama(kind, "float32", spelling=spelling)

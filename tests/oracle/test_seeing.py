@@ -36,7 +36,7 @@ def adapter(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", torchtitan_seeing.BUILDERS)
-def test_torchtitan_converts_alike(tmp_path: Path, name: str) -> None:
+def test_torchtitan_converts_hub_names_identically(tmp_path: Path, name: str) -> None:
     if missing(torchtitan_seeing):
         pytest.skip(f"not installed: {', '.join(missing(torchtitan_seeing))}")
     fresh = hf_models.save(hf_models.random_model(TINY[name]()), tmp_path / "fresh")

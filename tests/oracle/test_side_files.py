@@ -37,7 +37,7 @@ def names(root: Path) -> Iterator[object]:
 
 
 @pytest.mark.skipif(SPEC is None, reason="transformers is not installed")
-def test_what_transformers_knows_travels() -> None:
+def test_sidecar_files_named_by_transformers_are_recognized() -> None:
     assert SPEC and SPEC.origin
     found = {name for name in names(Path(SPEC.origin).parent) if isinstance(name, str)}
     assert len(found) > 25

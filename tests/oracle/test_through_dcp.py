@@ -40,7 +40,7 @@ def recognized(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_transformers_loads_what_went_through_dcp(tmp_path: Path, name: str) -> None:
+def test_hf_dcp_round_trip_keeps_logits(tmp_path: Path, name: str) -> None:
     family = require(name)
     model = hf_models.random_model(TINY[name]())
     folder = hf_models.save(model, tmp_path / "hf")

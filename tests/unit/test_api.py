@@ -26,7 +26,7 @@ from ckptctl.errors import UsageError
         ("sizes", {"n_heads": 0}),
     ],
 )
-def test_options_are_checked(name, value):
+def test_invalid_option_values_are_usage_errors(name, value):
     with pytest.raises(UsageError) as caught:
         ConversionOptions(to="hf", **{name: value})
     assert name in (caught.value.where or "")
@@ -42,11 +42,11 @@ def test_options_are_checked(name, value):
         ("tied", "copy"),
     ],
 )
-def test_words_that_are_known_are_taken(name, value):
+def test_known_option_values_are_accepted(name, value):
     assert getattr(ConversionOptions(to="hf", **{name: value}), name) == value
 
 
-def test_options_are_translated():
+def test_option_values_are_normalized():
     found = ConversionOptions(
         to="hf",
         dtype="torch.float16",
@@ -59,7 +59,7 @@ def test_options_are_translated():
     assert (found.mp, found.only, found.checksum) == (1, "model", True)
 
 
-def test_arguments_are_those_of_the_dataclass():
+def test_function_signature_matches_options_dataclass():
     import inspect
 
     found = inspect.signature(ckptctl.plan_conversion)
@@ -70,7 +70,7 @@ def test_arguments_are_those_of_the_dataclass():
         assert f"\n    {name}: " in inspect.getdoc(ckptctl.plan_conversion)
 
 
-def test_what_is_no_option():
+def test_unknown_or_missing_arguments_are_errors():
     with pytest.raises(UsageError, match="unknown option `jbos`") as caught:
         ckptctl.convert("a", "b", to="hf", jbos=3)
     assert caught.value.hint == "did you mean `jobs`?"
@@ -81,7 +81,7 @@ def test_what_is_no_option():
 
 
 @pytest.mark.parametrize("verb", ["diff", "extract", "inspect", "report", "verify", "convert"])
-def test_an_unknown_model_type_is_refused_where_none_is_needed(verb, tmp_path):
+def test_unknown_model_type_is_refused_by_every_verb(verb, tmp_path):
     places = [tmp_path] * (2 if verb in ("diff", "convert") else 1)
     more = {"extract": {"tensor": "*"}, "convert": {"to": "dcp"}}.get(verb, {})
     with pytest.raises(UsageError, match="unknown model type `lama3`") as caught:

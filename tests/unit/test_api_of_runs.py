@@ -22,7 +22,7 @@ def run(tmp_path):
     return tmp_path
 
 
-def test_a_run_is_listed_and_pruned(run):
+def test_run_functions_list_and_prune(run):
     listed = ckptctl.ls(str(run))
     assert [one.complete for one in listed.checkpoints] == [True, True, False]
     newest = ckptctl.latest(run)
@@ -33,7 +33,7 @@ def test_a_run_is_listed_and_pruned(run):
     assert not (run / "step-10").exists() and (run / "step-30").exists()
 
 
-def test_what_is_wrong_is_said_as_python_does(run):
+def test_run_function_errors_name_python_arguments(run):
     with pytest.raises(RefusedError, match="no keep rule") as refused:
         ckptctl.prune(run)
     assert refused.value.hint == "pass one, for example `keep_last=3`"
@@ -52,7 +52,7 @@ def test_what_is_wrong_is_said_as_python_does(run):
     assert unsaid.value.hint and "`model_type='llama3'`" in unsaid.value.hint
 
 
-def test_what_ranks_left_becomes_one(tmp_path):
+def test_consolidate_functions_produce_complete_checkpoint(tmp_path):
     plan = ckptctl.plan_consolidation(RANKS, tmp_path / "out", to="dcp")
     assert isinstance(plan, ckptctl.ConversionPlan) and not list(tmp_path.iterdir())
     done = ckptctl.consolidate(RANKS, tmp_path / "out", to="dcp")

@@ -23,7 +23,7 @@ EXTENTS = tuple(
 )
 
 
-def test_extents_are_made_on_demand() -> None:
+def test_extent_columns_yield_same_extents() -> None:
     columns = ExtentColumns.from_rows(ROWS)
     assert len(columns) == 5
     assert tuple(columns) == EXTENTS
@@ -34,7 +34,7 @@ def test_extents_are_made_on_demand() -> None:
     assert EXTENTS[3] in columns
 
 
-def test_they_equal_a_tuple_of_the_same() -> None:
+def test_extent_columns_equal_tuple_of_extents() -> None:
     columns = ExtentColumns.from_rows(ROWS)
     assert columns == EXTENTS == ExtentColumns.from_rows(list(ROWS))
     assert hash(columns) == hash(EXTENTS) and repr(columns) == repr(EXTENTS)
@@ -46,7 +46,7 @@ def test_they_equal_a_tuple_of_the_same() -> None:
     assert columns != list(EXTENTS) and columns != 5
 
 
-def test_some_have_checksums() -> None:
+def test_extent_columns_keep_optional_checksums() -> None:
     plain = ExtentColumns.from_rows(ROWS)
 
     def with_crcs(crcs: list[int] | None) -> ExtentColumns:
@@ -62,12 +62,12 @@ def test_some_have_checksums() -> None:
     assert columns != with_crcs(None) and columns == pickle.loads(pickle.dumps(columns))
 
 
-def test_there_may_be_none() -> None:
+def test_extent_columns_can_be_empty() -> None:
     assert ExtentColumns.from_rows([]) == ()
     assert not ExtentColumns.from_rows(ROWS[:0]).boxes
 
 
-def test_what_is_asked_of_columns_is_asked_of_objects() -> None:
+def test_column_helpers_match_extent_objects() -> None:
     columns = ExtentColumns.from_rows(ROWS)
     assert list(ranges_of(columns)) == list(ranges_of(EXTENTS))
     assert list(files_of(columns)) == list(files_of(EXTENTS))

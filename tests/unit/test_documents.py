@@ -49,7 +49,7 @@ class Other(Result):
 SMALL = Document("small", f"{__name__}:Small")
 
 
-def test_types():
+def test_schema_maps_types_and_descriptions():
     found = SMALL.build_schema()
     assert found["description"] == "It is `open`."
     assert found["required"] == ["schema", "ckptctl", "name", "by_key"]
@@ -79,7 +79,7 @@ def test_types():
         ({"new": 1}, True),
     ],
 )
-def test_what_another_program_says(change, valid):
+def test_schema_accepts_only_valid_documents(change, valid):
     jsonschema = pytest.importorskip("jsonschema")
     body = {"schema": "ckptctl.small/1", "ckptctl": "1", "name": "a", "by_key": {}, **change}
     assert jsonschema.Draft202012Validator(SMALL.build_schema()).is_valid(body) is valid
@@ -87,7 +87,7 @@ def test_what_another_program_says(change, valid):
     assert closed.is_valid(body) is (valid and "new" not in change)
 
 
-def test_several_forms():
+def test_document_with_several_forms_has_any_of_schema():
     here = __name__
     both = Document("both", f"{here}:Small | {here}:Done & {here}:Other, --else: {here}:Other")
     first, second = both.build_schema()["anyOf"]

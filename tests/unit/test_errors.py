@@ -24,14 +24,14 @@ from ckptctl.errors import (
         CkptError("interrupted"),
     ],
 )
-def test_ranks_can_tell_each_other_of_it(error: CkptError) -> None:
+def test_errors_survive_pickling(error: CkptError) -> None:
     error.exit_code = 77
     told = pickle.loads(pickle.dumps(error))
     assert (type(told), str(told), told.args) == (type(error), str(error), error.args)
     assert told.__dict__ == error.__dict__
 
 
-def test_its_text_is_what_it_says_now() -> None:
+def test_error_text_follows_changed_message() -> None:
     error = CkptError("unknown model type")
     error.what = "the checkpoint is quantized"
     assert str(error) == "the checkpoint is quantized"
@@ -48,12 +48,12 @@ def test_its_text_is_what_it_says_now() -> None:
         ("x", ["y"], None),
     ],
 )
-def test_the_nearest_name_is_near(name: str, known: list[str], found: str | None) -> None:
+def test_nearest_suggests_only_close_names(name: str, known: list[str], found: str | None) -> None:
     assert find_nearest(name, known) == found
 
 
 @pytest.mark.parametrize("path", ["run", "-dash", "a b", "it's"])
-def test_a_command_takes_its_path_for_one(path: str) -> None:
+def test_printed_command_quotes_its_paths(path: str) -> None:
     words = shlex.split(format_command("convert", path, "DST", options=("--to", "hf")).strip("`"))
     plain = ["ckptctl", "convert", path, "DST", "--to", "hf"]
     guarded = ["ckptctl", "convert", "--to", "hf", "--", path, "DST"]

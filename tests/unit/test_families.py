@@ -33,27 +33,27 @@ class Entry:
         ("mistral", "run `ckptctl models --layout mistral` to list the model types that have it"),
     ],
 )
-def test_only_a_known_layout_is_looked_up(layout, hint):
+def test_unknown_layout_hint_depends_on_known_layouts(layout, hint):
     with pytest.raises(UsageError, match=f"has no layout `{layout}`") as caught:
         module.require_layout(family("llama3"), layout)
     assert caught.value.hint == hint
 
 
-def test_llamas_are_there():
+def test_builtin_llama_families_are_listed():
     assert {"llama2", "llama3", "llama3_2"} <= set(list_names())
     assert load_families()["llama3"] is family("llama3")
 
 
 @pytest.mark.parametrize("said", ["llama3.2", "Llama3-2", "llama3_2", " llama3_2 "])
-def test_spellings(said):
+def test_family_name_spellings_are_normalized(said):
     assert family(said).name == "llama3_2"
 
 
-def test_alias():
+def test_codellama_is_alias_of_llama2():
     assert family("codellama").name == "llama2"
 
 
-def test_unknown_name_offers_the_nearest():
+def test_unknown_family_hints_at_nearest_name():
     with pytest.raises(UsageError) as caught:
         family("lama3")
     assert "`llama3`" in caught.value.hint and "`ckptctl models`" in caught.value.hint
@@ -61,12 +61,12 @@ def test_unknown_name_offers_the_nearest():
 
 
 @pytest.mark.parametrize("evil", ["../os", "os", "__init__", "json.decoder", ""])
-def test_only_families_are_imported(evil):
+def test_names_of_other_modules_are_usage_errors(evil):
     with pytest.raises(UsageError):
         family(evil)
 
 
-def test_another_package_called_converters_is_not_ours(tmp_path):
+def test_foreign_converters_package_is_not_imported(tmp_path):
     (tmp_path / "converters").mkdir()
     (tmp_path / "converters" / "__init__.py").write_text("raise SystemExit('foreign')\n")
     (tmp_path / "converters" / "llama3.py").write_text("raise SystemExit('foreign')\n")
@@ -75,25 +75,25 @@ def test_another_package_called_converters_is_not_ours(tmp_path):
     assert done.returncode == 0 and "model.norm.weight" in done.stdout, done.stderr
 
 
-def test_entry_points(fresh):
+def test_entry_point_family_is_available(fresh):
     real = family("llama3")
     fresh.setattr(module, "_entry_points", lambda: {"mine": Entry("mine", real)})
     assert family("mine") is real
     assert "mine" in load_families()
 
 
-def test_an_entry_point_that_is_no_family(fresh):
+def test_invalid_entry_point_family_is_an_error(fresh):
     fresh.setattr(module, "_entry_points", lambda: {"mine": Entry("mine", 3)})
     with pytest.raises(CkptError, match="mine"):
         family("mine")
 
 
-def test_built_in_names_need_no_entry_points(fresh):
+def test_builtin_families_do_not_read_entry_points(fresh):
     fresh.setattr(module, "_entry_points", lambda: pytest.fail("read"))
     assert family("llama3").name == "llama3"
 
 
-def test_importing_is_cheap():
+def test_importing_families_loads_no_heavy_modules():
     code = (
         "import sys, ckptctl.families; bad = {'torch', 'numpy', 'ckptctl.converters',"
         " 'importlib.metadata', 'ckptctl.planner.layouts'} & set(sys.modules); assert not bad, bad"

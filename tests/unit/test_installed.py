@@ -21,7 +21,7 @@ TEXT = f"[{GROUP}]\nmine = json:dumps\n"
     "place",
     ["mine-1.dist-info/", "Mine-1.DIST-INFO/", "mine.egg-info/", "mine.egg/EGG-INFO/", "zip"],
 )
-def test_where_packages_describe_themselves(
+def test_entry_points_are_found_in_every_package_layout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     folder = tmp_path / "mine.egg" if place.startswith("mine.egg/") else tmp_path
@@ -41,7 +41,7 @@ def test_where_packages_describe_themselves(
     assert not installed.may_have_entry_points(f"{GROUP}.others") or place == "zip"
 
 
-def test_importers_that_know_packages_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_custom_distribution_finders_are_consulted(monkeypatch: pytest.MonkeyPatch) -> None:
     class Finder:
         @staticmethod
         def find_spec(*_: object) -> None: ...
@@ -55,7 +55,7 @@ def test_importers_that_know_packages_are_asked(monkeypatch: pytest.MonkeyPatch)
     assert installed.may_have_entry_points(GROUP)
 
 
-def test_nothing_is_imported_where_there_are_none() -> None:
+def test_missing_entry_points_import_no_metadata_modules() -> None:
     code = (
         "import sys; from ckptctl import families, formats; families.load_families();"
         "from ckptctl import formats; assert not formats.list_entry_points();"
@@ -65,9 +65,7 @@ def test_nothing_is_imported_where_there_are_none() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_a_folder_called_torch_is_not_torch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_named_torch_is_not_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert installed.has_torch()
     (tmp_path / "torch").mkdir()
     monkeypatch.delitem(sys.modules, "torch")
@@ -76,7 +74,7 @@ def test_a_folder_called_torch_is_not_torch(
 
 
 @pytest.mark.parametrize("error", ["OSError('libcudart.so.12: no such file')", "ImportError('x')"])
-def test_a_torch_that_is_not_whole_is_an_error_of_its_own(
+def test_broken_torch_installation_is_missing_package_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str
 ) -> None:
     (tmp_path / "torch").mkdir()

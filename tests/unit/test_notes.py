@@ -5,14 +5,14 @@ from __future__ import annotations
 from ckptctl.notes import Note, Notes
 
 
-def test_texts_of_a_kind_are_returned_once_and_in_order() -> None:
+def test_texts_of_kind_are_unique_and_in_order() -> None:
     notes = Notes()
     notes.add("one", "two", "one")
     notes.add("three", kind="warning")
     assert notes.get_texts() == ("one", "two") and notes.get_texts("warning") == ("three",)
 
 
-def test_last_reason_of_a_subject_counts() -> None:
+def test_last_reason_of_subject_wins() -> None:
     notes = Notes()
     notes.explain("skipped", {"a": "first", "b": "other"})
     notes.explain("dropped", {"a": "elsewhere"})
@@ -21,7 +21,7 @@ def test_last_reason_of_a_subject_counts() -> None:
     assert notes.get_reasons("missing") == {}
 
 
-def test_notes_of_another_step_are_taken_over_with_their_kinds() -> None:
+def test_appended_notes_keep_their_kinds() -> None:
     notes, other = Notes(), Notes()
     notes.add("before")
     other.explain("missing", {"a": "why"})

@@ -61,7 +61,7 @@ class Some(Base):
 KNOWN = {one.name: one for one in list_options(Some)}
 
 
-def test_fields_are_declared_in_their_order():
+def test_options_are_declared_in_field_order():
     assert list(KNOWN) == [
         *("output", "jobs", "to", "factor", "size", "level", "include", "sizes"),
         *("checksum", "resume"),
@@ -91,7 +91,7 @@ def test_fields_are_declared_in_their_order():
         ("resume", True, True),
     ],
 )
-def test_what_texts_mean(name, text, value):
+def test_option_texts_are_parsed(name, text, value):
     found = KNOWN[name].parse_value(text)
     assert found == value and type(found) is type(value)
 
@@ -110,13 +110,13 @@ def test_what_texts_mean(name, text, value):
         ("level", "ful", "unknown value `ful`"),
     ],
 )
-def test_what_means_nothing(name, text, said):
+def test_invalid_option_texts_are_usage_errors(name, text, said):
     with pytest.raises(UsageError) as caught:
         KNOWN[name].parse_value(text)
     assert caught.value.what == said
 
 
-def test_values_are_checked_and_named():
+def test_invalid_option_value_error_names_option():
     with pytest.raises(UsageError, match="it is odd") as caught:
         Some(to="x", jobs=3)
     assert caught.value.where == "jobs"
@@ -126,13 +126,13 @@ def test_values_are_checked_and_named():
 
 
 @pytest.mark.parametrize("given", [{"to": None}, {"to": "x", "resume": None}])
-def test_none_is_for_options_that_may_be_none(given):
+def test_none_is_refused_for_non_optional_options(given):
     with pytest.raises(UsageError, match="it cannot be None"):
         Some(**given)
     assert Some(to="x", output=None).output is None
 
 
-def test_numbers_of_numpy_and_torch_are_numbers():
+def test_numpy_and_torch_scalars_are_accepted():
     made = Some(to="x", jobs=np.int64(4), factor=np.float32(0.5), resume=np.bool_(True))
     assert [type(one) for one in (made.jobs, made.factor, made.resume)] == [int, float, bool]
     assert Some(to="x", resume=torch.tensor(True)).resume is True
@@ -143,13 +143,13 @@ def test_numbers_of_numpy_and_torch_are_numbers():
 
 
 @pytest.mark.parametrize("given", [True, 10**400, -1, float("nan"), float("inf"), "1"])
-def test_what_is_no_tolerance(given):
+def test_invalid_tolerance_is_a_usage_error(given):
     with pytest.raises(UsageError, match="is not a non-negative number"):
         DiffOptions(atol=given)
 
 
 @pytest.mark.parametrize("given", [2, 0.5, [], b"hf", None])
-def test_what_is_no_name_of_a_format(given, tmp_path):
+def test_invalid_format_name_is_a_usage_error(given, tmp_path):
     with pytest.raises(UsageError):
         ckptctl.plan_conversion(DATA / "tiny-llama3-hf", tmp_path / "o", to=given)
 
@@ -168,7 +168,7 @@ def act(src: str, options: Some) -> Some:
     return options
 
 
-def test_keywords():
+def test_keyword_arguments_become_options_with_docs():
     assert act("a", "out", to="b", include=["x"]) == Some("out", to="b", include=["x"])
     assert act(src="a", to="b").output is None
     found = inspect.signature(act)
@@ -184,23 +184,23 @@ def test_keywords():
     assert "    level: ``fast`` or ``full``." in lines and "All others" not in lines
 
 
-def test_what_python_says():
+def test_option_help_is_used_as_python_docs():
     assert describe_option(KNOWN["checksum"]) == "Sums."
     assert describe_option(KNOWN["include"]) == "Globs."
 
 
 @pytest.mark.parametrize("given", [{"jbos": 2, "to": "x"}, {"src": "a", "inner": "x"}])
-def test_what_is_no_option(given):
+def test_unknown_keyword_is_a_usage_error(given):
     with pytest.raises(UsageError, match="unknown option"):
         act(**{"src": "a", **given})
 
 
-def test_an_argument_that_is_missing():
+def test_missing_argument_is_a_type_error():
     with pytest.raises(TypeError, match="to"):
         act("a")
 
 
-def test_errors_in_python_name_keywords():
+def test_errors_in_python_spell_options_as_keywords():
     @accept_keywords(Some)
     def run(path, options):
         raise CkptError(
@@ -219,7 +219,7 @@ def test_errors_in_python_name_keywords():
     )
 
 
-def test_threads_spell_options_as_who_started_them():
+def test_threads_spell_options_like_their_parent():
     @accept_keywords(Some)
     def run(path, options):
         said = []
@@ -234,7 +234,7 @@ def test_threads_spell_options_as_who_started_them():
         assert pool.submit(spell_option, "--no-sum").result() == "`--no-sum`"
 
 
-def test_fields_that_mean_nothing_to_a_function():
+def test_excluded_options_are_unknown_to_function():
     @accept_keywords(Some, excluded=("jobs",))
     def run(path, options):
         """Do it.
@@ -260,7 +260,7 @@ def test_fields_that_mean_nothing_to_a_function():
         ("resume", 1, "1 is not True or False"),
     ],
 )
-def test_values_of_another_type(name, value, said):
+def test_option_of_wrong_type_is_a_usage_error(name, value, said):
     with pytest.raises(UsageError) as caught:
         Some(**{"to": "x", name: value})
     assert (caught.value.what, caught.value.where) == (said, name)
@@ -290,7 +290,7 @@ class Rules(Options):
         ({"sum": False}, "`--no-sum` requires `--tied copy`", None, "add `--tied copy`"),
     ],
 )
-def test_options_that_exclude_or_require_others(given, what, why, hint):
+def test_conflicting_or_dependent_options_are_usage_errors(given, what, why, hint):
     with pytest.raises(UsageError) as caught:
         Rules(**given)
     error = caught.value
@@ -300,7 +300,7 @@ def test_options_that_exclude_or_require_others(given, what, why, hint):
 @pytest.mark.parametrize(
     "given", [{"first": True}, {"first": True, "last": 1}, {"untie": True, "tied": "copy"}]
 )
-def test_options_that_go_together(given):
+def test_compatible_options_are_accepted(given):
     Rules(**given)
 
 
@@ -326,7 +326,7 @@ STRANGE: tuple[object, ...] = (
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_no_value_is_answered_with_anything_but_a_usage_error(options):
+def test_strange_option_values_raise_only_usage_errors(options):
     needed = {one.name: "hf" for one in list_options(options) if one.required}
     for one in list_options(options):
         for value in STRANGE:
@@ -334,7 +334,7 @@ def test_no_value_is_answered_with_anything_but_a_usage_error(options):
                 options(**{**needed, one.name: value})
 
 
-def test_an_argument_is_called_as_in_the_usage():
+def test_argument_is_named_by_its_metavar():
     def command(path: Annotated[str, Argument("A path.", metavar="PATH")]) -> None: ...
 
     assert [one.display_name for one in list_options(command)] == ["PATH"]

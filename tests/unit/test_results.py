@@ -60,7 +60,7 @@ class Done(Result):
         return "done"
 
 
-def test_fields_properties_and_their_order():
+def test_json_contains_fields_and_properties_in_order():
     found = Found((Place(Path("/a")), Place(Path("/b"), 1)), 3, by_name={"x": Place(Path("c"))})
     assert found.to_json() == {
         "bytes": 3,
@@ -73,13 +73,13 @@ def test_fields_properties_and_their_order():
     assert list(found.to_json()) == ["bytes", "state", "places", "how_many", "why", "by_name"]
 
 
-def test_a_property_is_told_by_its_docstring():
+def test_property_description_is_its_docstring():
     texts = {one.name: one.text for one in list_printed_fields(Found)}
     assert (texts["state"], texts["bytes"]) == ("return a word", "size")
     assert {one.name: one.text for one in list_printed_fields(Done)}["state"] == "another"
 
 
-def test_inline():
+def test_inlined_results_are_merged_into_json():
     done = Done(Found(nbytes=3), None, 0.12345, Found(nbytes=4))
     assert done.to_json() == {"bytes": 3, "state": "done", "why": None, "seconds": 0.123, "size": 4}
     assert list(done.to_json()) == ["bytes", "state", "why", "seconds", "size"]
@@ -89,7 +89,7 @@ def test_inline():
     assert optional["path"] and optional["rank"] and not optional["why"]
 
 
-def test_a_module_that_nobody_knows():
+def test_error_class_of_unknown_module_becomes_json():
     code = "class Mine(CkptError):\n    code = 'mine'\n    exit_code = 5\n"
     names: dict[str, Any] = {"CkptError": CkptError, "__name__": "a.converter.file"}
     exec(code, names)
@@ -97,5 +97,5 @@ def test_a_module_that_nobody_knows():
     assert error["code"] == "mine" and error["exit_code"] == 5 and error["where"] == "x"
 
 
-def test_what_else_there_is():
+def test_plain_types_have_no_printed_fields():
     assert list_printed_fields(int) == () and list_printed_fields(Path) == ()

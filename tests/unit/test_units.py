@@ -19,14 +19,14 @@ from ckptctl.errors import UsageError
         ("9007199254740993", 9007199254740993),
     ],
 )
-def test_parse_bytes(text, nbytes):
+def test_parse_bytes_reads_decimal_and_binary_units(text, nbytes):
     assert units.parse_bytes(text) == nbytes
 
 
 @pytest.mark.parametrize(
     "text", ["", "0", "-1", "GB", "5XB", "1e9", "nan", "9" * 30, "8192PiB", "٣GB"]
 )
-def test_parse_bytes_refuses(text):
+def test_parse_bytes_rejects_invalid_sizes(text):
     with pytest.raises(UsageError):
         units.parse_bytes(text)
 
@@ -42,7 +42,7 @@ def test_parse_bytes_refuses(text):
         (3 * 1024**5, "3,072.0 TiB"),
     ],
 )
-def test_format_bytes(nbytes, text):
+def test_format_bytes_uses_binary_units(nbytes, text):
     assert units.format_bytes(nbytes) == text
 
 
@@ -58,7 +58,7 @@ def test_format_bytes(nbytes, text):
         (405853388800, "406 B"),
     ],
 )
-def test_format_count(count, text):
+def test_format_count_uses_three_significant_digits(count, text):
     assert units.format_count(count) == text
 
 
@@ -72,11 +72,11 @@ def test_format_count(count, text):
         (3725, "1 h 02 min"),
     ],
 )
-def test_format_seconds(seconds, text):
+def test_format_seconds_uses_minutes_and_hours(seconds, text):
     assert units.format_seconds(seconds) == text
 
 
-def test_natural_order():
+def test_natural_sorts_numbers_by_value():
     names = ["layers.10.w", "layers.2.w", "layers.2", "a", "layers.02.w", "2", "b10", "b9"]
     assert units.sort_naturally(names) == [
         "2", "a", "b9", "b10", "layers.2", "layers.02.w", "layers.2.w", "layers.10.w",
@@ -84,7 +84,7 @@ def test_natural_order():
 
 
 @given(st.lists(st.text(alphabet="a1.²٣0é", max_size=6)))
-def test_natural_order_is_total(names):
+def test_natural_sort_is_independent_of_input_order(names):
     assert units.sort_naturally(names) == units.sort_naturally(reversed(names))
 
 
@@ -99,12 +99,12 @@ def test_natural_order_is_total(names):
         ("\x9b", "\\x9b"),
     ],
 )
-def test_visible(text, shown):
+def test_visible_escapes_control_characters(text, shown):
     assert units.escape_unprintable(text) == shown
 
 
 @given(st.text(st.characters(exclude_categories=())))
-def test_visible_is_printable(text):
+def test_visible_text_is_printable(text):
     assert units.escape_unprintable(text).isprintable()
 
 
@@ -119,12 +119,12 @@ def test_visible_is_printable(text):
         ("0.5d", 43_200),
     ],
 )
-def test_durations(text, seconds):
+def test_durations_are_parsed_to_seconds(text, seconds):
     assert units.parse_seconds(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "7", "d", "-1d", "1 year", "7dd", "٧d", "1e3s"])
-def test_what_is_no_duration(text):
+def test_invalid_duration_is_a_usage_error(text):
     with pytest.raises(UsageError):
         units.parse_seconds(text)
 
@@ -132,7 +132,7 @@ def test_what_is_no_duration(text):
 @pytest.mark.parametrize(
     ("text", "months"), [("12M", "360d"), ("1.5 M", "45d"), ("999999999M", "29999999970d")]
 )
-def test_minutes_are_not_months(text, months):
+def test_uppercase_m_duration_is_refused_as_ambiguous(text, months):
     with pytest.raises(UsageError) as caught:
         units.parse_seconds(text)
     minutes = text.replace("M", "m").replace(" ", "")
@@ -147,5 +147,5 @@ def test_minutes_are_not_months(text, months):
         (("file is", "files are"), "0 files are", "1 file is", "1,234 files are"),
     ],
 )
-def test_counted_words_agree_with_the_number(words, none, single, several):
+def test_counted_words_agree_with_number(words, none, single, several):
     assert [units.pluralize(count, *words) for count in (0, 1, 1234)] == [none, single, several]

@@ -19,13 +19,13 @@ pytestmark = [
 ]
 
 
-def test_one_process(tmp_path: Path) -> None:
+def test_single_process_resume_is_bit_exact(tmp_path: Path) -> None:
     run_on_ranks(JOBS + "without_ranks", (1,), tmp_path)
 
 
-def test_sharded(tmp_path: Path) -> None:
+def test_fsdp2_resume_is_bit_exact(tmp_path: Path) -> None:
     run_on_ranks(JOBS + "sharded", (2,), str(tmp_path))
 
 
-def test_last_is_linked(tmp_path: Path) -> None:
+def test_last_checkpoint_hard_links_equal_data(tmp_path: Path) -> None:
     run_on_ranks(JOBS + "last_is_linked", (2,), str(tmp_path))

@@ -19,13 +19,13 @@ pytestmark = [
 ]
 
 
-def test_resume(tmp_path: Path) -> None:
+def test_resume_with_either_manager_is_bit_exact(tmp_path: Path) -> None:
     run_on_ranks(JOBS + "resume", (2,), str(tmp_path))
 
 
-def test_the_model_alone(tmp_path: Path) -> None:
+def test_model_only_save_starts_new_run_at_step_0(tmp_path: Path) -> None:
     run_on_ranks(JOBS + "model_only", (2,), str(tmp_path))
 
 
-def test_branches(tmp_path: Path) -> None:
+def test_run_restarted_from_older_step_keeps_every_save(tmp_path: Path) -> None:
     run_on_ranks(JOBS + "branches", (2,), str(tmp_path))

@@ -167,7 +167,7 @@ def moments(found: Any) -> dict[str, torch.Tensor]:
     return {f"{index}.{key}": one for index, held in state.items() for key, one in held.items()}
 
 
-def test_a_recipe_goes_on(tmp_path: Path, base: Path) -> None:
+def test_resumed_recipe_matches_uninterrupted_and_stock_runs(tmp_path: Path, base: Path) -> None:
     out = tmp_path / "run" / "out"
     whole = recipe(FULL, base, out, OURS)
     stock = recipe(FULL, base, tmp_path / "stock" / "out", STOCK)
@@ -183,11 +183,11 @@ def test_a_recipe_goes_on(tmp_path: Path, base: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_save_their_shards_and_go_on(tmp_path: Path, base: Path) -> None:
+def test_sharded_recipe_resumes_bit_exactly(tmp_path: Path, base: Path) -> None:
     run_on_ranks("tests.oracle.integrations.torchtune_jobs:shards", [2], tmp_path, timeout=300)
 
 
-def test_an_adapter_goes_on_as_with_the_stock_checkpointer(tmp_path: Path, base: Path) -> None:
+def test_resumed_adapter_run_matches_stock_checkpointer(tmp_path: Path, base: Path) -> None:
     """The recipe begins with the learning rate anew: only with its own checkpointer it compares."""
     resumed = {}
     for component, kept in ((OURS, ["step-0"]), (STOCK, ["epoch_0", "recipe_state"])):
@@ -209,7 +209,7 @@ def test_an_adapter_goes_on_as_with_the_stock_checkpointer(tmp_path: Path, base:
     assert not differences(found, expected)
 
 
-def test_a_run_that_goes_back_says_so(tmp_path: Path, base: Path) -> None:
+def test_run_resumed_from_older_step_records_it(tmp_path: Path, base: Path) -> None:
     from torchtune import training
 
     from ckptctl.integrations.torchtune import Checkpointer
@@ -237,7 +237,9 @@ def test_a_run_that_goes_back_says_so(tmp_path: Path, base: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [save_hf, save_meta])
-def test_what_is_trained_may_have_any_format(tmp_path: Path, write: Callable[..., Path]) -> None:
+def test_checkpointer_loads_hf_and_meta_base_models(
+    tmp_path: Path, write: Callable[..., Path]
+) -> None:
     from torchtune import training
     from torchtune.models.convert_weights import hf_to_tune
 
@@ -250,7 +252,7 @@ def test_what_is_trained_may_have_any_format(tmp_path: Path, write: Callable[...
     assert not differences(found[training.MODEL_KEY], expected)
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_unknown_model_type_or_missing_save_is_an_error(tmp_path: Path) -> None:
     from ckptctl.errors import SourceNotFoundError, UsageError
     from ckptctl.integrations.torchtune import Checkpointer
 

@@ -20,24 +20,24 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_resume(tmp_path: Path, world: int) -> None:
+def test_resumed_training_is_bit_exact(tmp_path: Path, world: int) -> None:
     run_on_ranks(JOBS + "resume", (world,), str(tmp_path))
 
 
-def test_what_is_evaluated_is_rated(tmp_path: Path) -> None:
+def test_saved_checkpoint_records_eval_loss(tmp_path: Path) -> None:
     run_on_ranks(JOBS + "rated", (1,), str(tmp_path))
 
 
-def test_what_is_evaluated_and_logged_is_saved_with_its_step(tmp_path: Path) -> None:
+def test_save_after_evaluation_resumes_with_same_history(tmp_path: Path) -> None:
     run_on_ranks(JOBS + "evaluated", (1,), str(tmp_path))
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_adapters(tmp_path: Path, world: int) -> None:
+def test_resumed_adapter_training_is_bit_exact(tmp_path: Path, world: int) -> None:
     pytest.importorskip("peft")
     run_on_ranks(JOBS + "adapters", (world,), str(tmp_path))
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_preempted(tmp_path: Path, world: int) -> None:
+def test_preempted_training_saves_last_step_and_resumes(tmp_path: Path, world: int) -> None:
     run_on_ranks(JOBS + "preempted", (world,), str(tmp_path))

@@ -39,12 +39,12 @@ def saved(world: int, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ACCESSIBLE)
-def test_the_live_masters(saved: Path, tmp_path: Path, name: str) -> None:
+def test_converted_weights_equal_live_masters(saved: Path, tmp_path: Path, name: str) -> None:
     check(saved / name, tmp_path, "master")
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_masters_round_to_the_live_module(saved: Path, tmp_path: Path, name: str) -> None:
+def test_converted_masters_round_to_live_module(saved: Path, tmp_path: Path, name: str) -> None:
     module = kept(saved / name, "module")
     found = tensors(converted(saved / name / CHECKPOINT, tmp_path))
     rounded = {key: value.to(module[key].dtype) for key, value in found.items()}
@@ -52,7 +52,9 @@ def test_the_masters_round_to_the_live_module(saved: Path, tmp_path: Path, name:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_live_module(saved: Path, tmp_path: Path, name: str) -> None:
+def test_module_weights_equal_live_module_except_stage_3(
+    saved: Path, tmp_path: Path, name: str
+) -> None:
     if CASES[name].stage == 3:
         with pytest.raises(UsageError, match="does not store weights"):
             check(saved / name, tmp_path, weights="module")
@@ -61,7 +63,7 @@ def test_the_live_module(saved: Path, tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in ACCESSIBLE if CASES[name].stage])
-def test_the_live_moments(saved: Path, tmp_path: Path, name: str) -> None:
+def test_converted_moments_equal_live_optimizer(saved: Path, tmp_path: Path, name: str) -> None:
     found = converted(saved / name / CHECKPOINT, tmp_path, only="all")
     moments = {
         key.removeprefix(MOMENT): value
@@ -72,7 +74,7 @@ def test_the_live_moments(saved: Path, tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in ACCESSIBLE if CASES[name].stage])
-def test_what_its_converter_made_universal(saved: Path, tmp_path: Path, name: str) -> None:
+def test_universal_checkpoint_equals_live_masters(saved: Path, tmp_path: Path, name: str) -> None:
     source = saved / name / "universal" / CHECKPOINT
     assert ckptctl.inspect(source).format == "deepspeed-universal"
     assert not differences(converted(source, tmp_path), kept(saved / name, "master"))
@@ -82,12 +84,12 @@ def test_what_its_converter_made_universal(saved: Path, tmp_path: Path, name: st
 
 
 @pytest.mark.parametrize("name", ["z0_bf16", "bf16_optimizer", "bf16_optimizer_hard"])
-def test_zero_to_fp32_refuses_what_is_whole(saved: Path, name: str) -> None:
+def test_zero_to_fp32_fails_for_z0_and_bf16_optimizer(saved: Path, name: str) -> None:
     assert error(saved / name, "zero_to_fp32")
 
 
 @pytest.mark.parametrize("name", ["z1_bf16_hard", "z1_fp32_hard"])
-def test_zero_to_fp32_drops_what_is_frozen_in_stage_1(saved: Path, name: str) -> None:
+def test_zero_to_fp32_drops_frozen_parameter_in_stage_1(saved: Path, name: str) -> None:
     theirs = kept(saved / name, "zero_to_fp32")
     assert differences(theirs, kept(saved / name, "master")) == [f"missing: {FROZEN}"]
 
@@ -98,7 +100,7 @@ def test_zero_to_fp32_cannot_write_tied_weights_as_safetensors(saved: Path, name
 
 
 @pytest.mark.parametrize("name", ["z1_bf16", "z2_fp32_hard", "bf16_optimizer"])
-def test_ds_to_universal_changes_the_dtype_of_buffers(saved: Path, name: str) -> None:
+def test_ds_to_universal_turns_integer_buffers_into_floats(saved: Path, name: str) -> None:
     theirs, live = kept(saved / name, "universal"), kept(saved / name, "master")
     for buffer in INTEGERS:
         assert theirs[buffer].dtype.is_floating_point
@@ -106,7 +108,7 @@ def test_ds_to_universal_changes_the_dtype_of_buffers(saved: Path, name: str) ->
 
 
 @pytest.mark.parametrize("name", ["z2_bf16_hard", "bf16_optimizer_hard"])
-def test_ds_to_universal_takes_a_tied_weight_from_the_module(saved: Path, name: str) -> None:
+def test_ds_to_universal_takes_tied_weight_from_module(saved: Path, name: str) -> None:
     theirs, module = kept(saved / name, "universal"), kept(saved / name, "module")
     assert theirs[TIED].equal(module[TIED].float())
     assert not theirs[TIED].equal(kept(saved / name, "master")[TIED])
@@ -119,7 +121,9 @@ def test_ds_to_universal_loses_buffers_and_shapes_in_stage_3(saved: Path, name: 
     assert {value.dim() for value in theirs.values()} == {1}
 
 
-def test_ds_to_universal_mixes_up_round_robin(saved: Path, tmp_path: Path, world: int) -> None:
+def test_mixed_up_round_robin_universal_checkpoint_is_refused(
+    saved: Path, tmp_path: Path, world: int
+) -> None:
     case = saved / "z2_fp32_round_robin"
     live = kept(case, "module")
     check(case, tmp_path, "module")

@@ -64,7 +64,9 @@ WIDE = [
 
 
 @pytest.mark.parametrize(("job", "world"), EVERY + WIDE)
-def test_the_live_weights(saved: Saved, tmp_path: Path, job: Job, world: int) -> None:
+def test_converted_weights_equal_live_model(
+    saved: Saved, tmp_path: Path, job: Job, world: int
+) -> None:
     folder = saved(job, world)
     for name, found in job.formats.items():
         source = folder / name / CHECKPOINT / job.inside
@@ -87,7 +89,9 @@ def moments(found: Mapping[str, Any]) -> State:
 
 @trained_by(ACCELERATE)
 @pytest.mark.parametrize("name", ["dcp", "files"])
-def test_the_live_optimizer_of_accelerate(saved: Saved, tmp_path: Path, name: str) -> None:
+def test_accelerate_optimizer_converts_to_live_state(
+    saved: Saved, tmp_path: Path, name: str
+) -> None:
     case = saved(ACCELERATE, 2) / name
     source = case / CHECKPOINT / ("optimizer_0" if name == "dcp" else "")
     root = "optimizer" if name == "dcp" else None
@@ -96,7 +100,7 @@ def test_the_live_optimizer_of_accelerate(saved: Saved, tmp_path: Path, name: st
 
 
 @trained_by(SNAPSHOT)
-def test_the_live_optimizer_of_torchsnapshot(saved: Saved, tmp_path: Path) -> None:
+def test_torchsnapshot_optimizer_converts_to_live_state(saved: Saved, tmp_path: Path) -> None:
     case = saved(SNAPSHOT, 2) / "sharded"
     found = moments(converted(case / CHECKPOINT, tmp_path, only="all"))
     assert not differences(found, kept(case, "optimizer"))
@@ -104,7 +108,9 @@ def test_the_live_optimizer_of_torchsnapshot(saved: Saved, tmp_path: Path) -> No
 
 @trained_by(CHECKPOINTING)
 @pytest.mark.parametrize("name", CHECKPOINTING.formats)
-def test_the_live_optimizer_of_torch_checkpointing(saved: Saved, tmp_path: Path, name: str) -> None:
+def test_torch_checkpointing_optimizer_converts_to_live_state(
+    saved: Saved, tmp_path: Path, name: str
+) -> None:
     case = saved(CHECKPOINTING, 2) / name
     found = tensors(converted(case / CHECKPOINT, tmp_path, only="all"))
     assert not differences(found, kept(case, "all"))
@@ -112,12 +118,14 @@ def test_the_live_optimizer_of_torch_checkpointing(saved: Saved, tmp_path: Path,
 
 @trained_by(TITAN)
 @pytest.mark.parametrize("name", TITAN.formats)
-def test_the_last_save_of_torchtitan(saved: Saved, tmp_path: Path, name: str) -> None:
+def test_last_torchtitan_save_converts_to_live_weights(
+    saved: Saved, tmp_path: Path, name: str
+) -> None:
     check(saved(TITAN, 3) / name, tmp_path, "last", "step-3")
 
 
 @trained_by(MEGATRON)
-def test_what_is_no_tensor_in_megatron(saved: Saved, tmp_path: Path) -> None:
+def test_megatron_non_tensor_state_is_converted(saved: Saved, tmp_path: Path) -> None:
     found = converted(saved(MEGATRON, 2) / "torch_dist" / CHECKPOINT, tmp_path, only="all")
     leaves = {key: value for key, value in found.items() if not isinstance(value, torch.Tensor)}
     assert (leaves["step"], leaves["args.lr"]) == (2, 0.01)
@@ -128,7 +136,7 @@ def test_what_is_no_tensor_in_megatron(saved: Saved, tmp_path: Path) -> None:
 
 
 @trained_by(ACCELERATE)
-def test_merge_weights_agrees_where_there_is_a_merger(saved: Saved) -> None:
+def test_accelerate_merge_weights_agrees_with_live_model(saved: Saved) -> None:
     case = saved(ACCELERATE, 3) / "dcp"
     theirs, live = kept(case, "peer"), kept(case, "live")
     assert not differences(theirs, {name: live[name] for name in theirs})
@@ -136,13 +144,13 @@ def test_merge_weights_agrees_where_there_is_a_merger(saved: Saved) -> None:
 
 
 @trained_by(MEGATRON)
-def test_stock_torch_agrees_on_megatron(saved: Saved) -> None:
+def test_stock_torch_load_of_megatron_agrees_with_live_model(saved: Saved) -> None:
     case = saved(MEGATRON, 3) / "torch_dist"
     assert not differences(kept(case, "peer"), kept(case, "live"))
 
 
 @trained_by(LIGHTNING)
-def test_lightning_consolidates_fabric_and_fails_on_its_own_fsdp2(saved: Saved) -> None:
+def test_lightning_consolidates_fabric_but_fails_on_fsdp2(saved: Saved) -> None:
     folder = saved(LIGHTNING, 2)
     assert not differences(kept(folder / "fabric", "peer"), kept(folder / "fabric", "live"))
     assert "KeyError: 'model'" in error(folder / "trainer", "peer")

@@ -55,31 +55,31 @@ def cases(saved: Path, *chosen: str) -> list[Path]:
 
 
 @pytest.mark.parametrize("writer", FORMATS)
-def test_the_live_weights(saved: Path, tmp_path: Path, writer: str) -> None:
+def test_converted_weights_equal_live_model(saved: Path, tmp_path: Path, writer: str) -> None:
     for case in cases(saved, writer):
         assert ckptctl.inspect(case / CHECKPOINT).format == FORMATS[writer]
         check(case, tmp_path)
 
 
 @pytest.mark.parametrize("writer", [name for name in FORMATS if "hf" not in name])
-def test_the_live_optimizer(saved: Path, tmp_path: Path, writer: str) -> None:
+def test_converted_optimizer_equals_live_state(saved: Path, tmp_path: Path, writer: str) -> None:
     for case in cases(saved, writer):
         found = tensors(converted(case / CHECKPOINT, tmp_path, only="all"))
         assert not differences(found, kept(case, "all")), case
 
 
-def test_stock_torch_agrees_where_the_metadata_is_global(saved: Path) -> None:
+def test_stock_torch_agrees_on_global_metadata(saved: Path) -> None:
     for case in cases(saved, "dcp", "async"):
         assert not differences(kept(case, "peer"), kept(case, "all")), case
 
 
-def test_stock_torch_fills_rank_local_saves_with_garbage(saved: Path, world: int) -> None:
+def test_stock_torch_misreads_rank_local_saves(saved: Path, world: int) -> None:
     for case in cases(saved, "rank_local"):
         assert not error(case, "peer")
         assert bool(differences(kept(case, "peer"), kept(case, "all"))) == (world > 1), case
 
 
-def test_stock_torch_loads_them_after_metadata_only(saved: Path) -> None:
+def test_stock_torch_loads_rank_local_saves_after_metadata_command(saved: Path) -> None:
     local = cases(saved, "rank_local")
     for case in local:
         run_metadata(plan_metadata(case / CHECKPOINT))
@@ -88,12 +88,12 @@ def test_stock_torch_loads_them_after_metadata_only(saved: Path) -> None:
         (case / CHECKPOINT / ".metadata").unlink()
 
 
-def test_stock_torch_cannot_consolidate_integers(saved: Path) -> None:
+def test_stock_torch_fails_to_consolidate_integers(saved: Path) -> None:
     for case in cases(saved, "hf_shards"):
         assert INTEGERS in error(case, "peer")
 
 
-def test_stock_torch_makes_zero_of_scalars(saved: Path) -> None:
+def test_stock_torch_turns_scalars_into_zero(saved: Path) -> None:
     for case in cases(saved, "hf_floats"):
         theirs, live = kept(case, "peer"), kept(case, "live")
         assert differences(theirs, live) == ["temperature: other bytes"]
@@ -101,7 +101,7 @@ def test_stock_torch_makes_zero_of_scalars(saved: Path) -> None:
         assert live["temperature"].item() == 0.25
 
 
-def test_stock_torch_accepts_that_a_shard_is_missing(saved: Path, world: int) -> None:
+def test_missing_hf_shard_is_damaged_unlike_in_stock_torch(saved: Path, world: int) -> None:
     for case in cases(saved, "hf_floats"):
         if world > 1:
             assert len(differences(kept(case, "short"), kept(case, "live"))) > 1, case

@@ -22,7 +22,7 @@ Q = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
 CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none"}
 
 
-def test_alpha_over_rank():
+def test_lora_scale_is_alpha_over_rank():
     assert read_settings(CONFIG).compute_scale(Q, 4) == 2.0
     assert read_settings({**CONFIG, "use_rslora": True}).compute_scale(Q, 4) == 8 / math.sqrt(4)
     assert read_settings(None, alpha=6).compute_scale(Q, 4) == 1.5
@@ -45,7 +45,7 @@ def test_alpha_over_rank():
         ({"v_proj": 8, "q_proj": 2, "self_attn.q_proj": 8}, 4.0),
     ],
 )
-def test_the_first_pattern_that_a_module_ends_with(patterns, scale):
+def test_first_matching_pattern_sets_rank_and_alpha(patterns, scale):
     """As ``peft.utils.other.get_pattern_key`` looks them up."""
     rank = 8 // scale
     assert read_settings({**CONFIG, "rank_pattern": patterns}).compute_scale(Q, rank) == scale
@@ -54,7 +54,7 @@ def test_the_first_pattern_that_a_module_ends_with(patterns, scale):
     assert read_settings({**CONFIG, "alpha_pattern": alphas}).compute_scale(Q, 4) == expected
 
 
-def test_a_rank_that_the_shapes_contradict():
+def test_rank_that_contradicts_shapes_is_an_error():
     with pytest.raises(UnsupportedError, match="rank is 8"):
         read_settings(CONFIG).compute_scale(Q, 8)
 
@@ -76,7 +76,7 @@ def test_a_rank_that_the_shapes_contradict():
         ({"rank_pattern": {"(a+)+": 4}}, "too complex"),
     ],
 )
-def test_what_is_refused(config, says):
+def test_unsupported_adapter_settings_are_refused(config, says):
     with pytest.raises(RefusedError, match=says):
         read_settings({**CONFIG, **config})
 
@@ -96,12 +96,12 @@ def test_what_is_refused(config, says):
         {"use_dora": "false"},
     ],
 )
-def test_what_makes_no_sense(config):
+def test_malformed_adapter_settings_are_errors(config):
     with pytest.raises(UnsupportedError):
         read_settings({**CONFIG, **config})
 
 
-def test_options_that_contradict():
+def test_contradictory_scale_options_are_usage_errors():
     with pytest.raises(UsageError, match="contradicts"):
         read_settings(CONFIG, alpha=16)
     with pytest.raises(UsageError, match="both"):
@@ -114,7 +114,7 @@ def modules(*names, layers=range(3)):
     return [f"model.layers.{i}.{name}" for i in layers for name in names]
 
 
-def test_target_modules_are_short_where_that_means_the_same():
+def test_target_modules_are_shortened_if_equivalent():
     every = [*modules("self_attn.q_proj", "mlp.up_proj"), "lm_head"]
     assert build_layer_targets(every, 3) == ["lm_head", "q_proj", "up_proj"]
     some = modules("self_attn.q_proj", layers=[1])
@@ -123,7 +123,7 @@ def test_target_modules_are_short_where_that_means_the_same():
     assert build_layer_targets(mixed, 3) == sorted(mixed)
 
 
-def test_a_configuration_that_is_made():
+def test_adapter_config_records_rank_alpha_and_target_modules():
     made = build_adapter_config(
         dict.fromkeys(modules("q_proj"), 4), read_settings(None, 8), None, True, 3
     )
@@ -150,12 +150,12 @@ MODULE = "model.layers.11.self_attn.q_proj"
         r"\[.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?]X",
     ],
 )
-def test_what_has_too_many_ways_to_match(text):
+def test_exponential_patterns_are_refused(text):
     with pytest.raises(RefusedError, match="too complex"):
         require_simple_patterns({text: 1}, "here")
 
 
-def test_many_that_are_bearable_alone():
+def test_many_expensive_patterns_together_are_refused():
     patterns = {f".*.*.*{number}": 1 for number in range(9)}
     with pytest.raises(RefusedError):
         require_simple_patterns(patterns, "here")
@@ -164,7 +164,7 @@ def test_many_that_are_bearable_alone():
 @pytest.mark.parametrize(
     "text", ["(", "a)(b", "(?i)q_proj", "a{4294967296}", "(" * 5000 + ")" * 5000]
 )
-def test_what_is_malformed(text):
+def test_invalid_regex_is_an_error_with_short_message(text):
     with pytest.raises(UnsupportedError, match="not a valid regex") as caught:
         require_simple_patterns({text: 1}, "here")
     assert len(caught.value.what) < 100
@@ -182,14 +182,14 @@ def test_what_is_malformed(text):
         "|".join(["q_proj", *(f"name{number}" for number in range(500))]),
     ],
 )
-def test_what_people_write(text):
+def test_common_patterns_match_as_with_re(text):
     require_simple_patterns({text: 1}, "here")
     expected = 3 if re.match(rf"(.*\.)?({text})$", MODULE) else None
     assert expected == 3
     assert match_pattern({"nothing": 1, text: 3}, MODULE, None) == expected
 
 
-def test_a_pattern_for_each_of_many_modules():
+def test_pattern_per_module_matches_with_bounded_work():
     patterns = {rf"model\.layers\.{n}\.mlp\.up_proj": n for n in range(700)}
     require_simple_patterns(patterns, "here")
     with effort.counted() as counted:
@@ -201,7 +201,7 @@ def test_a_pattern_for_each_of_many_modules():
 @pytest.mark.parametrize(
     ("alpha", "factor"), [(1e308, "2.5e+307"), (1.4e39, "3.5e+38"), (1e-300, "2.5e-301")]
 )
-def test_a_factor_that_float32_does_not_have_is_refused_by_name(alpha, factor):
+def test_scale_outside_float32_range_is_an_error(alpha, factor):
     known = read_settings({"peft_type": "LORA", "r": 4, "lora_alpha": alpha})
     with pytest.raises(UnsupportedError, match="lora_alpha") as caught:
         known.compute_scale("layers.0.q_proj.lora_A.weight", 4)
@@ -212,7 +212,7 @@ def test_a_factor_that_float32_does_not_have_is_refused_by_name(alpha, factor):
         )
 
 
-def test_the_largest_factor_of_float32_is_used():
+def test_largest_float32_scale_is_accepted():
     assert (
         read_settings({"r": 1, "lora_alpha": 3.4e38}).compute_scale(
             "layers.0.q_proj.lora_A.weight", 1

@@ -54,7 +54,7 @@ def read(one: ComputeInput) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("order", ["e o i", "e i o"])
-def test_every_expert_has_its_part(tmp_path: Path, order: str) -> None:
+def test_expert_factors_match_peft_delta(tmp_path: Path, order: str) -> None:
     adapter = {**factors(f"{MODULE}.base_layer", 6, 10), **factors(MODULE, 5, 6)}
     other = {"base_model.model.layers.0.q.lora_A.weight": torch.ones(2, 6)}
     folder = save_peft(tmp_path / "a", adapter | other, r=RANK, target_parameters=BOTH)
@@ -91,7 +91,7 @@ def test_every_expert_has_its_part(tmp_path: Path, order: str) -> None:
         ({"up": (3, 4, 4)}, {"target_parameters": "experts.down_proj"}, ": 'experts.down_proj'"),
     ],
 )
-def test_what_is_not_clear_is_refused(
+def test_ambiguous_expert_adapters_are_refused(
     tmp_path: Path, model: dict[str, tuple[int, ...]], config: dict[str, object], says: str
 ) -> None:
     written = {"r": RANK, "target_parameters": BOTH, **config}

@@ -49,7 +49,7 @@ def close(found, expected, tolerance=3e-6):
 
 
 @pytest.mark.parametrize("dora", [False, True])
-def test_the_merged_model(base, tmp_path, dora):
+def test_merged_model_matches_reference_merge(base, tmp_path, dora):
     adapter = random_adapter(STATE, (*PROJECTIONS, "lm_head"), dora=dora)
     folder = save_peft(tmp_path / "adapter", adapter)
     done = ckptctl.merge(base, folder, tmp_path / "out", verify=True)
@@ -59,7 +59,7 @@ def test_the_merged_model(base, tmp_path, dora):
 
 
 @pytest.mark.parametrize("dora", [False, True])
-def test_layers_whose_rows_are_interleaved_as_the_factor_has_them(tmp_path, dora):
+def test_merge_into_interleaved_rows_matches_reference(tmp_path, dora):
     golden = Golden.read("qwen3_next")
     state = {name: torch.randn(shape) for name, (_, shape) in golden.tensors.items()}
     save_hf(tmp_path / "base", state, golden.config)
@@ -75,7 +75,7 @@ def test_layers_whose_rows_are_interleaved_as_the_factor_has_them(tmp_path, dora
         ckptctl.merge(tmp_path / "mcore", folder, tmp_path / "other", to="hf")
 
 
-def test_a_factor_whose_rows_are_interleaved_as_no_layer_has_them(base, tmp_path):
+def test_interleaved_mcore_factor_is_refused(base, tmp_path):
     layer = "decoder.layers.1.self_attention.linear_qkv.adapter"
     shapes = {"in": (3, 64), "out": (128, 3)}
     factors = {f"{layer}.linear_{end}.weight": torch.ones(shape) for end, shape in shapes.items()}
@@ -85,7 +85,7 @@ def test_a_factor_whose_rows_are_interleaved_as_no_layer_has_them(base, tmp_path
     assert "convert the adapter to `peft`" in refused.value.hint
 
 
-def test_one_rounding_to_the_dtype_of_the_model(tmp_path):
+def test_merge_rounds_once_to_model_dtype(tmp_path):
     state, config = tiny_llama("llama3", "bfloat16")
     save_hf(tmp_path / "base", state, config)
     adapter = random_adapter(state)
@@ -130,7 +130,7 @@ def contents(path):
     return load_any_reference(file if file.exists() else path)
 
 
-def test_an_adapter_of_torchtune(base, tmp_path):
+def test_torchtune_adapter_merges_like_peft_adapter(base, tmp_path):
     adapter = random_adapter(STATE, dora=True)
     folder = save_peft(tmp_path / "adapter", adapter)
     ckptctl.convert(folder, tmp_path / "tune.pt", to="torch", to_layout="torchtune", assets=base)
@@ -144,14 +144,14 @@ def test_an_adapter_of_torchtune(base, tmp_path):
 
 
 @pytest.mark.parametrize("dora", [False, True])
-def test_adapter_below_a_prefix_merges_as_a_file_of_its_own(base, tmp_path, dora):
+def test_adapter_below_prefix_merges_like_separate_file(base, tmp_path, dora):
     adapter = random_adapter(STATE, (*PROJECTIONS, "lm_head"), dora=dora)
     source = save_dcp(tmp_path / "dcp", {"model": adapter})
     ckptctl.merge(base, source, tmp_path / "out", scaling=SCALE)
     close(load_any_reference(tmp_path / "out"), merged_by_hand(STATE, adapter, SCALE))
 
 
-def test_factors_beside_their_model(base, tmp_path):
+def test_factors_stored_with_base_weights_are_merged(base, tmp_path):
     """torchtitan saves frozen weights and factors in one checkpoint."""
     ckptctl.convert(base, tmp_path / "titan.pt", to="torch", to_layout="torchtitan@0.3")
     factors = random_adapter(STATE, ("self_attn.o_proj", "mlp.up_proj"))
@@ -172,7 +172,7 @@ def test_factors_beside_their_model(base, tmp_path):
     close(load_any_reference(tmp_path / "out"), merged_by_hand(STATE, factors, 0.5))
 
 
-def test_modules_to_save_replace_those_of_the_model(base, tmp_path):
+def test_modules_to_save_replace_model_weights(base, tmp_path):
     saved = {
         "base_model.model.lm_head.weight": torch.randn(128, 64),
         "base_model.model.model.norm.weight": torch.randn(64),
@@ -187,7 +187,7 @@ def test_modules_to_save_replace_those_of_the_model(base, tmp_path):
     assert torch.equal(found["norm.scale"], saved["base_model.model.model.norm.weight"])
 
 
-def test_an_adapter_of_the_embedding(base, tmp_path):
+def test_embedding_adapter_merges_but_its_dora_is_refused(base, tmp_path):
     """PEFT stores its factors the other way round; held against it in tests/oracle."""
     module = "base_model.model.model.embed_tokens"
     a, b = torch.randn(4, 128), torch.randn(64, 4)
@@ -212,7 +212,7 @@ def test_an_adapter_of_the_embedding(base, tmp_path):
 
 
 @pytest.mark.parametrize("bias", ["lora_only", "all"])
-def test_biases_that_were_trained_with_an_adapter(tmp_path, bias):
+def test_trained_biases_are_merged_and_missing_ones_refused(tmp_path, bias):
     state, config = tiny_llama("llama3", "float32")
     config |= {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
     for name in [name for name in state if name[-13:-7] in ("q_proj", "k_proj", "v_proj")]:
@@ -262,7 +262,7 @@ def lacking(adapter: dict[str, torch.Tensor], part: str) -> dict[str, torch.Tens
          UnsupportedError, "no matching `lora_a`"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused(base, tmp_path, change, error, says):
+def test_mismatched_adapters_are_refused(base, tmp_path, change, error, says):
     adapter = change(random_adapter(STATE, ("self_attn.q_proj",)))
     folder = save_peft(tmp_path / "adapter", adapter)
     with pytest.raises(error) as caught:
@@ -273,33 +273,33 @@ def test_what_does_not_fit_is_refused(base, tmp_path, change, error, says):
 
 
 @pytest.mark.parametrize("dora", [False, True])
-def test_magnitudes_that_the_configuration_contradicts(base, tmp_path, dora):
+def test_magnitudes_that_contradict_use_dora_are_refused(base, tmp_path, dora):
     adapter = random_adapter(STATE, ("self_attn.q_proj",), dora=not dora)
     folder = save_peft(tmp_path / "adapter", adapter, use_dora=dora)
     with pytest.raises(UnsupportedError, match="magnitude"):
         ckptctl.merge(base, folder, tmp_path / "out")
 
 
-def test_a_magnitude_that_is_missing(base, tmp_path):
+def test_missing_magnitude_is_an_error(base, tmp_path):
     adapter = random_adapter(STATE, ("self_attn.q_proj",), dora=True)
     adapter = lacking(adapter, "1.self_attn.q_proj.lora_magnitude_vector")
     with pytest.raises(UnsupportedError, match="only some modules have a magnitude"):
         ckptctl.merge(base, save_peft(tmp_path / "adapter", adapter), tmp_path / "out")
 
 
-def test_factors_without_rows(base, tmp_path):
+def test_rank_0_factors_are_an_error(base, tmp_path):
     """What ZeRO-3 leaves of an adapter that was not gathered."""
     adapter = random_adapter(STATE, ("self_attn.q_proj",), rank=0)
     with pytest.raises(UnsupportedError, match="rank 0"):
         ckptctl.merge(base, save_peft(tmp_path / "adapter", adapter, r=4), tmp_path / "out")
 
 
-def test_a_model_is_no_adapter(base, tmp_path):
+def test_model_as_adapter_is_an_error(base, tmp_path):
     with pytest.raises(MappingError, match="not a LoRA/DoRA adapter"):
         ckptctl.merge(base, base, tmp_path / "out")
 
 
-def test_a_quantized_model_is_dequantized_first(tmp_path):
+def test_quantized_base_is_refused_unless_dequantized(tmp_path):
     state, config = tiny_llama("llama3")
     adapter = save_peft(tmp_path / "adapter", random_adapter(state))
     key = next(name for name in state if "q_proj" in name)
@@ -324,7 +324,7 @@ def test_a_quantized_model_is_dequantized_first(tmp_path):
 
 
 @pytest.mark.parametrize("rows", [1 << 20, 5])
-def test_biases_are_scaled_as_torchtune_does(tmp_path, monkeypatch, rows):
+def test_merged_biases_are_scaled_as_in_torchtune(tmp_path, monkeypatch, rows):
     """Held against torchtune's own forward pass in tests/oracle/test_adapters.py."""
     state, config = tiny_llama("llama3", "float32")
     config |= {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
@@ -352,13 +352,13 @@ def test_biases_are_scaled_as_torchtune_does(tmp_path, monkeypatch, rows):
     close(load_any_reference(out), expected, 1e-5)
 
 
-def test_an_adapter_is_no_model(tmp_path):
+def test_adapter_as_base_model_is_an_error(tmp_path):
     folder = save_peft(tmp_path / "adapter", random_adapter(STATE))
     with pytest.raises(MappingError, match="not a base model"):
         ckptctl.merge(folder, folder, tmp_path / "out")
 
 
-def test_an_adapter_of_another_model(tmp_path):
+def test_adapter_of_another_model_is_an_error(tmp_path):
     other, config = tiny_llama("llama3", "float32", layers=1)
     save_hf(tmp_path / "base", other, config)
     folder = save_peft(tmp_path / "adapter", random_adapter(STATE))
@@ -366,7 +366,7 @@ def test_an_adapter_of_another_model(tmp_path):
         ckptctl.merge(tmp_path / "base", folder, tmp_path / "out")
 
 
-def test_a_tied_output_layer_is_not_changed_alone(tmp_path):
+def test_lm_head_adapter_for_tied_model_is_refused(tmp_path):
     state, config = tiny_llama("llama3_2", "float32")
     save_hf(tmp_path / "base", state, config)
     tied = {**state, "lm_head.weight": state["model.embed_tokens.weight"]}
@@ -375,14 +375,14 @@ def test_a_tied_output_layer_is_not_changed_alone(tmp_path):
         ckptctl.merge(tmp_path / "base", folder, tmp_path / "out")
 
 
-def test_the_destination_may_not_be_the_adapter(base, tmp_path):
+def test_destination_that_overlaps_inputs_is_refused(base, tmp_path):
     folder = save_peft(tmp_path / "adapter", random_adapter(STATE))
     for target in (folder, folder / "inside", base):
         with pytest.raises(RefusedError):
             ckptctl.merge(base, folder, target, overwrite=True)
 
 
-def test_a_changed_adapter_is_noticed(base, tmp_path):
+def test_adapter_truncated_after_plan_is_an_error(base, tmp_path):
     folder = save_peft(tmp_path / "adapter", random_adapter(STATE))
     plan = ckptctl.plan_merge(base, folder, tmp_path / "out")
     weights = folder / "adapter_model.safetensors"
@@ -394,7 +394,7 @@ def test_a_changed_adapter_is_noticed(base, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_the_plan_names_what_is_merged(base, tmp_path):
+def test_merge_plan_reports_adapter_and_counts(base, tmp_path):
     save_torch(tmp_path / "model.pt", STATE)
     folder = save_peft(tmp_path / "adapter", random_adapter(STATE))
     plan = ckptctl.plan_merge(tmp_path / "model.pt", folder, tmp_path / "out.pt", assets=base)
@@ -409,7 +409,7 @@ def test_the_plan_names_what_is_merged(base, tmp_path):
     assert plan.conversion.arithmetic
 
 
-def test_an_adapter_of_mistral(tmp_path):
+def test_mistral_adapter_requires_scaling_and_matches_reference(tmp_path):
     """Its rows are interleaved; the factor is given, as to ``load_lora`` of mistral-inference."""
     config = {**CONFIG, "model_type": "mistral", "architectures": ["MistralForCausalLM"]}
     config = {name: value for name, value in config.items() if not name.startswith("rope")}
@@ -431,21 +431,21 @@ def test_an_adapter_of_mistral(tmp_path):
     close(load_any_reference(tmp_path / "out"), expected)
 
 
-def test_ranks_without_bound(base, tmp_path, monkeypatch):
+def test_rank_that_exceeds_memory_bound_is_refused(base, tmp_path, monkeypatch):
     folder = save_peft(tmp_path / "adapter", random_adapter(STATE, rank=4))
     monkeypatch.setattr("ckptctl.adapters.merging.MAX_FACTOR_BYTES", 1000)
     with pytest.raises(RefusedError, match="bounded memory"):
         ckptctl.merge(base, folder, tmp_path / "out")
 
 
-def test_whole_modules_that_are_not_there(base, tmp_path):
+def test_missing_modules_to_save_are_an_error(base, tmp_path):
     adapter = random_adapter(STATE)
     folder = save_peft(tmp_path / "adapter", adapter, modules_to_save=["lm_head"])
     with pytest.raises(UnsupportedError, match="fully trained modules"):
         ckptctl.merge(base, folder, tmp_path / "out")
 
 
-def test_whole_modules_whose_rows_the_model_has_in_another_order(base, tmp_path):
+def test_saved_modules_are_permuted_into_model_row_order(base, tmp_path):
     ckptctl.convert(base, tmp_path / "moved", to="meta")
     name = "model.layers.0.self_attn.q_proj.weight"
     saved = torch.randn_like(STATE[name])
@@ -457,7 +457,7 @@ def test_whole_modules_whose_rows_the_model_has_in_another_order(base, tmp_path)
     )
 
 
-def test_whole_modules_of_integers(base, tmp_path):
+def test_integer_saved_modules_are_an_error(base, tmp_path):
     name = "base_model.model.lm_head.weight"
     whole = torch.zeros(STATE["lm_head.weight"].shape, dtype=torch.int32)
     folder = save_peft(tmp_path / "adapter", {**random_adapter(STATE), name: whole})
@@ -465,7 +465,7 @@ def test_whole_modules_of_integers(base, tmp_path):
         ckptctl.merge(base, folder, tmp_path / "out")
 
 
-def test_an_embedding_that_training_untied(tmp_path):
+def test_untied_embedding_requires_untie_option(tmp_path):
     """PEFT gives a tied model an embedding of its own and keeps the output as it was."""
     state, config = tiny_llama("llama3_2", "float32")
     save_hf(tmp_path / "tied", state, config)
@@ -482,7 +482,7 @@ def test_an_embedding_that_training_untied(tmp_path):
     assert torch.equal(found["lm_head.weight"], state["model.embed_tokens.weight"])
 
 
-def test_replicas_are_not_looked_into(base, tmp_path, monkeypatch):
+def test_merge_plan_ignores_replicas(base, tmp_path, monkeypatch):
     def doubled(catalog):
         return replace(catalog, replicas={n: t.extents for n, t in catalog.tensors.items()})
 
@@ -499,7 +499,7 @@ def test_replicas_are_not_looked_into(base, tmp_path, monkeypatch):
     assert seen == [{}, {}]
 
 
-def test_a_model_that_lacks_a_tensor_is_merged_where_that_is_allowed(tmp_path):
+def test_merge_into_incomplete_model_requires_allow_missing(tmp_path):
     rest = {name: value for name, value in STATE.items() if name != "model.norm.weight"}
     base = save_hf(tmp_path / "base", rest, CONFIG)
     adapter = save_peft(tmp_path / "adapter", random_adapter(STATE))
@@ -511,7 +511,7 @@ def test_a_model_that_lacks_a_tensor_is_merged_where_that_is_allowed(tmp_path):
     assert plan.merged and plan.conversion.tensors == len(rest)
 
 
-def test_an_adapter_with_more_layers_than_its_model_names_both(tmp_path):
+def test_adapter_with_more_layers_error_names_adapter_and_model(tmp_path):
     state, config = tiny_llama("llama3", layers=2)
     larger, _ = tiny_llama("llama3", layers=3)
     base = save_hf(tmp_path / "base", state, config)
@@ -522,7 +522,7 @@ def test_an_adapter_with_more_layers_than_its_model_names_both(tmp_path):
     assert caught.value.where == f"adapter `{folder}` and model `{base}`"
 
 
-def test_tensors_beyond_the_configuration_name_both_files(tmp_path):
+def test_layer_count_disagreement_names_both_files(tmp_path):
     _, config = tiny_llama("llama3", layers=2)
     larger, _ = tiny_llama("llama3", layers=3)
     folder = save_peft(tmp_path / "adapter", random_adapter(larger))
@@ -538,7 +538,7 @@ def test_tensors_beyond_the_configuration_name_both_files(tmp_path):
     assert two.value.where == str(model)
 
 
-def test_layers_that_the_model_does_not_have_name_both_checkpoints(tmp_path):
+def test_layers_missing_in_model_name_both_checkpoints(tmp_path):
     state, config = tiny_llama("llama3_2", "float32")
     base = save_hf(tmp_path / "base", state, config)
     folder = save_peft(tmp_path / "adapter", random_adapter(STATE, ("lm_head",)))

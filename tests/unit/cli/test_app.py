@@ -25,7 +25,7 @@ def test_commands_are_discovered():
 
 
 @pytest.mark.parametrize("name", ["", *COMMANDS])
-def test_help(run, name):
+def test_every_command_has_help_with_examples(run, name):
     result = run(*filter(None, [name]), "--help")
     assert result.exit_code == 0
     assert result.stderr == ""
@@ -35,12 +35,12 @@ def test_help(run, name):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_short_help_is_not_cut(run, name):
+def test_short_help_is_not_truncated(run, name):
     line = next(line for line in run("--help").stdout.splitlines() if line.startswith(f"  {name} "))
     assert not line.endswith("...")
 
 
-def test_the_overview_is_that_of_the_whole_program(run, monkeypatch, capsys):
+def test_overview_matches_help_of_typer_app(run, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
         app(["--help"], prog_name="ckptctl")
@@ -48,29 +48,29 @@ def test_the_overview_is_that_of_the_whole_program(run, monkeypatch, capsys):
     assert run("--help", COLUMNS="80").stdout.split() == capsys.readouterr().out.split()
 
 
-def test_no_arguments_show_help(run):
+def test_no_arguments_show_help_and_exit_2(run):
     result = run()
     assert (result.exit_code, result.stdout) == (2, "")
     assert "Usage:" in result.stderr
 
 
-def test_version(run):
+def test_version_options_print_version(run):
     assert run("-V").stdout == run("--version").stdout == f"ckptctl {ckptctl.__version__}\n"
 
 
-def test_unknown_command_is_suggested(run):
+def test_unknown_command_gets_suggestion(run):
     result = run("inspct", "x")
     assert result.exit_code == 2
     assert result.stderr == ("error: unknown command `inspct`\nhint: did you mean `inspect`?\n")
 
 
 @pytest.mark.parametrize("name", ["", "ls", "convert"])
-def test_help_is_a_command_too(run, name):
+def test_help_command_matches_help_option(run, name):
     words = [name] if name else []
     assert run("help", *words).stdout == run(*words, "--help").stdout != ""
 
 
-def test_help_of_no_command(run):
+def test_help_of_unknown_command_is_a_usage_error(run):
     result = run("help", "inspct")
     assert (result.exit_code, result.stdout) == (2, "") and "`inspect`" in result.stderr
 
@@ -87,7 +87,7 @@ FULL = errors.CoverageError(
 )
 
 
-def test_error_shape(run, monkeypatch):
+def test_error_is_printed_with_where_why_and_hint(run, monkeypatch):
     failing(monkeypatch, FULL)
     result = run("inspect", "x")
     assert result.exit_code == 4
@@ -100,7 +100,7 @@ def test_error_shape(run, monkeypatch):
     )
 
 
-def test_error_in_json(run, monkeypatch):
+def test_error_with_json_is_printed_as_json(run, monkeypatch):
     failing(monkeypatch, FULL)
     result = run("inspect", "x", "--json")
     assert (result.exit_code, result.stdout) == (4, "")
@@ -119,7 +119,7 @@ def test_error_in_json(run, monkeypatch):
 
 
 @pytest.mark.parametrize("args", [["--depth", "x"], ["--nope"], ["--sort", "age"]])
-def test_usage_error_in_json(run, args):
+def test_usage_error_with_json_is_printed_as_json(run, args):
     result = run("inspect", "x", "--json", *args)
     assert (result.exit_code, result.stdout) == (2, "")
     found = json.loads(result.stderr)["error"]
@@ -130,14 +130,14 @@ def test_usage_error_in_json(run, args):
     "kind",
     [k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, errors.CkptError)],
 )
-def test_exit_code_of_every_error(run, monkeypatch, kind):
+def test_every_error_class_sets_exit_code(run, monkeypatch, kind):
     error = kind.__new__(kind)
     errors.CkptError.__init__(error, "something")
     failing(monkeypatch, error)
     assert run("inspect", "x").exit_code == kind.exit_code
 
 
-def test_bug(run, monkeypatch):
+def test_unexpected_exception_is_reported_as_bug(run, monkeypatch):
     failing(monkeypatch, ZeroDivisionError("oh"))
     result = run("inspect", "x")
     assert result.exit_code == 70
@@ -151,14 +151,14 @@ def test_bug(run, monkeypatch):
     assert "ZeroDivisionError" in machine["traceback"]
 
 
-def test_interrupted(run, monkeypatch):
+def test_keyboard_interrupt_exits_130(run, monkeypatch):
     failing(monkeypatch, KeyboardInterrupt())
     result = run("inspect", "x")
     assert (result.exit_code, result.stdout) == (130, "")
     assert result.stderr == "error: interrupted\n"
 
 
-def test_operating_system_error(run, monkeypatch):
+def test_os_error_exits_8_and_names_path(run, monkeypatch):
     failing(monkeypatch, PermissionError(13, "Permission denied", "/x/y"))
     result = run("inspect", "x")
     assert result.exit_code == 8
@@ -166,7 +166,7 @@ def test_operating_system_error(run, monkeypatch):
     assert "where: /x/y" in result.stderr
 
 
-def test_exit_passes(run, monkeypatch):
+def test_typer_exit_code_is_passed_through(run, monkeypatch):
     failing(monkeypatch, typer.Exit(7))
     assert run("inspect", "x").exit_code == 7
 
@@ -174,7 +174,7 @@ def test_exit_passes(run, monkeypatch):
 @pytest.mark.parametrize(
     "args", one_in(2, [["--help"], ["convert", "--help"], ["inspect", "/nope"], ["formats"]])
 )
-def test_heavy_imports_are_late(args):
+def test_commands_do_not_import_heavy_modules(args):
     check = (
         "import sys\n"
         "from ckptctl.cli.app import app\n"
@@ -188,7 +188,7 @@ def test_heavy_imports_are_late(args):
     assert done.stderr.endswith("loaded: set()\n"), done.stderr
 
 
-def test_importing_the_package_is_free():
+def test_importing_ckptctl_loads_no_submodules():
     check = (
         "import sys; before = set(sys.modules); import ckptctl;"
         "print(sorted(set(sys.modules) - before))"
@@ -199,7 +199,7 @@ def test_importing_the_package_is_free():
     assert "torch" not in loaded
 
 
-def test_public_names():
+def test_public_names_are_importable_and_listed():
     for name in ckptctl.__all__:
         assert getattr(ckptctl, name) is not None
     assert set(ckptctl.__all__) <= set(dir(ckptctl))
@@ -207,7 +207,7 @@ def test_public_names():
         ckptctl.nothing  # noqa: B018
 
 
-def test_closed_pipe_is_quiet(tmp_path):
+def test_closed_stdout_pipe_ends_quietly(tmp_path):
     from tests.unit.cli.conftest import environment, program
 
     process = subprocess.Popen(
@@ -219,26 +219,26 @@ def test_closed_pipe_is_quiet(tmp_path):
     process.stderr.close()
 
 
-def test_completion_of_formats(run, fake):
+def test_shell_completion_lists_formats(run, fake):
     result = run(
         _CKPTCTL_COMPLETE="complete_bash", COMP_WORDS="ckptctl inspect x --from f", COMP_CWORD="4"
     )
     assert result.stdout.split() == ["fake"]
 
 
-def test_module_name_is_not_shadowed():
+def test_command_module_is_not_shadowed_by_function():
     assert command.__name__ == "ckptctl.cli.inspect"
     assert command.inspect.run.__module__ == "ckptctl.cli.inspect"
 
 
-def test_ctrl_c_at_a_question(run, monkeypatch):
+def test_abort_at_prompt_exits_130(run, monkeypatch):
     failing(monkeypatch, typer.Abort())
     result = run("inspect", "x")
     assert (result.exit_code, result.stderr) == (130, "error: interrupted\n")
 
 
 @pytest.mark.parametrize("line", ["prune '' --keep-last 1", "inspect ''", "convert x '' --to hf"])
-def test_an_empty_path_is_not_the_working_directory(run, line):
+def test_empty_path_is_a_usage_error(run, line):
     result = run(*shlex.split(line))
     assert result.exit_code == 2
     assert "the path is empty" in result.stderr

@@ -24,14 +24,14 @@ def ranks(tmp_path: Path) -> Path:
     return copy
 
 
-def test_writes_safetensors_without_being_told(run, tmp_path):
+def test_consolidate_writes_safetensors_by_default(run, tmp_path):
     result = run("consolidate", str(ZERO), str(tmp_path / "out"))
     assert result.exit_code == 0, result.stderr
     assert "deepspeed → hf" in result.stderr
     assert load_file(tmp_path / "out" / "model.safetensors")
 
 
-def test_optimizer_goes_to_dcp(run, tmp_path):
+def test_consolidate_with_optimizer_writes_dcp(run, tmp_path):
     result = run("consolidate", str(ZERO), str(tmp_path / "out"), "--optimizer", "--json")
     assert result.exit_code == 0, result.stderr
     document = json.loads(result.stdout)
@@ -46,7 +46,7 @@ def torn(ranks: Path) -> Path:
     return ranks
 
 
-def test_what_is_missing_is_listed_after_the_rest_is_written(run, torn, tmp_path):
+def test_allow_missing_lists_missing_tensors_and_exits_7(run, torn, tmp_path):
     target = str(tmp_path / "out")
     assert run("consolidate", str(torn), target).exit_code == 4
     result = run("consolidate", str(torn), target, "--allow-missing")
@@ -62,14 +62,14 @@ def test_what_is_missing_is_listed_after_the_rest_is_written(run, torn, tmp_path
     assert written and not {name.removeprefix("model.") for name in missing} & written
 
 
-def test_the_error_about_missing_tensors_comes_before_the_notes(run, torn, tmp_path):
+def test_missing_tensors_error_precedes_notes(run, torn, tmp_path):
     result = run("consolidate", str(torn), str(tmp_path / "out"), "--allow-missing")
     labels = [line.partition(":")[0] for line in result.stderr.splitlines()]
     assert labels.index("error") < labels.index("note") and labels.count("error") == 1
 
 
 @pytest.mark.parametrize("dry", [True, False])
-def test_what_is_missing_as_json(run, torn, tmp_path, dry):
+def test_missing_tensors_are_listed_in_json(run, torn, tmp_path, dry):
     arguments = ["--allow-missing", "--json", *(["--dry-run"] if dry else [])]
     result = run("consolidate", str(torn), str(tmp_path / "out"), *arguments)
     assert result.exit_code == 7
@@ -79,14 +79,14 @@ def test_what_is_missing_as_json(run, torn, tmp_path, dry):
     assert (tmp_path / "out").exists() is not dry
 
 
-def test_nothing_missing_exits_with_0(run, ranks, tmp_path):
+def test_complete_source_with_allow_missing_exits_0(run, ranks, tmp_path):
     flags = ("--allow-missing", "--verify-replicas", "--tied", "drop")
     result = run("consolidate", str(ranks), str(tmp_path / "out"), *flags, "--json")
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout)["missing"] == {}
 
 
-def test_options_arrive(run, ranks, tmp_path, monkeypatch):
+def test_consolidate_options_reach_plan(run, ranks, tmp_path, monkeypatch):
     seen = []
 
     def planned(src, dst, options):
@@ -101,7 +101,7 @@ def test_options_arrive(run, ranks, tmp_path, monkeypatch):
     assert chosen == [(True, True, "copy"), (False, False, None)]
 
 
-def test_metadata_only(run, ranks):
+def test_metadata_only_writes_only_metadata_file(run, ranks):
     before = {file.name for file in ranks.iterdir()}
     planned = run("consolidate", str(ranks), "--metadata-only", "--dry-run", "--json")
     assert json.loads(planned.stdout)["dry_run"] is True
@@ -124,7 +124,7 @@ def test_metadata_only(run, ranks):
         ([str(RANKS), "out", "--weights", "master"], "is not supported for"),
     ],
 )
-def test_what_cannot_be_meant(run, arguments, said):
+def test_invalid_consolidate_arguments_are_usage_errors(run, arguments, said):
     result = run("consolidate", *arguments)
     assert result.exit_code == 2
     assert said in result.stderr

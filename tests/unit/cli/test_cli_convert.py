@@ -102,7 +102,7 @@ def calls(monkeypatch):
     return found
 
 
-def test_options_arrive(run, calls):
+def test_convert_options_reach_plan(run, calls):
     result = run(
         "convert", "a", "b", "--to", "hf", "--from", "dcp", "-m", "llama3", "--from-layout", "meta",
         "--to-layout", "hf", "--dtype", "bf16", "--include", "x*", "--include", "y",
@@ -134,13 +134,13 @@ def test_options_arrive(run, calls):
     }  # fmt: skip
 
 
-def test_options_arrive_that_exclude_others(run, calls):
+def test_exclusive_convert_options_reach_plan(run, calls):
     run("convert", "a", "b", "--to", "hf", "--fill-from", "e", "--like", "d", "--verify")
     ((_, _, options),) = calls.plan
     assert (options.fill_from, options.like, options.verify) == (Path("e"), Path("d"), True)
 
 
-def test_defaults_are_those_of_python(run, calls):
+def test_command_defaults_match_python_defaults(run, calls):
     run("convert", "a", "b", "--to", "hf")
     ckptctl.convert("a", "b", to="hf")
     command, function = (vars(options) for _, _, options in calls.plan)
@@ -148,7 +148,7 @@ def test_defaults_are_those_of_python(run, calls):
     assert command["max_shard_size"] is None
 
 
-def test_result(run, reader, calls):
+def test_convert_result_in_pipe_is_tab_separated(run, reader, calls):
     result = run("convert", "a", "b c", "--to", "hf")
     assert [line.split("\t") for line in result.stdout.splitlines()] == [
         ["target", "b c"],
@@ -169,13 +169,13 @@ def test_result(run, reader, calls):
     ]
 
 
-def test_quiet(run, calls):
+def test_quiet_convert_prints_only_target(run, calls):
     result = run("convert", "a", "b", "--to", "hf", "-q")
     assert (result.stdout, result.stderr) == ("b\n", "")
     assert calls.run == [None]
 
 
-def test_json(run, calls):
+def test_json_convert_and_dry_run_print_one_document(run, calls):
     result = run("convert", "a", "b", "--to", "hf", "--json")
     assert result.stderr == ""
     assert json.loads(result.stdout) == {
@@ -190,7 +190,7 @@ def test_json(run, calls):
     assert len(calls.run) == 1
 
 
-def test_dry_run(run, reader, calls):
+def test_dry_run_lists_plan_without_writing(run, reader, calls):
     result = run("convert", "a", "b", "--to", "hf", "--dry-run")
     assert calls.run == []
     rows = [line.split("\t") for line in result.stdout.splitlines()]
@@ -203,25 +203,25 @@ def test_dry_run(run, reader, calls):
     assert result.stderr.splitlines()[-1] == "hint: run it with `ckptctl convert a b --to hf`"
 
 
-def test_a_plan_that_would_be_refused_is_not_advised(run, reader, calls, monkeypatch):
+def test_dry_run_without_disk_space_omits_run_hint(run, reader, calls, monkeypatch):
     monkeypatch.setattr(Plan, "free_bytes", Plan.nbytes - 1)
     said = run("convert", "a", "b", "--to", "hf", "--dry-run").stderr
     assert "would be refused" in said and "run it with" not in said
 
 
-def test_no_hint_where_nobody_reads_it(run, calls):
+def test_hints_are_omitted_without_terminal(run, calls):
     for flags in ([], ["-n"]):
         assert "hint: " not in run("convert", "a", "b", "--to", "hf", *flags).stderr
 
 
 @pytest.mark.parametrize("flags", [["-n", "-q"], ["-nq"]])
-def test_dry_run_without_words(run, calls, flags):
+def test_quiet_dry_run_prints_nothing_to_stderr(run, calls, flags):
     result = run("convert", "a", "b", "--to", "hf", *flags)
     assert result.stderr == ""
     assert calls.run == []
 
 
-def test_dry_run_for_people(run, calls, monkeypatch):
+def test_dry_run_on_terminal_prints_summary(run, calls, monkeypatch):
     from ckptctl.cli import output
 
     monkeypatch.setattr(output, "_is_terminal", lambda _: True)
@@ -241,7 +241,7 @@ def test_dry_run_for_people(run, calls, monkeypatch):
     )
 
 
-def test_a_dry_run_says_that_the_disk_is_too_small(run, calls, monkeypatch):
+def test_dry_run_warns_if_disk_space_is_insufficient(run, calls, monkeypatch):
     monkeypatch.setattr(Plan, "free_bytes", Plan.nbytes - 1)
     said = "warning: not enough disk space for the output; the conversion would be refused"
     assert said in run("convert", "a", "b", "--to", "hf", "-n").stderr
@@ -253,7 +253,7 @@ def test_a_dry_run_says_that_the_disk_is_too_small(run, calls, monkeypatch):
 
 
 @pytest.mark.parametrize(("jobs", "least"), [(1, "64.0 KiB"), (3, "192.0 KiB")])
-def test_memory_has_a_least(run, tiny_llama3_hf, tmp_path, jobs, least):
+def test_memory_below_minimum_per_thread_is_refused(run, tiny_llama3_hf, tmp_path, jobs, least):
     command = ("convert", tiny_llama3_hf, tmp_path / "out", "--to", "dcp", "--jobs", jobs)
     result = run(*command, "--memory", 65536 * jobs - 1)
     assert result.exit_code == 2
@@ -261,7 +261,7 @@ def test_memory_has_a_least(run, tiny_llama3_hf, tmp_path, jobs, least):
     assert run(*command, "--memory", 65536 * jobs).exit_code == 0
 
 
-def test_result_for_people(run, calls, monkeypatch):
+def test_convert_result_on_terminal_is_a_summary(run, calls, monkeypatch):
     from ckptctl.cli import output
 
     monkeypatch.setattr(output, "_is_terminal", lambda _: True)
@@ -271,7 +271,7 @@ def test_result_for_people(run, calls, monkeypatch):
     )
 
 
-def test_counts_are_printed_only_where_they_change(run, calls, monkeypatch):
+def test_unchanged_counts_are_omitted(run, calls, monkeypatch):
     from ckptctl.cli import output
 
     monkeypatch.setattr(output, "_is_terminal", lambda _: True)
@@ -288,7 +288,7 @@ def test_counts_are_printed_only_where_they_change(run, calls, monkeypatch):
     assert "\n3 tensors, 3.0 GiB\n" in shown and " 0 " not in shown
 
 
-def test_long_lists_of_a_dry_run_are_capped(run, calls, monkeypatch):
+def test_long_dry_run_lists_are_capped(run, calls, monkeypatch):
     from ckptctl.cli import output
 
     monkeypatch.setattr(output, "_is_terminal", lambda _: True)
@@ -300,23 +300,19 @@ def test_long_lists_of_a_dry_run_are_capped(run, calls, monkeypatch):
     assert "  9.pt  12 B\n  and 1 more (`--json` lists all)\n" in shown
 
 
-def test_a_dry_run_states_that_it_is_one_in_a_pipe(run, calls):
+def test_dry_run_in_pipe_is_labeled(run, calls):
     assert run("convert", "a", "b", "--to", "hf", "-n").stdout.startswith("dry_run\tyes\n")
 
 
 @pytest.mark.parametrize(
     ("options", "by"), [([], "config.json"), (["-m", "llama3"], "--model-type")]
 )
-def test_the_statement_names_how_the_model_type_was_detected(
-    run, tiny_llama3_hf, tmp_path, options, by
-):
+def test_statement_names_source_of_model_type(run, tiny_llama3_hf, tmp_path, options, by):
     asked = ("convert", tiny_llama3_hf, tmp_path / "out", "--to", "dcp", "-n", *options)
     assert f"· llama3 (from {by}) ·" in run(*asked).stderr
 
 
-def test_the_statement_names_the_keys_if_nothing_else_states_the_model_type(
-    run, tiny_llama3_hf, tmp_path
-):
+def test_statement_does_not_cite_missing_config(run, tiny_llama3_hf, tmp_path):
     copy = tmp_path / "in"
     shutil.copytree(tiny_llama3_hf, copy)
     (copy / "config.json").unlink()
@@ -324,7 +320,7 @@ def test_the_statement_names_the_keys_if_nothing_else_states_the_model_type(
     assert "config.json" not in said.splitlines()[0]
 
 
-def test_refusal(run, calls, monkeypatch):
+def test_refused_plan_exits_6(run, calls, monkeypatch):
     def refuse(*_):
         raise RefusedError("`b` exists", hint="say `--overwrite`")
 
@@ -359,7 +355,7 @@ def test_refusal(run, calls, monkeypatch):
         ([], "error: missing option --to (format to write: dcp"),
     ],
 )
-def test_bad_options(run, calls, args, said):
+def test_invalid_convert_options_are_usage_errors(run, calls, args, said):
     result = run("convert", "a", "b", *args)
     assert (result.exit_code, result.stdout) == (2, "")
     assert said in " ".join(result.stderr.split())
@@ -373,7 +369,7 @@ def test_bad_options(run, calls, args, said):
         ("Torchtitan", "did you mean `dcp`? "),
     ],
 )
-def test_more_formats_than_a_message_lists(value, said):
+def test_unknown_format_error_points_to_formats_command(value, said):
     with pytest.raises(UsageError, match=f"unknown format `{value}`") as caught:
         checks.check_readable_format(value)
     count = len(checks.list_readable_formats())
@@ -381,17 +377,17 @@ def test_more_formats_than_a_message_lists(value, said):
     assert caught.value.why is None
 
 
-def test_an_unknown_model_type(run, tiny_llama3_hf, tmp_path):
+def test_unknown_model_type_is_a_usage_error(run, tiny_llama3_hf, tmp_path):
     result = run("convert", tiny_llama3_hf, tmp_path / "out", "--to", "hf", "-m", "lama3")
     assert result.exit_code == 2 and "unknown model type `lama3`" in result.stderr
 
 
-def test_what_formats_are_called_elsewhere():
+def test_format_aliases_map_to_known_formats():
     assert set(formats.other_names().values()) <= set(formats.list_format_names())
     assert not set(formats.other_names()) & set(formats.list_format_names())
 
 
-def test_a_size_that_no_configuration_states(run, tiny_llama3_hf, tmp_path):
+def test_set_option_supplies_sizes_missing_in_config(run, tiny_llama3_hf, tmp_path):
     made = run("convert", tiny_llama3_hf, tmp_path / "m.pt", "--to", "torch", "-q")
     assert made.exit_code == 0, made.stderr
     arguments = ("convert", tmp_path / "m.pt", tmp_path / "t.pt", "--to", "torch", "-m", "llama3")
@@ -411,7 +407,7 @@ def test_a_size_that_no_configuration_states(run, tiny_llama3_hf, tmp_path):
     assert idle.exit_code == 2 and "--set" in idle.stderr
 
 
-def test_a_model_that_lacks_a_tensor(run, tiny_llama3_hf, tmp_path):
+def test_model_with_missing_tensor_requires_allow_missing(run, tiny_llama3_hf, tmp_path):
     part, out = tmp_path / "part", tmp_path / "out"
     gone = "model.layers.0.mlp.up_proj.weight"
     assert run("convert", tiny_llama3_hf, part, "--to", "hf", "--exclude", gone).exit_code == 0

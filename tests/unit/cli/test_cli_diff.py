@@ -23,7 +23,7 @@ def pair(tmp_path):
     return paths
 
 
-def test_a_pipe_gets_every_difference(run, pair):
+def test_diff_in_pipe_lists_every_difference(run, pair):
     result = run("diff", *pair)
     assert result.exit_code == 1, result.stderr
     rows = [line.split("\t") for line in result.stdout.splitlines()]
@@ -35,20 +35,20 @@ def test_a_pipe_gets_every_difference(run, pair):
     assert "\x1b" not in result.output
 
 
-def test_the_same_is_0(run, pair):
+def test_identical_checkpoints_exit_0(run, pair):
     result = run("diff", pair[0], pair[0])
     assert result.exit_code == 0
     assert ["same", "yes"] in [line.split("\t") for line in result.stdout.splitlines()]
     assert run("diff", pair[0], pair[0], "-q").stdout == ""
 
 
-def test_quiet_names_what_differs(run, pair):
+def test_quiet_diff_prints_differing_names(run, pair):
     result = run("diff", *pair, "-q")
     assert result.exit_code == 1
     assert {"x", "y", "z", "step", "lr", "seed"} <= set(result.stdout.splitlines())
 
 
-def test_people(run, pair, monkeypatch):
+def test_diff_on_terminal_prints_counts_and_only_hint(run, pair, monkeypatch):
     monkeypatch.setattr("ckptctl.cli.output._is_terminal", lambda _: True)
     result = run("diff", *pair, NO_COLOR="1")
     assert result.exit_code == 1
@@ -64,7 +64,7 @@ def test_people(run, pair, monkeypatch):
     ]
 
 
-def test_people_read_explanations_first_and_a_row_for_each_of_ten(run, tmp_path, monkeypatch):
+def test_diff_on_terminal_groups_and_caps_rows(run, tmp_path, monkeypatch):
     """Rows are grouped by what differs, which is said once."""
     monkeypatch.setattr("ckptctl.cli.output._is_terminal", lambda _: True)
     monkeypatch.setattr("ckptctl.cli.output._count_columns", lambda: 200)
@@ -80,7 +80,7 @@ def test_people_read_explanations_first_and_a_row_for_each_of_ten(run, tmp_path,
     assert shown.index("compared: 14 tensors") < shown.index("tensors differ in")
 
 
-def test_the_fields_are_documented(run, pair):
+def test_diff_and_extract_json_fields_are_documented(run, pair):
     result = run("diff", *pair, "--json")
     assert result.exit_code == 1
     found = set(fields_of(json.loads(result.stdout)))
@@ -92,12 +92,12 @@ def test_the_fields_are_documented(run, pair):
 
 
 @pytest.mark.parametrize("option", [["--atol", "-1"], ["--rtol", "nan"], ["--only", "some"]])
-def test_options_are_checked(run, pair, option):
+def test_invalid_diff_options_are_usage_errors(run, pair, option):
     assert run("diff", *pair, *option).exit_code == 2
 
 
 @pytest.mark.parametrize("options", [["--structure"], ["--ignore-dtype"], ["--atol", "9"]])
-def test_options_arrive(run, tmp_path, options):
+def test_diff_options_make_checkpoints_equal(run, tmp_path, options):
     save_file({"x": torch.ones(3), "y": torch.ones(2)}, tmp_path / "a.safetensors")
     other = {"--structure": torch.zeros(3), "--ignore-dtype": torch.ones(3).half()}
     value = other.get(options[0], torch.full((3,), 5.0))
@@ -127,7 +127,7 @@ def test_options_arrive(run, tmp_path, options):
         (["--dequantize", "int4"], 2, "int4"),
     ],
 )
-def test_what_is_said_of_a_side_arrives(run, options, code, said):
+def test_reader_options_of_each_side_are_applied(run, options, code, said):
     source = DATA / "deepspeed" / "z1_bf16" / "ckpt"
     result = run("diff", source, source, "--only", "model", *options)
     assert result.exit_code == code, result.output
@@ -145,14 +145,14 @@ def test_what_is_said_of_a_side_arrives(run, options, code, said):
         (["--dequantize", "bf16"], 2, "quantized"),
     ],
 )
-def test_what_readers_offer_arrives(run, options, code, said):
+def test_extract_applies_reader_options(run, options, code, said):
     source = DATA / "deepspeed" / "z1_bf16" / "ckpt"
     result = run("extract", source, "module.fc1.weight", *options)
     assert result.exit_code == code, result.output
     assert said in result.output
 
 
-def test_what_is_missing(run, pair, tmp_path):
+def test_missing_paths_exit_3_and_missing_tensor_exits_5(run, pair, tmp_path):
     assert run("diff", pair[0], tmp_path / "nothing").exit_code == 3
     assert run("extract", tmp_path / "nothing", "x").exit_code == 3
     result = run("extract", pair[0], "nothing", "--json")
@@ -160,7 +160,7 @@ def test_what_is_missing(run, pair, tmp_path):
     assert json.loads(result.stderr)["error"]["code"] == "mapping"
 
 
-def test_extract(run, pair, tmp_path):
+def test_extract_writes_file_or_prints_values(run, pair, tmp_path):
     target = tmp_path / "x.safetensors"
     result = run("extract", pair[0], "x[1]", "-o", target)
     assert result.exit_code == 0, result.stderr
@@ -181,7 +181,7 @@ def test_extract(run, pair, tmp_path):
         (["--root-b", "modle"], "did you mean `--root-b model`?"),
     ],
 )
-def test_errors_name_the_option_of_the_side(run, tmp_path, options, said):
+def test_diff_errors_name_option_of_side(run, tmp_path, options, said):
     path = tmp_path / "a.pt"
     torch.save({"model": {"w": torch.ones(2)}, "ema": {"w": torch.ones(2)}}, path)
     result = run("diff", path, path, *options)
@@ -189,7 +189,7 @@ def test_errors_name_the_option_of_the_side(run, tmp_path, options, said):
 
 
 @pytest.mark.parametrize(("place", "option"), [(0, "--format-a"), (1, "--format-b")])
-def test_hints_name_the_option_of_the_side(run, pair, tmp_path, place, option):
+def test_diff_hints_name_option_of_side(run, pair, tmp_path, place, option):
     sides = [pair[0], pair[0]]
     sides[place] = tmp_path / "empty"
     sides[place].mkdir()
@@ -198,7 +198,7 @@ def test_hints_name_the_option_of_the_side(run, pair, tmp_path, place, option):
     assert "--from" not in result.stderr
 
 
-def test_equal_numbers_of_another_dtype(run, tmp_path, monkeypatch):
+def test_equal_values_of_different_dtype_are_reported(run, tmp_path, monkeypatch):
     a, b = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     save_file({"x": torch.ones(3)}, a)
     save_file({"x": torch.ones(3).half()}, b)
@@ -211,7 +211,7 @@ def test_equal_numbers_of_another_dtype(run, tmp_path, monkeypatch):
     assert "0 of 3" not in result.stdout and "--ignore-dtype" not in result.stderr
 
 
-def test_a_pipe_gets_all_digits(run, tmp_path, monkeypatch):
+def test_diff_in_pipe_prints_all_digits(run, tmp_path, monkeypatch):
     a, b = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     save_file({"x": torch.tensor([1.0], dtype=torch.float64)}, a)
     save_file({"x": torch.tensor([1.0 + 1 / 3], dtype=torch.float64)}, b)

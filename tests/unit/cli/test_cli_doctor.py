@@ -25,7 +25,7 @@ def found(run, *args: object) -> dict[str, dict[str, str]]:
     return {check["name"]: check for check in document["checks"]}
 
 
-def test_nothing_is_wrong_here_and_nothing_is_left(run, tmp_path):
+def test_healthy_folder_has_no_failures_and_stays_unchanged(run, tmp_path):
     os.utime(tmp_path, ns=(1, 2))
     checks = found(run, tmp_path)
     assert not [one for one in checks.values() if one["status"] == "fail"]
@@ -35,7 +35,7 @@ def test_nothing_is_wrong_here_and_nothing_is_left(run, tmp_path):
     assert tmp_path.stat().st_mtime_ns == 2
 
 
-def test_torch_is_not_imported(tmp_path):
+def test_doctor_does_not_import_torch(tmp_path):
     code = (
         "import sys\nfrom ckptctl.cli.app import app\n"
         "try: app(['doctor', '-q'])\nexcept SystemExit: pass\n"
@@ -53,7 +53,7 @@ def test_torch_is_not_imported(tmp_path):
     assert done.stdout.endswith("[]\n"), done.stderr
 
 
-def test_for_people(run, tmp_path, monkeypatch):
+def test_doctor_on_terminal_lists_problems_with_hints(run, tmp_path, monkeypatch):
     from ckptctl.cli import output
 
     monkeypatch.setattr(output, "_is_terminal", lambda stream: True)
@@ -67,7 +67,7 @@ def test_for_people(run, tmp_path, monkeypatch):
     assert "locks" in run("doctor", tmp_path, "-q").stdout.splitlines()
 
 
-def test_a_package_that_is_missing_or_old(run, tmp_path, monkeypatch):
+def test_missing_and_outdated_packages_are_reported(run, tmp_path, monkeypatch):
     versions = {"torch": "2.5.1+cu124", "isal": None, "typer": None}
     real = doctor._find_version
     monkeypatch.setattr(doctor, "_find_version", lambda name: versions.get(name, real(name)))
@@ -82,7 +82,7 @@ def test_a_package_that_is_missing_or_old(run, tmp_path, monkeypatch):
     assert checks["rich"]["status"] == "ok" and "transformers" not in checks
 
 
-def test_torch_may_be_missing(run, tmp_path, monkeypatch):
+def test_missing_torch_is_only_a_warning(run, tmp_path, monkeypatch):
     real = doctor._find_version
     monkeypatch.setattr(
         doctor, "_find_version", lambda name: None if name == "torch" else real(name)
@@ -92,7 +92,7 @@ def test_torch_may_be_missing(run, tmp_path, monkeypatch):
     assert "merges" in check["hint"] and "`pip install torch`" in check["hint"]
 
 
-def test_what_a_checkout_needs_is_what_the_package_says():
+def test_needed_packages_match_pyproject():
     import tomllib
 
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
@@ -100,14 +100,14 @@ def test_what_a_checkout_needs_is_what_the_package_says():
     assert names == list(doctor.REQUIREMENTS)
 
 
-def test_slow_checksums(run, tmp_path, monkeypatch):
+def test_slow_checksums_are_a_warning(run, tmp_path, monkeypatch):
     import zlib
 
     monkeypatch.setattr(crc, "crc32", zlib.crc32)
     assert found(run, tmp_path)["checksums"]["status"] == "warn"
 
 
-def test_a_slow_start(monkeypatch):
+def test_slow_start_is_a_warning(monkeypatch):
     monkeypatch.setattr(doctor, "HEAVY_PACKAGES", ())
     assert doctor._check_start(0.1).status == "ok"
     assert doctor._check_start(0.9).status == "warn"
@@ -130,13 +130,15 @@ def test_a_slow_start(monkeypatch):
         ("locks", doctor.find_lock_problem, "No locks available", "fail", "enable file locks"),
     ],
 )
-def test_a_file_system_that_cannot(run, tmp_path, monkeypatch, name, probe, value, status, text):
+def test_file_system_limits_are_reported_with_hint(
+    run, tmp_path, monkeypatch, name, probe, value, status, text
+):
     monkeypatch.setattr(doctor, probe.__name__, lambda *_: value)
     check = found(run, tmp_path)[name]
     assert check["status"] == status and text in check["hint"]
 
 
-def test_a_file_system_without_atomic_renames(run, tmp_path, monkeypatch):
+def test_file_system_without_atomic_rename_is_a_warning(run, tmp_path, monkeypatch):
     def unsupported(*_):
         raise file_system.UnsupportedRenameError
 
@@ -149,13 +151,13 @@ def test_a_file_system_without_atomic_renames(run, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "status"), [("ext4", "ok"), ("nfs4", "warn"), ("overlay", "warn"), ("tmpfs", "warn")]
 )
-def test_kinds_of_file_systems(run, tmp_path, monkeypatch, kind, status):
+def test_file_system_type_sets_status(run, tmp_path, monkeypatch, kind, status):
     monkeypatch.setattr(file_system, "find_type", lambda path: kind)
     check = found(run, tmp_path)["location"]
     assert check["status"] == status and check["found"].endswith(f" on {kind}")
 
 
-def test_nothing_can_be_written(run, tmp_path, monkeypatch):
+def test_unwritable_folder_is_a_warning(run, tmp_path, monkeypatch):
     def refuse(**_):
         raise PermissionError(errno.EACCES, "Permission denied")
 
@@ -164,7 +166,7 @@ def test_nothing_can_be_written(run, tmp_path, monkeypatch):
     assert (check["status"], check["found"]) == ("warn", "Permission denied")
 
 
-def test_little_space(run, tmp_path, monkeypatch):
+def test_low_disk_space_hints_at_prune(run, tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "MIN_FREE_BYTES", 2**62)
     assert "prune" in found(run, tmp_path)["free space"]["hint"]
 
@@ -197,7 +199,7 @@ def clean():
         one.cache_clear()
 
 
-def test_plug_ins(run, tmp_path, monkeypatch, clean):
+def test_broken_and_conflicting_plugins_are_reported(run, tmp_path, monkeypatch, clean):
     points = "[ckptctl.formats]\nbroken = nothing.at.all:FORMAT\ndcp = other:FORMAT\n"
     add_package(tmp_path, monkeypatch, "one", points + "[ckptctl.converters]\nllama3 = one:X\n")
     points = "[ckptctl.formats]\ntwice = two:A\n[ckptctl.steps]\ncut = nothing:STEP\n"
@@ -213,12 +215,12 @@ def test_plug_ins(run, tmp_path, monkeypatch, clean):
     assert checks["step cut"]["found"] == "added by two, cannot be loaded"
 
 
-def test_steps_are_only_shown_if_a_package_adds_some(run, tmp_path):
+def test_steps_are_omitted_without_plugin_steps(run, tmp_path):
     checks = found(run, tmp_path)
     assert "formats" in checks and "steps" not in checks
 
 
-def test_the_token_is_not_shown(run, tmp_path, monkeypatch):
+def test_hub_token_is_checked_but_never_printed(run, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("HF_TOKEN", raising=False)
     assert found(run)["Hub token"]["found"].startswith("none")
@@ -233,7 +235,7 @@ def test_the_token_is_not_shown(run, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("where", ["set", "home", "cache"])
-def test_places_are_those_of_the_hub_client(where, tmp_path):
+def test_hub_cache_paths_match_huggingface_hub(where, tmp_path):
     """Compared with what huggingface_hub itself says, in a process of its own."""
     given = {
         "set": {"HF_HUB_CACHE": "~/hub-cache"},
@@ -258,13 +260,13 @@ def test_places_are_those_of_the_hub_client(where, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_ranks_without_a_place_to_meet(run, monkeypatch):
+def test_world_size_without_master_addr_is_a_warning(run, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     check = found(run)["ranks"]
     assert check["status"] == "warn" and "MASTER_ADDR" in check["found"]
 
 
-def test_the_file_system_of_a_path(monkeypatch, tmp_path):
+def test_file_system_type_is_read_from_mountinfo(monkeypatch, tmp_path):
     table = tmp_path / "mountinfo"
     table.write_text(
         "1 0 0:1 / / rw - ext4 /dev/a rw\n"
@@ -279,7 +281,7 @@ def test_the_file_system_of_a_path(monkeypatch, tmp_path):
     assert file_system.find_type(Path("/")) is None
 
 
-def test_where_it_looks(run, tmp_path):
+def test_doctor_accepts_file_url_but_not_s3(run, tmp_path):
     assert found(run, f"file://{tmp_path}")["location"]["found"].startswith(str(tmp_path))
     result = run("doctor", "")
     assert result.exit_code == 2 and "`.` is the working directory" in result.stderr

@@ -132,7 +132,7 @@ def clear(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("command", "line"), EXAMPLES, ids=lambda text: text)
-def test_an_example_runs(desk, command, line):
+def test_help_examples_run_successfully(desk, command, line):
     words = words_of(line)
     assert f"ckptctl {command}" in line
     clear(words)
@@ -143,5 +143,5 @@ def test_an_example_runs(desk, command, line):
     filtered(line, result.stdout)
 
 
-def test_examples_name_nothing_of_the_repository():
+def test_help_examples_do_not_mention_test_paths():
     assert not [line for _, line in EXAMPLES if "tests/" in line]

@@ -26,12 +26,12 @@ def base(tmp_path: Path) -> Path:
     return save_hf(tmp_path / "base", *tiny_llama("llama3"))
 
 
-def test_a_slice_that_is_given_twice(run, whole):
+def test_two_slices_are_a_usage_error(run, whole):
     result = run("extract", whole, "w[0]", "--slice", "[0:2]")
     assert result.exit_code == 2 and "two slices were given" in result.stderr
 
 
-def test_a_name_with_brackets_may_be_sliced(run, tmp_path):
+def test_tensor_name_with_brackets_can_be_sliced(run, tmp_path):
     save_file({"w[0]": torch.arange(3.0)}, tmp_path / "odd.safetensors")
     result = run("extract", tmp_path / "odd.safetensors", "w[0]", "--slice", "[1:2]")
     assert result.exit_code == 0 and result.stdout.splitlines()[1] == "[1]"
@@ -46,7 +46,7 @@ def test_a_name_with_brackets_may_be_sliced(run, tmp_path):
         ("list", "it is an object"),
     ],
 )
-def test_a_leaf_is_no_tensor_and_shown(run, whole, name, why):
+def test_extracting_non_tensor_is_an_error_that_shows_value(run, whole, name, why):
     result = run("extract", whole, name)
     assert result.exit_code == 5
     assert f"error: `{name}` is not a tensor" in result.stderr
@@ -56,12 +56,12 @@ def test_a_leaf_is_no_tensor_and_shown(run, whole, name, why):
     assert shown.exit_code == 0 and "step = 500" in shown.stdout
 
 
-def test_a_leaf_in_a_file_of_its_own(run, tmp_path):
+def test_value_of_non_tensor_in_dcp_is_shown(run, tmp_path):
     path = save_dcp(tmp_path / "dcp", {"model": {"w": torch.ones(2)}, "step": 7})
     assert "its value is 7" in run("extract", path, "step").stderr
 
 
-def test_a_name_of_another_layout(run, base):
+def test_key_of_another_layout_hints_at_layout_option(run, base):
     key = "layers.0.attention.wq.weight"
     result = run("extract", base, key)
     assert result.exit_code == 5
@@ -71,7 +71,7 @@ def test_a_name_of_another_layout(run, base):
     assert own.exit_code == 5 and "omit `--layout`" in own.stderr
 
 
-def test_root(run, tmp_path):
+def test_root_option_selects_prefix(run, tmp_path):
     state = {"w": torch.zeros(1)}
     path = tmp_path / "two.pt"
     torch.save({"model": state, "ema": {"w": torch.ones(1)}}, path)
@@ -90,7 +90,7 @@ def test_each_preview_follows_its_row(run, whole):
     assert lines[1::2] == ["[0 1 2 3 4 5]", "[1 1]"]
 
 
-def test_previews_that_are_left_out_are_spoken_of(run, tmp_path):
+def test_omitted_previews_are_noted(run, tmp_path):
     path = tmp_path / "many.safetensors"
     save_file({name: torch.ones(1) for name in ["x", *(f"w{n}" for n in range(MAX_SHOWN))]}, path)
     result = run("extract", path, "*")
@@ -102,7 +102,7 @@ def test_previews_that_are_left_out_are_spoken_of(run, tmp_path):
     assert not run("extract", path, "*", "-o", tmp_path / "out.pt").stderr
 
 
-def test_a_folder_is_not_replaced_by_a_file(run, whole, tmp_path):
+def test_folder_is_not_replaced_by_file(run, whole, tmp_path):
     target = tmp_path / "out.pt"
     target.mkdir()
     for command in (["extract", whole, "w"], ["report", whole]):
@@ -114,7 +114,7 @@ def test_a_folder_is_not_replaced_by_a_file(run, whole, tmp_path):
     assert target.is_dir() and not any(target.iterdir())
 
 
-def test_a_file_may_be_named_as_a_url(run, whole, tmp_path):
+def test_output_accepts_file_url_but_not_s3(run, whole, tmp_path):
     target = tmp_path / "out.safetensors"
     assert run("extract", whole, "w", "-o", f"file://{target}").exit_code == 0
     assert load_file(target)["model.w"].tolist() == [0, 1, 2, 3, 4, 5]

@@ -18,7 +18,7 @@ def document(result):
     return {one["name"]: one for one in json.loads(result.stdout)["formats"]}
 
 
-def test_all_formats(run):
+def test_formats_lists_all_and_marks_writable(run):
     found = document(run("formats", "--json"))
     assert list(found) == list(formats.list_format_names())
     assert [name for name, one in found.items() if one["written"]] == list(
@@ -27,14 +27,14 @@ def test_all_formats(run):
     assert run("formats", "-q").stdout.split() == list(formats.list_format_names())
 
 
-def test_a_row_for_each_in_a_pipe(run):
+def test_formats_in_pipe_prints_row_per_format(run):
     rows = [line.split("\t") for line in run("formats", "--no-header").stdout.splitlines()]
     assert [row[0] for row in rows] == list(formats.list_format_names())
     assert {row[0]: row[1:3] for row in rows}["torch"] == ["read, written", "any"]
     assert {row[0]: row[1:3] for row in rows}["deepspeed"] == ["read only", "any"]
 
 
-def test_all_about_one(run):
+def test_single_format_shows_options_and_details(run):
     found = document(run("formats", "deepspeed", "--json"))["deepspeed"]
     assert [one["option"] for one in found["choices"]] == [
         "--tag NAME",
@@ -47,20 +47,20 @@ def test_all_about_one(run):
     assert run("formats", "hf", "-q").stdout == "hf\n"
 
 
-def test_unknown(run):
+def test_unknown_format_gets_suggestion(run):
     result = run("formats", "deepsped")
     assert (result.exit_code, result.stdout) == (2, "")
     assert "did you mean `deepspeed`?" in result.stderr
 
 
 @pytest.mark.parametrize("name", ["HF", "safetensors", "HuggingFace"])
-def test_other_names_and_capitals_are_understood(run, name):
+def test_aliases_and_capitals_get_suggestion(run, name):
     result = run("formats", name)
     assert result.exit_code == 2 and "did you mean `hf`?" in result.stderr
 
 
 @pytest.mark.parametrize("name", WRITABLE)
-def test_what_is_said_about_written_ones_holds(run, tmp_path, tiny_llama3_hf, name):
+def test_described_write_behavior_matches_convert(run, tmp_path, tiny_llama3_hf, name):
     """What options do and refuse is what the format says."""
     said = document(run("formats", name, "--json"))[name]["written"]
     source = tiny_llama3_hf
@@ -83,7 +83,7 @@ def refused(*args, **options):
         ckptctl.plan_conversion(*args, **options)
 
 
-def test_an_adapter_is_never_cut(tmp_path, tiny_llama3_hf):
+def test_peft_adapter_rejects_max_shard_size(tmp_path, tiny_llama3_hf):
     with pytest.raises(UsageError, match="`max_shard_size` is not supported with `to='peft'`"):
         ckptctl.plan_conversion(tiny_llama3_hf, tmp_path / "o", to="peft", max_shard_size=GB)
 
@@ -115,7 +115,7 @@ def installed(monkeypatch):
     formats.load_plugin_format.cache_clear()
 
 
-def test_formats_of_other_packages_are_marked(run, installed, terminal):
+def test_plugin_formats_are_marked_with_package(run, installed, terminal):
     installed(acme=Point(Acme()))
     found = document(run("formats", "--json"))
     assert list(found)[-1] == "acme" and found["acme"]["package"] == "acme-checkpoints"
@@ -126,7 +126,7 @@ def test_formats_of_other_packages_are_marked(run, installed, terminal):
     ]
 
 
-def test_formats_of_other_packages_can_be_named(run, installed, tmp_path):
+def test_plugin_formats_can_be_selected(run, installed, tmp_path):
     installed(acme=Point(Acme()))
     assert run("inspect", tmp_path, "--from", "acme").exit_code == 4
     refused = run("inspect", tmp_path, "--from", "acne")
@@ -134,19 +134,19 @@ def test_formats_of_other_packages_can_be_named(run, installed, tmp_path):
 
 
 @pytest.mark.parametrize("found", [object(), FakeFormat()])
-def test_a_package_that_adds_no_format_is_named(run, installed, found):
+def test_broken_format_plugin_is_named(run, installed, found):
     installed(acme=Point(found))
     result = run("formats")
     assert (result.exit_code, result.stdout) == (2, "")
     assert "cannot load format `acme`" in result.stderr and "acme-checkpoints" in result.stderr
 
 
-def test_built_in_formats_win(run, installed):
+def test_built_in_formats_override_plugins(run, installed):
     installed(hf=Point(object()))
     assert document(run("formats", "--json"))["hf"]["package"] is None
 
 
-def test_a_module_that_cannot_be_imported_is_named(run, monkeypatch, tmp_path):
+def test_unimportable_format_module_is_named(run, monkeypatch, tmp_path):
     (tmp_path / "broken.py").write_text("FORMAT = Missing()\n")
     monkeypatch.setattr(formats, "__path__", [*formats.__path__, str(tmp_path)])
     formats.load_builtin_formats.cache_clear()
@@ -159,7 +159,7 @@ def test_a_module_that_cannot_be_imported_is_named(run, monkeypatch, tmp_path):
     assert "NameError: name 'Missing' is not defined" in result.stderr
 
 
-def test_on_a_terminal(terminal):
+def test_formats_fit_terminal_width(terminal):
     shown = terminal("formats", COLUMNS="80", NO_COLOR="1").splitlines()
     assert max(map(len, shown)) <= 80 and shown[0].startswith("format ")
     assert [line.split()[0] for line in shown[1:-1]] == list(formats.list_format_names())
@@ -168,7 +168,7 @@ def test_on_a_terminal(terminal):
     assert max(map(len, one.splitlines())) <= 80
 
 
-def test_torch_is_not_imported():
+def test_formats_does_not_import_torch():
     code = (
         f"import sys; from {list_known_formats.__module__} import "
         f"{list_known_formats.__name__} as formats; "

@@ -37,7 +37,7 @@ def rows(result):
     return [line.split("\t") for line in result.stdout.splitlines()]
 
 
-def test_plain(run, folder):
+def test_inspect_in_pipe_prints_facts_and_tensor_groups(run, folder):
     found = rows(run("inspect", folder))
     split = found.index([""])
     facts = dict(found[:split])
@@ -66,7 +66,7 @@ def test_plain(run, folder):
     ]
 
 
-def test_tensors(run, folder):
+def test_tensors_option_filters_and_sorts_tensors(run, folder):
     found = rows(run("inspect", folder, "--tensors", "--include", "layers.*", "--include", LONG))
     assert found[0] == ["name", "dtype", "shape", "bytes"]
     assert found[1] == ["layers.0.norm.weight", "f32", "[4]", "16"]
@@ -76,18 +76,18 @@ def test_tensors(run, folder):
     assert [int(row[3]) for row in by_size] == sorted((int(r[3]) for r in by_size), reverse=True)
 
 
-def test_depth(run, folder):
+def test_depth_option_groups_tensors(run, folder):
     found = rows(run("inspect", folder, "--depth", "1", "--include", "layers*"))
     assert found[-1] == ["layers", "6 tensors", "", "1", "432"]
 
 
-def test_quiet(run, folder):
+def test_quiet_inspect_prints_tensor_names(run, folder):
     assert run("inspect", folder, "-q", "--include", "*norm*").stdout.split() == [
         f"layers.{i}.norm.weight" for i in range(3)
     ]
 
 
-def test_json(run, folder):
+def test_json_inspect_contains_all_fields(run, folder):
     result = run("inspect", folder, "--json", "--include", "*wq*")
     assert result.stderr == ""
     found = json.loads(result.stdout)
@@ -102,7 +102,7 @@ def test_json(run, folder):
     }  # fmt: skip
 
 
-def test_stats(run, folder):
+def test_stats_option_adds_statistics(run, folder):
     found = rows(
         run("inspect", folder, "--tensors", "--stats", "--include", "layers.2.*", "--no-header")
     )
@@ -121,14 +121,14 @@ def test_stats(run, folder):
     assert all(t["stats"]["nan"] == 0 for t in body["tensors"])
 
 
-def test_markdown(run, folder):
+def test_markdown_option_prints_table(run, folder):
     text = run("inspect", folder, "--markdown").stdout
     assert "- **Format:** fake" in text
     assert "| `layers.[0-2].wq.weight` | [8, 4] | f32 | 3 | 384 B |" in text
     assert "\x1b" not in text
 
 
-def test_inspect_of_a_damaged_checkpoint_warns(run, fake, folder):
+def test_inspect_of_damaged_checkpoint_warns(run, fake, folder):
     catalog = fake.known[folder]
     fake.known[folder] = replace(catalog, files={"data.raw": 10})
     result = run("inspect", folder)
@@ -138,7 +138,7 @@ def test_inspect_of_a_damaged_checkpoint_warns(run, fake, folder):
     assert json.loads(run("inspect", folder, "--json").stdout)["complete"] is False
 
 
-def test_run_folder(run, fake, folder):
+def test_inspect_of_run_lists_steps_in_order(run, fake, folder):
     fake.save(folder.parent / "step-10", {"w": torch.ones(2)})
     fake.save(folder.parent / "step-9", {"w": torch.ones(2)})
     found = rows(run("inspect", folder.parent, "--no-header"))
@@ -148,14 +148,14 @@ def test_run_folder(run, fake, folder):
     assert quiet == [str(folder.parent / row[0]) for row in found]
 
 
-def test_folder_of_checkpoints_without_steps(run, fake, folder):
+def test_inspect_of_folder_lists_checkpoints_without_steps(run, fake, folder):
     fake.save(folder.parent / "d", {"w": torch.ones(2)})
     found = rows(run("inspect", folder.parent, "--no-header"))
     assert [row[0] for row in found] == [str(folder.parent / n) for n in ("c", "d")]
     assert found[1][1:] == ["fake", "8", "complete"]
 
 
-def test_run_with_a_member_that_cannot_be_read(run, reader, tiny_llama3_hf, tmp_path):
+def test_inspect_of_run_reports_unreadable_checkpoint(run, reader, tiny_llama3_hf, tmp_path):
     for name in ("step-1", "step-2"):
         shutil.copytree(tiny_llama3_hf, tmp_path / name)
     (tmp_path / "step-2" / "model-00002-of-00003.safetensors").unlink()
@@ -176,14 +176,14 @@ def test_run_with_a_member_that_cannot_be_read(run, reader, tiny_llama3_hf, tmp_
     "options",
     [["--stats"], ["--tensors"], ["--include", "w"], ["--markdown"], ["--stats", "--json"]],
 )
-def test_what_a_run_folder_has_no_answer_to(run, fake, folder, options):
+def test_single_checkpoint_options_are_refused_for_run(run, fake, folder, options):
     fake.save(folder.parent / "step-9", {"w": torch.ones(2)})
     result = run("inspect", folder.parent, *options)
     assert (result.exit_code, result.stdout) == (2, "")
     assert f"{options[0]}` requires one checkpoint" in result.stderr
 
 
-def test_a_terminal_shows_some_of_many_model_types(run, terminal, tmp_path):
+def test_terminal_caps_list_of_model_types(run, terminal, tmp_path):
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
     weights = {name.format("A"): torch.ones(4, 64), name.format("B"): torch.ones(64, 4)}
     save_file(weights, tmp_path / "adapter_model.safetensors", {"format": "pt"})
@@ -198,7 +198,7 @@ def test_a_terminal_shows_some_of_many_model_types(run, terminal, tmp_path):
     assert f"-lora and {count - MAX_SHOWN_CANDIDATES} more (set it with `-m NAME`)" in line
 
 
-def test_unknown_format(run, fake, folder):
+def test_unknown_format_is_a_usage_error_with_suggestion(run, fake, folder):
     result = run("inspect", folder, "--from", "fak")
     assert result.exit_code == 2
     assert result.stderr == (
@@ -208,12 +208,12 @@ def test_unknown_format(run, fake, folder):
 
 
 @pytest.mark.parametrize("args", [["--depth", "0"], ["--sort", "age"], ["--depth", "x"]])
-def test_bad_options(run, folder, args):
+def test_invalid_inspect_options_are_usage_errors(run, folder, args):
     result = run("inspect", folder, *args)
     assert (result.exit_code, result.stdout) == (2, "")
 
 
-def test_a_wide_terminal_shows_where_the_bytes_are(terminal, tiny_llama3_hf):
+def test_wide_terminal_shows_size_bars(terminal, tiny_llama3_hf):
     wide = terminal("inspect", tiny_llama3_hf, COLUMNS="100", NO_COLOR="1")
     bars_ = {line.split()[0]: line.split()[-1] for line in wide.splitlines() if "█" in line}
     assert bars_["model.layers.[0-1]"] == "█" * 16
@@ -223,13 +223,13 @@ def test_a_wide_terminal_shows_where_the_bytes_are(terminal, tiny_llama3_hf):
         assert "█" not in shown and "\\u25" not in shown
 
 
-def test_shares():
+def test_share_draws_fractional_bar():
     assert [format_bar(part, 32, 2) for part in (0, 1, 2, 16, 17, 31, 32)] == [
         *("", "▏", "▏", "█", "█▏", "██", "██"),
     ]
 
 
-def test_bars():
+def test_bars_scale_to_largest_value():
     assert format_histogram((0, 1, 4, 8)) == ".▂▅█"
     assert format_histogram(()) == ""
 
@@ -245,7 +245,7 @@ def save_quantized(path, scale_shape):
     return path
 
 
-def test_quantized(run, reader, terminal, tmp_path):
+def test_quantized_checkpoint_is_reported_with_dequantize_hint(run, reader, terminal, tmp_path):
     folder = save_quantized(tmp_path / "fp8", (2, 1))
     found = json.loads(run("inspect", folder, "--json").stdout)
     assert found["quantized"] == {"a.weight": "fp8 with 128x128 blocks"}
@@ -256,7 +256,7 @@ def test_quantized(run, reader, terminal, tmp_path):
     assert "  quantized: 1 tensor, fp8 with 128x128 blocks" in terminal("inspect", folder)
 
 
-def test_what_cannot_be_dequantized_is_not_advised(run, tmp_path):
+def test_mismatched_scales_get_no_dequantize_hint(run, tmp_path):
     result = run("inspect", save_quantized(tmp_path / "fp8", (3, 3)), "--json")
     found = json.loads(result.stdout)
     assert (list(found["quantized"].values()), found["dequantizable"]) == (
@@ -266,7 +266,7 @@ def test_what_cannot_be_dequantized_is_not_advised(run, tmp_path):
     assert "--dequantize" not in run("inspect", tmp_path / "fp8").stderr
 
 
-def test_a_folder_that_cannot_be_read_hides_no_other(run, tiny_llama3_hf, tmp_path, monkeypatch):
+def test_unreadable_folder_does_not_hide_others(run, tiny_llama3_hf, tmp_path, monkeypatch):
     for name in ("locked", "model"):
         (tmp_path / "a" / name).mkdir(parents=True)
     sniff = formats.sniff_formats
@@ -282,7 +282,7 @@ def test_a_folder_that_cannot_be_read_hides_no_other(run, tiny_llama3_hf, tmp_pa
     assert "subfolders contain `a/model`" in result.stderr
 
 
-def test_what_is_no_checkpoint(run, tmp_path):
+def test_unrecognized_folder_error_lists_contents(run, tmp_path):
     assert "not a recognized checkpoint" in run("inspect", tmp_path).stderr
     assert "formats match; the folder is empty" in run("inspect", tmp_path).stderr
     (tmp_path / "b10").touch()
@@ -290,7 +290,7 @@ def test_what_is_no_checkpoint(run, tmp_path):
     assert "formats match; the folder contains `b9/`, `b10`\n" in run("inspect", tmp_path).stderr
 
 
-def test_many_possible_model_types(run, tmp_path, monkeypatch):
+def test_candidate_model_types_are_listed(run, tmp_path, monkeypatch):
     from ckptctl.cli import output
 
     save_file({"model.norm.weight": torch.zeros(4)}, tmp_path / "x.safetensors")
@@ -304,7 +304,7 @@ def test_many_possible_model_types(run, tmp_path, monkeypatch):
     assert f"  model type: one of {', '.join(possible)} (set it with `-m NAME`)\n" in shown
 
 
-def test_values_of_leaves(run, tmp_path, monkeypatch):
+def test_values_of_non_tensors_are_shown(run, tmp_path, monkeypatch):
     leaves = {"step": 500, "lr": float("nan"), "list": [1], "text": "x" * 1000, "on": True}
     path = save_dcp(tmp_path / "dcp", {"model": {"w": torch.ones(2)}, **leaves})
     found = json.loads(run("inspect", path, "--json").stdout)
@@ -315,7 +315,7 @@ def test_values_of_leaves(run, tmp_path, monkeypatch):
     assert "non-tensor values: `step` = 500, `lr` = nan, `on` = True, " in shown
 
 
-def test_leaves_that_cannot_be_read_have_no_value(run, tmp_path):
+def test_damaged_non_tensors_have_no_value(run, tmp_path):
     path = save_dcp(tmp_path / "dcp", {"model": {"w": torch.ones(2)}, "step": 500, "lr": 0.5})
     blob = formats.open_checkpoint(path).blobs["lr"]
     data = bytearray((path / blob.file).read_bytes())
@@ -334,13 +334,13 @@ def test_leaves_that_cannot_be_read_have_no_value(run, tmp_path):
         (["--weights", "some"], 2, "known: master, module"),
     ],
 )
-def test_what_readers_offer_arrives(run, options, code, said):
+def test_reader_options_select_weights_and_tag(run, options, code, said):
     result = run("inspect", DATA / "deepspeed" / "z1_bf16" / "ckpt", "--tensors", *options)
     assert result.exit_code == code, result.output
     assert said in result.output
 
 
-def test_hints_of_a_run_can_be_typed(run, reader, fake, tmp_path, monkeypatch):
+def test_run_hint_is_valid_for_path_with_leading_dash(run, reader, fake, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     fake.save(tmp_path / "-dash" / "step-1", {"w": torch.ones(2)})
     fake.save(tmp_path / "-dash" / "step-2", {"w": torch.ones(2)})
@@ -348,7 +348,7 @@ def test_hints_of_a_run_can_be_typed(run, reader, fake, tmp_path, monkeypatch):
     assert "`ckptctl latest -- -dash`" in said
 
 
-def test_what_would_be_refused_is_not_advised(run, reader, tmp_path):
+def test_latest_is_hinted_only_if_it_succeeds(run, reader, tmp_path):
     """`latest` names none where none is complete, or a newer one is neither complete nor torn."""
     tear(save_step(tmp_path / "run" / "step-1"))
     assert "ckptctl latest" not in run("inspect", tmp_path / "run").stderr
@@ -357,7 +357,7 @@ def test_what_would_be_refused_is_not_advised(run, reader, tmp_path):
     assert "ckptctl latest" in run("inspect", tmp_path / "run").stderr
 
 
-def test_a_folder_of_checkpoints_that_are_not_of_a_run(run, tmp_path):
+def test_folder_without_run_is_refused_by_verify_only(run, tmp_path):
     for name in ("a", "b"):
         save_step(tmp_path / name)
     refused = run("verify", tmp_path).stderr

@@ -5,7 +5,7 @@ import pytest
 
 @pytest.mark.parametrize("command", ["ls", "latest"])
 @pytest.mark.parametrize("name", ["model", "two words"])
-def test_what_is_no_run_can_be_looked_at(run, tiny_llama3_hf, tmp_path, command, name):
+def test_ls_and_latest_of_non_run_hint_at_inspect(run, tiny_llama3_hf, tmp_path, command, name):
     (tmp_path / name).mkdir()
     for path in (tiny_llama3_hf, tmp_path / name):
         result = run(command, path)
@@ -14,7 +14,7 @@ def test_what_is_no_run_can_be_looked_at(run, tiny_llama3_hf, tmp_path, command,
         assert f"hint: list its contents with `ckptctl inspect {quoted}`\n" in result.stderr
 
 
-def test_a_run_of_megatron(run, tmp_path, tiny_llama3_hf):
+def test_megatron_release_and_stale_tracker_are_reported(run, tmp_path, tiny_llama3_hf):
     """It begins with weights of no step, and its tracker file may name a step that is gone."""
     folder = tmp_path / "run"
     assert run("convert", tiny_llama3_hf, folder, "--to", "mcore").exit_code == 0

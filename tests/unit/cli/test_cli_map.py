@@ -16,13 +16,13 @@ def rows(result):
     return [line.split("\t") for line in result.stdout.splitlines()[1:]]
 
 
-def test_a_permuted_key(run):
+def test_permuted_key_shows_head_permutation(run):
     assert rows(run("map", Q, "-m", "llama3", "--to-layout", "meta")) == [
         ["layers.7.attention.wq.weight", "[:, :]", "(h r p) d", Q, "[:, :]", "(h p r) d", REORDERED]
     ]
 
 
-def test_a_part_of_a_fused_tensor(run):
+def test_fused_tensor_maps_to_slices(run):
     found = rows(run("map", QKV, "-m", "phi3", "--to-layout", "torchtune"))
     assert [row[4] for row in found] == [
         "[0:h*e, :]",
@@ -31,13 +31,13 @@ def test_a_part_of_a_fused_tensor(run):
     ]
 
 
-def test_sizes_make_numbers(run):
+def test_set_option_turns_slices_into_numbers(run):
     sizes = ("--set", "num_attention_heads=32", "--set", "k=8", "--set", "hidden_size=4096")
     found = rows(run("map", QKV, "-m", "phi3", "--to-layout", "torchtune", *sizes))
     assert [row[4] for row in found] == ["[0:4096, :]", "[4096:5120, :]", "[5120:6144, :]"]
 
 
-def test_sizes_of_a_configuration(run, tiny_llama3_hf):
+def test_config_option_supplies_sizes(run, tiny_llama3_hf):
     target = ("-m", "llama3", "--to-layout", "meta", "--config", tiny_llama3_hf)
     shape = json.loads(run("map", Q, *target, "--json").stdout)["targets"][0]
     assert shape["shape"] == ["h*e", "d"] and shape["numbers"] == [64, 64]
@@ -45,7 +45,7 @@ def test_sizes_of_a_configuration(run, tiny_llama3_hf):
     assert refused.exit_code == 2 and "--set n_heads=3` contradicts" in refused.stderr
 
 
-def test_the_configuration_says_the_model_type(run, tiny_llama3_hf, tmp_path):
+def test_config_option_supplies_model_type(run, tiny_llama3_hf, tmp_path):
     target = ("--to-layout", "meta", "--config")
     found = run("map", Q, *target, tiny_llama3_hf, "--json")
     assert json.loads(found.stdout)["model_type"] == "llama3"
@@ -58,7 +58,7 @@ def test_the_configuration_says_the_model_type(run, tiny_llama3_hf, tmp_path):
 
 
 @pytest.mark.parametrize("files", ["both", "params.json"])
-def test_heads_that_ranks_repeat_count_once(run, tmp_path, files):
+def test_repeated_kv_heads_count_once(run, tmp_path, files):
     state, config = tiny_llama("llama3", heads=4, kv_heads=2)
     meta = save_meta(tmp_path / "meta", state, config, 4)
     assert json.loads((meta / "params.json").read_text())["n_kv_heads"] == 4
@@ -70,7 +70,7 @@ def test_heads_that_ranks_repeat_count_once(run, tmp_path, files):
     assert json.loads(found.stdout)["sizes"]["k"] == 2
 
 
-def test_what_fills_a_fused_tensor(run):
+def test_fused_target_lists_all_sources(run):
     key = "layers.0.attn.k_proj.weight"
     found = rows(run("map", key, "-m", "phi3", "--to-layout", "hf"))
     assert {row[0] for row in found} == {"model.layers.0.self_attn.qkv_proj.weight"}
@@ -78,14 +78,14 @@ def test_what_fills_a_fused_tensor(run):
     assert found[1][1] == "[h*e:h*e + k*e, :]"
 
 
-def test_an_expert_among_stacked_ones(run):
+def test_single_expert_maps_into_stacked_tensor(run):
     key = "layers.3.feed_forward.experts.5.w1.weight"
     found = rows(run("map", key, "-m", "mixtral", "--to-layout", "hf-v5", "--set", "f=10"))
     assert found[0][1] == "[5:6, 0:10, :]" and found[0][3] == key
     assert found[1][3] == key.replace("5", "{x}")
 
 
-def test_all_experts_of_a_stacked_tensor(run):
+def test_stacked_tensor_maps_to_all_experts(run):
     key = "model.layers.3.mlp.experts.gate_up_proj"
     result = run("map", key, "-m", "mixtral", "--to-layout", "mistral", "-q")
     assert result.stdout.splitlines() == [
@@ -94,12 +94,12 @@ def test_all_experts_of_a_stacked_tensor(run):
     ]
 
 
-def test_a_template(run):
+def test_template_key_maps_to_template(run):
     found = rows(run("map", Q.replace("7", "{i}"), "-m", "llama3", "--to-layout", "meta"))
     assert found[0][0] == "layers.{i}.attention.wq.weight"
 
 
-def test_tied_and_dropped(run):
+def test_dropped_and_tied_keys_are_marked(run):
     found = rows(run("map", "rope.freqs", "-m", "llama3", "--to-layout", "hf"))
     assert found[0][-1].startswith("dropped: rotary frequencies")
     tied = ("-m", "llama3_2", "--from-layout", "hf", "--to-layout", "meta")
@@ -108,7 +108,7 @@ def test_tied_and_dropped(run):
     assert [row[0] for row in both] == ["tok_embeddings.weight", "output.weight"]
 
 
-def test_layers_that_are_numbered_together(run):
+def test_mtp_layer_keys_map_with_layer_count(run):
     key = "model.layers.{}.input_layernorm.weight"
     target = ("-m", "deepseek_v3", "--from-layout", "hf", "--to-layout", "torchtitan@0.3")
     known = ("--set", "num_hidden_layers=61")
@@ -142,18 +142,18 @@ def test_layers_that_are_numbered_together(run):
         (Q, ["--to-layout", "meta", "--config", "/nothing"], 3, "no such file or directory"),
     ],
 )
-def test_refusals(run, key, options, code, said):
+def test_invalid_map_arguments_are_errors(run, key, options, code, said):
     result = run("map", key, "-m", "llama3", *options)
     assert (result.exit_code, result.stdout) == (code, "")
     assert said in result.stderr
 
 
-def test_a_key_without_layer_is_numbered_by_none(run):
+def test_key_without_layer_prints_no_note(run):
     target = ("-m", "deepseek_v3", "--from-layout", "hf", "--to-layout", "torchtitan@0.3")
     assert not run("map", "lm_head.weight", *target).stderr
 
 
-def test_on_a_terminal(terminal):
+def test_map_on_terminal_shows_shapes_and_slices(terminal):
     shown = terminal(
         "map", QKV, "-m", "phi3", "--to-layout", "torchtune", "--set", "d=8", COLUMNS="140"
     )
@@ -161,7 +161,7 @@ def test_on_a_terminal(terminal):
     assert f"[h*e:h*e + k*e, :] of {QKV}" in shown
 
 
-def test_amounts():
+def test_symbolic_sizes_add_and_multiply():
     assert str(SymbolicSize("h*e") + SymbolicSize("0", 0)) == "h*e"
     assert str(SymbolicSize("h", 2) + SymbolicSize("k")) == "h + k"
     assert str(SymbolicSize("h", 2) + SymbolicSize("k", 3)) == "5"
@@ -170,7 +170,7 @@ def test_amounts():
     assert str(SymbolicSize("2", 2) * SymbolicSize("f", 4)) == "8"
 
 
-def test_config_may_be_the_file_itself(run, tmp_path):
+def test_config_option_accepts_file(run, tmp_path):
     base = save_hf(tmp_path / "base", *tiny_llama("llama3"))
     key = Q.replace("7", "1")
     words = ("map", key, "-m", "llama3", "--to-layout", "meta", "--json", "--config")
@@ -182,7 +182,7 @@ def test_config_may_be_the_file_itself(run, tmp_path):
 
 
 @pytest.mark.parametrize(("number", "said"), [(1, False), (2, True), (99, True)])
-def test_a_layer_that_the_model_has_not(run, number, said):
+def test_layer_beyond_model_is_noted(run, number, said):
     key = Q.replace("7", str(number))
     words = ("map", key, "-m", "llama3", "--to-layout", "meta")
     result = run(*words, "--set", "num_hidden_layers=2")

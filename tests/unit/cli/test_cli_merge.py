@@ -24,7 +24,7 @@ def adapter(tmp_path: Path) -> Path:
     return save_peft(tmp_path / "adapter", random_adapter(STATE))
 
 
-def test_merge_says_what_it_does(run, base, adapter, tmp_path):
+def test_merge_reports_adapter_and_changed_tensors(run, base, adapter, tmp_path):
     result = run("merge", base, adapter, tmp_path / "out", "--verify")
     assert result.exit_code == 0, result.output
     assert "adapter peft, layout peft · 14 tensors changed (scale 2)\n" in result.stderr
@@ -38,7 +38,7 @@ def test_dry_run_writes_nothing(run, base, adapter, tmp_path):
     assert result.exit_code == 0 and sorted(tmp_path.iterdir()) == before
 
 
-def test_the_json_is_documented(run, base, adapter, tmp_path):
+def test_merge_json_fields_are_documented(run, base, adapter, tmp_path):
     result = run("merge", base, adapter, tmp_path / "out", "--json")
     found = json.loads(result.stdout)
     assert found["schema"] == "ckptctl.merge/1"
@@ -48,7 +48,7 @@ def test_the_json_is_documented(run, base, adapter, tmp_path):
     assert known <= set(fields_of(found)) <= known | conversion
 
 
-def test_errors_have_their_codes(run, base, adapter, tmp_path):
+def test_merge_errors_set_exit_codes(run, base, adapter, tmp_path):
     assert run("merge", base, base, tmp_path / "out").exit_code == 5
     assert run("merge", base, tmp_path / "nothing", tmp_path / "out").exit_code == 3
     assert run("merge", base, adapter, tmp_path / "out", "--lora-alpha", "-1").exit_code == 2
@@ -58,7 +58,7 @@ def test_errors_have_their_codes(run, base, adapter, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_inspect_names_an_adapter(run, adapter):
+def test_inspect_recognizes_adapter(run, adapter):
     found = json.loads(run("inspect", adapter, "--json").stdout)
     assert (found["format"], found["layout"]) == ("peft", "peft")
     assert (found["verdict"], found["complete"], found["scope"]) == ("complete", None, "structure")
@@ -66,7 +66,7 @@ def test_inspect_names_an_adapter(run, adapter):
     assert any(name.endswith("-lora") for name in found["candidates"])
 
 
-def test_convert_writes_what_peft_reads(run, base, adapter, tmp_path):
+def test_convert_roundtrips_adapter_through_torchtune(run, base, adapter, tmp_path):
     options = ["--assets", base, "--to-layout", "torchtune"]
     result = run("convert", adapter, tmp_path / "tune.pt", "--to", "torch", *options)
     assert result.exit_code == 0, result.output
@@ -90,6 +90,6 @@ def test_convert_writes_what_peft_reads(run, base, adapter, tmp_path):
     assert result.exit_code == 2 and "--lora-alpha" in result.stderr
 
 
-def test_a_model_is_no_adapter(run, base, tmp_path):
+def test_converting_model_to_peft_is_a_usage_error(run, base, tmp_path):
     result = run("convert", base, tmp_path / "out", "--to", "peft")
     assert result.exit_code == 2 and "the `peft` format only stores adapters" in result.stderr

@@ -12,13 +12,13 @@ def document(result):
     return json.loads(result.stdout)["models"]
 
 
-def test_all_families(run):
+def test_models_lists_all_families(run):
     found = document(run("models", "--json"))
     assert [model["name"] for model in found] == sorted(load_families())
     assert run("models", "-q").stdout.split() == sorted(load_families())
 
 
-def test_a_row_for_each_layout_in_a_pipe(run):
+def test_models_in_pipe_prints_row_per_layout(run):
     rows = [line.split("\t") for line in run("models", "--no-header").stdout.splitlines()]
     assert len(rows) == sum(len(family.layouts) for family in load_families().values())
     shown = {(row[0], row[1]): row for row in rows}
@@ -26,7 +26,7 @@ def test_a_row_for_each_layout_in_a_pipe(run):
     assert shown["llama3", "meta"][5].startswith("config.json: model_type llama, rope_theta")
 
 
-def test_what_is_not_proven_says_so(run):
+def test_unproven_layouts_are_marked_not_validated(run):
     for model in document(run("models", "--json")):
         for layout in model["layouts"]:
             family = load_families()[model["name"]]
@@ -41,7 +41,7 @@ def test_what_is_not_proven_says_so(run):
     assert said == "not validated by logits; names and axes are from the sources of Megatron-Bridge"
 
 
-def test_what_has_no_other_program_s_names_is_carried(run, terminal):
+def test_untranslated_families_are_marked_as_copied(run, terminal):
     found = {model["name"]: model["translated"] for model in document(run("models", "--json"))}
     assert found["llama3"] and found["qwen3_5"]
     assert not found["falcon_h1"] and not found["olmo"]
@@ -50,7 +50,7 @@ def test_what_has_no_other_program_s_names_is_carried(run, terminal):
     assert "copied, not translated" not in terminal("models", "qwen3_5", COLUMNS="120")
 
 
-def test_only_one_layout(run):
+def test_layout_option_filters_models(run):
     found = document(run("models", "--layout", "torchtune", "--json"))
     assert found and all([x["name"] for x in m["layouts"]] == ["torchtune"] for m in found)
     assert "cohere2" not in {model["name"] for model in found}
@@ -66,13 +66,13 @@ def test_only_one_layout(run):
         (["llama3", "--layout", "mistral"], "its layouts are `hf`, `meta`"),
     ],
 )
-def test_what_is_not_there(run, arguments, said):
+def test_unknown_model_or_layout_is_a_usage_error(run, arguments, said):
     result = run("models", *arguments)
     assert (result.exit_code, result.stdout) == (2, "")
     assert said in result.stderr
 
 
-def test_tables_say_what_the_families_say(run):
+def test_json_tables_show_parts_axes_and_sizes(run):
     (mixtral,) = document(run("models", "mixtral", "--json"))
     rows = {
         (table["name"], row["tensor"]): row for table in mixtral["tables"] for row in table["rows"]
@@ -87,7 +87,7 @@ def test_tables_say_what_the_families_say(run):
     ]
 
 
-def test_keys_that_no_other_family_has(run):
+def test_own_keys_match_only_their_family(run):
     (found,) = document(run("models", "mixtral", "--layout", "mistral", "--json"))
     for template in found["tables"][0]["own_keys"]:
         key = template.format(i=0, x=0)
@@ -101,19 +101,19 @@ def test_keys_that_no_other_family_has(run):
     assert found["tables"][0]["own_keys"]
 
 
-def test_layouts_that_are_alike_are_not_repeated(run):
+def test_identical_layouts_are_not_repeated(run):
     (found,) = document(run("models", "llama2", "--json"))
     alike = {table["name"]: table["same_as"] for table in found["tables"]}
     assert alike["torchtitan@0.2"] == "meta" and alike["meta"] is None
 
 
-def test_on_a_terminal(terminal):
+def test_models_on_terminal_shows_parts_and_size_sources(terminal):
     shown = terminal("models", "mixtral", "--layout", "hf-v5", COLUMNS="120")
     assert "part 1 of w1 + w3 along dimension 1" in shown
     assert "num_local_experts (config.json)" in shown
 
 
-def test_a_list_fits_the_terminal(terminal):
+def test_models_list_fits_terminal(terminal):
     wide = terminal("models", COLUMNS="160").splitlines()
     assert any(line.startswith("deepseek_v3") and line.endswith("mcore-local") for line in wide)
     narrow = terminal("models", COLUMNS="80", NO_COLOR="1").splitlines()
@@ -121,7 +121,7 @@ def test_a_list_fits_the_terminal(terminal):
     assert [line.split()[0] for line in narrow[1:-1]] == sorted(load_families())
 
 
-def test_a_list_parses_no_table():
+def test_listing_models_parses_no_tables():
     code = (
         "from ckptctl import models; from ckptctl.planner.families import tables;"
         "tables.parse_tables = None; import sys; models();"

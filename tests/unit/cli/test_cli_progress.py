@@ -32,7 +32,7 @@ def drive(clock, output=None):
     return advance
 
 
-def test_a_line_every_ten_seconds(clock, capsys):
+def test_progress_line_is_printed_every_ten_seconds(clock, capsys):
     drive(clock)
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -43,14 +43,14 @@ def test_a_line_every_ten_seconds(clock, capsys):
 
 
 @pytest.mark.parametrize("how", ["quiet", "machine", "environment"])
-def test_silence(clock, capsys, monkeypatch, how):
+def test_progress_is_silent_when_disabled(clock, capsys, monkeypatch, how):
     if how == "environment":
         monkeypatch.setenv("CKPTCTL_NO_PROGRESS", "1")
     assert drive(clock, Printer(how == "machine", how == "quiet")) is None
     assert capsys.readouterr().err == ""
 
 
-def test_a_bar_on_a_terminal(clock, monkeypatch):
+def test_terminal_shows_progress_bar(clock, monkeypatch):
     shown = Terminal()
     monkeypatch.setattr(sys, "stderr", shown)
     monkeypatch.setenv("TERM", "xterm")
@@ -61,7 +61,7 @@ def test_a_bar_on_a_terminal(clock, monkeypatch):
     assert "4.0 MiB of 4.0 MiB (100 %)" in shown.getvalue()
 
 
-def test_what_comes_first_has_no_numbers(clock, capsys, monkeypatch):
+def test_first_phase_is_shown_without_numbers(clock, capsys, monkeypatch):
     lines = module._LineDisplay(Printer(), "copying", 4 << 20, None, "loading torch")
     for nbytes in (0, 1 << 20):
         clock[0] += 11
@@ -96,21 +96,21 @@ def pace(clock, *steps):
     return lines.list_speed_facts(clock[0])
 
 
-def test_what_was_there_already_is_no_speed(clock):
+def test_resumed_bytes_do_not_count_as_speed(clock):
     resumed = ((1, 600 << 30), (0.1, 100 << 30))
     assert pace(clock, *resumed) == ()
     assert pace(clock, *resumed, *[(1, 1 << 30)] * 4)[0] == "1.0 GiB/s"
 
 
-def test_only_the_last_seconds_count(clock):
+def test_speed_is_measured_over_last_seconds(clock):
     assert pace(clock, *[(1, 1 << 20)] * 60, *[(1, 8 << 20)] * 30)[0] == "8.0 MiB/s"
 
 
-def test_steps_that_take_long(clock):
+def test_speed_of_slow_steps_is_measured(clock):
     assert pace(clock, *[(60, 6 << 30)] * 3)[0] == "102.4 MiB/s"
 
 
-def test_speed_falls_while_nothing_is_done(clock):
+def test_speed_falls_while_stalled(clock):
     lines = made(total=1 << 40)
     for _ in range(40):
         clock[0] += 1
@@ -120,20 +120,20 @@ def test_speed_falls_while_nothing_is_done(clock):
     assert lines.list_speed_facts(clock[0])[0] == "256.0 KiB/s"
 
 
-def test_the_end_has_a_name(clock):
+def test_completed_copy_is_shown_as_syncing(clock):
     lines = made()
     lines.advance(4 << 20)
     assert (lines.activity, lines.list_speed_facts(clock[0])) == ("syncing", ())
 
 
-def test_a_narrow_terminal_gets_less(clock):
+def test_narrow_terminal_shows_only_percent(clock):
     bar = made(module._BarDisplay)
     bar.done = 1 << 20
     assert bar.format_status(module.NARROW_COLUMNS - 1) == "25 %"
     assert bar.format_status(module.NARROW_COLUMNS) == "1.0 MiB of 4.0 MiB (25 %)"
 
 
-def test_a_bar_does_not_wait_for_the_first_step(monkeypatch):
+def test_bar_appears_before_first_step(monkeypatch):
     shown = Terminal()
     monkeypatch.setattr(sys, "stderr", shown)
     monkeypatch.setattr(module, "QUIET_SECONDS", 0.01)
@@ -145,7 +145,7 @@ def test_a_bar_does_not_wait_for_the_first_step(monkeypatch):
     assert "0 B of 10 B (0 %)" in shown.getvalue()
 
 
-def test_no_bar_for_what_is_quick(clock, monkeypatch):
+def test_quick_operation_shows_no_bar(clock, monkeypatch):
     shown = Terminal()
     monkeypatch.setattr(sys, "stderr", shown)
     with show_progress(Printer(), "copying", 10) as advance:
@@ -153,7 +153,7 @@ def test_no_bar_for_what_is_quick(clock, monkeypatch):
     assert shown.getvalue() == ""
 
 
-def test_the_beginning_is_not_asked_for_where_nobody_looks():
+def test_beginning_text_is_not_computed_if_quiet():
     def beginning() -> str:
         raise AssertionError("asked")
 

@@ -33,7 +33,7 @@ def names(root: Path) -> list[str]:
     return sorted(item.name for item in root.iterdir() if item.name.startswith("step"))
 
 
-def test_the_plan_for_a_pipe(run, reader, root):
+def test_dry_run_in_pipe_lists_decisions_and_changes_nothing(run, reader, root):
     before = snapshot(root)
     result = run("prune", root, "--keep-last", 1, "--dry-run", "--no-header")
     assert result.exit_code == 0, result.stderr
@@ -51,7 +51,7 @@ def test_the_plan_for_a_pipe(run, reader, root):
 
 
 @pytest.mark.parametrize("flags", [["-n"], ["-ny"], ["-yn"], ["--dry-run", "-y"]])
-def test_the_hint_is_what_to_type_next(flags):
+def test_dry_run_hint_is_command_without_dry_run(flags):
     """The plan alone is not asked for again."""
     more = [] if flags == ["-n"] else ["-y"]
     remember_command_line(["prune", "a b", *flags, "--keep", "x-n"])
@@ -59,7 +59,7 @@ def test_the_hint_is_what_to_type_next(flags):
     assert format_command_line("--json") == said
 
 
-def test_nobody_can_be_asked(run, root):
+def test_prune_without_terminal_requires_yes(run, root):
     before = snapshot(root)
     result = run("prune", root, "--keep-last", 1)
     assert result.exit_code == 6
@@ -68,7 +68,7 @@ def test_nobody_can_be_asked(run, root):
     assert snapshot(root) == before
 
 
-def test_removed(run, root):
+def test_prune_with_yes_removes_unkept_checkpoints(run, root):
     result = run("prune", root, "--keep-last", 1, "--yes")
     assert result.exit_code == 0, result.stderr
     assert names(root) == ["step-100", "step-200", "step-9"]
@@ -77,14 +77,14 @@ def test_removed(run, root):
     assert again.exit_code == 0, "where nothing is to be done nobody has to be asked"
 
 
-def test_quiet(run, root):
+def test_quiet_prune_prints_removed_paths(run, root):
     result = run("prune", root, "--keep-last", 1, "-q", "-n")
     assert (result.stdout, result.stderr) == (f"{root / 'step-10'}\n", "")
     result = run("prune", root, "--keep-last", 1, "-q", "-y")
     assert (result.stdout, result.stderr) == (f"{root / 'step-10'}\n", "")
 
 
-def test_json(run, root):
+def test_prune_json_is_documented_and_requires_yes(run, root):
     asked = run("prune", root, "--keep-last", 1, "--json")
     assert asked.exit_code == 6
     assert json.loads(asked.stderr)["error"]["code"] == "refused"
@@ -103,7 +103,7 @@ def test_json(run, root):
     }
 
 
-def test_nothing_to_do_is_done_and_no_dry_run(run, root):
+def test_prune_with_nothing_to_remove_succeeds(run, root):
     before = snapshot(root)
     for more in ((), ("--yes",)):
         result = run("prune", root, "--keep-last", 9, *more)
@@ -134,14 +134,14 @@ def test_nothing_to_do_is_done_and_no_dry_run(run, root):
         (("--min-age", "7d", "--keep-last", 1), 2),
     ],
 )
-def test_refused(run, root, arguments, code):
+def test_invalid_prune_arguments_are_refused(run, root, arguments, code):
     result = run("prune", root, *arguments, "--yes")
     assert result.exit_code == code, result.stderr
     assert "Traceback" not in result.stderr
     assert len(names(root)) == 4
 
 
-def test_some_could_not_be_removed(run, root, monkeypatch):
+def test_partial_removal_failure_exits_7(run, root, monkeypatch):
     from ckptctl.errors import StorageError
     from ckptctl.storage import trash
 
@@ -160,13 +160,13 @@ def test_some_could_not_be_removed(run, root, monkeypatch):
     assert ".ckptctl-trash" in result.stderr
 
 
-def test_the_headline_has_times_as_they_are_asked_for(terminal, root):
+def test_headline_shows_durations_as_typed(terminal, root):
     shown = terminal("prune", root, "--keep-within", "90s", "--keep-interval", "12h", "-n")
     assert "within 90s; one every 12h" in shown
 
 
 @pytest.mark.parametrize(("answer", "code", "left"), [("y\n", 0, 3), ("n\n", 6, 4), ("\n", 6, 4)])
-def test_a_terminal_is_asked(root, answer, code, left):
+def test_answer_at_terminal_prompt_decides_removal(root, answer, code, left):
     shown, found = ask(answer, "prune", root, "--keep-last", 1)
     assert "Remove 1 of 4 checkpoints (" in shown
     assert "KEEP    step-9" in shown
@@ -192,7 +192,7 @@ def ask(answer: str, *arguments: object) -> tuple[str, int]:
     return shown.decode(), process.wait(30)
 
 
-def test_ls(run, root):
+def test_ls_in_pipe_lists_steps_and_verdicts(run, root):
     rows = [line.split("\t") for line in run("ls", root, "--no-header").stdout.splitlines()]
     assert [row[0] for row in rows] == ["step-9", "step-10", "step-100", "step-200"]
     assert rows[0][1:3] == ["9", time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(START + 540))]
@@ -201,7 +201,7 @@ def test_ls(run, root):
     assert run("ls", root, "-q").stdout.splitlines() == [str(root / row[0]) for row in rows]
 
 
-def test_ls_on_a_terminal(terminal, root):
+def test_ls_on_terminal_lists_steps_and_ignored_entries(terminal, root):
     shown = terminal("ls", root, COLUMNS="120", NO_COLOR="1").splitlines()
     assert shown[0].split() == [
         "name",
@@ -236,35 +236,35 @@ def test_ls_shows_metrics(run, terminal, root):
     assert "loss 2.3125, reward 9" in terminal("ls", root, COLUMNS="120", NO_COLOR="1")
 
 
-def test_prune_hints_at_damaged_checkpoints_only_if_they_would_be_removed(terminal, root):
+def test_prune_hints_at_damaged_checkpoints_only_if_removable(terminal, root):
     arguments = ("prune", root, "--keep-last", "1", "-n")
     assert "pass `--include-incomplete` to remove it" in terminal(*arguments)
     assert "--include-incomplete" not in terminal(*arguments, "--keep", "step-200")
 
 
-def test_ls_omits_the_metrics_column_if_there_are_none(terminal, root):
+def test_ls_omits_empty_metrics_column(terminal, root):
     assert "metrics" not in terminal("ls", root, COLUMNS="120", NO_COLOR="1")
 
 
-def test_ls_drops_an_almost_empty_column_before_it_truncates_the_verdict(terminal, root):
+def test_ls_drops_sparse_column_before_truncating_verdict(terminal, root):
     head, *lines = terminal("ls", root, COLUMNS="80", NO_COLOR="1").splitlines()
     assert "protected by" not in head and "time" in head
     assert "damaged: the safetensors file" in lines[-1]
 
 
-def test_latest_prints_its_answer_before_its_notes(terminal, root):
+def test_latest_prints_answer_before_notes(terminal, root):
     answer, note = terminal("latest", root, NO_COLOR="1").splitlines()
     assert answer == str(root / "step-100") and note.startswith("note: skipped step-200")
 
 
-def test_latest_writes_its_answer_before_its_notes_to_one_pipe(root):
+def test_latest_prints_answer_before_notes_on_one_pipe(root):
     shown = subprocess.run(
         program("latest", root), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ).stdout.decode()
     assert shown.splitlines()[0] == str(root / "step-100")
 
 
-def test_prune_mentions_include_incomplete_where_it_skips_damaged_ones(run, reader, root):
+def test_prune_mentions_include_incomplete_for_damaged_checkpoints(run, reader, root):
     asked = ("prune", root, "--keep-last", 9, "-n")
     assert "skipped 1 damaged checkpoint; pass `--include-incomplete`" in run(*asked).stderr
     assert (
@@ -272,7 +272,7 @@ def test_prune_mentions_include_incomplete_where_it_skips_damaged_ones(run, read
     )
 
 
-def test_ls_says_where_links_lead(run, root):
+def test_ls_shows_symbolic_link_targets(run, root):
     save_step(root.parent / "other" / "step-300")
     (root / "step-300").symlink_to("../other/step-300")
     rows = [line.split("\t") for line in run("ls", root, "--no-header").stdout.splitlines()]
@@ -283,21 +283,21 @@ def test_ls_says_where_links_lead(run, root):
 
 
 @pytest.mark.parametrize("command", ["ls", "latest"])
-def test_a_last_one_that_does_not_state_its_step_is_noted(run, root, command):
+def test_last_checkpoint_without_step_is_noted(run, root, command):
     (root / "last.ckpt").write_bytes(b"torn")
     result = run(command, root)
     assert "note: skipped `last.ckpt`: it does not record the step" in result.stderr
     assert run(command, root, "-q").stderr == ""
 
 
-def test_latest_says_that_others_are_counted_apart(run, root):
+def test_latest_notes_checkpoints_of_other_series(run, root):
     save_step(root / "epoch_2", START)
     result = run("latest", root)
     assert result.stdout == f"{root / 'step-100'}\n"
     assert "note: skipped epoch_2 of another series: it was written 2025-" in result.stderr
 
 
-def test_thinning_says_so_and_counts_once(run, tmp_path):
+def test_thin_reports_thinned_and_freed_bytes(run, tmp_path):
     for step in (1, 2):
         (save_step(tmp_path / f"checkpoint-{step}") / "optimizer.pt").write_bytes(b"m" * 5000)
     for step in (1, 2):
@@ -312,7 +312,7 @@ def test_thinning_says_so_and_counts_once(run, tmp_path):
     assert run(*asked, "-y").stdout.splitlines()[-3:] == ["removed\t1", "thinned\t1", "freed\t5000"]
 
 
-def test_why_an_incomplete_one_stays(run, root):
+def test_min_age_explains_why_incomplete_checkpoint_stays(run, root):
     age(root / "step-200", time.time() - 2 * 86400 - 60)
     asked = ("prune", root, "--keep-last", 9, "--include-incomplete", "-n")
     result = run(*asked, "--min-age", "30d")
@@ -322,7 +322,7 @@ def test_why_an_incomplete_one_stays(run, root):
     assert "within `--min-age" not in run("prune", root, "--keep-last", 9, "-n").stdout
 
 
-def test_ls_json(run, root):
+def test_ls_json_fields_are_documented(run, root):
     found = json.loads(run("ls", root, "--json").stdout)
     (root / "step-9" / "ckptctl.run.json").write_text('{"metrics": {"loss": 0.5}}')
     (root / "notes").mkdir()
@@ -333,7 +333,7 @@ def test_ls_json(run, root):
     assert {n for n in known if "[]" not in n} <= set(fields_of(found))
 
 
-def test_latest(run, root):
+def test_latest_skips_damaged_checkpoint(run, root):
     result = run("latest", root)
     assert (result.exit_code, result.stdout) == (0, f"{root / 'step-100'}\n")
     assert "skipped step-200" in result.stderr
@@ -344,7 +344,7 @@ def test_latest(run, root):
 
 
 @pytest.mark.parametrize("command", ["ls", "latest", "prune"])
-def test_no_run(run, tmp_path, command):
+def test_folder_without_run_exits_3(run, tmp_path, command):
     more = ("--keep-last", 1) if command == "prune" else ()
     assert run(command, tmp_path / "nowhere", *more).exit_code == 3
     result = run(command, tmp_path, *more)
@@ -353,7 +353,7 @@ def test_no_run(run, tmp_path, command):
 
 
 @pytest.mark.parametrize("command", [("ls",), ("latest",), ("prune", "--keep-last", "1", "-n")])
-def test_torch_is_not_imported(root, command):
+def test_run_commands_do_not_import_torch(root, command):
     script = (
         "import sys; from ckptctl.cli.app import app\n"
         f"try: app({[command[0], str(root), *command[1:]]!r}, prog_name='ckptctl')\n"

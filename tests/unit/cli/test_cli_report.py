@@ -17,7 +17,7 @@ def source(tmp_path):
     return tmp_path / "a.safetensors"
 
 
-def test_it_says_what_it_wrote(run, source, tmp_path):
+def test_report_prints_path_and_verdict(run, source, tmp_path):
     page = tmp_path / "out" / "page.html"
     result = run("report", source, "-o", page)
     assert (result.exit_code, result.stderr) == (0, "")
@@ -27,23 +27,21 @@ def test_it_says_what_it_wrote(run, source, tmp_path):
     assert run("report", source, "-o", page, "--overwrite", "-q").stdout == f"{page}\n"
 
 
-def test_standard_output(run, source, tmp_path):
+def test_report_writes_page_to_stdout(run, source, tmp_path):
     result = run("report", source, "-o", "-")
     assert result.exit_code == 0 and result.stderr == ""
     assert result.stdout.startswith("<!doctype html>") and result.stdout.endswith("</html>\n")
     assert not (tmp_path / "-").exists()
 
 
-def test_json_is_what_the_page_is_drawn_from(run, source, tmp_path):
+def test_page_embeds_same_json_as_json_option(run, source, tmp_path):
     page = tmp_path / "out" / "page.html"
     result = run("report", source, "-o", page, "--json")
     text = page.read_text().partition('type="application/json">')[2].partition("</script>")[0]
     assert json.loads(text) == json.loads(result.stdout)
 
 
-def test_without_a_place_the_page_goes_into_the_working_directory(
-    run, source, tmp_path, monkeypatch
-):
+def test_default_page_goes_to_working_directory(run, source, tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     assert run("report", source, "--json").exit_code == 0 and not list(Path().iterdir())
@@ -56,14 +54,14 @@ def test_without_a_place_the_page_goes_into_the_working_directory(
 
 
 @pytest.mark.parametrize("overwrite", [(), ("--overwrite",)])
-def test_what_is_not_a_page_is_not_replaced(run, source, tmp_path, overwrite):
+def test_files_other_than_pages_are_not_replaced(run, source, tmp_path, overwrite):
     readme = tmp_path / "README.md"
     readme.write_text("mine")
     assert run("report", source, "-o", readme, *overwrite).exit_code == 6
     assert readme.read_text() == "mine"
 
 
-def test_report_of_a_damaged_checkpoint_warns(run, data, tmp_path):
+def test_report_of_damaged_checkpoint_warns(run, data, tmp_path):
     torn, page = tmp_path / "torn", tmp_path / "page.html"
     shutil.copytree(data / "dcp" / "dcp_2d" / "ckpt", torn)
     (torn / "__3_0.distcp").unlink()
@@ -75,7 +73,7 @@ def test_report_of_a_damaged_checkpoint_warns(run, data, tmp_path):
     assert "malformed pickle" in page.read_text()
 
 
-def test_what_is_no_checkpoint_has_no_page(run, source, tmp_path):
+def test_report_of_non_checkpoint_writes_no_page(run, source, tmp_path):
     (tmp_path / "empty").mkdir()
     for path in (tmp_path / "empty", tmp_path / "nothing"):
         for words in ([path], [source, path]):
@@ -83,7 +81,7 @@ def test_what_is_no_checkpoint_has_no_page(run, source, tmp_path):
     assert not (tmp_path / "page.html").exists() and not list(tmp_path.glob(".*"))
 
 
-def test_options_arrive(run, source, tmp_path):
+def test_report_options_change_document(run, source, tmp_path):
     other = tmp_path / "b.safetensors"
     save_file({"x": torch.zeros(3), "y": torch.ones(2)}, other)
 
@@ -110,7 +108,7 @@ def test_options_arrive(run, source, tmp_path):
     assert note == "note: 1 tensor is not listed on the page (see `--max-tensors`)\n"
 
 
-def test_what_cannot_be_compared_is_a_failure(run, source, tmp_path):
+def test_incomparable_checkpoints_fail_but_page_is_written(run, source, tmp_path):
     """The page is written, says why, and a script stops."""
     torn, page = tmp_path / "torn.safetensors", tmp_path / "page.html"
     torn.write_bytes(source.read_bytes()[:-4])
@@ -122,7 +120,7 @@ def test_what_cannot_be_compared_is_a_failure(run, source, tmp_path):
     assert json.loads(result.stdout)["difference_error"]["code"] == "damaged"
 
 
-def test_only(run, tmp_path):
+def test_only_option_limits_comparison_to_model(run, tmp_path):
     a, b = tmp_path / "a.pt", tmp_path / "b.pt"
     for step, path in enumerate((a, b)):
         torch.save({"model": {"w": torch.ones(2)}, "step": step}, path)
@@ -134,7 +132,7 @@ def test_only(run, tmp_path):
     assert run("report", a, "--json", "--only", "model").exit_code == 2
 
 
-def test_errors_name_the_options_of_report(run, source, tmp_path):
+def test_report_errors_name_report_options(run, source, tmp_path):
     (tmp_path / "empty").mkdir()
     said = run("report", source, tmp_path / "empty", "--json").stderr
     assert "`--from-other`" in said
@@ -143,7 +141,7 @@ def test_errors_name_the_options_of_report(run, source, tmp_path):
     assert "`--tag` is not supported" in run("report", source, "--json", "--tag", "x").stderr
 
 
-def test_a_page_is_called_a_page(run, source, tmp_path):
+def test_destination_errors_mention_report_pages(run, source, tmp_path):
     other, page = tmp_path / "make.py", tmp_path / "page.html"
     other.touch()
     result = run("report", source, "-o", other, "--overwrite")
@@ -155,7 +153,7 @@ def test_a_page_is_called_a_page(run, source, tmp_path):
     assert run("report", source, "-o", "s3://bucket/page.html").exit_code == 2
 
 
-def test_report_names_its_contents_and_a_next_step(run, reader, data, source, tmp_path):
+def test_report_prints_findings_and_hints_at_browser(run, reader, data, source, tmp_path):
     torn = tmp_path / "torn"
     shutil.copytree(data / "dcp" / "dcp_2d" / "ckpt", torn)
     (torn / "__3_0.distcp").unlink()

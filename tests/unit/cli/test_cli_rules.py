@@ -10,7 +10,7 @@ RULES = ("--rules", "megatron-core")
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])
-def test_reading(run, command):
+def test_reading_megatron_requires_rules(run, command):
     result = run(command, str(SOURCE), *RULES, "--json")
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout)["format"] == "megatron"
@@ -22,20 +22,20 @@ def test_reading(run, command):
 @pytest.mark.parametrize(
     "arguments", [("convert", "--to", "dcp"), ("consolidate",)], ids=lambda found: found[0]
 )
-def test_writing(run, tmp_path, arguments):
+def test_rules_option_enables_convert_and_consolidate(run, tmp_path, arguments):
     command, *options = arguments
     result = run(command, str(SOURCE), str(tmp_path / "out"), *options, *RULES, "-q")
     assert result.exit_code == 0, result.stderr
     assert (tmp_path / "out").is_dir()
 
 
-def test_other_formats_have_no_use_for_it(run, tmp_path):
+def test_rules_option_is_refused_for_other_formats(run, tmp_path):
     result = run("inspect", str(SOURCE.parents[2] / "dcp" / "dcp2" / "ckpt"), *RULES)
     assert result.exit_code == 2
     assert "`--rules` is not supported" in result.stderr
 
 
-def test_a_file_that_is_not_there(run):
+def test_missing_rules_file_exits_3(run):
     result = run("inspect", str(SOURCE), "--rules", "mine.toml")
     assert result.exit_code == 3
     assert "mine.toml" in result.stderr

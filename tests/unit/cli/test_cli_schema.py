@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 
-def test_one_is_printed(run):
+def test_schema_of_one_command_is_printed(run):
     result = run("schema", "inspect")
     found = json.loads(result.stdout)
     assert (result.exit_code, result.stderr) == (0, "")
@@ -15,7 +15,7 @@ def test_one_is_printed(run):
     assert run("schema", "inspect", "--json").stdout == result.stdout
 
 
-def test_all_are_listed(run):
+def test_all_schemas_are_listed(run):
     rows = [line.split("\t") for line in run("schema", "--no-header").stdout.splitlines()]
     assert ["error", "ckptctl.error/1", "urn:ckptctl:error:1"] in rows
     assert run("schema", "-q").stdout.split() == [row[0] for row in rows]
@@ -23,6 +23,6 @@ def test_all_are_listed(run):
     assert [list(one.values()) for one in listed] == rows
 
 
-def test_an_unknown_one(run):
+def test_unknown_schema_gets_suggestion(run):
     result = run("schema", "inspekt")
     assert result.exit_code == 2 and "hint: did you mean `inspect`?" in result.stderr

@@ -15,7 +15,7 @@ from tests.unit.cli.conftest import environment, program
 @pytest.mark.parametrize(
     "args", [[], ["--tensors"], ["--markdown"], ["--json"], ["-q"], ["--depth", "2"]]
 )
-def test_nothing_but_text_in_a_pipe(piped, tiny_llama3_hf, args):
+def test_piped_output_is_plain_text(piped, tiny_llama3_hf, args):
     done = piped("inspect", tiny_llama3_hf, *args, FORCE_COLOR="1")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -23,13 +23,13 @@ def test_nothing_but_text_in_a_pipe(piped, tiny_llama3_hf, args):
     assert not set("│┃━─┏╭…") & set(done.stdout)
 
 
-def test_json_of_a_real_checkpoint(piped, tiny_llama3_hf):
+def test_json_of_real_checkpoint_matches_its_facts(piped, tiny_llama3_hf):
     body = json.loads(piped("inspect", tiny_llama3_hf, "--json").stdout)
     assert (body["format"], body["model_type"], body["complete"]) == ("hf", "llama3", True)
     assert body["parameters"] == sum(use["elements"] for use in body["dtypes"].values())
 
 
-def test_terminal(terminal, tiny_llama3_hf):
+def test_terminal_output_is_styled_without_tabs(terminal, tiny_llama3_hf):
     shown = terminal("inspect", tiny_llama3_hf)
     assert "\x1b[1m" in shown
     assert "\t" not in shown
@@ -37,11 +37,11 @@ def test_terminal(terminal, tiny_llama3_hf):
 
 
 @pytest.mark.parametrize("env", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
-def test_no_color(terminal, tiny_llama3_hf, env):
+def test_no_color_disables_color(terminal, tiny_llama3_hf, env):
     assert "\x1b" not in terminal("inspect", tiny_llama3_hf, **env)
 
 
-def test_ascii_terminal(piped, tiny_llama3_hf):
+def test_ascii_output_encoding_is_respected(piped, tiny_llama3_hf):
     done = piped("inspect", tiny_llama3_hf, "--stats", PYTHONIOENCODING="ascii")
     assert done.returncode == 0
     assert done.stdout.isascii()
@@ -49,7 +49,7 @@ def test_ascii_terminal(piped, tiny_llama3_hf):
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("options", [[], ["--json"], ["-q"]])
-def test_a_full_disk_for_the_answer(tmp_path, options, unbuffered):
+def test_full_disk_exits_8_after_work_is_done(tmp_path, options, unbuffered):
     """The work is done all the same: this may be the command that frees the disk."""
     for step in (1, 2):
         folder = tmp_path / "run" / f"step-{step}"
@@ -71,7 +71,7 @@ def test_a_full_disk_for_the_answer(tmp_path, options, unbuffered):
     assert [one.name for one in (tmp_path / "run").iterdir()] == ["step-2"]
 
 
-def test_a_full_disk_for_another_exit_code(tmp_path):
+def test_full_disk_overrides_diff_exit_code(tmp_path):
     for name, value in (("a", 0), ("b", 1)):
         save_file({"w": torch.full((2,), value)}, tmp_path / f"{name}.safetensors")
     with Path("/dev/full").open("wb") as full:
@@ -101,7 +101,7 @@ def test_a_full_disk_for_another_exit_code(tmp_path):
     ],
 )
 @pytest.mark.parametrize("before", [False, True])
-def test_color_in_a_pipe(run, tmp_path, words, env, answer, said, before):
+def test_color_option_overrides_environment(run, tmp_path, words, env, answer, said, before):
     """`--color` wins; what a program may read is colored by nothing else."""
     save_step(tmp_path / "step-1")
     (tmp_path / "last.ckpt").write_bytes(b"torn")
@@ -113,12 +113,12 @@ def test_color_in_a_pipe(run, tmp_path, words, env, answer, said, before):
 
 
 @pytest.mark.parametrize("line", [["--color=pink", "ls", "."], ["ls", ".", "--color=pink"]])
-def test_a_color_that_there_is_not(run, line):
+def test_unknown_color_value_is_a_usage_error(run, line):
     result = run(*line)
     assert (result.exit_code, result.stdout) == (2, "")
     assert "--color" in result.stderr and "auto, always, never" in result.stderr
 
 
-def test_never_any_color_on_a_terminal(terminal, tiny_llama3_hf):
+def test_color_option_overrides_terminal_detection(terminal, tiny_llama3_hf):
     assert "\x1b" not in terminal("inspect", tiny_llama3_hf, "--color", "never")
     assert "\x1b[32m" in terminal("inspect", tiny_llama3_hf, "--color=always", NO_COLOR="1")

@@ -40,7 +40,7 @@ def hollow(fake, folder):
     fake.known[folder] = replace(catalog, tensors=tensors)
 
 
-def test_facts_of_a_complete_checkpoint(run, folder):
+def test_verify_of_complete_checkpoint_prints_facts(run, folder):
     result = run("verify", folder)
     assert result.exit_code == 0, result.stderr
     facts = dict(line.split("\t") for line in result.stdout.splitlines())
@@ -63,7 +63,7 @@ def test_facts_of_a_complete_checkpoint(run, folder):
     assert run("verify", folder, "-q").stdout == ""
 
 
-def test_a_pipe_gets_every_finding(run, fake, folder):
+def test_verify_in_pipe_lists_every_finding(run, fake, folder):
     hollow(fake, folder)
     result = run("verify", folder, "--level", "fast")
     assert result.exit_code == 4
@@ -78,7 +78,7 @@ def test_a_pipe_gets_every_finding(run, fake, folder):
     assert quiet.stdout.splitlines()[0] == "`w0` [2:4, 0:2]: elements are missing"
 
 
-def test_people_get_the_first_ten(run, fake, folder, monkeypatch):
+def test_verify_on_terminal_caps_findings_at_ten(run, fake, folder, monkeypatch):
     monkeypatch.setattr("ckptctl.cli.output._is_terminal", lambda _: True)
     hollow(fake, folder)
     result = run("verify", folder, NO_COLOR="1")
@@ -88,7 +88,7 @@ def test_people_get_the_first_ten(run, fake, folder, monkeypatch):
     assert "and 6 more (`--json` lists all)" in result.stdout
 
 
-def test_people_get_what_is_lost_with_a_file_at_once(run, tmp_path, monkeypatch):
+def test_findings_of_missing_file_are_grouped(run, tmp_path, monkeypatch):
     monkeypatch.setattr("ckptctl.cli.output._is_terminal", lambda _: True)
     state = {"w": torch.ones(3), **{f"v{i}": f"text {i}" for i in range(9)}}
     (save_dcp(tmp_path / "c", state) / "__0_0.distcp").unlink()
@@ -115,14 +115,14 @@ def test_inspect_groups_findings_as_verify_does(run, tmp_path, monkeypatch):
     assert sum("elements are missing" in one for one in found["problems"]) == 9
 
 
-def test_verify_states_how_long_it_took(run, folder, monkeypatch):
+def test_verify_on_terminal_prints_duration(run, folder, monkeypatch):
     monkeypatch.setattr("ckptctl.cli.output._is_terminal", lambda _: True)
     assert re.search(
         r"^  checked in \d+\.\d\d s$", run("verify", folder, NO_COLOR="1").stdout, re.M
     )
 
 
-def test_people_get_an_answer_where_nothing_is_left(run, tmp_path, monkeypatch):
+def test_checkpoint_without_metadata_is_summarized_as_damaged(run, tmp_path, monkeypatch):
     monkeypatch.setattr("ckptctl.cli.output._is_terminal", lambda _: True)
     (save_dcp(tmp_path / "c", {"w": torch.ones(3)}) / ".metadata").unlink()
     result = run("verify", tmp_path / "c", "--level", "full", NO_COLOR="1")
@@ -134,14 +134,14 @@ def test_people_get_an_answer_where_nothing_is_left(run, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("command", ["verify", "inspect"])
-def test_every_command_says_that_metadata_is_missing(run, tmp_path, command):
+def test_verify_and_inspect_report_missing_metadata(run, tmp_path, command):
     (save_dcp(tmp_path / "c", {"w": torch.ones(3)}) / ".metadata").unlink()
     result = run(command, tmp_path / "c")
     assert result.exit_code == 4
     assert "`.metadata` is missing" in result.stdout + result.stderr
 
 
-def test_damage_is_red_whether_a_file_is_cut_or_missing(run, tmp_path, tiny_llama3_hf, monkeypatch):
+def test_damage_is_red_for_truncated_and_missing_files(run, tmp_path, tiny_llama3_hf, monkeypatch):
     """`verify` and `inspect` mean the same, and so does the page of a report."""
     monkeypatch.setattr("ckptctl.cli.output._is_terminal", lambda _: True)
     source = tmp_path / "model"
@@ -158,7 +158,7 @@ def test_damage_is_red_whether_a_file_is_cut_or_missing(run, tmp_path, tiny_llam
         assert {file.path: file.state for file in report.files}[shard.name] == state
 
 
-def test_json(run, fake, folder):
+def test_verify_json_fields_are_documented(run, fake, folder):
     hollow(fake, folder)
     for options in ((), ("--level", "full", "--nan")):
         result = run("verify", folder, "--json", *options)
@@ -173,20 +173,20 @@ def test_json(run, fake, folder):
         assert found["files"][0]["verified"] == (0 if options else None)
 
 
-def test_errors_of_use(run, folder, tmp_path):
+def test_verify_usage_errors_set_exit_codes(run, folder, tmp_path):
     assert run("verify", folder, "--level", "deep").exit_code == 2
     assert run("verify", folder, "--manifest").exit_code == 2
     assert run("verify", tmp_path / "nothing").exit_code == 3
 
 
-def test_an_unreadable_index_is_a_finding(run, fake, folder):
+def test_unreadable_index_is_a_finding(run, fake, folder):
     del fake.known[folder]
     result = run("verify", folder)
     assert result.exit_code == 4
     assert "the index is unreadable" in result.stdout
 
 
-def test_a_file_that_is_cut(run, folder):
+def test_truncated_file_fails_only_if_data_is_read(run, folder):
     (folder / "data.raw").write_bytes(b"x")
     assert run("verify", folder, "--level", "fast").exit_code == 0  # its catalog was made before
     assert run("verify", folder, "--nan").exit_code == 4

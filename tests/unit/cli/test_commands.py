@@ -46,10 +46,10 @@ def answer(cls: type[TyperCommand], line: str, env: dict[str, str]) -> tuple[int
 
 @pytest.mark.parametrize("env", [{}, {"TEST_NUMBER": "7", "TEST_FLAG": "1"}, {"TEST_FLAG": "0"}])
 @pytest.mark.parametrize("line", LINES)
-def test_alike(line: str, env: dict[str, str]) -> None:
+def test_plain_command_matches_typer_command(line: str, env: dict[str, str]) -> None:
     code, text = answer(CkptCommand, line, env)
     assert (code, text) == answer(TyperCommand, line, env)
 
 
-def test_both_outcomes_are_compared() -> None:
+def test_compared_lines_include_success_and_usage_error() -> None:
     assert {answer(CkptCommand, line, {})[0] for line in LINES} == {0, 2}

@@ -72,7 +72,7 @@ def shell_environment(folder: Path) -> dict[str, str]:
         ("inspect odd.safetensors --from = dc", ["dcp", "dcp-rank-local"]),
     ],
 )
-def test_bash(folder: Path, words: str, offered: list[str]) -> None:
+def test_bash_completion_offers_names(folder: Path, words: str, offered: list[str]) -> None:
     done = subprocess.run(
         ["bash", "-c", BASH, "bash", "script.bash", "ckptctl", *words.split()],
         cwd=folder,
@@ -84,7 +84,7 @@ def test_bash(folder: Path, words: str, offered: list[str]) -> None:
     assert (done.stdout.split(), done.stderr) == (offered, "")
 
 
-def test_fish(folder: Path) -> None:
+def test_fish_completion_offers_tensor_names(folder: Path) -> None:
     if not shutil.which("fish"):
         pytest.skip("there is no fish")
     line = "ckptctl extract odd.safetensors opt:state:exp"
@@ -99,7 +99,7 @@ def test_fish(folder: Path) -> None:
     assert (done.stdout.split(), done.stderr) == ([*NAMES[2:4]], "")
 
 
-def test_zsh(folder: Path) -> None:
+def test_zsh_completion_offers_tensor_names(folder: Path) -> None:
     if not shutil.which("zsh"):
         pytest.skip("there is no zsh")
     code = (
@@ -120,7 +120,9 @@ def test_zsh(folder: Path) -> None:
     assert (done.stdout, done.stderr) == (f"*: :(({words}))\n", "")
 
 
-def test_powershell(run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_powershell_completion_offers_names(
+    run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(folder)
     script = run(_CKPTCTL_COMPLETE="source_powershell").stdout
     assert "Register-ArgumentCompleter -Native -CommandName ckptctl" in script
@@ -138,7 +140,7 @@ def test_powershell(run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert [text.partition(":::")[0] for text in lines] == offered
 
 
-def test_powershell_reads_the_script(run, tmp_path: Path) -> None:
+def test_powershell_accepts_completion_script(run, tmp_path: Path) -> None:
     if not shutil.which("pwsh"):
         pytest.skip("there is no PowerShell")
     script = tmp_path / "script.ps1"
@@ -147,7 +149,7 @@ def test_powershell_reads_the_script(run, tmp_path: Path) -> None:
     subprocess.run(["pwsh", "-NoProfile", "-Command", parse], check=True, timeout=60)
 
 
-def test_installed_for_bash(folder: Path, tmp_path: Path) -> None:
+def test_install_completion_registers_with_bash(folder: Path, tmp_path: Path) -> None:
     """What the option installs is what a new shell reads, and the shell takes it for a script."""
     env = {**shell_environment(folder), "HOME": str(tmp_path)}
     code = "ckptctl --install-completion; bash -n ~/.bashrc && . ~/.bashrc && complete -p ckptctl"
@@ -211,16 +213,18 @@ def ask(run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Ask:
         (("no-such-command", "x"), []),
     ],
 )
-def test_what_is_offered(ask: Ask, words: tuple[str, ...], offered: list[str]) -> None:
+def test_completion_offers_matching_values(
+    ask: Ask, words: tuple[str, ...], offered: list[str]
+) -> None:
     assert ask(*words) == offered
 
 
-def test_layouts_are_those_of_the_model_type(ask: Ask) -> None:
+def test_completion_offers_only_layouts_of_model_type(ask: Ask) -> None:
     mine = ask("convert", "a", "b", "-m", "mixtral", "--to-layout", "")
     assert "hf" in mine and len(mine) < len(ask("convert", "a", "b", "--to-layout", ""))
 
 
-def test_errors_are_silent(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_completion_errors_are_silent(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         print("nobody is to see this")
         raise ZeroDivisionError
@@ -229,7 +233,7 @@ def test_errors_are_silent(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ask("extract", "odd.safetensors", "model.") == []
 
 
-def test_what_takes_too_long_is_given_up(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_completion_is_abandoned(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     def wait(*_: object) -> None:
         try:
             time.sleep(30)
@@ -242,7 +246,7 @@ def test_what_takes_too_long_is_given_up(ask: Ask, monkeypatch: pytest.MonkeyPat
     assert ask("extract", "odd.safetensors", "model.") == []
 
 
-def test_a_thousand_tensors_are_little_work(folder: Path) -> None:
+def test_completing_thousand_tensors_is_little_work(folder: Path) -> None:
     """The process as a shell starts it."""
     names = tuple(f"model.layers.{n // 10}.part.{n % 10}.weight" for n in range(1000))
     write(folder / "many.safetensors", names)

@@ -41,7 +41,7 @@ def file(tmp_path):
     return write
 
 
-def test_it_is_known_for_a_while(file):
+def test_converter_is_registered_only_inside_block(file):
     with use_converter_file(file()):
         assert "mine" in list_names()
         assert family("My-Own").title == "Mine"
@@ -49,14 +49,14 @@ def test_it_is_known_for_a_while(file):
     assert "mine" not in list_names()
 
 
-def test_nothing_is_left_behind(file):
+def test_using_converter_leaves_no_files(file):
     before = set(file().parent.iterdir())
     with use_converter_file(file()):
         pass
     assert set(file().parent.iterdir()) == before
 
 
-def test_no_file_changes_nothing():
+def test_no_converter_file_changes_nothing():
     before = list_names()
     with use_converter_file(None):
         assert list_names() == before
@@ -83,7 +83,7 @@ def test_no_file_changes_nothing():
         (("(TABLE,)", "()"), "mine.py", "empty"),
     ],
 )
-def test_what_is_wrong_is_said(file, change, where, why):
+def test_malformed_converter_is_a_usage_error(file, change, where, why):
     with pytest.raises(UsageError) as caught, use_converter_file(file(change)):
         pass
     assert where in caught.value.where
@@ -93,17 +93,17 @@ def test_what_is_wrong_is_said(file, change, where, why):
 @pytest.mark.parametrize(
     "change", [('name="mine"', 'name="llama3"'), ('("my_own",)', '("codellama",)')]
 )
-def test_names_of_others_are_taken(file, change):
+def test_converter_with_taken_name_is_refused(file, change):
     with pytest.raises(UsageError, match="is already used"), use_converter_file(file(change)):
         pass
 
 
-def test_no_such_file(tmp_path):
+def test_missing_converter_file_is_an_error(tmp_path):
     with pytest.raises(SourceNotFoundError), use_converter_file(tmp_path / "none.py"):
         pass
 
 
-def test_a_checkpoint_never_names_a_file(tmp_path, tiny_llama3_hf):
+def test_converter_next_to_checkpoint_is_not_run(tmp_path, tiny_llama3_hf):
     """The control: a file of that name beside the checkpoint is not run."""
     (tmp_path / "llama9.py").write_text("raise SystemExit('was run')")
     (tmp_path / "config.json").write_text('{"model_type": "llama9"}')
@@ -112,13 +112,13 @@ def test_a_checkpoint_never_names_a_file(tmp_path, tiny_llama3_hf):
     assert ckptctl.inspect(tmp_path).format == "hf"
 
 
-def test_python_option(file, tmp_path, tiny_llama3_hf):
+def test_converter_option_works_in_python(file, tmp_path, tiny_llama3_hf):
     found = ckptctl.inspect(tiny_llama3_hf, converter=file(), model_type="mine")
     assert found.model_type is None and "no layout of `mine`" in found.notes[-1]
     ckptctl.plan_conversion(tiny_llama3_hf, tmp_path / "o", to="dcp", converter=str(file()))
 
 
-def test_options_of_the_command_in_any_order(file, run):
+def test_converter_option_works_in_any_order(file, run):
     path = str(Path(file()))
     for options in (["-m", "mine", "--converter", path], ["--converter", path, "-m", "mine"]):
         result = run("map", "wte", "--to-layout", "hf", "--no-header", *options)
@@ -129,7 +129,7 @@ def test_options_of_the_command_in_any_order(file, run):
 @pytest.mark.parametrize(
     "line", ["raise SystemExit(0)", "import sys; sys.exit()", "raise GeneratorExit"]
 )
-def test_a_file_that_ends_the_program(file, line):
+def test_converter_that_exits_is_a_usage_error(file, line):
     with (
         pytest.raises(UsageError, match="cannot run"),
         use_converter_file(file(("TABLE = ", f"{line}\nTABLE = "))),
@@ -148,7 +148,7 @@ def test_a_file_that_ends_the_program(file, line):
         ("composite", "{'e': ('r', 2)}"),
     ],
 )
-def test_a_field_of_another_type(file, field, value):
+def test_converter_field_of_wrong_type_is_a_usage_error(file, field, value):
     changed = ('title="Mine"', f'title="Mine", {field}={value}')
     with pytest.raises(UsageError, match="malformed") as caught, use_converter_file(file(changed)):
         pass

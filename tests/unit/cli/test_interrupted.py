@@ -43,7 +43,7 @@ def tree(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_what_ctrl_c_left_is_gone_on_with(run, left):
+def test_interrupted_convert_resumes_to_same_output(run, left):
     done = run("convert", "tiny", "out", "--to", "dcp", "--resume")
     assert done.exit_code == 0, done.stderr
     assert not left.exists() and "resumed_bytes\t0" not in done.stdout
@@ -63,7 +63,7 @@ def test_what_ctrl_c_left_is_gone_on_with(run, left):
         ("--to", "dcp", "--no-checksum", "--resume"),
     ],
 )
-def test_what_ctrl_c_left_is_not_thrown_away(run, left, options):
+def test_interrupted_convert_is_discarded_only_with_restart(run, left, options):
     before = tree(left)
     refused = run("convert", "tiny", "out", *options)
     assert refused.exit_code == 6 and "KiB, last written 0." in refused.stderr
@@ -78,21 +78,21 @@ def test_what_ctrl_c_left_is_not_thrown_away(run, left, options):
 
 
 @pytest.mark.parametrize("answer", ["y", "n"])
-def test_on_a_terminal_it_is_asked(run, left, answer, monkeypatch):
+def test_terminal_prompt_offers_to_discard_partial_output(run, left, answer, monkeypatch):
     monkeypatch.setattr(Printer, "can_prompt", True)
     result = CliRunner().invoke(app, ["convert", "tiny", "out", "--to", "hf"], input=f"{answer}\n")
     assert "Discard the partial output and start over? [y/N]" in result.stderr
     assert (result.exit_code, left.exists()) == ((0, False) if answer == "y" else (6, True))
 
 
-def test_before_anything_is_durable_nothing_is_kept(run, tiny_llama3_hf, tmp_path, monkeypatch):
+def test_interrupt_before_first_write_leaves_nothing(run, tiny_llama3_hf, tmp_path, monkeypatch):
     monkeypatch.setattr("ckptctl.storage.execution.worker.Worker.execute_unit", stop)
     result = run("convert", tiny_llama3_hf, tmp_path / "out", "--to", "dcp")
     assert (result.exit_code, "kept" in result.stderr) == (130, False)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_report_does_not_throw_it_away_either(run, left):
+def test_report_does_not_discard_partial_convert(run, left):
     """What has no --restart of its own leaves the work of a conversion for the same name."""
     before = tree(left)
     refused = run("report", "tiny", "-o", "out")

@@ -50,7 +50,7 @@ def answer(shown):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_pipe_gets_the_table_of_a_terminal(piped, terminal, lines, name):
+def test_table_format_in_pipe_matches_terminal(piped, terminal, lines, name):
     on_request = piped(*lines[name], "--format", "table", COLUMNS="100")
     assert on_request.returncode == 0, on_request.stderr
     assert "\x1b" not in on_request.stdout
@@ -60,7 +60,7 @@ def test_a_pipe_gets_the_table_of_a_terminal(piped, terminal, lines, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_terminal_gets_the_rows_of_a_pipe(piped, terminal, lines, name):
+def test_tsv_format_on_terminal_matches_pipe(piped, terminal, lines, name):
     rows = answer(piped(*lines[name]).stdout)
     assert answer(piped(*lines[name], "--format=tsv").stdout) == rows
     # A terminal has a tab where the pipe has one; what it shows besides goes to stderr.
@@ -69,24 +69,24 @@ def test_a_terminal_gets_the_rows_of_a_pipe(piped, terminal, lines, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_json_is_that_of_the_short_option(piped, lines, name):
+def test_json_format_matches_json_option(piped, lines, name):
     document = json.loads(piped(*lines[name], "--format", "json").stdout)
     assert document.keys() == json.loads(piped(*lines[name], "--json").stdout).keys()
 
 
-def test_a_table_in_a_pipe_is_as_wide_as_columns_or_100(piped):
+def test_table_width_in_pipe_is_columns_or_100(piped):
     for width, environment in ((100, {}), (70, {"COLUMNS": "70"}), (160, {"COLUMNS": "160"})):
         shown = piped("models", "--format=table", **environment).stdout
         assert width - 20 < max(map(len, shown.splitlines())) <= width
 
 
-def test_a_table_in_a_pipe_has_color_on_request_only(piped, lines):
+def test_table_in_pipe_has_color_only_on_request(piped, lines):
     asked = (*lines["inspect"], "--format=table")
     assert "\x1b[32m" in piped(*asked, "--color=always").stdout
     assert "\x1b" not in piped(*asked, FORCE_COLOR="1").stdout
 
 
-def test_errors_are_json_where_the_answer_is(piped):
+def test_errors_are_json_with_json_format(piped):
     for words in (("--format", "json"), ("--format=json",)):
         failed = piped("inspect", "nowhere", *words)
         assert (failed.returncode, failed.stdout) == (3, "")
@@ -105,7 +105,7 @@ def test_errors_are_json_where_the_answer_is(piped):
         ([], False),
     ],
 )
-def test_json_is_noticed_before_a_line_is_parsed(words, asked):
+def test_json_request_is_detected_before_parsing(words, asked):
     assert is_json_requested(words) == asked
 
 
@@ -116,7 +116,7 @@ def test_json_is_noticed_before_a_line_is_parsed(words, asked):
         ("dcp", "pass `--from` or `--to` to set the format of a checkpoint"),
     ],
 )
-def test_unknown_output_format(run, value, hint):
+def test_unknown_output_format_is_a_usage_error(run, value, hint):
     failed = run("inspect", "x", "--format", value)
     assert failed.exit_code == 2
     assert failed.stderr == (
@@ -127,12 +127,12 @@ def test_unknown_output_format(run, value, hint):
     )
 
 
-def test_every_command_with_rows_has_it():
+def test_every_command_but_report_has_format_option():
     without = {one.name for one in iterate_commands() if not one.has_rows}
     assert without == {"report"}  # its answer is a page
 
 
-def test_one_command_leaves_no_format_to_the_next(run, tiny_llama3_hf):
+def test_output_format_does_not_leak_into_next_command(run, tiny_llama3_hf):
     plain = run("inspect", tiny_llama3_hf).stdout
     assert run("inspect", tiny_llama3_hf, "--format", "table").stdout != plain
     assert run("inspect", tiny_llama3_hf).stdout == plain

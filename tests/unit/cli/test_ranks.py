@@ -11,13 +11,13 @@ from ckptctl.cli.output import Printer
 from ckptctl.errors import StorageError
 
 
-def test_one_process_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_process_option_ignores_rank_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ranks.TORCHRUN_VARIABLES:
         monkeypatch.setenv(name, "2")
     assert ranks.join_ranks(single_process=True, machine=False).world == 1
 
 
-def test_ranks_that_do_not_answer(
+def test_waiting_for_ranks_is_announced_from_worker_thread(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """They are waited for in another thread, so that a signal ends the wait; that is said once."""
@@ -40,7 +40,7 @@ def test_ranks_that_do_not_answer(
     assert capsys.readouterr().out.startswith("waiting for the other ranks (this is rank 1 of 2")
 
 
-def test_ranks_that_cannot_be_met() -> None:
+def test_unreachable_ranks_raise_storage_error() -> None:
     def meet() -> None:
         raise StorageError("the other ranks do not answer")
 

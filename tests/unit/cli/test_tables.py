@@ -22,13 +22,13 @@ def shown(room, rows=(ROW,), columns=COLUMNS):
     return tables.format_lines(columns, rows, room, "…", lambda text, _: text)
 
 
-def test_everything_where_there_is_room():
+def test_wide_terminal_shows_all_columns():
     head, row = shown(200)
     assert head.split() == ["name", "shape", "bytes", "worst", "remark"]
     assert re.split("  +", row) == list(ROW)
 
 
-def test_columns_go_before_names_are_cut_and_what_matters_least_goes_first():
+def test_least_important_columns_are_dropped_first():
     assert shown(105)[0].split() == ["name", "shape", "bytes", "worst", "remark"]
     assert shown(90)[0].split() == ["name", "shape", "worst", "remark"]
     assert shown(80)[0].split() == ["name", "shape", "remark"]
@@ -36,14 +36,14 @@ def test_columns_go_before_names_are_cut_and_what_matters_least_goes_first():
 
 
 @pytest.mark.parametrize("room", range(20, 130))
-def test_no_line_is_longer_than_the_terminal_and_no_number_is_cut(room):
+def test_lines_fit_terminal_and_numbers_are_complete(room):
     lines = shown(room)
     assert len(lines) == 2 and max(map(len, lines)) <= max(room, 20)
     assert "[4096, 4096]" in lines[1]
     assert "33,554,432" in lines[1] or "33" not in lines[1]
 
 
-def test_names_lose_their_middle_and_sentences_their_end():
+def test_names_are_shortened_in_middle_and_prose_at_end():
     assert tables.truncate_text("model.layers.0.self_attn.q_proj.weight", 22, "…") == (
         "model.la…q_proj.weight"
     )
@@ -52,13 +52,13 @@ def test_names_lose_their_middle_and_sentences_their_end():
     assert tables.truncate_text("long", 0, "…") == "…"
 
 
-def test_blank_columns_are_left_out():
+def test_blank_columns_are_omitted():
     assert shown(200, [("a", "[1]", "", "", "")]) == ["name  shape", "a     [1]"]
     assert shown(200, [("a", "b"), ("cc",)], (Column(), Column())) == ["a   b", "cc"]
     assert shown(200, []) == []
 
 
-def test_mostly_empty_columns_go_first():
+def test_mostly_empty_columns_are_dropped_first():
     columns = (
         tables.name_column("name"),
         Column("time", drop=1),
@@ -72,11 +72,11 @@ def test_mostly_empty_columns_go_first():
 
 
 @pytest.mark.parametrize(("count", "line"), [(10, ""), (11, "  and 1 more (`--json` lists all)")])
-def test_lists_are_capped(count, line):
+def test_more_counts_rows_beyond_ten(count, line):
     assert tables.format_remaining(count) == line
 
 
-def test_color_takes_no_room():
+def test_color_does_not_affect_column_width():
     paint = {"complete": "<{}>"}
     lines = tables.format_lines(
         (Column(), Column()),

@@ -31,7 +31,7 @@ def test_equal_layers_collapse_in_natural_order():
     ]
 
 
-def test_layers_that_differ_are_split():
+def test_differing_layers_are_split():
     tensors = [T(f"m.{i}.w", (4 if i < 2 else 6,)) for i in range(5)] + [
         T("m.5.w", dtype="float32")
     ]
@@ -40,7 +40,7 @@ def test_layers_that_differ_are_split():
     ]  # fmt: skip
 
 
-def test_experts_collapse_inside_of_layers():
+def test_experts_collapse_within_layers():
     tensors = [
         T(f"layers.{i}.experts.{e}.{w}") for i in range(3) for e in range(8) for w in ("w1", "w2")
     ]
@@ -55,14 +55,14 @@ def test_experts_collapse_inside_of_layers():
     assert rows[0][3].nbytes == 48 * 8
 
 
-def test_numbered_tensors_collapse_too():
+def test_numbered_tensors_collapse_into_range():
     (branch,) = listing.build_tree([T(f"bias.{i}") for i in range(3)])
     assert (branch.label, branch.copies, branch.dtype, branch.nbytes) == (
         "bias.[0-2]", 3, "bfloat16", 24,
     )  # fmt: skip
 
 
-def test_depth_sums_up():
+def test_depth_aggregates_deeper_tensors():
     tensors = [
         T("model.embed.weight", (8,)),
         *(T(f"model.{t.name}") for t in llama(3)),
@@ -79,7 +79,7 @@ def test_depth_sums_up():
         assert sum(b.nbytes for b in found) == sum(t.nbytes for t in tensors)
 
 
-def test_beside_a_model_the_rest_is_one_line_each():
+def test_non_model_tensors_are_folded_into_one_line_each():
     names = [
         *("model.0.w", "model.1.w", "optimizer.state.0.exp_avg", "optimizer.state.1.exp_avg"),
         *("lr_scheduler.x", "callbacks.a.best", "callbacks.b.best", "rng"),
@@ -97,30 +97,30 @@ def test_beside_a_model_the_rest_is_one_line_each():
     assert listing.build_model_tree(alone, "model.", "dcp", "name") == listing.build_tree(alone)
 
 
-def test_sort_by_size():
+def test_size_sort_puts_largest_first():
     tensors = [T("a", (1,)), T("b", (2,)), T("c.0.x", (1,)), T("c.0.y", (2,)), T("c.1.z", (9,))]
     assert [label for _, label, _, _ in flat(listing.build_tree(tensors, sort="size"))] == [
         "c.1", "z", "c.0", "y", "x", "b", "a",
     ]  # fmt: skip
 
 
-def test_aliases_count_nothing_and_are_told_apart():
+def test_aliases_count_no_bytes_and_stay_separate():
     tensors = [T("l.0.w"), T("l.1.w", alias_of="l.0.w")]
     branches = listing.build_tree(tensors)
     assert [(b.label, b.nbytes) for b in branches] == [("l.0", 8), ("l.1", 0)]
 
 
-def test_a_tensor_may_be_a_prefix_of_another():
+def test_tensor_name_may_be_prefix_of_another():
     assert [b.label for b in listing.build_tree([T("a"), T("a.b")])] == ["a", "a.b"]
 
 
-def test_names_with_thousands_of_parts():
+def test_name_with_thousands_of_parts_is_kept():
     (branch,) = listing.build_tree([T(".".join("x" * 5000))])
     assert branch.label == ".".join("x" * 5000)
 
 
 @pytest.mark.parametrize("name", ["", ".", "007", "1" * 5000, "²"])
-def test_odd_names_survive(name):
+def test_odd_names_are_kept(name):
     tensors = [T(f"a.{name}.w"), T("a.0.w"), T("a.1.w")]
     labels = {label for _, label, _, _ in listing.walk_branches(listing.build_tree(tensors))}
     assert f"a.{name}.w" in labels
@@ -138,5 +138,5 @@ def test_odd_names_survive(name):
         ([0, 1, 5, 6, 7], "0-1,5-7"),
     ],
 )
-def test_spans(indices, text):
+def test_spans_compress_indices_into_ranges(indices, text):
     assert listing.format_spans(indices) == text

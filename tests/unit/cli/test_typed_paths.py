@@ -47,7 +47,7 @@ def test_links_are_shown_as_typed(here: Path) -> None:
     assert restore_typed_paths(f"{here}/run/x") == "latest/x"
 
 
-def test_errors_show_the_typed_path(run, tiny_llama3_hf, here: Path) -> None:
+def test_errors_show_typed_path(run, tiny_llama3_hf, here: Path) -> None:
     shutil.copytree(tiny_llama3_hf, here / "hf")
     file = here / "hf" / "model-00002-of-00003.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
@@ -58,13 +58,13 @@ def test_errors_show_the_typed_path(run, tiny_llama3_hf, here: Path) -> None:
     assert error["where"] == str(file), "a program gets the absolute path"
 
 
-def test_the_working_directory_may_be_gone(here: Path) -> None:
+def test_deleted_working_directory_leaves_paths_unchanged(here: Path) -> None:
     shutil.rmtree(here)
     remember_command_line(["run"])
     assert restore_typed_paths(f"{here}/run") == f"{here}/run"
 
 
-def test_a_name_that_is_no_home_directory_stays(here: Path) -> None:
+def test_unknown_home_directory_is_left_unchanged(here: Path) -> None:
     remember_command_line(["ls", "~nosuchuser/x", "//"])
     assert (
         restore_typed_paths("where: ~nosuchuser/x, s3:///x, /")

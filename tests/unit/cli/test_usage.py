@@ -50,7 +50,7 @@ COMMANDS = sorted(str(info.name) for info in app.registered_commands)
         ("inspect a b c", "too many arguments: `b c`", "`ckptctl inspect --help`"),
     ],
 )
-def test_a_command_line_that_makes_no_sense(run, line, what, hint):
+def test_invalid_command_line_is_an_error_with_hint(run, line, what, hint):
     result = run(*line.split())
     assert (result.exit_code, result.stdout) == (2, "")
     first, *more = result.stderr.splitlines()
@@ -60,7 +60,7 @@ def test_a_command_line_that_makes_no_sense(run, line, what, hint):
     assert found["message"] == what or line.startswith("--")
 
 
-def test_what_other_programs_call_something_is_there():
+def test_names_of_other_programs_map_to_existing_ones():
     assert set(COMMAND_SYNONYMS.values()) <= set(COMMANDS)
     assert not set(COMMAND_SYNONYMS) & set(COMMANDS)
     commands = __import__("typer").main.get_command(build_program()).commands
@@ -71,14 +71,14 @@ def test_what_other_programs_call_something_is_there():
 
 
 @pytest.mark.parametrize("name", ["inspect", "latest", "ls"])
-def test_without_a_path_it_is_the_working_directory(run, name, tmp_path, monkeypatch):
+def test_missing_path_defaults_to_working_directory(run, name, tmp_path, monkeypatch):
     save_step(tmp_path / "step-1")
     monkeypatch.chdir(tmp_path)
     for words in ((), ("--json",), ("-q",)):
         assert run(name, *words).stdout == run(name, ".", *words).stdout != ""
 
 
-def test_panels(run):
+def test_convert_help_groups_options_into_panels(run):
     shown = run("convert", "--help").stdout
     titles = [*get_args(Panel), "Examples"]
     places = [shown.index(f"{title}:\n") for title in titles]
@@ -87,13 +87,13 @@ def test_panels(run):
     assert "\nOptions:\n" in run("ls", "--help").stdout
 
 
-def test_help_is_as_wide_as_the_terminal(piped):
+def test_help_is_as_wide_as_terminal(piped):
     shown = [piped("convert", "-h", COLUMNS=str(width)).stdout for width in (60, 150)]
     narrow, wide = (max(map(len, one.partition("Examples:")[0].splitlines())) for one in shown)
     assert 50 < narrow <= 60 and 100 < wide <= 150
 
 
-def test_a_layout_is_looked_at_before_any_path(run, tmp_path):
+def test_unknown_layout_is_reported_before_paths(run, tmp_path):
     taken = tmp_path / "taken"
     taken.mkdir()
     (taken / "mine").touch()
@@ -104,7 +104,7 @@ def test_a_layout_is_looked_at_before_any_path(run, tmp_path):
             assert f"where: {option}\n" in said.stderr and "`torchtune`?" in said.stderr
 
 
-def test_shards_whose_names_begin_with_something(run, tmp_path):
+def test_meta_shards_with_prefix_get_hint_to_remove_it(run, tmp_path):
     """Naming the model type would not help: the hint says what does."""
     state, config = tiny_llama("llama3")
     save_meta(tmp_path / "meta", state, config, mp=2)
@@ -116,7 +116,7 @@ def test_shards_whose_names_begin_with_something(run, tmp_path):
         assert "hint: save the shards without the prefix `model.`" in said.stderr
 
 
-def test_a_root_that_was_named_and_is_wrong(run, tmp_path):
+def test_wrong_root_gets_hint_to_omit_or_correct_it(run, tmp_path):
     state, _ = tiny_llama("llama3")
     inside = {f"student.{key}": one for key, one in state.items()} | {"other.w": torch.ones(1)}
     save_file(inside, tmp_path / "model.safetensors")
@@ -129,7 +129,7 @@ def test_a_root_that_was_named_and_is_wrong(run, tmp_path):
     assert run("convert", *target, *layout, "--root", "student").exit_code != 2
 
 
-def test_a_file_size_without_a_unit_is_questioned(run, tiny_llama3_hf, tmp_path):
+def test_shard_size_without_unit_is_questioned(run, tiny_llama3_hf, tmp_path):
     target = ("convert", tiny_llama3_hf, tmp_path / "out", "--to", "hf", "--max-shard-size")
     for small in ("5", "512", " 1000000"):
         refused = run(*target, small)
@@ -140,7 +140,7 @@ def test_a_file_size_without_a_unit_is_questioned(run, tiny_llama3_hf, tmp_path)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 3
 
 
-def test_source_and_destination_in_the_wrong_order(run, tiny_llama3_hf, tmp_path):
+def test_swapped_source_and_destination_are_detected(run, tiny_llama3_hf, tmp_path):
     refused = run("convert", tmp_path / "out", tiny_llama3_hf, "--to", "dcp")
     assert refused.exit_code == 3 and f"where: {tmp_path / 'out'}" in refused.stderr
     assert f"`{tiny_llama3_hf}` is a checkpoint)" in refused.stderr
@@ -148,7 +148,7 @@ def test_source_and_destination_in_the_wrong_order(run, tiny_llama3_hf, tmp_path
     assert empty.exit_code == 3 and "is a checkpoint" not in empty.stderr
 
 
-def test_a_folder_that_is_called_like_a_file_is_questioned(run, tiny_llama3_hf, tmp_path):
+def test_folder_named_like_file_is_refused(run, tiny_llama3_hf, tmp_path):
     for name in ("zz.pt", "model.safetensors", "x.pth", "pytorch_model.bin"):
         for to in ("hf", "dcp", "meta"):
             refused = run("convert", tiny_llama3_hf, tmp_path / name, "--to", to)
@@ -168,7 +168,7 @@ def test_a_folder_that_is_called_like_a_file_is_questioned(run, tiny_llama3_hf, 
         assert run("convert", tiny_llama3_hf, tmp_path / name, "--to", to).exit_code == 0
 
 
-def test_letters_of_axes_are_explained_where_they_are_printed(terminal):
+def test_axis_letters_are_explained(terminal):
     key = "model.layers.0.self_attn.q_proj.weight"
     shown = terminal("map", key, "-m", "llama3", "--to-layout", "meta", NO_COLOR="1")
     said = "h is num_attention_heads; e is head_dim = r x p, p is 2; d is hidden_size"
@@ -196,7 +196,9 @@ def test_letters_of_axes_are_explained_where_they_are_printed(terminal):
         ("inspect dcp/.metadata", "is one file of a checkpoint", "pass its folder, `"),
     ],
 )
-def test_a_hint_for_a_stranger(run, tiny_llama3_hf, tmp_path, monkeypatch, line, what, hint):
+def test_common_mistake_gets_specific_hint(
+    run, tiny_llama3_hf, tmp_path, monkeypatch, line, what, hint
+):
     (tmp_path / "hf").symlink_to(tiny_llama3_hf)
     save_step(tmp_path / "dcp")
     (tmp_path / "dcp" / ".metadata").touch()
@@ -207,7 +209,7 @@ def test_a_hint_for_a_stranger(run, tiny_llama3_hf, tmp_path, monkeypatch, line,
     assert hint in said.stderr.rpartition("hint: ")[2]
 
 
-def test_one_tensor_is_one(run, tiny_llama3_hf, tmp_path):
+def test_single_tensor_is_printed_in_singular(run, tiny_llama3_hf, tmp_path):
     chosen = ("--include", "lm_head*", "-n")
     said = run("convert", tiny_llama3_hf, tmp_path / "out", "--to", "hf", *chosen).stderr
     assert " · 1 tensor, " in said

@@ -67,7 +67,7 @@ def checksummed(file: str, offset: int, box: Box) -> Extent:
         ([copy(StridedTensor.from_entry(columns(None)))], []),
     ],
 )
-def test_transfers_that_read_each_element_once_take_checksums(
+def test_tensors_read_exactly_once_are_checksummed(
     transfers: list[Transfer], checked: list[int]
 ) -> None:
     assert find_checked_transfers(transfers) == {(number, "a") for number in checked}
@@ -81,7 +81,7 @@ def test_transfers_that_read_each_element_once_take_checksums(
         (copy(WHOLE, ((0, 0), (2, 6)), ((1, 0), (1, 6))), False),
     ],
 )
-def test_a_load_checks_what_it_reads_at_most_once(transfer: Transfer, checked: bool) -> None:
+def test_load_checks_elements_read_at_most_once(transfer: Transfer, checked: bool) -> None:
     assert find_checked_transfers([transfer], partly=True) == (
         {(0, "a")} if checked else frozenset()
     )
@@ -125,7 +125,7 @@ COLUMNS = StridedTensor.from_entry(columns([5, 6]))
         ([copy(COLUMNS.narrow(0, 1, 2))], [("f", ((0, 3), (9, 3))), ("g", ((0, 3), (9, 3)))]),
     ],
 )
-def test_what_no_transfer_reads_is_read_for_checksums(
+def test_unread_ranges_are_read_for_checksums(
     transfers: list[Transfer], gaps: list[tuple[str, tuple[tuple[int, int], ...]]]
 ) -> None:
     assert gaps_of(*transfers) == gaps
@@ -143,7 +143,7 @@ def test_what_no_transfer_reads_is_read_for_checksums(
         [copy(TALL.narrow(0, 0, 100)), copy(TALL)],
     ],
 )
-def test_bytes_of_recorded_ranges_are_read_for_checksums_once(
+def test_recorded_ranges_are_read_for_checksums_once(
     transfers: list[Transfer], limits: Limits
 ) -> None:
     checked, checks = plan_checks(Path("/"), transfers, {})
@@ -180,11 +180,11 @@ def test_gaps_between_tensors_in_one_range_are_read() -> None:
     assert check.gaps == ((0, 10), (60, 40))
 
 
-def test_bytes_that_two_names_have_are_read_once_for_their_checksum() -> None:
+def test_bytes_shared_by_two_names_are_checksummed_once() -> None:
     tied = [copy(StridedTensor.from_entry(replace(A, name=name)).narrow(1, 0, 3)) for name in "ab"]
     assert gaps_of(*tied) == [("a", ((0, 24),))]
 
 
-def test_a_tensor_without_elements_needs_no_check() -> None:
+def test_empty_tensor_needs_no_check() -> None:
     empty = replace(A, shape=(0, 6), extents=())
     assert plan_checks(Path("/"), [copy(StridedTensor.from_entry(empty))], {}) == (frozenset(), ())

@@ -28,26 +28,26 @@ def planned(entries, tensors, **options):
     return build_output_tensors({item.key: item for item in tensors}, entries, placed, **options)
 
 
-def test_only_floating_tensors_are_cast_and_pinned_ones_stay():
+def test_cast_changes_only_floats_and_skips_pinned_tensors():
     entries = {"w": entry("w"), "bias": entry("bias", "float32"), "n": entry("n", "int64")}
     tensors = [mapped("w", "w.0"), mapped("bias", "router_bias.0"), mapped("n", "n")]
     found = planned(entries, tensors, dtype="float16", pinned=("router_bias",))
     assert [tensor.dtype for tensor in found] == ["float16", "float32", "int64"]
 
 
-def test_a_scale_is_not_a_weight():
+def test_scale_dtype_is_not_cast():
     assert choose_cast_dtype("float8_e8m0fnu", "float32") == "float8_e8m0fnu"
     assert choose_cast_dtype("float8_e4m3fn", "float32") == "float32"
 
 
-def test_shared_memory_stays_shared_or_is_written_twice():
+def test_aliases_stay_shared_or_are_written_twice():
     entries = {"a": entry("a"), "b": TensorEntry("b", "bfloat16", (4,), (), ("b",), alias_of="a")}
     tensors = [mapped("a", "a"), mapped("b", "b")]
     assert [t.alias_of for t in planned(entries, tensors)] == [None, "a"]
     assert [t.alias_of for t in planned(entries, tensors, aliases=False)] == [None, None]
 
 
-def test_only_what_transformers_ties_is_left_to_it(tmp_path: Path) -> None:
+def test_hf_output_duplicates_ties_unknown_to_transformers(tmp_path: Path) -> None:
     state, config = tiny_llama("llama3", tied=True)
     one, other = (f"model.layers.{layer}.mlp.up_proj.weight" for layer in range(2))
     source = tmp_path / "source"
@@ -57,7 +57,7 @@ def test_only_what_transformers_ties_is_left_to_it(tmp_path: Path) -> None:
     assert {one, other} < load_file(tmp_path / "hf" / "model.safetensors").keys()
 
 
-def test_the_main_dtype_is_the_one_with_the_most_bytes():
+def test_main_dtype_has_most_bytes():
     entries = {"a": entry("a"), "b": entry("b", "float32"), "n": entry("n", "int64")}
     tensors = [mapped(name, name) for name in entries]
     assert find_main_dtype(planned(entries, tensors)) == "float32"
@@ -65,7 +65,7 @@ def test_the_main_dtype_is_the_one_with_the_most_bytes():
 
 
 @pytest.mark.parametrize("to", ["hf", "dcp", "torch"])
-def test_a_tensor_alone_is_no_state_dict(tmp_path: Path, to: str) -> None:
+def test_single_tensor_file_is_unsupported(tmp_path: Path, to: str) -> None:
     torch.save(torch.tensor(2.0), tmp_path / "step.pt")
     with pytest.raises(UnsupportedError, match="a single tensor"):
         ckptctl.plan_conversion(tmp_path / "step.pt", tmp_path / "out", to=to)

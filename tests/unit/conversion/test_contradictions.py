@@ -52,7 +52,7 @@ def folder(path: Path, content: Mapping[str, Any], name: str = "config.json") ->
 
 @pytest.mark.parametrize(("fact", "change"), CHANGES)
 @pytest.mark.parametrize("form", ["meta", "hf"])
-def test_what_assets_say_otherwise_is_refused_or_decided(
+def test_contradicting_assets_are_refused_or_trusted(
     tmp_path: Path, form: str, fact: str, change: dict[str, Any]
 ) -> None:
     state, config = model()
@@ -73,7 +73,7 @@ def test_what_assets_say_otherwise_is_refused_or_decided(
     assert [note for note in plan.notes if note.startswith(f"`{fact}`: ")]
 
 
-def test_the_right_assets_are_taken_silently(tmp_path: Path) -> None:
+def test_matching_assets_are_accepted_silently(tmp_path: Path) -> None:
     state, config = model()
     expected = config | {"rope_scaling": None, "rope_parameters": {**SCALED, "rope_theta": 5e5}}
     del expected["rope_theta"]
@@ -85,7 +85,7 @@ def test_the_right_assets_are_taken_silently(tmp_path: Path) -> None:
         assert not [note for note in plan.notes if "assets" in note], plan.notes
 
 
-def test_trusted_assets_decide_how_rows_move(tmp_path: Path) -> None:
+def test_trusted_assets_decide_row_permutation(tmp_path: Path) -> None:
     state, config = model(heads=8, kv_heads=8)
     source = save_meta(tmp_path / "in", state, config)
     params = json.loads((source / "params.json").read_text())
@@ -103,7 +103,7 @@ def test_trusted_assets_decide_how_rows_move(tmp_path: Path) -> None:
     assert not torch.equal(found[name], read["layers.0.attention.wq.weight"])
 
 
-def test_ids_of_tokens_and_lengths_are_notes(tmp_path: Path) -> None:
+def test_token_id_differences_are_notes(tmp_path: Path) -> None:
     state, config = model()
     source = save_hf(tmp_path / "in", state, config)
     assets = folder(tmp_path / "assets", config | {"eos_token_id": 9})
@@ -112,7 +112,7 @@ def test_ids_of_tokens_and_lengths_are_notes(tmp_path: Path) -> None:
     assert f"`eos_token_id` is 2 in {source / 'config.json'} and 9 in {assets}" in said
 
 
-def test_a_default_is_a_statement_where_it_is_known(tmp_path: Path) -> None:
+def test_known_default_counts_as_statement(tmp_path: Path) -> None:
     state, config = model()
     source = save_hf(tmp_path / "in", state, config)
     silent = {name: value for name, value in config.items() if name != "rope_theta"}
@@ -123,7 +123,7 @@ def test_a_default_is_a_statement_where_it_is_known(tmp_path: Path) -> None:
     assert "which does not set it" in str(caught.value.why)
 
 
-def test_what_assets_leave_out_is_said(tmp_path: Path) -> None:
+def test_facts_missing_in_assets_are_noted(tmp_path: Path) -> None:
     state, config = model()
     source = save_hf(tmp_path / "in", state, config | {"embedding_multiplier": 12.0})
     assets = folder(tmp_path / "assets", config)
@@ -131,7 +131,7 @@ def test_what_assets_leave_out_is_said(tmp_path: Path) -> None:
     assert any("states `embedding_multiplier` (12.0)" in note for note in plan.notes)
 
 
-def test_the_era_of_a_params_file_says_the_rotary_base(tmp_path: Path) -> None:
+def test_params_era_determines_rope_theta(tmp_path: Path) -> None:
     state, config = tiny_llama("llama2")
     source = save_meta(tmp_path / "in", state, config)
     params = json.loads((source / "params.json").read_text())
@@ -145,7 +145,7 @@ def test_the_era_of_a_params_file_says_the_rotary_base(tmp_path: Path) -> None:
     assert any("bos_token_id 1, eos_token_id 2" in note for note in plan.notes)
 
 
-def test_the_rotary_base_is_always_written(tmp_path: Path) -> None:
+def test_rope_theta_is_always_written(tmp_path: Path) -> None:
     state, config = tiny_llama("llama2")
     source = save_hf(tmp_path / "in", state, config)
     out = tmp_path / "out"
@@ -154,7 +154,7 @@ def test_the_rotary_base_is_always_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("biased", [True, False])
-def test_biases_are_there_as_the_configuration_says(tmp_path: Path, biased: bool) -> None:
+def test_attention_bias_must_match_tensors(tmp_path: Path, biased: bool) -> None:
     state, config = model()
     if biased:
         held = {name: len(value) for name, value in state.items() if ".self_attn." in name}
@@ -177,7 +177,7 @@ def test_biases_are_there_as_the_configuration_says(tmp_path: Path, biased: bool
 
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("name", ["gpt_oss", "llama4_text"])
-def test_attention_biases_are_switched_as_in_transformers(
+def test_attention_bias_of_gpt_oss_and_llama4_matches_tensors(
     tmp_path: Path, name: str, biased: bool
 ) -> None:
     family = FAMILIES[name]
@@ -194,7 +194,7 @@ def test_attention_biases_are_switched_as_in_transformers(
     assert not ckptctl.verify(right).findings
 
 
-def test_set_states_what_nothing_else_does(tmp_path: Path) -> None:
+def test_sizes_that_contradict_config_are_usage_errors(tmp_path: Path) -> None:
     state, config = model()
     source = save_hf(tmp_path / "in", state, config)
     with pytest.raises(UsageError) as caught:
@@ -203,13 +203,13 @@ def test_set_states_what_nothing_else_does(tmp_path: Path) -> None:
     assert str(source / "config.json") in caught.value.what
 
 
-def test_trust_needs_what_is_trusted(tmp_path: Path) -> None:
+def test_trust_assets_requires_assets(tmp_path: Path) -> None:
     source = save_hf(tmp_path / "in", *model())
     with pytest.raises(UsageError, match="`trust_assets=True` requires `assets`"):
         ckptctl.plan_conversion(source, tmp_path / "out", to="dcp", trust_assets=True)
 
 
-def test_assets_that_contradict_themselves_decide_nothing(tmp_path: Path) -> None:
+def test_self_contradictory_assets_are_refused_even_if_trusted(tmp_path: Path) -> None:
     state, config = model()
     source = save_hf(tmp_path / "in", state, config)
     other = save_meta(tmp_path / "meta", state, config | {"rms_norm_eps": 1e-3})
@@ -220,7 +220,7 @@ def test_assets_that_contradict_themselves_decide_nothing(tmp_path: Path) -> Non
     assert "correct the file" in str(caught.value.hint)
 
 
-def test_assets_that_contradict_the_tensors_decide_nothing(tmp_path: Path) -> None:
+def test_assets_that_contradict_tensors_are_refused_even_if_trusted(tmp_path: Path) -> None:
     """Nor is it suggested to trust them: that would end in the same error."""
     state, config = model()
     source = save_hf(tmp_path / "in", state, config)
@@ -234,7 +234,7 @@ def test_assets_that_contradict_the_tensors_decide_nothing(tmp_path: Path) -> No
         assert "correct the file" in str(caught.value.hint)
 
 
-def test_loading_compares_as_well(tmp_path: Path) -> None:
+def test_load_refuses_contradicting_assets(tmp_path: Path) -> None:
     state, config = model(heads=8, kv_heads=8)
     source = save_meta(tmp_path / "in", state, config)
     assets = folder(tmp_path / "assets", config | {"num_attention_heads": 4, "head_dim": 16})
@@ -243,7 +243,7 @@ def test_loading_compares_as_well(tmp_path: Path) -> None:
         ckptctl.load(found, source, model_type="llama3", assets=assets)
 
 
-def test_a_named_model_type_is_compared_too(tmp_path: Path) -> None:
+def test_explicit_model_type_is_still_checked(tmp_path: Path) -> None:
     state, config = tiny_llama("llama3", tied=True)
     source = save_hf(tmp_path / "in", state, config | {"intermediate_size": 448})
     with pytest.raises(MappingError):
@@ -284,7 +284,7 @@ def test_trusted_assets_decide_how_shards_are_joined(tmp_path: Path, shards: int
         ({"learning_rate": 1.0, "hidden_size": None, "config": "llama"}, None),
     ],
 )
-def test_what_lightning_was_told_is_compared(
+def test_lightning_hyperparameters_are_compared_with_assets(
     tmp_path: Path, arguments: dict[str, Any], named: str | None
 ) -> None:
     state, config = model()
@@ -309,7 +309,7 @@ def test_what_lightning_was_told_is_compared(
         ({"rope_parameters": {**SCALED, "factor": 4.0}}, "`rope.factor` is 4.0"),
     ],
 )
-def test_one_file_says_the_same_fact_in_two_ways(
+def test_contradiction_within_one_config_is_refused(
     tmp_path: Path, added: dict[str, Any], said: str
 ) -> None:
     state, config = model()
@@ -323,7 +323,7 @@ def test_one_file_says_the_same_fact_in_two_ways(
     ckptctl.plan_conversion(source, tmp_path / "out", to="dcp")
 
 
-def test_a_description_that_is_not_understood_contradicts_nothing(tmp_path: Path) -> None:
+def test_invalid_description_is_a_warning_not_a_contradiction(tmp_path: Path) -> None:
     """Mistral's ``TransformerArgs._sliding_window`` may be a list, of one window for each layer."""
     state, config = model()
     folder = save_hf(tmp_path / "in", state, config | MISTRAL)

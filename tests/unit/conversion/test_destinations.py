@@ -14,9 +14,7 @@ from ckptctl.storage import destinations
 from tests.checkpoints import save_hf, tiny_llama
 
 
-def test_free_space_is_counted_in_one_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_destination_delegates_free_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(destinations, "count_free_bytes", lambda _: 41)
     assert Destination(tmp_path, tmp_path).free_bytes() == 41
 
@@ -29,7 +27,9 @@ def test_free_space_is_counted_in_one_place(
         (".", "inside the destination"),
     ],
 )
-def test_source_and_destination_lie_apart(tmp_path: Path, target: str, what: str) -> None:
+def test_overlapping_source_and_destination_are_refused(
+    tmp_path: Path, target: str, what: str
+) -> None:
     folder = tmp_path / "here"
     (folder / "in" / "inner").mkdir(parents=True)
     wanted = folder.parent / "here" / target
@@ -47,7 +47,7 @@ FOREIGN = (
 
 @pytest.mark.parametrize("damaged", [False, True])
 @pytest.mark.parametrize("name", FOREIGN)
-def test_what_is_no_part_of_a_checkpoint_is_not_lost(
+def test_folder_with_foreign_files_is_not_replaced(
     tiny_llama3_hf: Path, tmp_path: Path, name: str, damaged: bool
 ) -> None:
     if damaged and name == "optimizer.pt":
@@ -66,7 +66,7 @@ def test_what_is_no_part_of_a_checkpoint_is_not_lost(
     assert (target / name).read_text() == "mine"
 
 
-def test_url_without_a_file_name_is_refused_for_formats_of_one_file(tmp_path: Path) -> None:
+def test_url_needs_file_name_for_single_file_formats(tmp_path: Path) -> None:
     weights, config = tiny_llama()
     source = save_hf(tmp_path / "hf", weights, config)
     with pytest.raises(RefusedError, match="the destination has no file name"):

@@ -20,7 +20,7 @@ TENSORS = {
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_text(name: str) -> None:
+def test_manifest_text_matches_json_dumps(name: str) -> None:
     tensors = TENSORS[name]
     boxes = {t.name: (TensorPlace(Box.whole(t.shape), n),) for n, t in enumerate(tensors)}
     boxes.pop("tied", None)

@@ -68,7 +68,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_torch_file_holds_what_torch_itself_makes_of_it(megatron: Path, tmp_path: Path) -> None:
+def test_torch_output_matches_stock_dcp_load(megatron: Path, tmp_path: Path) -> None:
     expected = stock(megatron, tmp_path)
     assert torch.is_tensor(expected[LEAF][0]["torch"])
     for only in ("model", "all"):
@@ -80,7 +80,7 @@ def test_a_torch_file_holds_what_torch_itself_makes_of_it(megatron: Path, tmp_pa
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_dcp_items_are_copied_as_they_are(megatron: Path, tmp_path: Path) -> None:
+def test_dcp_items_are_copied_unchanged(megatron: Path, tmp_path: Path) -> None:
     expected = stock(megatron, tmp_path)
     ckptctl.convert(megatron, tmp_path / "out", to="dcp", only="all")
     blob = open_checkpoint(tmp_path / "out").blobs[LEAF]
@@ -89,7 +89,7 @@ def test_dcp_items_are_copied_as_they_are(megatron: Path, tmp_path: Path) -> Non
     assert all(same(found[key], value) for key, value in expected.items())
 
 
-def test_nothing_is_wrong_with_them(megatron: Path) -> None:
+def test_megatron_with_leaf_tensors_verifies_as_complete(megatron: Path) -> None:
     """The tensors are a few of a model's, which is all that there is to say."""
     found = ckptctl.verify(megatron, level="full")
     assert (found.findings, found.scope) == ((), "structure")
@@ -97,7 +97,7 @@ def test_nothing_is_wrong_with_them(megatron: Path) -> None:
     assert found.verdict == "complete"
 
 
-def test_names_do_not_collide(megatron: Path) -> None:
+def test_unpacked_name_collision_is_an_error(megatron: Path) -> None:
     found = open_checkpoint(megatron)
     read = resolve_codecs(Catalog(found.root, found.path, "dcp", {}, {}, blobs=found.blobs))
     name = f"{LEAF}.0.rank"
@@ -141,7 +141,9 @@ def read(path: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("shard", [128, 10**9])
-def test_strings_are_carried(source: Path, tmp_path: Path, shard: int) -> None:
+def test_metadata_is_kept_but_hashes_are_dropped_when_sharded(
+    source: Path, tmp_path: Path, shard: int
+) -> None:
     """All of them; but a hash of one file's tensors is none of several files."""
     lost = HASH if shard == 128 else set()
     kept = {key: text for key, text in (KOHYA | TORCHAO).items() if key not in lost}
@@ -153,7 +155,7 @@ def test_strings_are_carried(source: Path, tmp_path: Path, shard: int) -> None:
     assert not again.plan.left_out
 
 
-def test_a_hash_goes_where_shards_become_one_file(tmp_path: Path) -> None:
+def test_hash_is_dropped_when_shards_are_merged(tmp_path: Path) -> None:
     for number, (name, tensor) in enumerate(STATE.items(), 1):
         file = tmp_path / f"model-{number:05d}-of-00002.safetensors"
         save_file({name: tensor}, file, metadata={"modelspec.hash_sha256": "0f", "a": "b"})
@@ -163,9 +165,7 @@ def test_a_hash_goes_where_shards_become_one_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
-def test_extracted_tensors_have_the_strings_that_hold_for_them(
-    source: Path, tmp_path: Path, suffix: str
-) -> None:
+def test_extracted_tensors_keep_valid_metadata(source: Path, tmp_path: Path, suffix: str) -> None:
     target = tmp_path / f"out{suffix}"
     done = ckptctl.extract(source, "a.weight", output=target)
     kept = KOHYA.keys() - HASH if suffix == ".safetensors" else set()
@@ -178,7 +178,7 @@ def test_extracted_tensors_have_the_strings_that_hold_for_them(
 
 
 @pytest.mark.parametrize("option", [{"dtype": "fp16"}, {"exclude": "b*"}])
-def test_what_no_longer_holds_is_named(source: Path, tmp_path: Path, option) -> None:
+def test_invalidated_metadata_is_dropped_and_named(source: Path, tmp_path: Path, option) -> None:
     done = ckptctl.convert(source, tmp_path / "out", to="hf", **option)
     assert read(tmp_path / "out").keys() == KOHYA.keys() - BOUND
     assert {name for name in done.plan.left_out if name.startswith("__")} == {
@@ -186,12 +186,12 @@ def test_what_no_longer_holds_is_named(source: Path, tmp_path: Path, option) -> 
     }
 
 
-def test_formats_without_a_place_name_them(source: Path, tmp_path: Path) -> None:
+def test_formats_without_metadata_list_it_as_skipped(source: Path, tmp_path: Path) -> None:
     done = ckptctl.convert(source, tmp_path / "out", to="dcp")
     assert set(done.plan.left_out) == {f"__metadata__.{key}" for key in KOHYA | TORCHAO}
 
 
-def test_shards_that_contradict_each_other(tmp_path: Path) -> None:
+def test_contradicting_shard_metadata_is_dropped_with_note(tmp_path: Path) -> None:
     files = {}
     for number, (name, tensor) in enumerate(STATE.items(), 1):
         files[name] = f"model-{number:05d}-of-00002.safetensors"
@@ -215,44 +215,44 @@ def check(tensors, *, without=(), renamed=False, dtype=None, quantization=None):
     require_scales_kept(catalog(tensors, quantization), chosen, renamed=renamed, dtype=dtype)
 
 
-def test_a_whole_pair_may_get_other_names():
+def test_quantized_pair_can_be_renamed():
     check(WEIGHT | SCALE | NORM, renamed=True, quantization=FP8)
     check(BLOCKS | SCALES | NORM, renamed=True)
 
 
-def test_a_copy_of_everything_is_not_looked_at():
+def test_complete_copy_skips_quantization_check():
     check(OTHER | WEIGHT | SCALE, quantization=FP8)
 
 
-def test_float8_that_nobody_calls_quantized_is_just_numbers():
+def test_unscaled_float8_is_cast_as_plain_numbers():
     check(OTHER | NORM, renamed=True, dtype="bfloat16")
 
 
 @pytest.mark.parametrize("renamed", [True, False])
 @pytest.mark.parametrize("pair", [WEIGHT | SCALE, BLOCKS | SCALES])
-def test_scales_are_not_left_behind(pair, renamed):
+def test_weights_without_scales_are_refused(pair, renamed):
     with pytest.raises(MappingError, match=r"1 quantized tensor .* without scales") as caught:
         check(pair | NORM, without=[list(pair)[1]], renamed=renamed)
     assert "--dequantize" in caught.value.hint
 
 
-def test_a_weight_may_be_left_out_with_its_scales():
+def test_weight_may_be_excluded_with_its_scales():
     check(WEIGHT | SCALE | NORM, without=[*WEIGHT, *SCALE], renamed=True, dtype="float32")
 
 
-def test_a_cast_is_no_dequantization():
+def test_dtype_cast_of_quantized_weights_is_refused():
     with pytest.raises(UsageError, match="`--dtype` cannot cast quantized") as caught:
         check(WEIGHT | SCALE | NORM, dtype="bfloat16")
     assert "--dequantize" in caught.value.hint
 
 
-def test_a_cast_leaves_bytes_of_mxfp4_alone():
+def test_cast_leaves_mxfp4_bytes_unchanged():
     check(BLOCKS | SCALES | NORM, dtype="float32")
 
 
 @pytest.mark.parametrize(
     ("tensors", "quantization"), [(WEIGHT | SCALE | OTHER, None), (OTHER | NORM, FP8)]
 )
-def test_float8_without_scales_among_such_with_scales_is_damage(tensors, quantization):
+def test_float8_without_scales_in_quantized_checkpoint_is_damage(tensors, quantization):
     with pytest.raises(DamagedError, match=r"without scales: `b\.weight`"):
         check(tensors, renamed=True, quantization=quantization)

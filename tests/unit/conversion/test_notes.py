@@ -16,7 +16,7 @@ from tests.checkpoints.golden import Golden
 CLASSLESS = "config.json has no `architectures`, which vLLM needs to find the model class"
 
 
-def test_a_model_type_that_does_not_fit_is_said(tmp_path: Path) -> None:
+def test_mismatched_model_type_is_noted_or_refused(tmp_path: Path) -> None:
     source = Golden.read("mixtral").save(tmp_path / "mixtral")
     (source / "config.json").unlink()
     plan = ckptctl.plan_conversion(source, tmp_path / "out", to="dcp", model_type="qwen3_moe")
@@ -38,7 +38,9 @@ def test_a_model_type_that_does_not_fit_is_said(tmp_path: Path) -> None:
         ("mistral", "transformers expects layout hf, but this is layout mistral"),
     ],
 )
-def test_what_transformers_does_not_read(tmp_path: Path, layout: str, said: str | None) -> None:
+def test_layouts_unreadable_by_transformers_are_noted(
+    tmp_path: Path, layout: str, said: str | None
+) -> None:
     source = Golden.read("mixtral").save(tmp_path / "mixtral")
     plan = ckptctl.plan_conversion(source, tmp_path / "out", to="hf", to_layout=layout)
     assert [note for note in plan.notes if "transformers" in note] == ([said] if said else [])
@@ -47,7 +49,7 @@ def test_what_transformers_does_not_read(tmp_path: Path, layout: str, said: str 
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "spiece.model"])
-def test_a_tokenizer_that_is_not_there(tmp_path: Path, name: str) -> None:
+def test_missing_tokenizer_is_noted(tmp_path: Path, name: str) -> None:
     state, config = tiny_llama("llama3")
     source, plan = save_meta(tmp_path / "meta", state, config), ckptctl.plan_conversion
     said = "no tokenizer is written; pass `assets=DIR` to copy it from the trained model's folder"
@@ -70,7 +72,7 @@ def test_a_tokenizer_that_is_not_there(tmp_path: Path, name: str) -> None:
         (None, "no known model type has these keys"),
     ],
 )
-def test_a_model_type_that_no_family_has(tmp_path: Path, stated: object, said: str) -> None:
+def test_unknown_model_type_error_names_reason(tmp_path: Path, stated: object, said: str) -> None:
     state, config = tiny_llama("llama3")
     source = save_hf(tmp_path / "in", {"no": state["lm_head.weight"]}, config)
     (source / "config.json").write_text(json.dumps({**config, "model_type": stated}))
@@ -87,7 +89,7 @@ def test_a_model_type_that_no_family_has(tmp_path: Path, stated: object, said: s
         ({"architectures": None, "model_type": None}, []),
     ],
 )
-def test_a_configuration_that_names_no_class(
+def test_config_without_architectures_is_noted(
     tmp_path: Path, stated: dict[str, object], said: list[str]
 ) -> None:
     state, config = tiny_llama("llama3")
@@ -100,7 +102,7 @@ def test_a_configuration_that_names_no_class(
     assert not any("architectures" in note for note in other.notes)
 
 
-def test_a_class_that_is_not_known_is_not_made_up(tmp_path: Path) -> None:
+def test_class_of_unknown_model_type_is_not_invented(tmp_path: Path) -> None:
     state, config = tiny_llama("llama3")
     odd = {key: value for key, value in config.items() if key != "architectures"}
     source = save_hf(tmp_path / "in", {"no": state["lm_head.weight"]}, {**odd, "model_type": "no"})
@@ -108,7 +110,7 @@ def test_a_class_that_is_not_known_is_not_made_up(tmp_path: Path) -> None:
     assert CLASSLESS in plan.notes
 
 
-def test_assets_that_are_no_folder(tmp_path: Path) -> None:
+def test_assets_that_are_not_a_folder_are_an_error(tmp_path: Path) -> None:
     state, config = tiny_llama("llama3")
     source = save_hf(tmp_path / "in", state, config)
     other = (source / "config.json", "is a file"), (tmp_path / "inn", f"did you mean `{source}`?")
@@ -121,7 +123,7 @@ def test_assets_that_are_no_folder(tmp_path: Path) -> None:
         assert (caught.value.hint or "").endswith(hint)
 
 
-def test_what_decides_between_families(tmp_path: Path) -> None:
+def test_ambiguous_family_hints_at_assets(tmp_path: Path) -> None:
     """Without a configuration, a folder with one is what helps most: it states the heads, too."""
     state, config = tiny_llama("llama3")
     source = save_meta(tmp_path / "meta", state, config)
@@ -139,7 +141,7 @@ def test_what_decides_between_families(tmp_path: Path) -> None:
     )
 
 
-def test_notes_of_a_plan_name_keywords(tmp_path: Path) -> None:
+def test_plan_warnings_name_python_keywords(tmp_path: Path) -> None:
     torch.save({"net": {"encoder.w": torch.zeros(2)}}, tmp_path / "own.pt")
     plan = ckptctl.plan_conversion(tmp_path / "own.pt", tmp_path / "out", to="hf")
     assert plan.warnings == (

@@ -15,7 +15,7 @@ from ckptctl.planner.plan import Transfer
 from tests.checkpoints.dcp import save_dcp
 
 
-def test_each_transfer_is_looked_at_once_for_permuted_elements(
+def test_permutation_check_runs_once_per_transfer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = save_dcp(tmp_path / "source", {"a": torch.ones(4, 6), "b": torch.ones(3)})

@@ -63,7 +63,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("to", "name", "change"), CASES)
-def test_damage_outside_tensors_is_found(tmp_path, source, monkeypatch, to, name, change):
+def test_output_damage_outside_tensors_fails_verification(
+    tmp_path, source, monkeypatch, to, name, change
+):
     ckptctl.convert(source, tmp_path / "out", to=to, verify=True)
     damage(monkeypatch, name, change)
     again = tmp_path / "again"
@@ -75,7 +77,7 @@ def test_damage_outside_tensors_is_found(tmp_path, source, monkeypatch, to, name
     assert not list(again.iterdir())
 
 
-def test_a_failed_verification_brings_the_old_output_back(tmp_path, source, monkeypatch):
+def test_failed_verification_restores_old_output(tmp_path, source, monkeypatch):
     out = tmp_path / "out"
     ckptctl.convert(source, out, to="dcp")
     before = {path.name: path.read_bytes() for path in out.iterdir()}
@@ -87,7 +89,7 @@ def test_a_failed_verification_brings_the_old_output_back(tmp_path, source, monk
     assert sorted(os.listdir(tmp_path)) == ["in", "out"]
 
 
-def test_an_output_that_cannot_be_taken_back_is_said_to_be_there(tmp_path, source, monkeypatch):
+def test_failed_revert_is_reported_in_error(tmp_path, source, monkeypatch):
     damage(monkeypatch, "tokenizer.json", flip(0))
 
     def failing(_stage):

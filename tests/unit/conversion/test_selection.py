@@ -37,18 +37,18 @@ def torn(catalog: Catalog, name: str) -> Catalog:
     return replace(catalog, tensors={**catalog.tensors, name: replace(entry, extents=extents)})
 
 
-def test_what_is_whole(catalog: Catalog) -> None:
+def test_complete_catalog_has_no_missing_tensors(catalog: Catalog) -> None:
     assert find_incomplete_items(catalog) == ({}, {})
 
 
 @pytest.mark.parametrize("name", ["a", "b"])
-def test_all_names_of_one_memory_are_missing_together(catalog: Catalog, name: str) -> None:
+def test_aliases_are_missing_together(catalog: Catalog, name: str) -> None:
     assert catalog.tensors["b"].alias_of == "a"
     names, _ = find_incomplete_items(torn(catalog, name))
     assert names.keys() == {"a", "b"}
 
 
-def test_holes_findings_and_lost_boxes(catalog: Catalog) -> None:
+def test_holes_findings_and_lost_boxes_are_missing(catalog: Catalog) -> None:
     box = Box((0,), (2,))
     names, _ = find_incomplete_items(torn(catalog, "c"))
     assert names == {"c": "elements `[0:1]` are not covered by any chunk"}
@@ -60,7 +60,7 @@ def test_holes_findings_and_lost_boxes(catalog: Catalog) -> None:
     assert names == {"x": "it is gone: look"}
 
 
-def test_files_of_which_nothing_tells_what_they_hold(catalog: Catalog) -> None:
+def test_files_with_unknown_contents_are_listed(catalog: Catalog) -> None:
     findings = (Finding("a file is missing", file="f"), Finding("another", "why", file="g"))
     lost = {"c": ((Box((0,), (2,)), "f"),)}
     _, files = find_incomplete_items(replace(catalog, findings=findings, lost=lost))
@@ -72,7 +72,7 @@ def test_files_of_which_nothing_tells_what_they_hold(catalog: Catalog) -> None:
     assert names == {"c": "it may continue in `f`, which cannot be used"}
 
 
-def test_optimizer_state_that_is_nothing_without_what_is_missing() -> None:
+def test_optimizer_state_of_missing_tensors_is_dependent() -> None:
     model = ["model.w", "model.w.b", "model.v"]
     outside = [
         "optimizer.state.w.exp_avg",
@@ -108,7 +108,7 @@ def test_replicas_are_compared_box_by_box(catalog: Catalog, tmp_path: Path) -> N
     assert unread.tensor == "c" and "gone" in unread.what
 
 
-def test_a_source_of_which_nothing_can_be_read_is_damaged(tmp_path: Path) -> None:
+def test_unreadable_source_is_damaged(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     (source / "__0.metadata").write_bytes(b"garbage")
@@ -131,12 +131,12 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "first"
 
 
-def test_nothing_is_taken_from_a_file_of_another_save(saved: Path, tmp_path: Path) -> None:
+def test_files_of_another_save_are_not_used(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(ckptctl.CkptError, match="no complete tensors"):
         ckptctl.convert(saved, tmp_path / "out", to="hf", allow_missing=True)
 
 
-def test_one_damaged_item_costs_no_other(saved: Path, tmp_path: Path) -> None:
+def test_damaged_item_does_not_affect_others(saved: Path, tmp_path: Path) -> None:
     shutil.rmtree(saved)
     save(FIRST, storage_writer=FileSystemWriter(saved, thread_count=1), no_dist=True)
     extent = next(iter(formats.open_checkpoint(saved).tensors["b"].extents))
@@ -149,12 +149,12 @@ def test_one_damaged_item_costs_no_other(saved: Path, tmp_path: Path) -> None:
     assert all(torch.equal(written[name], FIRST[name]) for name in written)
 
 
-def test_a_finding_has_the_place_in_its_reason(saved: Path) -> None:
+def test_finding_reason_includes_byte_offset(saved: Path) -> None:
     (found,) = ckptctl.verify(saved).errors
     assert found.file == "__0_0.distcp" and found.why and found.why.startswith("at byte ")
 
 
-def test_a_file_of_copies_alone_is_part_of_the_checkpoint(tmp_path: Path) -> None:
+def test_truncated_replica_file_is_a_finding(tmp_path: Path) -> None:
     for rank in range(2):
         writer = FileSystemWriter(tmp_path / f"{rank}", thread_count=1)
         save(FIRST, storage_writer=writer, no_dist=True)

@@ -21,7 +21,7 @@ def catalog(tmp_path: Path) -> Catalog:
     return formats.open_checkpoint(tmp_path / "saved")
 
 
-def test_only_what_is_named_is_located(catalog: Catalog) -> None:
+def test_only_named_tensors_are_located(catalog: Catalog) -> None:
     copies = {name: entry.extents for name, entry in catalog.tensors.items()}
     found = locate_tensors(replace(catalog, replicas=copies), ["c", "a", "c"])
     assert list(found.tensors) == ["c", "a"]
@@ -30,7 +30,7 @@ def test_only_what_is_named_is_located(catalog: Catalog) -> None:
     assert catalog.tensors["a"].extents[0].codec == "torch"
 
 
-def test_what_is_named_is_whole(catalog: Catalog) -> None:
+def test_incomplete_named_tensor_is_a_coverage_error(catalog: Catalog) -> None:
     torn = replace(catalog.tensors["b"], extents=())
     catalog = replace(catalog, tensors={**catalog.tensors, "b": torn})
     assert locate_tensors(catalog, ["a"]).tensors

@@ -32,7 +32,7 @@ def names(options: ConversionOptions) -> list[str]:
     return [step.name for step in select_steps(options) if step.option]
 
 
-def test_options_ask_for_their_steps() -> None:
+def test_options_request_their_steps() -> None:
     assert names(ConversionOptions(to="hf")) == []
     assert names(ConversionOptions(to="hf", dequantize="bf16")) == ["dequantize"]
     assert names(ConversionOptions(to="peft", experts="apart")) == ["experts"]
@@ -42,7 +42,7 @@ def test_options_ask_for_their_steps() -> None:
 
 
 @pytest.mark.parametrize("step", BUILT_IN, ids=[step.name for step in BUILT_IN])
-def test_a_built_in_step_names_an_option_and_a_function(step: Step) -> None:
+def test_built_in_steps_name_existing_option_and_function(step: Step) -> None:
     fields = {one.name for one in list_options(ConversionOptions)}
     assert step.option.partition("=")[0] in {"", *fields}
     places = dict(zip(step.apply.__code__.co_freevars, step.apply.__closure__ or (), strict=True))
@@ -68,7 +68,7 @@ def test_steps_run_by_place_and_order(source: Path, tmp_path: Path) -> None:
     assert seen[-1].endswith("2 laid out") and seen[0].endswith("0 laid out")
 
 
-def test_what_a_step_returns_is_written(source: Path, tmp_path: Path) -> None:
+def test_tensors_returned_by_step_are_written(source: Path, tmp_path: Path) -> None:
     def zero(draft: Draft) -> Draft:
         entry = draft.catalog.tensors["a"]
         made = ComputedTensor("constant", entry.dtype, entry.shape)
@@ -104,7 +104,7 @@ def added(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("name", "why"), [("gone", "No module named 'nothing'"), ("other", "not a Step named `other`")]
 )
-def test_a_step_that_cannot_be_loaded_is_an_error(name: str, why: str) -> None:
+def test_step_that_cannot_be_loaded_is_an_error(name: str, why: str) -> None:
     with pytest.raises(UsageError, match=f"cannot load step `{name}`") as caught:
         select_steps(ConversionOptions(to="hf", step=[name]))
     assert why in str(caught.value.why)
@@ -112,19 +112,19 @@ def test_a_step_that_cannot_be_loaded_is_an_error(name: str, why: str) -> None:
 
 
 @pytest.mark.usefixtures("added")
-def test_an_unknown_step_is_an_error() -> None:
+def test_unknown_step_is_an_error() -> None:
     with pytest.raises(UsageError, match="unknown step `nothing`") as caught:
         ConversionOptions(to="hf", step=("nothing=3",))
     assert caught.value.why == "known: gone, other"
 
 
 @pytest.mark.usefixtures("added")
-def test_a_step_given_twice_is_an_error() -> None:
+def test_repeated_step_is_an_error() -> None:
     with pytest.raises(UsageError, match="step `gone` is given twice"):
         ConversionOptions(to="hf", step=("gone", "gone=1"))
 
 
-def test_the_argument_of_a_step(
+def test_step_receives_its_argument(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
@@ -141,7 +141,7 @@ def test_the_argument_of_a_step(
     assert said == ["a=b", "", ""] * 2
 
 
-def test_a_step_at_the_output_drops_no_tensor(source: Path, tmp_path: Path) -> None:
+def test_step_at_output_may_not_drop_tensors(source: Path, tmp_path: Path) -> None:
     def drop(draft: Draft) -> Draft:
         return replace(draft, tensors=draft.tensors[1:])
 

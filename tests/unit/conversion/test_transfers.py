@@ -35,7 +35,7 @@ def _transfer(*files: str) -> Transfer:
     return Transfer("t", concat(tensors, 0), (target("x", 0, [4 * len(files)]),))
 
 
-def test_files_are_named_once(tmp_path: Path) -> None:
+def test_source_files_are_listed_once(tmp_path: Path) -> None:
     root, other = tmp_path / "root", tmp_path / "other"
     for folder in (root, other):
         folder.mkdir()
@@ -69,9 +69,7 @@ def _boxes(cuts: list[int], rows: int) -> list[Box]:
 
 
 @given(*(st.lists(st.integers(1, sum(PARTS) * INDICES - 1), max_size=5) for _ in "ab"))
-def test_parts_of_interleaved_rows_wherever_boxes_are_cut(
-    read: list[int], write: list[int]
-) -> None:
+def test_interleaved_parts_survive_any_box_split(read: list[int], write: list[int]) -> None:
     step = sum(PARTS)
     rows = step * INDICES
     array = np.arange(rows * WIDTH, dtype=np.uint8)
@@ -104,7 +102,7 @@ def test_parts_of_interleaved_rows_wherever_boxes_are_cut(
     assert written == grid.tobytes()
 
 
-def test_parts_of_several_dtypes_are_cast_before_they_are_merged() -> None:
+def test_parts_of_several_dtypes_are_cast_before_merging() -> None:
     entries = {
         "a": stored("a", [2], dtype="float32"),
         "b": stored("b", [2], dtype="bfloat16"),

@@ -39,7 +39,7 @@ def _other(tmp_path: Path) -> tuple[subprocess.Popen[str], Path]:
     return process, Path(process.stdout.readline().strip())
 
 
-def test_it_is_removed(tmp_path: Path) -> None:
+def test_scratch_directory_is_removed_even_on_error(tmp_path: Path) -> None:
     with upload.scratch_directory() as data:
         (data / "x").write_text("y")
         assert data.parent.parent == tmp_path and data.parent.stat().st_mode & 0o77 == 0
@@ -48,7 +48,7 @@ def test_it_is_removed(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_killed_one_left(tmp_path: Path) -> None:
+def test_scratch_directory_of_killed_run_is_removed(tmp_path: Path) -> None:
     dead, left = _other(tmp_path)
     alive, used = _other(tmp_path)
     try:

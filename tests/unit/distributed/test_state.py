@@ -21,7 +21,7 @@ ODD_STRIDES = {
 
 
 @pytest.mark.parametrize("name", ODD_STRIDES)
-def test_contiguous_tensors_with_strides_that_mean_nothing(name: str) -> None:
+def test_contiguous_tensors_with_odd_strides_are_read_and_written(name: str) -> None:
     tensor = ODD_STRIDES[name]
     assert tensor.is_contiguous()
     expected = bytes(to_memoryview(tensor))
@@ -33,7 +33,7 @@ def test_contiguous_tensors_with_strides_that_mean_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError, RecursionError])
-def test_what_a_users_own_code_raises_is_raised(error: type[Exception]) -> None:
+def test_errors_of_user_state_dict_are_raised_unchanged(error: type[Exception]) -> None:
     class Failing:
         def state_dict(self) -> dict[str, Any]:
             raise error("no batch yet")

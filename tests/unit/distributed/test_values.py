@@ -37,7 +37,9 @@ class _Hostile:
 
 @pytest.mark.parametrize(("zipped", "trusted"), [(True, False), (True, True), (False, True)])
 @pytest.mark.parametrize("value", [{"a": [1, "text"]}, {"t": torch.arange(300)}, _Hostile()])
-def test_damage_is_told_as_such(value: object, zipped: bool, trusted: bool) -> None:
+def test_damaged_leaf_is_an_error_even_if_trusted(
+    value: object, zipped: bool, trusted: bool
+) -> None:
     whole = saved(value, zipped=zipped)
     torn = [whole[:length] for length in (0, 1, 30, len(whole) // 2)]
     changed = [bytes(len(whole)), whole[: len(whole) // 3] + bytes(len(whole) * 2 // 3)]
@@ -52,14 +54,14 @@ def test_damage_is_told_as_such(value: object, zipped: bool, trusted: bool) -> N
 @pytest.mark.parametrize(
     ("zipped", "error"), [(True, UnsafePickleError), (False, UnsupportedError)]
 )
-def test_what_is_whole_and_not_trusted(zipped: bool, error: type[UnsupportedError]) -> None:
+def test_intact_unsafe_leaf_requires_trust(zipped: bool, error: type[UnsupportedError]) -> None:
     with pytest.raises(error, match="harmless") as found:
         read(saved(_Hostile(), zipped=zipped), trusted=False)
     assert "trusted=True" in str(found.value.hint)
     assert read(saved(_Hostile(), zipped=zipped), trusted=True) == os.getpid()
 
 
-def test_a_class_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_class_that_is_not_installed_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("of_the_trainer")
     exec("class Arguments: pass", module.__dict__)
     monkeypatch.setitem(sys.modules, "of_the_trainer", module)
@@ -73,7 +75,7 @@ def test_a_class_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("trusted", [False, True])
-def test_a_checkpoint_with_a_leaf_of_zeros(tmp_path: Path, trusted: bool) -> None:
+def test_zeroed_leaf_is_damage_and_changes_nothing(tmp_path: Path, trusted: bool) -> None:
     folder = save_dcp(tmp_path / "a", {"w": torch.ones(2), "leaf": {"x"}})
     places = FileSystemReader(folder).read_metadata().storage_data
     (place,) = (one for index, one in places.items() if index.fqn == "leaf")
@@ -88,6 +90,6 @@ def test_a_checkpoint_with_a_leaf_of_zeros(tmp_path: Path, trusted: bool) -> Non
     assert not state["w"].any()
 
 
-def test_a_plain_pickle_is_no_leaf() -> None:
+def test_plain_pickle_is_unsupported() -> None:
     with pytest.raises(UnsupportedError):
         read(pickle.dumps({"a": 1}), trusted=False)

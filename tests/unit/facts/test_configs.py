@@ -92,7 +92,7 @@ def solved(params, size):
 
 
 @pytest.mark.parametrize(("name", "params", "size", "length"), PUBLISHED)
-def test_published_params(name, params, size, length):
+def test_published_params_convert_to_expected_config(name, params, size, length):
     config = params_to_config(family(name), params, solved(params, size), dtype="bfloat16")
     assert config["intermediate_size"] == size
     assert config["max_position_embeddings"] == length
@@ -107,7 +107,7 @@ def test_published_params(name, params, size, length):
 
 
 @pytest.mark.parametrize(("name", "params", "size", "length"), PUBLISHED)
-def test_and_back(name, params, size, length):
+def test_published_params_roundtrip_through_config(name, params, size, length):
     sizes = solved(params, size)
     config = params_to_config(family(name), params, sizes)
     back = config_to_params(family(name), config, sizes)
@@ -120,14 +120,14 @@ def test_and_back(name, params, size, length):
     assert back == expected
 
 
-def test_the_formula_stands_in_for_the_tensor():
+def test_ffn_size_is_computed_without_tensor():
     config = params_to_config(family("llama3"), L3_8B, {})
     assert config["intermediate_size"] == 14336
     with pytest.raises(MappingError, match="vocab_size"):
         params_to_config(family("llama2"), L2_7B, {})
 
 
-def test_nested_params():
+def test_nested_params_match_flat_ones():
     plain, nested = L3_8B, {"model": L3_8B}
     sizes = solved(L3_8B, 14336)
     llama = family("llama3")
@@ -135,14 +135,14 @@ def test_nested_params():
     assert read_sizes(llama, None, nested) == read_sizes(llama, None, plain)
 
 
-def test_code_llama():
+def test_code_llama_gets_its_context_length():
     config = params_to_config(
         family("llama2"), L2_7B | {"rope_theta": 1000000.0}, {"v": 32016, "f": 11008}
     )
     assert (config["rope_theta"], config["max_position_embeddings"]) == (1e6, 16384)
 
 
-def test_params_that_are_not_understood():
+def test_unsupported_params_are_refused_by_name():
     for strange in ({"moe": {"num_experts": 8}}, {"quantization_args": {"group_size": 32}}):
         with pytest.raises(MappingError, match=next(iter(strange))):
             params_to_config(family("llama3"), L3_8B | strange, {})
@@ -151,13 +151,13 @@ def test_params_that_are_not_understood():
 
 
 @given(st.integers(1, 20000), st.integers(1, 200000))
-def test_every_feed_forward_size_has_a_formula(dim, size):
+def test_every_ffn_size_has_multiple_and_factor(dim, size):
     multiple, factor = solve_ffn_factors(dim, size)
     assert compute_ffn_size(dim, multiple, factor) == size
 
 
 @pytest.mark.parametrize(("params", "size"), [(L2_7B, 11008), (L2_70B, 28672), (L3_8B, 14336)])
-def test_known_formulas_are_found_again(params, size):
+def test_known_ffn_params_are_recovered(params, size):
     found = solve_ffn_factors(params["dim"], size)
     assert found == (params["multiple_of"], params.get("ffn_dim_multiplier"))
 
@@ -182,7 +182,7 @@ LLAMA3 = {
 }
 
 
-def test_sizes():
+def test_sizes_are_read_from_config_and_params():
     expected = {"v": 96, "d": 64, "f": 96, "h": 8, "k": 2, "e": 8, "i": 2}
     assert read_sizes(family("llama3"), CONFIG) == expected
     assert read_sizes(family("llama3"), {"num_attention_heads": 8}) == {"h": 8, "k": 8}
@@ -192,12 +192,12 @@ def test_sizes():
 
 
 @pytest.mark.parametrize("value", ["8", 8.0, True, 0, -2, [8], 1 << 60])
-def test_sizes_that_are_none(value):
+def test_invalid_sizes_are_refused(value):
     with pytest.raises(MappingError, match="num_attention_heads"):
         read_sizes(family("llama3"), CONFIG | {"num_attention_heads": value})
 
 
-def test_a_hidden_size_that_is_not_divisible():
+def test_indivisible_hidden_size_is_refused():
     with pytest.raises(MappingError, match="not divisible"):
         read_sizes(family("llama3"), CONFIG | {"num_attention_heads": 7})
 
@@ -216,17 +216,17 @@ def test_a_hidden_size_that_is_not_divisible():
         ({"rope_parameters": {"rope_theta": 5e5, **LLAMA3}}, (5e5, LLAMA3)),
     ],
 )
-def test_both_spellings_of_rope(config, expected):
+def test_both_rope_spellings_are_read(config, expected):
     assert read_rope(config) == expected
 
 
-def test_what_is_returned_is_the_callers():
+def test_returned_config_is_a_copy():
     first = params_to_config(family("llama3"), L31_8B, {})
     first["rope_scaling"]["factor"] = 1.0
     assert params_to_config(family("llama3"), L31_8B, {})["rope_scaling"]["factor"] == 8.0
 
 
-def test_ties():
+def test_ties_follow_config_and_family_default():
     assert has_tied_embeddings(family("llama3_2"), None) and not has_tied_embeddings(
         family("llama3"), None
     )
@@ -235,14 +235,14 @@ def test_ties():
 
 
 @pytest.mark.parametrize("said", ["yes", 1, 0, [True]])
-def test_ties_are_stated_or_not(said):
+def test_tie_must_be_true_or_false(said):
     for files in ({"tie_word_embeddings": said}, None), (None, {"tied_embeddings": said}):
         with pytest.raises(MappingError, match="must be true or false"):
             has_tied_embeddings(family("llama3"), *files)
     assert not has_tied_embeddings(family("llama3"), {"tie_word_embeddings": None})
 
 
-def test_params_of_a_small_config():
+def test_config_converts_to_params():
     params = config_to_params(family("llama3"), CONFIG | {"rope_scaling": LLAMA3}, {})
     assert params["use_scaled_rope"] is True
     assert params["rope_theta"] == 500000.0 and params["n_kv_heads"] == 2
@@ -266,7 +266,7 @@ def test_params_of_a_small_config():
         ("llama3", {"head_dim": 32}, "head_dim"),
     ],
 )
-def test_what_params_cannot_express(name, change, said):
+def test_config_that_params_cannot_express_is_refused(name, change, said):
     with pytest.raises(MappingError) as caught:
         config_to_params(family(name), CONFIG | change, {})
     assert said in caught.value.what
@@ -281,7 +281,7 @@ def compared(family, config, params):
     return [one.fact for one in find_contradicting_facts(said)]
 
 
-def test_contradictions():
+def test_contradictory_params_are_listed():
     llama = family("llama3")
     config = params_to_config(llama, L31_8B, solved(L31_8B, 14336))
     assert compared(llama, config, L31_8B) == []
@@ -319,7 +319,7 @@ def only_mapping_errors(call, *arguments):
 
 @given(st.dictionaries(st.sampled_from(KEYS), VALUES | NESTED, max_size=3))
 @example({"ffn_dim_multiplier": 1e308})
-def test_nonsense_is_a_mapping_error(change):
+def test_arbitrary_config_values_raise_only_mapping_errors(change):
     llama, sizes = family("llama3"), {"v": 96, "f": 96}
     for file in (change, CONFIG | change, L31_8B | change):
         only_mapping_errors(detect_layouts, {}, {"llama3": llama}, file, file)
@@ -330,7 +330,7 @@ def test_nonsense_is_a_mapping_error(change):
 
 @pytest.mark.oracle
 @pytest.mark.parametrize(("name", "params", "size", "length"), PUBLISHED)
-def test_transformers_reads_the_config(name, params, size, length):
+def test_transformers_reads_config_written_from_params(name, params, size, length):
     from transformers import LlamaConfig
 
     written = params_to_config(family(name), params, solved(params, size), dtype="bfloat16")
@@ -350,7 +350,7 @@ def test_transformers_reads_the_config(name, params, size, length):
 @pytest.mark.parametrize(
     "change", [{}, {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}]
 )
-def test_transformers_has_the_keys_and_shapes_of_the_tables(change):
+def test_transformers_keys_and_shapes_match_tables(change):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from ckptctl.families import load_families

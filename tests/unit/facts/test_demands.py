@@ -78,14 +78,14 @@ def of(*layers: str) -> list[str]:
     return [f"layers.{layer}.weight" for layer in layers]
 
 
-def test_layers_may_share_keys_and_values_or_have_values_that_are_their_keys() -> None:
+def test_layers_may_share_kv_or_use_keys_as_values() -> None:
     assert lacks(keys((0, 1, 2, 3), (0, 2)), LARGE) == []
     assert lacks(keys((0, 1), (0, 1), ple=True), SMALL) == []
     # As on the Hub, where layers have what nothing reads.
     assert lacks(keys((0, 1, 2, 3), (0, 1, 2, 3), ple=True), SMALL) == []
 
 
-def test_what_a_layer_has_to_have_is_missed() -> None:
+def test_missing_tensors_of_single_layers_are_found() -> None:
     assert lacks(keys((0, 1, 2, 3), (0,)), LARGE) == of("2.self_attn.v_proj")
     assert lacks(keys((0, 1, 2), (0, 2)), LARGE) == of("3.self_attn.k_norm", "3.self_attn.k_proj")
     assert lacks(keys((0, 1, 2, 3), (0, 2)), {**LARGE, "attention_k_eq_v": False}) == of(
@@ -96,25 +96,25 @@ def test_what_a_layer_has_to_have_is_missed() -> None:
     )
 
 
-def test_what_the_model_has_to_have_is_missed() -> None:
+def test_missing_tensors_of_model_are_found() -> None:
     gone = lacks(keys((0, 1), (0, 1)), SMALL)
     assert len(gone) == len(TOP) + 4 * len(PLE)
     assert {f"{name}.weight" for name in TOP} < set(gone)
 
 
-def test_without_a_configuration_each_layer_has_what_it_has() -> None:
+def test_layers_are_independent_without_config() -> None:
     assert lacks(keys((0, 1), (0,)), None) == []
     # But not half of what comes together.
     some = [key for key in keys((0, 1), (0,)) if "layers.1.self_attn.k_norm" not in key]
     assert lacks(some, None) == of("1.self_attn.k_norm")
 
 
-def test_a_list_of_kinds_that_is_not_stated_demands_nothing() -> None:
+def test_missing_layer_types_demand_nothing() -> None:
     silent = {key: value for key, value in LARGE.items() if key != "layer_types"}
     assert lacks(keys((0, 1, 2, 3), (0,)), silent) == []
 
 
-def test_a_model_that_lacks_what_its_config_demands_is_refused(tmp_path: Path) -> None:
+def test_convert_refuses_model_without_demanded_tensors(tmp_path: Path) -> None:
     state = {key: torch.zeros(4, 4)[: 1 + 3 * ("proj" in key)] for key in keys((0, 1), (0, 1))}
     state = {key: v if "proj" in key or "embed" in key else v[0] for key, v in state.items()}
     folder = save_hf(tmp_path / "model", state)
@@ -135,7 +135,7 @@ def without(name: str, gone: str) -> list[str]:
     return sorted(absent.key for absent in less.keys)
 
 
-def test_only_layers_of_its_kind_have_to_have_a_tensor() -> None:
+def test_only_layers_of_matching_kind_require_tensor() -> None:
     name = "nemotron_h.latent"
     gone = [key for key in Golden.read(name).tensors if "conv1d.bias" in key]
     assert without(name, "conv1d.bias") == sorted(gone) != []
@@ -144,12 +144,12 @@ def test_only_layers_of_its_kind_have_to_have_a_tensor() -> None:
 
 
 @pytest.mark.parametrize("gone", ["vision", "audio", "output_max", "per_layer"])
-def test_a_tower_is_missed_of_which_nothing_is_there(gone: str) -> None:
+def test_completely_missing_tower_is_found(gone: str) -> None:
     named = [key for key in Golden.read("gemma4").tensors if gone in key]
     assert without("gemma4", gone) == sorted(named) != []
 
 
-def test_what_a_layout_has_no_place_for_is_noted_where_the_other_needs_it(tmp_path: Path) -> None:
+def test_tensors_without_place_in_layout_are_noted(tmp_path: Path) -> None:
     source = Golden.read("gemma4_unified").save(tmp_path / "hf")
     towers = ["model.vision_embedder.*", "model.embed_vision.*", "model.embed_audio.*"]
     out = tmp_path / "mlx"
@@ -164,9 +164,7 @@ def test_what_a_layout_has_no_place_for_is_noted_where_the_other_needs_it(tmp_pa
 
 @pytest.mark.parametrize("hashed", [0, 1, 2, 3, 4])
 @pytest.mark.parametrize("listed", [False, True])
-def test_of_a_router_what_its_layer_is_said_to_choose_by_is_missed(
-    hashed: int, listed: bool
-) -> None:
+def test_router_tensor_is_required_by_its_routing_kind(hashed: int, listed: bool) -> None:
     """transformers: the first ``num_hash_layers`` choose by hash, unless a list says which do."""
     family = load_families()["deepseek_v4"]
     layout, sizes = family.get_layout("hf"), {"i": 4, "j": 1, "x": 2}
@@ -194,11 +192,11 @@ def test_of_a_router_what_its_layer_is_said_to_choose_by_is_missed(
 
 
 @pytest.mark.parametrize("value", [None, False, 0, "", [], True, 256, "vision", [1]])
-def test_a_value_chooses_or_it_does_not(value: object) -> None:
+def test_truthiness_of_value_selects(value: object) -> None:
     assert matches_signs({"x": CHOSEN}, {"x": value}) is bool(value)
     assert matches_signs({"x": UNCHOSEN}, {"x": value}) is not bool(value)
 
 
-def test_a_demand_for_no_tensor_is_a_flaw() -> None:
+def test_demand_for_unknown_tensor_is_a_flaw() -> None:
     (found,) = iterate_contradictions(replace(FAMILY, demands=(Demand(("nothing",)),)))
     assert "`nothing`" in found

@@ -174,7 +174,7 @@ def statements(name: str, told: dict[str, Any], described: dict[str, Any]) -> li
 
 @pytest.mark.parametrize("kind", RECORDS)
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_written_is_read_as_the_same_facts(name: str, kind: str) -> None:
+def test_written_record_reads_back_as_same_config(name: str, kind: str) -> None:
     told = record(name, kind)
     assert statements(name, told, config(name)) == []
     made = megatron_to_config(families.family(name), told, {})
@@ -184,7 +184,7 @@ def test_what_is_written_is_read_as_the_same_facts(name: str, kind: str) -> None
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_fact_is_compared(name: str) -> None:
+def test_every_fact_is_compared_with_config(name: str) -> None:
     family = families.family(name)
     assert family.megatron is not None
     told = record(name, "arguments")
@@ -215,7 +215,7 @@ def test_every_fact_is_compared(name: str) -> None:
         assert any(f"`{word.config}`" in one and "common.pt" in one for one in found), word
 
 
-def test_a_contradiction_names_both_sources_and_both_words() -> None:
+def test_contradiction_names_both_sources_and_keys() -> None:
     told = record("llama3", "arguments") | {"num_layers": 30}
     assert statements("llama3", told, config("llama3")) == [
         "`num_hidden_layers` is 4 in config.json and 30 in common.pt as `num_layers`"
@@ -223,12 +223,12 @@ def test_a_contradiction_names_both_sources_and_both_words() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_model_type_follows_from_a_provider(name: str) -> None:
+def test_provider_determines_model_type(name: str) -> None:
     known = {name: one for name, one in families.load_families().items() if one.megatron}
     assert find_possible_families(known, record(name, "run_config")) == [name]
 
 
-def test_arguments_alone_leave_what_computes_the_same() -> None:
+def test_arguments_match_all_equivalent_model_types() -> None:
     known = {name: one for name, one in families.load_families().items() if one.megatron}
     assert find_possible_families(known, record("llama3", "arguments")) == [
         "llama3",
@@ -238,7 +238,7 @@ def test_arguments_alone_leave_what_computes_the_same() -> None:
     assert find_possible_families(known, record("deepseek_v3", "arguments")) == ["deepseek_v3"]
 
 
-def test_a_scale_of_none_is_not_stated() -> None:
+def test_null_scale_counts_as_missing() -> None:
     known = {name: families.family(name) for name in ("gemma", "gemma3_text")}
     told = record("gemma", "arguments") | {"softmax_scale": None}
     assert find_possible_families(known, told) == list(known)
@@ -246,7 +246,7 @@ def test_a_scale_of_none_is_not_stated() -> None:
         megatron_to_config(known["gemma3_text"], told | {"rotary_base": [1e4, 1e6]}, {})
 
 
-def test_what_one_model_type_cannot_say_leaves_the_others() -> None:
+def test_inexpressible_model_type_does_not_exclude_others() -> None:
     family = families.family("gemma")
     assert family.megatron is not None
     style = replace(family.megatron, facts=(Fact("head_dim", kind="flag", megatron="kv_channels"),))
@@ -255,21 +255,21 @@ def test_what_one_model_type_cannot_say_leaves_the_others() -> None:
 
 
 @pytest.mark.parametrize("value", [True, "32", 1 << 60, -3, 0, 1.5, float("nan")])
-def test_a_size_that_is_none_is_refused(value: object) -> None:
+def test_invalid_size_is_refused(value: object) -> None:
     told = record("llama3", "arguments") | {"num_layers": value}
     with pytest.raises(MappingError, match="`num_layers` is not a valid size"):
         megatron_to_config(families.family("llama3"), told, {})
 
 
 @pytest.mark.parametrize("value", [True, "x", float("nan"), float("inf"), -1e-5, 0])
-def test_a_number_that_is_none_is_refused(value: object) -> None:
+def test_invalid_number_is_refused(value: object) -> None:
     told = record("llama3", "arguments") | {"norm_epsilon": value}
     with pytest.raises(MappingError, match="`layernorm_epsilon` is not a positive number"):
         megatron_to_config(families.family("llama3"), told, {})
 
 
 @pytest.mark.parametrize("word", ["rotary_base", "norm_epsilon", "num_layers", "num_query_groups"])
-def test_what_changes_logits_has_to_be_stated(word: str) -> None:
+def test_missing_logit_relevant_argument_is_refused(word: str) -> None:
     told = record("llama3", "arguments")
     del told[word]
     with pytest.raises(MappingError, match=r"config\.json requires") as raised:
@@ -294,7 +294,7 @@ def test_what_changes_logits_has_to_be_stated(word: str) -> None:
         ("window_size", (128, 0)),
     ],
 )
-def test_another_architecture_is_refused(word: str, value: object) -> None:
+def test_argument_of_another_architecture_is_refused(word: str, value: object) -> None:
     told = record("llama3", "arguments") | {word: value}
     assert statements("llama3", told, config("llama3"))
     with pytest.raises(MappingError) as raised:
@@ -311,14 +311,14 @@ def windowed() -> list[str]:
     ]
 
 
-def test_families_with_windows_are_all_known() -> None:
+def test_windowed_families_are_all_listed() -> None:
     known = ["gemma2", "gpt_oss", "ministral3", "mistral", "mixtral", "phi3", "starcoder2"]
     assert windowed() == known
 
 
 @pytest.mark.parametrize("kind", RECORDS)
 @pytest.mark.parametrize("name", [name for name in windowed() if name in NAMES])
-def test_window_written_counts_the_keys_before_a_token(name: str, kind: str) -> None:
+def test_window_size_excludes_current_token(name: str, kind: str) -> None:
     """Megatron-Core attends to ``left + 1`` keys, transformers to ``sliding_window``."""
     described = config(name) | {"sliding_window": 8}
     told = record(name, kind, described)
@@ -327,13 +327,13 @@ def test_window_written_counts_the_keys_before_a_token(name: str, kind: str) -> 
     assert megatron_to_config(families.family(name), told, {})["sliding_window"] == 8
 
 
-def test_window_of_one_key_is_no_key_before_a_token() -> None:
+def test_window_of_one_key_is_written_as_zero() -> None:
     told = record("gpt_oss", "arguments", config("gpt_oss") | {"sliding_window": 1})
     assert told["window_size"] == [0, 0]
     assert megatron_to_config(families.family("gpt_oss"), told, {})["sliding_window"] == 1
 
 
-def test_window_of_one_key_too_many_is_refused_with_both_values() -> None:
+def test_off_by_one_window_is_reported_with_both_values() -> None:
     """As Megatron-Bridge before 0.4 writes it."""
     told = record("gpt_oss", "arguments") | {"window_size": (128, 0)}
     assert statements("gpt_oss", told, config("gpt_oss")) == [
@@ -342,48 +342,48 @@ def test_window_of_one_key_too_many_is_refused_with_both_values() -> None:
 
 
 @pytest.mark.parametrize("value", [None, (-1, 0), [-1, -1]])
-def test_window_without_a_bound_is_none(value: object) -> None:
+def test_unbounded_window_is_read_as_none(value: object) -> None:
     told = record("mistral", "arguments") | {"window_size": value}
     assert megatron_to_config(families.family("mistral"), told, {})["sliding_window"] is None
 
 
 @pytest.mark.parametrize("value", [8, (7, 3), (7,), (-2, 0), (True, 0), ("7", 0), "7,0"])
-def test_window_that_is_no_causal_one_is_refused(value: object) -> None:
+def test_non_causal_window_is_refused(value: object) -> None:
     told = record("mistral", "arguments") | {"window_size": value}
     with pytest.raises(MappingError, match="`window_size` is not a causal window"):
         megatron_to_config(families.family("mistral"), told, {})
 
 
-def test_window_of_gemma3_is_one_number_of_all_keys() -> None:
+def test_gemma3_window_is_single_number_of_keys() -> None:
     """Megatron-Bridge makes the pair of it, in each layer with a window."""
     told = record("gemma3_text", "run_config")
     assert read_fields(told)["window_size"] == 512
     assert megatron_to_config(families.family("gemma3_text"), told, {})["sliding_window"] == 512
 
 
-def test_objects_say_nothing() -> None:
+def test_object_values_are_ignored() -> None:
     told = record("llama3", "arguments") | {"params_dtype": object(), "hidden_size": object()}
     assert "hidden_size" not in read_fields(told)
 
 
-def test_a_version_without_query_groups_has_one_a_head() -> None:
+def test_disabled_query_groups_mean_one_per_head() -> None:
     told = record("llama3", "arguments") | {"group_query_attention": False, "num_query_groups": 1}
     assert read_fields(told)["num_query_groups"] == 4
 
 
-def test_the_vocabulary_is_not_the_padded_one() -> None:
+def test_vocab_size_is_unpadded() -> None:
     told = build_arguments(families.family("llama3"), config("llama3"), padded=128)
     assert told["padded_vocab_size"] == 128
     assert megatron_to_config(families.family("llama3"), told, {"v": 128})["vocab_size"] == 96
 
 
-def test_sizes_of_tensors_win() -> None:
+def test_tensor_sizes_override_arguments() -> None:
     told = record("llama3", "arguments")
     made = megatron_to_config(families.family("llama3"), told, {"f": 200}, tied=True)
     assert (made["intermediate_size"], made["tie_word_embeddings"]) == (200, True)
 
 
-def test_a_nemo_model_states_its_scaled_frequencies() -> None:
+def test_nemo_model_states_rope_scaling() -> None:
     fields = config_to_fields(families.family("llama3"), config("llama3"))
     del fields["rope_scaling"]
     nemo = {
@@ -414,15 +414,13 @@ def test_a_nemo_model_states_its_scaled_frequencies() -> None:
         ("deepseek_v3", {"norm_topk_prob": False}),
     ],
 )
-def test_what_megatron_cannot_say_is_refused(name: str, told: dict[str, Any]) -> None:
+def test_config_that_megatron_cannot_express_is_refused(name: str, told: dict[str, Any]) -> None:
     with pytest.raises(MappingError, match="cannot express"):
         config_to_fields(families.family(name), config(name) | told)
 
 
 @pytest.mark.parametrize(("size", "padded", "least"), [(96, 128, 64), (151669, 151680, 16)])
-def test_bridge_pads_the_vocabulary_to_the_rows_there_are(
-    size: int, padded: int, least: int
-) -> None:
+def test_bridge_pads_vocab_to_existing_rows(size: int, padded: int, least: int) -> None:
     stated = config("llama3") | {"vocab_size": size}
     model: Any = build_run_config(families.family("llama3"), stated, padded=padded)["model"]
     assert model["should_pad_vocab"] is True

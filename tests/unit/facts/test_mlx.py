@@ -17,7 +17,7 @@ NESTED = {
 SEEING = NESTED | {"vision_config": {"depth": 2}}
 
 
-def test_mlx_lm_knows_it_by_another_name_and_back():
+def test_qwen3_5_text_config_roundtrips_through_mlx():
     text = family("qwen3_5_text")
     assert adapt_model_type(OWN, text, "mlx") == AS_MLX
     assert adapt_model_type(AS_MLX, text, "mlx") == AS_MLX
@@ -27,7 +27,7 @@ def test_mlx_lm_knows_it_by_another_name_and_back():
     assert adapt_model_type(NESTED, text, "mlx") == NESTED
 
 
-def test_of_others_nothing_changes():
+def test_other_configs_are_unchanged():
     for name, layout in (("qwen3_5", "hf"), ("qwen3_5_text", "hf"), ("llama3", "mlx")):
         assert adapt_model_type(SEEING, family(name), layout) == SEEING
     assert adapt_model_type(OWN, None, "mlx") == OWN
@@ -45,14 +45,14 @@ def test_of_others_nothing_changes():
         (SEEING, "qwen3_5"),
     ],
 )
-def test_the_vision_config_tells_which_model_it_is(config, name):
+def test_vision_config_determines_model_type(config, name):
     assert list_configured_families(load_families(), config) == [name]
 
 
 SCALED = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5}
 
 
-def test_what_transformers_5_says_is_said_in_the_earlier_words_too():
+def test_rope_parameters_are_also_written_in_old_spelling():
     config = {"rope_parameters": SCALED, "num_hidden_layers": 2}
     assert add_legacy_keys(config, None) == config | {
         "rope_theta": 5e5,
@@ -60,14 +60,14 @@ def test_what_transformers_5_says_is_said_in_the_earlier_words_too():
     }
 
 
-def test_a_family_had_words_of_its_own():
+def test_gpt_neox_gets_its_own_old_rope_keys():
     config = {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}}
     found = add_legacy_keys(config, family("gpt_neox"))
     assert (found["rotary_emb_base"], found["rotary_pct"]) == (1e4, 0.25)
     assert "rotary_pct" not in add_legacy_keys(config, family("llama3"))
 
 
-def test_models_with_towers_stated_them_otherwise():
+def test_multimodal_configs_get_old_spelling():
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1]}
     text = {"model_type": "qwen2_5_vl_text", "hidden_size": 8, "rope_parameters": rope}
     config = {
@@ -86,18 +86,18 @@ def test_models_with_towers_stated_them_otherwise():
     assert other["vision_config"]["model_type"] == "qwen2_5_vl_vision"
 
 
-def test_unscaled_frequencies_are_no_scaling():
+def test_unscaled_rope_has_no_rope_scaling():
     config = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
     assert add_legacy_keys(config, None)["rope_scaling"] is None
 
 
-def test_what_was_not_known_before_has_no_earlier_word():
+def test_new_rope_types_get_no_old_spelling():
     rope = {"full_attention": {"rope_type": "proportional", "rope_theta": 1e6}}
     config = {"rope_parameters": rope | {"sliding_attention": {"rope_theta": 1e4}}}
     assert "rope_scaling" not in add_legacy_keys(config, None)
 
 
-def test_kinds_of_layers_have_their_own_words():
+def test_rope_of_each_layer_type_gets_old_key():
     config = {
         "rope_parameters": {
             "full_attention": {"rope_type": "default", "rope_theta": 1e6},
@@ -108,14 +108,14 @@ def test_kinds_of_layers_have_their_own_words():
     assert (found["rope_theta"], found["rope_local_base_freq"]) == (1e6, 1e4)
 
 
-def test_earlier_words_stay():
+def test_existing_old_keys_are_kept():
     config = {"rope_theta": 1e4, "rope_scaling": None}
     assert add_legacy_keys(config, family("llama3")) == config
     both = {"rope_theta": 1.0, "rope_parameters": SCALED}
     assert add_legacy_keys(both, None)["rope_theta"] == 1.0
 
 
-def test_layers_that_see_all_tokens_are_counted_where_they_are_regular():
+def test_sliding_window_pattern_is_written_if_layers_are_regular():
     local, whole = "sliding_attention", "full_attention"
     found = add_legacy_keys({"layer_types": [local, local, whole, local]}, None)
     assert found["sliding_window_pattern"] == 3
@@ -123,12 +123,12 @@ def test_layers_that_see_all_tokens_are_counted_where_they_are_regular():
         assert "sliding_window_pattern" not in add_legacy_keys({"layer_types": kinds}, None)
 
 
-def test_sizes_have_their_first_names():
+def test_sizes_are_written_under_their_first_name():
     found = add_legacy_keys({"num_local_experts": 4}, family("qwen3_moe"))
     assert found["num_experts"] == 4
 
 
-def test_heads_of_layers_that_see_all_tokens_have_their_own_words():
+def test_global_attention_heads_get_old_keys():
     own = {"head_dim": 512, "num_key_value_heads": 1}
     config = {"head_dim": 256, "per_layer_config": {"5": own, "11": own}}
     more = {"global_head_dim": 512, "num_global_key_value_heads": 1}

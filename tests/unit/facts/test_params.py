@@ -88,14 +88,14 @@ def there(name, params):
 
 
 @pytest.mark.parametrize(("name", "params"), EVERY)
-def test_there_and_back(name, params):
+def test_params_roundtrip_through_config(name, params):
     back = config_to_params(family(name), there(name, params), sizes_of(name))
     silent = {"rope_theta": back["rope_theta"], "max_seq_len": back["max_seq_len"]}
     assert back == {**silent, **params}
 
 
 @pytest.mark.parametrize(("name", "params"), EVERY)
-def test_both_files_agree(name, params):
+def test_contradictions_are_found_only_in_changed_params(name, params):
     config = there(name, params)
     for changed, number in ({}, 0), ({"rope_theta": 5.0, "dim": 64}, 2):
         said = read_params_statements(family(name), params | changed, "params.json")
@@ -105,7 +105,7 @@ def test_both_files_agree(name, params):
         assert len(found) == number, found
 
 
-def test_a_dense_model():
+def test_dense_params_convert_to_config():
     config = there("mistral", NEMO)
     assert config["architectures"] == ["MistralForCausalLM"]
     assert (config["hidden_size"], config["head_dim"], config["num_attention_heads"]) == (
@@ -128,25 +128,25 @@ def test_a_dense_model():
         ("mixtral", MIXTRAL, 1e6, None),
     ],
 )
-def test_what_is_not_stated(name, params, theta, window):
+def test_missing_params_get_defaults(name, params, theta, window):
     config = there(name, params)
     assert (config["rope_theta"], config["sliding_window"]) == (theta, window)
     assert ("rope_theta" in list_preset_facts(family(name), params)) is ("rope_theta" not in params)
 
 
-def test_no_window_stays_none():
+def test_null_sliding_window_is_kept():
     config = there("mistral", V03)
     assert "sliding_window" not in config_to_params(family("mistral"), config, {})
     del config["sliding_window"]
     assert config_to_params(family("mistral"), config, {})["sliding_window"] == 4096
 
 
-def test_experts():
+def test_moe_params_convert_to_config():
     config = there("mixtral", MIXTRAL | {"moe": {"num_experts_per_tok": 3, "num_experts": 16}})
     assert (config["num_local_experts"], config["num_experts_per_tok"]) == (16, 3)
 
 
-def test_pictures():
+def test_vision_params_convert_to_config():
     config = there("mistral3", SMALL_31)
     assert config["model_type"] == "mistral3"
     assert config["text_config"]["model_type"] == "mistral"
@@ -158,7 +158,7 @@ def test_pictures():
     assert there("pixtral", PIXTRAL)["multimodal_projector_bias"] is True
 
 
-def test_yarn():
+def test_yarn_params_convert_to_rope_parameters():
     config = there("ministral3", MINISTRAL)
     assert config["rope_parameters"] == {
         "rope_type": "yarn",
@@ -174,7 +174,7 @@ def test_yarn():
     assert "rope" not in config and "rope_theta" not in config
 
 
-def test_ties():
+def test_ties_are_converted_both_ways():
     assert has_tied_embeddings(family("ministral3"), None, {"tied_embeddings": True})
     assert not has_tied_embeddings(family("ministral3"), {"tie_word_embeddings": False}, {})
     config = there("ministral3", MINISTRAL | {"tied_embeddings": True})
@@ -199,13 +199,13 @@ def test_ties():
         ("mistral3", {"vision_encoder": VISION | MERGER | {"mm_projector_id": "x"}}, "projector"),
     ],
 )
-def test_params_that_config_cannot_say(name, change, said):
+def test_params_that_config_cannot_express_are_refused(name, change, said):
     with pytest.raises(MappingError) as caught:
         there(name, dict(EVERY)[name] | change)
     assert said in caught.value.what
 
 
-def test_params_that_contradict_themselves():
+def test_self_contradictory_params_are_refused():
     scaling = YARN["llama_4_scaling"] | {"original_max_position_embeddings": 8192}
     with pytest.raises(MappingError, match="contradicts itself"):
         there("ministral3", MINISTRAL | {"llama_4_scaling": scaling})
@@ -225,7 +225,7 @@ def test_params_that_contradict_themselves():
         ("pixtral", "", {"vision_feature_select_strategy": "default"}, "select_strategy"),
     ],
 )
-def test_config_that_params_cannot_say(name, place, change, said):
+def test_config_that_params_cannot_express_is_refused(name, place, change, said):
     config = there(name, dict(EVERY)[name])
     (config[place] if place else config).update(change)
     with pytest.raises(MappingError) as caught:
@@ -233,7 +233,7 @@ def test_config_that_params_cannot_say(name, place, change, said):
     assert said in caught.value.what
 
 
-def test_a_fact_without_a_default_is_needed():
+def test_missing_fact_without_default_is_refused():
     config = there("ministral3", MINISTRAL)
     del config["rope_parameters"]["factor"]
     with pytest.raises(MappingError, match=r"yarn\.factor"):
@@ -241,7 +241,7 @@ def test_a_fact_without_a_default_is_needed():
 
 
 @pytest.mark.parametrize(("name", "params"), EVERY)
-def test_params_json_says_which_family_it_is(name, params):
+def test_params_determine_family(name, params):
     stated = with_rope_type(params)
     found = {
         other
@@ -254,7 +254,7 @@ def test_params_json_says_which_family_it_is(name, params):
 
 @pytest.mark.oracle
 @pytest.mark.parametrize(("name", "params"), EVERY)
-def test_transformers_reads_the_config(name, params):
+def test_transformers_reads_config_written_from_params(name, params):
     from transformers import AutoConfig
 
     written = there(name, params)
@@ -265,7 +265,7 @@ def test_transformers_reads_the_config(name, params):
 
 @pytest.mark.oracle
 @pytest.mark.parametrize(("name", "params"), EVERY)
-def test_mistral_inference_reads_the_params(name, params):
+def test_mistral_inference_reads_written_params(name, params):
     pytest.importorskip("simple_parsing", reason="mistral-inference is not installed")
     from tests.oracle.shims import xformers
 

@@ -57,7 +57,7 @@ def error_of(source: Path, **asked: Any) -> CkptError:
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_samples(data: Path, tmp_path: Path, name: str) -> None:
+def test_universal_samples_match_reference(data: Path, tmp_path: Path, name: str) -> None:
     source = sample(data, name)
     for path in (source, source / FOLDER):
         assert list(formats.sniff_formats(path)) == ["deepspeed-universal"]
@@ -73,7 +73,7 @@ def test_samples(data: Path, tmp_path: Path, name: str) -> None:
         assert len(found) == 14
 
 
-def test_it_is_what_the_ranks_hold(data: Path, tmp_path: Path) -> None:
+def test_universal_checkpoint_matches_zero_ranks(data: Path, tmp_path: Path) -> None:
     ranks = converted(sample(data, "z3_sub_w3"), tmp_path, only="all")
     whole = converted(sample(data, "universal_z3_sub_w3"), tmp_path, only="all")
     assert not differences(whole, ranks)
@@ -86,7 +86,7 @@ def found_step(state: dict[str, Any]) -> torch.Tensor:
     return step
 
 
-def test_moments(data: Path, tmp_path: Path) -> None:
+def test_universal_moments_match_reference(data: Path, tmp_path: Path) -> None:
     source = sample(data, "universal_z2_w3")
     found = converted(source, tmp_path, only="all")
     for key in ("exp_avg", "exp_avg_sq", "step"):
@@ -97,7 +97,7 @@ def test_moments(data: Path, tmp_path: Path) -> None:
         )
 
 
-def test_module_weights(data: Path) -> None:
+def test_module_weights_need_mp_rank_model_states(data: Path) -> None:
     module = formats.open_checkpoint(
         sample(data, "universal_z2_w3"), options=ReadOptions(weights="module")
     )
@@ -106,7 +106,7 @@ def test_module_weights(data: Path) -> None:
     assert isinstance(error, UsageError)
 
 
-def test_round_robin_is_refused(data: Path) -> None:
+def test_round_robin_gradients_are_refused(data: Path) -> None:
     """The converter is silently wrong there; ``z2_rr`` is the same save, read rightly."""
     source = sample(data, "universal_z2_rr")
     right = load_file(data / "deepspeed" / "z2_rr" / "expected.safetensors")
@@ -131,7 +131,7 @@ def divided(data: Path, tmp_path: Path) -> Path:
     return copy
 
 
-def test_tensor_parallel_ranks(data: Path, tmp_path: Path) -> None:
+def test_tensor_parallel_slices_are_joined(data: Path, tmp_path: Path) -> None:
     copy = divided(data, tmp_path)
     found = converted(copy, tmp_path)
     assert not differences(found, converted(sample(data, "universal_z2_w3"), tmp_path))
@@ -143,7 +143,7 @@ def test_tensor_parallel_ranks(data: Path, tmp_path: Path) -> None:
     assert "frz.weight" in f"{error.what} {error.why}"
 
 
-def test_pipelines(data: Path, tmp_path: Path) -> None:
+def test_pipeline_states_without_module_note_missing_buffers(data: Path, tmp_path: Path) -> None:
     copy = copied(data, tmp_path)
     states = copy / FOLDER / "mp_rank_00_model_states.pt"
     content = torch.load(states, weights_only=True)
@@ -154,7 +154,9 @@ def test_pipelines(data: Path, tmp_path: Path) -> None:
     assert catalog.tensors["module.emb.weight"].shape == (37, 13)
 
 
-def test_an_original_beside_it_comes_first(data: Path, tmp_path: Path) -> None:
+def test_original_deepspeed_save_takes_precedence_over_universal(
+    data: Path, tmp_path: Path
+) -> None:
     copy = copied(data, tmp_path)
     original = sample(data, "z1_bf16")
     shutil.copytree(original / "global_step2", copy / "global_step2")
@@ -173,7 +175,9 @@ def test_an_original_beside_it_comes_first(data: Path, tmp_path: Path) -> None:
         ("mp_rank_00_model_states.pt", "not finished"),
     ],
 )
-def test_missing_files_are_named(data: Path, tmp_path: Path, gone: str, said: str) -> None:
+def test_missing_universal_files_are_damaged(
+    data: Path, tmp_path: Path, gone: str, said: str
+) -> None:
     copy = copied(data, tmp_path)
     (copy / FOLDER / gone).unlink()
     error = error_of(copy)
@@ -181,13 +185,13 @@ def test_missing_files_are_named(data: Path, tmp_path: Path, gone: str, said: st
     assert said in f"{error.what} {error.why}"
 
 
-def test_a_rank_of_stage_3_is_missing(data: Path, tmp_path: Path) -> None:
+def test_missing_stage_3_rank_file_is_named(data: Path, tmp_path: Path) -> None:
     copy = copied(data, tmp_path, "universal_z3_sub_w3")
     (copy / FOLDER / "zero_pp_rank_2_mp_rank_00_model_states.pt").unlink()
     assert "zero_pp_rank_2" in str(error_of(copy).why)
 
 
-def test_files_that_are_not_what_they_are_called(data: Path, tmp_path: Path) -> None:
+def test_swapped_universal_parameter_files_are_an_error(data: Path, tmp_path: Path) -> None:
     folder = copied(data, tmp_path) / FOLDER / "zero"
     shutil.copy(folder / "scale/exp_avg.pt", folder / "scale/fp32.pt")
     assert "saved as `exp_avg.pt`" in str(error_of(tmp_path / "copy").why)

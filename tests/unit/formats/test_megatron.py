@@ -50,14 +50,14 @@ def bare(found: Mapping[str, object]) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_samples_are_exact(data: Path, tmp_path: Path, name: str) -> None:
+def test_megatron_samples_match_reference(data: Path, tmp_path: Path, name: str) -> None:
     source, expected = sample(data, name)
     for path in (source, source / SAVE):
         assert not differences(bare(converted(path, tmp_path, rules=RULES)), expected)
         assert list(formats.sniff_formats(path)) == ["megatron"]
 
 
-def test_the_rest_is_carried_or_named(data: Path) -> None:
+def test_non_model_state_is_read_or_noted(data: Path) -> None:
     source, _ = sample(data, "tp2_ep2")
     found = formats.open_checkpoint(source, options=ReadOptions(rules=Path(RULES)))
     assert found.blobs["iteration"].value == 10
@@ -71,7 +71,7 @@ def test_the_rest_is_carried_or_named(data: Path) -> None:
     ]
 
 
-def test_verify_and_inspect_take_rules(data: Path) -> None:
+def test_verify_and_inspect_accept_rules(data: Path) -> None:
     source, expected = sample(data, "tp2_ep2")
     assert ckptctl.verify(source, level="full", rules=RULES).verdict == "complete"
     found = ckptctl.inspect(source, rules=RULES)
@@ -79,7 +79,7 @@ def test_verify_and_inspect_take_rules(data: Path) -> None:
     assert {entry.name.removeprefix("model.") for entry in found.tensors} == expected.keys()
 
 
-def test_rules_are_asked_for(data: Path) -> None:
+def test_missing_rules_is_a_mapping_error_with_hint(data: Path) -> None:
     source, _ = sample(data, "tp2_ep2")
     with pytest.raises(MappingError) as caught:
         formats.open_checkpoint(source)
@@ -116,7 +116,7 @@ def damages(source: Path, scratch: Path) -> Iterator[tuple[str, Path]]:
 
 
 @pytest.mark.parametrize("name", one_in(2, SAMPLES))
-def test_damage_is_refused(data: Path, tmp_path: Path, name: str) -> None:
+def test_damaged_rank_files_are_refused_or_harmless(data: Path, tmp_path: Path, name: str) -> None:
     source, expected = sample(data, name)
     for what, copy in damages(source, tmp_path):
         try:
@@ -130,7 +130,7 @@ def test_damage_is_refused(data: Path, tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_what_is_left_without_a_file(data: Path, tmp_path: Path, name: str) -> None:
+def test_missing_rank_file_loses_only_its_tensors(data: Path, tmp_path: Path, name: str) -> None:
     source, expected = sample(data, name)
     copy = tmp_path / "copy"
     shutil.copytree(source, copy)
@@ -178,7 +178,7 @@ def rules_file(tmp_path: Path, text: str) -> Path:
     return file
 
 
-def test_one_rank_needs_no_rules(tmp_path: Path) -> None:
+def test_single_rank_converts_without_rules(tmp_path: Path) -> None:
     weight = torch.randn(3, 2)
     model = {"language_model": {"encoder": {"layers.0.w": weight}, "n": torch.ones(2)}}
     source = save(tmp_path / "source", {"mp_rank_00": content(model)})
@@ -192,7 +192,7 @@ def test_one_rank_needs_no_rules(tmp_path: Path) -> None:
     )
 
 
-def test_rules_of_ones_own(tmp_path: Path) -> None:
+def test_custom_rules_join_parts_along_any_dimension(tmp_path: Path) -> None:
     """Parts of different lengths that are divided each by itself, along any dimension."""
     whole = torch.arange(60.0).reshape(2, 15, 2)[:, :14]
     heads, rest = whole[:, :6], whole[:, 6:]
@@ -235,7 +235,7 @@ def test_rules_of_ones_own(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_rules_that_do_not_fit(
+def test_rules_that_do_not_match_tensors_are_an_error(
     tmp_path: Path, text: str, arguments: dict[str, int], error: type[CkptError], said: str
 ) -> None:
     models = [{"a.w": torch.randn(2, 4), "layers.0.b": torch.randn(3)} for _ in range(2)]
@@ -257,14 +257,14 @@ def test_rules_that_do_not_fit(
         '[[rule]]\nnames=["*"]\ndim=true', "\x00", '[[rule]]\nnames=["*"]\ndim=64',
     ],
 )  # fmt: skip
-def test_malformed_rules(tmp_path: Path, text: str) -> None:
+def test_malformed_rules_file_is_a_usage_error(tmp_path: Path, text: str) -> None:
     source = two(tmp_path, {"w": torch.ones(2)}, {"w": torch.ones(2)})
     with pytest.raises(UsageError) as caught:
         formats.open_checkpoint(source, options=ReadOptions(rules=rules_file(tmp_path, text)))
     assert "rules.toml" in str(caught.value.where)
 
 
-def test_gated_layers_have_two_halves(tmp_path: Path) -> None:
+def test_gated_mlp_halves_are_joined_unless_swiglu_contradicts(tmp_path: Path) -> None:
     gate, up, down = torch.randn(4, 3), torch.randn(4, 3), torch.randn(3, 4)
     halves = [
         {"linear_fc1.weight": torch.cat([gate[s], up[s]]), "linear_fc2.weight": down[:, s].clone()}
@@ -292,7 +292,7 @@ def test_gated_layers_have_two_halves(tmp_path: Path) -> None:
 
 
 @given(data=st.data())
-def test_any_division_is_that_of_slices(data: Any) -> None:
+def test_rank_division_matches_torch_slicing(data: Any) -> None:
     """Against torch: each part of the whole tensor cut by itself, the cuts put together."""
     ranks = data.draw(st.integers(1, 4))
     parts = tuple(data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=4)))
@@ -329,7 +329,7 @@ def models() -> list[dict[str, torch.Tensor]]:
     return [{"w": torch.randn(2, 4)} for _ in range(2)]
 
 
-def test_ranks_that_disagree(tmp_path: Path) -> None:
+def test_inconsistent_ranks_are_unsupported(tmp_path: Path) -> None:
     first, second = models()
     lacking = two(tmp_path / "a", first, {})
     refused(tmp_path, lacking, UnsupportedError, f"`{SAVE}/mp_rank_01/{FILE}` does not")
@@ -343,7 +343,7 @@ def test_ranks_that_disagree(tmp_path: Path) -> None:
     )
 
 
-def test_arguments_and_folders_that_disagree(tmp_path: Path) -> None:
+def test_parallel_sizes_that_contradict_folders_are_refused(tmp_path: Path) -> None:
     sizes = {"tensor_model_parallel_size": 3}
     refused(tmp_path, two(tmp_path / "a", *models(), **sizes), DamagedError, "1 of 3 ranks' files")
     sizes = {"tensor_model_parallel_size": 1}
@@ -358,19 +358,19 @@ def test_arguments_and_folders_that_disagree(tmp_path: Path) -> None:
     refused(tmp_path, two(tmp_path / "e", *models(), **huge), UnsupportedError, "invalid number")
 
 
-def test_files_of_two_iterations(tmp_path: Path) -> None:
+def test_rank_files_of_different_iterations_are_unsupported(tmp_path: Path) -> None:
     one, other = (content(model, tensor_model_parallel_size=2) for model in models())
     source = save(tmp_path / "source", {"mp_rank_00": one, "mp_rank_01": other | {"iteration": 9}})
     refused(tmp_path, source, UnsupportedError, "mp_rank_01/model_optim_rng.pt` to 9")
 
 
-def test_what_a_second_number_means_has_to_be_recorded(tmp_path: Path) -> None:
+def test_unexplained_second_folder_number_is_refused(tmp_path: Path) -> None:
     files = {f"mp_rank_00_00{n}": {"model": model} for n, model in enumerate(models())}
     source = save(tmp_path / "source", files)
     refused(tmp_path, source, FormatError, "second number")
 
 
-def test_a_stage_that_is_lost_hides_the_numbers_after_it(tmp_path: Path) -> None:
+def test_missing_pipeline_stage_hides_later_layer_numbers(tmp_path: Path) -> None:
     sizes = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2}
     files = {
         f"mp_rank_00_00{n}": content({"layers.0.w": torch.randn(2)}, **sizes) for n in range(2)
@@ -392,7 +392,7 @@ def test_a_stage_that_is_lost_hides_the_numbers_after_it(tmp_path: Path) -> None
         formats.open_checkpoint(source, options=ReadOptions(rules=rules, partial=True))
 
 
-def test_the_pointer_and_tags(tmp_path: Path) -> None:
+def test_tracker_file_and_tag_select_iteration(tmp_path: Path) -> None:
     source = save(tmp_path / "source", {"mp_rank_00": content({"w": torch.ones(2)})})
     shutil.copytree(source / SAVE, source / "release")
     pointer = source / "latest_checkpointed_iteration.txt"
@@ -408,7 +408,7 @@ def test_the_pointer_and_tags(tmp_path: Path) -> None:
             formats.open_checkpoint(source)
 
 
-def test_state_of_layers_is_left_out(tmp_path: Path) -> None:
+def test_extra_state_is_skipped_with_note(tmp_path: Path) -> None:
     model = {"w": torch.ones(2), "a._extra_state": torch.ones(9), "b._extra_state": None}
     source = save(tmp_path / "source", {"mp_rank_00": content(model)})
     found = formats.open_checkpoint(source)
@@ -421,7 +421,7 @@ class Hostile:
         return os.system, ("touch hostile",)
 
 
-def test_nothing_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_pickles_are_not_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     one = content({"w": torch.ones(2)}) | {"args": Hostile(), "rerun_state_machine": Hostile()}
     source = save(tmp_path / "source", {"mp_rank_00": one})
@@ -429,13 +429,13 @@ def test_nothing_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert not Path("hostile").exists()
 
 
-def test_one_file_of_many(data: Path) -> None:
+def test_single_rank_file_is_refused(data: Path) -> None:
     source, _ = sample(data, "tp2_ep2")
     with pytest.raises(FormatError, match="file of a single rank"):
         formats.open_checkpoint(source / SAVE / "mp_rank_00_000" / FILE, "megatron")
 
 
-def test_arguments_are_compared_with_a_configuration(tmp_path: Path) -> None:
+def test_trainer_args_that_contradict_assets_need_trust_assets(tmp_path: Path) -> None:
     state = {"w": torch.ones(4, 4)}
     told = {"num_attention_heads": 4, "norm_epsilon": 1e-5, "num_layers": 2}
     source = save(tmp_path / "in", {"mp_rank_00": content(state, **told)})

@@ -33,7 +33,7 @@ def sample(data: Path, name: str) -> tuple[Path, dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("to", ["hf", "torch"])
 @pytest.mark.parametrize("name", SAMPLES)
-def test_every_sample_is_exact(data: Path, tmp_path: Path, name: str, to: str) -> None:
+def test_rank_file_samples_match_reference(data: Path, tmp_path: Path, name: str, to: str) -> None:
     source, expected = sample(data, name)
     assert list(formats.sniff_formats(source)) == ["rank-files"]
     assert not differences(converted(source, tmp_path, to), expected)
@@ -41,7 +41,9 @@ def test_every_sample_is_exact(data: Path, tmp_path: Path, name: str, to: str) -
 
 
 @pytest.mark.parametrize("name", one_in(3, SAMPLES))
-def test_damage_is_never_a_silently_wrong_result(data: Path, tmp_path: Path, name: str) -> None:
+def test_damaged_rank_files_never_convert_silently_wrong(
+    data: Path, tmp_path: Path, name: str
+) -> None:
     source, expected = sample(data, name)
     root = {"verl": "model.", "accelerate": "model.", "torch_experimental": "model."}.get(name, "")
     named = {root + key: value for key, value in expected.items()}
@@ -55,7 +57,7 @@ def test_damage_is_never_a_silently_wrong_result(data: Path, tmp_path: Path, nam
     assert count > 20
 
 
-def test_swapped_files_are_named(data: Path, tmp_path: Path) -> None:
+def test_swapped_rank_file_is_unsupported(data: Path, tmp_path: Path) -> None:
     source, _ = sample(data, "verl")
     copy = tmp_path / "copy"
     shutil.copytree(source, copy)
@@ -65,7 +67,7 @@ def test_swapped_files_are_named(data: Path, tmp_path: Path) -> None:
         ckptctl.inspect(copy)
 
 
-def test_flat_parameters_are_refused_with_the_reason(data: Path, tmp_path: Path) -> None:
+def test_fsdp1_flat_parameters_are_unsupported(data: Path, tmp_path: Path) -> None:
     source = data / "rank_files" / "fsdp1_local" / "ckpt"
     with pytest.raises(UnsupportedError, match="FSDP1's LOCAL_STATE_DICT") as caught:
         ckptctl.plan_conversion(source, tmp_path / "out", to="dcp")
@@ -93,7 +95,7 @@ def test_flat_parameters_are_refused_with_the_reason(data: Path, tmp_path: Path)
         ("checkpoint_x.pt", None),
     ],
 )
-def test_names(name: str, expected: Any) -> None:
+def test_rank_file_names_are_parsed(name: str, expected: Any) -> None:
     found = parse_rank_file_name(name)
     assert (found and (found.group, found.rank, found.world)) == expected
 
@@ -105,7 +107,7 @@ def save_ranks(folder: Path, *states: Any, name: str = "rank{}.pt") -> Path:
     return folder
 
 
-def test_what_differs_is_kept_for_each_rank(tmp_path: Path) -> None:
+def test_values_that_differ_are_kept_per_rank(tmp_path: Path) -> None:
     same = torch.arange(4.0)
     source = save_ranks(
         tmp_path / "x",
@@ -128,7 +130,7 @@ def test_checkpoints_of_several_epochs_are_not_ranks(tmp_path: Path) -> None:
         ckptctl.inspect(source)
 
 
-def test_views_without_checksums_are_compared_by_their_bytes(tmp_path: Path) -> None:
+def test_views_without_checksums_are_compared_by_bytes(tmp_path: Path) -> None:
     one, other = torch.arange(8.0), torch.arange(8.0)
     other[0] = 9  # outside of the view
     source = save_ranks(tmp_path / "x", {"w": one[2:6]}, {"w": other[2:6]})
@@ -142,7 +144,7 @@ def test_pipeline_stages_are_joined(tmp_path: Path) -> None:
     assert set(converted(source, tmp_path)) == {"layer0.w", "layer1.w", "layer2.w"}
 
 
-def test_the_form_with_a_trainer_state(data: Path, tmp_path: Path) -> None:
+def test_rank_states_with_trainer_state_are_read(data: Path, tmp_path: Path) -> None:
     """``rank_0_model_states.pt``, ``rank_0_optimizer_states.pt``, ``trainer_state.pt``."""
     source, expected = sample(data, "verl")
     folder = tmp_path / "x"
@@ -159,9 +161,7 @@ def test_the_form_with_a_trainer_state(data: Path, tmp_path: Path) -> None:
     assert "optimizer.state.0.exp_avg" in found
 
 
-def test_the_configuration_of_verl_comes_to_lie_beside_the_weights(
-    data: Path, tmp_path: Path
-) -> None:
+def test_verl_config_and_tokenizer_are_copied_next_to_weights(data: Path, tmp_path: Path) -> None:
     source, expected = sample(data, "verl")
     actor = tmp_path / "global_step_5" / "actor"
     shutil.copytree(source, actor)
@@ -179,7 +179,7 @@ def test_the_configuration_of_verl_comes_to_lie_beside_the_weights(
     assert not any("huggingface" in note for note in ckptctl.inspect(actor).notes)
 
 
-def test_two_models_of_one_step_are_listed(data: Path, tmp_path: Path) -> None:
+def test_step_with_actor_and_critic_is_ambiguous(data: Path, tmp_path: Path) -> None:
     source, _ = sample(data, "verl")
     for name in ("actor", "critic"):
         shutil.copytree(source, tmp_path / "global_step_5" / name)
@@ -188,7 +188,7 @@ def test_two_models_of_one_step_are_listed(data: Path, tmp_path: Path) -> None:
     assert caught.value.why == "`actor`, `critic`"
 
 
-def test_files_of_two_worlds_are_refused(data: Path, tmp_path: Path) -> None:
+def test_files_of_two_world_sizes_are_refused(data: Path, tmp_path: Path) -> None:
     source, _ = sample(data, "verl")
     copy = tmp_path / "copy"
     shutil.copytree(source, copy)
@@ -207,14 +207,14 @@ def test_more_files_than_ranks_are_refused(data: Path, tmp_path: Path) -> None:
     assert caught.value.why == "`model_world_size_2_rank_2.pt`"
 
 
-def test_a_single_file_says_that_it_is_one_of_many(data: Path) -> None:
+def test_single_rank_file_hints_at_directory(data: Path) -> None:
     source, _ = sample(data, "verl")
     with pytest.raises(CkptError) as caught:
         ckptctl.inspect(source / "model_world_size_2_rank_0.pt")
     assert "director" in str(caught.value.hint)
 
 
-def test_nothing_is_run(tmp_path: Path) -> None:
+def test_hostile_rank_files_are_not_executed(tmp_path: Path) -> None:
     class Hostile:
         def __reduce__(self) -> Any:
             return print, ("ran",)

@@ -57,9 +57,7 @@ def spoiled(source: Path, folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 @pytest.mark.parametrize("sample", SAMPLES)
-def test_what_other_files_hold_is_read_and_the_rest_is_named(
-    data: Path, tmp_path: Path, sample: str
-) -> None:
+def test_unusable_rank_file_loses_only_its_boxes(data: Path, tmp_path: Path, sample: str) -> None:
     source = data / SAMPLES[sample]
     whole = read(source, REPLICAS)
     for name, copy in spoiled(source, tmp_path):
@@ -104,13 +102,13 @@ def _own(whole: Catalog, file: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("sample", SAMPLES)
-def test_a_part_of_what_is_whole_is_the_whole(data: Path, sample: str) -> None:
+def test_partial_read_of_complete_checkpoint_is_identical(data: Path, sample: str) -> None:
     source = data / SAMPLES[sample]
     assert read(source, PARTIAL) == read(source, ReadOptions())
     assert not read(source, ReadOptions()).replicas
 
 
-def test_replicas_are_boxes_that_are_used(data: Path) -> None:
+def test_replicas_have_same_boxes_as_used_extents(data: Path) -> None:
     found = read(data / SAMPLES["torch_checkpointing"], REPLICAS)
     assert {"model.extra.i64", "model.extra.repl_dtensor"} <= found.replicas.keys()
     assert "model.l0.weight" not in found.replicas
@@ -119,7 +117,7 @@ def test_replicas_are_boxes_that_are_used(data: Path) -> None:
         assert all(used[copy.box] != copy.file for copy in copies)
 
 
-def test_large_values_without_checksums_are_compared_where_replicas_are_asked_for(
+def test_large_values_are_compared_only_with_replicas_option(
     tmp_path: Path,
 ) -> None:
     one, other = torch.zeros(3 << 20), torch.zeros(3 << 20)
@@ -131,7 +129,7 @@ def test_large_values_without_checksums_are_compared_where_replicas_are_asked_fo
     assert "rank_1.w" in found.tensors and "w" not in found.replicas
 
 
-def test_copies_with_matching_recorded_checksums_are_noted_as_not_read(tmp_path: Path) -> None:
+def test_copies_matched_by_recorded_checksum_are_noted_unread(tmp_path: Path) -> None:
     """A flip below an unchanged checksum: nothing may be said of copies that nobody reads."""
     state = {"w": torch.arange(9.0) + 1}
     source = save_ranks(tmp_path / "x", state, state)
@@ -147,7 +145,7 @@ def test_copies_with_matching_recorded_checksums_are_noted_as_not_read(tmp_path:
     assert listed.replicas["w"] and not any("`w`" in note for note in listed.notes)
 
 
-def test_another_group_of_files_tells_how_many_ranks_there_were(tmp_path: Path) -> None:
+def test_missing_rank_file_is_detected_from_another_group(tmp_path: Path) -> None:
     folder = tmp_path / "x"
     folder.mkdir()
     for rank in range(3):
@@ -161,7 +159,7 @@ def test_another_group_of_files_tells_how_many_ranks_there_were(tmp_path: Path) 
     assert [one.file for one in read(folder, PARTIAL).findings] == ["rank_2_model_states.pt"]
 
 
-def test_a_value_that_rank_0_alone_has_is_not_missed(tmp_path: Path) -> None:
+def test_file_only_on_rank_0_is_not_missing_elsewhere(tmp_path: Path) -> None:
     folder = save_ranks(
         tmp_path / "x",
         *({f"w{n}": torch.ones(2)} for n in range(2)),
@@ -171,7 +169,7 @@ def test_a_value_that_rank_0_alone_has_is_not_missed(tmp_path: Path) -> None:
     assert read(folder, ReadOptions()).blobs["extra_state.step"].value == 3
 
 
-def test_a_note_says_what_plain_tensors_do_not_tell(data: Path, tmp_path: Path) -> None:
+def test_plain_tensors_note_possibly_missing_last_ranks(data: Path, tmp_path: Path) -> None:
     source = save_ranks(tmp_path / "x", *({f"w{n}": torch.ones(2)} for n in range(2)))
     assert any("missing last ranks" in note for note in read(source, ReadOptions()).notes)
     for sample in ("verl", "fsdp1", "experimental"):
@@ -180,7 +178,7 @@ def test_a_note_says_what_plain_tensors_do_not_tell(data: Path, tmp_path: Path) 
         )
 
 
-def test_a_mix_of_saves_is_refused_even_for_a_part(data: Path, tmp_path: Path) -> None:
+def test_swapped_rank_file_is_refused_in_partial_read(data: Path, tmp_path: Path) -> None:
     source = tmp_path / "copy"
     shutil.copytree(data / SAMPLES["verl"], source)
     names = [source / f"model_world_size_2_rank_{rank}.pt" for rank in (0, 1)]
@@ -189,7 +187,7 @@ def test_a_mix_of_saves_is_refused_even_for_a_part(data: Path, tmp_path: Path) -
         read(source, PARTIAL)
 
 
-def test_more_files_than_anyone_can_list_are_refused(tmp_path: Path) -> None:
+def test_huge_world_size_is_damaged(tmp_path: Path) -> None:
     source = tmp_path / "x"
     source.mkdir()
     torch.save({"w": torch.ones(1)}, source / "model_world_size_9999999_rank_0.pt")
@@ -197,7 +195,7 @@ def test_more_files_than_anyone_can_list_are_refused(tmp_path: Path) -> None:
         read(source, PARTIAL)
 
 
-def test_tensors_of_an_item_without_any_usable_file_are_known(data: Path, tmp_path: Path) -> None:
+def test_tensors_without_usable_files_keep_shapes_from_metadata(data: Path, tmp_path: Path) -> None:
     source = tmp_path / "copy"
     shutil.copytree(data / SAMPLES["torch_checkpointing"], source)
     whole = read(source, ReadOptions())
@@ -210,7 +208,7 @@ def test_tensors_of_an_item_without_any_usable_file_are_known(data: Path, tmp_pa
     assert found.lost["model.l0.weight"][0][1] == "model_0.pt"
 
 
-def test_damaged_metadata_is_not_needed_for_a_part(data: Path, tmp_path: Path) -> None:
+def test_partial_read_ignores_damaged_metadata(data: Path, tmp_path: Path) -> None:
     source = tmp_path / "copy"
     shutil.copytree(data / SAMPLES["torch_checkpointing"], source)
     whole = read(source, ReadOptions())

@@ -43,13 +43,13 @@ def outputs(root: Path) -> set[str]:
     return {str(f.relative_to(root)) for f in root.rglob("*") if f.is_file()} - weights
 
 
-def test_the_neighbors_of_one_file_stay(folder: Path, tmp_path: Path) -> None:
+def test_sidecar_files_of_single_file_are_not_copied(folder: Path, tmp_path: Path) -> None:
     done = ckptctl.convert(folder / "o.safetensors", tmp_path / "out", to="hf")
     assert not outputs(tmp_path / "out")
     assert {*SECRET, "README.md"} < done.plan.not_carried.keys()
 
 
-def test_a_folder_gives_what_is_of_a_known_kind(folder: Path, tmp_path: Path) -> None:
+def test_known_sidecar_files_of_folder_are_copied(folder: Path, tmp_path: Path) -> None:
     done = ckptctl.convert(folder, tmp_path / "out", to="hf")
     assert outputs(tmp_path / "out") == {*CARRIED, "modules.json"}
     assert done.plan.not_carried.keys() == {*SECRET, "onnx/", "1_Pooling/more.bin"}
@@ -57,13 +57,13 @@ def test_a_folder_gives_what_is_of_a_known_kind(folder: Path, tmp_path: Path) ->
     assert again.plan.to_json()["not_carried"] == dict(done.plan.not_carried)
 
 
-def test_beside_a_configuration_one_file_is_of_a_model(folder: Path, tmp_path: Path) -> None:
+def test_single_file_next_to_config_copies_sidecar_files(folder: Path, tmp_path: Path) -> None:
     (folder / "config.json").write_text("{}")
     ckptctl.convert(folder / "o.safetensors", tmp_path / "out", to="hf")
     assert outputs(tmp_path / "out") == {*CARRIED, "modules.json", "config.json"}
 
 
-def test_more_is_carried_by_name(folder: Path, tmp_path: Path) -> None:
+def test_carry_option_copies_additional_files(folder: Path, tmp_path: Path) -> None:
     one = folder / "o.safetensors"
     done = ckptctl.convert(one, tmp_path / "a", to="dcp", carry=["n*.txt", "onnx/*"])
     assert {"notes.txt", "onnx/model.onnx"} < outputs(tmp_path / "a")
@@ -79,7 +79,7 @@ def test_more_is_carried_by_name(folder: Path, tmp_path: Path) -> None:
         ckptctl.convert(one, tmp_path / "d.pt", to="torch", carry="notes.txt")
 
 
-def test_a_link_that_leads_out_of_the_folder_stays(folder: Path, tmp_path: Path) -> None:
+def test_link_outside_folder_is_not_copied(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret")
     (folder / "NOTICE").symlink_to(tmp_path / "secret")
     (folder / "linked.json").symlink_to("tokenizer.json")
@@ -90,14 +90,14 @@ def test_a_link_that_leads_out_of_the_folder_stays(folder: Path, tmp_path: Path)
         ckptctl.convert(folder, tmp_path / "two", to="hf", carry="NOTIC*")
 
 
-def test_nothing_carried_replaces_the_output(folder: Path, tmp_path: Path) -> None:
+def test_sidecar_file_that_would_replace_output_is_refused(folder: Path, tmp_path: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"another model")
     with pytest.raises(RefusedError, match="would replace an output file"):
         ckptctl.convert(folder / "o.safetensors", tmp_path / "out", to="hf", carry="model.*")
     assert not (tmp_path / "out").exists()
 
 
-def test_what_was_carried_is_overwritten_until_it_changes(folder: Path, tmp_path: Path) -> None:
+def test_overwrite_replaces_copied_files_unless_changed(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     ckptctl.convert(folder, out, to="dcp", carry="*")
     ckptctl.convert(folder, out, to="hf", carry="*", overwrite=True)
@@ -109,7 +109,7 @@ def test_what_was_carried_is_overwritten_until_it_changes(folder: Path, tmp_path
     assert caught.value.why == "`notes.txt`, `onnx/mine` would be lost"
 
 
-def test_code_travels_that_a_configuration_names(tmp_path: Path) -> None:
+def test_code_files_named_in_config_are_copied(tmp_path: Path) -> None:
     named = {"AutoModel": "modeling_x.Model", "AutoConfig": "else/where--configuration_y.Config"}
     (tmp_path / "config.json").write_text(json.dumps({"auto_map": named}))
     tokenizer = {"auto_map": {"AutoTokenizer": ["tokenization_x.Slow", None]}}
@@ -134,7 +134,7 @@ def test_code_travels_that_a_configuration_names(tmp_path: Path) -> None:
     assert found.others.keys() == {"configuration_y.py", "train.py"}
 
 
-def test_no_kind_is_told_by_an_ending_alone() -> None:
+def test_sidecar_kinds_are_not_detected_by_extension_only() -> None:
     ends = [glob for globs in KINDS.values() for glob in globs if glob.startswith("*")]
     assert ends == ["*.tiktoken"]
     assert not any(
@@ -143,13 +143,13 @@ def test_no_kind_is_told_by_an_ending_alone() -> None:
 
 
 @pytest.mark.parametrize("sample", SAMPLES.values(), ids=list(SAMPLES))
-def test_no_trainer_leaves_files_that_are_nobodys(data: Path, sample: Sample) -> None:
+def test_trainer_samples_have_no_unknown_sidecar_files(data: Path, sample: Sample) -> None:
     if sample.refused:
         pytest.skip("it cannot be read")
     found = open_checkpoint(sample.path(data)).others.keys()
     assert not found - {"sharded/"} - TRAINERS_OWN
 
 
-def test_modules_of_blank_lines_are_looked_through_in_linear_time() -> None:
+def test_import_scan_of_blank_lines_finds_relative_modules() -> None:
     text = b"\n" * 900_000 + b"from .helper import x\n  import\t.other  \nfrom .\n\n a import y\n"
     assert [match[1] or match[2] for match in _find_imports(text)] == ["helper", "other"]

@@ -34,7 +34,9 @@ def copied(data: Path, name: str, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("described", [True, False])
 @pytest.mark.parametrize("name", NAMES)
-def test_every_sample_is_exact(data: Path, tmp_path: Path, name: str, described: bool) -> None:
+def test_samples_match_reference_with_and_without_metadata(
+    data: Path, tmp_path: Path, name: str, described: bool
+) -> None:
     source, expected = copied(data, name, tmp_path), sample(data, name)[1]
     if not described:
         (source / "metadata.pkl").unlink()
@@ -57,7 +59,7 @@ def _leaf(found: dict[str, Any], key: str) -> Any:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_model_as_safetensors(data: Path, tmp_path: Path, name: str) -> None:
+def test_model_converts_to_safetensors_exactly(data: Path, tmp_path: Path, name: str) -> None:
     source, expected = sample(data, name)
     model = {
         key.removeprefix("model."): value
@@ -68,7 +70,7 @@ def test_the_model_as_safetensors(data: Path, tmp_path: Path, name: str) -> None
 
 
 @pytest.mark.slow
-def test_damage_is_never_a_silently_wrong_result(data: Path, tmp_path: Path) -> None:
+def test_damaged_files_never_convert_silently_wrong(data: Path, tmp_path: Path) -> None:
     source, expected = sample(data, "two_rank")
     for what, copy in damaged(source, tmp_path):
         error = refused_or_right(copy, tmp_path, expected, what)
@@ -78,9 +80,7 @@ def test_damage_is_never_a_silently_wrong_result(data: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("file", ["model_1.pt", "model_0.pt", "train_state_1.pt", "step_0.pt"])
-def test_a_missing_file_is_named_without_metadata_too(
-    data: Path, tmp_path: Path, file: str
-) -> None:
+def test_missing_file_is_named_without_metadata(data: Path, tmp_path: Path, file: str) -> None:
     source = copied(data, "two_rank", tmp_path)
     (source / "metadata.pkl").unlink()
     (source / file).unlink()
@@ -90,7 +90,7 @@ def test_a_missing_file_is_named_without_metadata_too(
     assert not ckptctl.inspect(source, format="torch-checkpointing").complete
 
 
-def test_files_of_another_save_are_noticed(data: Path, tmp_path: Path) -> None:
+def test_file_of_another_save_is_unsupported(data: Path, tmp_path: Path) -> None:
     source = copied(data, "single", tmp_path)
     state = {"w": torch.ones(2)}
     torch.save(state, source / "model_0.pt")
@@ -98,7 +98,7 @@ def test_files_of_another_save_are_noticed(data: Path, tmp_path: Path) -> None:
         ckptctl.inspect(source)
 
 
-def test_metadata_is_not_run(data: Path, tmp_path: Path) -> None:
+def test_hostile_metadata_pickle_is_refused(data: Path, tmp_path: Path) -> None:
     source = copied(data, "single", tmp_path)
     (source / "metadata.pkl").write_bytes(pickle.dumps(print))
     with pytest.raises(UnsafePickleError):
@@ -106,7 +106,7 @@ def test_metadata_is_not_run(data: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["world_size", "ranks", "path", "shape"])
-def test_hostile_metadata_is_refused(data: Path, tmp_path: Path, change: str) -> None:
+def test_malicious_metadata_fields_are_unsupported(data: Path, tmp_path: Path, change: str) -> None:
     source = copied(data, "two_rank", tmp_path)
     content = pickle.loads((source / "metadata.pkl").read_bytes())
     model = content["metadata"]["model"]
@@ -124,7 +124,7 @@ def test_hostile_metadata_is_refused(data: Path, tmp_path: Path, change: str) ->
         formats.open_checkpoint(source)
 
 
-def test_files_elsewhere_are_found_by_the_metadata(data: Path, tmp_path: Path) -> None:
+def test_files_in_metadata_paths_are_read(data: Path, tmp_path: Path) -> None:
     source = copied(data, "two_rank", tmp_path)
     content = pickle.loads((source / "metadata.pkl").read_bytes())
     layout = content["metadata"]["model"]["rank_to_layout_info"]
@@ -138,19 +138,19 @@ def test_files_elsewhere_are_found_by_the_metadata(data: Path, tmp_path: Path) -
     assert not differences({key: found.get(key) for key in expected}, expected)
 
 
-def test_an_unfinished_save_is_refused(data: Path, tmp_path: Path) -> None:
+def test_unfinished_save_is_damaged(data: Path, tmp_path: Path) -> None:
     source = copied(data, "single", tmp_path).rename(tmp_path / "tmp_step-5")
     with pytest.raises(DamagedError, match="did not finish"):
         ckptctl.inspect(source)
 
 
-def test_what_rank_0_alone_has_is_said(data: Path, tmp_path: Path) -> None:
+def test_item_only_on_rank_0_is_noted(data: Path, tmp_path: Path) -> None:
     source = copied(data, "two_rank", tmp_path)
     (source / "raw_1.bin").unlink()
     assert any("only rank 0 has `raw`" in note for note in ckptctl.inspect(source).notes)
 
 
-def test_local_shards_as_safetensors_are_refused_by_name(data: Path, tmp_path: Path) -> None:
+def test_local_shards_in_safetensors_are_refused(data: Path, tmp_path: Path) -> None:
     source = copied(data, "single", tmp_path)
     (source / "extra_0.safetensors").write_bytes(b"\0" * 16)
     with pytest.raises(FormatError, match="safetensors of local shards"):

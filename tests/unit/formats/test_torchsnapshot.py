@@ -30,14 +30,14 @@ def expected(data: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("to", ["hf", "torch"])
-def test_the_sample_is_exact(
+def test_sample_model_matches_reference(
     source: Path, tmp_path: Path, expected: dict[str, torch.Tensor], to: str
 ) -> None:
     assert list(formats.sniff_formats(source)) == ["torchsnapshot"]
     assert not differences(converted(source, tmp_path, to, root="model.module"), expected)
 
 
-def test_all_leaves(source: Path, tmp_path: Path) -> None:
+def test_all_values_convert_with_param_groups(source: Path, tmp_path: Path) -> None:
     ckptctl.convert(source, tmp_path / "out.pt", to="torch", only="all")
     found = torch.load(tmp_path / "out.pt", weights_only=True)
     assert found["progress"] == {"step": 2}
@@ -47,7 +47,7 @@ def test_all_leaves(source: Path, tmp_path: Path) -> None:
     assert set(found["optim"]["state"]) == {0, 1, 2, 3, 4, 5}
 
 
-def test_damage_is_never_a_silently_wrong_result(
+def test_damaged_files_never_convert_silently_wrong(
     source: Path, tmp_path: Path, expected: dict[str, torch.Tensor]
 ) -> None:
     """Bytes of elements have no checksum; those of the manifest, and all sizes, are checked."""
@@ -138,7 +138,7 @@ def test_sharded_tensors_of_all_ranks_are_joined(tmp_path: Path) -> None:
     assert not differences(found, {"m.a/b": FULL})
 
 
-def test_chunks_must_cover_the_shape(tmp_path: Path) -> None:
+def test_chunks_that_do_not_cover_shape_are_an_error(tmp_path: Path) -> None:
     chunks = [shard(f"sharded/w.{n}", [2 * n, 0], [2, 3]) for n in (0, 1)]
     whole = {"type": "ChunkedTensor", "dtype": "torch.float32", "shape": [4, 3], "chunks": chunks}
     manifest = {"0/w": {**whole, "replicated": True}}
@@ -149,7 +149,7 @@ def test_chunks_must_cover_the_shape(tmp_path: Path) -> None:
         converted(snapshot(tmp_path / "y", lacking, HALVES), tmp_path)
 
 
-def test_tensors_of_torch_save_and_of_each_rank(tmp_path: Path) -> None:
+def test_torch_save_and_per_rank_tensors_are_read(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     torch.save(FULL.t(), buffer)
     saved = {**tensor("0/t", [3, 4]), "serializer": "torch_save"}
@@ -181,27 +181,27 @@ def test_tensors_of_torch_save_and_of_each_rank(tmp_path: Path) -> None:
         {},
     ],
 )
-def test_what_makes_no_sense_is_refused(tmp_path: Path, manifest: dict[str, Any]) -> None:
+def test_invalid_manifest_entries_are_refused(tmp_path: Path, manifest: dict[str, Any]) -> None:
     source = snapshot(tmp_path / "x", manifest, {"w": b"\0" * 4})
     with pytest.raises(CkptError) as caught:
         converted(source, tmp_path)
     assert caught.value.exit_code in (3, 4, 5, 9)
 
 
-def test_old_snapshots_are_refused(tmp_path: Path) -> None:
+def test_yaml_manifest_of_old_snapshot_is_refused(tmp_path: Path) -> None:
     source = snapshot(tmp_path / "x", {}, {})
     (source / ".snapshot_metadata").write_text("version: 0.0.1\nmanifest: {}\n")
     with pytest.raises(FormatError, match="not JSON"):
         ckptctl.inspect(source)
 
 
-def test_a_gap_between_tensors_is_noticed(tmp_path: Path) -> None:
+def test_gap_between_tensors_is_unsupported(tmp_path: Path) -> None:
     manifest = {"0/a": tensor("w", [1], [0, 4]), "0/b": tensor("w", [1], [8, 12])}
     with pytest.raises(UnsupportedError, match="wrong position"):
         formats.open_checkpoint(snapshot(tmp_path / "x", manifest, {"w": b"\0" * 12}))
 
 
-def test_a_truncated_file_names_the_tensor_that_needs_most_of_it(tmp_path: Path) -> None:
+def test_truncated_file_names_tensor_with_largest_end_offset(tmp_path: Path) -> None:
     manifest = {f"0/{n}": tensor("w", [1], [4 * n, 4 * n + 4]) for n in (1, 2, 0)}
     with pytest.raises(DamagedError, match="truncated") as caught:
         formats.open_checkpoint(snapshot(tmp_path / "x", manifest, {"w": b"\0" * 3}))

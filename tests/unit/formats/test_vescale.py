@@ -35,13 +35,15 @@ def moments(data: Path) -> State:
 
 
 @pytest.mark.parametrize("to", ["hf", "torch"])
-def test_the_model_is_exact(source: Path, tmp_path: Path, model: State, to: str) -> None:
+def test_vescale_model_matches_reference(
+    source: Path, tmp_path: Path, model: State, to: str
+) -> None:
     assert list(formats.sniff_formats(source)) == ["vescale"]
     assert not differences(converted(source, tmp_path, to), model)
     assert ckptctl.verify(source, level="full").verdict == "complete"
 
 
-def test_the_optimizers_of_all_stages_are_kept(
+def test_optimizers_of_all_pipeline_stages_are_converted(
     source: Path, tmp_path: Path, model: State, moments: State
 ) -> None:
     found = converted(source, tmp_path, only="all")
@@ -50,7 +52,7 @@ def test_the_optimizers_of_all_stages_are_kept(
     assert [found[f"optimizer.pp_{n}.param_group_meta.0.lr"] for n in (0, 1)] == [0.1, 0.2]
 
 
-def test_each_folder_is_a_checkpoint(source: Path, tmp_path: Path, model: State) -> None:
+def test_each_subfolder_opens_as_checkpoint(source: Path, tmp_path: Path, model: State) -> None:
     assert list(formats.sniff_formats(source / "model")) == ["dcp"]
     assert not differences(converted(source / "model", tmp_path), model)
     assert ckptctl.inspect(source / "optimizer" / "pp_1").verdict == "complete"
@@ -63,7 +65,9 @@ SLOW = pytest.param("optimizer/pp_1", marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("folder", ["model", "optimizer/pp_0", SLOW])
-def test_damage(source: Path, tmp_path: Path, model: State, moments: State, folder: str) -> None:
+def test_damaged_parts_never_convert_silently_wrong(
+    source: Path, tmp_path: Path, model: State, moments: State, folder: str
+) -> None:
     expected = {f"model.{name}": value for name, value in model.items()} | moments
     for number, (what, part) in enumerate(damaged(source / folder, tmp_path)):
         whole = tmp_path / f"whole{number}"
@@ -80,7 +84,9 @@ def test_damage(source: Path, tmp_path: Path, model: State, moments: State, fold
         shutil.rmtree(whole)
 
 
-def test_a_stage_that_is_missing(source: Path, tmp_path: Path, model: State) -> None:
+def test_missing_optimizer_stage_is_damaged_but_partially_readable(
+    source: Path, tmp_path: Path, model: State
+) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(source, copy)
     shutil.rmtree(copy / "optimizer" / "pp_0")
@@ -92,7 +98,9 @@ def test_a_stage_that_is_missing(source: Path, tmp_path: Path, model: State) -> 
     assert {f"model.{name}" for name in model} <= found.tensors.keys()
 
 
-def test_a_file_that_is_missing(source: Path, tmp_path: Path, model: State) -> None:
+def test_missing_data_file_loses_only_its_tensors(
+    source: Path, tmp_path: Path, model: State
+) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(source, copy)
     (copy / "model" / "__1_0.distcp").unlink()

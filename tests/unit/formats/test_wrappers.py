@@ -35,7 +35,7 @@ def sample(data: Path, name: str) -> tuple[Path, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_every_sample_is_exact(data: Path, tmp_path: Path, name: str) -> None:
+def test_wrapper_samples_match_reference(data: Path, tmp_path: Path, name: str) -> None:
     source, expected = sample(data, name)
     assert formats.open_checkpoint(source).format == SAMPLES[name][0]
     assert ckptctl.inspect(source).verdict == "complete"
@@ -45,7 +45,7 @@ def test_every_sample_is_exact(data: Path, tmp_path: Path, name: str) -> None:
     assert not differences({key: found.get(key) for key in expected}, expected)
 
 
-def test_lightning_plain(data: Path, tmp_path: Path) -> None:
+def test_plain_lightning_checkpoints_are_read(data: Path, tmp_path: Path) -> None:
     source = data / "wrappers" / "lightning_plain" / "ckpt"
     saved = torch.load(source / "last.ckpt", weights_only=True)
     assert not differences(converted(source / "last.ckpt", tmp_path, "hf"), saved["state_dict"])
@@ -56,13 +56,13 @@ def test_lightning_plain(data: Path, tmp_path: Path) -> None:
     ]
 
 
-def test_accelerate_plain(data: Path, tmp_path: Path) -> None:
+def test_plain_accelerate_checkpoint_matches_model_safetensors(data: Path, tmp_path: Path) -> None:
     source = data / "wrappers" / "accelerate_plain" / "ckpt" / "checkpoints" / "checkpoint_1"
     found = converted(source, tmp_path, "torch")
     assert not differences(found, load_file(source / "model.safetensors"))
 
 
-def test_metadata_beside_the_shards_travels_too(data: Path, tmp_path: Path) -> None:
+def test_lightning_meta_pt_is_converted_with_shards(data: Path, tmp_path: Path) -> None:
     source, _ = sample(data, "lightning_fsdp2")
     found = converted(source, tmp_path, only="all")
     beside = torch.load(source / "step-2" / "meta.pt", weights_only=True)
@@ -70,9 +70,7 @@ def test_metadata_beside_the_shards_travels_too(data: Path, tmp_path: Path) -> N
     assert not differences({key: found.get(key) for key in beside}, beside)
 
 
-def test_a_companion_of_foreign_classes_is_read_and_never_written(
-    data: Path, tmp_path: Path
-) -> None:
+def test_unknown_classes_in_meta_pt_are_refused_on_write(data: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(sample(data, "lightning_fsdp2")[0] / "step-2", copy)
     torch.save({"hparams": SAMPLES.keys, "epoch": 1}, copy / "meta.pt")
@@ -85,7 +83,7 @@ def test_a_companion_of_foreign_classes_is_read_and_never_written(
     ckptctl.convert(copy, tmp_path / "some", to="dcp", only="all", exclude=["hparams"])
 
 
-def test_one_checkpoint_inside_is_found_and_said(data: Path, tmp_path: Path) -> None:
+def test_single_inner_checkpoint_is_opened_with_note(data: Path, tmp_path: Path) -> None:
     source, _ = sample(data, "accelerate_dcp")
     notes = ckptctl.inspect(source).notes
     assert any("read from `pytorch_model_fsdp_0`" in note for note in notes)
@@ -96,7 +94,7 @@ def test_one_checkpoint_inside_is_found_and_said(data: Path, tmp_path: Path) -> 
         formats.open_checkpoint(twice)
 
 
-def test_an_interrupted_save_of_megatron_is_refused(data: Path, tmp_path: Path) -> None:
+def test_interrupted_megatron_save_is_damaged(data: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(sample(data, "megatron")[0], copy)
     (copy / "iter_0000010" / "metadata.json").unlink()
@@ -107,7 +105,7 @@ def test_an_interrupted_save_of_megatron_is_refused(data: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("name", "inner"), one_in(2, [("bytecheckpoint", "model"), ("megatron", "iter_0000010")])
 )
-def test_damage_is_never_a_silently_wrong_result(
+def test_damaged_wrappers_never_convert_silently_wrong(
     data: Path, tmp_path: Path, name: str, inner: str
 ) -> None:
     source, expected = sample(data, name)
@@ -133,7 +131,7 @@ def _model_only(
     return None
 
 
-def test_the_optimizer_of_bytecheckpoint(data: Path, tmp_path: Path) -> None:
+def test_bytecheckpoint_optimizer_matches_raw_bytes(data: Path, tmp_path: Path) -> None:
     """Rank 0's first shard of ``exp_avg`` lies behind a pickle and a step of four bytes."""
     import numpy as np
 
@@ -148,7 +146,7 @@ def test_the_optimizer_of_bytecheckpoint(data: Path, tmp_path: Path) -> None:
     assert torch.equal(found["state.0.weight.exp_avg"][:19], torch.from_numpy(local.copy()))
 
 
-def test_random_states_of_each_rank(data: Path, tmp_path: Path) -> None:
+def test_rng_states_are_kept_per_rank(data: Path, tmp_path: Path) -> None:
     source = sample(data, "bytecheckpoint")[0] / "extra_state"
     found = converted(source, tmp_path, only="all")
     for rank, prefix in enumerate(("", "rank_1.")):

@@ -14,7 +14,7 @@ from ckptctl.distributed.run.manager import CheckpointManager
 pytest.importorskip("transformers")
 
 
-def test_an_evaluation_of_a_step_that_is_gone_does_not_end_the_training(tmp_path: Path) -> None:
+def test_evaluation_after_step_is_deleted_does_not_fail(tmp_path: Path) -> None:
     from ckptctl.integrations.transformers import CheckpointCallback
 
     with CheckpointManager(tmp_path / "run", sync=False) as manager:

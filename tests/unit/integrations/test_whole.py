@@ -47,9 +47,7 @@ def trained(optimizer: type[torch.optim.Optimizer], **options: Any) -> torch.opt
     ],
     ids=["adamw", "sgd", "momentum"],
 )
-def test_an_optimizer_comes_back_as_it_was(
-    tmp_path: Path, optimizer: torch.optim.Optimizer
-) -> None:
+def test_optimizer_state_roundtrips(tmp_path: Path, optimizer: torch.optim.Optimizer) -> None:
     """DCP has text for its numbers, and nothing for the empty state of plain SGD."""
     state: dict[str, Any] = {"all": [optimizer.state_dict()], "other": {"1": 2}}
     ckptctl.save(state, tmp_path / "ours", sync=False)
@@ -63,7 +61,7 @@ def test_an_optimizer_comes_back_as_it_was(
         assert not differences(flatten(own["state"]), flatten(optimizer.state_dict()["state"]))
 
 
-def test_a_model_in_another_layout(tmp_path: Path) -> None:
+def test_model_is_read_in_another_layout(tmp_path: Path) -> None:
     state, config = tiny_llama("llama3")
     save_hf(tmp_path / "hf", state, config)
     found = load_full_model(tmp_path / "hf", "meta", "llama3")
@@ -71,7 +69,7 @@ def test_a_model_in_another_layout(tmp_path: Path) -> None:
     assert not differences(found, torch.load(tmp_path / "meta" / "consolidated.00.pth"))
 
 
-def test_files_beside_the_data(tmp_path: Path) -> None:
+def test_sidecar_files_are_saved_with_linked_data(tmp_path: Path) -> None:
     save_with_files(STATE, tmp_path / "a", {"notes.txt": b"1"})
     assert not differences(load_any_reference(tmp_path / "a"), flatten(STATE))
     assert (tmp_path / "a" / "notes.txt").read_bytes() == b"1"
@@ -82,7 +80,7 @@ def test_files_beside_the_data(tmp_path: Path) -> None:
     assert sorted(item.name for item in tmp_path.iterdir()) == ["a", "b"]
 
 
-def test_what_cannot_be_linked_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unlinkable_data_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_with_files(STATE, tmp_path / "a", {"notes.txt": b"1"})
     real = os.link
     done: list[Path] = []
@@ -101,7 +99,7 @@ def test_what_cannot_be_linked_is_written(tmp_path: Path, monkeypatch: pytest.Mo
         assert not (tmp_path / name / ".metadata").samefile(tmp_path / "a" / ".metadata")
 
 
-def test_a_checkpoint_is_replaced_and_nothing_else_is(tmp_path: Path) -> None:
+def test_checkpoint_is_replaced_but_other_folder_is_refused(tmp_path: Path) -> None:
     save_with_files(STATE, tmp_path / "a", {"meta.pt": b"1"})
     save_with_files({"model": {"w": torch.zeros(2)}}, tmp_path / "a", {"meta.pt": b"2"})
     assert (tmp_path / "a" / "meta.pt").read_bytes() == b"2"
@@ -112,7 +110,7 @@ def test_a_checkpoint_is_replaced_and_nothing_else_is(tmp_path: Path) -> None:
     assert sorted(item.name for item in tmp_path.iterdir()) == ["a", "mine"]
 
 
-def test_what_lightning_saves_twice_is_known_by_its_bytes() -> None:
+def test_fingerprint_depends_only_on_tensor_bytes() -> None:
     before = fingerprint_shards(STATE)
     assert before == fingerprint_shards({"model": {"w": STATE["model"]["w"].clone()}, "step": 4})
     changed = STATE["model"]["w"].clone()
@@ -121,7 +119,7 @@ def test_what_lightning_saves_twice_is_known_by_its_bytes() -> None:
     assert before != fingerprint_shards({"model": {"w": STATE["model"]["w"].t().contiguous()}})
 
 
-def test_the_page_names_what_there_is() -> None:
+def test_docs_page_imports_existing_integrations() -> None:
     """Its blocks need trainers, so that the tests of the documentation cannot run them."""
     page = (REPOSITORY / "docs" / "how-to" / "trainer-integrations.md").read_text()
     imported = set()
@@ -137,7 +135,7 @@ def test_the_page_names_what_there_is() -> None:
 
 
 @pytest.mark.slow
-def test_no_trainer_is_imported() -> None:
+def test_importing_ckptctl_imports_no_trainer() -> None:
     asked = "import sys, ckptctl, ckptctl.distributed.run.manager; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
     trainers = {"lightning", "torchtitan", "torchtune", "transformers", "ckptctl.integrations"}

@@ -39,20 +39,20 @@ def evenness(
     return max(load) * ranks / sum(load)
 
 
-def test_ascending_sizes() -> None:
+def test_ascending_sizes_are_balanced() -> None:
     """Torch 2.13 goes by plan order: max/mean 1.269."""
     chunks = [(size * MIB, range(4)) for size in range(1, 30)]
     assert evenness(chunks, assign_chunks(chunks, 4), 4) <= 1.02
 
 
-def test_what_one_rank_writes_anyway_counts_wherever_it_comes() -> None:
+def test_fixed_load_counts_regardless_of_order() -> None:
     chunks = [(MIB, (0, 1)), (MIB, (0,))]
     assert assign_chunks(chunks, 2) == [1, 0]
     assert assign_chunks(list(reversed(chunks)), 2) == [0, 1]
     assert assign_chunks([(MIB, (0, 1))], 2, initial_loads=[1, 0]) == [1]
 
 
-def test_small_chunks_stay_on_one_rank_while_it_has_room() -> None:
+def test_small_chunks_stay_together_until_balance_suffers() -> None:
     chunks = [(10 * MIB, (0, 1)), (10 * MIB, (0, 1)), *[(8, (0, 1))] * 50]
     chosen = assign_chunks(chunks, 2)
     assert set(chosen[2:27]) == {0}
@@ -60,12 +60,12 @@ def test_small_chunks_stay_on_one_rank_while_it_has_room() -> None:
     assert evenness(many, assign_chunks(many, 4), 4) <= 1.02
 
 
-def test_empty_chunks_go_somewhere() -> None:
+def test_empty_chunks_are_assigned_to_holders() -> None:
     assert assign_chunks([(0, (1, 2)), (0, (2,))], 3) == [1, 2]
     assert assign_chunks([], 3) == []
 
 
-def test_ties_go_to_the_lowest() -> None:
+def test_ties_go_to_lowest_rank() -> None:
     assert assign_chunks([(MIB, (2, 1, 0))], 3) == [0]
 
 
@@ -78,7 +78,7 @@ def test_ties_go_to_the_lowest() -> None:
         max_size=40,
     )
 )
-def test_each_goes_to_a_holder_as_the_plain_rule_says(chunks: list[tuple[int, list[int]]]) -> None:
+def test_assignment_matches_simple_rule(chunks: list[tuple[int, list[int]]]) -> None:
     assert assign_chunks(chunks, 6, small_bytes=0) == plain(chunks, 6)
 
 
@@ -100,7 +100,7 @@ def plain(chunks: Sequence[tuple[int, Sequence[int]]], ranks: int) -> list[int]:
     ("sizes", "count"),
     [((100, 7), 12), ((1, 100, 7), 12), ((1, 1), 1), ((), 1), ((3,), 3), ((2, 100), 12)],
 )
-def test_cut_pieces_tile_the_box(sizes: tuple[int, ...], count: int) -> None:
+def test_cut_pieces_tile_box(sizes: tuple[int, ...], count: int) -> None:
     box = Box(tuple(range(5, 5 + len(sizes))), sizes)
     pieces = split_box(box, 1000, 90)
     shifted = [
@@ -111,7 +111,7 @@ def test_cut_pieces_tile_the_box(sizes: tuple[int, ...], count: int) -> None:
     assert len(pieces) == count
 
 
-def test_limits_of_pieces() -> None:
+def test_piece_limits_follow_size_and_rank_count() -> None:
     assert compute_piece_limit(1 << 40, 4) == (1 << 40) // 4 // PIECES_PER_RANK
     assert compute_piece_limit(100, 4) == MIN_PIECE_BYTES
     assert compute_fine_limit(1 << 40, 4) == compute_piece_limit(1 << 40, 4) // 2
@@ -121,7 +121,7 @@ def test_limits_of_pieces() -> None:
     assert split_box(Box((0,), (10,)), 10, 10) == [Box((0,), (10,))]
 
 
-def test_a_file_for_each_thread_that_has_enough_to_do() -> None:
+def test_file_count_follows_bytes_and_threads() -> None:
     counts = [
         count_output_files(nbytes, 8)
         for nbytes in (0, 1, 2 * MIN_FILE_BYTES, 3 * MIN_FILE_BYTES - 1)
@@ -143,9 +143,7 @@ def test_a_file_for_each_thread_that_has_enough_to_do() -> None:
         (0, 0, 256_000_000),
     ],
 )
-def test_sizes_alone_decide_into_how_many_files_a_conversion_writes(
-    nbytes: int, one_file: int, expected: int
-) -> None:
+def test_shard_limit_depends_only_on_sizes(nbytes: int, one_file: int, expected: int) -> None:
     sizes = [(f"{index}", max(nbytes // 1120, min(nbytes, 1))) for index in range(1120)]
     assert choose_shard_limit(sizes, one_file) == pytest.approx(expected, rel=0.02)
 
@@ -158,7 +156,7 @@ def test_sizes_alone_decide_into_how_many_files_a_conversion_writes(
         [1_050_000_000, *[60_000_000] * 90],
     ],
 )
-def test_no_seventeenth_file_is_left_when_sixteen_threads_have_done(tensors: list[int]) -> None:
+def test_shards_fit_sixteen_threads_evenly(tensors: list[int]) -> None:
     sizes = [(f"{index}", nbytes) for index, nbytes in enumerate(tensors)]
     limit = choose_shard_limit(sizes, 0)
     held = [sum(tensors[int(name)] for name in shard) for shard in group_into_shards(sizes, limit)]

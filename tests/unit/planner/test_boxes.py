@@ -28,7 +28,7 @@ def scattered(draw):
 
 
 @given(scattered())
-def test_agrees_with_painting_every_cell(case):
+def test_coverage_matches_painting_every_cell(case):
     shape, boxes = case
     count = {}
     for box in boxes:
@@ -68,13 +68,13 @@ def nearly_tiled(draw):
 
 
 @given(nearly_tiled())
-def test_tilings_and_near_misses_are_told_apart(case):
+def test_exact_tilings_are_distinguished_from_near_misses(case):
     shape, boxes = case
     painted = sorted(cell for box in boxes for cell in cells(box))
     assert compute_coverage(shape, boxes).is_exact == (painted == sorted(cells(Box.whole(shape))))
 
 
-def test_many_dimensions_are_proven_without_counting_corners():
+def test_coverage_of_many_dimensions_is_exact():
     shape = (2,) * 24
     boxes = list[Box]()
     for dim in range(24):
@@ -84,7 +84,7 @@ def test_many_dimensions_are_proven_without_counting_corners():
     assert compute_coverage(shape, boxes[:-1]).holes == (boxes[-1],)
 
 
-def test_a_tangle_is_refused_by_name():
+def test_heavily_overlapping_boxes_are_refused_by_name():
     extents = tuple(Extent(Box((i, i), (4000, 4000)), "a", 0, 4 * 4000 * 4000) for i in range(2000))
     with pytest.raises(UnsupportedError, match="too many overlaps") as caught:
         check_coverage(TensorEntry("w", "float32", (8000, 8000), extents, ("w",)))
@@ -106,11 +106,11 @@ def test_pinwheel_is_exact():
 @pytest.mark.parametrize(
     "box", [Box((2,), (3,)), Box((-1,), (2,)), Box((0, 0), (1, 1)), Box((0,), (-1,))]
 )
-def test_boxes_outside_are_named(box):
+def test_boxes_outside_are_reported(box):
     assert compute_coverage((4,), [box]).outside == (box,)
 
 
-def test_a_hole_is_located():
+def test_hole_is_located_in_error():
     extents = (Extent(Box((0, 0), (4, 4)), "a", 0, 64),)
     entry = TensorEntry("w", "float32", (8, 4), extents, ("w",))
     with pytest.raises(CoverageError) as caught:
@@ -119,7 +119,7 @@ def test_a_hole_is_located():
     assert "`w`" in caught.value.what
 
 
-def test_large_grids_and_stacks_are_near_linear():
+def test_large_grids_and_stacks_cost_near_linear_work():
     def work(rows):
         grid = [Box((i * 4, j * 4), (4, 4)) for i in range(rows) for j in range(64)]
         assert compute_coverage((rows * 4, 256), grid).is_exact
@@ -132,7 +132,7 @@ def test_large_grids_and_stacks_are_near_linear():
     assert effort.growth(work, 64) < 2.2
 
 
-def test_no_grid_is_needed_to_be_near_linear():
+def test_brick_pattern_costs_near_linear_work():
     """Bricks, each row shifted by half a brick: no line cuts through all of them."""
 
     def work(rows):
@@ -146,14 +146,14 @@ def test_no_grid_is_needed_to_be_near_linear():
     assert effort.growth(work, 100) < 2.2
 
 
-def test_intersect_and_split_rows():
+def test_intersect_and_split_rows_return_expected_boxes():
     assert intersect_boxes(Box((0, 0), (4, 4)), Box((2, 3), (4, 4))) == Box((2, 3), (2, 1))
     assert intersect_boxes(Box((0,), (2,)), Box((2,), (2,))) is None
     assert [box.sizes[0] for box in split_rows((7, 2), 3)] == [3, 2, 2]
     assert compute_coverage((7, 2), list(split_rows((7, 2), 3))).is_exact
 
 
-def test_a_spiral_of_many_strips_is_exact():
+def test_spiral_of_many_strips_is_exact():
     top, left, bottom, right = 0, 0, 700, 700
     boxes = []
     while top < bottom and left < right:
@@ -176,7 +176,7 @@ def test_a_spiral_of_many_strips_is_exact():
 
 
 @pytest.mark.parametrize("box", [Box((0, 0), (2, 2)), Box((0, 1), (2, 3)), Box((0,), (6,))])
-def test_one_box_that_is_not_the_whole_tensor_is_refused(box):
+def test_single_box_that_misses_tensor_shape_is_refused(box):
     extent = Extent(box, "f", 0, 4)
     with pytest.raises((CoverageError, UnsupportedError)):
         check_coverage(TensorEntry("w", "uint8", (2, 3), (extent,), ("w",)))

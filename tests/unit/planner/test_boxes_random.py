@@ -82,7 +82,7 @@ def changed(draw: st.DrawFn) -> tuple[Shape, list[Box]]:
 
 
 @given(changed())
-def test_what_is_wrong_is_what_the_bitmap_shows(case: tuple[Shape, list[Box]]) -> None:
+def test_coverage_matches_bitmap(case: tuple[Shape, list[Box]]) -> None:
     shape, boxes = case
     found = compute_coverage(shape, boxes)
     outside = [box for box in boxes if leaves(shape, box)]
@@ -97,7 +97,7 @@ def test_what_is_wrong_is_what_the_bitmap_shows(case: tuple[Shape, list[Box]]) -
 
 
 @given(tilings())
-def test_cuts_tile(case: tuple[Shape, list[Box]]) -> None:
+def test_removed_box_of_tiling_is_a_hole(case: tuple[Shape, list[Box]]) -> None:
     shape, boxes = case
     assert compute_coverage(shape, boxes).is_exact
     for box in {box for box in boxes if box.numel}:
@@ -107,7 +107,7 @@ def test_cuts_tile(case: tuple[Shape, list[Box]]) -> None:
 
 
 @given(changed())
-def test_the_error_names_a_box_that_is_wrong(case: tuple[Shape, list[Box]]) -> None:
+def test_coverage_error_names_wrong_box(case: tuple[Shape, list[Box]]) -> None:
     shape, boxes = case
     extents = tuple(Extent(box, "file", 0, 0) for box in boxes)
     entry = TensorEntry("some.name", "float32", shape, extents, ("some", "name"))

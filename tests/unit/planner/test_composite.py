@@ -19,7 +19,7 @@ def queries(sizes):
     ).tensors[0]
 
 
-def test_the_whole_is_enough_where_nothing_comes_between_its_parts():
+def test_head_count_suffices_without_kv_head_count():
     """Without any number of key/value heads, rotary pairs are still reordered inside each head."""
     found = queries({"h": H})
     ((_, tensor),) = found.targets
@@ -27,12 +27,12 @@ def test_the_whole_is_enough_where_nothing_comes_between_its_parts():
     assert queries({"h": H, "k": K}) == found
 
 
-def test_parts_that_do_not_make_up_the_whole():
+def test_indivisible_head_count_is_an_error():
     with pytest.raises(MappingError, match=r"`num_attention_heads`.* = 7 conflicts with"):
         queries({"h": 7, "k": 2})
 
 
-def test_sizes_are_called_by_what_states_them():
+def test_composite_sizes_are_named_by_config_keys():
     llama = family("llama2")
     assert "num_key_value_heads" in llama.describe_size("k")
     assert "num_attention_heads" in llama.describe_size("q")
@@ -41,7 +41,7 @@ def test_sizes_are_called_by_what_states_them():
         queries({"k": K})
 
 
-def test_formulas_name_the_whole_and_need_no_parts():
+def test_formulas_use_product_without_its_parts():
     qwen = family("qwen2")
     router = KeyRouter(
         qwen, qwen.get_layout("hf"), qwen.get_layout("gguf"), {"h": H, "e": E}, tied=False
@@ -54,7 +54,7 @@ def test_formulas_name_the_whole_and_need_no_parts():
     assert (rows["k"].text, rows["k"].number) == ("k*e", None)
 
 
-def test_repeated_entries_counted_once_leave_the_whole_as_it_is():
+def test_uncounting_repeated_kv_heads_keeps_query_heads():
     """Four ranks hold the two key/value heads twice: it is four queries a head, not two."""
     stored = AxisSizes({"h": 8, "k": 4, "q": 2, "e": 6}, {("k", "q"): 8, ("q", "r"): 6})
     found = without_repeats(family("llama2"), stored, 2)

@@ -57,19 +57,19 @@ def meta(layers=N):
 # templates
 
 
-def test_a_template_reads_back_what_it_writes():
+def test_template_key_roundtrips():
     template = Template.parse("a.{i}.w1.{x}.weight")
     assert template.indices == ("i", "x")
     assert template.format_key({"i": 3, "x": 11}) == "a.3.w1.11.weight"
 
 
 @pytest.mark.parametrize("text", ["a{i}.b", "a.{i", "a..b", "a.{I}.b", ""])
-def test_bad_templates(text):
+def test_invalid_templates_are_errors(text):
     with pytest.raises(ValueError, match="template"):
         Template.parse(text)
 
 
-def test_lookup_is_anchored_and_literal_numbers_count():
+def test_lookup_is_anchored_and_literal_numbers_match():
     table = TemplateTable(
         [(Template.parse(t), t) for t in ("a.{i}.b", "mtp.0.x", "a.{i}.c.{i}.d", "m.{i}.x")]
     )
@@ -80,7 +80,7 @@ def test_lookup_is_anchored_and_literal_numbers_count():
         assert table.find_meaning(key) is None, key
 
 
-def test_words_stand_for_the_values_of_an_index():
+def test_words_stand_for_index_values():
     template = Template.parse("a.{i}.{c=gate|up}.x")
     assert template.indices == ("i", "c")
     assert [template.format_key({"i": 3, "c": c}) for c in (0, 1)] == ["a.3.gate.x", "a.3.up.x"]
@@ -93,7 +93,7 @@ def test_words_stand_for_the_values_of_an_index():
             Template.parse(text)
 
 
-def test_parts_with_names_of_their_own_are_one_tensor():
+def test_separately_named_parts_form_one_tensor():
     """The gates and ups of gpt-oss' experts, which mlx-lm has in two tensors."""
     oss = family("gpt_oss")
     whole = tables.tiny(oss, "mlx")
@@ -107,7 +107,7 @@ def test_parts_with_names_of_their_own_are_one_tensor():
     assert error.value.where == f"tensor `{up}`"
 
 
-def test_parts_that_take_turns_in_both_layouts_are_kept_as_one():
+def test_parts_interleaved_in_both_layouts_stay_one_tensor():
     deepseek = family("deepseek_v3")
     key = "model.layers.0.self_attn.kv_b_proj.weight"
     found = map_tensors(deepseek, "hf", "deepseek", tables.tiny(deepseek, "hf"))
@@ -116,7 +116,7 @@ def test_parts_that_take_turns_in_both_layouts_are_kept_as_one():
 
 
 @given(st.text(alphabet="a.0129#{}xé٣", max_size=12))
-def test_lookup_never_fails_and_is_exact(key):
+def test_lookup_of_any_text_is_exact(key):
     table = TemplateTable([(Template.parse("a.{i}.x"), "t")])
     found = table.find_meaning(key)
     if found:
@@ -126,7 +126,7 @@ def test_lookup_never_fails_and_is_exact(key):
 # tables
 
 
-def test_tables():
+def test_tables_parse_into_tensors_and_leaves():
     first = """
     logical  axes      one: l.{i}.  two: m.{i}.
     q        (h* r) d  wq (r h) d   q
@@ -157,13 +157,13 @@ def test_tables():
         "logical  axes  one\nq  (h  a",
     ],
 )
-def test_bad_tables(table):
+def test_invalid_tables_are_errors(table):
     with pytest.raises(ValueError):
         parse_tables([table], {})
 
 
 @pytest.mark.parametrize("text", ["(h p", "h h", "h* k*", "h+d", "((h) d)", "H"])
-def test_bad_axes(text):
+def test_invalid_axes_are_errors(text):
     with pytest.raises(ValueError, match=r"invalid axes|repeated axis"):
         parse_dims(text)
 
@@ -182,7 +182,7 @@ def permute(w, heads):
     return w.reshape(heads, rows // heads // 2, 2, dim).transpose(0, 2, 1, 3).reshape(rows, dim)
 
 
-def test_meta_to_hf_permutes_as_transformers_does():
+def test_meta_to_hf_permutes_like_transformers():
     rng = np.random.default_rng(0)
     shapes = meta()
     data = {key: rng.standard_normal(shape) for key, shape in shapes.items()}
@@ -210,45 +210,45 @@ def test_meta_to_hf_permutes_as_transformers_does():
 
 
 @pytest.mark.parametrize("target", ["torchtune", "torchtitan@0.2", "torchtitan@0.3"])
-def test_interleaved_layouts_differ_in_names_only_and_need_no_config(target):
+def test_interleaved_layouts_differ_only_in_names(target):
     mapped = map_tensors(family("llama3"), "meta", target, meta())
     composed = compose_tensors(mapped.tensors).values()
     assert all(tensor.is_rename for tensor in composed)
     assert [t.sources[0].key for t in composed] == list(meta())
 
 
-def test_expected_titan_names():
+def test_torchtitan_keys_have_expected_names():
     keys = stored_shapes(map_tensors(family("llama3"), "meta", "torchtitan@0.3", meta()).tensors)
     assert "layers.2.attention.qkv_linear.wk.weight" in keys and "lm_head.weight" in keys
     assert "layers.2.attention.wo.weight" in keys
 
 
-def test_layers_come_in_numeric_order_and_names_match_hf_text():
+def test_layers_are_in_numeric_order_and_match_hf():
     mapped = map_tensors(family("llama3"), "meta", "hf", meta(12), SIZES | {"i": 12})
     assert list(stored_shapes(mapped.tensors)) == list(hf(12))
     assert stored_shapes(mapped.tensors) == hf(12)
 
 
-def test_the_same_layout_is_the_identity():
+def test_same_layout_is_identity():
     shapes = hf() | {"model.layers.0.self_attn.rotary_emb.inv_freq": (4,)}
     mapped = map_tensors(family("llama2"), "hf", "hf", shapes, tied=True)
     assert stored_shapes(mapped.tensors) == shapes
     assert not mapped.dropped_keys and not mapped.redundant
 
 
-def test_frequencies_are_dropped_by_name():
+def test_rotary_frequencies_are_dropped_by_name():
     shapes = meta() | {"rope.freqs": (4,)}
     mapped = map_tensors(family("llama2"), "meta", "hf", shapes, SIZES)
     assert list(mapped.dropped_keys) == ["rope.freqs"]
 
 
-def test_heads_are_needed():
+def test_missing_head_count_is_an_error():
     with pytest.raises(MappingError) as caught:
         map_tensors(family("llama3"), "hf", "meta", hf())
     assert "num_attention_heads" in caught.value.what and "--assets" in caught.value.hint
 
 
-def test_one_head_count_is_enough_with_the_head_dimension():
+def test_head_dim_suffices_to_find_head_counts():
     mapped = map_tensors(family("llama3"), "hf", "meta", hf(), {"e": E})
     assert (mapped.sizes["h"], mapped.sizes["k"], mapped.sizes["v"]) == (H, K, V)
 
@@ -256,14 +256,14 @@ def test_one_head_count_is_enough_with_the_head_dimension():
 @pytest.mark.parametrize(
     ("axis", "size"), [("h", 8), ("k", 4), ("d", 64), ("f", 41), ("v", 49), ("e", 16), ("e", 3)]
 )
-def test_a_config_that_contradicts_the_shapes(axis, size):
+def test_config_that_contradicts_shapes_is_refused(axis, size):
     for target in ("hf", "meta"):
         with pytest.raises(MappingError) as caught:
             map_tensors(family("llama3"), "hf", target, hf(), SIZES | {axis: size})
         assert str(size) in f"{caught.value.what} {caught.value.why}"
 
 
-def test_tensors_that_contradict_each_other():
+def test_contradicting_tensor_shapes_are_refused():
     shapes = hf() | {"model.layers.1.mlp.up_proj.weight": (F, D + 1)}
     with pytest.raises(MappingError) as caught:
         map_tensors(family("llama3"), "hf", "torchtune", shapes, {"e": E})
@@ -273,7 +273,7 @@ def test_tensors_that_contradict_each_other():
         map_tensors(family("llama3"), "hf", "hf", shapes)
 
 
-def test_unknown_keys_with_the_nearest_known():
+def test_unknown_key_error_names_nearest_key():
     shapes = hf()
     shapes["model.layers.1.self_attn.q_prj.weight"] = shapes.pop(
         "model.layers.1.self_attn.q_proj.weight"
@@ -287,7 +287,7 @@ def test_unknown_keys_with_the_nearest_known():
     "gone",
     ["model.layers.1.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"],
 )
-def test_missing_keys(gone):
+def test_missing_keys_are_an_error_unless_partial(gone):
     shapes = hf()
     del shapes[gone]
     with pytest.raises(MissingTensorsError) as caught:
@@ -297,7 +297,7 @@ def test_missing_keys(gone):
     assert len(part.tensors) == len(shapes)
 
 
-def test_a_gap_between_layers_and_a_lost_last_layer():
+def test_layer_gap_or_missing_last_layer_is_an_error():
     gap = {k: v for k, v in hf().items() if ".layers.1." not in k}
     with pytest.raises(MissingTensorsError, match="9 tensors"):
         map_tensors(family("llama3"), "hf", "meta", gap, {"e": E})
@@ -307,7 +307,7 @@ def test_a_gap_between_layers_and_a_lost_last_layer():
         map_tensors(family("llama3"), "hf", "meta", hf(4), SIZES)
 
 
-def test_an_absurd_layer_number_is_little_work():
+def test_absurd_layer_number_is_little_work():
     key = "model.layers.{}.mlp.up_proj.weight"
     shapes = hf() | {key.format(99999): (F, D)}
     with effort.counted() as counted:
@@ -322,7 +322,7 @@ def test_an_absurd_layer_number_is_little_work():
     assert counted.lines < 200_000
 
 
-def test_biases():
+def test_biases_map_only_where_layout_has_them():
     bias = {f"model.layers.{i}.self_attn.o_proj.bias": (D,) for i in range(N)}
     same = map_tensors(family("llama3"), "hf", "hf", hf() | bias)
     assert "model.layers.0.self_attn.o_proj.bias" in stored_shapes(same.tensors)
@@ -333,7 +333,7 @@ def test_biases():
         map_tensors(family("llama3"), "hf", "hf", hf() | bias)
 
 
-def test_a_bias_takes_the_row_axes_where_another_layout_has_it():
+def test_bias_is_permuted_with_row_axes():
     llama = family("llama3")
     extra = "logical  meta: layers.{i}.\nq_bias  attention.wq.bias"
     with_bias = dataclasses.replace(llama, tables=(*llama.tables, extra), drops=())
@@ -347,13 +347,13 @@ def test_a_bias_takes_the_row_axes_where_another_layout_has_it():
     )
 
 
-def test_no_such_layout():
+def test_unknown_layout_error_suggests_known_one():
     with pytest.raises(UsageError) as caught:
         map_tensors(family("llama3"), "hf", "torchtitan@0.4", hf())
     assert "torchtitan@0.3" in caught.value.hint or "torchtitan@0.2" in caught.value.hint
 
 
-def test_work_grows_with_the_keys_and_no_faster():
+def test_mapping_work_is_linear_in_keys():
     def work(layers):
         shapes = hf(layers)
         mapped = map_tensors(family("llama3"), "hf", "meta", shapes, SIZES | {"i": layers})
@@ -365,7 +365,7 @@ def test_work_grows_with_the_keys_and_no_faster():
 # ties
 
 
-def test_a_tied_model_gains_and_loses_its_output():
+def test_tied_output_is_added_and_removed_by_layout():
     tied = family("llama3_2")
     there = map_tensors(tied, "hf", "meta", hf(lm_head=False), SIZES)
     assert stored_shapes(there.tensors)["output.weight"] == (V, D)
@@ -379,7 +379,7 @@ def test_a_tied_model_gains_and_loses_its_output():
     assert "output.weight" not in stored_shapes(tune.tensors)
 
 
-def test_the_configuration_ties():
+def test_config_decides_tying():
     found = map_tensors(family("llama3"), "hf", "meta", hf(), SIZES, tied=True)
     assert copies(found) == {"lm_head.weight": "model.embed_tokens.weight"} and found.tied
     with pytest.raises(MissingTensorsError) as caught:
@@ -387,7 +387,7 @@ def test_the_configuration_ties():
     assert "tie_word_embeddings" in caught.value.hint
 
 
-def test_only_the_output_of_a_tied_pair_was_kept():
+def test_tied_model_with_only_output_is_mapped():
     shapes = hf()
     del shapes["model.embed_tokens.weight"]
     there = map_tensors(family("llama3_2"), "hf", "meta", shapes, SIZES)
@@ -400,7 +400,7 @@ def test_only_the_output_of_a_tied_pair_was_kept():
         map_tensors(family("llama3_2"), "hf", "meta", shapes, SIZES)
 
 
-def test_untie_keeps_both():
+def test_untie_keeps_embedding_and_output():
     found = map_tensors(family("llama3_2"), "meta", "hf", meta(), SIZES, untie=True)
     assert stored_shapes(found.tensors) == hf() and not found.redundant and not found.tied
     assert found.tensors[-1].sources[0].key == "output.weight"
@@ -408,7 +408,7 @@ def test_untie_keeps_both():
     assert found.tensors[-1].sources[0].key == "model.embed_tokens.weight"
 
 
-def test_untie_adds_only_what_the_layout_stores():
+def test_untie_adds_only_tensors_of_layout():
     t5 = family("t5_encoder")
     shapes = tables.tiny(t5, "torchtune")
     found = map_tensors(t5, "torchtune", "torchtune", shapes, untie=True)
@@ -418,7 +418,7 @@ def test_untie_adds_only_what_the_layout_stores():
     assert made["encoder.embed_tokens.weight"] == made["shared.weight"] == (30, t5.tiny["d"])
 
 
-def test_a_part_does_not_grow_an_output_that_was_left_out():
+def test_partial_mapping_does_not_add_missing_output():
     shapes = meta()
     del shapes["output.weight"]
     found = map_tensors(family("llama3_2"), "meta", "torchtitan@0.3", shapes, partial=True)
@@ -437,7 +437,7 @@ def split(llama, key, shape, sizes, ranks):
     return split_tensor(llama, "meta", key, shape, AxisSizes(sizes, {}), ranks)
 
 
-def test_split_axes():
+def test_split_axes_follow_family_rules():
     assert cut_of("llama2", "tok_embeddings.weight") == (1, "d")
     assert cut_of("llama3", "tok_embeddings.weight") == (0, "v")
     rules = {"wq": (0, "h"), "wk": (0, "k"), "wv": (0, "k"), "wo": (1, "h")}
@@ -453,7 +453,7 @@ def test_split_axes():
         list_part_splits(family("llama3"), "meta", "nonsense")
 
 
-def test_fewer_heads_than_ranks_are_repeated_for_neighbors():
+def test_kv_heads_are_repeated_on_neighboring_ranks():
     key, llama = "layers.0.attention.wk.weight", family("llama3")
     found = split(llama, key, (K * E, D), SIZES, 4)
     first, second = Box((0, 0), (E, D)), Box((E, 0), (E, D))
@@ -461,14 +461,14 @@ def test_fewer_heads_than_ranks_are_repeated_for_neighbors():
     assert list_possible_repeats({"k": 4}, 4) == (4, 2) and list_possible_repeats({"k": 4}, 2) == ()
 
 
-def test_parts_that_take_turns_are_not_divided():
+def test_interleaved_parts_cannot_be_divided():
     key = "decoder.layers.0.self_attention.linear_qkv.weight"
     sizes = AxisSizes({"k": 2, "h": 4, "e": 3, "d": 12}, {})
     with pytest.raises(MappingError, match="parts of a tensor alternate"):
         split_tensor(family("llama3"), "mcore", key, (24, 12), sizes, 2)
 
 
-def test_heads_whose_parts_take_turns_are_divided_whole():
+def test_interleaved_heads_are_divided_between_heads():
     key, deepseek = "layers.0.attn.wkv_b.weight", family("deepseek_v32")
     sizes = AxisSizes({"h": 4, "kn": 3, "vd": 2, "kl": 5}, {})
     found = split_tensor(deepseek, "deepseek", key, (20, 5), sizes, 2)
@@ -477,7 +477,7 @@ def test_heads_whose_parts_take_turns_are_divided_whole():
 
 
 @pytest.mark.parametrize("ranks", [3, 8])
-def test_heads_that_cannot_be_divided(ranks):
+def test_indivisible_head_count_is_refused(ranks):
     key = "layers.0.attention.wq.weight"
     with pytest.raises(MappingError, match="cannot be divided"):
         split(family("llama3"), key, (H * E, D), SIZES, ranks)
@@ -490,7 +490,7 @@ def rank_shapes(name):
     return {key: split(llama, key, shape, SIZES, 2)[1].shape for key, shape in meta().items()}
 
 
-def test_one_rank_shows_which_llama_it_is():
+def test_rank_shapes_distinguish_llama2_and_llama3():
     for name, other in (("llama2", "llama3"), ("llama3", "llama2")):
         assert fits_ranks(family(name), "meta", rank_shapes(name), 2)
         assert not fits_ranks(family(other), "meta", rank_shapes(name), 2)
@@ -519,14 +519,14 @@ LLAMA3 = {"model_type": "llama", "rope_theta": 500000.0, "tie_word_embeddings": 
         (LLAMA3 | {"tie_word_embeddings": True}, "llama3_2"),
     ],
 )
-def test_config_decides(config, expected):
+def test_config_determines_family(config, expected):
     shapes = hf(lm_head=expected != "llama3_2")
     found = detect_layouts(shapes, load_families(), config)
     assert names_of(found) == [(expected, "hf")] and found[0].is_exact
     assert any("config.json" in text for text in found[0].evidence)
 
 
-def test_another_model_type_with_the_same_keys_is_not_llama():
+def test_model_type_overrides_shared_keys():
     assert names_of(detect_layouts(hf(), load_families(), {"model_type": "mistral"})) == [
         ("mistral", "hf")
     ]
@@ -542,7 +542,7 @@ def test_another_model_type_with_the_same_keys_is_not_llama():
         ({"model": {"dim": 4096, "rope_theta": 500000.0}}, "llama3"),
     ],
 )
-def test_params_decide(params, expected):
+def test_params_determine_family(params, expected):
     found = detect_layouts(meta(), load_families(), None, params, prefer="meta")
     assert names_of(found) == [(expected, "meta")]
     assert found[0].alike == ("torchtitan@0.2",)
@@ -553,7 +553,7 @@ def test_params_of_mistral_are_not_llama():
     assert names_of(found) == [("mistral", "mistral")]
 
 
-def test_keys_alone_leave_several_families():
+def test_keys_without_config_match_several_families():
     found = detect_layouts(meta(), load_families())
     assert {c.family for c in found} >= {"llama2", "llama3", "llama3_2"}
     assert {"meta", "mistral"} <= {c.layout for c in found}
@@ -565,7 +565,7 @@ def test_keys_alone_leave_several_families():
     assert ("llama3", "hf") not in names_of(found)
 
 
-def test_nearly_a_model_is_named_and_marked():
+def test_incomplete_model_is_detected_as_inexact():
     shapes = hf()
     del shapes["model.layers.1.mlp.up_proj.weight"]
     found = detect_layouts(shapes, load_families(), LLAMA3)
@@ -575,12 +575,12 @@ def test_nearly_a_model_is_named_and_marked():
     assert found[0].unmatched == ("model.extra",)
 
 
-def test_strangers():
+def test_unrelated_keys_match_no_family():
     assert not detect_layouts({"a": (1,), "b": (2,)}, load_families())
     assert not detect_layouts({}, load_families())
 
 
-def test_a_new_family_is_a_table():
+def test_single_table_defines_new_family():
     table = "logical  axes  mine  theirs\nw  (a b) c  w  x c (b a)"
     toy = Family("toy", "Toy", ("mine", "theirs"), (table,), "Toy")
     mapped = map_tensors(toy, "mine", "theirs", {"w": (6, 5)}, {"a": 2})
@@ -590,13 +590,13 @@ def test_a_new_family_is_a_table():
     np.testing.assert_array_equal(out, expected)
 
 
-def test_layouts_that_take_these_keys_for_the_same_are_one():
+def test_equivalent_layouts_are_merged():
     """Where no layer has experts, what packs experts is no other layout."""
     found = [c for c in detect_layouts(hf(), load_families()) if c.family == "qwen2_moe"]
     assert [(c.layout, "hf-v5" in c.alike) for c in found] == [("hf", True)]
 
 
-def test_shapes_tell_layouts_of_the_same_keys_apart():
+def test_shapes_distinguish_layouts_with_same_keys():
     """transformers 5 transposes the experts of Qwen 3 VL; where neither order fits, both stay."""
     moe = family("qwen3_vl_moe")
     for layout, other in (("hf", "hf-v5"), ("hf-v5", "hf")):
@@ -611,14 +611,14 @@ def test_shapes_tell_layouts_of_the_same_keys_apart():
     assert {layout for _, layout in names_of(found)} == {"hf", "hf-v5"}
 
 
-def test_a_size_may_have_several_names_in_several_places():
+def test_size_may_have_several_names_in_several_places():
     assert split_aliases("text.a|b") == ("text.a", "text.b")
     assert split_aliases("a|text.a") == ("a", "text.a")
     assert find_set_alias({"text": {"a": 3}}, "a|text.a") == "text.a"
     assert find_set_alias({}, "a|text.a") == "a"
 
 
-def test_signs():
+def test_signs_match_values_and_presence():
     said = {"a": 1, "b": {"c": 2}, "d": None}
     assert matches_signs({"a": 1, "b.c": 2, "d": None, "e.f": None}, said)
     assert matches_signs({"a": PRESENT, "b.c": PRESENT}, said)
@@ -626,7 +626,7 @@ def test_signs():
     assert str(PRESENT) == "stated"
 
 
-def test_columns_of_other_layouts_are_left_out():
+def test_columns_of_other_layouts_are_omitted():
     mistral = family("mistral")
     assert {name for t in mistral.tensors.values() for name in t.leaves} == set(mistral.layouts)
     assert family("llama2").get_layout("meta").leaves == mistral.get_layout("mistral").leaves

@@ -8,7 +8,7 @@ from ckptctl.planner.lineage import Lineage, Resume, find_abandoned_saves
 from ckptctl.planner.retention import Policy, Retainable, decide_retention, find_out_of_order
 
 
-def test_random_runs_against_their_history() -> None:
+def test_left_behind_saves_match_random_history() -> None:
     """Save and go back at random, lose checkpoints at random; the history says what is left."""
     chance = random.Random(3)
     for _ in range(300):
@@ -34,7 +34,7 @@ def test_random_runs_against_their_history() -> None:
         assert found.keys() == there.keys() - there[tip][2], there
 
 
-def test_going_on_from_the_newest_leaves_nothing() -> None:
+def test_resuming_from_newest_leaves_nothing_behind() -> None:
     first = Lineage().next_save()
     again = first.resume_at(10, 1).next_save().resume_at(20, 2).next_save()
     assert again == Lineage(3, (Resume(20, 2, 2),))
@@ -45,7 +45,7 @@ def candidate(step: int, save: int, time: float) -> Retainable:
     return Retainable(f"step-{step}", "step-", (step,), time, lineage=Lineage(save))
 
 
-def test_numbers_of_saves_count_more_than_clocks() -> None:
+def test_save_numbers_outrank_clocks() -> None:
     backwards = [candidate(10, 1, 900.0), candidate(20, 2, 100.0)]
     assert find_out_of_order(backwards) is None
     at_once = [candidate(10, 2, 100.0), candidate(20, 1, 100.0)]
@@ -55,7 +55,7 @@ def test_numbers_of_saves_count_more_than_clocks() -> None:
     assert find_out_of_order(unknown) is not None
 
 
-def test_what_is_left_behind_does_not_count() -> None:
+def test_left_behind_saves_do_not_count() -> None:
     left = Retainable("step-30", "step-", (30,), 3.0, exempt="left behind")
     run = [candidate(20, 2, 2.0), candidate(21, 4, 4.0), left]
     actions = {

@@ -65,7 +65,7 @@ def indices(local: MeshShard, dim: int) -> list[int]:
 
 
 @given(cases())
-def test_shards_are_where_torch_says(case: Case) -> None:
+def test_shards_match_torch(case: Case) -> None:
     shape, mesh, placements = case
     for at in coordinates(mesh):
         local = compute_local_shard(shape, mesh, at, placements)
@@ -82,7 +82,7 @@ def test_shards_are_where_torch_says(case: Case) -> None:
 
 
 @given(cases(factors=(1, 2, 3, 4)))
-def test_strided_shards_hold_the_indices_that_torch_gives_them(case: Case) -> None:
+def test_strided_shards_match_torch_indices(case: Case) -> None:
     shape, mesh, placements = case
     for at in coordinates(mesh):
         local = compute_local_shard(shape, mesh, at, placements)
@@ -98,7 +98,7 @@ def test_strided_shards_hold_the_indices_that_torch_gives_them(case: Case) -> No
 
 
 @given(cases(factors=(1, 2, 3)))
-def test_the_ranks_tile_the_tensor(case: Case) -> None:
+def test_ranks_tile_tensor(case: Case) -> None:
     """Each rank's parts tile its local tensor; all ranks' together tile the global one."""
     shape, mesh, placements = case
     boxes: set[Box] = set()
@@ -115,7 +115,7 @@ def _check_tiling(shape: tuple[int, ...], boxes: list[Box]) -> None:
 
 
 @given(st.permutations([0, 1, 2]), st.tuples(*[st.integers(1, 3)] * 3), st.integers(1, 3))
-def test_an_order_of_shards_is_that_of_strided_shards(
+def test_shard_order_matches_strided_shards(
     order: list[int], mesh: tuple[int, int, int], rows: int
 ) -> None:
     """torch says the same thing in two ways where all sizes are even."""
@@ -148,14 +148,14 @@ def test_an_order_of_shards_is_that_of_strided_shards(
         ((1 << 20,) * 3, (2,) * 3, (0,) * 3, [ShardPlacement(n, 1 << 10) for n in range(3)], None),
     ],
 )
-def test_contradictions_are_refused(
+def test_contradicting_placements_are_refused(
     shape: Any, mesh: Any, at: Any, placements: Any, order: Any
 ) -> None:
     with pytest.raises(UnsupportedError):
         compute_local_shard(shape, mesh, at, placements, order)
 
 
-def test_a_large_tensor_costs_nothing() -> None:
+def test_large_tensor_has_few_parts() -> None:
     local = compute_local_shard((1 << 50, 8), (1 << 10,), (3,), [ShardPlacement(0)])
     assert local.shape == (1 << 40, 8)
     assert len(local.boxes) == 1 < MAX_PARTS

@@ -71,7 +71,7 @@ def _slices(start: Ints, sizes: Ints) -> tuple[slice, ...]:
 
 @settings(max_examples=40)
 @given(cases())
-def test_each_rank_holds_what_torch_gives_it(case: tuple[Ints, Ints, Placements]) -> None:
+def test_local_parts_match_dtensor_on_each_rank(case: tuple[Ints, Ints, Placements]) -> None:
     shape, mesh, placements = case
     full = numbered(shape)
     torchs: Any = [Replicate() if one is None else TorchShard(one.dim) for one in placements]
@@ -93,7 +93,7 @@ def strided(draw: st.DrawFn) -> tuple[Ints, Ints, Placements]:
 
 
 @given(strided())
-def test_strided_shards_hold_the_elements_that_torch_cuts_for_them(
+def test_strided_shards_match_torch_elements(
     case: tuple[Ints, Ints, Placements],
 ) -> None:
     """Cut one mesh dimension after the other, as torch's placements do it."""

@@ -51,7 +51,7 @@ def elements_of_parts(tensor: StridedTensor, arrays: Arrays) -> np.ndarray:
 # ---------------------------------------------------------------------------- by example
 
 
-def test_a_stored_tensor_has_one_axis_for_each_dimension() -> None:
+def test_stored_tensor_has_one_axis_per_dimension() -> None:
     tensor, _ = stored({}, 2, 1, 3)
     (part,) = tensor.parts
     assert part.axes == (Axis(2, 0, 1, 0, 1), Axis(3, 2, 1, 2, 1))
@@ -71,7 +71,7 @@ def test_rotary_order_stays_one_part() -> None:
     assert (elements(found, arrays) == expected).all()
 
 
-def test_ranges_of_a_dimension_are_placed_one_by_one() -> None:
+def test_ranges_of_dimension_are_placed_separately() -> None:
     arrays: Arrays = {}
     (a, first), (b, second) = stored(arrays, 2, 3), stored(arrays, 2, 1)
     found = merge_parts([b.place(1, 3, 4), a.place(1, 0, 4)])
@@ -79,7 +79,7 @@ def test_ranges_of_a_dimension_are_placed_one_by_one() -> None:
     assert a.place(1, 1, 4).narrow(1, 1, 3) == a
 
 
-def test_axes_that_stay_neighbors_are_split_by_their_product() -> None:
+def test_adjacent_axes_are_split_by_their_product() -> None:
     arrays: Arrays = {}
     tensor, array = stored(arrays, 2 * 3 * 4, 5)
     asked = []
@@ -94,7 +94,7 @@ def test_axes_that_stay_neighbors_are_split_by_their_product() -> None:
     assert asked == [("a",), ("b", "c")]
 
 
-def test_dimensions_without_axes_come_and_go() -> None:
+def test_empty_dimensions_can_be_added_and_removed() -> None:
     arrays: Arrays = {}
     unknown = dict[Axes, int]().__getitem__
     tensor, array = stored(arrays, 1, 3)
@@ -104,7 +104,7 @@ def test_dimensions_without_axes_come_and_go() -> None:
     assert elements(scalar, arrays) == array[0, 2]
 
 
-def test_interleaved_parts_are_an_axis_with_a_larger_step() -> None:
+def test_interleaved_parts_are_axes_with_larger_step() -> None:
     """Fused keys and values that take turns every two rows, and back."""
     arrays: Arrays = {}
     (k, one), (v, other) = stored(arrays, 3 * 2, 4), stored(arrays, 3 * 2, 4)
@@ -127,7 +127,7 @@ def test_experts_are_stacked_and_selected() -> None:
     assert stacked.select(0, 2) == pairs[2][0]
 
 
-def test_a_padded_vocabulary_ends_with_a_virtual_file() -> None:
+def test_padded_vocab_ends_with_virtual_file() -> None:
     arrays: Arrays = {}
     tensor, array = stored(arrays, 5, 2)
     padded = tensor.pad(0, 8, "//zeros")
@@ -136,7 +136,7 @@ def test_a_padded_vocabulary_ends_with_a_virtual_file() -> None:
     assert padded.narrow(0, 0, 5) == tensor
 
 
-def test_a_range_over_merged_axes_is_few_boxes() -> None:
+def test_range_over_merged_axes_is_few_boxes() -> None:
     arrays: Arrays = {}
     tensor, array = stored(arrays, 7, 5, 3)
     merged = tensor.permute((1, 0, 2)).merge(0, 3)
@@ -145,7 +145,7 @@ def test_a_range_over_merged_axes_is_few_boxes() -> None:
     assert (elements(found, arrays) == array.transpose(1, 0, 2).reshape(-1)[4:94]).all()
 
 
-def test_a_split_that_cuts_is_head_middle_and_tail() -> None:
+def test_cutting_split_makes_head_middle_and_tail() -> None:
     arrays: Arrays = {}
     tensor, array = stored(arrays, 100)
     found = tensor.narrow(0, 7, 90).split(0, (3, 30))
@@ -155,7 +155,7 @@ def test_a_split_that_cuts_is_head_middle_and_tail() -> None:
     assert (elements(found, arrays).reshape(-1)[7:107] == array).all()
 
 
-def test_a_split_in_too_many_parts_names_the_tensor() -> None:
+def test_split_into_too_many_parts_names_tensor() -> None:
     entry = TensorEntry("embed", "float32", (20_011, 20_000), (), ("embed",))
     turned = StridedTensor.from_entry(entry).permute((1, 0)).merge(0, 2)
     with pytest.raises(MappingError, match="too many places") as caught:
@@ -163,7 +163,7 @@ def test_a_split_in_too_many_parts_names_the_tensor() -> None:
     assert caught.value.where == "tensor `embed`"
 
 
-def test_a_cast_is_a_mark() -> None:
+def test_cast_changes_only_dtype_mark() -> None:
     tensor, _ = stored({}, 2, 3)
     assert (tensor.cast("bfloat16").dtype, tensor.cast("bfloat16").stored_dtype) == (
         "bfloat16",
@@ -183,7 +183,7 @@ def test_a_cast_is_a_mark() -> None:
         lambda tensor: concat([tensor, tensor.cast("float16")], 0),
     ],
 )
-def test_shapes_that_do_not_fit_are_refused(wrong) -> None:
+def test_mismatched_shapes_are_refused(wrong) -> None:
     with pytest.raises(ValueError, match=r"of|with"):
         wrong(stored({}, 2, 3)[0])
 

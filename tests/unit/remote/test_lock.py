@@ -106,7 +106,7 @@ def _left(url: str, **changes: Any) -> None:
     )
 
 
-def test_one_has_it_at_a_time(url: str) -> None:
+def test_remote_lock_is_exclusive(url: str) -> None:
     first, second = _lock(url), _lock(url)
     assert first.acquire_lock() is None and first.is_ours()
     with pytest.raises(RefusedError, match="another process is writing") as caught:
@@ -120,7 +120,7 @@ def test_one_has_it_at_a_time(url: str) -> None:
     assert not [name for name in Store.store if LOCK_NAME in name]
 
 
-def test_what_it_left(url: str) -> None:
+def test_left_lock_lists_sent_and_removed_files(url: str) -> None:
     first = _lock(url)
     first.acquire_lock()
     first.note_sent("a", UploadedFile(3, "v1", "5e"))
@@ -132,7 +132,7 @@ def test_what_it_left(url: str) -> None:
     assert not left.explains_files(["a", "b"]) and not left.explains_files(["stranger"])
 
 
-def test_of_another_machine_it_is_dead_after_some_silence(
+def test_lock_of_another_machine_expires_after_silence(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _left(url)
@@ -145,7 +145,7 @@ def test_of_another_machine_it_is_dead_after_some_silence(
     assert len(Store.store) == 1, "what was written to ask for the time is removed"
 
 
-def test_signs_of_life(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeat_keeps_lock_alive(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_lock, "HEARTBEAT_SECONDS", 0.01)
     first = _lock(url)
     first.acquire_lock()
@@ -161,7 +161,7 @@ def test_signs_of_life(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="of /proc")
-def test_a_process_of_this_machine_that_has_ended(url: str) -> None:
+def test_lock_of_ended_local_process_is_taken_over(url: str) -> None:
     code = (
         "from ckptctl.storage.processes import current_process; p = current_process(); "
         "print(p.host, p.number, p.began, p.system, sep='|', flush=True); "
@@ -186,7 +186,9 @@ def test_a_process_of_this_machine_that_has_ended(url: str) -> None:
     assert _lock(url).acquire_lock() is not None
 
 
-def test_a_process_that_is_stopped(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_of_stopped_local_process_expires_later(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is known to be there, so it is not taken for dead as soon as one elsewhere."""
     if not processes.current_process().system:
         pytest.skip("nothing tells whether a process is there")
@@ -206,7 +208,9 @@ def test_a_process_that_is_stopped(url: str, monkeypatch: pytest.MonkeyPatch) ->
         child.communicate(b"")
 
 
-def test_an_answer_to_its_creation_that_is_lost(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retried_lock_creation_is_recognized_as_own(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The client asks again, and is told that there is something: what it wrote itself."""
     original, lost = Store.pipe_file, list[str]()
 
@@ -222,9 +226,7 @@ def test_an_answer_to_its_creation_that_is_lost(url: str, monkeypatch: pytest.Mo
     lock.release_lock()
 
 
-def test_one_that_ends_while_its_age_is_asked_for(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lock_released_during_age_check_is_taken(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _left(url)
     original = Store.info
 
@@ -237,9 +239,7 @@ def test_one_that_ends_while_its_age_is_asked_for(
     assert _lock(url).acquire_lock() is None
 
 
-def test_what_was_proven_long_ago_is_proven_again(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stale_ownership_proof_is_checked_again(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     first = _lock(url)
     first.acquire_lock()
     _left(url)
@@ -250,7 +250,7 @@ def test_what_was_proven_long_ago_is_proven_again(
         first.require_still_ours()
 
 
-def test_one_that_lost_it_stops(url: str) -> None:
+def test_lost_lock_raises_and_is_not_dropped(url: str) -> None:
     first = _lock(url)
     first.acquire_lock()
     _left(url)
@@ -266,7 +266,7 @@ def test_one_that_lost_it_stops(url: str) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"null", b"[]", b'{"token": 1}', b"\xff"])
-def test_what_is_not_understood_is_of_somebody(url: str, content: bytes) -> None:
+def test_malformed_lock_is_refused(url: str, content: bytes) -> None:
     fsspec.filesystem("store").pipe_file(f"{url.removeprefix('store:/')}/{LOCK_NAME}", content)
     with pytest.raises(RefusedError):
         _lock(url).acquire_lock()
@@ -341,7 +341,7 @@ def _require_no_mix(url: str) -> None:
         (False, False),
     ],
 )
-def test_two_writers(
+def test_concurrent_uploads_never_mix_files(
     url: str, tmp_path: Path, conditions: bool, overwrite: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Store, "conditions", conditions)
@@ -362,7 +362,7 @@ def test_two_writers(
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_two_writers_that_take_each_other_for_dead(
+def test_concurrent_takeovers_never_mix_files(
     url: str, tmp_path: Path, overwrite: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after a pause of minutes at any moment: what lies there in the end is never a mix."""
@@ -383,7 +383,7 @@ def test_two_writers_that_take_each_other_for_dead(
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("number", [1, 2, 3, 4])
-def test_one_that_pauses_while_another_takes_over(
+def test_paused_upload_fails_after_takeover(
     url: str, tmp_path: Path, number: int, overwrite: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request that is on its way for minutes, and lands in what another run wrote meanwhile."""
@@ -408,7 +408,7 @@ def test_one_that_pauses_while_another_takes_over(
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, 3])
-def test_a_sign_of_life_that_comes_late(
+def test_late_heartbeat_does_not_undo_takeover(
     url: str, tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was on its way while its machine slept: what another run wrote meanwhile stays."""
@@ -430,7 +430,7 @@ def test_a_sign_of_life_that_comes_late(
     assert set(files.values()) == {"B"}
 
 
-def test_what_makes_it_a_checkpoint_goes_with_what_it_names(url: str, tmp_path: Path) -> None:
+def test_resumed_upload_with_changed_shard_removes_index_first(url: str, tmp_path: Path) -> None:
     """A run that was killed at its very end goes on with other files of the same names."""
     asked = UploadRequest([*SHARDS, INDEX], resume=True)
     first = ObjectUpload(FsspecStore(url), asked)

@@ -70,12 +70,12 @@ def _served(store: FsspecStore) -> UrlPath:
         ("/abs/s3://b", False),
     ],
 )
-def test_what_a_url_is(text: str, expected: bool) -> None:
+def test_url_is_recognized_by_scheme(text: str, expected: bool) -> None:
     assert is_url(text) is expected
     assert isinstance(parse_path(text), UrlPath) is expected
 
 
-def test_a_colon_in_a_local_name(tmp_path: Path) -> None:
+def test_colon_in_local_name_is_not_a_url(tmp_path: Path) -> None:
     (tmp_path / "a:b").mkdir()
     (tmp_path / "a:b/x.json").write_text("{}")
     with source_files(tmp_path / "a:b") as files:
@@ -102,7 +102,7 @@ def test_a_colon_in_a_local_name(tmp_path: Path) -> None:
         ("zip::https://token@host/y", "zip::https://***@host/y"),
     ],
 )
-def test_no_secret_is_shown(url: str, shown: str) -> None:
+def test_url_secrets_are_masked(url: str, shown: str) -> None:
     path = parse_path(url)
     assert isinstance(path, UrlPath)
     assert mask_secrets(url) == str(path) == os.fspath(path) == shown
@@ -113,7 +113,7 @@ def test_no_secret_is_shown(url: str, shown: str) -> None:
     assert again == path and again.tree.add_secret(again.url) == url
 
 
-def test_a_scheme_in_capitals(url: str) -> None:
+def test_uppercase_url_scheme_is_normalized(url: str) -> None:
     loud = url.replace("memory", "MEMory")
     assert is_url(loud) and str(parse_path(loud)) == str(resolve_source_path(loud)) == url
     with source_files(parse_path(loud)) as files:
@@ -133,7 +133,7 @@ def test_a_scheme_in_capitals(url: str) -> None:
         ("s3://k:s@bucket/a", "s3://bucket/a"),
     ],
 )
-def test_paths_with_other_secrets_differ(one: str, other: str) -> None:
+def test_urls_with_different_secrets_are_unequal(one: str, other: str) -> None:
     assert parse_path(one) == parse_path(one) != parse_path(other)
     assert (
         parse_path(parse_path(one)) == parse_path(one)
@@ -142,7 +142,7 @@ def test_paths_with_other_secrets_differ(one: str, other: str) -> None:
     assert parse_path(one).parent / "n" != parse_path(other).parent / "n"
 
 
-def test_a_slash_at_the_end_of_a_signature() -> None:
+def test_trailing_slash_of_signature_is_kept() -> None:
     for url in ("https://host/end/x/?sig=5eC/", "https://host/end/x?sig=5eC/"):
         path = parse_path(url)
         assert isinstance(path, UrlPath)
@@ -165,7 +165,7 @@ def test_a_slash_at_the_end_of_a_signature() -> None:
         ("/a:b@c/d?e", "/a:b@c/d?e"),
     ],
 )
-def test_secrets_are_cut_where_they_are(url: str, shown: str) -> None:
+def test_only_secret_parts_of_url_are_masked(url: str, shown: str) -> None:
     assert mask_secrets(url) == shown
 
 
@@ -196,7 +196,7 @@ def test_secrets_are_cut_where_they_are(url: str, shown: str) -> None:
         ("s3://b/x?y", "b/x?y", "b/x?y"),
     ],
 )
-def test_no_secret_is_in_an_error(url: str, text: str, expected: str) -> None:
+def test_secrets_are_hidden_in_error_text(url: str, text: str, expected: str) -> None:
     assert hide_secrets(text, url) == expected
 
 
@@ -212,7 +212,7 @@ def test_no_secret_is_in_an_error(url: str, text: str, expected: str) -> None:
         ("hf://models/o/n", ("model", "o/n", None, "")),
     ],
 )
-def test_urls_of_the_hub(text: str, expected: tuple[str, ...]) -> None:
+def test_hub_urls_parse_like_huggingface_hub(text: str, expected: tuple[str, ...]) -> None:
     from huggingface_hub.utils import _hf_uris  # the client's own reading of such URLs
 
     found = parse_hub_url(text)
@@ -234,13 +234,13 @@ def test_urls_of_the_hub(text: str, expected: tuple[str, ...]) -> None:
         "hf://日/b",
     ],
 )
-def test_what_names_no_repository(text: str) -> None:
+def test_invalid_hub_url_is_a_usage_error(text: str) -> None:
     with pytest.raises(UsageError, match="not a Hub repository"):
         parse_hub_url(text)
 
 
 @pytest.mark.parametrize("text", ["nosuch://x/y", "simplecache::memory://x"])
-def test_what_no_file_system_is_for(text: str) -> None:
+def test_unsupported_url_scheme_is_an_error(text: str) -> None:
     with pytest.raises(UsageError if is_url(text) else SourceNotFoundError):
         path = resolve_source_path(text)
         if not path.exists():
@@ -251,7 +251,7 @@ def test_what_no_file_system_is_for(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["hdfs:///a/b", "S3:///bucket/a", "hf:///org/name"])
-def test_no_folder_is_taken_for_a_host(text: str) -> None:
+def test_url_without_host_is_a_usage_error(text: str) -> None:
     with pytest.raises(UsageError, match="no name between"):
         parse_path(text)
     assert str(parse_path("memory:///a/b")) == "memory://a/b"
@@ -260,14 +260,14 @@ def test_no_folder_is_taken_for_a_host(text: str) -> None:
 @pytest.mark.parametrize(
     "text", ["s3://b/dt//q", "s3://b//q/", "https://h//x?a//b", "hf://o/n//x", "memory:///a//b"]
 )
-def test_no_part_of_a_url_is_empty(text: str) -> None:
+def test_empty_url_path_component_is_a_usage_error(text: str) -> None:
     with pytest.raises(UsageError, match="empty path component"):
         parse_path(text)
     with pytest.raises(UsageError, match="empty path component"):
         resolve_source_path(text)
 
 
-def test_slashes_that_are_not_empty_parts() -> None:
+def test_trailing_slashes_are_dropped_and_chained_urls_refused() -> None:
     for text in ("s3://b/q", "s3://b/q/", "s3://b/q///", "https://h/x//?a//b", "s3://k:a//b@b/q"):
         assert "//" not in str(parse_path(text)).partition("://")[2]
     with pytest.raises(UsageError, match="chained"):
@@ -277,7 +277,7 @@ def test_slashes_that_are_not_empty_parts() -> None:
 @pytest.mark.parametrize(
     "text", ["s3://", "hf://", "S3:///", "memory://", "http://u:p@", "gs:////"]
 )
-def test_what_names_nothing(text: str) -> None:
+def test_empty_url_is_a_usage_error(text: str) -> None:
     for call in (parse_path, resolve_source_path):
         with pytest.raises(UsageError, match="the URL is empty") as caught:
             call(text)
@@ -298,7 +298,7 @@ def test_what_names_nothing(text: str) -> None:
         ("", ""),
     ],
 )
-def test_local_urls(text: str, expected: str) -> None:
+def test_local_urls_become_local_paths(text: str, expected: str) -> None:
     assert to_local_path(text) == expected
     assert parse_path(text) == resolve_source_path(text) == Path(expected)
     odd = Path(os.fsdecode(b"/tmp/\xff %20"))
@@ -321,14 +321,14 @@ def test_local_urls(text: str, expected: str) -> None:
         ("file:///a%00b", "a path cannot contain"),
     ],
 )
-def test_what_is_no_local_path(text: str, said: str) -> None:
+def test_invalid_file_url_is_a_usage_error(text: str, said: str) -> None:
     for call in (to_local_path, parse_path, resolve_source_path):
         with pytest.raises(UsageError, match=said) as caught:
             call(text)
         assert "pw" not in f"{caught.value.to_json()}"
 
 
-def test_a_tree(url: str) -> None:
+def test_url_path_behaves_like_pathlib(url: str) -> None:
     path = resolve_source_path(url)
     assert path.is_dir() and not path.is_file() and path.exists()
     assert sorted(item.name for item in path.iterdir()) == ["a.bin", "empty", "sub"]
@@ -346,19 +346,19 @@ def test_a_tree(url: str) -> None:
         (path / "nothing").stat()
 
 
-def test_a_file_and_what_lies_beside_it(url: str) -> None:
+def test_url_of_file_has_parent_with_siblings(url: str) -> None:
     path = resolve_source_path(f"{url}/a.bin")
     assert path.is_file() and path.stat().st_size == 1024
     assert (path.parent / "empty").is_file()
     assert sorted(item.name for item in path.parent.iterdir()) == ["a.bin", "empty", "sub"]
 
 
-def test_nothing_there(url: str) -> None:
+def test_missing_url_is_source_not_found(url: str) -> None:
     with pytest.raises(SourceNotFoundError, match="nothing"):
         resolve_source_path(f"{url}/nothing")
 
 
-def test_a_name_cannot_leave(url: str) -> None:
+def test_parent_path_component_is_unsupported(url: str) -> None:
     with source_files(resolve_source_path(f"{url}/sub")) as files, pytest.raises(UnsupportedError):
         files.read("../a.bin", 0, 4)
 
@@ -366,7 +366,7 @@ def test_a_name_cannot_leave(url: str) -> None:
 # Nothing gets at the bytes another way
 
 
-def test_a_reader_that_opens_files_itself_fails(url: str) -> None:
+def test_direct_file_access_to_url_path_fails(url: str) -> None:
     """There is nothing on the disk that could be taken for data: not a file, not zeros."""
     path = resolve_source_path(url) / "a.bin"
     for text in (path, str(path), os.fspath(path)):
@@ -389,7 +389,7 @@ def test_a_reader_that_opens_files_itself_fails(url: str) -> None:
 # Files
 
 
-def test_reads(url: str) -> None:
+def test_remote_reads_match_content_and_bounds(url: str) -> None:
     content = bytes(range(256)) * 4
     with source_files(parse_path(url)) as files:
         assert not files.local and files.root == parse_path(url)
@@ -409,7 +409,7 @@ def test_reads(url: str) -> None:
             files.size("sub")
 
 
-def test_long_reads_are_made_of_short_requests(tmp_path: Path) -> None:
+def test_long_reads_are_split_into_bounded_requests(tmp_path: Path) -> None:
     content = os.urandom(20 << 20)
     MEMORY.pipe_file(f"/{tmp_path.name}/big", content)
     url = f"memory://{tmp_path.name}"
@@ -427,7 +427,7 @@ def test_long_reads_are_made_of_short_requests(tmp_path: Path) -> None:
     assert max(asked) <= MAX_REQUEST_BLOCKS * BLOCK_BYTES and sum(asked) == len(content)
 
 
-def test_a_place_that_gives_less_than_it_promised(url: str, tmp_path: Path) -> None:
+def test_short_remote_read_is_damaged(url: str, tmp_path: Path) -> None:
     class Short(FsspecStore):
         def read_range(self, name: str, version: str, start: int, stop: int) -> bytes | bytearray:
             return super().read_range(name, version, start, stop)[:-1]
@@ -436,7 +436,7 @@ def test_a_place_that_gives_less_than_it_promised(url: str, tmp_path: Path) -> N
         files.read("a.bin", 0, 1024)
 
 
-def test_a_place_that_sends_everything(url: str) -> None:
+def test_store_without_range_support_is_an_error(url: str) -> None:
     class Whole(FsspecStore):
         def read_range(self, name: str, version: str, start: int, stop: int) -> bytes | bytearray:
             return super().read_range(name, version, 0, 1024) * 2
@@ -448,7 +448,7 @@ def test_a_place_that_sends_everything(url: str) -> None:
         files.read("a.bin", 0, 10)
 
 
-def test_a_changed_file_is_another_one(url: str) -> None:
+def test_changed_remote_file_has_new_identity(url: str) -> None:
     with source_files(parse_path(url)) as files:
         before = files.read_identity("a.bin")
         assert files.read_identity("a.bin") == before
@@ -461,7 +461,7 @@ def test_a_changed_file_is_another_one(url: str) -> None:
         assert files.read("a.bin", 0, 4) == b"xxxx"
 
 
-def test_what_is_asked_of_a_place(url: str) -> None:
+def test_tree_lookup_lists_each_folder_once(url: str) -> None:
     asked: list[str] = []
 
     class Counting(FsspecStore):
@@ -480,7 +480,7 @@ def test_what_is_asked_of_a_place(url: str) -> None:
 # Blocks
 
 
-def test_read_ahead_doubles_in_order_only() -> None:
+def test_read_ahead_doubles_only_for_sequential_reads() -> None:
     blocks, asked = BlockCache(), []
     size = 64 * BLOCK_BYTES
 
@@ -498,7 +498,7 @@ def test_read_ahead_doubles_in_order_only() -> None:
     assert asked == [(60, 61), (50, 51), (40, 41)]
 
 
-def test_nothing_is_read_ahead_of_where_a_range_ends() -> None:
+def test_read_ahead_stops_at_range_end() -> None:
     blocks, asked = BlockCache(), []
 
     def fetch(start: int, stop: int) -> bytes:
@@ -516,7 +516,7 @@ def test_nothing_is_read_ahead_of_where_a_range_ends() -> None:
     assert asked[-1][1] >= 22
 
 
-def test_the_end_of_a_file_comes_with_the_block_before() -> None:
+def test_last_partial_block_is_fetched_with_previous_block() -> None:
     blocks, asked = BlockCache(), []
 
     def fetch(start: int, stop: int) -> bytes:
@@ -531,7 +531,7 @@ def test_the_end_of_a_file_comes_with_the_block_before() -> None:
     assert asked == [(2 * BLOCK_BYTES, size)]
 
 
-def test_what_is_held_is_bounded() -> None:
+def test_block_cache_memory_is_bounded() -> None:
     blocks = BlockCache(capacity_bytes=4 * BLOCK_BYTES)
     size = 40 * BLOCK_BYTES
     for offset in range(0, size, BLOCK_BYTES):
@@ -543,7 +543,7 @@ def test_what_is_held_is_bounded() -> None:
     assert not blocks._pending
 
 
-def test_threads_fetch_a_block_once() -> None:
+def test_concurrent_reads_fetch_each_block_once() -> None:
     blocks, asked = BlockCache(), []
     size = 50 * BLOCK_BYTES + 77
     whole = os.urandom(size)
@@ -563,7 +563,7 @@ def test_threads_fetch_a_block_once() -> None:
     assert all(one[1] <= two[0] for one, two in pairwise(fetched))
 
 
-def test_an_error_reaches_all_who_wait_and_is_not_kept() -> None:
+def test_fetch_error_reaches_all_waiters_and_is_not_cached() -> None:
     blocks, gate = BlockCache(), threading.Event()
 
     def fetch(start: int, stop: int) -> bytes:

@@ -50,7 +50,9 @@ def replaced(path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [rewritten, grown, fewer, replaced])
-def test_what_changed_since_the_plan_stays(tmp_path: Path, change: Callable[[Path], None]) -> None:
+def test_prune_keeps_checkpoint_changed_since_plan(
+    tmp_path: Path, change: Callable[[Path], None]
+) -> None:
     root = tmp_path / "run"
     for step in (1, 2, 3):
         path = save_step(root / f"step-{step}")
@@ -69,7 +71,7 @@ def test_what_changed_since_the_plan_stays(tmp_path: Path, change: Callable[[Pat
 
 
 @pytest.mark.parametrize("how", ["moved in", "taken out", "added beside the weights"])
-def test_what_happens_in_an_incomplete_one_makes_it_young(tmp_path: Path, how: str) -> None:
+def test_changed_incomplete_checkpoint_counts_as_being_written(tmp_path: Path, how: str) -> None:
     """Whoever copies with the times of the source leaves files that look old while at it."""
     save_step(tmp_path / "step-1")
     path = tear(save_step(tmp_path / "step-2"))
@@ -89,7 +91,7 @@ def test_what_happens_in_an_incomplete_one_makes_it_young(tmp_path: Path, how: s
     assert run_prune(plan_prune(tmp_path, Policy(last=1, incomplete=True, min_age=1.0))).done == ()
 
 
-def test_the_age_of_an_incomplete_one_counts_from_its_last_change(tmp_path: Path) -> None:
+def test_age_of_incomplete_checkpoint_counts_from_last_change(tmp_path: Path) -> None:
     save_step(tmp_path / "step-1")
     path = tear(save_step(tmp_path / "step-2"))
     (path / "SHA256SUMS").write_text("x")

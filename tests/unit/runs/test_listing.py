@@ -34,7 +34,7 @@ def pinned(root: Path) -> dict[str, tuple[str, ...]]:
     return {one.name: one.pinned for one in found if one.pinned}
 
 
-def test_by_step_not_by_text(tmp_path):
+def test_checkpoints_are_sorted_by_step(tmp_path):
     for step in (10, 9, 100, 1):
         save_step(tmp_path / f"step-{step}")
     assert list(states(tmp_path)) == ["step-1", "step-9", "step-10", "step-100"]
@@ -54,7 +54,7 @@ def test_by_step_not_by_text(tmp_path):
         ("rank_files/torch_experimental", "step-2", None, ()),
     ],
 )
-def test_what_trainers_wrote(sample, name, format, pins):
+def test_trainer_samples_list_as_complete(sample, name, format, pins):
     (found,) = (one for one in read_run(DATA / sample / "ckpt").checkpoints if one.is_counted)
     assert (found.name, found.state) == (name, "complete")
     assert format in (None, found.format)
@@ -62,7 +62,7 @@ def test_what_trainers_wrote(sample, name, format, pins):
 
 
 @pytest.mark.parametrize("sample", ["deepspeed/z2_rr", "deepspeed/z3_sub_w3", "megatron/tp2_ep2"])
-def test_a_checkpoint_without_a_rank_is_damaged(tmp_path, sample):
+def test_checkpoint_with_missing_rank_file_is_damaged(tmp_path, sample):
     shutil.copytree(DATA / sample / "ckpt", tmp_path / "run")
     victim = sorted(p for p in (tmp_path / "run").rglob("*.pt") if "optim" in p.name)[-1]
     victim.unlink()
@@ -70,7 +70,7 @@ def test_a_checkpoint_without_a_rank_is_damaged(tmp_path, sample):
     assert list(states(tmp_path / "run").values()) == ["damaged"]
 
 
-def test_states_of_damaged_unknown_and_written_checkpoints(tmp_path):
+def test_incomplete_checkpoints_are_damaged_unknown_or_being_written(tmp_path):
     save_step(tmp_path / "step-1")
     tear(save_step(tmp_path / "step-2"))
     tear(save_step(tmp_path / "step-3"), time.time() - 30)
@@ -89,7 +89,7 @@ def test_states_of_damaged_unknown_and_written_checkpoints(tmp_path):
     }
 
 
-def test_staging_folders(tmp_path):
+def test_staging_folder_is_damaged_or_being_written(tmp_path):
     save_step(tmp_path / "step-1")
     stage = tmp_path / ".step-2.ckptctl-staging"
     (stage / "data").mkdir(parents=True)
@@ -103,7 +103,7 @@ def test_staging_folders(tmp_path):
         assert str(os.getpid()) in found.problem
 
 
-def test_what_is_no_checkpoint_is_not_one(tmp_path):
+def test_non_checkpoints_are_listed_as_others(tmp_path):
     save_step(tmp_path / "step-1")
     (tmp_path / "logs").mkdir()
     (tmp_path / "step-2").write_text("a file")
@@ -114,7 +114,7 @@ def test_what_is_no_checkpoint_is_not_one(tmp_path):
     assert run.others == ("logs", "step-1-bak", "step-2", "step-3")
 
 
-def test_what_lacks_a_file_of_the_others_is_complete_and_said_to_lack_it(tmp_path):
+def test_checkpoint_without_usual_companion_is_complete_with_doubt(tmp_path):
     for step in (1, 2, 3):
         save_step(tmp_path / f"checkpoint-{step}")
         if step < 3:
@@ -133,7 +133,7 @@ def test_what_lacks_a_file_of_the_others_is_complete_and_said_to_lack_it(tmp_pat
     }, "a guess removes nothing, and is no proof, either"
 
 
-def test_accelerates_last_file_too(tmp_path):
+def test_newest_reports_missing_accelerate_random_states(tmp_path):
     for step in (1, 2, 3):
         path = save_step(tmp_path / f"checkpoint_{step}")
         if step != 3:
@@ -142,7 +142,7 @@ def test_accelerates_last_file_too(tmp_path):
     assert find_newest(tmp_path).chosen.lacks == "random_states_0.pkl"
 
 
-def test_work_grows_with_the_run_and_not_with_its_square(tmp_path, monkeypatch):
+def test_companion_lookups_grow_linearly_with_run(tmp_path, monkeypatch):
     looked: list[str] = []
     has = listing._has_file
     monkeypatch.setattr(listing, "_has_file", lambda *a: looked.append(a[1]) or has(*a))
@@ -166,14 +166,14 @@ def test_work_grows_with_the_run_and_not_with_its_square(tmp_path, monkeypatch):
         ("latest", "\0\xff", None),
     ],
 )
-def test_pointers(tmp_path, pointer, text, name):
+def test_pointer_files_pin_named_checkpoint(tmp_path, pointer, text, name):
     for step in (5, 6):
         save_step(tmp_path / f"global_step{step}")
     (tmp_path / pointer).write_text(text)
     assert pinned(tmp_path) == ({name: (f"`{pointer}`",)} if name else {})
 
 
-def test_links(tmp_path):
+def test_links_pin_checkpoints_inside_run(tmp_path):
     for step in (1, 2, 3):
         save_step(tmp_path / f"step-{step}")
     (tmp_path / "last.ckpt").symlink_to("step-2")
@@ -187,7 +187,7 @@ def test_links(tmp_path):
     }
 
 
-def test_links_beside_the_run_and_in_its_checkpoints(tmp_path):
+def test_links_next_to_run_and_between_checkpoints_pin_targets(tmp_path):
     """A checkpoint whose files are links into another one would lose them with it."""
     root = tmp_path / "run"
     for step in (1, 2, 3, 4):
@@ -203,7 +203,7 @@ def test_links_beside_the_run_and_in_its_checkpoints(tmp_path):
     }
 
 
-def test_what_cannot_be_read_is_unknown(tmp_path, monkeypatch):
+def test_unreadable_checkpoint_is_unknown(tmp_path, monkeypatch):
     """Root may read everything, so the refusal is made here."""
     for step in (1, 2):
         save_step(tmp_path / f"step-{step}")
@@ -227,7 +227,7 @@ def test_what_cannot_be_read_is_unknown(tmp_path, monkeypatch):
     assert f"`{tmp_path / 'step-1'}`, the newest complete one" in caught.value.hint
 
 
-def test_a_checkpoint_without_its_index_is_damaged(tmp_path):
+def test_dcp_checkpoint_without_metadata_is_damaged(tmp_path):
     """DCP writes `.metadata` last: without it the files of the ranks are no checkpoint."""
     sample = DATA / "dcp" / "torchtitan" / "steps" / "ckpt" / "checkpoint" / "step-8"
     for step in (1, 2):
@@ -264,7 +264,7 @@ TORCHTITAN = "dcp/torchtitan/steps/ckpt/checkpoint/step-8"
         ("vescale/w2/ckpt", "optimizer/pp_1"),
     ],
 )
-def test_an_index_that_is_a_link_is_judged_like_a_data_file(tmp_path, sample, part, target):
+def test_linked_metadata_state_depends_on_link_target(tmp_path, sample, part, target):
     for step in (1, 2):
         shutil.copytree(DATA / sample, tmp_path / f"step-{step}")
     index = tmp_path / "step-2" / part / ".metadata"
@@ -277,7 +277,7 @@ def test_an_index_that_is_a_link_is_judged_like_a_data_file(tmp_path, sample, pa
         assert ".metadata` is missing" in read_run(tmp_path).checkpoints[1].problem
 
 
-def test_a_link_does_not_hide_the_metadata_of_ranks(tmp_path):
+def test_dangling_metadata_link_does_not_hide_rank_metadata(tmp_path):
     """What it led to may be gone: each rank's own metadata is there."""
     shutil.copytree(DATA / "dcp-rank-local" / "w2", tmp_path / "step-1")
     (tmp_path / "step-1" / ".metadata").symlink_to("gone")
@@ -291,7 +291,7 @@ def test_a_link_does_not_hide_the_metadata_of_ranks(tmp_path):
 
 @pytest.mark.parametrize("part", ["model", "pytorch_model_fsdp_0", "optimizer_0"])
 @pytest.mark.parametrize("held", ["weights.bin", None, "link"])
-def test_a_part_in_which_nothing_is_recognized_is_unknown(tmp_path, part, held):
+def test_unrecognized_part_makes_checkpoint_unknown(tmp_path, part, held):
     """So is what it is a part of, whatever lies beside it; an emptied one proves nothing."""
     whole = "pytorch_model_fsdp_0" if part == "optimizer_0" else "optimizer_0"
     shutil.copytree(DATA / TORCHTITAN, tmp_path / "step-1" / whole)
@@ -308,7 +308,7 @@ def test_a_part_in_which_nothing_is_recognized_is_unknown(tmp_path, part, held):
 
 
 @pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO, errno.EACCES])
-def test_what_the_system_does_not_let_us_read_is_unknown(tmp_path, monkeypatch, code):
+def test_read_error_makes_checkpoint_unknown_and_kept(tmp_path, monkeypatch, code):
     """It may be complete, so `--include-incomplete` must not take it."""
     for step in (1, 2, 3):
         save_step(tmp_path / f"step-{step}", files=2)
@@ -335,7 +335,7 @@ class Own:
     """What a trainer of somebody's puts into its checkpoints."""
 
 
-def test_a_pickle_of_foreign_classes_is_unknown(tmp_path):
+def test_pickle_with_unknown_classes_is_unknown(tmp_path):
     torch = pytest.importorskip("torch")
     for step, held in ((1, Own()), (2, 3)):
         path = tmp_path / f"epoch=0-step={step}.ckpt"
@@ -344,7 +344,7 @@ def test_a_pickle_of_foreign_classes_is_unknown(tmp_path):
     assert [*states(tmp_path).values()] == ["unknown", "complete"]
 
 
-def test_metrics_that_are_no_numbers_of_json(tmp_path):
+def test_non_finite_metrics_become_null_in_json(tmp_path):
     trainer(save_step(tmp_path / "checkpoint-2"), 2, "", eval_loss=float("nan"), x=float("inf"))
     (found,) = read_run(tmp_path).checkpoints
     assert found.to_json()["metrics"] == {"eval_loss": None, "loss": 3.0, "x": None}
@@ -369,7 +369,7 @@ def lightning(path: Path, step: int, best: str, score: float | None, monitor: st
     age(path, START + step)
 
 
-def test_lightnings_best_and_its_scores(tmp_path):
+def test_lightning_best_checkpoint_is_pinned_with_scores(tmp_path):
     for step, best, score in ((1, 1, 0.5), (2, 2, 0.25), (3, 2, 0.75)):
         path = tmp_path / f"epoch=0-step={step}.ckpt"
         lightning(path, step, f"/elsewhere/epoch=0-step={best}.ckpt", score, "val/loss")
@@ -379,7 +379,7 @@ def test_lightnings_best_and_its_scores(tmp_path):
     assert rated == [{"val/loss": 0.5}, {"val/loss": 0.25}, {"val/loss": 0.75}]
 
 
-def test_a_best_one_without_a_score_is_only_the_last(tmp_path):
+def test_lightning_best_without_score_pins_nothing(tmp_path):
     lightning(tmp_path / "epoch=0-step=1.ckpt", 1, "epoch=0-step=1.ckpt", None, None)
     (tmp_path / "epoch=0-step=2.ckpt").write_bytes(b"torn")
     assert pinned(tmp_path) == {}
@@ -391,7 +391,7 @@ def trainer(folder: Path, step: int, best: str, **logged: float) -> None:
     (folder / "trainer_state.json").write_text(json.dumps(state))
 
 
-def test_the_trainer(tmp_path):
+def test_hf_trainer_best_checkpoint_is_pinned_with_metrics(tmp_path):
     for step, best in ((10, "out/checkpoint-10"), (20, "out/checkpoint-20"), (30, "checkpoint-20")):
         trainer(save_step(tmp_path / f"checkpoint-{step}"), step, best, eval_loss=step / 10)
     assert pinned(tmp_path) == {"checkpoint-20": ("`trainer_state.json` as the best",)}
@@ -399,7 +399,7 @@ def test_the_trainer(tmp_path):
     assert rated == [1.0, 2.0, 3.0]
 
 
-def test_the_time_is_that_of_the_weights(tmp_path):
+def test_checkpoint_time_is_mtime_of_weights(tmp_path):
     path = save_step(tmp_path / "step-1")
     (path / "SHA256SUMS").write_text("later")
     (found,) = read_run(tmp_path).checkpoints
@@ -407,7 +407,7 @@ def test_the_time_is_that_of_the_weights(tmp_path):
     assert found.entry.touched > START + 60
 
 
-def test_the_newest_complete_one(tmp_path):
+def test_newest_skips_incomplete_checkpoint(tmp_path):
     for step in (1, 2, 3):
         save_step(tmp_path / f"step-{step}", files=2)
     sorted((tmp_path / "step-3").glob("*.safetensors"))[1].unlink()
@@ -417,20 +417,20 @@ def test_the_newest_complete_one(tmp_path):
     assert [one.name for one in skipped] == ["step-3"]
 
 
-def test_of_two_series_the_one_that_was_written_last(tmp_path):
+def test_newest_prefers_most_recently_written_series(tmp_path):
     save_step(tmp_path / "epoch_1", START + 99_999)
     save_step(tmp_path / "step-500")
     assert find_newest(tmp_path).chosen.entry.path.name == "epoch_1"
 
 
-def test_none_is_complete(tmp_path):
+def test_newest_without_complete_checkpoint_is_an_error(tmp_path):
     tear(save_step(tmp_path / "step-1"))
     with pytest.raises(SourceNotFoundError, match="no complete checkpoint found") as caught:
         find_newest(tmp_path)
     assert "step-1" in caught.value.why
 
 
-def test_why_the_newest_is_not_complete(tmp_path):
+def test_newest_error_explains_incomplete_checkpoint(tmp_path):
     for step in (1, 2):
         tear(save_step(tmp_path / "a run" / f"step-{step}"))
     with pytest.raises(SourceNotFoundError) as caught:
@@ -439,7 +439,7 @@ def test_why_the_newest_is_not_complete(tmp_path):
     assert caught.value.hint.startswith(f"run `ckptctl verify '{tmp_path}/a run/step-2'`")
 
 
-def test_links_are_listed_and_may_be_the_newest(tmp_path):
+def test_linked_checkpoint_is_listed_and_can_be_newest(tmp_path):
     root = tmp_path / "run"
     save_step(root / "step-100")
     save_step(tmp_path / "other" / "step-300")
@@ -455,7 +455,7 @@ def test_links_are_listed_and_may_be_the_newest(tmp_path):
     assert find_newest(root).chosen.entry.path == root / "step-300"
 
 
-def test_a_link_to_what_lacks_a_file_of_the_others(tmp_path):
+def test_linked_checkpoint_without_usual_companion_has_doubt(tmp_path):
     root = tmp_path / "run"
     for step in (1, 2):
         (save_step(root / f"checkpoint-{step}") / "trainer_state.json").write_text("{}")
@@ -465,7 +465,7 @@ def test_a_link_to_what_lacks_a_file_of_the_others(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["last.ckpt", "last-v1.ckpt"])
-def test_what_lightning_saved_last(tmp_path, name):
+def test_lightning_last_ckpt_is_newest_by_step(tmp_path, name):
     lightning(tmp_path / "epoch=0-step=3.ckpt", 3, "", None, None)
     lightning(tmp_path / name, 5, "", None, None)
     age(tmp_path / name, START)
@@ -476,7 +476,7 @@ def test_what_lightning_saved_last(tmp_path, name):
 
 
 @pytest.mark.parametrize("numbered", ["epoch=0-step=5.ckpt", "epoch=7.ckpt"])
-def test_the_numbered_name_of_what_lightning_saved_last(tmp_path, numbered):
+def test_newest_prefers_numbered_name_over_last_ckpt(tmp_path, numbered):
     """A name may tell the epoch alone; both files state the step."""
     lightning(tmp_path / numbered, 5, "", None, None)
     lightning(tmp_path / "last.ckpt", 5, "", None, None)
@@ -485,7 +485,7 @@ def test_the_numbered_name_of_what_lightning_saved_last(tmp_path, numbered):
     assert (found.chosen.entry.path.name, found.others) == (numbered, ())
 
 
-def test_what_lightning_saved_last_alone(tmp_path):
+def test_single_last_ckpt_is_newest_unless_damaged(tmp_path):
     lightning(tmp_path / "last.ckpt", 5, "", None, None)
     assert find_newest(tmp_path).chosen.entry.path.name == "last.ckpt"
     (tmp_path / "last.ckpt").write_bytes(b"torn")
@@ -494,7 +494,7 @@ def test_what_lightning_saved_last_alone(tmp_path):
     assert "`last.ckpt` does not record the step" in caught.value.why
 
 
-def test_lightnings_folder_of_deepspeed_states_its_step(tmp_path):
+def test_lightning_deepspeed_folder_step_is_read(tmp_path):
     torch = pytest.importorskip("torch")
     (tmp_path / "last.ckpt" / "checkpoint").mkdir(parents=True)
     state = tmp_path / "last.ckpt" / "checkpoint" / "mp_rank_00_model_states.pt"
@@ -503,7 +503,7 @@ def test_lightnings_folder_of_deepspeed_states_its_step(tmp_path):
     assert found.step == 7
 
 
-def test_a_folder_of_each_ranks_files_states_its_step(tmp_path):
+def test_rank_files_folder_step_is_read_from_trainer_state(tmp_path):
     torch = pytest.importorskip("torch")
     folder = tmp_path / "last.ckpt"
     folder.mkdir()
@@ -517,13 +517,13 @@ def test_a_folder_of_each_ranks_files_states_its_step(tmp_path):
 
 
 @pytest.mark.parametrize("step", [True, -1, 10**18, "7", None])
-def test_steps_that_are_none(tmp_path, step):
+def test_invalid_stated_steps_are_none(tmp_path, step):
     torch = pytest.importorskip("torch")
     torch.save({"global_step": step}, tmp_path / "last.ckpt")
     assert read_recorded_step(tmp_path / "last.ckpt") is None
 
 
-def test_what_megatron_did_not_finish_says_which_file_is_missing():
+def test_unfinished_megatron_save_names_missing_file():
     run = DATA / "wrappers" / "megatron_crashed" / "ckpt"
     (found,) = read_run(run, now=time.time() + 86_400).checkpoints
     assert (found.state, found.problem) == (
@@ -532,7 +532,7 @@ def test_what_megatron_did_not_finish_says_which_file_is_missing():
     )
 
 
-def test_runs_below_a_folder_with_a_stray_file(tmp_path):
+def test_folder_of_runs_with_stray_file_suggests_runs(tmp_path):
     for name in ("a", "b", "c", "d"):
         save_step(tmp_path / name / "step-1")
     shutil.copy(tmp_path / "a" / "step-1" / "model.safetensors", tmp_path)
@@ -542,7 +542,7 @@ def test_runs_below_a_folder_with_a_stray_file(tmp_path):
     assert caught.value.hint == f"pass a folder with checkpoints, such as {shown} and 1 more"
 
 
-def test_no_run(tmp_path):
+def test_folder_without_run_is_an_error_with_hint(tmp_path):
     save_step(tmp_path / "inner" / "step-1")
     with pytest.raises(FormatError) as caught:
         read_run(tmp_path)
@@ -555,7 +555,7 @@ def test_no_run(tmp_path):
         read_run(tmp_path / "nowhere")
 
 
-def test_a_checkpoint_without_files_is_damaged(tmp_path):
+def test_empty_checkpoint_is_damaged(tmp_path):
     save_step(tmp_path / "step-1")
     (tmp_path / "step-2" / "mp_rank_00").mkdir(parents=True)
     (tmp_path / "epoch=0-step=3.ckpt").touch()
@@ -568,7 +568,7 @@ def test_a_checkpoint_without_files_is_damaged(tmp_path):
     }
 
 
-def test_a_folder_that_cannot_be_listed_may_hold_something(tmp_path, monkeypatch):
+def test_unlistable_folder_makes_checkpoint_unknown(tmp_path, monkeypatch):
     """Root may list everything, so the refusal is made here."""
     save_step(tmp_path / "step-1")
     (tmp_path / "step-2" / "closed").mkdir(parents=True)
@@ -584,7 +584,7 @@ def test_a_folder_that_cannot_be_listed_may_hold_something(tmp_path, monkeypatch
     assert states(tmp_path)["step-2"] == "unknown"
 
 
-def test_latest_does_not_skip_an_unknown_checkpoint_as_being_written(tmp_path):
+def test_newest_refuses_unknown_newest_checkpoint(tmp_path):
     torch = pytest.importorskip("torch")
     for step, held in ((1, 3), (2, Own())):
         torch.save({"w": torch.ones(2), "args": held}, tmp_path / f"epoch=0-step={step}.ckpt")
@@ -600,14 +600,14 @@ def test_latest_does_not_skip_an_unknown_checkpoint_as_being_written(tmp_path):
         find_newest(tmp_path)
 
 
-def test_latest_ignores_older_unknown_checkpoints(tmp_path):
+def test_newest_ignores_older_unknown_checkpoints(tmp_path):
     torch = pytest.importorskip("torch")
     for step, held in ((1, Own()), (2, 3)):
         torch.save({"w": torch.ones(2), "args": held}, tmp_path / f"epoch=0-step={step}.ckpt")
     assert find_newest(tmp_path).chosen.entry.path.name == "epoch=0-step=2.ckpt"
 
 
-def test_a_trainer_may_have_begun_with_what_is_not_recognized_yet(tmp_path):
+def test_newest_skips_recent_unrecognized_checkpoint(tmp_path):
     save_step(tmp_path / "checkpoint-1")
     (tmp_path / "checkpoint-2").mkdir()
     (tmp_path / "checkpoint-2" / "config.json").write_text("{}")

@@ -37,7 +37,7 @@ from ckptctl.runs.names import is_last, parse_name, parse_staged_name
         ("model_epoch=7-step=90.ckpt", "model_epoch=N-step=N.ckpt", (90, 7, 0)),
     ],
 )
-def test_names(name, series, order):
+def test_checkpoint_names_parse_into_series_and_order(name, series, order):
     found = parse_name(name)
     assert (found.series, found.order) == (series, order)
 
@@ -70,7 +70,7 @@ def test_names(name, series, order):
         "",
     ],
 )
-def test_names_that_are_none(name):
+def test_other_names_are_not_checkpoints(name):
     assert parse_name(name) is None
 
 
@@ -85,11 +85,11 @@ def test_names_that_are_none(name):
         ("last.ckpt.bak", False),
     ],
 )
-def test_what_lightning_calls_last(name, last):
+def test_lightning_last_names_are_recognized(name, last):
     assert is_last(name) is last
 
 
-def test_metrics_in_names():
+def test_metrics_are_parsed_from_names():
     found = parse_name("epoch=3-step=100-val_loss=0.25-lr=1e-05-acc=-2.ckpt")
     assert found.metrics == {"val_loss": 0.25, "lr": 1e-05, "acc": -2.0}
     assert parse_name("epoch_1_step_20_val_loss=0.5").metrics == {"val_loss": 0.5}
@@ -105,5 +105,5 @@ def test_metrics_in_names():
         (".ckptctl-trash", None),
     ],
 )
-def test_staged(name, target):
+def test_staged_names_yield_target_name(name, target):
     assert parse_staged_name(name) == target

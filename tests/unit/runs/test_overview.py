@@ -31,7 +31,7 @@ def torn(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_a_newer_torn_one_is_not_passed_over(torn):
+def test_newer_damaged_checkpoint_blocks_opening_run(torn):
     for look in (formats.open_checkpoint, lambda path: verify_checkpoint(path, VerifyOptions())):
         with pytest.raises(FormatError, match="newest checkpoint") as caught:
             look(torn)
@@ -39,7 +39,7 @@ def test_a_newer_torn_one_is_not_passed_over(torn):
         assert f"`ckptctl ls {torn}`" in caught.value.hint
 
 
-def test_an_older_torn_one_is(torn):
+def test_older_damaged_checkpoint_is_skipped_on_open(torn):
     (torn / "step-200").rename(torn / "step-99")
     assert formats.open_checkpoint(torn).notes[0].startswith("read from `step-100`")
     (torn / "step-100").rename(torn / "step-9")
@@ -48,12 +48,12 @@ def test_an_older_torn_one_is(torn):
 
 
 @pytest.mark.parametrize("name", ["checkpoint-200", "logs", "step-200.txt", "step-x"])
-def test_what_is_named_otherwise_is_no_newer_one(torn, name):
+def test_folder_outside_series_is_not_newer_checkpoint(torn, name):
     (torn / "step-200").rename(torn / name)
     assert formats.find_only_model_checkpoint(torn) == torn / "step-100"
 
 
-def test_a_newer_file_of_lightnings_that_is_torn(tmp_path):
+def test_newer_damaged_lightning_file_blocks_opening_run(tmp_path):
     sample = Path(__file__).parents[2] / "data" / "wrappers" / "lightning_plain" / "ckpt"
     shutil.copy(sample / "epoch=0-step=3.ckpt", tmp_path)
     assert formats.find_only_model_checkpoint(tmp_path)
@@ -62,7 +62,7 @@ def test_a_newer_file_of_lightnings_that_is_torn(tmp_path):
         formats.find_only_model_checkpoint(tmp_path)
 
 
-def test_inspect_lists_what_ls_lists(run, torn):
+def test_inspect_of_run_matches_ls(run, torn):
     (torn / "step-100.bak").mkdir()
     shutil.copytree(torn / "step-100", torn / "last")
     result = run("inspect", torn)
@@ -80,21 +80,21 @@ def test_inspect_lists_what_ls_lists(run, torn):
     assert inspect_checkpoint(torn).to_json().items() <= found.items()
 
 
-def test_inspect_lists_torn_ones_alone(run, tmp_path):
+def test_inspect_lists_run_of_only_damaged_checkpoints(run, tmp_path):
     tear(save_step(tmp_path / "step-1"))
     result = run("inspect", tmp_path)
     assert (result.exit_code, result.stdout) == (0, run("ls", tmp_path).stdout)
     assert "damaged" in result.stdout
 
 
-def test_a_damaged_checkpoint_is_no_run(run, tmp_path):
+def test_damaged_checkpoint_is_not_a_run(run, tmp_path):
     path = tear(save_step(tmp_path / "step-1"))
     assert describe_run(path) is None
     result = run("inspect", path)
     assert result.stdout != run("ls", tmp_path).stdout
 
 
-def test_the_tensors_of_members_are_counted(tmp_path):
+def test_overview_counts_tensors_per_checkpoint(tmp_path):
     save_step(tmp_path / "step-1", files=2)
     save_step(tmp_path / "step-2", files=3)
     found = describe_run(tmp_path)

@@ -83,7 +83,7 @@ def stated(step: int, best: str) -> str:
 # --- files that lead out of a checkpoint ---------------------------------------------------------
 
 
-def test_what_lies_in_a_store_is_no_torn_checkpoint(tmp_path: Path) -> None:
+def test_checkpoint_with_external_links_is_unknown_and_kept(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         save({"w": torch.ones(4)}, checkpoint_id=tmp_path / "r" / f"step-{step}", no_dist=True)
     file = tmp_path / "r" / "step-3" / "__0_0.distcp"
@@ -100,7 +100,7 @@ def test_what_lies_in_a_store_is_no_torn_checkpoint(tmp_path: Path) -> None:
     )
 
 
-def test_a_name_that_leads_out_tells_nothing(run: Path) -> None:
+def test_shard_path_outside_checkpoint_is_not_pruned(run: Path) -> None:
     shutil.rmtree(run / "step-2")
     save_step(run / "step-2", files=2)
     index = run / "step-2" / "model.safetensors.index.json"
@@ -108,7 +108,7 @@ def test_a_name_that_leads_out_tells_nothing(run: Path) -> None:
     assert removed(run, Policy(last=4, incomplete=True)) == []
 
 
-def test_what_is_torn_is_so_whatever_else_leads_out(run: Path) -> None:
+def test_damaged_checkpoint_with_external_link_is_pruned(run: Path) -> None:
     tear(run / "step-2")
     (run / "step-2" / "tokenizer.json").symlink_to("/nowhere/tokenizer.json")
     assert removed(run, Policy(last=4, incomplete=True)) == ["step-2"]
@@ -118,7 +118,7 @@ def test_what_is_torn_is_so_whatever_else_leads_out(run: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [40, 150, -1, 0])
-def test_a_state_that_is_cut_off_is_not_passed_over(tmp_path: Path, cut: int) -> None:
+def test_truncated_trainer_state_blocks_prune(tmp_path: Path, cut: int) -> None:
     text = stated(4, "out/checkpoint-3")
     root = trained(tmp_path, {1: 2, 2: 2, 3: 2, 4: text[:cut]})
     with pytest.raises(RefusedError, match="pointer cannot be read") as caught:
@@ -127,7 +127,7 @@ def test_a_state_that_is_cut_off_is_not_passed_over(tmp_path: Path, cut: int) ->
     assert "copy" in (caught.value.hint or "")
 
 
-def test_the_state_of_a_torn_checkpoint_does_not_block(tmp_path: Path) -> None:
+def test_damaged_trainer_state_falls_back_to_newest_complete(tmp_path: Path) -> None:
     """The newest complete one says what is the best; the plan says that it is asked, and why."""
     text = stated(4, "out/checkpoint-2")
     root = trained(tmp_path, {1: 1, 2: 1, 3: 1, 4: text[:20]})
@@ -143,7 +143,7 @@ def test_the_state_of_a_torn_checkpoint_does_not_block(tmp_path: Path) -> None:
     assert removed(root) == []
 
 
-def test_a_state_that_is_longer_than_what_is_read_at_once(
+def test_trainer_state_longer_than_read_chunk_is_parsed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(json_reader, "CHUNK_CHARACTERS", 7)
@@ -153,7 +153,7 @@ def test_a_state_that_is_longer_than_what_is_read_at_once(
 
 
 @pytest.mark.slow
-def test_a_state_of_more_than_100_megabytes(tmp_path: Path) -> None:
+def test_trainer_state_over_100_mb_is_parsed(tmp_path: Path) -> None:
     root = trained(tmp_path, {1: 2, 2: 2, 3: 2, 4: 2})
     entry = json.dumps({"epoch": 0.5, "loss": 2.5, "note": "x" * 200, "step": 1})
     log = ",".join([entry] * 400_000)
@@ -165,7 +165,7 @@ def test_a_state_of_more_than_100_megabytes(tmp_path: Path) -> None:
     assert removed(root) == ["checkpoint-1", "checkpoint-3"]
 
 
-def test_a_step_that_stands_behind_the_log(tmp_path: Path) -> None:
+def test_step_after_log_history_selects_metrics(tmp_path: Path) -> None:
     path = save_step(tmp_path / "checkpoint-2")
     log = [{"eval_loss": 3.0, "step": 1}, {"eval_loss": 2.0, "step": 2}]
     (path / "trainer_state.json").write_text(json.dumps({"log_history": log, "global_step": 2}))
@@ -176,13 +176,13 @@ def test_a_step_that_stands_behind_the_log(tmp_path: Path) -> None:
     "text",
     ["", "[]", "nonsense", '{"a": 1} x', '{"a": 1, "a": 2}', '{"a" 1}', '{"log_history": [1 2]}'],
 )
-def test_the_state_of_the_run_has_to_be_one(run: Path, text: str) -> None:
+def test_malformed_run_trainer_state_blocks_prune(run: Path, text: str) -> None:
     (run / "trainer_state.json").write_text(text)
     with pytest.raises(RefusedError, match="pointer cannot be read"):
         plan_prune(run, LAST)
 
 
-def test_a_state_that_may_not_be_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_trainer_state_blocks_prune(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Root may read everything, so the refusal is made here."""
     state = run / "trainer_state.json"
     state.write_text(stated(4, "out/step-1"))
@@ -205,7 +205,7 @@ def test_a_state_that_may_not_be_read(run: Path, monkeypatch: pytest.MonkeyPatch
     assert removed(run) == ["step-2", "step-3"]
 
 
-def test_what_lightning_noted_has_to_be_read(
+def test_unreadable_lightning_notes_block_prune(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for step in (1, 2, 3):
@@ -248,7 +248,7 @@ SPELLINGS = {
 
 @pytest.mark.parametrize("text", SPELLINGS.values(), ids=SPELLINGS.keys())
 @pytest.mark.parametrize("name", ["latest", "last_checkpoint", "latest_checkpointed_iteration.txt"])
-def test_spellings_of_a_pointer(run: Path, name: str, text: bytes) -> None:
+def test_pointer_spellings_protect_named_checkpoints(run: Path, name: str, text: bytes) -> None:
     (run / name).write_bytes(text)
     found = removed(run)
     assert "step-2" not in found
@@ -256,7 +256,7 @@ def test_spellings_of_a_pointer(run: Path, name: str, text: bytes) -> None:
     assert ("step-3" in found) == (b"step-3" not in text)
 
 
-def test_a_folder_in_place_of_a_number(tmp_path: Path) -> None:
+def test_megatron_tracker_with_folder_name_protects_it(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save_step(tmp_path / f"iter_{step:07}", START + 60 * step)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("iter_0000002")
@@ -265,7 +265,7 @@ def test_a_folder_in_place_of_a_number(tmp_path: Path) -> None:
     ]
 
 
-def test_the_best_one_as_windows_writes_it(tmp_path: Path) -> None:
+def test_windows_path_of_best_checkpoint_protects_it(tmp_path: Path) -> None:
     text = stated(4, "output\\checkpoint-2")
     root = trained(tmp_path, {1: 1, 2: 1, 3: 1, 4: text})
     assert removed(root) == ["checkpoint-1", "checkpoint-3"]
@@ -275,21 +275,21 @@ def test_the_best_one_as_windows_writes_it(tmp_path: Path) -> None:
     "text",
     ["step-7", "/old/3/step-7", "global_step7_universal", "release", "exports", "step-20", " "],
 )
-def test_pointers_to_something_else(run: Path, text: str) -> None:
+def test_pointer_to_missing_checkpoint_protects_nothing(run: Path, text: str) -> None:
     """What is gone, or no checkpoint of the run, keeps nothing and forbids nothing."""
     (run / "exports").write_text("")
     (run / "latest").write_text(text)
     assert removed(run) == ["step-1", "step-2", "step-3"]
 
 
-def test_what_is_gone_in_another_spelling(run: Path) -> None:
+def test_utf16_pointer_to_missing_checkpoint_protects_nothing(run: Path) -> None:
     (run / "latest").write_bytes(codecs.BOM_UTF16_LE + "step-7\r\n".encode("utf-16-le"))
     assert removed(run) == ["step-1", "step-2", "step-3"]
 
 
 @pytest.mark.parametrize("text", ["the second one", "\u4e00\u4e8c", "{}", "best", "x" * 70_000])
 @pytest.mark.parametrize("name", ["latest", "latest_checkpointed_iteration.txt"])
-def test_pointers_that_nobody_understands(run: Path, name: str, text: str) -> None:
+def test_unrecognized_pointer_content_blocks_prune(run: Path, name: str, text: str) -> None:
     (run / name).write_text(text)
     with pytest.raises(RefusedError, match="unrecognized content") as caught:
         plan_prune(run, LAST)
@@ -300,19 +300,19 @@ def test_pointers_that_nobody_understands(run: Path, name: str, text: str) -> No
 
 
 @pytest.mark.parametrize("written", ["step-2", "step-2/", "{}/step-2", "{}/step-2/", "./step-2"])
-def test_patterns_as_a_shell_completes_them(run: Path, written: str) -> None:
+def test_patterns_with_paths_and_slashes_match(run: Path, written: str) -> None:
     plan = plan_prune(run, Policy(last=1, patterns=(written.format(run),)))
     assert [one.name for one in plan.list_decisions("remove")] == ["step-1", "step-3"]
 
 
 @pytest.mark.parametrize("pattern", ["step-20", "stpe-*", "r/step-9/", "/"])
-def test_patterns_that_match_nothing(run: Path, pattern: str) -> None:
+def test_pattern_without_match_is_refused(run: Path, pattern: str) -> None:
     """A typing error beside another rule must not let go what was to be kept."""
     with pytest.raises(RefusedError, match="matches no checkpoint"):
         plan_prune(run, Policy(last=1, patterns=("step-1", pattern)))
 
 
-def test_a_pattern_may_match_an_incomplete_one_alone(run: Path) -> None:
+def test_pattern_matching_only_incomplete_checkpoint_is_accepted(run: Path) -> None:
     tear(run / "step-2")
     assert removed(run, Policy(last=1, patterns=("step-2",))) == ["step-1", "step-3"]
 
@@ -333,7 +333,7 @@ def nest(folder: Path, depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [sys.getrecursionlimit() + 200])
-def test_folders_that_nest_deeply(apart: Path, run: Path, depth: int) -> None:
+def test_deeply_nested_folders_are_pruned(apart: Path, run: Path, depth: int) -> None:
     run = Path(shutil.move(run, apart / "run"))
     nest(run / "step-1", depth)
     nest(run, depth)
@@ -346,7 +346,7 @@ def test_folders_that_nest_deeply(apart: Path, run: Path, depth: int) -> None:
     assert list(run.iterdir()) == []
 
 
-def test_the_trash_goes_no_further_than_its_folder(
+def test_trash_removal_stops_when_folder_is_moved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A folder that is moved while its content is removed leads the way up somewhere else."""
@@ -366,7 +366,7 @@ def test_the_trash_goes_no_further_than_its_folder(
     assert sorted(item.name for item in (tmp_path / "kept").iterdir()) == ["b", "b2", "file"]
 
 
-def test_an_empty_folder_that_may_not_be_entered(tmp_path: Path) -> None:
+def test_empty_folder_without_search_permission_is_removed(tmp_path: Path) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "b").chmod(0o400)
     trash.remove_path(tmp_path / "a")
@@ -377,7 +377,7 @@ def test_an_empty_folder_that_may_not_be_entered(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", [".best", ".git/refs", "a/b/c/d/e", "x/.y/z"])
-def test_links_in_hidden_and_deep_folders(run: Path, place: str) -> None:
+def test_links_in_hidden_and_deep_folders_protect(run: Path, place: str) -> None:
     folder = run / place
     folder.mkdir(parents=True)
     (folder / "x").symlink_to(run / "step-2")
@@ -387,13 +387,15 @@ def test_links_in_hidden_and_deep_folders(run: Path, place: str) -> None:
     ]
 
 
-def test_links_in_the_trash_keep_nothing(run: Path) -> None:
+def test_links_in_trash_protect_nothing(run: Path) -> None:
     (run / ".ckptctl-trash" / "step-0").mkdir(parents=True)
     (run / ".ckptctl-trash" / "step-0" / "x").symlink_to(run / "step-2")
     assert removed(run) == ["step-1", "step-2", "step-3"]
 
 
-def test_a_folder_too_full_to_look_for_links_in(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_with_too_many_entries_protects_everything(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (run / "logs" / "a").mkdir(parents=True)
     for number in range(30):
         (run / "logs" / "a" / str(number)).write_text("")
@@ -414,7 +416,7 @@ def test_a_folder_too_full_to_look_for_links_in(run: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("word", ["opt", "optim"])
-def test_parts_of_a_model_that_are_called_as_an_optimizer_is(tmp_path: Path, word: str) -> None:
+def test_model_part_named_like_optimizer_is_not_thinned(tmp_path: Path, word: str) -> None:
     for step in (1, 2):
         state = {
             f"{word}.decoder.w": torch.ones(9),
@@ -431,7 +433,7 @@ def test_parts_of_a_model_that_are_called_as_an_optimizer_is(tmp_path: Path, wor
 
 
 @pytest.mark.parametrize("word", ["opt", "optim"])
-def test_weights_among_what_looks_like_an_optimizers_state(tmp_path: Path, word: str) -> None:
+def test_weights_in_optimizer_like_state_are_not_thinned(tmp_path: Path, word: str) -> None:
     for step in (1, 2):
         state = {f"{word}.w": torch.ones(9), f"{word}.exp_avg": torch.ones(2), "v": torch.ones(9)}
         save(state, checkpoint_id=tmp_path / f"step-{step}", no_dist=True)
@@ -440,7 +442,7 @@ def test_weights_among_what_looks_like_an_optimizers_state(tmp_path: Path, word:
 
 
 @pytest.mark.parametrize("word", ["opt", "optim", "optimizer", "optimizer_states"])
-def test_an_optimizer_beside_a_part_that_is_called_so(tmp_path: Path, word: str) -> None:
+def test_only_real_optimizer_is_thinned_next_to_similar_name(tmp_path: Path, word: str) -> None:
     other = "optim" if word == "opt" else "opt"
     for step in (1, 2):
         state = {
@@ -465,7 +467,7 @@ def test_an_optimizer_beside_a_part_that_is_called_so(tmp_path: Path, word: str)
     assert sorted(left) == [f"{other}.decoder.w", "visual.w"]
 
 
-def test_an_optimizer_is_taken_out_of_folders_that_nest_deeply(apart: Path) -> None:
+def test_deeply_nested_checkpoint_is_thinned(apart: Path) -> None:
     for step in (1, 2):
         state = {"w": torch.ones(9), "optimizer": {"m": torch.ones(9)}}
         save(state, checkpoint_id=apart / f"step-{step}", no_dist=True)
@@ -483,14 +485,14 @@ def test_an_optimizer_is_taken_out_of_folders_that_nest_deeply(apart: Path) -> N
 # --- the trash ----------------------------------------------------------------------------------
 
 
-def test_a_file_in_place_of_the_trash(run: Path) -> None:
+def test_file_at_trash_path_is_refused(run: Path) -> None:
     (run / ".ckptctl-trash").write_text("")
     with pytest.raises(RefusedError, match="not a folder") as caught:
         plan_prune(run, LAST)
     assert "move or remove it" in (caught.value.hint or "")
 
 
-def test_links_do_not_make_a_run_of_a_checkpoint(tmp_path: Path) -> None:
+def test_only_link_at_pointer_location_makes_checkpoint_a_run(tmp_path: Path) -> None:
     """Only a pointer does that lies where a trainer puts one."""
     save_step(tmp_path / "model")
     save_step(tmp_path / "model" / "step-1")
@@ -512,9 +514,7 @@ def test_links_do_not_make_a_run_of_a_checkpoint(tmp_path: Path) -> None:
         *("trainer_state.json", "step-4/trainer_state.json"),
     ],
 )
-def test_what_a_pointer_out_of_the_run_leads_to_is_not_read(
-    run: Path, tmp_path: Path, name: str
-) -> None:
+def test_pointer_link_outside_run_is_refused_unread(run: Path, tmp_path: Path, name: str) -> None:
     """It may be anybody's: a key, say, which a message would show."""
     (tmp_path / "secret").write_text("hunter2")
     (run / name).symlink_to(tmp_path / "secret")
@@ -526,7 +526,7 @@ def test_what_a_pointer_out_of_the_run_leads_to_is_not_read(
     assert "hunter2" not in str(caught.value.to_json())
 
 
-def test_a_pointer_that_is_a_link_inside_of_the_run_is_read(run: Path) -> None:
+def test_pointer_link_inside_run_is_followed(run: Path) -> None:
     (run / "newest").write_text("step-2")
     (run / "latest").symlink_to("newest")
     assert removed(run) == ["step-1", "step-3"]
@@ -535,7 +535,7 @@ def test_a_pointer_that_is_a_link_inside_of_the_run_is_read(run: Path) -> None:
 # --- checkpoints behind links, and pointers to what is gone --------------------------------------
 
 
-def test_what_lies_behind_a_link_is_no_part_of_a_checkpoint(run: Path) -> None:
+def test_folder_linking_to_checkpoint_is_unknown_and_kept(run: Path) -> None:
     """Else somebody's own folder with a link to a checkpoint counts as one, and is removed."""
     folder = run / "step-1"
     shutil.rmtree(folder)
@@ -554,7 +554,7 @@ def test_what_lies_behind_a_link_is_no_part_of_a_checkpoint(run: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["global_step999", '"global_step2"', "/data/run/global_step2\n"])
-def test_a_run_with_a_pointer_is_no_checkpoint_itself(tmp_path: Path, text: str) -> None:
+def test_folder_with_latest_pointer_is_a_run(tmp_path: Path, text: str) -> None:
     """DeepSpeed's `latest`, whatever it names, stands beside saves: these are a run."""
     source = Path(__file__).parents[2] / "data" / "deepspeed" / "z1_bf16" / "ckpt" / "global_step2"
     for step in (1, 2, 3):
@@ -566,7 +566,7 @@ def test_a_run_with_a_pointer_is_no_checkpoint_itself(tmp_path: Path, text: str)
 
 
 @pytest.mark.parametrize("text", ["30", "30\n", "iter_0000030", "20"])
-def test_a_run_of_megatron_whose_tracker_names_what_is_gone(
+def test_megatron_tracker_to_missing_iteration_allows_prune(
     tmp_path: Path, tiny_llama3_hf: Path, text: str
 ) -> None:
     """Its tracker file has a bare number."""
@@ -580,13 +580,13 @@ def test_a_run_of_megatron_whose_tracker_names_what_is_gone(
     assert [one.name for one in plan.list_decisions("remove")] == ["iter_0000010"]
 
 
-def test_the_documentation_names_every_file_that_names_a_checkpoint() -> None:
+def test_docs_list_every_pointer_file() -> None:
     text = (DOCS / "how-to" / "free-a-full-disk.md").read_text()
     for one in NAMING:
         assert f"`{one.file}`" in text, f"{one.trainer} names checkpoints in {one.file}"
 
 
-def test_the_documentation_has_the_list_of_protections() -> None:
+def test_docs_list_every_protection() -> None:
     text = (DOCS / "explanation" / "retention.md").read_text()
     section = text.partition("## Protections\n")[2].partition("\n## ")[0]
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:1] == "|"]
@@ -647,7 +647,7 @@ CASES: dict[tuple[str, str], Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("one", PROTECTIONS, ids=lambda one: f"{one.name}, {one.file}")
-def test_each_protection_protects(run: Path, one: Protection) -> None:
+def test_each_protection_keeps_or_skips_checkpoint(run: Path, one: Protection) -> None:
     aged(run)
     CASES[one.name, one.file](run)
     if one.name not in ("being written", "link to it"):
@@ -668,7 +668,7 @@ def test_each_protection_protects(run: Path, one: Protection) -> None:
 @pytest.mark.parametrize(
     "text", ["", "[]", "{", '{"metrics": 3}', '{"save": "7", "resumed": []}', '{"save": 7}']
 )
-def test_a_record_that_is_not_understood_protects(run: Path, text: str) -> None:
+def test_malformed_run_record_protects_checkpoint(run: Path, text: str) -> None:
     (run / "step-2" / "ckptctl.run.json").write_text(text)
     assert removed(run) == ["step-1", "step-3"]
     (listed,) = (one for one in read_run(run).checkpoints if one.name == "step-2")
@@ -681,20 +681,20 @@ def test_a_record_that_is_not_understood_protects(run: Path, text: str) -> None:
     assert "`ckptctl.run.json` of `step-2` cannot be read" in found.doubts[0]
 
 
-def test_a_torn_checkpoint_with_such_a_record_is_torn(run: Path) -> None:
+def test_damaged_checkpoint_with_malformed_record_is_pruned(run: Path) -> None:
     tear(run / "step-2", START + 120)
     (run / "step-2" / "ckptctl.run.json").write_text("{")
     assert removed(run, Policy(last=1, incomplete=True)) == ["step-1", "step-2", "step-3"]
 
 
-def test_no_hint_removes_an_unknown_checkpoint(run: Path) -> None:
+def test_unreadable_pointer_hint_never_suggests_removal(run: Path) -> None:
     (run / "step-2" / "trainer_state.json").write_text("{")
     with pytest.raises(RefusedError, match="pointer cannot be read") as caught:
         plan_prune(run, LAST)
     assert "remove" not in str(caught.value.hint)
 
 
-def test_the_best_of_what_may_be_complete_stays(tmp_path: Path) -> None:
+def test_best_of_possibly_complete_checkpoints_is_kept(tmp_path: Path) -> None:
     """Of 1 to 5, 5 is torn, 4 is unknown: training may go on from 4, or from 3."""
     root = trained(tmp_path, {1: 1, 2: 2, 3: 1, 4: 2, 5: 5})
     tear(root / "checkpoint-5", START + 300)

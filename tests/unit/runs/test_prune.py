@@ -53,7 +53,7 @@ def prune(root: Path, policy: Policy = LAST, **more) -> op.PruneResult:
     return run_prune(plan_prune(root, policy, **more))
 
 
-def test_the_plan_changes_nothing(run):
+def test_plan_prune_leaves_files_untouched(run):
     before = snapshot(run)
     plan = plan_prune(run, Policy(last=2))
     assert [one.name for one in plan.list_decisions("remove")] == ["step-1", "step-2", "step-9"]
@@ -63,7 +63,7 @@ def test_the_plan_changes_nothing(run):
     assert snapshot(run) == before
 
 
-def test_removed(run):
+def test_prune_deletes_all_but_last_n(run):
     plan = plan_prune(run, Policy(last=2))
     result = run_prune(plan)
     assert result.done == ("step-1", "step-2", "step-9")
@@ -73,18 +73,18 @@ def test_removed(run):
 
 
 @pytest.mark.parametrize("policy", [Policy(), Policy(last=0), Policy(every=0), Policy(within=0.0)])
-def test_policies_that_keep_nothing(run, policy):
+def test_plan_prune_rejects_policy_that_keeps_nothing(run, policy):
     with pytest.raises(RefusedError):
         plan_prune(run, policy)
 
 
 @pytest.mark.parametrize("root", ["/", "~", "~/..", "/usr/.."])
-def test_folders_that_are_no_runs(root):
+def test_plan_prune_refuses_root_and_home(root):
     with pytest.raises(RefusedError):
         plan_prune(Path(root).expanduser(), LAST)
 
 
-def test_the_home_directory_is_refused_though_it_holds_checkpoints(run, monkeypatch):
+def test_home_directory_with_checkpoints_is_refused(run, monkeypatch):
     monkeypatch.setenv("HOME", str(run))
     with pytest.raises(RefusedError):
         plan_prune(run, LAST)
@@ -94,19 +94,19 @@ def test_the_home_directory_is_refused_though_it_holds_checkpoints(run, monkeypa
 
 
 @pytest.mark.parametrize("slash", ["", "/"])
-def test_links_are_refused(run, tmp_path, slash):
+def test_run_that_is_a_symlink_is_refused(run, tmp_path, slash):
     (tmp_path / "link").symlink_to(run)
     with pytest.raises(RefusedError, match="symbolic link"):
         plan_prune(f"{tmp_path}/link{slash}", LAST)
 
 
-def test_a_folder_below_a_link_is_not(run, tmp_path):
+def test_run_below_symlink_is_pruned(run, tmp_path):
     (tmp_path / "link").symlink_to(tmp_path)
     prune(tmp_path / "link" / "run")
     assert names(run) == ["step-100"]
 
 
-def test_a_checkpoint_itself_is_refused(run):
+def test_checkpoint_as_run_is_refused_without_force(run):
     with pytest.raises(RefusedError, match="this is a checkpoint, not"):
         plan_prune(run / "step-10", LAST)
     shutil.copytree(run / "step-10", run, dirs_exist_ok=True)
@@ -116,7 +116,7 @@ def test_a_checkpoint_itself_is_refused(run):
     assert names(run) == ["model.safetensors", "step-100"]
 
 
-def test_a_folder_with_a_pointer_is_none(tmp_path):
+def test_folder_with_latest_pointer_is_pruned_as_run(tmp_path):
     source = Path(__file__).parents[2] / "data" / "deepspeed" / "z1_bf16" / "ckpt"
     shutil.copytree(source, tmp_path / "run")
     shutil.copytree(source / "global_step2", tmp_path / "run" / "global_step1")
@@ -126,7 +126,7 @@ def test_a_folder_with_a_pointer_is_none(tmp_path):
     assert prune(tmp_path / "run").done == ("global_step1",)
 
 
-def test_what_may_have_been_meant_with_a_checkpoint(run, tmp_path):
+def test_refused_checkpoint_hints_at_its_run(run, tmp_path):
     """Another folder is suggested for removal only where the checkpoint is one of its steps."""
     base = save_step(tmp_path / "base")
     with pytest.raises(RefusedError, match="this is a checkpoint, not") as caught:
@@ -142,7 +142,7 @@ def test_what_may_have_been_meant_with_a_checkpoint(run, tmp_path):
 
 
 @pytest.mark.parametrize("policy", [LAST, Policy(patterns=("step-9",)), Policy(within=1.0)])
-def test_links_are_neither_counted_nor_removed(run, tmp_path, policy):
+def test_linked_checkpoints_are_skipped(run, tmp_path, policy):
     other = save_step(tmp_path / "other" / "step-300")
     (run / "step-300").symlink_to("../other/step-300")
     (run / "step-3").symlink_to("../other/step-300")
@@ -158,14 +158,14 @@ def test_links_are_neither_counted_nor_removed(run, tmp_path, policy):
     assert snapshot(other) == before
 
 
-def test_a_link_to_a_torn_one_is_not_removed_with_it(run, tmp_path):
+def test_link_to_damaged_checkpoint_is_kept(run, tmp_path):
     tear(save_step(tmp_path / "other" / "step-3"))
     (run / "step-3").symlink_to("../other/step-3")
     result = prune(run, Policy(last=9, incomplete=True))
     assert (result.done, (run / "step-3").is_symlink()) == ((), True)
 
 
-def test_links_do_not_say_what_the_others_lack(run, tmp_path):
+def test_linked_checkpoints_do_not_make_others_incomplete(run, tmp_path):
     """What others have is learnt from the run's own: else a link would make these incomplete."""
     for step in (11, 12, 13, 14, 15, 16, 17):
         path = save_step(tmp_path / "other" / f"step-{step}")
@@ -175,7 +175,7 @@ def test_links_do_not_say_what_the_others_lack(run, tmp_path):
     assert all(one.checkpoint.complete for one in plan.decisions)
 
 
-def test_what_lightning_saved_last_stays(tmp_path):
+def test_lightning_last_checkpoints_are_kept(tmp_path):
     """Torn ones of that name are not even listed, as nobody knows their step."""
     sample = Path(__file__).parents[2] / "data" / "wrappers" / "lightning_plain" / "ckpt"
     for name in ("last.ckpt", "last-v1.ckpt", "epoch=0-step=3.ckpt", "epoch=0-step=2.ckpt"):
@@ -194,7 +194,7 @@ def test_what_lightning_saved_last_stays(tmp_path):
     assert names(tmp_path) == ["epoch=0-step=3.ckpt", "last-v1.ckpt", "last-v2.ckpt", "last.ckpt"]
 
 
-def test_rules_do_not_apply_to_what_lightning_saved_last(tmp_path):
+def test_pattern_matching_only_last_ckpt_keeps_nothing(tmp_path):
     """A pattern that matches nothing else keeps nothing."""
     sample = Path(__file__).parents[2] / "data" / "wrappers" / "lightning_plain" / "ckpt"
     for name in ("last.ckpt", "epoch=0-step=3.ckpt", "epoch=0-step=2.ckpt"):
@@ -204,23 +204,23 @@ def test_rules_do_not_apply_to_what_lightning_saved_last(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["eval.json", "tokenizer.model", "notes", "plot.png"])
-def test_a_file_added_later_is_not_the_time_of_a_checkpoint(run, name):
+def test_file_added_later_does_not_change_checkpoint_order(run, name):
     (run / "step-2" / name).write_text("x")
     assert prune(run).done == ("step-1", "step-2", "step-9", "step-10")
 
 
-def test_a_file_added_later_does_not_keep_its_checkpoint(run):
+def test_file_added_later_does_not_extend_keep_within(run):
     (run / "step-2" / "eval.json").write_text("x")
     plan = plan_prune(run, Policy(within=91 * 60.0))
     assert [one.name for one in plan.list_decisions("remove")] == ["step-1", "step-2"]
 
 
-def test_nothing_there(tmp_path):
+def test_missing_run_is_source_not_found(tmp_path):
     with pytest.raises(SourceNotFoundError):
         plan_prune(tmp_path / "nowhere", LAST)
 
 
-def test_orders_that_disagree(run):
+def test_step_and_time_order_mismatch_needs_force(run):
     age(run / "step-2", START + 6000)
     with pytest.raises(RefusedError, match="order") as caught:
         plan_prune(run, LAST)
@@ -229,12 +229,12 @@ def test_orders_that_disagree(run):
     assert prune(run, force=True).done == ("step-1", "step-2", "step-9", "step-10")
 
 
-def test_a_clock_in_the_future(run):
+def test_keep_within_ignores_checkpoint_time_in_future(run):
     age(run / "step-100", time.time() + 1e6)
     assert prune(run, Policy(within=100.0)).done == ("step-1", "step-2")
 
 
-def test_what_is_not_complete_does_not_count(run):
+def test_incomplete_checkpoints_do_not_count_toward_last_n(run):
     tear(run / "step-100")
     tear(save_step(run / "step-200"), time.time())
     plan = plan_prune(run, LAST)
@@ -245,13 +245,13 @@ def test_what_is_not_complete_does_not_count(run):
     assert prune(run, Policy(last=1, incomplete=True)).done == ("step-100",)
 
 
-def test_young_ones_stay(run):
+def test_recent_incomplete_checkpoints_are_kept(run):
     tear(run / "step-100", time.time() - 1200)
     assert prune(run, Policy(last=5, incomplete=True)).done == ()
     assert prune(run, Policy(last=5, incomplete=True, min_age=600.0)).done == ("step-100",)
 
 
-def test_a_clock_that_is_ahead_of_the_file_systems(run):
+def test_prune_rechecks_age_with_file_system_clock(run):
     """Else a save that goes on over there looks as old as the clocks are apart."""
     tear(run / "step-100", time.time() - 60)
     ahead = time.time() + 7200
@@ -263,7 +263,7 @@ def test_a_clock_that_is_ahead_of_the_file_systems(run):
     assert "step-100" in names(run)
 
 
-def test_other_things_stay(run, tmp_path):
+def test_prune_keeps_files_that_are_not_checkpoints(run, tmp_path):
     (run / "notes.txt").write_text("x")
     (run / "logs").mkdir()
     save_step(run / "step-1-bak")
@@ -278,13 +278,13 @@ def test_other_things_stay(run, tmp_path):
     assert (tmp_path / "far" / "step-5" / "model.safetensors").exists()
 
 
-def test_pointers_protect(run):
+def test_pointers_and_links_protect_checkpoints(run):
     (run / "latest").write_text("step-2")
     (run / "last.ckpt").symlink_to("step-9")
     assert prune(run).done == ("step-1", "step-10")
 
 
-def test_the_trainers_best_stays(tmp_path):
+def test_best_checkpoint_of_trainer_is_kept(tmp_path):
     for step in (10, 20, 30):
         path = save_step(tmp_path / "run" / f"checkpoint-{step}")
         trainer(path, step, "out/checkpoint-10", eval_loss=step, eval_accuracy=step)
@@ -305,19 +305,19 @@ def test_the_trainers_best_stays(tmp_path):
         ("a:b:max:10", BestRule("a:b", False, 10)),
     ],
 )
-def test_metrics(text, best):
+def test_best_metric_option_is_parsed(text, best):
     assert BestRule.parse(text) == best
 
 
 @pytest.mark.parametrize(
     "text", ["ppl", "ppl:best", ":min", "", "ppl:3", "loss:0", "loss:-1", ":3", "loss:1e9"]
 )
-def test_metrics_that_do_not_say_what_is_good(text):
+def test_invalid_best_metric_option_is_a_usage_error(text):
     with pytest.raises(UsageError):
         BestRule.parse(text)
 
 
-def test_a_metric_that_is_not_there(run):
+def test_unknown_metric_is_a_usage_error(run):
     with pytest.raises(UsageError, match="bleu"):
         plan_prune(run, Policy(best=(BestRule("bleu", False),)))
 
@@ -325,7 +325,7 @@ def test_a_metric_that_is_not_there(run):
 @pytest.mark.parametrize(
     "policy", [Policy(patterns=("stpe-*",)), Policy(best=(BestRule("loss", True),))]
 )
-def test_patterns_and_metrics_that_choose_nothing(run, policy):
+def test_pattern_or_metric_without_match_keeps_nothing_error(run, policy):
     """Else all but the newest would go because of a typing error, or of a run that diverged."""
     for step in (1, 2):
         (run / f"step-{step}" / "ckptctl.run.json").write_text('{"metrics": {"loss": NaN}}')
@@ -338,7 +338,7 @@ def test_patterns_and_metrics_that_choose_nothing(run, policy):
 
 
 @pytest.mark.parametrize("stated", ['"0.1"', "true", "[0.1]", '{"value": 0.1}'])
-def test_a_metric_that_is_no_number_is_not_ignored(run, stated):
+def test_checkpoint_with_non_numeric_metric_is_skipped(run, stated):
     """It may be the best one: of text nobody knows what it means."""
     for step, loss in ((1, stated), (2, "0.5"), (9, "0.7")):
         (run / f"step-{step}" / "ckptctl.run.json").write_text(f'{{"metrics": {{"loss": {loss}}}}}')
@@ -354,7 +354,7 @@ def test_a_metric_that_is_no_number_is_not_ignored(run, stated):
     ]
 
 
-def test_a_metric_that_is_null_is_not_stated(run):
+def test_null_metric_counts_as_missing(run):
     for step, loss in ((1, "null"), (2, "0.5"), (9, "0.7")):
         (run / f"step-{step}" / "ckptctl.run.json").write_text(f'{{"metrics": {{"loss": {loss}}}}}')
         age(run / f"step-{step}", START + step * 60)
@@ -362,7 +362,7 @@ def test_a_metric_that_is_null_is_not_stated(run):
     assert "step-1" in [one.name for one in plan.list_decisions("remove")]
 
 
-def test_a_process_without_a_home(run, monkeypatch):
+def test_prune_works_without_home_directory(run, monkeypatch):
     """As of containers: no HOME, and no line in /etc/passwd."""
 
     def unknown() -> Path:
@@ -374,14 +374,14 @@ def test_a_process_without_a_home(run, monkeypatch):
         plan_prune("/", LAST)
 
 
-def test_n_above_the_count(run):
+def test_last_n_above_count_keeps_all(run):
     plan = plan_prune(run, Policy(last=99))
     assert plan.is_idle
     assert len(plan.list_decisions("keep")) == 5
 
 
 @pytest.mark.parametrize("place", ["step-1", "logs"])
-def test_from_inside(run, place, monkeypatch):
+def test_prune_parent_folder_keeps_working_directory(run, place, monkeypatch):
     """``..``: the run is what lies above, and where this process stands stays."""
     (run / "logs").mkdir()
     monkeypatch.chdir(run / place)
@@ -392,14 +392,14 @@ def test_from_inside(run, place, monkeypatch):
         assert len(prune(Path("..")).done) == 4
 
 
-def test_hidden_folders_stay(run):
+def test_hidden_and_temporary_folders_are_kept(run):
     for name in (".step-3", ".cache", "step-4.tmp", ".step-5.partial"):
         save_step(run / name, START)
     prune(run, Policy(last=1, incomplete=True))
     assert names(run) == [".cache", ".step-3", ".step-5.partial", "step-100", "step-4.tmp"]
 
 
-def test_the_working_directory_stays(run, monkeypatch):
+def test_working_directory_inside_checkpoint_is_refused(run, monkeypatch):
     monkeypatch.chdir(run / "step-1")
     with pytest.raises(RefusedError, match="working directory"):
         plan_prune(run, LAST)
@@ -408,7 +408,7 @@ def test_the_working_directory_stays(run, monkeypatch):
 
 
 @pytest.mark.parametrize("place", ["step-1", "step-1/inner"])
-def test_mount_points_are_refused(run, tmp_path, place):
+def test_mount_point_in_checkpoint_is_refused(run, tmp_path, place):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "precious").write_text("x")
     age(tmp_path / "elsewhere", START)
@@ -431,7 +431,7 @@ def test_mount_points_are_refused(run, tmp_path, place):
 # ------------------------------------------------------------------------- between plan and removal
 
 
-def test_another_run_is_at_it(run):
+def test_concurrent_prune_is_refused(run):
     plan = plan_prune(run, LAST)
     folder = run / two_phase_delete.TRASH_FOLDER
     folder.mkdir()
@@ -444,7 +444,7 @@ def test_another_run_is_at_it(run):
     assert len(names(run)) == 6
 
 
-def test_what_was_kept_is_gone(run):
+def test_prune_stops_if_kept_checkpoint_is_missing(run):
     plan = plan_prune(run, LAST)
     shutil.rmtree(run / "step-100")
     with pytest.raises(RefusedError, match="changed"):
@@ -453,7 +453,7 @@ def test_what_was_kept_is_gone(run):
 
 
 @pytest.mark.parametrize("file", ["cut", "gone"])
-def test_what_was_kept_is_torn(run, file):
+def test_prune_stops_if_kept_checkpoint_is_damaged(run, file):
     """While a person looked at the plan, somebody else broke what the others may go for."""
     plan = plan_prune(run, LAST)
     weights = run / "step-100" / "model.safetensors"
@@ -466,13 +466,13 @@ def test_what_was_kept_is_torn(run, file):
     assert names(run) == ["step-1", "step-10", "step-100", "step-2", "step-9"]
 
 
-def test_what_was_kept_got_another_file(run):
+def test_new_file_in_kept_checkpoint_does_not_stop_prune(run):
     plan = plan_prune(run, LAST)
     (run / "step-100" / "eval.json").write_text("{}")
     assert len(run_prune(plan).done) == 4
 
 
-def test_what_was_replaced_written_to_or_named_stays(run):
+def test_changed_or_newly_pinned_checkpoints_are_kept(run):
     plan = plan_prune(run, LAST)
     shutil.rmtree(run / "step-1")
     save_step(run / "step-1")
@@ -484,7 +484,7 @@ def test_what_was_replaced_written_to_or_named_stays(run):
     assert names(run) == ["latest", "step-1", "step-100", "step-2", "step-9"]
 
 
-def test_what_is_written_to_in_place_stays(run):
+def test_checkpoint_written_in_place_is_kept(run):
     plan = plan_prune(run, LAST)
     with (run / "step-9" / "model.safetensors").open("ab") as file:
         file.write(b"more")
@@ -493,7 +493,7 @@ def test_what_is_written_to_in_place_stays(run):
     assert names(run) == ["step-100", "step-9"]
 
 
-def test_files_are_checkpoints_too(tmp_path):
+def test_single_file_checkpoints_are_pruned(tmp_path):
     source = Path(__file__).parents[2] / "data" / "wrappers" / "lightning_plain" / "ckpt"
     for step in (1, 20, 3):
         path = tmp_path / "run" / f"epoch=0-step={step}.ckpt"
@@ -506,7 +506,7 @@ def test_files_are_checkpoints_too(tmp_path):
     assert names(tmp_path / "run") == ["epoch=0-step=20.ckpt", best, "last.ckpt"]
 
 
-def test_a_crash_leaves_trash_that_the_next_run_removes(run, monkeypatch):
+def test_trash_left_by_crash_is_removed_next_time(run, monkeypatch):
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(trash, "remove_path", interrupted)
         prune(run, Policy(last=2))
@@ -520,7 +520,7 @@ def test_a_crash_leaves_trash_that_the_next_run_removes(run, monkeypatch):
 
 
 @pytest.mark.parametrize("inside", [[], ["lock"]])
-def test_a_run_that_was_killed_at_its_end_leaves_no_trash_for_good(run, inside):
+def test_empty_trash_folder_is_removed_next_time(run, inside):
     (run / ".ckptctl-trash").mkdir()
     for name in inside:
         (run / ".ckptctl-trash" / name).write_text("1\n")
@@ -538,7 +538,7 @@ def interrupted(path: Path) -> None:
         raise KeyboardInterrupt
 
 
-def test_what_cannot_be_removed_is_named(run, monkeypatch):
+def test_removal_failure_is_reported_per_checkpoint(run, monkeypatch):
     def refuse(path: Path) -> None:
         if path.name == "step-2" and path.exists():
             raise StorageError("cannot remove: Operation not permitted (EPERM)", where=str(path))
@@ -552,7 +552,7 @@ def test_what_cannot_be_removed_is_named(run, monkeypatch):
     assert names(run) == [".ckptctl-trash", "step-10", "step-100"]
 
 
-def test_a_rename_that_fails_leaves_the_checkpoint(run, monkeypatch):
+def test_failed_rename_leaves_checkpoint_untouched(run, monkeypatch):
     def fail(*_: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
@@ -565,7 +565,7 @@ def test_a_rename_that_fails_leaves_the_checkpoint(run, monkeypatch):
     assert after == before
 
 
-def test_the_trash_is_no_name_that_trainers_know(run):
+def test_trash_folder_name_matches_no_checkpoint_pattern(run):
     """torchtitan searches for ``step-(\\d+)`` anywhere in a name."""
     assert not any(letter.isdigit() for letter in two_phase_delete.TRASH_FOLDER)
     (run / two_phase_delete.TRASH_FOLDER / "step-1").mkdir(parents=True)
@@ -597,7 +597,7 @@ def opened(root: Path) -> Path:
     return root
 
 
-def test_a_run_that_may_not_be_changed(run):
+def test_read_only_run_is_a_storage_error(run):
     opened(run).chmod(0o755)
     before = snapshot(run)
     with nobody(), pytest.raises(StorageError, match="EACCES"):
@@ -605,7 +605,7 @@ def test_a_run_that_may_not_be_changed(run):
     assert snapshot(run) == before
 
 
-def test_a_checkpoint_that_may_not_be_moved(run):
+def test_unmovable_checkpoint_is_reported_and_kept(run):
     """A directory changes its ``..`` when it is moved: who may not write in it may not move it."""
     opened(run)
     for step in (2, 9, 10):
@@ -617,7 +617,7 @@ def test_a_checkpoint_that_may_not_be_moved(run):
     assert names(run) == ["step-1", "step-100"]
 
 
-def test_a_file_that_nobody_may_remove(run):
+def test_immutable_file_stays_in_trash_and_is_reported(run):
     """It is not put back, for half of it may be gone: it lies in the trash, which is said."""
     stuck = run / "step-2" / "model.safetensors"
     if subprocess.run(["chattr", "+i", stuck], capture_output=True, check=False).returncode:
@@ -636,7 +636,7 @@ def test_a_file_that_nobody_may_remove(run):
     assert names(run) == ["step-100"]
 
 
-def test_a_trainer_that_saves_meanwhile(tmp_path):
+def test_prune_during_training_never_removes_running_save(tmp_path):
     """What it writes, file by file in any order, is never removed while it is being written."""
     root, chance, lost = tmp_path / "run", random.Random(1), []
     save_step(root / "step-0")

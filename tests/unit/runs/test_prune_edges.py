@@ -19,7 +19,7 @@ LAST = Policy(last=1)
 OPTIMIZER = "optimizer.safetensors"
 
 
-def test_the_working_directory_may_lie_deep_inside(
+def test_working_directory_deep_inside_checkpoint_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for step in (1, 2):
@@ -32,7 +32,7 @@ def test_the_working_directory_may_lie_deep_inside(
         plan_prune(tmp_path, LAST)
 
 
-def test_weights_in_a_file_with_the_name_of_an_optimizers_stay(tmp_path: Path) -> None:
+def test_weights_in_optimizer_named_file_are_not_thinned(tmp_path: Path) -> None:
     for step in (1, 2):
         path = save_step(tmp_path / f"checkpoint-{step}", files=2)
         first = sorted(path.glob("*.safetensors"))[0]
@@ -49,7 +49,7 @@ def test_weights_in_a_file_with_the_name_of_an_optimizers_stay(tmp_path: Path) -
     assert (tmp_path / "checkpoint-1" / OPTIMIZER).exists()
 
 
-def test_a_thinned_one_is_on_the_disk_before_the_whole_one_goes(
+def test_thinned_checkpoint_is_synced_before_original_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, _ = tiny_llama("llama3", layers=1)

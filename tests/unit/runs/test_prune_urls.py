@@ -69,7 +69,7 @@ def prune(url: str, policy: Policy = LAST, now: float | None = None) -> PruneRes
     return run_prune(plan_prune(url, policy, now=now))
 
 
-def test_the_plan_is_that_of_a_directory(run: str, tmp_path: Path) -> None:
+def test_plan_prune_of_url_matches_local_directory(run: str, tmp_path: Path) -> None:
     before = files(run)
     seen, local = (plan_prune(root, LAST) for root in (run, tmp_path / "run"))
     assert [(one.name, one.action, one.reasons, one.nbytes) for one in seen.decisions] == [
@@ -78,7 +78,7 @@ def test_the_plan_is_that_of_a_directory(run: str, tmp_path: Path) -> None:
     assert files(run) == before and str(seen.root) == run
 
 
-def test_removed(run: str) -> None:
+def test_prune_on_url_deletes_all_but_last_n(run: str) -> None:
     MEMORY.pipe_file(f"{place(run)}/notes.txt", b"mine")
     result = prune(run)
     assert result.done == ("step-1", "step-2") and not result.failed
@@ -87,7 +87,7 @@ def test_removed(run: str) -> None:
     assert plan_prune(run, LAST).is_idle
 
 
-def test_a_single_file(tmp_path: Path) -> None:
+def test_prune_on_url_deletes_single_file_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     for step in (1, 2):
         torch.save({"w": torch.ones(2)}, tmp_path / "run" / f"epoch=0-step={step}.ckpt")
@@ -96,7 +96,7 @@ def test_a_single_file(tmp_path: Path) -> None:
     assert names(url) == ["epoch=0-step=2.ckpt"]
 
 
-def test_what_a_pointer_names_stays_and_one_that_is_not_understood_stops_it(run: str) -> None:
+def test_pointer_on_url_protects_and_unrecognized_one_blocks(run: str) -> None:
     MEMORY.pipe_file(f"{place(run)}/latest", b"step-1")
     assert prune(run).done == ("step-2",)
     MEMORY.pipe_file(f"{place(run)}/latest", b"who knows")
@@ -106,13 +106,13 @@ def test_what_a_pointer_names_stays_and_one_that_is_not_understood_stops_it(run:
     assert plan_prune(run, LAST)
 
 
-def test_places_that_nothing_is_removed_from() -> None:
+def test_prune_on_hub_or_http_is_refused() -> None:
     for url in ("hf://org/name", "https://host/run"):
         with pytest.raises(RefusedError, match="object stores"):
             plan_prune(url, LAST)
 
 
-def test_optimizers_are_not_taken_out(run: str) -> None:
+def test_thin_on_url_is_refused(run: str) -> None:
     with pytest.raises(RefusedError, match="not supported for URLs"):
         plan_prune(run, LAST, thin=True)
 
@@ -139,7 +139,7 @@ def kill_at(patch: pytest.MonkeyPatch, number: int) -> None:
         patch.setattr(MEMORY, method, dying(getattr(MEMORY, method)))
 
 
-def test_killed_before_every_change(run: str, tmp_path: Path) -> None:
+def test_prune_killed_at_any_request_can_be_finished(run: str, tmp_path: Path) -> None:
     """A checkpoint is whole with all files, or none; the next run finishes what was begun."""
     whole, interrupted = files(run), 0
     for number in range(60):
@@ -163,7 +163,7 @@ def test_killed_before_every_change(run: str, tmp_path: Path) -> None:
     assert number > 10 and interrupted > 4
 
 
-def test_what_was_saved_where_a_removal_was_interrupted_stays(run: str) -> None:
+def test_files_saved_after_interrupted_removal_are_kept(run: str) -> None:
     """By something that knows no locks of ours: what was to be removed was replaced since."""
     with pytest.MonkeyPatch.context() as patch:
         kill_at(patch, 6)
@@ -183,7 +183,7 @@ def test_what_was_saved_where_a_removal_was_interrupted_stays(run: str) -> None:
 
 
 @pytest.mark.parametrize("place_of_it", ["", "step-1/"])
-def test_another_run_is_at_it(run: str, place_of_it: str) -> None:
+def test_concurrent_prune_or_write_on_url_is_refused(run: str, place_of_it: str) -> None:
     name = f"{place_of_it}{LOCK_NAME}" if place_of_it else ".ckptctl-removing"
     writing = LockRecord("other", ELSEWHERE, (".metadata",))
     plan = plan_prune(run, LAST)
@@ -196,9 +196,7 @@ def test_another_run_is_at_it(run: str, place_of_it: str) -> None:
     assert "step-1/model.safetensors.index.json" in files(run)
 
 
-def test_what_changes_between_the_look_and_the_lock_stays(
-    run: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoint_changed_before_lock_is_kept(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     original = FsspecStore.make_folder
 
     def make_folder(store: FsspecStore, name: str = "") -> None:
@@ -213,9 +211,7 @@ def test_what_changes_between_the_look_and_the_lock_stays(
     assert "step-1/late" in files(run) and "step-1/model.safetensors.index.json" in files(run)
 
 
-def test_a_removal_that_the_store_refuses_is_finished_later(
-    run: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_removal_on_url_is_finished_later(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     original = MEMORY.rm_file
 
     def refuse(path: str) -> None:
@@ -233,7 +229,7 @@ def test_a_removal_that_the_store_refuses_is_finished_later(
     assert not prune(run).failed and names(run) == ["step-10"]
 
 
-def test_a_copy_of_what_is_half_removed_is_no_checkpoint(run: str, tmp_path: Path) -> None:
+def test_copy_of_partially_removed_checkpoint_is_refused(run: str, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MEMORY, "rm_file", lambda _: 1 / 0)
         assert prune(run).failed.keys() == {"step-1", "step-2"}
@@ -246,7 +242,7 @@ def test_a_copy_of_what_is_half_removed_is_no_checkpoint(run: str, tmp_path: Pat
         open_checkpoint(copy)
 
 
-def test_the_lock_of_an_older_version_is_understood() -> None:
+def test_lock_of_older_version_is_parsed() -> None:
     old = b'{"token": "t", "process": null, "names": ["a"], "removed": [], "sent": {}}'
     said = parse_lock(old)
     assert said == LockRecord("t", None, ("a",)) and said is not None and not said.is_deletion

@@ -36,26 +36,26 @@ def removed(run: Path) -> list[str]:
     return [one.name for one in plan_prune(run, LAST).list_decisions("remove")]
 
 
-def test_links_that_lead_through_another_checkpoint(run: Path) -> None:
+def test_chained_links_keep_every_checkpoint_on_path(run: Path) -> None:
     """Python's ``Path.resolve`` names the end alone; the way there has to stay, too."""
     (run / "step-2" / "a").symlink_to("../step-1/model.safetensors")
     (run / "step-3" / "a").symlink_to("../step-2/a")
     assert removed(run) == []
 
 
-def test_links_that_go_up_through_another_checkpoint(run: Path) -> None:
+def test_links_through_parent_of_checkpoint_keep_it(run: Path) -> None:
     (run / "step-3" / "a").symlink_to("../step-2/../step-1/model.safetensors")
     assert removed(run) == []
 
 
-def test_links_by_another_name_of_the_run(run: Path) -> None:
+def test_links_through_alias_of_run_keep_targets(run: Path) -> None:
     (run.parent / "alias").symlink_to(run)
     (run / "step-3" / "a").symlink_to(run.parent / "alias" / "step-2" / "model.safetensors")
     (run / "step-3" / "dangling").symlink_to("../step-1/gone")
     assert removed(run) == []
 
 
-def test_links_in_folders_that_are_no_checkpoints(run: Path) -> None:
+def test_links_in_other_folders_keep_targets(run: Path) -> None:
     (run / "exports" / "v1").mkdir(parents=True)
     (run / "exports" / "best").symlink_to("../step-1")
     (run / "exports" / "v1" / "w").symlink_to("../../step-2/model.safetensors")
@@ -63,7 +63,7 @@ def test_links_in_folders_that_are_no_checkpoints(run: Path) -> None:
     assert removed(run) == []
 
 
-def test_links_without_end(run: Path) -> None:
+def test_endless_links_keep_nothing(run: Path) -> None:
     for number in range(60):
         (run / f"link{number}").symlink_to(f"link{number + 1}")
     (run / "link60").symlink_to("link0")
@@ -71,18 +71,18 @@ def test_links_without_end(run: Path) -> None:
     assert removed(run) == ["step-1", "step-2"]
 
 
-def test_a_pointer_that_is_a_link_to_a_file(run: Path) -> None:
+def test_pointer_that_links_to_file_keeps_target(run: Path) -> None:
     (run / "latest.txt").write_text("step-1\n")
     (run / "latest").symlink_to("latest.txt")
     assert removed(run) == ["step-2"]
 
 
-def test_a_pointer_as_windows_writes_it(run: Path) -> None:
+def test_pointer_with_bom_and_crlf_keeps_target(run: Path) -> None:
     (run / "latest").write_bytes(b"\xef\xbb\xbfstep-1\r\n")
     assert removed(run) == ["step-2"]
 
 
-def test_names_that_the_file_system_takes_for_the_same(
+def test_pointer_on_case_insensitive_file_system_keeps_target(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on macOS, or a Windows share; here every other spelling is a stand-in."""
@@ -96,7 +96,7 @@ def test_names_that_the_file_system_takes_for_the_same(
     assert removed(run) == ["step-2"]
 
 
-def test_a_pointer_that_cannot_be_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_pointer_blocks_prune(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Root may read everything, so the refusal is made here."""
     (run / "latest").write_text("step-1")
     plan = plan_prune(run, LAST)
@@ -116,7 +116,7 @@ def test_a_pointer_that_cannot_be_read(run: Path, monkeypatch: pytest.MonkeyPatc
     assert (run / "step-2").exists()
 
 
-def test_the_best_one_is_that_of_the_checkpoint_to_go_on_from(tmp_path: Path) -> None:
+def test_best_is_taken_from_newest_complete_checkpoint(tmp_path: Path) -> None:
     """What a torn save calls the best is itself; training goes on without it."""
     for step in (1, 2, 3, 4):
         path = save_step(tmp_path / f"checkpoint-{step}")
@@ -130,7 +130,7 @@ def test_the_best_one_is_that_of_the_checkpoint_to_go_on_from(tmp_path: Path) ->
     ]
 
 
-def test_hard_links_free_nothing(run: Path) -> None:
+def test_hard_linked_files_count_as_no_freed_bytes(run: Path) -> None:
     os.unlink(run / "step-2" / "model.safetensors")
     os.link(run / "step-1" / "model.safetensors", run / "step-2" / "model.safetensors")
     aged(run)
@@ -156,12 +156,10 @@ def test_hard_links_free_nothing(run: Path) -> None:
         (" " * 60_000 + "x", ()),
     ],
 )
-def test_the_step_that_a_pointer_states_is_found_in_linear_time(
-    text: str, names: tuple[str, ...]
-) -> None:
+def test_step_in_pointer_text_is_found(text: str, names: tuple[str, ...]) -> None:
     assert find_mentioned(text, ["step-100"], lambda _: None) == names
 
 
 @pytest.mark.parametrize("text", ["0" * 60_000 + "!", "a" * 60_000 + "!", "step-7", "a.b", "7"])
-def test_what_looks_like_a_step_is_told_in_linear_time(text: str, tmp_path: Path) -> None:
+def test_step_like_pointer_text_is_recognized(text: str, tmp_path: Path) -> None:
     assert is_known_reference(text, tmp_path) == (text in ("step-7", "7"))

@@ -42,7 +42,7 @@ def size(path: Path) -> int:
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_dcp(tmp_path: Path, style: Style) -> None:
+def test_thinned_dcp_keeps_everything_but_optimizer(tmp_path: Path, style: Style) -> None:
     for step in (1, 2):
         path = save_training_dcp(tmp_path / f"step-{step}", MODEL, style)
         (path / "notes").mkdir()
@@ -72,7 +72,7 @@ def test_dcp(tmp_path: Path, style: Style) -> None:
     assert again.decisions[0].reasons == ("it contains no optimizer state",)
 
 
-def test_one_file(tmp_path: Path) -> None:
+def test_thinned_lightning_file_keeps_everything_but_optimizer(tmp_path: Path) -> None:
     """A Lightning checkpoint as torch.save writes it."""
     for step in (1, 2):
         moments = {"state": {0: {"exp_avg": torch.ones(3, 2)}}, "param_groups": [{"lr": 0.1}]}
@@ -95,7 +95,7 @@ def test_one_file(tmp_path: Path) -> None:
     assert (tmp_path / "epoch=0-step=1.ckpt").stat().st_mtime == START + 1
 
 
-def test_files_of_their_own(tmp_path: Path) -> None:
+def test_thinning_removes_separate_optimizer_file(tmp_path: Path) -> None:
     for step in (1, 2):
         path = save_hf(tmp_path / f"checkpoint-{step}", MODEL, CONFIG)
         torch.save({"state": {}, "param_groups": []}, path / "optimizer.pt")
@@ -110,7 +110,7 @@ def test_files_of_their_own(tmp_path: Path) -> None:
     assert not differences(load_any_reference(tmp_path / "checkpoint-1"), MODEL)
 
 
-def test_what_cannot_be_taken_apart_stays(tmp_path: Path) -> None:
+def test_thinning_skips_unsupported_format(tmp_path: Path) -> None:
     import shutil
 
     source = Path(__file__).parents[2] / "data" / "deepspeed" / "z2_rr" / "ckpt" / "global_step2"
@@ -122,7 +122,9 @@ def test_what_cannot_be_taken_apart_stays(tmp_path: Path) -> None:
     assert "deepspeed" in plan.decisions[0].reasons[0]
 
 
-def test_a_failure_leaves_it_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_thinning_leaves_checkpoint_untouched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for step in (1, 2):
         age(save_training_dcp(tmp_path / f"step-{step}", MODEL), START + step)
     before = load_any_reference(tmp_path / "step-1")
@@ -136,7 +138,7 @@ def test_a_failure_leaves_it_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not differences(load_any_reference(tmp_path / "step-1"), before)
 
 
-def test_what_is_added_while_it_is_written_anew_is_not_lost(
+def test_checkpoint_changed_during_thinning_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for step in (1, 2):
@@ -154,7 +156,7 @@ def test_what_is_added_while_it_is_written_anew_is_not_lost(
     assert any("optim" in name for name in load_any_reference(tmp_path / "step-1"))
 
 
-def test_lists_of_digests_say_what_is_left(tmp_path: Path) -> None:
+def test_thinning_updates_sha256sums(tmp_path: Path) -> None:
     """The weights stay proven, and nothing is said of the optimizer any more."""
     for step in (1, 2):
         path = save_step(tmp_path / f"checkpoint-{step}")
@@ -174,7 +176,7 @@ def test_lists_of_digests_say_what_is_left(tmp_path: Path) -> None:
     )
 
 
-def test_a_list_that_cannot_be_written_keeps_the_optimizer(
+def test_sha256sums_write_failure_keeps_optimizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for step in (1, 2):
@@ -195,7 +197,7 @@ def test_a_list_that_cannot_be_written_keeps_the_optimizer(
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("place", [".", "optimizer_0"])
-def test_what_holds_no_weights_is_left_alone(tmp_path: Path, place: str) -> None:
+def test_checkpoint_without_weights_is_not_thinned(tmp_path: Path, place: str) -> None:
     """Nothing would be left of it: accelerate saves its optimizers beside its models."""
     state = {"optimizer": {"m": torch.ones(20)}}
     for step in (1, 2):

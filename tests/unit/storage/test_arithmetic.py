@@ -12,7 +12,7 @@ ITEM = 2
 @pytest.mark.parametrize(
     "columns", [1, TRANSPOSE_COLUMNS, TRANSPOSE_COLUMNS + 1, 3 * TRANSPOSE_COLUMNS - 5]
 )
-def test_a_matrix_is_transposed_into_part_of_a_larger_one(columns, beside):
+def test_matrix_is_transposed_into_part_of_larger_matrix(columns, beside):
     rows, width = 40, columns + beside
     source = torch.randint(0, 1 << 15, (columns, rows), dtype=torch.int16)
     target = torch.zeros(rows, width, dtype=torch.int16)

@@ -104,7 +104,7 @@ def deepseek(weight, scale, dtype, block=128):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scales", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu])
-def test_fp8_of_any_size(files, dtype, scales):
+def test_fp8_dequantization_matches_deepseek_for_any_size(files, dtype, scales):
     weight, scale = every_fp8(300, 200), (torch.rand(3, 2) * 3 + 0.01).to(scales)
     computed = fp8(files, weight, scale, dtype)
     same_everywhere(files, computed, deepseek(weight, scale, DTYPES[dtype]))
@@ -112,7 +112,7 @@ def test_fp8_of_any_size(files, dtype, scales):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(256, 384), (3, 256, 128)])
-def test_fp8_as_transformers_does(files, dtype, shape):
+def test_fp8_dequantization_matches_transformers(files, dtype, shape):
     weight = every_fp8(*shape)
     scale = torch.rand(*shape[:-2], shape[-2] // 128, shape[-1] // 128)
     peer = pytest.importorskip("transformers.integrations.finegrained_fp8")
@@ -120,21 +120,21 @@ def test_fp8_as_transformers_does(files, dtype, shape):
     same_everywhere(files, fp8(files, weight, scale, dtype), theirs)
 
 
-def test_fp8_with_one_scale(files):
+def test_fp8_dequantization_with_single_scale_matches_transformers(files):
     weight, scale = every_fp8(20, 30), torch.tensor(0.3)
     peer = pytest.importorskip("transformers.integrations.finegrained_fp8")
     theirs = peer.Fp8Dequantize(None)._dequantize_one(weight, scale, torch.bfloat16)
     same_everywhere(files, fp8(files, weight, scale, "bfloat16", (20, 30)), theirs)
 
 
-def test_every_byte_of_fp8_keeps_its_bits(files):
+def test_every_fp8_byte_dequantizes_exactly_to_float32(files):
     weight = torch.arange(256, dtype=torch.uint8).view(1, 256).view(torch.float8_e4m3fn)
     computed = fp8(files, weight, torch.ones(1, 2), "float32")
     assert read(files, computed, [(0, 1024)]) == raw_bytes(weight.float())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_mxfp4_as_transformers_does(files, dtype):
+def test_mxfp4_dequantization_matches_transformers(files, dtype):
     torch.manual_seed(2)
     blocks = torch.randint(0, 256, (3, 40, 5, 16), dtype=torch.uint8)
     scales = torch.randint(0, 256, (3, 40, 5), dtype=torch.uint8)
@@ -145,7 +145,7 @@ def test_mxfp4_as_transformers_does(files, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_pair_of_byte_and_scale_of_mxfp4(files, dtype):
+def test_every_mxfp4_byte_and_scale_pair_matches_transformers(files, dtype):
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).repeat(256, 1, 1)
     scales = torch.arange(256, dtype=torch.uint8).view(256, 1).repeat(1, 16)
     inputs = stored(files, "b", blocks), stored(files, "s", scales)
@@ -161,7 +161,7 @@ def test_every_pair_of_byte_and_scale_of_mxfp4(files, dtype):
 
 
 @pytest.mark.parametrize("shape", [(), (9,), (4, 6)])
-def test_constants(files, shape):
+def test_constant_file_reads_as_constant(files, shape):
     ones = ComputedTensor("constant", "bfloat16", shape, arguments=1.0)
     expected = raw_bytes(torch.ones(shape, dtype=torch.bfloat16))
     assert read(files, ones, [(0, len(expected))]) == expected
@@ -169,7 +169,7 @@ def test_constants(files, shape):
     assert not any(read(files, zeros, [(0, 2 * len(expected))]))
 
 
-def test_a_virtual_file_may_be_made_of_another(files):
+def test_computed_file_reads_from_computed_input(files):
     weight = torch.ones(8, 8).to(torch.float8_e4m3fn)
     inner = computed_name("scale")
     whole = Extent(Box((0, 0), (1, 1)), inner, 0, 4)
@@ -184,7 +184,7 @@ def test_a_virtual_file_may_be_made_of_another(files):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("turned", [False, True])
-def test_rearranged_elements_are_read_in_any_rectangles(files, dtype, turned):
+def test_rearranged_tensor_reads_match_torch_in_any_rectangle(files, dtype, turned):
     """Experts apart, stacked and reordered: in long runs, and element by element."""
     experts = [torch.randn(60, 400) for _ in range(3)]
     inputs = [stored(files, f"e{number}", one) for number, one in enumerate(experts)]
@@ -195,7 +195,7 @@ def test_rearranged_elements_are_read_in_any_rectangles(files, dtype, turned):
     same_everywhere(files, computed, torch.stack(experts).permute(order).to(DTYPES[dtype]))
 
 
-def test_what_is_computed_of_what_is_computed_has_memory_of_its_own(files):
+def test_nested_computed_files_use_separate_buffers(files):
     """A rectangle of the outer file takes two of the inner one, and both have an input."""
     base = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(2))
     inner, shape = computed_name("inner"), tuple(base.shape)
@@ -207,7 +207,7 @@ def test_what_is_computed_of_what_is_computed_has_memory_of_its_own(files):
     assert found == raw_bytes(base.bfloat16())
 
 
-def test_computed_tensors_can_be_compared(files):
+def test_computed_tensors_compare_by_elements(files):
     stored(files, "real", torch.full((3, 4), 2.0))
     made = {
         computed_name("a"): ComputedTensor("constant", "float32", (3, 4), arguments=2),
@@ -233,7 +233,7 @@ def test_computed_tensors_can_be_compared(files):
         assert not are_tensors_equal(reader, entries["a"], entries["c"])
 
 
-def test_inputs_may_be_cut_into_boxes(files):
+def test_inputs_split_into_boxes_are_read(files):
     weight, scale = every_fp8(300, 200), torch.rand(3, 2)
     computed = fp8(files, weight, scale, "float32")
     (files.root / "left").write_bytes(raw_bytes(weight[:, :70]))
@@ -248,14 +248,14 @@ def test_inputs_may_be_cut_into_boxes(files):
     same_everywhere(files, computed, deepseek(weight, scale, torch.float32))
 
 
-def test_an_input_that_ends_early_is_damage(files):
+def test_truncated_input_is_damaged(files):
     computed = fp8(files, every_fp8(128, 128), torch.ones(1, 1), "float32")
     (files.root / "weight").write_bytes(b"short")
     with pytest.raises(DamagedError, match="truncated"):
         read(files, computed, [(0, 128 * 128 * 4)])
 
 
-def test_rows_are_computed_together_and_within_the_limit():
+def test_rectangles_group_rows_within_limit():
     column = [(row * 100 + 20, 10, row * 10) for row in range(50)]
     found = list(split_rectangles(column, 100, limit=200))
     assert [(one.row, one.rows, one.start, one.nbytes) for one in found] == [
@@ -266,14 +266,14 @@ def test_rows_are_computed_together_and_within_the_limit():
     assert [one.destinations for one in found] == [[(0, 200)], [(200, 200)], [(400, 100)]]
 
 
-def test_a_range_has_a_head_whole_rows_and_a_tail():
+def test_range_splits_into_head_full_rows_and_tail():
     found = [
         (r.row, r.rows, r.start, r.nbytes) for r in split_rectangles([(30, 300, 0)], 100, 1000)
     ]
     assert found == [(0, 1, 30, 70), (1, 2, 0, 100), (3, 1, 0, 30)]
 
 
-def test_a_row_beyond_the_limit_is_cut():
+def test_row_above_limit_is_split():
     found = [(r.row, r.rows, r.start, r.nbytes) for r in split_rectangles([(0, 250, 0)], 100, 64)]
     assert found == [(0, 1, 0, 64), (0, 1, 64, 36), (1, 1, 0, 64), (1, 1, 64, 36), (2, 1, 0, 50)]
 
@@ -288,7 +288,7 @@ def test_a_row_beyond_the_limit_is_cut():
         (3 << 20, 0, 1 << 20),  # a row is too long
     ],
 )
-def test_a_range_is_cut_where_rows_are_computed_together(width, offset, step):
+def test_best_step_aligns_to_row_groups(width, offset, step):
     computed = ComputedTensor("lora", "bfloat16", (4096, width // 2), (), ())
     found = OpenFiles({NAME: computed}, lambda _: pytest.fail("nothing is read")).find_virtual_file(
         NAME
@@ -296,6 +296,6 @@ def test_a_range_is_cut_where_rows_are_computed_together(width, offset, step):
     assert found.best_step(offset, 1 << 20) == step
 
 
-def test_kinds_are_found():
+def test_builtin_computed_kinds_are_registered():
     assert {"block_fp8", "mxfp4", "constant"} <= load_kinds().keys()
     assert all(callable(kind.compute) for kind in load_kinds().values())

@@ -22,7 +22,7 @@ def files(tmp_path: Path) -> SourceFiles:
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, WINDOW_BYTES, 2 * WINDOW_BYTES + 7])
-def test_the_range_and_nothing_else_is_read(files: SourceFiles, nbytes: int) -> None:
+def test_only_requested_range_is_read_in_windows(files: SourceFiles, nbytes: int) -> None:
     told: list[int] = []
     read = b"".join(bytes(view) for view in iterate_windows(files, "f", 5, nbytes, told.append))
     assert read == CONTENT[5 : 5 + nbytes]
@@ -31,12 +31,12 @@ def test_the_range_and_nothing_else_is_read(files: SourceFiles, nbytes: int) -> 
     assert compute_crc(files, "f", 5, nbytes) == zlib.crc32(CONTENT[5 : 5 + nbytes])
 
 
-def test_a_file_that_ends_too_early(files: SourceFiles) -> None:
+def test_crc_of_truncated_file_is_damaged(files: SourceFiles) -> None:
     with pytest.raises(DamagedError, match="truncated"):
         compute_crc(files, "f", 5, len(CONTENT))
 
 
-def test_pieces_have_the_size_that_holds_now(
+def test_windows_use_current_window_size(
     files: SourceFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = compute_crc(files, "f", 0, 1000)

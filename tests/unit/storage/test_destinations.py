@@ -23,7 +23,7 @@ def refused(target: Path, kind: Replaceable, overwrite: bool) -> RefusedError:
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("holds", [(), ("x.html",)])
-def test_a_file_takes_the_place_of_no_folder(
+def test_folder_destination_for_file_output_is_refused(
     tmp_path: Path, overwrite: bool, holds: tuple[str, ...]
 ) -> None:
     for name in holds:
@@ -34,7 +34,7 @@ def test_a_file_takes_the_place_of_no_folder(
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_an_empty_folder_is_as_good_as_none(
+def test_empty_folder_destination_is_accepted_if_replaceable(
     tmp_path: Path, overwrite: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "new"
@@ -54,7 +54,7 @@ def test_an_empty_folder_is_as_good_as_none(
 
 
 @pytest.mark.parametrize("empty", [False, True])
-def test_nothing_takes_the_place_of_a_bind_mount(
+def test_bind_mount_destination_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty: bool
 ) -> None:
     """It is on the same device as its parent; a rename to it fails when all work is done."""
@@ -69,7 +69,7 @@ def test_nothing_takes_the_place_of_a_bind_mount(
     assert refused(target, FOLDER, True).what == "the destination is a mount point"
 
 
-def test_an_empty_folder_is_filled_from_a_folder_that_is_gone(
+def test_empty_folder_is_accepted_from_deleted_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "gone").mkdir()
@@ -79,7 +79,7 @@ def test_an_empty_folder_is_filled_from_a_folder_that_is_gone(
     check_target(tmp_path / "new", overwrite=False, is_checkpoint=FOLDER)
 
 
-def test_what_overwrite_would_replace_is_named(tmp_path: Path) -> None:
+def test_refused_destination_error_explains_overwrite(tmp_path: Path) -> None:
     page, other = tmp_path / "a.html", tmp_path / "a.py"
     page.touch()
     other.touch()
@@ -95,7 +95,7 @@ def test_what_overwrite_would_replace_is_named(tmp_path: Path) -> None:
     assert refused(notes.parent, FOLDER, True).why == "it contains `notes.txt`"
 
 
-def test_urls_and_what_was_one(tmp_path: Path) -> None:
+def test_url_destination_is_a_usage_error(tmp_path: Path) -> None:
     for good in (f"file://{tmp_path}/x", tmp_path / "x", "a:b/c"):
         require_local_path(good)
     with pytest.raises(UsageError, match="URLs are not supported here"):

@@ -10,7 +10,7 @@ from ckptctl.storage import file_system
 
 
 @pytest.mark.parametrize("supported", [True, False])
-def test_nothing_is_replaced(
+def test_move_never_replaces_existing_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, supported: bool
 ) -> None:
     def unsupported(*_: object) -> None:

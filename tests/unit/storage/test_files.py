@@ -23,7 +23,7 @@ def is_open(descriptor: int, path: Path) -> bool:
     return link.is_symlink() and link.readlink() == path
 
 
-def test_the_one_used_longest_ago_is_closed(files: LocalFiles) -> None:
+def test_least_recently_used_descriptor_is_closed(files: LocalFiles) -> None:
     held = {}
     for name in "abac":
         with files._hold_descriptor(name) as held[name]:
@@ -32,7 +32,7 @@ def test_the_one_used_longest_ago_is_closed(files: LocalFiles) -> None:
     assert files.read_some("b", 0, 9) == b"b"
 
 
-def test_more_than_the_limit_stay_open_while_they_are_used(files: LocalFiles) -> None:
+def test_descriptors_in_use_stay_open_beyond_limit(files: LocalFiles) -> None:
     with files._hold_descriptor("a") as a, files._hold_descriptor("b") as b:
         with files._hold_descriptor("c") as c:
             assert all(

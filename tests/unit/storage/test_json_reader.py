@@ -26,7 +26,7 @@ VALUES = st.recursive(
 
 
 @given(VALUES, st.booleans())
-def test_json_is_read(value, ascii_only):
+def test_json_round_trips(value, ascii_only):
     text = json.dumps(value, ensure_ascii=ascii_only).encode()
     assert parse_json(text, where="x") == value
 
@@ -68,7 +68,7 @@ WHOLE = b'{"a": [1, 2.5, true, null, {"b": "c\xc3\xa9"}], "d": "e"}'
 
 
 @pytest.mark.parametrize("end", range(len(WHOLE)))
-def test_a_text_that_ends_early_is_cut_off(end):
+def test_truncated_json_is_damaged(end):
     with pytest.raises(DamagedError, match="truncated"):
         parse_json(WHOLE[:end], where="x")
 
@@ -76,16 +76,16 @@ def test_a_text_that_ends_early_is_cut_off(end):
 @pytest.mark.parametrize(
     "text", [b'{"a": 1,}', b'{"a": "b}', b"{1: 2}", b'{"a": 1} x', b'["\xff"]']
 )
-def test_a_text_that_is_odd_is_not_cut_off(text):
+def test_malformed_json_is_unsupported(text):
     with pytest.raises(UnsupportedError, match="malformed JSON"):
         parse_json(text, where="x")
 
 
-def test_surrogate_pairs_are_text():
+def test_surrogate_pairs_are_decoded():
     assert parse_json(b'"\\ud83d\\ude00"', where="x") == "\U0001f600"
 
 
-def test_files_are_bounded(tmp_path):
+def test_json_file_above_size_limit_is_unsupported(tmp_path):
     (tmp_path / "a.json").write_bytes(b"[1, 2]")
     with source_files(tmp_path) as files:
         assert read_json(files, "a.json") == [1, 2]
@@ -94,7 +94,7 @@ def test_files_are_bounded(tmp_path):
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 1000])
-def test_a_text_is_read_value_by_value(monkeypatch, chunk):
+def test_json_text_is_parsed_incrementally(monkeypatch, chunk):
     monkeypatch.setattr(json_reader, "CHUNK_CHARACTERS", chunk)
     text = JsonTextReader(StringIO(' {"a": 12345, "list": [1, "two", {"x": []}], "b": null} '))
     values = {
@@ -105,7 +105,7 @@ def test_a_text_is_read_value_by_value(monkeypatch, chunk):
     text.require_end()
 
 
-def test_what_stands_before_a_cut_is_read(monkeypatch):
+def test_values_before_truncation_are_parsed(monkeypatch):
     monkeypatch.setattr(json_reader, "CHUNK_CHARACTERS", 4)
     text, read = JsonTextReader(StringIO('{"a": 1, "list": [1, 2, ')), []
     with pytest.raises(ValueError, match="Expecting value"):

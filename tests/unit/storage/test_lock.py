@@ -21,7 +21,7 @@ def held(folder: Path):
     return lock.hold_lock(folder, folder / "target", DOING)
 
 
-def test_one_at_a_time(tmp_path: Path) -> None:
+def test_lock_is_exclusive(tmp_path: Path) -> None:
     with held(tmp_path / "stage"):
         assert lock.find_holder(tmp_path / "stage") == str(os.getpid())
         with pytest.raises(RefusedError, match=f"another process is {DOING} .PID {os.getpid()}"):
@@ -31,7 +31,7 @@ def test_one_at_a_time(tmp_path: Path) -> None:
         pass
 
 
-def test_a_full_disk_can_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_works_on_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -44,12 +44,12 @@ def test_a_full_disk_can_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         pass
 
 
-def test_there_is_nothing_to_lock_in(tmp_path: Path) -> None:
+def test_lock_in_missing_parent_is_a_storage_error(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="cannot create"):
         held(tmp_path / "gone" / "stage").__enter__()
 
 
-def test_it_ends_with_its_process(tmp_path: Path) -> None:
+def test_lock_is_released_when_process_is_killed(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys; from pathlib import Path; from ckptctl.storage import lock\n"
         "found = lock.hold_lock(Path(sys.argv[1]), Path('x'), 'at it')\n"
@@ -61,7 +61,7 @@ def test_it_ends_with_its_process(tmp_path: Path) -> None:
         pass
 
 
-def test_a_lock_that_was_removed_meanwhile_is_no_lock(
+def test_lock_file_removed_meanwhile_is_recreated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the open and the lock its holder ended and took the folder along.
@@ -86,7 +86,7 @@ def test_a_lock_that_was_removed_meanwhile_is_no_lock(
             held(tmp_path / "stage").__enter__()
 
 
-def test_a_link_in_the_place_of_the_lock_is_not_written_through(tmp_path: Path) -> None:
+def test_symlink_at_lock_path_is_refused_unwritten(tmp_path: Path) -> None:
     (tmp_path / "stage").mkdir()
     (tmp_path / "precious").write_text("precious")
     (tmp_path / "stage" / lock.LOCK_FILE).symlink_to(tmp_path / "precious")
@@ -95,7 +95,7 @@ def test_a_link_in_the_place_of_the_lock_is_not_written_through(tmp_path: Path) 
     assert (tmp_path / "precious").read_text() == "precious"
 
 
-def test_a_folder_that_is_a_link_is_refused(tmp_path: Path) -> None:
+def test_symlinked_lock_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "stage").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(RefusedError, match="link"):
@@ -103,7 +103,7 @@ def test_a_folder_that_is_a_link_is_refused(tmp_path: Path) -> None:
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-def test_where_none_can_be_made(tmp_path: Path) -> None:
+def test_lock_at_file_path_is_a_storage_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match=r"ENOTDIR|EEXIST"):
         held(tmp_path / "file").__enter__()

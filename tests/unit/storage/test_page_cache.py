@@ -33,7 +33,7 @@ def drop(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def test_a_file_that_was_read_is_not_cold(dropped: Path) -> None:
+def test_file_is_cold_until_fully_read(dropped: Path) -> None:
     with dropped.open("rb") as file:
         os.pread(file.fileno(), SIZE // 8, 0)
         assert is_mostly_uncached(file.fileno())
@@ -41,7 +41,7 @@ def test_a_file_that_was_read_is_not_cold(dropped: Path) -> None:
         assert not is_mostly_uncached(file.fileno())
 
 
-def test_to_look_brings_nothing_into_the_cache(
+def test_cold_check_does_not_fill_page_cache(
     dropped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(page_cache, "SAMPLES", SIZE // PAGE_BYTES)
@@ -51,7 +51,7 @@ def test_to_look_brings_nothing_into_the_cache(
         assert is_mostly_uncached(file.fileno())
 
 
-def test_small_and_strange_files_are_not_cold(tmp_path: Path) -> None:
+def test_small_files_and_directories_are_not_cold(tmp_path: Path) -> None:
     small = tmp_path / "small"
     small.write_bytes(bytes(SIZE - 1))
     drop(small)

@@ -10,7 +10,7 @@ from ckptctl.errors import UsageError
 from ckptctl.storage.paths import path_hint
 
 
-def test_what_there_is_instead(tmp_path: Path) -> None:
+def test_path_hint_suggests_similar_or_existing_names(tmp_path: Path) -> None:
     assert path_hint(tmp_path / "x") == f"`{tmp_path}` contains nothing"
     for name in ("step-1000", "step-2000", "step-10000", "logs", ".hidden"):
         (tmp_path / name).mkdir()
@@ -23,7 +23,7 @@ def test_what_there_is_instead(tmp_path: Path) -> None:
     assert path_hint(tmp_path / "file" / "x") == f"did you mean `{tmp_path / 'file'}`?"
 
 
-def test_a_symbolic_link_that_leads_nowhere(tmp_path: Path) -> None:
+def test_path_hint_explains_broken_symlink(tmp_path: Path) -> None:
     (tmp_path / "a").symlink_to("a")
     (tmp_path / "b").symlink_to("gone/away")
     said = f"`{tmp_path / 'a'}` is a symbolic link to `a`: Too many levels of symbolic links"
@@ -32,7 +32,9 @@ def test_a_symbolic_link_that_leads_nowhere(tmp_path: Path) -> None:
     assert path_hint(tmp_path / "b") == gone == path_hint(tmp_path / "b" / "model")
 
 
-def test_a_repository_without_its_scheme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_path_hint_suggests_hf_scheme_for_repository_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     hub = "; write a Hub repository as `hf://meta-llama/Llama-3.1-8B`"
     assert path_hint("meta-llama/Llama-3.1-8B") == f"`{tmp_path}` contains nothing{hub}"
@@ -43,7 +45,7 @@ def test_a_repository_without_its_scheme(tmp_path: Path, monkeypatch: pytest.Mon
     assert "contains" in path_hint("meta-llama/Llama-3.1-8B")
 
 
-def test_the_home_of_nobody(tmp_path: Path) -> None:
+def test_unknown_user_home_is_a_usage_error(tmp_path: Path) -> None:
     calls: dict[str, Callable[[], object]] = {
         "inspect": lambda: ckptctl.inspect("~no.such.user/x"),
         "convert": lambda: ckptctl.convert(tmp_path, "~no.such.user/x", to="hf"),

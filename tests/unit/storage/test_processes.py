@@ -27,13 +27,13 @@ def named(number: int) -> Process:
     return replace(current_process(), number=number, began=int(fields[19]))
 
 
-def test_this_process_runs() -> None:
+def test_own_process_has_not_ended() -> None:
     assert current_process().number == os.getpid()
     assert current_process() == named(os.getpid())
     assert not has_ended(current_process())
 
 
-def test_a_process_that_ended_has(child: subprocess.Popen[bytes]) -> None:
+def test_killed_process_has_ended(child: subprocess.Popen[bytes]) -> None:
     known = named(child.pid)
     assert not has_ended(known)
     child.kill()
@@ -43,10 +43,10 @@ def test_a_process_that_ended_has(child: subprocess.Popen[bytes]) -> None:
     assert has_ended(known)
 
 
-def test_a_later_process_of_the_same_number_is_another() -> None:
+def test_reused_pid_counts_as_ended() -> None:
     assert has_ended(replace(current_process(), began=current_process().began - 1))
 
 
 @pytest.mark.parametrize("system", ["", "another boot"])
-def test_of_other_systems_nothing_is_known(system: str) -> None:
+def test_process_of_another_system_does_not_count_as_ended(system: str) -> None:
     assert not has_ended(replace(current_process(), system=system, number=1 << 22))

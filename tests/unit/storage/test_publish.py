@@ -38,12 +38,12 @@ def yes(_):
     return True
 
 
-def test_a_directory_appears_whole_and_alone(tmp_path):
+def test_published_directory_leaves_no_staging(tmp_path):
     assert make(tmp_path / "deep" / "out") == []
     assert tree(tmp_path) == ["deep", "deep/out", "deep/out/model"]
 
 
-def test_a_single_file(tmp_path):
+def test_single_file_is_published_and_overwritten(tmp_path):
     with stage_output(tmp_path / "out.pt", single_file=True) as stage:
         (stage.data / "out.pt").write_text("new")
         stage.publish()
@@ -56,13 +56,13 @@ def test_a_single_file(tmp_path):
     assert (tree(tmp_path), (tmp_path / "out.pt").read_text()) == (["out.pt"], "newer")
 
 
-def test_without_publish_nothing_appears(tmp_path):
+def test_unpublished_staging_leaves_nothing(tmp_path):
     with stage_output(tmp_path / "out") as stage:
         fill(stage)
     assert tree(tmp_path) == []
 
 
-def test_an_existing_target_is_refused_before_any_work(tmp_path):
+def test_existing_target_is_refused_before_work(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()
     with pytest.raises(RefusedError, match="exists"):
@@ -70,7 +70,7 @@ def test_an_existing_target_is_refused_before_any_work(tmp_path):
     assert tree(tmp_path) == ["out", "out/mine"]
 
 
-def test_overwriting_replaces_checkpoints_and_empty_directories_only(tmp_path):
+def test_overwrite_replaces_only_checkpoints_and_empty_directories(tmp_path):
     target = tmp_path / "out"
     target.mkdir()
     make(target, "a", overwrite=True)
@@ -82,7 +82,7 @@ def test_overwriting_replaces_checkpoints_and_empty_directories_only(tmp_path):
     assert (tree(tmp_path), (target / "model").read_text()) == (["out", "out/model"], "b")
 
 
-def test_a_link_is_refused_as_target(tmp_path):
+def test_symlink_target_is_refused(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "real")
     for name in ("out", "out/"):
@@ -91,13 +91,13 @@ def test_a_link_is_refused_as_target(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["/", ".", "..", "x/.."])
-def test_targets_without_a_name_are_refused(tmp_path, monkeypatch, name):
+def test_target_without_name_is_refused(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RefusedError, match="has no name"):
         make(Path(name))
 
 
-def test_a_target_that_appears_meanwhile_survives(tmp_path):
+def test_target_created_meanwhile_is_kept(tmp_path):
     with pytest.raises(RefusedError, match="exists"), stage_output(tmp_path / "out") as stage:
         fill(stage)
         (tmp_path / "out").mkdir()
@@ -105,7 +105,7 @@ def test_a_target_that_appears_meanwhile_survives(tmp_path):
     assert tree(tmp_path) == ["out"]
 
 
-def test_the_last_moment_is_covered_by_the_kernel(tmp_path, monkeypatch):
+def test_kernel_rename_never_replaces_new_empty_directory(tmp_path, monkeypatch):
     """Even when the check sees nothing, an empty directory is not silently replaced."""
     monkeypatch.setattr(os.path, "lexists", lambda _: False)
     with pytest.raises(RefusedError, match="exists"), stage_output(tmp_path / "out") as stage:
@@ -116,7 +116,7 @@ def test_the_last_moment_is_covered_by_the_kernel(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("lacking", [False, True])
-def test_a_target_that_appears_after_the_check_survives(tmp_path, monkeypatch, lacking):
+def test_target_created_after_check_is_kept(tmp_path, monkeypatch, lacking):
     """Without *overwrite* nothing is ever exchanged, nor replaced by a plain rename."""
     real = file_system.rename_atomically
 
@@ -138,7 +138,7 @@ def test_a_target_that_appears_after_the_check_survives(tmp_path, monkeypatch, l
     assert (tree(tmp_path), target.read_text()) == (["out.pt"], "somebody's")
 
 
-def test_what_is_overwritten_is_looked_at_again_right_before(tmp_path, monkeypatch):
+def test_overwritten_target_is_rechecked_before_exchange(tmp_path, monkeypatch):
     target = tmp_path / "out"
     make(target, "old")
     real = publish.sync_directory
@@ -159,7 +159,7 @@ def test_what_is_overwritten_is_looked_at_again_right_before(tmp_path, monkeypat
     assert tree(tmp_path) == ["out", "out/thesis"]
 
 
-def test_a_published_output_is_taken_back(tmp_path):
+def test_revert_deletes_output_or_restores_old(tmp_path):
     target = tmp_path / "out"
     with stage_output(target) as stage:
         fill(stage)
@@ -174,7 +174,7 @@ def test_a_published_output_is_taken_back(tmp_path):
     assert (tree(tmp_path), (target / "model").read_text()) == (["out", "out/model"], "old")
 
 
-def test_what_took_its_place_is_not_taken_back(tmp_path):
+def test_revert_refuses_replaced_output(tmp_path):
     target = tmp_path / "out"
     with pytest.raises(RefusedError, match="replaced"), stage_output(target) as stage:
         fill(stage)
@@ -185,7 +185,7 @@ def test_what_took_its_place_is_not_taken_back(tmp_path):
     assert tree(tmp_path) == ["moved", "moved/model", "out"]
 
 
-def test_an_error_removes_the_staging_unless_it_is_kept(tmp_path):
+def test_error_removes_staging_unless_keep_on_error(tmp_path):
     for keep, left in ((False, []), (True, ["data", "data/model", "journal", "lock"])):
         with (
             pytest.raises(KeyError),
@@ -202,7 +202,7 @@ def test_an_error_removes_the_staging_unless_it_is_kept(tmp_path):
         assert stage.count_allocated_bytes() > 0
 
 
-def test_a_stale_staging_is_discarded_where_that_is_said(tmp_path):
+def test_stale_staging_is_discarded_only_with_restart(tmp_path):
     with pytest.raises(KeyError), stage_output(tmp_path / "out", keep_on_error=True) as stage:
         fill(stage)
         stage.journal.write_text("j")
@@ -215,7 +215,7 @@ def test_a_stale_staging_is_discarded_where_that_is_said(tmp_path):
     assert tree(tmp_path) == ["out"]
 
 
-def test_a_second_run_fails_fast_and_names_the_first(tmp_path):
+def test_second_run_is_refused_with_pid_of_first(tmp_path):
     with stage_output(tmp_path / "out") as stage:
         with pytest.raises(RefusedError, match=str(os.getpid())):
             make(tmp_path / "out")
@@ -224,7 +224,7 @@ def test_a_second_run_fails_fast_and_names_the_first(tmp_path):
     assert tree(tmp_path) == ["out", "out/model"]
 
 
-def test_no_journal_vouches_for_the_old_output(tmp_path, monkeypatch):
+def test_killed_exchange_leaves_old_output_without_journal(tmp_path, monkeypatch):
     """A run killed right after the exchange leaves the old output in the staging directory."""
     target = tmp_path / "out"
     make(target, "old")
@@ -248,7 +248,7 @@ def test_no_journal_vouches_for_the_old_output(tmp_path, monkeypatch):
     assert tree(tmp_path) == ["out", "out/model"], "the litter is swept by the next run"
 
 
-def test_without_renameat2(tmp_path, monkeypatch):
+def test_missing_renameat2_allows_publish_but_not_overwrite(tmp_path, monkeypatch):
     def unsupported(*_):
         raise file_system.UnsupportedRenameError
 
@@ -260,14 +260,14 @@ def test_without_renameat2(tmp_path, monkeypatch):
     assert (tree(tmp_path), (tmp_path / "out/model").read_text()) == (["out", "out/model"], "a")
 
 
-def test_a_failing_sync_is_never_success(tmp_path, monkeypatch):
+def test_sync_failure_is_a_storage_error(tmp_path, monkeypatch):
     with pytest.raises(StorageError), stage_output(tmp_path / "out") as stage:
         fill(stage)
         monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(5, "EIO")))
         stage.publish()
 
 
-def test_a_sync_that_fails_after_the_rename_tells_that_the_output_is_there(tmp_path, monkeypatch):
+def test_sync_failure_after_rename_reports_published_output(tmp_path, monkeypatch):
     renamed, sync = file_system.rename_atomically, os.fsync
 
     def rename(*paths):
@@ -287,7 +287,7 @@ def test_a_sync_that_fails_after_the_rename_tells_that_the_output_is_there(tmp_p
 
 
 @pytest.mark.parametrize("call", ["mkdir", "open"])
-def test_termination_while_the_staging_directory_is_made_leaves_nothing(tmp_path, call):
+def test_sigterm_while_creating_staging_leaves_nothing(tmp_path, call):
     """It arrives as the first call of its kind in the staging directory returns."""
 
     def work() -> str:
@@ -310,7 +310,7 @@ def test_termination_while_the_staging_directory_is_made_leaves_nothing(tmp_path
     assert tree(tmp_path) == []
 
 
-def test_a_staging_directory_that_is_a_link_is_refused(tmp_path):
+def test_symlinked_staging_directory_is_refused(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "data").mkdir()
     (tmp_path / ".out.ckptctl-staging").symlink_to(tmp_path / "elsewhere")
@@ -321,7 +321,7 @@ def test_a_staging_directory_that_is_a_link_is_refused(tmp_path):
 
 @pytest.mark.parametrize("files", [("notes",), ("data/notes",), ("journal",), ("lock", "notes")])
 @pytest.mark.parametrize("there", [False, True])
-def test_a_folder_that_no_run_has_made_is_left_alone(tmp_path, files, there):
+def test_foreign_folder_at_staging_path_is_untouched(tmp_path, files, there):
     """It has the name of a staging directory, and something of a user's in it."""
     root = tmp_path / ".out.ckptctl-staging"
     for file in files:
@@ -335,7 +335,7 @@ def test_a_folder_that_no_run_has_made_is_left_alone(tmp_path, files, there):
     assert tree(root) == before
 
 
-def test_termination_is_like_an_interrupt(tmp_path):
+def test_sigterm_raises_terminated_and_removes_staging(tmp_path):
     with pytest.raises(Terminated), stage_output(tmp_path / "out") as stage:
         fill(stage)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -344,14 +344,14 @@ def test_termination_is_like_an_interrupt(tmp_path):
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_free_space(tmp_path):
+def test_missing_free_space_is_refused(tmp_path):
     require_space(tmp_path / "not" / "there", 1)
     with pytest.raises(RefusedError, match="space"):
         require_space(tmp_path, 1 << 60)
     require_space(tmp_path, 1 << 60, allocated=1 << 60)
 
 
-def test_removing_never_follows_links(tmp_path):
+def test_trash_removal_never_follows_links(tmp_path):
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "precious").write_text("")
@@ -368,7 +368,7 @@ def test_removing_never_follows_links(tmp_path):
     assert tree(tmp_path) == ["outside", "outside/precious"]
 
 
-def test_removing_stays_on_one_file_system(tmp_path, monkeypatch):
+def test_trash_removal_refuses_mounted_file_system(tmp_path, monkeypatch):
     (tmp_path / "victim" / "mounted").mkdir(parents=True)
     real = os.stat
 
@@ -383,7 +383,7 @@ def test_removing_stays_on_one_file_system(tmp_path, monkeypatch):
         trash.remove_path(tmp_path / "victim")
 
 
-def test_one_of_many_concurrent_runs_wins(tmp_path):
+def test_concurrent_runs_have_exactly_one_winner(tmp_path):
     script = (
         "import sys, pathlib; from ckptctl.storage.publish import stage_output\n"
         "from ckptctl.errors import RefusedError\n"
@@ -403,7 +403,7 @@ def test_one_of_many_concurrent_runs_wins(tmp_path):
     assert (tmp_path / "out/a").read_text() == (tmp_path / "out/b").read_text()
 
 
-def test_where_nothing_can_be_made_is_told_before_any_work(tmp_path, monkeypatch):
+def test_unwritable_destination_is_a_storage_error(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     require_writable(tmp_path / "out")
     require_writable(tmp_path / "a" / "b" / "out")
@@ -415,7 +415,7 @@ def test_where_nothing_can_be_made_is_told_before_any_work(tmp_path, monkeypatch
     assert caught.value.where == str(tmp_path)
 
 
-def test_an_empty_folder_is_filled_in_one_step_and_keeps_its_mode(tmp_path):
+def test_empty_target_folder_keeps_its_mode(tmp_path):
     target = tmp_path / "out"
     target.mkdir(mode=0o700)
     with stage_output(target) as stage:
@@ -426,7 +426,7 @@ def test_an_empty_folder_is_filled_in_one_step_and_keeps_its_mode(tmp_path):
     assert sorted(tree(tmp_path)) == ["out", "out/model"]
 
 
-def test_what_came_into_an_empty_folder_meanwhile_survives(tmp_path, monkeypatch):
+def test_file_added_to_empty_target_meanwhile_is_kept(tmp_path, monkeypatch):
     target = tmp_path / "out"
     target.mkdir()
     rename = Path.rename
@@ -442,7 +442,7 @@ def test_what_came_into_an_empty_folder_meanwhile_survives(tmp_path, monkeypatch
     assert sorted(tree(tmp_path)) == ["out", "out/mine"]
 
 
-def test_an_output_that_is_taken_back_leaves_the_folder_empty(tmp_path):
+def test_revert_leaves_previously_empty_folder_empty(tmp_path):
     target = tmp_path / "out"
     target.mkdir()
     with stage_output(target) as stage:

@@ -34,7 +34,7 @@ def write(path, tensors, metadata):
     return offsets
 
 
-def test_what_the_reference_writes_is_read(tmp_path):
+def test_headers_written_by_safetensors_are_read(tmp_path):
     tensors = {
         name: torch.zeros(2, 3, 4, dtype=torch.uint8).view(getattr(torch, name))
         if dtypes.itemsize(name) == 1
@@ -56,7 +56,7 @@ def test_what_the_reference_writes_is_read(tmp_path):
         assert raw[begin:end] == bytes(view.view(torch.uint8).tolist() if view.numel() else ())
 
 
-def test_the_reference_reads_what_we_write(tmp_path):
+def test_written_headers_load_in_safetensors(tmp_path):
     tensors = [(name, name, (3, 4)) for name in HELD] + [
         ("scalar", "float32", ()), ("none", "bfloat16", (0, 5)), ('quote"\\\n', "int8", (3,)),
     ]  # fmt: skip
@@ -81,7 +81,7 @@ def test_the_reference_reads_what_we_write(tmp_path):
     ),
     st.dictionaries(TEXT, TEXT, max_size=3),
 )
-def test_round_trips(tmp_path_factory, tensors, metadata):
+def test_headers_round_trip(tmp_path_factory, tensors, metadata):
     folder = tmp_path_factory.getbasetemp() / "safetensors"
     folder.mkdir(exist_ok=True)
     listed = [
@@ -97,7 +97,7 @@ def test_round_trips(tmp_path_factory, tensors, metadata):
 
 
 @pytest.mark.parametrize("name", list(hostile.evil_headers()))
-def test_evil_headers_are_refused(tmp_path, name):
+def test_malicious_headers_are_refused(tmp_path, name):
     (tmp_path / "a").write_bytes(hostile.evil_headers()[name])
     with pytest.raises((DamagedError, UnsupportedError)) as error:
         read(tmp_path / "a")
@@ -111,7 +111,7 @@ REFERENCE_ACCEPTS = {
 
 
 @pytest.mark.parametrize("name", list(hostile.evil_headers()))
-def test_the_reference_refuses_the_rest(tmp_path, name):
+def test_safetensors_accepts_only_known_malicious_headers(tmp_path, name):
     """Shows which of the corpus are our own rules and that the others are really malformed."""
     (tmp_path / "a").write_bytes(hostile.evil_headers()[name])
     try:
@@ -125,7 +125,7 @@ def test_the_reference_refuses_the_rest(tmp_path, name):
 
 @settings(max_examples=100)
 @given(st.data())
-def test_what_the_reference_refuses_we_refuse(tmp_path_factory, data):
+def test_mutated_headers_accepted_here_load_in_safetensors(tmp_path_factory, data):
     folder = tmp_path_factory.getbasetemp() / "mutated"
     folder.mkdir(exist_ok=True)
     text = b'{"__metadata__":{"a":"b"},"x":{"dtype":"U8","shape":[2,1],"data_offsets":[0,2]}}'
@@ -142,7 +142,7 @@ def test_what_the_reference_refuses_we_refuse(tmp_path_factory, data):
         list(file.keys())
 
 
-def test_the_packed_dtype_counts_as_torch_does(tmp_path):
+def test_packed_float4_shape_counts_like_torch(tmp_path):
     write(tmp_path / "a", [("w", "float4_e2m1fn_x2", (4, 3))], {})
     raw = (tmp_path / "a").read_bytes()
     header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
@@ -162,17 +162,17 @@ def test_the_packed_dtype_counts_as_torch_does(tmp_path):
         [("a", "float4_e2m1fn_x2", ())],
     ],
 )
-def test_what_the_format_cannot_hold_is_refused(tensors):
+def test_unrepresentable_tensors_are_refused(tensors):
     with pytest.raises(RefusedError):
         encode_header(tensors, {})
 
 
-def test_metadata_with_half_a_surrogate_is_refused():
+def test_metadata_with_lone_surrogate_is_refused():
     with pytest.raises(RefusedError):
         encode_header([], {"a": "\udc00"})
 
 
-def test_files_without_tensors(tmp_path):
+def test_files_without_tensors_are_read(tmp_path):
     (tmp_path / "a").write_bytes(hostile.header_file({"__metadata__": None}))
     assert read(tmp_path / "a").tensors == {}
     header, offsets = encode_header([], {})
@@ -181,7 +181,7 @@ def test_files_without_tensors(tmp_path):
     assert read(tmp_path / "b").tensors == {}
 
 
-def test_a_large_sparse_tensor(tmp_path):
+def test_header_of_large_sparse_tensor_is_read(tmp_path):
     header, offsets = encode_header([("a", "uint8", (6 << 30,)), ("b", "int8", (3,))], {})
     with (tmp_path / "a").open("wb") as file:
         file.write(header)
@@ -189,7 +189,7 @@ def test_a_large_sparse_tensor(tmp_path):
     assert read(tmp_path / "a").tensors["b"] == ("int8", (3,), offsets[1], offsets[1] + 3)
 
 
-def test_work_grows_with_the_tensors_and_no_faster(tmp_path):
+def test_header_work_grows_linearly_with_tensors(tmp_path):
     def work(count):
         tensors = [(f"model.layers.{i}.weight", "bfloat16", (4, 4)) for i in range(count)]
         write(tmp_path / "a", tensors, {"format": "pt"})

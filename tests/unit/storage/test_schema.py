@@ -71,13 +71,13 @@ def test_values_are_typed_and_defaults_apply() -> None:
         ({"parts": {"w": Inert("a", "B")}}, "`rule.parts['w']` is of class `B`, expected a dict"),
     ],
 )
-def test_mismatch_names_its_place(change: dict[str, Any], why: str) -> None:
+def test_mismatch_error_names_path(change: dict[str, Any], why: str) -> None:
     with pytest.raises(MismatchError) as caught:
         read_as(Rule, {"names": ["a"], **change}, "rule")
     assert str(caught.value).startswith(why)
 
 
-def test_attributes_of_an_object_are_read() -> None:
+def test_object_attributes_are_read() -> None:
     assert read_as(Mesh, Inert("m", "Mesh", state={"rank": 1})) == Mesh(1)
     assert read_as(Mesh, Inert("m", "Mesh", state=(None, {"rank": 1}))) == Mesh(1)
     unlike: list[Any] = [None, [], ({}, 3)]
@@ -86,7 +86,7 @@ def test_attributes_of_an_object_are_read() -> None:
             read_as(Mesh, Inert("m", "Mesh", state=state))
 
 
-def test_find_returns_none_where_the_structure_differs() -> None:
+def test_find_returns_none_if_structure_differs() -> None:
     content = {"metadata": {"total_size": 3}}
     assert find_member(int, content, "metadata", "total_size") == 3
     assert find_member(str, content, "metadata", "total_size") is None
@@ -94,7 +94,7 @@ def test_find_returns_none_where_the_structure_differs() -> None:
     assert find_member(int, [content], "metadata") is None
 
 
-def test_malformed_makes_one_error_of_what_goes_wrong() -> None:
+def test_malformed_context_raises_single_error() -> None:
     with (
         pytest.raises(UnsupportedError, match="malformed index") as caught,
         malformed_errors("malformed index", "a.json", "copy it again"),
@@ -116,7 +116,7 @@ def test_shared_values_are_read_once() -> None:
     assert found[1] is found[0]
 
 
-def test_a_value_that_contains_itself_is_refused() -> None:
+def test_self_referencing_value_is_refused() -> None:
     value: list[Any] = []
     value.append(value)
     with pytest.raises(MismatchError, match=r"`\[0\]\[0\]` is a list, expected an integer"):

@@ -36,7 +36,7 @@ def names(folder: Path) -> list[str]:
     return sorted(item.name for item in folder.iterdir())
 
 
-def test_after_an_output_is_published_there_is_nothing_to_resume(tmp_path: Path) -> None:
+def test_error_after_publish_leaves_nothing_to_resume(tmp_path: Path) -> None:
     """After an exchange the staging folder holds the old output, which must not be resumed."""
     target = tmp_path / "out"
     with (
@@ -49,7 +49,7 @@ def test_after_an_output_is_published_there_is_nothing_to_resume(tmp_path: Path)
     assert names(tmp_path) == ["out"]
 
 
-def test_a_sync_that_fails_after_the_rename_keeps_nothing(
+def test_sync_failure_after_rename_keeps_no_staging(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ckptctl.storage import publish
@@ -65,7 +65,7 @@ def test_a_sync_that_fails_after_the_rename_keeps_nothing(
     assert names(tmp_path) == ["out"]
 
 
-def test_what_can_be_resumed_survives_a_refusal(tmp_path: Path) -> None:
+def test_resumable_staging_survives_refusal(tmp_path: Path) -> None:
     """Somebody put another checkpoint there; the work of hours is not thrown away for that."""
     target = tmp_path / "out"
     left = interrupted(target)
@@ -75,7 +75,7 @@ def test_what_can_be_resumed_survives_a_refusal(tmp_path: Path) -> None:
     assert names(left) == ["data", "journal", "lock"]
 
 
-def test_resuming_does_not_write_through_a_link(tmp_path: Path) -> None:
+def test_resume_does_not_write_through_symlink(tmp_path: Path) -> None:
     target, precious = tmp_path / "out", tmp_path / "precious"
     left = interrupted(target)
     (left / "data").rename(precious)
@@ -99,7 +99,7 @@ def killed_after_it_had_published(folder: Path) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("words", [("convert",), ("consolidate",)])
-def test_the_same_command_again_refuses_and_tidies_up(
+def test_repeated_command_is_refused_and_removes_leftovers(
     tmp_path: Path, words: tuple[str, ...]
 ) -> None:
     target, left = killed_after_it_had_published(tmp_path)
@@ -110,14 +110,14 @@ def test_the_same_command_again_refuses_and_tidies_up(
     assert names(tmp_path) == ["out"]
 
 
-def test_so_does_the_library(tmp_path: Path) -> None:
+def test_repeated_convert_call_is_refused_and_removes_leftovers(tmp_path: Path) -> None:
     target, _ = killed_after_it_had_published(tmp_path)
     with pytest.raises(RefusedError, match="exists"):
         ckptctl.convert(SOURCE, target, to="hf")
     assert names(tmp_path) == ["out"]
 
 
-def test_what_is_at_work_is_not_tidied_up(tmp_path: Path) -> None:
+def test_locked_leftovers_are_not_swept(tmp_path: Path) -> None:
     target, left = killed_after_it_had_published(tmp_path)
     with (
         lock.hold_lock(left, target, "writing to this destination"),
@@ -128,7 +128,7 @@ def test_what_is_at_work_is_not_tidied_up(tmp_path: Path) -> None:
     assert names(left) == ["lock"]
 
 
-def test_without_an_output_nothing_is_tidied_up(tmp_path: Path) -> None:
+def test_leftovers_without_output_are_not_swept(tmp_path: Path) -> None:
     """What lies there may be all that there is of a run that was interrupted."""
     target, left = killed_after_it_had_published(tmp_path)
     target.rename(tmp_path / "elsewhere")
@@ -210,14 +210,14 @@ def wait_in(where: object, name: str) -> Hold:
     return hold
 
 
-def test_a_sweep_does_not_lock_what_a_save_has_just_begun(
+def test_sweep_does_not_lock_newly_begun_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not race_with_sweep(tmp_path / "out", monkeypatch, wait_in(os, "ftruncate"))
 
 
 @pytest.mark.parametrize("call", ["trash.remove_path", "os.ftruncate"])
-def test_a_save_waits_while_what_was_left_for_it_is_swept(
+def test_save_waits_for_running_sweep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     """The sweep has locked an old leftover: it removes it, or has not yet written who it is."""
@@ -227,7 +227,7 @@ def test_a_save_waits_while_what_was_left_for_it_is_swept(
     assert race_with_sweep(tmp_path / "out", monkeypatch, hold)
 
 
-def test_a_save_is_refused_while_another_run_writes(tmp_path: Path) -> None:
+def test_concurrent_save_is_refused_immediately(tmp_path: Path) -> None:
     with stage_output(tmp_path / "out"):
         began = time.monotonic()
         with pytest.raises(RefusedError, match=f"PID {os.getpid()}"):

@@ -22,7 +22,9 @@ FILES = (
 @pytest.mark.parametrize(
     ("content", "kind"), [(POINTER, "Git LFS"), (PAGE, "web page"), (DENIED, "object store")]
 )
-def test_instead_of_a_file(tmp_path: Path, name: str, content: bytes, kind: str) -> None:
+def test_placeholder_download_is_damaged_and_named(
+    tmp_path: Path, name: str, content: bytes, kind: str
+) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DamagedError, match=f"this is .*{kind}") as caught:
         ckptctl.inspect(tmp_path)
@@ -32,13 +34,13 @@ def test_instead_of_a_file(tmp_path: Path, name: str, content: bytes, kind: str)
 
 
 @pytest.mark.parametrize("content", [b"", b"PK", b"\0" * 100, b"version 1", b"<?xml?><svg/>"])
-def test_other_contents_are_none(tmp_path: Path, content: bytes) -> None:
+def test_other_invalid_contents_are_not_placeholders(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(CkptError, match="safetensors"):
         ckptctl.inspect(tmp_path)
 
 
-def test_a_file_that_is_no_format_by_its_name(tmp_path: Path) -> None:
+def test_git_lfs_pointer_file_hints_at_lfs_pull(tmp_path: Path) -> None:
     (tmp_path / "last.ckpt").write_bytes(POINTER)
     with pytest.raises(CkptError, match="Git LFS") as caught:
         ckptctl.inspect(tmp_path / "last.ckpt")
@@ -58,7 +60,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_another_kind_of_file_called_safetensors_is_named(tmp_path: Path, name: str) -> None:
+def test_other_file_kind_named_safetensors_is_unsupported(tmp_path: Path, name: str) -> None:
     content, kind = KINDS[name]
     file = tmp_path / "model.safetensors"
     file.write_bytes(content)
@@ -71,14 +73,14 @@ def test_another_kind_of_file_called_safetensors_is_named(tmp_path: Path, name: 
         assert caught.value.hint
 
 
-def test_bytes_of_no_known_kind_show_the_length_that_they_stand_for(tmp_path: Path) -> None:
+def test_unknown_safetensors_header_shows_encoded_length(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 8 + b"{" + bytes(range(1, 99)))
     with pytest.raises(UnsupportedError, match="not a safetensors file") as caught:
         ckptctl.inspect(tmp_path)
     assert caught.value.why == f"they encode {2**64 - 1:,} bytes"
 
 
-def test_an_empty_file_is_called_empty(tmp_path: Path) -> None:
+def test_empty_safetensors_file_is_damaged_and_called_empty(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(DamagedError, match="truncated") as caught:
         ckptctl.inspect(tmp_path)

@@ -37,7 +37,7 @@ def stored(tensor: torch.Tensor, offset: int = 0) -> tuple[Counted, TensorEntry]
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.int64, torch.complex128])
-def test_boxes_of_views(dtype: torch.dtype) -> None:
+def test_boxes_of_strided_views_match_torch(dtype: torch.dtype) -> None:
     draw = random.Random(1)
     base = torch.arange(4 * 5 * 6).to(dtype).reshape(4, 5, 6)
     for order in permutations(range(3)):
@@ -59,13 +59,13 @@ def test_boxes_of_views(dtype: torch.dtype) -> None:
                 ), (order, first, sizes)
 
 
-def test_a_transposed_matrix_is_read_by_its_columns() -> None:
+def test_transposed_matrix_is_read_by_columns() -> None:
     files, entry = stored(torch.arange(600, dtype=torch.int32).reshape(6, 100).t())
     TensorReader(files, entry).read(Box((10, 0), (50, 6)))
     assert files.reads == 6
 
 
-def test_columns_that_are_near_each_other_are_read_by_their_rows() -> None:
+def test_nearby_columns_are_read_by_rows() -> None:
     """As one expert's part of a factor is, of which every expert has every n-th column."""
     base = torch.arange(700, dtype=torch.int32).reshape(100, 7)
     for view in (base[:, 1::3], base[:, 1::3].t()):
@@ -77,7 +77,7 @@ def test_columns_that_are_near_each_other_are_read_by_their_rows() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [1, 24, 100, 1 << 20])
-def test_windows_hold_every_element_in_order(nbytes: int) -> None:
+def test_windows_yield_every_element_in_order(nbytes: int) -> None:
     base = torch.arange(5 * 6 * 7, dtype=torch.int32).reshape(5, 6, 7)
     for view in (base, base.permute(2, 0, 1), base[1:, ::2, 1:3]):
         files, entry = stored(view)
@@ -86,26 +86,26 @@ def test_windows_hold_every_element_in_order(nbytes: int) -> None:
         assert b"".join(found) == bytes(view.contiguous().view(torch.uint8).numpy())
 
 
-def test_windows_of_a_box_hold_its_elements() -> None:
+def test_windows_of_box_yield_its_elements() -> None:
     base = torch.arange(60, dtype=torch.int16).reshape(6, 10)
     files, entry = stored(base.t())
     found = TensorReader(files, entry).iterate_windows(Box((3, 2), (5, 4)), 12)
     assert b"".join(found) == bytes(base.t()[3:8, 2:6].contiguous().view(torch.uint8).numpy())
 
 
-def test_an_empty_tensor_has_no_windows() -> None:
+def test_empty_tensor_has_no_windows() -> None:
     files, entry = stored(torch.zeros(4, 0))
     assert not list(TensorReader(files, entry).iterate_windows())
 
 
-def test_an_expanded_dimension_is_not_read_again() -> None:
+def test_expanded_tensor_is_read_once_per_copy() -> None:
     files, entry = stored(torch.arange(50, dtype=torch.int32).reshape(50, 1).expand(50, 3))
     found = TensorReader(files, entry).read()
     assert bytes(found) == bytes(torch.arange(50, dtype=torch.int32).repeat_interleave(3).numpy())
     assert files.reads == 3, "one for each copy, not for each element"
 
 
-def test_what_lies_between_elements_is_read_in_bounded_memory() -> None:
+def test_gaps_between_rows_are_read_in_bounded_memory() -> None:
     base = torch.arange(3 << 20, dtype=torch.int32).reshape(-1, 512)
     for width in (1, 3):
         files, entry = stored(base[:, :width])
@@ -117,7 +117,7 @@ def test_what_lies_between_elements_is_read_in_bounded_memory() -> None:
 @pytest.mark.parametrize(
     ("columns", "reads"), [(1000, 1), (700, 256)], ids=["small gaps", "large gaps"]
 )
-def test_rows_with_small_gaps_between_them_are_read_together(columns: int, reads: int) -> None:
+def test_rows_with_small_gaps_are_read_together(columns: int, reads: int) -> None:
     view = torch.arange(256 << 10, dtype=torch.int32).reshape(256, 1024)[:, :columns]
     files, entry = stored(view)
     found = TensorReader(files, entry).read()

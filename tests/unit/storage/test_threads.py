@@ -19,7 +19,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     ("cores", "processes", "expected"),
     [(2, 1, 2), (2, 2, 1), (2, 4, 1), (64, 1, 16), (64, 8, 8), (16, 8, 2), (1, 1, 1)],
 )
-def test_cores_are_divided(
+def test_cores_are_divided_among_processes(
     monkeypatch: pytest.MonkeyPatch, cores: int, processes: int, expected: int
 ) -> None:
     monkeypatch.setattr(threads, "count_cores", lambda: cores)
@@ -37,7 +37,7 @@ def test_cores_are_divided(
         ("LOCAL_WORLD_SIZE", "0", 1),
     ],
 )
-def test_the_launcher_knows_how_many_share_a_host(
+def test_launcher_environment_sets_processes_per_host(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str, expected: int
 ) -> None:
     monkeypatch.setattr(threads, "count_cores", lambda: 16)
@@ -45,6 +45,6 @@ def test_the_launcher_knows_how_many_share_a_host(
     assert threads.default_threads(1024) == expected
 
 
-def test_cores_that_the_process_may_not_use_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cores_outside_affinity_mask_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3}, raising=False)
     assert threads.count_cores() == 1

@@ -29,7 +29,9 @@ stop.set()
         ("threading.Thread(target=stop.wait)", 0, "said\nthe interpreter shut down\n"),
     ],
 )
-def test_leaving(thread: str, code: int, said: str) -> None:
+def test_leave_exits_immediately_only_with_running_daemon_thread(
+    thread: str, code: int, said: str
+) -> None:
     script = SCRIPT.format(thread=thread)
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False

@@ -29,14 +29,14 @@ def names(folder: Path) -> list[str]:
     return sorted(item.name for item in folder.iterdir())
 
 
-def test_what_is_deleted_is_gone_and_so_is_the_trash(root: Path) -> None:
+def test_deleted_entry_and_trash_are_removed_at_exit(root: Path) -> None:
     with lock_for_deletion(root) as found:
         found.delete("one", identity(root / "one"))
         assert names(root) == [TRASH_FOLDER, "two"]
     assert names(root) == ["two"]
 
 
-def test_what_took_a_name_meanwhile_stays(root: Path) -> None:
+def test_delete_refuses_replaced_entry(root: Path) -> None:
     known = identity(root / "one")
     (root / "one").rename(root / "away")
     (root / "two").rename(root / "one")
@@ -45,7 +45,7 @@ def test_what_took_a_name_meanwhile_stays(root: Path) -> None:
     assert (root / "one" / "weights").read_text() == "two"
 
 
-def test_what_is_mounted_is_looked_for_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_delete_refuses_entry_with_new_mount(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody mounted a file system there after the plan was made."""
     mounted = root / "one" / "data"
     monkeypatch.setattr(two_phase_delete, "list_mounts_in", lambda path: [mounted])
@@ -55,9 +55,7 @@ def test_what_is_mounted_is_looked_for_again(root: Path, monkeypatch: pytest.Mon
     assert (root / "one" / "weights").exists()
 
 
-def test_trash_in_which_something_is_mounted_is_left(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trash_with_mount_is_kept(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("old", "older"):
         (root / TRASH_FOLDER / name).mkdir(parents=True)
     busy = root / TRASH_FOLDER / "old"
@@ -69,7 +67,7 @@ def test_trash_in_which_something_is_mounted_is_left(
     assert "old" in names(root / TRASH_FOLDER)
 
 
-def test_trash_of_an_earlier_run_goes_before_anything_else(root: Path) -> None:
+def test_old_trash_is_removed_first(root: Path) -> None:
     """It may be what fills the disk, and a run that fails later has still removed it."""
     (root / TRASH_FOLDER / "old" / "inner").mkdir(parents=True)
     with pytest.raises(KeyError), lock_for_deletion(root) as found:
@@ -79,7 +77,7 @@ def test_trash_of_an_earlier_run_goes_before_anything_else(root: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["absent", "a file", "a link"])
-def test_trash_that_is_no_folder_holds_nothing(root: Path, tmp_path: Path, place: str) -> None:
+def test_trash_path_without_folder_has_no_leftovers(root: Path, tmp_path: Path, place: str) -> None:
     (tmp_path / "elsewhere" / "precious").mkdir(parents=True)
     if place == "a file":
         (root / TRASH_FOLDER).touch()
@@ -88,7 +86,7 @@ def test_trash_that_is_no_folder_holds_nothing(root: Path, tmp_path: Path, place
     assert list_leftovers(root) == []
 
 
-def test_trash_that_is_a_link_is_refused(root: Path, tmp_path: Path) -> None:
+def test_symlinked_trash_is_refused(root: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere" / "precious").mkdir(parents=True)
     (root / TRASH_FOLDER).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(RefusedError, match="link"), lock_for_deletion(root):
@@ -96,7 +94,7 @@ def test_trash_that_is_a_link_is_refused(root: Path, tmp_path: Path) -> None:
     assert names(tmp_path / "elsewhere") == ["precious"]
 
 
-def test_without_renameat2_nothing_is_replaced(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_move_without_renameat2_never_replaces(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unsupported(*_: object) -> None:
         raise file_system.UnsupportedRenameError
 
@@ -109,7 +107,7 @@ def test_without_renameat2_nothing_is_replaced(root: Path, monkeypatch: pytest.M
     assert names(root) == ["free", "three", "two"]
 
 
-def test_a_removal_is_durable_before_the_first_byte_goes(
+def test_delete_syncs_move_before_removing_data(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a power cut could bring half a checkpoint back under its own name."""

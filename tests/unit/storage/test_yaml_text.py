@@ -44,7 +44,7 @@ def loader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     yaml_text._build_loader.cache_clear()
 
 
-def test_what_bridge_writes_is_read() -> None:
+def test_bridge_run_config_is_parsed() -> None:
     model = parse_yaml(BRIDGE, "run_config.yaml")["model"]
     assert isinstance(model, dict)
     assert model["layernorm_epsilon"] == 1e-5
@@ -52,7 +52,7 @@ def test_what_bridge_writes_is_read() -> None:
     assert model["pipeline_dtype"] == {"_call_": False, "_target_": "torch.bfloat16"}
 
 
-def test_no_object_is_made() -> None:
+def test_python_tags_create_no_objects() -> None:
     text = (
         "a: !!python/object/apply:os.system [echo]\nb: !!python/name:os.system ''\nc: !x {d: 1}\n"
     )
@@ -63,23 +63,25 @@ def test_no_object_is_made() -> None:
     }
 
 
-def test_a_tuple_is_a_list() -> None:
+def test_python_tuple_is_read_as_list() -> None:
     assert parse_yaml("window_size: !!python/tuple [128, 0]\n", "x.yaml") == {
         "window_size": [128, 0]
     }
 
 
-def test_what_looks_like_a_date_is_text() -> None:
+def test_date_like_scalar_is_text() -> None:
     assert parse_yaml("a: 2024-13-45\nb: 1_000\n", "x.yaml") == {"a": "2024-13-45", "b": 1000}
 
 
-def test_numbers_to_the_base_of_60_are_text() -> None:
+def test_base_60_numbers_are_text() -> None:
     text = "a: 1:30\nb: 190:20:30.15\nc: 90\n"
     assert parse_yaml(text, "x.yaml") == {"a": "1:30", "b": "190:20:30.15", "c": 90}
 
 
 @pytest.mark.parametrize("case", hostile.evil_yaml(1))
-def test_no_value_is_made_of_what_has_too_many(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_yaml_is_refused_before_composing(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The bounds are looked at in the events, not in what was made of them."""
     monkeypatch.setattr(yaml, "load", lambda *_, **__: pytest.fail("it was composed"))
     text = hostile.evil_yaml(20_000)[case]
@@ -113,16 +115,16 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         "<<: 1\na: !!int x",
     ],
 )
-def test_what_is_no_configuration_is_refused(text: str) -> None:
+def test_invalid_config_yaml_is_unsupported(text: str) -> None:
     with pytest.raises(UnsupportedError, match="this YAML is not a configuration"):
         parse_yaml(text, "run_config.yaml")
 
 
-def test_the_bound_is_on_values_that_aliases_repeat() -> None:
+def test_node_limit_is_below_alias_bomb_size() -> None:
     assert MAX_VALUES < 10**11
 
 
-def test_what_is_dumped_is_read_as_the_same() -> None:
+def test_dumped_yaml_round_trips() -> None:
     """YAML 1.1 takes ``1e-06`` for text: a number with an exponent has to have a point."""
     shared = {"x": 1}
     values = {"a": 1e-6, "b": 1e17, "d": (0, 1), "e": None, "f": {}, "g": 'x"\n', "h": "true"}

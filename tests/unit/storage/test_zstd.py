@@ -38,12 +38,12 @@ def frames() -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("case", ["whole", "streamed", "two", "skippable", "random"])
-def test_frames_are_read_to_their_ends(case: str) -> None:
+def test_complete_frames_decompress(case: str) -> None:
     assert unpack(frames()[case])
 
 
 @pytest.mark.parametrize("case", ["whole", "streamed", "two", "skippable", "random"])
-def test_frames_that_are_cut_off_are_damaged(case: str) -> None:
+def test_truncated_frames_are_damaged(case: str) -> None:
     data, ends = frames()[case], {13, len(frames()["whole"]), 13 + len(frames()["whole"])}
     for length in (*range(1, 40), len(data) // 2, *range(len(data) - 20, len(data))):
         if case in ("two", "skippable") and length in ends:
@@ -52,12 +52,12 @@ def test_frames_that_are_cut_off_are_damaged(case: str) -> None:
             unpack(data[:length])
 
 
-def test_an_empty_frame_is_called_empty() -> None:
+def test_empty_frame_is_unsupported() -> None:
     with pytest.raises(UnsupportedError, match="is empty"):
         unpack(zstandard.compress(b""))
 
 
-def test_one_budget_is_for_all_values(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_budget_is_shared_by_all_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zstd, "MAX_DECOMPRESSED_BYTES", 2_000_000)
     budget, data = MemoryBudget(), zstandard.compress(CONTENT)
     for _ in range(3):
@@ -66,7 +66,7 @@ def test_one_budget_is_for_all_values(monkeypatch: pytest.MonkeyPatch) -> None:
         unpack(data, budget)
 
 
-def test_a_bomb_is_refused_as_it_unpacks() -> None:
+def test_zstd_bomb_is_refused_during_decompression() -> None:
     data = hostile.zstd_bomb(8 << 30)
     assert len(data) < 300_000
     read = 0

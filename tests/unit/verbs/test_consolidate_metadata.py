@@ -25,7 +25,7 @@ def source(tmp_path: Path, data: Path) -> Path:
     return Path(shutil.copytree(data / "dcp-rank-local" / "w2" / "ckpt", tmp_path / "ckpt"))
 
 
-def test_a_plan_writes_nothing_and_a_run_one_file(source: Path, data: Path) -> None:
+def test_run_metadata_adds_only_metadata_file(source: Path, data: Path) -> None:
     before = snapshot(source)
     plan = plan_metadata(source)
     assert snapshot(source) == before
@@ -44,7 +44,7 @@ def test_a_plan_writes_nothing_and_a_run_one_file(source: Path, data: Path) -> N
     assert formats.detect_format(source).name == "dcp"
 
 
-def test_what_is_published_as_json(source: Path) -> None:
+def test_metadata_result_json_has_counts_and_target(source: Path) -> None:
     plan = plan_metadata(source)
     document = json.loads(json.dumps(run_metadata(plan).to_json()))
     assert document["ranks"] == 2
@@ -55,7 +55,7 @@ def test_what_is_published_as_json(source: Path) -> None:
     assert document["seconds"] >= 0
 
 
-def test_the_same_input_gives_the_same_bytes(source: Path) -> None:
+def test_planned_metadata_is_deterministic(source: Path) -> None:
     assert plan_metadata(source).content == plan_metadata(source).content
 
 
@@ -69,9 +69,7 @@ def test_global_metadata_is_never_replaced(source: Path) -> None:
     assert snapshot(source) == before
 
 
-def test_metadata_that_appears_meanwhile_wins(
-    source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metadata_created_meanwhile_is_kept(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_metadata(source)
     write = write_file
 
@@ -86,7 +84,9 @@ def test_metadata_that_appears_meanwhile_wins(
     assert not list(source.glob("*staging*")) + list(source.glob(".*staging*"))
 
 
-def test_a_failed_write_leaves_nothing(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_metadata_write_leaves_nothing(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan, before = plan_metadata(source), snapshot(source)
 
     def fail(_: int) -> None:
@@ -98,7 +98,7 @@ def test_a_failed_write_leaves_nothing(source: Path, monkeypatch: pytest.MonkeyP
     assert snapshot(source) == before
 
 
-def test_a_rank_that_writes_meanwhile_is_noticed(source: Path) -> None:
+def test_rank_file_changed_since_plan_is_an_error(source: Path) -> None:
     plan = plan_metadata(source)
     os.utime(source / "__1_0.distcp")
     before = snapshot(source)
@@ -107,7 +107,7 @@ def test_a_rank_that_writes_meanwhile_is_noticed(source: Path) -> None:
     assert snapshot(source) == before
 
 
-def test_a_rank_that_writes_at_the_last_moment_is_noticed(
+def test_rank_metadata_changed_during_write_is_an_error(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = plan_metadata(source)
@@ -123,19 +123,19 @@ def test_a_rank_that_writes_at_the_last_moment_is_noticed(
     assert not (source / ".metadata").exists()
 
 
-def test_items_are_looked_into(source: Path) -> None:
+def test_zeroed_item_data_is_refused(source: Path) -> None:
     content = (source / "__0_0.distcp").read_bytes()
     (source / "__0_0.distcp").write_bytes(bytes(len(content)))
     with pytest.raises(CkptError):
         plan_metadata(source)
 
 
-def test_other_directories_are_refused(tmp_path: Path) -> None:
+def test_directory_without_rank_files_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FormatError):
         plan_metadata(tmp_path)
 
 
-def test_replicas_are_all_there(source: Path) -> None:
+def test_replicas_option_lists_replicated_tensor_copies(source: Path) -> None:
     assert not formats.open_checkpoint(source).replicas
     found = formats.resolve_codecs(
         formats.open_checkpoint(source, options=ReadOptions(replicas=True))
@@ -146,9 +146,7 @@ def test_replicas_are_all_there(source: Path) -> None:
     assert "model.emb.weight" not in found.replicas
 
 
-def test_a_directory_that_takes_no_file_is_told_by_the_plan(
-    source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_directory_fails_plan(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda *_, **__: False)
     with pytest.raises(StorageError, match="EACCES"):
         plan_metadata(source)

@@ -61,7 +61,7 @@ def agrees(found, values):
     "dtype",
     ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2fnuz"],
 )
-def test_floats(tmp_path, dtype, window):
+def test_float_statistics_match_reference(tmp_path, dtype, window):
     torch.manual_seed(1)
     tensor = (torch.randn(7, 11) * 3).to(getattr(torch, dtype))
     agrees(measured(tmp_path, tensor, window), tensor)
@@ -70,7 +70,7 @@ def test_floats(tmp_path, dtype, window):
 @pytest.mark.parametrize(
     "dtype", ["int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"]
 )
-def test_integers(tmp_path, dtype):
+def test_integer_statistics_match_reference(tmp_path, dtype):
     tensor = torch.arange(100).to(getattr(torch, dtype)).reshape(4, 25)
     agrees(measured(tmp_path, tensor, 32), tensor)
 
@@ -85,7 +85,7 @@ def test_integers(tmp_path, dtype):
         ("uint64", 2**63 - 1, 2**63 + 1),
     ],
 )
-def test_integers_of_64_bits_keep_their_digits(tmp_path, dtype, low, high, window):
+def test_int64_statistics_are_exact(tmp_path, dtype, low, high, window):
     tensor = torch.tensor([high, low, high, low], dtype=getattr(torch, dtype))
     found = measured(tmp_path, tensor, window)
     assert (found.count, found.minimum, found.maximum) == (4, low, high)
@@ -96,19 +96,19 @@ def test_integers_of_64_bits_keep_their_digits(tmp_path, dtype, low, high, windo
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64, torch.complex128])
-def test_complex_counts_its_parts(tmp_path, dtype):
+def test_complex_statistics_count_both_parts(tmp_path, dtype):
     tensor = torch.view_as_complex(torch.arange(16, dtype=torch.float64).reshape(8, 2)).to(dtype)
     agrees(measured(tmp_path, tensor, 24), torch.arange(16))
 
 
-def test_not_finite(tmp_path):
+def test_nan_and_inf_are_counted_separately(tmp_path):
     tensor = torch.tensor([1.0, math.nan, math.inf, -math.inf, 3.0, math.nan])
     found = measured(tmp_path, tensor, 8)
     assert (found.nan, found.inf, found.minimum, found.maximum, found.mean) == (2, 2, 1, 3, 2)
     agrees(measured(tmp_path, torch.full((5,), math.nan), 8), torch.full((5,), math.nan))
 
 
-def test_float32_does_not_overflow(tmp_path):
+def test_float32_statistics_do_not_overflow(tmp_path):
     tensor = torch.tensor([3e38, -3e38, 1e38, 0])
     agrees(measured(tmp_path, tensor, 1 << 20), tensor)
 
@@ -118,25 +118,25 @@ def test_range_beyond_float64_has_no_histogram(tmp_path):
     assert found.histogram == ()
 
 
-def test_constant_and_empty(tmp_path):
+def test_constant_and_empty_tensors_have_valid_statistics(tmp_path):
     assert measured(tmp_path, torch.ones(6), 8).histogram == (6, *[0] * (BINS - 1))
     assert measured(tmp_path, torch.zeros(0, 4), 8) == Statistics()
     agrees(measured(tmp_path, torch.tensor(2.5), 8), torch.tensor(2.5))
 
 
-def test_views_of_a_larger_storage(tmp_path):
+def test_statistics_of_strided_views_match_reference(tmp_path):
     base = torch.arange(60.0).reshape(5, 12)
     for view in (base.t(), base[:, 3], base[1:4, ::5], base[2], torch.ones(1).expand(3, 50)):
         for window in (4, 40, 4096):
             agrees(measured(tmp_path, view, window), view)
 
 
-def test_packed_floats_have_no_numbers(tmp_path):
+def test_packed_float4_has_no_statistics(tmp_path):
     tensor = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
     assert measured(tmp_path, tensor, 8) is None
 
 
-def test_truncated_file(tmp_path):
+def test_truncated_file_is_damaged(tmp_path):
     entry = stored(tmp_path, torch.ones(100))
     (tmp_path / "data.bin").write_bytes(b"\0" * 399)
     with source_files(tmp_path) as files, pytest.raises(DamagedError, match="truncated"):
@@ -144,7 +144,7 @@ def test_truncated_file(tmp_path):
 
 
 @given(st.lists(st.lists(st.floats(-1e6, 1e6), min_size=1), min_size=1, max_size=6))
-def test_merging_equals_one_pass(parts):
+def test_merged_statistics_match_one_pass(parts):
     total = Statistics()
     for part in parts:
         total = merge_statistics(
@@ -160,7 +160,7 @@ def test_merging_equals_one_pass(parts):
 
 
 @pytest.mark.parametrize("jobs", [1, 5])
-def test_tensors_are_looked_at_side_by_side_and_told_in_order(jobs: int) -> None:
+def test_parallel_measurements_are_returned_in_order(jobs: int) -> None:
     before = torch.get_num_threads()
     empty = TensorEntry("", "float32", (), (), ())
     entries = [replace(empty, name=str(number)) for number in range(20)]
@@ -183,7 +183,7 @@ def test_tensors_are_looked_at_side_by_side_and_told_in_order(jobs: int) -> None
     assert torch.get_num_threads() == before
 
 
-def test_a_look_ends_when_nobody_waits_for_it() -> None:
+def test_abandoned_measurement_stops() -> None:
     empty = TensorEntry("", "float32", (), (), ())
     finished = []
 

@@ -28,9 +28,9 @@ from ckptctl.conversion.recognition.roots import classify_part
         ("optical_flow.weight", "model.", "rest"),
     ],
 )
-def test_parts(name: str, root: str, part: str) -> None:
+def test_part_of_classifies_names_by_part(name: str, root: str, part: str) -> None:
     assert classify_part(name, root, "dcp") == part
 
 
-def test_a_format_of_models_alone_has_no_other_part() -> None:
+def test_model_only_format_has_no_other_parts() -> None:
     assert classify_part("optimizer.weight", "", "hf") == "model"

@@ -34,7 +34,7 @@ NATIVE = {
 }
 
 
-def test_a_pair_becomes_one_tensor_in_its_place():
+def test_weight_and_scales_become_one_tensor():
     source = catalog(WEIGHT | SCALE | NORM, {"quant_method": "fp8"})
     found = dequantize_catalog(source, "bfloat16")
     assert list(found.tensors) == ["a.weight", "norm.weight"]
@@ -49,7 +49,7 @@ def test_a_pair_becomes_one_tensor_in_its_place():
     assert "quantization_config" in source.documents["config.json"]
 
 
-def test_hugging_face_experts_are_seen_transposed_and_native_ones_are_not():
+def test_hf_experts_are_transposed_and_native_ones_are_not():
     found = dequantize_catalog(catalog(BLOCKS | SCALES | NATIVE), "float32").tensors
     hf, native = found["m.experts.down_proj"], found["b.mlp2_weight"]
     assert (hf.shape, hf.extents[0].strides) == ((2, 96, 5), (480, 1, 96))
@@ -57,19 +57,19 @@ def test_hugging_face_experts_are_seen_transposed_and_native_ones_are_not():
     assert hf.extents[0].file == computed_name("m.experts.down_proj")
 
 
-def test_deepseeks_own_names():
+def test_deepseek_scale_names_are_recognized():
     found = dequantize_catalog(catalog(WEIGHT | {"a.scale": ("float32", 3, 2)}), "float32")
     assert list(found.tensors) == ["a.weight"]
 
 
-def test_the_block_size_comes_from_the_configuration():
+def test_block_size_is_read_from_config():
     source = catalog(
         WEIGHT | {"a.weight_scale_inv": ("bfloat16", 5, 7)}, {"weight_block_size": [64, 32]}
     )
     assert find_quantized(source) == {"a.weight": "fp8 with 64x32 blocks"}
 
 
-def test_what_is_quantized_is_named():
+def test_quantization_schemes_are_named():
     assert find_quantized(catalog(WEIGHT | SCALE | NORM | BLOCKS | SCALES)) == {
         "a.weight": "fp8 with 128x128 blocks",
         "m.experts.down_proj": "MXFP4 with blocks of 32",
@@ -97,13 +97,13 @@ def test_what_is_quantized_is_named():
         ({"k_blocks": ("uint8", 3, 16), "k_scales": ("uint8", 3)}, "does not fit"),
     ],
 )
-def test_damage(tensors, named):
+def test_inconsistent_weights_and_scales_are_errors(tensors, named):
     with pytest.raises((DamagedError, UnsupportedError)) as caught:
         dequantize_catalog(catalog(tensors), "bfloat16")
     assert named in caught.value.what
 
 
-def test_scale_that_one_weight_lacks_is_damage():
+def test_missing_scale_among_scaled_weights_is_damage():
     tensors = WEIGHT | SCALE | {"b.weight": ("float8_e4m3fn", 1, 1)}
     with pytest.raises(DamagedError, match=r"without scales: `b\.weight`"):
         dequantize_catalog(catalog(tensors), "bfloat16")
@@ -124,25 +124,25 @@ def test_scale_that_one_weight_lacks_is_damage():
         (BLOCKS | SCALES | {"m.experts.down_proj": ("bfloat16", 1)}, None, "names exist"),
     ],
 )  # fmt: skip
-def test_what_is_not_understood_is_refused_by_name(tensors, quantization, named):
+def test_unsupported_quantization_is_refused_by_name(tensors, quantization, named):
     with pytest.raises(MappingError) as caught:
         dequantize_catalog(catalog(tensors, quantization), "bfloat16")
     assert named in caught.value.what
 
 
-def test_nothing_quantized_is_a_mistake_of_the_call():
+def test_dequantizing_unquantized_checkpoint_is_a_usage_error():
     with pytest.raises(UsageError, match="the checkpoint is not quantized"):
         dequantize_catalog(catalog(NORM), "bfloat16")
 
 
 @pytest.mark.parametrize("shape", [(), (7,)])
-def test_what_has_no_blocks(shape):
+def test_weights_without_blocks_are_unsupported(shape):
     found = catalog({"a.weight": ("float8_e4m3fn", *shape), "a.weight_scale_inv": ("float32", 1)})
     with pytest.raises(UnsupportedError, match="does not fit"):
         dequantize_catalog(found, "bfloat16")
 
 
-def test_replicas_are_not_looked_into(monkeypatch):
+def test_replicas_are_ignored_when_dequantizing(monkeypatch):
     source = catalog(WEIGHT | SCALE)
     source = replace(source, replicas={n: t.extents for n, t in source.tensors.items()})
     seen = []
@@ -160,5 +160,5 @@ def test_replicas_are_not_looked_into(monkeypatch):
         (NORM | {"a.scales": ("bfloat16", 7)}, None, False),
     ],
 )
-def test_is_plain_asks_names_dtypes_and_config(tensors, quantization, plain):
+def test_is_plain_checks_names_dtypes_and_config(tensors, quantization, plain):
     assert is_unquantized(catalog(tensors, quantization)) is plain

@@ -13,7 +13,7 @@ def convert(source, target, to, **options):
     return ckptctl.convert(source, target, to=to, **options)
 
 
-def test_two_containers_that_fit_alike_are_both_named(tmp_path):
+def test_ambiguous_roots_are_both_named(tmp_path):
     state, _ = tiny_llama("llama3")
     torch.save({"model": state, "state_dict": state}, tmp_path / "both.pt")
     with pytest.raises(MappingError, match="`model` or `state_dict`"):
@@ -22,14 +22,14 @@ def test_two_containers_that_fit_alike_are_both_named(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llama3", "llama3_1", "Llama3.1"])
-def test_a_family_may_be_named_by_any_of_its_names(tmp_path, name):
+def test_model_type_accepts_aliases(tmp_path, name):
     state, config = tiny_llama("llama3")
     source = save_hf(tmp_path / "in", state, config, 1)
     assert ckptctl.inspect(source, model_type=name).model_type == "llama3"
     assert convert(source, tmp_path / "out", "meta", model_type=name).plan.tensors
 
 
-def test_names_that_look_like_trainer_state_stay_in_a_model_only_format(tmp_path):
+def test_trainer_like_names_stay_in_model_only_format(tmp_path):
     from safetensors.torch import load_file, save_file
 
     state = {"opt.weight": torch.ones(2), "step": torch.ones(1), "enc.weight": torch.ones(3)}
@@ -39,7 +39,7 @@ def test_names_that_look_like_trainer_state_stay_in_a_model_only_format(tmp_path
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == state.keys()
 
 
-def test_equal_embeddings_in_meta_files_may_be_tied(tmp_path):
+def test_tied_meta_checkpoint_is_ambiguous_without_model_type(tmp_path):
     state, config = tiny_llama("llama3_2")
     save_meta(tmp_path / "meta", state, config, 1)
     with pytest.raises(MappingError, match="model type or layout is ambiguous") as caught:
@@ -48,7 +48,7 @@ def test_equal_embeddings_in_meta_files_may_be_tied(tmp_path):
     convert(tmp_path / "meta", tmp_path / "out", "hf", model_type="llama3_2")
 
 
-def test_untie_writes_what_the_source_leaves_out(tmp_path):
+def test_untie_writes_missing_lm_head(tmp_path):
     from safetensors.torch import load_file
 
     state, config = tiny_llama("llama3_2")
@@ -59,7 +59,7 @@ def test_untie_writes_what_the_source_leaves_out(tmp_path):
     assert b'"tie_word_embeddings": false' in (tmp_path / "out" / "config.json").read_bytes()
 
 
-def test_metas_names_keep_without_a_configuration(tmp_path):
+def test_meta_names_convert_without_config(tmp_path):
     state, config = tiny_llama("llama3")
     save_meta(tmp_path / "meta", state, config, 1)
     named = torch.load(tmp_path / "meta" / "consolidated.00.pth", weights_only=True)
@@ -68,7 +68,7 @@ def test_metas_names_keep_without_a_configuration(tmp_path):
     assert result.plan.tensors == len(named)
 
 
-def test_exclude_reaches_what_only_all_adds(tmp_path):
+def test_exclude_applies_to_only_all(tmp_path):
     torch.save(
         {"model": {"w": torch.ones(2)}, "optimizer": {"m": torch.ones(2)}, "step": 3},
         tmp_path / "train.pt",
@@ -77,12 +77,12 @@ def test_exclude_reaches_what_only_all_adds(tmp_path):
     assert torch.load(tmp_path / "out.pt", weights_only=True).keys() == {"model", "step"}
 
 
-def test_a_misspelt_option_is_named(tmp_path):
+def test_misspelled_option_is_named(tmp_path):
     with pytest.raises(ckptctl.CkptError, match="dytpe"):
         ckptctl.plan_conversion(tmp_path, tmp_path / "out", to="dcp", dytpe="fp32")
 
 
-def test_overwrite_replaces_checkpoints_only(tmp_path):
+def test_overwrite_replaces_only_checkpoints(tmp_path):
     import zipfile
 
     from safetensors.torch import save_file
@@ -101,7 +101,7 @@ def test_overwrite_replaces_checkpoints_only(tmp_path):
     convert(tmp_path / "in.pt", tmp_path / "old.pt", "torch", overwrite=True)
 
 
-def test_what_decides_between_a_few_is_named_in_full(tmp_path):
+def test_ambiguous_model_type_hint_names_both_options(tmp_path):
     """The tensors of these two have the same names, ranks and relations of sizes."""
     source = Golden.read("mistral4").save(tmp_path / "hf")
     (source / "config.json").unlink()

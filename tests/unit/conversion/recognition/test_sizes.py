@@ -17,12 +17,12 @@ CONFIG = {"num_attention_heads": 32, "hidden_size": 4096}
 
 
 @pytest.mark.parametrize("name", ["h", "num_attention_heads", "n_heads"])
-def test_every_name_of_an_axis(name):
+def test_axis_is_found_by_any_name(name):
     assert require_axis(LLAMA, name) == "h"
     assert read_sizes(LLAMA, overrides={name: 8}) == {"h": 8, "k": 8}
 
 
-def test_the_last_part_of_a_nested_name():
+def test_nested_name_is_found_by_last_part():
     mixtral = family("mixtral")
     assert mixtral.sizes["x"][1] == "moe.num_experts"
     assert require_axis(mixtral, "num_experts") == require_axis(mixtral, "moe.num_experts") == "x"
@@ -32,31 +32,31 @@ NAMED = dataclasses.replace(LLAMA, sizes={"x": ("inner.new|old", ""), "v": ("voc
 
 
 @pytest.mark.parametrize("name", ["new", "old"])
-def test_a_size_that_has_had_several_names(name):
+def test_renamed_size_is_read_under_both_names(name):
     assert read_sizes(NAMED, {"inner": {name: 4}}) == {"x": 4}
     assert require_axis(NAMED, name) == require_axis(NAMED, f"inner.{name}") == "x"
     with pytest.raises(MappingError, match=name):
         read_sizes(NAMED, {"inner": {name: "four"}})
 
 
-def test_the_first_name_wins_and_is_shown():
+def test_first_name_of_renamed_size_wins():
     assert read_sizes(NAMED, {"inner": {"new": 4, "old": 5}}) == {"x": 4}
     assert read_sizes(NAMED, {"inner": {"new": None, "old": 5}}) == {"x": 5}
     assert NAMED.describe_size("x") == "`inner.new`"
 
 
-def test_the_name_that_is_there_is_written():
+def test_existing_config_name_is_written():
     change = LayoutChange(NAMED, "hf", "hf", (), {}, vocab=8)
     assert adapt_config({"words": 4}, change) == {"words": 8}
     assert adapt_config({}, change) == {"vocab": 8}
 
 
-def test_it_fills_what_the_configuration_leaves_open():
+def test_given_sizes_fill_gaps_in_config():
     found = read_sizes(LLAMA, CONFIG, overrides={"num_key_value_heads": 8})
     assert (found["h"], found["k"], found["e"]) == (32, 8, 128)
 
 
-def test_the_same_twice_is_fine():
+def test_same_size_given_twice_is_accepted():
     assert read_sizes(LLAMA, CONFIG, overrides={"h": 32, "n_heads": 32})["h"] == 32
 
 
@@ -64,14 +64,14 @@ def test_the_same_twice_is_fine():
     ("given", "said"),
     [({"h": 16}, "m/config.json"), ({"k": 8, "n_kv_heads": 4}, "`--set n_kv_heads=4`")],
 )
-def test_contradictions_are_refused(given, said):
+def test_contradictory_sizes_are_refused(given, said):
     with pytest.raises(UsageError) as caught:
         compare_statements(LLAMA, [ModelDescription("config.json", "m/config.json", CONFIG)], given)
     assert said in caught.value.what
 
 
 @pytest.mark.parametrize("name", ["n_head", "p", "", "heads.h"])
-def test_unknown_names_are_refused_with_the_known_ones(name):
+def test_unknown_size_names_are_refused_with_known_ones(name):
     with pytest.raises(UsageError) as caught:
         require_axis(LLAMA, name)
     assert "`num_attention_heads`" in caught.value.why
@@ -79,11 +79,11 @@ def test_unknown_names_are_refused_with_the_known_ones(name):
         assert caught.value.hint == "did you mean `n_heads`?"
 
 
-def test_what_is_implied_has_to_be_possible():
+def test_impossible_derived_size_is_an_error():
     with pytest.raises(MappingError, match="not divisible"):
         read_sizes(LLAMA, {"hidden_size": 10}, overrides={"h": 3})
 
 
-def test_a_size_is_named_as_the_files_name_it():
+def test_size_is_shown_as_named_in_files():
     assert LLAMA.describe_size("v") == "`vocab_size`"
     assert LLAMA.describe_size("i") == "`num_hidden_layers` (in params.json: `n_layers`)"

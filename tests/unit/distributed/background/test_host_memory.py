@@ -23,7 +23,7 @@ from ckptctl.distributed.background.host_memory import (
 from ckptctl.errors import RefusedError, StorageError
 
 
-def test_memory_that_waits_is_bounded() -> None:
+def test_free_memory_is_bounded() -> None:
     pool = HostPool(max_free=2)
     regions = [pool.take_region(1 << 20) for _ in range(4)]
     for region in regions:
@@ -34,7 +34,7 @@ def test_memory_that_waits_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("less", [1, 9])
-def test_memory_that_saves_no_longer_need_goes(less: int) -> None:
+def test_memory_unused_by_recent_saves_is_released(less: int) -> None:
     pool = HostPool()
     first = pool.take_region(10 << 20)
     pool.return_region(first)
@@ -46,7 +46,7 @@ def test_memory_that_saves_no_longer_need_goes(less: int) -> None:
     assert pool.nbytes == less << 20
 
 
-def test_memory_for_two_states_in_turn_stays() -> None:
+def test_memory_for_alternating_states_is_kept() -> None:
     pool = HostPool()
     seen = set()
     for size in (10, 2) * UNUSED_SAVES:
@@ -56,7 +56,7 @@ def test_memory_for_two_states_in_turn_stays() -> None:
     assert len(seen) == 2
 
 
-def test_memory_of_a_closed_pool_goes_when_it_comes_back() -> None:
+def test_memory_of_closed_pool_is_freed_on_return() -> None:
     pool = HostPool()
     region = pool.take_region(1 << 20)
     descriptor = region.descriptor
@@ -67,7 +67,7 @@ def test_memory_of_a_closed_pool_goes_when_it_comes_back() -> None:
         os.fstat(descriptor)
 
 
-def test_the_limit_makes_room_before_it_refuses() -> None:
+def test_limit_evicts_free_memory_before_refusing() -> None:
     pool = HostPool(limit=3 << 20)
     waiting = pool.take_region(1 << 20)
     pool.return_region(waiting)
@@ -78,13 +78,13 @@ def test_the_limit_makes_room_before_it_refuses() -> None:
     assert pool.take_region(2 << 20) is large
 
 
-def test_more_than_the_system_has() -> None:
+def test_allocation_beyond_system_memory_is_an_error() -> None:
     with pytest.raises(StorageError, match="host memory"):
         HostPool().take_region(1 << 62)
 
 
 @given(st.integers(0, 1 << 44))
-def test_size_classes_waste_little(nbytes: int) -> None:
+def test_size_classes_waste_at_most_one_eighth(nbytes: int) -> None:
     size = round_to_size_class(nbytes)
     assert size % PAGE == 0
     assert nbytes <= size <= max(nbytes * 9 // 8, nbytes + PAGE)
@@ -97,7 +97,7 @@ def resident(region: HostRegion) -> int:
 
 
 @pytest.mark.parametrize("code", [0, errno.EINVAL, errno.ENOSYS])
-def test_new_memory_has_its_pages(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_memory_is_resident_and_zeroed(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the kernel is too old to be asked for them."""
     monkeypatch.setattr(host_memory, "choose_thread_count", lambda _: 3)
     if code:
@@ -121,7 +121,7 @@ class Libc:
         return -1
 
 
-def test_memory_that_has_no_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_page_population_raises_and_frees_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "_libc", Libc(errno.ENOMEM))
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(StorageError, match="host memory"):
@@ -129,7 +129,7 @@ def test_memory_that_has_no_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_what_fails_in_a_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thread_failure_is_raised_and_stops_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "choose_thread_count", lambda _: 4)
     done: list[int] = []
 
@@ -143,7 +143,7 @@ def test_what_fails_in_a_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(done) < 10_000_000
 
 
-def test_prepared_memory_is_what_is_taken() -> None:
+def test_take_returns_prepared_buffer() -> None:
     pool = HostPool()
     pool.prepare_region(9 * PAGE)
     pool.prepare_region(8 * PAGE)
@@ -157,7 +157,7 @@ def test_prepared_memory_is_what_is_taken() -> None:
     assert pool.nbytes == 0
 
 
-def test_the_limit_holds_for_what_is_prepared() -> None:
+def test_limit_applies_to_prepared_memory() -> None:
     pool = HostPool(limit=10 * PAGE)
     with pytest.raises(RefusedError, match="exceeds the limit"):
         pool.prepare_region(11 * PAGE)
@@ -165,7 +165,7 @@ def test_the_limit_holds_for_what_is_prepared() -> None:
     assert pool.nbytes == 10 * PAGE
 
 
-def test_no_room_beside_a_save_is_left_to_the_next_one() -> None:
+def test_prepare_beyond_limit_during_save_is_skipped() -> None:
     pool = HostPool(limit=3_000_000)
     going_on = pool.take_region(1_000_000)
     pool.prepare_region(2_500_000)
@@ -185,7 +185,7 @@ class Cudart:
         return 2
 
 
-def test_memory_that_cannot_be_pinned_is_used_as_it_is(
+def test_unpinnable_memory_is_used_unpinned(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runtime = Cudart()
@@ -201,7 +201,7 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_cuda_goes_on_after_memory_that_it_did_not_pin() -> None:
+def test_cuda_works_after_failed_pinning() -> None:
     region = HostRegion(PAGE, pinned=True)
     assert region.pinned
     assert not region._pin_pages()  # it is registered already

@@ -18,7 +18,9 @@ def failing() -> Path:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_memory_that_cannot_be_given_back(capsys: pytest.CaptureFixture[str], fails: bool) -> None:
+def test_failed_memory_release_does_not_change_save_outcome(
+    capsys: pytest.CaptureFixture[str], fails: bool
+) -> None:
     """The outcome is that of the save: what is published stays so."""
     published: list[Path] = []
     future = SaveFuture(Path("x"))

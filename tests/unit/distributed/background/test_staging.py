@@ -38,7 +38,7 @@ def assert_copied(tensors: list[torch.Tensor]) -> StagedState:
     return copy
 
 
-def test_every_kind_of_memory() -> None:
+def test_tensors_in_every_memory_layout_are_copied() -> None:
     base = torch.randn(40, 30)
     assert_copied(
         [
@@ -64,7 +64,7 @@ def test_bytes_that_tensors_share_are_copied_once() -> None:
 
 
 @pytest.mark.parametrize("host", ["cpu", "another"])
-def test_plans_of_saves_hold_for_what_is_staged(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_staged_strides_match_save_plan(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are the same; also as if tensors lay on a device."""
     monkeypatch.setattr(device_memory, "HOST", host)
     tensors = [torch.randn(6, 8), torch.randn(6, 8).t(), torch.randn(4, 5, 6).permute(2, 0, 1)]
@@ -72,31 +72,31 @@ def test_plans_of_saves_hold_for_what_is_staged(host: str, monkeypatch: pytest.M
     assert assert_copied(tensors).state.steps == own.steps
 
 
-def test_a_thin_view_does_not_drag_along_what_it_lies_in() -> None:
+def test_narrow_view_is_copied_without_its_base() -> None:
     wide = torch.randn(1000, 100)
     copy = assert_copied([wide[:, 3]])
     assert copy.nbytes == 4000
     assert copy.state.steps == [(1,)]
 
 
-def test_expanded_tensors() -> None:
+def test_expanded_tensor_is_copied_compactly() -> None:
     value = torch.randn(3, 1)
     copy = staged([value.expand(3, 500)])
     assert copy.nbytes == 12
     assert torch.equal(copy.state.pieces[0], value.expand(3, 500))
 
 
-def test_elements_of_different_sizes_in_one_storage() -> None:
+def test_mixed_element_sizes_in_one_storage_are_copied() -> None:
     raw = torch.arange(256, dtype=torch.uint8)
     assert_copied([raw[2:66].view(torch.int16), raw[4:68].view(torch.float32), raw[1:9]])
 
 
-def test_elements_that_are_not_aligned() -> None:
+def test_unaligned_elements_are_copied() -> None:
     raw = bytearray(41)
     assert_copied([torch.frombuffer(raw, dtype=torch.float32, offset=1).normal_(), torch.ones(3)])
 
 
-def test_nothing_to_copy() -> None:
+def test_staging_nothing_takes_no_memory() -> None:
     copy = staged([torch.empty(0), torch.empty(3, 0)])
     assert copy.region is None
     assert copy.nbytes == 0
@@ -111,7 +111,7 @@ def test_only_chosen_chunks_are_copied() -> None:
     assert copy.state.pieces[2].data_ptr() != tensors[2].data_ptr()
 
 
-def test_values_are_pickled_when_they_are_copied() -> None:
+def test_values_are_pickled_at_staging_time() -> None:
     steps = [1, 2]
     own = build_local_state({"w": torch.ones(2), "steps": {"seen": steps}})
     before = dict(own.values)
@@ -119,7 +119,7 @@ def test_values_are_pickled_when_they_are_copied() -> None:
     assert stage_shards(own, HostPool()).state.values == before
 
 
-def test_memory_is_used_again() -> None:
+def test_freed_memory_is_reused() -> None:
     pool = HostPool()
     first = staged([torch.randn(100_000)], pool)
     assert first.region
@@ -132,7 +132,7 @@ def test_memory_is_used_again() -> None:
     assert third.region is not second.region
 
 
-def test_a_failed_copy_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_copy_returns_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = HostPool()
 
     def fails(_: object) -> None:
@@ -152,7 +152,7 @@ def test_a_failed_copy_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) ->
     ),
     jobs=st.integers(1, 4),
 )
-def test_threads_copy_everything_once(sizes: list[int], jobs: int) -> None:
+def test_threads_copy_every_byte_once(sizes: list[int], jobs: int) -> None:
     sources = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
     targets = [torch.zeros(size + 1, dtype=torch.uint8) for size in sizes]
     copies = [
@@ -167,7 +167,7 @@ def test_threads_copy_everything_once(sizes: list[int], jobs: int) -> None:
         assert target[-1] == 0
 
 
-def test_what_a_copy_takes_is_known_before() -> None:
+def test_memory_needed_matches_staged_memory() -> None:
     base = torch.randn(64, 64)
     pieces = [base, base.t(), torch.randn(1000, 100)[:, 3], torch.empty(0), torch.ones(3)]
     nbytes, pinned = compute_copy_memory(pieces)
@@ -179,7 +179,7 @@ def test_what_a_copy_takes_is_known_before() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_from_a_cuda_device_through_pinned_memory() -> None:
+def test_cuda_tensors_are_staged_through_pinned_memory() -> None:
     pool = HostPool()
     base = torch.randn(1000, 1000, device="cuda")
     tensors = [
@@ -211,7 +211,7 @@ def test_from_a_cuda_device_through_pinned_memory() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_streams_that_still_write_are_waited_for() -> None:
+def test_staging_waits_for_streams_that_still_write() -> None:
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     state = {"w": torch.zeros(1 << 24, device="cuda"), "small": torch.zeros(3, device="cuda")}
     torch.cuda.synchronize()
@@ -226,7 +226,7 @@ def test_streams_that_still_write_are_waited_for() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
-def test_from_two_devices() -> None:
+def test_tensors_on_two_devices_are_staged() -> None:
     tensors = [torch.full((1 << 22,), float(n), device=f"cuda:{n % 2}") for n in range(4)]
     copy = staged(tensors)
     assert [piece[0].item() for piece in copy.state.pieces] == [0, 1, 2, 3]

@@ -45,7 +45,7 @@ def save(state: dict[str, Any], path: object, planner: Any = None, **writer: Any
     state_dict_saver.save(state, storage_writer=storage, planner=planner or SavePlanner())
 
 
-def test_options_are_named_as_python_does(tmp_path: Path) -> None:
+def test_dcp_errors_name_python_options(tmp_path: Path) -> None:
     save({"a": torch.ones(1)}, tmp_path / "whole")
     with pytest.raises(CheckpointException) as caught:
         save({"a": torch.ones(1)}, tmp_path / "whole")
@@ -73,7 +73,7 @@ class Failing(CkptError):
     """What a test makes fail."""
 
 
-def test_every_private_name_is_in_the_installed_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_private_torch_names_exist_in_installed_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(compat.find_missing_names()) == []
     assert {name for name in compat.__all__ if hasattr(compat, name)} == set(compat.__all__)
     assert {name for name in compat.PRIVATE if name[0] != "_"} < set(compat.__all__)
@@ -81,7 +81,7 @@ def test_every_private_name_is_in_the_installed_torch(monkeypatch: pytest.Monkey
     assert list(compat.find_missing_names()) == ["torch.distributed.checkpoint.planner.gone"]
 
 
-def test_an_untested_torch_is_warned_of() -> None:
+def test_untested_torch_version_warns() -> None:
     major, minor = compat.NEWEST_TESTED
     newer = f"{major}.{minor + 1}.0a0+git123"
     with pytest.warns(
@@ -94,13 +94,13 @@ def test_an_untested_torch_is_warned_of() -> None:
             compat.warn_if_untested(version)
 
 
-def test_the_newest_tested_torch_is_the_one_of_the_sessions() -> None:
+def test_newest_tested_torch_matches_noxfile() -> None:
     listed = re.search(r"^TORCHES = \[(.*)\]$", Path("noxfile.py").read_text(), re.MULTILINE)
     assert listed
     assert listed[1].split(", ")[-1] == '"{}.{}"'.format(*compat.NEWEST_TESTED)
 
 
-def test_a_changed_dtype_or_path_is_not_served_from_the_cache(tmp_path: Path) -> None:
+def test_changed_dtype_or_path_bypasses_plan_cache(tmp_path: Path) -> None:
     steps: list[dict[str, Any]] = [
         {"a": {"b": torch.ones(4)}},
         {"a": {"b": torch.ones(4, dtype=torch.bfloat16)}},
@@ -130,7 +130,7 @@ def test_a_changed_dtype_or_path_is_not_served_from_the_cache(tmp_path: Path) ->
     assert said("stock") == [(torch.float32, ("a", "b"))] * 3  # wrong, twice
 
 
-def test_another_dtype_is_an_error_or_a_cast(tmp_path: Path) -> None:
+def test_different_dtype_is_an_error_or_a_cast(tmp_path: Path) -> None:
     stock_save({"w": torch.tensor([1.5, 300.0])}, tmp_path / "x")
     wrong = {"w": torch.zeros(2, dtype=torch.int8)}
     stock_load(wrong, tmp_path / "x")
@@ -149,7 +149,7 @@ def test_another_dtype_is_an_error_or_a_cast(tmp_path: Path) -> None:
     assert planner.report.cast == {"w": ("float32", "bfloat16")}
 
 
-def test_a_hole_is_found_when_it_is_loaded(tmp_path: Path) -> None:
+def test_missing_elements_are_an_error_on_load(tmp_path: Path) -> None:
     torn(tmp_path / "x")
     stock = {"w": torch.full((8, 4), 7.0)}
     stock_load(stock, tmp_path / "x")
@@ -175,7 +175,7 @@ def torn(path: Path) -> None:
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def test_leaves_of_any_type_stay_when_names_are_missing(tmp_path: Path) -> None:
+def test_leaves_missing_in_checkpoint_stay_unchanged(tmp_path: Path) -> None:
     save({"w": torch.ones(2), "other": 3}, tmp_path / "x")
     token = frozenset({1})
     stock = {"w": torch.zeros(2), "token": token}
@@ -192,7 +192,7 @@ def test_leaves_of_any_type_stay_when_names_are_missing(tmp_path: Path) -> None:
     assert planner.report.unexpected == ("other",)
 
 
-def test_a_part_of_a_chunk_costs_that_part(tmp_path: Path) -> None:
+def test_partial_load_reads_only_needed_bytes(tmp_path: Path) -> None:
     full = torch.arange(1 << 20, dtype=torch.float32).view(1024, 1024)
     save({"w": full}, tmp_path / "x")
 
@@ -212,7 +212,7 @@ def test_a_part_of_a_chunk_costs_that_part(tmp_path: Path) -> None:
     assert reader.bytes_read == full.nbytes // 8
 
 
-def test_stock_reads_the_whole_chunk_for_a_part(
+def test_stock_reads_complete_chunk_for_partial_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stock_save({"w": torch.ones(1024, 64)}, tmp_path / "x")
@@ -242,9 +242,7 @@ def test_stock_reads_the_whole_chunk_for_a_part(
         assert found == part.nbytes * cost
 
 
-def test_errors_of_worker_threads_are_raised(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_worker_thread_errors_are_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {f"{number}": torch.ones(1 << 16) for number in range(8)}
     stock = FileSystemWriter(tmp_path / "stock", thread_count=4)
     create = stock.fs.create_stream
@@ -271,7 +269,7 @@ def test_errors_of_worker_threads_are_raised(
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_code_in_a_leaf_is_not_run(tmp_path: Path) -> None:
+def test_untrusted_leaf_code_is_not_run(tmp_path: Path) -> None:
     state = {"w": torch.ones(2), "x": Hostile(tmp_path / "ran")}
     with pytest.raises(CheckpointException, match="`x` cannot be saved"):
         save(state, tmp_path / "c")
@@ -294,9 +292,7 @@ class Hostile:
         return os.mkdir, (str(self.path),)
 
 
-def test_what_is_written_is_compared_with_the_plan(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritten_items_fail_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = Writer.write_data
 
     def forgetful(self: Writer, plan: Any, planner: Any) -> Any:
@@ -313,7 +309,7 @@ def test_what_is_written_is_compared_with_the_plan(
     assert [one.name for one in tmp_path.iterdir()] == ["x"]
 
 
-def test_a_planner_that_gives_something_else_is_found_out(tmp_path: Path) -> None:
+def test_planner_that_changes_dtype_is_an_error(tmp_path: Path) -> None:
     class Lying(DefaultSavePlanner):
         def transform_object(self, write_item: Any, object: Any) -> Any:
             return super().transform_object(write_item, object).double()
@@ -323,7 +319,7 @@ def test_a_planner_that_gives_something_else_is_found_out(tmp_path: Path) -> Non
     assert not (tmp_path / "x").exists()
 
 
-def test_all_kinds_of_tensors_survive(tmp_path: Path) -> None:
+def test_all_tensor_kinds_roundtrip(tmp_path: Path) -> None:
     kinds = (torch.float8_e4m3fn, torch.complex64, torch.bool, torch.int64, torch.bfloat16)
     state: dict[str, Any] = {str(kind): torch.ones(3, 2).to(kind) for kind in kinds}
     state |= {
@@ -344,7 +340,7 @@ def test_all_kinds_of_tensors_survive(tmp_path: Path) -> None:
         assert found["nested"] == {"list": [1, torch.ones(1)], "none": None}
 
 
-def test_below_a_url(tmp_path: Path) -> None:
+def test_save_and_load_work_on_url(tmp_path: Path) -> None:
     url = f"memory://{tmp_path.name}/run"
     big = torch.arange(6_000_000, dtype=torch.float32).view(3000, 2000)
     state: dict[str, Any] = {"m": {"w": big, "t": torch.arange(12.0).view(3, 4).t()}, "step": 3}
@@ -364,7 +360,7 @@ def test_below_a_url(tmp_path: Path) -> None:
         load({"step": 0}, f"memory://{tmp_path.name}/nothing")
 
 
-def test_a_part_is_read_by_ranges_below_a_url(
+def test_partial_load_from_url_reads_ranges(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"memory://{tmp_path.name}/parts"
@@ -390,7 +386,7 @@ def test_a_part_is_read_by_ranges_below_a_url(
     assert sum(read) < (2 << 20) + 16 * BLOCK_BYTES
 
 
-def test_a_save_that_fails_below_a_url_leaves_no_checkpoint(
+def test_failed_save_to_url_leaves_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"memory://{tmp_path.name}/failed"
@@ -406,7 +402,7 @@ def _breaking(sink: Any, offset: int, view: memoryview) -> None:
     raise Failing("the network is down")
 
 
-def test_a_local_url_is_a_path(tmp_path: Path) -> None:
+def test_file_url_is_a_local_path(tmp_path: Path) -> None:
     save({"w": torch.ones(3)}, f"file://{tmp_path}/x")
     found = {"w": torch.zeros(3)}
     load(found, f"file://{tmp_path}/x")
@@ -414,7 +410,7 @@ def test_a_local_url_is_a_path(tmp_path: Path) -> None:
     assert (tmp_path / "x/.metadata").is_file()
 
 
-def test_what_a_writer_takes() -> None:
+def test_checkpoint_ids_are_validated_and_writer_is_picklable() -> None:
     assert Writer.validate_checkpoint_id("some/path") and Reader.validate_checkpoint_id("some/path")
     assert Writer.validate_checkpoint_id("memory://x")
     assert not Writer.validate_checkpoint_id("nosuch://x")
@@ -425,7 +421,9 @@ def test_what_a_writer_takes() -> None:
     "options",
     [{"dequantize": "int8"}, {"dequantize": "banana"}, {"weights": "both"}, {"sizes": {"dim": 0}}],
 )
-def test_options_that_make_no_sense(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_invalid_reader_options_are_refused_as_by_load(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
     """They are refused as by ``ckptctl.load``, before anything is filled."""
     (option,) = options
     save({"w": torch.ones(3)}, tmp_path / "x")
@@ -437,7 +435,7 @@ def test_options_that_make_no_sense(tmp_path: Path, options: dict[str, Any]) -> 
     assert option in str(found.value.where)
 
 
-def test_quantized_tensors_are_turned_into_what_is_asked_for(tmp_path: Path) -> None:
+def test_quantized_tensors_are_dequantized_on_load(tmp_path: Path) -> None:
     weight = torch.arange(6.0).reshape(2, 3)
     quantized = {"w": weight.to(torch.float8_e4m3fn), "w_scale_inv": torch.full((1, 1), 2.0)}
     save_hf(tmp_path / "x", quantized)
@@ -447,7 +445,7 @@ def test_quantized_tensors_are_turned_into_what_is_asked_for(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_sharded_tensors_of_several_shards_and_of_none(tmp_path: Path, rank: int) -> None:
+def test_sharded_tensors_load_with_several_or_no_shards(tmp_path: Path, rank: int) -> None:
     full = torch.arange(48.0).reshape(8, 6)
     group = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
     dist.init_process_group("fake", rank=rank, world_size=2, store=group.FakeStore())

@@ -14,7 +14,7 @@ REPOSITORY = Path(__file__).parents[4]
 
 
 @pytest.mark.parametrize("seconds", [1, pytest.param(120, marks=pytest.mark.slow)])
-def test_changed_leaves_are_read_or_refused(tmp_path: Path, seconds: int) -> None:
+def test_mutated_leaves_are_read_or_refused(tmp_path: Path, seconds: int) -> None:
     seed = int(time.time()) if seconds > 60 else 1
     module = "tests.unit.distributed.leaves.fuzzing"
     told = [str(seconds), str(seed), str(tmp_path)]

@@ -23,14 +23,14 @@ CORE = "numpy._core" if hasattr(np, "_core") else "numpy.core"
 
 @pytest.mark.parametrize("protocol", [2, 4, 5])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_comes_back(kind: str, protocol: int) -> None:
+def test_leaves_of_every_kind_roundtrip(kind: str, protocol: int) -> None:
     value = KINDS[kind]
     found = read_leaf(saved(value, protocol), "here")
     assert type(found) is type(value)
     assert repr(found) == repr(value)
 
 
-def test_what_is_one_object_stays_one() -> None:
+def test_shared_objects_stay_shared() -> None:
     tensor, words = torch.arange(4), ["x"]
     found: Any = read_leaf(saved((tensor, tensor[1:], tensor, words, {"w": words})), "here")
     assert found[0] is found[2]
@@ -39,7 +39,7 @@ def test_what_is_one_object_stays_one() -> None:
     assert found[1][0] == 9
 
 
-def test_attributes_of_an_ordered_dict_stay() -> None:
+def test_attributes_of_ordered_dict_are_kept() -> None:
     state = torch.nn.Linear(1, 1).state_dict()
     found: Any = read_leaf(saved((state,)), "here")
     assert type(found[0]) is OrderedDict
@@ -162,13 +162,13 @@ META = torch.empty(2, device="meta")
 
 
 @pytest.mark.parametrize("tensor", [SPARSE, META], ids=["sparse", "meta"])
-def test_tensors_of_other_kinds_are_refused(tensor: torch.Tensor) -> None:
+def test_sparse_and_meta_tensors_are_refused(tensor: torch.Tensor) -> None:
     with pytest.raises(UnsupportedError, match="are not supported"):
         read_leaf(saved((tensor,)), "here")
 
 
 @pytest.mark.parametrize("kind", ["array", "text"])
-def test_one_value_does_not_become_many(kind: str) -> None:
+def test_small_leaf_that_expands_is_refused(kind: str) -> None:
     content, text = bytes(100_000), "1" * 100_000
     made: dict[str, Callable[[], object]] = {
         "array": lambda: array((100_000,), plain("i1"), content),
@@ -181,7 +181,7 @@ def test_one_value_does_not_become_many(kind: str) -> None:
     assert "values" in str(found.value.why)
 
 
-def test_such_records_are_read_as_numpy_writes_them() -> None:
+def test_numpy_records_are_read_as_numpy_writes_them() -> None:
     numbers = array((2,), plain("i8"), bytes(15) + b"\1")
     times = array((1,), timed(b"s", 25, 1, 1), bytes(8))
     found: Any = read_leaf(zip_of(dump_pickle([numbers, times])), "here")
@@ -250,7 +250,7 @@ def test_forged_tensors_are_refused(name: str) -> None:
         read_leaf(forged_tensor(*TENSORS[name]), "here")  # type: ignore[arg-type]
 
 
-def test_tensors_may_overlap_themselves() -> None:
+def test_self_overlapping_tensors_are_read() -> None:
     found: Any = read_leaf(forged_tensor(0, (2, 2), (1, 1), FLOATS, 4, True), "here")
     (tensor,) = found
     assert tensor.stride() == (1, 1)

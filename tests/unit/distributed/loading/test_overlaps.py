@@ -20,7 +20,7 @@ def a_view(memory: torch.Tensor, rng: random.Random) -> torch.Tensor:
             return memory.as_strided(sizes, steps, first)
 
 
-def test_views_meet_where_filling_one_is_seen_in_the_other() -> None:
+def test_views_overlap_if_filling_one_changes_other() -> None:
     rng = random.Random(7)
     seen = set()
     for _ in range(400):
@@ -32,7 +32,7 @@ def test_views_meet_where_filling_one_is_seen_in_the_other() -> None:
     assert seen == {True, False}
 
 
-def test_columns_that_lie_between_each_other_do_not_meet() -> None:
+def test_interleaved_columns_do_not_overlap() -> None:
     memory = torch.zeros(4096, 64)
     state = {"left": memory[:, :32], "right": memory[:, 32:], "other": torch.zeros(3)}
     places = flatten_state(state).shards
@@ -41,7 +41,7 @@ def test_columns_that_lie_between_each_other_do_not_meet() -> None:
     assert find_overlaps(places, [0, 1, 2, 3]) == {0: 3, 1: 3, 3: 0}
 
 
-def test_a_part_of_an_element_of_another_dtype() -> None:
+def test_overlap_is_detected_within_element_of_another_dtype() -> None:
     memory = torch.zeros(8)
     assert may_overlap(memory, memory.view(torch.uint8)[31:])
     assert not may_overlap(memory[:7], memory.view(torch.uint8)[28:])

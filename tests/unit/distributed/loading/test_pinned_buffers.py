@@ -77,7 +77,7 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def test_a_buffer_is_filled_again_when_its_copies_are_done(pinned: list[int]) -> None:
+def test_buffer_is_refilled_only_after_its_copies_finish(pinned: list[int]) -> None:
     buffers = buffers_for("a", "b")
     places = []
     for step in range(2 * TURNS + 1):
@@ -99,7 +99,7 @@ def test_a_buffer_is_filled_again_when_its_copies_are_done(pinned: list[int]) ->
     assert pinned == [4096] * TURNS
 
 
-def test_all_that_a_tile_is_written_from_takes_turns(pinned: list[int]) -> None:
+def test_tile_and_cast_buffers_rotate_but_staging_does_not(pinned: list[int]) -> None:
     buffers = buffers_for("a")
     rounds = [
         [buffers.get_buffer(name, 5000) for name in (TILE_BUFFER, STAGING_BUFFER, CAST_BUFFER)]
@@ -113,7 +113,7 @@ def test_all_that_a_tile_is_written_from_takes_turns(pinned: list[int]) -> None:
     assert sorted(pinned) == [8192] * 2 * TURNS  # what is only read from is not pinned
 
 
-def test_places_are_those_of_the_buffer_in_turn(pinned: list[int]) -> None:
+def test_places_point_into_current_buffer(pinned: list[int]) -> None:
     buffers = buffers_for("a")
     pattern = Pattern(((0, 2), (10, 3)))
     for step in range(4):
@@ -124,7 +124,7 @@ def test_places_are_those_of_the_buffer_in_turn(pinned: list[int]) -> None:
         assert bytes(buffer[:2]) == bytes(buffer[10:13])[:2] == bytes([step]) * 2
 
 
-def test_memory_is_bounded(pinned: list[int]) -> None:
+def test_pinned_memory_is_bounded(pinned: list[int]) -> None:
     buffers = buffers_for("a")
     for size in (1, 100_000, 3 << 20, MAX_TURN_BYTES, 5, 16 << 20, MAX_TURN_BYTES + 1):
         for _ in range(TURNS):
@@ -141,7 +141,7 @@ def test_memory_is_bounded(pinned: list[int]) -> None:
     assert hasattr(tile.obj, "tensor")  # whatever was cast before
 
 
-def test_without_pinned_memory_it_is_pageable(
+def test_pinning_failure_falls_back_to_pageable_memory(
     monkeypatch: pytest.MonkeyPatch, pinned: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     empty = torch.empty
@@ -159,7 +159,7 @@ def test_without_pinned_memory_it_is_pageable(
     assert capsys.readouterr().err.count("CUDA error: out of memory") == 1
 
 
-def test_streams_begin_behind_all_others_and_are_waited_for(
+def test_streams_wait_for_earlier_work_and_are_waited_for(
     monkeypatch: pytest.MonkeyPatch, pinned: list[int]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append(f"settle {device}"))
@@ -173,6 +173,6 @@ def test_streams_begin_behind_all_others_and_are_waited_for(
     assert log == ["settle a", "use a", "record a.1", "wait a", "free"]
 
 
-def test_host_tensors_need_none() -> None:
+def test_host_tensors_use_plain_tile_buffers() -> None:
     with pinned_buffer_factory([torch.zeros(3)]) as make:
         assert make is TileBuffers

@@ -30,7 +30,7 @@ def job(folder: Path, out: Path, value: float = 1.0, **options: Any) -> Path:
 
 
 @pytest.mark.parametrize(("to", "name"), [("torch", "final.pt"), ("dcp", "final")])
-def test_a_finished_job_that_is_started_again(tmp_path: Path, to: str, name: str) -> None:
+def test_restarted_job_keeps_its_published_model(tmp_path: Path, to: str, name: str) -> None:
     out = tmp_path / name
     told: list[Path] = []
     job(tmp_path, out, final_format=to, on_published=told.append)
@@ -42,7 +42,7 @@ def test_a_finished_job_that_is_started_again(tmp_path: Path, to: str, name: str
     assert sorted(item.name for item in tmp_path.iterdir()) == [name, "run"]
 
 
-def test_a_published_model_with_a_flipped_bit_is_not_the_same(tmp_path: Path) -> None:
+def test_published_model_with_flipped_bit_is_refused(tmp_path: Path) -> None:
     out = job(tmp_path, tmp_path / "final", final_format="dcp")
     file = max(out.rglob("*.distcp"), key=lambda one: one.stat().st_size)
     content = bytearray(file.read_bytes())
@@ -53,7 +53,7 @@ def test_a_published_model_with_a_flipped_bit_is_not_the_same(tmp_path: Path) ->
     assert file.name in str(caught.value.why)
 
 
-def test_another_model_is_not_replaced(tmp_path: Path) -> None:
+def test_different_published_model_is_not_replaced(tmp_path: Path) -> None:
     out = job(tmp_path, tmp_path / "final.pt")
     before = out.read_bytes()
     with pytest.raises(RefusedError, match="has published another model at this path"):
@@ -63,7 +63,7 @@ def test_another_model_is_not_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["content", "record", "url", "gone"])
-def test_what_is_no_evidence(tmp_path: Path, change: str) -> None:
+def test_changed_or_missing_record_is_no_proof_of_publication(tmp_path: Path, change: str) -> None:
     """What check the new commit has put there, or a record that says nothing: not the run's."""
     out = job(tmp_path, tmp_path / "final.pt")
     if change == "content":
@@ -85,7 +85,7 @@ def test_what_is_no_evidence(tmp_path: Path, change: str) -> None:
             job(tmp_path, out)
 
 
-def test_hooks_that_were_cut_short_are_called_again(tmp_path: Path) -> None:
+def test_interrupted_hooks_are_called_again(tmp_path: Path) -> None:
     out = job(tmp_path, tmp_path / "final.pt")
     record = tmp_path / "run" / RECORD_FILE
     said = json.loads(record.read_text())
@@ -98,7 +98,7 @@ def test_hooks_that_were_cut_short_are_called_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [".final.pt.ckptctl-final", ".final.pt.ckptctl-again"])
-def test_a_folder_that_only_has_the_name_is_not_removed(tmp_path: Path, name: str) -> None:
+def test_folder_with_foreign_files_is_not_removed(tmp_path: Path, name: str) -> None:
     if name.endswith("again"):
         job(tmp_path, tmp_path / "final.pt")
     (tmp_path / name).mkdir()
@@ -112,7 +112,7 @@ def test_a_folder_that_only_has_the_name_is_not_removed(tmp_path: Path, name: st
     ("name", "inside"),
     [(".final.pt.ckptctl-final", "__0_0.distcp"), (".final.pt.ckptctl-again", "final.pt")],
 )
-def test_what_a_killed_save_left_is_removed(tmp_path: Path, name: str, inside: str) -> None:
+def test_leftovers_of_killed_save_are_removed(tmp_path: Path, name: str, inside: str) -> None:
     if name.endswith("again"):
         job(tmp_path, tmp_path / "final.pt")
     (tmp_path / name).mkdir()

@@ -32,32 +32,36 @@ from ckptctl.errors import UsageError
         ({"keep_within": float("nan")}, "not a non-negative number of seconds"),
     ],
 )
-def test_options_that_say_nothing(tmp_path: Path, options: dict[str, Any], said: str) -> None:
+def test_inapplicable_or_invalid_options_are_usage_errors(
+    tmp_path: Path, options: dict[str, Any], said: str
+) -> None:
     with pytest.raises(UsageError, match=said):
         ckptctl.CheckpointManager(tmp_path, **options)
 
 
-def test_values_that_change_nothing(tmp_path: Path) -> None:
+def test_default_option_values_are_accepted(tmp_path: Path) -> None:
     with ckptctl.CheckpointManager(tmp_path, async_=False, mode="thread", fast_keep=2) as manager:
         manager.save(1, {"a": 1})
 
 
 @pytest.mark.parametrize("root", ["", None, 3])
-def test_no_root(root: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_root_is_a_usage_error(
+    root: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError) as caught:
         ckptctl.CheckpointManager(root)
     assert caught.value.where == "root"
 
 
-def test_a_file_where_a_folder_is_to_be(tmp_path: Path) -> None:
+def test_file_in_place_of_folder_is_a_usage_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for root, fast in (("file", None), ("run", tmp_path / "file")):
         with pytest.raises(UsageError, match="found a file"):
             ckptctl.CheckpointManager(tmp_path / root, fast=fast)
 
 
-def test_what_a_rule_of_the_user_raises_is_named(
+def test_keep_if_error_is_reported_on_stderr(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def good(checkpoint: Any) -> bool:
@@ -68,6 +72,6 @@ def test_what_a_rule_of_the_user_raises_is_named(
     assert "KeyError: 'loss'" in capsys.readouterr().err
 
 
-def test_what_is_asked_for_most_stands_first() -> None:
+def test_common_options_come_first_in_signature() -> None:
     first = list(inspect.signature(ckptctl.CheckpointManager).parameters)
     assert first.index("save_every") < first.index("keep_last") < first.index("preemption")

@@ -38,7 +38,7 @@ def send(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def test_signals(tmp_path: Path) -> None:
+def test_signals_announce_preemption(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, preemption=[signal.SIGTERM, "SIGUSR1"]) as manager:
         assert not manager.preempted()
         send(signal.SIGUSR1)
@@ -49,7 +49,7 @@ def test_signals(tmp_path: Path) -> None:
         assert not manager.preempted()
 
 
-def test_a_signal_while_its_handler_is_being_set(
+def test_signal_during_handler_setup_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_handler = signal.signal
@@ -65,7 +65,7 @@ def test_a_signal_while_its_handler_is_being_set(
         assert manager.preempted()
 
 
-def test_each_so_many_calls(tmp_path: Path) -> None:
+def test_function_is_asked_every_n_calls(tmp_path: Path) -> None:
     asked: list[int] = []
 
     def notice() -> bool:
@@ -77,14 +77,14 @@ def test_each_so_many_calls(tmp_path: Path) -> None:
     assert len(asked) == 2
 
 
-def test_a_path(tmp_path: Path) -> None:
+def test_existing_path_announces_preemption(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path / "run", preemption=[tmp_path / "stop"]) as manager:
         assert not manager.preempted()
         (tmp_path / "stop").touch()
         assert manager.preempted()
 
 
-def test_a_function_that_raises_announces_nothing(tmp_path: Path) -> None:
+def test_failing_function_does_not_announce_preemption(tmp_path: Path) -> None:
     def broken() -> bool:
         raise OSError("no metadata service")
 
@@ -95,13 +95,13 @@ def test_a_function_that_raises_announces_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("given", ["SIGTERM", ["SIGNONE"], [1000], [None], [signal.SIGKILL]])
-def test_what_announces_nothing(tmp_path: Path, given: Any) -> None:
+def test_invalid_preemption_sources_are_usage_errors(tmp_path: Path, given: Any) -> None:
     with pytest.raises(UsageError) as caught:
         CheckpointManager(tmp_path, preemption=given)
     assert caught.value.where == "preemption"
 
 
-def test_only_the_main_thread_hears_signals(tmp_path: Path) -> None:
+def test_signals_outside_main_thread_are_refused(tmp_path: Path) -> None:
     raised: list[RefusedError] = []
 
     def make() -> None:
@@ -116,7 +116,7 @@ def test_only_the_main_thread_hears_signals(tmp_path: Path) -> None:
     assert "main thread" in str(raised[0].why)
 
 
-def test_handlers_that_were_there_hear_it_too_and_come_back(tmp_path: Path) -> None:
+def test_earlier_handlers_are_called_and_restored(tmp_path: Path) -> None:
     heard: list[int] = []
     before: Callable[..., None] = lambda number, _: heard.append(number)  # noqa: E731
     signal.signal(signal.SIGTERM, before)
@@ -127,7 +127,7 @@ def test_handlers_that_were_there_hear_it_too_and_come_back(tmp_path: Path) -> N
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def test_managers_that_are_closed_in_the_order_in_which_they_were_made(tmp_path: Path) -> None:
+def test_managers_may_close_in_creation_order(tmp_path: Path) -> None:
     one = CheckpointManager(tmp_path / "1", preemption=[signal.SIGTERM])
     two = CheckpointManager(tmp_path / "2", preemption=[signal.SIGTERM])
     one.close()
@@ -136,7 +136,7 @@ def test_managers_that_are_closed_in_the_order_in_which_they_were_made(tmp_path:
     two.close()
 
 
-def test_whoever_took_over_a_signal_keeps_it(tmp_path: Path) -> None:
+def test_handler_set_later_is_kept_on_close(tmp_path: Path) -> None:
     later: Callable[..., None] = lambda *_: None  # noqa: E731
     with CheckpointManager(tmp_path, preemption=[signal.SIGTERM]):
         signal.signal(signal.SIGTERM, later)
@@ -150,7 +150,7 @@ def test_whoever_took_over_a_signal_keeps_it(tmp_path: Path) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def test_a_forked_process_ends_with_sigterm(tmp_path: Path) -> None:
+def test_forked_process_resets_only_sigterm(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, preemption=[signal.SIGTERM, signal.SIGUSR1]) as manager:
         manager._preemption.notices.restore_in_fork()
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -182,7 +182,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     made.open.set()
 
 
-def test_a_save_of_the_same_step_is_joined(tmp_path: Path, gate: Gate) -> None:
+def test_urgent_save_joins_save_of_same_step(tmp_path: Path, gate: Gate) -> None:
     with CheckpointManager(tmp_path, sync=False) as manager:
         begun = manager.save(1, STATE)
         threading.Timer(0.05, gate.open.set).start()
@@ -192,7 +192,7 @@ def test_a_save_of_the_same_step_is_joined(tmp_path: Path, gate: Gate) -> None:
     assert gate.came == ["step-1"]
 
 
-def test_another_save_is_waited_for_and_may_have_failed(tmp_path: Path, gate: Gate) -> None:
+def test_urgent_save_waits_even_for_failing_save(tmp_path: Path, gate: Gate) -> None:
     gate.fail = {"step-1"}
     with CheckpointManager(tmp_path, sync=False, when_busy="skip") as manager:
         manager.save(1, STATE)
@@ -207,7 +207,7 @@ def test_another_save_is_waited_for_and_may_have_failed(tmp_path: Path, gate: Ga
     assert sorted(os.listdir(tmp_path)) == ["step-2", "step-3"]
 
 
-def test_what_is_not_on_disk_in_time(tmp_path: Path, gate: Gate) -> None:
+def test_urgent_save_after_deadline_is_an_error(tmp_path: Path, gate: Gate) -> None:
     """An error, and the save goes on; hooks of the new one do not count."""
     slow = threading.Event()
     hooks = [lambda _: slow.wait(60)]
@@ -225,7 +225,7 @@ def test_what_is_not_on_disk_in_time(tmp_path: Path, gate: Gate) -> None:
     assert os.listdir(tmp_path) == ["step-1"]
 
 
-def test_the_process_that_writes_outlives_a_signal_to_all(tmp_path: Path) -> None:
+def test_writer_process_survives_signal_to_all(tmp_path: Path) -> None:
     options: dict[str, Any] = {"mode": "process", "sync": False}
     with CheckpointManager(tmp_path, preemption=[signal.SIGTERM], **options) as manager:
         manager.save(1, STATE, urgent=True)

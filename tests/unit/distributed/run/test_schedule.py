@@ -67,7 +67,7 @@ def of(made: Made, *steps: int) -> list[int]:
     return due
 
 
-def test_steps_alone_ask_nobody() -> None:
+def test_step_rules_need_no_communication() -> None:
     asked = (0, 3, 499, 500, 501, 1000)
     made = Made(save_every=500, save_steps=[3])
     made.ranks = None
@@ -75,7 +75,7 @@ def test_steps_alone_ask_nobody() -> None:
     assert not Made().is_due(500)
 
 
-def test_a_multiple_that_the_loop_skips() -> None:
+def test_skipped_multiple_triggers_one_save() -> None:
     """Once, whatever is asked twice, and not because training begins or goes on behind one."""
     assert of(Made(save_every=100), 130, 160, 190, 220, 220, 250, 400, 401) == [220, 220, 400]
     made = Made(save_every=100)
@@ -85,7 +85,7 @@ def test_a_multiple_that_the_loop_skips() -> None:
     assert of(made, 60, 90, 110) == [110]
 
 
-def test_time_since_the_last_save(clock: Clock) -> None:
+def test_interval_counts_from_last_save(clock: Clock) -> None:
     made = Made(save_interval="30m", save_every=10)
     assert of(made, 1) == []
     clock.sleep(1799)
@@ -99,7 +99,7 @@ def test_time_since_the_last_save(clock: Clock) -> None:
     assert of(made, 13, 14) == [13]
 
 
-def test_as_often_as_possible(clock: Clock) -> None:
+def test_zero_interval_saves_at_every_step_unless_busy(clock: Clock) -> None:
     made = Made(save_interval=0)
     assert of(made, 1, 2) == [1, 2]
     made.saving = True
@@ -107,7 +107,7 @@ def test_as_often_as_possible(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("jump", [1e9, -1e9, 3600.0])
-def test_a_date_that_jumps_says_nothing_within_a_process(clock: Clock, jump: float) -> None:
+def test_clock_jump_does_not_trigger_save(clock: Clock, jump: float) -> None:
     made = Made(save_interval=60)
     made.record_save()
     clock.date += jump
@@ -117,7 +117,7 @@ def test_a_date_that_jumps_says_nothing_within_a_process(clock: Clock, jump: flo
 
 
 @pytest.mark.parametrize(("age", "left"), [(20.0, 40.0), (-1e9, 60.0), (1e9, 0.0), (60.0, 0.0)])
-def test_the_time_of_an_earlier_process_counts(clock: Clock, age: float, left: float) -> None:
+def test_interval_continues_from_resumed_save(clock: Clock, age: float, left: float) -> None:
     """A date that is wrong costs an interval at most."""
     made = Made(save_interval=60)
     made.record_resume(5, clock.date - age)
@@ -128,7 +128,7 @@ def test_the_time_of_an_earlier_process_counts(clock: Clock, age: float, left: f
     assert of(made, 7, 8) == [7]
 
 
-def test_the_first_of_a_run() -> None:
+def test_save_first_applies_only_to_empty_run() -> None:
     assert of(Made(save_first=True), 0, 1) == [0]
     made = Made(save_first=True)
     made.there = True
@@ -151,7 +151,7 @@ def said(step: int, *, wanted: bool = False) -> tuple[object, None]:
     return schedule._RankVote(step, wanted, True), None
 
 
-def test_the_clock_of_rank_0_counts(clock: Clock) -> None:
+def test_rank_0_clock_decides(clock: Clock) -> None:
     made = Made(save_interval=60)
     clock.sleep(1000)
     assert not made.asks(1, Two(1, said(1)))
@@ -160,7 +160,7 @@ def test_the_clock_of_rank_0_counts(clock: Clock) -> None:
     assert made.asks(2, Two(1, said(2, wanted=True)))
 
 
-def test_a_function_of_any_rank() -> None:
+def test_save_if_on_any_rank_triggers_save() -> None:
     asked: list[int] = []
 
     def third(step: int) -> bool:
@@ -174,14 +174,14 @@ def test_a_function_of_any_rank() -> None:
     assert not made.asks(5, Two(0, said(5)))
 
 
-def test_a_function_that_raises_is_an_error_on_every_rank() -> None:
+def test_save_if_error_is_raised_on_every_rank() -> None:
     with pytest.raises(ZeroDivisionError):
         Made(save_if=lambda step: 1 // 0).asks(1)
     with pytest.raises(CkptError, match="rank 1: ZeroDivisionError"):
         Made(save_if=bool).asks(1, Two(0, (None, CkptError("ZeroDivisionError: 1 // 0"))))
 
 
-def test_ranks_at_different_steps() -> None:
+def test_ranks_at_different_steps_are_a_usage_error() -> None:
     with pytest.raises(UsageError, match="same step"):
         Made(save_if=bool).asks(1, Two(0, said(2)))
 
@@ -198,10 +198,10 @@ def test_ranks_at_different_steps() -> None:
         {"save_if": 5},
     ],
 )
-def test_rules_that_make_no_sense(rules: Any) -> None:
+def test_invalid_schedule_rules_are_usage_errors(rules: Any) -> None:
     with pytest.raises(UsageError):
         ManagerOptions(**rules)
 
 
-def test_steps_of_other_libraries() -> None:
+def test_save_steps_accepts_torch_tensor() -> None:
     assert of(Made(save_steps=torch.tensor([2, 4])), 1, 2) == [2]

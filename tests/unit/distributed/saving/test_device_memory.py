@@ -60,7 +60,7 @@ def _inferred(base: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", kinds("cpu"))
-def test_every_kind_of_tensor(device: str, name: str) -> None:
+def test_tensors_of_every_kind_are_read_exactly(device: str, name: str) -> None:
     tensor = kinds(device)[name]
     expected = row_major_bytes(tensor)
     for step in (64, 208, 1 << 20):
@@ -75,7 +75,7 @@ def test_every_kind_of_tensor(device: str, name: str) -> None:
 @given(
     asked=st.lists(st.tuples(st.integers(0, 1), st.integers(0, 19), st.integers(1, 6)), max_size=25)
 )
-def test_whatever_is_asked_for(asked: list[tuple[int, int, int]]) -> None:
+def test_random_reads_return_exact_bytes(asked: list[tuple[int, int, int]]) -> None:
     reader = DeviceReader(3 * 64)
     tensors = [torch.arange(320), torch.arange(320).view(16, 20).t() + 7]
     sources = [DeviceMemory(tensor, reader) for tensor in tensors]
@@ -100,7 +100,7 @@ def fetches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return copied
 
 
-def test_the_next_block_is_asked_for_before_this_one_is_used(
+def test_next_block_is_prefetched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     copied = fetches(monkeypatch)
@@ -116,7 +116,7 @@ def test_the_next_block_is_asked_for_before_this_one_is_used(
     assert copied[3:] == [(768, 232)]
 
 
-def test_nothing_is_fetched_in_vain_where_threads_take_turns(
+def test_alternating_threads_cause_no_wasted_fetches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     copied = fetches(monkeypatch)
@@ -126,7 +126,7 @@ def test_nothing_is_fetched_in_vain_where_threads_take_turns(
     assert sum(nbytes for _, nbytes in copied) <= 5000
 
 
-def test_each_thread_has_blocks_of_its_own() -> None:
+def test_threads_do_not_share_blocks() -> None:
     tensors = [torch.randint(0, 255, (4096,), dtype=torch.uint8) for _ in range(8)]
     reader = DeviceReader(256)
     sources = [DeviceMemory(tensor, reader) for tensor in tensors]
@@ -149,7 +149,7 @@ def test_each_thread_has_blocks_of_its_own() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("place", ["{}/x", "memory://device-{}/x"])
-def test_a_save_holds_what_the_device_held(
+def test_save_matches_device_contents(
     device: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device == "cpu":
@@ -165,7 +165,7 @@ def test_a_save_holds_what_the_device_held(
 
 
 @pytest.mark.parametrize("jobs", [0, 3, 16])
-def test_blocks_take_no_more_memory_than_they_may(
+def test_save_blocks_stay_within_memory_limit(
     jobs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two of them for each thread, of which there are no more than gain."""
@@ -190,7 +190,7 @@ def test_blocks_take_no_more_memory_than_they_may(
 
 
 @cuda
-def test_memory_that_cannot_be_pinned(
+def test_unpinnable_memory_is_read_correctly_and_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     real: Callable[..., torch.Tensor] = torch.empty
@@ -210,7 +210,7 @@ def test_memory_that_cannot_be_pinned(
 
 
 @cuda
-def test_streams_that_still_write_are_waited_for(tmp_path: Path) -> None:
+def test_save_waits_for_streams_that_still_write(tmp_path: Path) -> None:
     """The value is that of the last thing that any stream was told before the save."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     state = {"w": torch.zeros(1 << 24, device="cuda"), "small": torch.zeros(3, device="cuda")}
@@ -225,7 +225,7 @@ def test_streams_that_still_write_are_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
-def test_two_devices(tmp_path: Path) -> None:
+def test_tensors_on_two_devices_are_saved(tmp_path: Path) -> None:
     state = {f"w{n}": torch.full((1 << 22,), float(n), device=f"cuda:{n % 2}") for n in range(6)}
     save(state, tmp_path / "x", sync=False, jobs=4)
     found = stock_load(tmp_path / "x", {name: tensor.cpu() * 0 for name, tensor in state.items()})

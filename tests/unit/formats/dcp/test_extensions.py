@@ -58,7 +58,7 @@ def like(state: dict[str, Any]) -> dict[str, Any]:
     return {"model": model, "step": 0, "rates": [0.0, {"decay": ""}]}
 
 
-def test_all_that_was_saved_is_read(extension: Any, tmp_path: Path) -> None:
+def test_compressed_dcp_verifies_and_converts_exactly(extension: Any, tmp_path: Path) -> None:
     source = save(tmp_path / "in", extension)
     found = ckptctl.verify(source, level="full")
     assert found.verdict == "complete" and found.verified_tensors == 4, found.findings
@@ -70,13 +70,13 @@ def test_all_that_was_saved_is_read(extension: Any, tmp_path: Path) -> None:
     assert ckptctl.diff(source, tmp_path / "dcp").same
 
 
-def test_float8_is_only_moved(alone: None, tmp_path: Path) -> None:
+def test_compressed_float8_tensor_is_copied_unchanged(alone: None, tmp_path: Path) -> None:
     state = {"w": torch.arange(0, 126, dtype=torch.uint8).view(torch.float8_e4m3fn)}
     source = save(tmp_path / "in", state=state)
     assert not differences(converted(source, tmp_path, only="all"), state)
 
 
-def test_it_is_loaded(extension: Any, tmp_path: Path) -> None:
+def test_compressed_dcp_loads_through_api_and_torch_reader(extension: Any, tmp_path: Path) -> None:
     source = save(tmp_path / "in", extension)
     for way in range(3):
         state = like(STATE)
@@ -89,14 +89,14 @@ def test_it_is_loaded(extension: Any, tmp_path: Path) -> None:
         assert not differences(flatten(state), flatten(STATE)), way
 
 
-def test_a_lazy_state_dict(alone: None, tmp_path: Path) -> None:
+def test_compressed_dcp_lazy_slices_match(alone: None, tmp_path: Path) -> None:
     with ckptctl.open(save(tmp_path / "in")) as found:
         w = STATE["model"]["w"]
         assert torch.equal(found["model.w"][1:, 100_000:], w[1:, 100_000:])
         assert torch.equal(found["model.t"][:], STATE["model"]["t"])
 
 
-def test_each_item_is_decompressed_once(
+def test_compressed_items_are_decompressed_once(
     alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = save(tmp_path / "in")
@@ -119,7 +119,7 @@ def test_each_item_is_decompressed_once(
     assert len(set(contents)) == 1
 
 
-def test_without_a_package_the_index_is_read(
+def test_missing_zstandard_package_still_allows_reading_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = save(tmp_path / "in")
@@ -136,7 +136,7 @@ def test_without_a_package_the_index_is_read(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_merge_into_a_plain_checkpoint_needs_no_package(
+def test_merge_into_uncompressed_dcp_needs_no_zstandard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is computed of a plain checkpoint was not written through Zstandard."""
@@ -149,7 +149,7 @@ def test_a_merge_into_a_plain_checkpoint_needs_no_package(
     assert (tmp_path / "out" / "config.json").exists()
 
 
-def test_another_extension_is_named(tmp_path: Path) -> None:
+def test_unknown_extension_is_unsupported_and_named(tmp_path: Path) -> None:
     source = save(tmp_path / "in", compression.Unknown())
     assert ckptctl.inspect(source).verdict == "unknown"
     found = ckptctl.verify(source)
@@ -166,7 +166,7 @@ def test_another_extension_is_named(tmp_path: Path) -> None:
     assert leaf.extension
 
 
-def test_what_is_damaged_is_found(extension: Any, tmp_path: Path) -> None:
+def test_damaged_compressed_item_is_detected(extension: Any, tmp_path: Path) -> None:
     source = save(tmp_path / "in", extension)
     items = pickle.loads((source / ".metadata").read_bytes()).storage_data
     place = next(one for index, one in items.items() if index.fqn == "model.w")
@@ -187,7 +187,7 @@ def test_what_is_damaged_is_found(extension: Any, tmp_path: Path) -> None:
             ckptctl.convert(source, tmp_path / "out", to="dcp")
 
 
-def test_the_bytes_of_another_chunk(
+def test_swapped_or_oversized_compressed_items_are_rejected(
     alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = save(tmp_path / "in")
@@ -206,14 +206,14 @@ def test_the_bytes_of_another_chunk(
         ckptctl.load(like(STATE), source)
 
 
-def test_a_trainer_without_extensions(tmp_path: Path) -> None:
+def test_extension_in_bytecheckpoint_is_unsupported(tmp_path: Path) -> None:
     source = save(tmp_path / "in")
     leaves = metadata.decode_metadata((source / ".metadata").read_bytes(), "here").leaves
     with source_files(source) as files, pytest.raises(UnsupportedError, match="an extension"):
         build_catalog(files, leaves, "bytecheckpoint", FaultCollector(source, False), zips=False)
 
 
-def test_a_shape_that_no_item_can_hold(alone: None, tmp_path: Path) -> None:
+def test_compressed_item_too_short_for_shape_is_unsupported(alone: None, tmp_path: Path) -> None:
     source = save(tmp_path / "in", state={"w": torch.zeros(4)})
     with (source / ".metadata").open("rb") as file:
         content = pickle.load(file)
@@ -225,7 +225,7 @@ def test_a_shape_that_no_item_can_hold(alone: None, tmp_path: Path) -> None:
     assert "too short for the shape" in (caught.value.why or "")
 
 
-def test_a_window_that_is_too_large_is_no_damage(tmp_path: Path) -> None:
+def test_zstd_window_too_large_is_unsupported_not_damaged(tmp_path: Path) -> None:
     module = pytest.importorskip("zstandard")
     window = module.ZstdCompressionParameters(window_log=28, enable_ldm=True)
     stream = module.ZstdCompressor(compression_params=window).compressobj()
@@ -235,7 +235,7 @@ def test_a_window_that_is_too_large_is_no_damage(tmp_path: Path) -> None:
         list(zstd.iterate_decompressed(files, "a", 0, len(content)))
 
 
-def test_no_room_for_temporary_files(
+def test_full_temp_dir_is_storage_error_with_tmpdir_hint(
     alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = save(tmp_path / "in")
@@ -249,7 +249,9 @@ def test_no_room_for_temporary_files(
     assert "TMPDIR" in str(caught.value.hint)
 
 
-def test_metadata_alone_does_not_describe_it(alone: None, tmp_path: Path) -> None:
+def test_consolidating_metadata_of_compressed_dcp_is_unsupported(
+    alone: None, tmp_path: Path
+) -> None:
     source = save(tmp_path / "in")
     (source / ".metadata").rename(source / "__0.metadata")
     assert formats.open_checkpoint(source).format == "dcp-rank-local"

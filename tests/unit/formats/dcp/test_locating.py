@@ -32,7 +32,7 @@ def located(path: Path) -> Catalog:
     return formats.resolve_codecs(formats.open_checkpoint(path))
 
 
-def test_bytes_are_where_it_says(saved: Path) -> None:
+def test_extents_match_bytes_on_disk(saved: Path) -> None:
     catalog = located(saved)
     for name, tensor in STATE.items():
         (extent,) = catalog.tensors[name].extents
@@ -45,14 +45,16 @@ def test_bytes_are_where_it_says(saved: Path) -> None:
             assert extent.crc32 == zlib.crc32(content)
 
 
-def test_usual_ones_stay_columns(saved: Path) -> None:
+def test_contiguous_tensors_stay_extent_columns(saved: Path) -> None:
     tensors = located(saved).tensors
     kept = {name for name, entry in tensors.items() if isinstance(entry.extents, ExtentColumns)}
     assert kept == STATE.keys() - {"turned"}
     assert tensors["turned"].extents[0].strides == (1, 4)
 
 
-def test_an_item_of_many_takes_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_items_take_about_one_read_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state = {f"w{number:02}": torch.full((4096,), float(number)) for number in range(40)}
     path = save_dcp(tmp_path / "dcp", state, thread_count=1)
     catalog, pread = formats.open_checkpoint(path), os.pread
@@ -71,7 +73,7 @@ def test_an_item_of_many_takes_one_read(tmp_path: Path, monkeypatch: pytest.Monk
         assert content == tensor.numpy().tobytes() and extent.crc32 == zlib.crc32(content)
 
 
-def test_an_item_that_is_another_one(saved: Path) -> None:
+def test_item_at_another_tensor_position_is_damaged(saved: Path) -> None:
     catalog = formats.open_checkpoint(saved)
     extents = catalog.tensors["usual"].extents
     catalog.tensors["number"].extents.starts = extents.starts  # type: ignore[attr-defined]

@@ -114,7 +114,7 @@ def outcome(read: Any, *arguments: Any) -> object:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_entries_taken_as_wholes_are_what_the_opcodes_say(data: Path, name: str) -> None:
+def test_entry_scanner_matches_opcode_interpreter(data: Path, name: str) -> None:
     raw = pickle_of(data, name)
     scanner = Scanner()
     load_pickle(raw, where="here", table=TABLE, hook=scanner)
@@ -122,16 +122,14 @@ def test_entries_taken_as_wholes_are_what_the_opcodes_say(data: Path, name: str)
     assert decode_metadata(raw, "here") == slowly(raw)
 
 
-def test_names_and_objects_of_a_rank_interrupt_nothing(data: Path) -> None:
+def test_rank_names_and_objects_do_not_break_entry_scanning(data: Path) -> None:
     scanner = Scanner()
     load_pickle(pickle_of(data, SEVERAL), where="here", table=TABLE, hook=scanner)
     assert scanner.entries == 40 + 60 - 2, "the first chunk and place are read by opcodes"
 
 
 @pytest.mark.parametrize("name", [MANY, OWN])
-def test_what_frames_cut_through_is_all_that_is_read_opcode_by_opcode(
-    data: Path, name: str
-) -> None:
+def test_only_entries_across_pickle_frames_are_read_by_opcode(data: Path, name: str) -> None:
     raw = pickle_of(data, name)
     scanner = Scanner()
     load_pickle(raw, where="here", table=TABLE, hook=scanner)
@@ -141,7 +139,9 @@ def test_what_frames_cut_through_is_all_that_is_read_opcode_by_opcode(
 
 @pytest.mark.parametrize("times", [100, pytest.param(400, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", one_in(3, FILES))
-def test_damage_has_the_same_outcome_either_way(data: Path, name: str, times: int) -> None:
+def test_damaged_metadata_has_same_outcome_in_both_decoders(
+    data: Path, name: str, times: int
+) -> None:
     raw = pickle_of(data, name)
     chance = random.Random(5)
     for _ in range(times if len(raw) < 1 << 15 else times // 10):
@@ -151,7 +151,7 @@ def test_damage_has_the_same_outcome_either_way(data: Path, name: str, times: in
         assert outcome(decode_metadata, bytes(broken), "here") == outcome(slowly, bytes(broken))
 
 
-def test_a_reference_to_another_entry_of_the_memo_has_the_same_outcome_either_way(
+def test_wrong_memo_reference_has_same_outcome_in_both_decoders(
     data: Path,
 ) -> None:
     raw = pickle_of(data, FILES[1])
@@ -163,7 +163,7 @@ def test_a_reference_to_another_entry_of_the_memo_has_the_same_outcome_either_wa
 
 
 @pytest.mark.parametrize("opcodes", [b"0", b"2", b"\x94", b"00"], ids=["POP", "DUP", "PUT", "2"])
-def test_what_moves_an_entry_moves_one_either_way(data: Path, opcodes: bytes) -> None:
+def test_stack_opcodes_have_same_outcome_in_both_decoders(data: Path, opcodes: bytes) -> None:
     raw = pickle_of(data, MANY)
     ends = [match.end() for match in re.finditer(rb"ub(?=[hj])", raw, re.DOTALL)]
     at = ends[350]  # a chunk of the last tensor
@@ -172,7 +172,7 @@ def test_what_moves_an_entry_moves_one_either_way(data: Path, opcodes: bytes) ->
 
 
 @pytest.mark.parametrize("name", one_in(3, FILES))
-def test_entries_out_of_place_have_the_same_outcome_either_way(data: Path, name: str) -> None:
+def test_misplaced_entries_have_same_outcome_in_both_decoders(data: Path, name: str) -> None:
     raw = pickle_of(data, name)
     ends = [at + 2 for at in range(len(raw)) if raw[at : at + 2] == b"ub"]
     chance = random.Random(6)
@@ -186,7 +186,7 @@ def test_entries_out_of_place_have_the_same_outcome_either_way(data: Path, name:
 @pytest.mark.parametrize(
     "name", [*FILES[:4], *(pytest.param(name, marks=pytest.mark.slow) for name in FILES[4:])]
 )
-def test_storage_that_is_there_twice_is_refused_either_way(data: Path, name: str) -> None:
+def test_duplicate_storage_key_is_refused_by_both_decoders(data: Path, name: str) -> None:
     raw = pickle_of(data, name)
     ends = [at + 2 for at in range(len(raw)) if raw[at : at + 2] == b"ub"]
     refused = 0
@@ -230,7 +230,7 @@ def written(count: int = 1) -> tuple[bytes, dict[str, list[Box]]]:
 
 
 @pytest.mark.parametrize("count", [1, 2, 1000, 2001])
-def test_torch_reads_what_is_written(count: int) -> None:
+def test_written_metadata_loads_in_torch(count: int) -> None:
     raw, boxes = written(count)
     read = pickle.loads(raw)
     assert isinstance(read, Metadata)
@@ -249,7 +249,7 @@ def test_torch_reads_what_is_written(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2001])
-def test_what_is_written_is_read_either_way(count: int) -> None:
+def test_written_metadata_decodes_equally_in_both_decoders(count: int) -> None:
     raw, boxes = written(count)
     assert decode_metadata(raw, "here") == slowly(raw)
     leaves = slowly(raw).leaves
@@ -258,7 +258,7 @@ def test_what_is_written_is_read_either_way(count: int) -> None:
 
 
 @pytest.mark.parametrize("origin", [Origin(), Origin("a" * 32), Origin("", 3), Origin("b", 70_000)])
-def test_which_save_it_is_of_stands_where_torch_has_a_field(origin: Origin) -> None:
+def test_save_id_is_stored_in_torch_storage_meta(origin: Origin) -> None:
     tensor = OutputTensor("save_id", "float32", (4,), ("modules",))
     made = encode_tensors([tensor], [[Box((0,), (4,))]], [("save_id", [((0,), "x", 0, 16)])])
     values = [(Blob("ckptctl", ("version",)), Item("x", 16, 2))]
@@ -272,12 +272,12 @@ def test_which_save_it_is_of_stands_where_torch_has_a_field(origin: Origin) -> N
     assert getattr(read, "ckptctl", {}) == ({"world_size": origin.world} if origin.world else {})
 
 
-def test_stock_saves_say_which_save_they_are(data: Path) -> None:
+def test_stock_dcp_save_id_is_read(data: Path) -> None:
     raw = (data / "dcp/dcp_2d/ckpt/.metadata").read_bytes()
     assert decode_metadata(raw, "here").origin == Origin(pickle.loads(raw).storage_meta.save_id)
 
 
-def test_what_would_be_too_large_to_read_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metadata_over_size_limit_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = OutputTensor("a", "float32", (4,), ("a",))
     box = Box((0,), (4,))
     written = encode_tensors([tensor], [[box]], [("a", [((0,), "__0_0.distcp", 0, 16)])])
@@ -289,7 +289,7 @@ def test_what_would_be_too_large_to_read_is_not_written(monkeypatch: pytest.Monk
         written.add_values([])
 
 
-def test_chunks_of_equal_lists_and_many_batches_are_read_by_torch() -> None:
+def test_metadata_with_shared_boxes_and_batches_loads_in_torch() -> None:
     rows = [Box((row, 0), (1, 3)) for row in range(2500)]
     whole = [Box((), ())]
     tensors = [

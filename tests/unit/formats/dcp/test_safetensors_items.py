@@ -43,7 +43,9 @@ def save(folder: Path, state: Any = None, **writer: Any) -> Path:
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_all_that_was_saved_is_read(tmp_path: Path, writer: dict[str, Any]) -> None:
+def test_safetensors_items_verify_and_convert_exactly(
+    tmp_path: Path, writer: dict[str, Any]
+) -> None:
     source = save(tmp_path / "in", **writer)
     assert ckptctl.inspect(source).verdict == "complete"
     for level in ("fast", "headers", "full"):
@@ -54,7 +56,7 @@ def test_all_that_was_saved_is_read(tmp_path: Path, writer: dict[str, Any]) -> N
     assert not differences(load_any_reference(tmp_path / "dcp"), expected)
 
 
-def test_it_is_loaded_though_stock_torch_does_not(tmp_path: Path) -> None:
+def test_safetensors_items_load_unlike_in_stock_torch(tmp_path: Path) -> None:
     source = save(tmp_path / "in")
     for reader in (None, Reader(source), FileSystemReader(source)):
         model = {name: torch.full_like(tensor, 9) for name, tensor in STATE["model"].items()}
@@ -72,7 +74,7 @@ def test_it_is_loaded_though_stock_torch_does_not(tmp_path: Path) -> None:
         assert not differences(flatten(state), flatten(STATE))
 
 
-def test_damage_is_found(tmp_path: Path) -> None:
+def test_damaged_safetensors_items_are_refused_or_read_exactly(tmp_path: Path) -> None:
     source, scratch = save(tmp_path / "in"), tmp_path / "scratch"
     scratch.mkdir()
     tensors = flatten({"model": STATE["model"]})
@@ -81,7 +83,7 @@ def test_damage_is_found(tmp_path: Path) -> None:
             assert refused_or_right(copy, scratch, tensors, what), what
 
 
-def test_a_file_that_is_cut_is_torn(tmp_path: Path) -> None:
+def test_truncated_file_is_damaged_at_fast_level(tmp_path: Path) -> None:
     source = save(tmp_path / "in", thread_count=3)
     for file in source.glob("*.distcp"):
         content = file.read_bytes()
@@ -91,7 +93,7 @@ def test_a_file_that_is_cut_is_torn(tmp_path: Path) -> None:
     assert ckptctl.verify(source).verdict == "complete"
 
 
-def test_a_chunk_that_another_one_replaced_is_damage(tmp_path: Path) -> None:
+def test_overwritten_chunk_is_missing(tmp_path: Path) -> None:
     group = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
     dist.init_process_group("fake", rank=0, world_size=2, store=group.FakeStore())
     try:
@@ -103,7 +105,7 @@ def test_a_chunk_that_another_one_replaced_is_damage(tmp_path: Path) -> None:
     assert ckptctl.verify(source).verdict == "damaged"
 
 
-def test_a_header_without_the_tensor_is_damage(tmp_path: Path) -> None:
+def test_safetensors_header_without_tensor_is_damaged(tmp_path: Path) -> None:
     source = save(tmp_path / "in", {"w": torch.ones(2)})
     (file,) = source.glob("*.distcp")
     file.write_bytes(file.read_bytes().replace(b'"w"', b'"v"'))
@@ -111,7 +113,7 @@ def test_a_header_without_the_tensor_is_damage(tmp_path: Path) -> None:
         formats.open_checkpoint(source)
 
 
-def test_metadata_alone_does_not_describe_it(tmp_path: Path) -> None:
+def test_consolidating_metadata_of_safetensors_items_is_unsupported(tmp_path: Path) -> None:
     source = save(tmp_path / "in")
     (source / ".metadata").rename(source / "__0.metadata")
     with pytest.raises(UnsupportedError, match="safetensors"):
@@ -119,13 +121,13 @@ def test_metadata_alone_does_not_describe_it(tmp_path: Path) -> None:
     assert not differences(converted(source, tmp_path, only="all"), flatten(STATE))
 
 
-def test_together_with_an_extension_it_is_not_understood(extension: Any, tmp_path: Path) -> None:
+def test_safetensors_items_with_extension_are_unknown(extension: Any, tmp_path: Path) -> None:
     source = save(tmp_path / "in", _extensions=[extension])
     found = ckptctl.verify(source, level="full")
     assert found.verdict == "unknown" and not found.errors
 
 
-def test_zips_with_as_many_bytes_as_elements_are_zips(tmp_path: Path) -> None:
+def test_zip_item_with_tensor_length_is_read_as_zip(tmp_path: Path) -> None:
     """A stride of 0: the zip has one element, and is as long as the metadata's 300."""
     source = save_dcp(tmp_path / "in", {"w": torch.ones(1)})
     raw = pickle.loads((source / ".metadata").read_bytes())

@@ -97,7 +97,7 @@ def held(extents: Sequence[Extent], file: str) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("name", [*ZERO, *UNIVERSAL, "z0_bf16"])
-def test_what_is_whole_is_read_as_ever(data: Path, name: str) -> None:
+def test_partial_read_of_complete_checkpoint_is_identical(data: Path, name: str) -> None:
     assert read(sample(data, name)) == read(sample(data, name), part=False)
     assert not read(sample(data, name)).findings
     assert not read(sample(data, name)).lost
@@ -105,7 +105,7 @@ def test_what_is_whole_is_read_as_ever(data: Path, name: str) -> None:
 
 @pytest.mark.parametrize("weights", [None, "module"])
 @pytest.mark.parametrize("name", ZERO)
-def test_a_rank_takes_what_it_held_with_it(
+def test_missing_optim_file_loses_only_its_extents(
     data: Path, tmp_path: Path, name: str, weights: Weights
 ) -> None:
     """Where every byte of the whole checkpoint lies is proven against DeepSpeed's own tools."""
@@ -130,7 +130,9 @@ def test_a_rank_takes_what_it_held_with_it(
 
 
 @pytest.mark.parametrize("name", ["z3_fp32", "z3_sub_w3"])
-def test_model_states_of_a_rank(data: Path, tmp_path: Path, name: str) -> None:
+def test_missing_model_states_lose_frozen_shards_and_buffers(
+    data: Path, tmp_path: Path, name: str
+) -> None:
     source = sample(data, name)
     whole = read(source)
     for gone, copy in damaged(source, tmp_path, "model_states.pt"):
@@ -148,7 +150,7 @@ def test_model_states_of_a_rank(data: Path, tmp_path: Path, name: str) -> None:
         assert found.findings[0].file == gone
 
 
-def test_all_partitions_are_missing(data: Path, tmp_path: Path) -> None:
+def test_missing_partitions_are_not_replaced_by_module_weights(data: Path, tmp_path: Path) -> None:
     """What the module has is not what the partitions had, so it does not stand for that."""
     for name in ("z1_bf16", "z3_fp32"):
         copy = tmp_path / name
@@ -163,7 +165,7 @@ def test_all_partitions_are_missing(data: Path, tmp_path: Path) -> None:
     assert not read(tmp_path / "z1_bf16", "module").lost
 
 
-def test_one_rank_is_left(data: Path, tmp_path: Path) -> None:
+def test_single_remaining_rank_keeps_its_extents(data: Path, tmp_path: Path) -> None:
     for kept in range(3):
         copy = tmp_path / str(kept)
         shutil.copytree(sample(data, "z3_sub_w3"), copy)
@@ -176,7 +178,7 @@ def test_one_rank_is_left(data: Path, tmp_path: Path) -> None:
             assert model_of(found)[tensor] == left
 
 
-def test_partitions_of_an_unread_kind_are_refused(data: Path, tmp_path: Path) -> None:
+def test_legacy_torch_optim_files_are_refused(data: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(sample(data, "z1_bf16"), copy)
     for name in files_of(copy, "optim_states.pt"):
@@ -185,7 +187,7 @@ def test_partitions_of_an_unread_kind_are_refused(data: Path, tmp_path: Path) ->
         read(copy)
 
 
-def test_contradictions_are_refused(data: Path, tmp_path: Path) -> None:
+def test_contradicting_or_missing_model_states_are_refused(data: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(sample(data, "z2_tiny_w4"), copy)
     folder = copy / "global_step2"
@@ -201,7 +203,7 @@ def test_contradictions_are_refused(data: Path, tmp_path: Path) -> None:
         read(copy)
 
 
-def test_partitions_of_another_length_are_refused(data: Path) -> None:
+def test_partition_length_mismatch_is_malformed(data: Path) -> None:
     with source_files(sample(data, "z1_bf16")) as files:
         first = read_optim_state(
             files, "global_step2/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
@@ -213,7 +215,7 @@ def test_partitions_of_another_length_are_refused(data: Path) -> None:
     assert len(fill_missing_optims([first, None], ["a", "b"], [{"w": (2 * numel - 1,)}])) == 2
 
 
-def test_swapped_ranks_are_both_lost(data: Path, tmp_path: Path) -> None:
+def test_swapped_rank_files_are_both_lost(data: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(sample(data, "z3_fp32"), copy)
     first, second = (copy / name for name in files_of(copy, "optim_states.pt"))
@@ -230,7 +232,7 @@ def test_swapped_ranks_are_both_lost(data: Path, tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------- replicas
 
 
-def test_replicas(data: Path) -> None:
+def test_replicas_are_listed_with_box_and_checksum(data: Path) -> None:
     found = read(sample(data, "z3_sub_w3"), part=False)
     assert {n: len(copies) for n, copies in found.replicas.items() if "module" in n} == {
         "module.mask": 2,
@@ -245,7 +247,7 @@ def test_replicas(data: Path) -> None:
     assert not formats.open_checkpoint(sample(data, "z3_sub_w3")).replicas
 
 
-def test_what_ranks_do_not_share_is_kept_of_each(data: Path, tmp_path: Path) -> None:
+def test_buffers_that_differ_by_rank_are_kept_per_rank(data: Path, tmp_path: Path) -> None:
     source = sample(data, "z3_sub_w3")
     found = converted(source, tmp_path, only="all")
     for rank in (1, 2):
@@ -256,7 +258,7 @@ def test_what_ranks_do_not_share_is_kept_of_each(data: Path, tmp_path: Path) -> 
     assert any("under `rank_N.`" in note for note in formats.open_checkpoint(source).notes)
 
 
-def test_what_trainers_keep_of_a_rank(data: Path, tmp_path: Path) -> None:
+def test_differing_trainer_values_are_kept_per_rank(data: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(sample(data, "z3_fp32"), copy)
     for rank in (0, 1):
@@ -274,7 +276,9 @@ def test_what_trainers_keep_of_a_rank(data: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", UNIVERSAL)
-def test_files_of_a_parameter(data: Path, tmp_path: Path, name: str) -> None:
+def test_missing_universal_parameter_file_loses_one_tensor(
+    data: Path, tmp_path: Path, name: str
+) -> None:
     whole = read(sample(data, name))
     for key in ("fp32", "exp_avg", "exp_avg_sq"):
         tensor = "module.emb.weight" if key == "fp32" else f"optimizer.state.emb.weight.{key}"
@@ -290,7 +294,7 @@ def test_files_of_a_parameter(data: Path, tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq", "step"])
-def test_a_missing_state_is_no_smaller_optimizer(data: Path, tmp_path: Path, key: str) -> None:
+def test_missing_optimizer_state_fails_full_convert(data: Path, tmp_path: Path, key: str) -> None:
     copy = tmp_path / "universal"
     shutil.copytree(sample(data, "universal_z2_w3"), copy)
     (copy / FOLDER / "zero/scale" / f"{key}.pt").unlink()
@@ -302,7 +306,9 @@ def test_a_missing_state_is_no_smaller_optimizer(data: Path, tmp_path: Path, key
     assert {finding.tensor for finding in checked.errors} == {f"optimizer.state.scale.{key}"}
 
 
-def test_folders_of_parameters(data: Path, tmp_path: Path) -> None:
+def test_missing_universal_parameter_folder_loses_all_its_tensors(
+    data: Path, tmp_path: Path
+) -> None:
     copy = tmp_path / "universal"
     shutil.copytree(sample(data, "universal_z2_w3"), copy)
     shutil.rmtree(copy / FOLDER / "zero/fc1.bias")
@@ -326,7 +332,9 @@ def test_folders_of_parameters(data: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", one_in(3, ["z1_bf16opt", "z2_rr", "z3_sub_w3", "universal_z3_sub_w3"])
 )
-def test_flipped_bits_in_records(data: Path, tmp_path: Path, name: str) -> None:
+def test_flipped_bits_in_records_are_refused_or_harmless(
+    data: Path, tmp_path: Path, name: str
+) -> None:
     """Parameters are parts of records; their checksums are checked all the same."""
     copy = tmp_path / name
     shutil.copytree(sample(data, name), copy)
@@ -368,7 +376,9 @@ class Custom:
 
 
 @pytest.mark.parametrize("value", [Custom(), Custom(torch.ones(2)), print])
-def test_unknown_classes_are_not_written(data: Path, tmp_path: Path, value: object) -> None:
+def test_unknown_classes_are_noted_and_refused_on_write(
+    data: Path, tmp_path: Path, value: object
+) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(sample(data, "z1_bf16"), copy)
     path = copy / "global_step2/mp_rank_00_model_states.pt"
@@ -391,7 +401,7 @@ def numbered(data: Path, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
     return path, torch.load(path, weights_only=True)
 
 
-def test_stage_0_names_its_parameters_if_it_can(data: Path, tmp_path: Path) -> None:
+def test_stage_0_optimizer_state_uses_recorded_parameter_names(data: Path, tmp_path: Path) -> None:
     path, content = numbered(data, tmp_path)
     inner = content["optimizer"]["optimizer_state_dict"]
     assert any("numbered" in note for note in formats.open_checkpoint(path.parents[1]).notes)
@@ -414,7 +424,7 @@ def test_stage_0_names_its_parameters_if_it_can(data: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("names", [["scale"], ["scale"] * 9, [1] * 9, None])
-def test_stage_0_guesses_no_names(data: Path, tmp_path: Path, names: Any) -> None:
+def test_stage_0_with_invalid_names_stays_numbered(data: Path, tmp_path: Path, names: Any) -> None:
     path, content = numbered(data, tmp_path)
     content["optimizer"]["optimizer_state_dict"]["param_groups"][0]["param_names"] = names
     torch.save(content, path)
@@ -423,7 +433,7 @@ def test_stage_0_guesses_no_names(data: Path, tmp_path: Path, names: Any) -> Non
     assert "optimizer.optimizer_state_dict.state.0.step" in catalog.tensors
 
 
-def test_names_in_another_order_are_not_taken(data: Path, tmp_path: Path) -> None:
+def test_parameter_names_in_wrong_order_are_ignored(data: Path, tmp_path: Path) -> None:
     path, content = numbered(data, tmp_path)
     names = [n for n in content["module"] if n not in BUFFERS and n != "head.weight"]
     content["optimizer"]["optimizer_state_dict"]["param_groups"][0]["param_names"] = names[::-1]
@@ -435,7 +445,7 @@ def test_names_in_another_order_are_not_taken(data: Path, tmp_path: Path) -> Non
     ("change", "said"),
     [({"mp_world_size": 2}, "tensor parallelism"), ({"module": None}, "pipeline")],
 )
-def test_unread_kinds_are_refused_in_part_too(
+def test_unsupported_parallelism_is_refused_in_partial_reads(
     data: Path, tmp_path: Path, change: dict[str, object], said: str
 ) -> None:
     copy = tmp_path / "copy"

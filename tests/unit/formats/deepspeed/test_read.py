@@ -100,7 +100,7 @@ def resaved(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 @pytest.mark.parametrize("to", ["torch", "hf"])
 @pytest.mark.parametrize("name", ZERO)
-def test_the_partitions_are_exact(data: Path, tmp_path: Path, name: str, to: str) -> None:
+def test_master_weights_match_reference(data: Path, tmp_path: Path, name: str, to: str) -> None:
     source = sample(data, name)
     assert list(formats.sniff_formats(source)) == ["deepspeed"]
     assert not differences(converted(source, tmp_path, to), master(data, name))
@@ -108,7 +108,7 @@ def test_the_partitions_are_exact(data: Path, tmp_path: Path, name: str, to: str
 
 
 @pytest.mark.parametrize("name", ZERO)
-def test_the_moments_are_exact(data: Path, tmp_path: Path, name: str) -> None:
+def test_optimizer_moments_match_reference(data: Path, tmp_path: Path, name: str) -> None:
     found = converted(sample(data, name), tmp_path, only="all")
     moments = stored(data, name, "moments")
     names = {key.rpartition(".")[0] for key in moments}
@@ -121,12 +121,12 @@ def test_the_moments_are_exact(data: Path, tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["z0_bf16", *(name for name in ZERO if "z3" not in name)])
-def test_the_module_is_exact(data: Path, tmp_path: Path, name: str) -> None:
+def test_module_weights_match_reference(data: Path, tmp_path: Path, name: str) -> None:
     found = chosen(sample(data, name), tmp_path, "module")
     assert not differences(found, stored(data, name, "live"))
 
 
-def test_the_groups_name_their_parameters(data: Path) -> None:
+def test_param_groups_list_parameter_names(data: Path) -> None:
     for name in ("z2_rr", "z3_sub_w3", "universal_z3_sub_w3"):
         blobs = formats.open_checkpoint(sample(data, name)).blobs
         first, second = (blobs[f"optimizer.param_groups.{n}.params"].value for n in (0, 1))
@@ -137,7 +137,7 @@ def test_the_groups_name_their_parameters(data: Path) -> None:
         assert blobs["optimizer.param_groups.1.weight_decay"].value == 0.0
 
 
-def test_stage_0(data: Path, tmp_path: Path) -> None:
+def test_stage_0_converts_but_has_no_master_weights(data: Path, tmp_path: Path) -> None:
     source, live = sample(data, "z0_bf16"), stored(data, "z0_bf16", "live")
     assert not differences(converted(source, tmp_path), live)
     everything = converted(source, tmp_path, only="all")
@@ -147,13 +147,13 @@ def test_stage_0(data: Path, tmp_path: Path) -> None:
         formats.open_checkpoint(source, options=ReadOptions(weights="master"))
 
 
-def test_stage_3_has_no_module(data: Path) -> None:
+def test_stage_3_module_weights_are_a_usage_error(data: Path) -> None:
     with pytest.raises(UsageError, match="stage 3 does not store weights") as caught:
         formats.open_checkpoint(sample(data, "z3_fp32"), options=ReadOptions(weights="module"))
     assert "placeholders" in str(caught.value.why)
 
 
-def test_ties_are_kept(data: Path) -> None:
+def test_tied_weights_are_aliases(data: Path) -> None:
     for name in ("z1_bf16", "z2_bf16_frozen_tied", "z3_fp32"):
         tensors = formats.open_checkpoint(sample(data, name)).tensors
         assert tensors["module.head.weight"].alias_of == "module.emb.weight"
@@ -163,7 +163,7 @@ def test_ties_are_kept(data: Path) -> None:
     assert module["module.head.weight"].alias_of == "module.emb.weight"
 
 
-def test_nothing_is_left_out(data: Path) -> None:
+def test_client_state_and_loss_scale_are_read(data: Path) -> None:
     catalog = formats.open_checkpoint(sample(data, "z1_bf16"))
     assert catalog.blobs["note"].value == "client"
     assert catalog.blobs["global_steps"].value == 2
@@ -174,7 +174,7 @@ def test_nothing_is_left_out(data: Path) -> None:
 # --------------------------------------------------------------------------------------- wrappers
 
 
-def test_lightning(data: Path, tmp_path: Path) -> None:
+def test_lightning_deepspeed_converts_with_hyperparameters(data: Path, tmp_path: Path) -> None:
     source, expected = sample(data, "lightning"), stored(data, "lightning", "expected")
     for path in (source, source / "checkpoint"):
         assert list(formats.sniff_formats(path)) == ["deepspeed"]
@@ -184,7 +184,7 @@ def test_lightning(data: Path, tmp_path: Path) -> None:
     assert blobs["hyper_parameters.width"].value == 13
 
 
-def test_trainer_and_accelerate(data: Path, tmp_path: Path) -> None:
+def test_hf_trainer_and_accelerate_folders_are_read(data: Path, tmp_path: Path) -> None:
     copy = copied(sample(data, "z3_fp32"), tmp_path)
     (copy / "config.json").write_text("{}")
     (copy / "zero_to_fp32.py").write_text("")
@@ -205,7 +205,7 @@ def test_trainer_and_accelerate(data: Path, tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------- tags
 
 
-def test_tags(data: Path, tmp_path: Path) -> None:
+def test_tag_selects_save_in_run(data: Path, tmp_path: Path) -> None:
     copy = copied(sample(data, "z1_bf16"), tmp_path)
     shutil.copytree(sample(data, "z2_align") / "global_step2", copy / "global_step10")
     assert formats.open_checkpoint(copy).others == {"global_step10/": "folder"}
@@ -232,7 +232,9 @@ def test_tags(data: Path, tmp_path: Path) -> None:
         (b"global_step2" * 1000, "not the name of a save"),
     ],
 )
-def test_a_torn_pointer_is_named(data: Path, tmp_path: Path, content: bytes, said: str) -> None:
+def test_invalid_latest_pointer_is_unsupported(
+    data: Path, tmp_path: Path, content: bytes, said: str
+) -> None:
     copy = copied(sample(data, "z1_bf16"), tmp_path)
     (copy / "latest").write_bytes(content)
     error = error_of(copy)
@@ -245,7 +247,7 @@ def test_a_torn_pointer_is_named(data: Path, tmp_path: Path, content: bytes, sai
 
 
 @pytest.mark.parametrize("name", one_in(3, ["z1_bf16opt", "z2_rr", "z3_sub_w3"]))
-def test_damage_is_never_a_silently_wrong_result(data: Path, tmp_path: Path, name: str) -> None:
+def test_damaged_files_never_convert_silently_wrong(data: Path, tmp_path: Path, name: str) -> None:
     source = sample(data, name) / "global_step2"
     expected = {ROOT + key: value for key, value in master(data, name).items()}
     count = 0
@@ -259,7 +261,7 @@ def test_damage_is_never_a_silently_wrong_result(data: Path, tmp_path: Path, nam
 
 
 @pytest.mark.parametrize("name", ["z1_bf16opt", "z3_fp32"])
-def test_other_ranks_files_are_named(data: Path, tmp_path: Path, name: str) -> None:
+def test_file_of_another_rank_is_an_error(data: Path, tmp_path: Path, name: str) -> None:
     copy = copied(sample(data, name), tmp_path) / "global_step2"
     first, second = sorted(copy.glob("*optim_states.pt"))
     first.write_bytes(second.read_bytes())
@@ -273,7 +275,9 @@ def renamed_zip(path: Path, old: str, new: str) -> None:
     path.write_bytes(path.read_bytes().replace(f"{old}/".encode(), f"{new}/".encode()))
 
 
-def test_partitions_say_whose_they_are(data: Path, tmp_path: Path) -> None:
+def test_swapped_partitions_with_plain_archive_names_are_an_error(
+    data: Path, tmp_path: Path
+) -> None:
     copy = copied(sample(data, "z1_bf16opt"), tmp_path) / "global_step2"
     for path in copy.glob("*_optim_states.pt"):
         renamed_zip(path, path.stem, "archive".ljust(len(path.stem), "_"))
@@ -287,7 +291,7 @@ def test_partitions_say_whose_they_are(data: Path, tmp_path: Path) -> None:
     assert "rank 1" in str(error.why)
 
 
-def test_only_the_last_partitions_are_short(data: Path, tmp_path: Path) -> None:
+def test_swapped_short_partition_is_an_error(data: Path, tmp_path: Path) -> None:
     copy = copied(sample(data, "lightning"), tmp_path) / "checkpoint"
     first, second = sorted(copy.glob("*optim_states.pt"))
     contents = first.read_bytes(), second.read_bytes()
@@ -299,7 +303,7 @@ def test_only_the_last_partitions_are_short(data: Path, tmp_path: Path) -> None:
     assert "partitions are not in the order of their ranks" in error.what
 
 
-def test_ranks_of_a_larger_earlier_world(data: Path, tmp_path: Path) -> None:
+def test_stale_files_of_larger_world_are_several_saves(data: Path, tmp_path: Path) -> None:
     copy = copied(sample(data, "z1_bf16"), tmp_path) / "global_step2"
     stale = copy / "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt"
     shutil.copy(copy / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", stale)
@@ -311,7 +315,7 @@ def test_ranks_of_a_larger_earlier_world(data: Path, tmp_path: Path) -> None:
     assert "belong to the same rank" in str(error_of(copy).why)
 
 
-def test_last_ranks_are_missed(data: Path, tmp_path: Path) -> None:
+def test_missing_middle_and_last_ranks_are_named(data: Path, tmp_path: Path) -> None:
     copy = copied(sample(data, "z2_tiny_w4"), tmp_path) / "global_step2"
     names = [f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(4)]
     (copy / names[3]).unlink()
@@ -323,7 +327,7 @@ def test_last_ranks_are_missed(data: Path, tmp_path: Path) -> None:
     assert names[3] in str(error.why)
 
 
-def test_ranks_that_saved_elsewhere_are_found(data: Path, tmp_path: Path) -> None:
+def test_missing_rank_file_is_found_in_sibling_save(data: Path, tmp_path: Path) -> None:
     for name in ("loss=0.1", "loss=0.2"):
         shutil.copytree(sample(data, "z1_bf16"), tmp_path / name)
     gone = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
@@ -333,7 +337,7 @@ def test_ranks_that_saved_elsewhere_are_found(data: Path, tmp_path: Path) -> Non
     assert "loss=0.2" in str(error_of(tmp_path / "loss=0.1").why)
 
 
-def test_other_saves_of_a_rank(data: Path, tmp_path: Path) -> None:
+def test_rank_files_of_different_saves_are_refused(data: Path, tmp_path: Path) -> None:
     copy = copied(sample(data, "z3_fp32"), tmp_path) / "global_step2"
     model = copy / "zero_pp_rank_1_mp_rank_00_model_states.pt"
     resaved(model, lambda content: content.update(global_steps=1))
@@ -344,7 +348,7 @@ def test_other_saves_of_a_rank(data: Path, tmp_path: Path) -> None:
     assert "do not belong to one save" in error_of(copy).what
 
 
-def test_files_of_two_stages(data: Path, tmp_path: Path) -> None:
+def test_files_of_two_zero_stages_are_several_saves(data: Path, tmp_path: Path) -> None:
     copy = copied(sample(data, "z3_fp32"), tmp_path) / "global_step2"
     shutil.copy(
         sample(data, "z1_bf16") / "global_step2/mp_rank_00_model_states.pt",
@@ -353,7 +357,7 @@ def test_files_of_two_stages(data: Path, tmp_path: Path) -> None:
     assert "several saves" in error_of(copy).what
 
 
-def test_without_optimizer_states(data: Path, tmp_path: Path) -> None:
+def test_missing_optimizer_states_leave_module_weights_readable(data: Path, tmp_path: Path) -> None:
     copy = copied(sample(data, "z2_align"), tmp_path)
     for path in copy.rglob("*optim_states.pt"):
         path.unlink()
@@ -380,7 +384,7 @@ def test_without_optimizer_states(data: Path, tmp_path: Path) -> None:
         (lambda c: c.update(dp_world_size=4), "do not belong to one save"),
     ],
 )
-def test_states_that_contradict_themselves(
+def test_contradicting_model_states_are_an_error(
     data: Path, tmp_path: Path, change: Callable[[dict[str, Any]], object], said: str
 ) -> None:
     copy = copied(sample(data, "z1_bf16opt"), tmp_path)
@@ -404,7 +408,9 @@ def test_states_that_contradict_themselves(
         ("offloaded_tensors", "NVMe"),
     ],
 )
-def test_refused_by_name(data: Path, tmp_path: Path, file: str, said: str) -> None:
+def test_unsupported_parallel_file_names_are_refused(
+    data: Path, tmp_path: Path, file: str, said: str
+) -> None:
     copy = copied(sample(data, "z1_bf16"), tmp_path)
     (copy / "global_step2" / file).write_bytes(b"")
     error = error_of(copy)
@@ -421,7 +427,7 @@ def test_refused_by_name(data: Path, tmp_path: Path, file: str, said: str) -> No
         ({"ds_autoep_layers": [{}]}, "expert"),
     ],
 )
-def test_refused_by_content(
+def test_unsupported_model_states_are_refused(
     data: Path, tmp_path: Path, change: dict[str, object], said: str
 ) -> None:
     copy = copied(sample(data, "z1_bf16"), tmp_path)
@@ -431,7 +437,7 @@ def test_refused_by_content(
     assert said in error.what
 
 
-def test_legacy_files_are_refused(data: Path, tmp_path: Path) -> None:
+def test_legacy_torch_files_are_refused(data: Path, tmp_path: Path) -> None:
     copy = copied(sample(data, "z1_bf16"), tmp_path)
     path = copy / "global_step2/mp_rank_00_model_states.pt"
     torch.save(torch.load(path), path, _use_new_zipfile_serialization=False)
@@ -440,14 +446,14 @@ def test_legacy_files_are_refused(data: Path, tmp_path: Path) -> None:
     assert "legacy torch file" in error.what
 
 
-def test_one_file_is_no_checkpoint(data: Path) -> None:
+def test_single_rank_file_is_not_a_checkpoint(data: Path) -> None:
     error = error_of(
         sample(data, "z1_bf16") / "global_step2/mp_rank_00_model_states.pt", "deepspeed"
     )
     assert error.what == "this is the file of a single rank"
 
 
-def test_a_run_across_segments() -> None:
+def test_flat_part_across_segments_is_split_into_extents() -> None:
     tensors = [
         StoredTensor("float32", (size,), None, offset, 4 * size, 7, str(offset), False)
         for offset, size in ((100, 2), (200, 0), (300, 5))
@@ -464,7 +470,7 @@ def test_a_run_across_segments() -> None:
     assert (whole.file, whole.offset, whole.crc32) == ("f2", 300, 7)
 
 
-def test_ranks_after_different_steps(data: Path, tmp_path: Path) -> None:
+def test_differing_step_across_ranks_is_not_one_save(data: Path, tmp_path: Path) -> None:
     copy = copied(sample(data, "z3_fp32"), tmp_path)
     step = formats.open_checkpoint(copy).tensors["optimizer.state.scale.step"].extents[0]
     path = copy / step.file
@@ -476,7 +482,7 @@ def test_ranks_after_different_steps(data: Path, tmp_path: Path) -> None:
     assert "`step` differs" in str(error.why)
 
 
-def test_shares_of_another_model(data: Path, tmp_path: Path) -> None:
+def test_partition_share_mismatch_is_an_error(data: Path, tmp_path: Path) -> None:
     copy = copied(sample(data, "z3_fp32"), tmp_path) / "global_step2"
     for path in copy.glob("*model_states.pt"):
         resaved(path, lambda content: content["param_shapes"][0].update(more=torch.Size([3])))
@@ -484,7 +490,7 @@ def test_shares_of_another_model(data: Path, tmp_path: Path) -> None:
     assert "partition does not match its share" in error.what
 
 
-def test_parameters_without_elements(data: Path, tmp_path: Path) -> None:
+def test_empty_parameters_convert_exactly(data: Path, tmp_path: Path) -> None:
     """All of them have address zero, so DeepSpeed takes the second for a copy of the first."""
     copy = copied(sample(data, "z1_bf16opt"), tmp_path)
     empty = {"none": torch.empty(0, 5), "none2": torch.empty(3, 0)}

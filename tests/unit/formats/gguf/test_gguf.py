@@ -27,7 +27,7 @@ Q8_0 = Raw(8, (64, 3), bytes(range(204)))
 NAMED: dict[str, Any] = {"general.architecture": "strange"}
 
 
-def test_plain_tensors_come_as_they_are(tmp_path: Path) -> None:
+def test_unquantized_gguf_tensors_convert_exactly(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "m.gguf", NAMED, TENSORS)
     assert list(formats.sniff_formats(file)) == list(formats.sniff_formats(tmp_path)) == ["gguf"]
     ckptctl.convert(file, tmp_path / "out.pt", to="torch")
@@ -38,14 +38,14 @@ def test_plain_tensors_come_as_they_are(tmp_path: Path) -> None:
     assert ckptctl.verify(file).verdict == "complete"
 
 
-def test_a_quantized_tensor_has_its_type_in_its_name(tmp_path: Path) -> None:
+def test_quantized_gguf_tensor_name_includes_type(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "m.gguf", NAMED, {"a.weight": Q8_0})
     told = ckptctl.inspect(file)
     assert [(one.name, one.shape) for one in told.tensors] == [("a.weight.Q8_0", (3, 68))]
     assert (told.quantized, told.dequantizable) == ({"a.weight": "GGUF Q8_0"}, True)
 
 
-def test_a_type_that_nobody_dequantizes_is_named(tmp_path: Path) -> None:
+def test_dequantizing_rare_gguf_type_is_an_error(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "m.gguf", NAMED, {"a.weight": Raw(15, (256, 1), bytes(292))})
     with pytest.raises(CkptError, match="cannot dequantize rare GGUF types"):
         ckptctl.convert(file, tmp_path / "out", to="hf", dequantize="bf16")
@@ -74,7 +74,7 @@ def llama() -> dict[str, torch.Tensor]:
     return {f"{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
 
 
-def test_llama_and_its_configuration(tmp_path: Path) -> None:
+def test_llama_gguf_converts_with_generated_config(tmp_path: Path) -> None:
     state = llama()
     file = write_gguf(tmp_path / "m.gguf", LLAMA, state)
     ckptctl.convert(file, tmp_path / "out", to="hf")
@@ -100,7 +100,7 @@ def test_llama_and_its_configuration(tmp_path: Path) -> None:
         ({"llama.rope.freq_base": float("nan")}, None, "`rope_theta` is nan"),
     ],
 )
-def test_what_is_not_understood_makes_no_configuration(
+def test_unsupported_llama_metadata_generates_no_config(
     tmp_path: Path, more: dict[str, Any], factors: list[float] | None, said: str
 ) -> None:
     state = llama() | ({"rope_freqs.weight": torch.tensor(factors)} if factors else {})
@@ -108,7 +108,7 @@ def test_what_is_not_understood_makes_no_configuration(
     assert any(said in note for note in ckptctl.inspect(file).notes)
 
 
-def test_quantized_file_is_called_so_where_it_cannot_be_mapped(tmp_path: Path) -> None:
+def test_mapping_quantized_gguf_hints_at_dequantize(tmp_path: Path) -> None:
     told = LLAMA | {"llama.embedding_length": 32, "llama.feed_forward_length": 64}
     state: dict[str, Any] = {"token_embd.weight": torch.randn(10, 32)}
     state |= {name: torch.ones(32) for name in llama() if "norm" in name}
@@ -124,7 +124,7 @@ def test_quantized_file_is_called_so_where_it_cannot_be_mapped(tmp_path: Path) -
     assert "dequantize" in str(raised.value.hint)
 
 
-def test_quantized_file_of_no_known_type_is_not_known(tmp_path: Path) -> None:
+def test_quantized_gguf_of_unknown_type_is_a_mapping_error(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "m.gguf", NAMED, {"a.weight": Q8_0})
     with pytest.raises(MappingError, match="unknown model type") as raised:
         ckptctl.convert(file, tmp_path / "out", to="meta")
@@ -132,7 +132,9 @@ def test_quantized_file_of_no_known_type_is_not_known(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", [key for key in LLAMA if key.startswith("llama.")])
-def test_a_configuration_leaves_nothing_to_transformers_defaults(tmp_path: Path, key: str) -> None:
+def test_missing_llama_metadata_uses_default_or_generates_no_config(
+    tmp_path: Path, key: str
+) -> None:
     """What llama.cpp assumes is stated; what it requires and is not there makes none."""
     state = llama() | {
         "blk.0.attn_k.weight": torch.ones(8, 8),
@@ -148,13 +150,13 @@ def test_a_configuration_leaves_nothing_to_transformers_defaults(tmp_path: Path,
         assert any("GGUF file does not state" in note for note in ckptctl.inspect(file).notes)
 
 
-def test_the_rows_of_the_embedding_count_the_vocabulary(tmp_path: Path) -> None:
+def test_vocab_size_falls_back_to_embedding_rows(tmp_path: Path) -> None:
     told = {key: value for key, value in LLAMA.items() if key != "tokenizer.ggml.tokens"}
     ckptctl.convert(write_gguf(tmp_path / "m.gguf", told, llama()), tmp_path / "out", to="hf")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 10
 
 
-def test_several_files_are_one_model(tmp_path: Path) -> None:
+def test_split_gguf_files_are_read_as_one_model(tmp_path: Path) -> None:
     for number, (name, tensor) in enumerate(TENSORS.items()):
         parts = {"split.no": number, "split.count": 2, "split.tensors.count": 2}
         write_gguf(tmp_path / f"m-{number + 1:05d}-of-00002.gguf", NAMED | parts, {name: tensor})
@@ -169,7 +171,7 @@ def test_several_files_are_one_model(tmp_path: Path) -> None:
         ckptctl.inspect(second)
 
 
-def test_several_models_in_a_folder_are_not_chosen_from(tmp_path: Path) -> None:
+def test_folder_of_several_gguf_models_is_ambiguous(tmp_path: Path) -> None:
     for name in ("m-Q4_0.gguf", "m-Q8_0.gguf", "mmproj-m.gguf"):
         write_gguf(tmp_path / name, NAMED, TENSORS)
     with pytest.raises(FormatError, match="2 GGUF files"):
@@ -207,7 +209,7 @@ STRANGE = {
 
 
 @pytest.mark.parametrize("case", [*DAMAGED, *STRANGE])
-def test_what_is_claimed_is_compared(tmp_path: Path, case: str) -> None:
+def test_malformed_gguf_is_damaged_or_unsupported(tmp_path: Path, case: str) -> None:
     content, said = (DAMAGED | STRANGE)[case]
     (tmp_path / "m.gguf").write_bytes(content)
     kind = DamagedError if case in DAMAGED else UnsupportedError
@@ -219,7 +221,7 @@ def test_what_is_claimed_is_compared(tmp_path: Path, case: str) -> None:
     )
 
 
-def test_a_configuration_beside_it_contradicts_it(tmp_path: Path) -> None:
+def test_config_json_that_contradicts_gguf_is_a_mapping_error(tmp_path: Path) -> None:
     """The number of heads decides in which order rows are written."""
     config: dict[str, Any] = {"model_type": "llama", "hidden_size": 8, "vocab_size": 10}
     config |= {"num_hidden_layers": 1, "intermediate_size": 12, "rms_norm_eps": 1e-5}
@@ -239,7 +241,7 @@ def test_a_configuration_beside_it_contradicts_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("other", [torch.ones(3, 64), Raw(2, (64, 3), bytes(108))])
-def test_two_files_hold_a_tensor_in_two_types(tmp_path: Path, other: Any) -> None:
+def test_duplicate_tensor_in_split_gguf_is_damaged(tmp_path: Path, other: Any) -> None:
     for number, one in enumerate((Q8_0, other)):
         parts = {"split.no": number, "split.count": 2, "split.tensors.count": 2}
         file = write_gguf(tmp_path / f"m-{number + 1:05d}-of-00002.gguf", parts, {"a": one})
@@ -247,13 +249,13 @@ def test_two_files_hold_a_tensor_in_two_types(tmp_path: Path, other: Any) -> Non
         ckptctl.inspect(file)
 
 
-def test_a_name_that_is_another_with_its_type(tmp_path: Path) -> None:
+def test_tensor_name_that_collides_with_typed_name_is_unsupported(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "m.gguf", {}, {"a.Q8_0": torch.ones(2), "a": Q8_0})
     with pytest.raises(UnsupportedError, match=r"duplicate tensor `a\.Q8_0`"):
         ckptctl.inspect(file)
 
 
-def test_the_claim_of_each_tensor_is_little_work(tmp_path: Path) -> None:
+def test_read_header_work_per_tensor_is_bounded(tmp_path: Path) -> None:
     def work(count: int) -> int:
         tensors = {f"t{number}": torch.ones(1) for number in range(count)}
         write_gguf(tmp_path / "a.gguf", {"general.architecture": "llama"}, tensors)

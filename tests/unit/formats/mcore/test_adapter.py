@@ -64,7 +64,7 @@ def saved(tmp_path: Path) -> Path:
     return folder.parent
 
 
-def test_it_becomes_pefts(saved: Path, tmp_path: Path) -> None:
+def test_mcore_adapter_converts_to_peft(saved: Path, tmp_path: Path) -> None:
     for name in ("adapter_config.json", "notes.txt"):
         (saved / "iter_0000100" / name).write_text("{}")
     tied = tmp_path / "assets"  # of which factors know nothing
@@ -94,7 +94,7 @@ def test_it_becomes_pefts(saved: Path, tmp_path: Path) -> None:
     assert (same.compared, same.model_type) == (2 * LAYERS, "qwen2-lora") and not same.tensors
 
 
-def test_a_factor_that_layers_share_is_written_for_each(saved: Path, tmp_path: Path) -> None:
+def test_shared_lora_factor_is_written_for_each_layer(saved: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.pt"
     asked: dict[str, Any] = {"to": "torch", "to_layout": "torchtune", "tied": "drop"}
     ckptctl.convert(saved, out, **asked, model_type="qwen2", sizes=SIZES)
@@ -102,7 +102,7 @@ def test_a_factor_that_layers_share_is_written_for_each(saved: Path, tmp_path: P
     assert len({factor.data_ptr() for factor in found.values()}) == len(found) == 2 * 3 * LAYERS
 
 
-def test_one_factor_is_no_adapter(saved: Path, tmp_path: Path) -> None:
+def test_single_lora_factor_is_unsupported(saved: Path, tmp_path: Path) -> None:
     name = f"{QKV}.linear_in.weight"
     factors = torch.load(tmp_path / "factors.pt", weights_only=True)
     save_dcp(saved / "iter_0000100", {name: factors[name]})
@@ -122,7 +122,7 @@ def peft_adapter(folder: Path, **ranks: int) -> Path:
     return save_peft(folder, factors, lora_alpha=12, lora_dropout=0.1)
 
 
-def test_it_is_written_as_bridge_saves_one(tmp_path: Path) -> None:
+def test_peft_adapter_converts_to_bridge_layout_and_back(tmp_path: Path) -> None:
     attention = dict.fromkeys((f"self_attn__{name}_proj" for name in "qkv"), RANK)
     peft = peft_adapter(tmp_path / "peft", **attention)
     ckptctl.convert(peft, tmp_path / "run", to="mcore", model_type="qwen2", sizes=SIZES)
@@ -153,7 +153,7 @@ def test_it_is_written_as_bridge_saves_one(tmp_path: Path) -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_bridge_is_told_one_rank(tmp_path: Path) -> None:
+def test_adapter_with_mixed_lora_ranks_is_refused(tmp_path: Path) -> None:
     peft = peft_adapter(tmp_path / "peft", self_attn__q_proj=2, self_attn__k_proj=3)
     with pytest.raises(CkptError, match="rank"):
         ckptctl.convert(peft, tmp_path / "run", to="mcore", model_type="qwen2", sizes=SIZES)
@@ -161,7 +161,9 @@ def test_bridge_is_told_one_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "order"), [(2, [0, 2, 1, 3]), (4, [0, 1, 2, 3]), (None, None)])
-def test_rows_that_ranks_exchanged(ranks: int | None, order: list[int] | None) -> None:
+def test_fused_lora_rows_are_reordered_by_tensor_parallel_size(
+    ranks: int | None, order: list[int] | None
+) -> None:
     """Bridge saves the halves of each rank's rows behind those of the others."""
     name = "decoder.layers.0.mlp.linear_fc1.adapter.adapter_up.linear_out.weight"
     extents = tuple(Extent(Box((2 * i, 0), (2, 3)), "0", 24 * i, 24) for i in range(4))
@@ -176,7 +178,7 @@ def test_rows_that_ranks_exchanged(ranks: int | None, order: list[int] | None) -
         assert [one.box.offsets[0] // 2 for one in found] == order
 
 
-def test_one_of_several_ranks_is_no_adapter(saved: Path, tmp_path: Path) -> None:
+def test_single_tensor_parallel_rank_of_adapter_is_refused(saved: Path, tmp_path: Path) -> None:
     """Verl once saved a file each; one alone is all there is."""
     factors = torch.load(tmp_path / "factors.pt", weights_only=True)
     apart = {

@@ -16,7 +16,7 @@ PARTS = ("linear_fc1.weight_w", "linear_fc1.weight_v", "experts.linear_fc2.weigh
 
 
 @pytest.mark.parametrize("part", PARTS[1:])
-def test_moments_of_parts_are_refused(part: str, tmp_path: Path) -> None:
+def test_unmappable_moments_of_fused_parts_are_refused(part: str, tmp_path: Path) -> None:
     """By the names that they have, they are of no tensor of the model."""
     moment = f"optimizer.state.module.{MLP}.{part}.exp_avg"
     names = (*(f"model.module.{MLP}.{one}" for one in PARTS), moment)

@@ -122,7 +122,7 @@ SPELLED = [same, stacked, halved, both, below_module]
 
 @pytest.mark.parametrize("cut", [(), (2,), (LAYERS, 2), (1, 1, 2)])
 @pytest.mark.parametrize("spelled", one_in(3, SPELLED))
-def test_every_spelling_is_read_as_one(
+def test_every_spelling_and_sharding_reads_as_same_model(
     model: dict[str, torch.Tensor], tmp_path: Path, spelled: Any, cut: tuple[int, ...]
 ) -> None:
     saved = spelled(model)
@@ -140,7 +140,7 @@ def test_every_spelling_is_read_as_one(
     assert not wrong(folder)
 
 
-def test_an_item_of_several_layers_is_read_once(
+def test_stacked_item_is_read_once(
     model: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = stacked(model)
@@ -157,7 +157,7 @@ def test_an_item_of_several_layers_is_read_once(
     assert len(read) == len(set(read)) == len(held)
 
 
-def test_strided_items_are_cut_and_moved_too(tmp_path: Path) -> None:
+def test_strided_stacked_items_split_by_layer(tmp_path: Path) -> None:
     """An item may hold a transposed tensor; torch keeps its strides."""
     stack = torch.arange(24.0).reshape(3, 2, 4)
     names = "decoder.layers.mlp.linear_fc2.weight", "decoder.layers.mlp.experts.experts.0.x"
@@ -176,7 +176,9 @@ def test_strided_items_are_cut_and_moved_too(tmp_path: Path) -> None:
         assert torch.equal(found[f"decoder.layers.{layer}.mlp.experts.experts.x"], row[None])
 
 
-def test_a_changed_byte_of_a_stack_is_found(model: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_changed_byte_in_stacked_tensor_fails_checksum(
+    model: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
     folder = write(tmp_path / "one", both(model), TOLD)
     content = bytearray((folder / "__0_0.distcp").read_bytes())
     needle = model["decoder.layers.2.input_layernorm.weight"].numpy().tobytes()
@@ -188,7 +190,7 @@ def test_a_changed_byte_of_a_stack_is_found(model: dict[str, torch.Tensor], tmp_
     assert finding.tensor.endswith("input_layernorm.weight")
 
 
-def test_a_run_is_the_save_that_its_tracker_names(
+def test_run_opens_iteration_in_tracker_file(
     model: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     for step in (10, 20):
@@ -207,7 +209,7 @@ def test_a_run_is_the_save_that_its_tracker_names(
     ("outer", "inner"),
     [("step=9-last", "weights"), ("actor", "dist_ckpt"), ("global_step_9", "actor/dist_ckpt")],
 )
-def test_what_trainers_put_around_it_may_be_named(
+def test_trainer_folders_around_mcore_are_opened(
     model: dict[str, torch.Tensor], tmp_path: Path, outer: str, inner: str
 ) -> None:
     write(tmp_path / outer / inner, stacked(model), TOLD)
@@ -221,7 +223,7 @@ def test_what_trainers_put_around_it_may_be_named(
     assert read.notes == ()
 
 
-def test_of_two_models_the_critic_is_named(model: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_actor_is_read_and_critic_is_noted(model: dict[str, torch.Tensor], tmp_path: Path) -> None:
     for name in ("actor", "critic"):
         write(tmp_path / name / "dist_ckpt", stacked(model), TOLD)
     (note,) = formats.open_checkpoint(tmp_path).notes
@@ -230,7 +232,7 @@ def test_of_two_models_the_critic_is_named(model: dict[str, torch.Tensor], tmp_p
 
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", "metadata.json", "common.pt"])
-def test_a_torn_critic_is_no_whole_step(
+def test_damaged_critic_makes_step_damaged(
     file: str, model: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     """The actor beside it can be converted; but no other step may be removed for this one."""
@@ -250,7 +252,7 @@ def test_a_torn_critic_is_no_whole_step(
     ckptctl.convert(folder / "actor", tmp_path / "actor.pt", to="torch")
 
 
-def test_what_lies_in_another_checkpoint_is_not_that_one(
+def test_mcore_folder_inside_hf_checkpoint_is_detected_as_hf(
     model: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     write(tmp_path / "weights", stacked(model), TOLD)
@@ -263,7 +265,9 @@ def without(model: dict[str, torch.Tensor], part: str) -> dict[str, torch.Tensor
     return {name: tensor for name, tensor in model.items() if part not in name}
 
 
-def test_what_is_missing_is_named(model: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_missing_layers_parts_or_experts_are_named(
+    model: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
     cases = {
         "stage": (without(model, "layers.2."), "layers? of `decoder.layers` (is|are) missing", "2"),
         "last": (without(model, "layers.3."), "layers? of `decoder.layers` (is|are) missing", "3"),
@@ -291,7 +295,9 @@ def test_what_is_missing_is_named(model: dict[str, torch.Tensor], tmp_path: Path
         assert not (tmp_path / f"{name}.out").exists()
 
 
-def test_holes_in_the_axis_of_layers(model: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_hole_in_layer_axis_names_missing_layers(
+    model: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
     folder = write(tmp_path / "one", stacked(model), TOLD)
     described = pickle.loads((folder / ".metadata").read_bytes())
     name = "decoder.layers.self_attention.linear_qkv.weight"
@@ -305,7 +311,9 @@ def test_holes_in_the_axis_of_layers(model: dict[str, torch.Tensor], tmp_path: P
         ckptctl.convert(folder, tmp_path / "out", to="dcp")
 
 
-def test_stacks_that_disagree_are_refused(model: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_inconsistent_layer_stacks_are_unsupported(
+    model: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
     saved = stacked(model)
     norms = "decoder.layers.input_layernorm.weight"
     with pytest.raises(UnsupportedError, match=r"number of layers .* is ambiguous") as caught:
@@ -322,7 +330,9 @@ def test_stacks_that_disagree_are_refused(model: dict[str, torch.Tensor], tmp_pa
         formats.open_checkpoint(write(tmp_path / "d", huge))
 
 
-def test_a_chunk_outside_of_the_stack(model: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_chunk_out_of_bounds_of_stack_is_unsupported(
+    model: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
     folder = write(tmp_path / "one", stacked(model), TOLD)
     described = pickle.loads((folder / ".metadata").read_bytes())
     name = "decoder.layers.self_attention.linear_qkv.weight"
@@ -333,7 +343,7 @@ def test_a_chunk_outside_of_the_stack(model: dict[str, torch.Tensor], tmp_path: 
         formats.open_checkpoint(folder)
 
 
-def test_an_item_of_other_layers_than_its_chunk_says(
+def test_item_layer_count_mismatch_is_damaged(
     model: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     folder = write(tmp_path / "one", stacked(model), cuts=dict.fromkeys(stacked(model), (2,)))
@@ -362,7 +372,9 @@ class Hostile:
         self.path = str(path)
 
 
-def test_a_hostile_common_file_runs_nothing(model: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_hostile_common_pt_is_refused_without_execution(
+    model: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
     folder = write(tmp_path / "one", stacked(model), TOLD)
     mark = tmp_path / "ran"
     torch.save({"args": Hostile(mark), "iteration": 1}, folder / "common.pt")
@@ -372,7 +384,7 @@ def test_a_hostile_common_file_runs_nothing(model: dict[str, torch.Tensor], tmp_
     assert not mark.exists() and not (tmp_path / "out").exists()
 
 
-def test_a_common_file_that_is_none(model: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_malformed_common_pt_is_unknown(model: dict[str, torch.Tensor], tmp_path: Path) -> None:
     """The folder is a checkpoint: what is not understood is one file of it."""
     folder = write(tmp_path / "one", stacked(model), TOLD)
     common = folder / "common.pt"
@@ -392,7 +404,7 @@ def test_a_common_file_that_is_none(model: dict[str, torch.Tensor], tmp_path: Pa
 
 
 @pytest.mark.parametrize(("count", "why"), [(1 << 17, "expands"), (1 << 20, "malformed zip")])
-def test_a_common_file_larger_than_any(
+def test_oversized_common_pt_is_unsupported(
     model: dict[str, torch.Tensor],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -408,7 +420,7 @@ def test_a_common_file_larger_than_any(
     assert ckptctl.verify(folder).verdict == "unknown"
 
 
-def test_other_backends_are_refused_by_name(model: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_zarr_backend_is_unsupported(model: dict[str, torch.Tensor], tmp_path: Path) -> None:
     folder = tmp_path / "iter_0000010"
     (folder / "embedding.word_embeddings.weight").mkdir(parents=True)
     said = {"sharded_backend": "zarr", "sharded_backend_version": 1}
@@ -418,7 +430,7 @@ def test_other_backends_are_refused_by_name(model: dict[str, torch.Tensor], tmp_
     assert "torch_dist" in (caught.value.hint or "")
 
 
-def test_files_that_are_missing(model: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_missing_mcore_files_are_damaged(model: dict[str, torch.Tensor], tmp_path: Path) -> None:
     whole = write(tmp_path / "whole", stacked(model), TOLD)
     for file, what in {
         "metadata.json": "interrupted",
@@ -434,7 +446,9 @@ def test_files_that_are_missing(model: dict[str, torch.Tensor], tmp_path: Path) 
         assert ckptctl.verify(copy).verdict == "damaged"
 
 
-def test_a_save_without_common_pt(model: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_common_state_object_replaces_common_pt(
+    model: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
     """Megatron-Core 0.19 has its content as an object, and goes on to name it in metadata.json."""
     common = {"args": Namespace(**TOLD), "iteration": 10}
     folder = write(tmp_path / "one", model, objects={"common_state/shard_0_1": common})
@@ -451,7 +465,7 @@ def test_a_save_without_common_pt(model: dict[str, torch.Tensor], tmp_path: Path
         formats.open_checkpoint(folder)
 
 
-def test_the_checksums_of_files_are_compared(
+def test_integrity_json_checksums_are_verified(
     model: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     """``integrity.json`` has the SHA-256 of each file, ``.metadata`` too."""
@@ -468,7 +482,7 @@ def test_the_checksums_of_files_are_compared(
     assert "integrity.json lists" in (finding.why or "")
 
 
-def test_tensors_that_were_flattened_are_not_read(
+def test_flattened_optimizer_tensors_are_unsupported(
     model: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     """As Megatron-Core before 0.15 saved the moments of its distributed optimizer."""
@@ -494,7 +508,7 @@ def test_tensors_that_were_flattened_are_not_read(
     assert not differences({name: found[name] for name in weights}, weights)
 
 
-def test_the_sample(data: Path, tmp_path: Path) -> None:
+def test_two_rank_sample_matches_reference(data: Path, tmp_path: Path) -> None:
     """What Megatron-Core 0.16.1 saved on two ranks, the layers in a stack."""
     sample = data / "wrappers" / "megatron"
     expected = load_file(sample / "expected.safetensors")
@@ -503,7 +517,7 @@ def test_the_sample(data: Path, tmp_path: Path) -> None:
     assert "decoder.layers.2.self_attention.linear_qkv.weight" in expected
 
 
-def test_what_megatron_fsdp_saves_is_dcp(model: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_megatron_fsdp_save_is_read_as_dcp(model: dict[str, torch.Tensor], tmp_path: Path) -> None:
     """As ``fsdp_dtensor_checkpoint.py`` names it: experts and halves each by itself."""
     named: dict[str, torch.Tensor] = {}
     for name, tensor in model.items():

@@ -61,7 +61,7 @@ def bridge(folder: Path, tensors: dict[str, torch.Tensor], **told: Any) -> Path:
     return saved
 
 
-def test_config_json_is_made_from_run_config(tmp_path: Path, tensors: Any) -> None:
+def test_config_json_is_generated_from_run_config(tmp_path: Path, tensors: Any) -> None:
     saved = bridge(tmp_path, tensors)
     assert ckptctl.inspect(saved).model_type == "llama3"
     result = ckptctl.convert(saved, tmp_path / "hf", to="hf")
@@ -73,7 +73,7 @@ def test_config_json_is_made_from_run_config(tmp_path: Path, tensors: Any) -> No
     assert "max_position_embeddings 8192" in notes
 
 
-def test_what_contradicts_config_json_beside_it(tmp_path: Path, tensors: Any) -> None:
+def test_config_json_that_contradicts_run_config_is_an_error(tmp_path: Path, tensors: Any) -> None:
     saved = bridge(tmp_path, tensors, rope_theta=10000.0)
     assert ckptctl.verify(saved).verdict == "complete"
     (saved / "config.json").write_text(json.dumps(CONFIG))
@@ -89,14 +89,14 @@ def test_what_contradicts_config_json_beside_it(tmp_path: Path, tensors: Any) ->
     assert ckptctl.verify(saved).verdict == "complete"
 
 
-def test_config_json_is_made_from_the_arguments(tmp_path: Path, tensors: Any) -> None:
+def test_config_json_is_generated_from_megatron_args(tmp_path: Path, tensors: Any) -> None:
     saved = write(tmp_path / "iter_0000010", tensors, build_arguments(FAMILY, CONFIG))
     ckptctl.convert(saved, tmp_path / "hf", to="hf", model_type="llama3")
     made = json.loads((tmp_path / "hf/config.json").read_text())
     assert {name: made.get(name) for name in CONFIG} == CONFIG
 
 
-def test_what_is_not_stated_is_asked_for(tmp_path: Path, tensors: Any) -> None:
+def test_missing_norm_epsilon_is_a_mapping_error(tmp_path: Path, tensors: Any) -> None:
     told = build_arguments(FAMILY, CONFIG)
     del told["norm_epsilon"]
     saved = write(tmp_path / "iter_0000010", tensors, told)
@@ -105,14 +105,14 @@ def test_what_is_not_stated_is_asked_for(tmp_path: Path, tensors: Any) -> None:
     assert "assets" in str(raised.value.hint)
 
 
-def test_rows_of_which_nothing_says_whether_they_are_padding(tmp_path: Path, tensors: Any) -> None:
+def test_all_padding_vocab_rows_are_noted(tmp_path: Path, tensors: Any) -> None:
     saved = write(tmp_path / "iter_0000010", tensors)
     asked: dict[str, Any] = {"to": "torch", "to_layout": "hf", "model_type": "llama3"}
     result = ckptctl.convert(saved, tmp_path / "out.pt", sizes={"h": 4, "k": 2}, **asked)
     assert any("the 32 rows of the vocabulary are padding" in note for note in result.all_notes)
 
 
-def test_assets_that_contradict_are_refused(tmp_path: Path, tensors: Any) -> None:
+def test_assets_that_contradict_run_config_are_refused(tmp_path: Path, tensors: Any) -> None:
     saved = bridge(tmp_path, tensors)
     assets = tmp_path / "assets"
     assets.mkdir()
@@ -123,7 +123,7 @@ def test_assets_that_contradict_are_refused(tmp_path: Path, tensors: Any) -> Non
     assert "as `rotary_base`" in str(raised.value.why)
 
 
-def test_nemo_records_it_beside_the_weights(tmp_path: Path, tensors: Any) -> None:
+def test_nemo_model_yaml_sets_model_type(tmp_path: Path, tensors: Any) -> None:
     step = tmp_path / "step=10-last"
     step.mkdir()
     write(step / "weights", tensors)
@@ -150,7 +150,7 @@ def fiddle(module: str, name: str, **given: object) -> dict[str, object]:
     }
 
 
-def test_nemo_records_it_in_json_as_well(tmp_path: Path, tensors: Any) -> None:
+def test_nemo_model_json_sets_model_type(tmp_path: Path, tensors: Any) -> None:
     (tmp_path / "context").mkdir()
     write(tmp_path / "weights", tensors)
     home, module = "nemo.collections.llm.gpt.model.llama", "os"
@@ -188,7 +188,7 @@ def test_nemo_records_it_in_json_as_well(tmp_path: Path, tensors: Any) -> None:
 
 
 @pytest.mark.parametrize("text", ["[1, 2", "- 1\n", "a: &a [*a]\n"])
-def test_a_file_that_is_no_configuration_is_named(tmp_path: Path, tensors: Any, text: str) -> None:
+def test_malformed_run_config_yaml_is_unsupported(tmp_path: Path, tensors: Any, text: str) -> None:
     saved = bridge(tmp_path, tensors)
     (saved / "run_config.yaml").write_text(text)
     with pytest.raises(UnsupportedError, match="this YAML is not a configuration") as raised:
@@ -196,14 +196,14 @@ def test_a_file_that_is_no_configuration_is_named(tmp_path: Path, tensors: Any, 
     assert "run_config.yaml" in str(raised.value.where)
 
 
-def test_a_record_of_another_model_is_refused(tmp_path: Path, tensors: Any) -> None:
+def test_run_config_with_wrong_layer_count_is_refused(tmp_path: Path, tensors: Any) -> None:
     saved = bridge(tmp_path, tensors, num_hidden_layers=4)
     with pytest.raises(CkptError):
         ckptctl.convert(saved, tmp_path / "hf", to="hf")
     assert not (tmp_path / "hf").exists()
 
 
-def test_names_of_a_family_that_the_record_excludes_are_kept(tmp_path: Path, tensors: Any) -> None:
+def test_tensors_excluded_by_record_keep_their_names(tmp_path: Path, tensors: Any) -> None:
     """Without a gate, ``linear_fc1`` of these shapes is no Llama's."""
     told = {**build_arguments(FAMILY, CONFIG), "swiglu": False, "add_bias_linear": False}
     saved = write(tmp_path / "iter_0000010", tensors, told)
@@ -216,7 +216,7 @@ def test_names_of_a_family_that_the_record_excludes_are_kept(tmp_path: Path, ten
     assert "Megatron's records contradict every model type" in str(caught.value.why)
 
 
-def test_a_tied_model_is_known_by_its_record(tmp_path: Path) -> None:
+def test_tied_model_type_is_detected_from_run_config(tmp_path: Path) -> None:
     family = families.family("qwen2")
     told = CONFIG | {"model_type": "qwen2", "tie_word_embeddings": True}
     shapes = {name: shape for name, shape in SHAPES.items() if name != "output_layer.weight"}
@@ -227,7 +227,7 @@ def test_a_tied_model_is_known_by_its_record(tmp_path: Path) -> None:
     assert (found.model_type, found.layout) == ("qwen2", "mcore")
 
 
-def test_records_travel_to_another_checkpoint(
+def test_megatron_records_are_copied_to_output(
     tensors: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     """Plain values as they are; of whatever else there is, the name alone is known."""

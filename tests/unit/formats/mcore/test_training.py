@@ -57,7 +57,7 @@ def run(tmp_path: Path, tiny_llama3_hf: Path) -> Path:
     return folder.parent
 
 
-def test_the_model_is_found_and_the_rest_stays(run: Path, tmp_path: Path) -> None:
+def test_training_run_exports_only_model_to_hf(run: Path, tmp_path: Path) -> None:
     hf = tmp_path / "hf"
     result = ckptctl.convert(run, tmp_path / "out", to="hf", assets=hf)
     assert ckptctl.diff(hf, tmp_path / "out").same
@@ -65,7 +65,7 @@ def test_the_model_is_found_and_the_rest_stays(run: Path, tmp_path: Path) -> Non
     assert "not part of the model" in result.plan.left_out[SCALES]
 
 
-def test_what_is_written_anew_is_of_the_model(run: Path, tmp_path: Path) -> None:
+def test_rewritten_records_use_model_dtype(run: Path, tmp_path: Path) -> None:
     """Its dtype, whatever the larger moments have; other leaves are left out as they are."""
     given: dict[str, Any] = {"assets": tmp_path / "hf"}
     outer: dict[str, Any] = {"only": "all", "exclude": ["args"], **given}
@@ -81,7 +81,7 @@ def test_what_is_written_anew_is_of_the_model(run: Path, tmp_path: Path) -> None
     assert "not part of the model" in left_out["opt_param_scheduler.max_lr"]
 
 
-def test_tensors_of_common_pt_stay_there(run: Path, tmp_path: Path) -> None:
+def test_common_pt_tensors_stay_in_common_pt(run: Path, tmp_path: Path) -> None:
     """What is no optimizer's, too; directly, and by way of DCP."""
     file = "iter_0000100/common.pt"
     common = torch.load(run / file, weights_only=False)
@@ -102,7 +102,7 @@ def test_tensors_of_common_pt_stay_there(run: Path, tmp_path: Path) -> None:
         assert ckptctl.verify(tmp_path / folder).verdict == "complete"
 
 
-def test_a_run_goes_on_by_way_of_dcp(run: Path, tmp_path: Path) -> None:
+def test_training_run_round_trips_through_dcp(run: Path, tmp_path: Path) -> None:
     """Moments follow, padded again; what goes with them is in common.pt; objects are copied."""
     asked: dict[str, Any] = {"only": "all", "assets": tmp_path / "hf"}
     ckptctl.convert(run, tmp_path / "dcp", to="dcp", to_layout="hf", **asked)
@@ -125,7 +125,7 @@ def test_a_run_goes_on_by_way_of_dcp(run: Path, tmp_path: Path) -> None:
     }
 
 
-def test_scales_of_modules_go_with_the_model(run: Path, tmp_path: Path) -> None:
+def test_module_scales_are_copied_between_mcore_layouts(run: Path, tmp_path: Path) -> None:
     """Between saves of Megatron-Core, whether layers lie apart or in a stack."""
     for name, stack in {"apart": False, "stacked": True}.items():
         ckptctl.convert(run, tmp_path / name, to="mcore", stack_layers=stack)
@@ -135,7 +135,7 @@ def test_scales_of_modules_go_with_the_model(run: Path, tmp_path: Path) -> None:
     assert (tmp_path / "stacked/latest_checkpointed_iteration.txt").read_text() == "release"
 
 
-def test_an_optimizer_that_megatron_does_not_load(tmp_path: Path, tiny_llama3_hf: Path) -> None:
+def test_foreign_optimizer_state_is_refused_for_mcore(tmp_path: Path, tiny_llama3_hf: Path) -> None:
     """That of another trainer, and one without what common.pt says of it."""
     ckptctl.convert(tiny_llama3_hf, tmp_path / "model.pt", to="torch", to_layout="mcore")
     model = torch.load(tmp_path / "model.pt", weights_only=True)
@@ -149,7 +149,7 @@ def test_an_optimizer_that_megatron_does_not_load(tmp_path: Path, tiny_llama3_hf
         assert expected in str(caught.value) + (caught.value.why or "")
 
 
-def test_the_moments_travel_with_everything(run: Path, tmp_path: Path) -> None:
+def test_only_all_copies_optimizer_moments(run: Path, tmp_path: Path) -> None:
     ckptctl.convert(run, tmp_path / "all", to="dcp", only="all", exclude=["args"])
     names = {one.name for one in ckptctl.inspect(tmp_path / "all").tensors}
     assert {WEIGHT, *(f"optimizer.state.{name}.{WEIGHT}" for name in MOMENTS)} <= names

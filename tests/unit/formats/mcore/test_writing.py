@@ -52,7 +52,7 @@ def metadata(folder: Path) -> Metadata:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("stack_layers", [False, True])
-def test_torch_loads_it(stack_layers: bool, tmp_path: Path) -> None:
+def test_written_mcore_checkpoint_loads_in_torch(stack_layers: bool, tmp_path: Path) -> None:
     inner = write(tmp_path, MODEL, stack_layers=stack_layers, max_shard_size=100)
     assert len(list(inner.glob("*.distcp"))) > 2
     held = {
@@ -70,7 +70,7 @@ def test_torch_loads_it(stack_layers: bool, tmp_path: Path) -> None:
     assert len(held) == (len(NAMES) + 3 if stack_layers else len(MODEL))
 
 
-def test_a_layer_is_one_chunk_of_a_stack(tmp_path: Path) -> None:
+def test_stacked_tensor_has_one_chunk_per_layer(tmp_path: Path) -> None:
     inner = write(tmp_path, MODEL, stack_layers=True)
     found = metadata(inner).state_dict_metadata[
         "decoder.layers.mlp.experts.experts.linear_fc1.weight"
@@ -119,7 +119,7 @@ EXPECTED = {
 }
 
 
-def test_parts_of_a_gated_delta_net_are_no_modules() -> None:
+def test_gated_delta_net_parts_have_no_extra_state() -> None:
     attention = "decoder.layers.0.self_attention"
     parts = ("in_proj.weight.query", "in_proj.layer_norm_weight", "conv1d.weight.key", "A_log")
     names = [f"{attention}.{part}" for part in (*parts, "out_norm.weight", "out_proj.weight")]
@@ -133,9 +133,7 @@ def test_parts_of_a_gated_delta_net_are_no_modules() -> None:
 
 
 @pytest.mark.parametrize("stack_layers", [False, True])
-def test_modules_have_the_empty_objects_that_a_load_asks_for(
-    stack_layers: bool, tmp_path: Path
-) -> None:
+def test_modules_get_empty_extra_states(stack_layers: bool, tmp_path: Path) -> None:
     inner = write(tmp_path, MODEL, stack_layers=stack_layers)
     content = metadata(inner)
     found = {
@@ -153,7 +151,7 @@ def test_modules_have_the_empty_objects_that_a_load_asks_for(
 
 
 @pytest.mark.parametrize("stack_layers", [False, True])
-def test_what_surrounds_the_tensors(stack_layers: bool, tmp_path: Path) -> None:
+def test_tracker_metadata_and_common_files_are_written(stack_layers: bool, tmp_path: Path) -> None:
     inner = write(tmp_path, MODEL, stack_layers=stack_layers)
     assert inner == tmp_path / "release"
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "release"
@@ -170,7 +168,7 @@ def test_what_surrounds_the_tensors(stack_layers: bool, tmp_path: Path) -> None:
     assert common["content_metadata"]["singleton_local_shards"] is False
 
 
-def test_arguments_are_a_namespace(tmp_path: Path) -> None:
+def test_common_pt_args_are_a_namespace(tmp_path: Path) -> None:
     told = {"num_layers": 2, "rotary_base": 1e6, "swiglu": True}
     layout = lay_out_common_file(build_common_content(told, stacked=False))
     file = tmp_path / "common.pt"
@@ -194,14 +192,14 @@ def test_arguments_are_a_namespace(tmp_path: Path) -> None:
         ("decoder.layers.4.mlp.router.weight", torch.zeros(2, 4), "some layers are missing"),
     ],
 )
-def test_layers_that_differ_are_not_stacked(name: str, value: torch.Tensor, why: str) -> None:
+def test_inhomogeneous_layers_cannot_be_stacked(name: str, value: torch.Tensor, why: str) -> None:
     with pytest.raises(RefusedError, match="cannot be stacked") as caught:
         laid_out({**MODEL, name: value}, stack_layers=True)
     assert why in str(caught.value.why)
     laid_out({**MODEL, name: value})
 
 
-def test_large_tensors_are_cut_into_boxes_in_a_stack_too() -> None:
+def test_large_stacked_tensors_are_split_into_boxes() -> None:
     rows = SPLIT_BYTES // 4 + 2
     large = {
         f"decoder.layers.{layer}.mlp.linear_fc2.weight": torch.empty(rows, 2, device="meta")

@@ -26,7 +26,7 @@ def tensor(file: str, nbytes: int, crc32: int | None = None) -> TensorEntry:
         ((3, None), False, ""),
     ],
 )
-def test_recorded_checksums_are_enough_and_others_are_read(
+def test_copies_compare_by_recorded_checksums_or_bytes(
     tmp_path: Path, crcs: tuple[int | None, int | None], same: bool, noted: str
 ) -> None:
     (tmp_path / "a").write_bytes(b"one.")
@@ -38,7 +38,7 @@ def test_recorded_checksums_are_enough_and_others_are_read(
     assert found.recorded == (["w"] if noted else [])
 
 
-def test_large_copies_are_not_read_unless_asked(tmp_path: Path) -> None:
+def test_large_copies_are_read_only_on_request(tmp_path: Path) -> None:
     size = WINDOW_BYTES + 1
     (tmp_path / "a").write_bytes(bytes(size))
     (tmp_path / "b").write_bytes(bytes(WINDOW_BYTES) + b"\1")

@@ -32,7 +32,7 @@ from ckptctl.verbs.verification.verify_result import Verification
         (MissingTensorsError, "model"),
     ],
 )
-def test_what_is_damaged_or_gone_is_evidence(kind: type[CkptError], basis: str) -> None:
+def test_damage_and_missing_errors_have_error_severity(kind: type[CkptError], basis: str) -> None:
     found = finding_from_error(kind("x"))
     assert (found.severity, found.basis) == ("error", basis)
 
@@ -47,18 +47,18 @@ def test_what_is_damaged_or_gone_is_evidence(kind: type[CkptError], basis: str) 
         MappingError,
     ],
 )
-def test_nothing_else_is(kind: type[CkptError]) -> None:
+def test_other_errors_have_unknown_severity(kind: type[CkptError]) -> None:
     assert finding_from_error(kind("x")).severity == "unknown"
 
 
-def test_a_place_in_a_file_is_part_of_the_evidence() -> None:
+def test_finding_includes_file_and_position() -> None:
     error = DamagedError("x", where="/a/b/f.pt, at byte 1,024", why="y")
     found = finding_from_error(error, Path("/a/b"))
     assert (found.file, found.why) == ("f.pt", "at byte 1,024: y")
     assert finding_from_error(error, Path("/a/b"), file="g").file == "g"
 
 
-def test_what_is_missing_with_a_file_is_as_sure_as_what_is_said_of_the_file() -> None:
+def test_missing_tensor_has_severity_of_its_file() -> None:
     torn, odd = Finding("cut", file="a"), Finding("odd", None, "unknown", "b")
     in_torn, in_odd = Finding("gone", file="a", tensor="x"), Finding("gone", file="b", tensor="y")
     elsewhere, nowhere = Finding("gone", file="c", tensor="z"), Finding("gone", tensor="w")
@@ -86,7 +86,7 @@ def test_what_is_missing_with_a_file_is_as_sure_as_what_is_said_of_the_file() ->
         (("unknown", "error"), "damaged"),
     ],
 )
-def test_evidence_outweighs_what_is_unknown(severities, verdict) -> None:
+def test_error_finding_outweighs_unknown_in_verdict(severities, verdict) -> None:
     found = Verification(
         "p", "f", "fast", findings=tuple(Finding("x", None, s) for s in severities)
     )

@@ -10,7 +10,7 @@ from ckptctl.errors import UnsupportedError
 from ckptctl.formats.shared.leaves import flatten_object, join_path
 
 
-def test_names_below_a_long_key_are_bounded_in_sum() -> None:
+def test_names_below_long_key_are_refused_in_bounded_memory() -> None:
     root = {"a" * 1_000_000: {"b": {str(number): number for number in range(20_000)}}}
     tracemalloc.start()
     try:
@@ -23,11 +23,11 @@ def test_names_below_a_long_key_are_bounded_in_sum() -> None:
     assert peak < 20_000_000
 
 
-def test_the_path_above_counts_for_each_name() -> None:
+def test_parent_path_counts_toward_name_length_limit() -> None:
     with pytest.raises(UnsupportedError, match="too long"):
         list(flatten_object([*range(100), {}], lambda _: True, ("a" * 1_000_000,), where="a.pt"))
 
 
-def test_many_names_of_usual_length_are_read() -> None:
+def test_many_names_of_usual_length_are_flattened() -> None:
     root = {"model": {f"layers.{number}.{'a' * 200}": number for number in range(50_000)}}
     assert len(list(flatten_object(root, lambda _: False, where="a.pt"))) == 50_000

@@ -92,7 +92,7 @@ def expected(state, first=0, order=None, dora=False):
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("order", [None, ORDER])
 @pytest.mark.parametrize("first", [0, 8])
-def test_the_formula(state, inputs, dora, order, first):
+def test_merged_rows_match_formula(state, inputs, dora, order, first):
     found = read(definition(inputs, dora=dora, order=order, first=first), 1 << 20)
     torch.testing.assert_close(
         found.double(), expected(state, first, order, dora), rtol=2e-6, atol=2e-6
@@ -103,31 +103,31 @@ def test_the_formula(state, inputs, dora, order, first):
 @pytest.mark.parametrize(
     "pieces", [pytest.param(52, marks=pytest.mark.slow), 160, 1000, 3 * 160 + 4]
 )
-def test_pieces_change_no_bit(inputs, dora, pieces):
+def test_block_size_changes_no_bit(inputs, dora, pieces):
     one = definition(inputs, dora=dora, order=ORDER)
     assert torch.equal(read(one, pieces), read(one, 1 << 20))
 
 
 @pytest.mark.parametrize("dora", [False, True])
-def test_single_elements(inputs, dora):
+def test_single_elements_match_complete_read(inputs, dora):
     one, every = definition(inputs, dora=dora, order=ORDER), 61
     found, whole = read(one, 4, every), read(one, 1 << 20)
     assert torch.equal(found.flatten()[::every], whole.flatten()[::every])
 
 
-def test_one_rounding(state, inputs):
+def test_merge_rounds_once(state, inputs):
     found = read(definition(inputs, "bfloat16"), 1 << 20)
     assert torch.equal(found, read(definition(inputs), 1 << 20).to(torch.bfloat16))
 
 
-def test_rows_beside_the_change_stay(state, inputs):
+def test_rows_outside_change_are_unchanged(state, inputs):
     found = read(definition(inputs, "bfloat16", rows=(10, 30)), 1 << 20)
     assert torch.equal(found[:10], state["base"][:10])
     assert torch.equal(found[30:], state["base"][30:])
     assert (found[10:30] != state["base"][10:30]).any(dim=1).all()
 
 
-def test_columns_of_a_in_another_order(state, inputs):
+def test_reordered_columns_of_lora_a_match_formula(state, inputs):
     found = read(definition(inputs, columns=((5, 2, 4), (1, 0, 2))), 1 << 20)
     a = state["a"].double().view(RANK, 5, 2, 4).transpose(1, 2).reshape(RANK, COLUMNS)
     whole = state["base"].double() + 0.7 * (state["b"][:ROWS].double() @ a)

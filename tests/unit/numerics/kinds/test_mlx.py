@@ -32,7 +32,7 @@ def computed(files, kind, dtype, shape, given, said):
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("scales", [torch.float32, torch.bfloat16, torch.float16])
-def test_integers_of_any_width(files, bits, scales):
+def test_affine_integers_of_any_width_are_dequantized(files, bits, scales):
     numbers = integers(bits, 2, 5, 96)
     generator = torch.Generator().manual_seed(1)
     scale, bias = (torch.randn(2, 5, 3, generator=generator).to(scales) for _ in range(2))
@@ -49,7 +49,7 @@ def test_integers_of_any_width(files, bits, scales):
     ("mode", "bits", "group"), [("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)]
 )
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_floats(files, mode, bits, group, dtype):
+def test_float_modes_are_dequantized(files, mode, bits, group, dtype):
     numbers = integers(bits, 6, 96)
     if bits == 4:
         values = TABLE[numbers]

@@ -24,7 +24,7 @@ FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 
 @pytest.mark.parametrize("dtype", FLOAT8)
 @pytest.mark.parametrize("finite", [False, True])
-def test_every_byte_of_float8(dtype, finite):
+def test_every_float8_byte_matches_torch(dtype, finite):
     every = torch.arange(256, dtype=torch.uint8)
     wanted = every.view(getattr(torch, dtype)).to(torch.float32)
     if finite:
@@ -35,14 +35,14 @@ def test_every_byte_of_float8(dtype, finite):
     assert torch.equal(found[rest].view(torch.int32), wanted[rest].view(torch.int32))
 
 
-def test_columns_of_wider_rows():
+def test_noncontiguous_columns_match_torch():
     raw = torch.arange(256, dtype=torch.uint8).view(4, 64)[:, 3:50]
     wanted = raw.contiguous().view(torch.float8_e4m3fn).to(torch.float32)
     assert torch.equal(numbers(raw, "float8_e4m3fn"), wanted)
 
 
 @pytest.mark.parametrize("scale", [2.0**120, -(2.0**118), 2.0**-140, float("inf")])
-def test_scales_that_cannot_be_multiplied_by_more(scale):
+def test_extreme_scales_match_torch(scale):
     every = torch.arange(120, dtype=torch.uint8).view(1, -1)
     wanted = every.view(torch.float8_e4m3fn).to(torch.float32) * torch.tensor([scale])
     found = numbers(every, "float8_e4m3fn", scale)

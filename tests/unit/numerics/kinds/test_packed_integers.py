@@ -10,7 +10,7 @@ from ckptctl.numerics.kinds.packed_integers import unpack_integers
 
 @pytest.mark.parametrize("bits", range(1, 9))
 @pytest.mark.parametrize("count", [1, 31, 32, 77, 96])
-def test_every_width(bits: int, count: int) -> None:
+def test_integers_of_every_width_are_unpacked(bits: int, count: int) -> None:
     codes = torch.randint(0, 1 << bits, (3, count), generator=torch.manual_seed(bits))
     rows = []
     for row in codes.tolist():
@@ -22,7 +22,7 @@ def test_every_width(bits: int, count: int) -> None:
     assert torch.equal(unpack_integers(words.T.contiguous(), bits, 0)[:count], codes.T)
 
 
-def test_part_of_wider_rows() -> None:
+def test_slice_of_wider_rows_is_unpacked() -> None:
     words = torch.randint(-(1 << 31), 1 << 31, (4, 12), generator=torch.manual_seed(0))
     words = words.to(torch.int32)
     for bits in (4, 8):

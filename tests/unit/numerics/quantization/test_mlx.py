@@ -21,7 +21,7 @@ def seen(said, packed=(6, 16), scales=("bfloat16", 6, 2), biases=None, **others)
     return detect_quantized(entries, statement, lambda _: b"")
 
 
-def test_all_layers_alike():
+def test_uniform_quantization_is_recognized():
     (weight,) = seen(PLAIN).weights
     assert (weight.key, weight.shape, weight.description) == (
         "a.weight",
@@ -31,7 +31,7 @@ def test_all_layers_alike():
     assert weight.names == ("a.weight", "a.scales", "a.biases")
 
 
-def test_one_layer_is_said_to_be_otherwise():
+def test_layer_override_is_applied():
     (weight,) = seen(PLAIN | {"a": {"group_size": 32, "bits": 8}}, scales=("float32", 6, 2)).weights
     assert (weight.shape, weight.arguments.bits) == ((6, 64), 8)
 
@@ -40,7 +40,7 @@ def test_one_layer_is_said_to_be_otherwise():
     ("mode", "packed", "groups", "shape"),
     [("mxfp4", 16, 4, 128), ("nvfp4", 16, 8, 128), ("mxfp8", 16, 2, 64)],
 )
-def test_floats(mode, packed, groups, shape):
+def test_float_modes_are_recognized(mode, packed, groups, shape):
     scales = ("uint8", 3, 6, groups)
     found = seen({"mode": mode}, (3, 6, packed), scales, biases=("none",)).weights
     assert [(one.shape, one.kind) for one in found] == [((3, 6, shape), "mlx_float")]
@@ -68,23 +68,23 @@ def test_floats(mode, packed, groups, shape):
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(said, changes, why):
+def test_mismatched_mlx_tensors_are_refused(said, changes, why):
     (error,) = seen(said, **changes).errors.values()
     assert isinstance(error, DamagedError | MappingError | UnsupportedError)
     assert why in f"{error.what}: {error.why}"
 
 
-def test_without_a_statement_nothing_is_understood():
+def test_mlx_weight_without_config_is_unknown():
     entry = TensorEntry("a.weight", "uint32", (6, 16), (), ("a.weight",))
     found = detect_quantized({"a.weight": entry}, QuantizationStatement(), lambda _: b"")
     assert found.unknown == {"a.weight": "MLX"}
 
 
-def test_a_weight_without_scales_and_biases_without_weight():
+def test_unscaled_weight_is_bare_and_biases_are_not_lone():
     assert seen(PLAIN, scales=("none",)).weights_without_scales == ["a.weight"]
     assert seen(PLAIN, other_biases=("float32", 1)).scales_without_weights == []
 
 
-def test_plain_names():
+def test_plain_names_omit_scales_and_biases():
     names = ["a.weight", "a.scales", "a.biases", "norm.weight"]
     assert to_dequantized_names(names) == ["a.weight", "norm.weight"]

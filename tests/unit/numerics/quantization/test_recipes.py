@@ -44,7 +44,7 @@ def roles_of(name: str, layout: str) -> dict[str, Role]:
 
 
 @pytest.mark.parametrize("name", families.list_names())
-def test_by_name(name: str) -> None:
+def test_roles_follow_key_names_in_every_family(name: str) -> None:
     family = families.family(name)
     for layout in {"hf", "hf-v5"} & set(family.layouts):
         roles = roles_of(name, layout)
@@ -56,7 +56,7 @@ def test_by_name(name: str) -> None:
                 assert role in (("linear",) if key.endswith(".weight") else STACKED), key
 
 
-def test_a_layer_of_each_kind() -> None:
+def test_linear_roles_of_deepseek_v3_and_qwen3_next() -> None:
     roles = roles_of("deepseek_v3", "hf")
     layer = "model.layers.3."
     assert roles[layer + "self_attn.kv_a_proj_with_mqa.weight"] == "linear"
@@ -83,12 +83,12 @@ def test_a_layer_of_each_kind() -> None:
         ("nemotron_h", "hf-v5", "stacked"),
     ],
 )
-def test_stacks_by_their_axes(name: str, layout: str, role: Role) -> None:
+def test_stacks_are_recognized_by_axes(name: str, layout: str, role: Role) -> None:
     found = {one for one in roles_of(name, layout).values() if one in STACKED}
     assert found == {role}
 
 
-def test_what_programs_make_one_of() -> None:
+def test_fused_groups_match_serving_programs() -> None:
     names = [f"l.0.self_attn.{name}_proj.weight" for name in "qkvo"]
     names += ["l.0.mlp.experts.1.w1.weight", "l.0.mlp.experts.1.w3.weight"]
     names += ["l.1.self_attn.q_proj.weight", "l.1.self_attn.kv_a_proj_with_mqa.weight"]
@@ -97,7 +97,7 @@ def test_what_programs_make_one_of() -> None:
     assert found[names[1]] == tuple(names[:3]) and found[names[3]] == (names[3],)
 
 
-def test_the_schemes() -> None:
+def test_schemes_define_part_shapes_and_names() -> None:
     assert tuple(list_recipes()) == SCHEMES
     shape = (130, 256)
     shapes = {

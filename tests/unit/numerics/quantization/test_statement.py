@@ -8,7 +8,7 @@ from ckptctl.errors import MappingError
 from ckptctl.numerics.quantization.statement import parse_sidecar_statement, require_agreement
 
 
-def test_what_programs_write_differently_is_no_contradiction() -> None:
+def test_equivalent_statements_agree() -> None:
     """AutoAWQ: ``version`` of ``AwqConfig.to_transformers_dict`` and of the quant_config given."""
     one = parse_sidecar_statement(
         "quantize_config.json", {"quant_method": "awq", "version": "gemm", "group_size": None}
@@ -20,7 +20,7 @@ def test_what_programs_write_differently_is_no_contradiction() -> None:
 
 
 @pytest.mark.parametrize(("key", "values"), [("version", ("gemm", "GEMV")), ("bits", (4, 8))])
-def test_what_contradicts_is_refused(key: str, values: tuple[object, object]) -> None:
+def test_contradicting_statements_are_refused(key: str, values: tuple[object, object]) -> None:
     one, other = (parse_sidecar_statement("quant_config.json", {key: value}) for value in values)
     with pytest.raises(MappingError, match=f"`{key}` is"):
         require_agreement(one, other)

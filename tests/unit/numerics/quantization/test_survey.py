@@ -95,7 +95,9 @@ SAID = {"quant_type": "nf4", "blocksize": 32, "shape": [8, 8], "dtype": "bfloat1
         (OF_BNB, BNB, (8, 8), "bitsandbytes nf4 with blocks of 32"),
     ],
 )
-def test_what_is_understood(tensors: Tensors, said: Any, plain: Any, how: str) -> None:
+def test_supported_schemes_are_recognized(
+    tensors: Tensors, said: Any, plain: Any, how: str
+) -> None:
     found = surveyed(tensors, said, json.dumps(SAID).encode())
     (weight,) = found.weights
     assert (weight.key, weight.shape, weight.description) == ("a.weight", plain, how)
@@ -123,7 +125,7 @@ MIXED = {
 }
 
 
-def test_a_layer_belongs_to_the_group_that_names_it() -> None:
+def test_weights_use_group_that_names_them() -> None:
     eight = {name.replace("a.", "x.down_proj."): tensor for name, tensor in FP8.items()}
     head = {name.replace("a.", "lm_head."): tensor for name, tensor in FP8.items()}
     found = surveyed(PACKED | eight | head, MIXED)
@@ -200,7 +202,7 @@ def test_a_layer_belongs_to_the_group_that_names_it() -> None:
         (OF_BNB | {"a.weight": ("uint8", 31, 1)}, BNB, "nf4` does not fit"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(tensors: Tensors, said: Any, named: str) -> None:
+def test_mismatched_tensors_are_refused_by_name(tensors: Tensors, said: Any, named: str) -> None:
     found = surveyed(tensors, said, json.dumps(SAID).encode())
     (error,) = found.errors.values()
     assert isinstance(error, CkptError)
@@ -209,7 +211,7 @@ def test_what_does_not_fit_is_refused_by_name(tensors: Tensors, said: Any, named
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"\xff", b"{", b"[" * 100_000, b'{"shape": 3}'])
-def test_a_state_that_is_no_state(text: bytes) -> None:
+def test_invalid_bnb_state_is_refused(text: bytes) -> None:
     found = surveyed(OF_BNB, BNB, text)
     assert found.errors and not found.weights
 
@@ -240,7 +242,9 @@ def test_a_state_that_is_no_state(text: bytes) -> None:
         ),
     ],
 )  # fmt: skip
-def test_what_nothing_says_is_unknown(tensors: Tensors, said: Any, name: str, called: str) -> None:
+def test_unstated_quantization_is_unknown(
+    tensors: Tensors, said: Any, name: str, called: str
+) -> None:
     found = surveyed(tensors, said)
     assert found.unknown[name] == called
     assert not found.weights
@@ -257,12 +261,14 @@ def test_what_nothing_says_is_unknown(tensors: Tensors, said: Any, name: str, ca
         ({"a.weight": ("float8_e4m3fn", 7, 96)}, INT4, ["a.weight"], []),
     ],
 )
-def test_half_of_a_pair(tensors: Tensors, said: Any, bare: list[str], lone: list[str]) -> None:
+def test_incomplete_pairs_are_bare_or_lone(
+    tensors: Tensors, said: Any, bare: list[str], lone: list[str]
+) -> None:
     found = surveyed(tensors, said)
     assert (found.weights_without_scales, found.scales_without_weights) == (bare, lone)
 
 
-def test_scales_of_activations_and_of_the_cache() -> None:
+def test_activation_and_kv_cache_scales_are_dropped() -> None:
     more = {"a.input_global_scale": ("float32", 1), "l.k_proj.k_scale": ("bfloat16", 1)}
     found = surveyed(FP4 | more, NVFP4)
     assert found.dropped == {
@@ -271,14 +277,14 @@ def test_scales_of_activations_and_of_the_cache() -> None:
     }
 
 
-def test_a_block_is_no_larger_than_its_weight() -> None:
+def test_block_is_capped_at_weight_size() -> None:
     said = {"quant_method": "fp8", "weight_block_size": [1 << 99, 32]}
     tensors = {"a.weight": ("float8_e4m3fn", 7, 96), "a.weight_scale_inv": ("float32", 1, 3)}
     (weight,) = surveyed(tensors, said).weights
     assert weight.arguments == ScaleBlocks(7, 32)
 
 
-def test_names_of_plain_weights() -> None:
+def test_plain_names_omit_quantization_tensors() -> None:
     stored = [*PACKED, *(name.replace("a.", "b.") for name in ROWS), "b.g_idx", "b.bias"]
     stored += ["c.weight", "c.SCB", "c.weight_format", "norm.weight", "a.input_scale"]
     assert list(to_dequantized_names(stored)) == [
@@ -292,7 +298,7 @@ def test_names_of_plain_weights() -> None:
     assert to_dequantized_names(families) is families
 
 
-def test_what_is_said_and_where() -> None:
+def test_statement_records_method_and_location() -> None:
     assert find_config_statement({"hidden_size": 3}) is None
     inner = find_config_statement({"text_config": {"quantization_config": GPTQ}})
     assert inner and (inner.method, inner.where) == (
@@ -306,7 +312,7 @@ def test_what_is_said_and_where() -> None:
     assert strip_quantization_config(config) == {"a": 1, "text_config": {"b": 2}}
 
 
-def test_each_method_has_a_scheme() -> None:
+def test_every_method_has_a_scheme() -> None:
     assert {
         "fp8",
         "mxfp4",
@@ -318,7 +324,7 @@ def test_each_method_has_a_scheme() -> None:
     assert len({one.name for one in load_schemes()}) == len(load_schemes())
 
 
-def test_no_scheme_is_told_by_plain_tensors() -> None:
+def test_plain_tensors_match_no_scheme() -> None:
     """So that where there are no others none has to be imported."""
 
     def plain(ending: str) -> bool:

@@ -46,7 +46,7 @@ def rows(name: str, count: int, width: int, boxes: int) -> TensorEntry:
     return TensorEntry(name, "uint8", (count, width), found, (name,))
 
 
-def test_boxes_are_looked_up_once_and_forgotten_with_their_tensor():
+def test_stored_boxes_are_cached_until_tensor_is_freed():
     entry = rows("a", 4096, 8, 1024)
     boxes = get_stored_boxes(entry)
     assert get_stored_boxes(entry) is boxes
@@ -56,7 +56,7 @@ def test_boxes_are_looked_up_once_and_forgotten_with_their_tensor():
     assert gone() is None
 
 
-def test_rows_of_a_dense_tensor_are_one_run() -> None:
+def test_dense_rows_are_one_run() -> None:
     reader = BlockReader(StridedTensor.from_entry(rows("a", 4096, 8, 1024)))
     assert reader.find_dense_copies((10, 0), (4, 8)) == {
         ReadFrom("a2"): [Block(16, 0, (), 16)],
@@ -64,7 +64,7 @@ def test_rows_of_a_dense_tensor_are_one_run() -> None:
     }
 
 
-def test_a_rotary_order_is_a_strided_copy_of_rows() -> None:
+def test_rotary_order_is_a_strided_copy() -> None:
     turned = StridedTensor.from_entry(rows("a", 24, 8, 1)).split(0, (4, 2, 3)).permute((0, 2, 1, 3))
     reader = BlockReader(turned.merge(0, 3))
     assert reader.find_dense_copies((6, 0), (6, 8)) == {
@@ -72,7 +72,7 @@ def test_a_rotary_order_is_a_strided_copy_of_rows() -> None:
     }
 
 
-def test_a_part_that_is_far_from_a_box_is_not_met(monkeypatch) -> None:
+def test_distant_parts_are_not_visited(monkeypatch) -> None:
     experts = stack([StridedTensor.from_entry(rows(f"e{n}", 4, 8, 1)) for n in range(64)])
     asked = []
     inside = blocks._intersect_box
@@ -86,7 +86,7 @@ def test_a_part_that_is_far_from_a_box_is_not_met(monkeypatch) -> None:
     assert set(asked) == {"e7"}
 
 
-def test_a_plain_tensor_is_written_as_ranges() -> None:
+def test_contiguous_tensor_is_written_in_ranges() -> None:
     entry = rows("a", 64, 8, 4)
     target = TargetBox("x", 100, (0, 0), (64, 8), (8, 1), record=0)
     found = list(
@@ -103,7 +103,7 @@ def test_a_plain_tensor_is_written_as_ranges() -> None:
     ]
 
 
-def test_transposed_elements_are_moved_in_memory() -> None:
+def test_transpose_is_moved_in_memory() -> None:
     turned = StridedTensor.from_entry(rows("a", 64, 64, 1)).permute((1, 0))
     target = TargetBox("x", 0, (0, 0), (64, 64), (64, 1), record=0)
     (tile,) = tile_targets(BlockReader(turned), [target], [Record("t", "x", 0, 4096)], Limits())
@@ -266,13 +266,13 @@ def check_tiles(seed):
 
 
 @pytest.mark.parametrize("block", range(4))
-def test_random_boxes_hold_the_elements_of_numpy(block: int) -> None:
+def test_random_boxes_match_numpy(block: int) -> None:
     for seed in range(block * 250, block * 250 + 250):
         check_boxes(seed)
 
 
 @pytest.mark.parametrize("permuted", [False, True])
-def test_random_tiles_write_the_elements_of_numpy(permuted, monkeypatch):
+def test_random_tiles_match_numpy(permuted, monkeypatch):
     if permuted:
         monkeypatch.setattr(blocks, "FEW_RUNS_LIMIT", 0)
         monkeypatch.setattr(blocks, "SHORT_RUN_BYTES", 1 << 30)
@@ -281,13 +281,13 @@ def test_random_tiles_write_the_elements_of_numpy(permuted, monkeypatch):
 
 
 @pytest.mark.parametrize("seed", [29_081, 31_450])
-def test_steps_that_read_another_number_of_ranges_are_no_series(seed):
+def test_steps_with_different_reads_match_numpy(seed):
     check_tiles(seed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", range(8))
-def test_many_random_boxes_and_tiles(block):
+def test_many_random_boxes_and_tiles_match_numpy(block):
     for seed in range((block + 1) * 5_000, (block + 2) * 5_000):
         check_boxes(seed)
         check_tiles(seed)

@@ -175,7 +175,7 @@ def cast(data, item, out):
     permuted=st.booleans(),
     few_reads=st.sampled_from([1, 64]),
 )
-def test_every_element_arrives(made, sizes, permuted, few_reads):
+def test_every_element_is_copied(made, sizes, permuted, few_reads):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(copies, "MAX_INLINE_CHECKED_READS", few_reads)
         if permuted:
@@ -251,18 +251,18 @@ def simple(axes, source_dims, target_dims, item=2, crc=None):
     return Transfer("t", tensor, (box,)), [Record("t", "x", 0, math.prod(axes) * item)]
 
 
-def test_zero_sized_tensors_have_no_tiles():
+def test_empty_tensor_has_no_tiles():
     transfer, records = simple((4, 0, 2), ((0,), (1,), (2,)), ((2,), (1,), (0,)))
     assert list(lower_transfer(transfer, records, Limits())) == []
 
 
-def test_a_scalar_is_one_tile():
+def test_scalar_is_one_tile():
     transfer, records = simple((), (), ())
     (tile,) = lower_transfer(transfer, records, Limits())
     assert (tile.nbytes, len(tile.reads), len(tile.writes)) == (2, 1, 1)
 
 
-def test_rope_reads_whole_heads_and_scatters_rows():
+def test_rope_reads_complete_heads_and_scatters_rows():
     axes, hf, meta = (4, 2, 8, 64), ((0, 1, 2), (3,)), ((0, 2, 1), (3,))
     transfer, records = simple(axes, hf, meta, crc=1)
     (series,) = lower_transfer(transfer, records, Limits(tile=2048, widest=4096), {"a"})
@@ -274,7 +274,7 @@ def test_rope_reads_whole_heads_and_scatters_rows():
     assert {nbytes for _, nbytes in patterns.pop().runs} == {128}
 
 
-def test_transposes_are_permuted_in_memory_and_others_are_not():
+def test_only_large_transposes_are_permuted_in_memory():
     transposed, _ = simple((512, 512), ((0,), (1,)), ((1,), (0,)))
     assert copies.needs_permutation(transposed)
     small, _ = simple((16, 16), ((0,), (1,)), ((1,), (0,)))
@@ -283,7 +283,7 @@ def test_transposes_are_permuted_in_memory_and_others_are_not():
     assert not copies.needs_permutation(rope)
 
 
-def test_a_column_split_reads_each_row_once():
+def test_column_split_reads_each_row_once():
     axes = (64, 32)
     halves = tuple(target("x", i * 2048, (64, 16), i, item=2, start=(0, i * 16)) for i in range(2))
     entry = stored("a", axes, dtype="bfloat16")
@@ -315,7 +315,7 @@ def test_lowering_is_deterministic():
     assert shape() == first
 
 
-def test_boxes_that_ranks_repeat_are_read_once():
+def test_boxes_repeated_on_ranks_are_read_once():
     entry = stored("a", (64, 16))
     boxes = tuple(target("xyz"[i], 0, (64, 16), i) for i in range(3))
     records = [Record("t", "xyz"[i], 0, 1024) for i in range(3)]
@@ -326,14 +326,14 @@ def test_boxes_that_ranks_repeat_are_read_once():
     assert [(write.file, write.start) for write in tile.writes] == [("x", 0), ("y", 0), ("z", 0)]
 
 
-def test_tensors_that_are_not_checked_leave_their_checksums_alone():
+def test_unchecked_tensors_have_no_checksum_reads():
     transfer, records = simple((64, 64), ((0,), (1,)), ((0,), (1,)), crc=5)
     for checked, limits in ((("b",), Limits()), (("a",), Limits(check=False))):
         tiles = lower_transfer(transfer, records, limits, checked)
         assert [read.check for tile in tiles for read in tile.reads] == [None]
 
 
-def test_many_boxes_are_found_without_looking_at_all(monkeypatch):
+def test_single_box_among_many_is_located(monkeypatch):
     shards = tuple(Extent(Box((i * 4, 0), (4, 8)), "a", i * 64, 64) for i in range(1024))
     entry = TensorEntry("s", "bfloat16", (4096, 8), shards, ("s",))
     records, box = [Record("t", "x", 0, 4096 * 16)], target("x", 0, (4096, 8), 0, item=2)
@@ -346,7 +346,7 @@ def test_many_boxes_are_found_without_looking_at_all(monkeypatch):
 @given(
     st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(0, 1300), st.integers(0, 1300)
 )
-def test_product_boxes_cover_a_range_once_and_in_order(sizes, a, b):
+def test_product_boxes_cover_range_once_in_order(sizes, a, b):
     total = math.prod(sizes)
     lo, hi = sorted((a % (total + 1), b % (total + 1)))
     found = [
@@ -359,7 +359,7 @@ def test_product_boxes_cover_a_range_once_and_in_order(sizes, a, b):
     assert found == list(range(lo, hi))
 
 
-def test_a_tensor_that_is_stored_transposed_is_permuted_in_memory():
+def test_tensor_stored_transposed_is_permuted_in_memory():
     entry = stored("a", [1024, 512], strides=[1, 1024])
     box = target("x", 0, (1024, 512), 0)
     assert copies.needs_permutation(Transfer("t", StridedTensor.from_entry(entry), (box,)))

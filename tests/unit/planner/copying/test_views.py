@@ -37,7 +37,7 @@ def elements(tensor: TensorEntry) -> np.ndarray:
 
 
 @pytest.mark.parametrize("tensor", [WHOLE, HALVES])
-def test_rows_of_a_split_dimension_are_a_view(tensor: TensorEntry) -> None:
+def test_strided_rows_are_a_view(tensor: TensorEntry) -> None:
     """Expert 1 of 2: every second column, from the second on."""
     apart = StridedTensor.from_entry(tensor).narrow(0, 1, 4).split(1, (4, 2)).select(2, 1)
     found = build_view(tensor, apart, "b")
@@ -47,7 +47,7 @@ def test_rows_of_a_split_dimension_are_a_view(tensor: TensorEntry) -> None:
 
 
 @pytest.mark.parametrize("tensor", [WHOLE, HALVES])
-def test_transposed_extents_keep_their_checksums(tensor: TensorEntry) -> None:
+def test_transposed_extents_keep_checksums(tensor: TensorEntry) -> None:
     found = transpose_entry(tensor)
     assert (elements(found) == elements(tensor).T).all()
     assert [one.recorded_checksum for one in found.extents] == [
@@ -56,14 +56,14 @@ def test_transposed_extents_keep_their_checksums(tensor: TensorEntry) -> None:
     assert transpose_entry(found) == tensor
 
 
-def test_extents_that_stay_complete_keep_their_checksums() -> None:
+def test_complete_extents_keep_checksums() -> None:
     found = build_view(HALVES, StridedTensor.from_entry(HALVES).narrow(1, 0, 4))
     first, second = found.extents
     assert first == HALVES.extents[0]
     assert (second.box, second.nbytes, second.recorded_checksum) == (Box((0, 3), (6, 1)), 6, None)
 
 
-def test_elements_that_are_not_evenly_apart_are_no_view() -> None:
+def test_unevenly_spaced_elements_are_no_view() -> None:
     turned = StridedTensor.from_entry(WHOLE).split(0, (3, 2)).permute((1, 0, 2)).merge(0, 2)
     with pytest.raises(ValueError, match="evenly"):
         build_view(WHOLE, turned)

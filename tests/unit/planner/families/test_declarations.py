@@ -56,7 +56,7 @@ def renamed(found):
     return {item.sources[0].key: item.targets[0].key for item in found.tensors}
 
 
-def test_scales_follow_their_weights_under_deepseeks_names():
+def test_scales_are_renamed_with_weights_for_deepseek():
     shapes = quantized_hf()
     found = renamed(mapped(V3, "hf", "deepseek", shapes))
     assert found == {key: natively(key) for key in shapes}
@@ -65,7 +65,7 @@ def test_scales_follow_their_weights_under_deepseeks_names():
     assert renamed(back) == {new: old for old, new in found.items()}
 
 
-def test_scales_of_a_matrix_whose_parts_take_turns_follow_it():
+def test_scales_of_interleaved_matrix_follow_it():
     sparse = family("deepseek_v32")
     shapes = quantized_hf(sparse)
     found = renamed(mapped(sparse, "hf", "deepseek", shapes))
@@ -86,13 +86,13 @@ def test_scales_come_right_after_their_weight():
 
 
 @pytest.mark.parametrize("target", ["hf-v5", "torchtitan@0.2", "torchtitan@0.3"])
-def test_where_blocks_have_no_place_dequantize_is_named(target):
+def test_layouts_without_scales_hint_at_dequantize(target):
     with pytest.raises(MappingError, match="no place for 27 tensors") as caught:
         mapped(V3, "hf", target, quantized_hf())
     assert caught.value.hint == "dequantize them with `--dequantize bf16`"
 
 
-def test_a_scale_of_one_layer_that_is_missing_is_missed():
+def test_missing_scale_of_one_layer_is_an_error():
     shapes = quantized_hf()
     lost = "model.layers.1.self_attn.o_proj.weight_scale_inv"
     del shapes[lost]
@@ -101,7 +101,7 @@ def test_a_scale_of_one_layer_that_is_missing_is_missed():
     assert lost in str(caught.value.where)
 
 
-def test_ranks_divide_scales_as_they_divide_weights():
+def test_ranks_divide_scales_like_weights():
     split = {
         name: t.split_axis for name, t in V3.tensors.items() if t.scaled_weight and "{i}" in name
     }
@@ -128,7 +128,7 @@ named    d f      s             t             u
 """
 
 
-def test_only_whole_matrices_in_their_own_order_have_scales():
+def test_only_complete_matrices_in_order_have_scales():
     ends = {name: (".weight", f".{name}_scale") for name in ("one", "two", "three")}
     made = Family("x", "X", ("one", "two", "three"), (TABLE,), "X", companions=(Companion(ends),))
     found = {
@@ -143,7 +143,7 @@ def test_only_whole_matrices_in_their_own_order_have_scales():
     assert {"one_scale", "two_scale", "three_scale"} <= made.key_parts
 
 
-def test_layers_that_predict_further_tokens_follow_the_others_on_disk():
+def test_mtp_layers_are_numbered_after_layers_on_disk():
     found = mapped(MTP, "hf", "torchtitan@0.3", tiny(MTP, "hf"))
     assert stored_shapes(found.tensors) == tiny(MTP, "torchtitan@0.3")
     names = {item.sources[0].key: item.targets[0].key for item in found.tensors}
@@ -154,7 +154,7 @@ def test_layers_that_predict_further_tokens_follow_the_others_on_disk():
     assert stored_shapes(back.tensors) == tiny(MTP, "hf")
 
 
-def test_their_scales_are_numbered_with_them():
+def test_mtp_scales_are_numbered_with_their_layers():
     shapes = quantized_hf(MTP)
     assert "model.layers.3.mlp.experts.0.up_proj.weight_scale_inv" in shapes
     same = mapped(MTP, "hf", "hf", shapes)
@@ -162,14 +162,14 @@ def test_their_scales_are_numbered_with_them():
 
 
 @pytest.mark.parametrize("target", ["hf-v5", "deepseek", "torchtitan@0.2"])
-def test_layouts_without_them_refuse_them(target):
+def test_layouts_without_mtp_layers_refuse_them(target):
     with pytest.raises(MappingError, match="no place") as caught:
         mapped(MTP, "hf", target, tiny(MTP, "hf"))
     assert "--exclude" in caught.value.hint
     assert "--dequantize" not in caught.value.hint
 
 
-def test_what_is_missing_of_them_is_missed():
+def test_missing_mtp_tensor_is_an_error():
     shapes = tiny(MTP, "hf")
     lost = "model.layers.3.mlp.experts.2.up_proj.weight"
     del shapes[lost]
@@ -178,7 +178,7 @@ def test_what_is_missing_of_them_is_missed():
     assert lost in str(caught.value.where)
 
 
-def test_their_embedding_and_head_have_to_repeat_the_models():
+def test_mtp_embedding_and_head_must_repeat_model():
     shapes = tiny(MTP, "hf")
     repeated = {
         "model.layers.2.embed_tokens.weight": "model.embed_tokens.weight",
@@ -192,7 +192,7 @@ def test_their_embedding_and_head_have_to_repeat_the_models():
     assert stored_shapes(mapped(MTP, "hf", "hf", shapes).tensors) == shapes
 
 
-def test_a_repeated_head_is_compared_with_the_embedding_where_the_two_are_tied():
+def test_mtp_head_is_compared_with_tied_embedding():
     shapes = tiny(MTP, "hf", tied=True)
     copy = "model.layers.2.shared_head.head.weight"
     shapes |= {copy: shapes["model.embed_tokens.weight"]}
@@ -200,7 +200,7 @@ def test_a_repeated_head_is_compared_with_the_embedding_where_the_two_are_tied()
     assert copies(found) == {copy: "model.embed_tokens.weight"}
 
 
-def test_quantized_experts_of_gpt_oss_keep_their_bytes():
+def test_mxfp4_experts_of_gpt_oss_keep_their_bytes():
     gpt = replace(family("gpt_oss"), quantized=(), variants=(("mxfp4",),))
     found = mapped(gpt, "hf", "openai", tiny(gpt, "hf"))
     assert stored_shapes(found.tensors).keys() >= {
@@ -211,7 +211,7 @@ def test_quantized_experts_of_gpt_oss_keep_their_bytes():
     assert len(moved) == 8 and all(item.is_rename for item in moved)
 
 
-def test_quantized_experts_of_gpt_oss_have_no_place_in_torchtitan():
+def test_mxfp4_experts_of_gpt_oss_are_refused_by_torchtitan():
     gpt = replace(family("gpt_oss"), variants=(("mxfp4",),))
     shapes = tiny(replace(gpt, quantized=()), "hf")
     with pytest.raises(MappingError, match="no place for 8 tensors") as caught:
@@ -219,7 +219,7 @@ def test_quantized_experts_of_gpt_oss_have_no_place_in_torchtitan():
     assert caught.value.hint == "dequantize them with `--dequantize bf16`"
 
 
-def test_one_layer_of_gpt_oss_is_not_both_quantized_and_plain():
+def test_quantized_and_plain_gpt_oss_layer_is_refused():
     gpt = family("gpt_oss")
     shapes = tiny(gpt, "hf") | tiny(replace(gpt, quantized=(), variants=(("mxfp4",),)), "hf")
     with pytest.raises(MappingError, match="two kinds"):

@@ -8,7 +8,7 @@ from ckptctl.planner.layouts import Drop, Family, Tie
 
 
 @pytest.mark.parametrize("name", list_names())
-def test_families_that_ship_are_sound(name):
+def test_shipped_families_have_no_flaws(name):
     assert list(iterate_contradictions(family(name))) == []
 
 
@@ -33,7 +33,7 @@ def extended(*rows: str) -> Family:
         (extended("extra  f* d  a.weight v d"), "divides `f`"),
     ],
 )
-def test_flaws(broken, said):
+def test_flaws_describe_broken_family(broken, said):
     assert any(said in flaw for flaw in iterate_contradictions(broken)), list(
         iterate_contradictions(broken)
     )

@@ -28,7 +28,7 @@ def little_work():
 
 
 @pytest.mark.parametrize("number", ["100000", "88888888888", "9" * 18, "9" * 30])
-def test_six_digits_are_no_index(number):
+def test_six_digit_index_is_an_unknown_key(number):
     found = shapes() | {EXPERT.format(0, number): (96, 64)}
     for chosen in (found, {EXPERT.format(0, number): (96, 64)}):
         with pytest.raises(MappingError, match="1 tensor is unknown") as caught:
@@ -36,7 +36,7 @@ def test_six_digits_are_no_index(number):
         assert f"(near: `{EXPERT.format(0, number)}`)" not in caught.value.why
 
 
-def test_a_layer_and_an_expert_too_many():
+def test_absurd_layer_and_expert_numbers_are_missing_tensors():
     """Layers times experts that are missing would be ten thousand millions of keys."""
     found = shapes() | {EXPERT.format(99999, 0): (96, 64), EXPERT.format(0, 99999): (96, 64)}
     (candidate,) = detect_layouts(found, load_families(), {"model_type": "mixtral"})
@@ -45,7 +45,7 @@ def test_a_layer_and_an_expert_too_many():
         map_tensors(family("mixtral"), "hf", "hf-v5", found)
 
 
-def test_a_part_with_a_number_of_experts_that_is_absurd():
+def test_absurd_expert_count_maps_only_given_keys():
     part = {EXPERT.format(0, n): (96, 64) for n in (0, 99999)}
     found = map_tensors(family("mixtral"), "hf", "mistral", part, {"x": 1 << 40}, partial=True)
     assert [item.targets[0].key for item in found.tensors] == [
@@ -53,20 +53,20 @@ def test_a_part_with_a_number_of_experts_that_is_absurd():
     ]
 
 
-def test_an_empty_stack_of_any_number_of_experts():
+def test_absurd_empty_expert_stack_is_refused():
     part = {STACKED.format(0): (10**12, 192, 0)}
     with pytest.raises(MappingError, match="one tensor would become 1,000,000,000,000"):
         map_tensors(family("mixtral"), "hf-v5", "hf", part, partial=True)
 
 
-def test_a_number_of_keys_is_not_said_to_be_the_configuration_s():
+def test_size_conflict_names_number_of_keys_as_source():
     part = {key: shape for key, shape in shapes().items() if ".experts.3." not in key}
     with pytest.raises(MappingError, match="conflicts") as caught:
         map_tensors(family("mixtral"), "hf", "hf-v5", part, {"h": 4}, partial=True)
     assert "x = 3 (from the number of keys)" in caught.value.why
 
 
-def test_heads_that_are_not_stated_are_found_in_shapes():
+def test_unstated_kv_heads_are_found_in_shapes():
     """Without a configuration nobody says that there are as many key heads as query heads."""
     stated = read_sizes(family("mixtral"), overrides={"h": 4}, include_defaults=False)
     found = map_tensors(family("mixtral"), "hf", "mistral", shapes(), stated)

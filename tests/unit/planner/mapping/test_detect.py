@@ -15,23 +15,23 @@ def layouts(shapes: dict[str, tuple[int, ...]], name: str) -> list[str]:
 
 @pytest.mark.parametrize("layout", ["hf", "mlx"])
 @pytest.mark.parametrize("name", ["lfm2", "apertus"])
-def test_dimensions_tell_layouts_apart(name: str, layout: str) -> None:
+def test_dimensions_distinguish_layouts(name: str, layout: str) -> None:
     assert layouts(tiny(FAMILIES[name], layout), name) == [layout]
 
 
-def test_what_the_dimensions_do_not_tell_stays_open() -> None:
+def test_indistinguishable_layouts_are_both_detected() -> None:
     square = {
         key: (11, 1, 1) if len(s) == 3 else s for key, s in tiny(FAMILIES["lfm2"], "hf").items()
     }
     assert layouts(square, "lfm2") == ["hf", "mlx"]
 
 
-def test_shapes_that_fit_no_layout_are_left_to_the_mapping() -> None:
+def test_impossible_shapes_keep_both_layouts() -> None:
     odd = {key: (11, 2, 3) if len(s) == 3 else s for key, s in tiny(FAMILIES["lfm2"], "hf").items()}
     assert layouts(odd, "lfm2") == ["hf", "mlx"]
 
 
-def test_keys_with_words_that_no_family_has_are_looked_at_once() -> None:
+def test_unknown_keys_cost_linear_work() -> None:
     """Not by each family, twice: a hostile header has as many of them as it likes."""
 
     def work(count: int) -> int:

@@ -90,7 +90,7 @@ def part_of(
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "qwen3_moe", "llama4", "deepseek_v3", "qwen3_next"])
-def test_tensors_of_another_layout_have_the_elements_that_numpy_moves(name):
+def test_mapped_tensors_match_numpy_in_every_layout(name):
     known = family(name)
     for source, target in itertools.permutations(known.layouts, 2):
         shapes = tables.tiny(known, source)
@@ -111,7 +111,7 @@ def test_tensors_of_another_layout_have_the_elements_that_numpy_moves(name):
     ],
 )
 @pytest.mark.parametrize("more", [7, -1])
-def test_an_axis_is_cut_or_filled_up_with_zeros(name, axis, more):
+def test_resized_axis_is_cut_or_zero_padded(name, axis, more):
     known = family(name)
     resize = {axis: known.tiny[axis] + more}
     lists = tables.tiny_lists(known, known.tiny)
@@ -130,7 +130,7 @@ def test_an_axis_is_cut_or_filled_up_with_zeros(name, axis, more):
         require_same(tables.moved(found, values), expected)
 
 
-def test_an_axis_that_no_tensor_has_is_not_resized() -> None:
+def test_unused_axis_cannot_be_resized() -> None:
     known = family("llama3")
     with pytest.raises(MappingError, match="no tensor has"):
         map_tensors(known, "hf", "hf", tables.tiny(known, "hf"), resize={"x": 3})
@@ -149,7 +149,7 @@ def resized(array: np.ndarray, dim: int, size: int) -> np.ndarray:
     return np.pad(array, more).take(range(size), dim)
 
 
-def test_only_a_whole_tensor_in_its_order_is_renamed() -> None:
+def test_only_complete_tensor_in_order_is_renamed() -> None:
     same = ComposedTensor.from_unchanged("a", "b", (2, 3))
     assert same.is_rename
     assert not replace(same, sources=(same.sources[0]._replace(offset=1),)).is_rename
@@ -158,7 +158,7 @@ def test_only_a_whole_tensor_in_its_order_is_renamed() -> None:
     assert ComposedTensor.from_unchanged("a", "b", (0, 3)).is_rename
 
 
-def test_an_empty_tensor_has_no_parts() -> None:
+def test_empty_tensor_has_no_parts() -> None:
     found = ComposedTensor.from_unchanged("a", "b", (0, 3)).bind_entries({"a": entry("a", (0, 3))})
     assert (found.shape, found.dtype, found.parts) == ((0, 3), "float32", ())
 
@@ -176,7 +176,7 @@ def fused(*names: str) -> list[MappedTensor]:
     ]
 
 
-def test_composed_tensors_have_names_in_both_checkpoints() -> None:
+def test_composed_tensors_have_source_and_target_names() -> None:
     same = MappedTensor.from_unchanged("c", "c", (3,))
     found = compose_tensors([*fused("a", "b"), same], "model.", "state.")
     assert list(found) == ["state.ab", "state.c"]
@@ -197,7 +197,7 @@ def test_parts_of_different_dtypes_are_refused() -> None:
     assert caught.value.where == "tensor `b`"
 
 
-def test_a_tensor_without_one_of_its_parts_is_refused() -> None:
+def test_tensor_with_missing_part_is_refused() -> None:
     require_covered(fused("a", "b"))
     for part in "ab":
         with pytest.raises(MappingError, match="only partly filled") as caught:

@@ -50,7 +50,7 @@ def changed(keys: list[str], choice: random.Random) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "layout"), ALL)
-def test_each_key_is_what_it_is_alone(name, layout):
+def test_keys_match_independently_of_each_other(name, layout):
     family, choice = FAMILIES[name], random.Random(name + layout)
     own = list(tiny(family, layout, optional=True))
     table = family.get_layout(layout).table
@@ -87,7 +87,7 @@ def test_each_key_is_what_it_is_alone(name, layout):
 
 
 @pytest.mark.parametrize(("name", "layout"), ALL)
-def test_what_is_missing_is_what_was_taken_away(name, layout):
+def test_absent_keys_are_exactly_removed_ones(name, layout):
     family, choice = FAMILIES[name], random.Random(layout + name)
     own = list(tiny(family, layout, tied=False))
     whole = match_keys(family, family.get_layout(layout), own)
@@ -105,7 +105,7 @@ def test_what_is_missing_is_what_was_taken_away(name, layout):
             assert lacks == [gone]
 
 
-def test_a_layer_that_predicts_further_tokens_has_experts_where_the_first_has_none() -> None:
+def test_mtp_experts_are_mapped_separately_from_dense_layer_0() -> None:
     """Both have the number 0, and one name for the norm of either kind."""
     deepseek = FAMILIES["deepseek_v3"]
     model = tiny(deepseek, "hf")
@@ -123,7 +123,7 @@ def test_a_layer_that_predicts_further_tokens_has_experts_where_the_first_has_no
     ]
 
 
-def test_a_layer_without_its_feed_forward_lacks_that_of_most_layers() -> None:
+def test_layer_without_mlp_is_missing_kind_of_most_layers() -> None:
     """Its norm alone may be of either kind."""
     qwen = replace(FAMILIES["qwen3_moe"], tiny={**FAMILIES["qwen3_moe"].tiny, "i": 3})
     model = tiny(qwen, "hf")
@@ -133,7 +133,7 @@ def test_a_layer_without_its_feed_forward_lacks_that_of_most_layers() -> None:
     assert caught.value.where == "tensor `model.layers.1.mlp.gate_proj.weight`"
 
 
-def test_detection_looks_at_kinds_not_at_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_detection_work_depends_on_kinds_not_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """A deeper model costs no more reading of templates, and each key is taken apart once."""
     known = load_families()
     taken, read = list[str](), list[object]()

@@ -43,14 +43,14 @@ def grid_of(tiles: int, inner: tuple[int, ...]) -> Array:
     return np.arange(1, np.prod(shape) + 1).reshape(shape)
 
 
-def test_ratios_are_those_of_transformers() -> None:
+def test_ratios_match_transformers() -> None:
     expected = [(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1)]
     assert list_aspect_ratios(4) == expected
 
 
 @pytest.mark.parametrize("inner", [(5, 3), (1, 3)])
 @pytest.mark.parametrize("tiles", [1, 2, 4, 6])
-def test_there_and_back(tiles: int, inner: tuple[int, ...]) -> None:
+def test_tiles_roundtrip_between_grid_and_rows(tiles: int, inner: tuple[int, ...]) -> None:
     grid = grid_of(tiles, inner)
     rows = rows_of(grid)
     there = convert_tiles("grid", "rows", grid.shape, inner, grid=False)
@@ -65,7 +65,7 @@ def test_there_and_back(tiles: int, inner: tuple[int, ...]) -> None:
         assert (at(rows, one.part) == expected).all()
 
 
-def test_every_value_of_the_rows_counts() -> None:
+def test_every_row_value_is_copied_or_checked() -> None:
     """What is neither copied nor compared nor known to be zero could be lost."""
     rows = rows_of(grid_of(4, (2, 3)))
     how = convert_tiles("rows", "grid", rows.shape, (2, 3), grid=True)
@@ -83,7 +83,7 @@ def test_every_value_of_the_rows_counts() -> None:
 @pytest.mark.parametrize(
     ("shape", "grid"), [((8, 24), True), ((9, 23), True), ((4, 3, 2, 3), False), ((4, 4, 6), False)]
 )
-def test_shapes_that_are_no_tiles(shape: tuple[int, ...], grid: bool) -> None:
+def test_non_tile_shapes_are_refused(shape: tuple[int, ...], grid: bool) -> None:
     with pytest.raises(MappingError, match="embeddings of tiles"):
         convert_tiles("one", "other", shape, (2, 3), grid)
     with pytest.raises(MappingError, match="embeddings of tiles"):

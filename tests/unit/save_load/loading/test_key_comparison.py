@@ -25,14 +25,14 @@ def flat(tmp_path: Path) -> Path:
     return tmp_path / "flat.pt"
 
 
-def test_a_model_alone_leaves_a_flat_optimizer(flat: Path) -> None:
+def test_loading_only_model_skips_flat_optimizer(flat: Path) -> None:
     state = {"w": torch.zeros(2)}
     report = ckptctl.load(state, flat)
     assert torch.equal(state["w"], FLAT["w"])
     assert report.left_out.keys() == FLAT.keys() - {"w"} and not report.unexpected
 
 
-def test_a_part_of_a_flat_optimizer_does_not(flat: Path) -> None:
+def test_partial_flat_optimizer_state_is_an_error(flat: Path) -> None:
     part = [name for name in FLAT if name != "optimizer.w.step"]
     with pytest.raises(MappingError) as caught:
         ckptctl.load({name: torch.zeros_like(FLAT[name]) for name in part}, flat)
@@ -40,7 +40,7 @@ def test_a_part_of_a_flat_optimizer_does_not(flat: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_resuming_state_may_leave_tensors_and_values_of_meta_pt(tmp_path: Path) -> None:
+def test_loading_state_may_skip_meta_pt_values(tmp_path: Path) -> None:
     """Lightning's strategies read that file by themselves."""
     saved = {"state_dict": {"w": torch.ones(2)}, "optimizer_0": {"w.exp_avg": torch.ones(2)}}
     stock_save(saved, checkpoint_id=tmp_path / "step", no_dist=True)

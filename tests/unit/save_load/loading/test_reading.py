@@ -46,7 +46,7 @@ def _read(mapping: StateMapping, name: str, box: Box, full: torch.Tensor) -> Exe
 @pytest.mark.parametrize(
     "box", [Box((8, 0), (8, 64)), Box((0, 24), (64, 8)), Box((3, 5), (41, 17)), Box((7, 9), (1, 1))]
 )
-def test_a_slice_of_a_permuted_tensor_costs_its_bytes(tmp_path: Path, box: Box) -> None:
+def test_slice_of_permuted_tensor_reads_bounded_bytes(tmp_path: Path, box: Box) -> None:
     weights, config = tiny_llama()
     folder = save_hf(tmp_path / "hf", weights, config)
     meta = to_meta_names(weights, config)
@@ -59,7 +59,7 @@ def test_a_slice_of_a_permuted_tensor_costs_its_bytes(tmp_path: Path, box: Box) 
     assert done.bytes_read <= 2 * box.numel * 2 + 64
 
 
-def test_equal_names_need_no_family(tmp_path: Path) -> None:
+def test_state_with_prefixed_names_maps_without_model_type(tmp_path: Path) -> None:
     tensors = {"a.b": torch.randn(5, 7), "c": torch.arange(4)}
     folder = save_hf(tmp_path / "hf", tensors)
     leaves = {
@@ -76,7 +76,7 @@ def test_equal_names_need_no_family(tmp_path: Path) -> None:
     _read(mapping, "net.a.b", Box((1, 2), (3, 4)), tensors["a.b"])
 
 
-def test_an_unknown_layout_says_so(tmp_path: Path) -> None:
+def test_state_with_unknown_layout_is_a_mapping_error(tmp_path: Path) -> None:
     weights, config = tiny_llama()
     folder = save_hf(tmp_path / "hf", weights, config)
     leaves = {
@@ -87,7 +87,7 @@ def test_an_unknown_layout_says_so(tmp_path: Path) -> None:
     assert rename(weights, "hf", "meta")
 
 
-def test_boxes_of_one_rank_have_to_be_whole(tmp_path: Path) -> None:
+def test_box_out_of_bounds_is_a_coverage_error(tmp_path: Path) -> None:
     folder = save_hf(tmp_path / "hf", {"a": torch.zeros(6, 2)})
     entry = formats.open_checkpoint(folder).tensors["a"]
     require_boxes(entry, [MemoryBox(Box((2, 0), (3, 2)), "0", (2, 1))])

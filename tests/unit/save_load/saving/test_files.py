@@ -65,14 +65,14 @@ def packed(holdings: Sequence[LocalShards]) -> list[PackedShards]:
     return found
 
 
-def test_each_box_is_written_once() -> None:
+def test_each_box_is_written_by_one_rank() -> None:
     global_plan = make_global_plan(packed(ROWS))
     assert [tensor.name for tensor in global_plan.tensors] == ["w", "b"]
     assert [list(share.chunks) for share in global_plan.shares] == [[0, 1], [0]]
     assert [list(ranks) for ranks in global_plan.writers] == [[0, 1], [0]]
 
 
-def test_holes_overlaps_and_what_lies_outside_are_named() -> None:
+def test_gaps_overlaps_and_out_of_bounds_are_coverage_errors() -> None:
     for second, said in (
         (((3, 0), (1, 3)), "[2:3, 0:3]` are not covered by any rank"),
         (((1, 0), (3, 3)), "[1:2, 0:3]` are covered more than once"),
@@ -84,14 +84,14 @@ def test_holes_overlaps_and_what_lies_outside_are_named() -> None:
         assert failure.value.why and said in failure.value.why
 
 
-def test_ranks_that_disagree_are_named() -> None:
+def test_dtype_mismatch_between_ranks_is_a_mapping_error() -> None:
     other = shards({"w": [((2, 0), (2, 3))]}, {"w": (4, 3)}, dtype="bfloat16")
     with pytest.raises(MappingError, match="ranks 0 and 1 disagree on `w`") as failure:
         make_global_plan(packed([ROWS[0], other]))
     assert failure.value.why == "dtype: float32 and bfloat16"
 
 
-def test_large_replicas_are_cut_so_that_all_write_them() -> None:
+def test_large_replicas_are_split_evenly_among_ranks() -> None:
     shape = (64, MIN_PIECE_BYTES // 16)
     held = [shards({"w": [((0, 0), shape)]}, {"w": shape}) for _ in range(4)]
     global_plan = make_global_plan(packed(held))
@@ -106,9 +106,7 @@ def test_large_replicas_are_cut_so_that_all_write_them() -> None:
 
 @pytest.mark.parametrize("large", [(1500, 1000), (2, 750_000), (1_500_000,)])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_replica_above_a_fair_share_is_cut_however_small(
-    large: tuple[int, ...], ranks: int
-) -> None:
+def test_replica_above_fair_share_is_split(large: tuple[int, ...], ranks: int) -> None:
     shapes = {"large": large, **{f"{rows}": (rows, 64) for rows in range(100, 1100, 100)}}
     held = shards({name: [((0,) * len(one), one)] for name, one in shapes.items()}, shapes)
     global_plan = make_global_plan([pack_shards(held)] * ranks)
@@ -120,7 +118,7 @@ def test_a_replica_above_a_fair_share_is_cut_however_small(
     assert len(global_plan.boxes[0]) > ranks
 
 
-def test_what_is_even_already_is_not_cut() -> None:
+def test_evenly_distributed_replicas_are_not_split() -> None:
     shapes = dict.fromkeys("abcd", (1000, 1000))
     held = shards({name: [((0, 0), one)] for name, one in shapes.items()}, shapes)
     assert all(len(boxes) == 1 for boxes in make_global_plan([pack_shards(held)] * 4).boxes)
@@ -129,7 +127,7 @@ def test_what_is_even_already_is_not_cut() -> None:
     assert all(len(boxes) == 1 for boxes in make_global_plan(packed([first, held])).boxes)
 
 
-def test_tensors_that_only_some_ranks_have() -> None:
+def test_tensors_of_only_some_ranks_are_planned() -> None:
     first = shards({"a": [((0,), (2,))], "b": [((0,), (2,))]}, {"a": (2,), "b": (2,)})
     second = shards({"c": [((0,), (2,))], "b": [((0,), (2,))]}, {"c": (2,), "b": (2,)})
     global_plan = make_global_plan(packed([first, second]))
@@ -137,19 +135,19 @@ def test_tensors_that_only_some_ranks_have() -> None:
     assert [list(share.chunks) for share in global_plan.shares] == [[0, 1], [0]]
 
 
-def test_several_boxes_of_one_rank() -> None:
+def test_several_boxes_of_one_rank_are_planned() -> None:
     held = shards({"a": [((0,), (1,)), ((1,), (3,))], "b": [((0,), (1,))]}, {"a": (4,), "b": (1,)})
     global_plan = make_global_plan([pack_shards(held)])
     assert list(global_plan.shares[0].chunks) == [0, 1, 2]
 
 
-def test_chunks_out_of_order_are_a_bug() -> None:
+def test_packing_unordered_chunks_is_an_error() -> None:
     mixed = LocalShards(ROWS[0].tensors, list(reversed(ROWS[0].chunks)))
     with pytest.raises(CkptError, match="order"):
         pack_shards(mixed)
 
 
-def test_metadata_lists_boxes_and_values_where_they_lie() -> None:
+def test_metadata_lists_file_positions_of_boxes_and_values() -> None:
     held = [
         shards({"w": [((r * 2, 0), (2, 3))]}, {"w": (4, 3)}, {"step": 1, "rng": r})
         for r in range(2)
@@ -180,7 +178,7 @@ def test_metadata_lists_boxes_and_values_where_they_lie() -> None:
     assert other["w"] == leaves["w"]
 
 
-def test_metadata_is_torchs(tmp_path: Any) -> None:
+def test_save_metadata_loads_as_torch_metadata(tmp_path: Any) -> None:
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
     names = [f"value {number}" for number in range(2500)]
@@ -208,7 +206,7 @@ def value_state(
     return packed(held), held
 
 
-def test_equal_values_are_written_by_the_lowest_rank_differing_ones_by_each() -> None:
+def test_equal_values_are_written_once_differing_per_rank() -> None:
     found, _ = value_state([{"a": 1, "b": 1}, {"a": 1, "b": 2}, {"a": 1, "b": 2, "c": 1}])
     global_plan = make_global_plan(found)
     assert [share.values for share in global_plan.shares] == [
@@ -226,7 +224,7 @@ def test_equal_values_are_written_by_the_lowest_rank_differing_ones_by_each() ->
         [{"a": 3, "b": 2}, {"a": 3, "b": 1}, {"a": 3, "c": 1}],
     ],
 )
-def test_groups_say_the_same_as_a_new_plan(later: list[dict[str, int]]) -> None:
+def test_value_groups_match_new_global_plan(later: list[dict[str, int]]) -> None:
     found, held = value_state([{"a": 1, "b": 1}, {"a": 1, "b": 2}, {"a": 1, "c": 1}])
     structures = {one.identity: one.structure for one in map(pack_shards, held) if one.structure}
     divided = divide_values(found, structures)
@@ -249,7 +247,7 @@ def statement(**changed: Any) -> RankStatement:
     return RankStatement("/x", {"files": 1}, b"key", b"identity")._replace(**changed)
 
 
-def test_plans_hold_only_when_all_have_the_same() -> None:
+def test_cached_plan_is_valid_only_if_all_ranks_agree() -> None:
     said = [statement(), statement(nonce=b"other")]
     current = name_generation(said)
     held = [one._replace(generation=current, groups={1: b"v"}) for one in said]
@@ -271,7 +269,7 @@ def test_different_destinations_and_options_are_refused() -> None:
         require_agreement([statement(), statement(problem=CkptError("no"))], 0)
 
 
-def test_through_first_raises_what_failed() -> None:
+def test_through_first_returns_result_or_raises_cause() -> None:
     assert gather_and_scatter(SingleProcess(), lambda: 3, lambda found: [found[0] + 1]) == 4
     with pytest.raises(ZeroDivisionError):
         gather_and_scatter(SingleProcess(), lambda: 1 // 0, lambda found: found)

@@ -6,7 +6,7 @@ from ckptctl.storage.execution.run_files import MAX_OPEN_FILES, RunFiles
 from ckptctl.storage.files import LocalFiles
 
 
-def test_what_was_asked_for_last_stays_open(tmp_path: Path) -> None:
+def test_most_recently_used_descriptor_stays_open(tmp_path: Path) -> None:
     """A copy asks for its source, then for its target: opening this must not close that."""
     names = [str(number) for number in range(MAX_OPEN_FILES)]
     for name in ("source", *names):

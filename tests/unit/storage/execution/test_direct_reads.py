@@ -58,19 +58,21 @@ def read(folder: Path, begin: int, size: int, how: ExecutionOptions = DIRECT) ->
 
 @pytest.mark.parametrize("begin", [0, 1, 4095, 4096, 12345])
 @pytest.mark.parametrize("left", [0, 1, 4097])
-def test_bytes_are_the_same(tmp_path: Path, content: bytes, begin: int, left: int) -> None:
+def test_direct_reads_match_content_and_skip_page_cache(
+    tmp_path: Path, content: bytes, begin: int, left: int
+) -> None:
     how = replace(DIRECT, checksum=begin % 2 == 0, memory=601 << 10 if left else DIRECT.memory)
     size = SIZE - begin - left
     assert read(tmp_path, begin, size, how) == content[begin : begin + size]
     assert is_cold(tmp_path / "in")
 
 
-def test_without_the_option_the_cache_is_filled(tmp_path: Path, content: bytes) -> None:
+def test_buffered_read_fills_page_cache(tmp_path: Path, content: bytes) -> None:
     assert read(tmp_path, 5, SIZE - 5, replace(DIRECT, direct=False)) == content[5:]
     assert not is_cold(tmp_path / "in")
 
 
-def test_short_ranges_are_read_through_the_cache(
+def test_short_ranges_are_read_through_page_cache(
     tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(run_files, "enable_direct_reads")
@@ -81,20 +83,20 @@ def refused(descriptor: int) -> None:
     os.close(descriptor)
 
 
-def test_where_there_are_no_direct_reads(
+def test_unsupported_direct_reads_fall_back_to_buffered(
     tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_files, "enable_direct_reads", refused)
     assert read(tmp_path, 5, SIZE - 5) == content[5:]
 
 
-def test_a_direct_read_that_fails_is_done_again(
+def test_failed_direct_read_is_retried_buffered(
     tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_files, "PAGE_BYTES", 512 - 100)  # nothing is aligned
     assert read(tmp_path, 5, SIZE - 5) == content[5:]
 
 
-def test_a_file_that_ends_early_is_damaged(tmp_path: Path, content: bytes) -> None:
+def test_truncated_file_is_damaged(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(DamagedError, match="truncated"):
         read(tmp_path, 1, len(content))

@@ -175,7 +175,7 @@ def case(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("checksum", [True, False])
 @pytest.mark.parametrize("memory", [64 << 20, 1])
-def test_all_kinds_of_transfers(case, jobs, checksum, memory):
+def test_all_transfer_kinds_produce_expected_bytes(case, jobs, checksum, memory):
     plan = case.everything()
     assert copies.needs_permutation(plan.transfers[4])
     done = case.run(plan, jobs=jobs, checksum=checksum, memory=memory)
@@ -189,7 +189,7 @@ def umask():
     return value
 
 
-def test_large_tensors_are_split(case, jobs):
+def test_large_tensors_are_split_into_tiles(case, jobs):
     rows = ((0,), (1,))
     case.add((9000, 1024), rows, rows, lambda data: data)
     plan = case.plan()
@@ -201,7 +201,7 @@ def test_large_tensors_are_split(case, jobs):
 
 
 @pytest.mark.parametrize("name", ["bool", "uint64", "float8_e4m3fn", "complex64", "complex128"])
-def test_every_size_of_element_is_permuted_bit_for_bit(case, name):
+def test_every_element_size_is_permuted_exactly(case, name):
     item = dtypes.itemsize(name)
 
     def transpose(data):
@@ -214,7 +214,7 @@ def test_every_size_of_element_is_permuted_bit_for_bit(case, name):
     case.check(plan, case.run(plan))
 
 
-def test_torch_keeps_its_thread_count(tmp_path, monkeypatch):
+def test_execution_preserves_torch_thread_count(tmp_path, monkeypatch):
     monkeypatch.setattr(blocks, "FEW_RUNS_LIMIT", 512)
     before = torch.get_num_threads()
     seen: set[int] = set()
@@ -248,7 +248,7 @@ def test_torch_keeps_its_thread_count(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("number", range(6))
-def test_a_wrong_source_checksum_is_found(case, jobs, number):
+def test_source_checksum_mismatch_is_damaged(case, jobs, number):
     plan = case.everything()
     if number == 2:
         pytest.skip("an empty tensor has no bytes")
@@ -263,7 +263,7 @@ def test_a_wrong_source_checksum_is_found(case, jobs, number):
     case.run(plan, jobs=jobs, checksum=False)
 
 
-def test_merged_tensors_are_checked(case):
+def test_concatenated_tensors_are_checksummed(case):
     halves = [case.tensor(f"h{i}", (ROWS, 32)) for i in range(2)]
     want = b"".join(data[row * 64 : row * 64 + 64] for row in range(ROWS) for data, _ in halves)
     number, offset = case.record(len(want), want)
@@ -280,7 +280,7 @@ def test_merged_tensors_are_checked(case):
         case.run(plan)
 
 
-def test_a_source_that_changes_is_noticed(case, monkeypatch):
+def test_source_changed_during_run_is_an_error(case, monkeypatch):
     plan = case.everything()
     real = os.preadv
     changed = []
@@ -296,7 +296,7 @@ def test_a_source_that_changes_is_noticed(case, monkeypatch):
         case.run(plan, checksum=False)
 
 
-def test_a_source_that_changed_or_went_since_planning(case):
+def test_source_changed_or_missing_since_planning_is_an_error(case):
     plan = case.everything()
     os.utime(case.source / "s3", ns=(1, 1))
     with pytest.raises(ChangedError, match="`s3` changed"):
@@ -307,7 +307,7 @@ def test_a_source_that_changed_or_went_since_planning(case):
 
 
 @pytest.mark.parametrize("content", [b"side file, longer", b"side", None])
-def test_a_side_file_that_changed_or_went_since_planning(case, content):
+def test_sidecar_file_changed_since_planning_is_an_error(case, content):
     plan = case.everything()
     plan = replace(plan, sources={n: i for n, i in plan.sources.items() if n != "config.json"})
     if content is None:
@@ -319,7 +319,7 @@ def test_a_side_file_that_changed_or_went_since_planning(case, content):
     assert not list(case.out.iterdir())
 
 
-def test_a_part_of_a_file_may_fill_an_output_file(case):
+def test_part_of_source_file_fills_output_file(case):
     plan = case.everything()
     (case.source / "config.json").write_bytes(b"....side file")
     sources = {n: i for n, i in plan.sources.items() if n != "config.json"}
@@ -328,7 +328,7 @@ def test_a_part_of_a_file_may_fill_an_output_file(case):
     case.check(plan, case.run(plan))
 
 
-def test_a_source_that_was_replaced_while_it_was_read(case, monkeypatch):
+def test_source_replaced_during_read_is_an_error(case, monkeypatch):
     plan = case.everything()
     real, once = os.preadv, threading.Lock()
 
@@ -364,7 +364,7 @@ def test_short_reads_and_writes_are_completed(case, jobs, monkeypatch):
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize("name", ["pwrite", "fsync", "preadv"])
 @pytest.mark.parametrize("at", [0, 2])
-def test_failing_system_calls(case, jobs, monkeypatch, number, name, at):
+def test_failing_system_calls_are_storage_errors(case, jobs, monkeypatch, number, name, at):
     plan = case.everything()
     real = getattr(os, name)
     calls = []
@@ -382,7 +382,7 @@ def test_failing_system_calls(case, jobs, monkeypatch, number, name, at):
         assert "free" in (caught.value.why or "")
 
 
-def test_a_truncated_source(case):
+def test_truncated_source_is_damaged(case):
     plan = case.everything()
     path = case.source / "s0"
     path.write_bytes(path.read_bytes()[:-1])
@@ -391,7 +391,7 @@ def test_a_truncated_source(case):
         case.run(plan)
 
 
-def test_copies_in_the_kernel_fall_back(case, monkeypatch):
+def test_kernel_copies_fall_back_to_reads_and_writes(case, monkeypatch):
     plan = case.everything()
     calls = []
 
@@ -404,7 +404,7 @@ def test_copies_in_the_kernel_fall_back(case, monkeypatch):
     assert len(calls) == 1
 
 
-def test_an_interrupt_stops_the_run(case):
+def test_interrupt_stops_run_and_threads(case):
     before = set(threading.enumerate())
     plan = case.everything()
 
@@ -451,7 +451,7 @@ def units_done(monkeypatch):
     return redone
 
 
-def test_resuming_trusts_the_journal_and_nothing_else(case, monkeypatch):
+def test_resume_redoes_only_units_not_in_journal(case, monkeypatch):
     plan = case.everything()
     interrupted(case, plan, monkeypatch, 3)
     journaled = case.journal.read_bytes()
@@ -466,7 +466,7 @@ def test_resuming_trusts_the_journal_and_nothing_else(case, monkeypatch):
 
 @pytest.mark.parametrize("checksum", [False, True])
 @pytest.mark.parametrize("at", ["written", "read"])
-def test_a_unit_with_other_numbers_of_checksums_is_done_again(case, monkeypatch, at, checksum):
+def test_journal_unit_with_wrong_checksum_count_is_redone(case, monkeypatch, at, checksum):
     plan = case.everything()
     how = {"journal": case.journal, "checksum": checksum, "journal_every": 1}
     case.run(plan, **how)
@@ -480,7 +480,7 @@ def test_a_unit_with_other_numbers_of_checksums_is_done_again(case, monkeypatch,
 
 
 @pytest.mark.parametrize("jobs", [2, 12])
-def test_a_host_with_other_cores_and_devices_goes_on_where_another_stopped(case, monkeypatch, jobs):
+def test_run_resumes_on_host_with_other_cores_and_devices(case, monkeypatch, jobs):
     """Fewer threads have larger tiles: those of the run that began the journal hold."""
     monkeypatch.setattr(execution_options, "ARITHMETIC_BYTES", 1 << 14)
     plan = case.everything()
@@ -495,7 +495,7 @@ def test_a_host_with_other_cores_and_devices_goes_on_where_another_stopped(case,
     assert begun[-1] == (4, 0) and (4, 1) in redone and not set(begun) & set(redone)
 
 
-def test_resume_without_checksums_reads_nothing_again(case, monkeypatch):
+def test_resume_without_checksums_rereads_nothing(case, monkeypatch):
     plan = case.everything()
     how = {"journal": case.journal, "checksum": False, "journal_every": 1}
     case.run(plan, **how)
@@ -503,7 +503,7 @@ def test_resume_without_checksums_reads_nothing_again(case, monkeypatch):
     assert case.run(plan, resume=True, **how).resumed_bytes > 0
 
 
-def test_what_changed_in_the_staging_directory_is_done_again(case, monkeypatch):
+def test_changed_staged_bytes_are_redone_on_resume(case, monkeypatch):
     plan = case.everything()
     done = interrupted(case, plan, monkeypatch, 3)
     write = done[0].tile.writes[0]
@@ -518,7 +518,7 @@ def test_what_changed_in_the_staging_directory_is_done_again(case, monkeypatch):
 @pytest.mark.parametrize(
     "spoil", ["digest", "journal", "size", "no-resume", "checksum", "source", "raw", "version"]
 )
-def test_a_run_that_cannot_be_resumed_starts_over(case, monkeypatch, spoil):
+def test_run_that_cannot_resume_starts_over_or_is_refused(case, monkeypatch, spoil):
     plan = case.everything()
     plan = replace(plan, sources={n: i for n, i in plan.sources.items() if n != "config.json"})
     interrupted(case, plan, monkeypatch, 3)
@@ -557,13 +557,13 @@ def test_a_run_that_cannot_be_resumed_starts_over(case, monkeypatch, spoil):
     assert not (case.out / "litter").exists()
 
 
-def test_record_bytes_nobody_writes_are_a_bug(case):
+def test_unwritten_record_bytes_raise(case):
     plan = case.everything()
     with pytest.raises(Exception, match="written"):
         case.run(replace(plan, transfers=plan.transfers[1:]))
 
 
-def test_thousands_of_files_need_few_descriptors(tmp_path):
+def test_many_files_need_few_descriptors(tmp_path):
     case = Case(tmp_path)
     files = []
     for number in range(700):
@@ -590,7 +590,7 @@ def test_thousands_of_files_need_few_descriptors(tmp_path):
     assert len(os.listdir("/proc/self/fd")) == opened
 
 
-def test_little_memory_is_for_few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thread_count_is_limited_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptctl.storage.execution.execution_options.default_threads", lambda: 16)
     assert ExecutionOptions().threads == 16
     assert ExecutionOptions(memory=512 << 10).threads == 8

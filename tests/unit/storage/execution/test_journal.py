@@ -35,11 +35,11 @@ def reopened(path, header=HEADER, limits=LIMITS, resume=True):
         return list(journal.done.values())
 
 
-def test_units_come_back(path):
+def test_journaled_units_are_read_again(path):
     assert reopened(path) == [*FIRST, *SECOND]
 
 
-def test_every_torn_end_keeps_what_came_before(path):
+def test_truncated_journal_keeps_complete_lines(path):
     whole = path.read_bytes()
     lines = whole.splitlines(keepends=True)
     for length in range(len(whole)):
@@ -51,7 +51,7 @@ def test_every_torn_end_keeps_what_came_before(path):
         )
 
 
-def test_a_damaged_line_ends_it(path):
+def test_damaged_journal_line_ends_reading(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 4
     path.write_bytes(data)
@@ -64,7 +64,7 @@ def line(value):
 
 
 @pytest.mark.parametrize("said", [b"{", b"\xff", b"[" * 10**5, b"9" * 5000, [1], 5, None, {}])
-def test_a_line_that_no_run_has_written_ends_it(path, said):
+def test_invalid_journal_line_ends_reading(path, said):
     first, second, _ = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(first + second + line(said))
     assert reopened(path) == FIRST
@@ -83,7 +83,7 @@ def test_a_line_that_no_run_has_written_ends_it(path, said):
         *([0, 0, ["1"], [], []], [0, 0, [1.5], [], []], [0, 0, [1], [], 5], [0, 0, [1], [], [1]]),
     ],
 )
-def test_a_unit_that_is_none_ends_it(path, unit):
+def test_invalid_journal_unit_ends_reading(path, unit):
     path.write_bytes(path.read_bytes() + line({"units": [FIRST[0], unit]}))
     assert reopened(path) == [*FIRST, *SECOND]
 
@@ -96,7 +96,7 @@ def test_a_unit_that_is_none_ends_it(path, unit):
         [*LIMITS[:3], 0, True],
     ],
 )
-def test_absurd_limits_are_refused(path, limits):
+def test_invalid_journal_limits_are_refused(path, limits):
     """They would be buffers of any size, or steps of a byte."""
     first, *rest = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(line({**json.loads(first[9:]), "limits": limits}) + b"".join(rest))
@@ -106,14 +106,14 @@ def test_absurd_limits_are_refused(path, limits):
     assert path.read_bytes() == before
 
 
-def test_appending_after_a_torn_line(path):
+def test_append_after_truncated_line_replaces_it(path):
     path.write_bytes(path.read_bytes()[:-3])
     with Journal(path, HEADER, LIMITS, resume=True) as journal:
         journal.append_units([FinishedUnit(8, 8, [8], [8])])
     assert reopened(path) == [*FIRST, FinishedUnit(8, 8, [8], [8])]
 
 
-def test_what_another_plan_left_is_not_touched(path):
+def test_journal_of_another_plan_is_refused_untouched(path):
     before = path.read_bytes()
     opened = len(os.listdir("/proc/self/fd"))
     with pytest.raises(UnfinishedWorkError, match="had other options") as caught:
@@ -123,17 +123,17 @@ def test_what_another_plan_left_is_not_touched(path):
     assert reopened(path, {**HEADER, "digest": "abd"}, resume=False) == []
 
 
-def test_units_of_another_plan_are_believed_nowhere(path):
+def test_units_of_another_plan_are_ignored_outside_staging(path):
     elsewhere = path.rename(path.with_name("not-in-a-staging-directory"))
     assert reopened(elsewhere, {**HEADER, "digest": "abd"}) == []
 
 
-def test_a_first_line_that_is_torn_left_nothing(path):
+def test_truncated_journal_header_is_discarded(path):
     path.write_bytes(path.read_bytes()[:20])
     assert reopened(path) == [] and path.stat().st_size == 0
 
 
-def test_the_units_are_those_of_whoever_began_it(path):
+def test_journal_keeps_limits_of_first_run(path):
     assert reopened(path, limits=Limits(tile=64 << 10)) == [*FIRST, *SECOND]
     with Journal(path, HEADER, Limits(tile=64 << 10), resume=True) as journal:
         assert journal.limits == LIMITS
@@ -144,11 +144,11 @@ def test_the_units_are_those_of_whoever_began_it(path):
         assert journal.limits == Limits(tile=64 << 10)
 
 
-def test_without_resume_it_starts_over(path):
+def test_journal_starts_over_without_resume(path):
     assert reopened(path, resume=False) == []
 
 
-def test_a_restarted_journal_can_be_appended_to(path):
+def test_restarted_journal_accepts_appends(path):
     with Journal(path, HEADER, LIMITS, resume=True) as journal:
         journal.restart()
         assert journal.done == {}
@@ -156,14 +156,14 @@ def test_a_restarted_journal_can_be_appended_to(path):
     assert reopened(path) == SECOND
 
 
-def test_a_link_is_not_followed(tmp_path):
+def test_journal_symlink_is_not_followed(tmp_path):
     (tmp_path / "journal").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(StorageError, match="ELOOP"):
         Journal(tmp_path / "journal", HEADER, LIMITS, resume=True)
 
 
 @pytest.mark.parametrize("name", ["write", "fsync"])
-def test_failures_are_reported(path, monkeypatch, name):
+def test_journal_write_failure_is_a_storage_error(path, monkeypatch, name):
     def failing(*_):
         raise OSError(errno.EIO, "bad")
 
@@ -173,7 +173,7 @@ def test_failures_are_reported(path, monkeypatch, name):
             journal.append_units(FIRST)
 
 
-def test_nothing_is_appended_once_it_is_closed(path):
+def test_closed_journal_appends_nothing(path):
     with Journal(path, HEADER, LIMITS, resume=True) as journal:
         pass
     before = path.read_bytes()
@@ -184,7 +184,7 @@ def test_nothing_is_appended_once_it_is_closed(path):
     assert path.read_bytes() == before
 
 
-def test_closing_does_not_take_the_descriptor_from_a_write_that_hangs(path, monkeypatch):
+def test_close_keeps_descriptor_of_blocked_write_open(path, monkeypatch):
     real, hanging, free = os.fsync, threading.Event(), threading.Event()
     seen = []
 
@@ -206,7 +206,7 @@ def test_closing_does_not_take_the_descriptor_from_a_write_that_hangs(path, monk
     assert len(os.listdir("/proc/self/fd")) == opened
 
 
-def test_a_long_header_survives_a_restart(path):
+def test_long_journal_header_survives_restart(path):
     header = {**HEADER, "sources": ["x" * 100_000]}
     for resume in (False, True):
         with Journal(path, header, LIMITS, resume=resume) as journal:

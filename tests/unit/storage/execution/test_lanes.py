@@ -43,14 +43,14 @@ def plan(*targets: tuple[str, ...], source: str = "s", dtype: str = "uint8") -> 
         (plan((memory_name("x"),)), 16),
     ],
 )
-def test_as_many_threads_write_a_file_as_gain_by_it(what: Plan, expected: int) -> None:
+def test_threads_per_file_are_limited_to_useful_count(what: Plan, expected: int) -> None:
     (numbers,) = group_work_by_file(what, checks=True)
     memory = {memory_name("x")}
     assert count_useful_threads(what, memory, 16, numbers) == expected
     assert count_useful_threads(what, memory, 2, numbers) == 2
 
 
-def test_threads_that_would_not_gain_end() -> None:
+def test_surplus_threads_get_no_lane() -> None:
     work = LaneScheduler([Lane(iter(()), max_workers=2)], 3, None)
     crew = [work._claim_lane() for _ in range(3)]
     assert crew[0] is crew[1] is not None and crew[2] is None
@@ -81,11 +81,11 @@ def simulated(files: int, threads: int, most: int) -> tuple[float, int]:
 @pytest.mark.parametrize(
     ("files", "threads"), [(9, 8), (9, 16), (17, 16), (16, 12), (3, 2), (1, 4), (40, 16), (5, 1)]
 )
-def test_threads_end_at_about_the_same_time(files: int, threads: int) -> None:
+def test_threads_finish_at_similar_times(files: int, threads: int) -> None:
     end, _ = simulated(files, threads, THREADS_PER_FILE)
     assert end <= files * UNITS / threads + 2
 
 
-def test_few_lanes_are_open_at_a_time() -> None:
+def test_open_lanes_are_bounded_by_threads() -> None:
     _, at_once = simulated(100, 8, THREADS_PER_FILE)
     assert at_once <= 2 * 8

@@ -44,7 +44,7 @@ def output(name: str, size: int) -> OutputFile:
 
 
 @pytest.mark.parametrize("size", [0, 1, 100, (5 << 20) + 3])
-def test_memory_becomes_a_file_with_its_checksum(tmp_path: Path, size: int) -> None:
+def test_memory_is_written_to_file_with_checksum(tmp_path: Path, size: int) -> None:
     content = bytes(range(256)) * (size // 256 + 1)
     content = content[:size]
     into = target("out", 0, [size], 0)
@@ -62,7 +62,7 @@ def test_memory_becomes_a_file_with_its_checksum(tmp_path: Path, size: int) -> N
     assert done.crcs == [zlib.crc32(content)]
 
 
-def test_rows_with_gaps_are_gathered(tmp_path: Path) -> None:
+def test_strided_rows_in_memory_are_gathered(tmp_path: Path) -> None:
     content = bytes(range(200)) + bytes(40)
     moved = plan(
         stored(memory_name("a"), [10, 7], strides=[20, 2]),
@@ -79,7 +79,7 @@ def test_rows_with_gaps_are_gathered(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strides", [None, (40, 1), (20, 2)])
-def test_a_file_fills_memory_and_nothing_beside(
+def test_file_read_fills_only_target_memory(
     tmp_path: Path, strides: tuple[int, ...] | None
 ) -> None:
     (tmp_path / "in").write_bytes(bytes(range(200)))
@@ -103,7 +103,7 @@ def test_a_file_fills_memory_and_nothing_beside(
 
 
 @pytest.mark.parametrize("source", ["in", computed_name("in")])
-def test_filled_memory_is_released_after_the_run(tmp_path: Path, source: str) -> None:
+def test_filled_memory_is_released_after_run(tmp_path: Path, source: str) -> None:
     class Buffer(bytearray):
         """Can be referred to weakly."""
 
@@ -127,7 +127,7 @@ def test_filled_memory_is_released_after_the_run(tmp_path: Path, source: str) ->
 
 
 @pytest.mark.parametrize("size", [100, (5 << 20) + 3])
-def test_what_is_read_whole_is_checked(tmp_path: Path, size: int) -> None:
+def test_complete_read_into_memory_is_checksummed(tmp_path: Path, size: int) -> None:
     content = bytes(math.ceil(size / 251) * list(range(251)))[:size]
     (tmp_path / "in").write_bytes(content)
     memory = bytearray(size)
@@ -147,7 +147,7 @@ def test_what_is_read_whole_is_checked(tmp_path: Path, size: int) -> None:
         )
 
 
-def test_what_others_wrote_stays(tmp_path: Path) -> None:
+def test_shared_run_keeps_files_of_others(tmp_path: Path) -> None:
     (tmp_path / "other").write_bytes(b"x")
     moved = plan(
         stored(memory_name("a"), [4]),

@@ -37,7 +37,7 @@ def opened(kind: str, folder: Path) -> tuple[RunFiles, ByteSource]:
 
 
 @pytest.mark.parametrize("kind", NAMES)
-def test_every_kind_reads_the_same(tmp_path: Path, kind: str) -> None:
+def test_every_source_kind_reads_same_bytes(tmp_path: Path, kind: str) -> None:
     files, source = opened(kind, tmp_path)
     parts = [bytearray(70), bytearray(1), bytearray(2000)]
     source.read_into(333, [memoryview(part) for part in parts], 2071)
@@ -54,7 +54,7 @@ def test_every_kind_reads_the_same(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["local", "remote"])
-def test_gathering_reads_across_gaps_with_few_calls(
+def test_gather_merges_reads_across_small_gaps(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files, source = opened(kind, tmp_path)
@@ -78,7 +78,7 @@ def test_gathering_reads_across_gaps_with_few_calls(
 
 
 @pytest.mark.parametrize("kind", ["local", "remote", "computed"])
-def test_a_file_that_ends_early_is_damaged(tmp_path: Path, kind: str) -> None:
+def test_truncated_source_is_damaged(tmp_path: Path, kind: str) -> None:
     files, source = opened(kind, tmp_path)
     (tmp_path / "in").write_bytes(b"short")
     if kind == "remote":
@@ -89,7 +89,7 @@ def test_a_file_that_ends_early_is_damaged(tmp_path: Path, kind: str) -> None:
         source.read_pieces([(0, 100, 0)], memoryview(bytearray(100)))
 
 
-def test_sinks_take_what_is_written(tmp_path: Path) -> None:
+def test_sinks_write_to_file_and_memory(tmp_path: Path) -> None:
     memory = bytearray(8)
     files = RunFiles(
         {}, lambda _: pytest.fail(), tmp_path, {"/memory/0": HostMemory(memoryview(memory))}
@@ -104,9 +104,7 @@ def test_sinks_take_what_is_written(tmp_path: Path) -> None:
     files.close()
 
 
-def test_a_file_that_was_closed_is_opened_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closed_file_is_reopened_on_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_files, "MAX_OPEN_FILES", 2)
     files = LocalFiles(tmp_path)
     made = RunFiles({}, lambda _: files, tmp_path, {})

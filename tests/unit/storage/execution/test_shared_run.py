@@ -66,19 +66,19 @@ def carry_out(case, plan, ranks, **options):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7, 40])
-def test_bytes_and_checksums(case, ranks):
+def test_shared_run_matches_bytes_and_checksums(case, ranks):
     plan = plan_of(case)
     case.check(plan, carry_out(case, plan, ranks, **SMALL))
 
 
 @pytest.mark.parametrize("ranks", [2, 5])
-def test_without_checksums(case, ranks):
+def test_shared_run_without_checksums_matches_bytes(case, ranks):
     plan = plan_of(case)
     done = carry_out(case, plan, ranks, checksum=False, **SMALL)
     case.check(plan, done, checksum=False)
 
 
-def test_a_source_whose_checksum_two_ranks_read(case):
+def test_checksum_of_source_split_across_ranks_is_verified(case):
     """Each of them reads a part, neither can compare: the one that finishes does."""
     rows = ((0,), (1,))
     case.add((4096, 64), rows, rows, lambda data: data)
@@ -92,7 +92,7 @@ def test_a_source_whose_checksum_two_ranks_read(case):
         carry_out(case, damaged, 2, **SMALL)
 
 
-def test_a_share_that_nobody_did(case):
+def test_missing_share_fails_finish(case):
     plan = plan_of(case)
     how = ExecutionOptions(jobs=1)
     with ExitStack() as stack:
@@ -104,7 +104,7 @@ def test_a_share_that_nobody_did(case):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 64])
-def test_every_tile_has_one_owner(case, ranks):
+def test_every_tile_is_owned_by_one_rank(case, ranks):
     plan = plan_of(case)
     limits = ExecutionOptions(**SMALL).compute_limits()
     shares = [compute_share(plan, True, rank, ranks) for rank in range(ranks)]
@@ -126,7 +126,7 @@ def test_every_tile_has_one_owner(case, ranks):
         assert not places or places == list(range(places[0], places[-1] + 1))
 
 
-def test_files_of_one_rank_are_finished_by_it(case):
+def test_file_of_single_rank_is_finished_by_that_rank(case):
     plan = plan_of(case)
     how = ExecutionOptions(jobs=1)
     with ExitStack() as stack:
@@ -141,7 +141,7 @@ def test_files_of_one_rank_are_finished_by_it(case):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
-def test_what_ranks_lost_is_summed(case, ranks):
+def test_cast_losses_are_summed_over_ranks(case, ranks):
     """Each of them casts a part of the tensor to fp16."""
     rows = ((0,), (1,))
     lost = []

@@ -45,7 +45,7 @@ def case(tmp_path):
 
 @pytest.mark.parametrize("jobs", [1, 2, 5, 16])
 @pytest.mark.parametrize("checksum", [True, False])
-def test_any_number_of_threads_writes_the_same(case, jobs, checksum):
+def test_output_is_same_for_any_thread_count(case, jobs, checksum):
     plan = case.plan()
     limits = ExecutionOptions(jobs=jobs, **SMALL).compute_limits()
     units = [
@@ -58,7 +58,7 @@ def test_any_number_of_threads_writes_the_same(case, jobs, checksum):
 
 
 @pytest.mark.parametrize("number", range(3))
-def test_a_wrong_checksum_of_the_source_is_found(case, number):
+def test_source_checksum_mismatch_is_damaged(case, number):
     path = case.source / f"s{number}"
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -70,7 +70,7 @@ def test_a_wrong_checksum_of_the_source_is_found(case, number):
 
 
 @pytest.mark.parametrize("spoilt", [False, True])
-def test_they_are_resumed_as_a_whole(case, monkeypatch, spoilt):
+def test_multi_step_units_are_resumed_atomically(case, monkeypatch, spoilt):
     plan = case.plan()
     done = interrupted(case, plan, monkeypatch, 3)
     if spoilt:
@@ -81,7 +81,7 @@ def test_they_are_resumed_as_a_whole(case, monkeypatch, spoilt):
     case.check(plan, case.run(plan, journal=case.journal, resume=True))
 
 
-def test_a_run_that_is_interrupted_leaves_them_unfinished(case, monkeypatch):
+def test_interrupt_leaves_multi_step_unit_unfinished(case, monkeypatch):
     plan = case.plan()
     steps = len(case.expected[0]) >> 16
     written, pwrite = [], os.pwrite

@@ -82,7 +82,7 @@ def tensors(order: random.Random) -> tuple[Plan, dict[str, memoryview]]:
 
 @pytest.mark.parametrize("checksum", [True, False])
 @pytest.mark.parametrize("seed", range(3))
-def test_files_are_those_of_a_parallel_run(tmp_path: Path, seed: int, checksum: bool) -> None:
+def test_streamed_files_match_parallel_run(tmp_path: Path, seed: int, checksum: bool) -> None:
     made, memory = tensors(random.Random(seed))
     how, store = replace(HOW, checksum=checksum), Store()
     execute_plan(made, tmp_path, how, lambda _: None, memory=memory)
@@ -90,7 +90,7 @@ def test_files_are_those_of_a_parallel_run(tmp_path: Path, seed: int, checksum: 
     assert store.files == {name: (tmp_path / name).read_bytes() for name in ("x", "y")}
 
 
-def test_headers_may_come_before_what_they_hold_checksums_of() -> None:
+def test_header_with_checksum_is_streamed_before_data() -> None:
     content, store = random.Random(1).randbytes(3 << 20), Store()
 
     def frame(crc_of: CrcOf) -> Iterator[tuple[int, bytes]]:
@@ -106,7 +106,7 @@ def test_headers_may_come_before_what_they_hold_checksums_of() -> None:
     assert sum(done) == len(content) and max(done) <= 1 << 20
 
 
-def test_sources_are_compared_with_their_checksums_and_may_not_change(tmp_path: Path) -> None:
+def test_streamed_source_change_or_checksum_mismatch_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "in").write_bytes(b"abcd")
     source = stored("in", [4], crc32=zlib.crc32(b"abcd"))
     file = OutputFile("x", 4, lambda _: itertools.repeat((4, b""), 1))
@@ -123,7 +123,7 @@ def test_sources_are_compared_with_their_checksums_and_may_not_change(tmp_path: 
         stream_plan(wrong, store.create, replace(HOW, checksum=False))
 
 
-def test_an_interrupt_ends_the_thread_that_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_stops_streaming_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     content, store = bytes(3 << 20), Store()
     name = memory_name("0")
     file = OutputFile("x", len(content), lambda _: itertools.repeat((len(content), b""), 1))

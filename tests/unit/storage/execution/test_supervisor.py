@@ -35,7 +35,7 @@ def hesitating(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("hesitating")
-def test_the_error_of_the_last_worker_is_not_lost(tmp_path, monkeypatch):
+def test_error_of_last_worker_is_raised(tmp_path, monkeypatch):
     case = Case(tmp_path)
     plan = case.everything()
     real, calls = os.pwrite, []
@@ -52,7 +52,7 @@ def test_the_error_of_the_last_worker_is_not_lost(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("hesitating")
-def test_a_file_that_could_not_be_synced_is_not_forgotten(tmp_path, monkeypatch):
+def test_file_sync_failure_is_raised(tmp_path, monkeypatch):
     case = Case(tmp_path)
     plan = case.everything()
     real = os.fsync
@@ -68,7 +68,7 @@ def test_a_file_that_could_not_be_synced_is_not_forgotten(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("jobs", [1, 3])
-def test_a_descriptor_that_cannot_be_closed_ends_the_run(tmp_path, monkeypatch, jobs):
+def test_descriptor_close_failure_ends_run(tmp_path, monkeypatch, jobs):
     case = Case(tmp_path)
     plan = case.everything()
     close = os.close
@@ -91,7 +91,7 @@ def test_a_descriptor_that_cannot_be_closed_ends_the_run(tmp_path, monkeypatch, 
     assert ended.wait(10)
 
 
-def test_nothing_is_over_before_its_error_is_known():
+def test_worker_error_is_set_before_worker_counts_as_ended():
     watcher = Supervisor()
     seen = []
 

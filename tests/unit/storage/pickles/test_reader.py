@@ -66,12 +66,12 @@ def read(data, **options):
 
 
 @given(OBJECTS, st.integers(2, 5))
-def test_plain_objects_are_read_as_pickle_reads_them(obj, protocol):
+def test_plain_objects_match_pickle_loads(obj, protocol):
     assert read(pickle.dumps(obj, protocol)) == obj
 
 
 @pytest.mark.parametrize("protocol", range(6))
-def test_every_protocol(protocol):
+def test_every_pickle_protocol_is_read(protocol):
     obj = {"a": [1, -1, 70000, 1 << 40, -(1 << 70), 2.5, True, None], "b": ("x", "é\n", (1, 2, 3))}
     obj["again"] = obj["a"]
     found = read(pickle.dumps(obj, protocol))
@@ -79,13 +79,13 @@ def test_every_protocol(protocol):
     assert found["again"] is found["a"]
 
 
-def test_long_containers_and_strings():
+def test_long_containers_and_strings_are_read():
     obj = [{str(i): i for i in range(3000)}, list(range(70000)), "x" * 100_000, b"y" * 100_000]
     for protocol in range(6):
         assert read(pickle.dumps(obj, protocol)) == obj
 
 
-def test_globals_become_records():
+def test_unknown_globals_become_inert_records():
     found = read(pickle.dumps(datetime.date(2024, 1, 2)))
     assert isinstance(found, Inert)
     assert (found.module, found.name) == ("datetime", "date")
@@ -96,7 +96,7 @@ def test_globals_become_records():
     assert state == {"a": 1}
 
 
-def test_attributes_of_an_ordered_dict_stay_beside_it():
+def test_ordered_dict_attributes_are_kept_separately():
     obj = collections.OrderedDict(a=1)
     obj._metadata = {"": {"version": 1}, "items": "not a method"}
     obj.items_ = 1
@@ -107,7 +107,7 @@ def test_attributes_of_an_ordered_dict_stay_beside_it():
 
 @pytest.mark.parametrize("name", list(hostile.code_pickles("x")))
 @pytest.mark.parametrize("unknown", ["refuse", "inert"])
-def test_code_never_runs(name, unknown, tmp_path):
+def test_hostile_pickle_code_never_runs(name, unknown, tmp_path):
     marker = tmp_path / "marker"
     data = hostile.code_pickles(str(marker))[name]
     try:
@@ -121,19 +121,19 @@ def test_code_never_runs(name, unknown, tmp_path):
     assert not marker.exists()
 
 
-def test_the_corpus_is_hostile(tmp_path):
+def test_hostile_pickle_executes_under_plain_pickle(tmp_path):
     marker = tmp_path / "marker"
     pickle.loads(hostile.code_pickles(str(marker))["eval"])
     assert marker.exists()
 
 
-def test_the_refused_global_is_named():
+def test_refused_global_is_named_in_error():
     with pytest.raises(UnsafePickleError, match=r"`posix\.system`"):
         read(hostile.code_pickles("x")["posix-system"])
 
 
 @pytest.mark.parametrize("name", one_in(3, hostile.exhausting_pickles()))
-def test_exhausting_pickles_are_cheap(name):
+def test_exhausting_pickles_are_refused_with_bounded_work(name):
     data = hostile.exhausting_pickles()[name]
     refused = True
     with effort.counted() as counted, suppress(DamagedError, UnsupportedError):
@@ -155,7 +155,7 @@ def test_exhausting_pickles_are_cheap(name):
     ],
     ids=["truncated", "unknown-entry", "two-values", "unsafe", "expanding"],
 )
-def test_a_kept_error_keeps_no_objects(end, error, what):
+def test_raised_error_keeps_no_objects_alive(end, error, what):
     data = b"\x80\x02](" + b"}" * 50_000 + b"e" + end
     tracemalloc.start()
     try:
@@ -169,7 +169,7 @@ def test_a_kept_error_keeps_no_objects(end, error, what):
 
 
 @pytest.mark.parametrize("name", hostile.sharing_pickles(1, 1))
-def test_shared_values_are_counted_each_time_that_they_are_visited(name, monkeypatch):
+def test_repeatedly_shared_values_are_refused_with_bounded_work(name, monkeypatch):
     monkeypatch.setattr(pickle_reader, "FREE_OBJECTS", 0)
     data = hostile.sharing_pickles(count=2_000)[name]
     tracemalloc.start()
@@ -193,7 +193,7 @@ def test_few_shared_values_are_read(name):
 
 
 @pytest.mark.parametrize("name", list(hostile.swelling_pickles(0)))
-def test_the_memory_that_a_pickle_takes_is_bounded(name, monkeypatch):
+def test_pickle_memory_use_is_bounded(name, monkeypatch):
     monkeypatch.setattr(pickle_reader, "FREE_OBJECTS", 0)
     data = hostile.swelling_pickles(20_000)[name]
     tracemalloc.start()
@@ -206,7 +206,7 @@ def test_the_memory_that_a_pickle_takes_is_bounded(name, monkeypatch):
     assert peak < 45 * len(data) + 200_000
 
 
-def test_a_list_that_holds_itself_is_walked_in_little_memory():
+def test_self_referencing_list_is_refused_in_bounded_memory():
     with pytest.raises(UnsupportedError, match="nested too deeply"):
         read(b"]q\x00(" + b"h\x00" * 50_000 + b"e.")
     found: list[object] = []
@@ -222,7 +222,7 @@ def test_a_list_that_holds_itself_is_walked_in_little_memory():
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_what_is_trained_holds_far_fewer_objects_than_are_refused(protocol, monkeypatch):
+def test_realistic_training_state_stays_below_object_limit(protocol, monkeypatch):
     monkeypatch.setattr(pickle_reader, "FREE_OBJECTS", 0)
     model = torch.nn.Sequential(*[torch.nn.Linear(1, 1) for _ in range(200)])
     optimizer = torch.optim.AdamW(model.parameters())
@@ -262,7 +262,7 @@ SEEDS = [
 
 
 @given(st.sampled_from(SEEDS), st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255))))
-def test_mutations_raise_only_our_errors(seed, changes):
+def test_mutated_pickles_raise_only_ckpt_errors(seed, changes):
     data = bytearray(seed)
     for position, value in changes:
         data[position % len(data)] = value
@@ -275,13 +275,13 @@ def test_mutations_raise_only_our_errors(seed, changes):
 
 
 @given(st.binary(max_size=60))
-def test_noise_raises_only_our_errors(noise):
+def test_random_bytes_raise_only_ckpt_errors(noise):
     with contextlib.suppress(CkptError):
         read(noise, unknown="inert")
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_every_truncation_is_damaged(seed):
+def test_every_truncated_pickle_is_refused(seed):
     """One that happens to end as a pickle does is refused, too, but might be something else."""
     for end in range(len(seed)):
         last = seed[end - 1 : end]
@@ -289,7 +289,7 @@ def test_every_truncation_is_damaged(seed):
             read(seed[:end])
 
 
-def test_builders_constants_and_persistent_ids():
+def test_builders_constants_and_persistent_ids_are_applied():
     table = {("m", "f"): Builder(lambda a, b: [a, b]), ("m", "c"): 7}
     data = b"\x80\x02cm\nf\ncm\nc\nX\x01\0\0\0pQ\x86R."
     assert load_pickle(data, where="x", table=table, persistent_load=lambda pid: pid * 2) == [
@@ -307,7 +307,7 @@ def test_python2_module_names_are_translated():
     assert b"__builtin__" in pickle.dumps({1, 2}, 2)
 
 
-def test_records_are_keys_by_value():
+def test_inert_records_are_dict_keys_by_value():
     make = b"cm\nIndex\n)\x81}X\x03\0\0\0fqnX\x01\0\0\0%csb"
     data = b"\x80\x02}(" + make % b"a" + b"K\x01" + make % b"b" + b"K\x02u."
     found = load_pickle(data, where="x", table={}, unknown="inert")
@@ -319,13 +319,13 @@ def test_records_are_keys_by_value():
         load_pickle(twice, where="x", table={}, unknown="inert")
 
 
-def test_a_key_cannot_change_afterwards():
+def test_changing_record_after_use_as_key_is_refused():
     data = b"\x80\x02cm\nK\n)\x81q\x00}h\x00K\x01s0h\x00}b."
     with pytest.raises(UnsupportedError, match="after use as a key"):
         load_pickle(data, where="x", table={}, unknown="inert")
 
 
-def test_trees_are_bounded():
+def test_tree_depth_and_size_are_bounded():
     deep: list[object] = []
     for _ in range(MAX_DEPTH + 1):
         deep = [deep]
@@ -337,7 +337,7 @@ def test_trees_are_bounded():
         check_tree(wide, limit=110, where="x")
 
 
-def test_walk_reaches_everything_once():
+def test_walk_visits_each_node_once():
     shared = ["s"]
     record = Inert("m", "n", args=(shared, "arg"), state={"k": "state"})
     found = [n for n in walk_values({"a": [record, shared]}) if isinstance(n, str)]
@@ -375,7 +375,7 @@ def test_harmless_leaves_are_read(leaf, protocol):
     check_tree(read(pickle.dumps(leaf, protocol)), limit=10_000, where="x")
 
 
-def test_work_grows_with_the_records_and_no_faster():
+def test_read_work_grows_linearly_with_records():
     def work(count):
         size = torch.Size([4, 4])
         names = (f"model.layers.{i}.weight" for i in range(count))

@@ -28,7 +28,7 @@ def torch_pickle(obj):
 
 
 @given(OBJECTS)
-def test_plain_objects_survive(obj):
+def test_plain_objects_round_trip(obj):
     assert pickle.loads(dump_pickle(obj)) == obj
 
 
@@ -51,13 +51,13 @@ PLAIN = {
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_bytes_are_those_of_the_c_pickler(name):
+def test_pickle_bytes_match_c_pickler(name):
     obj = {name: PLAIN[name]}
     assert dump_pickle(obj) == pickle.dumps(obj, 2)
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")
-def test_tensors_are_written_as_torch_writes_them():
+def test_tensor_pickle_matches_torch():
     tensors, stored = {}, {}
     for position, (name, found) in enumerate(dtypes.BY_NAME.items()):
         tensors[name] = torch.empty(3, 2, dtype=getattr(torch, name))
@@ -76,7 +76,7 @@ def test_tensors_are_written_as_torch_writes_them():
     assert dump_pickle(stored | leaves) == torch_pickle(tensors | leaves)
 
 
-def test_one_tensor_and_a_tied_one():
+def test_tied_tensor_pickle_matches_torch():
     tensor = torch.arange(3.0)
     stored = StorageTensor("0", 12, "float32", 0, (3,), (1,))
     assert dump_pickle(stored) == torch_pickle(tensor)
@@ -85,7 +85,7 @@ def test_one_tensor_and_a_tied_one():
 
 @pytest.mark.parametrize("leaf", LEAVES, ids=lambda leaf: type(leaf).__name__)
 @pytest.mark.parametrize("protocol", [2, 4, 5])
-def test_leaves_survive_reading_and_writing(leaf, protocol):
+def test_leaves_round_trip_through_reader_and_writer(leaf, protocol):
     found = load_pickle(pickle.dumps(leaf, protocol), where="x", table=TORCH_TABLE)
     back = pickle.loads(dump_pickle({"leaf": found}))["leaf"]
     assert type(back) is type(leaf)
@@ -99,7 +99,7 @@ def test_leaves_survive_reading_and_writing(leaf, protocol):
         assert back.default_factory is leaf.default_factory
 
 
-def test_module_metadata_survives():
+def test_state_dict_metadata_round_trips():
     state = torch.nn.BatchNorm1d(2).state_dict()
     plain = collections.OrderedDict((name, 1) for name in state)
     plain._metadata = state._metadata
@@ -109,7 +109,7 @@ def test_module_metadata_survives():
     assert back == plain
 
 
-def test_a_shared_leaf_stays_one():
+def test_shared_leaf_stays_shared():
     date = datetime.date(2024, 1, 2)
     found = load_pickle(pickle.dumps([date, date], 2), where="x", table=TORCH_TABLE)
     back = pickle.loads(dump_pickle(found))
@@ -117,7 +117,7 @@ def test_a_shared_leaf_stays_one():
     assert back[0] is back[1]
 
 
-def test_shared_and_cyclic_containers():
+def test_shared_and_cyclic_containers_round_trip():
     shared = [1]
     cycle: list[object] = [shared, shared]
     cycle.append(cycle)
@@ -127,12 +127,12 @@ def test_shared_and_cyclic_containers():
 
 
 @pytest.mark.parametrize("value", [object(), torch.float32, np.float32(1), pickle, len])
-def test_other_objects_are_refused(value):
+def test_unsupported_objects_are_refused(value):
     with pytest.raises(RefusedError, match="cannot be written"):
         dump_pickle({"a": [value]})
 
 
-def test_too_deep_is_refused():
+def test_deeply_nested_object_is_refused():
     deep: list[object] = []
     for _ in range(5000):
         deep = [deep]
@@ -140,14 +140,14 @@ def test_too_deep_is_refused():
         dump_pickle(deep)
 
 
-def test_sets_do_not_depend_on_the_process():
+def test_set_pickle_is_independent_of_insertion_order():
     names = [str(i) for i in range(50)]
     shuffled = names[:]
     random.Random(1).shuffle(shuffled)
     assert dump_pickle(set(names)) == dump_pickle(set(shuffled))
 
 
-def test_work_and_bytes_grow_with_the_tensors_and_no_faster():
+def test_write_work_and_bytes_grow_linearly_with_tensors():
     def work(count):
         state = {
             f"model.layers.{i}.weight": StorageTensor(str(i), 32, "bfloat16", 0, (4, 4), (4, 1))

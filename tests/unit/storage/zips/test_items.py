@@ -60,7 +60,7 @@ def strictly(folder: Path, length: int) -> object:
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_other_elements_are_read_with_their_checksum(tmp_path: Path, name: str) -> None:
+def test_pattern_reader_reads_new_elements_like_strict_reader(tmp_path: Path, name: str) -> None:
     first, second = item(TENSORS[name]), item(TENSORS[name] + 1)
     for content in (first, second, first):
         (tmp_path / "a").write_bytes(bytes(100) + content + b"after")
@@ -71,7 +71,7 @@ def test_other_elements_are_read_with_their_checksum(tmp_path: Path, name: str) 
 
 
 @pytest.mark.parametrize("name", one_in(3, TENSORS))
-def test_every_flipped_byte_has_the_same_outcome_either_way(tmp_path: Path, name: str) -> None:
+def test_flipped_byte_has_same_outcome_in_both_readers(tmp_path: Path, name: str) -> None:
     content = item(TENSORS[name])
     (tmp_path / "a").write_bytes(bytes(100) + content)
     outcome(tmp_path, len(content))
@@ -84,7 +84,7 @@ def test_every_flipped_byte_has_the_same_outcome_either_way(tmp_path: Path, name
         assert outcome(tmp_path, len(content)) == strictly(tmp_path, len(content)), at
 
 
-def test_a_file_that_ends_early_is_truncated(tmp_path: Path) -> None:
+def test_truncated_item_has_same_outcome_in_both_readers(tmp_path: Path) -> None:
     content = item(TENSORS["large"])
     (tmp_path / "a").write_bytes(bytes(100) + content)
     outcome(tmp_path, len(content))
@@ -93,7 +93,7 @@ def test_a_file_that_ends_early_is_truncated(tmp_path: Path) -> None:
     assert not isinstance(outcome(tmp_path, len(content)), StoredTensor)
 
 
-def test_zeros_where_the_directory_goes_on_are_damage(tmp_path: Path) -> None:
+def test_zeros_in_zip_directory_are_damaged(tmp_path: Path) -> None:
     """A disk block that was never written: the end of the zip says that there is something."""
     content = item(TENSORS["small"])
     second = content.index(b"PK\x01\x02", content.index(b"PK\x01\x02") + 1)

@@ -85,7 +85,7 @@ def content(path, tensor):
 
 
 class TestWriting:
-    def test_every_byte_but_the_id_is_torchs(self, tmp_path):
+    def test_written_bytes_match_torch_except_serialization_id(self, tmp_path):
         tensors = all_dtypes() | {
             "empty": torch.zeros(0, 3),
             "grad": torch.ones((), requires_grad=True),
@@ -106,7 +106,7 @@ class TestWriting:
         assert set(different) <= ids
 
     @pytest.mark.parametrize("mmap", [False, True])
-    def test_torch_reads_it(self, tmp_path, mmap):
+    def test_written_zip_loads_in_torch(self, tmp_path, mmap):
         tensors = all_dtypes() | {"empty": torch.zeros(0, 3)}
         write(tmp_path / "a.pth", tensors)
         found = torch.load(tmp_path / "a.pth", weights_only=True, mmap=mmap)
@@ -116,24 +116,24 @@ class TestWriting:
             assert found[name].shape == tensor.shape
             assert raw_bytes(found[name]) == raw_bytes(tensor)
 
-    def test_zipfile_reads_it(self, tmp_path):
+    def test_written_zip_passes_zipfile_test(self, tmp_path):
         write(tmp_path / "a.pth", all_dtypes())
         with zipfile.ZipFile(tmp_path / "a.pth") as archive:
             assert archive.testzip() is None
 
     @pytest.mark.skipif(not shutil.which("unzip"), reason="there is no unzip")
-    def test_unzip_reads_it(self, tmp_path):
+    def test_written_zip_passes_unzip_test(self, tmp_path):
         write(tmp_path / "a.pth", all_dtypes())
         subprocess.run(["unzip", "-tqq", tmp_path / "a.pth"], check=True)
 
-    def test_torch_computes_the_same_offsets(self, tmp_path):
+    def test_written_data_offsets_match_torch(self, tmp_path):
         layout = write(tmp_path / "a.pth", all_dtypes())
         with FakeTensorMode():
             found = torch.load(tmp_path / "a.pth", weights_only=True)
         offsets = [t.untyped_storage()._checkpoint_offset for t in found.values()]
         assert offsets == list(layout.data_offsets)
 
-    def test_it_is_deterministic_and_depends_on_content(self, tmp_path):
+    def test_written_zip_is_deterministic_and_depends_on_content(self, tmp_path):
         one, other = {"a": torch.ones(3)}, {"a": torch.zeros(3)}
         for name, tensors in (("1", one), ("2", one), ("3", other)):
             write(tmp_path / name, tensors)
@@ -152,14 +152,14 @@ class TestWriting:
         assert {t.crc32 for t in archive.root.values()} == {None}
         assert len(torch.load(tmp_path / "a.pth", weights_only=True)) == len(dtypes.BY_NAME)
 
-    def test_no_storage_at_all(self, tmp_path):
+    def test_zip_without_storages_loads(self, tmp_path):
         layout = lay_out(dump_pickle({"step": 3}), [])
         (tmp_path / "a").write_bytes(b"".join(piece for _, piece in layout.frame([])))
         assert torch.load(tmp_path / "a", weights_only=True) == {"step": 3}
         assert zipfile.ZipFile(tmp_path / "a").testzip() is None
         assert read(tmp_path / "a").root == {"step": 3}
 
-    def test_beyond_four_gigabytes(self, tmp_path):
+    def test_zip_over_4_gib_loads_in_torch(self, tmp_path):
         """Sizes of 4 GiB and offsets beyond it, in a sparse file; the same frame as torch's."""
         sizes = [40, 5 << 30, 28, 0, 0xFFFFFFFF, 7]
         state = {
@@ -203,7 +203,7 @@ class TestWriting:
                 assert different <= 100
 
     @pytest.mark.slow
-    def test_more_than_65535_entries(self, tmp_path):
+    def test_zip_over_65535_entries_is_readable(self, tmp_path):
         count = 66_000
         state = [StorageTensor(str(i), 1, "uint8", 0, (1,), (1,)) for i in range(count)]
         layout = lay_out(dump_pickle(state), [(str(i), 1) for i in range(count)])
@@ -219,7 +219,7 @@ class TestWriting:
         assert len(found.root) == count
         assert [t.offset for t in found.root] == list(layout.data_offsets)
 
-    def test_an_item_is_little_work(self):
+    def test_work_per_written_item_is_bounded(self):
         pickled = dump_pickle(StorageTensor("0", 256, "float32", 0, (8, 8), (8, 1)))
         item = lambda: list(lay_out(pickled, [("0", 256)], base=1500).frame([1]))  # noqa: E731
         item()
@@ -228,7 +228,7 @@ class TestWriting:
 
 class TestReading:
     @pytest.mark.parametrize("alignment", [64, 4096])
-    def test_what_torch_writes(self, tmp_path, alignment):
+    def test_torch_saved_tensors_are_read_with_checksums(self, tmp_path, alignment):
         from torch.utils.serialization import config
 
         tensors = all_dtypes() | {"scalar": torch.tensor(3.0), "empty": torch.zeros(0, 3)}
@@ -246,7 +246,7 @@ class TestReading:
             assert found.crc32 == zlib.crc32(raw_bytes(tensor))
             assert found.offset % alignment == 0
 
-    def test_views_aliases_and_parameters(self, tmp_path):
+    def test_views_and_parameters_share_storage(self, tmp_path):
         base = torch.arange(12.0).reshape(3, 4)
         state = {
             "t": base.t(),
@@ -269,7 +269,7 @@ class TestReading:
         values = torch.frombuffer(bytearray(content(path, found["column"])), dtype=torch.float32)
         assert values.as_strided((3,), (4,)).tolist() == base[:, 1].tolist()
 
-    def test_module_state_and_attributes(self, tmp_path):
+    def test_module_state_dict_keeps_metadata(self, tmp_path):
         state = torch.nn.BatchNorm1d(3).state_dict()
         state["weight"].tag = "x"
         torch.save(state, tmp_path / "a.pth")
@@ -277,7 +277,7 @@ class TestReading:
         assert list(found) == list(state)
         assert found.state["_metadata"][""] == {"version": 2}
 
-    def test_checksums_disabled_by_torch(self, tmp_path):
+    def test_zeroed_torch_checksums_are_treated_as_absent(self, tmp_path):
         torch.serialization.set_crc32_options(False)
         try:
             torch.save({"a": torch.ones(3)}, tmp_path / "a.pth")
@@ -297,22 +297,22 @@ class TestReading:
             (torch.empty(2, dtype=torch.bits8), "bits8"),
         ],
     )
-    def test_unsupported_tensors_are_named(self, tmp_path, value, named):
+    def test_unsupported_tensor_kinds_are_named_in_error(self, tmp_path, value, named):
         torch.save([value], tmp_path / "a.pth")
         with pytest.raises(UnsupportedError, match=named):
             read(tmp_path / "a.pth")
 
-    def test_expanded_tensors_are_boxes_with_strides(self, tmp_path):
+    def test_expanded_tensor_keeps_shape_and_strides(self, tmp_path):
         torch.save(torch.ones(1, 3).expand(1000, 3), tmp_path / "a.pth")
         found = read(tmp_path / "a.pth").root
         assert (found.shape, found.strides, found.nbytes) == ((1000, 3), (0, 1), 12)
 
-    def test_a_boundless_expansion_is_not_read(self, tmp_path):
+    def test_excessively_expanded_tensor_is_unsupported(self, tmp_path):
         torch.save(torch.ones(1).expand(1 << 40), tmp_path / "a.pth")
         with pytest.raises(UnsupportedError, match="excessively expanded"):
             read(tmp_path / "a.pth")
 
-    def test_tensors_that_are_not_read_can_be_kept(self, tmp_path):
+    def test_unsupported_tensors_are_kept_with_keeping_table(self, tmp_path):
         value = torch.ones(6, dtype=torch.complex64).conj()
         torch.save([torch.eye(3).to_sparse(), value, torch.ones(2)], tmp_path / "a.pth")
         with source_files(tmp_path) as files:
@@ -344,7 +344,7 @@ class TestReading:
             {"dtype": "float64"},
         ],
     )
-    def test_contradicting_tensors_are_refused(self, tmp_path, change):
+    def test_inconsistent_tensor_records_are_refused(self, tmp_path, change):
         good = {
             "storage_key": "0", "storage_nbytes": 24, "dtype": "float32",
             "offset": 0, "shape": (6,), "strides": (1,),
@@ -360,7 +360,7 @@ class TestReading:
             read_item_tensor(files, "a.pth", 0, len(whole))
 
     @pytest.mark.parametrize("name", list(hostile.code_pickles("x")))
-    def test_code_never_runs(self, tmp_path, name):
+    def test_hostile_pickle_in_zip_never_runs(self, tmp_path, name):
         marker = tmp_path / "marker"
         data = hostile.code_pickles(str(marker))[name]
         (tmp_path / "a.pth").write_bytes(hostile.zip_of(hostile.torch_entries(data, {})))
@@ -374,7 +374,7 @@ class TestReading:
                 read_archive(files, "a.pth", unknown="inert")
         assert not marker.exists()
 
-    def test_every_zip_trick_is_refused(self, tmp_path):
+    def test_malicious_zips_are_refused(self, tmp_path):
         pickled = dump_pickle(StorageTensor("0", 24, "float32", 0, (6,), (1,)))
         (tmp_path / "a.pth").write_bytes(
             hostile.zip_of(hostile.torch_entries(pickled, {"0": bytes(24)}))
@@ -390,7 +390,7 @@ class TestReading:
             ):
                 print(name, read_item_tensor(files, "evil.pth", 0, len(data)))
 
-    def test_compressed_files_get_advice(self, tmp_path):
+    def test_compressed_zip_is_refused_with_hint(self, tmp_path):
         torch.save({"a": torch.zeros(100)}, tmp_path / "a.pth")
         with (
             zipfile.ZipFile(tmp_path / "a.pth") as source,
@@ -402,7 +402,7 @@ class TestReading:
             read(tmp_path / "b.pth")
         assert "torch.save" in error.value.hint
 
-    def test_zips_written_again_by_python_are_read(self, tmp_path):
+    def test_zip_rewritten_by_zipfile_is_read(self, tmp_path):
         torch.save({"a": torch.arange(9.0)}, tmp_path / "a.pth")
         with (
             zipfile.ZipFile(tmp_path / "a.pth") as source,
@@ -413,7 +413,7 @@ class TestReading:
         found = read(tmp_path / "b.pth").root["a"]
         assert content(tmp_path / "b.pth", found) == raw_bytes(torch.arange(9.0))
 
-    def test_other_kinds_of_files_are_named(self, tmp_path):
+    def test_other_file_kinds_are_named_in_error(self, tmp_path):
         torch.save({"a": torch.ones(2)}, tmp_path / "old", _use_new_zipfile_serialization=False)
         (tmp_path / "pickle").write_bytes(pickle.dumps({"a": 1}))
         with tarfile.open(tmp_path / "tar", "w") as archive:
@@ -429,7 +429,7 @@ class TestReading:
             with pytest.raises(FormatError, match=message):
                 read(tmp_path / name)
 
-    def test_every_truncation_is_damaged(self, tmp_path):
+    def test_every_truncated_zip_is_damaged(self, tmp_path):
         torch.save({"a": torch.arange(9.0)}, tmp_path / "a.pth")
         whole = (tmp_path / "a.pth").read_bytes()
         for end in range(len(whole)):
@@ -439,7 +439,7 @@ class TestReading:
 
     @settings(max_examples=100)
     @given(st.data())
-    def test_mutations_raise_only_our_errors(self, tmp_path_factory, data):
+    def test_mutated_zips_raise_only_ckpt_errors(self, tmp_path_factory, data):
         folder = tmp_path_factory.getbasetemp() / "mutations"
         folder.mkdir(exist_ok=True)
         buffer = io.BytesIO()
@@ -465,7 +465,7 @@ class TestItems:
                 places.append((start, file.tell() - start))
         return places
 
-    def test_items_agree_with_the_general_reader(self, tmp_path):
+    def test_item_reader_matches_archive_reader(self, tmp_path):
         tensors = [*all_dtypes().values(), torch.zeros(()), torch.zeros(0, 2), torch.ones(3, 4).t()]
         tensors += [torch.arange(100_000.0), torch.nn.Parameter(torch.ones(2))]
         path = tmp_path / "__0_0.distcp"
@@ -479,7 +479,7 @@ class TestItems:
                 assert found.shape == tuple(tensor.shape)
                 assert found.requires_grad == tensor.requires_grad
 
-    def test_our_items_at_odd_places(self, tmp_path):
+    def test_written_item_at_unaligned_offset_is_read(self, tmp_path):
         path = tmp_path / "a.distcp"
         layout = write(path, {"x": torch.arange(5.0)}, base=1261)
         with source_files(tmp_path) as files:
@@ -487,14 +487,14 @@ class TestItems:
         assert found.offset == layout.data_offsets[0]
         assert content(path, found) == raw_bytes(torch.arange(5.0))
 
-    def test_an_object_is_not_a_tensor(self, tmp_path):
+    def test_item_without_tensor_is_unsupported(self, tmp_path):
         places = self.items(tmp_path / "a", [{"step": 1}])
         with source_files(tmp_path) as files:
             with pytest.raises(UnsupportedError, match="a single tensor"):
                 read_item_tensor(files, "a", *places[0])
             assert read_archive(files, "a", *places[0]).root == {"step": 1}
 
-    def test_wrong_ranges_are_refused(self, tmp_path):
+    def test_wrong_item_ranges_are_refused(self, tmp_path):
         (start, length), (second, _) = self.items(tmp_path / "a", [torch.ones(9), torch.ones(9)])
         with source_files(tmp_path) as files:
             for offset, nbytes in [
@@ -505,14 +505,14 @@ class TestItems:
                 with pytest.raises((DamagedError, UnsupportedError, FormatError)):
                     read_item_tensor(files, "a", offset, nbytes)
 
-    def test_items_are_little_work(self, tmp_path):
+    def test_work_per_read_item_is_bounded(self, tmp_path):
         places = self.items(tmp_path / "a", [torch.full((8, 8), float(i)) for i in range(500)])
         with source_files(tmp_path) as files, effort.counted() as counted:
             found = [read_item_tensor(files, "a", *place) for place in places]
         assert all(isinstance(tensor, StoredTensor) for tensor in found)
         assert counted.lines < 120 * len(places)
 
-    def test_one_of_several_patterns_is_found_with_one_reading(self, tmp_path, monkeypatch):
+    def test_known_item_patterns_need_two_short_reads(self, tmp_path, monkeypatch):
         shapes = [(40, 100), (50, 80), (80, 50), (100, 40)]
         places = self.items(tmp_path / "a", [torch.zeros(shape) for shape in shapes * 2])
         (length,) = {length for _, length in places}

@@ -40,7 +40,7 @@ def state():
     return {f"w{i}": torch.randn(7, 5, generator=generator) for i in range(3)}
 
 
-def test_errors_are_numpys(tmp_path, state):
+def test_diff_errors_match_numpy(tmp_path, state):
     other = {name: value.clone() for name, value in state.items()}
     other["w1"][2, 3] += 1e-3
     other["w1"][4, 4] = 0.0
@@ -62,7 +62,7 @@ def test_errors_are_numpys(tmp_path, state):
 
 
 @pytest.mark.parametrize(("atol", "rtol"), [(1e-3, 0.0), (0.0, 1e-2), (1e-4, 1e-3), (10.0, 0.0)])
-def test_tolerances_are_numpys(tmp_path, state, atol, rtol):
+def test_diff_tolerances_match_numpy_isclose(tmp_path, state, atol, rtol):
     other = {n: v + torch.randn(v.shape) * 10.0 ** -int(n[1:]) for n, v in state.items()}
     a, b = saved(tmp_path, "a.safetensors", state), saved(tmp_path, "b.safetensors", other)
     found = ckptctl.diff(a, b, atol=atol, rtol=rtol)
@@ -76,7 +76,7 @@ def test_tolerances_are_numpys(tmp_path, state, atol, rtol):
     assert found.same == (not expected)
 
 
-def test_nan_is_equal_to_the_same_nan(tmp_path):
+def test_nan_equals_only_same_nan_bits(tmp_path):
     nan = torch.tensor([1.0, float("nan"), float("inf"), 0.0])
     a = saved(tmp_path, "a.safetensors", {"w": nan})
     assert ckptctl.diff(a, saved(tmp_path, "b.safetensors", {"w": nan})).same
@@ -92,7 +92,7 @@ def test_nan_is_equal_to_the_same_nan(tmp_path):
     assert ckptctl.diff(a, c, atol=0.0).same
 
 
-def test_names_shapes_and_dtypes(tmp_path):
+def test_diff_reports_names_shapes_and_dtypes(tmp_path):
     a = {"x": torch.zeros(4, 2), "y": torch.ones(3), "z": torch.ones(2), "one": torch.ones(1)}
     b = {"x": torch.zeros(2, 4), "y": torch.ones(3).bfloat16(), "z": torch.ones(2)}
     b["two"] = torch.ones(1)
@@ -109,7 +109,7 @@ def test_names_shapes_and_dtypes(tmp_path):
         ckptctl.diff(*paths, exclude="nothing*")
 
 
-def test_structure_claims_no_more_than_structure(tmp_path, state):
+def test_structure_diff_reads_no_data_and_claims_no_equality(tmp_path, state):
     other = {name: value + 1 for name, value in state.items()}
     a, b = saved(tmp_path, "a.safetensors", state), saved(tmp_path, "b.safetensors", other)
     found = ckptctl.diff(a, b, structure=True)
@@ -121,13 +121,13 @@ def test_structure_claims_no_more_than_structure(tmp_path, state):
 
 
 @pytest.mark.parametrize("option", [{"quick": True}, {"atol": 0.0}, {"rtol": 1.0}])
-def test_options_about_data_contradict_structure(tmp_path, state, option):
+def test_structure_conflicts_with_data_options(tmp_path, state, option):
     path = saved(tmp_path, "a.safetensors", state)
     with pytest.raises(UsageError, match="conflicts with"):
         ckptctl.diff(path, path, structure=True, **option)
 
 
-def test_several_dtypes_are_not_ignored(tmp_path):
+def test_tensor_with_several_dtypes_is_different_despite_ignore_dtype(tmp_path):
     """Elements of a tensor that B has in two dtypes are not compared, so nothing may be claimed."""
     config = DATA / "tiny-llama3-hf"
     meta, mixed = tmp_path / "mcore", tmp_path / "mixed"
@@ -143,7 +143,7 @@ def test_several_dtypes_are_not_ignored(tmp_path):
     assert any("several dtypes" in note for note in found.notes)
 
 
-def test_other_leaves(tmp_path):
+def test_diff_compares_values_besides_tensors(tmp_path):
     value = {"step": 3, "lr": float("nan"), "names": ["a"], "w": torch.ones(2)}
     a = saved(tmp_path, "a.pt", value)
     assert ckptctl.diff(a, saved(tmp_path, "b.pt", value)).same
@@ -155,7 +155,7 @@ def test_other_leaves(tmp_path):
     assert not found.tensors and not found.a.only_leaves
 
 
-def test_recorded_checksums_are_compared_if_asked(tmp_path, state, monkeypatch):
+def test_quick_diff_compares_recorded_checksums(tmp_path, state, monkeypatch):
     a, b = saved(tmp_path, "a.pt", state), saved(tmp_path, "b.pt", state)
     found = ckptctl.diff(a, b)
     assert (found.same, found.verdict, found.evidence) == (True, "the same", "data")
@@ -168,14 +168,14 @@ def test_recorded_checksums_are_compared_if_asked(tmp_path, state, monkeypatch):
     assert found.a.bytes_read == found.b.bytes_read == 0
 
 
-def test_quick_reads_what_has_no_checksums(tmp_path, state):
+def test_quick_diff_reads_tensors_without_checksums(tmp_path, state):
     a, b = saved(tmp_path, "a.pt", state), saved(tmp_path, "b.safetensors", state)
     found = ckptctl.diff(a, b, quick=True)
     assert (found.same, found.evidence, found.by_checksum) == (True, "data", 0)
     assert found.a.bytes_read == found.b.bytes_read == 3 * 7 * 5 * 4
 
 
-def test_quick_reads_what_has_other_checksums(tmp_path, state):
+def test_quick_diff_reads_tensors_with_different_checksums(tmp_path, state):
     other = {**state, "w1": state["w1"] + 1}
     a, b = saved(tmp_path, "a.pt", state), saved(tmp_path, "b.pt", other)
     found = ckptctl.diff(a, b, quick=True)
@@ -184,7 +184,7 @@ def test_quick_reads_what_has_other_checksums(tmp_path, state):
     assert found.a.bytes_read == found.b.bytes_read == 7 * 5 * 4
 
 
-def test_checksums_of_another_order_prove_nothing(tmp_path):
+def test_quick_diff_ignores_checksums_of_transposed_tensors(tmp_path):
     """The bytes of a transposed tensor are the same, its elements are not."""
     value = torch.arange(9.0)
     a = saved(tmp_path, "a.pt", {"w": value.clone().view(3, 3)})
@@ -193,7 +193,7 @@ def test_checksums_of_another_order_prove_nothing(tmp_path):
     assert found.by_checksum == 0 and found.tensors[0].values.differing == 6
 
 
-def test_windows_do_not_change_the_answer(tmp_path, state, monkeypatch):
+def test_diff_result_is_independent_of_window_size(tmp_path, state, monkeypatch):
     other = {name: value.clone() for name, value in state.items()}
     other["w0"][6, 4] = 9
     a, b = saved(tmp_path, "a.safetensors", state), saved(tmp_path, "b.safetensors", other)
@@ -204,7 +204,7 @@ def test_windows_do_not_change_the_answer(tmp_path, state, monkeypatch):
     assert whole[0].values.differing == 1
 
 
-def test_what_was_compared_does_not_wait_to_be_collected(tmp_path, monkeypatch):
+def test_compared_buffers_are_freed_without_garbage_collection(tmp_path, monkeypatch):
     """Cycles that hold buffers would let memory grow with the checkpoint."""
 
     class Buffer(bytearray):
@@ -233,7 +233,7 @@ def test_what_was_compared_does_not_wait_to_be_collected(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 4), (2, 3, 4), (1, 1, 9), (2, 0, 3)])
 @pytest.mark.parametrize("limit", [1, 2, 5, 100])
-def test_parts_tile(shape, limit):
+def test_boxes_within_limit_tile_shape(shape, limit):
     seen = np.zeros(shape, int)
     for box in split_into_boxes(shape, limit):
         assert box.numel <= limit
@@ -242,7 +242,7 @@ def test_parts_tile(shape, limit):
 
 
 @pytest.mark.parametrize("dtype", ["int64", "uint64"])
-def test_wide_integers(dtype):
+def test_wide_integers_are_compared_exactly(dtype):
     x = np.array([2**62, 2**62 + 5, 7], dtype)
     y = np.array([2**62 + 1, 2**62 + 5, 3], dtype)
     data = [bytearray(one.tobytes()) for one in (x, y)]
@@ -252,7 +252,7 @@ def test_wide_integers(dtype):
     assert (near.differing, near.worst) == (0, (2,))
 
 
-def test_complex_numbers_and_fp8():
+def test_complex_and_fp8_errors_are_measured():
     x, y = torch.tensor([1 + 1j]), torch.tensor([4 + 5j])
     data = [bytearray(one.numpy().tobytes()) for one in (x, y)]
     assert compare_windows(*data, "complex64", "complex64", Box((0,), (1,))).max_abs == 5.0
@@ -263,7 +263,7 @@ def test_complex_numbers_and_fp8():
 
 
 @pytest.mark.parametrize("window", [2, 100])
-def test_where_the_worst_element_is(tmp_path, monkeypatch, window):
+def test_diff_reports_index_of_worst_element(tmp_path, monkeypatch, window):
     monkeypatch.setattr(diff_values, "WINDOW", window)
     kept = {"float": torch.zeros(3, 4), "nan": torch.zeros(3, 4), "scalar": torch.zeros(())}
     bits = {"bits": torch.zeros(6, dtype=torch.float4_e2m1fn_x2)}
@@ -282,20 +282,20 @@ def test_where_the_worst_element_is(tmp_path, monkeypatch, window):
 @pytest.mark.parametrize(
     "globs", [{"exclude": ["*"]}, {"include": ["w1"], "exclude": ["w1"]}], ids=["all", "each other"]
 )
-def test_what_compares_nothing_is_not_the_same(tmp_path, state, globs):
+def test_diff_without_selected_tensors_is_an_error(tmp_path, state, globs):
     path = saved(tmp_path, "a.safetensors", state)
     with pytest.raises(MappingError, match="nothing to compare"):
         ckptctl.diff(path, path, **globs)
 
 
 @pytest.mark.parametrize("option", [{"atol": -1.0}, {"rtol": float("nan")}, {"only": "some"}])
-def test_options_are_checked(tmp_path, state, option):
+def test_invalid_diff_options_are_usage_errors(tmp_path, state, option):
     path = saved(tmp_path, "a.safetensors", state)
     with pytest.raises(UsageError):
         ckptctl.diff(path, path, **option)
 
 
-def test_a_truncated_file_is_an_error(tmp_path, state):
+def test_diff_with_truncated_file_is_an_error(tmp_path, state):
     a, b = saved(tmp_path, "a.safetensors", state), saved(tmp_path, "b.safetensors", state)
     b.write_bytes(b.read_bytes()[:-10])
     with pytest.raises((DamagedError, CoverageError)):
@@ -308,7 +308,7 @@ DATA = Path(__file__).parents[3] / "data"
 ZERO = DATA / "deepspeed" / "z1_bf16" / "ckpt"
 
 
-def test_master_weights_against_those_of_the_module():
+def test_master_and_module_weights_differ_within_bf16_precision():
     """bf16 keeps 8 bits: every parameter is within 2^-8 of the fp32 copy that it was made of."""
     sides = {"weights_a": "master", "weights_b": "module", "only": "model"}
     found = ckptctl.diff(ZERO, ZERO, **sides)
@@ -320,7 +320,7 @@ def test_master_weights_against_those_of_the_module():
         ckptctl.diff(ZERO, DATA / "tiny-llama3-hf", weights_b="master")
 
 
-def test_two_saves_of_one_folder(tmp_path):
+def test_diff_compares_two_tags_of_one_folder(tmp_path):
     shutil.copytree(ZERO, tmp_path / "run")
     shutil.copytree(ZERO / "global_step2", tmp_path / "run" / "global_step1")
     victim = tmp_path / "run" / "global_step1" / "mp_rank_00_model_states.pt"
@@ -335,7 +335,7 @@ def test_two_saves_of_one_folder(tmp_path):
         ckptctl.diff(run, run, tag_b="nowhere")
 
 
-def test_prefixes(tmp_path):
+def test_root_options_select_compared_prefix(tmp_path):
     one, other = torch.ones(2, 2), torch.zeros(2, 2)
     a = saved(tmp_path, "a.pt", {"ema": {"w": other}, "net": {"w": one}})
     b = saved(tmp_path, "b.pt", {"w": one})
@@ -346,7 +346,7 @@ def test_prefixes(tmp_path):
         ckptctl.diff(a, b, root_a="nothing.")
 
 
-def test_rules_count_where_they_have_a_meaning(tmp_path):
+def test_rules_apply_only_to_sides_that_need_them(tmp_path):
     ranks = DATA / "megatron" / "tp2_pp2_vp2" / "ckpt"
     ckptctl.convert(ranks, tmp_path / "whole", to="dcp", rules="megatron-core")
     with pytest.raises(MappingError):
@@ -357,7 +357,7 @@ def test_rules_count_where_they_have_a_meaning(tmp_path):
         ckptctl.diff(tmp_path / "whole", tmp_path / "whole", rules="megatron-core")
 
 
-def test_quantized_against_what_was_made_of_it(tmp_path):
+def test_quantized_equals_its_dequantized_copy_with_dequantize(tmp_path):
     weight = torch.randn(256, 128)
     scale = torch.full((2, 1), 0.5)
     eight = {"l.weight": weight.to(torch.float8_e4m3fn), "l.weight_scale_inv": scale}
@@ -377,7 +377,7 @@ def test_quantized_against_what_was_made_of_it(tmp_path):
         ckptctl.diff(b, b, dequantize="bf16")
 
 
-def test_the_models_alone_though_there_are_several_optimizers(tmp_path):
+def test_only_model_ignores_numbered_optimizers(tmp_path):
     """Lightning numbers them; what is left of them without a model beside counts as well."""
     a = {"w": torch.ones(2), "optimizer_0": {"lr": 0.1, "state": {"m": torch.ones(2)}}}
     torch.save(a, tmp_path / "a.pt")

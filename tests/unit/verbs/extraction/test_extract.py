@@ -30,7 +30,7 @@ def source(tmp_path):
 
 @pytest.mark.parametrize("text", SLICES)
 @pytest.mark.parametrize("kind", ["safetensors", "pt", "npy"])
-def test_a_slice(source, tmp_path, text, kind):
+def test_extracted_slice_matches_numpy(source, tmp_path, text, kind):
     path, state = source
     target = tmp_path / f"out.{kind}"
     found = ckptctl.extract(path, f"a.x{text}", target)
@@ -47,7 +47,7 @@ def test_a_slice(source, tmp_path, text, kind):
     assert found.nbytes == target.stat().st_size
 
 
-def test_it_reads_only_its_bytes(tmp_path):
+def test_extract_reads_only_requested_bytes(tmp_path):
     save_file({"big": torch.zeros(1024, 1024), "small": torch.ones(4)}, tmp_path / "a.safetensors")
     found = ckptctl.extract(tmp_path / "a.safetensors", "big[5]", tmp_path / "row.npy")
     assert found.bytes_read <= 4096
@@ -56,7 +56,7 @@ def test_it_reads_only_its_bytes(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", sorted(NUMPY_DTYPES))
-def test_every_dtype_of_numpy(tmp_path, dtype):
+def test_npy_output_supports_every_numpy_dtype(tmp_path, dtype):
     value = torch.arange(6).view(2, 3).to(getattr(torch, dtype))
     torch.save({"w": value}, tmp_path / "a.pt")
     ckptctl.extract(tmp_path / "a.pt", "w", tmp_path / "w.npy")
@@ -66,7 +66,7 @@ def test_every_dtype_of_numpy(tmp_path, dtype):
     assert (len(data) - value.nbytes) % 64 == 0
 
 
-def test_numpy_has_no_bf16(source, tmp_path):
+def test_bf16_to_npy_needs_dtype_conversion(source, tmp_path):
     path, state = source
     with pytest.raises(RefusedError, match="does not support bfloat16") as caught:
         ckptctl.extract(path, "a.y", tmp_path / "y.npy")
@@ -76,7 +76,7 @@ def test_numpy_has_no_bf16(source, tmp_path):
     assert (np.load(tmp_path / "y.npy") == state["a.y"].float().numpy()).all()
 
 
-def test_a_glob(source, tmp_path):
+def test_glob_extracts_matching_tensors(source, tmp_path):
     path, state = source
     ckptctl.extract(path, "a.*", tmp_path / "out.safetensors", slice="[0:2]")
     found = load_file(tmp_path / "out.safetensors")
@@ -86,7 +86,7 @@ def test_a_glob(source, tmp_path):
         ckptctl.extract(path, "a.*", tmp_path / "out.npy")
 
 
-def test_what_is_there_is_kept(source, tmp_path):
+def test_existing_output_is_replaced_only_with_overwrite(source, tmp_path):
     path, _ = source
     for name in ("x.npy", "x.pt", "x.safetensors"):
         target = tmp_path / name
@@ -105,12 +105,12 @@ def test_what_is_there_is_kept(source, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["[::2]", "[5]", "[-4]", "[0,0,0,0]", "[..., 0, ...]", "[x]"])
-def test_what_is_no_slice(source, text):
+def test_invalid_slice_is_a_usage_error(source, text):
     with pytest.raises(UsageError):
         ckptctl.extract(source[0], "a.x", slice=text)
 
 
-def test_names(source, tmp_path):
+def test_unknown_tensor_or_file_extension_is_an_error(source, tmp_path):
     with pytest.raises(MappingError) as caught:
         ckptctl.extract(source[0], "a.z")
     assert "did you mean" in (caught.value.hint or "")
@@ -120,7 +120,7 @@ def test_names(source, tmp_path):
     assert ckptctl.extract(tmp_path / "odd.safetensors", "w[0:2]").tensors[0].shape == (3,)
 
 
-def test_values_are_shown(source, tmp_path):
+def test_extract_previews_values(source, tmp_path):
     path, state = source
     shown = ckptctl.extract(path, "a.x[0, :, 1:3]").tensors[0].preview
     assert shown.count("[") == 5
@@ -137,7 +137,7 @@ def test_values_are_shown(source, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")
-def test_every_dtype_is_shown(tmp_path):
+def test_extract_previews_every_dtype(tmp_path):
     state = dtype_matrix()
     torch.save(state, tmp_path / "a.pt")
     for name in state:
@@ -152,7 +152,7 @@ ZERO = DATA / "deepspeed" / "z1_bf16" / "ckpt"
 
 
 @pytest.mark.parametrize(("weights", "dtype"), [("master", "float32"), ("module", "bfloat16")])
-def test_either_kind_of_weights(tmp_path, weights, dtype):
+def test_weights_option_selects_master_or_module(tmp_path, weights, dtype):
     ckptctl.extract(ZERO, "module.fc1.weight", tmp_path / "w.pt", weights=weights)
     (found,) = torch.load(tmp_path / "w.pt", weights_only=True).values()
     saved = torch.load(ZERO / "global_step2" / "mp_rank_00_model_states.pt", weights_only=False)
@@ -161,13 +161,13 @@ def test_either_kind_of_weights(tmp_path, weights, dtype):
     assert torch.equal(found.bfloat16(), theirs)
 
 
-def test_a_save_that_is_not_there():
+def test_unknown_tag_is_a_usage_error():
     with pytest.raises(UsageError, match="nowhere"):
         ckptctl.extract(ZERO, "module.fc1.weight", tag="nowhere")
     assert ckptctl.extract(ZERO, "module.fc1.weight", tag="global_step2").tensors
 
 
-def test_rules_of_ranks():
+def test_rules_join_tensor_parallel_ranks():
     ranks = DATA / "megatron" / "tp2_pp2_vp2" / "ckpt"
     with pytest.raises(MappingError):
         ckptctl.extract(ranks, "*word_embeddings.weight")
@@ -175,7 +175,7 @@ def test_rules_of_ranks():
     assert found.shape == found.whole
 
 
-def test_a_quantized_tensor_as_a_plain_one(tmp_path):
+def test_quantized_tensor_slice_is_dequantized(tmp_path):
     weight = torch.randn(256, 128).to(torch.float8_e4m3fn)
     quantized = {"l.weight": weight, "l.weight_scale_inv": torch.full((2, 1), 0.5)}
     save_file(quantized, tmp_path / "q.safetensors")
@@ -196,16 +196,16 @@ def test_a_quantized_tensor_as_a_plain_one(tmp_path):
         ("[2:1]", "the slice of `a.x` is empty: dimension 0 has size 3"),
     ],
 )
-def test_less_than_the_slice_asks_for(source, text, said):
+def test_truncated_slice_is_noted(source, text, said):
     assert ckptctl.extract(source[0], "a.x", slice=text).notes == ((said,) if said else ())
 
 
-def test_less_than_the_slice_asks_for_of_several(source):
+def test_truncated_slices_of_several_tensors_share_one_note(source):
     (note,) = ckptctl.extract(source[0], "a.*", slice="[0:9]").notes
     assert note == "the slice of `a.x` is truncated: dimension 0 has size 3; also for 1 more"
 
 
-def test_a_part_of_a_name(source):
+def test_partial_name_hints_at_full_name(source):
     with pytest.raises(MappingError) as raised:
         ckptctl.extract(source[0], "x")
     assert raised.value.hint == "did you mean `a.x`?"

@@ -59,12 +59,12 @@ def path(tensors: dict[str, torch.Tensor], tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("key", KEYS, ids=str)
-def test_slices_are_those_of_torch(path: Path, tensors: dict[str, torch.Tensor], key: Any) -> None:
+def test_lazy_slices_match_torch(path: Path, tensors: dict[str, torch.Tensor], key: Any) -> None:
     part = ckptctl.open(path)["a.x"][key]
     assert part.dtype == torch.float32 and torch.equal(part, tensors["a.x"][key])
 
 
-def test_names_shapes_and_elements_are_those_of_safe_open(path: Path) -> None:
+def test_lazy_state_matches_safe_open(path: Path) -> None:
     with safe_open(path, "pt") as theirs, ckptctl.open(path) as ours:
         assert set(ours) == set(theirs.keys()) and ours.metadata == theirs.metadata()
         for name, handle in ours.items():
@@ -77,7 +77,7 @@ def test_names_shapes_and_elements_are_those_of_safe_open(path: Path) -> None:
             whole.fill_(1)  # it is the caller's own
 
 
-def test_it_is_a_mapping(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+def test_lazy_state_is_a_mapping(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     state = ckptctl.open(path)
     assert len(state) == 4 and "b" in state and "c" not in state
     assert state.get("c") is None and state.get("b") is not None
@@ -95,17 +95,17 @@ def test_it_is_a_mapping(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("key", [slice(0, 3, 2), None, True, "0:1", 1.5, (0, 0, 0, 0), (..., ...)])
-def test_what_is_no_slice(path: Path, key: Any) -> None:
+def test_invalid_lazy_slice_is_a_usage_error(path: Path, key: Any) -> None:
     with pytest.raises(UsageError):
         ckptctl.open(path)["a.x"][key]
 
 
-def test_an_index_outside(path: Path) -> None:
+def test_index_out_of_bounds_is_an_index_error(path: Path) -> None:
     with pytest.raises(IndexError, match="index 3 is out of bounds for dimension 0"):
         ckptctl.open(path)["a.x"][3]
 
 
-def test_after_the_end_nothing_is_read(path: Path) -> None:
+def test_closed_lazy_state_refuses_reads(path: Path) -> None:
     with ckptctl.open(path) as state:
         handle = state["a.x"]
     assert handle.shape == (3, 4, 5)
@@ -113,7 +113,7 @@ def test_after_the_end_nothing_is_read(path: Path) -> None:
         handle[0]
 
 
-def test_a_checkpoint_that_was_replaced_is_not_read(
+def test_replaced_checkpoint_is_a_changed_error(
     path: Path, tensors: dict[str, torch.Tensor]
 ) -> None:
     state = ckptctl.open(path)
@@ -123,7 +123,7 @@ def test_a_checkpoint_that_was_replaced_is_not_read(
         state["a.x"][0, 0, 1]
 
 
-def test_nothing_but_the_slice_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lazy_slice_reads_only_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
 
     def counting(*args: Any, **named: Any) -> Execution:
@@ -138,14 +138,14 @@ def test_nothing_but_the_slice_is_read(tmp_path: Path, monkeypatch: pytest.Monke
     assert read == [2 * 4096]
 
 
-def test_many_threads(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+def test_lazy_slices_match_across_threads(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     state = ckptctl.open(path)
     with ThreadPoolExecutor(8) as pool:
         rows = list(pool.map(lambda n: state["a.x"][n % 3, n % 4], range(48)))
     assert all(torch.equal(row, tensors["a.x"][n % 3, n % 4]) for n, row in enumerate(rows))
 
 
-def test_other_leaves(tmp_path: Path) -> None:
+def test_lazy_leaves_return_plain_values(tmp_path: Path) -> None:
     import collections
 
     plain = {"step": 7, "name": "a", "betas": (0.9, 0.95), "none": None, "ids": [1, {"a": b"x"}]}
@@ -162,7 +162,7 @@ def test_other_leaves(tmp_path: Path) -> None:
         assert "use `leaves`" in str(caught.value.hint)  # type: ignore[attr-defined]
 
 
-def test_a_leaf_that_would_run_code_is_not_run(tmp_path: Path) -> None:
+def test_hostile_leaf_is_unsupported_and_never_runs(tmp_path: Path) -> None:
     class Hostile:
         def __reduce__(self) -> tuple[Any, ...]:
             return os.mkdir, (str(tmp_path / "ran"),)
@@ -174,14 +174,14 @@ def test_a_leaf_that_would_run_code_is_not_run(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_part_of_a_training_state(tmp_path: Path) -> None:
+def test_root_option_selects_part_of_training_state(tmp_path: Path) -> None:
     saved = {"model": {"w": torch.ones(2), "n": 3}, "optim": {"w": torch.zeros(2)}, "step": 1}
     state = ckptctl.open(save_dcp(tmp_path / "a", saved), root="model")
     assert list(state) == ["w"] and dict(state.leaves) == {"n": 3}
     assert torch.equal(state["w"][...], torch.ones(2))
 
 
-def test_another_layout_and_another_dtype(tmp_path: Path) -> None:
+def test_lazy_state_converts_layout_and_dtype(tmp_path: Path) -> None:
     tensors, config = tiny_llama("llama3")
     hf = save_hf(tmp_path / "hf", tensors, config)
     ckptctl.convert(hf, tmp_path / "meta", to="meta")

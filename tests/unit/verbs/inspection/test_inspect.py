@@ -26,7 +26,7 @@ def some():
     }
 
 
-def test_facts(fake, tmp_path):
+def test_inspect_reports_sizes_dtypes_and_tensors(fake, tmp_path):
     fake.save(tmp_path / "c", some(), aliases={"tied": "w"}, blobs=["optimizer.step"])
     found = inspect_checkpoint(tmp_path / "c")
     assert (found.format, found.verdict, found.complete, found.model_type) == (
@@ -48,7 +48,7 @@ def test_facts(fake, tmp_path):
     assert found.files == {DATA: 106}
 
 
-def test_json_is_plain_data(fake, tmp_path):
+def test_inspect_json_is_plain_data(fake, tmp_path):
     import json
 
     fake.save(tmp_path / "c", some())
@@ -80,7 +80,7 @@ def test_json_is_plain_data(fake, tmp_path):
     assert (body["verdict"], body["complete"], body["scope"]) == ("complete", None, "structure")
 
 
-def test_incomplete_is_described(fake, tmp_path):
+def test_inspect_describes_missing_elements_and_truncated_file(fake, tmp_path):
     catalog = fake.save(tmp_path / "c", some())
     broken = replace(catalog.tensors["w"], shape=(4, 4))
     fake.known[tmp_path / "c"] = replace(
@@ -105,7 +105,7 @@ def test_missing_file_is_a_problem(fake, tmp_path):
     )
 
 
-def test_nothing_inside_is_not_complete(fake, tmp_path):
+def test_checkpoint_without_tensors_is_a_problem(fake, tmp_path):
     fake.save(tmp_path / "c", {})
     assert inspect_checkpoint(tmp_path / "c").problems == ("the checkpoint contains no tensors",)
 
@@ -129,7 +129,7 @@ def test_run_folder_lists_members(fake, tmp_path):
     assert found.run and [one.step for one in found.run.checkpoints] == [2, 10, 30]
 
 
-def test_errors(fake, tmp_path):
+def test_missing_empty_or_damaged_path_is_an_error(fake, tmp_path):
     with pytest.raises(SourceNotFoundError):
         inspect_checkpoint(tmp_path / "nope")
     with pytest.raises(FormatError):
@@ -139,7 +139,7 @@ def test_errors(fake, tmp_path):
         inspect_checkpoint(tmp_path)
 
 
-def test_statistics_only_of_what_is_included(fake, tmp_path):
+def test_statistics_cover_only_included_tensors(fake, tmp_path):
     fake.save(tmp_path / "c", some(), aliases={"tied": "w"})
     found = inspect_checkpoint(tmp_path / "c", InspectOptions(stats=True, include=["ti*", "h"]))
     measured = {t.name for t in found.tensors if t.statistics}

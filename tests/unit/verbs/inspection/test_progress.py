@@ -29,7 +29,7 @@ class Told:
 
 
 @pytest.mark.parametrize("passes", [1, 2])
-def test_a_large_tensor_is_told_of_in_parts(tmp_path, passes):
+def test_large_tensor_progress_is_reported_in_steps(tmp_path, passes):
     path = tmp_path / "x.safetensors"
     save_file({"w": torch.arange(3 * MIB, dtype=torch.float32), "c": torch.zeros(MIB)}, path)
     told = Told()
@@ -41,7 +41,7 @@ def test_a_large_tensor_is_told_of_in_parts(tmp_path, passes):
     assert max(told.steps) <= 4 * MIB
 
 
-def test_what_is_not_done_is_told_of_at_the_end():
+def test_unreported_progress_is_added_at_end():
     told = []
     with pytest.raises(DamagedError), report_part(told.append, 10) as seen:
         seen(3)

@@ -52,7 +52,7 @@ def torn(data, tmp_path):
     return path
 
 
-def test_report_of_a_complete_checkpoint(data):
+def test_report_of_complete_checkpoint_maps_ranks(data):
     found = ckptctl.report(data / "dcp" / "dcp_2d" / "ckpt").to_json()
     assert found["readable"] and found["verdict"] == "complete" and not found["findings"]
     assert [file["rank"] for file in found["files"]] == [0, 1, 2, 3]
@@ -64,7 +64,7 @@ def test_report_of_a_complete_checkpoint(data):
     assert set(found["left_out"].values()) == {0}
 
 
-def test_holes_and_the_files_they_lie_in(torn):
+def test_report_lists_holes_with_their_files(torn):
     report = ckptctl.report(torn)
     found = report.to_json()
     assert report.readable and found["verdict"] == "damaged" and found["findings"]
@@ -77,7 +77,7 @@ def test_holes_and_the_files_they_lie_in(torn):
     assert {one["file"] for one in weight["map"]}.isdisjoint({h["file"] for h in weight["holes"]})
 
 
-def test_how_much_is_there(torn, data, tmp_path):
+def test_report_counts_present_and_missing_bytes(torn, data, tmp_path):
     """Rows 5 to 13 of 17 went with the files of ranks 1 and 2."""
     found = ckptctl.report(torn).to_json()
     (weight,) = (one for one in found["tensors"] if one["name"] == "model.l1.weight")
@@ -98,7 +98,7 @@ def test_how_much_is_there(torn, data, tmp_path):
     assert found["verdict"] == "damaged", "also where nothing but a file is missing"
 
 
-def test_tensors_of_which_only_the_name_is_known(data, tmp_path):
+def test_report_counts_tensors_known_only_by_name(data, tmp_path):
     source = tmp_path / "llama"
     shutil.copytree(data / "tiny-llama3-hf", source, copy_function=shutil.copyfile)
     whole = ckptctl.report(source).to_json()
@@ -118,13 +118,13 @@ def test_tensors_of_which_only_the_name_is_known(data, tmp_path):
         assert ckptctl.report(source).presence.total_bytes is None, "nothing tells"
 
 
-def test_parts(data):
+def test_report_groups_tensors_into_parts(data):
     found = ckptctl.report(data / "dcp/dcp_2d/ckpt").tensors
     assert {one.part for one in found} == {"model", "optimizer", "rest"}
     assert [one.info.name for one in found if one.part == "rest"] == ["rng"]
 
 
-def test_statistics_of_what_is_there(torn, data):
+def test_statistics_cover_only_present_elements(torn, data):
     whole = ckptctl.report(data / "dcp" / "dcp_2d" / "ckpt", stats=True).to_json()
     part = ckptctl.report(torn, stats=True).to_json()
     counts = [
@@ -137,14 +137,14 @@ def test_statistics_of_what_is_there(torn, data):
     assert len(weight["stats"]["histogram"]) == 40 and sum(weight["stats"]["histogram"]) == 221
 
 
-def test_an_index_that_cannot_be_read(torn, tmp_path):
+def test_unreadable_index_still_produces_report(torn, tmp_path):
     (torn / ".metadata").write_bytes(b"not a pickle")
     found = ckptctl.report(torn, tmp_path / "page.html")
     assert not found.readable and found.verification.findings
     assert data_of(tmp_path / "page.html")["findings"]
 
 
-def test_a_file_is_not_damaged_where_the_index_is(tmp_path):
+def test_index_error_does_not_mark_file_damaged(tmp_path):
     path = save_dcp(tmp_path / "c", {"w": torch.ones(4, 4)})
     index = pickle.loads((path / ".metadata").read_bytes())
     index.state_dict_metadata["w"].size = torch.Size([3, 4])
@@ -155,7 +155,7 @@ def test_a_file_is_not_damaged_where_the_index_is(tmp_path):
     assert [(file.path, file.state) for file in report.files] == [("__0_0.distcp", "present")]
 
 
-def test_two_checkpoints(source, tmp_path):
+def test_report_compares_two_checkpoints(source, tmp_path):
     other = tmp_path / "other.safetensors"
     save_file({"a.w": torch.full((2, 3), 2.0), "a.b": torch.ones(3), "c": torch.ones(1)}, other)
     found = ckptctl.report(source, other=other).to_json()
@@ -174,7 +174,7 @@ def test_two_checkpoints(source, tmp_path):
     assert structure["structure"] and not structure["tensors"]
 
 
-def test_tolerances_and_dtypes(source, tmp_path):
+def test_tolerances_and_ignore_dtype_apply_to_difference(source, tmp_path):
     other = tmp_path / "other.safetensors"
     near = torch.arange(6.0).view(2, 3) + 0.01
     save_file({"a.w": near, "a.b": torch.ones(3).half(), HOSTILE: torch.zeros(0)}, other)
@@ -187,7 +187,7 @@ def test_tolerances_and_dtypes(source, tmp_path):
         ckptctl.report(source, other=other, rtol=-1)
 
 
-def test_saves_and_copies_of_weights(data, tmp_path):
+def test_tags_and_weights_select_reported_save(data, tmp_path):
     zero = tmp_path / "zero"
     shutil.copytree(data / "deepspeed" / "z1_bf16" / "ckpt", zero)
     shutil.copytree(zero / "global_step2", zero / "global_step4")
@@ -211,7 +211,7 @@ def test_saves_and_copies_of_weights(data, tmp_path):
     assert {one.kinds for one in found.tensors} == {("dtype",)}
 
 
-def test_rules_count_where_they_have_a_meaning(data, tmp_path):
+def test_rules_apply_only_to_sides_that_need_them(data, tmp_path):
     ranks = data / "megatron" / "tp2_pp2_vp2" / "ckpt"
     ckptctl.convert(ranks, tmp_path / "whole", to="dcp", rules="megatron-core")
     for one, other in ((ranks, tmp_path / "whole"), (tmp_path / "whole", ranks)):
@@ -233,13 +233,13 @@ def test_rules_count_where_they_have_a_meaning(data, tmp_path):
         {"tag_other": "x"},
     ],
 )
-def test_nothing_to_compare_with(source, tmp_path, options):
+def test_comparison_options_require_second_checkpoint(source, tmp_path, options):
     with pytest.raises(UsageError, match="requires a second checkpoint"):
         ckptctl.report(source, tmp_path / "page.html", **options)
     assert not (tmp_path / "page.html").exists()
 
 
-def test_another_one_that_cannot_be_compared(source, torn, tmp_path_factory):
+def test_damaged_second_checkpoint_is_reported_without_difference(source, torn, tmp_path_factory):
     found = ckptctl.report(source, other=torn).to_json()
     assert found["difference"] is None and found["difference_error"]["exit_code"] == 4
     assert found["other_summary"]["verdict"] == "damaged"
@@ -252,7 +252,7 @@ def test_another_one_that_cannot_be_compared(source, torn, tmp_path_factory):
         ckptctl.report(source, other=source.parent / "nothing")
 
 
-def test_what_is_left_out_is_counted(torn):
+def test_unlisted_tensors_are_counted(torn):
     whole, part = (ckptctl.report(torn, max_tensors=n).to_json() for n in (1000, 5))
     assert len(part["tensors"]) == 5
     assert part["left_out"]["tensors"] == len(whole["tensors"]) - 5
@@ -261,7 +261,7 @@ def test_what_is_left_out_is_counted(torn):
     assert all(one["missing"] for one in part["tensors"]), "what is wrong comes first"
 
 
-def test_include(source):
+def test_include_option_selects_listed_tensors(source):
     found = ckptctl.report(source, include="a.*").to_json()
     assert [one["name"] for one in found["tensors"]] == ["a.b", "a.w"]
     assert found["left_out"]["tensors"] == 1 and found["tensor_count"] == 3
@@ -269,7 +269,7 @@ def test_include(source):
         ckptctl.report(source, include="b.*")
 
 
-def test_differences_are_bounded(source, tmp_path):
+def test_listed_differences_are_bounded(source, tmp_path):
     other = tmp_path / "other.safetensors"
     save_file({f"x{i}": torch.ones(1) for i in range(9)}, other)
     found = ckptctl.report(source, other=other, max_tensors=2).to_json()
@@ -277,7 +277,7 @@ def test_differences_are_bounded(source, tmp_path):
     assert found["left_out"]["differences"] == 7 + 1
 
 
-def test_chunks_are_bounded():
+def test_listed_chunks_and_holes_are_bounded():
     rows = [Extent(Box((2 * i, 0), (1, 4)), "f", 0, 16) for i in range(10)]
     entry = TensorEntry("t", "float32", (20, 4), tuple(rows), ("t",))
     maps = ChunkMapper(room=25, each=8)
@@ -287,7 +287,7 @@ def test_chunks_are_bounded():
     assert (maps.chunks, maps.holes) == (2 + 9, 2 + 2)
 
 
-def test_no_name_leaves_the_data(source, tmp_path):
+def test_hostile_tensor_name_stays_inside_page_data(source, tmp_path):
     ckptctl.report(source, tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
     assert "onerror" in text and "<img" not in text
@@ -300,14 +300,14 @@ def test_no_name_leaves_the_data(source, tmp_path):
 @pytest.mark.parametrize(
     "name", [HOSTILE, "<!--<script>", "\u2028\u202e\x00", "\ud800", "&lt;", "$x"]
 )
-def test_any_text_can_be_embedded(name):
+def test_any_text_is_embedded_safely(name):
     text = embed_json({"name": name})
     assert json.loads(text)["name"] == name
     assert text.isascii() and not set("<>&") & set(text)
     assert json.loads(DATA.search(build_page({"path": name}))[1])["path"] == name
 
 
-def test_whole_numbers_keep_their_digits():
+def test_large_integers_are_embedded_as_strings():
     document = {"few": 2**53 - 1, "many": [2**53 + 1, {"fewer": -(2**60) - 1}], "real": 1e300}
     assert json.loads(embed_json(document)) == {
         "few": 2**53 - 1,
@@ -316,7 +316,7 @@ def test_whole_numbers_keep_their_digits():
     }
 
 
-def test_the_policy_allows_its_own_script_and_style_alone(source, tmp_path):
+def test_content_security_policy_allows_only_own_script_and_style(source, tmp_path):
     ckptctl.report(source, tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)[1]
@@ -330,7 +330,7 @@ def test_the_policy_allows_its_own_script_and_style_alone(source, tmp_path):
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|url\(|@import|innerHTML|eval\(", text)
 
 
-def test_every_script_is_on_the_page():
+def test_page_includes_every_script():
     folder = files(report_page.__name__)
     there = {item.name for item in folder.iterdir() if item.name.endswith(".js")}
     assert there == set(report_page.SCRIPTS)
@@ -338,7 +338,7 @@ def test_every_script_is_on_the_page():
         assert (folder / one).read_text() != (folder / other).read_text()
 
 
-def test_only_a_report_is_replaced(source, tmp_path):
+def test_overwrite_replaces_only_reports(source, tmp_path):
     target = tmp_path / "out" / "page.html"
     ckptctl.report(source, target)
     before = target.read_bytes()
@@ -353,7 +353,7 @@ def test_only_a_report_is_replaced(source, tmp_path):
     assert [item.name for item in target.parent.iterdir()] == ["page.html"]
 
 
-def test_not_inside_a_checkpoint(torn, source):
+def test_report_inside_checkpoint_is_refused(torn, source):
     for sources in ((torn, None), (source, torn)):
         with pytest.raises(RefusedError, match="inside the source") as refused:
             ckptctl.report(sources[0], torn / "page.html", other=sources[1])
@@ -379,7 +379,7 @@ class Elements(HTMLParser):
         self.tags.append(tag)
 
 
-def test_how_far_what_is_quantized_is_off(tiny_llama3_hf, tmp_path):
+def test_report_difference_matches_quantization_rounding(tiny_llama3_hf, tmp_path):
     ckptctl.convert(tiny_llama3_hf, tmp_path / "q", to="hf", quantize="nvfp4")
     with pytest.raises(UsageError, match="dequantize` requires a second checkpoint"):
         ckptctl.report(tmp_path / "q", dequantize="fp32")

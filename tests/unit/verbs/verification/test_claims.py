@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 
 @pytest.mark.parametrize("shape", [(1 << 60,), (1 << 62, 1 << 62)])
 @pytest.mark.parametrize("name", [".metadata", "__0.metadata"])
-def test_an_item_that_is_shorter_than_its_box(
+def test_item_shorter_than_its_chunk_is_an_index_error(
     tmp_path: Path, name: str, shape: tuple[int, ...]
 ) -> None:
     from torch.distributed.checkpoint import metadata as m
@@ -40,9 +40,7 @@ def test_an_item_that_is_shorter_than_its_box(
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("after", [bytes(22), bytes(4000), b"of some writer"])
-def test_something_after_the_zip_of_the_last_item_is_no_damage(
-    tmp_path: Path, after: bytes
-) -> None:
+def test_trailing_bytes_after_last_item_are_not_damage(tmp_path: Path, after: bytes) -> None:
     """As of a writer that fills up whole blocks: torch passes over it."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.state_dict_loader import load

@@ -28,7 +28,7 @@ class One:
     world: int
 
 
-def test_one_large_range_is_read_by_all_ranks(
+def test_large_range_is_split_among_all_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(data, "BLOCK", 1 << 20)
@@ -49,7 +49,7 @@ def test_one_large_range_is_read_by_all_ranks(
     assert (finding.tensor, finding.file, bad) == ("w", "large", [wrong])
 
 
-def test_blocks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verification_is_independent_of_block_size(monkeypatch: pytest.MonkeyPatch) -> None:
     source = Path("tests/data/dcp/dcp_2d/ckpt")
     whole = verify_checkpoint(source, VerifyOptions(level="full"))
     monkeypatch.setattr(data, "BLOCK", 100)

@@ -27,7 +27,7 @@ def span(one: int, other: int) -> tuple[str, int, int]:
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_bytes_are_those_that_a_right_one_covers_and_no_wrong_one(seed: int) -> None:
+def test_verified_bytes_exclude_ranges_with_wrong_checksum(seed: int) -> None:
     draw = random.Random(seed)
     right, wrong = (
         [span(draw.randrange(40), draw.randrange(40)) for _ in range(draw.randrange(6))]
@@ -42,7 +42,7 @@ def test_bytes_are_those_that_a_right_one_covers_and_no_wrong_one(seed: int) -> 
         assert proof.count_tensors([entry(start, end - start)]) == ({*range(start, end)} <= byte)
 
 
-def test_a_tensor_that_cannot_be_read_is_not_proven() -> None:
+def test_unreadable_tensor_is_not_verified() -> None:
     proof = Proof([("a", 0, 9)], [])
     assert (
         proof.count_tensors([TensorEntry.build_unreadable("w", "f", (2,), ("w",), "it is sparse")])
@@ -53,7 +53,7 @@ def test_a_tensor_that_cannot_be_read_is_not_proven() -> None:
 
 
 @pytest.mark.parametrize("listed", [False, True])
-def test_a_tensor_with_a_wrong_checksum_is_not_proven(tiny_llama3_hf, tmp_path, listed) -> None:
+def test_tensor_with_wrong_checksum_is_not_verified(tiny_llama3_hf, tmp_path, listed) -> None:
     """Not even where a later list of digests took the file as it was by then."""
     ckptctl.convert(tiny_llama3_hf, tmp_path / "hf", to="hf")
     whole = ckptctl.verify(tmp_path / "hf", level="full")
@@ -75,7 +75,7 @@ def test_a_tensor_with_a_wrong_checksum_is_not_proven(tiny_llama3_hf, tmp_path, 
     assert len(found.checksum_lists) == 1 + listed
 
 
-def test_what_another_file_should_be_is_not_proven(tiny_llama3_hf, tmp_path) -> None:
+def test_file_with_wrong_sha256_is_not_verified(tiny_llama3_hf, tmp_path) -> None:
     ckptctl.convert(tiny_llama3_hf, tmp_path / "hf", to="hf")
     (tmp_path / "hf" / "SHA256SUMS").write_text(f"{'0' * 64}  model.safetensors\n")
     found = ckptctl.verify(tmp_path / "hf", level="full")
@@ -83,7 +83,7 @@ def test_what_another_file_should_be_is_not_proven(tiny_llama3_hf, tmp_path) -> 
     assert found.data == "not verified", "checksums are recorded"
 
 
-def test_nothing_is_proven_where_nothing_is_left(tmp_path) -> None:
+def test_unreadable_checkpoint_has_no_verified_tensors(tmp_path) -> None:
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "__0_0.distcp").write_bytes(b"x")
     found = ckptctl.verify(tmp_path / "c", level="full")
@@ -91,7 +91,7 @@ def test_nothing_is_proven_where_nothing_is_left(tmp_path) -> None:
     assert found.data == "not read"
 
 
-def test_what_misses_elements_is_not_proven_as_a_whole(tmp_path) -> None:
+def test_tensors_with_missing_elements_are_not_verified(tmp_path) -> None:
     shutil.copytree(DATA / "deepspeed" / "z1_bf16" / "ckpt", tmp_path / "c")
     whole = ckptctl.verify(tmp_path / "c", level="full")
     assert whole.verified_tensors == whole.tensors
@@ -102,7 +102,7 @@ def test_what_misses_elements_is_not_proven_as_a_whole(tmp_path) -> None:
     assert found.verified_tensors == whole.tensors - len(torn)
 
 
-def test_data_that_no_checksum_covers_is_not_verifiable(tmp_path) -> None:
+def test_data_without_checksums_is_not_verifiable(tmp_path) -> None:
     """A list that names other files than those with data covers none."""
     save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
@@ -114,7 +114,7 @@ def test_data_that_no_checksum_covers_is_not_verifiable(tmp_path) -> None:
         assert (found.verdict, found.data) == ("complete", "not verifiable")
 
 
-def test_data_that_was_searched_for_nan_alone_is_not_compared(tmp_path) -> None:
+def test_nan_search_reads_data_without_comparing(tmp_path) -> None:
     save_file({"w": torch.ones(3)}, tmp_path / "a.safetensors")
     for level in ("fast", "headers"):
         found = ckptctl.verify(tmp_path / "a.safetensors", level=level, nan=True)
@@ -126,7 +126,7 @@ def test_data_that_was_searched_for_nan_alone_is_not_compared(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("name", ["SHA256SUMS", "a.safetensors.sha256"])
-def test_lists_are_about_the_single_file(tmp_path, name) -> None:
+def test_checksum_lists_apply_only_to_verified_file(tmp_path, name) -> None:
     """What they say of a file beside it is nothing against this one."""
     for file in ("a", "b"):
         save_file({"w": torch.ones(3)}, tmp_path / f"{file}.safetensors")
@@ -140,7 +140,7 @@ def test_lists_are_about_the_single_file(tmp_path, name) -> None:
     assert (found.verdict, found.verified_tensors, found.verified_bytes) == ("damaged", 0, 0)
 
 
-def test_a_list_that_was_added_to_a_file_is_compared_with_it(tmp_path) -> None:
+def test_added_checksum_list_is_compared_with_file(tmp_path) -> None:
     save_file({"w": torch.ones(3)}, tmp_path / "a.safetensors")
     ckptctl.verify(tmp_path / "a.safetensors", level="full", manifest=True)
     assert ckptctl.verify(tmp_path / "a.safetensors", level="full").verified_tensors == 1

@@ -37,7 +37,7 @@ def gone(state: State, name: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", one_in(2, PARTS))
-def test_what_a_quantized_weight_lacks(tmp_path: Path, recipe: str) -> None:
+def test_missing_or_wrong_quantization_part_is_reported(tmp_path: Path, recipe: str) -> None:
     source = tmp_path / "source"
     ckptctl.convert(save_hf(tmp_path / "hf", STATE, CONFIG), source, to="hf", quantize=recipe)
     (source / "ckptctl.manifest.json").unlink()
@@ -62,7 +62,7 @@ def test_what_a_quantized_weight_lacks(tmp_path: Path, recipe: str) -> None:
         shutil.rmtree(copy)
 
 
-def test_elements_of_a_byte_without_any_scale_may_be_all_there_is(tmp_path: Path) -> None:
+def test_fp8_weights_without_any_scale_are_complete(tmp_path: Path) -> None:
     narrow = {name: one.to(torch.float8_e4m3fn) for name, one in STATE.items()}
     assert not ckptctl.verify(save_hf(tmp_path / "hf", narrow, CONFIG)).findings
 
@@ -105,9 +105,7 @@ def quantized(stored: Callable[[torch.Tensor], State]) -> State:
 
 
 @pytest.mark.parametrize("kind", UNKNOWN)
-def test_nothing_lacks_scales_where_it_is_not_known_how_weights_are_stored(
-    tmp_path: Path, kind: str
-) -> None:
+def test_unknown_quantization_method_reports_no_missing_scales(tmp_path: Path, kind: str) -> None:
     said, stored = UNKNOWN[kind]
     state, config = quantized(stored), CONFIG | {"quantization_config": said}
     folder = save_hf(tmp_path / "hf", state, config)
@@ -139,7 +137,7 @@ OTHERS: dict[str, tuple[Mapping[str, object], Callable[[torch.Tensor], State], s
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_one_weight_lacks_what_others_have(tmp_path: Path, kind: str) -> None:
+def test_weight_without_part_that_others_have_is_an_error(tmp_path: Path, kind: str) -> None:
     said, stored, part = OTHERS[kind]
     state = quantized(stored)
     config = CONFIG | {"quantization_config": said}

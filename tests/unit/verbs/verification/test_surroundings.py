@@ -77,7 +77,7 @@ def cached(root: Path, shared: bool) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["local", "cache", "shared"])
-def test_every_byte_of_a_download_is_proven(tmp_path: Path, local: Path, kind: str) -> None:
+def test_hub_download_is_verified_completely(tmp_path: Path, local: Path, kind: str) -> None:
     path = local if kind == "local" else cached(tmp_path, kind == "shared")
     found = ckptctl.verify(path, level="full")
     assert found.verdict == "complete" and not found.findings
@@ -86,7 +86,7 @@ def test_every_byte_of_a_download_is_proven(tmp_path: Path, local: Path, kind: s
 
 
 @pytest.mark.parametrize("kind", ["local", "cache", "shared"])
-def test_a_changed_byte_is_found(tmp_path: Path, local: Path, kind: str) -> None:
+def test_changed_byte_in_hub_download_is_an_error(tmp_path: Path, local: Path, kind: str) -> None:
     path = local if kind == "local" else cached(tmp_path, kind == "shared")
     shards = [name for name in names() if name.endswith(".safetensors")]
     for name in (shards[1], "generation_config.json"):
@@ -102,7 +102,7 @@ def test_a_changed_byte_is_found(tmp_path: Path, local: Path, kind: str) -> None
         flip(real)
 
 
-def test_own_changes_to_small_files_are_warnings(local: Path) -> None:
+def test_edited_small_files_are_warnings(local: Path) -> None:
     """A configuration is edited by hand, weights never are."""
     for name in names():
         if name.endswith(".safetensors"):
@@ -119,7 +119,7 @@ def test_own_changes_to_small_files_are_warnings(local: Path) -> None:
 
 
 @pytest.mark.parametrize("inner", ["original", "a/b"])
-def test_folders_of_a_repository(tmp_path: Path, inner: str) -> None:
+def test_repository_subfolder_is_verified_by_top_level_records(tmp_path: Path, inner: str) -> None:
     """What lies in a folder of a repository is recorded at the repository's top."""
     top = tmp_path / "local"
     shutil.copytree(SOURCE, top / inner)
@@ -136,7 +136,7 @@ def test_folders_of_a_repository(tmp_path: Path, inner: str) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"x\n", b"\xff\n\n\n", b"a\nb\nc\n"])
-def test_records_that_make_no_sense_are_named(local: Path, content: bytes) -> None:
+def test_malformed_download_record_is_a_warning(local: Path, content: bytes) -> None:
     record = local / ".cache/huggingface/download/config.json.metadata"
     record.write_bytes(content)
     found = ckptctl.verify(local, level="full")
@@ -145,7 +145,7 @@ def test_records_that_make_no_sense_are_named(local: Path, content: bytes) -> No
     assert str(warning.file).endswith(record.name)
 
 
-def test_other_etags_prove_nothing(local: Path) -> None:
+def test_foreign_etags_verify_nothing(local: Path) -> None:
     """A proxy may send its own."""
     for name in names():
         write_download_metadata(local, name, COMMIT, "0-16")
@@ -154,13 +154,13 @@ def test_other_etags_prove_nothing(local: Path) -> None:
     assert found.verified_bytes == 0
 
 
-def test_what_was_removed_is_not_missed(local: Path) -> None:
+def test_removed_sidecar_file_is_not_reported(local: Path) -> None:
     (local / "generation_config.json").unlink()
     assert ckptctl.verify(local, level="full").verdict == "complete"
 
 
 @pytest.mark.parametrize("kind", ["local", "cache"])
-def test_a_download_that_did_not_finish_is_named(tmp_path: Path, local: Path, kind: str) -> None:
+def test_unfinished_download_is_a_warning(tmp_path: Path, local: Path, kind: str) -> None:
     path = local if kind == "local" else cached(tmp_path, shared=False)
     folder = path / ".cache/huggingface/download" if kind == "local" else path.parents[1] / "blobs"
     (folder / f"{'0' * 64}.incomplete").write_bytes(b"1")
@@ -169,7 +169,7 @@ def test_a_download_that_did_not_finish_is_named(tmp_path: Path, local: Path, ki
     assert str(warning.file).endswith(".incomplete")
 
 
-def test_links_to_other_places_are_refused(tmp_path: Path) -> None:
+def test_links_outside_hub_cache_are_refused(tmp_path: Path) -> None:
     """The shared store lies beside the repositories, and its files have names of one kind."""
     snapshot = cached(tmp_path, shared=True)
     shard = sorted(snapshot.glob("*.safetensors"))[0]

@@ -46,7 +46,7 @@ def forbidden(monkeypatch: pytest.MonkeyPatch) -> set[Path]:
 
 @pytest.mark.parametrize("level", ["fast", "full"])
 @pytest.mark.parametrize(("folder", "file"), one_in(3, FILES))
-def test_an_unreadable_file_is_one_finding_among_others(
+def test_unreadable_file_is_one_unknown_finding(
     forbidden: set[Path], folder: str, file: str, level: str
 ) -> None:
     forbidden.add(DATA / folder / file)
@@ -61,7 +61,9 @@ def test_an_unreadable_file_is_one_finding_among_others(
     assert not [one for one in found.findings if one.severity == "warning" and one.file == file]
 
 
-def test_what_lies_in_an_unreadable_file_is_missing(forbidden: set[Path], tmp_path: Path) -> None:
+def test_tensors_in_unreadable_file_need_allow_missing(
+    forbidden: set[Path], tmp_path: Path
+) -> None:
     source = DATA / "dcp/dcp_2d/ckpt"
     forbidden.add(source / "__1_0.distcp")
     with pytest.raises(StorageError, match="EACCES"):
@@ -78,7 +80,7 @@ def test_what_lies_in_an_unreadable_file_is_missing(forbidden: set[Path], tmp_pa
         ("hf-rank-shards/hf_sharded/ckpt", "shard-00001-model-00001-of-00001.safetensors"),
     ],
 )
-def test_holes_name_the_file_that_may_have_had_them(tmp_path: Path, folder: str, file: str) -> None:
+def test_hole_findings_name_possible_source_file(tmp_path: Path, folder: str, file: str) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(DATA / folder, copy)
     copy.chmod(0o755)
