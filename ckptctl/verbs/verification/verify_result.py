@@ -92,7 +92,7 @@ class Verification(
 
     @property
     def shows_damaged_files(self) -> bool:
-        """Whether files themselves show damage, as :func:`~ckptctl.verdict.shows_file_damage` decides."""
+        """Whether files show damage; see :func:`~ckptctl.verdict.shows_file_damage`."""
         return shows_file_damage(self.findings)
 
     @property
