@@ -32,6 +32,7 @@ BENCHMARKS = (
     "gpu --size 10MB --runs 1 --device cpu --threads 2 --peers --disk DIR --json DIR/out.json",
     "indexes --runs 1 --ranks 4 --tensors 20 --boxes 16 --model 8B --saved-on 64 --where DIR"
     " --megatron-on 8 --expert-tensor 1 --layers 4",
+    "quantized --size 10MB --runs 1 --only copy,quantize-nvfp4,dequantize-awq --where DIR",
     "training --size 10MB --runs 1 --ranks 2 --where DIR --json DIR/out.json",
     "training_plans --models 8B --ranks 8 --limit 20",
 )

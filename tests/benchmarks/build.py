@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from tests.benchmarks.build_shards import FORMS, write
 from tests.benchmarks.families import KINDS, WIDE, config_for, shapes_for
-from tests.benchmarks.quantized import KINDS as QUANTIZED
-from tests.benchmarks.quantized import named
+from tests.benchmarks.quantized_sources import KINDS as QUANTIZED
+from tests.benchmarks.quantized_sources import named
 from tests.benchmarks.template import Shapes, size_of, template_for, tensor
 from tests.checkpoints.adapters import PROJECTIONS, random_adapter, save_peft
 from tests.checkpoints.llama import LlamaSpec, hf_config
@@ -46,9 +46,9 @@ def build(kind: str, folder: str | Path, size: str) -> None:
     """Write one source checkpoint.
 
     Args:
-        kind: ``hf``, ``torch``, ``meta1``, ``meta2``, ``mcore``, ``lora`` (``hf`` with an
-            ``adapter`` in it) or ``assets`` (the configuration); one of
-            :mod:`tests.benchmarks.quantized` (``hf``), :mod:`tests.benchmarks.families` or
+        kind: ``hf``, ``torch``, ``meta1``, ``meta2``, ``mcore``, ``gguf``, ``lora`` (``hf`` with
+            an ``adapter`` in it) or ``assets`` (the configuration); one of
+            :mod:`tests.benchmarks.quantized_sources` (``hf``), :mod:`tests.benchmarks.families` or
             :mod:`tests.benchmarks.build_shards`.
         folder: Created; ``torch`` writes ``model.pt`` in it.
         size: See :func:`spec_for`.
@@ -76,6 +76,8 @@ def build(kind: str, folder: str | Path, size: str) -> None:
             shard = tensors(_meta_shapes(shapes, ranks), template)
             torch.save(shard, folder / f"consolidated.{rank:02d}.pth")
         (folder / "params.json").write_text(json.dumps(meta_params(config, ranks)))
+    elif kind == "gguf":
+        _build_gguf(folder / "model.gguf", config, tensors(shapes, template))
     elif kind == "mcore":
         save(tensors(_mcore_shapes(config), template), checkpoint_id=folder)
         mark(folder)
@@ -118,6 +120,38 @@ def _quantized(kind: str, shapes: Shapes, template: Path) -> dict[str, torch.Ten
         else:
             found[name] = tensor(shape, template)
     return found
+
+
+def _build_gguf(file: Path, config: Mapping[str, Any], every: Mapping[str, torch.Tensor]) -> None:
+    """Write matrices in Q4_1, the embedding and the head in Q8_0, with the package's writer."""
+    import gguf
+    import numpy as np
+
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    kinds = gguf.GGMLQuantizationType
+    for key, value in every.items():
+        name = names.get_name(key, try_suffixes=(".weight",))
+        array = value.float().numpy()
+        if array.ndim == 1:
+            writer.add_tensor(name, array)
+        else:
+            kind = kinds.Q4_1 if "layers" in key else kinds.Q8_0
+            data = gguf.quantize(np.ascontiguousarray(array), kind)
+            writer.add_tensor(name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def _build_hf(folder: Path, every: Mapping[str, torch.Tensor]) -> None:

@@ -1,89 +1,219 @@
-"""Quantized checkpoints, by the kind of source: how each plain weight is stored."""
+"""Quantizing and dequantizing, next to copying and to the arithmetic of the reference libraries.
+
+::
+
+    python -m tests.benchmarks.quantized                                  # 1 GB of bf16, 5 rounds
+    python -m tests.benchmarks.quantized --size 200MB --only quantize-nvfp4,dequantize-awq
+    python -m tests.benchmarks.quantized --only gguf --gguf model.gguf    # a file of your own
+
+``ckptctl`` is a whole process; ``imports`` is a process that only imports what that one imports.
+``cp`` copies the input and the output with ``cp -r``. The reference is what another library
+computes for the same weights, without reading, writing and importing
+(:mod:`tests.benchmarks.quantized_references`). All take turns, in the reverse order in every
+other round. CPU is user and system time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
-import torch
+from tests.benchmarks.measure import TOOL, ProcessFailed, Sample, imports_of, in_turn, run
+from tests.benchmarks.options import MEMORY, machine, names_of, parser_of
+from tests.benchmarks.pages import pool
+from tests.benchmarks.report import spread, table
+from tests.benchmarks.warm import Warm
+from tests.benchmarks.workspace import Workspace, discard, nbytes
 
-Stored = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-"""Shapes and dtypes of the tensors that stand for a weight, by how their names go on after it."""
+REFERENCES = "tests.benchmarks.quantized_references:measure"
+LIMITS = {
+    "copy": None,
+    "quantize-fp8-block": 1.2,
+    "quantize-fp8-channel": 1.2,
+    "quantize-nvfp4": 0.4,
+    "quantize-mxfp4": 0.4,
+    "quantize-mxfp8": 0.4,
+    "dequantize-int4": 1.0,
+    "dequantize-fp8": 0.5,
+    "dequantize-gptq": 0.5,
+    "dequantize-awq": 0.5,
+    "dequantize-mxfp4": 0.5,
+    "dequantize-nvfp4": 0.5,
+    "gguf": 0.5,
+}
+"""For each row, the part of the reference's CPU time that is to be reached.
+
+The row ``copy`` has no reference, and is to reach 1.5 times the CPU time of ``cp -r``.
+"""
+COPY_LIMIT = 1.5
+HEAD = (
+    *("work", "GB in", "GB out", "ckptctl CPU s: median (min–max)", "of it imports", "wall s"),
+    *("cp CPU s", "× cp", "reference", "its CPU s", "its wall s", "CPU, × reference", "to reach"),
+    *("MB beyond imports", "runs"),
+)
 
 
-class Quantized(NamedTuple):
-    """A way of quantizing.
+@dataclass
+class Row:
+    """All samples of one kind of work.
 
     Attributes:
-        stored: Says what stands for a matrix of rows and columns.
-        config: The ``quantization_config``.
-        stores_shape: Whether the shape of each weight is a tensor, too.
+        work: Its name.
+        read: Bytes of the source.
+        written: Bytes of the output.
+        samples: One per round, by contestant: ``ckptctl``, ``imports``, ``cp``, ``reference``.
+        library: Of the reference, or why there is none.
     """
 
-    stored: Callable[[int, int], Stored]
-    config: Mapping[str, Any]
-    stores_shape: bool = False
+    work: str
+    read: int
+    written: int = 0
+    samples: dict[str, list[Sample]] = field(default_factory=dict)
+    library: str = "–"
+
+    def add(self, contestant: str, sample: Sample) -> None:
+        """Append the sample of one round."""
+        self.samples.setdefault(contestant, []).append(sample)
+
+    def cpus(self, contestant: str) -> list[float]:
+        """Return the CPU times of a contestant."""
+        return [sample.cpu for sample in self.samples.get(contestant, [])]
+
+    def walls(self, contestant: str) -> list[float]:
+        """Return the wall times of a contestant."""
+        return [sample.wall for sample in self.samples.get(contestant, [])]
+
+    def cells(self) -> Sequence[object]:
+        """Return its line of the table."""
+        ours, copies = self.cpus("ckptctl"), self.cpus("cp")
+        beyond = max(s.rss for s in self.samples["ckptctl"]) - self.samples["imports"][0].rss
+        limit = LIMITS[self.work]
+        return (
+            *(self.work, f"{self.read / 1e9:.2f}", f"{self.written / 1e9:.2f}", spread(ours)),
+            f"{statistics.median(self.cpus('imports')):.2f}",
+            spread(self.walls("ckptctl")),
+            *(spread(copies), paired(ours, copies)),
+            *(self.library, spread(self.cpus("reference")), spread(self.walls("reference"))),
+            paired(ours, self.cpus("reference")),
+            f"≤ {limit} × reference" if limit else f"≤ {COPY_LIMIT} × cp",
+            *(f"{beyond / 1e6:.0f}", len(ours)),
+        )
 
 
-def _fp8(rows: int, columns: int) -> Stored:
-    grid = (-(-rows // 128), -(-columns // 128))
-    return {"": ((rows, columns), torch.float8_e4m3fn), "_scale_inv": (grid, torch.float32)}
+def paired(mine: Sequence[float], theirs: Sequence[float]) -> str:
+    """Return the median of the ratios, round by round, or a dash if there are none."""
+    ratios = [a / b for a, b in zip(mine, theirs, strict=False) if b]
+    return f"{statistics.median(ratios):.2f}" if ratios else "–"
 
 
-def _int4(rows: int, columns: int) -> Stored:
-    return {
-        "_packed": ((rows, columns // 8), torch.int32),
-        "_scale": ((rows, columns // 32), torch.bfloat16),
-    }
+class Bench:
+    """One run: its options, its folder and its rows."""
+
+    def __init__(self, options: argparse.Namespace, scratch: Path) -> None:
+        self.options = options
+        self.scratch = scratch
+        self.space = Workspace(scratch, (str(options.size),))
+        self.rows: list[Row] = []
+
+    def measure_all(self) -> None:
+        """Measure every row and print it when it is complete."""
+        print(table(HEAD, []), flush=True)
+        for work in sorted(self.options.only, key=self._source_kind):
+            row = self._measure(work)
+            self.rows.append(row)
+            print(table((), [row.cells()]).splitlines()[-1], flush=True)
+
+    def _measure(self, work: str) -> Row:
+        source, target = self._source(work), self.space.target
+        command = [*TOOL, "convert", str(source), str(target), *self._conversion(work), "-q"]
+        imports = imports_of(command, self.scratch)
+        row = Row(work, nbytes(source), nbytes(target))
+        output = self.scratch / "output"
+        target.rename(output)
+        copies = self.scratch / "copies"
+        copy = 'mkdir "$3" && cp -r "$1" "$3/in" && cp -r "$2" "$3/out"'
+        copying = ["sh", "-c", copy, "sh", str(source), str(output), str(copies)]
+        contestants = ["ckptctl", "imports", "cp"]
+        if LIMITS[work] is not None:
+            contestants.append("reference")
+        for number in range(self.options.runs):
+            for contestant in in_turn(contestants, number):
+                discard(target)
+                discard(copies)
+                if contestant == "ckptctl":
+                    row.add(contestant, run(command))
+                elif contestant == "imports":
+                    row.add(contestant, run(imports))
+                elif contestant == "cp":
+                    row.add(contestant, run(copying))
+                else:
+                    self._measure_reference(row, source)
+        for path in (target, copies, output):
+            discard(path)
+        return row
+
+    def _measure_reference(self, row: Row, source: Path) -> None:
+        """Run the reference in a process of its own, which ends with its memory."""
+        with Warm() as process:
+            result = process.call(REFERENCES, [row.work.replace("-", " ", 1), str(source)])
+        if "missing" in result:
+            row.library = result["missing"]
+        else:
+            row.library = result["library"]
+            row.add("reference", Sample(result["wall"], result["cpu"], 0))
+
+    def _source_kind(self, work: str) -> str:
+        """Return the kind of source, by which rows are sorted so that each is made once."""
+        if work == "gguf":
+            return "gguf"
+        verb, _, scheme = work.partition("-")
+        return scheme if verb == "dequantize" else "hf"
+
+    def _source(self, work: str) -> Path:
+        if work == "gguf" and self.options.gguf:
+            return Path(self.options.gguf).resolve()
+        source = self.space.source(self._source_kind(work), str(self.options.size))
+        return source / "model.gguf" if work == "gguf" else source
+
+    def _conversion(self, work: str) -> list[str]:
+        verb, _, scheme = work.partition("-")
+        if verb == "quantize":
+            return ["--to", "hf", "--quantize", scheme]
+        return ["--to", "hf"] if verb == "copy" else ["--to", "hf", "--dequantize", "bf16"]
 
 
-def _nvfp4(rows: int, columns: int) -> Stored:
-    return {
-        "_packed": ((rows, columns // 2), torch.uint8),
-        "_scale": ((rows, columns // 16), torch.float8_e4m3fn),
-        "_global_scale": ((1,), torch.float32),
-    }
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what the options ask for; return 1 if a process failed."""
+    options = _parser().parse_args(argv)
+    with tempfile.TemporaryDirectory(prefix="ckptctl-bench-", dir=options.where) as scratch:
+        bench = Bench(options, Path(scratch))
+        with pool(Path(scratch), 6 * options.size) if options.where == MEMORY else nullcontext():
+            print(machine(options.where) + "\n", flush=True)
+            try:
+                bench.measure_all()
+            except ProcessFailed as failure:
+                print(failure, file=sys.stderr)
+                return 1
+            finally:
+                if options.json:
+                    options.json.write_text(json.dumps([asdict(row) for row in bench.rows]))
+    return 0
 
 
-def _gptq(rows: int, columns: int) -> Stored:
-    return {
-        "!qweight": ((columns // 8, rows), torch.int32),
-        "!qzeros": ((columns // 128, rows // 8), torch.int32),
-        "!scales": ((columns // 128, rows), torch.bfloat16),
-    }
+def _parser() -> argparse.ArgumentParser:
+    parser = parser_of("quantized", __doc__, runs=5, size="1.04GB")
+    add = parser.add_argument
+    add("--only", type=names_of(LIMITS), default=list(LIMITS), help=f"of {', '.join(LIMITS)}")
+    add("--gguf", type=Path, metavar="FILE", help="for the row gguf, instead of a file made here")
+    return parser
 
 
-def _awq(rows: int, columns: int) -> Stored:
-    return {**_gptq(rows, columns), "!qweight": ((columns, rows // 8), torch.int32)}
-
-
-def _compressed(form: str, **weights: Any) -> Mapping[str, Any]:
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
-    return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups}
-
-
-KINDS = {
-    "fp8": Quantized(_fp8, {"quant_method": "fp8", "weight_block_size": [128, 128]}),
-    "int4": Quantized(
-        _int4,
-        _compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=32),
-        stores_shape=True,
-    ),
-    "nvfp4": Quantized(
-        _nvfp4,
-        _compressed(
-            "nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16
-        ),
-    ),
-    "gptq": Quantized(
-        _gptq, {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}
-    ),
-    "awq": Quantized(_awq, {"quant_method": "awq", "bits": 4, "group_size": 128}),
-}
-
-
-def named(name: str, more: str) -> str:
-    """Return the name of a tensor that stands for the weight *name*."""
-    if more.startswith("!"):
-        return f"{name.removesuffix('weight')}{more[1:]}"
-    return f"{name}{more}"
+if __name__ == "__main__":
+    sys.exit(main())
