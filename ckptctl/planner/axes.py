@@ -15,7 +15,7 @@ Axes = tuple[str, ...]
 
 
 def group_unbroken_runs(before: Sequence[Axes], after: Sequence[Axes]) -> list[Axes]:
-    """Group the axes of *before* into runs that stay neighbors in *after*, in their order."""
+    """List the runs of axes in *before* that are also neighbors in *after*, in the same order."""
     follows = {pair for group in after for pair in pairwise(group)}
     runs: list[Axes] = []
     for group in before:
@@ -31,14 +31,20 @@ def group_unbroken_runs(before: Sequence[Axes], after: Sequence[Axes]) -> list[A
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """A stored tensor whose layout is known."""
+    """The shape of a stored tensor whose place in a layout is known.
+
+    Attributes:
+        key: Key of the tensor, for messages.
+        stored: The axes of the tensor in the layout.
+        shape: The shape of the tensor.
+    """
 
     key: str
     stored: LayoutTensor
     shape: tuple[int, ...]
 
     def iterate_equations(self, family: Family) -> Iterator[tuple[int, tuple[Axes, ...], int]]:
-        """Yield ``(dimension, terms, size)``, where terms are products that add up to *size*."""
+        """Yield ``(dimension, terms, size)``, where products of axes (terms) add up to *size*."""
         leaves = self.stored.leaves
         joined = leaves[0].part is not None
         for dim, size in enumerate(self.shape):
@@ -71,7 +77,7 @@ class AxisSizes:
 
 
 class _AxisSolver:
-    """Solver of ``product(axes) == size`` equations, each for its one unknown factor."""
+    """Solver of ``product(axes) == size`` equations, each of which gives one unknown size."""
 
     def __init__(self, family: Family, configured_sizes: Mapping[str, int]) -> None:
         self.family = family
@@ -85,7 +91,7 @@ class _AxisSolver:
         self._use_composite_sizes()
 
     def _use_composite_sizes(self) -> None:
-        """Use the configured sizes of composite axes."""
+        """Solve for the parts of composite axes whose sizes are configured."""
         for axis, parts in self.family.composite.items():
             size = self.configured.get(axis)
             if size is not None and self.solve_product(parts, size) is False:
@@ -98,7 +104,7 @@ class _AxisSolver:
                 )
 
     def _multiply_known(self, axes: Axes) -> tuple[int, Axes]:
-        """Return the product of the known *axes* or groups of them, and the unknown axes."""
+        """Return the product of the known sizes of *axes*, and the axes with unknown sizes."""
         product = math.prod(self.sizes[axis] for axis in axes if axis in self.sizes)
         unknown = tuple(axis for axis in axes if axis not in self.sizes)
         for parts in self.family.composite.values():
@@ -109,11 +115,11 @@ class _AxisSolver:
         return product, unknown
 
     def solve_product(self, axes: Axes, value: int, key: str = "") -> bool | None:
-        """Use ``product(axes) == value``.
+        """Solve ``product(axes) == value`` for its unknown axis. *key* is used in messages.
 
         Returns:
-            True if the equation is used up, False if it is impossible, None if axes are still
-            unknown.
+            True if the equation is solved or holds, False if it is impossible, None if several axes
+            are still unknown.
         """
         product, unknown = self._multiply_known(axes)
         if not unknown:
@@ -132,7 +138,7 @@ class _AxisSolver:
         return True
 
     def solve_sum(self, terms: tuple[Axes, ...], value: int, key: str = "") -> bool | None:
-        """Use ``sum of products == value``, with the return values of :meth:`solve_product`."""
+        """Solve ``sum of products == value``, and return the same as :meth:`solve_product`."""
         known_sizes = AxisSizes(self.sizes, self.products)
         sizes = [known_sizes.find_size(term) for term in terms]
         rest = value - sum(size for size in sizes if size is not None)

@@ -1,10 +1,10 @@
 """Deterministic distribution of work among ranks, processes and files, balanced by bytes.
 
-Chunks in the memory of ranks are assigned as units. The copies of a plan from file to file form one
-line of bytes, file after file in the order of the output, which is divided into stretches of equal
-length. Bytes of files can be divided anywhere and read by any process. Shares therefore differ by
-less than a tile, each cut gives at most one file two writers, and every process reads and writes
-sequentially.
+Chunks in the memory of ranks are assigned as units. The copies of a plan from file to file are laid
+end to end, in the order of the output files, and this sequence of bytes is divided into ranges of
+equal length. Bytes of files can be divided anywhere and read by any process. Shares therefore
+differ by less than a tile, each cut gives at most one file two writers, and every process reads and
+writes sequentially.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MIN_FILE_BYTES = 128 << 20
 DEFAULT_SHARD_COUNT = 16
 MIN_SHARD_BYTES, MAX_SHARD_BYTES = 256_000_000, 5_000_000_000
 LIMIT_STEP_DIVISOR = 64
-"""Fraction (1 / FINER) by which a shard limit grows until there are enough large files."""
+"""A shard limit grows by 1 / 64 at a time until there are few enough files."""
 
 
 def assign_chunks(
@@ -79,7 +79,10 @@ def assign_chunks(
 
 
 class _CandidateRanks:
-    """Ranks that hold the same chunks, by load. Loads are shared with other sets and only grow."""
+    """Ranks that hold the same chunks, ordered by load.
+
+    *loads* is shared with other instances, and its values only grow.
+    """
 
     def __init__(self, ranks: tuple[int, ...], loads: list[int]) -> None:
         self._ranks = sorted(ranks)
@@ -112,7 +115,7 @@ def compute_piece_limit(nbytes: int, ranks: int) -> int:
 
 
 def compute_fine_limit(nbytes: int, ranks: int) -> int:
-    """Return a smaller :func:`compute_piece_limit`, for plans that it leaves uneven."""
+    """Return a smaller limit, for plans that :func:`compute_piece_limit` leaves uneven."""
     min_bytes = max(MIN_FINE_PIECE_BYTES, nbytes // MAX_FINE_PIECES)
     fine = max(min_bytes, nbytes // max(ranks, 1) // FINE_PIECES_PER_RANK)
     return min(compute_piece_limit(nbytes, ranks), fine)
@@ -149,8 +152,8 @@ def count_output_files(nbytes: int, threads: int) -> int:
 def choose_shard_limit(sizes: Sequence[tuple[str, int]], single_file_limit: int) -> int:
     """Return the default shard size of a conversion, in bytes.
 
-    It depends only on sizes, not on cores, so that equal inputs give equal bytes on every machine.
-    Sixteen files keep sixteen threads busy. A seventeenth file would be written after them.
+    The limit depends only on sizes, not on cores, so that equal inputs give equal bytes on every
+    machine. Sixteen files keep sixteen threads busy. A seventeenth would be written after them.
 
     Args:
         sizes: Name and bytes of each tensor.
@@ -214,9 +217,10 @@ class WorkRange:
     total: int
 
     def covers_position(self, position: int) -> bool:
-        """Return whether the tile that starts at byte *position* is in the stretch.
+        """Return whether the tile that starts at byte *position* is in the range.
 
-        Positions of tiles that read again, for checksums, start over after :attr:`total`.
+        Tiles that read sources again for checksums follow all other tiles. Their positions, from
+        :attr:`total` on, count from 0 again.
         """
         return self.first <= position % self.total < self.end
 
@@ -226,18 +230,18 @@ class WorkShare:
     """The work of one process.
 
     Attributes:
-        ranges: Stretch by number of the transfer, raw copy or check, as in :class:`Plan`.
+        ranges: Byte range of each transfer, raw copy or check, by its number in :class:`Plan`.
     """
 
     ranges: Mapping[int, WorkRange]
 
     @property
     def nbytes(self) -> int:
-        """Total bytes of all stretches."""
+        """Total bytes of all ranges."""
         return sum(work_range.end - work_range.first for work_range in self.ranges.values())
 
     def iterate_tiles(self, number: int, tiles: Iterable[Tile]) -> Iterator[tuple[int, Tile]]:
-        """Yield the index and the tile of each of *tiles* that is in this share of *number*."""
+        """Yield the *tiles* of transfer, copy or check *number* in this share, with indices."""
         work_range = self.ranges.get(number)
         if work_range is None:
             return
@@ -270,7 +274,7 @@ def group_work_by_file(plan: Plan, checks: bool) -> list[list[int]]:
 
 
 def compute_share(plan: Plan, checks: bool, rank: int, ranks: int) -> WorkShare:
-    """Return the share of *rank* in *plan*. The shares of all ranks add up to the plan."""
+    """Compute the share of *rank* in *plan*. The shares of all ranks add up to the plan."""
     numbers = [number for lane in group_work_by_file(plan, checks) for number in lane]
     sizes = [count_work_bytes(plan, number) for number in numbers]
     total = sum(sizes)
@@ -286,7 +290,7 @@ def compute_share(plan: Plan, checks: bool, rank: int, ranks: int) -> WorkShare:
 
 
 def count_work_bytes(plan: Plan, number: int) -> int:
-    """Return the buffer bytes of transfer, copy or check *number*, without reads for checks."""
+    """Count the bytes of transfer, copy or check *number*, without repeated reads for checksums."""
     if number < len(plan.transfers):
         return plan.transfers[number].nbytes
     if number < plan.first_check:

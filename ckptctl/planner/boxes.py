@@ -1,13 +1,13 @@
-"""Proof that the boxes of a tensor tile it exactly, or where they do not.
+"""Check that boxes tile a tensor exactly, and search for holes and overlaps if they do not.
 
-The proof counts corners. Give each corner of a box a sign, minus where an odd number of its
-coordinates are upper ends: boxes add up to the whole tensor exactly if the signed corners of all
-boxes add up to those of the whole, because a function of finite support is zero where all its mixed
-differences are. That holds for any boxes and takes one sort.
+The check counts corners. A corner of a box counts as negative if an odd number of its coordinates
+are upper ends, otherwise as positive. Boxes tile a tensor exactly if their signed corners add up to
+those of the complete tensor, because a function with finite support is zero if all its mixed
+differences are zero. This holds for any boxes and takes one sort.
 
-To locate holes and overlaps, boxes are split along every coordinate that no box crosses, dimension
-after dimension, until each part is filled by one box. What cannot be split that way (a pinwheel, an
-overlap) is small in practice and is painted on its compressed grid.
+To locate holes and overlaps, the tensor is split at every coordinate that no box crosses, one
+dimension after another, until each region is filled by one box. Regions that cannot be split
+(pinwheels and overlaps) are small in practice. Their cells are counted on a compressed grid.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Spans = tuple[Span, ...]
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """Defects of a set of boxes, all empty if the boxes tile the tensor.
+    """Defects of a set of boxes. All fields are empty if the boxes tile the tensor.
 
     Attributes:
         holes: Disjoint boxes that no box covers.
@@ -228,8 +228,8 @@ def _shift_corners(
 
 def _find_defects(region: Spans, boxes: Sequence[Spans]) -> Iterator[tuple[str, Spans]]:
     """Yield ``("hole" | "overlap", spans)`` for each defect of *boxes* in *region*."""
-    # With each part: the dimension to split next, and how many were tried since the last split.
-    # A spiral is as many splits deep as it has boxes, so this must not recurse.
+    # Each item also has the dimension to split next, and the number of dimensions tried since the
+    # last split. The depth of a spiral is its number of boxes, so this must not recurse.
     stack = [(region, boxes, 0, 0)]
     while stack:
         region, boxes, dim, unsplit_dims = stack.pop()

@@ -1,6 +1,6 @@
 """Axis sizes and other facts in config.json and params.json.
 
-All notations for rotary frequencies are normalized to one.
+All notations for RoPE parameters are converted to one notation.
 
 Sources: transformers' configuration classes (4.x: ``rope_theta``, ``rope_scaling``; 5.x:
 ``rope_parameters``), Meta's ``ModelArgs`` in ``llama/model.py`` and ``llama_models/llama3``,
@@ -34,7 +34,7 @@ HEAD_CLASS_SUFFIXES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 ROPE_KEYS = ("rope_scaling", "rope_parameters")
 """Objects of config.json that describe RoPE scaling. Null means no scaling."""
 FULL_ATTENTION, LOCAL_ATTENTION = "full_attention", "sliding_attention"
-"""Layer types with separate RoPE parameters. Those of full attention are the model's."""
+"""Layer types that may have separate RoPE parameters. Full attention has those of the model."""
 UNSCALED_ROPE_TYPES = (None, "default")
 """RoPE types without scaling."""
 _SIZE_LIMIT = 1 << 48
@@ -50,7 +50,7 @@ def parse_size(value: object, name: str) -> int | None:
         name: Name of the field, for errors.
 
     Raises:
-        MappingError: It is not a positive integer.
+        MappingError: The value is not a positive integer.
     """
     if value is None or value == -1:
         return None
@@ -76,7 +76,7 @@ def list_absent_heads(family: Family, config: Json | None, *, is_base: bool) -> 
 
     Models that were saved without a language model head, such as ``LlamaModel``, have no output.
     Embedding models keep the class with a head in config.json, but their tensor names show that
-    there is none (*is_base*).
+    the head is missing (*is_base*).
     """
     heads = frozenset(tie.tensor for tie in family.ties)
     class_names = (config or {}).get("architectures")
@@ -93,7 +93,7 @@ def list_absent_heads(family: Family, config: Json | None, *, is_base: bool) -> 
 
 
 def read_tied_embeddings(config: Json | None, params: Json | None = None) -> bool | None:
-    """Read from the config whether embeddings are tied, or return None if it does not say.
+    """Read from the config whether embeddings are tied, or return None if no field states it.
 
     Raises:
         MappingError: The field is not a boolean.
@@ -168,7 +168,7 @@ def read_sizes(
 
 
 class TranslatedConfig(dict[str, object]):
-    """A config.json translated from records of another program. Missing fields have no default."""
+    """A config.json derived from another program's configuration. Its fields have no defaults."""
 
 
 def list_default_sizes(family: Family, config: Json) -> dict[str, int]:
@@ -198,15 +198,16 @@ def find_default_size(config: Json, name: str) -> int | None:
 
 
 def name_axis_size(family: Family, axis: str) -> str:
-    """Return the name of the size of *axis* in config.json, or in params.json, or the axis."""
+    """Return the field of config.json or params.json that states the size of *axis*, or *axis*."""
     config, params = family.sizes.get(axis, ("", ""))
     return split_aliases(config)[0] or split_aliases(params)[0] or axis
 
 
 def require_axis(family: Family, name: str) -> str:
-    """Find the axis or counted index whose size is called *name*.
+    """Find the axis or counted index whose size a user calls *name*.
 
-    The last part of a nested name suffices if it is unambiguous.
+    *name* is the axis, or a field of a config. The last part of a nested field suffices if it is
+    unambiguous.
 
     Raises:
         UsageError: The name is unknown or ambiguous.
@@ -278,7 +279,7 @@ def evaluate_formula(formula: str, values: Mapping[str, int]) -> int | None:
 
 
 def read_layer_lists(family: Family, config: Json | None) -> dict[str, list[int]]:
-    """Read the lists of layer numbers that the family's shifts need from config.json.
+    """Read the lists of inserted layers from config.json, by field (:attr:`Shift.place`).
 
     Raises:
         MappingError: A field is not a list of layer numbers.

@@ -15,8 +15,8 @@ i     layers (an index in keys)       p r   2 and e / 2: rotary pairs
 x     experts                         m     feed-forward size of an expert
 ====  ==============================  ====  ====================================
 
-A tensor writes either ``e`` or its parts, the same in all layouts. ``(h p r)`` is the order of
-``rotate_half`` (a pair is ``j, j + e/2``), ``(h r p)`` the order of complex rotations (a pair is
+The tables write ``e`` or its parts for a tensor, the same in all layouts. ``(h p r)`` is the order
+of ``rotate_half`` (a pair is ``j, j + e/2``), ``(h r p)`` the order of complex rotations (a pair is
 ``2j, 2j + 1``); see Su et al., "RoFormer", arXiv:2104.09864.
 """
 
@@ -112,9 +112,9 @@ class LayoutTensor:
     """A stored tensor of a layout, which contains one or several logical tensors.
 
     Attributes:
-        template: Its key.
-        parts: The logical tensors in it, in order. Those with the same :attr:`Leaf.part` are the
-            same elements.
+        template: Template of its key.
+        parts: The logical tensors in it, in order, with their leaves. Logical tensors with the same
+            :attr:`Leaf.part` are the same elements.
     """
 
     template: Template
@@ -140,6 +140,7 @@ class LayoutTensor:
 
 
 Meaning: TypeAlias = LayoutTensor | Drop
+"""The stored tensor that has a key, or the rule to drop it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +151,7 @@ class Layout:
         name: Name such as ``torchtitan@0.3``.
         leaves: Leaves by name of the logical tensor.
         stored: The stored tensors in natural order.
-        table: Lookup table from keys to their meanings.
+        table: Lookup table from keys to stored tensors or drop rules.
     """
 
     name: str
@@ -169,7 +170,7 @@ class Layout:
         return frozenset(axis for leaf in self.leaves.values() for axis in leaf.spread_axes)
 
     def iterate_meanings(self, key: str) -> Iterator[tuple[Meaning, dict[str, int]]]:
-        """Yield all meanings of *key* (or a template with ``{i}``) and its index values."""
+        """Yield each tensor or drop rule that matches *key* (or a template), with index values."""
         for stored in self.stored:
             if stored.template.text == key and stored.template.indices:
                 yield stored, {}
@@ -189,12 +190,12 @@ class Family:
         title: Name for display.
         layouts: Names of its layouts. Of two identical layouts, the first one is preferred.
         tables: See :mod:`ckptctl.planner.families.tables`.
-        like: For a layout, the one whose cells it inherits unless the tables override them.
+        like: For a layout, another layout whose cells it inherits unless the tables override them.
         architecture: Class name in config.json.
         aliases: Other names that users may specify.
         drops: Stored tensors without information.
         ties: Tensors that may be tied.
-        tied: Whether they are tied by default.
+        tied: Whether :attr:`ties` apply by default.
         constants: Axis sizes that never vary.
         composite: Axes that are products of other axes.
         sizes: For each axis (or index, for its count) the names in config.json and params.json.
@@ -203,33 +204,34 @@ class Family:
             sum of products and quotients of fields of config.json.
         repeated: Axes whose entries are repeated if there are more ranks than entries.
         pinned: Tensors that are never cast, by name without indices.
-        variants: Alternatives, such as ``(("dense", "moe"),)``. Every layer (every index of a
-            table that uses one of them) has exactly one of each group.
+        variants: Groups of alternative layer types, such as ``(("dense", "moe"),)``. Every layer
+            (every index of a table that uses a variant) has exactly one variant of each group.
         demands: Optional tensors that a config requires.
         kinds: Rules that find the layers of each variant from a config.
         layer_sizes: Sizes of free axes that a config states per layer.
-        free: Axes whose size may differ between tensors. Each is a separate dimension.
+        free: Axes whose size may differ between tensors. They are never grouped with other axes.
         shifts: Layers of different kinds that a layout numbers together.
         tiles: Tile embeddings that layouts store in two ways.
         companions: Scales that are stored next to weights.
         quantized: Variants with quantized elements or their scales.
         unquantized: Matrices of layers that no program reads quantized, by name without indices.
             Routers, gates and embeddings are recognized by their axes.
-        experts_apart: Whether quantized experts must not be stacked, because no program reads them.
+        experts_apart: Whether quantized experts must stay separate, because no program reads them
+            stacked.
         proofs: Programs with which logits were compared, by layout.
         sources: For layouts of programs that could not be run, the origin of names and axes.
-        refines: The family of which this one is a special case.
-        shown_by: Tensors (by name without indices, or by the word of optional ones) that
-            distinguish it from another family with the same other tensors. Without any of these,
-            only a config identifies it. None if no distinction is needed.
-        config_signs: Alternatives, one of which must match config.json. ``rope_theta`` and
-            ``rope_type`` are normalized for all versions of transformers.
-        params_signs: The same for params.json.
-        params: Form of its params.json.
+        refines: The family of which this one is a special case, or None.
+        shown_by: Tensors (by name without indices, or by group) that distinguish this family from
+            another family whose other tensors are the same. If a checkpoint has none of them, only
+            a config identifies the family. None if no distinction is needed.
+        config_signs: Alternative conditions on config.json, one of which must hold. ``rope_theta``
+            and ``rope_type`` are normalized for all versions of transformers.
+        params_signs: Alternative conditions on params.json, one of which must hold.
+        params: Format of its params.json.
         earlier: Names of RoPE fields that only this family had before transformers 5.
-        presets: Values of config.json that params.json does not have, as pairs of signs (of
-            params.json) and values. Later ones take precedence.
-        megatron: Its form in Megatron-Core's configuration, or None.
+        presets: Values of config.json that params.json does not have, as pairs of conditions on
+            params.json and values. Later pairs take precedence.
+        megatron: Its description in Megatron-Core's configuration, or None.
         tiny: Axis sizes of the smallest model that shows every axis.
         rows: Additional logical tensors that are not in the tables.
         partial: Whether a checkpoint may have any subset of the tensors, as an adapter does, so
@@ -280,7 +282,7 @@ class Family:
 
     @cached_property
     def tensors(self) -> Mapping[str, LogicalTensor]:
-        """The logical tensors by name, in their natural order.
+        """The logical tensors by name, in the order of the tables.
 
         Shared tables may have columns for layouts that this family does not have.
         """
@@ -317,7 +319,7 @@ class Family:
 
     @cached_property
     def wrapper_prefix(self) -> str:
-        """Prefix of the names in ``hf`` except for the head, with its dot, or an empty string."""
+        """Common prefix of all keys in ``hf`` except the head's, with its dot, or empty."""
         if HF not in self.layouts or not self.ties or self.partial:
             return ""
         heads = {tie.tensor for tie in self.ties}

@@ -1,7 +1,7 @@
-"""Lineage of the saves of a run, which shows the saves that it abandoned by a resume.
+"""Lineage of the saves of a run, to find saves that the run abandoned by resuming before them.
 
 Saves into one folder are numbered, independently of steps and clocks. If training resumes from
-save 2 although save 3 exists, no later save is based on 3. Every save repeats the resumes before
+save 2 although save 3 exists, no later save is based on 3. Every save records all resumes before
 it, so that the lineage is known even if checkpoints in between are deleted.
 """
 
@@ -17,7 +17,7 @@ class Resume(NamedTuple):
     Attributes:
         step: Step of the checkpoint.
         save: Save number of the checkpoint, or 0 if it has none.
-        newest: The highest save number at that time.
+        newest: The highest save number at the time of the resume.
     """
 
     step: int
@@ -35,8 +35,8 @@ class Lineage(NamedTuple):
 
     Attributes:
         save: Number of the save in its folder, from 1 on, or 0 if it is not recorded.
-        resumed: The resumes before it that abandoned saves, and the last resume.
-        left: The newest save when a run resumed from this one and abandoned others, or 0.
+        resumed: The resumes before this save that abandoned saves, and the last resume.
+        left: The newest save when a run resumed from this save and abandoned later ones, or 0.
     """
 
     save: int = 0

@@ -1,6 +1,6 @@
 """Model-parallel sharding of complete tensors, and its inverse.
 
-A stored tensor is one part or several that are concatenated. Each part is split across ranks along
+A stored tensor consists of one or several concatenated parts. Each part is split across ranks along
 the axis that its table marks, and a rank's tensor is the concatenation of its shards. Rank r has
 ``[q_r; k_r; v_r]`` of ``[q; k; v]``, and its rows of every expert of ``(x f) d`` with ``f`` split.
 """
@@ -50,8 +50,8 @@ class ShardPiece:
 
     Attributes:
         box: The box in the complete tensor.
-        offsets: Its first indices in the rank's tensor.
-        axis: The axis that was split to get it.
+        offsets: First indices of the box in the rank's tensor.
+        axis: The axis along which the tensor was split into boxes, or None if it was not.
     """
 
     box: Box
@@ -65,7 +65,7 @@ class RankShard:
 
     Attributes:
         shape: Shape of the rank's tensor.
-        pieces: The boxes that tile it.
+        pieces: The boxes that tile the rank's tensor.
     """
 
     shape: tuple[int, ...]
@@ -303,7 +303,7 @@ Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 def iterate_observations(
     family: Family, layout: str, shapes: Shapes, ranks: int
 ) -> Iterator[Observation]:
-    """Yield one tensor of each kind with the shape that *ranks* such shards have together.
+    """Yield one tensor of each kind, with the shape of the *ranks* shards together.
 
     Repeated heads are counted as often as they are stored.
     """
@@ -360,7 +360,7 @@ def fits_ranks(family: Family, layout: str, shapes: Shapes, ranks: int) -> bool:
 def list_possible_repeats(sizes: Mapping[str, int], ranks: int) -> tuple[int, ...]:
     """List the possible repetitions of each key/value head in *ranks* shards, largest first.
 
-    Heads may be repeated only if there is one per rank. The data shows which count is right.
+    Heads may be repeated only if there is one per rank. Only their values show the right count.
     """
     heads = sizes.get("k", 0)
     if heads != ranks or ranks < 2:

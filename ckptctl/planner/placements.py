@@ -20,6 +20,7 @@ from ckptctl.units import pluralize
 MAX_PARTS = 1 << 12
 Ints = tuple[int, ...]
 IndexRun = tuple[int, int]
+"""First index and length of a run of consecutive indices."""
 
 
 class ShardPlacement(NamedTuple):
@@ -41,7 +42,7 @@ class LocalBox(NamedTuple):
 
     Attributes:
         box: The box in the global tensor.
-        start: Its first indices in the local tensor.
+        start: First indices of the box in the local tensor.
     """
 
     box: Box
@@ -53,7 +54,8 @@ class MeshShard(NamedTuple):
 
     Attributes:
         shape: Shape of the local tensor.
-        boxes: The boxes that tile it, one unless it is strided, none if it is empty.
+        boxes: The boxes that tile the local tensor. There is one unless the shard is strided, and
+            none if it is empty.
     """
 
     shape: Ints

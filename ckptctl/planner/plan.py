@@ -19,7 +19,7 @@ from ckptctl.planner.strided import StridedTensor
 from ckptctl.tree import TreePath
 
 CrcOf = Callable[[int], int]
-"""Returns the CRC-32 of a finished record, by its index in ``Plan.records``."""
+"""Function that returns the CRC-32 of a finished record, by its index in ``Plan.records``."""
 
 
 class TargetBox(NamedTuple):
@@ -48,8 +48,8 @@ class Transfer:
 
     Attributes:
         name: The target's key, for messages.
-        tensor: Its elements, and the dtype to which they are cast.
-        targets: The boxes that are written. Some may be the same for several ranks.
+        tensor: The elements of the target, and the dtype to which they are cast.
+        targets: The boxes that are written. The same box may have several targets, one per rank.
     """
 
     name: str
@@ -96,8 +96,8 @@ class Record:
 Frame = Callable[[CrcOf], Iterator[tuple[int, bytes]]]
 """Function that yields the ``(offset, bytes)`` of an output file that are not tensor data.
 
-Examples are headers and zip directories. It is called when all records of the file are written, or
-for a file without records when those of all files are.
+Examples are headers and zip directories. The function is called after all records of the file are
+written. For a file without records, it is called after the records of all files are written.
 """
 
 
@@ -108,7 +108,7 @@ class OutputFile:
     Attributes:
         path: Path relative to the output's root.
         size: Final size in bytes.
-        frame: Function that yields all bytes of it outside records.
+        frame: Function that yields all bytes of the file outside records.
     """
 
     path: str
@@ -159,9 +159,9 @@ class CheckedRange(NamedTuple):
     """A recorded range that needs reads of additional bytes for its checksum.
 
     Attributes:
-        root: The directory that its file is relative to.
+        root: The directory that the range's file is relative to.
         recorded: The range.
-        name: A tensor in it, for messages.
+        name: A tensor in the range, for messages.
         gaps: The ranges that are read only for the checksum, as ``(position, bytes)``.
     """
 

@@ -1,7 +1,7 @@
-"""Decisions about the checkpoints of a run to keep, without access to files or a clock.
+"""Choice of the checkpoints of a run to keep, without access to files or a clock.
 
-Rules are joined by *or*. A checkpoint is kept if any rule keeps it. Only complete checkpoints count
-and are removed, and the newest complete one of a series is always kept. The rules are those of
+A checkpoint is kept if any rule keeps it. Rules count and remove only complete checkpoints, and the
+newest complete checkpoint of a series is always kept. The rules are those of
 ``restic forget`` (``--keep-last``, ``--keep-within``) and of Orbax's preservation policies.
 """
 
@@ -21,7 +21,7 @@ from ckptctl.verdict import Verdict
 Action = Literal["keep", "remove", "skip"]
 
 BEING_WRITTEN, NOT_INTERRUPTED = "being written", "no incomplete write"
-"""Reasons to skip an incomplete checkpoint that its state already shows."""
+"""Reasons to skip an incomplete checkpoint. Tables omit them, because its state shows the same."""
 HOUR_SECONDS = 3600.0
 DURATION_UNITS = (("d", 86_400.0), ("h", HOUR_SECONDS), ("min", 60.0), ("s", 1.0))
 CLOCK_TOLERANCE_SECONDS = 2.0
@@ -41,7 +41,7 @@ class Retainable:
         series: Common part of the names of checkpoints to which the rules apply together.
         order: Sort key in the series, such as step, epoch and version.
         time: Time of the write, in seconds since the epoch.
-        pinned: References to it, such as pointer files, which keep it.
+        pinned: References to the checkpoint, such as pointer files, which keep it.
         torn: Whether its files show an interrupted write. Only then may it be removed as damaged.
         exempt: Reason to skip it regardless of the policy, so that it does not count. Empty if it
             is not exempt. Equal to the state if that is the reason.
@@ -201,9 +201,11 @@ class Policy:
     Attributes:
         last: Keep this number of the newest checkpoints.
         every: Keep checkpoints whose step is a multiple of this.
-        closest: Keep the checkpoint closest to each multiple of this, the later of two.
+        closest: Keep the checkpoint closest to each multiple of this, the later of two equally
+            close ones.
         within: Keep checkpoints at most this many seconds older than the newest.
-        interval: Keep the oldest, and each one written this many seconds after the last one kept.
+        interval: Keep the oldest, and each one written at least this many seconds after the last
+            one kept.
         best: Keep the best checkpoints by metrics.
         patterns: Keep checkpoints whose names match a glob.
         keep_if: Predicate for complete checkpoints to keep.
@@ -234,7 +236,7 @@ class Policy:
         return not self.has_general_rules and not self.best and not self.patterns
 
     def require_rules(self) -> None:
-        """Require that each rule can keep something, and that there is one.
+        """Require at least one rule, and that each rule can keep a checkpoint.
 
         Raises:
             RefusedError: There is no rule, or a rule has a count of zero.
@@ -283,9 +285,10 @@ class Policy:
         )
 
     def require_match(self, checkpoints: Sequence[Retainable], *, growing: bool = False) -> None:
-        """Require that every pattern matches, and that patterns and metrics keep something.
+        """Require that every pattern matches a checkpoint.
 
-        The latter applies if there are no other rules and more than one complete checkpoint.
+        If there are no rules except patterns and metrics, and more than one complete checkpoint,
+        also require that these rules keep a checkpoint.
 
         Args:
             checkpoints: The checkpoints of the run.
@@ -344,7 +347,7 @@ def decide_retention(
     replaced: bool = False,
     pending_saves: int = 0,
 ) -> tuple[Decision[C], ...]:
-    """Decide about each checkpoint, series by series, in their order.
+    """Decide about each checkpoint, series by series, in the order of :func:`sort_checkpoints`.
 
     Args:
         checkpoints: The checkpoints of a run.
@@ -433,7 +436,7 @@ def is_saved_before(checkpoint: Retainable, other: Retainable) -> bool:
 def _find_reasons(
     counted: Sequence[Retainable], policy: Policy, now: float, replaced: bool, pending_saves: int
 ) -> Mapping[str, Sequence[str]]:
-    """Map each complete checkpoint of a series that is kept to the reasons."""
+    """Map each complete checkpoint that is kept to the reasons why it is kept."""
     reasons_by_name: dict[str, list[str]] = {checkpoint.name: [] for checkpoint in counted}
     for checkpoint, reason in _iterate_reasons(counted, policy, now, pending_saves):
         reasons_by_name[checkpoint.name].append(reason)

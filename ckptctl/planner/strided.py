@@ -53,10 +53,10 @@ class Part(NamedTuple):
 
     Attributes:
         entry: The stored tensor.
-        axes: In each dimension of both tensors, the step of an axis exceeds the span of all axes
-            with smaller steps together.
+        axes: The axes of its indices. In each dimension of either tensor, the step of an axis
+            exceeds the total span of all axes with smaller steps.
         origin: Position of the first element in the tensor.
-        begin: Its position in the stored tensor.
+        begin: Position of the first element in the stored tensor.
     """
 
     entry: TensorEntry
@@ -113,15 +113,15 @@ class Part(NamedTuple):
         return Part(self.entry, tuple(axes), tuple(origin), tuple(begin))
 
     def split_at_blocks(self, dim: int, block: int) -> Iterator[Part]:
-        """Split the part so that each piece consists of equal rows in blocks of a dimension.
+        """Split the part at block boundaries, so that a dimension can be split into blocks.
 
-        Each axis along the dimension then either moves by multiples of the block, or stays inside
-        one block together with the other axes that do. Elements 2 to 9 in blocks of 4 become three
-        parts (2 and 3, 4 to 7, 8 and 9).
+        In each resulting part, an axis along the dimension either moves by multiples of the block
+        size, or stays inside one block together with all other such axes. For example, elements 2
+        to 9 in blocks of 4 become three parts (2 and 3, 4 to 7, 8 and 9).
 
         Args:
             dim: Dimension of the tensor.
-            block: Number of its elements in a block.
+            block: Number of indices of *dim* in a block.
         """
         inner = [axis for axis in self.axes if axis.dim == dim and axis.step % block]
         inner.sort(key=_STEP, reverse=True)
@@ -186,7 +186,7 @@ class StridedTensor:
 
     @property
     def covered_elements(self) -> int:
-        """Number of elements in parts, which is less than all while a tensor is composed."""
+        """Number of defined elements, fewer than the shape has while a tensor is composed."""
         return sum(math.prod([axis.size for axis in part.axes]) for part in self.parts)
 
     def narrow(self, dim: int, start: int, size: int) -> StridedTensor:
@@ -267,8 +267,8 @@ class StridedTensor:
         Args:
             before: The axes in each dimension, outermost first.
             after: The same axes in each dimension of the result.
-            size: Returns the size of a group of axes that stay neighbors. It is called only for
-                dimensions that are split.
+            size: Function that returns the size of a group of axes that stay neighbors. It is
+                called only for dimensions that are split.
         """
         runs = group_unbroken_runs(before, after)
         regrouped, order = self, list[Axes]()
@@ -319,11 +319,11 @@ def stack(tensors: Sequence[StridedTensor], dim: int = 0) -> StridedTensor:
 def _renumber_dims(
     parts: Iterable[Part], dims: Sequence[tuple[int, int]], rank: int
 ) -> tuple[Part, ...]:
-    """Map the dimensions of parts to *rank* others.
+    """Map the dimensions of parts to *rank* new dimensions.
 
     Args:
         parts: Parts of a tensor.
-        dims: For each dimension, the new one, and the factor of positions along it.
+        dims: For each old dimension, the new dimension and the factor for positions along it.
         rank: Number of new dimensions.
     """
     renumbered: list[Part] = []
@@ -357,7 +357,7 @@ def coalesce_axes(axes: Iterable[Axis]) -> tuple[Axis, ...]:
 
 
 def _split_part(part: Part, dim: int, block: int) -> Iterator[Part]:
-    """Split a dimension of a part into blocks and elements of a block.
+    """Split a dimension of a part into two, blocks and elements of a block.
 
     Raises:
         MappingError: There are more than :data:`MAX_PARTS` parts.
@@ -386,7 +386,7 @@ def _iterate_block_runs(
     """Yield ``(first, count, repeats)`` for runs of indices in one block, repeated every *period*.
 
     Args:
-        axis: An axis that leaves a block.
+        axis: An axis that crosses block boundaries.
         period: Number of indices after which positions inside of blocks repeat.
         offset: Position of index 0 in its block.
         inner_span: Span of the axes with smaller steps.
@@ -414,7 +414,8 @@ def _iterate_index_ranges(
 ) -> Iterator[tuple[range, ...]]:
     """Yield boxes of indices whose position is in ``[start, stop)``.
 
-    There are at most ``2 * len(sizes) - 1``, because each step exceeds the span of those after it.
+    At most ``2 * len(sizes) - 1`` boxes are needed, because each step exceeds the span of the
+    smaller steps after it.
     """
     if not sizes:
         if start <= 0 < stop:
@@ -436,7 +437,7 @@ def _iterate_index_ranges(
 
 
 def _compute_span(sizes: Sequence[int], steps: Sequence[int]) -> int:
-    """Return the distance between the first and the last element."""
+    """Compute the distance from the first to the last element."""
     return sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
 
 

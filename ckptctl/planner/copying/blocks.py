@@ -30,9 +30,9 @@ Strides = tuple[tuple[int, int, int], ...]
 LINEAR_SEARCH_LIMIT = 8
 """Number of boxes up to which a linear search finds overlaps."""
 SHORT_RUN_BYTES = 256
-"""Average bytes of a run below which elements are permuted in memory ..."""
+"""Average bytes of a run below which elements are permuted in memory, unless runs are few."""
 FEW_RUNS_LIMIT = 1024
-"""... unless the tensor has fewer runs than this."""
+"""Number of runs up to which elements are not permuted in memory."""
 
 
 class Block(NamedTuple):
@@ -42,7 +42,7 @@ class Block(NamedTuple):
         source: Byte position of the first element in the source.
         buffer: Byte position of the first element in the buffer.
         axes: ``(count, source stride, buffer stride)`` in bytes.
-        run: Bytes that are contiguous on both sides below all axes.
+        run: Bytes that are contiguous in the source and in the buffer, at each index of the axes.
     """
 
     source: int
@@ -62,7 +62,7 @@ def compute_dense_strides(sizes: Ints, item: int) -> Ints:
 
 
 def merge_axes(strides: Iterable[tuple[int, int, int]], item: int) -> tuple[Strides, int]:
-    """Merge the axes of a copy wherever it is contiguous on both sides.
+    """Merge the axes of a copy that are contiguous in the source and in the buffer.
 
     Args:
         strides: ``(source stride, buffer stride, count)`` of each axis, in bytes.
@@ -154,7 +154,7 @@ def split_into_domains(
         lo: First indices of the box.
         sizes: Its sizes.
         limit: Maximum elements of a step.
-        units: Number of indices, by axis, that the length of a step should be a multiple of.
+        units: Preferred granularity of a step along each axis, in indices.
     """
     axis, inner = len(sizes) - 1, 1
     while axis >= 0 and inner * sizes[axis] <= limit:
@@ -268,9 +268,10 @@ class StoredBoxes:
             yield number, Part(stored, box_axes, first, lo)
 
     def iterate_ranges(self, part: Part) -> Iterator[tuple[int, int, int]]:
-        """Yield ``(box, first element, length)`` of a row-major range of the tensor.
+        """Yield ``(box number, first element, length)`` for each box that *part* overlaps.
 
-        The elements in a box form one range, even if they consist of several parts.
+        *part* is a row-major range of the tensor. Its elements in a box form one range, even if
+        they are cut into several parts.
         """
         range_by_box: dict[int, tuple[int, int]] = {}
         for number, cut in self.iterate_overlaps(part):
@@ -291,7 +292,7 @@ class StoredBoxes:
 
 
 _boxes_by_entry: dict[int, tuple[StoredBoxes, ref[TensorEntry]]] = {}
-"""Boxes by the identity of a tensor's entry, because hashing an entry hashes all its extents."""
+"""Boxes by ``id`` of a tensor's entry, because hashing an entry hashes all its extents."""
 MAX_CACHED_ENTRIES = 1024
 """Number of stored tensors whose boxes are cached."""
 
@@ -329,13 +330,13 @@ _SingleAxes = Mapping[int, Axis] | None
 
 
 def _map_single_axes(part: Part, side: _TensorSide) -> _SingleAxes:
-    """Return the axis along each dimension, or None if a dimension has several."""
+    """Map each dimension to the axis along it, or return None if a dimension has several axes."""
     axes = {axis[side.dim]: axis for axis in part.axes}
     return axes if len(axes) == len(part.axes) else None
 
 
 def _compute_spans(part: Part, side: _TensorSide) -> Ints:
-    """Return the extent of a part in each dimension, in elements."""
+    """Compute the extent of a part in each dimension, in elements."""
     spans = [1] * len(part.origin if side is TENSOR else part.begin)
     for axis in part.axes:
         spans[axis[side.dim]] += (axis.size - 1) * axis[side.step]
@@ -345,7 +346,10 @@ def _compute_spans(part: Part, side: _TensorSide) -> Ints:
 def _intersect_box(
     part: Part, axes: _SingleAxes, lo: Ints, sizes: Ints, side: _TensorSide
 ) -> Sequence[Part]:
-    """Intersect a part, which has *axes*, with a box of one side."""
+    """Intersect a part with a box of its tensor or stored tensor, depending on *side*.
+
+    *axes* maps dimensions to axes of the part, or is None if a dimension has several axes.
+    """
     if axes is None:
         within = Part.cut_range if side is TENSOR else Part.cut_stored_range
         cuts = [part]
@@ -401,13 +405,13 @@ class LocatedElements(NamedTuple):
 
 
 class BlockReader:
-    """Finder of the copies that fill a buffer with elements of a tensor.
+    """Planner of the copies that fill a buffer with elements of a tensor.
 
-    A plan has tens of thousands of readers, so boxes are looked up only when elements are read.
+    A plan has tens of thousands of tensors, so stored boxes are looked up only when needed.
 
     Attributes:
         tensor: The tensor to read.
-        item: Bytes of an element.
+        item: Bytes of a stored element.
         checked: Names of stored tensors whose recorded checksums are verified by reads.
     """
 
@@ -435,7 +439,7 @@ class BlockReader:
         return self.should_permute((0,) * len(shape), shape)
 
     def should_permute(self, lo: Ints, shape: Ints) -> bool:
-        """Return whether to permute the elements of a box in memory, judged by the first ones."""
+        """Return whether to permute a box in memory, estimated from its first elements."""
         if 0 in shape or self._has_long_rows(shape):
             return False
         domain = next(split_into_domains(lo, shape, MIB // self.item))
@@ -507,7 +511,7 @@ class BlockReader:
         Args:
             located: The stored elements of the box.
             lo: The first indices of the box.
-            position: Byte position of its first element in the buffer.
+            position: Byte position of the first element of the box in the buffer.
             strides: Strides of the buffer, in bytes.
 
         Yields:

@@ -1,4 +1,4 @@
-"""Division of the boxes that are written into tiles that fit a buffer."""
+"""Division of the written boxes of a tensor into tiles, each of which fits a buffer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ckptctl.planner.plan import Record, RecordedRange, TargetBox, Transfer
 from ckptctl.planner.strided import Part
 
 MAX_INLINE_CHECKED_READS = 64
-"""Reads of a tile up to which checksums are updated inline; otherwise sources are read again."""
+"""Reads of a tile up to which checksums are updated inline. With more, sources are read again."""
 
 
 def lower_transfer(
@@ -64,9 +64,9 @@ def needs_permutation(transfer: Transfer) -> bool:
 def tile_targets(
     reader: BlockReader, targets: Sequence[TargetBox], records: Sequence[Record], limits: Limits
 ) -> Iterator[Tile]:
-    """Divide the boxes of a tensor that are written into tiles.
+    """Divide the written boxes of a tensor into tiles.
 
-    Their order depends only on the arguments.
+    The order of tiles depends only on the arguments.
     """
     boxes = _group_targets_by_box(targets)
     ranges = _find_flat_ranges(reader, boxes)
@@ -76,7 +76,7 @@ def tile_targets(
 
 
 class _TargetPart(NamedTuple):
-    """A part of a box and its targets, one or several."""
+    """A box of a tensor, or a part of it, with the targets to which it is written."""
 
     targets: Sequence[TargetBox]
     lo: Ints
@@ -101,7 +101,7 @@ _FlatRange = tuple[TargetBox, ReadFrom, Block]
 def _find_flat_ranges(reader: BlockReader, boxes: Sequence[_TargetPart]) -> list[_FlatRange] | None:
     """Find the byte ranges to copy unchanged, or return None if the tensor needs other copies.
 
-    Boxes with several targets need buffers because they are read once.
+    A box with several targets is read once into a buffer, so it is not copied this way.
     """
     if reader.tensor.dtype != reader.tensor.stored_dtype and boxes:
         return None
@@ -210,10 +210,10 @@ class _Tiling:
                 yield from self._iterate_check_tiles()
 
     def _choose_tile_size(self, step: int) -> int:
-        """Return the number of elements of a tile, at least *step* if they fit.
+        """Return the number of elements of a tile, at least *step* if so many fit.
 
-        If several files share its bytes, as in a model-parallel output, a tile is twice as large.
-        That halves the number of short writes, and the tile still fits the cache.
+        If several files share the bytes of a tile, as in a model-parallel output, it is twice as
+        large. This halves the number of short writes, and the tile still fits the cache.
         """
         limits, tensor = self._limits, self._tensor
         shared = len(self.boxes) > 1 or len(tensor.parts) > 1
@@ -375,7 +375,7 @@ def _intersect_part(part: _TargetPart, box: Domain) -> _TargetPart | None:
 
 
 def _is_periodic(part: Part, dim: int, box: Domain) -> bool:
-    """Return whether the elements of a part repeat in each step of a box, evenly spaced."""
+    """Return whether a part has the same elements in each step of a box, evenly spaced."""
     dim_axes = sorted((axis for axis in part.axes if axis.dim == dim), key=lambda axis: -axis.step)
     if not dim_axes:
         return False
@@ -386,7 +386,7 @@ def _is_periodic(part: Part, dim: int, box: Domain) -> bool:
 
 
 def _merge_steps(first: Tile | None, second: Tile | None, steps: int) -> Tile | None:
-    """Merge two tiles and those that follow into one tile of *steps* steps, or return None."""
+    """Merge *steps* tiles, given the first two, or return None if they are not uniform."""
     if first is None or second is None or len(first.reads) != len(second.reads):
         return None
     pairs = list(zip(first.reads, second.reads, strict=True))

@@ -1,4 +1,4 @@
-"""Tiles: the reads, element moves and writes of one buffer."""
+"""Tiles, which are the reads, element moves and writes of one buffer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def merge_runs(blocks: tuple[Block, ...]) -> tuple[tuple[int, int, Pattern], ...
     """Merge the runs of *blocks* into contiguous reads.
 
     Args:
-        blocks: Copies from one file. Positions may be relative, so that equal tiles share them.
+        blocks: Copies from one file. Their positions may be relative, so that the cache serves all
+            tiles of equal shape.
 
     Returns:
         ``(source position, bytes, pattern)`` in ascending order.
@@ -66,10 +67,11 @@ class Move(NamedTuple):
     """A strided copy of elements from staged bytes into the buffer, with all numbers in bytes.
 
     Attributes:
+        file: The source file.
         source: Position of the first element in the file.
         span: Length of one contiguous read.
-        outer: ``(count, stride)`` of these reads in the file, outermost first. They are contiguous
-            in the staging area.
+        outer: ``(count, stride)`` of the reads in the file, outermost first. In the staging area,
+            the reads are contiguous.
         buffer: Position of the first element in the buffer.
         axes: ``(count, staging stride, buffer stride)``, outermost first.
     """
@@ -186,12 +188,12 @@ class Tile(NamedTuple):
 
     Attributes:
         nbytes: Bytes of the buffer, in source elements.
-        reads: Reads that fill it. Without *writes*, they are only checked.
-        moves: Moves that fill it if elements are permuted.
-        writes: Writes from it.
-        flat: Whether one read is one write, as in a flat byte range.
-        steps: Number of steps. The writes of a step, and its reads for a checksum, directly follow
-            those of the step before.
+        reads: Reads that fill the buffer. Without *writes*, they only compute checksums.
+        moves: Moves that fill the buffer if elements are permuted.
+        writes: Writes from the buffer.
+        flat: Whether the tile copies one byte range unchanged, with one read and one write.
+        steps: Number of steps. The writes of a step directly follow those of the previous step, and
+            so do its reads for a checksum.
     """
 
     nbytes: int

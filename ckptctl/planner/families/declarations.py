@@ -43,7 +43,7 @@ def split_aliases(name: str) -> tuple[str, ...]:
 
 
 def find_set_alias(values: Mapping[str, object], name: str) -> str:
-    """Return the first alternative in *name* that is set in *values*, or the preferred one."""
+    """Return the first alias in *name* that has a value in *values*, or else the preferred one."""
     names = split_aliases(name)
     return next((alias for alias in names if get_nested(values, alias) is not None), names[0])
 
@@ -215,7 +215,7 @@ SWITCHES: Mapping[str, tuple[str, ...]] = {
 
 
 class PresentSign:
-    """A sign that matches any value except null."""
+    """A condition that any value except null meets."""
 
     def __eq__(self, other: object) -> bool:
         return other is not None
@@ -229,11 +229,14 @@ class PresentSign:
 PRESENT = PresentSign()
 
 Signs: TypeAlias = Mapping[str, object]
-"""Required values by field, with None for absent or null and :data:`PRESENT` for any other."""
+"""Conditions on a config, as the required value of each field.
+
+None means absent or null, and :data:`PRESENT` means any other value.
+"""
 
 
 def matches_signs(signs: Signs, values: Mapping[str, object]) -> bool:
-    """Return whether *values* match all of *signs*. Null counts as absent."""
+    """Return whether *values* meet all conditions in *signs*. Null counts as absent."""
     return all(sign == get_nested(values, key) for key, sign in signs.items())
 
 
@@ -245,11 +248,11 @@ class Drop:
         layout: Layout in which it occurs.
         key: Template of its name.
         reason: Reason why nothing is lost.
-        zeros: Its axes if it must exist and contain only zeros, which are checked on read and
-            created on write. Empty if it is always dropped.
+        zeros: The axes of the tensor if it must exist and contain only zeros, which are checked on
+            read and created on write. Empty if the tensor is always dropped.
         dtype: Element type of the zeros.
         next_to: Name (without indices) of the logical tensor next to which zeros are created.
-        same_as: Name of the logical tensor that it must equal, checked on read.
+        same_as: Name of the logical tensor that the dropped tensor must equal, checked on read.
     """
 
     layout: str

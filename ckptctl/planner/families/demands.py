@@ -9,7 +9,7 @@ from ckptctl.planner.families.declarations import Signs
 
 
 class TruthySign:
-    """A sign that matches truthy values (not absent, null, false, 0 or empty)."""
+    """A condition that truthy values meet (not absent, null, false, 0 or empty)."""
 
     def __eq__(self, other: object) -> bool:
         return bool(other)
@@ -21,7 +21,7 @@ class TruthySign:
 
 
 class FalsySign:
-    """A sign that matches falsy values (absent, null, false, 0 or empty)."""
+    """A condition that falsy values meet (absent, null, false, 0 or empty)."""
 
     def __eq__(self, other: object) -> bool:
         return not other
@@ -54,7 +54,7 @@ class ConfigDeclaration:
 
 
 def _add_prefix(module: str, value: Any) -> Any:
-    """Add the prefix *module* to a field name, to the first entry of a tuple, or to signs."""
+    """Add the prefix *module* to a field name, to the first entry of a tuple, or to conditions."""
     if isinstance(value, str):
         return f"{module}.{value}"
     if isinstance(value, tuple):
@@ -136,9 +136,9 @@ class LayerSize(ConfigDeclaration):
         fact: Field with the size.
         by_layer: Field with an object of different sizes, by layer number.
         kinds: Field that lists the layer types, followed by the type with a different size.
-        other: Field with that size.
+        other: Field with the different size.
         doubled: Switch that doubles the size in the last layers.
-        last: Field with the number of these layers.
+        last: Field with the number of last layers whose size is doubled.
     """
 
     names = ("fact", "by_layer", "kinds", "other", "doubled", "last")

@@ -1,11 +1,11 @@
 """Table of configuration facts, with the name of each fact in every configuration format.
 
-The columns are the names of a fact in config.json, params.json, Megatron-Core's configuration and
-the metadata of a GGUF file (after the architecture), or ``-``; the kind of its value, a row of
-:data:`ckptctl.facts.kinds.FACT_KINDS`; the default of transformers, or ``-`` if the field is
-required; and the value of Megatron-Core's field in families whose models do not vary it. Fields
-with the prefix ``moe_`` are ignored without experts. Families select rows, may override defaults,
-and add rows that no other family has.
+The first four columns are the names of a fact in config.json, params.json, Megatron-Core's
+configuration and the metadata of a GGUF file (after the architecture), or ``-``. ``kind`` is the
+kind of its value, a row of :data:`ckptctl.facts.kinds.FACT_KINDS`. ``default`` is the default of
+transformers, or ``-`` if the field is required. ``neutral`` is the value of Megatron-Core's field
+in families whose models do not vary it. Fields with the prefix ``moe_`` are ignored without
+experts. Families select rows, may override defaults, and add rows that no other family has.
 
 Sources: transformers' configuration classes; ``llama_models`` and mistral-inference's ``args.py``;
 Megatron-Core's ``transformer_config.py`` (0.16); ``gguf/constants.py`` (0.19).
@@ -132,7 +132,7 @@ class Fact:
         config: Its preferred name in config.json. RoPE parameters have the prefix ``rope.`` in
             every notation.
         params: Its name in params.json, or empty if it is not there.
-        kind: The kind of its value.
+        kind: The kind of its value, a row of :data:`ckptctl.facts.kinds.FACT_KINDS`.
         default: Default of transformers if it is missing in config.json.
         absent: Default of params.json, or None to omit it in config.json too.
         back: Whether it is also written to params.json, not only read from it.

@@ -21,7 +21,7 @@ dimension, outermost first, in einops' notation; a cell may give its own order a
 ``key#1.2``           part 1 of a tensor that is concatenated along dimension 2
 ``key#1/k``           part 1 of a tensor whose rows hold all parts for each index along axis ``k``,
                       the outermost of its first dimension: query groups
-``key-1``             stored as weight - 1, as for a norm that multiplies with 1 + weight
+``key-1``             stored as weight - 1, as for a norm that multiplies by 1 + weight
 ``experts.{x}.key``   an index that is an axis of the tensor: there is a key for each entry
 ``{c=gate|up}.key``   the same with words for numbers: that of entry 0, that of entry 1, ...
 ====================  ============================================================================
@@ -70,9 +70,9 @@ class Leaf:
         key: Template of the stored tensor's key.
         dims: The axes grouped in each stored dimension, outermost first.
         spread_axes: Axes that are indices of the key, with a separate stored tensor per entry.
-        part: Its position among the parts that are concatenated in the stored tensor, or None.
+        part: Its position among the concatenated parts of the stored tensor, or None for no parts.
         concat_dim: The dimension along which parts are concatenated.
-        interleave_axis: The axis per index of which parts are concatenated, or empty.
+        interleave_axis: The axis at each index of which all parts are concatenated, or empty.
         offset: Offset that is added to each element to store it.
     """
 
@@ -121,7 +121,7 @@ class LogicalTensor:
 
     Attributes:
         name: Name with indices, as in ``q.{i}``.
-        block: Number of its table. Tensors of a block repeat together per index.
+        block: Number of its table. The tensors of a block repeat together at each index.
         indices: Names of its indices.
         split_axis: The axis that is split across model-parallel ranks, or None if it is replicated.
         optional: Whether a model may be without it.
@@ -150,7 +150,7 @@ def parse_dims(text: str) -> tuple[Dims, str | None]:
         The groups, and the axis that is marked with a star, or None.
 
     Raises:
-        ValueError: There is more than names and one level of parentheses, or an axis is repeated.
+        ValueError: *text* has other characters or nested parentheses, or an axis is repeated.
     """
     if text == SCALAR:
         return (), None

@@ -46,8 +46,8 @@ class Template:
         slots: For each ``#`` the index's name, or the literal number.
         indices: The names of the indices, each once, in order of appearance.
         word_index: The index whose values are words, or empty.
-        words: Words for its values, from 0 on.
-        fixed: An index and its value if no slot contains it, or ``()``.
+        words: Words for the values of *word_index*, from 0 on.
+        fixed: An index without a slot and its value, or ``()``.
     """
 
     text: str
@@ -142,7 +142,7 @@ def get_skeleton(key: str) -> str:
 
 
 class TemplateTable(Generic[T]):
-    """Templates with their meanings. The first matching template takes precedence."""
+    """Lookup table from keys to values, one value per template. The first match wins."""
 
     def __init__(self, entries: Iterable[tuple[Template, T]]) -> None:
         self._by_skeleton: dict[str, list[tuple[Template, T]]] = {}
@@ -151,15 +151,15 @@ class TemplateTable(Generic[T]):
                 self._by_skeleton.setdefault(variant.skeleton, []).append((variant, meaning))
 
     def list_entries(self, skeleton: str) -> Sequence[tuple[Template, T]]:
-        """List the templates of a :func:`get_skeleton` with meanings, in order of precedence."""
+        """List the templates with *skeleton* and their values, in order of precedence."""
         return self._by_skeleton.get(skeleton, ())
 
     def find_meaning(self, key: str) -> tuple[T, dict[str, int]] | None:
-        """Find the meaning and the index values of *key*, or return None if no template matches."""
+        """Find the first value for *key*, with index values, or return None if nothing matches."""
         return next(self.iterate_meanings(key), None)
 
     def iterate_meanings(self, key: str) -> Iterator[tuple[T, dict[str, int]]]:
-        """Yield all meanings of *key* with its index values, in order of precedence."""
+        """Yield the value of every template that matches *key*, with the index values, in order."""
         skeleton, numbers = split_numbers(key)
         for template, meaning in self.list_entries(skeleton):
             values = template.parse_numbers(numbers)

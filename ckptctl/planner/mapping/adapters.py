@@ -3,8 +3,8 @@
 A layer ``W`` (out, in) becomes ``W + s B A`` with ``lora_b`` = B (out, R) and ``lora_a`` = A (R,
 in) (LoRA, Hu et al., arXiv:2106.09685); DoRA (Liu et al., arXiv:2402.09353) scales its rows to the
 lengths in ``magnitude``. The rows of B and of the magnitude are in the order of those of W, so
-that the tables of a model family also map them. A layer that is part of a concatenated tensor
-has its rows of that tensor's B, and all of its A.
+that the tables of a model family also map them. A layer that is fused into a concatenated tensor
+has its rows of that tensor's B, and shares the complete A.
 
 Sources: peft's ``tuners/lora`` and ``utils/save_and_load.py``, torchtune's ``modules/peft`` and
 ``models/convert_weights.py``, torchtitan's ``components/lora.py``, mistral-inference's ``lora.py``,
@@ -38,7 +38,7 @@ EMBEDDING_TENSOR = "embed"
 EXPERT_AXIS = "x"
 """The axis of a family's experts."""
 COPY_INFIXES = {"saved": "", "beneath": ".base_layer"}
-"""Roles of complete tensors of the model: a replacement, and the base layer of factors."""
+"""Infixes of keys of complete tensors, by role, a replacement or the base layer of factors."""
 _PLAIN_SUFFIXES = (".lora_a.weight", ".lora_b.weight", ".magnitude")
 _PEFT_SUFFIXES = (".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector")
 _MCORE_SUFFIXES = (".linear_in.weight", ".linear_out.weight")
@@ -195,7 +195,7 @@ def derive_unfused_adapters(base: Family, layout: str) -> Family:
 
 @cache
 def find_scaled_biases(base: Family, layout: str) -> Mapping[str, str]:
-    """Find the biases that DoRA scales in an adapter's *layout*, by their weights.
+    """Map the weights of layers to their biases, if DoRA scales these biases in *layout*.
 
     Returns:
         Names in the tables, without indices.
@@ -218,7 +218,7 @@ def find_scaled_biases(base: Family, layout: str) -> Mapping[str, str]:
 
 @cache
 def derive_unfused_model(base: Family, layout: str) -> Family:
-    """Restrict *base* to *layout* and :data:`UNFUSED`."""
+    """Derive the family of *base* with only *layout* and :data:`UNFUSED`."""
     rows = tuple(
         replace(
             tensor,
@@ -327,7 +327,7 @@ def _find_factor(
 
 
 def to_linear_name(name: str) -> str:
-    """Convert the name of an embedding's factor to that of a linear layer's."""
+    """Convert the name of an embedding's factor to that of a linear layer's factor."""
     for suffix, linear in zip(_PEFT_EMBEDDING_SUFFIXES, _PEFT_SUFFIXES, strict=False):
         if name.endswith(suffix):
             return name.removesuffix(suffix) + linear
@@ -335,7 +335,7 @@ def to_linear_name(name: str) -> str:
 
 
 def _to_linear_leaf(leaf: Leaf) -> Leaf:
-    """Convert a leaf of an embedding's factor to that of a linear layer's. Others stay."""
+    """Convert the leaf of an embedding's factor to a linear layer's. Other leaves stay the same."""
     name = to_linear_name(leaf.key.text)
     if name == leaf.key.text:
         return leaf

@@ -73,7 +73,7 @@ def find_missing_keys(
 ) -> MissingKeys:
     """Find the keys that a complete model would have and this one does not have.
 
-    If *sizes* does not contain a count, the largest number in a key is the last one.
+    If *sizes* does not contain a count, it is taken from the largest number in the keys.
 
     Args:
         family: The model type.
@@ -82,7 +82,7 @@ def find_missing_keys(
         sizes: Axis sizes and numbers of layers from a config.
         tied: Whether tensors are tied.
         absent_tensors: Logical tensors that this model does not have.
-        required: Optional tensors that its config requires.
+        required: Optional tensors that the model's config requires.
         max_keys: Maximum number of keys to list, or None for a default limit.
     """
     # MTP layers, which follow all others, are often omitted.
@@ -115,9 +115,9 @@ def find_missing_keys(
 
 
 class ExpectedTensors:
-    """The logical tensors of a complete model, judged by those that exist.
+    """The logical tensors of a complete model, inferred from the tensors that exist.
 
-    An optional tensor is expected in every layer if one layer has it, or another tensor of its
+    An optional tensor is expected in every layer if one layer has it or another tensor of its
     group. A tensor of a variant is expected in the layers of that variant.
     """
 
@@ -161,7 +161,7 @@ class ExpectedTensors:
                 yield absent
 
     def _iterate_all_missing(self) -> Iterator[MissingKey]:
-        """Yield missing keys, those of a fused tensor once for each part."""
+        """Yield missing keys. The key of a fused tensor is repeated for each part."""
         for name in self._layout.leaves:
             tensor = self._family.tensors[name]
             is_certain = not tensor.indices or bool(self._matched.count_keys(tensor))
@@ -217,7 +217,7 @@ class ExpectedTensors:
         return missing
 
     def _iterate_missing_keys(self, tensor: LogicalTensor) -> Iterator[str]:
-        """Yield the missing keys of *tensor*, none if their number is right."""
+        """Yield the missing keys of *tensor*, none if the number of its keys is right."""
         leaf, matched = self._layout.leaves[tensor.name], self._matched
         entry_count = math.prod(self._stated.get(axis, 0) for axis in leaf.spread_axes)
         if matched.count_keys(tensor) == self._count_expected(tensor) * entry_count:
@@ -229,9 +229,9 @@ class ExpectedTensors:
                     yield format_key(self._layout, tensor, values, lead, matched.numbering)
 
     def _iterate_zero_rules(self) -> Iterator[tuple[Drop, set[str], LogicalTensor]]:
-        """Yield each rule for zeros that some layers have, their keys, and the adjacent tensor.
+        """Yield each rule about zeros in some layers, the keys of the zeros, and their neighbor.
 
-        All layers with that tensor need the zeros.
+        All layers with the neighboring tensor need the zeros.
         """
         for rule in self._family.drops:
             dropped = self._matched.dropped.items()
@@ -378,7 +378,7 @@ def require_known_keys(
     """Require that the layout knows all keys.
 
     Raises:
-        UnmappedTensorError: The layout has no place for some of them.
+        UnmappedTensorError: The layout does not know some of the keys.
     """
     if not matched.unmatched:
         return
@@ -406,7 +406,7 @@ def require_known_keys(
 
 
 def list_similar_keys(layout: Layout, key: str, absent: Sequence[str] = ()) -> list[str]:
-    """List candidates for a misspelled *key*, both missing keys and keys with its indices."""
+    """List possible corrections of a misspelled *key*, missing keys and keys with its indices."""
     numbers = [part for part in key.split(".") if part.isdigit()]
     candidates = []
     for leaf in layout.leaves.values():

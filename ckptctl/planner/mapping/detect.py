@@ -29,7 +29,7 @@ class Candidate:
         family: Name of the model type.
         layout: The layout, the first one of identical layouts.
         alike: Other layouts that store every tensor with the same key and axis order.
-        evidence: Numbers of keys and config fields that support it, for messages.
+        evidence: Number of known keys and matching config fields, for messages.
         unmatched: Unknown keys, at most five.
         missing: Missing keys, at most five.
         matched: The keys of the checkpoint in this layout.
@@ -78,7 +78,8 @@ def detect_layouts(
         ranks: Number of model-parallel shards.
         prefer: The preferred layout among identical ones.
         min_share: Fraction of all keys that a layout must know, 1 for exact matches only.
-        is_user_specified: Whether the user specified the model type, which configs do not exclude.
+        is_user_specified: Whether the user specified the model type, so that configs cannot
+            exclude it.
         root: Prefix that was removed from the keys, with its dot.
     """
     configs = [None if file is None else with_rope_type(file) for file in (config, params)]
@@ -119,7 +120,7 @@ def detect_layouts(
 def list_configured_families(
     families: Mapping[str, Family], config: Json | None = None, params: Json | None = None
 ) -> list[str]:
-    """List the model types that match the configs, without those that others of them refine."""
+    """List the model types that match the configs, without types that a listed one refines."""
     normalized_configs = [
         None if file is None else with_rope_type(file) for file in (config, params)
     ]
@@ -147,7 +148,7 @@ class _DetectionInput(NamedTuple):
 
 
 def _list_plausible_layouts(family: Family, question: _DetectionInput, share: float) -> list[str]:
-    """List the layouts that may know a *share* of the keys, judged only by key skeletons.
+    """List the layouts that may know a *share* of the keys, by comparing only key skeletons.
 
     Words of keys are compared first, so that the tables of other families are never parsed.
     """
@@ -268,10 +269,10 @@ def _build_candidate(
 
 
 def _exclude_inherited(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Exclude candidates whose layout inherits names that another family has in its own layout.
+    """Exclude a candidate with an inherited layout if another family has the original layout.
 
-    The remaining ones match as they are published. If one family matches in both layouts, the
-    result is ambiguous.
+    Keys in the published layout are more likely. If one family matches in both layouts, both
+    candidates remain.
     """
     families_by_layout: dict[str, set[str]] = {}
     for candidate in candidates:
@@ -299,7 +300,7 @@ def _exclude_unproven(
 
 
 def list_refined_families(family: Family, known_families: Mapping[str, Family]) -> list[str]:
-    """List the *known_families* families that *family* refines, the nearest first."""
+    """List the families that *family* refines, directly or indirectly, the nearest first."""
     names: list[str] = []
     parent = family.refines
     while parent is not None and parent in known_families and parent not in names:

@@ -19,12 +19,14 @@ SUBMODEL_LAYOUT = "alone"
 def derive_submodel_family(
     submodel: Family, layout: str, model: Family, target: str
 ) -> Family | None:
-    """Derive the family of shared tensors of two models, in :data:`SUBMODEL_LAYOUT` and *target*.
+    """Derive the family of the tensors that two models share.
+
+    Its layouts are :data:`SUBMODEL_LAYOUT` and *target*.
 
     Args:
         submodel: The model type of the submodel.
         layout: The submodel's layout.
-        model: The model type that contains it.
+        model: The model type that contains the submodel.
         target: A layout of the complete model.
 
     Returns:

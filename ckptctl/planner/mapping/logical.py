@@ -22,7 +22,7 @@ from ckptctl.planner.strided import Ints, StridedTensor, concat, merge_parts
 
 @dataclass(frozen=True, slots=True)
 class TableCell:
-    """The form of a logical tensor in a layout.
+    """A logical tensor in one layout, with conversions to and from its stored tensors.
 
     Attributes:
         size: Function that returns the size of a group of axes.
@@ -103,7 +103,7 @@ def build_cells(
         source: The source layout and its logical tensor.
         target: The target layout and its logical tensor.
         key: One of the stored tensors, for errors.
-        shape: Its shape.
+        shape: Shape of that stored tensor.
         resize: New sizes of axes that are resized.
     """
     source_leaf, target_leaf = (layout.leaves[tensor.name] for layout, tensor in (source, target))

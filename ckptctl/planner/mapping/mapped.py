@@ -18,7 +18,7 @@ from ckptctl.units import pluralize
 
 
 class Region(NamedTuple):
-    """A part of a stored tensor, or all of it without *sizes*."""
+    """A box of a stored tensor, or the complete tensor if *sizes* is empty."""
 
     key: str
     origin: tuple[int, ...] = ()
@@ -27,7 +27,7 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RedundantData:
-    """Elements of the source that no target has, because they must be zero or repeat others.
+    """Elements of the source that no target has, because they must be zero or copies of others.
 
     Attributes:
         part: The elements.

@@ -27,7 +27,7 @@ VariantLayers: TypeAlias = tuple[str, tuple[str, ...]]
 """A variant, and the names of the indices of its layers."""
 
 Columns: TypeAlias = Mapping[str, Sequence[int]]
-"""For each index, its value in each key, as the family counts layers."""
+"""The value of each index in each key, with layers numbered as in the family."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +66,10 @@ class MatchedKeys:
         dropped: Keys without information and their rules, in the original order.
         unmatched: Unknown keys, in the original order.
         order: All keys, in the original order.
-        excluded: Possible meanings of keys that the other tensors of a layer rule out.
-        absent: Missing keys of a model with as many layers and experts as the keys show, or None
-            if unknown or too many.
+        excluded: Logical tensors that keys might contain, but that the other tensors of the layer
+            rule out.
+        absent: Missing keys, if the model has as many layers and experts as the existing keys show.
+            None if they are unknown or too many.
     """
 
     numbering: LayerNumbering
@@ -135,7 +136,7 @@ class MatchedKeys:
         return layers_by_variant
 
     def count_indices(self) -> dict[str, int]:
-        """Return the largest value plus 1 of each index and spread axis."""
+        """Count the values of each index and spread axis, as the largest value plus 1."""
         counts: dict[str, int] = {}
         for group in self.groups:
             for index, column in group.columns.items():
@@ -143,7 +144,7 @@ class MatchedKeys:
         return counts
 
     def has_same_matches(self, other: MatchedKeys) -> bool:
-        """Return whether *other* has the same keys with the same meanings."""
+        """Return whether *other* matches the same keys to the same stored tensors."""
         return self._map_first_keys() == other._map_first_keys()
 
     def _map_first_keys(self) -> dict[str, tuple[LayoutTensor, Sequence[str]]]:
@@ -234,7 +235,7 @@ def _read_indices(
 
 
 def _iterate_excluded(groups: Sequence[KeyGroup]) -> Iterator[Slot]:
-    """Yield the excluded meanings of keys that may belong to either of two variants.
+    """Yield the tensors to exclude for keys that may belong to either of two variants.
 
     The other tensors of a layer determine its variant. Without any, it has the most frequent one.
     """
@@ -269,7 +270,7 @@ def format_key(
     lead: Lead = (),
     numbering: LayerNumbering | None = None,
 ) -> str:
-    """Format the key of a logical tensor in *layout*. Layers count from 0 without *numbering*."""
+    """Format the key of a logical tensor. Each kind of layers counts from 0 without *numbering*."""
     leaf = layout.leaves[tensor.name]
     indices = dict(zip(tensor.indices, values, strict=True))
     if numbering is not None:
@@ -278,14 +279,14 @@ def format_key(
 
 
 def list_indices(tensor: LogicalTensor, counts: Mapping[str, int]) -> list[tuple[int, ...]]:
-    """List the index values of all tensors of a kind, in order."""
+    """List all index values of *tensor*, in order."""
     return list(product(*(range(counts.get(index, 0)) for index in tensor.indices)))
 
 
 def iterate_leads(
     leaf: Leaf, counts: Mapping[str, int], fixed: Mapping[str, int] | None = None
 ) -> Iterator[Lead]:
-    """Yield all positions along the axes that a layout spreads, except that some are *fixed*."""
+    """Yield all positions along the axes that a layout spreads. Some axes have *fixed* values."""
     fixed_values = fixed or {}
     yield from product(
         *(
@@ -296,7 +297,7 @@ def iterate_leads(
 
 
 def list_omitted_ties(family: Family, layout: str, tied: bool) -> Collection[str]:
-    """Return the logical tensors that *layout* omits because they are tied to others."""
+    """Return the logical tensors that *layout* omits because they are tied to other tensors."""
     return {tie.tensor for tie in family.ties if tied and layout not in tie.stored_in}
 
 

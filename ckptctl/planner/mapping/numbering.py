@@ -17,7 +17,7 @@ from ckptctl.planner.layouts import Family, Layout, Shift
 from ckptctl.units import pluralize
 
 OTHER_KIND = -1
-"""Meaning of a number that belongs to the other kind of layers."""
+"""Index value for a layer number that belongs to the other kind of layers."""
 
 
 @dataclass(frozen=True, slots=True)

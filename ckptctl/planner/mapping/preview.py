@@ -27,11 +27,11 @@ KnownIndices = Mapping[str, int]
 
 @dataclass(frozen=True, slots=True)
 class SymbolicSize:
-    """A size or an offset.
+    """A size or an offset, as a formula and, if it is known, as a number.
 
     Attributes:
         text: Formula in axis names, as in ``h*e + k*e``, or a number.
-        number: Its value, or None if a size is unknown.
+        number: The value of the formula, or None if a size in it is unknown.
     """
 
     text: str
@@ -334,9 +334,9 @@ class KeyRouter:
     def _iterate_contributions(
         self, route: Route, name: str, values: KnownIndices
     ) -> Iterator[Contribution]:
-        """Yield the contributions to a target tensor, one for rows that are the same part.
+        """Yield the contributions to a target tensor, one for each of its parts.
 
-        The requested entry comes first, then all entries.
+        If the requested key is one entry of a part, this entry precedes all entries together.
         """
         stored = self.target.stored_by_name[name]
         rows: dict[int | None, tuple[Leaf, str]] = {}
@@ -404,7 +404,7 @@ class KeyRouter:
     ) -> tuple[Range, ...]:
         """Compute the ranges of *stored* that a leaf of it occupies.
 
-        Of the axes in *spread*, which the other layout spreads over keys, it is one entry.
+        The leaf is one entry along the axes in *spread*, which the other layout spreads over keys.
         """
         ranges: list[Range] = []
         for dim, group in enumerate(leaf.dims):

@@ -2,8 +2,8 @@
 
 In a resolved source, every key is known, none is missing, and axis sizes are solved. Tied and
 repeated tensors are read once. Fused and stacked tensors of the target are written completely or
-not at all. Partly selected tensors are an error, and tensors with missing parts are skipped if
-those may be missing.
+not at all. A partly selected tensor is an error. A tensor with missing parts is skipped if these
+parts are allowed to be missing.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 """Shape of each stored tensor by key."""
 
 Origin: TypeAlias = tuple[LogicalTensor, Mapping[Lead, str]]
-"""A logical tensor of the source and the keys that hold it."""
+"""A logical tensor of the source and the keys that contain it."""
 
 
 class SurplusError(MappingError):
-    """The tensors have more layers, experts or other entries than the config states.
+    """Error for tensors with more layers, experts or other entries than the config states.
 
     Args:
         name: Name of the count in the config.
@@ -114,7 +114,7 @@ def resolve_source(
             numbered as in the complete model.
         matched: The matched keys of the complete model, or None to match *shapes*.
         absent_tensors: Logical tensors that this model does not have.
-        required: Optional tensors that its config requires.
+        required: Optional tensors that the model's config requires.
 
     Raises:
         MappingError: Tensors are unknown, missing or contradictory.
@@ -156,7 +156,7 @@ def _count_indices(
     all_matched: MatchedKeys,
     sizes: Mapping[str, int],
 ) -> dict[str, int]:
-    """Count the values of each index, and require that they do not exceed *sizes*.
+    """Count the values of each index, and require that no count exceeds its size in *sizes*.
 
     Layers that are numbered together with others count even if they were not selected. So do all
     entries that the layout spreads over keys, because a stacked tensor has all of them.
@@ -200,7 +200,7 @@ class FusedPartCheck:
         self._incomplete: dict[str, str] = {}
 
     def require_parts(self, tensor: LogicalTensor, values: IndexValues) -> None:
-        """Skip a fused tensor with missing parts if those may be missing, or raise."""
+        """Skip a fused tensor if its missing parts are allowed to be missing, or raise."""
         if self._target.leaves[tensor.name].part is None:
             return
         parts = self._target.stored_by_name[tensor.name].parts
@@ -222,7 +222,7 @@ class FusedPartCheck:
     def require_entries(
         self, tensor: LogicalTensor, source_tensor: LogicalTensor, values: IndexValues
     ) -> None:
-        """Skip a stacked tensor with missing entries if those may be missing, or raise."""
+        """Skip a stacked tensor if its missing entries are allowed to be missing, or raise."""
         leaf, target_leaf = (
             self._source.layout.leaves[source_tensor.name],
             self._target.leaves[tensor.name],
@@ -244,7 +244,7 @@ class FusedPartCheck:
     def exclude_incomplete(
         self, tensors: Sequence[MappedTensor]
     ) -> tuple[list[MappedTensor], dict[str, str]]:
-        """Exclude the skipped tensors and those with a target in common.
+        """Exclude skipped tensors, and all tensors that share a target with them.
 
         Returns:
             The remaining tensors, and the source keys that are not read, with reasons.
@@ -280,7 +280,7 @@ class FusedPartCheck:
     def _skip_or_raise(
         self, tensor: LogicalTensor, values: IndexValues, existing: list[str], missing: list[str]
     ) -> None:
-        """Skip a tensor whose missing parts may be missing, or raise."""
+        """Skip a tensor if all keys in *missing* are allowed to be missing, or raise."""
         entries = iterate_leads(self._target.leaves[tensor.name], self._source.sizes.axes)
         keys = [format_key(self._target, tensor, values, lead, self._numbering) for lead in entries]
         if all(key in self._missing for key in missing):

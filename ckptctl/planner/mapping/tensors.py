@@ -53,8 +53,8 @@ class LayoutChange:
         sizes: All known axis sizes, and the number of layers as ``i``.
         skipped_keys: Source keys of fused or stacked tensors with missing parts, and reasons.
         vocab: Size to which the vocabulary was padded or truncated, or None if it was kept.
-        notes: Messages for the user, including dropped source keys with reasons, and the choice
-            among facts on which descriptions differ.
+        notes: Messages for the user, including dropped source keys with reasons, and the values
+            chosen where descriptions of the model differ.
     """
 
     family: Family | None
@@ -391,7 +391,7 @@ class _TensorMapper:
         return self.target_cache[kind]
 
     def _remove_duplicates(self, tensors: list[MappedTensor]) -> list[MappedTensor]:
-        """Remove tensors that fill the same target elements as another one, and must equal it."""
+        """Keep one of the tensors that fill the same target, and record the copies to compare."""
         first: dict[object, MappedTensor] = {}
         for item in tensors:
             place = tuple(
@@ -415,7 +415,7 @@ class _TensorMapper:
     # ------------------------------------------------------- unmapped and generated tensors
 
     def _convert_tiles(self, tensor: LogicalTensor, key: str) -> bool:
-        """Convert tile embeddings that the target stores in another form, or return False."""
+        """Add the conversion of tile embeddings to the target's form, or return False."""
         for rule in self.family.tiles:
             leaf = self.target.leaves.get(rule.find_counterpart(tensor.name))
             if leaf is not None:
@@ -483,7 +483,7 @@ class _TensorMapper:
 def _group_leads(
     leaf: Leaf, positions: Iterable[Lead], axes: Sequence[str]
 ) -> dict[Lead, list[tuple[Lead, Lead]]]:
-    """Group *positions* by their part along *axes*, each with its part along other axes."""
+    """Group *positions* by their values along *axes*, each with its values along other axes."""
     groups: dict[Lead, list[tuple[Lead, Lead]]] = {}
     for lead in positions:
         shared = tuple(lead[leaf.spread_axes.index(axis)] for axis in axes)

@@ -1,4 +1,4 @@
-"""Tile embeddings, as a grid or as one row per aspect ratio."""
+"""Conversion of tile embeddings between a grid and one row per aspect ratio."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Ints = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class TileConversion:
-    """The conversion of a tile embedding to its other form.
+    """The conversion of a tile embedding from a grid to rows, or from rows to a grid.
 
     Attributes:
         tensors: Mapped tensors that fill the target.
@@ -45,13 +45,13 @@ def list_aspect_ratios(tiles: int) -> list[tuple[int, int]]:
 def convert_tiles(
     source: str, target: str, shape: Ints, inner: Sequence[int | None], grid: bool
 ) -> TileConversion:
-    """Convert a tile embedding to its other form.
+    """Convert a tile embedding from a grid to rows, or from rows to a grid.
 
     Args:
         source: Key in the source.
         target: Key in the target.
         shape: Shape in the source.
-        inner: Dimensions of the grid after the first two.
+        inner: Sizes of the dimensions of the grid after the first two, None if unknown.
         grid: Whether the target is the grid, not one row per aspect ratio.
 
     Raises:
