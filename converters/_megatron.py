@@ -1,4 +1,4 @@
-"""Megatron-Core styles of each family, with shared facts and fields first.
+"""Each family in Megatron-Core's configuration, after the facts and fields that families share.
 
 Sources: Megatron-Core's ``transformer_config.py`` (0.16) and ``moe_utils.py``, the bridges and
 providers of Megatron-Bridge 0.3, slime's ``scripts/models``, transformers' configuration classes.

@@ -1,7 +1,7 @@
-"""Apertus 8B, 70B: norms of single heads, a feed-forward network without gate.
+"""Apertus 8B, 70B: query and key norms per head, a feed-forward network without gate.
 
-Its activation (xIELU) has two numbers per layer that are trained and two that are not; mlx-lm has
-all of them as single numbers.
+Its activation (xIELU) has two trained and two constant numbers per layer. mlx-lm stores all four as
+scalars.
 
 Sources: transformers' ``modeling_apertus.py`` and ``activations.py``, mlx-lm's ``apertus.py``.
 """

@@ -1,7 +1,8 @@
 """Cohere's Command R7B and Command A: parallel attention and feed-forward after one norm.
 
-Source: transformers' ``modeling_cohere2.py``. Neighboring pairs are rotated; the embeddings are
-always tied.
+RoPE rotates neighboring pairs. The embeddings are always tied.
+
+Source: transformers' ``modeling_cohere2.py``.
 """
 
 from ckptctl.planner.layouts import SIZES, Family, Tie

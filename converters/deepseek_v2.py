@@ -3,7 +3,7 @@
 Sources: transformers' ``modeling_deepseek_v2.py`` and ``conversion_mapping.py`` (``hf-v5``:
 in-memory names of transformers 5); Megatron-Core's ``multi_latent_attention.py``, Megatron-Bridge's
 ``deepseek/common.py`` (``mcore``). DeepSeek's own code (``trust_remote_code``) has the names of
-``hf``. All of them rotate neighboring pairs, so no axis is reordered.
+``hf``. All programs rotate neighboring pairs, so no axis is reordered.
 """
 
 from ckptctl.planner.layouts import CHOSEN, SIZES, Family, LayerKind, Tie

@@ -3,10 +3,10 @@
 Sources: transformers' ``modeling_deepseek_v3.py``, DeepSeek's ``inference/convert.py`` and
 ``model.py`` (``deepseek``) and ``README_WEIGHTS.md``, torchtitan's ``models/deepseek_v3`` (0.2 and
 0.3), Megatron-Core's ``multi_latent_attention.py`` and ``multi_token_prediction.py`` (``mcore``).
-All of them rotate neighboring pairs, so no axis is reordered. mlx-lm's ``deepseek_v3.py`` splits
+All programs rotate neighboring pairs, so no axis is reordered. mlx-lm's ``deepseek_v3.py`` splits
 the projection of the latent to keys and values, and transposes the keys' part. Only ``hf``,
-``torchtitan@0.3`` and ``mcore`` keep the MTP layers; in ``hf`` those repeat the embedding and the
-head. ``eh_proj`` takes the embedding, then the hidden state, in all of them.
+``torchtitan@0.3`` and ``mcore`` keep the MTP layers. In ``hf``, MTP layers repeat the embedding and
+the head. In all three, the input of ``eh_proj`` is the embedding, then the hidden state.
 """
 
 from dataclasses import replace

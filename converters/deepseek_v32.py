@@ -1,7 +1,7 @@
 """DeepSeek-V3.2: DeepSeek-V3 with an indexer in each layer, which selects the attended tokens.
 
-The indexer rotates halves of the first part of each of its heads, attention neighboring pairs. As
-in all programs, no axis is reordered.
+The indexer rotates halves of the first part of each of its heads. Attention rotates neighboring
+pairs. All programs do the same, so no axis is reordered.
 
 Sources: transformers' ``modeling_deepseek_v32.py``, DeepSeek's ``inference/convert.py`` and
 ``model.py`` of DeepSeek-V3.2-Exp (``deepseek``, without the MTP layers), mlx-lm's

@@ -1,4 +1,4 @@
-"""DeepSeek-V4: hyper-connections, windows and compressed tokens, experts routed by hash at first.
+"""DeepSeek-V4: hyper-connections, sliding windows, compressed tokens, hash-routed first layers.
 
 ========  ======================================================================================
 layout    where it is found
@@ -10,8 +10,8 @@ hf-fresh  saved by transformers 5; no other program reads it
 
 ``layer_types`` or ``compress_ratios`` in config.json determine the layers that compress, and those
 with an indexer. The compression ratio differs between layers (``ca``, ``cw``). On the Hub the
-experts are packed, two numbers in a byte (``ed``, ``em``). The last part of each head rotates by
-neighboring pairs in all of them, so no axis is reordered.
+experts are packed, two numbers in a byte (``ed``, ``em``). All layouts rotate neighboring pairs of
+the last part of each head, so no axis is reordered.
 
 Sources: transformers' ``modeling_deepseek_v4.py`` and ``conversion_mapping.py``, the names and
 shapes of DeepSeek-V4-Flash on the Hub, vLLM's ``deepseek_v4_mtp.py``.

@@ -1,7 +1,7 @@
 """Falcon-H1: parallel attention and Mamba-2 in every layer.
 
-The names in memory are those in files. mlx-lm multiplies the weights with factors of config.json,
-which tables cannot express. Source: transformers' ``modeling_falcon_h1.py``.
+The in-memory names of transformers are the names in files. mlx-lm multiplies the weights by factors
+of config.json, which tables cannot express. Source: transformers' ``modeling_falcon_h1.py``.
 """
 
 from ckptctl.planner.layouts import CHOSEN, SIZES, Demand, Family, Tie

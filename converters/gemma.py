@@ -1,7 +1,7 @@
 """Gemma, Gemma 1.1, CodeGemma: Llama's model with an explicit head dimension and tied embeddings.
 
-All layouts except GGUF store ``w`` of a norm that multiplies with ``1 + w`` (Megatron-Core calls it
-``layernorm_zero_centered_gamma``), and all of them embeddings that the model scales.
+All layouts except GGUF store ``w`` of a norm that multiplies by ``1 + w`` (Megatron-Core calls it
+``layernorm_zero_centered_gamma``). All layouts store embeddings before the model scales them.
 
 Sources: transformers' ``modeling_gemma.py`` (rotates halves), torchtune's ``models/gemma`` (rotates
 pairs) and ``models/convert_weights.py``, Megatron-Bridge's ``models/gemma`` (``mcore``).

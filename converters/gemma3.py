@@ -6,7 +6,7 @@ layout    where it is found
 hf        on the Hub; transformers 5 reads it, and saves loaded models with these names
 hf-v5     in-memory names of transformers 5
 hf-fresh  saved by transformers 5 for new models, which it also reads
-mlx       mlx-vlm: convolutions have their channels last
+mlx       mlx-vlm, with channels-last convolutions
 mcore     Megatron-Bridge, whose vision tower is the one of transformers 4
 ========  ======================================================================================
 

@@ -1,7 +1,7 @@
 """Gemma 3 text models: 270M, 1B, and language models extracted from larger ones.
 
-Gemma 2 with a norm for the queries and the keys of each head, whose size is the head dimension:
-config.json may leave that out. Sources: transformers' ``modeling_gemma3.py``, Megatron-Bridge's
+Gemma 2 with query and key norms per head. The size of these norms is the head dimension, which
+config.json may omit. Sources: transformers' ``modeling_gemma3.py``, Megatron-Bridge's
 ``gemma3_provider.py`` and ``gemma3_bridge.py`` (``mcore``).
 """
 

@@ -1,8 +1,9 @@
 """Gemma 4 with vision, and in small models with audio: E2B, E4B, 26B-A4B, 31B.
 
 The text model is that of ``gemma4_text`` under another prefix. Either tower may be missing. Linear
-layers of a tower may clip inputs and outputs, with four bounds each. The names in memory are those
-in files. mlx-vlm has convolutions with their channels last, mlx-lm only has the text model.
+layers of a tower may clip inputs and outputs, with four bounds each. The in-memory names of
+transformers are the names in files. mlx-vlm has channels-last convolutions. mlx-lm only has the
+text model.
 
 Sources: transformers' ``modeling_gemma4.py``, mlx-lm's ``gemma4.py``, mlx-vlm's ``models/gemma4``.
 """

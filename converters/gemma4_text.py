@@ -1,9 +1,9 @@
 """Gemma 4 text models: language models extracted from E2B, E4B, 12B, 26B-A4B and 31B.
 
-Heads of layers that attend to the whole text are larger than those of layers with a window, and may
-have no ``v_proj``: their values are their keys, before the norm. The last layers may attend to keys
-and values of earlier ones; files may still have tensors for these layers, which transformers
-ignores. The small models have an embedding per layer, the sparse one experts next to the
+Layers with full attention have larger heads than layers with sliding-window attention, and may have
+no ``v_proj``. Their values are then their keys, before the norm. The last layers may use the keys
+and values of earlier layers. Files may still have tensors for these layers, which transformers
+ignores. The small models have an embedding per layer. The sparse model has experts next to the
 feed-forward network.
 
 Sources: transformers' ``modeling_gemma4.py`` and ``configuration_gemma4.py``, mlx-lm's

@@ -1,7 +1,7 @@
 """GLM-4 9B of 2024 in transformers: GLM-4 0414 with two norms per layer.
 
-mlx-lm (0.32.2) rotates all of a head whatever ``partial_rotary_factor`` says, which published
-models set to 0.5; names and orders are the same.
+mlx-lm (0.32.2) ignores ``partial_rotary_factor``, which published models set to 0.5, and rotates
+complete heads. Names and axis orders are the same.
 
 Sources: transformers' ``modeling_glm.py``, NeMo's ``chatglm.py`` (``mcore``), mlx-lm's ``glm.py``.
 """

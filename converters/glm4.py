@@ -1,9 +1,9 @@
 """GLM-4 0414 and Z1: four norms per layer.
 
-Half of each head is rotated, in neighboring pairs: in ``mcore`` as well (``rotary_interleaved``).
+RoPE rotates neighboring pairs of half of each head, also in ``mcore`` (``rotary_interleaved``).
 
 Sources: transformers' ``modeling_glm4.py`` (``gate_up_proj``: gate, up), slime's
-``megatron_to_hf/glm4.py`` (``mcore``; Megatron-Core itself has no norms behind attention and
+``megatron_to_hf/glm4.py`` (``mcore``; Megatron-Core itself has no norms after attention and
 feed-forward, slime and mbridge add them).
 """
 

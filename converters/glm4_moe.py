@@ -2,7 +2,7 @@
 
 Sources: transformers' ``modeling_glm4_moe.py`` and ``conversion_mapping.py`` (``hf-v5``: in-memory
 names of transformers 5, without MTP layers), Megatron-Bridge's ``glm45_bridge.py`` (``mcore``). In
-``hf``, MTP layers repeat the embedding and the head. All of them rotate halves.
+``hf``, MTP layers repeat the embedding and the head. All programs rotate halves.
 """
 
 from ckptctl.planner.layouts import SIZES, Family, LayerKind, Tie

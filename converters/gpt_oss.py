@@ -2,11 +2,11 @@
 
 Sources: transformers' ``modeling_gpt_oss.py`` and ``convert_gpt_oss_weights_to_hf.py``, OpenAI's
 ``gpt_oss/torch/model.py`` and ``weights.py`` (``openai``), torchtitan's ``models/gpt_oss`` (0.2 and
-0.3; its own adapter to Hugging Face only knows the names of quantized experts). All of them rotate
-halves and interleave the rows of gate and up: only Hugging Face's unquantized experts are
+0.3; its own adapter to Hugging Face only knows the names of quantized experts). All of these
+rotate halves and interleave the rows of gate and up. Only Hugging Face's unquantized experts are
 transposed. In MXFP4, 32 elements along the input are 16 bytes and one scale, ``[out, in]`` in both
-layouts that have it. In Megatron-Core (Megatron-Bridge's ``gpt_oss_bridge.py``) the gates of an
-expert precede its ups. mlx-lm's ``gpt_oss.py`` has them in two tensors.
+layouts that have it. In Megatron-Core (Megatron-Bridge's ``gpt_oss_bridge.py``), the gate of an
+expert precedes its up. mlx-lm's ``gpt_oss.py`` has gate and up in two tensors.
 """
 
 from ckptctl.planner.layouts import SIZES, Drop, Family, Tie

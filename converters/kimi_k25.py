@@ -12,7 +12,7 @@ The vision tower rotates neighboring pairs in the files and in torchtitan, halve
 models rotate neighboring pairs everywhere.
 
 Sources: transformers' ``modeling_kimi_k25.py`` and ``conversion_mapping.py`` (``kimi_k25``), which
-calls layers of text ``blocks`` when it saves; torchtitan's ``models/kimi_k2_7``, vLLM's
+saves layers of the text model as ``blocks``; torchtitan's ``models/kimi_k2_7``, vLLM's
 ``kimi_k25.py``.
 """
 

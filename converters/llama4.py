@@ -1,7 +1,7 @@
 """Llama 4 vision-language models: Scout, Maverick, Llama Guard 4.
 
-The text model is that of ``llama4_text`` under another prefix. The patches are a matrix on the
-Hub and in Meta's files, a convolution in torchtune.
+The text model is that of ``llama4_text`` under another prefix. The patch embedding is a matrix on
+the Hub and in Meta's files, and a convolution in torchtune.
 
 Sources: as for ``llama4_text``; ``llama_models/llama4/vision``; torchtune's
 ``models/llama4/_convert_weights.py`` (0.7, which no release on PyPI has).

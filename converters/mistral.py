@@ -2,8 +2,8 @@
 
 Sources: transformers' ``modeling_mistral.py``, ``configuration_mistral.py`` and
 ``convert_mistral_weights_to_hf.py``, mistral-inference's ``args.py`` and ``transformer.py``,
-torchtune's ``models/convert_weights.py``. Mistral's own files have the names and the order of
-complex rotations that Meta's have, but are never split across ranks.
+torchtune's ``models/convert_weights.py``. Mistral's own files have Meta's names and its order of
+complex rotations, but are never split across ranks.
 """
 
 from dataclasses import replace

@@ -1,8 +1,8 @@
 """The text model of Mistral Small 4: latent attention, routed experts and a shared expert.
 
-transformers keeps the experts of a layer together, Mistral each of them; all rotate neighboring
-pairs, so no axis is reordered. mlx-lm splits the projection of the latent to keys and values, and
-transposes the keys' part. With its vision tower it is ``mistral4_vision``.
+transformers stacks the experts of a layer, Mistral stores them separately. All programs rotate
+neighboring pairs, so no axis is reordered. mlx-lm splits the projection of the latent to keys and
+values, and transposes the keys' part. With its vision tower it is ``mistral4_vision``.
 
 Sources: transformers' ``modeling_mistral4.py`` and ``convert_mistral4_weight_to_hf.py``, vLLM's
 ``mistral_large_3.py`` (``mistral``: dense layers), mlx-lm's ``mistral4.py``.

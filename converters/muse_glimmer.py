@@ -1,8 +1,8 @@
 """Muse Glimmer 30B: gated attention with a vision tower, every fourth layer without RoPE.
 
-The norms within layers multiply with one more than their weight, the last one with its weight, in
-both layouts. torchtitan rotates neighboring pairs, in the text and in the vision tower, and keeps
-the order of complex rotations in layers that do not rotate, too.
+In both layouts, the norms within layers multiply by 1 + weight, the final norm by its weight.
+torchtitan rotates neighboring pairs, in the text model and in the vision tower. Layers without RoPE
+also have the order of complex rotations there.
 
 Sources: transformers' ``modeling_muse_glimmer.py``, torchtitan's ``models/muse_glimmer`` (0.3).
 """

@@ -1,6 +1,6 @@
 """Nemotron 3, 4 and Minitron: Llama's tensors, no gate in the feed-forward, norms with biases.
 
-The norms multiply with ``1 + w``, in every layout.
+The norms multiply by ``1 + w`` in every layout.
 
 Sources: transformers' ``modeling_nemotron.py``, Megatron-Bridge's ``nemotron_bridge.py``.
 """

@@ -1,8 +1,8 @@
 """Nemotron-H, Nemotron Nano 2, Nemotron 3: every layer is Mamba-2, attention, dense or experts.
 
 Experts have no gate, and may work on a latent of the hidden state. transformers ignores the MTP
-layer (``mtp``: attention, then experts), and so do its models in memory and mlx-lm's: ``hf-v5`` and
-``mlx`` do not have it.
+layer in files (``mtp``, attention, then experts). Its in-memory models and mlx-lm do not have this
+layer, so it is missing in ``hf-v5`` and ``mlx``.
 
 Sources: transformers' ``modeling_nemotron_h.py`` and ``conversion_mapping.py``, mlx-lm's
 ``nemotron_h.py``; for ``mtp`` vLLM's ``nemotron_h_mtp.py``.

@@ -2,7 +2,7 @@
 
 Sources: transformers' ``modeling_olmo2.py`` and ``convert_olmo2_weights_to_hf.py`` (``olmo``: the
 ``model.pt`` of ai2's first trainer, in which ``ff_proj`` is up, gate), OLMo-core's
-``nn/hf/convert.py`` (``olmo-core``). All of them rotate halves, so no axis is reordered.
+``nn/hf/convert.py`` (``olmo-core``). All of these rotate halves, so no axis is reordered.
 """
 
 from ckptctl.planner.layouts import SIZES, Family, Tie

@@ -2,9 +2,9 @@
 
 Sources: transformers' ``modeling_olmoe.py``, ``conversion_mapping.py`` (``hf-v5``: in-memory names
 of transformers 5) and ``convert_olmoe_weights_to_hf.py`` (``olmo``: ``model.pt`` with megablocks'
-experts, rows of all of them one after another, ``w2`` transposed); ai2's ``olmo/model.py``;
-Megatron-Bridge's ``olmoe_provider.py`` (``mcore``), whose attention norms all heads together. All
-of them rotate halves, so no axis is reordered.
+experts, whose rows follow one another, ``w2`` transposed); ai2's ``olmo/model.py``;
+Megatron-Bridge's ``olmoe_provider.py`` (``mcore``), which normalizes all heads together. All
+programs rotate halves, so no axis is reordered.
 """
 
 from ckptctl.planner.layouts import SIZES, Family, Tie

@@ -5,7 +5,7 @@ config.json may make some layers dense (``decoder_sparse_step``, ``mlp_only_laye
 Sources: transformers' ``modeling_qwen2_moe.py`` and its ``conversion_mapping.py`` (``hf-v5``:
 in-memory names of transformers 5); Megatron-Core's ``attention.py`` and ``moe/experts.py``,
 mbridge's ``qwen2moe.py`` (``mcore``: names under Transformer Engine, which fuses norms with the
-linear layer behind them, save before a router; ``mcore-local``: without it).
+linear layer after them, except before a router; ``mcore-local``: without it).
 """
 
 from ckptctl.planner.layouts import SIZES, Family, LayerKind, Tie

@@ -1,7 +1,8 @@
 """Qwen 3.5 and 3.6 vision-language models, dense: 0.8B to 27B.
 
-torchtitan has queries, keys and values of delta nets and of the vision tower apart, and the patches
-as a matrix. mlx-vlm has the channels of patches last; mlx-lm reads only the text model.
+torchtitan has separate tensors for queries, keys and values of delta nets and of the vision tower,
+and a matrix as patch embedding. mlx-vlm has a channels-last patch embedding. mlx-lm reads only the
+text model.
 
 Sources: transformers' ``modeling_qwen3_5.py``, torchtitan's ``models/qwen3_5`` (0.3.0), vLLM's
 ``qwen3_5_mtp.py`` for ``mtp``, which transformers and torchtitan ignore; mlx-vlm's

@@ -1,7 +1,7 @@
 """Qwen 3.5 and 3.6 vision-language models with experts: 35B-A3B to 397B-A17B.
 
-The layouts of ``qwen3_5_moe_text`` and torchtitan's. torchtitan's own adapter transposes the
-experts, because it assumes Qwen 3 VL's order for Qwen 3.5.
+The layouts are those of ``qwen3_5_moe_text``, and torchtitan's. torchtitan's own adapter transposes
+the experts, because it assumes Qwen 3 VL's order for Qwen 3.5.
 
 Sources: as for ``qwen3_5_moe_text`` and ``qwen3_5``; torchtitan's ``models/common/moe.py``.
 """

@@ -3,10 +3,10 @@
 ========  ====================================================================================
 layout    experts
 ========  ====================================================================================
-hf        stacked: in-memory names of transformers 5; it reads all three
-hf-3.5    stacked, those of ``mtp`` apart: Qwen 3.5 as published; Qwen 3.6 has ``hf``
-hf-fresh  apart: published FP8, and what transformers 5 saves for new models
-mlx       stacked, gate and up apart; nothing of ``mtp``
+hf        stacked; in-memory names of transformers 5, which reads all three ``hf`` layouts
+hf-3.5    stacked, except in ``mtp``; Qwen 3.5 as published (Qwen 3.6 has ``hf``)
+hf-fresh  separate; published FP8 models, and new models saved by transformers 5
+mlx       stacked, gate and up separate; no ``mtp``
 ========  ====================================================================================
 
 Sources: transformers' ``modeling_qwen3_5_moe.py`` and ``conversion_mapping.py``, vLLM's

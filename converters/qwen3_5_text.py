@@ -1,9 +1,8 @@
 """Qwen 3.5 and 3.6 text models: gated delta nets, every fourth layer gated attention.
 
-The model of Qwen 3 Next with dense layers, whose delta nets keep queries, keys and values of all
-heads one after the other, and the gate and both coefficients as tensors of their own. A value head
-goes with the key head that its place among all of them gives. transformers ignores the MTP layers
-(``mtp``).
+The model of Qwen 3 Next with dense layers. Its delta nets store the queries of all heads, then the
+keys, then the values, and have separate tensors for the gate and both coefficients. Each key head
+belongs to consecutive value heads. transformers ignores the MTP layers (``mtp``).
 
 mlx-lm omits the vision tower of ``qwen3_5`` and ``vision_config``, so that its config.json
 describes this model. It does not have ``mtp``.

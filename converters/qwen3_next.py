@@ -1,11 +1,11 @@
 """Qwen 3 Next: gated delta nets, every fourth layer gated attention; experts and a shared one.
 
-``in_proj_qkvz`` and ``in_proj_ba`` are grouped by key head (``lk``), each with the value heads
-(``lh``) that go with it; Megatron-Core has a tensor for each part. In full attention, the queries
-of each head are next to its gate, in Megatron-Core next to those of its group. The norm of a gated
-delta net multiplies with its weight, that of Megatron-Core with one more; mlx-lm has the one added
-to the weights of all other norms. transformers ignores the MTP layers (``mtp``), and so do its
-models in memory: ``hf-v5`` does not have them.
+``in_proj_qkvz`` and ``in_proj_ba`` are grouped by key head (``lk``), each with its value
+heads (``lh``). Megatron-Core has a tensor for each part. In full attention, the query of each head
+precedes its gate. In Megatron-Core, all queries of a group precede its gates. The norm of a gated
+delta net multiplies by its weight, in Megatron-Core by 1 + weight. mlx-lm stores 1 + weight for all
+other norms. transformers ignores the MTP layers in files (``mtp``). Its in-memory models do not
+have these layers, so they are missing in ``hf-v5``.
 
 Sources: transformers' ``modeling_qwen3_next.py`` and ``conversion_mapping.py``; for ``mtp`` vLLM's
 ``qwen3_next_mtp.py``; Megatron-Core's ``ssm/gated_delta_net.py`` and

@@ -1,6 +1,6 @@
 """Qwen 3 VL, dense: Qwen 3 with a vision tower whose middle layers feed its first layers.
 
-Each of the layers that config.json names ``deepstack_visual_indexes`` has a merger of its own.
+Each layer in ``deepstack_visual_indexes`` of config.json has a separate merger.
 
 Sources: transformers' ``modeling_qwen3_vl.py``, mlx-vlm's ``models/qwen3_vl``, of which mlx-lm
 reads only the text model.

@@ -1,7 +1,7 @@
 """StarCoder2 3B, 7B, 15B: layer norms, biases and a feed-forward without gate.
 
-Sources: transformers' ``modeling_starcoder2.py``, whose default ties the embeddings, as the 15B
-model does not; NeMo's ``starcoder2.py`` (``mcore``).
+Sources: transformers' ``modeling_starcoder2.py``, which ties the embeddings by default, unlike
+the 15B model; NeMo's ``starcoder2.py`` (``mcore``).
 """
 
 from ckptctl.planner.layouts import SIZES, Family, Tie

@@ -1,7 +1,7 @@
 """The encoder of T5 1.1 and later (gated feed-forward), which image generators use.
 
 Sources: transformers' ``modeling_t5.py``, torchtune's ``models/t5/_convert_weights.py``. The first
-layer holds the relative positions of all.
+layer contains the relative position biases of all layers.
 """
 
 from ckptctl.planner.layouts import Family, Tie
