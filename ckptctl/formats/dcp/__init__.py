@@ -32,7 +32,7 @@ DATA_SUFFIX = ".distcp"
 
 
 class ItemFormat(Format):
-    """A format of items in data files, which must be read to locate their elements."""
+    """Format whose data files contain items that must be read to locate the elements."""
 
     def resolve(self, catalog: Catalog) -> Catalog:
         """See :meth:`Format.resolve`."""
@@ -131,7 +131,7 @@ class DcpFormat(ItemFormat, WritableFormat):
 
 
 def metadata_name(rank: int) -> str:
-    """Return the name of the metadata of *rank*, for saves with one per rank."""
+    """Return the name of the metadata file of *rank*, if each rank has its own."""
     return f"__{rank}{METADATA}"
 
 

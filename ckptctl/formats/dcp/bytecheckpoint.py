@@ -94,7 +94,7 @@ def _add_mismatch_findings(
 
 
 def _parse_views(root: object, where: str) -> _Views:
-    """Return the tensor header of each item, by name and offsets."""
+    """Unpickle the tensor header of each item, by tensor name and offsets."""
     views = {}
     with malformed_errors("this is not the metadata of ByteCheckpoint", where):
         metadata = read_as(_RankMetadata, root)
@@ -125,7 +125,7 @@ def _parse_views(root: object, where: str) -> _Views:
 
 
 def _to_raw_extent(entry: TensorEntry, item: Extent, views: _Views, where: str) -> Extent:
-    """Convert the extent of an item to one of raw elements."""
+    """Convert the extent of an item to that of its raw elements."""
     view = views.get((entry.name, item.box.offsets))
     if view is None:
         raise UnsupportedError(f"a chunk of `{entry.name}` has no header", where=where)

@@ -1,4 +1,4 @@
-"""Lay out ``.distcp`` files, with one zip for each box."""
+"""Lay out ``.distcp`` files, with one zip for each box of a tensor."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def assign_boxes_to_files(request: OutputRequest) -> list[list[tuple[OutputTenso
 
 
 class DataFileBuilder:
-    """Builder of data files that appends items and records their places.
+    """Builder of data files that appends items and records their byte ranges.
 
     Attributes:
         files: The finished files.
-        records: Byte ranges of tensors in them.
+        records: Byte ranges of tensors in *files*.
         boxes: Boxes of each tensor.
-        items: Place of the item of each ``(name, offsets)``; offsets are None for non-tensor
+        items: Byte range of the item of each ``(name, offsets)``; offsets are None for non-tensor
             values.
         raw_copies: Byte ranges of values that are copied unchanged.
     """

@@ -1,4 +1,4 @@
-"""Read a DCP directory, with the items in its metadata and the files that trainers add.
+"""Read a DCP directory, including the files that trainers add.
 
 Lightning's FSDP strategies write ``meta.pt`` (``lightning/fabric/strategies/fsdp.py``), whose keys
 ``consolidate_checkpoint`` puts at the top level. Items written with an extension, such as Zstandard
@@ -6,8 +6,8 @@ Lightning's FSDP strategies write ``meta.pt`` (``lightning/fabric/strategies/fsd
 
 Data files of ``SerializationFormat.SAFETENSORS`` (``torch/distributed/checkpoint/filesystem.py``,
 ``_write_files_from_queue``) start with the non-tensor values, in zips as usual. All tensors of the
-file follow as one safetensors blob with a header. The metadata has the offset of that blob and the
-length of the elements for each tensor. The header identifies tensors only by name, so if a tensor
+file follow as one safetensors blob with a header. For each tensor, the metadata has the offset of
+that blob and the length of the elements. The header identifies tensors only by name, so if a tensor
 has several chunks in a file, only the last is kept.
 """
 
@@ -114,7 +114,7 @@ def read_metadata(files: SourceFiles, name: str) -> DecodedMetadata:
 def _require_decompressor(catalog: Catalog) -> None:
     """Raise if items are compressed and no Zstandard module is installed."""
     needed = any(is_zstd(blob.extension) for blob in catalog.blobs.values())
-    if catalog.computed and not needed:  # which may also be merged or dequantized tensors
+    if catalog.computed and not needed:  # computed tensors may also be merged or dequantized
         extents = (e.file for entry in catalog.tensors.values() for e in entry.extents)
         sources = find_reachable_files(catalog.computed, extents).values()
         needed = any(source.kind == "unpacked" for source in sources)
@@ -150,9 +150,16 @@ def build_catalog(
     *,
     zips: bool = True,
 ) -> Catalog:
-    """Return the catalog of a directory of write items, by default ``torch.save`` zips.
+    """Build the catalog of a directory from the leaves of its metadata.
 
-    Without *zips*, items are raw elements.
+    Args:
+        files: Files of the directory.
+        leaves: Leaves of the metadata by name.
+        name: Name of the format.
+        faults: Collector of unusable files.
+        notes: Notes for the user.
+        copies: End of the last item of each data file with further copies.
+        zips: Whether items are ``torch.save`` zips instead of raw elements.
     """
     path = files.root
     if faults.partial:
@@ -198,7 +205,7 @@ def _fix_special_items(
     computed: dict[str, ComputedTensor],
     faults: FaultCollector,
 ) -> Sequence[str]:
-    """Fix entries of *tensors* that are compressed or in safetensors, and return notes on these."""
+    """Locate compressed and safetensors items in *tensors*, and return notes about them."""
     compressed = [leaf for leaf in leaves if leaf.extension]
     unzipped = [leaf for leaf in leaves if not leaf.extension and _has_bare_length(leaf)]
     if not compressed and not unzipped:
@@ -214,7 +221,7 @@ def _fix_special_items(
 
 
 def _has_bare_length(leaf: MetadataLeaf) -> bool:
-    """Return whether an item is exactly as long as its elements, which no zip of them is."""
+    """Return whether the first item is exactly as long as its elements, so it is not a zip."""
     if not leaf.extents or leaf.dtype not in dtypes.BY_NAME:
         return False
     first = leaf.extents[0]
@@ -224,7 +231,7 @@ def _has_bare_length(leaf: MetadataLeaf) -> bool:
 def _check_data_files(
     files: SourceFiles, leaves: Mapping[str, MetadataLeaf], copies: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return the sizes of the files with items, or raise if one is missing or truncated."""
+    """Return the sizes of the data files, or raise if one is missing or truncated."""
     last_items = _find_last_items(leaves, copies)
     sizes = read_file_sizes(
         files,
@@ -273,7 +280,7 @@ def _make_entry(leaf: MetadataLeaf) -> TensorEntry:
 def _drop_unusable_leaves(
     files: SourceFiles, leaves: Mapping[str, MetadataLeaf], faults: FaultCollector
 ) -> dict[str, MetadataLeaf]:
-    """Remove leaves in unusable files, and add a finding for each missing one."""
+    """Drop extents and values in unusable files, and add a finding for each such file."""
     sizes: dict[str, int] = {}
     for file, (end, _) in _find_last_items(leaves, {}).items():
         if file in faults.files:
@@ -327,7 +334,7 @@ def add_companion_leaves(files: SourceFiles, catalog: Catalog, faults: FaultColl
 
 
 def add_leaves(files: SourceFiles, catalog: Catalog, name: str, leaves: Leaves) -> Catalog:
-    """Add the leaves *leaves* in the file *name*, which is next to the data files, to *catalog*."""
+    """Add *leaves*, stored in the file *name* next to the data files, to *catalog*."""
     existing = catalog.tensors.keys() | catalog.blobs.keys()
     duplicate = next((key for key in (*leaves.tensors, *leaves.blobs) if key in existing), None)
     if duplicate is not None:
@@ -348,7 +355,7 @@ def add_leaves(files: SourceFiles, catalog: Catalog, name: str, leaves: Leaves) 
 def make_unpacked_tensor(
     root: TreePath, leaf: MetadataLeaf, entry: TensorEntry, computed: dict[str, ComputedTensor]
 ) -> TensorEntry:
-    """Return a tensor whose elements are computed from compressed items, and extend *computed*."""
+    """Return a tensor whose compressed items are decompressed on reading, and extend *computed*."""
     if entry.unsupported:
         return entry
     if not is_zstd(leaf.extension):

@@ -1,7 +1,7 @@
 """Locate the elements of each box inside the items that ``.metadata`` lists.
 
-A checkpoint of a thousand ranks has a million items. The places of standard items are stored in
-columns.
+A checkpoint of a thousand ranks has a million items. The byte ranges of standard items are stored
+in columns.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from ckptctl.storage.zips.zip_reader import StoredTensor
 from ckptctl.tree import TreePath
 
 ReadItem = Callable[[str, int, int], tuple[StoredTensor, int, int]]
-"""Function that reads the item of a file, offset and length, as :func:`read_alike` does."""
+"""Function that reads the item at a file, offset and length, such as `read_similar_item`."""
 _Place = tuple[int, int, "_TensorLocator"]
-"""First byte of an item, number of its extent, and its tensor."""
+"""First byte of an item, index of its extent, and the locator of its tensor."""
 
 
 class _TensorLocator:
-    """Extents of a tensor while its items are read in any order.
+    """Locator of the elements of one tensor, whose items are read in any order.
 
     Attributes:
-        entry: The tensor.
+        entry: Tensor with the extents of its items.
         unread: Reason why its elements cannot be read; empty if they can.
     """
 
@@ -61,7 +61,7 @@ class _TensorLocator:
         )
 
     def locate_extent(self, number: int, root: TreePath, read_item: ReadItem) -> None:
-        """Read the item of extent *number*."""
+        """Read the item of extent *number* and record where its elements are."""
         columns, entry = self._columns, self.entry
         if columns is None:
             self._extents[number] = resolve_extent(root, read_item, entry, self._extents[number])

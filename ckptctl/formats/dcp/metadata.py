@@ -1,9 +1,9 @@
 """Read the ``.metadata`` pickle of a DCP directory without torch.
 
-Source: ``torch/distributed/checkpoint/metadata.py`` (``Metadata`` and its parts) and
+Source: ``torch/distributed/checkpoint/metadata.py`` (``Metadata`` and the classes in it) and
 ``filesystem.py`` (``_StorageInfo``). No class is imported; the reader turns each object into an
 inert record. :mod:`ckptctl.formats.dcp.metadata_writer` writes the same classes. Items are stored
-in columns of their places and boxes.
+as columns of byte ranges and boxes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_METADATA = 4 << 30
 CKPTCTL_KEY = "ckptctl"
 """Additional attribute of the metadata, a dictionary that torch ignores."""
 WORLD_SIZE_KEY = "world_size"
-"""Key in that dictionary for the number of ranks that saved."""
+"""Key in that dictionary for the world size of the save."""
 _HOME = "torch.distributed.checkpoint.metadata"
 _STORAGE = "torch.distributed.checkpoint.filesystem"
 _VESCALE = "vescale.checkpoint.storage.filesystem"
@@ -64,7 +64,7 @@ ItemRange = tuple[str, int, int]
 ItemPlace = tuple[str, Vector | None, str, int, int]
 """Name, offsets and range of an item."""
 BoxCache = dict[tuple[tuple[Vector, ...], tuple[Vector, ...]], BoxColumns]
-"""Boxes of tensors by offsets and sizes, as most tensors are split like others."""
+"""Boxes of tensors by offsets and sizes, because many tensors are split alike."""
 
 
 class Item(NamedTuple):
@@ -82,11 +82,11 @@ class MetadataLeaf:
     Attributes:
         name: Fully qualified name.
         path: Keys from the root of the saved object.
-        extents: Boxes and items of a tensor.
+        extents: Boxes of a tensor, with the byte ranges of their items.
         item: Item of a non-tensor value.
         dtype: torch's name; empty for a non-tensor value.
         shape: Global shape.
-        requires_grad: As recorded.
+        requires_grad: Recorded ``requires_grad`` of a tensor.
         extension: Extension that its items were written with, as in ``stream.zstd/1``; empty if
             none.
         unread: Reason why its elements cannot be read; empty if they can.
@@ -146,12 +146,12 @@ class _Metadata(ObjectSchema):
 
 
 class _IndexRecord(Inert):
-    """A ``MetadataIndex``, which like torch's is equal if name and offsets are equal."""
+    """Record of a ``MetadataIndex``, compared like torch's by name and offsets."""
 
     __slots__ = ()
 
     def get_key(self) -> tuple[object, ...]:
-        """See :meth:`Inert.get_key`, with a shortcut, since half a million of them are read."""
+        """See :meth:`Inert.get_key`. Valid records have a cheaper key, as there are many."""
         if self._key is None:
             state = self.state if isinstance(self.state, dict) else {}
             name, offset = state.get("fqn"), state.get("offset")
@@ -227,7 +227,7 @@ def extract_metadata_leaves(
 ) -> dict[str, MetadataLeaf]:
     """Return the leaves of an unpickled ``.metadata``, as :func:`decode_metadata` does.
 
-    Appends its scanned runs of entries to *used*.
+    Appends the scanned runs of entries in *root* to *used*.
     """
     with malformed_errors("this is not the metadata of a DCP checkpoint", where):
         return _build_leaves(read_as(_Metadata, root), where, [] if used is None else used)
@@ -319,15 +319,15 @@ def _parse_path(name: str, recorded: object) -> Path:
 
 
 class LeafItems:
-    """Places of the items of one leaf, in the order of the pickle.
+    """Byte ranges of the items of one leaf, in the order of the pickle.
 
     Attributes:
-        offsets: Offsets of the boxes, for items with one.
-        files: Files of these items.
-        starts: First bytes of these items.
-        lengths: Lengths of these items in bytes.
-        first: First item, with or without a box.
-        extension: torch's name of the extension that all were written with; empty if none.
+        offsets: Offsets of the boxes; empty for a non-tensor value.
+        files: File of each box's item.
+        starts: First byte of each box's item.
+        lengths: Length of each box's item in bytes.
+        first: First item, also for a non-tensor value.
+        extension: torch's name of the extension that all items were written with; empty if none.
     """
 
     __slots__ = ("extension", "files", "first", "lengths", "offsets", "starts")
@@ -342,7 +342,7 @@ class LeafItems:
 
     @property
     def columns(self) -> tuple[list[Vector], list[str], list[int], list[int]]:
-        """All columns."""
+        """The columns ``(offsets, files, starts, lengths)``."""
         return self.offsets, self.files, self.starts, self.lengths
 
 
@@ -360,7 +360,7 @@ def parse_chunk(fields: Mapping[str, object]) -> ChunkRun:
 
 
 def join_boxes(runs: Sequence[ChunkRun], box_cache: BoxCache) -> BoxColumns:
-    """Join runs into the boxes of a tensor, or reuse equal ones in *box_cache*."""
+    """Join runs into the boxes of a tensor, or reuse equal boxes in *box_cache*."""
     offsets = tuple(chain.from_iterable(run.offsets for run in runs))
     sizes = tuple(chain.from_iterable(run.sizes for run in runs))
     return box_cache.setdefault((offsets, sizes), BoxColumns(offsets, sizes))
@@ -397,7 +397,7 @@ def match_items(
 def collect_items(
     data: Mapping[object, object], where: str, used: list[ChunkRun | PlaceRun]
 ) -> dict[str, LeafItems]:
-    """Return the items of each leaf in ``storage_data``, and append its runs to *used*."""
+    """Return the items of each leaf in ``storage_data``, and append scanned runs to *used*."""
     stored: dict[str, LeafItems] = {}
     checked: dict[str, str] = {}
     names_without_box: list[str] = []
@@ -437,7 +437,7 @@ def collect_items(
 
 
 def _parse_place(key: Mapping[str, object], value: Mapping[str, object]) -> tuple[ItemPlace, str]:
-    """Return the place of an item, and the extension that it was written with."""
+    """Return the name, box offsets and byte range of an item, and the extension that wrote it."""
     file, offset, nbytes = value["relative_path"], value["offset"], value["length"]
     if type(file) is not str or type(offset) is not int or type(nbytes) is not int:
         raise TypeError(f"the storage of `{key['fqn']}` is not a file range")

@@ -1,14 +1,14 @@
 """Read runs of entries of a ``.metadata`` pickle at once if they have torch's usual form.
 
 A tensor with one chunk takes 112 opcodes, and 512 ranks have half a million such tensors. A tensor
-of a thousand ranks has as many chunks, and the places of all chunks are a million entries. Apart
-from the first entry of a file, all have the same opcodes with other numbers. A regular expression
+of a thousand ranks has as many chunks, and the places of all chunks are a million entries. All
+entries except the first of a file have the same opcodes, with other numbers. A regular expression
 matches one entry at a time. References to the memo are resolved once per byte string.
 
 The unpickler continues as if it had read the opcodes, except that a run of entries is one object in
 its list or dict, and that nothing can refer to the records inside an entry. A file with such
-references, or that moves objects it has read (no pickler does), or with anything else unusual, is
-read again opcode by opcode.
+references, with opcodes that move entries (no pickler writes these), or with anything else unusual
+is read again opcode by opcode.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ _INFO = rb"(%b%b)(%b|%b)(%b)(%b)(%b)(%b)ub" % (
     *(_REF, _INT, _REF, _INT),
 )
 _OR_EMPTY = rb"|"
-"""Suffix of a pattern that lets it match anywhere, so that matches are adjacent."""
+"""Suffix with which a pattern also matches nothing, so that ``finditer`` never skips bytes."""
 _TOKEN = re.compile(rb"%b|%b|." % (_REF, _INT), re.DOTALL)
 _SHORT_TEXT, _MEMOIZE, _LONG, _INTEGERS = 0x8C, 0x94, 0x8A, b"KMJ\x8a"
 _Target = str | tuple[str]
-"""Target of a reference, a string or the last name of a class in a tuple."""
+"""Target of a memo reference, either a string or a tuple with the name of a class."""
 _SIZE = ("Size",)
 _CHUNK_HEAD = (("ChunkStorageMetadata",), "offsets", _SIZE)
 _CHUNK_MIDDLE = ("sizes", _SIZE)
@@ -94,7 +94,7 @@ class PlaceRun(NamedTuple):
 
 
 class _Memo(dict[int, object]):
-    """The unpickler's memo, which recreates entries skipped by runs on demand."""
+    """The unpickler's memo, which recreates the entries that runs skip when they are used."""
 
     def __init__(self, recall: Callable[[int], object]) -> None:
         self._recall = recall
@@ -104,13 +104,13 @@ class _Memo(dict[int, object]):
 
 
 class Scanner:
-    """Hook for the unpickler after each BUILD opcode that reads usual entries at once.
+    """Hook of the unpickler that reads many usual entries at once after a BUILD opcode.
 
     Attributes:
         memo: The unpickler's memo.
         taken: Number of memo indices used by scanned entries that are not in the memo.
         sizes: Functions that count the values represented by an object, by class.
-        entries: Number of chunks and places scanned.
+        entries: Number of scanned chunks and items.
     """
 
     sizes: ClassVar[Mapping[type, Callable[[Any], int]]] = {
@@ -143,7 +143,7 @@ class Scanner:
     def __call__(
         self, data: bytes, pos: int, stack: list[object], outer: list[list[object]]
     ) -> int:
-        """Return the position after as many usual entries as follow, or *pos* if there are none."""
+        """Read the usual entries at *pos* onto *stack*, and return the position after them."""
         if not outer or not outer[-1]:
             return pos
         self._data = data
@@ -283,7 +283,7 @@ class Scanner:
         self.entries += count
 
     def is_every_run_used_once(self, used: Iterable[ChunkRun | PlaceRun]) -> bool:
-        """Return whether each run is used exactly once, and in no other way."""
+        """Return whether each run is in *used* exactly once, and none is in the memo."""
         kinds = {*map(type, self.memo.values())}
         once = sorted(map(id, self._created_runs)) == sorted(map(id, used))
         return once and not kinds & {ChunkRun, PlaceRun}

@@ -2,7 +2,7 @@
 
 The object is that of ``torch/distributed/checkpoint/metadata.py``, in protocol 4 like torch's.
 Classes and attribute names come first, each memoized and popped, so that all later entries have the
-same form. Within an entry, the opcodes are those of the C pickler (``Modules/_pickle.c``).
+same opcodes. Within an entry, the opcodes are those of the C pickler (``Modules/_pickle.c``).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def encode_metadata(
 
 
 class TensorMetadata:
-    """A ``.metadata`` of all tensors, to be completed with non-tensor values."""
+    """Encoded ``.metadata`` of all tensors, to which non-tensor values are added later."""
 
     def __init__(self, writer: _MetadataWriter) -> None:
         self._content = bytes(writer.out)
@@ -67,9 +67,9 @@ class TensorMetadata:
     def add_values(
         self, values: Sequence[tuple[_Leaf, Item]], origin: Origin = UNKNOWN_ORIGIN
     ) -> tuple[bytes, bytes]:
-        """Add *values* and their places, and return the ``.metadata`` in two parts.
+        """Add *values* with their items, and return the ``.metadata`` as two byte strings.
 
-        Values are non-tensor values, and unsharded tensors with dtypes of existing ones.
+        Values are non-tensor values, or unsharded tensors with the dtype of an encoded tensor.
         """
         writer = copy(self._writer)
         writer.strings = dict(writer.strings)
@@ -109,7 +109,7 @@ def encode_tensors(
 ) -> TensorMetadata:
     """Encode a ``.metadata`` of tensors, to which non-tensor values can be added.
 
-    Lists in *boxes* that several tensors share are written faster.
+    A list in *boxes* that several tensors share is only encoded once.
     """
     return TensorMetadata(_write_entries(tensors, boxes, (), items))
 
@@ -145,9 +145,9 @@ class _MetadataWriter:
         strings: Memo references of strings.
         dicts: Memo references of the dicts of the metadata.
         sizes: Encoded ``torch.Size`` objects by value.
-        places: Encoded ends of items by first byte and length.
-        lists: Encoded chunks and their number of memo entries, by the id of the list of boxes,
-            which is kept alive here.
+        places: Encoded offsets and lengths of items, by their values.
+        lists: Encoded chunks and their number of memo entries, by the id of the list of boxes.
+            A reference to the list keeps its id valid.
         pairs: Number of pairs in the current batch of the current dict.
         filling: Opcodes that close the current dict.
     """
@@ -200,7 +200,7 @@ class _MetadataWriter:
         self.filling = b"u"
 
     def reopen_section(self, name: str) -> None:
-        """Reopen an earlier dict."""
+        """Reopen the dict *name*, to which further pairs are added."""
         self._close_section()
         self.out += self.dicts[name] + b"("
         self.filling = b"u0"
@@ -277,7 +277,7 @@ class _MetadataWriter:
         return b"\x94"
 
     def encode_text(self, text: str) -> bytes:
-        """Return the encoded string the first time, and its memo reference later."""
+        """Return *text* encoded the first time, and its memo reference later."""
         reference = self.strings.get(text)
         if reference is not None:
             return reference
@@ -308,7 +308,7 @@ class _MetadataWriter:
         return encoded
 
     def _encode_place(self, start: int, nbytes: int) -> bytes:
-        """Encode the end of an item, cached because ranks with equal shares have the same."""
+        """Encode the offset and length of an item, cached because many items have the same."""
         encoded = self.places.get((start, nbytes))
         if encoded is None:
             if len(self.places) >= MAX_CACHED_PLACES:

@@ -1,9 +1,9 @@
 """Merge the metadata of ranks that saved without collectives.
 
-Every rank lists the tensors that it has a part of, with the global size and its own chunks. If
-several ranks have a chunk, the lowest rank's is used, and the others are replicas. Every rank also
-writes all of its non-tensor values with ``torch.save``, one after another. They are compared byte
-by byte, without being interpreted.
+The metadata of a rank lists the tensors of which it has chunks, with their global shapes. If
+several ranks have the same chunk, that of the lowest rank is used, and the others are replicas.
+Every rank also writes all of its non-tensor values with ``torch.save``, one after another. These
+values are compared byte by byte, without unpickling.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class RankMetadataMerger:
     def _add_chunk(self, rank: int, merged: _MergedLeaf, row: Row) -> None:
         offsets, sizes = row[:2]
         if 0 in sizes and 0 not in merged.leaf.shape:
-            return  # an empty chunk of a rank after the last row
+            return  # ranks beyond the last row have empty chunks
         earlier = merged.chunks.setdefault(offsets, row)
         if earlier is row:
             return
@@ -128,8 +128,8 @@ class RankMetadataMerger:
     def list_incomplete(self, *, should_raise: bool) -> list[str]:
         """Return the tensors with missing parts, or raise if *should_raise*.
 
-        Always raises if chunks overlap. The check counts elements; whether these are the right ones
-        is proven when the tensors are used.
+        Always raises if chunks overlap or exceed the shape. Only the numbers of elements are
+        compared; the positions of chunks are checked when the tensors are used.
         """
         names = []
         for name, merged in self._merged.items():
@@ -223,7 +223,7 @@ class RankValueComparison:
         files: The directory's files.
         faults: Collector of unreadable files.
         rank_values: Values that differ from the lowest rank's, by their new names.
-        differing: Original names of these values.
+        differing: Original names of the values in *rank_values*.
     """
 
     files: SourceFiles

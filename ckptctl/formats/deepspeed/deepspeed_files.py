@@ -65,7 +65,7 @@ class SaveFiles:
 
 
 def find_evidence(folder: TreePath) -> str | None:
-    """Return evidence that *folder* is one save, but not a universal one, or None."""
+    """Return evidence that *folder* is one save, or None for other folders and universal saves."""
     try:
         if not folder.is_dir() or (folder / "zero").is_dir():
             return None
@@ -77,7 +77,7 @@ def find_evidence(folder: TreePath) -> str | None:
 
 
 def parse_saved_name(name: str) -> str | None:
-    """Return *name* if it is a name that DeepSpeed gives to files of states, else None."""
+    """Return *name* if DeepSpeed uses it for files of states, or else None."""
     return name if _RANK_FILE.fullmatch(name) or _MODEL_FILE.fullmatch(name) else None
 
 
@@ -226,7 +226,10 @@ def _format_rank_name(files_by_rank: Mapping[int, str], rank: int) -> str:
 
 
 def _find_other_folder(root: TreePath, folder: str, name: str, names: Collection[str]) -> str:
-    """Mention another folder with file *name*, since metric-based names differ between ranks."""
+    """Return a hint at another folder that contains the file *name*, or an empty string.
+
+    Folder names with a metric can differ between ranks, which splits a save.
+    """
     for sibling in sorted(root.parent.iterdir()):
         candidate = sibling / folder if folder else sibling
         has = sibling != root and candidate.is_dir() and (candidate / name).is_file()

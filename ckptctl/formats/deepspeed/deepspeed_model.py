@@ -21,7 +21,7 @@ MODULE_KEY = "module"
 
 
 def extract_module_leaves(model: ModelState) -> Leaves:
-    """Return the state dict in a file of model states, with the dtypes of training."""
+    """Return the state dict in a file of model states, with the dtypes used in training."""
     leaves = extract_leaves(model.module, model.file, (MODULE_KEY,))
     return Leaves(leaves.tensors, leaves.blobs)
 
@@ -83,7 +83,7 @@ class MasterWeights:
         return Leaves({entry.name: entry for entry in entries}, self.module_leaves.blobs)
 
     def find_usable_entry(self, name: str) -> TensorEntry | None:
-        """Return the tensor *name*, or None, with a finding, if its data is missing."""
+        """Return the tensor *name*, or add a finding and return None if its data is missing."""
         try:
             return self.build_entry(name)
         except _MissingDataError as error:
@@ -93,7 +93,7 @@ class MasterWeights:
             return None
 
     def build_entry(self, name: str) -> TensorEntry | None:
-        """Return the tensor called *name*, or None for a non-tensor value."""
+        """Return the tensor called *name*, or None if the module has a non-tensor value there."""
         entry = None
         if name in self.parameters:
             parameter, saved = (
@@ -156,7 +156,10 @@ class MasterWeights:
             )
 
     def _join_frozen(self, name: str, shape: Shape) -> TensorEntry | None:
-        """Join the ranks' shares, or take a full copy, of a frozen parameter."""
+        """Join the ranks' shares of a frozen parameter, or return None if one is missing.
+
+        If the ranks have full copies, the first is used.
+        """
         fragments = [(model.file, model.fragments.get(name)) for model in self.models]
         shares = [(file, item) for file, item in fragments if isinstance(item, StoredTensor)]
         if len(shares) < len(fragments):

@@ -1,7 +1,7 @@
 """Read a DeepSpeed checkpoint, and compare the values that several ranks have.
 
 Each rank of a data-parallel job updates its own buffers, so running statistics differ between ranks
-and are not replicas. The model has those of the first rank, as in ``zero_to_fp32.py``.
+and are not replicas. The model has the buffers of the first rank, as in ``zero_to_fp32.py``.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from ckptctl.storage.zips.zip_reader import StoredTensor
 from ckptctl.tree import TreePath
 
 RankValue = tuple[str, int, str, object]
-"""Name of a tensor, another rank, its file, and its value of that name."""
+"""Tensor name, number of another rank, its file, and its value for that name."""
 
 
 class ReplicaCollector:
-    """Values of other ranks, separated into replicas and differing values.
+    """Collector that separates the values of other ranks into replicas and differing values.
 
     Attributes:
         tensors: Tensors of the catalog by name.
-        comparison: Comparison of their copies.
-        replicas: Copies, if *asked*, with an equal recorded checksum, with equal bytes, or
-            too large to compare here.
-        differing: Differing values under new names.
+        comparison: Comparison of these tensors with their copies.
+        replicas: With *list_replicas*, copies that have the same checksum or the same bytes, or
+            are too large to compare here.
+        differing: Values that differ, by their new names.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ def _iterate_counter_copies(save: ZeroSave) -> Iterator[RankValue]:
 
 
 def read_catalog(path: TreePath, options: ReadOptions, name: str) -> Catalog:
-    """Read the catalog of the folder *path* (see :meth:`Format.read_catalog`)."""
+    """Read the catalog of the folder *path* (see :meth:`Format.read`)."""
     folder = find_tag_folder(path, options.tag, LATEST, find_evidence)
     faults = FaultCollector(path, options.partial)
     save_files = find_rank_files(path, folder, faults)
@@ -139,7 +139,7 @@ def read_catalog(path: TreePath, options: ReadOptions, name: str) -> Catalog:
 
 
 def _select_weights(save: ZeroSave, options: ReadOptions, faults: FaultCollector) -> Leaves:
-    """Read the requested weights, by default the fp32 copies if there are any."""
+    """Return the requested weights, by default the fp32 copies if there are any."""
     if save.partitioned and options.weights == "module":
         raise UsageError(
             "ZeRO stage 3 does not store weights in `module`",

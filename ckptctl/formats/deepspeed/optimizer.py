@@ -106,7 +106,7 @@ def _list_step_notes(leaves: Leaves, files: SourceFiles) -> Iterator[str]:
 def _name_optimizer_state(
     optimizer: Mapping[str, object], groups: Sequence[Shapes] | None, module: Mapping[str, object]
 ) -> dict[str, object] | None:
-    """Replace parameter numbers in an optimizer state by names, or return None if unknown."""
+    """Replace parameter numbers in an optimizer state by names, or return None if not known."""
     inner = optimizer.get(INNER_KEY, optimizer)
     state = inner.get("state") if isinstance(inner, dict) else None
     settings = inner.get("param_groups") if isinstance(inner, dict) else None
@@ -134,7 +134,7 @@ def _name_optimizer_state(
 def _match_names(
     settings: Sequence[object], groups: Sequence[Shapes] | None
 ) -> Iterator[tuple[object, str]]:
-    """Yield number and name of each parameter that has both."""
+    """Yield ``(number, name)`` for each parameter that has both."""
     shapes_by_group = (
         groups if groups is not None and len(groups) == len(settings) else [{}] * len(settings)
     )
@@ -180,7 +180,13 @@ def extract_state(save: ZeroSave, files: SourceFiles) -> Leaves:
 def build_settings(
     rest: Mapping[str, object], groups: Sequence[object], owners: Iterable[tuple[str, int]]
 ) -> dict[str, object]:
-    """Return the optimizer's settings as plain values."""
+    """Return the optimizer's settings as plain values.
+
+    Args:
+        rest: Other entries of the optimizer's state.
+        groups: ``param_groups`` with parameter numbers, which are replaced by names.
+        owners: Parameter names, each with the number that stands for it in *groups*.
+    """
     members: dict[object, list[str]] = {}
     for name, owner in owners:
         members.setdefault(owner, []).append(name)
@@ -275,9 +281,9 @@ def _add_moments(save: ZeroSave, key: str, owners_with_key: set[int], leaves: Le
 
 
 def _build_moment_strips(save: ZeroSave, key: str, owners: Sequence[int]) -> Sequence[Strip]:
-    """Return moments as flat vectors parallel to the parameters, or none if they are not.
+    """Return the moments *key* as flat vectors, or none if they do not align with the parameters.
 
-    Groups without this moment get another group's as a placeholder.
+    Groups without this moment get the moment of another group as a placeholder.
     """
     by_rank = [list(_iterate_segments(optim, owners, key)) for optim in save.optims]
     ranked, groups = save.stage == 3, len(save.optims[0].partitions)

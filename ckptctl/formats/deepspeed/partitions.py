@@ -32,7 +32,7 @@ class Segment:
 
     Attributes:
         file: The rank's file, relative to the checkpoint's root.
-        tensor: One-dimensional, without gaps.
+        tensor: Contiguous one-dimensional tensor.
     """
 
     file: str
@@ -45,12 +45,12 @@ class Segment:
 
     @property
     def checksum(self) -> Checksum | None:
-        """Checksum of the record that contains it, or None."""
+        """Checksum of the zip record that contains the tensor, or None."""
         return make_extent(self.tensor, self.file).recorded_checksum
 
 
 class Strip:
-    """Segments placed end to end, at least one, all of one dtype."""
+    """Concatenation of one or more segments of the same dtype."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self.segments = segments
@@ -69,7 +69,7 @@ class Strip:
     def iterate_runs(self, low: int, high: int) -> Iterator[tuple[str, int, int, Checksum | None]]:
         """Yield ``(file, byte offset, elements, checksum)`` of the elements from *low* to *high*.
 
-        The checksum is that of the record that contains the elements.
+        The checksum is that of the zip record that contains the elements.
         """
         item = dtypes.itemsize(self.dtype)
         while low < high:
@@ -83,11 +83,11 @@ class Strip:
 
 @dataclass(frozen=True, slots=True)
 class FlatPart:
-    """Place of a parameter in flat vectors.
+    """Location of a parameter in flat vectors.
 
     Attributes:
-        shape: Its shape.
-        spans: ``(strip, first element, end)`` in the order of its elements.
+        shape: Shape of the parameter.
+        spans: ``(strip, first element, end)`` in the order of the parameter's elements.
         owner: The parameter group (stages 1 and 2) or sub-group (stage 3) that it begins in.
     """
 
@@ -105,7 +105,7 @@ def is_flat(value: object) -> TypeGuard[StoredTensor]:
 
 
 def locate_extents(part: FlatPart, strips: Sequence[Strip]) -> tuple[Extent, ...]:
-    """Return the extents of a parameter, or of a moment of it, in *strips*."""
+    """Return the extents of a parameter, or of one of its moments, in *strips*."""
     located: list[Extent] = []
     position = 0
     for number, low, high in part.spans:
@@ -128,8 +128,8 @@ def compute_partition_numels(
 ) -> tuple[tuple[int, int], ...]:
     """Return the smallest and largest length of each rank's partition of a group.
 
-    They differ by the padding after the last parameter, which some versions strip. *paddings* are
-    the numbers of padding elements after each parameter, if any.
+    The two differ by the padding after the last parameter, which some versions strip. *paddings*
+    are the numbers of padding elements after each parameter, if any.
     """
     data = sum(map(math.prod, shapes.values())) + sum(paddings[:-1])
     full = _align_numel(data + sum(paddings[-1:]), world) // world
@@ -214,7 +214,7 @@ def locate_in_ranks(shapes: Shapes, strips: Sequence[Strip], where: str) -> Flat
 
 
 def split_into_boxes(lo: int, hi: int, sizes: Shape) -> list[tuple[Shape, Shape]]:
-    """Return the product boxes whose union is ``[lo, hi)`` of the flattened axes *sizes*.
+    """Split elements ``[lo, hi)`` of a flattened tensor of shape *sizes* into boxes.
 
     Returns:
         ``(first indices, counts)`` in ascending order, at most ``2 * len(sizes) - 1`` boxes.

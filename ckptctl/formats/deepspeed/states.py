@@ -60,7 +60,7 @@ class _ModelFile(Schema):
 
 @dataclass(frozen=True, slots=True)
 class _Parallelism(Schema):
-    """Parallelism of model states, which universal checkpoints undo."""
+    """Tensor-parallel size of model states, ignored for universal checkpoints."""
 
     mp_world_size: Natural = 1
 
@@ -84,7 +84,7 @@ class _ZeroState(Schema):
 
 
 def _parse_groups(shapes: tuple[Shapes, ...] | Shapes | None) -> tuple[Shapes, ...] | None:
-    """Return a dict per group (versions before 0.6 wrote a single group without a list)."""
+    """Return the shapes of each group (DeepSpeed before 0.6 wrote one group without a list)."""
     groups = (shapes,) if isinstance(shapes, dict) else shapes
     names = [name for group in groups or () for name in group]
     if len(set(names)) < len(names):
@@ -132,7 +132,8 @@ def _parse_mappings(value: object) -> tuple[Mapping[str, tuple[object, object]],
 def _parse_base_state(value: object, count: int) -> tuple[tuple[Names, ...], Sequence[object]]:
     """Return the inner optimizer's states by partition, and its settings.
 
-    Elastic checkpoints have a list of states; files stripped by a script have none.
+    Elastic checkpoints have a list of states. Files from which a script removed the optimizer
+    have none.
     """
     base = {"state": dict(enumerate(value))} if isinstance(value, list) else value
     content = {} if base is None else read_as(Names, base, "the inner optimizer's state")
@@ -146,13 +147,14 @@ class ModelState:
     """Model states of one rank.
 
     Attributes:
-        file: Relative to the checkpoint's root.
+        file: Path of the file, relative to the checkpoint's root.
         content: The complete content.
         module: The module's state dict.
-        groups: Names and shapes in the optimizer's flat vectors; None without ZeRO (stage 0).
+        groups: Names and shapes of each group's parameters, in the order of the flat vectors; None
+            without ZeRO (stage 0).
         frozen: Names and shapes of parameters that are not optimized.
-        fragments: These parameters, or for stage 3 this rank's share of each.
-        shared: Names of shared parameters, each with the name of the one that has the data.
+        fragments: Data of the frozen parameters, or for stage 3 this rank's share of each.
+        shared: Names of tied parameters, each with the name under which the data is stored.
         checksums: Whether the file has checksums.
         is_placeholder: Whether this is a placeholder for a rank with an unusable file.
     """
@@ -169,7 +171,7 @@ class ModelState:
 
     @property
     def shapes(self) -> dict[str, Shape]:
-        """Optimized parameters in the order of the flat vectors."""
+        """Shapes of the optimized parameters by name, in the order of the flat vectors."""
         return {name: shape for group in self.groups or () for name, shape in group.items()}
 
 
@@ -178,13 +180,13 @@ class OptimState:
     """Optimizer states of one rank.
 
     Attributes:
-        file: Relative to the checkpoint's root.
+        file: Path of the file, relative to the checkpoint's root.
         stage: 1, 2 or 3; ``BF16_Optimizer`` counts as 1.
         world: World size of the partitioning.
-        partitions: The rank's part of each group, or for stage 3 of each sub-group.
+        partitions: The rank's partition of each group, or for stage 3 of each sub-group.
         paddings: Padding elements after each parameter of each group; None if there are none.
         mappings: First element and number of elements of each parameter in the rank's partition of
-            each group, which are wrong after round robin; None if not recorded.
+            each group, which are wrong with ``round_robin_gradients``; None if not recorded.
         states: The inner optimizer's state for each partition.
         settings: The inner optimizer's ``param_groups``.
         rest: All other entries, such as loss scaler and gradient clipping.
@@ -206,7 +208,10 @@ class OptimState:
 def read_model_state(
     files: SourceFiles, name: str, *, require_undivided: bool = True
 ) -> ModelState:
-    """Read one file of model states."""
+    """Read one file of model states.
+
+    Raises if the model is divided among ranks, unless *require_undivided* is false.
+    """
     archive = _read_archive(files, name)
     where = str(files.root / name)
     with malformed_errors("malformed model states", where):
@@ -269,7 +274,7 @@ def read_optim_state(files: SourceFiles, name: str) -> OptimState:
 
 
 def _read_archive(files: SourceFiles, name: str) -> TorchArchive:
-    """Read a file, and raise if it is another rank's (torch names a zip after its file)."""
+    """Read a file, or raise if it was saved as another rank's (a zip records its file name)."""
     archive = read_archive(files, name, unknown="inert")
     file_name = PurePosixPath(name).name
     recorded_name = parse_saved_name(f"{archive.folder}.pt")

@@ -78,11 +78,11 @@ class UniversalSave:
 
     Attributes:
         source: The checkpoint's files.
-        prefix: Folder of the tag, which all names start with.
+        prefix: Folder of the tag, with which all file names start.
         models: Model states of tensor-parallel ranks, or for stage 3 of all ranks.
         partitioned: Whether it was converted from stage 3.
         values: Content of the files by parameter and key (``fp32``, ``exp_avg``, ...).
-        shapes: Optimized parameters that the model states list.
+        shapes: Shapes of the optimized parameters in the model states, by name.
         faults: Collector of problems.
     """
 
@@ -192,7 +192,7 @@ class UniversalSave:
         return self._join_undivided(root)
 
     def _join_undivided(self, root: TreePath) -> Leaves:
-        """Return the model if the model states have only parts of its tensors, except buffers."""
+        """Return the model if all its tensors except buffers are divided among the model states."""
         first = self.model
         buffer_names = set(find_member(list[str], first.content, "buffer_names") or ())
         module = {name: item for name, item in first.module.items() if name in buffer_names}
@@ -214,7 +214,7 @@ class UniversalSave:
         return MasterWeights((model,), parameters, False, self.faults).build_leaves()
 
     def _find_parameters(self, other_names: Set[str]) -> dict[str, TensorEntry]:
-        """Return the tensors under ``zero`` that are parameters, and not in *other_names*."""
+        """Return the tensors under ``zero`` that are optimized, or are not in *other_names*."""
         entries = {
             name: self.read_parameter(name, FP32)
             for name in sort_naturally(self.values)
@@ -259,7 +259,7 @@ class UniversalSave:
         return None if self.is_divided else self.shapes[name]
 
     def read_parameter(self, name: str, key: str) -> TensorEntry:
-        """Return one value of a parameter in its shape (tensors of stage 3 are stored flat)."""
+        """Return one value of a parameter, unflattened (stage 3 stores tensors flat)."""
         value = self.values[name][key]
         tensor = find_tensor(value)
         where = str(self.source.root / self.format_file_name(name, key))
@@ -331,7 +331,7 @@ def _add_state(save: UniversalSave, name: str, key: str, leaves: Leaves) -> None
 
 
 def _add_settings(save: UniversalSave, leaves: Leaves) -> None:
-    """Add the settings of all parameters, and for stage 3 the counters of each."""
+    """Add the optimizer's settings, and the step counters that are only in the same file."""
     file = f"{save.prefix}{ZERO}/{SETTINGS_FILE}"
     where = str(save.source.root / file)
     read_file = partial(read_archive, save.source, unknown="inert")
@@ -379,7 +379,7 @@ def _read_value(source: SourceFiles, name: str) -> object:
 
 
 def find_tensor(value: object) -> StoredTensor | None:
-    """Return the tensor in a parameter's file, which may be below ``param``, or None."""
+    """Return the tensor in the content of a file, which may be under ``param``, or None."""
     tensor = value.get("param") if isinstance(value, dict) else value
     return tensor if isinstance(tensor, StoredTensor) else None
 
@@ -387,7 +387,7 @@ def find_tensor(value: object) -> StoredTensor | None:
 def find_missing_values(
     values: FolderValues, groups: Iterable[Sequence[str]]
 ) -> dict[tuple[str, str], object]:
-    """Find values that parameters lack, but others of their group have.
+    """Find values that are missing for one parameter, but exist for others of its group.
 
     Returns the value of another parameter for each missing ``(parameter, key)``.
     """

@@ -46,13 +46,13 @@ _State = TypeVar("_State", ModelState, OptimState)
 
 @dataclass(frozen=True, slots=True)
 class ZeroSave:
-    """The states of all ranks of one save, and the places of parameters in their partitions.
+    """The states of all ranks of one save, and the locations of parameters in the partitions.
 
     Attributes:
         models: Model states, one for stages 0 to 2, one per rank for stage 3.
         optims: Optimizer states, one per rank; none for stage 0.
         strips: Flat fp32 vectors of groups, or for stage 3 of ranks.
-        parts: Place of each optimized parameter in *strips*.
+        parts: Location of each optimized parameter in *strips*.
         partitioned: Whether the model's parameters are divided among ranks (stage 3).
     """
 
@@ -87,7 +87,10 @@ class ZeroSave:
 def read_save(
     files: SourceFiles, save_files: SaveFiles, partitions: bool, faults: FaultCollector
 ) -> ZeroSave:
-    """Read the states of all ranks, with placeholders for unreadable ones."""
+    """Read the states of all ranks, with placeholders for unreadable ones.
+
+    Raises if *partitions* are needed, because weights are read from them, but all are missing.
+    """
     models = _read_states(files, save_files.models, read_model_state, faults)
     optims = _read_states(files, save_files.optims, read_optim_state, faults)
     model = next((model for model in models if model is not None), None)
@@ -237,8 +240,8 @@ def _require_rank_order(strips: Sequence[Strip], where: str) -> None:
 def _require_own_partitions(optims: Sequence[OptimState], parts: FlatParts, where: str) -> None:
     """Raise if the recorded mappings of a partition are those of another rank.
 
-    Since ``param_slice_mappings`` are wrong after round robin, only an exact match with another
-    rank counts.
+    Since ``param_slice_mappings`` are wrong with ``round_robin_gradients``, only an exact match
+    with another rank counts.
     """
     expected = [_compute_mappings(optims, parts, rank) for rank in range(len(optims))]
     for rank, optim in enumerate(optims):
@@ -256,7 +259,7 @@ def _require_own_partitions(optims: Sequence[OptimState], parts: FlatParts, wher
 def _compute_mappings(
     optims: Sequence[OptimState], parts: FlatParts, rank: int
 ) -> tuple[Mapping[str, tuple[object, object]], ...]:
-    """Return the ``param_slice_mappings`` of a rank without round robin."""
+    """Return the ``param_slice_mappings`` of a rank, as written without round robin."""
     groups: list[dict[str, tuple[int, int]]] = [{} for _ in optims[0].partitions]
     for name, part in parts.items():
         _, low, high = part.spans[0]
@@ -312,7 +315,7 @@ def _compute_lengths(
     shapes: Mapping[str, Shape],
     gaps: Sequence[int],
 ) -> list[int]:
-    """Return the length of each rank's partition of a group, stripped if all known ones are."""
+    """Return the length of each rank's partition, without padding if no readable one has any."""
     limits = compute_partition_numels(shapes, gaps, len(optims))
     stripped = True
     for optim, (minimum, maximum) in zip(optims, limits, strict=True):

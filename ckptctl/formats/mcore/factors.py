@@ -1,10 +1,10 @@
 """Row order of adapter factors that Megatron-Bridge saves out of order.
 
-Each tensor-parallel rank has a part ``[gate; up]`` of the factors of a gated layer, and its halves
-are saved after those of the other ranks. For CanonicalLoRA, Bridge also splits the separate factors
-of gate and up, which have no halves, so the rows of rank r are saved in two places. They are only
-loaded correctly with the same number of ranks; otherwise, ranks exchange rows. Source:
-``ParallelLinearAdapter.sharded_state_dict`` in ``megatron/bridge/peft/utils.py``.
+Each tensor-parallel rank has rows ``[gate; up]`` of a gated layer's factor. Bridge saves the first
+halves of all ranks, then the second halves. Bridge does the same with the separate factors of gate
+and up that CanonicalLoRA has, so each rank's rows of such a factor are saved in two ranges. Such
+factors are only loaded correctly with the same number of ranks; otherwise, ranks exchange rows.
+Source: ``ParallelLinearAdapter.sharded_state_dict`` in ``megatron/bridge/peft/utils.py``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _EXCHANGED = re.compile(r".*\.linear_fc1\.adapter\.adapter_(?:up|gate)\.linear_o
 
 
 def list_exchanged_factors(names: Collection[str]) -> list[str]:
-    """Return the *names* of factors whose rows tensor-parallel ranks exchange."""
+    """Return those of *names* that are factors whose rows tensor-parallel ranks exchange."""
     return [name for name in names if _EXCHANGED.fullmatch(name)]
 
 

@@ -1,8 +1,8 @@
-"""Convert tensors of other naming conventions to :mod:`ckptctl.formats.mcore.spelling`'s.
+"""Join tensors of any naming convention into canonical ones.
 
-Boxes of stacked layers are split at layer boundaries; boxes of gate halves and of experts are
-moved. No data is read. The part of each item is recorded with its place, and located when it is
-resolved.
+See :mod:`ckptctl.formats.mcore.spelling` for the names. Boxes of stacked layers are split at layer
+boundaries. Boxes of gate halves and of experts are moved. No data is read. If a tensor uses only a
+part of an item, this part is recorded, and located when the catalog is resolved.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ckptctl.formats.shared.joined_tensors import ONE_SAVE
 
 MIXED_STORAGE_REASON = "the items are stored in two different ways"
 MAX_TENSORS, MAX_PARTS = 1 << 22, 1 << 24
-"""Limits for the rows of all stacks, and for the rows of one stack's chunks."""
+"""Limits for the rows of all stacks, and for the rows of all chunks of one stack."""
 _Shape = tuple[int, ...]
 
 
@@ -45,7 +45,7 @@ class _Piece(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Selection of extents by index, with their boxes and the part of each item."""
+    """Selection of extents by index, with their new boxes and the used part of each item."""
 
     indices: Sequence[int] | None
     boxes: BoxColumns
@@ -130,7 +130,7 @@ class _CanonicalJoiner:
         return replace(entry, name=name, shape=shape, extents=extents, path=(name,))
 
     def find_lost(self, pieces: Sequence[_Piece]) -> tuple[tuple[Box, str], ...]:
-        """Return the lost boxes of a canonical tensor, with their files."""
+        """Return the boxes of a canonical tensor in unusable files, with these files."""
         lost: list[tuple[Box, str]] = []
         for piece in pieces:
             piece_boxes = self.lost.get(piece.entry.name)
@@ -148,7 +148,7 @@ class _CanonicalJoiner:
         return tuple(lost)
 
     def _require_parts(self, name: str, pieces: Sequence[_Piece]) -> None:
-        """Raise if parts do not fit together, and raise or add a finding if some are missing."""
+        """Raise if *pieces* do not fit together, and raise or add a finding if some are missing."""
         first = pieces[0]
         kind = first.entry.dtype, first.shape
         odd = next((piece for piece in pieces if (piece.entry.dtype, piece.shape) != kind), None)
@@ -211,7 +211,7 @@ class _CanonicalJoiner:
         )
 
     def _select_rows(self, piece: _Piece, boxes: BoxColumns) -> _Rows:
-        """Return the boxes of *piece* in the saved tensor or layer."""
+        """Select the *boxes* that contain *piece*, which may be one layer of a stack."""
         if piece.row is None:
             return _Rows(None, boxes, None)
         key = id(boxes), piece.entry.shape
@@ -220,7 +220,7 @@ class _CanonicalJoiner:
         return self.stacks[key][1][piece.row]
 
     def _move_rows(self, piece: _Piece, rows: _Rows) -> _Rows:
-        """Move *rows* to their place in the canonical tensor."""
+        """Move the boxes of *rows* to their offsets in the canonical tensor."""
         spelling, boxes, parts = piece.spelling, rows.boxes, rows.parts
         offsets, sizes = boxes.offsets, boxes.sizes
         if spelling.half and piece.shape:
@@ -255,7 +255,7 @@ def _to_columns(entry: TensorEntry) -> ExtentColumns | None:
 
 
 def _split_by_layer(entry: TensorEntry, boxes: BoxColumns, where: str) -> Sequence[_Rows]:
-    """Split the boxes of stacked layers by layer."""
+    """Split the boxes of a stack of layers into those of each layer."""
     rank, layers = len(entry.shape), entry.shape[0]
     if sum(vector[0] for vector in boxes.sizes if vector) > MAX_PARTS:
         raise UnsupportedError(f"`{entry.name}` has too many chunks", where=where)

@@ -39,7 +39,7 @@ class LayerStorage:
         return (f"{match[1]}.{match[3]}", int(match[2])) if match else (name, None)
 
     def to_stored(self, tensor: OutputTensor) -> OutputTensor:
-        """Return the tensor that contains *tensor* in storage."""
+        """Return the stored tensor that contains *tensor*, which may be a stack of all layers."""
         name, place = self.locate_leaf(tensor.name)
         if place is None:
             return replace(tensor, path=(name,))
@@ -47,7 +47,7 @@ class LayerStorage:
 
 
 def stack_layers(tensors: Iterable[OutputTensor]) -> LayerStorage:
-    """Check that all layers of a model are alike, and return that they are stacked.
+    """Check that all layers of a model are alike, and return their storage as one stack.
 
     Raises:
         RefusedError: Layers differ, or there are none.

@@ -5,8 +5,8 @@ and ``metadata.json`` (the backend), which is written last::
 
     run/latest_checkpointed_iteration.txt     Megatron-LM, Megatron-Bridge, slime, ms-swift
     run/iter_0000010/.metadata, ...
-    step=10-last/weights/.metadata, ...       NeMo 2, beside context/
-    actor/dist_ckpt/.metadata, ...            verl, beside huggingface/
+    step=10-last/weights/.metadata, ...       NeMo 2, next to context/
+    actor/dist_ckpt/.metadata, ...            verl, next to huggingface/
     global_step_10/actor/dist_ckpt/...        verl, where there is no critic
 
 Source: ``megatron/core/dist_checkpointing/core.py`` and ``serialization.py``;
@@ -88,13 +88,13 @@ def find_wrapped_checkpoint(path: TreePath) -> str | None:
 
 
 def find_skipped_critic(path: TreePath, folder: TreePath) -> str | None:
-    """Return the folder of verl's critic in *path* if *folder*, of its actor, is read, or None."""
+    """Return the folder of verl's critic in *path*, or None if *folder* is not its actor's."""
     has_critic = folder.is_relative_to(path / ACTOR) and find_wrapped_checkpoint(path / CRITIC)
     return CRITIC if has_critic else None
 
 
 def find_save_folder(path: TreePath, tag: str | None) -> TreePath:
-    """Return the folder of the save for *path*, which is itself or inside it."""
+    """Return the folder of the save at *path*, either *path* itself or a folder in it."""
     if tag is None and (subpath := find_wrapped_checkpoint(path)):
         return path / subpath
     return path / find_tag_folder(path, tag, POINTER_FILE, find_evidence, format_folder_name)

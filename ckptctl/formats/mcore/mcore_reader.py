@@ -1,11 +1,11 @@
 """Read a Megatron-Core checkpoint, with canonical tensor names and the records of the trainer.
 
-Trainers record the model configuration next to it::
+Trainers record the model configuration next to the checkpoint::
 
     iter_0000010/run_config.yaml              Megatron-Bridge
     iter_0000010/args.json, or above it       ms-swift
-    step=10-last/context/model.yaml, io.json  NeMo 2, beside weights/
-    actor/transformer_config.json             verl, beside dist_ckpt/
+    step=10-last/context/model.yaml, io.json  NeMo 2, next to weights/
+    actor/transformer_config.json             verl, next to dist_ckpt/
 
 NeMo 2's ``io.json`` is Fiddle's JSON of a ``TrainerContext``, read as data::
 
@@ -76,7 +76,7 @@ MAX_VALUES = 1 << 19
 
 
 def read_catalog(path: TreePath, options: ReadOptions, name: str) -> Catalog:
-    """Read the catalog of the folder *path* (see :meth:`Format.read_catalog`)."""
+    """Read the catalog of the folder *path* (see :meth:`Format.read`)."""
     folder = find_save_folder(path, options.tag)
     with source_files(folder) as files:
         require_finished(files)
@@ -128,8 +128,8 @@ def _check_other_model(
 ) -> Iterator[Finding]:
     """Raise, or yield findings, for problems of the *subfolder* model of the step *path*.
 
-    A step is complete only if both models are. The tensors are read from *folder*, which can be
-    used separately.
+    A step is complete only if both of its models are. Files in findings are relative to *folder*,
+    from which the tensors are read.
     """
     home = find_save_folder(path / subfolder, None)
     try:
@@ -172,10 +172,15 @@ def _read_common_object(files: SourceFiles, blob: Blob, faults: FaultCollector) 
 def _read_dictionary(
     files: SourceFiles, place: tuple[str, int, int | None], listed: str | None = None
 ) -> Leaves:
-    """Read the dictionary at a place, or the list of one called *listed* that contains it.
+    """Read the unsharded values from a dictionary.
+
+    Args:
+        files: Files of the checkpoint.
+        place: File, first byte and length of the zip that contains the dictionary.
+        listed: Name of the object that stores the dictionary as a list of one, or None.
 
     Raises:
-        UnsupportedError: It is not a dictionary, or it is too large to be Megatron's.
+        UnsupportedError: The content is not a dictionary, or too large to be Megatron's.
     """
     where = str(files.root / place[0])
     archive = read_archive(
@@ -214,7 +219,7 @@ RECORD_FILES = (
     f"{PARENT_PREFIX}context/model.yaml",
     f"{PARENT_PREFIX}context/{IO}",
 )
-"""Paths relative to the checkpoint; the last is only read without the one before it."""
+"""Paths relative to the checkpoint; the last is only read if the one before it is missing."""
 MAX_DEPTH, MAX_NODES = 64, 100_000
 """Limits for nested levels and values, as references can repeat values or form cycles."""
 _STEP = re.compile(r"(?:Attr\(name|Key\(key)='(.*)'\)", re.DOTALL)
@@ -226,7 +231,7 @@ def read_records(
 ) -> dict[str, Mapping[str, object]]:
     """Read the trainer's records of the model in *folder*, by file.
 
-    *arguments* are those of the trainer, also by file.
+    *arguments* are the arguments of the trainer, also by file.
     """
     records_by_file = {name: values for name, values in arguments.items() if values}
     for name in RECORD_FILES:
@@ -281,7 +286,7 @@ def parse_nemo_model(document: Mapping[str, object], where: str) -> dict[str, ob
 
 
 class _ObjectReader:
-    """Converter of serialized objects to plain values."""
+    """Converter of Fiddle's serialized objects to plain values."""
 
     def __init__(self, objects: Mapping[str, object]) -> None:
         self._objects, self._seen = objects, 0

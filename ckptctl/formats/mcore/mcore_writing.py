@@ -111,7 +111,7 @@ def lay_out_checkpoint(request: OutputRequest) -> OutputLayout:
     run = separate_training_state(request.tensors, request.blobs, request.notes)
     request = replace(request, tensors=[t for t in request.tensors if t not in run.tensors])
     layers = stack_layers(request.tensors) if request.stack_layers else LayerStorage()
-    # Megatron-Core requires these objects; those that the source does not have are empty.
+    # Megatron-Core requires extra states; those that the source does not have are empty.
     model = [tensor for tensor in request.tensors if tensor.shape and not is_state(tensor.name)]
     stored_objects = (to_stored_object(blob, layers) for blob in run.objects)
     objects = [
@@ -179,7 +179,7 @@ class DescriptionFiles(NamedTuple):
 def describe_model(
     request: OutputRequest, training_state: Mapping[str, object]
 ) -> DescriptionFiles:
-    """Return the files that describe a model, with *training_state* as the training state."""
+    """Build the files without tensors, which describe a model and its *training_state*."""
     if request.adapter is not None:
         return _describe_adapter(request, request.adapter)
     arguments = None
@@ -208,7 +208,7 @@ def describe_model(
 
 
 def _describe_adapter(request: OutputRequest, settings: Mapping[str, object]) -> DescriptionFiles:
-    """Return the files that describe an adapter, and its base model if known."""
+    """Build the files without tensors, which describe an adapter and, if known, its base model."""
     noun = f"the model section of {RUN_CONFIG} (Megatron-Bridge reads the model from elsewhere)"
     yaml = _make_or_copy_config(
         request, build_run_config, carried.copy_run_config, RUN_CONFIG, noun
@@ -238,7 +238,7 @@ def _make_or_copy_config(
     file: str,
     noun: str,
 ) -> dict[str, object] | None:
-    """Make a configuration with *make*, or else copy the source's *file* with *carry*."""
+    """Make a configuration with *make*, or else copy that in the source's *file* with *carry*."""
     config, why_not = _make_config(request, make)
     if config is not None:
         return config
@@ -392,12 +392,12 @@ def separate_training_state(
 
 
 def is_state(name: str) -> bool:
-    """Return whether a tensor belongs to the optimizer."""
+    """Return whether a tensor belongs to the optimizer state."""
     return name.startswith(f"{OPTIMIZER}.")
 
 
 def _is_common(tensor: OutputTensor) -> bool:
-    """Return whether a tensor belongs into ``common.pt``, such as a loss scale.
+    """Return whether a tensor belongs in ``common.pt``, such as a loss scale.
 
     Such tensors are in nested dictionaries, whereas weights and moments have full names as keys.
     """

@@ -1,9 +1,9 @@
 """Objects that ranks shard like tensors, called ``KEY/shard_3_32``.
 
 After the slash are the offset of an object in the grid of its key and the global shape of that
-grid. The naming follows that of tensors: the layer of a stack is an index of the first dimension,
-an expert one of the last (:mod:`ckptctl.formats.mcore.spelling`). Sources: ``ShardedObject`` in
-``megatron/core/dist_checkpointing/mapping.py``.
+grid. The naming follows that of tensors (:mod:`ckptctl.formats.mcore.spelling`): the layer of a
+stack is an index of the grid's first dimension, an expert is an index of its last dimension.
+Source: ``ShardedObject`` in ``megatron/core/dist_checkpointing/mapping.py``.
 
 Megatron-Core requires ``_extra_state`` objects when it loads. Each Transformer Engine module has
 one, for FP8 scales; Megatron-Core's own linear layers have one that is None. If one is missing,
@@ -50,7 +50,10 @@ def is_sharded_object(name: str) -> bool:
 
 
 def format_object_name(key: str, offset: Sequence[int], grid: Sequence[int]) -> str:
-    """Return the name of the object at *offset* in a grid of shape *grid*, or of a single one."""
+    """Return the name of the object at *offset* in a grid of shape *grid*.
+
+    Both are empty for a single object.
+    """
     return f"{key}/shard_{_join_numbers(offset or [0])}_{_join_numbers(grid or [1])}"
 
 
@@ -132,7 +135,7 @@ def make_extra_states(tensors: Iterable[OutputTensor], layers: LayerStorage) -> 
 
 
 def _find_modules(name: str) -> Iterator[str]:
-    """Yield the modules that a parameter implies, which are its own and the attention around it."""
+    """Yield the modules that a parameter shows to exist, its own and the attention around it."""
     module = name.rpartition(".")[0]
     parts = module.split(".")
     convolution = parts[-1] == "weight" and not _CONVOLUTIONS.isdisjoint(parts[-2:-1])

@@ -1,13 +1,13 @@
 """Canonical names of Megatron-Core's tensors, which have several naming conventions.
 
 ============= ================================= =============================== ===================
-what          here                              or, by other options            then
+tensor        canonical name                    other name                      shape of the other
 ============= ================================= =============================== ===================
-a layer       ``decoder.layers.3.x`` ``[...]``  ``decoder.layers.x`` ``[L, …]`` a row of the other
-gate and up   ``linear_fc1.weight`` ``[2f, d]`` ``weight_w``, ``weight_v``      one after the other
-experts       ``experts.experts.x`` ``[E, …]``  ``experts.experts.5.x``         a row of it each
-the same      ``experts.experts.x`` ``[E, …]``  ``experts.x5``, Megatron-FSDP   a row of it each
-the same      ``experts.experts.x`` ``[E, …]``  ``experts.local_experts.5.x``   a row of it each
+a layer       ``decoder.layers.3.x`` ``[...]``  ``decoder.layers.x`` ``[L, …]`` stack of all layers
+gate and up   ``linear_fc1.weight`` ``[2f, d]`` ``weight_w``, ``weight_v``      one half each
+experts       ``experts.experts.x`` ``[E, …]``  ``experts.experts.5.x``         one row each
+experts       ``experts.experts.x`` ``[E, …]``  ``experts.x5``, Megatron-FSDP   one row each
+experts       ``experts.experts.x`` ``[E, …]``  ``experts.local_experts.5.x``   one row each
 ============= ================================= =============================== ===================
 
 The bytes are the same with different boxes, which :mod:`ckptctl.formats.mcore.joining` converts.
@@ -54,8 +54,8 @@ class TensorNameParts(NamedTuple):
         suffix: Rest of the name.
         stack: Container of the layers, such as ``decoder.layers``; empty outside of layers.
         layer: Layer number; None if all layers are stacked.
-        expert: Expert number; None for all experts, or none.
-        half: 0 for gate, 1 for up; None for both, or neither.
+        expert: Expert number; None if the tensor has all experts, or is not an expert.
+        half: 0 for gate, 1 for up; None if the tensor has both or neither.
     """
 
     prefix: str
@@ -72,7 +72,7 @@ class TensorNameParts(NamedTuple):
 
     @property
     def family(self) -> tuple[str, str]:
-        """Key of this tensor in all layers, which is the stack and the name within a layer."""
+        """Key of this tensor in all layers, which is its stack and its name within the layer."""
         return self.stack, self.suffix if self.stack else self.prefix
 
     def canonical_name(self, layer: int | None = None) -> str:
@@ -108,7 +108,10 @@ def is_fsdp_checkpoint(names: Iterable[str]) -> bool:
 
 
 def find_parameter_name(name: str) -> str | None:
-    """Return the canonical parameter name in the name of a part's state, or None."""
+    """Return the canonical name of the parameter that an optimizer state belongs to, or None.
+
+    Only names of states of parameters that Megatron-FSDP saves in parts are recognized.
+    """
     match = _PART_STATE.fullmatch(name)
     return parse_tensor_name(match[1]).canonical_name() if match else None
 
@@ -128,7 +131,7 @@ def require_all_layers(
     arguments: Mapping[str, object],
     faults: FaultCollector,
 ) -> None:
-    """Compare the numbers of layers in names, shapes and the trainer's *arguments*."""
+    """Raise or add a finding if layers are missing, by names, shapes and *arguments*."""
     by_stack: dict[str, dict[str, TensorNameParts]] = {}
     for name, parts in parsed_names.items():
         if parts.stack:
@@ -184,7 +187,7 @@ def _require_layer_count(
 
 
 def _read_layer_count(arguments: Mapping[str, object]) -> int | None:
-    """Return the number of layers in the arguments, or None (not of T5's encoder)."""
+    """Return the number of decoder layers in the arguments, or None if unknown."""
     values = (arguments.get(name) for name in ("decoder_num_layers", "num_layers"))
     return next((count for count in values if type(count) is int and 0 < count <= MAX_LAYERS), None)
 
@@ -192,7 +195,7 @@ def _read_layer_count(arguments: Mapping[str, object]) -> int | None:
 def count_experts(
     parsed_names: Iterable[TensorNameParts], arguments: Mapping[str, object], where: str
 ) -> dict[tuple[str, str], int]:
-    """Count the experts of each :attr:`Spelling.family` with separate experts."""
+    """Count the experts of each :attr:`TensorNameParts.family` with separate experts."""
     counts: dict[tuple[str, str], int] = {}
     values = (arguments.get(name) for name in ("num_experts", "num_moe_experts"))
     argument_count = next(

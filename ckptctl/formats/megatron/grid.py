@@ -32,7 +32,7 @@ _SIZES = (
 
 
 class GridPosition(NamedTuple):
-    """A rank's position, or the size of the grid, sorted in rank order.
+    """Position of a rank, or the size of the grid. Positions sort in rank order.
 
     Attributes:
         pipeline: The pipeline stage.
@@ -48,7 +48,7 @@ class GridPosition(NamedTuple):
 def determine_grid_sizes(
     files_by_numbers: Mapping[Numbers, str], states: Mapping[Numbers, RankState], where: str
 ) -> GridPosition:
-    """Return the size of the grid from the arguments, or else from the folder names."""
+    """Return the size of the grid of ranks by the arguments, or else by the folder names."""
     files_by_size: dict[GridPosition, str] = {}
     for state in states.values():
         state_sizes = _read_sizes(state)
@@ -147,7 +147,10 @@ class Grid(NamedTuple):
     def find_tensors(
         self, chunk: tuple[int, int], key: str
     ) -> dict[GridPosition, LocalTensor | None]:
-        """Return each rank's tensor called *key* in a pipeline stage, or None if it has none."""
+        """Map the ranks of a pipeline stage to their tensor *key*, or to None if it is absent.
+
+        *chunk* is a virtual stage and a pipeline stage.
+        """
         virtual, stage = chunk
         tensors: dict[GridPosition, LocalTensor | None] = {}
         for place in self.files:
@@ -212,7 +215,7 @@ def read_grid(files: SourceFiles, folder: str, faults: FaultCollector) -> Grid:
 
 
 def _require_rank_order(grid: Grid, where: str) -> None:
-    """Raise if files belong to two saves or are swapped."""
+    """Raise if files belong to two saves, or if the files of two ranks are swapped."""
     first = grid.first
     for state in grid.states.values():
         if state.iteration != first.iteration:

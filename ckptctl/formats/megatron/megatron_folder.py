@@ -102,10 +102,10 @@ class RankState:
     """Content of one rank's file.
 
     Attributes:
-        file: Relative to the checkpoint's root.
+        file: Path of the file, relative to the checkpoint's root.
         arguments: Training arguments; empty if not recorded.
-        iteration: As recorded.
-        chunks: Tensors of each virtual pipeline stage by name; a single stage without such.
+        iteration: Recorded iteration, of any type.
+        chunks: Tensors by name, of each virtual pipeline stage; one entry if there are none.
         extra: Whether layers have extra state, which is not read.
         content: The complete content.
         checksums: Whether the file has checksums.
@@ -152,7 +152,7 @@ def read_rank_state(files: SourceFiles, name: str) -> RankState:
 
 
 def _find_model_keys(content: Mapping[str, object], where: str) -> tuple[str, ...]:
-    """Return the keys of the model's parts in order."""
+    """Return the keys of the model's virtual pipeline stages in order."""
     if MODEL_KEY in content:
         return (MODEL_KEY,)
     numbers = range(min(len(content), MAX_CHUNKS))
@@ -167,7 +167,7 @@ def _find_model_keys(content: Mapping[str, object], where: str) -> tuple[str, ..
 
 
 def is_model_key(key: str) -> bool:
-    """Return whether *key* is that of the model or a part of it."""
+    """Return whether *key* is a key of the model or of one of its virtual stages."""
     return key == MODEL_KEY or (key.startswith(MODEL_KEY) and key[len(MODEL_KEY) :].isdecimal())
 
 

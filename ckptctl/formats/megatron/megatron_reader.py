@@ -77,7 +77,7 @@ _SKIPPED_KEYS = {
 
 
 def read_catalog(path: TreePath, options: ReadOptions, name: str) -> Catalog:
-    """Read the catalog of the folder *path* (see :meth:`Format.read_catalog`)."""
+    """Read the catalog of the folder *path* (see :meth:`Format.read`)."""
     folder = find_tag_folder(path, options.tag, POINTER_FILE, find_evidence, format_folder_name)
     rules = load_rules(options.rules) if options.rules else None
     faults = FaultCollector(path, options.partial)
@@ -147,11 +147,13 @@ _REPLICATED = DivisionRule((), None)
 
 
 class ModelJoiner:
-    """The complete model, for which several ranks need *rules*.
+    """Joiner of the ranks' tensors into the complete model.
+
+    *rules* are required if there are several ranks.
 
     Attributes:
         joined_tensors: Tensors by name, with holes if a rank's file is unreadable.
-        comparison: Comparison of copies.
+        comparison: Comparison of the copies that several ranks have.
     """
 
     def __init__(self, files: SourceFiles, grid: Grid, rules: Rules | None, where: str) -> None:
@@ -162,8 +164,8 @@ class ModelJoiner:
         self.comparison = CopyComparison(files)
         self.joined_tensors: dict[str, JoinedTensor] = {}
         self._lost: dict[str, dict[Box, str]] = {}
-        # Checksums of data that only one rank has: its parts of tensors and its experts. Parts are
-        # those of the first expert-parallel ranks, as the others have the same.
+        # Checksums of the data that only one rank has: parts of divided tensors, and experts. Only
+        # parts on the first expert-parallel ranks count, since all others have the same.
         self._divided: dict[GridPosition, list[int | None]] = {}
         self._experts: dict[GridPosition, list[int | None]] = {}
         for chunk, keys in self.names.chunks.items():
@@ -172,7 +174,7 @@ class ModelJoiner:
         self._refuse_copied_files()
 
     def _add_tensor(self, chunk: VirtualStage, key: str) -> None:
-        """Add a tensor, or one tensor for each expert-parallel rank."""
+        """Join the tensor *key* of all ranks, or an expert for each expert-parallel rank."""
         tensors_by_position = self.grid.find_tensors(chunk, key)
         template = self._require_equal_tensors(key, tensors_by_position)
         for rank in range(self.grid.sizes.expert):
@@ -306,7 +308,7 @@ class ModelJoiner:
             )
 
     def _refuse_copied_files(self) -> None:
-        """Raise if the parts in two files are all equal, so one file is a copy."""
+        """Raise if all divided tensors or experts of two files are equal, so one file is a copy."""
         for checksums_by_place in (self._divided, self._experts):
             seen: dict[tuple[int | None, ...], GridPosition] = {}
             for place, checksums in checksums_by_place.items():
@@ -343,7 +345,7 @@ class ModelJoiner:
 _RULES_ADVICE = "write a rules file (see docs/how-to/megatron.md)"
 MAX_SHOWN_SHAPES = 20
 VirtualStage = tuple[int, int]
-"""Numbers of a virtual stage and a pipeline stage, which sort in the order of the model."""
+"""Numbers of a virtual stage and its pipeline stage, which sort in the order of the model."""
 
 
 class RankNames:
@@ -484,7 +486,7 @@ def _parse_number(digits: str) -> int:
 
 
 def require_rules(grid: Grid, rules: Rules | None, where: str) -> None:
-    """Raise unless there is a rule for every tensor, to join the files of several ranks."""
+    """Raise unless *rules* has a rule for every tensor."""
     if rules is None:
         try:
             fits = not _find_unmatched(grid, load_built_in_rules(), where)

@@ -102,16 +102,16 @@ class Rules:
     experts_count: str | None = None
 
     def find_rule(self, name: str) -> DivisionRule | None:
-        """Return the first rule that matches a tensor, or None."""
+        """Return the first rule that matches the tensor *name*, or None."""
         return next((r for r in self.rules if any(fnmatchcase(name, n) for n in r.names)), None)
 
     def find_expert(self, name: str) -> re.Match[str] | None:
-        """Return the match of the expert number in *name*, or None."""
+        """Return the match whose group 1 is the expert number in *name*, or None."""
         return next((match for pattern in self.experts if (match := pattern.search(name))), None)
 
 
 def load_rules(path: TreePath) -> Rules:
-    """Read a rules file, or return the built-in rules for their name."""
+    """Read a rules file, or return the built-in rules if *path* is their name."""
     if not path.is_file():
         if path.name != BUILT_IN:
             raise SourceNotFoundError(
@@ -175,7 +175,7 @@ class Division(NamedTuple):
         )
 
     def iterate_pieces(self, rank: int) -> Iterator[tuple[Box, Shape]]:
-        """Yield the boxes of *rank* in the global tensor, with their start in the local one."""
+        """Yield the boxes of *rank* in the global tensor, with their offsets in the local one."""
         if self.dim is None or self.local == self.shape:
             yield Box.whole(self.local), (0,) * len(self.local)
             return
@@ -193,7 +193,7 @@ class Division(NamedTuple):
 
 
 def find_partner_name(key: str) -> str:
-    """Return the weight whose number of columns shows whether a layer is gated."""
+    """Return the name of the weight whose number of columns shows whether a layer is gated."""
     return key.replace(FIRST_LAYER, SECOND_LAYER).replace(".bias", ".weight")
 
 
@@ -206,7 +206,15 @@ def divide_tensor(
     *,
     swiglu: bool,
 ) -> Division:
-    """Apply a rule to a tensor of shape *local*.
+    """Apply a rule to a tensor of shape *local* on one rank.
+
+    Args:
+        key: Name of the tensor.
+        local: Shape on one rank.
+        rule: Rule that matches the tensor.
+        ranks: Number of tensor-parallel ranks.
+        partner_shape: Shape of the weight called :func:`find_partner_name`, or None if unknown.
+        swiglu: Whether the arguments state that the layers are gated.
 
     Raises:
         MalformedError: The rule does not match the tensor.
@@ -228,7 +236,7 @@ def divide_tensor(
 
 
 def _count_halves(key: str, rows: int, partner_shape: Sequence[int] | None, swiglu: bool) -> int:
-    """Return 2 if the first layer has twice the rows that the second has columns, else 1."""
+    """Return 2 if ``linear_fc1`` has twice as many rows as ``linear_fc2`` has columns, else 1."""
     if partner_shape is None or len(partner_shape) != 2 or FIRST_LAYER not in key:
         raise MalformedError(
             f"`{find_partner_name(key)}`, which shows whether the layer is gated, is missing"
