@@ -2,7 +2,7 @@
 
 A read at a new offset fetches one small block, so that reading a header transfers little. A read
 that continues where an earlier one ended doubles the number of fetched blocks, like the read-ahead
-of kernels, up to the end that the reader declared.
+of kernels, up to the end that the reader marked.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_HEADS = 4096
 TAIL_BYTES = 64 << 10
 
 Fetch = Callable[[int, int], bytes | bytearray]
-"""Function that returns the bytes between two offsets."""
+"""Function that fetches the bytes of a file between two offsets."""
 Key = tuple[Hashable, int]
 
 
@@ -71,7 +71,7 @@ class BlockCache:
                 self._ends.popitem(last=False)
 
     def trim_cache(self) -> None:
-        """Drop all but `KEPT` bytes of cached blocks."""
+        """Drop all but `IDLE_CACHE_BYTES` of cached blocks."""
         with self._lock:
             self._shrink_to(min(IDLE_CACHE_BYTES, self._capacity_bytes))
 

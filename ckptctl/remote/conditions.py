@@ -23,7 +23,7 @@ def is_precondition_failure(error: Exception) -> bool:
 
 
 def is_unsupported_condition(error: Exception) -> bool:
-    """Return whether an error means that the store or client cannot create conditionally."""
+    """Return whether an error means that store or client do not support conditional requests."""
     is_client_error = isinstance(error, TypeError | ValueError | NotImplementedError)
     is_missing_call = isinstance(error, OSError) and error.errno == errno.ENOSYS
     is_boto_validation = type(error).__name__ == "ParamValidationError"

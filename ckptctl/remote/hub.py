@@ -137,7 +137,7 @@ class HubStore(Store):
         return "/".join(filter(None, (self._hub_url.path, name)))
 
     def _find_cached(self, name: str) -> Path | None:
-        """Return the path of a file of this commit in the cache, or None if it is not cached."""
+        """Return the path of a file in the cache of huggingface_hub, or None if not cached."""
         if self._snapshot_folder is not None:
             return self._snapshot_folder / name
         if name not in self._cached_paths:
@@ -203,7 +203,7 @@ def _list_snapshot(hub_url: HubUrl) -> tuple[str, dict[str, TreeEntry], Path | N
 
 
 def _is_inside(name: str) -> bool:
-    """Return whether a name does not leave the repository. Names in git never do."""
+    """Return whether a file name stays inside the repository, as all names in git do."""
     return not {"", ".", ".."} & set(name.split("/"))
 
 

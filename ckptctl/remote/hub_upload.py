@@ -89,7 +89,7 @@ class HubUpload:
             self._added[added.path_in_repo] = added
 
     def require_complete(self) -> None:
-        """Do nothing, because the Hub verifies hashes itself."""
+        """Do nothing, because the Hub verifies the hashes of uploaded files."""
 
     def publish_files(self) -> None:
         """See :class:`~ckptctl.tree.Upload`."""
@@ -161,7 +161,7 @@ def _has_same_content(entry: TreeEntry, added: CommitOperationAdd) -> bool:
 
 
 class _SilencedProgress:
-    """Context manager that hides huggingface_hub's progress bars, as ours is shown already."""
+    """Context manager that hides huggingface_hub's progress bars, since ckptctl shows its own."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

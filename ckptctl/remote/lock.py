@@ -46,7 +46,15 @@ MAX_TRIES = 3
 
 
 class RemoteLock:
-    """The lock of one output folder or file."""
+    """The lock of one output folder or file.
+
+    Args:
+        store: Store of the folder.
+        name: Name of the lock file.
+        names: Files that this run writes, recorded in the lock.
+        doomed: Files that this run removes, also recorded.
+        busy: Error message if another run holds the lock.
+    """
 
     def __init__(
         self,
@@ -124,7 +132,7 @@ class RemoteLock:
         self._update_writing(lambda writing: replace(writing, names=(*writing.names, *names)))
 
     def note_removal(self, names: Sequence[str]) -> None:
-        """Record files before they are removed to make room."""
+        """Record old files before they are removed to make room for new ones."""
         self._update_writing(lambda writing: replace(writing, removed=tuple(names)))
 
     def read_store_clock(self) -> float:
@@ -134,7 +142,7 @@ class RemoteLock:
             return self._object.read_write_time_ns() / 1e9 or time.time()
 
     def leave_for_next_run(self, writing: LockRecord | None = None) -> None:
-        """Release the lock, but keep its record for a later run."""
+        """Release the lock, but keep *writing*, by default the current record, for a later run."""
         self.stop_heartbeat()
         self._update_writing(
             lambda current: replace(writing or current, process=None, token=current.token)
@@ -208,10 +216,9 @@ def _read_boottime() -> float:
 class ConditionalObject:
     """A remote object that is created and replaced conditionally, such as a lock.
 
-    It is created on the condition that it does not exist, if the store supports conditions. S3,
-    Google and Azure also replace it on the condition that it has the version last read or written,
-    so that a request delayed by a sleeping machine has no effect. On other stores, the object is
-    read before.
+    If the store supports conditions, the object is only created if it does not exist. S3, Google
+    and Azure also replace it only if it has the version last read or written, so that a request
+    delayed by a sleeping machine has no effect. On other stores, the object is read first.
     """
 
     def __init__(self, store: FsspecStore, name: str) -> None:
@@ -246,8 +253,8 @@ class ConditionalObject:
     def try_replace(self, content: bytes, data: bytes) -> bool:
         """Replace the object, or return False if its content is no longer *content*.
 
-        If several runs try, one succeeds if the store replaces conditionally. On other stores, the
-        others notice when they read the object.
+        If several runs try at once, only one succeeds if the store replaces conditionally. On other
+        stores, the overwritten runs notice when they read the object.
         """
         self._version = ""
         if self._conditional_requests:
@@ -291,7 +298,10 @@ class ConditionalObject:
         self._system.rm_file(self._path)
 
     def find_age_seconds(self, token: str) -> float | None:
-        """Return the age in seconds by the store's clock, or None if it is unknown."""
+        """Return the object's age in seconds by the store's clock, or None if unknown.
+
+        Writes and removes a temporary object whose name ends with *token*.
+        """
         probe = f"{self._path}-{token}"
         self._system.pipe_file(probe, b"")
         try:

@@ -32,7 +32,7 @@ class OccupiedError(StorageError):
 
 
 class OutputObjects:
-    """The files below a URL, or a single one of them."""
+    """The files below a URL, or only the file called *single*."""
 
     def __init__(self, store: FsspecStore, single: str | None = None) -> None:
         self._store, self._single = store, single
@@ -63,14 +63,14 @@ class OutputObjects:
     def is_unchanged(
         self, name: str, expected: UploadedFile, files: Mapping[str, UploadedFile]
     ) -> bool:
-        """Return whether *name* is as expected in *files*, or else by a new request."""
+        """Return whether *name* has the expected size and version, in *files* or if asked again."""
         return name in files and (files[name] == expected or self._read_state(name) == expected)
 
     def send_file(self, name: str, path: Path, *, create: bool) -> UploadedFile:
-        """Upload the file at *path*, and return its size and version.
+        """Upload the file at *path* as *name*, and return its size and version.
 
         Raises:
-            OccupiedError: The file exists already.
+            OccupiedError: The file exists already, and *create* is true.
             StorageError: The upload failed or was cancelled.
         """
         with self._store.translate_errors(name, "write"):
@@ -94,6 +94,11 @@ class OutputObjects:
         require_lock: Callable[[], None],
     ) -> None:
         """Remove files one by one, skipping missing ones.
+
+        Args:
+            names: Files to remove, in order.
+            files: Expected sizes and versions, for stores that remove conditionally.
+            require_lock: Called before each removal; raises if this run lost the lock.
 
         Raises:
             OccupiedError: A file has been overwritten by another run.

@@ -1,7 +1,7 @@
 """Retries of network requests that fail temporarily, with exponential backoff.
 
-A request fails for good when no request has succeeded for the timeout of the policy. s3fs and gcsfs
-also retry rejected requests themselves, and huggingface_hub does for status 429.
+A request fails permanently if no request has succeeded within the timeout of the policy. s3fs and
+gcsfs also retry rejected requests themselves, and huggingface_hub does for status 429.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ckptctl.remote.conditions import get_http_status
 T = TypeVar("T")
 TIMEOUT_VARIABLE = "CKPTCTL_TIMEOUT"
 DEFAULT_TIMEOUT_SECONDS = 30.0
-"""Timeout in seconds."""
+"""Timeout if the environment variable is not set."""
 NOTICE_FRACTION = 0.1
 """Fraction of the timeout after which the user is notified."""
 MAX_BACKOFF_SECONDS = 8.0
@@ -41,7 +41,7 @@ class RetryPolicy:
     """Retry policy for remote stores, with a total timeout and exponential backoff.
 
     Attributes:
-        timeout_seconds: Timeout from the first failure, or None for that of the environment.
+        timeout_seconds: Timeout from the first failure, or None to read the environment variable.
         first_wait_seconds: Wait before the second try, in seconds. Later waits double.
         notify: Called once with a message after a tenth of the timeout.
     """
@@ -95,7 +95,10 @@ retry_policy = RetryPolicy()
 
 
 def call_with_retries(request: Callable[[], T], place: str) -> T:
-    """Call *request*, retrying transient errors with exponential backoff, and return its result."""
+    """Call *request* and return its result, retrying transient errors with exponential backoff.
+
+    *place* is the URL to name in messages.
+    """
     wait = retry_policy.first_wait_seconds
     while True:
         try:

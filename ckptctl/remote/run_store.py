@@ -55,7 +55,7 @@ class RemoteRun:
     def is_free(self, name: str) -> bool:
         """See :class:`~ckptctl.runs.run_store.RunStore`.
 
-        Taking the lock of an unfinished save shows whether it has a holder.
+        Unfinished saves with a lock count as free, as acquiring the lock fails if a run holds it.
         """
         names = {item.name for item in (self.root / name).iterdir()}
         return (
@@ -127,7 +127,7 @@ class RemoteDeletion:
         self, name: str, identity: FileIdentity, recheck: Callable[[], None] = lambda: None
     ) -> None:
         """See :class:`~ckptctl.runs.run_store.Deletion`."""
-        del identity  # remote folders have none; *still* compares their contents
+        del identity  # remote folders have none; *recheck* compares their contents
         path = self._run.root / name
         self._lock.require_ours()
         self._run.refresh_listing()
@@ -176,7 +176,7 @@ class RemoteDeletion:
     def _remove_objects(
         self, objects: OutputObjects, lock: RemoteLock, doomed: Mapping[str, UploadedFile]
     ) -> None:
-        """Remove *doomed*, the index first. After an error, the lock records the rest."""
+        """Remove *doomed* objects, the index first. After an error, the lock records the rest."""
         order = sorted(doomed, key=lambda name: not name.endswith(INDEX_SUFFIXES))
         objects.remove_files(order, doomed, lock.require_still_ours)
         if not objects.list_files():

@@ -77,7 +77,7 @@ class Store(Protocol):
         """List the entries of *folder*, relative to the URL, or none if there is no such folder."""
 
     def complete_entry(self, name: str, entry: TreeEntry) -> TreeEntry:
-        """Return the entry with its size, for stores whose listings have none."""
+        """Return the entry with its size, for stores whose listings do not contain sizes."""
         del name
         return entry
 
@@ -95,10 +95,14 @@ class Store(Protocol):
 class FsspecStore:
     """A folder or file of an fsspec file system.
 
+    Args:
+        url: URL, possibly with secrets.
+        shown_url: URL for messages, by default *url* without secrets.
+
     Attributes:
         url: The URL without secrets.
         system: The fsspec file system.
-        root: Path in the file system.
+        root: Path of the URL in the file system.
         is_s3: Whether it is an S3 file system.
         has_folders: Whether the file system has folders; object stores do not.
     """
@@ -251,7 +255,7 @@ class FsspecStore:
                 raise
 
     def _close_file(self, target: Any) -> None:
-        """Complete an upload, without a condition if this S3 server supports none."""
+        """Complete an upload, again without a condition if this S3 server does not support any."""
         try:
             target.close()
         except Exception as error:
@@ -301,7 +305,7 @@ class FsspecStore:
         with suppress(Exception):
             if isinstance(target, AbstractBufferedFile):
                 target.discard()
-                target.closed = True  # closing it would upload what there is
+                target.closed = True  # closing it would upload the partial content
             else:
                 target.close()
 
@@ -374,7 +378,7 @@ def list_protocols(system: Any) -> set[str]:
 
 
 def make_entry(info: Mapping[str, Any], name: str) -> TreeEntry:
-    """Make the entry of *name* from fsspec's *info*."""
+    """Build the entry of *name* from fsspec's *info*, relative to its folder."""
     size = info.get("size")
     version = next((str(info[key]) for key in VERSION_KEYS if info.get(key)), "")
     return TreeEntry(
@@ -387,7 +391,7 @@ def make_entry(info: Mapping[str, Any], name: str) -> TreeEntry:
 
 
 def _make_member(entry: Mapping[str, Any], folder: str) -> TreeEntry | None:
-    """Make an entry from a listing, or return None for the folder itself or an outside link."""
+    """Build an entry from a listing, or return None for the folder itself or an outside link."""
     full = str(entry["name"])
     name = full.rstrip("/").rpartition("/")[2]
     if full.strip("/") == folder.strip("/"):

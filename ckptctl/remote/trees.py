@@ -1,4 +1,4 @@
-"""Trees of remote files: cached listings of the URLs in use, requested once per folder."""
+"""Trees of remote files, whose listings are requested once per folder and cached."""
 
 from __future__ import annotations
 
@@ -38,6 +38,12 @@ _tree_numbers = itertools.count()
 
 class Tree:
     """The files below one URL, with cached listings.
+
+    Args:
+        store: Store of the URL.
+        known_entries: Entries by name that are found even if the root cannot be listed.
+        root_entries: Entries of the root, if already listed.
+        is_lenient: Whether a root that cannot be listed counts as empty.
 
     Attributes:
         url: The URL without secrets.
@@ -105,7 +111,7 @@ class Tree:
             raise
 
     def prefetch_range(self, name: str, offset: int, nbytes: int = 1) -> bytearray:
-        """Read a byte range of *name* without recording an error in :attr:`last_failure`."""
+        """Read a byte range of *name* without recording an error in :attr:`failure`."""
         entry = self.require_file(name)
         nbytes = min(nbytes, entry.size - offset)
         if nbytes <= 0:
@@ -269,7 +275,7 @@ class RemoteTree(FileTree):
         return store.url
 
     def _find_tree(self, url: str) -> tuple[Tree | None, str]:
-        """Return the tree that contains *url*, or None, and the name in that tree."""
+        """Return the tree that contains *url*, or None, and the path of *url* in that tree."""
         with self._lock:
             roots = [
                 root for root in self._trees if _is_inside(url, root)
@@ -280,7 +286,10 @@ class RemoteTree(FileTree):
             return self._trees[longest], url[len(longest) + 1 :]
 
     def _require_tree(self, url: str) -> tuple[Tree, str]:
-        """Return the tree that contains *url* and the name in it, listing the URL if necessary."""
+        """Return the tree that contains *url* and the path of *url* in that tree.
+
+        Lists *url* first if no tree contains it.
+        """
         tree, name = self._find_tree(url)
         if tree is None:
             tree, name = self._find_tree(self._look_up(url))

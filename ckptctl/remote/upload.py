@@ -25,7 +25,7 @@ from ckptctl.units import pluralize
 
 
 def require_outside_sources(store: FsspecStore, request: UploadRequest) -> None:
-    """Raise if the destination contains a source of the output, by any URL of it."""
+    """Raise if the destination contains a source of the output, even under another URL."""
     target = f"{store.url}/{request.single}" if request.single else store.url
     if ".." in target.split("/"):
         raise UsageError("a destination URL cannot contain `..`", where=target)
@@ -84,7 +84,7 @@ class ObjectUpload:
             return
         self._lock.require_ours()
         outdated: list[str] = []
-        if reusable:  # another version of *name* was uploaded: the index goes with it
+        if reusable:  # an outdated version of *name* was uploaded, so the index is also outdated
             index = self._request.names[-1]
             outdated = [index, name] if self._reusable.pop(index, None) else [name]
         if self._make_room(outdated):
@@ -95,7 +95,7 @@ class ObjectUpload:
                 name, path, create=not (self._request.single and self._files_before)
             )
         except OccupiedError:
-            self._begun.remove(name)  # it belongs to another run and must not be removed
+            self._begun.remove(name)  # the existing file belongs to another run and must stay
             raise
         self._sent[name] = sent = UploadedFile(path.stat().st_size, stored.version, digest)
         if self._request.resume:
@@ -188,7 +188,7 @@ class ObjectUpload:
         }
 
     def _make_room(self, outdated: list[str]) -> bool:
-        """Remove *outdated* and the remaining old files, and return whether any were removed."""
+        """Remove *outdated* and files of a replaced checkpoint, and return whether any existed."""
         with self._mutex:
             if self._doomed:
                 self._lock.note_removal(self._doomed)
