@@ -17,7 +17,7 @@ from ckptctl.storage.zips.zip_writer import ZipLayout, lay_out
 
 
 def assign_boxes_to_files(request: OutputRequest) -> list[list[tuple[OutputTensor, Box]]]:
-    """Split an output into data files, each a list of boxes."""
+    """Split the tensors of an output into boxes, and return those of each data file."""
     chunks: dict[tuple[str, tuple[int, ...]], tuple[OutputTensor, Box]] = {}
     for tensor in request.tensors:
         box_count = min(-(-tensor.nbytes // SPLIT_BYTES), tensor.shape[0] if tensor.shape else 1)

@@ -59,6 +59,11 @@ class _MergedLeaf:
 class RankMetadataMerger:
     """Merger of the leaves of all ranks, one rank after another.
 
+    Args:
+        where: The directory, for messages.
+        ranks: Number of ranks.
+        repeated: Whether to record the copies of chunks that several ranks have, as replicas.
+
     Attributes:
         ranks: Number of ranks.
         ends: End of the last item of each data file, including copies.

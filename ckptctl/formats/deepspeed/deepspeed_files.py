@@ -97,7 +97,7 @@ def find_model_files(root: TreePath, folder: str, faults: FaultCollector) -> tup
 
 
 def find_rank_files(root: TreePath, folder: str, faults: FaultCollector) -> SaveFiles:
-    """Return the files of one save."""
+    """Return the files of model and optimizer states of one save."""
     where = root / folder
     names = sort_naturally([item.name for item in where.iterdir()])
     _refuse_unsupported(where, names)

@@ -301,7 +301,7 @@ def _build_moment_strips(save: ZeroSave, key: str, owners: Sequence[int]) -> Seq
 
 
 def _iterate_segments(optim: OptimState, owners: Sequence[int], key: str) -> Iterator[Segment]:
-    """Yield a rank's flat moments, which are as long as its partitions with padding."""
+    """Yield a rank's flat moments *key* that fit its partitions, possibly with padding."""
     for owner in owners:
         value, partition = optim.states[owner].get(key), optim.partitions[owner]
         if is_flat(value):

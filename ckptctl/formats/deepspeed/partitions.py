@@ -87,7 +87,7 @@ class FlatPart:
 
     Attributes:
         shape: Shape of the parameter.
-        spans: ``(strip, first element, end)`` in the order of the parameter's elements.
+        spans: ``(index of the flat vector, first element, end)`` in the order of the elements.
         owner: The parameter group (stages 1 and 2) or sub-group (stage 3) that it begins in.
     """
 

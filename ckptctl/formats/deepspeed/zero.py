@@ -89,7 +89,7 @@ def read_save(
 ) -> ZeroSave:
     """Read the states of all ranks, with placeholders for unreadable ones.
 
-    Raises if *partitions* are needed, because weights are read from them, but all are missing.
+    With *partitions*, weights are read from the partitions, which must not all be missing.
     """
     models = _read_states(files, save_files.models, read_model_state, faults)
     optims = _read_states(files, save_files.optims, read_optim_state, faults)

@@ -33,7 +33,7 @@ _Shape = tuple[int, ...]
 
 
 class _Piece(NamedTuple):
-    """A tensor as it was saved, or one row of it, that is part of a canonical tensor."""
+    """A saved tensor, or one row of a saved tensor, that is part of a canonical tensor."""
 
     entry: TensorEntry
     spelling: TensorNameParts

@@ -70,7 +70,7 @@ def find_evidence(folder: TreePath) -> str | None:
 
 
 def find_converted_save(path: TreePath) -> TreePath | None:
-    """Return the save in a folder with only the output of a conversion, or None.
+    """Return the save in *path* if the folder only has the output of a conversion, or None.
 
     A folder of an iteration belongs to a training run, which will add more saves.
     """

@@ -82,7 +82,7 @@ class TensorNameParts(NamedTuple):
 
 
 def parse_tensor_name(name: str) -> TensorNameParts:
-    """Parse a tensor name."""
+    """Parse a tensor name of any naming convention."""
     prefix = _PREFIX.match(name)
     state_prefix = (prefix[1] or "") if prefix else ""
     rest = name[prefix.end() :] if prefix else name
@@ -102,7 +102,7 @@ def parse_tensor_name(name: str) -> TensorNameParts:
 
 
 def is_fsdp_checkpoint(names: Iterable[str]) -> bool:
-    """Return whether *names* are parts of tensors as Megatron-FSDP saves them."""
+    """Return whether any of *names* is a part of a tensor that Megatron-FSDP saved in parts."""
     parts = (name.rpartition(".linear_fc1.weight") for name in names)
     return any(".mlp." in f"{head}." and _FSDP_PART.fullmatch(tail) for head, _, tail in parts)
 

@@ -91,7 +91,7 @@ def list_rank_folders(root: TreePath, folder: str) -> dict[Numbers, str]:
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """A tensor of one rank."""
+    """A tensor in one rank's file, with its path in the state dict of the model."""
 
     path: KeyPath
     tensor: StoredTensor

@@ -286,8 +286,8 @@ class ModelJoiner:
     ) -> None:
         """Raise if two extents have different values.
 
-        If only a rule *claimed* that they are copies, they are always read. Otherwise, recorded
-        checksums are compared, and copies without any are read if they are small.
+        Copies that are only copies according to a rule (*claimed*) are always read. Otherwise,
+        recorded checksums are compared, and copies without checksums are read if they are small.
         """
         first, second = (
             make_standalone_entry(name, dtype, extent) for extent in (first_extent, second_extent)

@@ -67,7 +67,12 @@ class DivisionRule(ClosedSchema):
 
 @dataclass(frozen=True, slots=True)
 class _Experts(ClosedSchema):
-    """The ``[experts]`` table, names with ``#`` for a number and the argument with the count."""
+    """The ``[experts]`` table.
+
+    Attributes:
+        names: Parts of names with ``#`` for the expert number.
+        count: Argument with the number of experts.
+    """
 
     names: tuple[str, ...] = ()
     count: str | None = None
