@@ -42,7 +42,7 @@ class RetryPolicy:
 
     Attributes:
         timeout_seconds: Timeout from the first failure, or None to read the environment variable.
-        first_wait_seconds: Wait before the second try, in seconds. Later waits double.
+        first_wait_seconds: Wait before the second try. Later waits double.
         notify: Called once with a message after a tenth of the timeout.
     """
 
@@ -54,7 +54,7 @@ class RetryPolicy:
     _is_notified: bool = False
 
     def record_answer(self) -> None:
-        """Reset the timeout after a successful request."""
+        """Record a successful request, which resets the timeout."""
         self._first_failure_seconds, self._is_notified = None, False
 
     def wait_for_retry(self, seconds: float, place: str, error: Exception) -> bool:

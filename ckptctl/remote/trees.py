@@ -256,7 +256,7 @@ class RemoteTree(FileTree):
         return ObjectUpload(FsspecStore(secret, url), request)
 
     def _look_up(self, url: str) -> str:
-        """List *url* again, and return the store's canonical form of it."""
+        """List *url*, register its tree, and return the URL in the store's canonical form."""
         secret = self.add_secret(url)
         store: Store = HubStore(secret) if self.atomic else FsspecStore(secret, url)
         entries = store.list_members("")

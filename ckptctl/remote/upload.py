@@ -219,7 +219,7 @@ class ObjectUpload:
         self._is_previous_lost |= self._replaces and bool(self._begun) and not unchanged
 
     def _release_lock(self) -> None:
-        """Restore the lock's previous record, or remove the lock."""
+        """Restore the record of a dead run if nothing was uploaded, or else remove the lock."""
         leftover = self._leftover
         if (
             leftover is not None
