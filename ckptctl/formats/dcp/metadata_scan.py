@@ -1,7 +1,7 @@
-"""Read runs of entries of a ``.metadata`` pickle at once if they have torch's usual form.
+"""Read many entries of a ``.metadata`` pickle at once if they have torch's usual form.
 
 A tensor with one chunk takes 112 opcodes, and 512 ranks have half a million such tensors. A tensor
-of a thousand ranks has as many chunks, and the places of all chunks are a million entries. All
+of a thousand ranks has as many chunks, and the dict of byte ranges has a million entries. All
 entries except the first of a file have the same opcodes, with other numbers. A regular expression
 matches one entry at a time. References to the memo are resolved once per byte string.
 

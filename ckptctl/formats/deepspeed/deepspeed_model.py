@@ -93,7 +93,7 @@ class MasterWeights:
             return None
 
     def build_entry(self, name: str) -> TensorEntry | None:
-        """Return the tensor called *name*, or None if the module has a non-tensor value there."""
+        """Return the tensor called *name*, or None if it is a non-tensor value in the module."""
         entry = None
         if name in self.parameters:
             parameter, saved = (

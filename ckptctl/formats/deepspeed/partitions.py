@@ -2,7 +2,7 @@
 
 Source: ``deepspeed/utils/zero_to_fp32.py`` (``_zero2_merge_trainable_params``, ``GatheredTensor``),
 and ZeRO (https://arxiv.org/abs/1910.02054). The order of parameters is that of ``param_shapes``;
-``param_slice_mappings`` ignores the order that ``round_robin_gradients`` gives them.
+``param_slice_mappings`` ignores the order that ``round_robin_gradients`` gives to parameters.
 """
 
 from __future__ import annotations

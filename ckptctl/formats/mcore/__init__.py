@@ -1,6 +1,6 @@
 """Megatron-Core's distributed checkpoints, which are DCP with several naming conventions.
 
-Megatron-LM, Megatron-Bridge, NeMo 2, verl, slime and ms-swift write them.
+Megatron-LM, Megatron-Bridge, NeMo 2, verl, slime and ms-swift write such checkpoints.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def make_extra_states(tensors: Iterable[OutputTensor], layers: LayerStorage) -> 
 
 
 def _find_modules(name: str) -> Iterator[str]:
-    """Yield the modules that a parameter shows to exist, its own and the attention around it."""
+    """Yield the modules that a parameter belongs to, its own and the attention around it."""
     module = name.rpartition(".")[0]
     parts = module.split(".")
     convolution = parts[-1] == "weight" and not _CONVOLUTIONS.isdisjoint(parts[-2:-1])
