@@ -2,8 +2,8 @@
 
 URLs are ``hf://[datasets/|spaces/]ORG/NAME[@REVISION][/PATH]``, as for ``HfFileSystem``. All
 requests go through huggingface_hub, so that its token, endpoint, proxy and offline variables apply.
-Files that its cache has for the same commit are read there. All reads use one commit, so a push
-during a run changes nothing.
+Files of the same commit in the cache of huggingface_hub are read from the cache. All reads use one
+commit, so a push during a run changes nothing.
 """
 
 from __future__ import annotations

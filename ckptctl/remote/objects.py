@@ -1,4 +1,4 @@
-"""The files of one remote output: list, upload and remove them by version.
+"""List, upload and remove the files of one remote output, by version.
 
 Uploads from many threads use bounded memory and are cancelled when the run is abandoned.
 """
