@@ -1,4 +1,4 @@
-"""Registry of formats, discovered in this package and by ``ckptctl.formats`` entry points.
+"""Registry of the formats in this package and of plug-ins (``ckptctl.formats`` entry points).
 
 A module in this package that defines a :class:`~ckptctl.formats.base.Format` called ``FORMAT`` is
 registered automatically.
@@ -45,7 +45,7 @@ MAX_FOLDERS_SCANNED = 200
 _DIGITS = re.compile("[0-9]+")
 NON_MODEL_FOLDER = re.compile(r"optim(izer)?s?(_\d+)?|extra_state")
 PART_FOLDER = re.compile(r"(pytorch_)?model(_fsdp)?(_\d+)?|optim(izer)?s?(_\d+)?")
-"""Folders of accelerate, ByteCheckpoint and veScale, each with one part of a checkpoint."""
+"""Folders in which accelerate, ByteCheckpoint and veScale store a model or an optimizer."""
 
 
 @cache
@@ -104,7 +104,7 @@ def list_format_names() -> tuple[str, ...]:
 
 
 def other_names() -> dict[str, str]:
-    """Map other names of formats, and of programs that use them, to the built-in formats."""
+    """Map aliases, such as names of programs that use a format, to names of built-in formats."""
     return {
         other: name for name, known in load_builtin_formats().items() for other in known.other_names
     }
@@ -160,7 +160,10 @@ def sniff_formats(path: TreePath) -> dict[str, str]:
 
 
 def sniff_in_order(candidates: Mapping[str, Format], listing: Listing) -> dict[str, str]:
-    """Run the sniffers of *candidates*, each after those of the formats that it yields to."""
+    """Return the evidence of each candidate that matches, by format.
+
+    A candidate is skipped if a format that takes precedence over it matches.
+    """
     evidence_by_name: dict[str, str | None] = {}
 
     def find_evidence(name: str) -> str | None:
@@ -240,8 +243,8 @@ def open_checkpoint(
 ) -> Catalog:
     """Detect the format of *path* and read its index.
 
-    *manifest* controls whether checksums are read from the manifest next to it; with None, they are
-    read only if this takes no remote request.
+    *manifest* controls whether checksums are read from the manifest next to the checkpoint. With
+    None, they are read only if this takes no remote request.
     """
     path = to_existing_path(path)
     opened = path, read_identity(path)
@@ -289,9 +292,11 @@ def open_checkpoint(
 
 
 def merged_parameters(catalog: Catalog, names: Sequence[str]) -> dict[str, str]:
-    """Map optimizer state of a part to the parameter in *catalog* that the part was merged into.
+    """Map optimizer state of split parameters to the parameters that they were merged into.
 
-    The format that read the catalog is asked, and those that refined it.
+    Args:
+        catalog: Catalog with the merged parameters.
+        names: Names of tensors, with and without such optimizer state.
     """
     found: dict[str, str] = {}
     for known in load_builtin_formats().values():
@@ -309,7 +314,7 @@ def resolve_codecs(catalog: Catalog) -> Catalog:
 def list_checkpoints(path: TreePath) -> list[TreePath]:
     """Return the checkpoints directly inside a folder, in natural order.
 
-    These are directories or Lightning's ``*.ckpt`` files.
+    Checkpoints are directories or Lightning's ``*.ckpt`` files.
     """
     if not path.is_dir():
         return []

@@ -1,8 +1,8 @@
 """Base classes of formats, and the data types that formats read and lay out.
 
-A format never copies tensor bytes. Reading returns a :class:`~ckptctl.catalog.Catalog`. Laying out
-returns the place of every box of every tensor, and the other bytes of the files. The executor
-copies the bytes in the same way for all formats.
+A format never copies tensor bytes. Its ``read`` returns a :class:`~ckptctl.catalog.Catalog`. Its
+``lay_out`` returns the location of every box of every tensor, and all other bytes of the files. The
+executor copies the bytes in the same way for all formats.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ Weights = Literal["master", "module"]
 
 
 class Listing:
-    """A path to recognize, with the names in it, which are read only once.
+    """File or folder whose format is to be detected, with a listing that is read only once.
 
     Attributes:
         path: Absolute path of a folder or file.
-        is_folder: Whether it is a folder.
+        is_folder: Whether *path* is a folder.
         items: Direct children of the folder by name; empty for a file.
-        names: Sorted names of the items; for a file, its name.
+        names: Sorted names of the items, or only the name of the file.
     """
 
     def __init__(self, path: TreePath) -> None:
@@ -58,7 +58,7 @@ class Listing:
         return [name for name in sorted(self.items) if self.items[name].is_file()]
 
     def has(self, name: str) -> bool:
-        """Return whether the folder has a file called *name* (see :func:`is_there`)."""
+        """Return whether the folder has a file called *name* (see :func:`is_present`)."""
         return name in self.items and is_present(self.items[name])
 
 
@@ -68,11 +68,11 @@ class OutputTensor:
 
     Attributes:
         name: Fully qualified name.
-        dtype: torch's name.
+        dtype: Name of the dtype in torch, such as ``bfloat16``.
         shape: Global shape.
-        path: Keys from the root of the saved object down to it.
-        alias_of: Name of the output tensor that it shares all its memory with.
-        requires_grad: Written if the format can store it.
+        path: Keys from the root of the saved object down to the tensor.
+        alias_of: Name of the output tensor with which this one shares all its memory, or None.
+        requires_grad: Whether the tensor requires gradients; written if the format can store it.
     """
 
     name: str
@@ -94,25 +94,26 @@ class OutputRequest:
 
     Attributes:
         name: File name of the output, for single-file formats.
-        tensors: In the order in which to store them.
+        tensors: Tensors in the order in which to store them.
         blobs: Non-tensor values.
-        max_shard_size: Bytes of tensors per file.
+        max_shard_size: Maximum tensor bytes per file.
         mp: Number of model-parallel shards.
-        rank_boxes: Function that returns the shard of a tensor on each model-parallel rank, None
-            for a rank without one. If this is None, every rank stores every tensor in full.
+        rank_boxes: Function that returns the shard of a tensor on each model-parallel rank, or None
+            for a rank that stores no part of it. Without a function, every rank stores every tensor
+            in full.
         like: File index of each tensor, taken from a reference checkpoint.
-        like_files: Names of these files, if the format keeps names.
+        like_files: File names of the reference checkpoint, if the format keeps them.
         checksum: Whether the records will have checksums.
         metadata: Free-form strings, for formats that keep them.
         config: ``config.json`` of the model, for formats with a separate model description; None if
             there is none.
         family: Model family, or None if unknown.
-        sizes: Axis sizes of the family.
+        sizes: Sizes of the family's axes, by name of the axis.
         stack_layers: Whether to stack equal layers into one tensor, for formats that support this.
         extensions: Extensions of the source catalog.
         adapter: Content of ``adapter_config.json`` for the low-rank factors of an adapter; None if
             these are the tensors of a model.
-        layout: Requested layout; None for the format's own, or the source's.
+        layout: Requested layout; None for the format's own layout, or else that of the source.
         notes: Collects messages for the user, such as ties written as two copies, and values
             skipped because the format cannot store them.
     """
@@ -143,8 +144,8 @@ class TensorPlace(NamedTuple):
     Attributes:
         box: Index range in the tensor.
         record: Index of the record that contains the box.
-        start: Number of elements of the record before the box.
-        strides: Elements between neighbors along each dimension; None for row-major.
+        start: Offset of the box in the record, in elements.
+        strides: Strides of the box in the record, in elements; None for row-major order.
     """
 
     box: Box
@@ -155,18 +156,18 @@ class TensorPlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OutputLayout:
-    """Places of all output bytes.
+    """Locations of all output bytes.
 
     Attributes:
-        files: Every file, with its frame.
+        files: Every file with tensors, with its frame (the bytes outside of records).
         records: Byte ranges for tensor boxes.
-        boxes: Places of each tensor's boxes.
+        boxes: Locations of each tensor's boxes, by name of the tensor.
         raw_copies: Byte ranges to copy unchanged.
-        contents: Content of further files, which have no records.
+        contents: Contents of further files, which have no records, by name.
         folder: Subfolder of the output for all of these files and for the sidecar files; empty for
             the output itself.
-        outer_files: Content of files next to that subfolder.
-        generated_files: Root-level names that this format always writes itself.
+        outer_files: Contents of files next to that subfolder, by name.
+        generated_files: Top-level keys of values that the format always writes itself.
     """
 
     files: tuple[OutputFile, ...]
@@ -184,17 +185,19 @@ class ReadOptions:
     """Choices for checkpoints that can be read in more than one way.
 
     Attributes:
-        model_type: Model family, for formats whose shards can only be joined with one.
+        model_type: Model family, for formats whose shards cannot be joined without it.
         weights: ``master``: the optimizer's fp32 copies; ``module``: the weights that the model
             computes with; None for the format's default.
-        tag: Save to read if the folder has several; None for the one in its pointer file.
-        rules: Rules file with the division of tensors, for formats that do not record it.
-        ranks: Number of ranks that saved it, for formats that do not record it.
+        tag: Name of the save to read if the folder has several; None for the save that the pointer
+            file names.
+        rules: Path of a file that declares how tensors are sharded, for formats that do not record
+            it.
+        ranks: Number of ranks that saved the checkpoint, for formats that do not record it.
         partial: Whether to read as much as possible of an incomplete checkpoint. Problems become
             :attr:`~ckptctl.catalog.Catalog.findings`, and tensors may have holes.
         replicas: Whether to list :attr:`~ckptctl.catalog.Catalog.replicas`.
-        documents: ``config.json`` and ``params.json`` to join shards with; empty for those next to
-            the shards.
+        documents: Contents of ``config.json`` and ``params.json`` that describe the model to join.
+            If empty, the files next to the shards are read.
     """
 
     model_type: str | None = None
@@ -211,12 +214,12 @@ DEFAULT_READ_OPTIONS = ReadOptions()
 
 
 class RecordedFacts(Protocol):
-    """Facts about a model that its trainer recorded in its own terms."""
+    """Facts about a model, recorded by its trainer (such as Megatron's arguments)."""
 
     def find_candidates(
         self, known: Mapping[str, Family], shapes: Mapping[str, tuple[int, ...]], root: str
     ) -> list[Candidate]:
-        """Return the families that are described and have exactly the keys of *shapes*."""
+        """Return the families of *known* that fit the facts, with exactly the keys of *shapes*."""
 
     def contradicts_family(self, family: Family) -> bool:
         """Return whether the facts rule out every model of *family*."""
@@ -229,30 +232,31 @@ class RecordedFacts(Protocol):
 
 
 class Format(ABC):
-    """A checkpoint format, discovered in the modules and packages here.
+    """Base class of checkpoint formats.
 
     Attributes:
         name: Name for ``--from`` and ``--to``.
-        other_names: Other names of it, or of the programs that read or write it, for hints.
-        title: One line for ``--help`` and lists.
+        other_names: Aliases, such as names of programs that read or write the format, for hints.
+        title: One-line description for ``--help`` and lists.
         recognized: Human-readable criteria of :meth:`sniff`.
         marks: Pattern for the start of names. :meth:`sniff` is only called for a file that matches,
             or a folder that contains a matching file or folder. None to call it always.
-        specializes: More general formats that also match this format's files. A path that this
-            format recognizes is not in one of them.
-        yields_to: Formats that take precedence if a folder contains files of both.
-        part_names: Pattern for files that are not a checkpoint on their own, or None.
+        specializes: Names of more general formats that also match this format's files. They are not
+            tried for a path that this format recognizes.
+        yields_to: Names of formats that take precedence if a folder contains files of both.
+        part_names: Pattern for names of files that are not a checkpoint on their own, or None.
         wholeness: Human-readable criteria for completeness. As in :attr:`recognized` and
             :attr:`proof`, facts are separated by ``"; "``.
-        tested: Programs and settings that it was tested against, in one line.
+        tested: Programs and settings that the format was tested against, in one line.
         proof: Comparisons with other programs; each claim names its test.
-        read_options: Fields of :class:`ReadOptions` that it supports, besides the family.
-        layout: Layout of its tensors, or None for any.
+        read_options: Names of the :class:`ReadOptions` fields that the format supports, besides
+            ``model_type``.
+        layout: Layout of its tensors, or None if it can store any layout.
         other_layouts: Whether the user can choose another layout.
-        adapters: Whether it stores adapters only, not models.
-        self_described: Whether its files contain the facts of the model themselves.
-        training: Whether it stores training state with the model, which includes all non-tensor
-            values; None if this depends on which non-tensor values it can store.
+        adapters: Whether it stores only adapters, not models.
+        self_described: Whether its files describe the model, so that no ``config.json`` is needed.
+        training: Whether it stores training state with the model; all non-tensor values are then
+            training state. None to decide by whether it can store non-tensor values.
     """
 
     name: ClassVar[str]
@@ -305,10 +309,10 @@ class Format(ABC):
         return catalog
 
     def merged_parameters(self, names: Sequence[str]) -> dict[str, str]:
-        """Map names of optimizer state to parameters that reading merged from several parts.
+        """Map optimizer state of split parameters to the parameters that :meth:`read` merged.
 
         Args:
-            names: Names of tensors; those that are not state of a part are ignored.
+            names: Names of tensors; names of other tensors than such state are ignored.
         """
         return {}
 
@@ -327,7 +331,7 @@ class Format(ABC):
     def find_inner_checkpoint(self, path: TreePath) -> TreePath | None:
         """Return the only checkpoint in the wrapper folder *path*, or None.
 
-        None if *path* is the checkpoint itself, or contains anything else.
+        The result is also None if *path* is the checkpoint itself, or contains anything else.
         """
         return None
 
@@ -347,7 +351,7 @@ class WritableFormat(Format):
         keeps_metadata: Whether it can store free-form strings.
         records_ties: Whether it records the names of tensors skipped as shared.
         stacks_layers: Whether equal layers can be stacked into one tensor.
-        adapter_layouts: Layouts of its adapters, the default first; empty if they have none.
+        adapter_layouts: Layouts in which it can store adapters, the default first; empty if none.
         pads_vocabulary: Whether its programs expect a padded vocabulary.
     """
 
@@ -367,7 +371,7 @@ class WritableFormat(Format):
 
     @abstractmethod
     def lay_out(self, request: OutputRequest) -> OutputLayout:
-        """Decide the place of each tensor, without I/O."""
+        """Assign a location to each tensor, without I/O."""
 
     def can_store(self, dtype: str) -> bool:
         """Return whether the format can store elements of *dtype*."""

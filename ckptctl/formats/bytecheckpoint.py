@@ -1,8 +1,8 @@
 """ByteCheckpoint directories, which are DCP directories with raw storages as items.
 
-Source: bytecheckpoint 0.0.2, ``checkpointer/meta_type.py``. ``.metadata`` is a pickle of its own
-``Metadata`` class. In addition to DCP's fields, it has ``all_tensor_metadata``, which maps each
-item to the pickle that ``torch.save`` would have stored next to the storage.
+Source: bytecheckpoint 0.0.2, ``checkpointer/meta_type.py``. ``.metadata`` is a pickle of
+ByteCheckpoint's ``Metadata`` class. In addition to DCP's fields, it has ``all_tensor_metadata``,
+which maps each item to the pickle that ``torch.save`` would have stored next to the storage.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ckptctl.formats.dcp import METADATA, ItemFormat
 from ckptctl.tree import TreePath
 
 CLASS_PREFIX = b"bytecheckpoint."
-"""Prefix of the metadata's class, which is at the start of the file."""
+"""Prefix of the class name near the start of ``.metadata``."""
 
 
 class ByteCheckpointFormat(ItemFormat):

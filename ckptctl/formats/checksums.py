@@ -13,7 +13,7 @@ from ckptctl.tree import TreePath
 
 SCHEMA = "ckptctl.manifest/1"
 ExtentPlace = tuple[str, int]
-"""File and first byte of a chunk."""
+"""Name of a file, and the offset of a chunk in it in bytes."""
 
 
 def attach_manifest_checksums(catalog: Catalog, *, needed: bool = True) -> Catalog:
@@ -22,6 +22,10 @@ def attach_manifest_checksums(catalog: Catalog, *, needed: bool = True) -> Catal
     A manifest that lists other names, dtypes or shapes is ignored with a note: the weights were
     replaced by those of another model. Changed values are detected when they are read. If the
     checkpoint is incomplete, only the existing tensors are compared.
+
+    Args:
+        catalog: Catalog of the checkpoint.
+        needed: Whether to read the manifest even if this takes a remote request.
     """
     with source_files(catalog.root) as files:
         should_read = needed or files.local
@@ -49,7 +53,7 @@ def attach_manifest_checksums(catalog: Catalog, *, needed: bool = True) -> Catal
 
 
 def read_carried_files(root: TreePath) -> dict[str, int]:
-    """Return the sizes in bytes of files that were copied into *root* with ``--carry``."""
+    """Read the sizes in bytes of the files copied into *root* with ``--carry``, by name."""
     try:
         with source_files(root) as files:
             content = read_json(files, MANIFEST)

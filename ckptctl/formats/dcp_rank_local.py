@@ -65,7 +65,7 @@ class DcpRankLocalFormat(ItemFormat):
     def read(self, path: TreePath, options: ReadOptions = DEFAULT_READ_OPTIONS) -> Catalog:
         """See :meth:`Format.read`.
 
-        In a partial read, chunks that one rank has lost are taken from another rank's copy.
+        In a partial read, chunks in unusable files are taken from another rank's copy.
         """
         from ckptctl.formats.dcp.dcp_reader import build_catalog, read_metadata
         from ckptctl.formats.dcp.union import RankMetadataMerger, RankValueComparison
@@ -138,9 +138,9 @@ def _separate_replicas(catalog: Catalog, should_list: bool) -> Catalog:
 
 
 def read_rank(path: TreePath, rank: int) -> Catalog | None:
-    """Read the files of one rank, which contain only parts of tensors.
+    """Read the catalog of one rank's files, or return None if the rank wrote no metadata.
 
-    Returns None if the rank wrote no metadata.
+    Its tensors have holes, because the files contain only the chunks of that rank.
     """
     if not (path / metadata_name(rank)).is_file():
         return None
@@ -162,7 +162,10 @@ def list_metadata_files(path: TreePath) -> list[str]:
 
 
 def _find_ranks(files: SourceFiles, faults: FaultCollector) -> list[int]:
-    """Return all rank numbers from 0 on, or raise, or add findings, for missing ones."""
+    """Return the ranks that have metadata, in ascending order.
+
+    Missing ranks raise an error, or become findings in a partial read.
+    """
     path = files.root
     names = [item.name for item in path.iterdir()]
     ranks = _parse_ranks(names, _RANK)
@@ -183,7 +186,7 @@ def _find_ranks(files: SourceFiles, faults: FaultCollector) -> list[int]:
 def _read_world_size(files: SourceFiles, rank: int) -> int:
     """Return the world size in the metadata of *rank*, or 0 if it is missing or unreadable.
 
-    Damage is reported later, when all metadata is read.
+    Damaged metadata is reported later, when the metadata of all ranks is read.
     """
     from ckptctl.formats.dcp.dcp_reader import read_metadata
 

@@ -1,8 +1,8 @@
 """DeepSpeed's universal checkpoints (read-only), with one folder per parameter under ``zero``.
 
-Source: ``deepspeed/checkpoint/ds_to_universal.py``. The parameters are complete, whatever the
-original parallelism. Buffers are read from the model states, because the converter casts them to
-float32.
+Source: ``deepspeed/checkpoint/ds_to_universal.py``. Parameters are stored unsharded, whatever
+the original parallelism. Buffers are read from the model states, because the converter casts them
+to float32.
 """
 
 from __future__ import annotations

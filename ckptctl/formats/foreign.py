@@ -1,4 +1,4 @@
-"""Files of other programs, and advice on how to convert them."""
+"""Detection of files in unsupported formats, and advice on how to convert them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CONVERSION_ADVICE = {
 
 
 def identify_foreign_format(path: TreePath) -> str | None:
-    """Return the kind of foreign file or folder that *path* is, or None."""
+    """Return the name of the unsupported format of *path*, or None if it is unknown."""
     return _identify_folder(path) if path.is_dir() else _identify_file(path)
 
 
@@ -61,7 +61,7 @@ def unrecognized_format_error(
 
 
 def _display_name(item: TreePath) -> str:
-    """Return the name of a file, folder or dangling link for a list."""
+    """Format the name of a file, folder or dangling link for a list in a message."""
     if item.is_symlink() and not item.exists():
         return f"{item.name} -> {item.readlink()}"
     return f"{item.name}/" if item.is_dir() else item.name

@@ -3,7 +3,7 @@
 Source: ``torch/distributed/checkpoint/hf_storage.py`` (``save_distributed=True``), ``_hf_utils.py``
 (file names, keys) and ``filesystem.py`` (``_write_files_from_queue``). Rank N writes
 ``shard-{N+1}-model-{i}-of-{n}.safetensors``; ``DCP_SHARDING_INFO`` in its header has the offset of
-each shard in the global tensor. There is no index, and the global shape is not recorded. It is
+each shard in the global tensor. There is no index. The global shape is not recorded, so it is
 computed from the end of the last shard, including empty shards.
 """
 
@@ -122,8 +122,8 @@ def _find_open_ended_tensors(
 ) -> Lost:
     """Return the tensors that may continue in unusable files, which are all but 0-d tensors.
 
-    Only its shards show how far a tensor reaches. An empty box at the end of the known shards
-    stands for possible further ones.
+    The global shape is only known from the shards, so an unusable file may contain further ones.
+    An empty box at the end of the known shards represents them.
     """
     file = next((finding.file for finding in findings if finding.file), None)
     return {
@@ -140,7 +140,7 @@ def _add_shard_tensors(
     name: str,
     where: str,
 ) -> None:
-    """Add the tensors of one file."""
+    """Add the tensors of the file *name*, whose shards have *offsets* in their global tensors."""
     for key, (dtype, sizes, begin, end) in header.tensors.items():
         start = offsets[key]
         if len(start) != len(sizes):
@@ -188,7 +188,7 @@ def _read_header(files: SourceFiles, name: str) -> tuple[SafetensorsHeader, Offs
 
 
 def _list_shards(listing: Listing) -> dict[str, re.Match[str]]:
-    """Return the shards in a folder by name, in order."""
+    """Return the matches of shard names in a folder, by name in sorted order."""
     names = listing.names if listing.is_folder else ()
     return {name: match for name in names if (match := RANK_SHARD.fullmatch(name))}
 
@@ -220,7 +220,7 @@ def _count_ranks(path: TreePath, shards: Mapping[str, re.Match[str]], requested:
 def _require_shards(
     shards: Mapping[str, re.Match[str]], ranks: int, files: int, faults: FaultCollector
 ) -> None:
-    """Raise, or add a finding, if files of ranks are missing."""
+    """Raise an error, or add a finding in a partial read, if shards are missing."""
     required = range(ranks * files)
 
     def format_name(number: int) -> str:
@@ -263,8 +263,8 @@ def _compare_with_index(
 ) -> Iterator[str]:
     """Compare the shards with the index that torch's consolidation wrote next to ``sharded/``.
 
-    Only the index shows whether files of the last ranks are missing; the remaining files look
-    complete. *next_file* is the name that the next file would have.
+    Only the index shows whether files of the last ranks are missing, because the remaining files
+    look complete. Yields notes. *next_file* is the name of the shard after the last one found.
     """
     name, folder = f"model{INDEX_SUFFIX}", faults.root.parent
     where = str(folder / name)

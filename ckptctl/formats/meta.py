@@ -1,7 +1,8 @@
 """Meta's format, with ``consolidated.NN.pth`` for each model-parallel rank and ``params.json``.
 
 Sources: ``llama_models/checkpoint.py`` and ``fairscale/nn/model_parallel/layers.py`` for the shards
-of each rank. The files do not record the dimension that a tensor is divided along; the family does.
+of each rank. The files do not record the dimension that a tensor is divided along, so the model
+family declares it.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Sources: mistral-inference's ``transformer.py`` (``from_folder``) for one file, the repositories of
 Mistral Large for shards with an index, transformers' ``convert_mixtral_weights_to_hf.py`` for the
-``consolidated.NN.pt`` of Mixtral's first release. Several files contain different tensors in full.
-Unlike Meta's files of the same names, they are not shards of ranks.
+``consolidated.NN.pt`` of Mixtral's first release. If there are several files, each contains
+different tensors in full. Unlike Meta's files of the same names, they are not shards of ranks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _TORCH = re.compile(rf"{STEM}\.(\d+)\.(pth|pt)")
 
 
 def is_mistral(folder: TreePath) -> bool:
-    """Return whether *folder* has Mistral's params.json."""
+    """Return whether *folder* has a ``params.json`` with Mistral's keys."""
     try:
         params = read_documents(folder).get(PARAMS) if folder.is_dir() else None
     except CkptError:
@@ -157,7 +157,7 @@ class MistralFormat(hf.HfFormat):
 
 
 def _list_weights(listing: Listing) -> list[str]:
-    """Return the weight files, or their index, of the newest kind that exists."""
+    """Return the index, or else the safetensors files, or else the older torch files."""
     names = listing.files
     if INDEX in names:
         return [INDEX]

@@ -1,9 +1,9 @@
 """One ``torch.save`` file per rank with DTensors or ShardedTensors in it.
 
-Names: verl (``model_world_size_2_rank_0.pt``), accelerate with ``use_dcp=False``
+File names are those of verl (``model_world_size_2_rank_0.pt``), accelerate with ``use_dcp=False``
 (``pytorch_model_fsdp_0_rank0.bin``, ``utils/fsdp_utils.py``), torch's
-``distributed/checkpoint/_experimental`` (``checkpoint_0.pt``), ``rank_0_model_states.pt`` with
-``trainer_state.pt``, and ``rank0.pt`` of custom scripts.
+``distributed/checkpoint/_experimental`` (``checkpoint_0.pt``) and custom scripts
+(``rank_0_model_states.pt`` with ``trainer_state.pt``, or ``rank0.pt``).
 """
 
 from __future__ import annotations
@@ -42,19 +42,20 @@ PATTERNS = tuple(
 )
 TRAINER_STATE_FILE = "trainer_state.pt"
 FSDP_CONFIG_FILE = "fsdp_config.json"
-"""verl's description of the ranks, which only applies to their files."""
+"""verl's description of the FSDP ranks, which is not copied, as it only applies to rank files."""
 _GROUP_ALIASES = {"pytorch_model_fsdp": "model", "pytorch_model": "model"}
 
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """The parts of a file name.
+    """Name of a rank's file, and the fields in that name.
 
     Attributes:
-        name: The file name.
-        group: Part of the rank's state in the file, which becomes the first key; ``""`` for all.
-        rank: The rank.
-        world: World size, if it is in the name.
+        name: Name of the file.
+        group: Kind of state in the file, such as ``model``, which becomes the first key; ``""`` if
+            the file contains all state of the rank.
+        rank: Number of the rank.
+        world: World size, or None if it is not in the name.
     """
 
     name: str
@@ -128,7 +129,7 @@ class RankFilesFormat(Format):
 
 
 def list_rank_files(listing: Listing) -> Iterator[RankFile]:
-    """Yield the files in a folder whose names match those of a rank's file."""
+    """Yield the files of ranks in a folder, recognized by their names."""
     for name in listing.names:
         rank_file = parse_rank_file_name(name)
         if rank_file and listing.has(name):
@@ -136,7 +137,7 @@ def list_rank_files(listing: Listing) -> Iterator[RankFile]:
 
 
 def parse_rank_file_name(name: str) -> RankFile | None:
-    """Parse a file name, or return None if it is not that of a rank's file."""
+    """Parse the name of a rank's file, or return None if it matches no known pattern."""
     match = next((m for pattern in PATTERNS if (m := pattern.fullmatch(name))), None)
     if match is None:
         return None
@@ -226,7 +227,7 @@ def _read_stated_world(group: RankGroup) -> int:
 
 
 def _check_rank_files(merger: RankMerger, name: str, group: RankGroup, world: int) -> None:
-    """Raise, or add a finding, if a group does not have the files of all *world* ranks."""
+    """Raise an error, or add findings, if files of the group *name* are missing on any rank."""
     example = next(iter(group.values())).name
     digits_start = example.rindex("rank") + len("rank") if "rank" in example else 0
 

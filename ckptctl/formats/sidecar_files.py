@@ -1,7 +1,7 @@
 """Sidecar files next to the weights, by kind, and whether they are copied with the model.
 
-A file of no kind in :data:`KINDS` can be anything, including a key or private notes. It is listed
-and not copied.
+A file that matches no kind in :data:`KINDS` may contain anything, such as an API key or private
+notes, so it is listed but not copied.
 
 Sources: the names in ``transformers/utils/__init__.py`` and the ``VOCAB_FILES_NAMES`` of its
 tokenizers; ``get_relative_imports`` in its ``dynamic_module_utils.py`` for model
@@ -89,7 +89,7 @@ _WEIGHT_SPECIFIC_FILES = {
     *(MANIFEST, RUN_FILE, "SHA256SUMS", "checklist.chk", "params.json"),
     *(LATEST, LATEST_UNIVERSAL),
 }
-"""Files that describe these weights and would be wrong for others."""
+"""Files that describe specific weights and would be wrong for converted ones."""
 _CODE_CONFIG_FILES = (
     *("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json"),
     *("video_preprocessor_config.json", "modules.json"),
@@ -142,10 +142,10 @@ def scan_sidecar_files(
         weight_files: Names of files and folders with weights or an index; None to recognize them.
         is_single_file: Whether the user named a weight file, not the folder. If the folder has no
             configuration, it is not a model folder, and nothing in it is copied.
-        with_documents: Whether to read the documents.
+        with_documents: Whether to read ``config.json`` and ``params.json``.
 
     Raises:
-        UnsupportedError: A document is not a JSON object.
+        UnsupportedError: ``config.json`` or ``params.json`` is not a JSON object.
     """
     items = {item.name: item for item in sorted(root.iterdir())}
     if weight_files is None:
@@ -175,7 +175,7 @@ def scan_sidecar_files(
 def scan_with_subfolder(
     root: TreePath, folder: str, weight_files: Collection[str] = ()
 ) -> SidecarFiles:
-    """Scan *root* and a subfolder whose files belong next to those in *root*."""
+    """Scan *root* and its subfolder *folder*, which contains files of the same model."""
     outer = scan_sidecar_files(root, {*weight_files, folder})
     if not (root / folder).is_dir():
         return outer
@@ -188,7 +188,7 @@ def scan_with_subfolder(
 
 
 def find_file_kind(name: str) -> str | None:
-    """Return the kind of the file called *name*, relative to the model's folder, or None."""
+    """Return the kind of a file by its path in the model's folder, or None if it is unknown."""
     for kind, globs in KINDS.items():
         if name in globs or any(fnmatchcase(name, glob) for glob in globs if "*" in glob):
             return kind
@@ -219,7 +219,7 @@ def replace_model_param(
 
 
 def read_documents(root: TreePath) -> dict[str, Mapping[str, object]]:
-    """Read ``config.json`` and ``params.json`` in *root*, as far as they exist.
+    """Read ``config.json`` and ``params.json`` in *root*, without those that do not exist.
 
     ``Infinity`` and ``NaN`` are accepted, as in the ``time_step_limit`` of Mamba-2.
     """
@@ -247,7 +247,10 @@ def _find_skip_reason(
 def _list_members(
     items: Mapping[str, TreePath], modules: Collection[str]
 ) -> Iterator[tuple[str, TreePath]]:
-    """Yield all files except housekeeping files, including those in known subfolders."""
+    """Yield the names and paths of all files except housekeeping files.
+
+    Known subfolders are replaced by the files in them; names of other folders end in a slash.
+    """
     opened = {*modules, *(glob.partition("/")[0] for globs in KINDS.values() for glob in globs)}
     for name, item in items.items():
         if name in _WEIGHT_SPECIFIC_FILES or name.startswith(_HOUSEKEEPING):

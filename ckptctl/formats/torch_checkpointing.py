@@ -1,9 +1,9 @@
 """``torch_checkpointing`` directories, with one file per top-level item and rank.
 
 Source: torch_checkpointing 0.1.1 (``<item>_<rank>.pt``, ``LayoutInfo``). A rank's file describes
-its own DTensors, so ``metadata.pkl`` is not required; it exists only if an item has a resharder,
-and is compared with the files. Version ``2.0`` of it is a pickle of builtins, read by an unpickler
-that knows no classes.
+its own DTensors, so ``metadata.pkl`` is not required. It exists only if an item has a resharder,
+and is then compared with the files. Its version ``2.0`` contains only builtins, so the unpickler
+that reads it allows no classes.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ class DescribedTensor(Schema):
 
     @property
     def kind(self) -> tuple[str, tuple[int, ...]]:
-        """The dtype by torch's name, and the shape."""
+        """Name of the dtype in torch, and global shape."""
         return str(self.dtype).removeprefix("torch."), self.global_shape
 
 
 @dataclass(frozen=True, slots=True)
 class _Group(Schema):
-    """Ranks that have the same sharding of a tensor, with the *data* of that sharding."""
+    """Ranks that record the same sharding of a tensor, with its description in ``data``."""
 
     sharding_metadata: dict[str, object]
     ranks: tuple[Natural, ...]
@@ -91,9 +91,9 @@ class ItemMetadata:
     """A top-level item of the checkpoint.
 
     Attributes:
-        tensors: Its tensors by their keys below the item.
-        ranks: Ranks that have any part of it.
-        files: Files of ranks that do not have the default name.
+        tensors: Tensors of the item by their keys below it.
+        ranks: Ranks that store any box of these tensors.
+        files: Recorded file name of each rank, which may differ from the default name.
     """
 
     tensors: Mapping[Keys, DescribedTensor]
@@ -106,7 +106,7 @@ class Metadata:
     """Content of ``metadata.pkl``.
 
     Attributes:
-        version: As recorded.
+        version: Recorded version of the metadata.
         world: World size; 0 if the file is missing or unreadable.
         items: Items by name; empty for versions other than 2.0.
     """
@@ -124,7 +124,7 @@ class _DirectoryFiles:
         metadata: Content of ``metadata.pkl``.
         world: World size.
         items: File of each rank, by item.
-        raw: Files that are too large to be read as a value.
+        raw: Names of ``.bin`` files that are too large to be read as a value.
     """
 
     metadata: Metadata
@@ -270,7 +270,7 @@ def _merge_items(files: SourceFiles, directory: _DirectoryFiles, merger: RankMer
 
 
 def _add_lost_tensors(name: str, item: ItemMetadata, leaves: Leaves, merger: RankMerger) -> None:
-    """Add an item's tensors that are only in unusable files."""
+    """Add the tensors of an item that only ``metadata.pkl`` describes, since files are unusable."""
     unusable_files = [gap.file for gap in merger.gaps if gap.head == (name,)]
     for path, description in item.tensors.items() if unusable_files else ():
         place = (name, *path)
@@ -282,14 +282,20 @@ def _add_lost_tensors(name: str, item: ItemMetadata, leaves: Leaves, merger: Ran
 
 
 def _is_only_on_rank_0(directory: _DirectoryFiles, name: str) -> bool:
-    """Return whether only rank 0 has an item, which many trainers save there if all ranks agree."""
+    """Return whether only rank 0 has an item.
+
+    Many trainers save values there that are the same on all ranks.
+    """
     return directory.world > 1 and directory.items[name].keys() == {0}
 
 
 def _check_item_files(
     merger: RankMerger, directory: _DirectoryFiles, name: str, required_ranks: Collection[int]
 ) -> None:
-    """Raise, or add findings, for missing files of an item, and forget these files."""
+    """Raise an error, or add findings, for missing files of an item.
+
+    In the latter case, the missing files are removed from *directory*.
+    """
     file_names = directory.items[name]
     existing = {
         rank: file for rank, file in file_names.items() if is_present(merger.faults.root / file)
@@ -330,7 +336,7 @@ def _read_item_leaves(files: SourceFiles, item: str, file: str) -> Iterator[tupl
 
 
 def _compare_with_metadata(name: str, item: ItemMetadata, leaves: Leaves, where: str) -> None:
-    """Compare the tensors of an item with the metadata."""
+    """Raise if the tensors of an item differ from those in the metadata."""
     entries = {
         tuple(entry.path[1:]): entry for entry in leaves.tensors.values() if entry.path[0] == name
     }

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _ZIP = b"PK\x03\x04"
 SUFFIXES = (".bin", ".ckpt", ".pt", ".pth")
-"""Suffixes that trainers use for such files."""
+"""Suffixes that trainers use for ``torch.save`` files."""
 
 META_SHARD = re.compile(r"consolidated(?:\.(\d+))?\.pth")
 HF_BIN = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")
@@ -142,7 +142,7 @@ class TorchFormat(WritableFormat):
 
 
 class ZipFrame:
-    """The bytes of ``torch.save`` zips in one file, except records.
+    """All bytes of the ``torch.save`` zips in one file, except the tensor data in records.
 
     *zips* contains each zip with the index of its first record and its number of records.
     """

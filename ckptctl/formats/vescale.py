@@ -83,6 +83,8 @@ def _list_stages(path: TreePath) -> dict[int, str]:
 
 @dataclass(slots=True)
 class _FolderMerger:
+    """Merger of the catalogs of the model and of all pipeline stages."""
+
     options: ReadOptions
     faults: FaultCollector
     files: dict[str, int] = field(default_factory=dict)

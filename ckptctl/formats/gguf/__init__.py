@@ -38,7 +38,7 @@ def is_gguf(path: TreePath) -> bool:
 
 
 def find_parts(root: TreePath, path: TreePath) -> list[str]:
-    """Return the names of all files of one model."""
+    """Return the names of all files of the model in *path*, a file or the folder *root* itself."""
     names = [path.name] if path != root else list_model_files(root)
     parts = [_NUMBERED_FILE.fullmatch(name) for name in names]
     first = parts[0] if parts else None

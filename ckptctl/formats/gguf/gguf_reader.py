@@ -1,7 +1,7 @@
 """Read tensors and model metadata from the headers of GGUF files.
 
-A header contains metadata and the place of each tensor, none of which is trusted: counts and
-lengths are compared with the file size before anything is read, long arrays are skipped, and nested
+A header contains metadata and the location of each tensor, none of which is trusted. Counts and
+lengths are compared with the file size before anything is read. Long arrays are skipped, and nested
 arrays are rejected.
 
 Sources: ``docs/gguf.md`` of ggml; ``gguf/constants.py`` and ``gguf_reader.py`` (0.19).
@@ -60,7 +60,13 @@ _CLAIMS = tuple(struct.Struct(f"<{rank}QIQ") for rank in range(MAX_DIMS + 1))
 
 
 def read_catalog(path: TreePath, names: Sequence[str], name: str) -> Catalog:
-    """Read the catalog of the model *path*, which has the files *names*."""
+    """Read the catalog of the model in the files *names*.
+
+    Args:
+        path: File or folder that the user named.
+        names: Names of all files of the model.
+        name: Name of the format.
+    """
     root = path if path.is_dir() else path.parent
     with source_files(root) as files:
         headers = {file: read_header(files, file) for file in names}
@@ -275,7 +281,7 @@ class _Cursor:
         self.position += nbytes
 
     def skip_texts(self, count: int) -> None:
-        """Skip *count* strings, several hundred thousand in a vocabulary."""
+        """Skip *count* strings, without a call for each, because vocabularies are large."""
         unpack_length, done = struct.Struct("<Q").unpack_from, 0
         while done < count:
             self.skip_bytes(self.read_length(MAX_TEXT_BYTES))
@@ -288,7 +294,7 @@ class _Cursor:
         self.check_remaining(0)
 
     def read_number(self, code: str) -> Any:
-        """Read the next number."""
+        """Read the next number, with *code* as its :mod:`struct` format."""
         (value,) = struct.unpack(code, self.read_bytes(struct.calcsize(code)))
         return value
 
@@ -358,7 +364,7 @@ def _read_claim(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
 def _place_tensors(
     cursor: _Cursor, claims: list[tuple[str, tuple[int, ...], int, int]], alignment: int
 ) -> tuple[GgufTensor, ...]:
-    """Check that tensors are aligned, inside the file and do not overlap, and return them."""
+    """Locate the tensors in the file, or raise if they are misaligned, overlap or are truncated."""
     data = -(-cursor.position // alignment) * alignment
     tensors: dict[str, GgufTensor] = {}
     for name, shape, kind, offset in claims:

@@ -61,7 +61,7 @@ from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 
 PT_FORMAT = "pt"
-"""The ``format`` in headers, except for layout ``mlx``."""
+"""Value of ``format`` in the metadata of headers, except for the layout ``mlx``."""
 
 
 class HfFormat(WritableFormat):
@@ -234,10 +234,10 @@ class HfFormat(WritableFormat):
 
 
 class SafetensorsWriter:
-    """Builder of files, records and boxes.
+    """Builder of the files, records and boxes of safetensors output.
 
-    *aliases* maps each tensor that is skipped as shared to the kept one. *mark* is the ``format``
-    of the headers.
+    *aliases* maps each tensor that is skipped as shared to the kept one. *mark* is the value of
+    ``format`` in the metadata of headers.
     """
 
     def __init__(
@@ -252,7 +252,7 @@ class SafetensorsWriter:
         self.boxes: dict[str, tuple[TensorPlace, ...]] = {}
 
     def add_file(self, file: str, tensors: Sequence[OutputTensor]) -> None:
-        """Lay out one file with *tensors*, in their order if all are aligned in it."""
+        """Lay out one file with *tensors*, in the given order if it aligns all of them."""
         tensors = _order_aligned(tensors)
         header, offsets = encode_header(
             [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors], self.metadata

@@ -31,7 +31,10 @@ _OTHER_PREFIXES = ("adapter_model", "consolidated", "optimizer", "model.sharded"
 
 
 def find_main_files(listing: Listing) -> list[str]:
-    """Return the index, or else the weight files (if there are several, it is ambiguous)."""
+    """Return the names of the index, or else of the weight files.
+
+    If several are returned, they may be shards, or the model is ambiguous.
+    """
     path, names = listing.path, listing.files
     indices = [n for n in names if n.endswith(INDEX_SUFFIX) and not n.startswith(_OTHER_PREFIXES)]
     singles = [n for n in names if n.endswith(".safetensors") and not n.startswith(_OTHER_PREFIXES)]
@@ -52,7 +55,7 @@ def _is_unlisted(path: TreePath, name: str) -> bool:
 
 
 def find_files_to_read(path: TreePath) -> list[str]:
-    """Return the names of the weight file, all shards of a set, or the index."""
+    """Return the name of the index or weight file to read, or of all shards without an index."""
     if path.is_file():
         if path.suffix == ".json" and not path.name.endswith("index.json"):
             raise FormatError("this is not a weight file", where=str(path), why=_EXPECTED)
@@ -82,7 +85,7 @@ def find_files_to_read(path: TreePath) -> list[str]:
 
 
 def require_complete_set(path: TreePath, names: Sequence[str], hint: str) -> None:
-    """Raise if *names* are some, but not all, numbered shards of a set."""
+    """Raise if *names* are some, but not all, shards of a numbered set."""
     matches = [match for name in names if (match := _NUMBERED_SHARD.fullmatch(name))]
     kinds = {(match[1], match[3], match[4]) for match in matches}
     if len(matches) < len(names) or len(kinds) != 1:
@@ -144,7 +147,10 @@ def read_indexed_shards(files: SourceFiles, main: str) -> dict[str, ReadShard]:
 def derive_index(
     files: SourceFiles, main: str, shards: Mapping[str, ReadShard]
 ) -> ReadIndex | None:
-    """Derive the content of the index *main* from its digest, or return None."""
+    """Reconstruct the index *main* from the shards instead of reading it.
+
+    Returns None if no reconstruction has the size and the known digest of the index.
+    """
     digest, size = files.find_digest(main), files.size(main)
     if digest is None or not shards:
         return None

@@ -81,7 +81,7 @@ def read_torch_shard(files: SourceFiles, name: str) -> Leaves:
 def add_shard_tensors(
     tensors: dict[str, TensorEntry], shard_tensors: Mapping[str, TensorEntry], name: str
 ) -> None:
-    """Add the tensors *shard_tensors* in the shard *name* to *tensors*, or raise on duplicates."""
+    """Add *shard_tensors*, from the shard *name*, to *tensors*, or raise on duplicates."""
     duplicates = [key for key in shard_tensors if key in tensors]
     if duplicates:
         other_file = tensors[duplicates[0]].extents[0].file
@@ -92,7 +92,7 @@ def add_shard_tensors(
 
 
 def parse_index(index: object, where: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Parse an index into the file of each tensor and the strings of its metadata."""
+    """Parse an index into the file of each tensor and the string values of its metadata."""
     with malformed_errors("malformed index", where):
         weight_map = read_as(_Index, index).weight_map
     for file in dict.fromkeys(weight_map.values()):
@@ -151,7 +151,16 @@ def read_shards(
     known_shards: Mapping[str, ReadShard],
     faults: FaultCollector,
 ) -> IndexedShards:
-    """Read all shards and compare them with the index."""
+    """Read all shards and compare them with the index.
+
+    Args:
+        files: The checkpoint's files.
+        weight_map: File of each tensor according to the index.
+        strings: Metadata of the index.
+        main: Name of the index.
+        known_shards: Shards that were already read, by file name.
+        faults: Problems of the checkpoint.
+    """
     tensors: dict[str, TensorEntry] = {}
     sizes: dict[str, int] = {}
     all_strings, notes = [strings], dict[str, None]()

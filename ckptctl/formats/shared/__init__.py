@@ -1,1 +1,1 @@
-"""Helpers that several formats share."""
+"""Readers, writers and checks that several formats share."""

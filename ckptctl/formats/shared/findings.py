@@ -28,20 +28,20 @@ from ckptctl.verdict import Basis, Severity
 
 T = TypeVar("T")
 UNUSABLE_ERRORS = (DamagedError, SourceNotFoundError, StorageError, UnsupportedError)
-"""Errors about a single file: it is damaged, missing, unsupported or unreadable."""
+"""Errors of a single file that is damaged, missing, unsupported or unreadable."""
 
 Lost = dict[str, tuple[tuple[Box, str], ...]]
 """See :attr:`ckptctl.catalog.Catalog.lost`."""
 
 MISSING_TENSOR = "a tensor is missing"
-"""Message about a tensor of which only the name is known."""
+"""Message for a missing tensor whose dtype and shape are unknown."""
 MAX_MISSING_FILES = 1024
-"""Limit for listed missing files of ranks; if there are more, an error is raised instead."""
+"""Maximum number of missing rank files that become findings. More raise an error."""
 _AT_BYTE = re.compile(r"at byte [0-9,]+")
 
 
 def _split_location(where: str) -> tuple[str, str]:
-    """Split *where* into the file and the byte offset or other place in it."""
+    """Split *where* into the file and a detail, such as a byte offset or the name of a tensor."""
     for separator in (", at byte ", ", `"):
         position = where.rfind(separator, 0, len(where) - 1)
         detail = where[position + 2 :]
@@ -93,11 +93,12 @@ def finding_from_error(
 
 
 def downgrade_unproven(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Downgrade findings about a tensor whose file has only ``unknown`` findings.
+    """Downgrade findings about tensors that do not prove damage.
 
-    A tensor missing because its file is unsupported is not evidence of damage. Missing elements
-    without a file are evidence from the index only, unless a file is damaged. If a file is
-    unsupported, it may contain them.
+    If a tensor's file has only findings of severity ``unknown``, such as an unsupported format, the
+    findings about the tensor become ``unknown``, too. Missing elements that belong to no known file
+    become ``unknown`` if an unusable file may contain them. Otherwise, their basis becomes the
+    index, unless a file is damaged.
     """
     findings = tuple(findings)
     files: dict[str | None, Severity] = {}
@@ -137,14 +138,14 @@ def missing_files_error(
     noun: str,
     hint: str | None = None,
 ) -> DamagedError | None:
-    """Make the error for missing files of ranks, or return None if none is missing.
+    """Make the error for missing numbered files, or return None if none is missing.
 
     Args:
         where: The checkpoint.
         present: Numbers of the existing files.
-        required: Numbers of all files; a range may be as long as a file name can claim.
+        required: Numbers of all files. A range may be huge, as its end may come from a file name.
         format_name: Function that returns the name of a file by its number.
-        noun: Plural noun for the files.
+        noun: Plural noun for the files, used in the message.
         hint: Suggested action.
     """
     shown = [
@@ -168,8 +169,8 @@ class FaultCollector:
         root: The checkpoint's folder.
         partial: Whether to collect findings instead of raising errors.
         findings: The problems so far.
-        files: Unusable files relative to *root*, with the error, or None for a missing file.
-        lost: Boxes of each tensor in unusable files, with these files.
+        files: Errors of unusable files by path relative to *root*, or None for a missing file.
+        lost: Boxes of each tensor that are in unusable files, with the names of these files.
     """
 
     root: TreePath
@@ -195,7 +196,10 @@ class FaultCollector:
         format_name: Callable[[int], str],
         suffix: str = "",
     ) -> list[int]:
-        """Raise for missing files of ranks, or add findings and return these ranks."""
+        """Raise an error for missing files of ranks, or add findings and return these ranks.
+
+        See :func:`missing_files_error` for the parameters. *suffix* is appended to the noun.
+        """
         missing = list(
             islice((rank for rank in required if rank not in present), MAX_MISSING_FILES + 1)
         )
@@ -218,16 +222,19 @@ class FaultCollector:
         noun: str,
         hint: str | None = None,
     ) -> None:
-        """Raise, or add a finding, for missing files of ranks (see :func:`missing_files_error`)."""
+        """Raise an error, or add a finding, for missing files (see :func:`missing_files_error`)."""
         if error := missing_files_error(self.root, present, required, format_name, noun, hint):
             self.add_or_raise(error, format_name(next(n for n in required if n not in present)))
 
     def add_or_raise(
         self, error: CkptError, file: str | None = None, *, tensor: str | None = None
     ) -> None:
-        """Add a finding for *error*, or raise it if it is unsafe or the read is not partial.
+        """Add a finding for *error*, or raise it if the read is not partial or a pickle is unsafe.
 
-        *file* is the unusable file; None if the error is about a *tensor*, or names its file.
+        Args:
+            error: The problem.
+            file: File that is unusable from now on; None to take only its name from the error.
+            tensor: Name of the tensor that the error is about, if any.
         """
         if not self.partial or isinstance(error, UnsafePickleError):
             raise error
@@ -243,7 +250,7 @@ class FaultCollector:
     ) -> T | None:
         """Call *reader* on a file, or return None and add a finding if the file is unusable.
 
-        Errors of other classes than *expected_errors* do not concern only this file and propagate.
+        Exceptions other than *expected_errors* concern more than this file, so they propagate.
         """
         if file in self.files:
             return None
@@ -254,7 +261,7 @@ class FaultCollector:
             return None
 
     def require_supported_files(self, names: Sequence[str]) -> None:
-        """Raise the first error about *names* if all of these files are in unsupported formats."""
+        """Raise the first error of *names* if all unusable ones are in unsupported formats."""
         errors = [error for name in names if (error := self.files.get(name)) is not None]
         if errors and all(isinstance(error, FormatError) for error in errors):
             raise errors[0]
@@ -262,8 +269,8 @@ class FaultCollector:
     def add_missing_tensor(self, name: str, why: str, file: str | None = None) -> None:
         """Add a finding for a missing tensor whose dtype and shape are unknown.
 
-        This is evidence of damage if *file*, which should contain it, is given. Otherwise, all
-        files exist, and the tensor may be in an unknown place.
+        With *file*, which should contain the tensor, the finding is evidence of damage. Without it,
+        all files exist, and the tensor may be stored in an unknown file.
         """
         severity: Severity = "error" if file else "unknown"
         self.findings.append(Finding(MISSING_TENSOR, why, severity, file, name))
@@ -281,7 +288,7 @@ class FaultCollector:
         return usable_tensors
 
     def read_sizes(self, files: SourceFiles, names: Iterable[str]) -> dict[str, int]:
-        """Return the sizes of files in bytes, except for unusable files that cannot be opened."""
+        """Return the sizes of files in bytes, without unusable files that cannot be opened."""
         file_sizes: dict[str, int] = {}
         for name in names:
             try:

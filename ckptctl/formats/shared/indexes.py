@@ -1,4 +1,4 @@
-"""Indexes of foreign formats, with checks of their fields and data files."""
+"""Checks of index files that other programs wrote, and of the data files that they list."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Integers = tuple[int, ...]
 
 
 class ByteRange(NamedTuple):
-    """A byte range of a file."""
+    """A byte range of a file, with the name of the tensor in it."""
 
     file: str
     offset: int
@@ -82,7 +82,10 @@ def require_tiled_files(ranges: Iterable[ByteRange], sizes: Mapping[str, int], w
 
 
 def check_integers(value: object) -> Integers:
-    """Check a short sequence of non-negative integers, faster than :mod:`~.schema`."""
+    """Convert a short sequence of non-negative integers to a tuple, or raise if it is malformed.
+
+    This is faster than :func:`ckptctl.storage.schema.read_as`.
+    """
     if not isinstance(value, tuple | list) or len(value) > MAX_RANK:
         raise MismatchError(f"a list of at most {MAX_RANK} integers", value)
     for item in value:

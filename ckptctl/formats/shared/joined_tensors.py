@@ -22,13 +22,13 @@ class JoinedTensor:
     """A tensor joined from the boxes of several ranks.
 
     Attributes:
-        dtype: torch's name.
+        dtype: Name of the dtype in torch.
         shape: Global shape.
-        path: Keys from the root of the saved object down to it.
-        file: First file with a box of it.
-        requires_grad: As recorded.
-        extents: First extent of each box.
-        copies: Further extents of these boxes.
+        path: Keys from the root of the saved object down to the tensor.
+        file: First file that contains a box of the tensor.
+        requires_grad: Recorded ``requires_grad``.
+        extents: First extent found for each box.
+        copies: Further extents of the same boxes.
     """
 
     dtype: str
@@ -50,7 +50,10 @@ class JoinedTensor:
 
 
 def make_tensor_entries(tensors: Mapping[str, JoinedTensor]) -> dict[str, TensorEntry]:
-    """Return all tensors by name, and make later ones with the same bytes aliases."""
+    """Make the catalog entry of each tensor, by name.
+
+    A tensor with the same extents as an earlier one becomes an alias of it.
+    """
     entries: dict[str, TensorEntry] = {}
     first_names: dict[object, str] = {}
     for name, tensor in tensors.items():
@@ -72,13 +75,21 @@ def make_tensor_entries(tensors: Mapping[str, JoinedTensor]) -> dict[str, Tensor
 
 
 def make_standalone_entry(name: str, dtype: str, extent: Extent) -> TensorEntry:
-    """Make a standalone tensor of an extent's elements."""
+    """Make the entry of a tensor that consists only of the elements of *extent*."""
     box = Box.whole(extent.box.sizes)
     return TensorEntry(name, dtype, box.sizes, (replace(extent, box=box),), (name,))
 
 
 def slice_extent(extent: Extent, dtype: str, shape: Integers, start: Integers, box: Box) -> Extent:
-    """Return the extent of *box*, which begins at *start* in a local tensor of *shape*."""
+    """Return the extent of a box that is part of a rank's local tensor.
+
+    Args:
+        extent: Extent of the local tensor.
+        dtype: Name of the dtype in torch.
+        shape: Shape of the local tensor.
+        start: First index of the box in the local tensor.
+        box: The box in the global tensor.
+    """
     if box.sizes == shape:
         return extent if extent.box is box else replace(extent, box=box)
     strides, itemsize = extent.strides or row_major(shape), dtypes.itemsize(dtype)

@@ -1,4 +1,4 @@
-"""Nested objects and their flat form, ``{"model": {"w": t}}`` and ``model.w``.
+"""Flatten nested objects, such as ``{"model": {"w": t}}``, into leaves, such as ``model.w``.
 
 Dictionaries are always flattened. Lists are flattened if they contain tensors or dictionaries at
 any depth of lists and tuples, and tuples if they contain tensors at any depth. Everything else is a
@@ -37,24 +37,30 @@ UNSAFE_MODULES = frozenset(
         *("importlib", "runpy", "code", "codeop", "webbrowser", "multiprocessing"),
     }
 )
-"""Modules with functions that act on the machine."""
+"""Modules with functions that run commands, load code, or access files or the network."""
 UNSAFE_BUILTINS = frozenset(
     {"eval", "exec", "compile", "open", "input", "breakpoint", "__import__"}
 )
-"""Functions of ``builtins`` that act on the machine."""
+"""Functions of ``builtins`` that execute code or access files or the terminal."""
 FREE_NAME_CHARS = 1 << 23
 MEAN_NAME_CHARS = 512
-"""Average limit for the characters in names of leaves, and the total allowed beyond it."""
+"""Names of N leaves may have ``FREE_NAME_CHARS + N * MEAN_NAME_CHARS`` characters in total."""
 
 
 def flatten_object(
     root: object, is_tensor: Callable[[object], bool], path: Path = (), *, where: str
 ) -> Iterator[tuple[Path, object]]:
-    """Yield the ``(path, leaf)`` pairs of a nested object in the file *where*.
+    """Yield the ``(path, leaf)`` pairs of a nested object.
+
+    Args:
+        root: The nested object.
+        is_tensor: Function that returns whether an object is a tensor.
+        path: Keys to put before the path of every leaf.
+        where: File that contains the object, for the error.
 
     Raises:
-        UnsupportedError: The names are too long in total, since each leaf repeats the keys above
-            it.
+        UnsupportedError: The names are too long in total. (Each name repeats the keys above its
+            leaf, so a small file can have very long names.)
     """
     entered = _FlattenedContainers(is_tensor)
     leaves, length = 0, 0
@@ -85,7 +91,10 @@ def flatten_object(
 
 
 class _FlattenedContainers:
-    """Predicate for lists and tuples to flatten, cached by id, as objects stay alive."""
+    """Predicate that decides whether to flatten a list or tuple.
+
+    Decisions are cached by id, because the objects stay alive.
+    """
 
     def __init__(self, is_tensor: Callable[[object], bool]) -> None:
         self._is_tensor = is_tensor
@@ -155,12 +164,12 @@ def _finish_level(level: Mapping[object, object]) -> object:
 
 
 def add_rank_prefix(rank: int, path: Path) -> Path:
-    """Return *path* below the prefix ``rank_N`` of *rank*."""
+    """Put the key ``rank_N``, with the number of *rank*, before *path*."""
     return (f"rank_{rank}", *path)
 
 
 def differing_values_note(names: Iterable[str]) -> tuple[str, ...]:
-    """Return a note on the values in *names* that differ between ranks, if there are any."""
+    """Return a note on the values in *names*, which differ between ranks, or no note if empty."""
     unique_names = list(dict.fromkeys(names))
     if not unique_names:
         return ()
@@ -178,7 +187,7 @@ def _find_unknown_class(value: object) -> str | None:
 
 
 def require_harmless_values(blobs: Iterable[Blob], where: str) -> None:
-    """Raise if a leaf refers to code-executing functions, which no training state needs."""
+    """Raise if a value refers to a function that can harm the machine, such as ``os.system``."""
     for blob in blobs:
         for node in walk_values(blob.value):
             if not isinstance(node, Inert | Global):
@@ -194,7 +203,7 @@ def require_harmless_values(blobs: Iterable[Blob], where: str) -> None:
 
 
 def unknown_class_notes(blobs: Iterable[Blob]) -> Iterator[str]:
-    """Yield a note on the *blobs* that cannot be written."""
+    """Yield a note on values with unknown classes, which cannot be written, if there are any."""
     unknown_classes = {
         blob.name: name for blob in blobs if (name := _find_unknown_class(blob.value))
     }
@@ -204,7 +213,10 @@ def unknown_class_notes(blobs: Iterable[Blob]) -> Iterator[str]:
 
 
 def require_known_classes(blobs: Iterable[Blob], *, verbatim: bool = False) -> None:
-    """Raise if a leaf contains classes that stock torch does not load, or hidden tensors."""
+    """Raise if a value contains classes that stock torch does not load, or hidden tensors.
+
+    With *verbatim*, values that are copied with their file may contain tensors.
+    """
     from ckptctl.storage.zips.zip_reader import StoredTensor
 
     hidden: list[str] = []
@@ -230,7 +242,7 @@ def require_known_classes(blobs: Iterable[Blob], *, verbatim: bool = False) -> N
 
 
 def read_value_bytes(files: SourceFiles, blob: Blob, budget: MemoryBudget) -> bytes:
-    """Return the ``torch.save`` zip of *blob*, with *budget* as the limit for decompression."""
+    """Read or build the ``torch.save`` zip of *blob*, with at most *budget* for decompression."""
     if blob.extension and blob.file is not None:
         from ckptctl.storage.zstd import decompress_value
 

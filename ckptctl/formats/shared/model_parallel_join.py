@@ -1,6 +1,6 @@
-"""Join shards of formats with one file per model-parallel rank.
+"""Join the shards of formats with one file per model-parallel rank.
 
-The files do not record the division of tensors; the family defines it
+The files do not record how tensors are sharded; the model family declares it
 (:mod:`ckptctl.planner.model_parallel`). Replicated tensors are compared between all ranks.
 """
 
@@ -47,7 +47,15 @@ def join_catalog(
     shards: Mapping[str, RankTensors],
     options: ReadOptions,
 ) -> Catalog:
-    """Return the catalog of the tensors joined from *shards*, which are by file in rank order."""
+    """Join the shards of all ranks into one catalog.
+
+    Args:
+        files: The checkpoint's files.
+        format: Name of the format.
+        layout: Name of the layout of the tensors.
+        shards: Tensors in each file, by file name in rank order.
+        options: Options, such as the model family.
+    """
     names = list(shards)
     sidecars = scan_sidecar_files(files.root, names)
     described = options.documents or sidecars.documents
@@ -63,10 +71,11 @@ def join_catalog(
 
 
 class ShardJoiner:
-    """Shards of all ranks, joined according to the model family.
+    """Joiner of the shards of all ranks, which the model family declares.
 
     Attributes:
-        documents: The *described* ones, with params.json adjusted to the joined tensors.
+        documents: Contents of ``config.json`` and ``params.json``, with the latter adjusted to the
+            joined tensors.
         notes: Messages for the user.
     """
 
@@ -91,7 +100,7 @@ class ShardJoiner:
         self._require_same_keys()
 
     def join_tensors(self, files: SourceFiles) -> dict[str, TensorEntry]:
-        """Return the global tensors."""
+        """Return the entries of the global tensors, by key."""
         self.notes += tuple(self._find_copied_files())
         if self.ranks == 1:
             joined_tensors = dict(self.shards[0])
@@ -119,7 +128,10 @@ class ShardJoiner:
 
     @property
     def family(self) -> Family:
-        """Family that defines how to join the shards."""
+        """Family that declares how to join the shards.
+
+        Raises MappingError if no known family matches.
+        """
         candidate = self.candidate_families[0] if self.candidate_families else None
         if candidate and any(self._has_key(candidate, key) for key in self.key_order):
             return candidate
@@ -144,7 +156,7 @@ class ShardJoiner:
 
     @cached_property
     def axis_sizes(self) -> AxisSizes:
-        """Axis sizes, with heads counted as often as they are stored."""
+        """Axis sizes, in which heads that several ranks store count several times."""
         shapes = {key: self.first_entries[key].shape for key in self.key_order}
         try:
             return solve_stored_sizes(
@@ -164,7 +176,7 @@ class ShardJoiner:
         return {axis: size for axis, size in sizes.items() if axis not in repeated}
 
     def _detect_families(self, model_type: str | None) -> tuple[Family, ...]:
-        """Return the families that match the shards and divide tensors alike."""
+        """Return the families that match the shards, or raise if they shard tensors differently."""
         if model_type:
             return (families.family(model_type),)
         shapes = {key: self.first_entries[key].shape for key in self.key_order}
@@ -235,8 +247,8 @@ class ShardJoiner:
     def _count_repeats(self, files: SourceFiles) -> int:
         """Return the number of neighboring ranks with the same key/value head.
 
-        It is taken from config.json, or else found by comparing the bytes. If all heads are equal,
-        for example zeros, the bytes do not determine it.
+        The number is computed from config.json, or else found by comparing the bytes. If all heads
+        are equal, for example zeros, the bytes do not determine it.
         """
         params, config = self.documents.get("params.json"), self.documents.get("config.json")
         heads = read_sizes(self.family, params=params) if params else self.axis_sizes.axes
@@ -281,7 +293,7 @@ class ShardJoiner:
         return repeats
 
     def _has_equal_repeats(self, files: SourceFiles, key: str, repeats: int) -> bool:
-        """Return whether neighboring ranks have equal data in the repeated parts."""
+        """Return whether each group of *repeats* neighboring ranks has equal heads."""
         shares = self._compute_shares(key, self.axis_sizes, 1)
         for rank, share in enumerate(shares):
             first_rank = rank - rank % repeats
@@ -325,7 +337,7 @@ class ShardJoiner:
             for piece in share.pieces if share else ():
                 extent = _slice_piece(self.shards[rank][key], piece)
                 earlier = tensor.add_extent(extent)
-                # Pieces of a divided axis are compared in `_repeats`.
+                # Pieces of a divided axis are compared in `_count_repeats`.
                 if (
                     earlier
                     and piece.axis is None
@@ -342,7 +354,7 @@ class ShardJoiner:
         return have_same_elements(files, *entries, of_any_size=True) is True
 
     def _handle_difference(self, key: str, rank: int) -> None:
-        """Raise if copies differ, or add a note for tensors without any divided axis."""
+        """Raise an error for differing copies, or add a note if the tensor has no sharded axis."""
         if list_part_splits(self.family, self.layout, key):
             raise UnsupportedError(
                 f"the ranks disagree on `{key}`",
@@ -375,5 +387,5 @@ class ShardJoiner:
 
 
 def _slice_piece(entry: TensorEntry, piece: ShardPiece) -> Extent:
-    """Return the extent of a piece of a rank's tensor."""
+    """Return the extent of a piece of the tensor *entry* of one rank."""
     return slice_extent(entry.extents[0], entry.dtype, entry.shape, piece.offsets, piece.box)

@@ -21,7 +21,10 @@ def lay_out_ranks(
     lay_out_rank: Callable[[int, Sequence[OutputTensor]], OutputLayout],
     reason: str,
 ) -> OutputLayout:
-    """Combine the layouts of all ranks' files, made by *lay_out_rank*."""
+    """Combine the layouts of all ranks' files, made by *lay_out_rank*.
+
+    *reason* explains in a note why non-tensor values are skipped.
+    """
     from ckptctl.planner.model_parallel import RankShard
 
     files: list[OutputFile] = []

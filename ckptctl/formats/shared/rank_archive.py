@@ -4,7 +4,7 @@ Shards are DTensors, which ``torch.save`` stores as a local tensor, a mesh and p
 (``torch/distributed/tensor/_api.py``, ``_dtensor_spec.py``, ``torch/_tensor.py``; field names are
 those of torch 2.13), and ShardedTensors, FSDP1's sharded state dict
 (``torch/distributed/_shard/sharded_tensor/api.py``, ``metadata.py``). torch needs a process group
-to load them; here, no such object is created.
+to load them; here, they are parsed without creating objects of these classes.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ _UNSUPPORTED_REASONS = {
 class Mesh:
     """A device mesh as recorded by one rank.
 
-    *order* contains the numbers of all ranks in the order of the strides of *axes*.
+    *order* lists all global ranks, in the order in which the strides of *axes* index them.
 
     Attributes:
-        sizes: Ranks along each dimension.
-        coordinate: This rank's coordinate; None if it is not part of the mesh.
-        rank: This rank's number, if recorded.
-        ranks: Numbers of all ranks, if recorded.
+        sizes: Number of ranks along each dimension.
+        coordinate: Coordinate of the recording rank; None if it is not part of the mesh.
+        rank: Global rank that recorded the mesh, or None if unknown.
+        ranks: All global ranks of the mesh, or empty if not recorded.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Mesh:
 
     @cached_property
     def _positions(self) -> Mapping[int, int]:
-        """Index of each rank in the mesh, or empty if this would contradict *coordinate*."""
+        """Index of each global rank in *order*, or empty if *order* contradicts *coordinate*."""
         positions = {rank: index for index, rank in enumerate(self._order)}
         this_index = None if self.rank is None else positions.get(self.rank)
         if this_index is None or _compute_coordinate(self._axes, this_index) != self.coordinate:
@@ -105,7 +105,7 @@ class Mesh:
 
 
 def _compute_coordinate(axes: tuple[Axis, ...], index: int) -> Integers:
-    """Return the mesh coordinate of the rank at index *index* of the rank list."""
+    """Return the mesh coordinate of the rank at *index* in the list of ranks."""
     coordinate = [0] * len(axes)
     for number, axis in enumerate(axes):
         for size, stride in axis:
@@ -114,13 +114,13 @@ def _compute_coordinate(axes: tuple[Axis, ...], index: int) -> Integers:
 
 
 class MeshReader:
-    """Reader for the device meshes of one file, cached because thousands of tensors share one."""
+    """Parser of the device meshes in one file, cached because thousands of tensors share one."""
 
     def __init__(self) -> None:
         self._cache: dict[int, Mesh] = {}
 
     def read_mesh(self, record: object) -> Mesh:
-        """Read the mesh in *record*, an object that must stay alive."""
+        """Parse *record*, which must stay alive, because meshes are cached by its id."""
         if id(record) in self._cache:
             return self._cache[id(record)]
         state = read_attributes(record)
@@ -188,12 +188,12 @@ def _parse_axis(shape: object, stride: object) -> Axis:
 
 
 def no_known_boxes(_: int) -> tuple[Box, ...]:
-    """Return no boxes, for formats that do not record those of other ranks."""
+    """Return no boxes, for formats that do not record the boxes of other ranks."""
     return ()
 
 
 class LocalShard(NamedTuple):
-    """A box of a global tensor and its place in the file of one rank.
+    """A box of a global tensor and its location in the file of one rank.
 
     Attributes:
         box: Index range in the global tensor.
@@ -211,13 +211,13 @@ class ShardedPart:
     """A sharded tensor as recorded in one rank's file.
 
     Attributes:
-        dtype: torch's name.
+        dtype: Name of the dtype in torch.
         shape: Global shape.
-        pieces: Boxes of this rank.
-        requires_grad: As recorded.
-        rank: Rank that wrote it, if recorded.
-        ranks: All ranks that it refers to.
-        boxes_of_rank: Function that returns the boxes of another rank, as far as they are recorded.
+        pieces: Boxes in this file, with their locations.
+        requires_grad: Recorded ``requires_grad``.
+        rank: Global rank that wrote the file, or None if not recorded.
+        ranks: All global ranks of the tensor's mesh or process group, as far as recorded.
+        boxes_of_rank: Function that returns the boxes of another rank, as far as recorded.
     """
 
     dtype: str
@@ -238,14 +238,17 @@ class WrapperArgs(NamedTuple):
 
 
 def parse_wrapper_args(args: object) -> WrapperArgs:
-    """Parse ``(class, dtype, size, stride, offset, layout, device, requires_grad)``."""
+    """Parse the arguments of ``_rebuild_wrapper_subclass``.
+
+    These are ``(class, dtype, size, stride, offset, layout, device, requires_grad)``.
+    """
     if not isinstance(args, tuple) or len(args) < 8 or not isinstance(args[1], Global):
         raise TypeError("the arguments of a tensor subclass differ from those that torch writes")
     return WrapperArgs(args[1].name, check_integers(args[2]), args[7] is True)
 
 
 def read_dtensor(args: object, state: object, meshes: MeshReader) -> ShardedPart:
-    """Read one rank's part of a DTensor."""
+    """Parse one rank's part of a DTensor."""
     wrapper, fields = parse_wrapper_args(args), read_attributes(state)
     spec, stored = read_attributes(fields["_spec"]), fields["_local_tensor"]
     if not isinstance(stored, StoredTensor):
@@ -295,7 +298,7 @@ def _cached_local_part(
     placements: tuple[ShardPlacement | None, ...],
     order: tuple[tuple[int, Integers], ...] | None,
 ) -> MeshShard:
-    """Compute :func:`local_part`, cached because the layers of a model have the same shapes."""
+    """Call :func:`compute_local_shard`, cached because layers have tensors of the same shapes."""
     return compute_local_shard(shape, mesh, coordinate, placements, dict(order) if order else None)
 
 
@@ -348,7 +351,7 @@ def _parse_shard_order(entries: object) -> tuple[tuple[int, Integers], ...] | No
 
 
 def _read_sharded_tensor(args: object, state: object) -> ShardedPart:
-    """Read one rank's part of a ShardedTensor."""
+    """Parse one rank's part of a ShardedTensor."""
     wrapper = parse_wrapper_args(args)
     if not isinstance(state, tuple) or not isinstance(state[0], list):
         raise TypeError("the state is not that of a ShardedTensor")
@@ -376,7 +379,7 @@ def _read_sharded_tensor(args: object, state: object) -> ShardedPart:
 
 
 def _find_listed_boxes(shards: object, rank: int) -> tuple[Box, ...]:
-    """Return the boxes of another rank (every rank's file lists the boxes of all)."""
+    """Return the boxes of *rank* from *shards*, which lists the boxes of all ranks."""
     if not isinstance(shards, list):
         return ()
     records = (read_attributes(shard) for shard in shards)

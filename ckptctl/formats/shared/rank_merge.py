@@ -39,7 +39,7 @@ _FALLBACK_NOTE = "per-rank values are taken from the lowest rank that can be rea
 
 
 class Gap(NamedTuple):
-    """An unusable file of a rank, with the prefix of its leaves."""
+    """A missing or unusable file of a rank, with the common prefix of its leaves' paths."""
 
     rank: int
     head: Path
@@ -48,16 +48,18 @@ class Gap(NamedTuple):
 
 @dataclass(slots=True)
 class _RankTensor(JoinedTensor):
+    """A tensor of one or several ranks, and where other ranks should have boxes of it."""
+
     sharded: bool = False
     boxes_of_rank: Callable[[int], tuple[Box, ...]] = no_known_boxes
 
 
 class RankMerger:
-    """Merger of leaves, which takes ranks in ascending order.
+    """Merger of the leaves of all ranks, which must be added in ascending order of ranks.
 
     Attributes:
         faults: Problems of the checkpoint.
-        gaps: Unusable files of ranks.
+        gaps: Missing or unusable files of ranks.
         ranks: All ranks that took part in the save, as far as recorded.
     """
 
@@ -76,7 +78,7 @@ class RankMerger:
 
     @property
     def replicas(self) -> dict[str, tuple[Extent, ...]]:
-        """Further copies of each tensor's boxes, if these are to be listed."""
+        """Further copies of each tensor's boxes, or empty unless *list_replicas* was set."""
         tensors = self._tensors.items() if self._list_replicas else ()
         return {key: tuple(tensor.copies) for key, tensor in tensors if tensor.copies}
 
@@ -88,14 +90,21 @@ class RankMerger:
         format_name: Callable[[int], str],
         suffix: str = "",
     ) -> None:
-        """Raise, or add findings, for missing files of ranks."""
+        """Raise an error, or add findings, for missing files of ranks.
+
+        *head* is the common prefix of the leaves' paths in these files. For the other parameters,
+        see :meth:`FaultCollector.require_rank_files`.
+        """
         for rank in self.faults.require_rank_files(present, required, format_name, suffix):
             self._add_gap(Gap(rank, head, format_name(rank)))
 
     def add_file(
         self, rank: int, head: Path, file: str, leaves: Iterable[tuple[Path, object]]
     ) -> None:
-        """Add the leaves of one file of *rank* below *head*, or record a gap if it is unusable."""
+        """Add the leaves of one file of *rank*, or record the file as unusable in a partial read.
+
+        *head* is the common prefix of the leaves' paths.
+        """
         if self.faults.partial:
             loaded = self.faults.try_read(file, lambda _: list(leaves))
             if loaded is None:
@@ -113,7 +122,7 @@ class RankMerger:
             findings[index] = replace(findings[index], why=why)
 
     def add_leaves(self, rank: int, file: str, leaves: Iterable[tuple[Path, object]]) -> None:
-        """Add leaves of one file of *rank*."""
+        """Add *leaves*, which were read from the file *file* of *rank*."""
         for path, leaf in leaves:
             if isinstance(leaf, ShardedPart):
                 if leaf.rank is not None and leaf.rank != rank:
@@ -197,7 +206,7 @@ class RankMerger:
             self._blobs[join_path(rank_path)] = Blob(join_path(rank_path), rank_path, value=value)
 
     def refuse_unrelated(self, where: str) -> None:
-        """Raise if the files share no tensor and are not sharded, so each is a checkpoint."""
+        """Raise if each file is a checkpoint, because they share no tensor and none is sharded."""
         clash = any(key in self._tensors for key in self._copies.differing)
         if clash and not self._equal_count and not any(t.sharded for t in self._tensors.values()):
             raise FormatError(
@@ -209,11 +218,11 @@ class RankMerger:
             )
 
     def list_first_keys(self) -> set[str | int]:
-        """Return the first keys of all tensors."""
+        """Return the first keys of the paths of all tensors."""
         return {tensor.path[0] for tensor in self._tensors.values() if tensor.path}
 
     def merge_leaves(self) -> Leaves:
-        """Return everything that was added, without checking that shards tile their tensors."""
+        """Return all tensors and values, without checking that shards tile their tensors."""
         notes = [
             *differing_values_note(self._copies.differing),
             *unknown_class_notes(self._blobs.values()),

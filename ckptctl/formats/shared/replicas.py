@@ -1,4 +1,4 @@
-"""Comparison of the values of several ranks, by recorded checksums or by content."""
+"""Comparison of tensors of several ranks, by recorded checksums or by content."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckptctl.storage.files import SourceFiles
 
 @dataclass(slots=True)
 class CopyComparison:
-    """Comparison of copies that records notes on copies that are not read.
+    """Comparison of copies, which records the differing ones and those that were not read.
 
     Attributes:
         files: The checkpoint's files.
@@ -32,10 +32,10 @@ class CopyComparison:
     def is_same(
         self, first: TensorEntry, second: TensorEntry, name: str, *, of_any_size: bool = False
     ) -> bool:
-        """Return whether *second* equals *first*, as far as known.
+        """Return whether *second* equals *first*, and record *name* if not.
 
-        Equal recorded checksums are sufficient. Copies too large to read here count as equal,
-        unless *of_any_size* is set.
+        Equal recorded checksums are sufficient. Copies that are too large to read here count as
+        equal, unless *of_any_size* is set.
         """
         first_extent, second_extent = first.extents[0], second.extents[0]
         is_alike = (first.dtype, first.shape) == (second.dtype, second.shape)

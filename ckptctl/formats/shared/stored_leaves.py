@@ -31,7 +31,14 @@ NO_CHECKSUMS = "written without checksums"
 
 @dataclass(slots=True)
 class Leaves:
-    """Tensors and non-tensor values of a file, a part of a file, or all ranks."""
+    """Tensors and non-tensor values by name, of one file or of all ranks.
+
+    Attributes:
+        tensors: Entries of the tensors.
+        blobs: Non-tensor values.
+        notes: Messages for the user.
+        computed: Conjugate and negative views, which are computed while reading, by virtual file.
+    """
 
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     blobs: dict[str, Blob] = field(default_factory=dict)
@@ -60,7 +67,14 @@ class Leaves:
 def read_leaves(
     files: SourceFiles, name: str, unknown: Unknown = "refuse", *, computed: bool = False
 ) -> Leaves:
-    """Read the tensors and non-tensor values of one ``torch.save`` file."""
+    """Read the tensors and non-tensor values of one ``torch.save`` file.
+
+    Args:
+        files: The checkpoint's files.
+        name: Name of the file.
+        unknown: Handling of unknown classes in the pickle.
+        computed: Whether conjugate and negative views can be read.
+    """
     archive = read_archive(files, name, unknown=unknown, table=KEEPING_TABLE)
     leaves = extract_leaves(archive.root, name, home=files.root if computed else None)
     leaves.notes[:0] = () if archive.checksums else (NO_CHECKSUMS,)
@@ -72,7 +86,7 @@ def extract_leaves(
 ) -> Leaves:
     """Flatten *root*, an object in the file *name*, into leaves below *path*.
 
-    Without *home*, the checkpoint's root, conjugate and negative views are not read.
+    *home* is the checkpoint's folder. Without it, conjugate and negative views are unreadable.
     """
     tensors: dict[str, TensorEntry] = {}
     blobs: dict[str, Blob] = {}
@@ -130,7 +144,7 @@ def extract_leaves(
 def _make_mirrored_view(
     key: str, place: KeyPath, leaf: StoredTensor, stored: TensorEntry, root: TreePath
 ) -> tuple[TensorEntry, ComputedTensor]:
-    """Return a conjugate or negative view, and the virtual file of its elements."""
+    """Make the entry of a conjugate or negative view, and the virtual file of its elements."""
     flags, inputs = tuple(sorted(leaf.flags)), (ComputeInput(root, stored),)
     computed = ComputedTensor("mirrored", leaf.dtype, leaf.shape, inputs, flags)
     extents = (computed.to_extent(computed_name(key)),)

@@ -28,7 +28,10 @@ Evidence = Callable[[TreePath], str | None]
 
 
 def list_tags(root: TreePath, evidence: Evidence) -> list[str]:
-    """Return the folders of saves directly in *root*, in natural order."""
+    """Return the names of the saves directly in *root*, in natural order.
+
+    *evidence* returns evidence that a folder is a save, or None.
+    """
     return sort_naturally([item.name for item in root.iterdir() if evidence(item)])
 
 
@@ -46,8 +49,12 @@ def find_tag_folder(
 ) -> str:
     """Return the folder to read, relative to *root*, or ``""`` for *root* itself.
 
-    This is *tag*, or else the folder that *folder_for* derives from the text of the file *pointer*.
-    *evidence* returns the evidence that a folder is a save, or None.
+    Args:
+        root: Folder of one or several saves.
+        tag: Name of the save to read, or None to follow the pointer file.
+        pointer: Name of the pointer file.
+        evidence: Function that returns evidence that a folder is a save, or None.
+        folder_for: Function that returns the name of the folder for the text of the pointer file.
     """
     saves = list_tags(root, evidence)
     if tag is not None:
@@ -81,7 +88,7 @@ def _select_tag(root: TreePath, tag: str, saves: list[str], evidence: Evidence) 
 
 
 def read_pointer(root: TreePath, pointer: str, max_bytes: int = MAX_TAG) -> tuple[bytes, bool]:
-    """Read the start of a pointer file, and return whether that is all of it.
+    """Read up to *max_bytes* of a pointer file, and return whether these are all of its bytes.
 
     A link that leads out of *root* is not followed, so that no message quotes its target.
     """

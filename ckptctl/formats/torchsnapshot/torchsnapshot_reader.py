@@ -1,7 +1,7 @@
 """Read a snapshot's manifest and the objects of all ranks.
 
-The manifest maps ``rank/path/of/the/leaf`` to the place of each leaf. Source: torchsnapshot 0.1.0,
-``manifest.py``, ``flatten.py``. The YAML of older versions is not supported.
+The manifest maps ``rank/path/of/the/leaf`` to the location of each leaf. Source: torchsnapshot
+0.1.0, ``manifest.py``, ``flatten.py``. The YAML of older versions is not supported.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ Sizes = Annotated[tuple[Natural, ...], size_between(0, MAX_RANK)]
 
 
 def read_catalog(path: TreePath, options: ReadOptions, name: str) -> Catalog:
-    """Read the catalog of the snapshot in the folder *path*."""
+    """Read the catalog of the snapshot in the folder *path*, whose format is called *name*."""
     where = str(path / METADATA)
     with source_files(path) as files:
         merger = RankMerger(files, faults := FaultCollector(path, options.partial))
@@ -175,7 +175,7 @@ class _Manifest(Schema):
 
 @dataclass(frozen=True, slots=True)
 class _Shard(Schema):
-    """A box of a tensor and its place."""
+    """A box of a tensor and its location."""
 
     offsets: Sizes
     sizes: Sizes
@@ -188,9 +188,9 @@ class ManifestEntry(NamedTuple):
     Attributes:
         rank: Rank of the leaf, or the lowest of several.
         path: Keys from the root of that rank's state.
-        kind: Type, or ``empty`` for an empty dictionary or list.
-        fields: Fields in the manifest.
-        parts: Boxes of a tensor on all ranks, or the object.
+        kind: Type in the manifest, or ``empty`` for an empty dictionary or list.
+        fields: Fields of the leaf in the manifest.
+        parts: Boxes of a tensor on all ranks, or one for an object, with their locations.
         shape: Global shape of a tensor.
     """
 
@@ -203,13 +203,13 @@ class ManifestEntry(NamedTuple):
 
 
 class StoredRange(NamedTuple):
-    """Place of a tensor or an object.
+    """Location of a tensor or an object in a data file.
 
     Attributes:
-        file: The file.
-        span: First byte and end; None for the whole file.
+        file: Name of the file.
+        span: First byte and end of the byte range; None for the complete file.
         serializer: Name of the serializer.
-        dtype: torch's name; empty for objects.
+        dtype: Name of the dtype in torch; empty for objects.
         shape: Shape of the tensor or shard.
     """
 
@@ -262,7 +262,7 @@ def read_manifest(files: SourceFiles) -> list[ManifestEntry]:
 
 
 def _set_shape(entry: ManifestEntry) -> ManifestEntry:
-    """Set the global shape, which reaches to the end of the last shard if not recorded."""
+    """Return *entry* with its recorded global shape, or else the shape that its shards span."""
     if entry.kind not in SHARDED_TYPES:
         return entry
     if not entry.parts:
@@ -282,7 +282,7 @@ def _parse_rank(path: str, world: int) -> int:
 
 
 def _group_children(entries: Mapping[str, Fields]) -> dict[str, set[str]]:
-    """Return the last path components below each path, and below paths without the rank."""
+    """Map each path, with and without its rank, to the names directly below it."""
     children: dict[str, set[str]] = {}
     for path in entries:
         head, _, last = path.rpartition("/")
@@ -322,7 +322,7 @@ def _parse_path(path: str, entries: Mapping[str, Fields]) -> KeyPath:
 
 
 def _parse_range(kind: str, fields: Fields) -> StoredRange:
-    """Parse the place of a ``Tensor`` or an ``object``."""
+    """Parse the location of a ``Tensor`` or an ``object``."""
     location = fields.get("location")
     if not isinstance(location, str):
         raise MismatchError("a string", location, "location")
@@ -363,7 +363,7 @@ def parse_primitive(fields: Fields) -> object:
 def read_file_sizes(
     files: SourceFiles, entries: Sequence[ManifestEntry], where: str, faults: FaultCollector
 ) -> dict[str, int]:
-    """Return the sizes of the data files, after comparing them with the manifest."""
+    """Return the sizes of the data files in bytes, and compare them with the manifest."""
     sizes: dict[str, int] = {}
     ranges: dict[str, list[ByteRange]] = {}
     truncated: dict[str, tuple[int, str]] = {}
