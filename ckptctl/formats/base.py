@@ -104,7 +104,7 @@ class OutputRequest:
         like: File index of each tensor, taken from a reference checkpoint.
         like_files: File names of the reference checkpoint, if the format keeps them.
         checksum: Whether the records will have checksums.
-        metadata: Free-form strings, for formats that keep them.
+        metadata: Free-form strings to store, for formats with ``keeps_metadata``.
         config: ``config.json`` of the model, for formats with a separate model description; None if
             there is none.
         family: Model family, or None if unknown.
@@ -348,11 +348,11 @@ class WritableFormat(Format):
         single_file_bytes: Maximum tensor bytes for which users expect a single file; 0 if never.
         has_params_json: Whether ``params.json`` describes the model.
         ties: Human-readable handling of tensors that share memory.
-        keeps_metadata: Whether it can store free-form strings.
+        keeps_metadata: Whether it can store free-form metadata strings.
         records_ties: Whether it records the names of tensors skipped as shared.
         stacks_layers: Whether equal layers can be stacked into one tensor.
         adapter_layouts: Layouts in which it can store adapters, the default first; empty if none.
-        pads_vocabulary: Whether its programs expect a padded vocabulary.
+        pads_vocabulary: Whether programs that read the format expect a padded vocabulary.
     """
 
     single_file: ClassVar[bool] = False

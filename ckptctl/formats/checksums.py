@@ -1,4 +1,4 @@
-"""``ckptctl.manifest.json`` next to a checkpoint, with checksums for formats without them."""
+"""``ckptctl.manifest.json`` next to a checkpoint, with checksums for formats that store none."""
 
 from __future__ import annotations
 

@@ -322,7 +322,7 @@ def _list_class_files(content: object) -> Iterator[str]:
 
 
 def _read_json_or_none(root: TreePath, name: str) -> object:
-    """Return the value in a JSON file, or None if it cannot be read."""
+    """Read the content of a JSON file, or return None if it cannot be read."""
     with source_files(root) as files:
         try:
             return read_json(files, name, constants=True)

@@ -211,7 +211,7 @@ def _is_item_file(match: re.Match[str]) -> bool:
 
 
 def _find_files(files: SourceFiles, merger: RankMerger) -> _DirectoryFiles:
-    """Find the files of every item, and require those of items in the metadata."""
+    """Find the files of every item, and raise if files that the metadata requires are missing."""
     has_metadata = (files.root / METADATA).is_file()
     metadata = (
         merger.faults.try_read(METADATA, lambda _: _read_metadata(files)) if has_metadata else None

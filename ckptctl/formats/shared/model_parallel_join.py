@@ -115,7 +115,7 @@ class ShardJoiner:
         return joined_tensors
 
     def _find_copied_files(self) -> Iterator[str]:
-        """Yield a note for each file whose recorded checksums equal those of another."""
+        """Yield a note for each file that records the same checksums as another file."""
         seen: dict[tuple[int | None, ...], str] = {}
         for shard, name in zip(self.shards, self.names, strict=True):
             crcs = tuple(entry.extents[0].crc32 for entry in shard.values())
