@@ -1,4 +1,4 @@
-"""The files next to an adapter: its model's configuration and ``adapter_config.json``."""
+"""Read and build the files next to an adapter, such as ``adapter_config.json``."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def describe_adapter(draft: Draft) -> Draft:
 
 
 def list_supported_fields(change: LayoutChange) -> tuple[str, ...]:
-    """List the PEFT config fields that come with tensors and that the output can store."""
+    """List the PEFT config fields with tensors of their own that the output can store."""
     if change.target_layout not in (None, *PEFT_LAYOUTS):
         return ()
     return MERGEABLE_FIELDS if change.keeps_names else TRAINED_FIELDS
@@ -209,7 +209,7 @@ def build_adapter_config(
 
 
 def rename_config_modules(config: Json, change: LayoutChange) -> Json:
-    """Return the PEFT config of an adapter whose layers get the names of another layout."""
+    """Rename the layers in a PEFT config from the source's layout to the target layout."""
     new_names = {item.sources[0].key: item.targets[0].key for item in change.tensors}
     versions = {change.source_layout, change.target_layout} <= {*PEFT_LAYOUTS}
     return rename_peft_modules(config, new_names) if versions else config
@@ -268,12 +268,12 @@ def rename_peft_modules(config: Json, new_names: Mapping[str, str]) -> Json:
 
 
 def _get_saved_module(key: str) -> str:
-    """Return the module of a fully trained tensor (PEFT's ``modules_to_save``)."""
+    """Return the module name of a fully trained tensor (PEFT's ``modules_to_save``)."""
     return get_module_name(key).rpartition(".")[0].removesuffix(".base_layer")
 
 
 def _rename_targets(targets: object, modules: Mapping[str, str]) -> list[str]:
-    """Rename the endings in *targets*, or list full module names if endings no longer suffice."""
+    """Rename the module suffixes in *targets*, or list full names if suffixes match too little."""
     ends = (
         [modules.get(str(target), str(target)) for target in targets]
         if isinstance(targets, list)

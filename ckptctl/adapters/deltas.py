@@ -1,4 +1,4 @@
-"""Match an adapter to a model: which rows of which tensor change, and by which factors."""
+"""Match an adapter's factors to the rows of the model's tensors that they change."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ class Delta:
     """Low-rank change of some rows of one model tensor.
 
     Attributes:
-        rows: The rows that change.
+        rows: The rows of tensor *key* that change.
         factors: Names of A and B in the adapter.
         a: ``[rank, columns]``, with the columns in the model's order.
         b: ``[rows, rank]``, with the rows in the order of *rows*.
         magnitude: DoRA's row norms in the order of *rows*, or None without DoRA.
-        base_tensor: The adapter's own copy of the base tensor, which is changed instead, or None.
+        base_tensor: The adapter's own copy of the base tensor, to which the change is added
+            instead, or None.
         bias: Name of the model's bias that DoRA scales too, and the index of its first element;
             None if the bias stays as it is.
     """
@@ -133,7 +134,7 @@ class _AdapterMatcher:
         self._drop_other_variants()
 
     def _drop_other_variants(self) -> None:
-        """Drop parts that belong to another variant of a layer than the one the model has.
+        """Drop adapter tensors that were matched to layer variants that the model does not have.
 
         The same adapter tensor can match several variants, such as the norm before experts and the
         norm before a dense layer.
@@ -154,7 +155,7 @@ class _AdapterMatcher:
         }
 
     def build_deltas(self, paths: str) -> Deltas:
-        """Build the changes.
+        """Build the changes of all matched layers.
 
         *paths* names both checkpoints in errors.
         """
@@ -179,7 +180,7 @@ class _AdapterMatcher:
             key = _get_source_key(self.model[name])
             if name.partition(".")[0] in self.family.pinned:
                 pinned.add(key)
-            # A layer with factors keeps its trained bias in the base layer beneath them.
+            # PEFT stores the trained bias of a layer with factors in its ``base_layer``.
             bias = roles.get("beneath") if len(self.shapes[key]) == 1 else None
             trained_tensor = roles.get("saved") or bias
             if trained_tensor is not None:
@@ -221,7 +222,8 @@ class _AdapterMatcher:
     def _select_rows(self, layer: ComposedTensor, item: ComposedTensor) -> StridedTensor:
         """Return the rows of a factor or magnitude that belong to the rows of *layer*.
 
-        If the parts of the tensor are interleaved, all its rows are returned, shared by its parts.
+        If a stored tensor interleaves the rows of several layers, all of its rows are returned,
+        since these layers share its factors.
         """
         if _find_stored_rows(layer) is not None and _find_stored_rows(item) is not None:
             return item.bind_entries(self.factors)
@@ -261,7 +263,7 @@ class _AdapterMatcher:
         return next(leaves).dims[0]
 
     def _read_replacement(self, name: str, saved: ComposedTensor) -> StridedTensor:
-        """Return an adapter tensor in the form in which the model stores the one it replaces."""
+        """Return the adapter's replacement of a model tensor, or raise if their layouts differ."""
         model_item, adapter_entry = self.model[name], self.factors[_get_source_key(saved)]
         if len(saved.sources) == 1 and not saved.sources[0].offset:
             if (
@@ -301,7 +303,7 @@ def _get_source_place(item: ComposedTensor) -> tuple[str, object]:
 
 
 def _find_stored_rows(item: ComposedTensor) -> range | None:
-    """Return the rows of the stored tensor that are the item's, or None if others lie between."""
+    """Return the rows of the stored tensor that belong to *item*, or None if not contiguous."""
     rows = item.shape[0]
     for first_row, _, axes in _find_row_axes(item):
         if sum((size - 1) * stride for size, _, stride in axes) >= rows:

@@ -3,9 +3,9 @@
 transformers 4, vLLM and most trainers name the layers of every expert; transformers 5 stacks them,
 and PEFT trains one A ``[E R, in]`` and one B ``[out, R E]`` for all E: expert e has R consecutive
 rows of A, and every E-th column of B from the e-th on. The parameter is ``[E, out, in]`` or ``[E,
-in, out]``, which its shape shows. Layers that the stack concatenates, such as gate and up, share A
-and have parts of a stacked B. When per-expert factors of such layers are joined, their ranks add up
-and B is block diagonal.
+in, out]``; the shapes of the factors tell which. Layers that the stack concatenates, such as gate
+and up, share A, and each has its own rows of B. When per-expert factors of such layers are joined,
+their ranks add up and B is block diagonal.
 
 Sources: peft's ``ParamWrapper`` and ``utils/transformers_weight_conversion.py``, vLLM's
 ``lora/model_manager.py`` (``_stack_moe_lora_weights``, ``_create_merged_loras_inplace``).
@@ -77,8 +77,8 @@ class AdaptedParameter:
     Attributes:
         key: Parameter name in the model.
         module: Prefix of the names of its factors.
-        experts: Number of matrices in it.
-        swapped: Whether they are ``[out, in]`` instead of ``[in, out]``.
+        experts: Number of experts, which are the matrices of the parameter.
+        swapped: Whether each matrix is ``[out, in]`` instead of ``[in, out]``.
     """
 
     key: str
@@ -186,7 +186,7 @@ def _find_candidates(
     b: tuple[int, ...],
     adapter_settings: AdapterSettings,
 ) -> Iterator[AdaptedParameter]:
-    """Yield the ways in which factors A and B can change a parameter of *shape*."""
+    """Yield the orientations of a parameter of *shape* to which factors A and B can apply."""
     if len(shape) not in (2, 3):
         return
     experts, rows, columns = shape if len(shape) == 3 else (1, *shape)
@@ -200,7 +200,7 @@ def _find_candidates(
 
 
 def without_parameters(adapter: Catalog, parameters: Sequence[AdaptedParameter]) -> Catalog:
-    """Return the adapter without the factors of these parameters."""
+    """Return the adapter without the factors of *parameters*."""
     factor_names = {f"{parameter.module}{suffix}" for parameter in parameters for suffix in (A, B)}
     other_tensors = {
         name: entry for name, entry in adapter.tensors.items() if name not in factor_names
@@ -237,7 +237,7 @@ def iterate_expert_deltas(
 
 
 def convert_experts(draft: Draft) -> Draft:
-    """Unstack or stack an adapter's experts, as ``--experts`` says."""
+    """Unstack or stack an adapter's experts, as ``--experts`` requests."""
     assert draft.options.experts is not None
     documents = draft.assets.documents
     return draft.with_catalog(
@@ -246,7 +246,7 @@ def convert_experts(draft: Draft) -> Draft:
 
 
 def keep_stacks(draft: Draft) -> Draft:
-    """Name stacked experts as the output format does, since no table describes them."""
+    """Treat the model type as unknown, since no family's tables have factors of stacked experts."""
     layout = formats.get_format(draft.catalog.format).layout
     return replace(draft, model=draft.model.without_model_type(layout))
 
@@ -264,7 +264,7 @@ def convert_expert_factors(
     Raises:
         MappingError: Config files are missing, or the model has no experts that can be stacked.
         UnsupportedError: Factors of some experts are missing.
-        RefusedError: The adapter is in this form already, or experts of a stack differ in scale.
+        RefusedError: The adapter has no experts to convert, or experts of a stack differ in scale.
     """
     config = find_adapter_config(catalog)
     if config is None:
@@ -286,7 +286,7 @@ def convert_expert_factors(
 def _rename_to_layout(
     catalog: Catalog, config: Json, family: Family, source: str, target: str
 ) -> tuple[Catalog, Json]:
-    """Rename tensors that are in no stack to the names of layout *target*."""
+    """Rename the tensors outside expert stacks from layout *source* to layout *target*."""
     keys = {
         get_module_name(name) + WEIGHT if is_factor(name) else name.removeprefix(PEFT_PREFIX): name
         for name in catalog.tensors
@@ -346,7 +346,7 @@ def unstack_for_model(adapter: Catalog, model: Model, family: Family) -> Catalog
 
 
 def _unstack_experts(catalog: Catalog, config: Json, stacks: Sequence[ExpertStack]) -> Catalog:
-    """Give each expert its own factors, which are views of the stack's."""
+    """Give each expert its own factors, which are views of the stacked factors."""
     adapter_settings = read_settings(config, supported=MERGEABLE_FIELDS)
     by_key = {stack.key: stack for stack in stacks}
     parameters = find_adapted_parameters(
@@ -436,7 +436,7 @@ def _extend_target_modules(target_modules: object, stack: ExpertStack, kinds: Se
         alternatives.append(
             rf"(.*\.)?({'|'.join(re.escape(str(target)) for target in target_modules)})"
         )
-    # PEFT on transformers 5, which stacks them itself, looks for names without the number.
+    # PEFT on transformers 5 stacks the experts itself and expects names without their number.
     alternatives.append(rf".*\.{re.escape(parent)}\.(\d+\.)?({'|'.join(map(re.escape, kinds))})")
     return "|".join(alternatives)
 
@@ -494,7 +494,7 @@ def _stack_experts(catalog: Catalog, config: Json, stacks: Sequence[ExpertStack]
 
 
 def _find_complete_slices(catalog: Catalog, stack: ExpertStack) -> list[ExpertSlice]:
-    """Return the slices of a stack that the adapter has factors for, for all experts."""
+    """Return the slices of a stack for which the adapter has factors of all experts."""
     slices = []
     for part in stack.parts:
         is_present = [f"{PEFT_PREFIX}{module}{A}" in catalog.tensors for module in part.modules]
@@ -518,7 +518,7 @@ def _join_factors(
     parts: Sequence[ExpertSlice],
     entries: Mapping[str, TensorEntry],
 ) -> tuple[TensorEntry, TensorEntry, ComputedTensor]:
-    """Return A and B of a stack, and the virtual file that computes B."""
+    """Build A and B of a stack, and the virtual file that computes B."""
     first_a = entries[f"{PEFT_PREFIX}{parts[0].modules[0]}{A}"]
     ranks = [entries[f"{PEFT_PREFIX}{part.modules[0]}{A}"].shape[0] for part in parts]
     extents: list[Extent] = []
@@ -560,7 +560,7 @@ def _compute_stack_alpha(
     entries: Mapping[str, TensorEntry],
     rank: int,
 ) -> float:
-    """Return the alpha of a stack of *rank*, or raise if its experts differ in scale."""
+    """Return the alpha of a stack with rank *rank*, or raise if its experts differ in scale."""
     keys = [f"{PEFT_PREFIX}{module}{A}" for part in parts for module in part.modules]
     scales = {adapter_settings.compute_scale(key, entries[key].shape[0]): key for key in keys}
     if len(scales) > 1:

@@ -42,9 +42,9 @@ class ExpertStack:
 
     Attributes:
         key: Parameter name in the model.
-        inputs: Input features of each layer.
-        swapped: Whether a layer is stored as ``[out, in]`` instead of ``[in, out]``.
-        parts: The layers that are concatenated along the output, such as gate and up.
+        inputs: Input features of each linear layer.
+        swapped: Whether each matrix is stored as ``[out, in]`` instead of ``[in, out]``.
+        parts: The linear layers that are concatenated along the output, such as gate and up.
     """
 
     key: str
@@ -70,7 +70,7 @@ class ExpertStack:
 
 
 def require_family(catalog: Catalog, config: Json | None) -> Family:
-    """Return the family of the adapter's model, or raise if its config.json does not tell."""
+    """Return the family of the adapter's model, or raise if config.json does not identify it."""
     names = list_configured_families(families.load_families(), config) if config is not None else []
     if len(names) != 1:
         raise MappingError(
@@ -83,7 +83,7 @@ def require_family(catalog: Catalog, config: Json | None) -> Family:
 
 
 def iterate_stacks(catalog: Catalog, config: Json | None) -> Iterator[ExpertStack]:
-    """Yield the parameters of the model that can stack experts."""
+    """Yield the parameters in which the model's experts can be stacked."""
     family = require_family(catalog, config)
     sizes = read_sizes(family, config)
     templates = find_stacked_templates(family)
@@ -104,7 +104,7 @@ def iterate_stacks(catalog: Catalog, config: Json | None) -> Iterator[ExpertStac
 def find_stacked_templates(
     family: Family,
 ) -> dict[Template, list[tuple[LogicalTensor, Leaf, Leaf]]]:
-    """Map key templates of tensors that one layout stacks to their parts in both layouts."""
+    """Map the key template of each expert stack to its tensors in both layouts."""
     if not {HF, STACKED} <= {*family.layouts}:
         return {}
     per_expert_leaves = family.get_layout(HF).leaves
@@ -122,7 +122,7 @@ def find_stacked_templates(
 
 
 def count_expert_layers(family: Family, keys: Collection[str]) -> dict[str, int]:
-    """Map those of *keys* that stack experts to the number of linear layers in each."""
+    """Map each of *keys* that stacks experts to the number of linear layers in it."""
     templates = find_stacked_templates(family)
     groups = match_keys(family, family.get_layout(STACKED), keys).groups if templates else ()
     keys_by_template = {group.stored.template: group.keys for group in groups}
@@ -147,7 +147,7 @@ def _is_stack(leaf: Leaf, per_expert: Leaf) -> bool:
 def _build_stacks(
     family: Family, parts: Sequence[tuple[LogicalTensor, Leaf, Leaf]], sizes: Mapping[str, int]
 ) -> Iterator[ExpertStack]:
-    """Yield one stack for each layer."""
+    """Yield one stack for each decoder layer."""
     tensor, leaf, per_expert = parts[0]
 
     def multiply_axes(axes: tuple[str, ...]) -> int:

@@ -1,4 +1,4 @@
-"""The base of ``--fill-from``: read it, and require that it is the same model as the source."""
+"""Read the base of ``--fill-from``, and require that it is the same model as the source."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def different_model_error(draft: Draft, base: Model, why: str, hint: str = "") -
 
 
 def understand_as_base(draft: Draft, base: Model, family: Family) -> Draft:
-    """Recognize the source as the base's model type, or as the text model of it."""
+    """Recognize the source as the base's model type, or as the text model of that type."""
     model = draft.model
     if model.model_type == family.name:
         return draft

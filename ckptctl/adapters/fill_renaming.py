@@ -1,4 +1,4 @@
-"""Rename the tensors of a ``--fill-from`` source to the names of the base, copying none."""
+"""Rename the tensors of a ``--fill-from`` source to the base's names, without copying data."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def rename_text_model(draft: Draft, joint_family: Family) -> Draft | None:
     """Rename a text model's tensors to those of *joint_family*, the vision-language model.
 
     Returns:
-        None if the source is no such text model, or config.json does not describe *joint_family*.
+        The renamed draft, or None if the source is not that text model or config.json does not
+        describe *joint_family*.
     """
     catalog, assets, options = draft.catalog, draft.assets, draft.options
     config = assets.documents.get(CONFIG)
@@ -144,8 +145,8 @@ def make_virtual_tensors(
     """Build virtual files for tensors of another layout.
 
     Args:
-        catalog: The checkpoint that they are computed from.
-        parts: The tensors by their names in the model.
+        catalog: The checkpoint from which the tensors are computed.
+        parts: The tensors, by their names in the model.
         root: Prefix of the model's names.
         label: Prefix of the names of the virtual files.
         paths: Key path of each tensor.

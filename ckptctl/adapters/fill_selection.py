@@ -21,7 +21,7 @@ MTP_LAYER_KEYS = (
     *("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules"),
     *("mtp_num_layers", "num_mtp_layers"),
 )
-"""Names of the number of MTP (multi-token prediction) layers in config.json."""
+"""Keys of config.json with the number of MTP (multi-token prediction) layers."""
 
 
 def find_unneeded_keys(

@@ -1,7 +1,7 @@
 """Fill tensors that the source is missing with those of the ``--fill-from`` base.
 
-A tensor that both have is the source's. The base is a checkpoint of the same model, in any format
-and layout. Sizes, switches and shapes are compared, and contradictions are errors.
+If both have a tensor, the source's is kept. The base is a checkpoint of the same model, in any
+format and layout. Sizes, switches and shapes are compared, and contradictions are errors.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def fill_from_base(draft: Draft) -> Draft:
 
     Raises:
         MappingError: The base is a different model.
-        RefusedError: Its dtypes differ, and no ``--dtype`` casts them to one.
+        RefusedError: The base has other dtypes than the source, and ``--dtype`` is not set.
     """
     options = draft.options
     assert options.fill_from is not None
@@ -55,7 +55,7 @@ def fill_from_base(draft: Draft) -> Draft:
     source = formats.to_existing_path(options.fill_from)
     require_destination(source, draft.destination.given, options.overwrite, is_replaceable)
     family = families.family(base.model_type or "")
-    # The note on the filled tensors comes first, but is known last.
+    # The note on the filled tensors comes first, but its text is only known at the end.
     notes, draft = draft.notes, replace(draft, notes=Notes())
     draft = understand_as_base(draft, base, family)
     require_same_facts(draft, base, family)
@@ -90,10 +90,10 @@ def _align_layouts(draft: Draft, base: Model, family: Family) -> tuple[Draft, La
 
 
 def _add_base_tensors(draft: Draft, base: Model, family: Family, change: LayoutChange) -> Draft:
-    """Add tensors of the base, and tensors that can be derived from the source's own.
+    """Add the missing tensors, taken from the base or derived from the source's own tensors.
 
-    MTP layers may repeat the embedding and the head, which are then the source's. Some layouts have
-    tensors of zeros that other layouts do not store.
+    MTP layers may repeat the embedding and the head. Such copies are made of the source's tensors.
+    Tensors of zeros that only some layouts store are created.
     """
     model, root, source_tensors = draft.model, draft.model.root, draft.model.tensors
     catalog, parts = apply_change(base.catalog, change, base.root)
@@ -149,7 +149,7 @@ def _add_base_tensors(draft: Draft, base: Model, family: Family, change: LayoutC
 
 
 def _require_same_shapes(draft: Draft, base: Model, parts: Mapping[str, ComposedTensor]) -> None:
-    """Raise if shared tensors of the base have other shapes than the source's."""
+    """Raise if a tensor that the base and the source both have differs in shape."""
     source_tensors = draft.model.tensors
     differ = [
         f"`{key}` has shape {list(source_tensors[key].shape)} in the source and "
@@ -165,7 +165,7 @@ def _require_same_shapes(draft: Draft, base: Model, parts: Mapping[str, Composed
 def _note_other_layers(
     draft: Draft, family: Family, taken: Sequence[str], matched: MatchedKeys
 ) -> None:
-    """Note that the source has the filled tensors in other layers, so it may be incomplete."""
+    """Note filled tensors that the source has in other layers, so it may be incomplete."""
     layout = family.get_layout(draft.model.layout or HF)
     groups = match_keys(family, layout, draft.model.tensors).groups
     source_names = {tensor.name for group in groups for tensor, _ in group.stored.parts}

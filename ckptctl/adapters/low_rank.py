@@ -72,7 +72,7 @@ def compute_factors(
         name: Tensor name for errors.
         change: The difference of two weights, overwritten here.
         rank: Number of terms to keep, or None to keep as many as *energy* requires.
-        energy: Least fraction of the sum of squares to keep.
+        energy: Least fraction of the sum of squared singular values to keep.
         dtype: torch's name of the factors' dtype; reported errors include rounding to it.
 
     Raises:
@@ -152,7 +152,7 @@ class StackedFactors:
 
     @property
     def join_factors(self) -> Factors | None:
-        """Factors of the whole stack at the largest rank of each part, or None if unchanged."""
+        """Factors of the complete stack, or None if unchanged; the collected factors are freed."""
         import torch
 
         experts, rows, columns = self.shape
@@ -186,7 +186,7 @@ class StackedFactors:
 
 
 def _count_terms(values: torch.Tensor, energy: float) -> int:
-    """Return the least number of terms that contain *energy* of the sum of squares."""
+    """Return the least number of singular values with fraction *energy* of the squared sum."""
     import torch
 
     squares = values.to(torch.float64).square()

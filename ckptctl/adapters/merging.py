@@ -64,7 +64,7 @@ MAX_FACTOR_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class MergePlan(Result):
-    """What a merge will do, next to the plan of the conversion.
+    """Plan of a merge, including the plan of the conversion.
 
     Attributes:
         conversion: The conversion of the merged model.
@@ -207,7 +207,7 @@ class AdapterMerge:
         return replace(catalog, tensors=tensors, computed=computed, notes=notes)
 
     def _match_adapter(self, model: Model, family: Family) -> None:
-        """Match the adapter to the model and set *found*, *layout* and *root*.
+        """Match the adapter to the model and set *matched*, *layout* and *root*.
 
         Raises:
             MappingError: The model is missing layers of the adapter.
@@ -313,7 +313,7 @@ class AdapterMerge:
     def _build_factor_inputs(
         self, weight_deltas: Sequence[Delta], computed: dict[str, ComputedTensor]
     ) -> tuple[list[list[ComputeInput]], tuple[LoraUpdate, ...]]:
-        """Return the factors of each delta, and the arguments of their kind.
+        """Return the factors of each delta, and the arguments of the virtual file's kind.
 
         Factors that need another element order are added to *computed* as virtual files.
         """
@@ -349,7 +349,7 @@ def _group_deltas(
 
 
 def _to_unrounded(entry: TensorEntry, computed: dict[str, ComputedTensor]) -> TensorEntry:
-    """Return a dequantized tensor before rounding, with its virtual file added to *computed*."""
+    """Return a dequantized tensor before it is rounded, adding its virtual file to *computed*."""
     extent, *more_extents = entry.extents
     virtual_file = computed.get(extent.file)
     if virtual_file is None or more_extents or not can_overflow(virtual_file):

@@ -1,4 +1,4 @@
-"""PEFT's ``adapter_config.json``: an adapter's scale, and the layers that it changes.
+"""Scale and target layers of an adapter in PEFT's ``adapter_config.json``.
 
 Sources: peft's ``LoraConfig`` and ``LoraLayer.update_layer``, torchtune's
 ``tune_to_peft_adapter_config``.
@@ -137,7 +137,7 @@ UNSUPPORTED_FIELDS = {
 BIAS_VALUES = ("lora_only", "all")
 TRAINED_FIELDS = ("bias",)
 MERGEABLE_FIELDS = (*TRAINED_FIELDS, TARGET_PARAMETERS)
-"""Fields whose tensors are recognized by name, and all fields that can be merged."""
+"""Config fields with tensors of their own: those found by name alone, and all for merging."""
 BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
 
 
@@ -150,10 +150,10 @@ class AdapterSettings:
         rank: The configured rank, or None if it follows from the shapes.
         rslora: Whether alpha is divided by the square root of the rank.
         ranks: ``rank_pattern``: ranks of modules that differ, by regex.
-        alphas: ``alpha_pattern``: the same for alpha.
-        scaling: The user's factor of B A for all modules, or None.
+        alphas: ``alpha_pattern``: alphas of modules that differ, by regex.
+        scaling: Factor of B A for all modules from ``--scaling``, or None.
         dora: Whether there are DoRA magnitudes, or None if the config does not say.
-        parameters: Endings of the names of weights adapted as parameters.
+        parameters: Name suffixes of weights in ``target_parameters``.
     """
 
     alpha: float | None = None
@@ -204,7 +204,7 @@ class AdapterSettings:
         return math.sqrt(rank) if self.rslora else rank
 
     def _get_target_name(self, module: str) -> str:
-        """Return PEFT's name of a layer, which is its weight if that is listed as a parameter."""
+        """Return PEFT's name of a layer, or of its weight if ``target_parameters`` lists that."""
         weight = module + WEIGHT
         is_parameter = any(f".{weight}".endswith(f".{ending}") for ending in self.parameters)
         return weight if is_parameter else module
@@ -244,7 +244,7 @@ def select_factors(catalog: Catalog) -> Catalog:
 
 
 def embeddings_as_linear(catalog: Catalog) -> Catalog:
-    """Return an adapter with embedding factors in the form of linear layers' factors.
+    """Return an adapter with embedding factors transposed to factors of linear layers.
 
     PEFT looks tokens up in ``lora_embedding_A`` (R, tokens), and multiplies by ``lora_embedding_B``
     (width, R): their transposes are B and A of the embedding (tokens, width).
@@ -345,7 +345,7 @@ def read_settings(
     *,
     supported: Collection[str] = (),
 ) -> AdapterSettings:
-    """Read an adapter's scale settings from its PEFT config.
+    """Parse an adapter's scale settings in its PEFT config.
 
     Args:
         config: adapter_config.json, or None.
@@ -478,7 +478,7 @@ def is_unsupported_layer(model_type: str, module: str) -> bool:
 
 
 def build_target_modules(selected: Collection[str], keys: Iterable[str]) -> list[str]:
-    """Build PEFT's ``target_modules``, using last names where they match only *selected*.
+    """Build PEFT's ``target_modules``, using last name components that match only *selected*.
 
     Args:
         selected: Full names of the target modules.
@@ -497,7 +497,7 @@ def build_target_modules(selected: Collection[str], keys: Iterable[str]) -> list
 def build_layer_targets(modules: list[str], layers: int | None) -> list[str]:
     """Build PEFT's ``target_modules`` if only the model's number of layers is known.
 
-    A last name is used if it stands for one module in each layer, or for a single module.
+    The last name component is used if one module in each layer has it, or only one module.
     """
     by_last_name: dict[str, list[str]] = {}
     for module in modules:

@@ -166,7 +166,7 @@ def find_contradictions(model: Model, files: Collection[str] = ()) -> tuple[Cont
 
 
 def find_comparable_tensors(model: Model) -> tuple[Family | None, ModelTensors | None]:
-    """Return the family and the tensors to compare, or None if no table describes them.
+    """Return the family and the tensors to compare, or None for both if no table describes them.
 
     Quantized tensors that no table describes are replaced by their dequantized tensors.
     """
@@ -199,7 +199,7 @@ def compare_files(
 def _compare_with_megatron(
     family: Family, described: Sequence[ModelDescription]
 ) -> Iterator[Statement]:
-    """Yield the implied values of a config.json next to records of Megatron."""
+    """Yield statements of a config.json that only apply if there are Megatron records."""
     from ckptctl.facts.megatron import find_family_mismatches, iterate_implied_statements
 
     for file in (item for item in described if item.name == CONFIG):
@@ -246,9 +246,9 @@ def _read_statements(
 
 
 def _find_params_family(family: Family, params: Json, configs: Sequence[Json]) -> Family | None:
-    """Return the family of *params*, which is *family* or related to it by refinement.
+    """Return the family of a params.json among *family*, its refinements and those it refines.
 
-    Sizes that identify a release (Llama 3.2) decide first; otherwise a config.json does.
+    Sizes in *params* that identify a release, such as Llama 3.2, decide first, then *configs*.
     """
     known_families = families.load_families()
     refinements = [
@@ -282,7 +282,7 @@ def _find_params_family(family: Family, params: Json, configs: Sequence[Json]) -
 
 
 def _drop_size_signs(family: Family) -> ConfigSigns:
-    """Return the identifying keys of a family's params.json other than sizes."""
+    """Return the conditions that identify a family's params.json, without those on sizes."""
     sizes = {name for _, name in family.sizes.values()}
     remaining = ({k: v for k, v in sign.items() if k not in sizes} for sign in family.params_signs)
     return tuple(sign for sign in remaining if sign)

@@ -12,7 +12,7 @@ from ckptctl.planner.layouts import Family
 
 
 def list_compared_sizes(family: Family) -> Iterator[str]:
-    """Yield the facts whose values tensor shapes and counts show."""
+    """Yield the names of facts that tensor shapes and numbers of tensors show."""
     for config_names, _ in family.sizes.values():
         yield from (name for name in split_aliases(config_names) if name)
     for _, formula in family.formulas:
@@ -22,7 +22,7 @@ def list_compared_sizes(family: Family) -> Iterator[str]:
 
 
 def list_compared_layer_facts(family: Family) -> Iterator[str]:
-    """Yield the facts that determine the tensors of a model and the layers they are in."""
+    """Yield the names of facts that determine which tensors each layer has."""
     for layer_kind in family.kinds:
         yield from (*layer_kind.facts, *filter(None, (layer_kind.but,)))
     for demand in family.demands:
@@ -35,7 +35,7 @@ def list_compared_layer_facts(family: Family) -> Iterator[str]:
 
 
 def list_compared_counts() -> Iterator[str]:
-    """Yield the facts that limit each other, in all families."""
+    """Yield the names of counts that limit each other, in all families."""
     for module in _list_module_prefixes():
         yield from (module + name for name in sorted({*LIMITED_FACTS, *PER_LAYER_LISTS}))
 

@@ -1,4 +1,4 @@
-"""Config files of an output: compared with each other, written, and copied."""
+"""Compare, build and copy the config files of an output."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def compare_descriptions(draft: Draft) -> Draft:
 
 
 def config_files(draft: Draft) -> Draft:
-    """Decide which config files to write next to the tensors of an output that is no adapter."""
+    """Decide which config files to write next to the tensors of an output, unless an adapter."""
     if draft.is_adapter:
         return draft
     assets, options, target, change = draft.assets, draft.options, draft.target, draft.change

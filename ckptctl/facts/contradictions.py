@@ -40,7 +40,7 @@ from ckptctl.planner.families.facts import NEEDED
 from ckptctl.planner.layouts import Family
 
 RELATIVE_TOLERANCE = 1e-6
-"""Relative tolerance between two spellings of a number: float32 has seven digits."""
+"""Relative tolerance when comparing numbers, which may be rounded to float32."""
 
 _WINDOW_KEYS = ("sliding_window", "max_window_layers")
 _IGNORED_KEYS = frozenset(key for keys in IGNORED_KEYS.values() for key in keys)
@@ -48,19 +48,19 @@ _IGNORED_KEYS = frozenset(key for keys in IGNORED_KEYS.values() for key in keys)
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """A value that one place states for a fact.
+    """A value that a file or another source states for a fact.
 
     Attributes:
         fact: Name of the fact, as in config.json.
         value: Value of the fact.
-        source: Where it is stated, for messages.
-        is_explicit: Whether the value is written there; otherwise it is implied by its absence.
-        local_key: The key used there, if it is not *fact*.
+        source: File, option or tensors that state it, for messages.
+        is_explicit: Whether the source contains the value, rather than implying it by omission.
+        local_key: The key in the source, if it is not *fact*.
         trusted: Whether ``--trust-assets`` gives it precedence.
-        stored_value: The stored value, if it is not *value*.
-        shown_value: Text to show for an unknown value that is known to differ.
-        default_owner: Whose default it is if it is not stated; empty if implied by other keys.
-        is_shown_by_tensors: Whether the tensors show it, which no file overrules.
+        stored_value: Text of the value in the source, if it is not *value*.
+        shown_value: Text that messages show instead of *value*, if not empty.
+        default_owner: Program whose default the value is, or empty if it is none.
+        is_shown_by_tensors: Whether the tensors show the value, so that no file overrules it.
     """
 
     fact: str
@@ -208,7 +208,7 @@ def find_switch_statements(
 
 
 def compare_noted_keys(first_config: Json, second_config: Json) -> dict[str, tuple[object, object]]:
-    """Map keys of :data:`NOTED` that differ between two config.json files to both values."""
+    """Map :data:`LOGIT_NEUTRAL_KEYS` that differ between two configs to both values."""
     first_values, second_values = (
         {
             n: v
@@ -249,9 +249,9 @@ class CountLimit:
 
     Attributes:
         name: Name of the limited count.
-        of: Names of the limiting count, of which the first that is stated is used.
+        of: Possible names of the limiting count; the first that the config states is used.
         kind: ``at most`` the limiting count, or ``a divisor of`` it.
-        compares_defaults: Whether to compare them if only one of the two is stated.
+        compares_defaults: Whether to compare the counts if only one of the two is stated.
     """
 
     name: str

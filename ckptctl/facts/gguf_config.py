@@ -171,7 +171,7 @@ def build_config_from_gguf(
 def _assume_values(
     config: Json, architecture: GgufArchitecture, tensors: Mapping[str, TensorEntry]
 ) -> Json:
-    """Return values that llama.cpp assumes if they are missing, where transformers may not."""
+    """Return llama.cpp's defaults of missing values, which transformers may not share."""
     heads, size = config["num_attention_heads"], config["hidden_size"]
     assumed: Json = {"num_key_value_heads": heads, "rope_theta": FACTS["rope_theta"].default}
     if architecture.needs_head_dim and isinstance(size, int) and isinstance(heads, int) and heads:
@@ -224,7 +224,7 @@ def _find_main_dtype(tensors: Mapping[str, TensorEntry]) -> str:
 
 
 def _compute_score_divisor(config: Json, layers: int) -> object:
-    """Return the number whose root divides Gemma's attention scores."""
+    """Return the number whose square root divides Gemma's attention scores."""
     size, heads = config.get("hidden_size"), config.get("num_attention_heads")
     is_special_size = config.get("num_hidden_layers") == layers
     if is_special_size and isinstance(size, int) and isinstance(heads, int) and heads:

@@ -1,4 +1,4 @@
-"""Kinds of fact values: how each is checked, and how Megatron-Core states it."""
+"""Kinds of fact values, with their validation and conversion from and to Megatron-Core."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Converter: TypeAlias = Callable[[Any, str, Values], object]
 
 @dataclass(frozen=True, slots=True)
 class FactKind:
-    """How values of a fact are checked, and converted from and to Megatron-Core's fields.
+    """Validation of a fact's values, and their conversion from and to Megatron-Core's fields.
 
     Attributes:
         check: Validates a value of config.json, params.json or GGUF.
@@ -158,7 +158,7 @@ def _write_method(value: object, name: str, facts: Values) -> int | None:
 
 
 def _read_shared(value: object, name: str, fields: Values) -> int:
-    """Return the size of the shared expert as a number of routed experts."""
+    """Return the size of the shared expert in units of one routed expert's size."""
     if value in (None, 0):
         return 0
     size = parse_size(value, name)
@@ -179,7 +179,7 @@ def _write_shared(value: object, name: str, facts: Values) -> int | None:
 
 
 def _read_root(value: object, name: str, _: Values) -> float | None:
-    """Return the number with inverse square root *value*, as an integer if it is one."""
+    """Return the number whose inverse square root is *value*, as an integer if it is one."""
     if value is None:
         return None
     exact = require_number(value, name) ** -2
@@ -246,7 +246,7 @@ FACT_KINDS: Mapping[str, FactKind] = {
     "method": FactKind(parse_size, _read_method, _write_method),
     # The number of dense layers before those with experts.
     "dense": FactKind(parse_size, _read_dense, _write_dense, neutral=0),
-    # The size of the shared expert as a number of routed experts.
+    # The size of the shared expert in units of one routed expert's size.
     "shared": FactKind(parse_size, _read_shared, _write_shared, neutral=0),
     # A number that Megatron-Core states as its inverse square root.
     "root": FactKind(

@@ -1,4 +1,4 @@
-"""Kinds and sizes of single layers in a config.json, compared with the tensors."""
+"""Compare the kinds and sizes of layers in a config.json with the tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PER_LAYER_LISTS = ("layer_types", "mlp_layer_types", "indexer_types", "no_rope_l
 def find_kind_mismatches(
     family: Family, config: Json, source: str, matched: MatchedKeys
 ) -> Iterator[Contradiction]:
-    """Yield the facts that give layers another kind than their tensors show."""
+    """Yield the facts that state another kind for a layer than its tensors show."""
     handled_variants: set[str] = set()
     for layer_kind in family.kinds:
         if layer_kind.variant in handled_variants:
@@ -59,7 +59,7 @@ def find_kind_mismatches(
 def find_size_mismatches(
     family: Family, config: Json, source: str, tensors: ModelTensors
 ) -> Iterator[Contradiction]:
-    """Yield per-layer sizes that the shapes of that layer contradict."""
+    """Yield per-layer sizes that the shapes of the layer's tensors contradict."""
     by_axis = {item.axis: item for item in family.layer_sizes}
     common_sizes = {**family.constants, **read_sizes(family, config)}
     total = tensors.matched.count_indices().get("i", 0)
@@ -137,7 +137,7 @@ def find_wrong_list_lengths(config: Json, source: str, prefix: str = "") -> Iter
 
 
 def _find_layers_of_kind(layer_kind: LayerKind, config: Json, total: int) -> frozenset[int] | None:
-    """Return the layers of *layer_kind*, or None if the config does not tell."""
+    """Return the layers of *layer_kind*, or None if the config does not determine them."""
     values = {
         name: _get_value_or_default(config, name)
         for name in (*layer_kind.facts, layer_kind.but)

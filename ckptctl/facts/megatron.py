@@ -3,7 +3,7 @@
 The record is a plain dictionary: the ``args`` of Megatron-LM (``common.pt``), the parsed
 ``run_config.yaml`` of Megatron-Bridge, ``model.yaml`` of NeMo 2, or a ``TransformerConfig`` (verl).
 Nothing in it is imported or called, and only plain values are used. Fields that change logits are
-translated, checked to be as in all models of the family, or rejected by name.
+translated, required to have the value that all models of the family have, or rejected by name.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _PLAIN_TYPES = (bool, int, float, str, list, tuple)
 
 
 def require_style(family: Family) -> MegatronStyle:
-    """Return how Megatron-Core describes *family*, or raise if it does not support the family."""
+    """Return Megatron-Core's description of *family*, or raise if there is none."""
     if family.megatron is None:
         raise MappingError(
             f"there is no known Megatron-Core configuration for `{family.name}`",
@@ -167,7 +167,7 @@ def read_facts(style: MegatronStyle, fields: Json) -> Iterator[tuple[Fact, objec
 
 
 def _select_global_base(style: MegatronStyle, fields: Json) -> Json:
-    """Return *fields* with the rotary base of layers without a window as the only one."""
+    """Return *fields* with only the rotary base of layers without a sliding window."""
     bases = fields.get("rotary_base")
     if not style.has_local_rope or not isinstance(bases, (list, tuple)) or len(bases) != 2:
         return fields
@@ -229,7 +229,7 @@ def read_megatron_statements(family: Family, record: Json, source: str) -> Itera
 
 
 def read_partial_config(family: Family, record: Json) -> dict[str, object]:
-    """Return the config.json keys that *record* states."""
+    """Build the part of config.json that *record* states."""
     style = family.megatron
     if style is None:
         return {}
@@ -361,9 +361,9 @@ def _require_two_bases(fields: Json) -> tuple[float, float]:
 def config_to_fields(
     family: Family, config: Json, sizes: Mapping[str, int] | None = None
 ) -> dict[str, object]:
-    """Return Megatron-Core's fields for a config.json.
+    """Build Megatron-Core's fields from a config.json.
 
-    *sizes*, solved from the tensors, override it.
+    *sizes*, solved from the tensors, override *config*.
     """
     style = require_style(family)
     values: Json = normalize_rope(drop_unused_windows(config))

@@ -2,8 +2,8 @@
 
 For a vision-language model, mlx-lm omits the vision tower and ``vision_config`` but keeps the
 ``model_type``; sizes may be in ``text_config``. transformers has a separate model type for the text
-model, which mlx-lm does not support. Such a family has two signs of config.json: its own, and one
-with ``vision_config`` absent.
+model, which mlx-lm does not support. Such a family matches config.json under two conditions, one of
+which requires that ``vision_config`` is absent.
 
 mlx-lm reads the keys of transformers before version 5: ``rope_theta``, ``rope_scaling``,
 ``sliding_window_pattern`` and ``global_head_dim``. It uses its own defaults where transformers 5
@@ -32,7 +32,7 @@ from ckptctl.planner.layouts import MLX, Family
 
 TYPE_KEY, TEXT_KEY, VISION_KEY = "model_type", "text_config", "vision_config"
 NEW_SCALING = "proportional"
-"""A rotary scaling new in version 5: in ``rope_scaling`` it would be read as another kind."""
+"""Rotary scaling new in version 5, which readers of ``rope_scaling`` take for another kind."""
 
 
 def adapt_model_type(config: Json, family: Family | None, layout: str | None) -> Json:
@@ -123,7 +123,7 @@ def _list_legacy_rope_keys(config: Json) -> dict[str, object]:
 
 
 def _has_outer_text_config(family: Family) -> bool:
-    """Return whether published files state the text model next to the vision tower."""
+    """Return whether published files have the text model's keys outside ``text_config``."""
     names = (split_aliases(spelling) for spelling, _ in family.sizes.values())
     return any(f"{TEXT_KEY}.{first_name}" in other_names for first_name, *other_names in names)
 
@@ -133,7 +133,7 @@ def _drop_none(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def _list_legacy_window_keys(config: Json) -> dict[str, object]:
-    """Return the period of full-attention layers, if it is regular."""
+    """Return the legacy key for the period of full-attention layers, if they recur regularly."""
     kinds = config.get("layer_types")
     if (
         not isinstance(kinds, list)
@@ -149,7 +149,7 @@ def _list_legacy_window_keys(config: Json) -> dict[str, object]:
 
 
 def _list_legacy_head_keys(config: Json) -> dict[str, object]:
-    """Return the head sizes of full-attention layers, if all have the same."""
+    """Return the legacy keys for head sizes of full-attention layers, if all have the same."""
     per_layer_config = config.get("per_layer_config")
     layers = list(per_layer_config.values()) if isinstance(per_layer_config, Mapping) else []
     first_layer = layers[0] if layers else None

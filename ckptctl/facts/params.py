@@ -1,4 +1,4 @@
-"""params.json as facts of config.json: read, write and compare.
+"""Convert params.json from and to config.json, and compare both.
 
 Sources: Meta's ``ModelArgs`` in ``llama/model.py`` and ``llama_models/llama3``,
 mistral-inference's ``args.py``.
@@ -51,7 +51,7 @@ def find_preset(family: Family, params: Json) -> dict[str, object]:
 
 
 def merge_into(values: dict[str, object], added: Json) -> None:
-    """Merge *added* into *values*, including the objects that both have."""
+    """Merge *added* into *values*, recursively for objects that both have."""
     for key, value in added.items():
         inner = values.get(key)
         if isinstance(inner, dict) and isinstance(value, Mapping) and key in SUBMODEL_KEYS:
@@ -282,7 +282,7 @@ def _set_consistent(
 def config_to_params(
     family: Family, config: Json, sizes: Mapping[str, int], *, ranks: int = 1
 ) -> dict[str, object]:
-    """Build the params.json for a config.json, with only its publisher's keys.
+    """Build params.json from a config.json, with only the keys that the publisher uses.
 
     If there are more model-parallel *ranks* than key/value heads, the repeated number of heads is
     written.
@@ -340,7 +340,7 @@ def _build_meta_fields(
     if scaling is None:
         return fields
     known_scaling = find_preset(family, {SCALED_ROPE_KEY: True}).get("rope_scaling")
-    if scaling != known_scaling:  # Meta knows one way to scale the rotary frequencies
+    if scaling != known_scaling:  # Meta has only one kind of rotary scaling
         meaning = f"`{SCALED_ROPE_KEY}` means {known_scaling}"
         meaning = meaning if known_scaling else "the frequencies are not scaled"
         raise _inexpressible_error("rope_scaling", dict(scaling), f"in `{family.name}` {meaning}")

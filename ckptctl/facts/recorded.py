@@ -41,7 +41,7 @@ class MegatronRecords:
     def find_candidates(
         self, known_families: Mapping[str, Family], shapes: Mapping[str, tuple[int, ...]], root: str
     ) -> list[Candidate]:
-        """Return the recorded families whose keys match exactly."""
+        """Return candidates for the recorded families whose tables match all keys."""
         candidates: list[Candidate] = []
         for name in find_possible_families(known_families, self._record) if self._record else ():
             single_family, config = (
@@ -164,7 +164,7 @@ def _has_valid_values(family: Family, fields: Json) -> bool:
 def _match_config_signs(
     families: Mapping[str, Family], names: list[str], fields: Json
 ) -> list[str]:
-    """Return the families whose config.json signs match, without those refined by another."""
+    """Select families whose conditions on config.json hold, without those refined by another."""
     kept: list[str] = []
     for name in names:
         family = families[name]

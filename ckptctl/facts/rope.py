@@ -32,7 +32,7 @@ YARN_FACTS = {
     for name, fact in FACTS.items()
     if name.startswith("rope.") and fact.megatron
 }
-"""Parameters of YaRN, with field names of latent attention; others have the prefix yarn_."""
+"""Parameters of YaRN, with fields of latent attention; other fields have the prefix yarn_."""
 TRUNCATE_FIELD = "yarn_correction_range_round_to_int"
 """Whether YaRN's range of dimensions is rounded: ``truncate`` in config.json."""
 
@@ -41,7 +41,7 @@ def read_megatron_rope(style: MegatronStyle, fields: Json) -> dict[str, object] 
     """Convert Megatron-Core's *fields* to ``rope_scaling`` of config.json.
 
     Returns:
-        The kind as ``rope_type`` and its parameters, or None if *fields* do not tell.
+        The kind as ``rope_type`` and its parameters, or None if *fields* do not determine them.
     """
     if fields.get("multi_latent_attention") is True:
         return _read_latent_rope(fields)

@@ -1,8 +1,8 @@
 """Compare the sizes that a configuration states with the tensors.
 
 Shapes show the sizes of axes. For axes that only occur in products, such as heads and head
-dimension, statements are assumed one after another. A statement that does not fit the shapes
-together with those before it is contradicted.
+dimension, statements are assumed to be true one after another. A statement that does not fit the
+shapes and the earlier statements is contradicted.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def find_shape_statements(
 ) -> Iterator[Statement]:
     """Yield the sizes shown by shapes and numbers of keys that differ from *statements*.
 
-    Sizes that follow from formulas over several facts are yielded together with what contradicts
-    them, since no file states them.
+    A size that a formula computes from several facts is yielded together with the size that
+    contradicts it, since no file states it.
 
-    Sizes of *padded* axes may be larger than stated.
+    *padded* maps padded axes to their sizes with padding.
     """
     counts = tensors.matched.count_indices()
     selected = tensors.matched
@@ -140,7 +140,7 @@ def _map_axes_to_statements(
 def _build_formula_statements(
     family: Family, statements: Sequence[Statement]
 ) -> Iterator[tuple[str, Statement]]:
-    """Yield axis sizes that formulas give for the stated facts."""
+    """Yield the axis sizes that formulas compute from the stated facts."""
     values: dict[str, Statement] = {}
     for statement in sorted(
         statements, key=lambda statement: (not statement.trusted, not statement.is_explicit)
@@ -171,13 +171,13 @@ def _get_size(statement: Statement) -> int:
 
 
 def _find_unfactored_axes(items: Sequence[Observation]) -> set[str]:
-    """Return the axes that are a whole dimension of some tensor."""
+    """Return the axes that are a complete dimension of some tensor."""
     leaves = [leaf for item in items for leaf in item.stored.leaves if leaf.part is None]
     return {group[0] for leaf in leaves for group in leaf.dims if len(group) == 1}
 
 
 def _describe_evidence(family: Family, items: Sequence[Observation], axis: str) -> str:
-    """Describe a tensor that shows the size of *axis*, preferably as a whole dimension."""
+    """Describe a tensor that shows the size of *axis*, preferably as a complete dimension."""
     parts = {axis, *family.expand_axes((axis,))}
     candidates: list[tuple[bool, int, int, Observation]] = []
     for position, item in enumerate(items):

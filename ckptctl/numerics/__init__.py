@@ -1,1 +1,1 @@
-"""Arithmetic on weights: schemes of quantization, what is computed on read, and recipes."""
+"""Arithmetic on weights, such as dequantization on read and the recipes of ``--quantize``."""

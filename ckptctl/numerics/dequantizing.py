@@ -1,4 +1,4 @@
-"""Quantized tensors of a source: dequantize them (``--dequantize``), or keep their scales.
+"""Dequantize a source (``--dequantize``), or require that weights keep their scales.
 
 Dequantized tensors are computed as they are read.
 """
@@ -43,7 +43,7 @@ from ckptctl.units import pluralize
 
 
 def dequantize(draft: Draft) -> Draft:
-    """Dequantize the source if requested, also before ``--fill-from`` if it is quantized."""
+    """Dequantize the source if requested; with ``--fill-from``, it may be unquantized."""
     options, catalog = draft.options, draft.catalog
     draft = replace(draft, assets=strip_quantization(draft.assets))
     if options.dequantize is None or (options.fill_from and not find_quantized(catalog)):
@@ -53,7 +53,7 @@ def dequantize(draft: Draft) -> Draft:
 
 
 def read_assets_statements(directory: str | TreePath | None) -> list[QuantizationStatement]:
-    """Return the quantization statements of ``--assets``, or none without that option."""
+    """Return the quantization configs of ``--assets``, or none without that option."""
     if directory is None:
         return []
     root = find_assets_folder(directory)
@@ -62,7 +62,7 @@ def read_assets_statements(directory: str | TreePath | None) -> list[Quantizatio
 
 
 def strip_quantization(assets: Assets) -> Assets:
-    """Return *assets* without any statement of quantization."""
+    """Return *assets* without quantization configs."""
     described = tuple(
         replace(file, content=strip_quantization_config(file.content)) for file in assets.described
     )

@@ -68,10 +68,10 @@ MAX_METADATA_BYTES = 1 << 20
 def read_statement(
     catalog: Catalog, extra_statements: Iterable[QuantizationStatement] = ()
 ) -> QuantizationStatement:
-    """Return the quantization statement of a checkpoint's files and of *extra_statements*.
+    """Return the quantization config of a checkpoint's files and of *extra_statements*.
 
     Raises:
-        MappingError: Statements contradict each other.
+        MappingError: Quantization configs contradict each other.
     """
     config = catalog.documents.get(CONFIG, {})
     statements = [
@@ -87,7 +87,7 @@ def read_statement(
 def read_folder_statements(
     root: TreePath, config: Json, names: Collection[str]
 ) -> Iterator[QuantizationStatement]:
-    """Yield the statements of a config folder, from its *config* and its files *names*."""
+    """Yield the quantization configs of a folder, from its *config* and its files *names*."""
     for statement in (*iterate_config_statements(config), *_read_sidecar_statements(root, names)):
         yield replace(statement, where=f"{statement.where} ({root})")
 
@@ -112,7 +112,7 @@ def is_unquantized(catalog: Catalog) -> bool:
 def survey_catalog(
     catalog: Catalog, extra_statements: Iterable[QuantizationStatement] = ()
 ) -> QuantizationSurvey:
-    """Survey the quantized tensors of a checkpoint by its statements and *extra_statements*."""
+    """Survey the quantized tensors of a checkpoint by its configs and *extra_statements*."""
 
     def read_values(entry: TensorEntry) -> bytes:
         # late, for a fast start: only few schemes read values
@@ -213,7 +213,7 @@ def list_quantized_weights(catalog: Catalog) -> list[QuantizedWeight]:
     Raises:
         DamagedError: Tensors of a weight are missing.
         UnsupportedError: Tensors of a weight do not match each other.
-        MappingError: A quantization statement is unsupported.
+        MappingError: The quantization config is unsupported.
     """
     return _require_matching(survey_catalog(catalog))
 
@@ -232,8 +232,8 @@ def require_paired_scales(catalog: Catalog) -> None:
 def is_supported(survey: QuantizationSurvey, method: str) -> bool:
     """Return whether a scheme is known well enough to tell which tensors are missing.
 
-    This is so if one weight is complete, or if a config states a scheme that is recognized by names
-    alone. An unsupported configuration says nothing about missing tensors.
+    This is the case if at least one weight is complete, or if the config states a scheme that names
+    alone identify. An unsupported config says nothing about missing tensors.
     """
     tensor_errors = (DamagedError, UnsupportedError)
     if any(not isinstance(error, tensor_errors) for error in survey.errors.values()):
@@ -255,7 +255,7 @@ def find_misfits(
 
     Args:
         catalog: The checkpoint.
-        known_survey: Survey of the checkpoint, or None to make one.
+        known_survey: Survey of the checkpoint, or None to survey the checkpoint.
     """
     try:
         survey, method = known_survey or survey_catalog(catalog), read_statement(catalog).method
@@ -297,7 +297,8 @@ def dequantize_catalog(
     Args:
         catalog: A checkpoint.
         dtype: dtype of the dequantized tensors.
-        assets_statements: Statements of ``--assets``, or None where that option does not exist.
+        assets_statements: Quantization configs of ``--assets``, or None if the command has no such
+            option.
     """
     survey = survey_catalog(catalog, assets_statements or ())
     quantized_weights = _require_dequantizable(survey, catalog, assets_statements)

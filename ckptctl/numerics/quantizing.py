@@ -1,7 +1,7 @@
 """``--quantize``: replace linear weights of an output by virtual quantized tensors.
 
-They are computed from the unquantized tensors of the output, in its layout and dtype, after
-dequantizing or merging. Those are virtual too and never stored.
+The quantized tensors are computed from the unquantized tensors of the output, in its layout and
+dtype, after dequantizing or merging. The unquantized tensors are virtual too and never stored.
 """
 
 from __future__ import annotations
@@ -338,7 +338,8 @@ class _QuantizedTensorBuilder:
     """Builder of the virtual tensors of quantized weights.
 
     Attributes:
-        catalog: The source with virtual tensors: quantized ones, and their unquantized inputs.
+        catalog: The source, with virtual tensors for quantized weights and their unquantized
+            inputs.
     """
 
     def __init__(self, draft: Draft, recipe: Recipe, groups: Mapping[str, tuple[str, ...]]) -> None:
@@ -384,7 +385,7 @@ class _QuantizedTensorBuilder:
         return self._inputs[key]
 
     def _build_unquantized_input(self, tensor: OutputTensor) -> ComputeInput:
-        """Return the unquantized tensor, which is the source's own if unchanged, else virtual."""
+        """Return the unquantized tensor, which is virtual unless the source stores it unchanged."""
         key = computed_name(f"{tensor.name}@plain")
         if key not in self._inputs:
             composed = self._draft.mapped[tensor.name]

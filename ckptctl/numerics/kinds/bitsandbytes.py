@@ -40,7 +40,7 @@ def _dequantize_4bit(out: Output) -> None:
 
 
 def _iterate_element_ranges(rows: range, columns: range, width: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of consecutive elements that make up a rectangle."""
+    """Yield the ranges of consecutive elements that make up a rectangle of the matrix."""
     if len(columns) == width:
         yield rows.start * width, rows.stop * width
         return

@@ -1,9 +1,9 @@
 """Kinds that merge LoRA and DoRA updates into rows of a weight in float32, rounded once.
 
 LoRA (Hu et al., arXiv:2106.09685): ``W + scale · B A``. DoRA (Liu et al., arXiv:2402.09353): the
-rows of that, rescaled to given magnitudes. Sources: peft's ``tuners/lora`` (``merge_and_unload``),
-torchtune's ``get_merged_lora_ckpt``. The arguments are :class:`LoraUpdate`. A and the magnitudes
-are small and stay in memory.
+rows of this sum, rescaled to trained magnitudes. Sources: peft's ``tuners/lora``
+(``merge_and_unload``), torchtune's ``get_merged_lora_ckpt``. The arguments are :class:`LoraUpdate`.
+A and the magnitudes are small and stay in memory.
 
 ``lora``: the inputs are W, floating-point ``[rows, columns]``, then for each update A, ``[rank,
 columns]``, B, ``[rows of the update, rank]``, and with DoRA the magnitudes, one for each row of B.

@@ -68,7 +68,7 @@ def _dequantize_float(out: Output) -> None:
 
 
 def _read_packed(out: Output, form: MlxGroups) -> torch.Tensor:
-    """Return the bytes of whole groups, ``[rows, bytes]``."""
+    """Return the bytes of complete groups, ``[rows, bytes]``."""
     import torch
 
     groups = out.list_groups(form.group)

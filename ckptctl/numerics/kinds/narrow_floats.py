@@ -42,12 +42,12 @@ FP8_SCALE_OF_HALVES = 256.0
 FINITE_SCALE_LIMIT = 2.0**127
 """Scales below this bound stay finite."""
 BLOCK_INDEX_CACHE = 16
-"""Cached ranges of columns with the blocks that they are in."""
+"""Number of column ranges whose block numbers are cached."""
 SIGN_COPY_MASK = ~0x4000
 """Mask for all bits of a float16 except the second copy of an int8's sign."""
 MX_BLOCK = 32
 TABLE_CACHE = 16
-"""Cached lookup tables, one for each code table and dtype."""
+"""Number of cached lookup tables, one for each code table and dtype."""
 FP4_SCALE_OF_HALVES = 2.0**14
 SPREAD_FACTOR, CODE_MASK, SIGN_CARRY, NUMBER_MASK = (
     (1 << 9) + (1 << 21),
@@ -57,7 +57,7 @@ SPREAD_FACTOR, CODE_MASK, SIGN_CARRY, NUMBER_MASK = (
 )
 POWER_DTYPES = ("uint8", "float8_e8m0fnu")
 """Dtypes of scales that are powers of two."""
-# DOUBLED is used with halved scales, since 2 to the power of 128 overflows a float32.
+# DOUBLED_E2M1 is used with halved scales, since 2 to the power of 128 overflows a float32.
 E2M1 = tuple(sign * n for sign in (1, -1) for n in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 DOUBLED_E2M1 = tuple(2 * n for n in E2M1)
 
@@ -125,7 +125,7 @@ def to_float32_scales(scale: torch.Tensor) -> torch.Tensor:
 def _convert_to_float32(
     out: Output, raw: torch.Tensor, dtype: str, scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Convert float8 bytes to float32 in shared memory, and return them with their multiplier."""
+    """Convert float8 bytes to float32 in scratch memory, and return them with their scales."""
     if dtype != E4M3 or not raw.numel() or _has_e4m3_nan(raw):
         return bytes_to_float32(raw, dtype), scale
     halves = shift_fp8_to_halves(
@@ -138,7 +138,7 @@ def _convert_to_float32(
 def fold_factor(
     factor: float, numbers: torch.Tensor, scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return operands with product *factor* * *numbers* * *scale*, folding in the exact factor.
+    """Multiply *scale* or, if that would overflow, *numbers* by *factor*, and return both.
 
     Args:
         factor: A power of two, at least 1.
@@ -269,7 +269,7 @@ def look_up_nibbles(
 
 
 def _shift_fp4_to_halves(out: Output, packed: torch.Tensor) -> torch.Tensor:
-    """Convert E2M1 to float16 / :data:`FP4_SCALE_OF_HALVES` in shared scratch memory.
+    """Convert E2M1 to float16 / :data:`FP4_SCALE_OF_HALVES` in scratch memory.
 
     The two codes of a byte are shifted to the upper bits of both halves of an int32. Adding 7 to
     the sign carries it to the highest bit.

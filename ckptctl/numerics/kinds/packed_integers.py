@@ -41,12 +41,12 @@ WORD_BITS = 32
 FOUR_BITS, BYTE_BITS = 4, 8
 NIBBLES_PER_WORD = WORD_BITS // FOUR_BITS
 GROUP_INDEX_CACHE = 8
-"""Cached widths with the group of each column."""
+"""Number of row widths for which the group of each column is cached."""
 TRANSPOSED_CHUNK_BYTES = 4 << 20
 """Bytes of a transposed weight that are read at a time."""
 
 ScratchAllocator = Callable[[str, str, int], "torch.Tensor"]
-"""Provides memory, given a use, a dtype and a number of elements, like :meth:`Output.scratch`."""
+"""Allocates memory for a use, a dtype and a count, like :meth:`Output.get_scratch`."""
 
 
 def _allocate_tensor(_use: str, dtype: str, count: int) -> torch.Tensor:
@@ -111,7 +111,7 @@ def _pad_words(words: torch.Tensor, period_words: int, dim: int) -> torch.Tensor
 
 
 class _Weight(NamedTuple):
-    """Inputs and arguments of a weight."""
+    """Inputs and arguments of a weight of packed integers."""
 
     form: IntegerGroups
     integers: InputTensor
@@ -215,7 +215,7 @@ def _split_into_chunks(weight: _Weight, rows: range) -> Iterator[range]:
 def _read_transposed(
     out: Output, weight: _Weight, rows: range, column_range: range
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Read the integers of some columns, and all scales and zero points, if transposed."""
+    """Read integers, scales and zero points of a transposed weight; see :func:`_read_row_major`."""
     import torch
 
     bits, offset = weight.form.bits, weight.form.offset

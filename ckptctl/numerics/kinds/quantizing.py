@@ -1,9 +1,9 @@
 """Kinds that quantize a weight by its largest elements: round to nearest, no calibration.
 
 Each scheme has a kind for the quantized elements and one for their scales. Both read the weight in
-chunks. It is the first input: float16, bfloat16 or float32, ``[rows, columns]``. Arithmetic uses
-its dtype if the reference does, so that all bits are equal. A stack of weights with whole blocks is
-treated as a weight with more rows.
+chunks. The weight is the first input: float16, bfloat16 or float32, ``[rows, columns]``. Arithmetic
+uses its dtype if the reference does, so that all bits are equal. A stack of weights with whole
+blocks is treated as a weight with more rows.
 
 ``to_fp8_block``: E4M3 times the inverse scale of its block of 128 x 128, in float32; the last block
 of a row or column may be smaller. Source: ``Fp8Quantize`` in transformers'
@@ -62,11 +62,10 @@ class _BlockScheme:
         rows: Rows of a block.
         columns: Columns of a block, or 0 for all.
         compute_divisors: Computes the divisors of blocks from their largest absolute values and the
-            global
-            scale: ``[block rows, block columns]``.
+            global scale, ``[block rows, block columns]``.
         to_stored_scales: Converts divisors to stored scales.
         is_float32: Whether to compute in float32 regardless of the weight's dtype.
-        is_inverse: Whether *scales* returns factors instead of divisors.
+        is_inverse: Whether *compute_divisors* returns factors instead of divisors.
         is_packed: Whether elements are E2M1, two in a byte, instead of E4M3.
     """
 
@@ -144,7 +143,7 @@ def _parse_inputs(out: Output) -> tuple[InputTensor, tuple[int, int], torch.Tens
 def _split_into_blocks(
     requested: range, size: int, block_size: int, max_size: int
 ) -> Iterator[range]:
-    """Yield ranges of whole blocks that cover *requested*, of about *max_size* elements each."""
+    """Yield ranges of complete blocks that cover *requested*, of about *max_size* indices."""
     step = max(block_size, max_size // block_size * block_size)
     end = min(-(-requested.stop // block_size) * block_size, size)
     for start in range(requested.start // block_size * block_size, end, step):
@@ -153,7 +152,7 @@ def _split_into_blocks(
 
 @dataclass(frozen=True, slots=True)
 class _WantedPart:
-    """The part of whole blocks that is written.
+    """Rows and columns of complete blocks that belong to the output.
 
     Attributes:
         block_rows: Rows of the weight in the blocks.
@@ -178,7 +177,7 @@ class _WantedPart:
         return _intersect_ranges(self.block_columns, self.wanted_columns)
 
     def select_from(self, matrix: torch.Tensor, per_element: int = 1) -> torch.Tensor:
-        """Return the wanted part of a matrix with *per_element* columns in each element."""
+        """Select the part to write of a matrix with *per_element* columns in each element."""
         row = self.rows.start - self.block_rows.start
         column = self.columns.start - self.block_columns.start
         stop = column + len(self.columns)
@@ -190,7 +189,7 @@ def _intersect_ranges(first: range, second: range) -> range:
 
 
 class _Blocks:
-    """Whole blocks of a weight in float32, in scratch memory that the next blocks reuse.
+    """Complete blocks of a weight in float32, in scratch memory that the next blocks reuse.
 
     Args:
         out: Provides scratch memory.

@@ -1,4 +1,4 @@
-"""Quantization schemes: how they are detected and dequantized, and recipes of ``--quantize``.
+"""Detection and dequantization of quantization schemes, and recipes of ``--quantize``.
 
 A *scheme* is a module in ``schemes``, loaded automatically and described in :mod:`.scheme`.
 :mod:`.survey` finds the quantized weights of a checkpoint, supported and unsupported, and

@@ -1,8 +1,8 @@
 """``config_groups`` of compressed-tensors: quantization settings for each layer.
 
-A layer belongs to the group with a target that equals its name, then one that matches it, then one
-that is a class such as ``Linear``. Tensors decide which layers are quantized; it is an error if
-``ignore`` lists a quantized layer.
+A layer belongs to the group with a target that equals its name, otherwise to the group with a
+pattern that matches its name, otherwise to the group that targets a class such as ``Linear``.
+Tensors decide which layers are quantized; it is an error if ``ignore`` lists a quantized layer.
 
 Sources: ``quantization/quant_config.py``, ``quantization/quant_args.py`` and ``utils/match.py`` of
 compressed-tensors 0.20.
@@ -63,7 +63,8 @@ def read_arguments(group: TensorGroup, formats: Mapping[str, tuple[str, ...]]) -
         formats: Dtypes of the weights in each supported format.
 
     Raises:
-        MappingError: The config has no settings for it, or contradicts itself or the tensors.
+        MappingError: The config has no settings for the layer, or contradicts itself or the
+            tensors.
     """
     if isinstance(cached := group.cache.get(CONFIG_GROUPS), WeightArguments):
         return cached
@@ -134,7 +135,7 @@ def _find_config_group(group: TensorGroup) -> Json:
             for target in _list_strings(item.get("targets"))
         )
     ]
-    by_class = [  # whose targets are classes, such as ``Linear``, instead of layers
+    by_class = [  # groups that target classes such as ``Linear`` instead of layers
         item
         for item in groups
         if any(

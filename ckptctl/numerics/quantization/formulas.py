@@ -1,6 +1,6 @@
 """Parameters of quantized weights that the kinds of :mod:`ckptctl.numerics.kinds` need.
 
-Plan digests include their ``repr``, so other names of classes or fields would end ``--resume``.
+Plan digests include their ``repr``, so renaming a class or field would break ``--resume``.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class IntegerGroups(NamedTuple):
     Attributes:
         group: Columns or rows of a group; the last group may be smaller.
         bits: Bits of a packed integer, or 0 if each is an int8.
-        transposed: Whether they are stored transposed and unsigned.
+        transposed: Whether the integers are stored transposed and unsigned.
         offset: Number added to zero points, modulo the number of codes.
         symmetric: Whether zero points must be the middle of the codes.
-        optional: Those of ``zero``, ``order`` and ``shape`` that follow integers and scales.
+        optional: Which inputs of ``zero``, ``order`` and ``shape`` follow integers and scales.
     """
 
     group: int

@@ -28,7 +28,7 @@ Source: ``FUSED_LAYER_NAMES`` in llm-compressor's ``observers/helpers.py``.
 """
 
 HIDDEN_DIM_BY_STACK = {"gate_up_proj": 2, "down_proj": 1}
-"""Stacks of a module ``experts``, and the dimension with the hidden size.
+"""Expert stacks in a module ``experts``, and the dimension that is the hidden size.
 
 Source: ``FP8Experts`` in transformers' ``integrations/finegrained_fp8.py``.
 """
@@ -127,6 +127,6 @@ def find_expert_stack_groups(names: Collection[str]) -> Iterator[tuple[str, ...]
 
 
 def map_fused_groups(names: Collection[str]) -> Mapping[str, tuple[str, ...]]:
-    """Map each of *names* to the names it is fused with, including itself."""
+    """Map each of *names* to the names of the weights fused with it, including itself."""
     groups = {name: group for group in find_fused_groups(names) for name in group}
     return {name: groups.get(name, (name,)) for name in names}

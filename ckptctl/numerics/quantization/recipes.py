@@ -30,11 +30,11 @@ class StoredPart:
     """One of the tensors that store a quantized weight.
 
     Attributes:
-        ending: Replaces ``.weight`` in its name.
-        kind: The kind in ``ckptctl/numerics/kinds`` that computes it.
+        ending: Suffix that replaces ``.weight`` in the name.
+        kind: The kind in ``ckptctl/numerics/kinds`` that computes the tensor.
         dtype: torch's name, or empty for the weight's dtype.
-        block: Rows and columns of the weight for each of its elements (0 for all), or None if it
-            is a single number.
+        block: Rows and columns of the weight (0 for all) for each element of the tensor, or None if
+            the tensor is a single number.
     """
 
     ending: str
@@ -43,7 +43,7 @@ class StoredPart:
     block: tuple[int, int] | None
 
     def stored_shape(self, weight_shape: Sequence[int]) -> tuple[int, ...]:
-        """Return its shape for a weight ``[rows, columns]`` or ``[experts, rows, columns]``."""
+        """Return the shape for a weight ``[rows, columns]`` or ``[experts, rows, columns]``."""
         if self.block is None:
             return (1,)
         (*stack, rows, columns), (block_rows, block_columns) = weight_shape, self.block
@@ -54,7 +54,7 @@ class StoredPart:
         )
 
     def stored_name(self, weight_name: str) -> str:
-        """Return its name for a weight, which in an expert stack does not end in ``.weight``."""
+        """Return the name for a weight, which in an expert stack does not end in ``.weight``."""
         if weight_name.endswith(WEIGHT):
             return weight_name.removesuffix(WEIGHT) + self.ending
         return weight_name + self.ending.removeprefix(WEIGHT)

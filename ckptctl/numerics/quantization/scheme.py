@@ -1,7 +1,7 @@
-"""Quantization schemes: their parts, and the registry of all schemes.
+"""Definition and registry of quantization schemes.
 
-A module of ``schemes`` defines ``SCHEMES``. From it follow the descriptions in ``inspect``, the
-names that families' tables need not have, the computations of ``--dequantize``, and the errors.
+Each module of ``schemes`` defines ``SCHEMES``, which determines the descriptions in ``inspect``,
+the names that families' tables need not have, the computations of ``--dequantize``, and the errors.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class QuantizedWeight:
     Attributes:
         key: Name of the dequantized tensor.
         lead: Name of the tensor of quantized elements, which the dequantized tensor replaces.
-        inputs: Names of the tensors that it is computed from, in the kind's order.
+        inputs: Names of the tensors from which it is computed, in the order that the kind expects.
         description: Description for messages, such as ``fp8 blocks of 128x128``.
         kind: The kind in ``ckptctl/numerics/kinds`` that computes it.
         shape: The shape that the kind computes.
         arguments: Arguments of the kind; see :class:`~ckptctl.catalog.ComputedTensor`.
-        transposed: Whether the last two dimensions are swapped after that.
-        others: Names of further tensors of the weight, which are not needed to compute it.
+        transposed: Whether the last two dimensions are swapped after the computation.
+        others: Names of other tensors of the weight, which the computation does not need.
     """
 
     key: str
@@ -94,8 +94,8 @@ class TensorGroup:
     ) -> QuantizedWeight:
         """Build the quantized weight of the group.
 
-        It is computed from the quantized elements, followed by the present parts among *roles*. See
-        :class:`QuantizedWeight`.
+        The kind's inputs are the quantized elements, then the tensors in *roles* that are present.
+        See :class:`QuantizedWeight` for the other parameters.
         """
         input_names = [self.parts[role].name for role in roles if role in self.parts]
         other_names = [part.name for role, part in self.parts.items() if role not in roles]
@@ -112,7 +112,7 @@ class TensorGroup:
         )
 
     def mismatch_error(self, why: str, role: str | None = None) -> UnsupportedError:
-        """Build the error for tensors that do not match each other, blaming the part *role*."""
+        """Build the error for tensors that do not match each other, naming the one with *role*."""
         if role is None or role not in self.parts:
             parts = (self.lead, *self.parts.values())
             message = f"`{self.lead.name}` does not match its declared quantization"
@@ -130,11 +130,11 @@ class TensorGroup:
 
 
 Reason: TypeAlias = Callable[[TensorGroup], str | None]
-"""Returns the reason given by the config or another tensor, or None if it does not apply."""
+"""Function that returns why a rule applies to a weight, or None if it does not apply."""
 
 
 def always_required(_: TensorGroup) -> str:
-    """Return the reason that a part is required in every weight."""
+    """Return why a tensor is required for every weight."""
     return "dequantization requires it"
 
 
@@ -147,12 +147,12 @@ class WeightPart:
     """A tensor stored next to the quantized elements.
 
     Attributes:
-        ending: Ending of its name.
-        required: Returns why it must be present, or None if it may be missing.
-        forbidden: Returns why it must be absent, or None if it is allowed.
-        is_complete: Returns whether a weight has the complete part, or None if the config decides
-            that; all weights of a checkpoint without such a config must have the same.
-        drop_reason: Description, if dequantized models do not need it.
+        ending: Suffix of the tensor's name.
+        required: Returns why the tensor must be present, or None if it may be missing.
+        forbidden: Returns why the tensor must be absent, or None if it is allowed.
+        is_complete: Returns whether a weight has the complete tensor, or None if the config decides
+            that. Without such a config, either all weights of a checkpoint have it or none.
+        drop_reason: Description of the tensor if dequantized models do not need it, else empty.
     """
 
     ending: str
@@ -163,23 +163,23 @@ class WeightPart:
 
     @property
     def is_always_required(self) -> bool:
-        """Whether it must be present regardless of the config."""
+        """Whether the tensor must be present regardless of the config."""
         return self.required is always_required
 
 
 @dataclass(frozen=True, slots=True)
 class NamingForm:
-    """Naming of the tensors that store one weight, by endings after a common prefix.
+    """Names of the tensors that store one weight, as suffixes of a common prefix.
 
     Attributes:
-        lead_ending: Ending of the tensor of quantized elements.
+        lead_ending: Name suffix of the tensor of quantized elements.
         dtypes: Possible dtypes of that tensor.
         parts: The other tensors by role, which may be required, optional or forbidden.
-        build_weight: Checks a group of such tensors and builds its weight, or None if this form is
-            only recognized.
-        dequantized_ending: Ending of the dequantized tensor.
-        unique_endings: Endings that only this form has, each with the dtypes for which that holds
-            (empty for any). Such a tensor outside a complete group is an error.
+        build_weight: Checks such tensors and builds the weight, or None if the scheme is
+            unsupported.
+        dequantized_ending: Name suffix of the dequantized tensor.
+        unique_endings: Name suffixes that identify the scheme, each with the dtypes for which that
+            holds (empty for any). Such a tensor without the others of its weight is an error.
     """
 
     lead_ending: str
@@ -191,7 +191,7 @@ class NamingForm:
 
     @property
     def endings(self) -> tuple[str, ...]:
-        """Endings of all tensors of the form."""
+        """Name suffixes of all tensors of a weight."""
         return (self.lead_ending, *(part.ending for part in self.parts.values()))
 
     def require_parts(self, group: TensorGroup) -> None:
@@ -214,7 +214,7 @@ class NamingForm:
                 raise group.mismatch_error(f"{why}, so this tensor is not allowed", role)
 
     def find_unique_ending(self, name: str, dtype: str) -> str | None:
-        """Return the ending by which *name* identifies this form, or None."""
+        """Return the suffix by which *name* identifies the scheme, or None."""
         for ending, dtypes in self.unique_endings.items():
             if name.endswith(ending) and (not dtypes or dtype in dtypes):
                 return ending
@@ -227,11 +227,12 @@ class Scheme:
 
     Attributes:
         name: Name for messages.
-        forms: Possible namings of its tensors, the more specific ones first.
+        forms: Naming patterns of its tensors, most specific first.
         methods: Values of ``quant_method`` for this scheme.
         needs_no_config: Whether names, dtypes and shapes identify it without a config.
         in_tables: Whether families' tables include its tensors.
-        drop_reasons: Endings of tensors that dequantized models do not need, with descriptions.
+        drop_reasons: Name suffixes of tensors that dequantized models do not need, with the
+            reasons.
     """
 
     name: str
@@ -248,7 +249,7 @@ class Scheme:
 
 
 def missing_parts_error(group: TensorGroup, missing: Mapping[str, str]) -> DamagedError:
-    """Build the error for missing required tensors of a group.
+    """Build the error for missing required tensors of a weight.
 
     Args:
         group: The tensors that are present.

@@ -1,4 +1,4 @@
-"""Quantization configs: the statements of a checkpoint's files on how it is quantized.
+"""Quantization configs in a checkpoint's files.
 
 Sources: ``quantization_config`` of transformers' ``config.json``, nested in the text config of
 newer multimodal models; ``compression_config`` of older compressed-tensors; ``quantization`` of
@@ -38,7 +38,7 @@ COMPARED_KEYS = (
     *("bits", "group_size", "desc_act", "checkpoint_format", "quant_algo", "version"),
     *("mode", "weight_block_size", "sym", "zero_point"),
 )
-"""Keys on which two statements must agree."""
+"""Keys on which two quantization configs must agree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class QuantizationStatement:
     Attributes:
         method: The ``quant_method``; empty if there is no config.
         content: The config as it is in the file.
-        where: The file and the place in it, for errors.
+        where: The key and the file, for errors.
     """
 
     method: str = ""

@@ -23,7 +23,7 @@ Values = Callable[[TensorEntry], bytes]
 Tensors = Mapping[str, TensorEntry]
 UNQUANTIZED_ENDINGS = (".weight", ".bias")
 UNQUANTIZED_DTYPES = ("bfloat16", "float16", "float32")
-"""A tensor with such an ending and dtype never identifies a scheme."""
+"""A tensor with such a name suffix and dtype never identifies a scheme."""
 
 
 @dataclass(slots=True)
@@ -32,10 +32,10 @@ class QuantizationSurvey:
 
     Attributes:
         weights: Supported weights, in the checkpoint's order.
-        errors: Errors that schemes found, by the name of the lead tensor.
-        unknown: Tensors of unsupported schemes, and the names of these.
-        weights_without_scales: Quantized tensors without scales.
-        scales_without_weights: Scales without quantized tensors.
+        errors: Errors that schemes found, by the name of the tensor of quantized elements.
+        unknown: Names of tensors of unsupported schemes, mapped to the schemes.
+        weights_without_scales: Names of quantized tensors without scales.
+        scales_without_weights: Names of scales without quantized tensors.
         dropped: Tensors that dequantized models do not need, with descriptions.
     """
 
@@ -90,7 +90,7 @@ def detect_quantized(
 
     Args:
         tensors: All tensors of a checkpoint.
-        statement: Its quantization config.
+        statement: Quantization config of the checkpoint.
         read_values: Reads the bytes of a small tensor, for schemes that shapes do not determine.
     """
     if not statement.method and looks_unquantized(tensors):
@@ -166,9 +166,9 @@ def _add_weights(
 def _match_form(
     forms: Iterable[NamingForm], name: str, tensors: Tensors
 ) -> tuple[NamingForm, Tensors] | None:
-    """Return the form of the quantized tensor *name*, and its other tensors by role.
+    """Return the naming pattern of the quantized tensor *name*, and its other tensors by role.
 
-    If no form is complete, the one with most of its tensors is returned, or None if none has any.
+    If no pattern is complete, the one with the most tensors is returned, or None if there are none.
     """
     best_match: tuple[NamingForm, Tensors] | None = None
     for form in forms:
@@ -188,7 +188,7 @@ def _match_form(
 def _require_uniform(
     result: QuantizationSurvey, matched_groups: Sequence[tuple[NamingForm, TensorGroup]]
 ) -> None:
-    """Turn weights without a part that others of the same form have into errors."""
+    """Report weights without a tensor that other weights of the same naming pattern have."""
     from ckptctl.numerics.quantization.scheme import missing_parts_error
 
     places = {
@@ -227,9 +227,9 @@ def _require_uniform(
 def _add_unpaired(
     result: QuantizationSurvey, forms: Iterable[NamingForm], tensors: Tensors, used: set[str]
 ) -> None:
-    """Add unpaired quantized tensors and scales of forms that other weights have.
+    """Add unpaired quantized tensors and scales with naming patterns that other weights have.
 
-    Their names alone would not identify them.
+    Without such weights, their names do not identify the scheme.
     """
     for form in (form for form in forms if form.lead_ending):
         ends = tuple(part.ending for part in form.parts.values() if part.is_always_required)
@@ -313,7 +313,7 @@ def to_dequantized_names(names: Collection[str]) -> Collection[str]:
 
 @cache
 def _list_identifying_endings() -> tuple[str, ...]:
-    """Return the endings that identify schemes outside the families' tables."""
+    """Return the name suffixes that identify schemes outside the families' tables."""
     forms = (form for scheme in _load_schemes() if not scheme.in_tables for form in scheme.forms)
     return tuple(
         {end for form in forms for end in form.unique_endings if end != form.dequantized_ending}

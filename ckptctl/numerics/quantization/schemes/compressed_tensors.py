@@ -230,7 +230,7 @@ def _has_order(group: TensorGroup) -> bool | None:
 
 
 def _global_scale_reason(group: TensorGroup) -> str | None:
-    """Return why a weight is NVFP4 with a global scale, which is that other scales are FP8."""
+    """Return why a weight has a global scale (it is NVFP4 if its scales are FP8), or None."""
     scale = group.parts.get("scale")
     if group.lead.dtype != "uint8" or scale is None or scale.dtype != FP8:
         return None
