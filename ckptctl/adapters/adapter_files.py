@@ -169,7 +169,19 @@ def build_adapter_config(
     dora: bool,
     layers: int | None,
 ) -> dict[str, object]:
-    """Build adapter_config.json for an adapter that another program trained."""
+    """Build adapter_config.json for an adapter that another program trained.
+
+    Args:
+        ranks: LoRA rank of each module.
+        adapter_settings: Alpha, and rank and alpha patterns.
+        config: Existing config whose other fields are kept, or None.
+        dora: Whether the adapter has DoRA magnitudes.
+        layers: Number of layers of the model, or None if unknown.
+
+    Raises:
+        UsageError: Alpha is unknown.
+        MappingError: The modules have different ranks, and the alpha of each is unknown.
+    """
     for module, rank in ranks.items():
         adapter_settings.compute_scale(module, rank)
     if adapter_settings.alpha is None:

@@ -31,7 +31,8 @@ class Delta:
     """Low-rank change of some rows of one model tensor.
 
     Attributes:
-        rows: The rows of tensor *key* that change.
+        key: Name of the model tensor.
+        rows: The rows of the tensor that change.
         factors: Names of A and B in the adapter.
         a: ``[rank, columns]``, with the columns in the model's order.
         b: ``[rows, rank]``, with the rows in the order of *rows*.
@@ -57,6 +58,7 @@ class Deltas:
     """All changes of an adapter to one model.
 
     Attributes:
+        changed: Low-rank changes of model tensors.
         replaced: Fully trained tensors of the adapter, by the model tensor that they replace.
         pinned: Changed or replaced model tensors whose dtype must stay.
         logical_names: Logical names (from the family's tables) of everything changed or replaced.
@@ -115,6 +117,8 @@ def match_adapter(
 
 
 class _AdapterMatcher:
+    """Matcher of mapped adapter tensors to the mapped tensors of a model, by logical name."""
+
     def __init__(
         self,
         family: Family,

@@ -72,11 +72,11 @@ _NESTED = re.compile(r"(\.base_layer)+\Z")
 
 @dataclass(frozen=True, slots=True)
 class AdaptedParameter:
-    """A model parameter and the factors that change it.
+    """Model parameter that LoRA factors change.
 
     Attributes:
         key: Parameter name in the model.
-        module: Prefix of the names of its factors.
+        module: Name prefix of the parameter's factors.
         experts: Number of experts, which are the matrices of the parameter.
         swapped: Whether each matrix is ``[out, in]`` instead of ``[in, out]``.
     """
@@ -233,7 +233,7 @@ def iterate_expert_deltas(
             yield Delta(parameter.key, changed, names, right_factor, left_factor)
 
 
-# --------------------------------------------------------------------------------- both ways
+# --------------------------------------------------------------------------------- both directions
 
 
 def convert_experts(draft: Draft) -> Draft:

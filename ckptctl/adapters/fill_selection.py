@@ -98,6 +98,13 @@ def require_same_dtypes(
     """Raise if filling would mix dtypes or quantization schemes, unless ``--dtype`` casts all.
 
     Quantized tensors must use a scheme that the source uses.
+
+    Args:
+        draft: The conversion of the source.
+        base: The base of ``--fill-from``.
+        family: Family of both models.
+        taken: Tensors of the base that fill the source, by key.
+        sources: Tensor name in the base of each key.
     """
     where = f"{draft.catalog.path} and {base.catalog.path}"
     source_schemes, base_schemes = (

@@ -1,4 +1,4 @@
-"""Fill tensors that the source is missing with those of the ``--fill-from`` base.
+"""Fill tensors that the source is missing with tensors of the ``--fill-from`` base.
 
 If both have a tensor, the source's is kept. The base is a checkpoint of the same model, in any
 format and layout. Sizes, switches and shapes are compared, and contradictions are errors.

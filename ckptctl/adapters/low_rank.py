@@ -27,7 +27,7 @@ class Factors:
         a: ``[rank, columns]``.
         b: ``[rows, rank]``; both factors contain the square roots of the singular values.
         error: Relative Frobenius error of their product.
-        change: Frobenius norm of the change, divided by that of the base.
+        change: Frobenius norm of the change, divided by the norm of the base.
     """
 
     a: torch.Tensor
@@ -186,7 +186,7 @@ class StackedFactors:
 
 
 def _count_terms(values: torch.Tensor, energy: float) -> int:
-    """Return the least number of singular values with fraction *energy* of the squared sum."""
+    """Return the least number of values with at least *energy* of the sum of squares."""
     import torch
 
     squares = values.to(torch.float64).square()

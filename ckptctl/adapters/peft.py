@@ -137,7 +137,7 @@ UNSUPPORTED_FIELDS = {
 BIAS_VALUES = ("lora_only", "all")
 TRAINED_FIELDS = ("bias",)
 MERGEABLE_FIELDS = (*TRAINED_FIELDS, TARGET_PARAMETERS)
-"""Config fields with tensors of their own: those found by name alone, and all for merging."""
+"""Fields that ``merge`` supports; tensors of trained fields are recognized by name."""
 BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
 
 
@@ -152,7 +152,7 @@ class AdapterSettings:
         ranks: ``rank_pattern``: ranks of modules that differ, by regex.
         alphas: ``alpha_pattern``: alphas of modules that differ, by regex.
         scaling: Factor of B A for all modules from ``--scaling``, or None.
-        dora: Whether there are DoRA magnitudes, or None if the config does not say.
+        dora: Whether there are DoRA magnitudes, or None if the config does not state it.
         parameters: Name suffixes of weights in ``target_parameters``.
     """
 
@@ -292,7 +292,13 @@ def require_biases(config: Json | None, missing_biases: Collection[str]) -> None
 def require_consistent_magnitudes(
     adapter_settings: AdapterSettings, with_: Collection[str], without: Collection[str]
 ) -> None:
-    """Raise on magnitudes that contradict the config, or that only some modules have."""
+    """Raise on magnitudes that contradict the config, or that only some modules have.
+
+    Args:
+        adapter_settings: Settings of the adapter's config.
+        with_: Names of factors of modules that have a magnitude.
+        without: Names of factors of modules that have none.
+    """
     if adapter_settings.dora is False and with_:
         problem, where = f"{CONFIG} states `use_dora: false`, but the adapter has magnitudes", with_
     elif without and (with_ or adapter_settings.dora):
@@ -468,7 +474,7 @@ RankAndAlpha = tuple[int, float]
 
 
 def needs_parameter_target(module: str) -> bool:
-    """Return whether PEFT must target a layer's weight instead of the layer."""
+    """Return whether PEFT must target a layer's weight instead of the layer, by its name."""
     return module.rpartition(".")[2] in EXPERT_LAYER_NAMES
 
 

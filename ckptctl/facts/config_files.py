@@ -34,7 +34,7 @@ def compare_descriptions(draft: Draft) -> Draft:
 
 
 def config_files(draft: Draft) -> Draft:
-    """Decide which config files to write next to the tensors of an output, unless an adapter."""
+    """Decide which config files to write next to the tensors of an output that is no adapter."""
     if draft.is_adapter:
         return draft
     assets, options, target, change = draft.assets, draft.options, draft.target, draft.change
@@ -160,7 +160,7 @@ def _build_documents(
     dtype: str | None,
     is_cast: bool,
 ) -> dict[str, Json]:
-    """Build the config files of an output that differ from the source's."""
+    """Build the config files of an output that differ from those of the source."""
     config, params = assets.documents.get(CONFIG), assets.documents.get(PARAMS)
     written: dict[str, Json] = {}
     if config is not None:

@@ -84,7 +84,7 @@ class Statement:
 
 @dataclass(frozen=True, slots=True)
 class Contradiction:
-    """A fact with contradicting statements.
+    """Fact with contradicting statements.
 
     Attributes:
         fact: Name of the fact.
@@ -245,7 +245,7 @@ EXPERT_COUNT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
 
 @dataclass(frozen=True, slots=True)
 class CountLimit:
-    """A bound that one count puts on another.
+    """Bound that one count sets for another.
 
     Attributes:
         name: Name of the limited count.

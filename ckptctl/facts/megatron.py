@@ -1,9 +1,10 @@
 """Megatron's model records, read and written as the facts of config.json.
 
-The record is a plain dictionary: the ``args`` of Megatron-LM (``common.pt``), the parsed
+The record is a dictionary: the ``args`` of Megatron-LM (``common.pt``), the parsed
 ``run_config.yaml`` of Megatron-Bridge, ``model.yaml`` of NeMo 2, or a ``TransformerConfig`` (verl).
-Nothing in it is imported or called, and only plain values are used. Fields that change logits are
-translated, required to have the value that all models of the family have, or rejected by name.
+Objects that a record names are not imported or called; only numbers, strings, booleans and lists
+are used. Fields that change logits are translated, required to have the value that all models of
+the family have, or rejected by name.
 """
 
 from __future__ import annotations

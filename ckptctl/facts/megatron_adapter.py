@@ -1,8 +1,8 @@
 """Megatron-Bridge's adapter section (``peft`` in ``run_config.yaml``) and PEFT's config.
 
-``LoRA`` has factors for whole linear layers, and ``CanonicalLoRA`` for each part of concatenated
-layers, all with one rank and one alpha. Targets are last names of layers, or full names in which
-``*`` matches anything.
+``LoRA`` has factors for complete linear layers, and ``CanonicalLoRA`` for each of the layers that
+are concatenated (such as q, k and v), all with one rank and one alpha. Targets are last names of
+layers, or full names in which ``*`` matches anything.
 
 Sources: ``peft/lora.py``, ``peft/canonical_lora.py`` and ``peft/module_matcher.py`` of
 Megatron-Bridge 0.3.

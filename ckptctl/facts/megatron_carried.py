@@ -1,7 +1,7 @@
 """Megatron records of a source, adapted to an output with the same tensors.
 
-Plain values are copied; other objects are skipped and reported by name. Fields on model parallelism
-and saved state are rewritten: one rank, and only weights.
+Values that JSON can store are copied; other objects are skipped and reported by name. Fields on
+model parallelism and saved state are rewritten: one rank, and only weights.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ def _list_legacy_head_keys(config: Json) -> dict[str, object]:
 
 
 def _list_legacy_size_keys(config: Json, family: Family, within: str = "") -> dict[str, object]:
-    """Return sizes *within* an object under their first name, if another name states them."""
+    """Return sizes in the object *within* under their first alias, if another alias states them."""
     names = [split_aliases(spelling) for spelling, _ in family.sizes.values() if "|" in spelling]
     candidates = (
         (first_name, get_nested(config, other_name))

@@ -167,7 +167,7 @@ def read_gguf_rope(config: Json, keys: Json, factors: Sequence[float] | None) ->
 
 
 def _rotates_whole_head(config: Json, keys: Json) -> bool:
-    """Return whether the whole head is rotated, as in all supported architectures."""
+    """Return whether the complete head is rotated, as in all supported architectures."""
     size, heads = config.get("hidden_size"), config.get("num_attention_heads")
     default_head_dim = (
         size // heads if isinstance(size, int) and isinstance(heads, int) and heads else None

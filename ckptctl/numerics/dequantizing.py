@@ -91,7 +91,7 @@ def require_scales_kept(
 ) -> None:
     """Raise if a conversion would separate quantized weights from their scales.
 
-    A complete copy under the same names is not checked, because it loses nothing.
+    Copies of all tensors under unchanged names are not checked, because nothing is lost.
     """
     if not renamed and dtype is None and catalog.tensors.keys() <= set(selected):
         return

@@ -1,7 +1,7 @@
 """Kinds that dequantize bitsandbytes weights in float32, rounded once.
 
 ``bnb_4bit``: two codes in a byte, the first in the upper half. Each code is an index into a table,
-multiplied by the scale of its block of consecutive elements of the whole tensor. Sources:
+multiplied by the scale of its block of consecutive elements of the flattened tensor. Sources:
 ``_dequantize_4bit_compute`` in ``bitsandbytes/backends/default/ops.py``, ``QuantState`` and
 ``dequantize_4bit`` in ``bitsandbytes/functional.py``. Inputs: bytes ``[elements / 2, 1]``; the
 table, float32 ``[16]``; the scales, float32 ``[blocks]``. Quantized scales are uint8 ``[blocks]``,

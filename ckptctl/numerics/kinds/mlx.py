@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 FOUR_BITS = 4
 PACK_SIZE = 8
-"""Number of elements that fill whole bytes at any width."""
+"""Number of elements that fill complete bytes at any bit width."""
 
 
 def _dequantize_affine(out: Output) -> None:

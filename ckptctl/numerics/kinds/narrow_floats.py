@@ -15,12 +15,11 @@ uint8 ``[..., columns / 32]``, where s stands for 2 to the power of s - 127. Thi
 which is NaN in the specification but not in transformers and torch.
 
 ``fp4_groups``: two E2M1 numbers in a byte, times a scale for each group of columns and, for NVFP4,
-a global scale for the whole matrix, in float32. Sources: ``nvfp4`` and ``mxfp4`` in
-compressed-tensors' ``compressors``; ``NVFP4QTensor`` in ModelOpt's ``torch/quantization/qtensor``;
-``Fp8Dequantize`` in ``transformers``' ``integrations/finegrained_fp8.py``. Inputs: bytes ``[...,
-rows, columns / 2]``; the scales, floating-point or E8M0 in uint8, ``[..., rows, columns / group]``;
-and for NVFP4 the global scale, float32, one in total or one for each matrix. A scale of 255 in
-uint8 is NaN here.
+a global scale for the matrix, in float32. Sources: ``nvfp4`` and ``mxfp4`` in compressed-tensors'
+``compressors``; ``NVFP4QTensor`` in ModelOpt's ``torch/quantization/qtensor``; ``Fp8Dequantize`` in
+``transformers``' ``integrations/finegrained_fp8.py``. Inputs: bytes ``[..., rows, columns / 2]``;
+the scales, floating-point or E8M0 in uint8, ``[..., rows, columns / group]``; and for NVFP4 the
+global scale, float32, one in total or one for each matrix. A scale of 255 in uint8 is NaN here.
 """
 
 from __future__ import annotations

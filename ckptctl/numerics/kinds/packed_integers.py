@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import torch
 
 WORD_BITS = 32
-"""Bits of a word, and a number of integers that fill whole words at any width."""
+"""Bits of a word; also a number of integers that fills complete words at any bit width."""
 FOUR_BITS, BYTE_BITS = 4, 8
 NIBBLES_PER_WORD = WORD_BITS // FOUR_BITS
 GROUP_INDEX_CACHE = 8
@@ -242,7 +242,7 @@ def _read_transposed(
 def _read_group_values(out: Output, tensor: InputTensor, rows: range) -> torch.Tensor:
     """Read a value for each group of columns, ``[rows, groups]``.
 
-    Values for each row, each matrix or the whole tensor are ``[rows, 1]`` or ``[1, 1]``.
+    Values for each row, each matrix or the complete tensor are ``[rows, 1]`` or ``[1, 1]``.
     """
     import torch
 

@@ -2,7 +2,7 @@
 
 Each scheme has a kind for the quantized elements and one for their scales. Both read the weight in
 chunks. The weight is the first input: float16, bfloat16 or float32, ``[rows, columns]``. Arithmetic
-uses its dtype if the reference does, so that all bits are equal. A stack of weights with whole
+uses its dtype if the reference does, so that all bits are equal. A stack of weights with complete
 blocks is treated as a weight with more rows.
 
 ``to_fp8_block``: E4M3 times the inverse scale of its block of 128 x 128, in float32; the last block
@@ -134,7 +134,7 @@ def _write_scales(scheme: _BlockScheme, out: Output) -> None:
 
 
 def _parse_inputs(out: Output) -> tuple[InputTensor, tuple[int, int], torch.Tensor | None]:
-    """Return the weight, its shape as a matrix, and the global scale or None."""
+    """Return the weight, its shape as a matrix, and the global scale or None if there is none."""
     weight, *shared = out.inputs
     *rows, columns = weight.entry.shape
     return weight, (math.prod(rows), columns), shared[0].read_all() if shared else None
@@ -368,7 +368,7 @@ def _keep_scales(scales: torch.Tensor) -> torch.Tensor:
     return scales
 
 
-# ----------------------------------------------------------------------------- the whole weight
+# ----------------------------------------------------------------------------- global scale
 
 
 _LARGEST_VALUES = SharedResults["torch.Tensor"]()

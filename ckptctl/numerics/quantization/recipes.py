@@ -167,7 +167,7 @@ RECIPES = (
             ),
         ),
         build_config=_build_fine_grained_config,
-        # transformers' ``FP8Experts`` reads stacks whose experts are whole blocks.
+        # transformers' ``FP8Experts`` reads stacks whose experts consist of complete blocks.
         stack_multiples=(FP8_BLOCK_SIZE, FP8_BLOCK_SIZE),
     ),
     Recipe(

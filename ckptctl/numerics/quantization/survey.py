@@ -36,7 +36,7 @@ class QuantizationSurvey:
         unknown: Names of tensors of unsupported schemes, mapped to the schemes.
         weights_without_scales: Names of quantized tensors without scales.
         scales_without_weights: Names of scales without quantized tensors.
-        dropped: Tensors that dequantized models do not need, with descriptions.
+        dropped: Names of tensors that dequantized models do not need, mapped to descriptions.
     """
 
     weights: list[QuantizedWeight] = field(default_factory=list)

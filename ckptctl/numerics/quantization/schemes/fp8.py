@@ -1,7 +1,7 @@
-"""Float8 weights with scales of blocks or of the whole tensor, and packed FP4 experts.
+"""Float8 weights with scales of blocks or of complete tensors, and packed FP4 experts.
 
-Scales in uint8 are powers of two (E8M0), only if the config says so. Experts may then be packed FP4
-with such a scale for each 32 columns.
+Scales in uint8 are powers of two (E8M0) and require a config that states this format. Experts may
+then be packed FP4 with such a scale for each 32 columns.
 
 Sources: DeepSeek-V3's ``inference/fp8_cast_bf16.py``; ``transformers``'
 ``integrations/finegrained_fp8.py``, for DeepSeek-V4's experts and MXFP8 as well; AutoFP8, whose

@@ -1,11 +1,11 @@
 """GPTQ: integers packed along the rows of the transposed weight, with scales of row groups.
 
-``checkpoint_format`` is the storage of zero points: unchanged in ``gptq_v2``, minus one in
+``checkpoint_format`` states how zero points are stored: unchanged in ``gptq_v2``, minus one in
 ``gptq``, which is the default.
 
 ``g_idx`` is the group of each row regardless of ``desc_act``, as in GPTQModel and transformers. If
-``desc_act`` is true all weights have it. Otherwise it may be missing from all of them, since vLLM
-omits it.
+``desc_act`` is true, all weights have ``g_idx``. Otherwise it may be missing from all weights,
+since vLLM omits it.
 
 With ``sym: true`` all zero points are the middle of the codes, and kernels do not read them.
 
