@@ -152,7 +152,10 @@ class StackedFactors:
 
     @property
     def join_factors(self) -> Factors | None:
-        """Factors of the complete stack, or None if unchanged; the collected factors are freed."""
+        """Factors of the complete stack, or None if unchanged.
+
+        Reading the property frees the collected factors.
+        """
         import torch
 
         experts, rows, columns = self.shape

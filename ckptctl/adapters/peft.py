@@ -136,8 +136,9 @@ UNSUPPORTED_FIELDS = {
 }
 BIAS_VALUES = ("lora_only", "all")
 TRAINED_FIELDS = ("bias",)
+"""Fields whose tensors are recognized by their names."""
 MERGEABLE_FIELDS = (*TRAINED_FIELDS, TARGET_PARAMETERS)
-"""Fields that ``merge`` supports; tensors of trained fields are recognized by name."""
+"""Fields whose tensors ``merge`` supports."""
 BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
 
 

@@ -32,7 +32,7 @@ YARN_FACTS = {
     for name, fact in FACTS.items()
     if name.startswith("rope.") and fact.megatron
 }
-"""Parameters of YaRN, with fields of latent attention; other fields have the prefix yarn_."""
+"""Parameters of YaRN. The fields are those of latent attention. Others add the prefix yarn_."""
 TRUNCATE_FIELD = "yarn_correction_range_round_to_int"
 """Whether YaRN's range of dimensions is rounded: ``truncate`` in config.json."""
 

@@ -43,7 +43,10 @@ from ckptctl.units import pluralize
 
 
 def dequantize(draft: Draft) -> Draft:
-    """Dequantize the source if requested; with ``--fill-from``, it may be unquantized."""
+    """Dequantize the source if requested.
+
+    With ``--fill-from``, the source may be unquantized.
+    """
     options, catalog = draft.options, draft.catalog
     draft = replace(draft, assets=strip_quantization(draft.assets))
     if options.dequantize is None or (options.fill_from and not find_quantized(catalog)):

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import torch
 
 WORD_BITS = 32
-"""Bits of a word; also a number of integers that fills complete words at any bit width."""
+"""Bits of a word, and a number of integers that fills complete words at any bit width."""
 FOUR_BITS, BYTE_BITS = 4, 8
 NIBBLES_PER_WORD = WORD_BITS // FOUR_BITS
 GROUP_INDEX_CACHE = 8
@@ -215,7 +215,7 @@ def _split_into_chunks(weight: _Weight, rows: range) -> Iterator[range]:
 def _read_transposed(
     out: Output, weight: _Weight, rows: range, column_range: range
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Read integers, scales and zero points of a transposed weight; see :func:`_read_row_major`."""
+    """Read integers, scales and zero points of a transposed weight, as :func:`_read_row_major`."""
     import torch
 
     bits, offset = weight.form.bits, weight.form.offset
