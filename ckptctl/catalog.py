@@ -182,8 +182,8 @@ class ComputeInput:
     """Input tensor of a computed tensor.
 
     Attributes:
-        root: Absolute path of the directory that the entry's files are relative to; for an adapter
-            not that of the checkpoint.
+        root: Absolute path of the directory that the entry's files are relative to. The tensors of
+            an adapter have another root than the checkpoint.
         entry: Entry of the tensor. Its extents are ``raw`` and tile it; they may be virtual.
     """
 
@@ -220,7 +220,7 @@ class ComputedTensor:
 
 
 def computed_name(key: str) -> str:
-    """Return the name of the virtual file of tensor *key*, which no real file has."""
+    """Return the name of the virtual file of tensor *key*. No real file has such a name."""
     return VIRTUAL + key
 
 
@@ -230,7 +230,7 @@ def is_computed(file: str) -> bool:
 
 
 def memory_name(key: str) -> str:
-    """Return the name of the memory called *key* in a plan, which no real file has."""
+    """Return the file name that stands for a piece of memory in a plan. No real file has it."""
     return MEMORY + key
 
 
@@ -337,19 +337,19 @@ class Catalog:
         assets: Sidecar files (configuration, tokenizer, ...) relative to *root*, with their sizes.
         others: Other files in *root*, and folders with a trailing slash, with the reason why they
             are not copied.
-        documents: Parsed ``config.json`` and ``params.json``, if any; params match *tensors*, even
-            if shards repeat heads.
-        extensions: Records of trainers about the model in their own terms, by name of the extension
+        documents: Parsed ``config.json`` and ``params.json``, if any. Sizes in ``params.json``
+            match *tensors*, even if shards repeat heads.
+        extensions: Descriptions of the model under a trainer's own keys, by name of the extension
             and by file.
-        stated: Other sources of facts, such as trainer arguments or metadata of weights: facts
-            under the keys of config.json, by source.
+        stated: Facts about the model under the keys of config.json, by source, such as trainer
+            arguments or metadata of weights.
         metadata: Free-form strings that the format stores.
         notes: Notes for the user, such as disabled checksums or unreferenced files.
         computed: Virtual files that contain extents of *tensors*, by name.
-        replicas: Further copies of boxes of *tensors*, by tensor. Each has the box of one of its
-            extents and must have the same elements. Only set on request.
+        replicas: Further copies of extents of *tensors*, by tensor name. Each has the same box and
+            must have the same elements as one of the tensor's extents. Only set on request.
         findings: Findings about unreadable parts, if a partial read was requested.
-        lost: Boxes in unusable files, with the file, by tensor; only in a partial read.
+        lost: Boxes in unusable files, each with its file, by tensor name; only in a partial read.
         recorded_bytes: Total size of all tensors according to the index, or None if not recorded.
         save_id: Unique identifier of the save, or an empty string if not recorded.
         world: Number of ranks that saved the checkpoint, or 0 if not recorded.

@@ -22,7 +22,7 @@ NO_CRC = -1
 
 
 class BoxColumns(Sequence[Box]):
-    """Sequence of boxes, stored as columns. Tensors that are split alike may share one.
+    """Sequence of boxes, stored as columns. Tensors that are split alike may share it.
 
     Attributes:
         offsets: Offsets of each box.

@@ -64,7 +64,7 @@ class DocumentForm:
     """One of several forms of a document.
 
     Attributes:
-        parts: Results whose fields are combined, each with its alternatives.
+        parts: Result classes whose fields are combined. Each item lists alternative classes.
         option: Option that selects the form; empty for the default form.
     """
 
@@ -103,8 +103,8 @@ class Document:
 
     Attributes:
         name: Command that prints the document.
-        prints: Result classes as ``module:Class``. ``a | b`` is one of them, and ``a & b`` has the
-            fields of both. Further forms follow after a comma and the option that selects them.
+        prints: Result classes as ``module:Class``. ``a | b`` means one of the two, and ``a & b``
+            means the fields of both. Further forms follow after commas, each with its option.
     """
 
     name: Annotated[str, JsonField("argument of `ckptctl schema`: a command or `error`")]
@@ -203,7 +203,7 @@ def _build_object_schema(fields: Any) -> dict[str, Any]:
 
 
 def _finish_schema(node: Any, closed: bool) -> Any:
-    """Remove links from the descriptions of a schema, and close it if asked."""
+    """Remove links from the descriptions of a schema. Make a *closed* one reject unknown fields."""
     if isinstance(node, list):
         return [_finish_schema(item, closed) for item in node]
     if not isinstance(node, dict):

@@ -68,7 +68,10 @@ BY_STORAGE = {t.storage: t for t in _TABLE if t.storage}
 UNMEASURED = frozenset({"float4_e2m1fn_x2"})
 """Dtypes that torch cannot convert to numbers."""
 WORDS: Mapping[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q", 16: "Q"}
-"""Codes of the integers that elements of a size are read as; 16 bytes are two integers."""
+"""Array type codes of the unsigned integers that elements are read as, by size of an element.
+
+An element of 16 bytes is read as two integers.
+"""
 _SPELLINGS = {t.short: t.name for t in _TABLE} | {
     "fp64": "float64",
     "fp32": "float32",

@@ -279,14 +279,14 @@ class Mention:
 
     Attributes:
         options: Options as on the command line, each with its value if there is one.
-        command: Command that takes them, if it is not the running one.
+        command: Command that has these options, if it is not the running command.
     """
 
     options: tuple[str, ...]
     command: str = ""
 
     def on_command_line(self) -> str:
-        """Spell them for the terminal."""
+        """Format the options as on the command line."""
         return f"`{' '.join(filter(None, (self.command, *self.options)))}`"
 
 
@@ -315,7 +315,7 @@ def rename_options(names: Mapping[str, str]) -> AbstractContextManager[None]:
     """Rename options in messages within the block, e.g. ``--from`` to ``--format-b``.
 
     Args:
-        names: Option names by the names in messages, with dashes.
+        names: Names to show, by the names that messages use, both with leading dashes.
     """
 
     def spell_renamed(mention: Mention, spell: SpellMention) -> str:

@@ -93,7 +93,7 @@ def _load_family(name: str) -> Family:
 def use_converter_file(file: str | TreePath | None) -> Iterator[None]:
     """Register the family defined in *file* for the duration of the block.
 
-    The file is executed. No other function executes code that the user names.
+    The file is executed. No other function executes code from a path that the user passes.
     """
     if file is None:
         yield
@@ -139,7 +139,7 @@ def load_families() -> dict[str, Family]:
 
 
 def list_layouts(family_list: Iterable[Family]) -> list[str]:
-    """Return the names of all layouts of *family_list* families."""
+    """List the names of all layouts that the families in *family_list* have."""
     return sorted({name for member in family_list for name in member.layouts})
 
 
@@ -158,7 +158,7 @@ def require_layout(family: Family, name: str) -> None:
 
 
 def build_adapter_families(family_list: Iterable[Family]) -> dict[str, Family]:
-    """Return the adapter families of *family_list* families, by name."""
+    """Build the adapter families of the families in *family_list*, by name."""
     from ckptctl.planner.mapping.adapters import derive_adapter_family
 
     adapter_families = (

@@ -1,8 +1,8 @@
 """Options as keyword arguments of Python functions.
 
-Messages and notes name options with :func:`ckptctl.errors.spell_option`. In Python they become
-keyword arguments. An option that the called function does not take is shown as a call of one that
-does.
+Messages and notes name options with :func:`ckptctl.errors.spell_option`. In Python, the options are
+shown as keyword arguments. An option that the called function does not have is shown as an argument
+of a function that has it, such as ``ckptctl.convert(to='hf')``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OWNER_FUNCTIONS = (
     *("convert", "merge", "consolidate", "verify", "diff", "extract", "inspect", "map", "prune"),
     "extract_lora",
 )
-"""Functions that are searched, in order, for options of other functions."""
+"""Functions that are searched, in order, if the called function does not have an option."""
 P = ParamSpec("P")
 O_co = TypeVar("O_co", covariant=True)
 R = TypeVar("R")
@@ -98,7 +98,7 @@ def accept_keywords(options: Callable[P, O_co], excluded: Sequence[str] = ()) ->
 
 
 def spell_in_python(*options: Any) -> AbstractContextManager[None]:
-    """Spell the fields of *options*, dataclasses, as keyword arguments in messages."""
+    """Show the options of the dataclasses *options* as keyword arguments in messages."""
     names = _map_keyword_names(
         [option for options_class in options for option in list_options(options_class)]
     )
@@ -153,7 +153,7 @@ def _document_options(text: str, fields: Sequence[DeclaredOption]) -> str:
 
 
 def describe_option(declared_option: DeclaredOption) -> str:
-    """Return the help of an option for Python."""
+    """Return the help text of an option for Python docstrings."""
     text = declared_option.option.python or declared_option.option.help.replace(" Repeatable.", "")
     text, default, value = text.partition("[default: ")
     if default:

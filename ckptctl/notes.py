@@ -19,7 +19,7 @@ class Note(NamedTuple):
     Attributes:
         kind: ``note`` and ``warning`` are messages. The others are reasons why a tensor, value or
             file is not in the output, or why a value was used for a fact.
-        subject: Name of that tensor, value, file or fact; empty for a note or a warning.
+        subject: Name of the tensor, value, file or fact; empty for a note or a warning.
         text: Text of the message, or the reason.
     """
 

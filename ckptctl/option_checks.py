@@ -40,7 +40,7 @@ def list_writable_formats(_: Given | None = None) -> list[str]:
 
 
 def list_model_types(arguments: Given) -> list[str]:
-    """List all model types, including that of ``converter``."""
+    """List all model types, including the one that option ``converter`` adds."""
     from ckptctl import families
 
     with families.use_converter_file(arguments.get("converter")):
@@ -48,7 +48,7 @@ def list_model_types(arguments: Given) -> list[str]:
 
 
 def list_layouts(arguments: Given) -> list[str]:
-    """List the layouts of the given model type, or of all."""
+    """List the layouts of the given model type, or of all model types."""
     from ckptctl import families
 
     model_type = arguments.get("model_type") or arguments.get("family")
@@ -276,7 +276,7 @@ def parse_sizes(texts: Sequence[str]) -> dict[str, int]:
 
 
 def build_dtype_check(kind: str, list_choices: Callable[[], list[str]]) -> Callable[[str], str]:
-    """Return a check that raises for other than *list_choices* dtypes, and returns torch's name."""
+    """Return a check that accepts the dtypes from *list_choices* and returns torch's name."""
 
     def check_dtype(value: str) -> str:
         from ckptctl import dtypes

@@ -4,10 +4,10 @@
 
     @dataclass(frozen=True, kw_only=True)
     class CopyOptions(Options):
-        jobs: Annotated[int | None, Option("Threads.", metavar="N", check=positive)] = None
+        jobs: Annotated[int | None, Option("Threads.", check=check_positive)] = None
 
-This declares ``--jobs N`` of a command (:mod:`ckptctl.cli.commands`), the argument ``jobs=`` of a
-function (:mod:`ckptctl.keywords`), its name in errors and its row in both references.
+This declares ``--jobs`` of a command (:mod:`ckptctl.cli.commands`), the argument ``jobs=`` of a
+function (:mod:`ckptctl.keywords`), and the name of the option in errors and reference pages.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _NOUNS: dict[Any, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Excludes:
-    """Another option that conflicts with the one that declares it.
+    """Conflict of the declaring option with another option.
 
     Attributes:
         other: Field of the other option, or ``field=value`` for one of its values.
@@ -93,12 +93,12 @@ class Option:
         metavar: Placeholder for the value in the help.
         parse: Function that parses the text, or all texts of a repeatable option.
         check: Function that returns the checked value, or raises UsageError. Not called for None.
-        offers: Function that returns the completions of a shell.
+        offers: Function that returns the values for shell completion.
         python: Help text for Python, if it differs.
         panel: Section of the help.
         brief: Whether the short help ``-h`` shows the option. Options in *Common* are always shown.
-        excludes: Options that conflict with it.
-        requires: Field of an option that it requires, or ``field=value``.
+        excludes: Conflicts with other options.
+        requires: Field of another option that must be given, too, or ``field=value``.
     """
 
     help: str
@@ -201,7 +201,7 @@ def _to_python_number(value: Any) -> Any:
 
 
 def _matches_kind(value: object, kind: Any) -> bool:
-    """Check if *value* has type *kind*. Kinds without a known noun accept everything."""
+    """Check if *value* has type *kind*. Kinds that are not in ``_NOUNS`` accept all values."""
     kind = get_origin(kind) or kind
     if kind is Sequence:
         return isinstance(value, Sequence) and not isinstance(value, str | bytes)
@@ -289,9 +289,9 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def option_group(class_: type[T]) -> type[T]:
-    """Make a class a mixin of option dataclasses that is never instantiated itself.
+    """Make a class a mixin for option dataclasses. The mixin itself is never instantiated.
 
-    It gets no ``__init__``, ``__repr__`` and ``__eq__``, because generating them slows ``--help``.
+    ``__init__``, ``__repr__`` and ``__eq__`` are not generated, because that slows ``--help``.
     """
     return dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)(class_)
 
@@ -318,7 +318,7 @@ def _find_options(owner: Callable[..., Any]) -> tuple[DeclaredOption, ...]:
 
 @contextmanager
 def blame_option(name: str) -> Iterator[None]:
-    """Attribute a UsageError in the block to option *name*, unless it names one."""
+    """Name option *name* in a UsageError in the block, unless the error names an option."""
     try:
         yield
     except UsageError as error:
@@ -337,7 +337,7 @@ def require_choice(
 
     Args:
         value: Value to check.
-        kind: Noun for the message.
+        kind: Noun for the value in the message, such as ``layout``.
         choices: Allowed values.
         aliases: Aliases of allowed values, for suggestions.
         list_command: Command that lists the allowed values, shown if there are too many for the

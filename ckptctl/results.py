@@ -8,11 +8,11 @@
         nbytes: Annotated[int, JsonField("size of all files", name="bytes")]
 
         @property
-        def whole(self) -> Annotated[bool, JsonField()]:
+        def complete(self) -> Annotated[bool, JsonField()]:
             "Whether nothing is missing."
 
-Fields come first, then properties, in the order of the class unless it declares another. The schema
-is built in :mod:`ckptctl.documents`.
+Fields come first, then properties, in the order of the class body, unless the class passes *order*.
+The schema is built in :mod:`ckptctl.documents`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Result:
     _order: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, order: str = "") -> None:
-        """Store the order. Dataclasses with slots call this twice, then without *order*."""
+        """Store *order*. Dataclasses with slots call this again, without *order*."""
         if order:
             cls._order = tuple(order.split())
 
@@ -191,7 +191,7 @@ def _compose_getters(
 
 
 def _collect_hints(result_class: type) -> dict[str, Any]:
-    """Return the types of printable attributes, those of properties last."""
+    """Return the types of attributes that may be printed, properties last."""
     hints: dict[str, Any] = {}
     for base in reversed(result_class.__mro__):
         # The other annotations of a class may import names for type checkers only, and the module

@@ -114,7 +114,7 @@ class UploadRequest:
         resume: Whether to keep the files that an interrupted run uploaded, and to leave uploaded
             files after an error.
         is_checkpoint: Function that checks if the existing files may be overwritten.
-        read: Source files of the output, by folder.
+        read: Source files that the output is computed from, by folder.
     """
 
     names: Sequence[str]
@@ -173,7 +173,7 @@ class FileTree(Protocol):
         """
 
     def list_members(self, url: str) -> Iterable[str]:
-        """Return the names in a folder, or none if there is no such folder."""
+        """Return the names in a folder. There are none if the folder does not exist."""
 
     def read_range(self, url: str, offset: int, nbytes: int) -> bytearray:
         """Return a byte range of a file, or fewer bytes at its end."""
@@ -182,13 +182,13 @@ class FileTree(Protocol):
         """Fetch the bytes around *offset* into the cache. Negative offsets count from the end."""
 
     def mark_range_end(self, url: str, stop: int) -> None:
-        """Note that a sequential read of a file ends at byte *stop*."""
+        """Tell the tree that a sequential read of a file ends before byte *stop*."""
 
     def trim_cache(self) -> None:
         """Release most of the cached data."""
 
     def refresh_entries(self, url: str) -> None:
-        """List the tree again on next use, but at the same commit."""
+        """Discard cached listings. The next use lists the tree again, at the same commit."""
 
     def forget_url(self, url: str) -> None:
         """Forget all listings of *url*, which has changed, and of paths below and above it."""
@@ -197,7 +197,7 @@ class FileTree(Protocol):
         """Return the last error of the server, or None if there was none."""
 
     def begin_upload(self, url: str, request: UploadRequest) -> Upload:
-        """Begin an upload to *url*, which is locked until it ends."""
+        """Begin an upload to *url*, and lock *url* until the upload ends."""
 
     def add_secret(self, url: str) -> str:
         """Return *url* with its credentials."""
@@ -421,7 +421,7 @@ class _RemoteFile(io.RawIOBase):
 def open_url(url: str) -> UrlPath:
     """Return the path of a URL, without accessing it.
 
-    The module for URLs is only imported with the first one, to keep start-up fast.
+    The module for URLs is only imported for the first URL, to keep start-up fast.
     """
     from importlib import import_module
 

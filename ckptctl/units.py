@@ -107,9 +107,9 @@ def pluralize(count: int, singular: str, plural: str = "") -> str:
     """Format *count* with its noun in singular or plural.
 
     Args:
-        count: Number of things.
-        singular: Words for one, as in ``tensor`` or ``tensor is missing``.
-        plural: Words for other numbers; empty for *singular* with an *s*.
+        count: Number to format.
+        singular: Words after the number 1, such as ``tensor`` or ``tensor is missing``.
+        plural: Words after other numbers; empty for *singular* with an *s*.
     """
     return f"{count:,} {singular if count == 1 else plural or singular + 's'}"
 

@@ -1,8 +1,8 @@
 """Verdicts on a checkpoint, and how they follow from findings.
 
-``complete`` means that the index covers all tensors, and the tensors cover the model if a table
-describes it. ``damaged`` requires evidence. ``unknown`` means undetermined. The comparison of
-*data* with checksums is reported separately from the verdict.
+``complete`` means that the index covers all tensors. If a table describes the model, no tensor of
+the model is missing, either. ``damaged`` requires evidence. ``unknown`` means undetermined. The
+comparison of *data* with checksums is reported separately from the verdict.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Evidence(Protocol):
 
 
 def decide_verdict(findings: Iterable[Evidence]) -> Verdict:
-    """Decide from *findings*. Evidence of damage outweighs unknowns."""
+    """Decide the verdict from *findings*. Evidence of damage outweighs unknown findings."""
     severities = {finding.severity for finding in findings}
     if "error" in severities:
         return Verdict.DAMAGED

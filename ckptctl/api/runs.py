@@ -38,7 +38,7 @@ def latest(root: AnyPath = ".") -> Newest:
 
 
 def _refresh_run(root: AnyPath) -> TreePath:
-    """Return the folder of a run, with cached listings of a URL dropped."""
+    """Parse the path or URL of a run, and drop cached listings of its folder."""
     path = check_location(root)
     open_run_store(path).refresh_listing()
     return path

@@ -42,8 +42,8 @@ class Assets:
     Attributes:
         roots: Directory of each sidecar file.
         sizes: Sizes of the sidecar files in bytes.
-        documents: Parsed ``config.json`` and ``params.json``; only those of ``--assets`` if it has
-            any.
+        documents: Parsed ``config.json`` and ``params.json``, or only those in the folder of
+            ``--assets`` if it contains any.
         others: Other files in the same directories, and why they are not copied.
         changed: Names of documents that differ from their files.
         described: All descriptions of the model, including those that ``--assets`` replaces.
@@ -57,7 +57,7 @@ class Assets:
     described: tuple[ModelDescription, ...] = ()
 
     def list_copies(self, without: Collection[str]) -> Iterator[RawCopy]:
-        """Yield a copy of each sidecar file except those called *without*."""
+        """Yield the planned copy of each sidecar file whose name is not in *without*."""
         for name, size in self.sizes.items():
             if name not in without:
                 yield RawCopy(name, 0, size, name, root=self.roots[name])
@@ -66,7 +66,8 @@ class Assets:
 def find_assets_folder(location: str | TreePath) -> TreePath:
     """Resolve the folder that ``--assets`` names.
 
-    It is a local folder or a URL. A missing folder ``ORG/NAME`` means a repository of the Hub.
+    *location* is a local folder or a URL. If it has the form ``ORG/NAME`` and no such local folder
+    exists, it is a repository of the Hub.
     """
     if is_url(location):
         return _require_folder(resolve_source_path(location))
@@ -87,7 +88,7 @@ def build_file_notes(
     target: WritableFormat,
     written: Collection[str],
 ) -> Notes:
-    """Describe the folder that ``--assets`` names, and the files that are not copied.
+    """Build notes about the folder of ``--assets`` and about files that are not copied.
 
     *target* is the output format, and *written* are the names of written sidecar files.
     """
@@ -126,7 +127,7 @@ def _require_folder(root: TreePath) -> TreePath:
 def gather_assets(
     catalog: Catalog, directory: str | TreePath | None, globs: Sequence[str] = ()
 ) -> Assets:
-    """Collect the sidecar files of a checkpoint. Those of ``--assets`` replace them."""
+    """Collect the sidecar files of a checkpoint. Files in *directory* replace those of its root."""
     root, config_prefix = catalog.root, f"{CONFIGURATION}/"
     places: dict[str, TreePath] = {}
     sizes: dict[str, int] = {}
@@ -208,7 +209,7 @@ def add_carried_files(assets: Assets, roots: Sequence[TreePath], globs: Sequence
 
 
 def _iterate_files(root: TreePath, names: Iterable[str]) -> Iterator[str]:
-    """Yield the files among *names* and in folders among them, except links that lead outside."""
+    """Yield the files in *names*, and all files in folders in *names*, except links to outside."""
     for name in names:
         item = root / name
         items = item.rglob("*") if name.endswith("/") and item.is_dir() else (item,)

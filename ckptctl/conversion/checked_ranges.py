@@ -1,7 +1,7 @@
 """Recorded checksums of source files that a conversion verifies while it reads.
 
-Transfers that together read each element of a stored tensor at most once compute its checksums
-while they copy. Bytes of a recorded range that these transfers do not read are gaps. Gaps are read
+If the transfers of a plan read each element of a stored tensor at most once, they compute its
+checksums while they copy. Bytes of a recorded range that no transfer reads are gaps. Gaps are read
 only for the checksum.
 """
 
@@ -37,7 +37,7 @@ def find_checked_transfers(
             not read completely are not compared.
 
     Returns:
-        Number of the transfer and name of the stored tensor.
+        Pairs of a transfer's index and the name of a stored tensor that the transfer verifies.
     """
     recorded = {
         entry.name for entry in list_read_entries(transfers) if has_recorded_checksums(entry)
@@ -66,7 +66,10 @@ def has_recorded_checksums(entry: TensorEntry) -> bool:
 
 
 def _is_written_once(transfer: Transfer, partly: bool) -> bool:
-    """Check if the written boxes, without repeated ones, cover each element of a tensor once."""
+    """Check if the written boxes cover each element once. Repeated boxes count once.
+
+    With *partly*, elements may also be uncovered.
+    """
     boxes = dict.fromkeys(Box(target.start, target.sizes) for target in transfer.targets)
     if not partly and sum(box.numel for box in boxes) != math.prod(transfer.tensor.shape):
         return False
@@ -80,7 +83,7 @@ def _is_written_once(transfer: Transfer, partly: bool) -> bool:
 
 
 def _find_overlapping_readers(ranges: Ranges[Reader]) -> set[Reader]:
-    """Find readers of unknown ranges, and those that read an element again."""
+    """Find readers whose range is unknown, or that read an element after another reader."""
     overlapping, end = set[Reader](), 0
     for start, count, reader in sorted(ranges):
         if reader not in overlapping:
@@ -92,7 +95,7 @@ def _find_overlapping_readers(ranges: Ranges[Reader]) -> set[Reader]:
 
 
 def _to_element_range(part: Part) -> tuple[int, int]:
-    """Return start and length of a contiguous part in elements, or length 0 for other parts."""
+    """Return start and length of a contiguous part, in elements. Other parts have length 0."""
     strides = row_major(part.entry.shape)
     steps = sorted((axis.stride * strides[axis.at], axis.size) for axis in part.axes)
     count = 1
@@ -111,10 +114,10 @@ def plan_checks(
     Args:
         root: Directory of the source's files.
         transfers: Transfers of the plan.
-        computed: Virtual files that are read.
+        computed: Virtual files that the transfers read, by name.
 
     Returns:
-        Transfers as from :func:`find_checked_transfers`, and ranges with gaps.
+        Pairs as from :func:`find_checked_transfers`, and recorded ranges with their gaps.
     """
     checked, entries = find_checked_transfers(transfers), list_read_entries(transfers)
     taken, complete = _collect_checked_bytes(entries, transfers, checked)
@@ -151,10 +154,10 @@ def _collect_checked_bytes(
     transfers: Sequence[Transfer],
     checked: Iterable[tuple[int, str]],
 ) -> tuple[dict[RecordedRange, Ranges[str]], set[str]]:
-    """Collect the bytes of recorded ranges that are verified while copying, by tensor.
+    """Collect the bytes that transfers read in each recorded range, with the names of tensors.
 
-    Also return the names of tensors that are verified completely. Their own ranges are not
-    collected, only ranges that other tensors may share.
+    Also return the names of tensors that are read completely. For such a tensor, only recorded
+    ranges that other tensors may share are collected.
     """
     parts: dict[str, list[Part]] = {}
     for number, name in checked:
@@ -187,7 +190,7 @@ def _collect_checked_bytes(
 def _iterate_gaps(
     recorded: RecordedRange, taken: Iterable[tuple[int, int, str]]
 ) -> Iterator[tuple[int, int]]:
-    """Yield position and length of the bytes of a range that no tensor covers."""
+    """Yield start and length of each gap in a recorded range, relative to the range."""
     end = recorded.offset
     for offset, nbytes, _ in sorted(taken):
         if offset > end:

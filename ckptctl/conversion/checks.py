@@ -103,7 +103,10 @@ def _require_supported_options(options: ConversionOptions, target: WritableForma
 
 
 def require_source(src: str | TreePath, dst: str | TreePath) -> TreePath:
-    """Return the source. If it is missing, hint that the arguments may be swapped."""
+    """Return the path of the source, or raise if it is missing.
+
+    The error hints that SRC and DST may be swapped if *dst* is a checkpoint.
+    """
     try:
         return formats.to_existing_path(src)
     except SourceNotFoundError as error:
@@ -118,7 +121,7 @@ def require_source(src: str | TreePath, dst: str | TreePath) -> TreePath:
 
 
 def require_matching_suffix(destination: TreePath, target: WritableFormat) -> None:
-    """Raise if the destination's suffix belongs to another kind of output."""
+    """Raise if the destination's suffix does not fit *target*, such as ``.pt`` for a folder."""
     folder, is_safetensors = destination.with_suffix(""), destination.suffix == ".safetensors"
     if target.single_file and is_safetensors:
         raise UsageError(

@@ -33,7 +33,7 @@ from ckptctl.planner.mapping.mapped import ComposedTensor, SourceTensor
 def build_layout_request(draft: Draft) -> LayoutRequest:
     """Build the request for a change of layout from the options and the target."""
     options, target, root = draft.options, draft.target, draft.model.root
-    # `copy` also accepts a model without tied tensors.
+    # `--tied copy` is also accepted for a model without tied tensors.
     shares_memory = any(entry.alias_of for entry in draft.catalog.tensors.values())
     is_known = draft.model.exact and draft.model.model_type is not None
     return LayoutRequest(
@@ -56,7 +56,7 @@ def plan_layout_change(draft: Draft) -> Draft:
     change = change_layout(draft.model, draft.selection.tensors, build_layout_request(draft))
     draft.notes.extend(change.notes)
     draft = replace(draft, change=change)
-    # Unknown names are only new to Hugging Face if they were not in its files before.
+    # Warn about unknown names only if the source is not already in a Hugging Face layout.
     cut = bool(draft.model.root) and not draft.includes_training_state
     new = draft.target.layout == HF and (
         cut or formats.get_format(draft.catalog.format).layout != HF
@@ -127,7 +127,10 @@ def list_output_tensors(draft: Draft) -> Draft:
 def _select_blobs(
     draft: Draft, catalog: Catalog, apart: Collection[str]
 ) -> tuple[list[Blob], list[str]]:
-    """Return the model's non-tensor values for the output, and names that have no place in it."""
+    """Select the model's non-tensor values for the output.
+
+    Also return the names of values that the target layout cannot store.
+    """
     root, target, keeps_names = draft.model.root, draft.target, draft.includes_training_state
     selected: list[Blob] = []
     unmapped: list[str] = []
@@ -144,7 +147,10 @@ def _select_blobs(
 
 
 def _read_values(draft: Draft, apart: Collection[str]) -> tuple[Catalog, Parts]:
-    """Read the non-tensor values that are converted. Raise for unsafe ones."""
+    """Read the non-tensor values to convert, and unpack tensors that are nested in them.
+
+    Raise if a value has an unknown class.
+    """
     catalog, target = draft.catalog, draft.target
     selected_blobs = {
         n: blob for n, blob in catalog.blobs.items() if target.nested and n not in apart
@@ -228,7 +234,16 @@ def build_output_tensors(
     pinned: Collection[str],
     aliases: bool,
 ) -> tuple[OutputTensor, ...]:
-    """Build the output tensors from mapped tensors, in order."""
+    """Build the output tensors from mapped tensors, in order.
+
+    Args:
+        mapped: Target tensors by name.
+        entries: Tensors of the source by name.
+        placed: Key path of each target tensor.
+        dtype: Dtype that floating-point tensors are cast to, or None to keep theirs.
+        pinned: Names of the family's tensors that are not cast.
+        aliases: Whether tensors copied from the same memory share memory in the output.
+    """
     first: dict[object, str] = {}
     tensors = []
     for key, composed in mapped.items():
@@ -266,7 +281,7 @@ def _choose_dtype(
     dtype: str | None,
     pinned: Collection[str],
 ) -> str:
-    """Choose the dtype of an output tensor. Its logical tensors must agree."""
+    """Choose the dtype of an output tensor. Raise if its parts would have different dtypes."""
     chosen = ""
     for name, sources in logical.items():
         stored = entries[sources[0].key].dtype
@@ -315,7 +330,9 @@ def find_main_dtype(tensors: Iterable[OutputTensor | TensorEntry]) -> str | None
 def _keeps_shared_memory(
     draft: Draft, catalog: Catalog, mapped: Mapping[str, ComposedTensor]
 ) -> bool:
-    """Decide whether tensors that share memory still do in the output. Add a note if not.
+    """Decide whether tensors that share memory in the source share it in the output.
+
+    Add a note if they are written as separate copies.
 
     Readers of `hf` would miss one of the tensors, unless the configuration states that they are
     tied. Tensors that a known family ties were dropped before. Factors of an adapter are trained

@@ -32,7 +32,7 @@ class _TargetFormatOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class WriteOptions(opt.ModelOptions, opt.SourceOptions, _SourceFormatOptions):
-    """Options of everything that writes a checkpoint, except the target format."""
+    """Options of all operations that write a checkpoint, except the target format."""
 
     sizes: opt.Sizes = None
     from_layout: opt.FromLayout = None
@@ -317,7 +317,7 @@ class ConsolidationOptions(WriteOptions, _ConsolidationTargetOptions):
     """Options of a consolidation (``ckptctl consolidate --help``)."""
 
     def __post_init__(self) -> None:
-        """Check all values, and that ``--metadata-only`` is not combined with others."""
+        """Check all values, and that ``--metadata-only`` is not combined with other options."""
         super().__post_init__()
         if self.metadata_only and self.dst is not None:
             raise UsageError(
@@ -348,4 +348,4 @@ OPTIONS_NOT_CONSOLIDATED = (
     *("quantize", "quantize_also", "quantize_not"),
     *("untie", "vocab_size", "stack_layers", "lora_alpha", "step"),
 )
-"""Options that consolidation does not have: names and sizes stay those of the trainer."""
+"""Options that consolidation does not have, because it keeps the trainer's names and sizes."""

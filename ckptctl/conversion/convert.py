@@ -1,30 +1,31 @@
-"""Turn a checkpoint into another format, layout, dtype or sharding.
+"""Conversion of a checkpoint to another format, layout, dtype or sharding.
 
-:func:`plan_conversion` decides everything and writes nothing; :func:`run_conversion` carries out
-exactly that plan. It proves that dropped data is redundant, copies into a staging directory,
-renames that to its final name, and with ``--verify`` reads the output again. Behind a URL, files
-are made in a scratch directory and uploaded one by one, the index last; the Hugging Face Hub shows
-them all in one step.
+:func:`plan_conversion` plans a conversion and writes nothing. :func:`run_conversion` executes
+exactly that plan: it proves that dropped data is redundant, copies into a staging directory,
+renames the directory to its final name, and with ``--verify`` reads the output again. If the
+destination is a URL, files are written to a scratch directory and uploaded one by one, the index
+last. On the Hugging Face Hub, all files appear in one step.
 
-Stages of planning run in this order. Steps (:mod:`.steps`) run between them: those that options
-select, and some for every conversion. ``open_draft`` makes a :class:`~.draft.Draft`, and
-``build_plan`` makes the plan of it; all between them take a draft and return an updated copy. Only
-its notes are changed in place.
+Planning runs the following stages. Steps (:mod:`.steps`) run between stages. Options select most
+steps, and some run in every conversion. ``open_draft`` creates a :class:`~.draft.Draft`, and
+``build_plan`` builds the plan from it. The stages and steps between them take a draft and return an
+updated copy. Only the notes of a draft are changed in place.
 
 1. ``open_draft`` checks options, refuses a local destination that exists, and reads the index of
-   the source and its configuration. A URL as destination is checked when the run begins. Steps at
+   the source and its configuration. A destination URL is checked when the run begins. Steps at
    ``source`` change the checkpoint before detection: with ``--dequantize``, quantized tensors
    become virtual unquantized tensors.
 2. ``understand_model`` detects model type, layout and prefix. Steps at ``model`` add or replace
    tensors: ``--fill-from``.
-3. ``select_tensors`` applies ``--include`` and the like, and requires every tensor of the model
-   unless ``--allow-missing`` is given. Steps at ``selection`` compare descriptions of the model.
+3. ``select_tensors`` applies ``--include`` and ``--exclude``, and requires every tensor of the
+   model unless ``--allow-missing`` is given. Steps at ``selection`` compare the descriptions of the
+   model.
 4. ``plan_layout_change`` maps the tensors to the target layout. Steps at ``layout`` refuse changes
    that would lose scales.
 5. ``list_output_tensors`` determines the elements of each output tensor, and verifies that stored
    boxes cover them. Steps at ``output`` change the tensors, such as ``--quantize``.
-6. ``lay_out`` gives every tensor a place in files. Steps at ``files`` add config.json and others
-   next to them; ``build_plan`` freezes it.
+6. ``lay_out`` assigns every tensor to a file and an offset. Steps at ``files`` add sidecar files
+   such as config.json. ``build_plan`` then builds the executable plan.
 
 Dequantizing, casting and quantizing are planned here and computed while tensors are copied.
 Planning reads non-tensor values and small tensors such as scales, but no weights.
@@ -73,7 +74,7 @@ def plan_conversion(
 def plan_with_steps(
     src: str | TreePath, dst: str | TreePath, options: ConversionOptions, *extra_steps: Step
 ) -> ConversionPlan:
-    """Plan a conversion with *extra_steps* in addition to those that options ask for.
+    """Plan a conversion with *extra_steps* in addition to those that *options* select.
 
     ``merge`` and ``prune`` add steps this way.
     """
@@ -83,7 +84,7 @@ def plan_with_steps(
     draft = understand_model(draft)
     with explain_errors(draft):
         draft = apply_steps(steps, "model", draft)
-        # Notes are shown in the order source, side files, the rest; side files are known last.
+        # Notes are shown in the order source, sidecar files, others. Sidecar files are known last.
         source_notes, draft = draft.notes, replace(draft, notes=Notes())
         if options.like is not None:
             draft = replace(draft, like=open_reference(options.like, draft.target))
@@ -102,20 +103,20 @@ def plan_with_steps(
 def run_conversion(
     plan: ConversionPlan, progress: Advance | None = None, ranks: Coordinator | None = None
 ) -> ConversionResult:
-    """Carry out *plan* and publish the output.
+    """Execute *plan* and publish the output.
 
-    ``require_ready`` reads the data that the plan drops, and verifies that it is duplicated or
-    zero. Checksums that the source records are compared while its bytes are copied.
+    Before writing, data that the plan drops is read to verify that it is duplicated or zero.
+    Recorded checksums of the source are compared while its bytes are copied.
 
     Args:
-        plan: What :func:`plan_conversion` returned.
-        progress: Called with the bytes done since its last call, from this thread.
-        ranks: Ranks that carry it out together, each with the same plan, or None for this process.
+        plan: Plan from :func:`plan_conversion`.
+        progress: Called from this thread with the number of bytes processed since its last call.
+        ranks: Ranks that execute the same plan together, or None for this process only.
 
     Raises:
-        CkptError: The conversion failed. The source is unchanged. So is the destination, unless the
-            error says otherwise: a directory that cannot be synced, or an output that was found
-            damaged after it was published and cannot be withdrawn.
+        CkptError: The conversion failed. The source is unchanged. The destination is unchanged,
+            too, unless a directory could not be synced, or an output was found to be damaged after
+            it was published and could not be withdrawn. The error then says so.
     """
     start = time.monotonic()
     ranks, notes = ranks or SingleProcess(), Notes()

@@ -1,4 +1,4 @@
-"""Destinations of outputs: preflight checks, and what ``--overwrite`` may replace."""
+"""Destinations of outputs: preflight checks, and checkpoints that ``--overwrite`` may replace."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ OTHER_PATH_HINT = "choose a new path next to the source or elsewhere"
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Destination of an output, which is an absolute path or a URL.
+    """Destination of an output.
 
     Attributes:
-        given: Path as typed by the user.
+        given: Path or URL as typed by the user.
+        path: Absolute path, or URL.
+        upload: Whether *path* is a URL.
     """
 
     given: TreePath
@@ -36,7 +38,7 @@ class Destination:
     upload: bool = False
 
     def free_bytes(self) -> int:
-        """Return the free bytes of the file system that is written to, even for an upload."""
+        """Return the free bytes at the destination, or in the temporary directory for an upload."""
         return destinations.count_free_bytes(
             Path(tempfile.gettempdir() if self.upload else self.path)
         )
@@ -49,9 +51,14 @@ def require_destination(
     is_checkpoint: Callable[[TreePath], bool],
     hint: str = OTHER_PATH_HINT,
 ) -> Destination:
-    """Check that an output may be created at *target*, and return it.
+    """Check that an output may be created at *target*, and return the destination.
 
-    *hint* is the hint if the destination overlaps the source.
+    Args:
+        source: Source of the output.
+        target: Path or URL as typed by the user.
+        overwrite: Whether an existing checkpoint may be replaced.
+        is_checkpoint: Function that checks if an existing path may be replaced.
+        hint: Hint of the error if the destination overlaps the source.
     """
     if is_url(target):
         # The URL is only accessed when the run begins.
@@ -83,10 +90,10 @@ def is_replaceable(path: TreePath) -> bool:
     """Check if *path* is a checkpoint without unrelated files.
 
     A directory must match a format and contain only the files of that format, known sidecar files,
-    files that its manifest lists as copied, and notes of programs: a project with one stray weight
-    file is not a checkpoint. A file must have a suffix of checkpoints or be readable as one,
-    because documents are zip files as well. Damaged checkpoints may be replaced, and so may saves
-    of ranks without metadata.
+    files that its manifest lists as copied, and notes of programs. A project folder with a single
+    weight file is not a checkpoint. A file must have the suffix of a checkpoint or be readable as
+    one, because office documents are zip files, too. Damaged checkpoints and per-rank shards
+    without metadata may be replaced.
 
     Raises:
         RefusedError: The checkpoint contains unrelated files.

@@ -26,7 +26,7 @@ class Quantization:
 
     Attributes:
         original_tensors: The tensors of the output before quantization.
-        parts: Unquantized tensor of each quantized tensor and of each scale tensor, by name.
+        parts: Name of the unquantized tensor, by name of each quantized tensor and scale tensor.
         config: The ``quantization_config`` for config.json.
     """
 
@@ -52,48 +52,48 @@ class Quantization:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Plan of a conversion under construction. Each stage and step takes one and returns one.
+    """Plan of a conversion under construction. Each stage or step takes and returns a draft.
 
-    Fields are grouped by the function that sets them first; later steps may change them. Until then
-    they are empty, except *model* and *located*, which begin as the checkpoint that was opened.
+    Fields are grouped by the function that sets them first. Until then they are empty, except
+    *model* and *located*, which start as the opened checkpoint. Later steps may change them.
 
     Attributes:
-        options: What is asked for. This and the next six are set by ``open_draft``.
-        target: The format that is written.
-        destination: Where the output is made.
-        source: The checkpoint as it was opened. No step changes it.
-        assets: Its configuration and sidecar files, which steps may change.
-        model: The checkpoint as steps have changed it, and from ``understand_model`` on its model
-            type, layout and prefix.
-        located: The same checkpoint with the places of the bytes that are read, and with virtual
-            tensors. Set by ``list_output_tensors``; earlier steps use *catalog*.
-        notes: Collects notes for the user.
-        like: The checkpoint whose division into files is reused, or None. Set with ``--like``.
-        base: The checkpoint that missing tensors are taken from, or None. Set by ``--fill-from``,
-            as the next two.
-        filled_from: Tensors that are taken from *base*: name in the model's checkpoint to name in
-            *base*, the first if several are merged into one.
-        origins: Tensors that were renamed for it: name in the model's checkpoint to name in
-            *source*.
-        selection: Tensors and other values that are converted. Set by ``select_tensors``, as the
-            next two.
+        options: Options of the conversion. Set by ``open_draft``, as are the next six fields.
+        target: Output format.
+        destination: Destination of the output.
+        source: Catalog of the source as it was opened. No step changes it.
+        assets: Configuration and sidecar files. Steps may change them.
+        model: Checkpoint after the steps so far. ``understand_model`` adds its model type, layout
+            and prefix.
+        located: Catalog of the same checkpoint in which the bytes to read are located, with virtual
+            tensors. Set by ``list_output_tensors``. Earlier steps use *catalog*.
+        notes: Notes for the user.
+        like: Catalog of the ``--like`` checkpoint, whose sharding is reused, or None.
+        base: Catalog of the checkpoint that supplies missing tensors, or None. Set by
+            ``--fill-from``, as are the next two fields.
+        filled_from: Names in *base* of the tensors taken from there, by name in *catalog*. If
+            several tensors of *base* are merged into one, the name of the first.
+        origins: Names in *source* of tensors that ``--fill-from`` renamed, by name in *catalog*.
+        selection: Tensors and other values to convert. Set by ``select_tensors``, as are the next
+            two fields.
         expected_names: Names of all tensors that the model should have, selected or not.
         missing: Names of absent or incomplete items that cannot be converted, with reasons.
-        change: How tensors of one layout become those of another. Set by ``plan_layout_change``.
-        mapped: The tensors of the output by name, as elements of tensors of *located*. Set by
-            ``list_output_tensors``, as the next three.
-        tensors: The tensors of the output, in order.
+        change: Mapping of the model's tensors to the target layout. Set by ``plan_layout_change``.
+        mapped: Output tensors by name, composed of elements of tensors in *located*. Set by
+            ``list_output_tensors``, as are the next three fields.
+        tensors: Output tensors, in order.
         blobs: Non-tensor values of the output.
-        redundant: Elements of tensors of *located* that are dropped. Before anything is written,
-            ``run_conversion`` proves that they are zero, or the same as others.
-        quantization: The tensors that are quantized while they are copied, or None. Set by
+        redundant: Elements of tensors in *located* that are dropped. Before anything is written,
+            ``run_conversion`` proves that they are zero or equal to other elements.
+        quantization: Tensors that are quantized while they are copied, or None. Set by
             ``--quantize``.
-        adapter: The content of adapter_config.json, or None. Set by ``describe-adapter``.
-        output_layout: Where each tensor lies in the files of the output. Set by ``lay_out``, as the
-            next.
-        strings: Metadata strings of these files.
-        written: Sidecar files that are written, by name. Set by steps at ``files``, as the next.
-        copies: Sidecar files that are copied.
+        adapter: Content of adapter_config.json, or None. Set by step ``describe-adapter``.
+        output_layout: Files and offsets of the output tensors. Set by ``lay_out``, as is the next
+            field.
+        strings: Metadata strings of the output files.
+        written: Contents of sidecar files to write, by name. Set by steps at ``files``, as is the
+            next field.
+        copies: Sidecar files to copy.
     """
 
     options: ConversionOptions

@@ -202,7 +202,14 @@ def build_manifest(
     boxes: Mapping[str, Sequence[TensorPlace]],
     records: Sequence[Record],
 ) -> OutputFile:
-    """Build the manifest. Its checksums are filled in after all records are written."""
+    """Build the manifest. Its checksums are filled in after all records are written.
+
+    Args:
+        head: Fields of the manifest before ``tensors``, except the schema and version.
+        tensors: Tensors of the output.
+        boxes: Boxes of each tensor, with the record that stores each box.
+        records: Records of the output.
+    """
     copied_files = head.get("carried")
     for name in copied_files if isinstance(copied_files, Mapping) else ():
         _encode_text(name, "file", name)

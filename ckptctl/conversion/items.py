@@ -23,7 +23,8 @@ from ckptctl.tree import TreePath
 def resolve_items(catalog: Catalog) -> tuple[Catalog, list[Finding]]:
     """Read the headers of all items. Return the readable items and the findings about others.
 
-    A format stops at the first bad item, so a catalog that fails is split until each is found.
+    Reading stops at the first unreadable item, so a catalog that cannot be read is split in halves
+    until each unreadable item is found.
     """
     findings: list[Finding] = []
     resolved_parts: list[Catalog] = []
@@ -55,7 +56,7 @@ def resolve_items(catalog: Catalog) -> tuple[Catalog, list[Finding]]:
 
 
 def _split_catalog(part: Catalog) -> list[Catalog]:
-    """Split *part* into two catalogs, the second half first, or none for a single item."""
+    """Split *part* into two catalogs, the second half first. A single item cannot be split."""
     names = [*part.tensors, *part.blobs]
     if len(names) > 1:
         middle = len(names) // 2
@@ -163,7 +164,13 @@ def find_differing_replicas(catalog: Catalog) -> Iterator[Finding]:
 def _compare_replicas(
     catalog: Catalog, advance: Advance | None, *, checked: bool
 ) -> Iterator[Finding]:
-    """Yield a finding for each replica that differs from the copy in use."""
+    """Yield a finding for each replica that differs from the copy in use.
+
+    Args:
+        catalog: Catalog of the tensors and their replicas.
+        advance: Called with the size of each replica after its comparison.
+        checked: Whether recorded checksums were verified, so that they can replace a comparison.
+    """
     with open_reader(catalog) as files:
         for name, copies in catalog.replicas.items():
             entry = catalog.tensors[name]

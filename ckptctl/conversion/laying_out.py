@@ -1,4 +1,4 @@
-"""Layout of an output: places of its tensors in files and on ranks."""
+"""Layout of an output: the files, offsets and ranks of its tensors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def open_reference(path: str | TreePath, target: WritableFormat) -> Catalog:
 
 
 def lay_out(draft: Draft) -> Draft:
-    """Let the target format place all tensors in files, and select the metadata strings."""
+    """Let the target format assign tensors to files, and select the metadata strings."""
     target, options, change, ranks = draft.target, draft.options, draft.change, draft.ranks
     shares = build_division(change, target.layout) if ranks > 1 else None
     metadata = select_metadata(draft.catalog, draft.tensors, target, draft.notes)
@@ -52,7 +52,7 @@ def lay_out(draft: Draft) -> Draft:
     if options.max_shard_size is not None:
         shard_bytes = parse_bytes(options.max_shard_size)
     elif target.sharded or target.single_file_bytes:
-        # A source with several files in the same format becomes several files.
+        # If a source in the same format has several files, the output has several files, too.
         has_several_files = draft.catalog.format == target.name and len(draft.catalog.files) > 1
         sizes = [
             (output_tensor.name, output_tensor.nbytes)

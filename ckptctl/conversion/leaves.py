@@ -17,11 +17,14 @@ from ckptctl.storage.pickles.inert import walk_values
 from ckptctl.storage.zips.zip_reader import StoredTensor
 
 Parts = Mapping[str, tuple[str, ...]]
-"""Names of the leaves that each unpacked leaf became."""
+"""Names of the leaves that replace each unpacked leaf, by name of the unpacked leaf."""
 
 
 def unpack_tensors(catalog: Catalog, names: Collection[str]) -> tuple[Catalog, Parts]:
-    """Make tensors that are nested in other leaves separate tensors of *catalog*."""
+    """Unpack the tensors that are nested in the leaves *names* into separate tensors.
+
+    Return the changed catalog, and the new leaves of each unpacked leaf.
+    """
     tensors, parts = dict(catalog.tensors), dict[str, tuple[str, ...]]()
     blobs: dict[str, Blob] = {}
     for name, blob in catalog.blobs.items():
@@ -46,7 +49,15 @@ def unpack_tensors(catalog: Catalog, names: Collection[str]) -> tuple[Catalog, P
 def iterate_model_tensors(
     catalog: Catalog, parts: Parts, outside: Collection[str], root: str, keep_root: bool
 ) -> Iterator[tuple[ComposedTensor, Path]]:
-    """Yield the mapping of tensors that were unpacked from leaves of the model."""
+    """Yield the unchanged mapping and key path of each tensor unpacked from leaves of the model.
+
+    Args:
+        catalog: Catalog after unpacking.
+        parts: Leaves that replace each unpacked leaf.
+        outside: Names of leaves outside the model.
+        root: Prefix of the model.
+        keep_root: Whether names in the output keep *root*.
+    """
     for name in (part for names in parts.values() for part in names):
         entry = catalog.tensors.get(name)
         if entry is not None and name not in outside and name.startswith(root):
@@ -116,7 +127,7 @@ def _skip_string(key: str, why: str, notes: Notes) -> None:
 
 
 def is_same_data(catalog: Catalog, mapped: Iterable[ComposedTensor], output: OutputLayout) -> bool:
-    """Check if the output stores its tensors in one file, like the source and in the same order."""
+    """Check if source and output each store the same tensors in one file, in the same order."""
     if any(
         not composed.is_rename or composed.sources[0].key != composed.key for composed in mapped
     ):

@@ -63,7 +63,7 @@ def understand_model(draft: Draft) -> Draft:
 
 @contextmanager
 def explain_errors(draft: Draft) -> Iterator[None]:
-    """Make errors in the block mention a replaced source or a quantized checkpoint."""
+    """Explain errors in the block if the source was replaced meanwhile or is quantized."""
     opened = draft.source.opened
     with raise_changed_if(lambda: require_same_file(opened)), dequantize_hint_on_error(draft.model):
         yield

@@ -44,7 +44,7 @@ def require_redundant(plan: ConversionPlan, ranks: Coordinator) -> None:
 def find_lost_data(
     files: Readable, catalog: Catalog, redundant: Iterable[RedundantData]
 ) -> Iterator[RedundantData]:
-    """Yield the items of *redundant* that are neither zero nor equal to their counterpart."""
+    """Yield the items of *redundant* that are neither zero nor equal to their kept copy."""
     for item in redundant:
         part = _select_region(catalog, item.part)
         if item.same_as is None:
@@ -126,8 +126,8 @@ WINDOW_BYTES = 4 << 20
 def require_published(plan: Plan, crcs: Sequence[int], ranks: Coordinator | None = None) -> None:
     """Read the published output back and compare every byte that was written.
 
-    Records are compared with their checksums, headers and other contents with the plan, and raw
-    copies with their sources.
+    Records are compared with the checksums *crcs*, headers and other contents with the plan, and
+    raw copies with their sources.
     """
     ranks = ranks or SingleProcess()
     target = plan.target
@@ -203,7 +203,7 @@ def _drop_page_cache(files: SourceFiles, name: str) -> None:
 def require_readable(
     plan: Plan, stage: Staging | None, crcs: Sequence[int], ranks: Coordinator
 ) -> None:
-    """Verify the published output, and withdraw it if it is damaged."""
+    """Read the published output back, and withdraw the output if it is damaged."""
 
     def read_again() -> None:
         sharing.wait_for_path(Path(plan.target))

@@ -1,6 +1,6 @@
 """Selection of the part of a checkpoint to convert.
 
-``--allow-missing`` skips items for which there is evidence that they are incomplete.
+``--allow-missing`` skips items that are known to be incomplete.
 """
 
 from __future__ import annotations
@@ -104,9 +104,9 @@ def select_tensors(draft: Draft) -> Draft:
 
 
 def skip_parts(draft: Draft, parts: Mapping[str, str]) -> Draft:
-    """Skip *parts* of the model, by name in the model, and state that depends on them.
+    """Skip *parts* of the model, and the optimizer state of these tensors.
 
-    Notes then list the missing items of the selection.
+    All missing items of the selection are added to the notes.
     """
     root, selection = draft.model.root, draft.selection
     missing_names = {**draft.missing, **{root + name: why for name, why in parts.items()}}
@@ -126,7 +126,7 @@ def _is_requested(draft: Draft, name: str) -> bool:
 def _add_module_states(selection: Selection, catalog: Catalog) -> Selection:
     """Add non-tensor states of modules, e.g. the scales of Transformer Engine.
 
-    Only programs that write such states expect them.
+    Only programs that write such states expect to find them.
     """
     states = {name: catalog.blobs[name] for name in selection.rest if EXTRA_STATE in name}
     rest = tuple(name for name in selection.rest if name not in states)
@@ -171,7 +171,14 @@ def find_dependent_state(
 ) -> dict[str, str]:
     """Return the optimizer state that is useless without *missing* items, with reasons.
 
-    The moments of a parameter depend on it and on each other. Its settings are kept.
+    The moments of a parameter are useless without the parameter, and without each other. Settings
+    in ``param_groups`` are kept.
+
+    Args:
+        missing: Names of missing items in the checkpoint.
+        model: Names of all leaves of the model in the checkpoint.
+        outside: Names of leaves outside the model.
+        root: Prefix of the model.
     """
     model_names = set(model)
     missing = list(missing)
@@ -202,7 +209,7 @@ def _parent_name(name: str) -> str:
 
 
 def find_incomplete_items(catalog: Catalog) -> tuple[dict[str, str], dict[str, str]]:
-    """Find the incomplete items of a checkpoint that was read with ``partial``.
+    """Find the incomplete items of a checkpoint that was opened with ``partial``.
 
     Returns:
         Incomplete leaves by name in the checkpoint, and unusable files with unknown contents, each
@@ -234,7 +241,7 @@ def find_incomplete_items(catalog: Catalog) -> tuple[dict[str, str], dict[str, s
 
 
 def _explain_loss(boxes: Sequence[tuple[Box, str]]) -> str:
-    """Explain which file of a tensor is missing."""
+    """Explain which unusable file contains a part of the tensor."""
     known_file = next((file for box, file in boxes if box.numel), None)
     if known_file is None:
         return f"it may continue in `{boxes[0][1]}`, which cannot be used"
@@ -250,7 +257,7 @@ def _explain_hole(entry: TensorEntry) -> str | None:
 
 
 def _spread_reasons(names: dict[str, str], pairs: Iterable[tuple[str, str]], why: str) -> None:
-    """Propagate reasons between names that belong together."""
+    """Add a reason for each name that is paired with a name that has a reason."""
     pairs = list(pairs)
     has_grown = True
     while has_grown:
@@ -269,12 +276,12 @@ class _StoredItem(NamedTuple):
 
 
 def _find_mixed_files(catalog: Catalog, wrong: Sequence[Finding]) -> dict[str, str]:
-    """Return all items in files that do not match the metadata, with reasons.
+    """Find all items in files that do not match the metadata, with reasons.
 
     A file of another rank or save may contain items of the right dtype and shape by chance, with
-    other values. A single unreadable item is damaged. The file is considered another file if
-    several items are unreadable, if the bytes of an item are sound but belong to another one, or if
-    its length differs.
+    other values. A single unreadable item counts as damage. The complete file is considered to be
+    from another rank or save if several items are unreadable, if the bytes of an item are intact
+    but belong to another item, or if the length of the file differs.
     """
     bad: dict[str, list[str]] = defaultdict(list)
     for finding in wrong:
@@ -308,7 +315,7 @@ def _iterate_items(catalog: Catalog) -> Iterator[_StoredItem]:
 
 
 def _is_readable(root: TreePath, item: _StoredItem) -> bool:
-    """Check if the bytes of an item can be read."""
+    """Check if the bytes of an item can be read as a ``torch.save`` zip."""
     try:
         with source_files(root) as files:
             read_archive(files, item.file, item.offset, item.nbytes)

@@ -1,4 +1,4 @@
-"""Source checkpoint of a command: opening it and locating its bytes."""
+"""Opening the source checkpoint of a command, and locating the bytes of its tensors."""
 
 from __future__ import annotations
 
@@ -60,7 +60,10 @@ def open_source(
     documents: Mapping[str, Mapping[str, object]] | None = None,
     manifest: bool | None = True,
 ) -> Catalog:
-    """Read the index of a checkpoint with :func:`ckptctl.formats.open_checkpoint`."""
+    """Read the index of a checkpoint with :func:`ckptctl.formats.open_checkpoint`.
+
+    For *partial*, *replicas* and *documents*, see :class:`~ckptctl.formats.base.ReadOptions`.
+    """
     read_options = ReadOptions(
         chosen.model_type,
         chosen.weights,
@@ -99,7 +102,7 @@ def locate_bytes(catalog: Catalog, entries: Mapping[str, TensorEntry]) -> Catalo
 def read_short_values(catalog: Catalog, names: Collection[str] | None = None) -> dict[str, str]:
     """Read numbers and short texts among the leaves, as Python literals.
 
-    Other and unreadable values are skipped.
+    Longer texts, other types and unreadable values are skipped.
 
     Args:
         catalog: Catalog of the checkpoint.

@@ -1,9 +1,9 @@
-"""Steps of a conversion, by the place in the pipeline where they run.
+"""Steps of a conversion, each at a fixed place in the pipeline.
 
 Built-in steps are imported when they run, so the pipeline does not depend on them. Other packages
-add steps by entry points ``ckptctl.steps``, which ``--step`` selects; see
-``docs/how-to/add-a-step.md``. They are loaded when planning begins. At ``files``, they must run
-after the built-in steps, which set the sidecar files.
+add steps with entry points in the group ``ckptctl.steps``, and ``--step`` selects them; see
+``docs/how-to/add-a-step.md``. Steps of packages are loaded when planning begins. At ``files``, they
+must run after the built-in steps, which set the sidecar files.
 """
 
 from __future__ import annotations
@@ -123,10 +123,10 @@ def select_steps(options: ConversionOptions) -> list[Step]:
 
 
 def apply_steps(steps: Iterable[Step], place: Place, draft: Draft) -> Draft:
-    """Apply those of *steps* that are at *place*, in their order.
+    """Apply the steps at *place*, in ascending order.
 
     Raises:
-        MappingError: A step drops tensors of the output, which no summary would show.
+        MappingError: A step drops tensors of the output, which the summary would not count.
     """
     for step in sorted(steps, key=lambda step: step.order):
         if step.place == place:

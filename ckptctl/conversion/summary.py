@@ -1,7 +1,7 @@
 """Summary of a conversion: counts of tensors read, written, merged, split and dropped.
 
 Every tensor of the source is dropped, skipped, or used in the output. Every tensor of the output is
-computed from these, from tensors of ``--fill-from``, or filled with zeros.
+computed from source tensors, from tensors of ``--fill-from``, or filled with zeros.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ _NOTHING = TensorEntry("", "uint8", (0,), (), ())
 
 
 class _TensorOrigins:
-    """Index from tensors to the source and base tensors that they are computed from."""
+    """Mapping of tensors to the source and base tensors that they are computed from."""
 
     def __init__(self, draft: Draft) -> None:
         self._source, self._catalog = draft.source, draft.located
@@ -174,7 +174,7 @@ class _TensorOrigins:
         self._known: dict[str, frozenset[str]] = {}
 
     def find_origins(self, key: str) -> frozenset[str]:
-        """Return the names of origins. Names from the base begin with a slash."""
+        """Find the tensors that *key* is computed from. Names from the base begin with a slash."""
         if key in self._taken:
             return frozenset((f"/{key}",))
         if key not in self._known:
@@ -212,7 +212,7 @@ class _TensorOrigins:
         return {file: sorted(spans) for file, spans in spans_by_file.items()}
 
     def _iterate_inputs(self, entry: TensorEntry) -> Iterator[str]:
-        """Yield the source tensors that virtual files are computed from."""
+        """Yield the source tensors that the virtual files of *entry* are computed from."""
         computed_tensors = map(self._catalog.computed.get, dict.fromkeys(files_of(entry.extents)))
         for computed in filter(None, computed_tensors):
             for input_tensor in computed.inputs:

@@ -57,7 +57,7 @@ class TrainingState:
 def map_training_state(
     catalog: Catalog, names: Sequence[str], root: str, change: LayoutChange
 ) -> TrainingState:
-    """Map the leaves called *names* to match the mapped parameters."""
+    """Map the leaves called *names* like the parameters that they belong to."""
     tensors = [catalog.tensors[name] for name in names if name in catalog.tensors]
     blobs = [catalog.blobs[name] for name in names if name not in catalog.tensors]
     moments = [entry.name for entry in tensors if entry.shape]
@@ -204,7 +204,7 @@ class _StateMapper:
     def _resolve_moment(
         self, source: SourceTensor, moments: Mapping[str, TensorEntry]
     ) -> SourceTensor:
-        """Return the source for a parameter's moment, or for zeros that pad moments."""
+        """Return the source that reads the moment of a parameter, or zeros that pad moments."""
         zeros = self.zeros.get(source.key)
         if zeros is None:
             return _build_moment_source(source, moments[source.key].name)
@@ -213,7 +213,7 @@ class _StateMapper:
         return source._replace(key=self.rest.zeros[-1].key)
 
     def map_blob(self, blob: Blob) -> None:
-        """Map a non-tensor value. Lists of parameter names are translated."""
+        """Map a non-tensor value. Parameter names in a list are renamed."""
         value = blob.value
         if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
             names = list(
@@ -255,7 +255,7 @@ class _StateMapper:
 
 
 def _replace_name(path: Path, parameter: str, target: str) -> Path:
-    """Replace a parameter's name in the key, or the keys, that spell it."""
+    """Replace a parameter's name in *path*, where one key or several keys contain it."""
     for position, key in enumerate(path):
         if isinstance(key, str) and parameter in iterate_name_parts(key):
             new = f".{key}.".replace(f".{parameter}.", f".{target}.").strip(".")

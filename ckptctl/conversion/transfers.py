@@ -39,7 +39,7 @@ def plan_transfers(
     output: OutputLayout,
     target_dtypes: Mapping[str, str],
 ) -> Transfers:
-    """Plan the transfer of each tensor of an output that has boxes."""
+    """Plan the transfer of each output tensor that is stored in boxes."""
     computed, transfers = dict(catalog.computed), list[Transfer]()
     for key, composed in tensors.items():
         places = output.boxes.get(key)
@@ -98,7 +98,7 @@ def find_sources(
     virtual: Mapping[str, ComputedTensor],
     raw: Sequence[RawCopy] = (),
 ) -> tuple[dict[str, ComputedTensor], dict[str, FileIdentity]]:
-    """Return the virtual files that are read, and the identities of the real files below *root*."""
+    """Find the virtual files that *transfers* read, and the identities of real files in *root*."""
     entries = list_read_entries(transfers)
     read = dict.fromkeys(file for entry in entries for file in files_of(entry.extents))
     computed = find_reachable_files(virtual, read)
@@ -111,6 +111,6 @@ def find_sources(
 
 
 def read_identities(root: TreePath, names: Iterable[str]) -> dict[str, FileIdentity]:
-    """Return the identities of the files called *names*."""
+    """Read the identities of the files called *names*."""
     with source_files(root) as files:
         return {name: files.read_identity(name) for name in names}

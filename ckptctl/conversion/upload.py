@@ -63,8 +63,7 @@ def upload_output(
         options: Execution options. With *resume*, files that an interrupted run uploaded are kept.
         progress: Called with the bytes done since the last call.
         overwrite: Whether an existing checkpoint may be replaced.
-        check_written: Called with the execution when everything is written but not published; may
-            raise.
+        check_written: Called with the execution after writing and before publishing. It may raise.
         check_published: Called with the checksums of the records after publishing. If it raises,
             the output is withdrawn if possible.
 

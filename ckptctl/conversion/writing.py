@@ -29,7 +29,7 @@ from ckptctl.storage.threads import Advance
 
 
 def require_same_plans(plan: ConversionPlan, ranks: Coordinator) -> None:
-    """Verify that all ranks have the same plan, and that dropped data is redundant."""
+    """Verify that all ranks have the same plan, can compute it, and drop only redundant data."""
     if ranks.world > 1:
         _require_same_plan(plan, ranks)
     require_torch_for(plan.plan, "this conversion")

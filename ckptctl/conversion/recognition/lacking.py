@@ -1,4 +1,4 @@
-"""Missing tensors of a model, as far as they can be determined.
+"""Detection of missing tensors of a model.
 
 The table of the family and the configuration determine which tensors a model requires.
 """
@@ -43,11 +43,12 @@ class MissingTensors:
 
     Attributes:
         names: Missing tensors, by name in the model; only the first if there are many.
-        certain: Whether the checkpoint certainly contains such a model, because a configuration or
-            the user states it, or because it has most of the tensors and no others. Otherwise it
-            may be a part of the model, or another model.
+        certain: Whether the checkpoint certainly contains a model of the recognized type. A
+            configuration or the user states the type, or the checkpoint has most of its tensors
+            and no others. Otherwise it may contain a part of the model, or another model.
+        model: Recognized model.
         unknown: Reason why missing tensors cannot be determined, or an empty string.
-        strange: Names of tensors that such a model does not have.
+        strange: Names of tensors that a model of this type does not have.
         more: Number of missing tensors in addition to *names*.
         begins: Whether only the end of the model is missing, as in the first pipeline stage.
     """
@@ -128,9 +129,9 @@ class MissingTensors:
 def find_missing_tensors(
     model: Model, names: Collection[str], target: str | None = None
 ) -> MissingTensors:
-    """Find the tensors that are missing under every family that matches.
+    """Find the tensors that every matching family requires and that are missing.
 
-    A model without a head is complete for transformers, but not in another *target* layout.
+    A model without a head is complete in transformers' layouts, but not in other *target* layouts.
 
     Raises:
         MappingError: A size in the configuration is not a valid size.
@@ -189,7 +190,7 @@ def find_missing_tensors(
 
 
 def _as_unquantized(model: Model, names: Collection[str]) -> tuple[Model, Collection[str]]:
-    """Return the model and its names as if it were not quantized.
+    """Return the model and its names as if the model were not quantized.
 
     Only applies to quantization schemes that no table describes.
     """

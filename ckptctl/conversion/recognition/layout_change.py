@@ -51,10 +51,13 @@ class LayoutRequest:
             the source.
         described: Whether the target has a description of the model (``params.json``), which
             requires a known family even if no name changes.
+        untie: Whether to write both tensors of each tied pair.
+        partial: Whether only a part of the model's tensors is mapped.
         vocab: Size that the vocabulary is padded or truncated to, or None to keep its size.
         pads: Whether to pad the vocabulary to the size that the target's programs expect.
         all_names: Names of all tensors of the model, if only a part of them is mapped.
         missing: Names of tensors that may be missing.
+        trust_assets: Whether ``--assets`` takes precedence over other descriptions of the model.
     """
 
     target_layout: str | None
@@ -71,7 +74,7 @@ class LayoutRequest:
 def resolve_layout(
     model: Model, tensors: Mapping[str, TensorEntry], request: LayoutRequest
 ) -> tuple[Family | None, str | None, bool]:
-    """Determine the family that a change needs, the layout to write, and if names are kept.
+    """Determine the family that a change needs, the target layout, and if names are kept.
 
     The family is None if *tensors* are copied because no table describes them.
     """
@@ -109,7 +112,7 @@ def match_tensors(
 def change_layout(
     model: Model, tensors: Mapping[str, TensorEntry], request: LayoutRequest
 ) -> LayoutChange:
-    """Map *tensors* of a model to the requested layout, which may be their own."""
+    """Map *tensors* of a model to the requested layout, which may be the current one."""
     family, target, same = resolve_layout(model, tensors, request)
     if family is None:
         return _keep_layout(model, tensors, target)
@@ -262,11 +265,16 @@ def _keep_layout(
 def apply_change(
     catalog: Catalog, change: LayoutChange, root: str, prefix: str = ""
 ) -> tuple[Catalog, dict[str, ComposedTensor]]:
-    """Name the tensors of a mapped model, and add its virtual tensors to *catalog*.
+    """Compose the target tensors of *change*, and add its virtual tensors to *catalog*.
+
+    Args:
+        catalog: Catalog of the source.
+        change: Change of layout.
+        root: Prefix of the model in the source.
+        prefix: Prefix of the model in the output.
 
     Returns:
-        *catalog* with the virtual tensors, and the tensors of the target, below *prefix*, as
-        elements of the model's tensors, below *root*.
+        *catalog* with the virtual tensors, and the target tensors by name.
     """
     tensors = compose_tensors(change.tensors, root, prefix)
     catalog = add_zeros(catalog, change.zeros, root)
@@ -278,8 +286,8 @@ def add_zeros(catalog: Catalog, zeros: Sequence[ZeroTensor], root: str) -> Catal
 
     Args:
         catalog: The source.
-        zeros: Tensors of zeros.
-        root: Prefix in *catalog* of the tensors whose dtype they have.
+        zeros: Tensors of zeros to add.
+        root: Prefix in *catalog* of the tensors whose dtypes are used for *zeros*.
     """
     if not zeros:
         return catalog
@@ -294,7 +302,7 @@ def add_zeros(catalog: Catalog, zeros: Sequence[ZeroTensor], root: str) -> Catal
 
 
 def add_sums(catalog: Catalog, tensors: Iterable[ComposedTensor]) -> Catalog:
-    """Replace tensors of *catalog* to which a number is added by virtual files.
+    """Replace each source tensor with an offset by a virtual file that contains the sum.
 
     Sums have the dtype of the tensors, and are cast afterwards if requested.
     """

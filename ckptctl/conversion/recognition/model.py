@@ -76,6 +76,8 @@ class ModelDescription:
         name: ``config.json``, ``params.json``, ``arguments`` (with config.json's keys) or
             ``megatron`` (with Megatron's keys).
         place: File or value, for messages.
+        content: Parsed content.
+        assets: Whether the file is from ``--assets``.
         complete: Whether a missing key of a config.json means transformers' default. Training
             arguments may be incomplete.
     """
@@ -92,6 +94,8 @@ class ModelRequest:
     """Properties of the model that the user sets, or None to detect them.
 
     Attributes:
+        model_type: Name of the family.
+        layout: Layout of the model's tensors.
         root: Prefix of the model's names in the checkpoint.
         sizes: Axis sizes and numbers of layers.
     """
@@ -110,14 +114,19 @@ class Model:
     """Model recognized in a checkpoint. Costly properties are computed on first use.
 
     Attributes:
+        catalog: Catalog of the checkpoint.
         request: Properties that the user set.
         documents: Configuration that was used for recognition.
         described: All descriptions of the model, which must agree for a change of layout.
         model_type: Family, if exactly one matches.
+        candidates: All families that match.
         layout: Layout, if exactly one matches; None for an unknown family.
         alike: Other layouts with the same names and axis orders.
+        evidence: Description of each candidate, for messages.
         root: Prefix of the model's names in the checkpoint, with its dot; empty at the top.
         exact: Whether every key is known and none is missing.
+        config: Content of config.json, or recorded facts under its keys, or None.
+        params: Content of params.json, or None.
         inner_models: Prefixes of models elsewhere in the checkpoint with the families that match,
             if none matches at *root*.
         pairs: Families and layouts that match; equivalent layouts are listed once.
@@ -180,7 +189,7 @@ class Model:
         )
 
     def match_keys(self, family: Family, layout: Layout, keys: Collection[str]) -> MatchedKeys:
-        """Match *keys* to the layout. Reuse the earlier match if they are all of the model's."""
+        """Match *keys* to *layout*. Reuse the recorded match if *keys* are those of the model."""
         matched = self.matched.get(layout)
         if matched is not None and list(matched.order) == list(keys):
             return matched
@@ -387,8 +396,8 @@ def _nest_values(blobs: Iterable[Blob], path: Path) -> Json:
 def _require_matching_type(family: Family, given_name: str, config: Json, where: TreePath) -> None:
     """Raise if config.json names another known model type than the user.
 
-    Model types that refine each other, or have the same table, are equivalent. So are text models
-    and the models that contain them.
+    Model types are equivalent if one refines the other, if they have the same table, or if one is
+    the text model of the other.
     """
     parts = [
         config,
@@ -447,7 +456,7 @@ def _find_inner_models(
 
 
 def _add_tied_families(model: Model, families_by_name: Mapping[str, Family]) -> Model:
-    """Add tied families if only equal tensors tell them apart.
+    """Add the tied variants of the family if its tied tensors have equal contents.
 
     Meta's files of Llama 3.2 store the embedding twice, and params.json does not state that the
     tensors are tied.

@@ -29,7 +29,7 @@ ROOTS = frozenset(
 )
 """Names of containers of models, and of wrappers."""
 TRANSPARENT_ROOTS = frozenset({"state", "app", "dcp"})
-"""Names in :data:`ROOTS` that usually contain the model's container next to others."""
+"""Names in :data:`ROOTS` whose dictionary usually contains the model's container and others."""
 WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Prefixes of ``torch.compile``, FSDP and activation checkpointing for wrapped layers."""
 TRAINING = frozenset(
@@ -74,7 +74,7 @@ def list_containers(catalog: Catalog, roots: Sequence[str] | None = None) -> lis
 def list_subtrees(catalog: Catalog) -> list[str]:
     """List prefixes of parts that may be models under any name, outer ones first.
 
-    Numbered parts are layers and are not included.
+    Parts with a number in their name are layers and are not included.
     """
     count: Counter[str] = Counter()
     for name in _list_model_names(catalog, ""):

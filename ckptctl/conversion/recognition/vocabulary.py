@@ -1,11 +1,11 @@
 """Padding rows that Megatron-Core adds to a vocabulary for tensor parallelism.
 
 ``args.padded_vocab_size`` is the next multiple of ``make_vocab_size_divisible_by`` (128) times the
-number of these ranks (``megatron/training/tokenizer``). Models with another number of rows can load
-such a checkpoint, because embedding and output layer are declared with ``allow_shape_mismatch`` and
-missing rows become zeros. The vocabulary size is that of config.json. Rows without a token are also
-trained, as outputs that never occur, and may be nonzero. Then the trainer's arguments must state
-that they are padding.
+number of tensor-parallel ranks (``megatron/training/tokenizer``). Models with another number of
+rows can load such a checkpoint, because embedding and output layer are declared with
+``allow_shape_mismatch`` and missing rows become zeros. The vocabulary size is that of config.json.
+Rows without a token are also trained, as outputs that never occur, and may be nonzero. Then the
+trainer's arguments must state that the rows are padding.
 """
 
 from __future__ import annotations
