@@ -129,7 +129,7 @@ class Extent:
 
     @property
     def recorded_checksum(self) -> Checksum | None:
-        """Checksum that covers these bytes, or None if the format records none."""
+        """Recorded checksum that covers the extent, or None if the format records none."""
         if self.crc32 is None:
             return self.within
         return Checksum(self.offset, self.nbytes, self.crc32)
@@ -145,9 +145,10 @@ class TensorEntry:
         shape: Global shape.
         extents: Extents that tile the tensor; a tuple, or columns that create objects on demand.
         path: Keys from the root of the saved object down to the tensor.
-        alias_of: Tensor of the same checkpoint with which it shares all its memory.
+        alias_of: Name of another tensor of the checkpoint that has exactly the same memory.
         requires_grad: Recorded value; False if the format does not record it.
-        unsupported: Short reason why its elements cannot be read; there are no extents then.
+        unsupported: Short reason why the elements cannot be read, or None. Such a tensor has no
+            extents.
     """
 
     name: str
@@ -184,7 +185,8 @@ class ComputeInput:
     Attributes:
         root: Absolute path of the directory that the entry's files are relative to. The tensors of
             an adapter have another root than the checkpoint.
-        entry: Entry of the tensor. Its extents are ``raw`` and tile it; they may be virtual.
+        entry: Entry of the tensor. The extents have codec ``raw``, tile the tensor, and may be in
+            virtual files.
     """
 
     root: TreePath
@@ -335,8 +337,8 @@ class Catalog:
         tensors: Tensors by name, in the order of the checkpoint.
         blobs: Non-tensor values by name.
         assets: Sidecar files (configuration, tokenizer, ...) relative to *root*, with their sizes.
-        others: Other files in *root*, and folders with a trailing slash, with the reason why they
-            are not copied.
+        others: Other files in *root*, and other folders with a trailing slash, with the reasons why
+            conversions do not copy them.
         documents: Parsed ``config.json`` and ``params.json``, if any. Sizes in ``params.json``
             match *tensors*, even if shards repeat heads.
         extensions: Descriptions of the model under a trainer's own keys, by name of the extension

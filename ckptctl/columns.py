@@ -22,7 +22,7 @@ NO_CRC = -1
 
 
 class BoxColumns(Sequence[Box]):
-    """Sequence of boxes, stored as columns. Tensors that are split alike may share it.
+    """Sequence of boxes, stored as columns. Tensors with equal boxes may share one object.
 
     Attributes:
         offsets: Offsets of each box.

@@ -104,7 +104,7 @@ class Document:
     Attributes:
         name: Command that prints the document.
         prints: Result classes as ``module:Class``. ``a | b`` means one of the two, and ``a & b``
-            means the fields of both. Further forms follow after commas, each with its option.
+            combines the fields of both. Further forms follow after commas, each with its option.
     """
 
     name: Annotated[str, JsonField("argument of `ckptctl schema`: a command or `error`")]

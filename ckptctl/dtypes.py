@@ -23,10 +23,10 @@ class DType:
         name: torch's name without the ``torch.`` prefix.
         itemsize: Bytes of one element as torch counts elements.
         short: Name in tables.
-        safetensors: Code in a safetensors header, or None if that format cannot store it.
-        storage: torch's legacy typed storage class, or None if it is pickled as an untyped storage
-            plus dtype.
-        floating: Whether ``--dtype`` casts it.
+        safetensors: Code in a safetensors header, or None if safetensors cannot store the dtype.
+        storage: torch's legacy typed storage class, or None if torch pickles an untyped storage and
+            the dtype.
+        floating: Whether ``--dtype`` casts tensors of this dtype.
     """
 
     name: str

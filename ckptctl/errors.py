@@ -202,7 +202,7 @@ class StorageError(CkptError):
 
     @classmethod
     def from_os_error(cls, error: OSError, doing: str, where: str | PathLike[str]) -> StorageError:
-        """Wrap *error* so that its errno name is visible.
+        """Convert *error* to a StorageError whose message contains the name of its errno.
 
         Args:
             error: Error of the operating system.
@@ -292,17 +292,26 @@ class Mention:
 
 SpellMention = Callable[[Mention], str]
 _SPELL_MENTION: ContextVar[SpellMention] = ContextVar("spelling", default=Mention.on_command_line)
-"""Spelling of options in messages, set by the front end; see :mod:`ckptctl.keywords`."""
+"""Function that formats options in messages, set by the front end (:mod:`ckptctl.keywords`)."""
 
 
 def spell_option(*options: str, of: str = "") -> str:
-    """Return the spelling of *options* for the front end that shows the message."""
+    """Format *options* for a message, as the front end that shows the message writes options.
+
+    Args:
+        options: Options as on the command line, each with its value if there is one.
+        of: Command that has these options, if it is not the running command.
+    """
     return _SPELL_MENTION.get()(Mention(options, of))
 
 
 @contextmanager
 def override_spelling(spell: Callable[[Mention, SpellMention], str]) -> Iterator[None]:
-    """Override the spelling of options in messages within the block."""
+    """Format options in messages with *spell* within the block.
+
+    Args:
+        spell: Function of the options and of the previous function, which it may call.
+    """
     previous = _SPELL_MENTION.get()
     token = _SPELL_MENTION.set(lambda mention: spell(mention, previous))
     try:
@@ -333,7 +342,7 @@ def quote_names(
     total: int | None = None,
     quote: str = "`",
 ) -> str:
-    """Format the first names, quoted, and the number of the others.
+    """Quote the first names, and append the number of names that are not shown.
 
     Args:
         names: All names, or the first of a larger *total*.
@@ -369,7 +378,7 @@ def exclude_hint(name: str) -> str:
 
 
 def format_alternatives(names: Sequence[str], word: str = "or") -> str:
-    """Format the first names as alternatives, and the number of the others."""
+    """Format the first names as alternatives, and append the number of names not shown."""
     more = len(names) - MAX_ALTERNATIVES
     shown = [
         *names[:MAX_ALTERNATIVES],

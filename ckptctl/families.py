@@ -1,10 +1,10 @@
 """Registry of model families: built-in families, entry points and converter files.
 
-Built-in families are the modules of :data:`PACKAGE`. A wheel contains it inside ``ckptctl/``. In
-the repository its folder is ``converters/``, next to ``ckptctl/``. A package adds a family with an
-entry point in the group ``ckptctl.converters`` whose name is the model type and whose object is a
-:class:`~ckptctl.planner.layouts.Family`. A family in a converter file is only known within
-:func:`use_converter_file`.
+Built-in families are the modules of :data:`PACKAGE`. A wheel contains the package in ``ckptctl/``.
+In the repository, its folder is ``converters/``, next to ``ckptctl/``. Other packages add families
+with entry points in the group ``ckptctl.converters``. The name of an entry point is the model type,
+and the object is a :class:`~ckptctl.planner.layouts.Family`. A family in a converter file is only
+known within :func:`use_converter_file`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _USER: ContextVar[Family | None] = ContextVar("user", default=None)
 
 @cache
 def list_built_in() -> tuple[str, ...]:
-    """Return the built-in model types. Imports the package that contains them."""
+    """List the built-in model types, and import the package of their families."""
     home = Path(__file__).parent
     bundled_folder, repository_folder = home / "converters", home.parent / "converters"
     folder = bundled_folder if bundled_folder.is_dir() else repository_folder

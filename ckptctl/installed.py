@@ -1,7 +1,7 @@
 """Installed packages: torch, and entry points.
 
-``importlib.metadata`` is only imported if entry points may exist. Importing it takes longer than
-reading the index of a checkpoint, because it imports Python's e-mail parser.
+``importlib.metadata`` is only imported if entry points may exist. The import takes longer than
+reading the index of a checkpoint, because ``importlib.metadata`` imports Python's e-mail parser.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def accept_keywords(options: Callable[P, O_co], excluded: Sequence[str] = ()) ->
     """Replace the last parameter of a function, a dataclass of options, by keyword arguments.
 
     Signature, docstring and static types of the function are derived from the dataclass. Errors and
-    notes spell options as keyword arguments.
+    notes show options as keyword arguments.
 
     Args:
         options: Dataclass of options.
@@ -106,7 +106,7 @@ def spell_in_python(*options: Any) -> AbstractContextManager[None]:
 
 
 def _spell_as_keywords(mention: Mention, _: SpellMention, *, names: Mapping[str, str]) -> str:
-    """Spell *mention* as keyword arguments, of another function if an option is not in *names*."""
+    """Format *mention* as keyword arguments, of another function if an option is not in *names*."""
     name_value_pairs = [text.partition(" ")[::2] for text in mention.options]
     unknown_names = [
         name for name, _ in name_value_pairs if name.startswith("--") and name not in names
@@ -169,7 +169,7 @@ def _mark_code(word: str, values: Sequence[str]) -> str:
 
 @cache
 def _map_option_owners() -> Mapping[str, tuple[str, str]]:
-    """Map options to the function that takes them and to their keyword."""
+    """Map each option to a public function that has the option, and to its keyword argument."""
     package = importlib.import_module("ckptctl")
     owners: dict[str, tuple[str, str]] = {}
     for function in OWNER_FUNCTIONS:

@@ -1,6 +1,6 @@
 """Notes about a checkpoint or a run, in one ordered list.
 
-Functions add to a :class:`Notes` that is passed to them. Results show the notes by kind.
+Functions add notes to a :class:`Notes` argument. Results show the notes by kind.
 """
 
 from __future__ import annotations

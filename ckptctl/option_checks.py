@@ -103,7 +103,7 @@ def check_path(value: str | TreePath, hint: str = PATH_HINT) -> TreePath:
 
 
 def check_location(value: str | TreePath, hint: str = PATH_HINT) -> TreePath:
-    """Parse the path or URL of a checkpoint, without looking it up."""
+    """Parse the path or URL of a checkpoint, without checking if it exists."""
     from ckptctl.storage.paths import parse_path
 
     check_path(value, hint)

@@ -68,7 +68,7 @@ class Excludes:
     Attributes:
         other: Field of the other option, or ``field=value`` for one of its values.
         reason: Reason, shown in parentheses after the two options.
-        why: Reason as a separate sentence, with placeholders *this* and *other* for the options.
+        why: Reason for the ``why:`` line, with placeholders ``{this}`` and ``{other}``.
         hint: Hint with the same placeholders.
     """
 
@@ -83,8 +83,8 @@ class Excludes:
 class Option:
     """Declaration of an option, in the ``Annotated`` type of its field.
 
-    A ``bool`` is a flag that negates its default. A ``Sequence`` or ``Mapping`` can be repeated. A
-    ``Literal`` lists the allowed values.
+    An option of type ``bool`` is a flag that negates the default. A ``Sequence`` or ``Mapping`` can
+    be repeated. A ``Literal`` lists the allowed values.
 
     Attributes:
         help: Help text.
@@ -247,7 +247,7 @@ def require_compatible(options: Sequence[DeclaredOption], values: Mapping[str, A
     """Raise if options conflict, or if an option that another one requires is missing.
 
     Args:
-        options: Options of the command or function; relations to others are ignored.
+        options: Options of the command or function. Conflicts with other options are ignored.
         values: Values by field name.
 
     Raises:

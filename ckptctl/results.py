@@ -54,7 +54,7 @@ class JsonField:
 
 @dataclass(eq=False)
 class Inline:
-    """Declaration of a value whose fields are printed in its place.
+    """Declaration of a value whose fields are printed instead of the value.
 
     Attributes:
         names: Names of the fields to print, separated by spaces; empty for all.

@@ -75,7 +75,7 @@ class TreeEntry:
 
     Attributes:
         name: Name in its folder; empty if the listed path itself is a file.
-        folder: Whether it is a folder.
+        folder: Whether the entry is a folder.
         size: Size in bytes, or -1 if it is only known after opening the file.
         version: Version or ETag that changes with the content; empty if the server has none.
         mtime_ns: Modification time in nanoseconds since the epoch, or 0 if unknown.
@@ -176,7 +176,7 @@ class FileTree(Protocol):
         """Return the names in a folder. There are none if the folder does not exist."""
 
     def read_range(self, url: str, offset: int, nbytes: int) -> bytearray:
-        """Return a byte range of a file, or fewer bytes at its end."""
+        """Return a byte range of a file. At the end of the file, fewer bytes are returned."""
 
     def prefetch_range(self, url: str, offset: int) -> None:
         """Fetch the bytes around *offset* into the cache. Negative offsets count from the end."""
@@ -191,7 +191,7 @@ class FileTree(Protocol):
         """Discard cached listings. The next use lists the tree again, at the same commit."""
 
     def forget_url(self, url: str) -> None:
-        """Forget all listings of *url*, which has changed, and of paths below and above it."""
+        """Forget cached listings of *url*, which has changed, and of its parents and members."""
 
     def last_failure(self, url: str) -> CkptError | None:
         """Return the last error of the server, or None if there was none."""
@@ -298,16 +298,16 @@ class UrlPath(os.PathLike[str]):
         return PurePosixPath(self.url[len(os.fspath(other)) + 1 :])
 
     def exists(self) -> bool:
-        """Check if there is a file or folder."""
+        """Check if the file or folder exists."""
         return self.tree.find_entry(self.url) is not None
 
     def is_dir(self) -> bool:
-        """Check if it is a folder."""
+        """Check if the path is a folder."""
         entry = self.tree.find_entry(self.url)
         return entry is not None and entry.folder
 
     def is_file(self) -> bool:
-        """Check if it is a file."""
+        """Check if the path is a file."""
         entry = self.tree.find_entry(self.url)
         return entry is not None and not entry.folder
 

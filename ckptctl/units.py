@@ -104,7 +104,7 @@ def format_count(count: int) -> str:
 
 
 def pluralize(count: int, singular: str, plural: str = "") -> str:
-    """Format *count* with its noun in singular or plural.
+    """Format *count*, followed by a noun in the singular or plural.
 
     Args:
         count: Number to format.

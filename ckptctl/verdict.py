@@ -1,4 +1,4 @@
-"""Verdicts on a checkpoint, and how they follow from findings.
+"""Verdicts on a checkpoint, which are derived from findings.
 
 ``complete`` means that the index covers all tensors. If a table describes the model, no tensor of
 the model is missing, either. ``damaged`` requires evidence. ``unknown`` means undetermined. The
@@ -60,7 +60,7 @@ def decide_verdict(findings: Iterable[Evidence]) -> Verdict:
 
 
 def worst_verdict(verdicts: Iterable[Verdict]) -> Verdict:
-    """Return the verdict on several checkpoints together."""
+    """Combine the verdicts on several checkpoints. The worst verdict counts."""
     present = {*verdicts}
     by_severity = (Verdict.DAMAGED, Verdict.UNKNOWN)
     return next((verdict for verdict in by_severity if verdict in present), Verdict.COMPLETE)

@@ -14,8 +14,7 @@ from ckptctl.storage.threads import Watch, ignore_progress
 from ckptctl.verbs.comparison.diff import compare_checkpoints as compare_checkpoints
 from ckptctl.verbs.comparison.diff_options import DiffOptions
 from ckptctl.verbs.comparison.diff_result import Difference
-from ckptctl.verbs.doctor import Diagnosis
-from ckptctl.verbs.doctor import diagnose_directory as run_checks
+from ckptctl.verbs.doctor import Diagnosis, diagnose_directory
 from ckptctl.verbs.extraction.extract import Extraction
 from ckptctl.verbs.extraction.extract import extract_tensors as extract_tensors
 from ckptctl.verbs.extraction.extract_options import ExtractOptions, OpenOptions
@@ -183,4 +182,4 @@ def doctor(directory: AnyPath = ".") -> Diagnosis:
     Raises:
         CkptError: The directory does not exist. A failed check is a finding, not an error.
     """
-    return run_checks(Path(check_location(directory)))
+    return diagnose_directory(Path(check_location(directory)))

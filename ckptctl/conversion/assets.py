@@ -37,14 +37,14 @@ CONFIG, PARAMS = "config.json", "params.json"
 
 @dataclass(frozen=True, slots=True)
 class Assets:
-    """Configuration and sidecar files of a conversion, and the folders they come from.
+    """Configuration and sidecar files for the output of a conversion.
 
     Attributes:
-        roots: Directory of each sidecar file.
+        roots: Source directory of each sidecar file.
         sizes: Sizes of the sidecar files in bytes.
         documents: Parsed ``config.json`` and ``params.json``, or only those in the folder of
             ``--assets`` if it contains any.
-        others: Other files in the same directories, and why they are not copied.
+        others: Other files in the source directories, with the reasons why they are not copied.
         changed: Names of documents that differ from their files.
         described: All descriptions of the model, including those that ``--assets`` replaces.
     """

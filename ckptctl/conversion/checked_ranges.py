@@ -29,7 +29,7 @@ Ranges = list[tuple[int, int, Reader]]
 def find_checked_transfers(
     transfers: Sequence[Transfer], *, partly: bool = False
 ) -> frozenset[tuple[int, str]]:
-    """Find the transfers whose reads of a stored tensor suffice to verify its checksums.
+    """Find the transfers that read enough of a stored tensor to verify its checksums.
 
     Args:
         transfers: Transfers of the plan.
@@ -109,7 +109,7 @@ def _to_element_range(part: Part) -> tuple[int, int]:
 def plan_checks(
     root: TreePath, transfers: Sequence[Transfer], computed: Mapping[str, ComputedTensor]
 ) -> tuple[frozenset[tuple[int, str]], tuple[CheckedRange, ...]]:
-    """Plan which checksums are verified while copying, and the gaps that are read only for them.
+    """Plan which checksums are verified while copying, and which gaps are read for checksums only.
 
     Args:
         root: Directory of the source's files.

@@ -68,7 +68,7 @@ def plan_layout_change(draft: Draft) -> Draft:
 
 
 def list_output_tensors(draft: Draft) -> Draft:
-    """List the tensors of the output and locate the bytes that they are read from."""
+    """Determine the tensors and other values of the output, and locate the bytes to read."""
     if draft.change.skipped_keys or draft.missing:
         draft = skip_parts(draft, draft.change.skipped_keys)
     root, target, notes, change = draft.model.root, draft.target, draft.notes, draft.change
@@ -196,8 +196,8 @@ def _assign_paths(
 ) -> dict[str, Path]:
     """Assign a key path to each of the model's target tensors.
 
-    A model that keeps its names keeps its nesting. A model with new names becomes a flat state
-    dict, inside its container if that is kept.
+    If names are unchanged, key paths are unchanged, too. If names change, the model becomes a flat
+    state dict, inside the container of the source if prefixes are kept.
     """
     placed: dict[str, Path] = {}
     read: set[str] = set()
@@ -334,9 +334,9 @@ def _keeps_shared_memory(
 
     Add a note if they are written as separate copies.
 
-    Readers of `hf` would miss one of the tensors, unless the configuration states that they are
-    tied. Tensors that a known family ties were dropped before. Factors of an adapter are trained
-    separately.
+    Loaders of `hf` would miss one of the tensors unless the configuration states that they are
+    tied. Tied tensors of a known family were dropped before. The factors of an adapter are never
+    shared, because they are trained separately.
     """
     options, target, family = draft.options, draft.target, draft.change.family
     factors = target.adapters or (family is not None and family.partial)

@@ -76,7 +76,7 @@ def plan_with_steps(
 ) -> ConversionPlan:
     """Plan a conversion with *extra_steps* in addition to those that *options* select.
 
-    ``merge`` and ``prune`` add steps this way.
+    Other commands, such as ``merge``, pass the steps that they add.
     """
     steps = [*select_steps(options), *extra_steps]
     draft = open_draft(src, dst, options)

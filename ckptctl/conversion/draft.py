@@ -1,4 +1,4 @@
-"""Draft of a conversion while it is planned."""
+"""Draft of a conversion, which the stages of planning complete."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class Draft:
     def layout(self) -> str | None:
         """Layout to write, or None to keep that of the source.
 
-        A model without a head keeps its names (``layers.0``): transformers loads these, too.
+        A model without a head keeps names such as ``layers.0``, which transformers also loads.
         """
         source_layout, adapted = self.model.layout, self.target.adapter_layouts
         if self.options.to_layout:

@@ -1,7 +1,7 @@
 """Executable plan of a conversion: files, copies, manifest and digest.
 
 ``ckptctl.manifest.json`` lists the contents of an output, with a checksum for every box of every
-tensor. Its schema is published in ``docs/reference/manifest.md``. It contains no machine, user or
+tensor. ``docs/reference/manifest.md`` documents its schema. The manifest names no machine, user or
 time, so that equal inputs and options give equal bytes.
 """
 

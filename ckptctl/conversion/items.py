@@ -21,7 +21,7 @@ from ckptctl.tree import TreePath
 
 
 def resolve_items(catalog: Catalog) -> tuple[Catalog, list[Finding]]:
-    """Read the headers of all items. Return the readable items and the findings about others.
+    """Read the headers of all items. Return the readable items, and findings about unreadable ones.
 
     Reading stops at the first unreadable item, so a catalog that cannot be read is split in halves
     until each unreadable item is found.
@@ -117,7 +117,7 @@ def select_replicated(catalog: Catalog, names: Collection[str]) -> Catalog:
 
 
 def add_replica_extents(catalog: Catalog) -> Catalog:
-    """Add replicas as further extents, so that they are checked as well."""
+    """Add replicas to the extents of their tensors, so that replicas are checked, too."""
     tensors = {
         name: replace(entry, extents=(*entry.extents, *catalog.replicas[name]))
         if catalog.replicas.get(name)

@@ -15,8 +15,7 @@ from ckptctl.formats.base import OutputRequest, OutputTensor, WritableFormat
 from ckptctl.planner.axes import AxisSizes
 from ckptctl.planner.balance import MAX_SHARD_BYTES, choose_shard_limit
 from ckptctl.planner.mapping.tensors import LayoutChange
-from ckptctl.planner.model_parallel import RankShard
-from ckptctl.planner.model_parallel import split_tensor as divided
+from ckptctl.planner.model_parallel import RankShard, split_tensor
 from ckptctl.tree import TreePath
 from ckptctl.units import parse_bytes
 
@@ -128,12 +127,12 @@ Divide = Callable[[OutputTensor, int], Sequence[RankShard | None]]
 
 
 def build_division(change: LayoutChange, layout: str | None) -> Divide | None:
-    """Return a function that divides tensors among ranks, or None if no rule is known."""
+    """Build a function that splits tensors across ranks, or return None if no rule is known."""
     family, sizes = change.family, AxisSizes(change.sizes or {}, {})
     if family is None or layout is None:
         return None
 
     def divide_tensor(tensor: OutputTensor, ranks: int) -> Sequence[RankShard | None]:
-        return divided(family, layout, tensor.name, tensor.shape, sizes, ranks)
+        return split_tensor(family, layout, tensor.name, tensor.shape, sizes, ranks)
 
     return divide_tensor

@@ -1,4 +1,4 @@
-"""Non-tensor values: tensors nested in them, and the metadata strings of files."""
+"""Tensors that are nested in non-tensor values, and metadata strings of files."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ _WORD = re.compile(r"[^\s\"'\[\]{}(),:]+")
 def select_metadata(
     catalog: Catalog, tensors: Sequence[OutputTensor], target: WritableFormat, notes: Notes
 ) -> dict[str, str]:
-    """Select the metadata strings that remain valid in the output. Note the others as skipped.
+    """Select the metadata strings that remain valid in the output. Note skipped strings.
 
     A string that describes tensors or contains a hash remains valid only if names, shapes and
     dtypes are unchanged and nothing is computed.
@@ -155,7 +155,7 @@ def blob_without_root(blob: Blob, root: str) -> Blob:
 
 
 def find_container(path: Path, root: str) -> tuple[Path, str]:
-    """Split *path* at the container that *root* names. Return its keys and its prefix."""
+    """Find the container in *path* that *root* names. Return its keys, and its prefix in names."""
     candidates = ((path[:n], f"{join_path(path[:n])}.") for n in range(len(path) - 1, 0, -1))
     return next(
         ((head, prefix) for head, prefix in candidates if root.startswith(prefix)), ((), "")

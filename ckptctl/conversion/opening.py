@@ -1,4 +1,4 @@
-"""Source of a conversion: opening it and recognizing its model."""
+"""Opening the source of a conversion, and recognizing the model in it."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class OutputFile:
 
 
 def list_output_files(files: tuple[tuple[str, int], ...]) -> list[OutputFile]:
-    """Return the files of a plan as they are printed."""
+    """Convert the files of a plan to the form that ``--json`` prints."""
     return [OutputFile(*file) for file in files]
 
 
@@ -317,7 +317,7 @@ class ConversionPlan(
 def describe_plan(
     draft: Draft, plan: Plan, summary: Summary, source_notes: Notes
 ) -> ConversionPlan:
-    """Describe a planned conversion, with the notes about its source."""
+    """Build the plan that users see, with the notes about the source and the planning."""
     options, source = draft.options, draft.source
     skipped = draft.notes.get_reasons("skipped")
     replicas = source.replicas.keys() - draft.missing.keys() - skipped.keys()

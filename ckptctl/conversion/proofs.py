@@ -1,4 +1,4 @@
-"""Checks that read tensor data: redundancy before a conversion, and the output after it."""
+"""Checks that read tensor data: redundancy before writing, and the output after publishing."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ckptctl.catalog import Catalog, TensorEntry
-from ckptctl.conversion.items import require_equal_replicas as replicas_equal
-from ckptctl.conversion.items import select_portion
+from ckptctl.conversion.items import require_equal_replicas, select_portion
 from ckptctl.conversion.plan import ConversionPlan
 from ckptctl.errors import CkptError, MappingError, StorageError, spell_option
 from ckptctl.planner.copying.blocks import build_view
@@ -31,7 +30,7 @@ from ckptctl.units import pluralize
 def require_redundant(plan: ConversionPlan, ranks: Coordinator) -> None:
     """Verify that replicas are equal and that dropped data is redundant."""
     if plan.replicated is not None:
-        replicas_equal(select_portion(plan.replicated, ranks))
+        require_equal_replicas(select_portion(plan.replicated, ranks))
     if not plan.redundant:
         return
     entries = plan.source.tensors

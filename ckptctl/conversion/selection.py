@@ -104,7 +104,7 @@ def select_tensors(draft: Draft) -> Draft:
 
 
 def skip_parts(draft: Draft, parts: Mapping[str, str]) -> Draft:
-    """Skip *parts* of the model, and the optimizer state of these tensors.
+    """Skip incomplete tensors of the model, and optimizer state that is useless without them.
 
     All missing items of the selection are added to the notes.
     """
@@ -136,7 +136,7 @@ def _add_module_states(selection: Selection, catalog: Catalog) -> Selection:
 def _find_incomplete(
     draft: Draft, selection: Selection, names: Mapping[str, str]
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Return missing tensors of the model, and the items that are not written, with reasons."""
+    """Return the absent tensors of the model, and all items that are not written, with reasons."""
     catalog, root = draft.catalog, draft.model.root
     selected_names = {root + name for name in (*selection.tensors, *selection.blobs)}
     outside = selection.rest if draft.includes_training_state else ()

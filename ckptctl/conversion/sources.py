@@ -36,7 +36,7 @@ class SourceChoices(Protocol):
 
     @property
     def weights(self) -> Weights | None:
-        """Weights to read, either those of the optimizer or of the model."""
+        """Weights to read: the optimizer's fp32 copies or the weights of the model."""
 
     @property
     def tag(self) -> str | None:
@@ -80,7 +80,7 @@ def open_source(
 def locate_tensors(catalog: Catalog, names: Iterable[str]) -> Catalog:
     """Check that the tensors called *names* are covered, and locate their bytes.
 
-    The returned catalog contains only these tensors, in the order of *names*.
+    The returned catalog contains only the tensors called *names*, in this order.
     """
     entries = {name: catalog.tensors[name] for name in names}
     for entry in entries.values():
@@ -125,7 +125,7 @@ def _is_local(catalog: Catalog) -> bool:
 
 
 def _read_blobs(catalog: Catalog, blobs: Collection[Blob]) -> Mapping[str, Blob]:
-    """Read the values of *blobs*, except those that cannot be read."""
+    """Read the values of *blobs*. Unreadable values are skipped."""
     selection = replace(catalog, tensors={}, replicas={}, blobs={blob.name: blob for blob in blobs})
     try:
         return formats.resolve_codecs(selection).blobs

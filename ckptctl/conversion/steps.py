@@ -50,13 +50,13 @@ class Step:
     option: str = ""
 
     def __post_init__(self) -> None:
-        """Raise if the place does not exist, because the step would never run."""
+        """Raise if *place* is unknown, because the step would never run."""
         if self.place not in get_args(Place):
             raise ValueError(f"unknown place `{self.place}` (one of: {', '.join(get_args(Place))})")
 
 
 def _import_later(place: str) -> Callable[..., Any]:
-    """Return a function that imports its module on the first call."""
+    """Return a function that imports the function at *place* when it is called, and calls it."""
 
     def call_function(*arguments: object) -> Any:
         module, _, function = place.partition(":")

@@ -53,7 +53,7 @@ class Summary(Result):
     """Counts of source and output tensors, by kind of change.
 
     Tensors of the source and of ``--fill-from`` are dropped, skipped, fused, divided, regrouped,
-    repeated, or copied one to one. Other tensors of the output are zeros.
+    repeated, or copied one to one. Output tensors without any source are zeros.
     """
 
     read: Annotated[Amount, JsonField("source tensors", name="in")]
@@ -238,7 +238,7 @@ class _TensorGroups:
         self._targets: set[str] = set()
 
     def add_tensor(self, composed: ComposedTensor) -> None:
-        """Connect a tensor of the output with its origins."""
+        """Add an output tensor to the group of the tensors that it is computed from."""
         if composed.key not in self._written:
             return
         sources = {name for key in composed.keys for name in self._origins.find_origins(key)}

@@ -2,7 +2,7 @@
 
 The scratch directory is in the directory for temporary files (``TMPDIR``). It contains the files in
 progress and at most :data:`~ckptctl.storage.execution.finisher.MAX_WAITING` complete files. Each
-file is removed after its upload. The directory is locked while its process lives. The next run of
+file is removed after its upload. A process locks its directory until it exits. The next run of
 the same user removes the directories of killed processes.
 """
 

@@ -53,7 +53,7 @@ class LayoutRequest:
             requires a known family even if no name changes.
         untie: Whether to write both tensors of each tied pair.
         partial: Whether only a part of the model's tensors is mapped.
-        vocab: Size that the vocabulary is padded or truncated to, or None to keep its size.
+        vocab: Size that the vocabulary is padded or truncated to, or None to keep the size.
         pads: Whether to pad the vocabulary to the size that the target's programs expect.
         all_names: Names of all tensors of the model, if only a part of them is mapped.
         missing: Names of tensors that may be missing.
@@ -175,7 +175,7 @@ def change_layout(
 
 
 def _get_requested_rows(request: LayoutRequest) -> int | None:
-    """Return the requested number of vocabulary rows, or None to keep it."""
+    """Return the requested number of vocabulary rows, or None to keep the number."""
     size = request.vocab
     if size is not None and not 0 < size <= MAX_VOCABULARY_ROWS:
         raise UsageError(

@@ -75,7 +75,7 @@ class ModelDescription:
     Attributes:
         name: ``config.json``, ``params.json``, ``arguments`` (with config.json's keys) or
             ``megatron`` (with Megatron's keys).
-        place: File or value, for messages.
+        place: Description of the file or value for messages.
         content: Parsed content.
         assets: Whether the file is from ``--assets``.
         complete: Whether a missing key of a config.json means transformers' default. Training
@@ -130,7 +130,7 @@ class Model:
         inner_models: Prefixes of models elsewhere in the checkpoint with the families that match,
             if none matches at *root*.
         pairs: Families and layouts that match; equivalent layouts are listed once.
-        matched: Match of the model's keys in each of these layouts.
+        matched: Match of the model's keys in each layout of *pairs*.
         denied: Families that would match if recorded facts did not contradict them.
     """
 
@@ -164,7 +164,7 @@ class Model:
 
     @property
     def tensors(self) -> Mapping[str, TensorEntry]:
-        """Tensors of the model by their names in it."""
+        """Tensors of the model by name, without the prefix *root*."""
         return self.selection.tensors
 
     def is_tied(self, family: Family) -> bool:
@@ -196,7 +196,7 @@ class Model:
         return match_keys(family, layout, keys)
 
     def list_unknown_keys(self, keys: Collection[str]) -> Sequence[str]:
-        """Return those of *keys* that are unknown to the best-matching family."""
+        """List the *keys* that the best-matching family does not have."""
         if self.exact or not self.pairs:
             return ()
         name, layout = self.pairs[0]
@@ -596,7 +596,7 @@ def root_hint(model: Model) -> str:
 
 
 def _deciding_option(model: Model) -> str:
-    """Return the option that resolves the ambiguity, with its values if they are few."""
+    """Format the option that resolves the ambiguity, with the possible values if they are few."""
     names = model.candidates
     layouts = dict.fromkeys(layout for _, layout in model.pairs)
     if len(names) == 1 and len(layouts) > 1:

@@ -156,7 +156,7 @@ def is_training_state(name: str) -> bool:
 
 
 def is_outside_model(catalog: Catalog, name: str) -> bool:
-    """Check if *name* is training state, in a format that stores it."""
+    """Check if leaf *name* is training state. In formats without training state, none is."""
     is_training_blob = formats.get_format(catalog.format).training and name in catalog.blobs
     return bool(is_training_blob) or (
         stores_training_state(catalog.format) and is_training_state(name)
@@ -219,7 +219,7 @@ def _rename_entry(entry: TensorEntry, names: Mapping[str, str]) -> TensorEntry:
 
 
 def _rename_path(path: Path, name: str, new_name: str) -> Path:
-    """Change *path*, which spells *name*, so that it spells *new_name*."""
+    """Change *path* of the leaf called *name* to a path for *new_name*."""
     if name == new_name:
         return path
     head = path[:-1]
@@ -283,7 +283,7 @@ def select_by_globs(
         missing_names: Names of missing tensors, which patterns may also match.
 
     Returns:
-        The selected leaves, and the names of those not selected.
+        The selected leaves, and the names of the leaves that are not selected.
 
     Raises:
         MappingError: A pattern matches no name.

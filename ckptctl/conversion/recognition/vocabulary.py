@@ -49,7 +49,7 @@ def find_vocabulary_rows(tensors: ModelTensors) -> int | None:
 
 
 def find_rows_with_padding(tensors: ModelTensors, size: int | None) -> int | None:
-    """Return the number of rows if it exceeds *size*, or None if there is no padding."""
+    """Return the number of vocabulary rows if there are more than *size*, or None."""
     rows = find_vocabulary_rows(tensors)
     return rows if rows is not None and size is not None and rows > size else None
 
