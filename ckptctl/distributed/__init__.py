@@ -1,7 +1,7 @@
 """Saving, loading and managing checkpoints in training.
 
-Everything here imports torch. The command line only imports the process group, and only under
-torchrun. The public names below are imported on first use.
+Everything here imports torch. The command line imports only :mod:`~ckptctl.distributed.group`, and
+only under torchrun. The public names below are imported on first use.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ PRIVATE = {
     "init_state_dict": ("torch.distributed.checkpoint.planner_helpers", "_init_state_dict"),
     "unflatten_state_dict": ("torch.distributed.checkpoint._nested_dict", "unflatten_state_dict"),
 }
-"""Module and name in torch of every private name, by its name here."""
+"""Module and name in torch of every private name, keyed by its name in this module."""
 
 
 def find_missing_names() -> Iterator[str]:
@@ -85,7 +85,7 @@ warn_if_untested(torch.__version__)
 
 
 def locate_storage(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the identity of the tensor's storage, and its offset there in elements."""
+    """Return the storage identity and the storage offset (in elements) of *tensor*."""
     return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
 
 

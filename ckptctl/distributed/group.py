@@ -2,8 +2,8 @@
 
 torch's object collectives exchange lengths first, which doubles the cost of small messages. Here
 the first exchange contains the length and the first bytes of the message, and only longer messages
-need a second one. All ranks see the longest length, so they agree on whether there is one. Unlike
-torch's object collectives, these do not require NumPy.
+need a second exchange. Every rank learns the greatest length, so all ranks agree on whether to do
+the second exchange. Unlike torch's object collectives, the collectives here do not require NumPy.
 """
 
 from __future__ import annotations

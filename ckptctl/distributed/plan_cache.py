@@ -44,7 +44,7 @@ class PlanCache(Generic[T]):
             return plan
 
     def put(self, key: bytes, plan: T) -> None:
-        """Store *plan*, and evict the least recently used ones."""
+        """Store *plan*, and evict the least recently used plans above the limits."""
         with self._lock:
             self._plans[key] = plan
             self._plans.move_to_end(key)

@@ -1,4 +1,4 @@
-"""Checkpoints that this process has loaded or saved, used to find the resumed step of a run."""
+"""Checkpoints that this process has loaded or saved, used to find a run's resumed step."""
 
 from __future__ import annotations
 

@@ -54,9 +54,9 @@ class RankTensor:
 
     meta: TensorMeta
     leaf: torch.Tensor | ShardedTensor
-    shards: tuple[TensorShard, ...]  # local shards, empty if other ranks have all of it
-    # Whether only the name tells that other ranks may have the same tensor: it is neither a
-    # DTensor nor a ShardedTensor, and has no placement attributes.
+    shards: tuple[TensorShard, ...]  # local shards, empty if the entire tensor is on other ranks
+    # Whether the tensor is neither a DTensor nor a ShardedTensor and has no placement attributes,
+    # so only its name tells that other ranks may have the same tensor.
     is_regular: bool = False
 
     @property
@@ -108,7 +108,7 @@ class FlatState:
 
 
 class LocalPlacement(NamedTuple):
-    """Boxes of a global tensor and their positions in a local one."""
+    """Boxes of a global tensor and their positions in a local tensor."""
 
     shape: tuple[int, ...]  # of the global tensor
     boxes: tuple[Box, ...]  # of the global tensor
@@ -116,13 +116,13 @@ class LocalPlacement(NamedTuple):
 
 
 PLACEMENT = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
-"""Attributes of a tensor that contains shards of a global one (``CheckpointableTensor``, 2.14)."""
+"""Attributes of a local tensor with shards of a global tensor (``CheckpointableTensor``, 2.14)."""
 
 
 def has_placement(leaf: object) -> TypeGuard[torch.Tensor]:
     """Return whether *leaf* is a local tensor with placement attributes.
 
-    Its class does not matter, and the installed torch need not have the protocol.
+    *leaf* may have any class, and the installed torch need not define ``CheckpointableTensor``.
     """
     if not isinstance(leaf, torch.Tensor) or isinstance(leaf, DTensor | ShardedTensor):
         return False
@@ -139,7 +139,7 @@ def read_placement(name: str, leaf: torch.Tensor) -> LocalPlacement:
     """Read the placement attributes of a tensor.
 
     Raises:
-        RefusedError: They contradict each other or the tensor.
+        RefusedError: The attributes contradict each other or the tensor.
     """
     try:
         shape = _to_ints(leaf.global_shape)  # type: ignore[attr-defined]
@@ -254,7 +254,7 @@ def expand_stateful(state_dict: StateDict) -> dict[str, object]:
 
 
 def is_stateful(value: object) -> TypeGuard[Stateful]:
-    """Return whether *value* implements ``Stateful``, without its slow check for tensors."""
+    """Return whether *value* implements ``Stateful``, without the slow check for tensors."""
     return not isinstance(value, torch.Tensor) and isinstance(value, Stateful)
 
 
@@ -264,9 +264,9 @@ def build_rank_tensor(
     """Describe a tensor and its local shards.
 
     Raises:
-        RefusedError: No supported format can store it.
+        RefusedError: No supported format can store the tensor.
     """
-    if isinstance(leaf, ShardedTensor):  # attributes of a tensor would log a deprecation warning
+    if isinstance(leaf, ShardedTensor):  # its tensor attributes log a deprecation warning
         shard_metadata = leaf.metadata()
         shape, torch_dtype = tuple(shard_metadata.size), shard_metadata.tensor_properties.dtype
         grad = shard_metadata.tensor_properties.requires_grad
@@ -280,7 +280,7 @@ def build_rank_tensor(
     if dtype not in dtypes.BY_NAME:
         raise RefusedError(f"`{name}` has dtype {dtype}, which no supported format can store")
     meta = TensorMeta(dtype, shape, path, bool(grad))
-    if 0 in shape:  # every rank has the one empty box
+    if 0 in shape:  # every rank has the tensor's only box, which is empty
         shards = [TensorShard(name, Box.whole(shape), torch.empty(shape, dtype=torch_dtype))]
     elif placement:
         assert isinstance(leaf, torch.Tensor)
@@ -362,7 +362,7 @@ def _detach_dense(name: str, tensor: torch.Tensor, on_meta: bool = False) -> tor
 
 
 def get_address(tensor: torch.Tensor) -> object:
-    """Return the address of a tensor's first element, or an equivalent on the meta device."""
+    """Return the address of the first element, or the storage location on the meta device."""
     return compat.locate_storage(tensor) if tensor.is_meta else tensor.data_ptr()
 
 
@@ -392,7 +392,7 @@ def view_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def iterate_row_major_parts(
     tensor: torch.Tensor, start: int, elements: torch.Tensor
 ) -> Iterator[Part]:
-    """Pair row-major *elements* with views of *tensor*, beginning at its element *start*."""
+    """Yield views of *tensor*, from element *start* on, with their parts of *elements*."""
     if tensor.ndim < 2:
         target = tensor.reshape(1) if tensor.ndim == 0 else tensor
         yield target[start : start + len(elements)], elements

@@ -45,7 +45,7 @@ def pickle_values(values: Mapping[str, object], *, trusted: bool) -> dict[str, b
     """Serialize non-tensor values with ``torch.save``, as DCP stores them.
 
     Raises:
-        RefusedError: Values cannot be pickled, or without *trusted* could not be loaded again.
+        RefusedError: Values cannot be pickled, or could not be loaded without ``trusted=True``.
     """
     contents: dict[str, bytes] = {}
     refused: dict[str, str] = {}
@@ -66,7 +66,7 @@ def pickle_values(values: Mapping[str, object], *, trusted: bool) -> dict[str, b
 
 
 def serialize_value(value: object) -> bytes:
-    """Serialize one value with ``torch.save``, including ``fold`` of times, which it would drop."""
+    """Serialize one value with ``torch.save``, and keep the ``fold`` attribute of times."""
     buffer = io.BytesIO()
     torch.save(value, buffer, pickle_module=_PICKLE_MODULE)
     return buffer.getvalue()
@@ -86,7 +86,7 @@ _PICKLE_MODULE = SimpleNamespace(Pickler=_Pickler, __name__="pickle")
 
 
 def _find_read_problem(value: object, content: bytes) -> str | None:
-    """Explain why *content* cannot be loaded as *value* without trust, or return None if it can."""
+    """Explain why *content* cannot be loaded without ``trusted=True``, or return None if it can."""
     if type(value) in _ALWAYS_READABLE:
         return None
     prove = _check_readable if len(content) <= CACHED_VALUE_BYTES else _check_readable.__wrapped__
@@ -128,7 +128,7 @@ def _cannot_save_error(
 
 
 class LoadedValues(NamedTuple):
-    """Non-tensor values and reasons why others were refused, by name in the state."""
+    """Loaded non-tensor values, and the reasons why others were refused, by name in the state."""
 
     values: Mapping[str, object]
     refused: Mapping[str, str]
@@ -147,9 +147,10 @@ def read_values(
     Args:
         mapping: Mapping of the checkpoint to the state.
         values: Names of the values in the state.
-        rank: Rank whose own values are preferred.
+        rank: Rank whose values are preferred if the values of ranks differ.
         trusted: Whether unpickling may run any code.
-        strict: Whether a value that is not known to be harmless is an error.
+        strict: Whether a value that is not known to be harmless is an error instead of being
+            skipped.
 
     Raises:
         UnsupportedError: Values are not known to be harmless, and *strict* is set.
@@ -162,7 +163,7 @@ def read_values(
         for name, stored_name in match_stored_names(mapping, values, rank).items():
             blob = catalog.blobs[stored_name]
             where = f"{catalog.root}/{blob.file}" if blob.file else catalog.path
-            # Decompression errors are raised as they are: trust does not help.
+            # Decompression errors propagate, because ``trusted=True`` does not help.
             unpacked = read_value_bytes(files, blob, budget) if blob.extension else None
             try:
                 content = unpacked or read_value_bytes(files, blob, budget)
@@ -182,7 +183,7 @@ def read_values(
 
 
 def find_invalid_positions(values: Mapping[str, object], where: str) -> dict[str, UnsupportedError]:
-    """Find parts of random-generator states whose position is out of range, with their errors."""
+    """Find entries of RNG states whose position is out of range, with the error for each."""
     states: dict[str, dict[object, object]] = {}
     for name, value in values.items():
         state, _, part = name.rpartition(".")
@@ -213,7 +214,7 @@ def _combined_error(refused: Mapping[str, UnsupportedError], where: str) -> Unsu
 
 
 def format_skipped_values(refused: Mapping[str, str]) -> str:
-    """Format the warning about values that were skipped and stay as they were."""
+    """Format the warning about skipped values, which stay unchanged in the state."""
     names = quote_names([f"{name}: {why}" for name, why in refused.items()])
     return f"skipped values that are not known to be harmless: {names}"
 
@@ -233,11 +234,12 @@ def unpickle_value(content: bytes, name: str, where: str, *, trusted: bool) -> o
     """Unpickle a non-tensor value.
 
     Raises:
-        UnsafePickleError: It is not trusted, and contains an object of a class that is not known
-            to be harmless.
-        UnsupportedError: It is not trusted, and differs from the form that known classes write.
-        UsageError: It requires code that is not installed.
-        DamagedError: It cannot be read.
+        UnsafePickleError: The value is not trusted, and contains an object of a class that is not
+            known to be harmless.
+        UnsupportedError: The value is not trusted, and contains an object of a known class that was
+            pickled in a way that this class never uses.
+        UsageError: The value requires code that is not installed.
+        DamagedError: The value cannot be read.
     """
     try:
         if trusted:
@@ -254,7 +256,7 @@ def unpickle_value(content: bytes, name: str, where: str, *, trusted: bool) -> o
 
 
 def _untrusted_value_error(error: CkptError, name: str, where: str) -> UnsupportedError:
-    """Build the error for a value that is only read with trust."""
+    """Build the error for a value that is only loaded with ``trusted=True``."""
     kind = type(error) if isinstance(error, UnsupportedError) else UnsupportedError
     return kind(
         f"`{name}` is not known to be harmless",
@@ -303,7 +305,7 @@ def replace_leaf(root: MutableMapping[str, Any], keys: Keys, value: object) -> N
 def _find_container_key(
     container: MutableMapping[Any, Any] | MutableSequence[Any], key: str | int
 ) -> Any:
-    """Return the key of the container that matches *key*, which may be its text form."""
+    """Return the key of *container* that equals *key*, or whose string does."""
     if isinstance(container, MutableSequence) or key in container:
         return key
     return next((existing_key for existing_key in container if str(existing_key) == str(key)), key)

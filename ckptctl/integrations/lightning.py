@@ -78,7 +78,7 @@ class DirectoryCheckpointIO(CheckpointIO):  # type: ignore[misc]
             weights_only: If False, objects may run code when they are unpickled.
 
         Raises:
-            CkptError: It cannot be read.
+            CkptError: The checkpoint cannot be read.
         """
         if Path(path).is_file():
             checkpoint_io = TorchCheckpointIO()
@@ -94,7 +94,7 @@ class DirectoryCheckpointIO(CheckpointIO):  # type: ignore[misc]
         return {MODEL: state[MODEL], OPTIMIZERS: [state[key] for key in optimizers], **rest}
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a checkpoint, which is renamed first."""
+        """Rename a checkpoint so that it is no longer visible, and then remove it."""
         trash.remove_path(Path(path))
 
 
@@ -156,7 +156,7 @@ class ShardedStrategy(ModelParallelStrategy):  # type: ignore[misc]
         return read_meta(path, weights_only)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Remove a checkpoint on rank 0, which is renamed first."""
+        """On rank 0, rename a checkpoint so that it is no longer visible, and then remove it."""
         if self.is_global_zero:
             trash.remove_path(Path(filepath))
 

@@ -51,7 +51,7 @@ class CheckpointManager(dcp.CheckpointManager):  # type: ignore[misc]
         if not self.enable:
             return
         if self.async_mode == dcp.AsyncMode.ASYNC_WITH_PINNED_MEM:
-            # Copies are in pinned memory in either mode, and done before `save` returns.
+            # In either mode, the state is copied to pinned memory before `save` returns.
             self.async_mode = dcp.AsyncMode.ASYNC
         self._saver = AsyncSaver(self.pg, max_failures=MAX_FAILURES)
         self._keeper = RunCheckpoints(
@@ -101,7 +101,7 @@ class CheckpointManager(dcp.CheckpointManager):  # type: ignore[misc]
             CkptError: It cannot be loaded. It is raised on every rank.
         """
         dequantize = "fp32" if from_quantized else None
-        # Parts that the user excludes are in the checkpoint anyway.
+        # Keys that the user excludes from the load are in the checkpoint anyway.
         strict: Strict = "state" if getattr(self, "exclude_from_loading", ()) else True
         load(state_dict, checkpoint_id, cast=from_hf, dequantize=dequantize, strict=strict)
         if MODEL in self.states:

@@ -135,7 +135,7 @@ class Checkpointer(DistributedCheckpointer):  # type: ignore[misc]
         saver = self._get_manager(sharded=sharded)
         if intermediate_checkpoint:
             state = {**state_dict}
-            if sharded:  # gathered states already have names
+            if sharded:  # gathered states already have parameter names
                 state[training.OPT_KEY] = name_optimizer_params(
                     state_dict[training.OPT_KEY], [*model]
                 )
@@ -208,7 +208,7 @@ def build_intermediate_state(state: Mapping[str, Any]) -> dict[str, Any]:
 def name_optimizer_params(
     optimizer: Mapping[str, Any], parameters: Sequence[str]
 ) -> Mapping[str, Any]:
-    """Replace parameter numbers in an optimizer state by names.
+    """Return an optimizer state with parameter names instead of numbers.
 
     Args:
         optimizer: Result of ``Optimizer.state_dict``, possibly with names already, or one per

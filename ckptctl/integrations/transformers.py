@@ -31,7 +31,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
     """Callback that saves when the manager's rules require it, and when the Trainer saves.
 
     Like the Trainer's own checkpoints, these contain the logs and evaluations of their step, and
-    the random states after it. Use ``TrainingArguments(save_strategy="no")`` to leave saving to the
+    the RNG states after it. Use ``TrainingArguments(save_strategy="no")`` to leave saving to the
     callback. After a ``preemption`` notice, training stops with a save of the current step, and
     *final* is not written. To resume::
 
@@ -47,11 +47,11 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         self._manager = manager
         self._final = final
         self._saved: set[int] = set()
-        self._due: dict[str, Any] | None = None  # random states of a step that will be saved
+        self._due: dict[str, Any] | None = None  # RNG states of a step that will be saved
         self._preempted = False
         self._metrics: dict[str, float] = {}
         self._position: tempfile.TemporaryDirectory[str] | None = None
-        self._model: Any = None  # of the Trainer, once it exists
+        self._model: Any = None  # the Trainer's model, once it exists
 
     def on_init_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Remember the model of the Trainer."""
@@ -60,9 +60,9 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
     def resume_from(self) -> str | None:
         """Return a folder from which ``Trainer.train`` resumes at the newest complete checkpoint.
 
-        It is a temporary folder with only the Trainer's state and random states (and with PEFT, the
+        The temporary folder contains only the Trainer's state and RNG states (and with PEFT, the
         current adapter). Model, optimizer and scheduler are loaded when training begins. All ranks
-        call it after the Trainer is created.
+        call this method after the Trainer is created.
 
         Returns:
             The folder, or None without a checkpoint.
@@ -108,14 +108,14 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
             self._due, self._metrics = get_random_states(), {}
 
     def on_log(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Update the random states of a due step after logging."""
+        """Update the RNG states of a due step after logging."""
         if self._due is not None:
             self._due = get_random_states()
 
     def on_evaluate(
         self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any], **parts: Any
     ) -> None:
-        """Add metrics to the checkpoint of this step, if it is saved or due."""
+        """Add metrics to the checkpoint of this step, if one is saved or due."""
         numeric_metrics = {
             key: value for key, value in metrics.items() if isinstance(value, int | float)
         }
@@ -155,7 +155,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
     def _save_step(
         self, state: Any, parts: Mapping[str, Any], random_states: dict[str, Any] | None
     ) -> None:
-        """Save with *random_states* as the random states, or do nothing if they are None."""
+        """Save the current step with the RNG states, or do nothing if they are None."""
         step, step_metrics = state.global_step, self._metrics
         self._due, self._metrics = None, {}
         if random_states is None or step in self._saved:
@@ -177,13 +177,13 @@ def collect_tensors(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer that accelerate may have wrapped."""
+    """Return the torch optimizer, unwrapped if accelerate has wrapped it."""
     unwrapped: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
     return unwrapped
 
 
 def build_position(state: Any = None, numbers: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Build the entry for the position of training, or an empty one to load into."""
+    """Build the entry for the Trainer's state and RNG states, or an empty one to load into."""
     entry = None if state is None else ({"state": _to_json(state), "rng": numbers},)
     return {"trainer": {"position": entry}}
 
@@ -193,8 +193,8 @@ def write_position(
 ) -> None:
     """Write the Trainer's own files of a checkpoint, without tensors.
 
-    The index maps all *names* to an empty file, so that the Trainer reports none as missing. PEFT
-    does not support an index, so its *model* writes the current adapter.
+    The index maps all *names* to an empty file, so that the Trainer reports no missing tensors.
+    PEFT does not support an index, so a PEFT *model* writes its current adapter.
     """
     (entry,) = state["trainer"]["position"]
     (folder / STATE_FILE).write_text(entry["state"])
@@ -222,7 +222,7 @@ def _to_json(state: Any) -> str:
 
 
 def get_random_states() -> dict[str, Any]:
-    """Return the current random states, the content of ``rng_state.pth``."""
+    """Return the current RNG states, in the form of ``rng_state.pth``."""
     states: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": numpy.random.get_state(),

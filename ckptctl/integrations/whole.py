@@ -36,9 +36,10 @@ _all_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
 
 def create_own_group() -> dist.ProcessGroup | None:
-    """Return a group of only this rank, created without the others, or None for a single process.
+    """Return a process group of only this rank, or None if torch.distributed is not initialized.
 
-    It is for trainers in which one rank saves or loads everything.
+    The group is created without the other ranks, for trainers in which one rank saves or loads
+    everything.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None
@@ -54,7 +55,7 @@ def create_own_group() -> dist.ProcessGroup | None:
 
 
 def create_all_ranks_group() -> dist.ProcessGroup:
-    """Return a gloo group of all ranks. All of them call this."""
+    """Return a gloo group of all ranks, created by the first call. All ranks call this."""
     default = dist.group.WORLD
     assert default
     if default not in _all_groups:
@@ -96,10 +97,10 @@ def load_full_model(
 
 
 def restore_param_keys(state: Any) -> Any:
-    """Restore nested optimizer states in *state* to the form of ``Optimizer.state_dict``.
+    """Restore the keys of optimizer states in *state* as ``Optimizer.state_dict`` returns them.
 
-    There, the keys of ``state`` are the numbers or names that ``params`` lists. A DCP directory has
-    strings as keys, and no ``state`` at all if it is empty.
+    ``Optimizer.state_dict`` uses the numbers or names in ``params`` as keys of ``state``. A DCP
+    directory uses strings, and omits an empty ``state``.
     """
     if isinstance(state, list):
         return [restore_param_keys(item) for item in state]
@@ -122,7 +123,7 @@ def allocate_zeros(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def fingerprint_shards(state: Mapping[str, Any]) -> tuple[object, ...]:
-    """Compute the CRC-32 of each of this rank's shards, to recognize an equal state."""
+    """Return name, box and CRC-32 of each of this rank's shards, to recognize an equal state."""
     return tuple(
         (shard.name, shard.box, crc32(to_memoryview(shard.tensor.cpu().contiguous())))
         for shard in flatten_state(state).shards
@@ -137,10 +138,10 @@ def save_with_files(
     like: Path | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Save *state* and small files as one directory, replacing any. All ranks call it.
+    """Save *state* and small files as one directory on all ranks, replacing an existing one.
 
     *like* is a directory that this function wrote with the same tensors. If the file system
-    supports it, its data files are hard-linked instead of written again.
+    supports hard links, the data files of *like* are linked instead of written again.
     """
     ranks = get_coordinator(process_group)
     linked = run_on_rank_zero(

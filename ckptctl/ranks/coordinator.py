@@ -74,9 +74,9 @@ class RankError(CkptError):
 
 
 def run_on_all_ranks(ranks: Coordinator, work: Callable[[], T]) -> T:
-    """Run *work* on every rank, and raise on all if it fails on any.
+    """Run *work* on every rank, and raise on all ranks if it fails on any.
 
-    As for all functions here, *work* must not use collectives.
+    As for all functions of this module, *work* must not use collectives.
     """
     return work() if ranks.world == 1 else run_and_all_gather(ranks, lambda: (work(), None))[0]
 

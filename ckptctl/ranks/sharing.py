@@ -2,7 +2,8 @@
 
 All ranks make the same plan from the same metadata, and verify that it is the same. Rank 0 creates
 the staging directory and its files, and every rank fills its share. Rank 0 then writes headers and
-indexes, which contain the checksums of all ranks, and publishes. A single rank just executes.
+indexes, which contain the checksums of all ranks, and publishes. A single rank executes the plan
+directly.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from ckptctl.units import pluralize
 T = TypeVar("T")
 POLL_SECONDS = 0.5
 VISIBLE_WITHIN_SECONDS = 90.0
-"""Time that a network file system may take to show a new file to other machines."""
+"""Time limit for a network file system to show a new file to other machines."""
 
 
 def select_rank_share(
@@ -55,7 +56,7 @@ def hash_values(values: object) -> str:
 
 
 def hash_sources(plan: Plan) -> str:
-    """Hash names, sizes and mtimes of a plan's source files, equal on all machines."""
+    """Hash the names, sizes and mtimes of a plan's source files, to compare them across ranks."""
     identities = [(name, identity) for name, identity in plan.sources.items()]
     identities += [(name, identity) for (_, name), identity in plan.inputs.items()]
     return hash_values(
@@ -82,7 +83,7 @@ def execute_on_all_ranks(
     progress: Advance,
     ranks: Coordinator,
 ) -> Execution:
-    """Execute *plan*, which must be the same on all ranks, with all of them.
+    """Execute *plan*, which must be equal on all ranks, with each rank writing a share.
 
     Only rank 0 passes *stage*, a staging directory on a file system that all ranks share. Shares
     are about equal, so *progress* counts the bytes of this rank times the number of ranks.
@@ -140,7 +141,7 @@ def wait_for_path(path: Path) -> None:
     """Wait until *path*, published by another machine, is visible on this one.
 
     Raises:
-        StorageError: It is not visible in time.
+        StorageError: *path* is not visible in time.
     """
     end = time.monotonic() + VISIBLE_WITHIN_SECONDS
     while not path.exists():
@@ -164,8 +165,8 @@ class _RemoteFailureError(Exception):
 class _FailureSignal:
     """File next to the output that a failing rank creates to stop the others early.
 
-    Without it, they would copy all their data before they learn of the failure. The error itself is
-    exchanged by the next collective.
+    Without this file, the other ranks would copy all their data before they learn of the failure.
+    The error itself is exchanged by the next collective.
     """
 
     def __init__(self, path: Path) -> None:

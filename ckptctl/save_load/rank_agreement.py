@@ -1,8 +1,9 @@
 """Agreement of all ranks before a save or load, on its target and on cached plans.
 
-A cached plan is reused only if every rank made it in the same planning (its *generation*) and its
-shards have not changed, which one exchange shows. If any rank has changed, all ranks plan again.
-Shards alone do not identify a plan: two process groups with the same boxes can plan differently.
+A cached plan is reused only if all ranks made their plans in the same round of planning (the plans
+have the same *generation*) and no rank's shards have changed. The ranks find this out in one
+exchange. If any rank has changed, all ranks plan again. Shards alone do not identify a plan: two
+process groups with the same boxes can plan differently.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ class RankStatement(NamedTuple):
         target: Destination of the save, or checkpoint to load.
         options: Options that must be the same on all ranks, by name.
         nonce: Random bytes that identify this call.
-        identity: Digest of the metadata of its tensors and values.
-        generation: Generation of its cached plan, or empty if it has none.
-        groups: Digests of its values, by the groups of that plan.
-        problem: Error that keeps it from continuing.
+        identity: Digest of the metadata of the rank's tensors and values.
+        generation: Generation of the rank's cached plan, or empty if there is none.
+        groups: Digests of the rank's values, by the groups of the cached plan.
+        problem: Error that prevents the rank from continuing, or None.
     """
 
     target: str
@@ -72,7 +73,7 @@ def require_agreement(
 
 
 def name_generation(statements: Sequence[RankStatement]) -> bytes:
-    """Return the generation of the plan that the ranks make now, from all their nonces."""
+    """Compute the generation of the plan that the ranks make now, from the nonces of all ranks."""
     import hashlib  # loads OpenSSL, which a single process does not need
 
     hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)

@@ -133,7 +133,7 @@ def async_save(
 
 
 class Closeable(ABC):
-    """Context manager that closes itself, and hides errors of that if the block already failed."""
+    """Context manager that calls :meth:`close`, and ignores its errors if the block failed."""
 
     @abstractmethod
     def close(self) -> None:
@@ -154,9 +154,9 @@ class AsyncSaver(Closeable):
     """Background saver that writes one checkpoint at a time.
 
     Create one on every rank, and call its methods in the same order on all ranks. The first save
-    creates two gloo groups: one for calls, and one for background saves. They use the timeout of
-    *process_group* if it supports CPU tensors, and exist as long as ``torch.distributed``. Several
-    savers do not interfere with each other.
+    creates two gloo groups: one for method calls, and one for background saves. They use the
+    timeout of *process_group* if it supports CPU tensors, and exist until ``torch.distributed`` is
+    shut down. Several savers do not interfere with each other.
 
     From the second save of the same structure on, the ranks reuse the plan. Each rank then copies
     only those replicated tensors that it will write.
@@ -195,7 +195,7 @@ class AsyncSaver(Closeable):
         self._failures = 0  # consecutive
         self._pool = HostPool(host_memory)
         self._writer = WriterProcess()
-        self._ranks: tuple[Coordinator, Coordinator] | None = None  # for calls, in the background
+        self._ranks: tuple[Coordinator, Coordinator] | None = None  # for calls, for saves
         self._preparing: Future[None] | None = None
         self._last: SaveThread | None = None
         self._process = os.getpid()
@@ -205,8 +205,8 @@ class AsyncSaver(Closeable):
         """Allocate host memory for copies of *state_dict* in the background.
 
         Allocation takes several times as long as the copy, because pages must be found, cleared
-        and, for CUDA, pinned. Otherwise the first save does this while training waits. With
-        ``mode="process"``, the writer process is also started.
+        and, for CUDA, pinned. Without this call, training waits while the first save allocates.
+        With ``mode="process"``, the writer process is also started.
 
         Memory is allocated only for existing tensors, and an optimizer has none before its first
         step. Existing memory is reused. Ranks do not wait for each other.
@@ -218,8 +218,8 @@ class AsyncSaver(Closeable):
             A future that is done when the memory is ready. A save waits for it automatically.
 
         Raises:
-            CkptError: The state cannot be saved. The next save raises errors of the background on
-                every rank.
+            CkptError: The state cannot be saved. Errors of the allocation itself are raised by the
+                next save, on every rank.
         """
         self._require_open()
         nbytes, pinned = compute_copy_memory(
@@ -345,7 +345,7 @@ class AsyncSaver(Closeable):
                 self.wait()
         finally:
             if self._preparing and self._process == os.getpid():
-                self._preparing.exception()  # wait for it, and ignore its error
+                self._preparing.exception()  # wait for the allocation, and ignore its error
             self._writer.close()
             self._pool.close()
 
@@ -358,7 +358,7 @@ class AsyncSaver(Closeable):
     ) -> tuple[SaveThread, BaseException | None]:
         """Copy this rank's shards, or only those that its plan writes, and start a thread.
 
-        No save may be running.
+        No earlier save may still be running.
 
         Returns:
             The thread, and the failure of the last save if it does not prevent this one.

@@ -28,7 +28,7 @@ from ckptctl.units import pluralize
 T = TypeVar("T")
 PAGE = mmap.PAGESIZE
 MAX_FREE_REGIONS = 2
-"""Free regions that are kept: one for each of two savers, or for two alternating states."""
+"""Maximum number of free regions to keep, enough for two savers or two alternating states."""
 UNUSED_SAVES = 4
 """Number of consecutive saves after which memory that none of them needed is released."""
 MADV_POPULATE_WRITE = 23
@@ -42,7 +42,7 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def run_in_threads(blocks: Iterable[T], process_block: Callable[[T], None], nbytes: int) -> None:
-    """Process *blocks* of *nbytes* in total in this and further threads, and raise the first error.
+    """Process *blocks*, *nbytes* in total, in several threads, and raise the first error.
 
     One thread does not saturate the memory bus of most machines. torch's thread pool is not used,
     because ``torchrun`` limits it to one thread.
@@ -64,7 +64,7 @@ def run_in_threads(blocks: Iterable[T], process_block: Callable[[T], None], nbyt
 
     count = min(choose_thread_count(0), -(-nbytes // BLOCK_BYTES))
     helper_threads = [threading.Thread(target=run_blocks, daemon=True) for _ in range(count - 1)]
-    with suppress(RuntimeError):  # the system has no threads left: the running ones do all
+    with suppress(RuntimeError):  # no threads left: the running ones suffice
         for thread in helper_threads:
             thread.start()
     run_blocks()
@@ -76,7 +76,7 @@ def run_in_threads(blocks: Iterable[T], process_block: Callable[[T], None], nbyt
 
 
 def populate_pages(address: int, nbytes: int) -> None:
-    """Let the kernel find and clear all pages of new memory.
+    """Let the kernel allocate and clear all pages of new memory.
 
     Raises:
         OSError: There is not enough memory.
@@ -134,7 +134,7 @@ class HostRegion:
         if code:
             _log.warning("cannot pin %d bytes of host memory: error %d", self.nbytes, code)
             with suppress(RuntimeError, AssertionError):
-                torch.zeros(1, device="cuda")  # clears the error of this thread
+                torch.zeros(1, device="cuda")  # clears the CUDA error of this thread
         return code == 0
 
     def _close_descriptor(self) -> None:
@@ -178,7 +178,7 @@ class HostPool:
     def prepare_region(self, nbytes: int, pinned: bool = False) -> None:
         """Allocate a region for the next save, unless a free or used one fits.
 
-        If the running save leaves no room under the limit, the next save allocates it.
+        If the limit leaves no room during the running save, the next save allocates the region.
         """
         size = round_to_size_class(nbytes)
         with self._lock:
@@ -203,7 +203,7 @@ class HostPool:
                 self._free.pop(0).close()
 
     def close(self) -> None:
-        """Close the free regions, and the used ones when they are returned."""
+        """Close the free regions now, and the used regions when they are returned."""
         with self._lock:
             self._closed = True
             while self._free:

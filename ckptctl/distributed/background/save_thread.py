@@ -120,7 +120,7 @@ class SaveThread:
         self._decision.put(True)
 
     def abandon(self) -> None:
-        """End the thread without writing, and release the memory."""
+        """End the thread without writing, and release the memory of the copy."""
         self._decision.put(False)
         self._thread.join()
         self._work.pop()[1]()
@@ -140,7 +140,7 @@ class SaveThread:
         self._thread.join()
 
     def take_failure(self) -> BaseException | None:
-        """Return the failure of the save once, or None."""
+        """Return the failure of the save, or None if there is none or it was already returned."""
         failure, self._failure = self._failure, None
         return failure
 

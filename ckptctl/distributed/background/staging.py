@@ -28,7 +28,7 @@ ALIGNMENT_BYTES = 64
 
 
 class HostCopy(NamedTuple):
-    """Copy of a range of host memory, by addresses."""
+    """Copy of a range of host memory from one address to another."""
 
     target: int
     source: int
@@ -90,7 +90,7 @@ def _start_copies(
 
 @dataclass(frozen=True, slots=True)
 class StagedState:
-    """Copy of a rank's shards, with its memory *region*, or None if nothing was copied."""
+    """Copy of a rank's shards, in the memory *region* (None if nothing was copied)."""
 
     state: LocalState
     region: HostRegion | None
@@ -142,7 +142,7 @@ def stage_shards(
 
 
 def compute_copy_memory(pieces: Sequence[torch.Tensor]) -> tuple[int, bool]:
-    """Compute the bytes of host memory for a copy of all shards, and whether to pin them."""
+    """Compute the size in bytes of a host copy of all shards, and whether to pin its memory."""
     ranges = list(_iterate_ranges(list(_iterate_members(pieces, None))))
     return _compute_region_size(ranges, list(_place_ranges(ranges))) if ranges else (0, False)
 
@@ -194,7 +194,7 @@ def _build_ranges(members: Sequence[_RangeMember], end: int) -> Iterator[_Range]
         for member in members
     }
     needed = sum(view.nbytes for view in views.values())
-    # A save without staging reads such a tensor densely, and plans must hold for both.
+    # A save without staging reads such a tensor densely, and both must produce the same plan.
     dense = (
         len(members) == 1
         and tensor.nbytes <= length

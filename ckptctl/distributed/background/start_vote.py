@@ -57,7 +57,7 @@ class StartVote:
     def run_all_or_none(self, work: Callable[[], T], undo: Callable[[T], object]) -> T:
         """Run *work* on every rank. If it fails on any, *undo* it on the others and raise on all.
 
-        It is also undone if the exchange fails.
+        *work* is also undone if the exchange between the ranks fails.
         """
         outcome = capture_outcome(work)
         error = outcome.exception()

@@ -1,7 +1,8 @@
 """Writer process, which executes plans on memory that the trainer shares with it.
 
-It neither imports torch nor takes part in collectives. It gets a plan, descriptors of shared
-memory, and the location of each chunk there, so it does not compete with training for the GIL.
+It neither imports torch nor takes part in collectives. It receives only a plan, descriptors of
+shared memory, and the location of each chunk in this memory. So it does not compete with training
+for the GIL.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from ckptctl.distributed.background.host_memory import HostRegion
 
 SharedRange = tuple[int, int, int]
-"""Number of a region, and offset and length in it in bytes."""
+"""Region number, and offset and length within the region in bytes."""
 
 _BLOCKED_SIGNALS = {
     getattr(signal, f"SIG{name}") for name in ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2")
@@ -46,10 +47,10 @@ _START_CODE = (
 
 
 class WriterProcess:
-    """Child process that executes one plan at a time, started by the first one.
+    """Child process that executes one plan at a time, started for the first plan.
 
-    The child exits with this process, however that ends, and publishes nothing then. A fork of this
-    process cannot use the child.
+    The child exits when this process ends, even if it is killed, and then publishes nothing. A fork
+    of this process cannot use the child.
     """
 
     def __init__(self) -> None:
@@ -172,13 +173,13 @@ class WriterProcess:
             try:
                 frame = list(plan.files[number].frame(crcs.__getitem__))
             except BaseException:
-                self.close()  # the child waits for an answer
+                self.close()  # otherwise the child would wait for an answer
                 raise
             connection.send(frame)
 
 
 def raise_no_frame(_: CrcOf) -> Iterator[tuple[int, bytes]]:
-    """Placeholder for the frame of a file, which the child replaces by a request."""
+    """Placeholder for the frame (header and index) of a file, which the child requests instead."""
     raise CkptError("the writer process did not request a file header from the training process")
 
 
@@ -233,7 +234,7 @@ def main(descriptor: int) -> None:
 def _receive_messages(
     connection: Connection, regions: Regions, messages: queue.SimpleQueue[Any]
 ) -> None:
-    """Pass on messages, and exit when the connection is closed, because the trainer has ended."""
+    """Queue received messages, and exit when the trainer has ended and the connection closes."""
     try:
         while True:
             message = connection.recv()
@@ -264,7 +265,7 @@ def _execute_plan(
     request_lock = threading.Lock()
 
     def with_requested_frame(number: int, file: OutputFile) -> OutputFile:
-        """Return *file* with a frame that is requested from the trainer, given its CRCs."""
+        """Return *file* with a frame that is requested from the trainer with the data's CRCs."""
         record_indices = [
             index for index, record in enumerate(plan.records) if record.file == file.path
         ]

@@ -54,7 +54,7 @@ _log = logging.getLogger("ckptctl")
 
 @dataclass
 class NamedPlan(LoadPlan):
-    """Load plan with the names that a rank requires."""
+    """Load plan with the tensors and values that a rank requires, by name."""
 
     tensors: dict[str, Keys] = field(default_factory=dict)
     values: dict[str, Keys] = field(default_factory=dict)
@@ -177,7 +177,8 @@ class LoadPlanner(DefaultLoadPlanner):
         """Unpickle a non-tensor value and replace it in the state.
 
         Raises:
-            CkptError: It cannot be read, or contains a class that is not known to be harmless.
+            CkptError: The value cannot be read, or contains an object of a class that is not known
+                to be harmless.
         """
         name = read_item.dest_index.fqn
         try:
@@ -200,7 +201,7 @@ class LoadPlanner(DefaultLoadPlanner):
         replace_leaf(self.original_state_dict, self._state.values[name].path, leaf)
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        """Return the local shard that contains an item."""
+        """Return the local shard that contains the item at *index*."""
         assert index.offset is not None
         return self._pieces[index.fqn, tuple(index.offset)]
 

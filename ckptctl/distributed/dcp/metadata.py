@@ -44,7 +44,7 @@ DEFAULT_SOURCE = "the checkpoint"
 
 
 def add_error_notes(method: Callable[P, R]) -> Callable[P, R]:
-    """Wrap *method* to add where, why and hint to errors as notes, with Python option names."""
+    """Wrap *method* to add an error's where, why and hint as notes, with Python option names."""
 
     @wraps(method)
     def call_with_notes(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -64,7 +64,7 @@ def add_error_notes(method: Callable[P, R]) -> Callable[P, R]:
 
 
 def build_metadata(global_plan: GlobalPlan) -> Metadata:
-    """Build torch's metadata of a global plan, without the positions of its items."""
+    """Build torch's metadata from a global plan, without the file positions of its items."""
 
     def build_entry(tensor: OutputTensor, boxes: Sequence[Box]) -> TensorStorageMetadata:
         size, chunks = torch.Size(tensor.shape), [to_chunk(box) for box in boxes]
@@ -105,7 +105,7 @@ def to_box(chunk: ChunkStorageMetadata) -> Box:
 
 
 class CatalogMetadata(Metadata):
-    """Metadata of a checkpoint of any format, with the names of the state."""
+    """Metadata of a checkpoint of any format, with the tensor names that the state uses."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class CatalogMetadata(Metadata):
             )
 
     def get_mapping(self) -> StateMapping:
-        """Return the mapping, or raise the error of reading the checkpoint."""
+        """Return the mapping to the state, or raise the error of opening the checkpoint."""
         if self._problem:
             raise self._problem
         assert self.mapping
@@ -165,7 +165,7 @@ class CatalogMetadata(Metadata):
 
 
 def build_mapping(metadata: Metadata) -> StateMapping:
-    """Return the mapping of a checkpoint, which is the identity for metadata of other readers."""
+    """Return the mapping to the state, which is the identity for metadata of other readers."""
     if isinstance(metadata, CatalogMetadata):
         return metadata.get_mapping()
     paths = metadata.planner_data or {}

@@ -1,8 +1,9 @@
 """Save planner for torch's ``dcp.save`` with the global plan of ``ckptctl.save``.
 
 Ranks send descriptions of their shards (:mod:`ckptctl.save_load.saving.local_shards`), the
-coordinator divides them (:mod:`ckptctl.save_load.saving.global_plan`), and each rank makes write
-items of its share. Any storage writer accepts the items, and :class:`Writer` uses the share.
+coordinator assigns the shards to ranks (:mod:`ckptctl.save_load.saving.global_plan`), and each rank
+makes write items for its share. Any storage writer accepts the items, and :class:`Writer` uses the
+share.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ from ckptctl.units import pluralize
 
 MAX_PLANS = 8
 KEY_VERSION = 1
-"""Version of the contents of a plan's key."""
+"""Version of the data from which the cache key of a plan is computed."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class SharePlan(SavePlan):
     key: bytes = b""  # digest of everything on which the rank's plan depends, except values
     values: bytes = b""  # digests of the non-tensor values and of small tensors
     packed: PackedShards | None = None  # the rank's shards, or None if unchanged for this key
-    generation: bytes = b""  # of the rank's cached plan for the key, then of the new plan
+    generation: bytes = b""  # generation of the cached plan, later that of the new plan
     share: RankShare | None = None  # None if the plan of this generation is reused
     kept: tuple[bytes, ...] = ()  # generations that the coordinator keeps
 
@@ -87,7 +88,7 @@ class _AgreedPlan:
 
 @dataclass(frozen=True, slots=True)
 class _SavedShare:
-    """Executed plan of this rank."""
+    """Plan that this rank has executed, cached for reuse."""
 
     key: bytes
     generation: bytes
@@ -110,8 +111,8 @@ class SavePlanner(DefaultSavePlanner):
 
     Args:
         per_rank: Action if non-tensor values, or small tensors that are neither DTensors nor
-            ShardedTensors, differ between ranks. ``"keep"`` saves all of them, those of further
-            ranks with names below ``rank_N.``, and ``"error"`` raises.
+            ShardedTensors, differ between ranks. ``"keep"`` saves all of them, with the prefix
+            ``rank_N.`` for all ranks but the lowest, and ``"error"`` raises.
         plans: Number of plans to cache.
         trusted: Option of :func:`ckptctl.save`.
         compare_replicas: Option of :func:`ckptctl.save`. Ranks compare only when they plan.
@@ -308,7 +309,7 @@ def _list_written_values(all_packed: Sequence[PackedShards]) -> list[dict[str, s
 
 
 def iterate_write_items(shards: LocalShards, share: RankShare) -> Iterator[WriteItem]:
-    """Yield the write items of a rank's share, in its order."""
+    """Yield the write items of a rank's share, in the order of the share."""
     for index, box in iterate_boxes(shards, share):
         name = shards.chunks[index].name
         yield _build_tensor_item(name, make_output_tensor(name, shards.tensors[name]), box)

@@ -55,9 +55,9 @@ class Reader(StorageReader):
     """Reader for ``dcp.load(state, storage_reader=Reader(path))``.
 
     With :class:`~ckptctl.distributed.LoadPlanner`, the layout of the state is detected. Other
-    planners look up the names of the state at once, so pass *state_dict* if those of the checkpoint
-    differ. Without *allow_overflow*, a load with overflowing values fails after it
-    has filled the tensors.
+    planners look up the names of the state immediately, so pass *state_dict* if the checkpoint has
+    other names. Without *allow_overflow*, a load with overflowing values fails after it has filled
+    the tensors.
 
     Attributes:
         bytes_read: Bytes of tensors that this rank read in the last load, except from URLs.
@@ -90,7 +90,8 @@ class Reader(StorageReader):
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """Return the metadata of a checkpoint of any format.
 
-        Errors are raised later, because torch would replace them here by an uninformative one.
+        Errors are raised by later calls, because torch would hide the message of an error raised
+        here.
         """
         try:
             self._opened = self._options.open_catalog(os.fspath(self.checkpoint_id))
@@ -215,7 +216,7 @@ class Reader(StorageReader):
 
 
 def _build_shard(item: ReadItem, tensor: torch.Tensor) -> TensorShard:
-    """Describe the target tensor of an item as a shard."""
+    """Describe the target tensor of a read item as a shard."""
     first = item.storage_index.offset or (0,) * len(item.lengths)
     pairs = zip(first, item.storage_offsets, strict=True)
     shard = TensorShard(

@@ -52,9 +52,10 @@ _OPEN_WRITERS: weakref.WeakValueDictionary[str, Writer] = weakref.WeakValueDicti
 class Writer(StorageWriter):
     """Writer for ``dcp.save(state, storage_writer=Writer(path))``, with any save planner.
 
-    Ranks write to a staging directory. The coordinator renames it in :meth:`finish`, after it has
-    found every item of the plan there. For a URL (``s3://…``, ``memory://…``), the coordinator
-    locks the destination, files are uploaded as streams, and the metadata comes last.
+    Ranks write to a staging directory. The coordinator publishes it by a rename in :meth:`finish`,
+    after it has checked that every item of the plan was written. For a URL (``s3://…``,
+    ``memory://…``), the coordinator locks the destination, files are uploaded as streams, and the
+    metadata is uploaded last.
     """
 
     @accept_keywords(WriterOptions)
@@ -93,7 +94,8 @@ class Writer(StorageWriter):
         """Set the rank of this process and its target.
 
         Raises:
-            RefusedError: The path cannot hold a checkpoint, or none without collectives.
+            RefusedError: The path cannot hold a checkpoint, or is a URL and collectives are
+                disabled.
         """
         self._close_open_stack()
         self._rank = kwargs.get("rank") or 0
@@ -200,7 +202,7 @@ class Writer(StorageWriter):
         return has_known_scheme(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta:
-        """Return the id and the destination of this save."""
+        """Return the save ID and the destination."""
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
 
     @property
@@ -245,7 +247,7 @@ def _close_stack(stack: ExitStack) -> None:
 
 
 def _compute_file_sizes(results: Iterable[WriteResult]) -> dict[str, int]:
-    """Compute the file sizes of one rank, whose items are followed by nothing."""
+    """Compute the sizes of one rank's files, each of which ends with its last item."""
     sizes: dict[str, int] = {}
     for info in (result.storage_data for result in results):
         sizes[info.relative_path] = max(info.offset + info.length, sizes.get(info.relative_path, 0))
@@ -274,7 +276,7 @@ def _check_all_written(metadata: Metadata, stored: Collection[MetadataIndex], wh
 def _describe_as_state(
     items: Sequence[WriteItem], planner: SavePlanner
 ) -> tuple[LocalState, RankShare]:
-    """Resolve the write items of any planner to a state that this rank writes completely."""
+    """Convert the write items of any planner to a state, all of which this rank writes."""
     tensors: dict[str, TensorMeta] = {}
     chunks: list[LocalChunk] = []
     pieces: list[torch.Tensor] = []

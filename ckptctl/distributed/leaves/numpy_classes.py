@@ -1,8 +1,8 @@
 """Arrays, scalars and dtypes of numpy, created from checked sizes and bytes.
 
-No function of numpy that takes a state from a pickle is called (``dtype.__setstate__``,
-``ndarray.__setstate__``, ``scalar``), because these can treat bytes of a file as pointers.
-Source of the records: ``numpy/_core/src/multiarray/methods.c`` and ``descriptor.c``.
+The numpy functions that restore a pickled state (``dtype.__setstate__``, ``ndarray.__setstate__``,
+``scalar``) are never called, because they can treat bytes of a file as pointers. Source of the
+records: ``numpy/_core/src/multiarray/methods.c`` and ``descriptor.c``.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _build_dtype(record: Inert, _: Make) -> Dtype:
 
 
 def _parse_dtype_state(record: Inert) -> tuple[str, tuple[Any, ...]]:
-    """Parse a dtype record to its code (kind and size) and its state."""
+    """Return the code (kind and size) and the state in a dtype record."""
     if record.appended is not None or record.entries is not None or len(record.args) != 3:
         raise malformed_record_error(record, "its arguments are unexpected")
     code, state = record.args[0], record.state

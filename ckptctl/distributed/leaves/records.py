@@ -11,12 +11,12 @@ from ckptctl.units import pluralize
 
 MAX_INT = 1 << 63
 Make = Callable[[object], object]
-"""Creates the value of a nested record."""
+"""Function that creates the value of a nested record."""
 Maker = Callable[[Inert, Make], object]
-"""Creates the value of a record of one class.
+"""Function that creates the value of a record of one class.
 
 Raises:
-    UnsupportedError: The class does not write such a record.
+    UnsupportedError: The object was pickled in a way that its class never uses.
 """
 Makers = Mapping[Global, Maker]
 POSITIONS = {"pos": "key", "buffer_pos": "buffer"}
@@ -25,7 +25,7 @@ POSITION_PARTS = frozenset({*POSITIONS, *POSITIONS.values()})
 
 
 def malformed_record_error(record: Inert | Global | str, why: str) -> UnsupportedError:
-    """Build the error for a record that its class does not write."""
+    """Build the error for an object that was pickled in a way that its class never uses."""
     return UnsupportedError(f"malformed `{format_class(record)}` object", why=why)
 
 
@@ -42,7 +42,7 @@ def format_class(record: Inert | Global | str) -> str:
 
 
 def get_arguments(record: Inert, minimum: int, maximum: int | None = None) -> tuple[object, ...]:
-    """Return the arguments of a record, or raise on a wrong number, a state or elements."""
+    """Return a record's arguments, or raise if it has a wrong number, state or elements."""
     if record.state is not None or record.appended is not None or record.entries is not None:
         raise malformed_record_error(record, "it has a state or elements")
     count = len(record.args)

@@ -35,7 +35,7 @@ from ckptctl.storage.zips.zip_reader import KEEPING_TABLE, StoredTensor, read_ar
 ALL_MAKERS: Makers = {**STANDARD_MAKERS, **NUMPY_MAKERS, **TORCH_MAKERS}
 CLASS_TABLE = {**KEEPING_TABLE, **{(key.module, key.name): key for key in ALL_MAKERS}}
 MAX_RECORD_KEYS = 10_000
-"""Maximum number of keys and members that are not plain values, whose hashes could collide."""
+"""Maximum number of dict keys and set members other than plain values, as hashes may collide."""
 SHARED_FACTOR = 4
 SHARED_BYTES = 1 << 16
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, bytearray)
@@ -50,8 +50,8 @@ def read_leaf(content: bytes, where: str) -> object:
 
     Raises:
         UnsafePickleError: It contains an object of a class that is not known to be harmless.
-        UnsupportedError: It contains an object of a known class in a form that the class does not
-            write.
+        UnsupportedError: An object of a known class was pickled in a way that this class never
+            uses.
         CkptError: See :func:`ckptctl.storage.zips.zip_reader.read_archive`.
     """
     files = MemoryFiles(content, Path(where))
@@ -67,9 +67,10 @@ def read_leaf(content: bytes, where: str) -> object:
 
 
 class _LeafValues:
-    """Builder of the objects of one value, which keeps their identities.
+    """Builder of the objects in one value, with one object per record.
 
-    Arguments of constructors may have *allowance* bytes in total, counted at each use.
+    All constructor arguments together may have *allowance* bytes. An argument that is used
+    repeatedly counts each time.
     """
 
     def __init__(self, storages: ZipStorages, allowance: int) -> None:
@@ -183,7 +184,7 @@ def _count_bytes(part: object) -> int:
 
 
 def _resolve_dtype(record: Global | Builder) -> object:
-    """Return the torch dtype of a global, or raise for any other one."""
+    """Return the torch dtype that a global names, or raise for any other global."""
     source = record.source if isinstance(record, Builder) else record
     if source and source.module == "torch" and source.name in dtypes.BY_NAME:
         return getattr(torch, source.name)

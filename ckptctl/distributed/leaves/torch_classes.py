@@ -1,7 +1,7 @@
 """Objects of torch classes in non-tensor values: nested tensors, devices and layouts.
 
-Storages are copied from the zip archive of the value, and tensors must be within them. Tensors of
-one storage share it, as with ``torch.load``.
+Storages are copied from the zip archive of the value, and tensors must be within them. Tensors with
+the same storage share memory, as with ``torch.load``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ZipStorages:
         self._tensors: dict[str, torch.Tensor] = {}
 
     def build_tensor(self, stored: StoredTensor) -> torch.Tensor:
-        """Return a tensor that views its storage, or raise if it is invalid."""
+        """Return a tensor that views its storage, or raise if its offset or shape is invalid."""
         if stored.unsupported:
             return self._build_mirrored_view(stored)
         dtype = getattr(torch, stored.dtype)

@@ -1,9 +1,9 @@
-"""Boxes that several ranks need are read by one of them and broadcast to the others.
+"""Broadcasts of boxes that several ranks need, each read by only one of them.
 
 Ranks with the same box of a tensor (data-parallel replicas, norms under tensor parallelism) form a
-group. Each box, or each part of a large one, gets a reader in its group, so that all ranks read
-about the same number of bytes. Readers broadcast from device to device if the process group has a
-backend for that (NCCL), or through host memory.
+group. One rank of the group, the reader, reads the box. Readers are chosen such that all ranks read
+about the same number of bytes, and large boxes are split for this. Boxes are sent from device to
+device if the process group has a backend for this (NCCL), otherwise through host memory.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ SAMPLE_BYTES = 1 << 20
 SAMPLES = 4
 BUCKET_BYTES = 16 << 20
 BoxRequest = tuple[str, Box, int, str | None]
-"""Name, box, bytes, and device type to send from, or None if the group cannot send it."""
+"""Tensor name, box, size in bytes, and device type to send from, or None if it cannot be sent."""
 
 
 class SharedRead(NamedTuple):
-    """Box of several ranks, read by one of the *holders*."""
+    """Box that several ranks (*holders*) need, and that one of them (*reader*) reads."""
 
     holders: tuple[int, ...]
     reader: int
-    place: int  # index of this rank's shard that contains it
+    place: int  # index of this rank's shard that contains the box
     box: Box
-    route: str  # device type of the memory that the group sends
+    route: str  # device type of the memory from which the box is sent
 
 
 def should_broadcast(hosts: Sequence[str], speeds: Sequence[float]) -> bool:
@@ -56,9 +56,9 @@ def should_broadcast(hosts: Sequence[str], speeds: Sequence[float]) -> bool:
 def measure_speed(catalog: Catalog) -> float:
     """Measure the bytes per second of short reads from the largest file.
 
-    The fastest of several distant reads counts, because a busy host can slow down any of them.
-    Small files count as infinitely fast, and URLs as 0, because each byte should be downloaded
-    only once.
+    The result is the fastest of several reads at distant offsets, because a busy host can slow down
+    any of them. Small files count as infinitely fast, and URLs as 0, because each byte should be
+    downloaded only once.
     """
     with source_files(catalog.root) as files:
         if not files.local:
@@ -97,9 +97,10 @@ def assign_readers(
 
 
 def find_routes(ranks: Coordinator) -> dict[str, str]:
-    """Map each device type to the type whose memory the group sends for it.
+    """Map the device types of tensors to the device types from which they are sent.
 
-    That is the same type, or ``cpu`` for gloo, which cannot send GPU tensors to single ranks.
+    A tensor is sent from its own device type, or from ``cpu`` with gloo, which cannot send GPU
+    tensors to single ranks.
     """
     if not isinstance(ranks, TorchGroup):
         return {}
@@ -120,7 +121,7 @@ def select_places_to_read(
 
 
 def _plan_shared_reads(requests: Sequence[Sequence[BoxRequest]]) -> list[list[SharedRead]]:
-    """Assign readers to shared boxes, and return those of each rank."""
+    """Assign readers to shared boxes, and return the shared boxes of each rank."""
     holders: dict[tuple[str, Box, str], list[tuple[int, int]]] = {}
     load = [0] * len(requests)
     size: dict[tuple[str, Box, str], int] = {}
@@ -154,14 +155,14 @@ def _plan_shared_reads(requests: Sequence[Sequence[BoxRequest]]) -> list[list[Sh
 
 
 def _get_bucket_key(item: SharedRead) -> tuple[tuple[int, ...], int, str]:
-    """Return the key of boxes that can be sent together."""
+    """Return a key that is equal for boxes that can be sent together."""
     return item.holders, item.reader, item.route
 
 
 def exchange_boxes(
     places: Sequence[TensorShard], shared: Sequence[SharedRead], ranks: Coordinator
 ) -> int:
-    """Send the boxes that this rank read for others, and receive those that others read for it.
+    """Send the boxes that this rank read for others, and receive those that others read.
 
     All ranks process the groups in the same order, which prevents deadlocks.
 

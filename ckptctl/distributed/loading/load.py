@@ -1,7 +1,7 @@
-"""``ckptctl.load``: any checkpoint into a state dict that may be sharded over ranks.
+"""Load of any checkpoint into a state dict that may be sharded (``ckptctl.load``).
 
 If cached plans are reused, there are two exchanges: one before reading, in which the ranks agree on
-the load and on the plans, and one afterwards, in which they learn that all are done.
+the load and on the plans, and one afterwards, in which they confirm that all are done.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class CollectiveLoad:
         Args:
             target: State to fill.
             path: Path or URL of the checkpoint.
-            error: Earlier failure of this rank, if any.
+            error: Earlier failure of this rank, if any, raised on all ranks.
         """
         ranks = self._ranks
         fingerprint: Fingerprint | None = None
@@ -142,7 +142,7 @@ class CollectiveLoad:
         )
 
     def _make_plan(self, views: Sequence[RankView]) -> CachedLoadPlan:
-        """Plan on each rank, and then assign boxes that several ranks need to readers."""
+        """Plan on each rank, and then choose which rank reads each box that several ranks need."""
         rank_load, ranks = self._rank_load, self._ranks
         if self._options.rename is not None:
             require_same_names(ranks, rank_load.catalog)
@@ -179,7 +179,7 @@ class CollectiveLoad:
         )
 
     def _read_and_exchange(self, plan: CachedLoadPlan) -> tuple[int, int, LoadedValues]:
-        """Read and exchange boxes.
+        """Read this rank's boxes, and exchange those that several ranks need.
 
         Returns:
             Bytes read, bytes received, and non-tensor values.

@@ -69,13 +69,13 @@ class CachedLoadPlan:
     reading: PreparedRead
     entries: Mapping[str, TensorEntry]  # locations of the tensors
     plan: Plan
-    compared: LoadReport  # only the comparison of names
+    compared: LoadReport  # report with only the comparison of keys
     # Boxes read for several ranks, or None if each rank reads for itself.
     shared: tuple[SharedRead, ...] | None = None
     # Plan that reads shards again to compare them with shared memory, or None.
     comparison_plan: Plan | None = None
     generation: bytes = b""
-    # Identity of the checkpoint for other ranks, or None for a single process.
+    # Identity of the checkpoint to compare with other ranks, or None for a single process.
     fingerprint: Fingerprint | None = None
 
     @property
@@ -90,11 +90,11 @@ LOAD_PLANS = PlanCache[CachedLoadPlan](nbytes=CACHE_BYTES)
 
 
 class RankLoad:
-    """Load of one rank.
+    """Planning, reading and reporting of one rank's load.
 
     Attributes:
         request: Request of the rank, with new tensors once they are allocated.
-        saved_plan: Cached plan for the request, or None.
+        cached_plan: Cached plan for the request, or None.
         catalog: The checkpoint, or only the part that this rank saved.
         all_ranks: Whether all ranks of the group take part in the load.
     """
@@ -120,7 +120,7 @@ class RankLoad:
             self.catalog = self._rank_local_catalog or options.open_catalog(request.source)
 
     def make_plan(self, wanted_by_all: WantedLeaves) -> CachedLoadPlan:
-        """Plan the load as if every rank reads for itself."""
+        """Plan the load as if every rank reads all its data itself."""
         catalog = self.catalog
         structure = compute_digest((self.request.structure or os.urandom(16), wanted_by_all.digest))
         candidates = (
@@ -181,7 +181,7 @@ class RankLoad:
         return compared, reading
 
     def allocate_new_tensors(self, mapping: StateMapping) -> None:
-        """Allocate new tensors for those of the state that are replaced."""
+        """Allocate the tensors that replace tensors of the state."""
         if self.request.new:
             self.request = with_new_tensors(self.request, mapping, self._options)
 
@@ -190,21 +190,21 @@ class RankLoad:
         return build_wanted(self.request.part.tensors, places)
 
     def split_tied(self, reading: PreparedRead) -> tuple[list[TensorShard], list[TiedShard]]:
-        """Split shards into those to fill, each memory once, and those to compare later."""
+        """Split the shards into those to read and tied ones to compare afterwards."""
         request = self.request
         return split_tied(request.places, request.first_indices, request.overlaps, reading.mapping)
 
     def read_tensors(
         self, plan: CachedLoadPlan, places: Sequence[TensorShard]
     ) -> tuple[int, LoadedValues]:
-        """Fill *places*, and return the tensor bytes read and the non-tensor values."""
+        """Read into *shards*, and return the bytes read for tensors and the non-tensor values."""
         once = plan.shared is not None
         read = read_into(build_views(places), plan.plan, self._options, once=once)
         self._require_in_range(read.lost)
         return read.bytes_read, self._values or self._read_values(plan.reading.mapping)
 
     def compare_tied(self, plan: CachedLoadPlan) -> int:
-        """Compare shards that share memory with its contents, and return the bytes read."""
+        """Compare tied shards with the memory that they share, and return the bytes read."""
         if not plan.comparison_plan:
             return 0
         fill, tied = self.split_tied(plan.reading)

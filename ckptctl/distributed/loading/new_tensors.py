@@ -1,6 +1,6 @@
-"""New tensors of a load, for those on the meta device and with ``assign=True``.
+"""Allocation of new tensors for those on the meta device, and for ``assign=True``.
 
-They are filled before they replace any tensor of the state, so a failed load replaces none.
+New tensors are filled before they replace any tensor of the state, so a failed load replaces none.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from ckptctl.save_load.loading.state_mapping import StateMapping
 def with_new_tensors(
     request: LoadRequest, mapping: StateMapping, options: LoadCallOptions
 ) -> LoadRequest:
-    """Return the request with newly allocated tensors in place of those that they replace.
+    """Return *request* with newly allocated tensors in place of the tensors to replace.
 
-    Tensors that share memory, or a storage on the meta device, share the new one. Tensors that are
-    missing from the checkpoint stay as they are.
+    Tensors that share memory, or a storage on the meta device, are replaced by one shared tensor.
+    Tensors that are missing from the checkpoint stay as they are.
     """
     dtypes = _find_dtypes(mapping)
     groups: dict[object, list[str]] = {}
@@ -56,14 +56,14 @@ def with_new_tensors(
 
 
 def find_tied_names(state: FlatState, offered: Container[str]) -> set[str]:
-    """Find missing tensors of *state* that share memory with others that are *offered*."""
+    """Find tensors of *state* that are not *offered* but share memory with *offered* ones."""
     memory = {name: _identify_memory(tensor.leaf) for name, tensor in state.tensors.items()}
     filled = {place for name, place in memory.items() if name in offered}
     return {name for name, place in memory.items() if name not in offered and place in filled}
 
 
 def _find_dtypes(mapping: StateMapping) -> dict[str, str]:
-    """Return the checkpoint's dtypes of the tensors of the state, by name."""
+    """Map the names of the state's tensors to their dtypes in the checkpoint."""
     entries = mapping.catalog.tensors
     return {
         name: entries[composed.sources[0].key].dtype for name, composed in mapping.tensors.items()

@@ -24,7 +24,7 @@ def find_overlaps(
     Args:
         places: Shards to fill.
         first_indices: Index of the first shard with exactly the same memory, per shard.
-        new: Names of tensors that get new memory.
+        new: Names of tensors that new ones replace.
     """
     spans = [
         (str(place.tensor.device), place.tensor.data_ptr(), number)
@@ -32,7 +32,7 @@ def find_overlaps(
         if first_indices[number] == number and place.tensor.numel() and place.name not in new
     ]
     overlaps: dict[int, int] = {}
-    reaching: list[tuple[str, int, int]] = []  # device, end address and index
+    reaching: list[tuple[str, int, int]] = []  # device, end address, index
     for device, start, number in sorted(spans):
         tensor = places[number].tensor
         reaching = [
@@ -51,7 +51,8 @@ def find_overlaps(
 def may_overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Return whether two tensors on one device may overlap, or True at the search limit.
 
-    A shared byte solves ``sum(steps * count) = distance``, with each count within its bounds.
+    The tensors share a byte if ``sum(step * count) = distance`` has a solution with each count
+    within its bounds.
     """
     fewest: Counter[int] = Counter({1: 1 - second.element_size()})
     most: Counter[int] = Counter({1: first.element_size() - 1})

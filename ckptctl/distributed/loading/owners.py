@@ -19,7 +19,7 @@ LoadTarget = MutableMapping[str, Any] | Stateful
 
 @dataclass(frozen=True, slots=True)
 class StateOwners:
-    """Target of a load with its stateful objects, which take the loaded state."""
+    """Target of a load, with the objects in it whose ``load_state_dict`` is called."""
 
     target: LoadTarget
     objects: Mapping[str, Stateful]  # by key, which is empty for the target itself
@@ -105,7 +105,7 @@ def assign_loaded(
     Args:
         module: Module to load.
         loaded: Filled state dict of the module.
-        new_tensors: New tensors of it, which replace those of the module.
+        new_tensors: Tensors that replace those of the module, by name.
     """
     places: dict[int, list[tuple[torch.nn.Module, str]]] = {}
     for owner in module.modules():

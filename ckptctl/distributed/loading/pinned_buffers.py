@@ -1,7 +1,7 @@
 """Double-buffered pinned memory for loads to CUDA devices.
 
-Each thread reads into two pinned buffers in turn, and queues copies from them on the load's stream
-of the device. torch caches the pinned memory for the next load.
+Each thread reads into two sets of pinned buffers alternately, and enqueues the copies to a device
+on the load's stream for that device. torch caches the pinned memory for the next load.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ckptctl.storage.page_cache import PAGE_BYTES
 
 TURNS = 2
 MAX_TURN_BYTES = 8 << 20
-"""Bytes of pinned memory per turn. Copies from pageable memory are synchronous."""
+"""Maximum size in bytes of a set of pinned buffers. Larger tiles use pageable memory."""
 
 
 @contextmanager
@@ -57,7 +57,7 @@ class PinnedBuffers(TileBuffers):
         self._tile_buffers = self._pageable
 
     def get_buffer(self, name: str, nbytes: int) -> memoryview:
-        """Return the buffer *name*, and begin the next turn if it is a tile."""
+        """Return the buffer *name*, and first switch to the other buffer set if it is a tile."""
         if not self._turns:
             for stream in self._streams:
                 torch.cuda.set_stream(stream)
@@ -73,7 +73,7 @@ class PinnedBuffers(TileBuffers):
         return self._tile_buffers.list_views(pattern, buffer)
 
     def _rotate_turn(self) -> TileBuffers:
-        """Return the least recently used buffers, once copies from them are done."""
+        """Return the least recently used buffer set, once copies from it are done."""
         for event, stream in zip(self._turns[0].copied, self._streams, strict=True):
             event.record(stream)
         self._turns.rotate()

@@ -32,7 +32,7 @@ from ckptctl.save_load.saving.local_shards import TensorMeta, compute_digest
 from ckptctl.tree import TreePath
 
 KEY_VERSION = 1
-"""Version of the contents of a plan's key."""
+"""Version of the data from which the cache key of a plan is computed."""
 NON_SOURCE_OPTIONS = ("strict", "cast", "allow_overflow", "trusted", "checksum", "jobs")
 """Options of a load that do not affect how the checkpoint is interpreted."""
 
@@ -75,21 +75,21 @@ def merge_wanted(local: WantedLeaves, ranks: Coordinator) -> WantedLeaves:
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """Request of one rank."""
+    """Load request of one rank."""
 
     source: TreePath
     owners: StateOwners
     state_dict: dict[str, Any]  # state dict, with objects replaced by their state dicts
     state: FlatState
     places: list[TensorShard]
-    first_indices: list[int]  # index of the first place with the same memory, per place
-    overlaps: dict[int, int]  # places that partly overlap, by index
-    new: Mapping[str, torch.device]  # devices of new tensors
+    first_indices: list[int]  # index of the first shard with the same memory, per shard
+    overlaps: dict[int, int]  # index of an overlapping shard, by index of the shard
+    new: Mapping[str, torch.device]  # devices of the tensors to allocate, by name
     part: WantedLeaves  # required leaves, as sent to other ranks
     # Digest of everything on which a plan depends except the checkpoint, or None if unknown.
     structure: bytes | None
     key: bytes | None  # digest of everything on which a plan depends, or None if unknown
-    made: Mapping[str, torch.Tensor] = field(default_factory=dict)  # new tensors
+    made: Mapping[str, torch.Tensor] = field(default_factory=dict)  # allocated tensors, by name
 
 
 class RankView(NamedTuple):
@@ -150,7 +150,7 @@ def build_request(
 def _find_new_tensors(
     owners: StateOwners, state: FlatState, options: LoadCallOptions
 ) -> dict[str, torch.device]:
-    """Find the tensors that are replaced by new ones, and the devices of these."""
+    """Map the names of tensors to replace to the devices of the new tensors."""
     leaves = {name: tensor.leaf for name, tensor in state.tensors.items()}
     meshes = {leaf.device_mesh.device_type for leaf in leaves.values() if isinstance(leaf, DTensor)}
     default_device = meshes.pop() if len(meshes) == 1 else "cpu"
@@ -215,7 +215,7 @@ def require_same_names(ranks: Coordinator, catalog: Catalog) -> None:
 def read_own_part(
     path: TreePath, rank: int, state: FlatState, options: LoadOptions
 ) -> Catalog | None:
-    """Read the part that *rank* saved at *path*, or return None if *state* requires more."""
+    """Read the part that *rank* saved at *path*, or return None if *state* needs other data."""
     source_options = (
         field for field in fields(LoadOptions) if field.name not in NON_SOURCE_OPTIONS
     )

@@ -1,4 +1,4 @@
-"""Options of a load by all ranks."""
+"""Options of :func:`ckptctl.load`, with checks of their values."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ MIN_RUN_BYTES = 4096
 
 
 def build_views(places: Iterable[TensorShard]) -> dict[str, Memory]:
-    """Map the names of *places* in a plan to their memory."""
+    """Map the names that a plan uses for the memory of *shards* to that memory."""
     return {
         memory_name(str(number)): get_target_memory(shard.tensor)
         for number, shard in enumerate(places)
@@ -47,7 +47,7 @@ def build_views(places: Iterable[TensorShard]) -> dict[str, Memory]:
 def build_wanted(
     tensors: Mapping[str, TensorMeta], places: Iterable[TensorShard]
 ) -> dict[str, RequestedTensor]:
-    """Describe *places* as targets of a plan, for all of *tensors*."""
+    """Describe *tensors* as targets of a plan, with the memory of their *shards*."""
     targets: dict[str, list[MemoryBox]] = {name: [] for name in tensors}
     for number, place in enumerate(places):
         targets[place.name].append(
@@ -124,7 +124,7 @@ class TensorSink(ByteSink):
 
 
 def is_read_in_place(tensor: torch.Tensor) -> bool:
-    """Return whether files are read directly into *tensor*, if it has long rows in host memory."""
+    """Return whether files are read directly into *tensor*, which needs long rows on the host."""
     if tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg():
         return False
     run = tensor.element_size()
@@ -137,7 +137,7 @@ def is_read_in_place(tensor: torch.Tensor) -> bool:
 
 
 def get_load_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides of *tensor* in elements, as a load plan sees them."""
+    """Return the strides of *tensor* in elements, as used in a load plan."""
     return tuple(tensor.stride()) if is_read_in_place(tensor) else row_major(tuple(tensor.shape))
 
 
@@ -145,7 +145,7 @@ def get_target_memory(tensor: torch.Tensor) -> Memory:
     """Return the memory of *tensor* for the executor, which the tensor must outlive.
 
     Raises:
-        RefusedError: It is an expanded tensor.
+        RefusedError: *tensor* is expanded, so several of its elements share memory.
     """
     if any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
         raise RefusedError(
@@ -157,18 +157,18 @@ def get_target_memory(tensor: torch.Tensor) -> Memory:
 
 
 class TiedShard(NamedTuple):
-    """Shard whose memory is filled by another one, at least in part."""
+    """Shard whose memory is filled, at least in part, by reading another shard."""
 
     place: TensorShard
     filled: int
 
 
 def find_same_memory(places: Sequence[TensorShard], new: Container[str] = ()) -> list[int]:
-    """Return the index of the first place with the same memory, for each place.
+    """Return the index of the first shard with the same memory, for each shard.
 
     Args:
         places: Shards to fill.
-        new: Names of tensors that are replaced by new ones, which stay tied to each other.
+        new: Names of tensors that new ones replace. Ties between replaced tensors are kept.
     """
     first_by_memory: dict[object, int] = {}
     first_indices: list[int] = []
@@ -188,12 +188,12 @@ def split_tied(
     overlaps: Mapping[int, int],
     mapping: StateMapping,
 ) -> tuple[list[TensorShard], list[TiedShard]]:
-    """Split places into those to fill, each memory once, and those to compare later."""
+    """Split the shards into those to read, one per piece of memory, and tied ones to compare."""
     offered = mapping.tensors
     if len(set(first_indices)) == len(places) and not overlaps:
         return [place for place in places if place.name in offered], []
     entries = mapping.catalog.tensors
-    sources = {  # equal if two names get the same elements
+    sources = {  # equal for names that get the same elements of the checkpoint
         name: ([entries[source.key].extents for source in composed.sources], composed.arrangement)
         for name, composed in offered.items()
     }

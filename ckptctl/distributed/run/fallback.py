@@ -64,8 +64,10 @@ def load_newest(
     """Load the newest checkpoint that proves complete on all ranks, or return None without any.
 
     Raises:
-        RefusedError: The damaged one may have filled tensors that the next one does not contain.
-        CkptError: It cannot be loaded for another reason than damage. It is raised on every rank.
+        RefusedError: The damaged checkpoint may have filled tensors that the next one does not
+            contain.
+        CkptError: The checkpoint cannot be loaded for another reason than damage. The error is
+            raised on every rank.
     """
     damaged: ResumePoint | None = None
     while start := ranks.broadcast(run_on_rank_zero(ranks, keeper.find_newest)):

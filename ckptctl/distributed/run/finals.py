@@ -1,4 +1,4 @@
-"""Record of the trained models that a run has published, which tells that it is finished.
+"""Record of the trained models that a run has published, which marks the run as finished.
 
 ``ckptctl.final.json`` in the run folder contains a digest of the files of each model. A model only
 counts as published by the run while its files match.
@@ -42,7 +42,7 @@ RECORD_FILE = "ckptctl.final.json"
 SCHEMA = "ckptctl.final/1"
 CHECKSUM_FILES = (MANIFEST, SUMS, OBJECTS_NAME)
 TAIL_BYTES = 1 << 20
-"""Bytes at the end of a single file. Those of torch list records with checksums there."""
+"""Bytes to hash at the end of a single file, where files of torch list record checksums."""
 BLOCK_BYTES = 1 << 20
 """Bytes that are compared at a time."""
 _log = logging.getLogger("ckptctl")
@@ -131,7 +131,7 @@ def require_same_model(
 ) -> TreePath:
     """Verify that *state*, saved with *options*, equals the model at *out*. All ranks call it.
 
-    It is saved next to the model, compared byte by byte, and removed.
+    *state* is saved next to the model, the copy is compared byte by byte, and removed.
 
     Raises:
         RefusedError: The models differ.
@@ -183,7 +183,7 @@ def _compare_models(new: TreePath, old: TreePath) -> None:
 
 
 def _is_same_file(new: TreePath, old: TreePath) -> bool:
-    """Compare two files, except lists of checksums, which also depend on how a model was made."""
+    """Compare two files, except lists of checksums, which can differ for equal models."""
     if new.name in CHECKSUM_FILES:
         return True
     if not new.is_file() or not old.is_file() or new.stat().st_size != old.stat().st_size:

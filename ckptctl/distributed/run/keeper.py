@@ -1,4 +1,4 @@
-"""Folder of a run, as rank 0 manages it: newest checkpoint, branches, hooks and removals."""
+"""Management of a run's folder by rank 0: newest checkpoint, branches, hooks and removals."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ResumePoint(NamedTuple):
     """Checkpoint from which training can resume."""
 
     entry: TreePath
-    path: TreePath  # path to load: the checkpoint itself, or its only part
+    path: TreePath  # path to load: the checkpoint, or its only part if it has one
     step: int
     time: float  # when it was saved, in seconds since the epoch
     skipped: Mapping[str, str] = {}  # names of newer incomplete checkpoints, with reasons
@@ -82,7 +82,7 @@ class RunCheckpoints:
         self._removal: threading.Thread | None = None
         self._lineage: Lineage | None = None
         self._resumed_name, self._saved_name = "", ""
-        self._knows_start = False  # whether this manager loaded, or the run began with it
+        self._knows_start = False  # whether the resume point is known: loaded here, or a new run
         self.final_models = FinalModels(root, sync=sync)
         self._damaged: dict[str, str] = {}  # checkpoints that proved damaged during a load, and how
 
@@ -260,7 +260,7 @@ class RunCheckpoints:
         """Remove the checkpoint ``step-N``.
 
         Raises:
-            RefusedError: It is protected.
+            RefusedError: The checkpoint is protected.
         """
         self.wait()
         plan = plan_delete(
@@ -274,7 +274,7 @@ class RunCheckpoints:
         self._log_removals(result)
 
     def begin_saving(self, step: int) -> int | None:
-        """Find the checkpoint from which the run resumed, before the first save.
+        """Find and record the checkpoint from which the run resumed, before the first save.
 
         Returns:
             Step of the last checkpoint of this run that the process loaded or saved without this

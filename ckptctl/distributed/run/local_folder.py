@@ -1,7 +1,7 @@
-"""Folder of a run on a local disk, with one folder per start of the run.
+"""Folder of a run on a local disk, with one folder per launch of the run.
 
 ``FAST/RUN-NUMBER-NONCE/step-N`` contains the files that the ranks on this machine saved of a step.
-Each start of a run has a separate folder, so parts of different saves are never mixed, and names
+Each launch of a run has a separate folder, so files of different saves are never mixed, and names
 give the order of saves without clocks. ``RUN`` is also stored in the run folder, so that saves of
 other runs on the same disk are recognized.
 """
@@ -36,23 +36,23 @@ _STEP = re.compile(rf"{STEP_SERIES}(\d{{1,18}})", re.ASCII)
 class LocalSave(NamedTuple):
     """Save on local disks. Instances sort by time of the save."""
 
-    number: int  # of the run's start
+    number: int  # number of the launch
     step: int
-    start: str  # name of the start's folder
+    start: str  # folder name of the launch
 
     @property
     def name(self) -> str:
-        """Path in the local folder."""
+        """Path relative to the local folder."""
         return f"{self.start}/{STEP_SERIES}{self.step}"
 
 
 def build_start_name(run: str, number: int) -> str:
-    """Build the folder name of a new start of a run."""
+    """Build the folder name of a new launch of a run."""
     return f"{run}-{number:06d}-{token_hex(4)}"
 
 
 def parse_start_number(start: object, run: str) -> int:
-    """Parse the number of a start, or return 0 if it is not from this run."""
+    """Parse the number of a launch from its folder name, or return 0 for another run."""
     parsed = _START.fullmatch(start) if isinstance(start, str) else None
     return int(parsed[2]) if parsed and parsed[1] == run else 0
 
@@ -104,7 +104,7 @@ class LocalFolder:
         self._is_leader = False
 
     def build_path(self, save: LocalSave) -> Path:
-        """Return the path of a save."""
+        """Return the absolute path of a save."""
         return self.path / save.name
 
     def list_saves(self, run: str) -> list[LocalSave]:
@@ -112,17 +112,17 @@ class LocalFolder:
         return sorted(self._iterate_saves(run), reverse=True)
 
     def find_highest_start(self, run: str) -> int:
-        """Return the highest number of a start with files here, or 0."""
+        """Return the highest number of a launch with files here, or 0."""
         return max((parse_start_number(name, run) for name in _list_names(self.path)), default=0)
 
     def list_other_runs(self, run: str) -> list[str]:
-        """List the names of starts of other runs."""
+        """List the folder names of launches of other runs."""
         return [
             name for name in _list_names(self.path) if _START.fullmatch(name) and name[:16] != run
         ]
 
     def begin_start(self, start: str) -> None:
-        """Create the folder of a new start, and try to become the rank that removes old saves."""
+        """Create the folder of a new launch, and try to become the rank that removes old saves."""
         self.close()
         folder = self.path / start
         with wrap_os_errors("make", folder):
@@ -138,7 +138,7 @@ class LocalFolder:
     def remove_old_saves(self, newest: LocalSave, keep: Collection[LocalSave]) -> list[str]:
         """Remove saves older than *newest* that are not in *keep*, and return their names.
 
-        Saves of another start that is still running stay.
+        Saves of another launch that is still running are kept.
         """
         run = newest.start[:16]
         old = [save for save in self.list_saves(run) if save < newest and save not in keep]
@@ -170,7 +170,7 @@ class LocalFolder:
         return removed
 
     def close(self) -> None:
-        """Release the lock, so that others can remove the saves of this start."""
+        """Release the lock, so that other processes can remove the saves of this launch."""
         self._stack.close()
         self._is_leader = False
 

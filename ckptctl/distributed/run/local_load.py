@@ -1,9 +1,9 @@
 """Choice of the save from which a run with local disks resumes.
 
-The ranks exchange the parts that they see of each save, and make the same decision. A save can be
-loaded if every rank has its own part, if the run folder has a copy for ranks without their part, or
-if every rank can read the parts of all. Other saves that are newer than the newest checkpoint in
-the run folder are skipped with a message.
+The ranks exchange which parts (files of one rank) of each save they can read, and make the same
+decision. A save can be loaded if every rank has its own part, if the run folder has a copy for
+ranks without their part, or if every rank can read the parts of all. Other saves that are newer
+than the newest checkpoint in the run folder are skipped with a message.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 
 COPY_OF_KEY = "local"
-"""Key of ``ckptctl.run.json``: name of the run's start whose local save was copied."""
+"""Key in ``ckptctl.run.json`` of the folder name of the launch whose local save was copied."""
 UNREADABLE_CODES = tuple(
     kind.code
     for kind in (
@@ -62,19 +62,19 @@ UNREADABLE_CODES = tuple(
 )
 """Codes of errors in a local part after which a copy or another save is loaded.
 
-If the state itself does not match, the other one raises the same error.
+If the state does not match, loading the copy or the other save raises the same error.
 """
 _METADATA = re.compile(r"__(\d+)\.metadata", re.ASCII)
 _log = logging.getLogger("ckptctl")
 
 
 class RankAvailability(NamedTuple):
-    """Parts of a save that one rank can read."""
+    """Parts (files of one rank each) of a save that one rank can read."""
 
-    problem: str = ""  # why it cannot resume from its own part, empty if it can
-    visible_ranks: frozenset[int] = frozenset()  # ranks whose parts it sees
-    world: int = 0  # number of ranks that saved, 0 if it sees no part
-    is_mergeable: bool = False  # whether it can resume from the parts of all ranks
+    problem: str = ""  # why this rank cannot resume from its own part, or empty
+    visible_ranks: frozenset[int] = frozenset()  # ranks whose parts this rank sees
+    world: int = 0  # number of ranks that saved, 0 if this rank sees no part
+    is_mergeable: bool = False  # whether this rank can resume from the parts of all ranks
 
 
 class RootCheckpoint(NamedTuple):
@@ -111,7 +111,7 @@ class LocalCandidate(NamedTuple):
 
 
 class LoadSource(NamedTuple):
-    """Path that one rank loads, and whether it does so without the others."""
+    """Path that one rank loads, and whether it loads without the other ranks."""
 
     path: TreePath
     is_rank_local: bool

@@ -62,7 +62,7 @@ class _PendingSave:
 
     save: LocalSave
     metrics: dict[str, float]
-    is_copied: bool  # whether it should be copied
+    is_copied: bool  # whether the save should be copied to the run folder
     shards: LocalShards | None = None
     values: Mapping[str, bytes] = field(default_factory=dict)
     failure: BaseException | None = None
@@ -85,7 +85,7 @@ class _SaveReport(NamedTuple):
     """Report of a rank to the others after a save."""
 
     save: LocalSave
-    problem: str  # why its part is incomplete, empty if it is complete
+    problem: str  # why the rank's part is incomplete, empty if it is complete
     copying: LocalSave | None
     due: bool  # whether a copy is due
 
@@ -120,7 +120,7 @@ class LocalTier:
         self._saver = saver
         self._saving = dict(saving)
         self._pace = RateLimiter(options.copy_rate)
-        self._start: LocalSave | None = None  # start of the run, common to its saves
+        self._start: LocalSave | None = None  # launch of the run, common to its saves
         self._connected = False
         self._count = 0
         self._is_copy_owed = False  # whether a copy is overdue
@@ -130,7 +130,7 @@ class LocalTier:
         self._copying: tuple[LocalSave, Future[None]] | None = None
         self._copied: _PendingSave | None = None
         self._failure: BaseException | None = None
-        self._saves: dict[int, _PendingSave] = {}  # of this start, by step
+        self._saves: dict[int, _PendingSave] = {}  # saves of this launch, by step
         self._rating = threading.Lock()
         self.skipped: Mapping[str, str] = {}  # saves that the last load skipped, with reasons
         self.has_final_model = (
@@ -145,8 +145,8 @@ class LocalTier:
         Args:
             step: Step of the save.
             state: State of this rank.
-            metrics: Metrics.
-            is_own: Whether training resumed from that step.
+            metrics: Metrics by name.
+            is_own: Whether training resumed from this step.
         """
         if is_own or step in self._saves:
             return self._return_earlier_save(step, metrics)
@@ -198,7 +198,7 @@ class LocalTier:
         return future
 
     def _begin_start(self) -> LocalSave:
-        """Agree on the name of this start of the run. All ranks call it once, at the first save."""
+        """Agree on the name of this launch. All ranks call this once, at the first save."""
         ranks = get_coordinator(self._group)
         root, folder = self._keeper.root, self._folder
         run = ranks.broadcast(run_on_rank_zero(ranks, lambda: ensure_run_id(root)))
@@ -220,7 +220,7 @@ class LocalTier:
         return LocalSave(number, 0, start)
 
     def _exchange_outcome(self, pending: _PendingSave, earlier: threading.Thread | None) -> None:
-        """Exchange the outcome of a save, and act on it, in a background thread."""
+        """Exchange the outcome of a save and apply the reports, in a background thread."""
         if earlier:
             earlier.join()
         pending.has_ended.wait()
@@ -319,7 +319,7 @@ class LocalTier:
         )
 
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Add metrics to a save and its copy, and return whether this start of the run saved it."""
+        """Add metrics to a save and its copy, and return whether this launch saved it."""
         pending = self._saves.get(step)
         if pending is None:
             return False
@@ -355,7 +355,7 @@ class LocalTier:
         loaded = load_local(
             ranks, self._folder, self._keeper, state, merged_options, step, damaged_ok=damaged_ok
         )
-        # The next save belongs to another start of the run.
+        # The next save belongs to a new launch of the run.
         self._start, self._loaded, self.skipped = None, loaded.save, loaded.skipped
         self._complete_saves, self._saves, self._copied = [], {}, None
         if loaded.save is None or loaded.path is None or loaded.report is None:

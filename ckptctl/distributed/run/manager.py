@@ -301,14 +301,15 @@ class CheckpointManager(Closeable):
         """Fill *state* from the checkpoint of a step, and resume from there.
 
         Existing checkpoints of later steps become abandoned. They stay, do not count for any rule,
-        and :meth:`load_latest` skips them. A save under the name of one of them is refused.
+        and :meth:`load_latest` skips them. Saving under the name of an abandoned checkpoint is
+        refused.
 
         Args:
             state: See :func:`ckptctl.load`. It is filled in place.
             step: The number in the name of the checkpoint.
-            discard_newer: Remove the checkpoints ``step-N`` of later steps when *state* is loaded.
-                Those that a pointer names, that may be being written, or that have an unknown
-                verdict stay. The value of rank 0 counts.
+            discard_newer: Remove the checkpoints ``step-N`` of later steps after *state* is loaded,
+                except those that a pointer names, that may be being written, or whose verdict is
+                unknown. The value of rank 0 counts.
             **options: Options of :func:`ckptctl.load`.
 
         Raises:
@@ -525,7 +526,7 @@ class CheckpointManager(Closeable):
         )
 
     def _begin_saving(self, step: int) -> None:
-        """Find the checkpoint from which the run resumed, before the first save."""
+        """Find and record the checkpoint from which the run resumed, before the first save."""
         ranks = get_coordinator(self._group)
         loaded = ranks.broadcast(
             run_on_rank_zero(ranks, lambda: self.checkpoints.begin_saving(step))

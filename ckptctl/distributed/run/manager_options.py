@@ -164,7 +164,7 @@ class ManagerOptions(PreemptionOptions, opt.ModelOptions, SaveOptions, KeepOptio
     ] = ()
 
     def __post_init__(self) -> None:
-        """Check all values, and that every rule keeps something.
+        """Check all values, that every option has an effect, and that every rule keeps something.
 
         Raises:
             UsageError: An option is invalid or has no effect.

@@ -31,7 +31,7 @@ from ckptctl.tree import TreePath
 
 NoticeSource = signal.Signals | str | Path | Callable[[], object]
 CHILD_END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-"""Signals by which a process ends the ones that it has forked."""
+"""Signals with which a process terminates the processes that it has forked."""
 _log = logging.getLogger("ckptctl")
 
 
@@ -183,7 +183,7 @@ class PreemptionNotices:
 
 
 def _resolve_handler(handler: Any, number: int) -> Any:
-    """Return *handler*, or the one before it if its notices are closed."""
+    """Return *handler*, or the handler that it replaced if its notices are closed."""
     owner = getattr(handler, "__self__", None)
     while isinstance(owner, PreemptionNotices) and owner.is_closed:
         handler = owner.get_previous_handler(number)
@@ -256,7 +256,7 @@ class UrgentSave:
         self._wait_for_save(last, path, with_callbacks=not is_same_save)
         if is_same_save and not _has_failed(last):
             return last
-        with suppress(CkptError):  # it was logged when it failed
+        with suppress(CkptError):  # the failure was already logged
             self._saver.wait()
         return None
 
@@ -277,7 +277,8 @@ class UrgentSave:
     ) -> None:
         """Wait for the outcome of a save, and if *with_callbacks*, for its callbacks.
 
-        A save ends on all ranks at about the same time, so one rank in time is enough.
+        A save ends on all ranks at about the same time, so it is in time if any rank sees it end
+        before the deadline.
         """
 
         def wait_for_end(seconds: float | None) -> bool:

@@ -37,11 +37,11 @@ class RateLimiter:
     def __init__(self, rate: int | None) -> None:
         self._rate = rate
         self._lock = threading.Lock()
-        self._free = 0.0  # earliest time at which the bytes so far are allowed to be done
+        self._free = 0.0  # earliest time at which the bytes processed so far meet the rate limit
         self._lifted = threading.Event()
 
     def __call__(self, nbytes: int) -> None:
-        """Wait for the time that *nbytes*, which were just processed, may take."""
+        """Wait as long as the rate limit requires after *nbytes* were processed."""
         if not self._rate or self._lifted.is_set() or not threading.main_thread().is_alive():
             return
         with self._lock:
@@ -60,7 +60,7 @@ class RateLimiter:
 
 
 def build_disk_state(shards: LocalShards, values: Mapping[str, bytes]) -> LocalState:
-    """Describe a rank's saved shards as a state without memory, for :class:`SavedPart`."""
+    """Build a state without memory from a rank's saved shards, for :class:`SavedPart`."""
     placeholders = {
         name: torch.empty((), dtype=getattr(torch, entry.dtype))
         for name, entry in shards.tensors.items()

@@ -75,7 +75,7 @@ class Schedule:
     Args:
         rules: Rules to apply.
         busy: Returns whether a save is running on this rank.
-        begun: Returns whether the run has a checkpoint. Called on rank 0.
+        has_checkpoint: Returns whether the run has a checkpoint. Called on rank 0.
         ranks: Returns the ranks in a group for CPU tensors, used at every step.
     """
 
@@ -128,11 +128,11 @@ class Schedule:
         """Record the checkpoint from which training resumes.
 
         Args:
-            step: Its step.
-            saved_at: Time of its save in seconds since the epoch.
+            step: Step of the checkpoint.
+            saved_at: Time at which the checkpoint was saved, in seconds since the epoch.
         """
         self._begun, self._last_step = True, step
-        # A wrong date makes the next save early, or late by at most one interval.
+        # A wrong system date makes the next save early, or late by at most one interval.
         age = min(max(0.0, time.time() - saved_at), self._interval or 0.0)
         self._since = time.monotonic() - age
 

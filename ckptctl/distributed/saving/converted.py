@@ -126,7 +126,7 @@ def resolve_final_target(out: str | TreePath) -> TreePath:
     """Resolve the destination *out* to an absolute path or a URL.
 
     Raises:
-        RefusedError: It is on the Hub.
+        RefusedError: The destination is on the Hub.
     """
     if not is_url(out):
         return resolve_destination(expand_home(Path(out)).absolute())
@@ -161,7 +161,7 @@ def remove_leftovers(folder: TreePath, pattern: re.Pattern[str]) -> None:
     """Remove a temporary folder that an earlier save left, if it exists.
 
     Raises:
-        RefusedError: It contains files whose names do not match the pattern of such a save.
+        RefusedError: The folder contains files whose names do not match *pattern*.
     """
     store = open_run_store(folder.parent)
     store.refresh_listing()
@@ -191,7 +191,7 @@ def _log_notes(plan: ConversionPlan) -> None:
 
 
 def _write_sparse_checkpoint(folder: Path, plan: GlobalPlan, state: LocalState) -> None:
-    """Write a sparse checkpoint with the tensors of *plan* as holes and the values of this rank."""
+    """Write a checkpoint with holes for the tensors of *plan*, and with this rank's values."""
     tensors = {
         tensor.name: TensorMeta(tensor.dtype, tensor.shape, tensor.path, tensor.requires_grad)
         for tensor in plan.tensors

@@ -47,7 +47,7 @@ class SaveTarget(Protocol):
         """Write the files of this rank."""
 
     def find_file_size(self, name: str) -> int:
-        """Return the size in bytes of a file as rank 0 sees it, or -1 if it does not."""
+        """Return the size in bytes of a file as rank 0 sees it, or -1 if it is not visible."""
 
     def publish(self, metadata: Sequence[bytes]) -> None:
         """Add the metadata on rank 0, which makes the checkpoint visible."""
@@ -80,11 +80,11 @@ def sweep_leftovers(path: TreePath, untouched: float) -> bool:
 
     Args:
         path: Destination of that save.
-        untouched: Seconds for which nothing may have written there.
+        untouched: Minimum age in seconds of the last write to the leftovers.
 
     Raises:
         RefusedError: A save is running there, or the files are not from ckptctl.
-        StorageError: They could not be removed.
+        StorageError: The leftovers could not be removed.
     """
     if not isinstance(path, UrlPath):
         return sweep_staging(Path(path), untouched)

@@ -34,7 +34,7 @@ class DeviceReader(threading.local):
         nbytes: Size of a block in bytes.
     """
 
-    def __init__(self, nbytes: int) -> None:  # called again in each thread
+    def __init__(self, nbytes: int) -> None:  # `threading.local` calls this in each thread
         self.nbytes = nbytes
         self._blocks = deque(_Block() for _ in range(2))
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -85,7 +85,7 @@ class _Block:
         return self.source is source and self.start <= start and stop <= self.stop
 
     def fetch_bytes(self, source: DeviceMemory, start: int, stop: int) -> None:
-        """Start to copy bytes of *source*, at most up to its end."""
+        """Start to copy bytes of *source* from *start*, at most up to its end."""
         self.source, self.start, self.stop = source, start, min(stop, source.nbytes)
         nbytes = self.stop - start
         if len(self.view) < nbytes:
@@ -121,7 +121,7 @@ class DeviceMemory(ByteSource):
             offset += len(view)
 
     def copy_to(self, target: torch.Tensor, start: int) -> None:
-        """Start to copy bytes from *start* to *target* on the current stream."""
+        """Start to copy bytes from offset *start* to *target* on the current stream."""
         tensor = self._tensor
         elements = target.view(tensor.dtype)
         for source_part, part in iterate_row_major_parts(

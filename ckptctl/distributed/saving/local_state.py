@@ -112,7 +112,7 @@ def build_local_state(
 
 
 def get_save_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides of *tensor* in elements, as a save plan sees them."""
+    """Return the strides of *tensor* in elements, as used in a save plan."""
     return tuple(tensor.stride()) if is_on_host(tensor) else row_major(tuple(tensor.shape))
 
 

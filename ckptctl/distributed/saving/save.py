@@ -1,7 +1,7 @@
 """``ckptctl.save``: the state of all ranks as one atomically published DCP directory.
 
 If cached plans are reused, there are two exchanges: one before writing, in which the ranks agree on
-them, and one afterwards, in which rank 0 learns that all are done and publishes.
+the plans, and one afterwards, in which rank 0 learns that all are done and publishes.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ from ckptctl.storage.threads import pause_gc
 from ckptctl.tree import TreePath
 
 KEY_VERSION = 1
-"""Version of the contents of a plan's key."""
+"""Version of the data from which the cache key of a plan is computed."""
 NO_ITEMS = RankItems((), (), (), ())
 
 
 @dataclass(slots=True)
 class SavedPlan:
-    """Executed plan of a rank, whose positions do not depend on values."""
+    """Plan that a rank has executed, reusable because file positions do not depend on values."""
 
     generation: bytes
     files: TensorFiles

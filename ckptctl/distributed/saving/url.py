@@ -38,9 +38,9 @@ DATA_FILE_PATTERN = re.compile(r"__\d+_\d+\.distcp")
 class UrlTarget:
     """Folder in an object store or another remote file system.
 
-    Rank 0 holds its lock during the save. Each file is only created if it does not exist, so late
+    Rank 0 locks the folder during the save. Each file is only created if it does not exist, so late
     uploads of a dead run replace nothing. When all files exist, rank 0 records the identities of
-    the objects, and then creates the metadata on the same condition.
+    the objects, and then creates the metadata, also only if it does not exist.
     """
 
     _lock: RemoteLock
@@ -62,7 +62,7 @@ class UrlTarget:
             )
         existing = self._objects.list_files()
         self._was_there = self._store.has_folder()
-        if self._options.overwrite and METADATA in existing:  # only a damaged one is replaced
+        if self._options.overwrite and METADATA in existing:  # damaged ones are replaced
             self.target.tree.forget_url(self.target.url)
             self._replaces_damaged = check_health(self.target, model=False).torn
         self._require_no_checkpoint(existing)
@@ -116,7 +116,7 @@ class UrlTarget:
 
     @cached_property
     def _uploaded_files(self) -> Mapping[str, UploadedFile]:
-        """Files that exist when all ranks are done."""
+        """Files that must exist when all ranks have finished writing."""
         return self._objects.list_files()
 
     def _require_no_checkpoint(self, existing: Mapping[str, UploadedFile]) -> None:

@@ -30,7 +30,7 @@ def require_filled(tensors: Mapping[str, ComposedTensor]) -> None:
 
 
 def require_boxes(entry: TensorEntry, targets: Iterable[MemoryBox]) -> None:
-    """Raise unless the extents of *entry* cover each target box exactly once."""
+    """Raise unless the extents of *entry* cover every element of the target boxes exactly once."""
     for target in targets:
         clipped: list[Extent] = []
         for extent in entry.extents:
@@ -69,7 +69,7 @@ def require_shapes(
 def find_casts(
     mapping: StateMapping, requested: Mapping[str, RequestedTensor], is_allowed: bool
 ) -> dict[str, tuple[str, str]]:
-    """Return the tensors whose dtype changes, with old and new dtype.
+    """Map the names of tensors whose dtype changes to the old and the new dtype.
 
     Raises:
         MappingError: A cast is not allowed, or would ignore the scales of quantized weights.
@@ -120,7 +120,7 @@ def _require_castable(changes: Mapping[str, tuple[str, str]], allowed: bool) -> 
 
 
 def _require_unquantized(catalog: Catalog, read: Mapping[str, str]) -> None:
-    """Raise if a tensor to cast is quantized, as a cast would ignore its scales."""
+    """Raise if a tensor to cast is quantized, because a cast would ignore its scales."""
     names = [name for name in find_quantized(catalog) if name in read]
     if names:
         raise MappingError(

@@ -29,20 +29,20 @@ SHOWN_ID_CHARACTERS = 12
 
 
 class _UnsettledError(Exception):
-    """There are too many files to compute an identity."""
+    """Error for a folder with too many files to compute an identity."""
 
 
 def compute_identity(paths: Iterable[str | TreePath | None]) -> bytes | None:
     """Compute the identity of the files below *paths*, without opening them.
 
-    It covers the name, size, times, inode and device of every file. A file that was just written
-    could be written again without a change of these, as the clocks of file systems tick every few
-    milliseconds. Such a checkpoint has no identity yet; git treats its index in the same way
-    (``Documentation/technical/racy-git.adoc``).
+    The identity covers the name, size, times, inode and device of every file. A file that was just
+    written could be rewritten without a change of any of them, because file systems count time in
+    steps of a few milliseconds. A checkpoint with such a file has no identity yet. git treats its
+    index in the same way (``Documentation/technical/racy-git.adoc``).
 
     Args:
-        paths: Directories, including all their contents, and files, including the other files of
-            their directory. None is ignored.
+        paths: Directories, which stand for all their contents, and files, which stand for all files
+            of their directory. Elements that are None are ignored.
 
     Returns:
         A digest, or None if there is no reliable identity, for example for URLs.
@@ -102,9 +102,9 @@ def _make_stamp(entry: os.DirEntry[str]) -> Stamp:
 class Fingerprint(NamedTuple):
     """Fingerprint of the checkpoint that one rank sees, for comparison with other ranks.
 
-    Ranks with local disks or stale mounts can see different checkpoints at the same path. Copies
-    of a checkpoint have equal fingerprints, whatever their times and inodes: saves are identified
-    by their ID and the names and sizes of their files. Checkpoints without an ID (safetensors,
+    Ranks with local disks or stale mounts can see different checkpoints at the same path. Copies of
+    a checkpoint have equal fingerprints, even if times and inodes differ: saves are identified by
+    the save ID and the names and sizes of their files. Checkpoints without an ID (safetensors,
     files of ``torch.save``) are identified by the index, the manifest and samples of the data.
     """
 
@@ -169,7 +169,7 @@ def _digest_content(catalog: Catalog) -> bytes:
 
 
 def _list_samples(catalog: Catalog, files: SourceFiles) -> Iterator[tuple[str, int, int]]:
-    """Yield the byte ranges to compare, from the manifest or as samples of the data."""
+    """Yield the byte ranges to compare, those of the manifest or samples of the data."""
     if (files.root / MANIFEST).is_file():
         yield MANIFEST, 0, files.size(MANIFEST)
         return

@@ -25,7 +25,7 @@ def describe_load(
     loaded: tuple[str, ...],
     cast: Mapping[str, tuple[str, str]],
 ) -> LoadReport:
-    """Complete the report of a load from the comparison of its keys."""
+    """Build the report of a load from the comparison of its keys."""
     return replace(
         compared,
         loaded=loaded,
@@ -39,7 +39,7 @@ def describe_load(
 
 
 def apply_strictness(report: LoadReport, strict: Strict, mapping: StateMapping) -> LoadReport:
-    """Return *report* with only the missing and unexpected keys that *strict* applies to."""
+    """Return *report* with only those missing and unexpected keys that are errors with *strict*."""
     if strict is True or not (report.missing or report.unexpected):
         return report
     if not strict:
@@ -96,9 +96,9 @@ def compare_keys(
 ) -> LoadReport:
     """Compare the keys of the checkpoint with those of the state, before anything is loaded.
 
-    A state with training state, such as a step or an optimizer, is loaded to resume: all keys of
-    the checkpoint are expected in it. For any other state, keys of training state, and keys in
-    containers of which it has no key, are not unexpected.
+    A state with training state, such as a step or an optimizer, is loaded to resume, so every key
+    of the checkpoint that is not in the state is unexpected. For other states, keys of training
+    state are not unexpected, nor are keys in containers from which the state has no key.
     """
     catalog, offered = mapping.catalog, mapping.tensors
     missing = [name for name in tensors if name not in offered]
@@ -110,7 +110,7 @@ def compare_keys(
     state_paths = (*tensors.values(), *values.values())
     containers = {_get_container(keys) for keys in state_paths}
     if mapping.root and not mapping.prefix:
-        containers.discard("")  # a flat state is what the checkpoint has below the root
+        containers.discard("")  # a flat state corresponds to the keys below the root
     containers |= {_get_container(keys) for name, keys in paths.items() if name in read}
     heads, rank_keys = {_get_head(keys) for keys in state_paths}, list_rank_keys(catalog)
     resumes = any(map(is_training_state, (*tensors, *values, *read)))
@@ -196,7 +196,8 @@ def find_stored_name(
         mapping: Mapping from the checkpoint to the state.
         name: Key of the value in the state.
         rank: Rank whose value is preferred if ranks have different values.
-        values: Keys of all values of the state. Its own keys are not per-rank keys of others.
+        values: Keys of all values of the state, which do not count as per-rank keys of other
+            values.
         rank_keys: Per-rank keys of the checkpoint, from :func:`list_rank_keys`.
     """
     shared_name = move_name(name, mapping.prefix, mapping.root)
@@ -209,13 +210,13 @@ def find_stored_name(
 def with_rank_tensors(
     mapping: StateMapping, unsharded: Collection[str], rank: int, state: Collection[str]
 ) -> StateMapping:
-    """Return *mapping* with the per-rank versions of tensors for one rank.
+    """Return *mapping* with tensors replaced by the versions that one rank saved.
 
     Args:
         mapping: Mapping from the checkpoint to the state.
         unsharded: Tensors of the state that are not sharded across ranks.
-        rank: The rank.
-        state: All keys of the state. Its own keys are not per-rank keys of others.
+        rank: Rank whose versions are returned.
+        state: All keys of the state, which do not count as per-rank keys of other tensors.
     """
     rank_keys = list_rank_keys(mapping.catalog) if rank else ()
     rank_tensors: dict[str, ComposedTensor] = {}
@@ -239,7 +240,7 @@ def with_rank_tensors(
 
 
 def list_inherited(mapping: StateMapping, state: Collection[str], rank: int) -> tuple[str, ...]:
-    """List the per-rank values that a rank receives from the lowest rank, as it saved none.
+    """List the per-rank values that a rank takes from the lowest rank because it saved none.
 
     If the checkpoint does not record its world size, the highest rank with a per-rank value
     determines it.
@@ -258,8 +259,8 @@ def list_rank_keys(catalog: Catalog) -> set[str]:
     """List the per-rank keys of a checkpoint, such as ``rank_1.name``.
 
     The value of the lowest rank keeps its key, so the shared key always exists, and rank 0 never
-    has per-rank keys. A user's state may also contain a ``rank_1``: all its keys are the user's if
-    any of them cannot be a per-rank version of a shared key.
+    has per-rank keys. A user's state may also contain a ``rank_1``. If any key below ``rank_1``
+    cannot be a per-rank version of a shared key, all keys below it are the user's.
     """
     matched = ((name, RANK_KEY.fullmatch(name)) for name in (*catalog.blobs, *catalog.tensors))
     candidates = [(name, match["rank"], match["name"]) for name, match in matched if match]
@@ -284,5 +285,5 @@ def _get_container(keys: Keys) -> str:
 
 
 def _get_head(keys: Keys) -> str:
-    """Return the first name of a path, also if keys are separated by dots."""
+    """Return the first name of a path, up to the first dot."""
     return str(keys[0]).partition(".")[0]

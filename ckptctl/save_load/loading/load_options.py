@@ -21,9 +21,9 @@ from ckptctl.storage.outcome import OutOfRange, require_in_range
 from ckptctl.tree import TreePath
 
 Strict = bool | Literal["model", "state"]
-"""Keys that must match: those of both sides, none, the model's, or all keys of the state."""
+"""Keys that must match: all (True), none (False), those of the model, or those of the state."""
 Rename = Mapping[str, str] | Callable[[str], str]
-"""Map from keys of a checkpoint to new keys."""
+"""Mapping or function from keys of a checkpoint to new keys."""
 
 
 def _require_rename(value: Rename) -> Rename:
@@ -118,7 +118,7 @@ class LoadOptions(Options):
             return dequantize_catalog(catalog, self.dequantize, read_assets_statements(self.assets))
 
     def require_in_range(self, out_of_range: Mapping[str, OutOfRange]) -> None:
-        """Raise if elements became infinite, NaN or saturated, unless overflow is allowed."""
+        """Raise if elements became infinite, NaN or saturated, unless ``allow_overflow`` is set."""
         if not self.allow_overflow:
             require_in_range(out_of_range, "pass `allow_overflow=True` to load them anyway")
 

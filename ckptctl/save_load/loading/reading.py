@@ -1,4 +1,4 @@
-"""The plan of a load: parts of a checkpoint of any format, read into memory.
+"""The plan of a load, which reads tensors from a checkpoint of any format into memory.
 
 Requested tensors have names, dtypes, shapes and boxes in this process's memory. They are filled by
 the same transfers as in a conversion, renamed and reordered if the layout of the checkpoint
@@ -55,7 +55,7 @@ class PreparedRead:
         return self.plan_located(requested, self.locate_tensors(requested))
 
     def locate_tensors(self, requested: Mapping[str, RequestedTensor]) -> Mapping[str, TensorEntry]:
-        """Return the tensors of the checkpoint to read, with the required extents located."""
+        """Return the tensors of the checkpoint to read, with file positions for their extents."""
         return _locate_entries(self.mapping, self._choose_tensors(requested), requested)
 
     def plan_located(
@@ -87,7 +87,7 @@ class PreparedRead:
         }
 
     def with_catalog(self, catalog: Catalog) -> PreparedRead:
-        """Return a copy for another checkpoint with the same index."""
+        """Return a copy that reads from another checkpoint with the same index."""
         old_catalog = self.mapping.catalog
         moved = replace(
             old_catalog,
@@ -161,7 +161,7 @@ def _drop_checksum(extent: Extent) -> Extent:
 
 
 def relocate_plan(plan: Plan, catalog: Catalog) -> Plan:
-    """Return *plan* for another checkpoint whose files have the same layout."""
+    """Return a copy of *plan* that reads from another checkpoint with the same file layout."""
     sources = read_identities(catalog.root, plan.sources)
     return replace(plan, source_root=catalog.root, sources=sources, opened=catalog.opened)
 
@@ -214,7 +214,7 @@ def _locate_entries(
                 )
                 entry = replace(entry, extents=tuple(overlapping))
             earlier = located.get(key, entry)
-            if earlier.extents != entry.extents:  # the source of two tensors of the state
+            if earlier.extents != entry.extents:  # source of two tensors of the state
                 both = {*earlier.extents, *entry.extents}
                 extents = tuple(extent for extent in entries[key].extents if extent in both)
                 entry = replace(entry, extents=extents)

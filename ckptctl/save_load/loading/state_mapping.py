@@ -56,9 +56,9 @@ class StateMapping:
     catalog: Catalog  # the checkpoint, including computed tensors
     # By name in the state; source keys are those of the checkpoint.
     tensors: Mapping[str, ComposedTensor]
-    root: str = ""  # the model's prefix in the checkpoint
-    prefix: str = ""  # the model's prefix in the state
-    redundant: tuple[RedundantData, ...] = ()  # dropped elements, still to be proven redundant
+    root: str = ""  # prefix of the model's keys in the checkpoint
+    prefix: str = ""  # prefix of the model's keys in the state
+    redundant: tuple[RedundantData, ...] = ()  # dropped elements, not verified yet
     # Notes for the user; tensors of the checkpoint that a rule drops, and the reason.
     notes: Notes = field(default_factory=Notes)
     model_type: str | None = None  # the family, if names or axes change
@@ -75,7 +75,7 @@ class MappingRequest:
     Attributes:
         source: Known properties of the model in the checkpoint.
         state: Known properties of the model in the state.
-        assets: Folder of the model config to use instead of the checkpoint's.
+        assets: Folder with a model config to use instead of the checkpoint's config.
         trust_assets: Whether to trust that config if it contradicts the checkpoint.
         dequantized: Whether the catalog presents quantized tensors dequantized.
         partial: Whether the layout of a part of the model may be changed. None allows it only if
@@ -127,9 +127,9 @@ def understand_source(catalog: Catalog, request: MappingRequest) -> Model:
 def map_model(
     model: Model, change: LayoutChange, prefix: str = "", outside: Sequence[str] = ()
 ) -> StateMapping:
-    """Map the tensors of a model by *change*, to names under *prefix*.
+    """Map the tensors of a model with the layout change *change*, to names below *prefix*.
 
-    State *outside* of the model, such as optimizer state, is renamed to match.
+    Keys *outside* of the model, such as optimizer state, are renamed in the same way.
     """
     root = model.root
     rest = map_training_state(model.catalog, outside, root, change)
@@ -176,7 +176,7 @@ def keep_names(catalog: Catalog, root: str = "", prefix: str = "") -> StateMappi
 def _keep_matching_names(
     catalog: Catalog, state: Mapping[str, TensorMeta], request: MappingRequest
 ) -> StateMapping:
-    """Map tensors by name, with the prefixes under which most names match."""
+    """Map tensors by name, with the pair of prefixes for which most names match."""
     sources = _list_prefixes(catalog, request.source.root)
     targets = _list_prefixes(_make_catalog(state), request.state.root)
     pairs = dict.fromkeys((source, target) for source in sources for target in targets)
@@ -207,7 +207,7 @@ def move_name(name: str, root: str, prefix: str) -> str:
 
 
 def _make_catalog(state: Mapping[str, TensorMeta]) -> Catalog:
-    """Return the state as a catalog, so that its model can be detected."""
+    """Build a catalog of the state, so that its model can be detected."""
     tensors = {}
     for name, leaf in state.items():
         extent = Extent(Box.whole(leaf.shape), STATE, 0, 0)
@@ -240,7 +240,7 @@ def _change_layout(
 def _understand_state(
     state: Mapping[str, TensorMeta], model: Model, request: MappingRequest
 ) -> Model:
-    """Detect the model and layout of the state, preferably of the checkpoint's model type."""
+    """Detect the model and layout of the state, first with the checkpoint's model type."""
     state_catalog, given_model_type = _make_catalog(state), request.source.model_type
     state_request = replace(request.state, model_type=given_model_type or model.model_type)
     try:
@@ -270,7 +270,7 @@ def _understand_state(
 def _find_change(
     model: Model, state_model: Model, names: AbstractSet[str], request: MappingRequest
 ) -> LayoutChange:
-    """Find the change of layout, with tied tensors untied if the state has both copies."""
+    """Compute the change of layout, which unties tied tensors if the state has both of them."""
     layout_request = LayoutRequest(
         state_model.layout, partial=bool(request.partial), trust_assets=request.trust_assets
     )

@@ -1,7 +1,7 @@
 """The global plan of a save: the boxes and values that each rank writes.
 
-Tensors that are sharded in the same way are planned once: their boxes are checked against their
-shape, and the ranks that have each box are collected, for only one of them. Thus a plan for 2,048
+Tensors that are sharded in the same way are planned together: only for one of them, the boxes are
+checked against the shape, and the ranks that have each box are collected. Thus a plan for 2,048
 ranks and thousands of tensors takes seconds.
 """
 
@@ -45,7 +45,7 @@ class RankShare:
     chunks: Sequence[int]
     # Non-tensor values, and the names that they are written under.
     values: Mapping[str, str] = field(default_factory=dict)
-    # Boxes that are parts of their chunk, by position in *chunks*.
+    # Boxes that are only a part of their chunk, by position in *chunks*.
     parts: Mapping[int, Box] = field(default_factory=dict)
     # Groups of its values (see :mod:`ckptctl.save_load.saving.local_shards`).
     groups: bytes = b""
@@ -159,7 +159,7 @@ def _disagreement_error(
 def require_equal_replicas(
     packed_by_rank: Sequence[PackedShards], structures: Mapping[bytes, SharedStructure]
 ) -> None:
-    """Raise if replicas of a shard differ between ranks, as only one of them is written.
+    """Raise if replicas of a shard differ between ranks, because only one replica is written.
 
     Ranks with the same shards and digests are checked once.
     """
@@ -301,8 +301,8 @@ def choose_writers(
 ) -> tuple[list[Sequence[int]], bool]:
     """Return for each tensor the ranks that write its boxes, and whether the load is balanced.
 
-    The load also counts as balanced if splitting boxes cannot help, because the rank with the
-    highest load is the only one that has its boxes.
+    The load also counts as balanced if splitting boxes cannot help, because no other rank has the
+    boxes of the rank with the highest load.
     """
     load = [0] * ranks
     shared: list[tuple[int, tuple[int, ...]]] = []
@@ -335,7 +335,7 @@ def list_written_chunks(
     writers: Sequence[Sequence[int]],
     starts: Sequence[Sequence[int]],
 ) -> tuple[list[Sequence[int]], list[dict[int, Box]]]:
-    """List for each rank the indices of the chunks that it writes, and the partial boxes."""
+    """List for each rank the indices of the chunks to write, and the boxes of partial chunks."""
     chunks = [array("I") for _ in starts]
     parts: list[dict[int, Box]] = [{} for _ in starts]
     for tensor, (pattern, ranks) in enumerate(zip(patterns, writers, strict=True)):

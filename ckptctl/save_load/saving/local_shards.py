@@ -1,8 +1,8 @@
 """The local shards and values of a rank, packed so that thousands of ranks can exchange them.
 
-Ranks that shard the same model have the same names, shapes and paths, so only the first of them
-sends these (:class:`SharedStructure`). Tensors of the same shape have the same boxes on a rank, so
-each set of boxes is sent once, with an index into the sets for each tensor.
+Ranks that shard the same model have the same names, shapes and paths, so only the lowest of these
+ranks sends them (:class:`SharedStructure`). Tensors of the same shape have the same boxes on a
+rank, so each set of boxes is sent once, with an index into the sets for each tensor.
 
 A non-tensor value is written by the lowest rank that has it. Other ranks write theirs only if it
 differs, below ``rank_N.``. The same applies to small tensors that may differ between ranks, except
@@ -86,7 +86,7 @@ class PackedShards:
     """A :class:`LocalShards` packed for exchange with other ranks."""
 
     identity: bytes
-    structure: SharedStructure | None  # None if a lower rank sends the same
+    structure: SharedStructure | None  # None if a lower rank sends an equal one
     box_sets: tuple[Boxes, ...]  # distinct sets of boxes of its tensors
     box_set_indices: bytes  # for each tensor the index of its set: compressed 32-bit numbers
     values: bytes  # concatenated digests of the values
@@ -111,7 +111,7 @@ class PackedShards:
         return dict(zip(numbers[:half], numbers[half:], strict=True))
 
     def without_structure(self) -> PackedShards:
-        """Return a copy without the structure, for when a lower rank sends the same."""
+        """Return a copy without the structure, because a lower rank sends the same structure."""
         return replace(self, structure=None)
 
     def unpack_indices(self) -> Sequence[int]:
@@ -294,7 +294,7 @@ def is_still_equal(digests_by_rank: Sequence[Mapping[int, bytes]]) -> bool:
 def choose_values_to_write(
     rank: int, groups: Groups, shards: LocalShards, digests_by_rank: Sequence[Mapping[int, bytes]]
 ) -> dict[str, str]:
-    """Return the values that *rank* writes, and the names that they are written under."""
+    """Map the names of the values that *rank* writes to the names in the checkpoint."""
     written_names: dict[str, str] = {}
     for number, names in groups.items():
         lowest = next(index for index, digests in enumerate(digests_by_rank) if number in digests)

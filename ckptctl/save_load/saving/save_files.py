@@ -1,9 +1,9 @@
 """The files of each rank in a DCP directory, and the metadata.
 
-Every rank describes its shards (:mod:`ckptctl.save_load.saving.local_shards`), one rank plans
-(:mod:`ckptctl.save_load.saving.global_plan`), each rank lays out and writes its files
-(:func:`lay_out_rank_files`), and one writes the metadata (:func:`make_tensor_metadata`). torch is
-not used here: plans refer to memory by name.
+Every rank describes its shards (:mod:`ckptctl.save_load.saving.local_shards`), one rank plans the
+save (:mod:`ckptctl.save_load.saving.global_plan`), each rank lays out and writes its files
+(:func:`lay_out_rank_files`), and one rank writes the metadata (:func:`make_tensor_metadata`). torch
+is not used here: plans refer to memory by name.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FileCount = Callable[[int], int]
 
 @dataclass(frozen=True, slots=True)
 class RankItems:
-    """File positions of the boxes that a rank writes, in the order of its share."""
+    """Positions in files of the boxes that a rank writes, in the order of the rank's share."""
 
     files: tuple[str, ...]
     file: Sequence[int]  # for each item, the index into *files*
@@ -80,9 +80,9 @@ def lay_out_tensors(
     """Lay out the tensors of *rank* in its files.
 
     Args:
-        rank: The rank.
-        shards: Shards in its memory.
-        share: Chunks that it writes.
+        rank: Rank that writes the files.
+        shards: Shards in the rank's memory.
+        share: Chunks that the rank writes.
         steps: Strides of each chunk in memory, in elements.
         file_count: Function that returns the number of files for a number of bytes.
     """
@@ -136,7 +136,7 @@ def format_data_file_name(rank: int, number: int) -> str:
 
 
 def iterate_boxes(shards: LocalShards, share: RankShare) -> Iterator[WrittenBox]:
-    """Yield the boxes that a rank writes, in the order of its share."""
+    """Yield the boxes that a rank writes, in the order of *share*."""
     for position, index in enumerate(share.chunks):
         chunk = shards.chunks[index]
         yield WrittenBox(index, share.parts.get(position) or Box(chunk.offsets, chunk.sizes))
