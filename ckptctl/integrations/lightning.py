@@ -45,7 +45,7 @@ class DirectoryCheckpointIO(CheckpointIO):  # type: ignore[misc]
     """Checkpoint directories of one process: ``Trainer(plugins=[DirectoryCheckpointIO()])``.
 
     For strategies in which rank 0 has the full state (single device, DDP). Use
-    :class:`ShardedStrategy` for the others.
+    :class:`ShardedStrategy` for other strategies.
     """
 
     def save_checkpoint(
@@ -139,7 +139,7 @@ class ShardedStrategy(ModelParallelStrategy):  # type: ignore[misc]
             weights_only: If False, objects may run code when they are unpickled.
 
         Raises:
-            CkptError: It cannot be loaded. It is raised on every rank.
+            CkptError: The checkpoint cannot be loaded. The error is raised on every rank.
         """
         path = resolve_links(Path(self.broadcast(checkpoint_path)))
         if path.is_file():

@@ -98,7 +98,7 @@ class CheckpointManager(dcp.CheckpointManager):  # type: ignore[misc]
             from_quantized: Whether quantized tensors are dequantized.
 
         Raises:
-            CkptError: It cannot be loaded. It is raised on every rank.
+            CkptError: The checkpoint cannot be loaded. The error is raised on every rank.
         """
         dequantize = "fp32" if from_quantized else None
         # Keys that the user excludes from the load are in the checkpoint anyway.

@@ -24,7 +24,7 @@ from ckptctl.formats import open_checkpoint
 STATE_FILE = "trainer_state.json"
 MODEL = "model."
 PEFT = "base_model.model."
-"""Prefixes of tensor names in a checkpoint, and of those of a PEFT model."""
+"""Prefix of the model's tensors in a checkpoint, and prefix of tensor names of a PEFT model."""
 
 
 class CheckpointCallback(TrainerCallback):  # type: ignore[misc]

@@ -67,8 +67,8 @@ def create_all_ranks_group() -> dist.ProcessGroup:
 def load_full_state_dict(path: TreePath) -> dict[str, Any]:
     """Load a checkpoint as a full, nested state dict in host memory, without collectives.
 
-    Values that differ between ranks are those of this rank. Keys of dictionaries are strings, as in
-    all DCP directories; optimizer states need :func:`restore_param_keys`.
+    If ranks saved different values, the values of this rank are loaded. Keys of dictionaries are
+    strings, as in all DCP directories, so optimizer states need :func:`restore_param_keys`.
     """
     catalog = open_checkpoint(path)
     flat: dict[str, Any] = {}

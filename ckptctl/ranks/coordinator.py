@@ -29,7 +29,7 @@ class Coordinator(Protocol):
         """Return the values of all ranks, in rank order."""
 
     def gather(self, value: T) -> list[T] | None:
-        """Return the values of all ranks on rank 0, or None on the others."""
+        """Return the values of all ranks on rank 0, or None on other ranks."""
 
     def broadcast(self, value: T | None) -> T:
         """Return the value of rank 0 on every rank."""

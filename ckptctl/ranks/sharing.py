@@ -68,7 +68,7 @@ def hash_sources(plan: Plan) -> str:
 def staging_on_rank_zero(
     ranks: Coordinator, staging: Callable[[], AbstractContextManager[Staging]]
 ) -> Iterator[Staging | None]:
-    """Yield the staging directory on rank 0, or None on the others.
+    """Yield the staging directory on rank 0, or None on other ranks.
 
     If creating it fails, all ranks raise.
     """
@@ -163,7 +163,7 @@ class _RemoteFailureError(Exception):
 
 
 class _FailureSignal:
-    """File next to the output that a failing rank creates to stop the others early.
+    """File next to the output that a failing rank creates to stop other ranks early.
 
     Without this file, the other ranks would copy all their data before they learn of the failure.
     The error itself is exchanged by the next collective.

@@ -27,7 +27,7 @@ class RankStatement(NamedTuple):
         identity: Digest of the metadata of the rank's tensors and values.
         generation: Generation of the rank's cached plan, or empty if there is none.
         groups: Digests of the rank's values, by the groups of the cached plan.
-        problem: Error that prevents the rank from continuing, or None.
+        problem: Error that prevents the rank from continuing, if any.
     """
 
     target: str

@@ -305,7 +305,7 @@ class AsyncSaver(Closeable):
 
     @property
     def last(self) -> SaveFuture | None:
-        """Future of the last save, or None."""
+        """Future of the last save, or None before the first save."""
         return self._last.future if self._last else None
 
     def groups(self) -> tuple[Coordinator, Coordinator]:
@@ -412,7 +412,7 @@ _savers: dict[tuple[int, dist.ProcessGroup | None], AsyncSaver] = {}
 
 
 def _get_saver(group: dist.ProcessGroup | None) -> AsyncSaver:
-    """Return the saver of a group, and close those of destroyed groups."""
+    """Return the saver of a process group, and close the savers of destroyed groups."""
     ready = dist.is_available() and dist.is_initialized()
     group = group or (dist.group.WORLD if ready else None)
     key = (os.getpid(), group)

@@ -30,7 +30,7 @@ PAGE = mmap.PAGESIZE
 MAX_FREE_REGIONS = 2
 """Maximum number of free regions to keep, enough for two savers or two alternating states."""
 UNUSED_SAVES = 4
-"""Number of consecutive saves after which memory that none of them needed is released."""
+"""Number of recent saves. Free regions that are larger than all of them needed are released."""
 MADV_POPULATE_WRITE = 23
 """``MADV_POPULATE_WRITE``, since Linux 5.14."""
 BLOCK_BYTES = 8 << 20

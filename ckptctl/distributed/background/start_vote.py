@@ -55,7 +55,7 @@ class StartVote:
         return SaverStatus(*map(bool, maxima[:-4])), agreements[1] and bool(plan)
 
     def run_all_or_none(self, work: Callable[[], T], undo: Callable[[T], object]) -> T:
-        """Run *work* on every rank. If it fails on any, *undo* it on the others and raise on all.
+        """Run *work* on every rank. If a rank fails, *undo* it on other ranks and raise on all.
 
         *work* is also undone if the exchange between the ranks fails.
         """

@@ -64,8 +64,8 @@ class NamedPlan(LoadPlan):
 class LoadPlanner(DefaultLoadPlanner):
     """Planner for ``dcp.load(state, planner=LoadPlanner())``, with any storage reader.
 
-    With :class:`~ckptctl.distributed.Reader`, the layout of the state may differ from that of the
-    checkpoint. Each rank detects it from its part of the state.
+    With :class:`~ckptctl.distributed.Reader`, the state and the checkpoint may have different
+    layouts. Each rank detects the layout from its part of the state.
 
     Args:
         strict: Whether missing and unexpected names are errors. If False, only the report lists

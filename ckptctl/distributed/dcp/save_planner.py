@@ -237,7 +237,7 @@ class SavePlanner(DefaultSavePlanner):
 
     @add_error_notes
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Create this rank's write items, or reuse those of the cached plan."""
+        """Create this rank's write items, or reuse the items of the cached plan."""
         plan, key = _require_share_plan(new_plan), cast(SharePlan, self.plan).key
         if plan.share is None:
             cached = self._plans.get(plan.generation)

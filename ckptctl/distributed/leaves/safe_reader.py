@@ -49,7 +49,7 @@ def read_leaf(content: bytes, where: str) -> object:
     """Return the value that ``torch.save`` wrote to the zip archive *content*.
 
     Raises:
-        UnsafePickleError: It contains an object of a class that is not known to be harmless.
+        UnsafePickleError: The value contains an object of a class that is not known to be harmless.
         UnsupportedError: An object of a known class was pickled in a way that this class never
             uses.
         CkptError: See :func:`ckptctl.storage.zips.zip_reader.read_archive`.

@@ -124,7 +124,7 @@ class CollectiveLoad:
     def _describe_request(
         self, error: BaseException | None, fingerprint: Fingerprint | None
     ) -> RankView:
-        """Describe this rank's request for the others, before planning."""
+        """Describe this rank's request for the other ranks, before planning."""
         host = socket.gethostname()
         if error is not None:
             statement = RankStatement("", problem=to_sendable_error(error))

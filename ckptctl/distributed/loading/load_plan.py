@@ -72,7 +72,7 @@ class CachedLoadPlan:
     compared: LoadReport  # report with only the comparison of keys
     # Boxes read for several ranks, or None if each rank reads for itself.
     shared: tuple[SharedRead, ...] | None = None
-    # Plan that reads shards again to compare them with shared memory, or None.
+    # Plan that reads tied shards to compare them, or None if there are none.
     comparison_plan: Plan | None = None
     generation: bytes = b""
     # Identity of the checkpoint to compare with other ranks, or None for a single process.
@@ -94,7 +94,7 @@ class RankLoad:
 
     Attributes:
         request: Request of the rank, with new tensors once they are allocated.
-        cached_plan: Cached plan for the request, or None.
+        cached_plan: Cached plan for the request, or None if there is none.
         catalog: The checkpoint, or only the part that this rank saved.
         all_ranks: Whether all ranks of the group take part in the load.
     """

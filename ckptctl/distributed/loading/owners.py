@@ -51,7 +51,7 @@ class StateOwners:
         return cast("MutableMapping[str, Any]", self.target)
 
     def find_owner(self, path: Keys) -> Stateful | None:
-        """Return the object that owns the leaf at *path*, or None."""
+        """Return the stateful object with the leaf at *path*, or None if the leaf is not in one."""
         return self.objects.get("" if self.is_single_object else str(path[0]))
 
     def apply_loaded(

@@ -61,7 +61,7 @@ def load_newest(
     load: Callable[[ResumePoint], LoadReport],
     fallback: Fallback = "older",
 ) -> tuple[ResumePoint, LoadReport] | None:
-    """Load the newest checkpoint that proves complete on all ranks, or return None without any.
+    """Load the newest checkpoint that is complete on all ranks, or return None if none exists.
 
     Raises:
         RefusedError: The damaged checkpoint may have filled tensors that the next one does not

@@ -89,7 +89,7 @@ class RunCheckpoints:
     def find_newest(
         self, series: str | None = None, *, log_warnings: bool = True
     ) -> ResumePoint | None:
-        """Find the newest complete checkpoint, or None without any.
+        """Find the newest complete checkpoint, or None if the run has no checkpoint.
 
         If *log_warnings* is set, skipped checkpoints and doubts are logged.
 
@@ -128,7 +128,7 @@ class RunCheckpoints:
         self._damaged[start.entry.name] = _format_error(evidence)
 
     def find_step(self, step: int) -> ResumePoint | None:
-        """Find the checkpoint of *step*, preferably ``step-N``, or None.
+        """Find the checkpoint of *step*, preferably ``step-N``, or None if it does not exist.
 
         Raises:
             RefusedError: Several checkpoints have that step.
@@ -278,7 +278,7 @@ class RunCheckpoints:
 
         Returns:
             Step of the last checkpoint of this run that the process loaded or saved without this
-            manager, or None.
+            manager, or None if there is none.
 
         Raises:
             RefusedError: No earlier step was loaded, and a complete checkpoint of a later step
@@ -353,7 +353,7 @@ class RunCheckpoints:
             self._remove_in_background()
 
     def add_metrics(self, path: TreePath, added_metrics: Mapping[str, float]) -> None:
-        """Add metrics to those of a checkpoint."""
+        """Add metrics to the record of a checkpoint."""
         if added_metrics:
             self.refresh()
             self._write_record(
@@ -432,7 +432,7 @@ class RunCheckpoints:
                 trainer=Trainer(STEP_SERIES, in_use, coming),
             )
             result = run_prune(plan)
-        except Exception as error:  # including those of the user's rules
+        except Exception as error:  # including exceptions of the user's rules
             _log.warning("nothing was removed from %s: %s", self.root, _format_error(error))
             return
         for decision in plan.list_decisions("skip"):

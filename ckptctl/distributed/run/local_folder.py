@@ -62,7 +62,7 @@ def read_run_id(root: TreePath) -> str:
 
     Raises:
         FormatError: The file is malformed.
-        StorageError: It cannot be read.
+        StorageError: The file cannot be read.
     """
     path = root / IDENTITY_FILE
     open_run_store(root).refresh_listing()

@@ -195,7 +195,7 @@ def load_local(
 def find_newest_local(
     ranks: Coordinator, folder: LocalFolder, keeper: RunCheckpoints
 ) -> LocalSave | None:
-    """Find the save that :func:`load_local` would load into the saved state, or None."""
+    """Find the local save that :func:`load_local` would load, or None if there is none."""
     root = ranks.broadcast(run_on_rank_zero(ranks, partial(inspect_root, keeper, None)))
     saves = _list_candidates(ranks, folder, root)
     return next((candidate.save for candidate in saves if candidate.source), None)
@@ -209,7 +209,7 @@ def _list_candidates(
     options: Mapping[str, Any] = {},
     step: int | None = None,
 ) -> list[LocalCandidate]:
-    """List the saves at least as new as the run folder's, newest first, equal on all ranks."""
+    """List local saves that are not older than the run folder's checkpoint, newest first."""
     if not root.run:
         return []
 
@@ -260,7 +260,7 @@ def _list_candidates(
 def _inspect_part(
     path: TreePath, rank: int, world: int, wanted: WantedState | None
 ) -> RankAvailability:
-    """Inspect this rank's part of a save, and those of other ranks in the same folder."""
+    """Inspect this rank's part of a save, and the other ranks' parts in the same folder."""
     numbers = (_METADATA.fullmatch(item.name) for item in path.glob("__*.metadata"))
     visible_ranks = frozenset(int(match[1]) for match in numbers if match)
     if not visible_ranks:
@@ -290,7 +290,7 @@ def _inspect_part(
 def _choose_source(
     path: TreePath, availabilities: Sequence[RankAvailability], rank: int, copy: ResumePoint | None
 ) -> LoadSource | None:
-    """Choose the source from which this rank loads the save at *path*, or None."""
+    """Choose the source for this rank's load of *path*, or None if it cannot be loaded."""
     has_own_part = [not availability.problem for availability in availabilities]
     if all(has_own_part):
         return LoadSource(path, is_rank_local=True)

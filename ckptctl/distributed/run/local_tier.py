@@ -82,7 +82,7 @@ class _PendingSave:
 
 
 class _SaveReport(NamedTuple):
-    """Report of a rank to the others after a save."""
+    """Report that a rank sends to the other ranks after a save."""
 
     save: LocalSave
     problem: str  # why the rank's part is incomplete, empty if it is complete
@@ -406,7 +406,7 @@ class LocalTier:
         """Wait like :meth:`wait`, and copy the newest save.
 
         Args:
-            orderly: Whether the run ends without an error. After an error on this rank, the others
+            orderly: Whether the run ends without an error. After an error on this rank, other ranks
                 may never call this method, so nothing is copied.
         """
         try:

@@ -605,7 +605,7 @@ def parse_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Convert metrics to floats.
 
     Raises:
-        UsageError: They are not a mapping of names to numbers.
+        UsageError: *metrics* is not a mapping of names to numbers.
     """
     if not isinstance(metrics, Mapping):
         raise UsageError(f"{metrics!r} is not a dictionary of metrics", where="metrics")

@@ -1,6 +1,6 @@
 """Preemption notices, which all ranks observe at the same step.
 
-A signal can arrive on one rank in the middle of a step. If that rank stopped there, the others
+A signal can arrive on one rank in the middle of a step. If that rank stopped there, the other ranks
 would wait forever. So a notice is only recorded, and the ranks exchange notices when all of them
 poll.
 """
@@ -115,7 +115,7 @@ class PreemptionNotices:
         _all_notices.add(self)
 
     def poll_sources(self) -> float | None:
-        """Poll files and functions, and return the time of the first notice, or None without any.
+        """Poll files and functions, and return the time of the first notice, or None if none.
 
         The time is that of `time.monotonic`, in seconds.
         """
@@ -244,10 +244,10 @@ class UrgentSave:
         self._deadline = deadline
 
     def join_last_save(self, path: TreePath) -> SaveFuture | None:
-        """Wait for the last save, and return it if it saved to *path* and succeeded, or None.
+        """Wait for the last save, and return it if it succeeded for *path*, or None otherwise.
 
         Raises:
-            StorageError: It missed the deadline and continues. This is raised on every rank.
+            StorageError: The save missed the deadline and continues. All ranks raise this.
         """
         last = self._saver.last
         if last is None:
@@ -264,7 +264,7 @@ class UrgentSave:
         """Wait until the checkpoint is published, and return *future*.
 
         Raises:
-            StorageError: It missed the deadline and continues. This is raised on every rank.
+            StorageError: The save missed the deadline and continues. All ranks raise this.
             CkptError: The save failed. It is raised on every rank.
         """
         self._wait_for_save(future, future.path)

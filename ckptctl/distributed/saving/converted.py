@@ -98,7 +98,7 @@ def plan_converted(
     """Plan :func:`save_converted` without writing the output. All ranks call it.
 
     Returns:
-        The plan on rank 0, or None on the others.
+        The plan on rank 0, or None on other ranks.
     """
     ranks = get_coordinator(group)
     plans: list[ConversionPlan] = []

@@ -54,8 +54,8 @@ class LocalState:
     # Content, as written by ``torch.save``, of each non-tensor value and of each small tensor that
     # may differ between ranks.
     values: Mapping[str, bytes]
-    # Indices of the shards that other ranks may have too, except small tensors, whose digests are
-    # among those of the values.
+    # Indices of the shards that other ranks may have too. Small tensors are omitted, because their
+    # digests are included in the digests of the values.
     replicas: Sequence[int] = ()
     complete: bool = True  # whether *pieces* has all shards, not only those that are written
 
@@ -124,8 +124,8 @@ class SmallTensors(Mapping[str, bytes]):
     """Lazily serialized contents of small regular tensors.
 
     Ranks may have different generator states, data-loader positions or layer statistics, and only
-    the bytes tell whether they agree. So bytes are compared like those of non-tensor values, and
-    where they differ, those of every rank are kept.
+    the bytes tell whether they agree. So small tensors are compared like non-tensor values, and if
+    they differ, the tensor of every rank is saved.
     """
 
     def __init__(self, tensors: Mapping[str, RankTensor]) -> None:

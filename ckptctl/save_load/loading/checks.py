@@ -1,4 +1,4 @@
-"""Checks that the tensors of a checkpoint fit those of a state, and that no data is lost."""
+"""Checks that the tensors of a checkpoint fit the state, and that no data is lost."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def require_boxes(entry: TensorEntry, targets: Iterable[MemoryBox]) -> None:
 def require_shapes(
     tensors: Mapping[str, ComposedTensor], requested: Mapping[str, RequestedTensor]
 ) -> None:
-    """Raise unless the shapes in the state equal those of the mapped checkpoint tensors."""
+    """Raise unless the state's tensors have the shapes of the mapped checkpoint tensors."""
     wrong = [
         n for n, tensor in requested.items() if n in tensors and tensors[n].shape != tensor.shape
     ]

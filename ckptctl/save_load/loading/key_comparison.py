@@ -94,7 +94,7 @@ def require_equal_keys(report: LoadReport, mapping: StateMapping) -> None:
 def compare_keys(
     mapping: StateMapping, tensors: Mapping[str, Keys], values: Mapping[str, Keys]
 ) -> LoadReport:
-    """Compare the keys of the checkpoint with those of the state, before anything is loaded.
+    """Compare the keys of the checkpoint and the state, before anything is loaded.
 
     A state with training state, such as a step or an optimizer, is loaded to resume, so every key
     of the checkpoint that is not in the state is unexpected. For other states, keys of training

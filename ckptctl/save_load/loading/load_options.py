@@ -21,7 +21,7 @@ from ckptctl.storage.outcome import OutOfRange, require_in_range
 from ckptctl.tree import TreePath
 
 Strict = bool | Literal["model", "state"]
-"""Keys that must match: all (True), none (False), those of the model, or those of the state."""
+"""Keys that must match: all (True), none (False), the model's keys, or the state's keys."""
 Rename = Mapping[str, str] | Callable[[str], str]
 """Mapping or function from keys of a checkpoint to new keys."""
 

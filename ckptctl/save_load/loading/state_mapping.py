@@ -1,8 +1,8 @@
-"""Mapping from the tensors of a checkpoint to those of a state dict, across layouts.
+"""Mapping from the tensors of a checkpoint to the tensors of a state dict, across layouts.
 
 Tensors with equal names are assumed to be the same. If names differ, the model is first matched
 under another prefix. If that fails, the families and layouts of both sides are detected, and the
-mapping is that of a conversion.
+tensors are mapped as in a conversion.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class StateMapping:
     """Mapping from a checkpoint to a state."""
 
     catalog: Catalog  # the checkpoint, including computed tensors
-    # By name in the state; source keys are those of the checkpoint.
+    # By name in the state. The source keys are keys of the checkpoint.
     tensors: Mapping[str, ComposedTensor]
     root: str = ""  # prefix of the model's keys in the checkpoint
     prefix: str = ""  # prefix of the model's keys in the state
@@ -93,7 +93,7 @@ class MappingRequest:
 def map_state(
     catalog: Catalog, state: Mapping[str, TensorMeta], request: MappingRequest
 ) -> StateMapping:
-    """Map the tensors of *catalog* to those of *state*, by name or by a change of layout."""
+    """Map the tensors of *catalog* to tensors of *state*, by name or by a change of layout."""
     given_layout = request.state.layout or request.source.layout
     by_name = _keep_matching_names(catalog, state, request)
     if not given_layout and state.keys() <= by_name.tensors.keys():
@@ -115,7 +115,7 @@ def map_state(
 
 
 def understand_source(catalog: Catalog, request: MappingRequest) -> Model:
-    """Detect the model in a checkpoint from its config or that of *assets*."""
+    """Detect the model in a checkpoint from its config, or from the config in *assets*."""
     catalog = strip_wrappers(catalog)
     assets = gather_assets(catalog, request.assets)
     if request.dequantized:
