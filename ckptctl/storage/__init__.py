@@ -1,4 +1,4 @@
 """Bytes: ranged reads, headers, zips, restricted pickles, execution and publishing.
 
-Nothing here knows about models. What computes with values imports torch, and does so when called.
+Nothing here knows about models. Functions that compute with values import torch when called.
 """

@@ -1,8 +1,8 @@
 """Arithmetic on raw bytes with torch: permuting elements, casting them, converting them to numbers.
 
 Elements that are only moved are treated as opaque integers of the same size, so every dtype keeps
-its bits. This module, its neighbor ``compare`` and the modules in ``ckptctl.numerics`` are the only
-ones below ``distributed/`` that import torch, and they do so when first called.
+its bits. Outside of ``distributed/``, only this module, ``storage.compare`` and the modules in
+``ckptctl.numerics`` import torch, when one of their functions is first called.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ Number = float | complex
 Axes = Sequence[tuple[int, int, int]]
 OPAQUE_DTYPES = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
 TRANSPOSE_COLUMNS = 128
-"""Columns transposed at a time into a block of a larger matrix."""
+"""Number of columns to transpose at a time into a block of a larger matrix."""
 MAX_MATRICES = 512
 RANGE_CHECK_ELEMENTS = 1 << 16
-"""Elements checked for range at a time, in double precision."""
+"""Number of elements to check for out-of-range values at a time, in double precision."""
 
 
 def import_torch() -> None:
@@ -106,8 +106,9 @@ def permute_elements(
     Args:
         staged: Source bytes, starting with the element at index 0 on all axes.
         target: Destination bytes; only the addressed elements are written.
-        start: Byte position of that first element in *target*.
-        axes: ``(count, stride in staged, stride in target)`` in bytes, outermost first.
+        start: Byte position in *target* of the element at index 0 on all axes.
+        axes: ``(size, stride in staged, stride in target)`` of each axis, with strides in bytes,
+            outermost axis first.
         itemsize: Element size in bytes: 1, 2, 4, 8 or 16.
     """
     import torch
@@ -171,9 +172,9 @@ def count_out_of_range(
     """Count elements that became infinite, NaN or saturated.
 
     Args:
-        computed: Floating-point elements. If all are finite, they are not examined one by one.
-        read_source: Returns the elements they were computed from, or None if all of those were
-            finite.
+        computed: Floating-point elements. If all are finite, nothing else is checked.
+        read_source: Returns the elements that *computed* was computed from, or None if all of them
+            were finite.
     """
     if _are_finite(computed):
         return NO_LOSS
@@ -200,9 +201,9 @@ def _count_lost(computed: torch.Tensor, source: torch.Tensor | None) -> OutOfRan
 
 
 def _are_finite(values: torch.Tensor) -> bool:
-    """Return whether all elements are finite, by their sum or else by their exponent bits.
+    """Return whether all elements are finite, from their sum or else from their exponent bits.
 
-    Both are many times faster than ``isfinite`` of each.
+    Both are many times faster than ``values.isfinite().all()``.
     """
     import torch
 
@@ -217,7 +218,7 @@ def _are_finite(values: torch.Tensor) -> bool:
 
 @cache
 def _exponent_bits(dtype: torch.dtype, opaque: torch.dtype) -> int:
-    """Return the exponent bits shared by infinity and NaN."""
+    """Return the bit mask of the exponent, in which infinity and NaN have all bits set."""
     import torch
 
     return int(torch.tensor(math.inf, dtype=dtype).view(opaque))
@@ -232,7 +233,7 @@ def _can_hold(target: str, source: str) -> bool:
 
 
 def view_elements(view: memoryview, dtype: str, columns: int) -> torch.Tensor:
-    """Return the elements of *view* as ``[rows, columns]``, without a copy."""
+    """Wrap the bytes of *view* in a tensor of shape ``[rows, columns]``, without a copy."""
     import torch
 
     return torch.frombuffer(view, dtype=_torch_dtype(dtype)).view(-1, columns)

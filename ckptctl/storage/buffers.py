@@ -11,7 +11,7 @@ from ckptctl.storage.files import IOV_MAX
 MAX_VIEWS = 1 << 14
 """Cached views per thread."""
 TILE_BUFFER = "tile"
-"""Buffer for the bytes of a tile, or of one step of a long tile."""
+"""Name of the buffer for the bytes of a tile, or of one step of a tile with several steps."""
 STAGING_BUFFER = "staging"
 CAST_BUFFER = "cast"
 BufferParts = tuple[int, list[memoryview]]
@@ -22,7 +22,7 @@ class TileBuffers:
     """Named buffers that grow to the largest size requested.
 
     Attributes:
-        step: Bytes of a long range to read at a time, or None to use the limit of the run.
+        step: Bytes of a contiguous range to read at a time, or None for the tile size of the run.
     """
 
     step: int | None = None
@@ -33,7 +33,7 @@ class TileBuffers:
         self._view_count = 0
 
     def get_buffer(self, name: str, nbytes: int) -> memoryview:
-        """Return the buffer *name* with at least *nbytes* bytes, without clearing its content."""
+        """Return the buffer *name*, which has at least *nbytes* bytes and is not cleared."""
         buffer = self._buffers.get(name)
         if buffer is None or len(buffer) < nbytes:
             self._views, self._view_count = {}, 0
@@ -43,7 +43,7 @@ class TileBuffers:
         return buffer
 
     def list_views(self, pattern: Pattern, buffer: memoryview) -> list[BufferParts]:
-        """Return views of *buffer* for *pattern*, cached for tiles with equal patterns."""
+        """Return views of the runs of *pattern* in *buffer*, cached for equal patterns."""
         parts = self._views.get(pattern)
         if parts is None:
             if self._view_count + len(pattern.runs) > MAX_VIEWS:
@@ -64,7 +64,7 @@ class TileBuffers:
 
 
 def split_buffer(pattern: Pattern, buffer: memoryview) -> Iterator[BufferParts]:
-    """Split *buffer* into views for the runs of *pattern*."""
+    """Yield views of the runs of *pattern* in *buffer*, at most ``IOV_MAX`` at a time."""
     for first in range(0, len(pattern.runs), IOV_MAX):
         runs = pattern.runs[first : first + IOV_MAX]
         views = [buffer[start : start + nbytes] for start, nbytes in runs]

@@ -1,7 +1,7 @@
 """Interfaces for files that are read or written by position.
 
-A plan refers to files by name. :class:`~ckptctl.storage.computed.OpenFiles` opens a name as a local
-file, a remote file, a computed file or memory; the other code does not distinguish them.
+A plan refers to files by name. :class:`~ckptctl.storage.computed.OpenFiles` decides whether a name
+is a local file, a remote file, a virtual file or memory; other code only uses these interfaces.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from ckptctl.storage.outcome import NO_OUTCOME, Outcome
 
 MEMORY_STEP_BYTES = 4 << 20
-"""Bytes of memory written at a time, because every step waits for the GIL."""
+"""Bytes to write from memory at a time, because every write waits for the GIL."""
 Piece = tuple[int, int, int]
 """Offset in the file, number of bytes, and offset in the buffer."""
 
@@ -22,7 +22,8 @@ class ByteSource(ABC):
 
     Attributes:
         descriptor: Descriptor for ``copy_file_range``, or None.
-        batches_pieces: Whether to pass all pieces to one call of :meth:`read_pieces`.
+        batches_pieces: Whether reading all pieces of a tile in one call of :meth:`read_pieces` is
+            faster.
     """
 
     descriptor: int | None = None
@@ -38,25 +39,29 @@ class ByteSource(ABC):
             nbytes: Total length of *views* in bytes.
 
         Raises:
-            DamagedError: The file ends before they are full.
+            DamagedError: The file ends before *views* are full.
             StorageError: The read failed.
         """
 
     def read_pieces(self, pieces: Iterable[Piece], buffer: memoryview) -> Outcome:
-        """Read *pieces* into *buffer*, fastest if neighboring pieces follow each other.
+        """Read *pieces* into *buffer*, which is fastest if they are sorted by offset.
 
-        Returns out-of-range counts and quantization errors of the elements, for computed files.
+        Returns:
+            Out-of-range counts and quantization errors, empty for stored files.
         """
         for offset, nbytes, start in pieces:
             self.read_into(offset, [buffer[start : start + nbytes]], nbytes)
         return NO_OUTCOME
 
     def best_step(self, offset: int, nbytes: int) -> int:  # noqa: ARG002
-        """Return the preferred number of bytes to read at *offset*, about *nbytes*."""
+        """Return the preferred number of bytes to read at *offset*, close to *nbytes*."""
         return nbytes
 
     def view_memory(self, offset: int, nbytes: int) -> memoryview | None:  # noqa: ARG002
-        """Return a view of bytes already in memory, valid until the next call, or None."""
+        """Return a view of bytes that are already in memory, or None.
+
+        The view is valid until the next call.
+        """
         return None
 
     @property
@@ -65,10 +70,11 @@ class ByteSource(ABC):
         return False
 
     def read_bypassing_cache(self, offset: int, nbytes: int, room: memoryview) -> memoryview | None:  # noqa: ARG002
-        """Read bytes with direct I/O into whole pages of *room*.
+        """Read bytes with direct I/O, which fills complete pages of *room*.
 
         Returns:
-            A slice of *room* with at most *nbytes* bytes from *offset*, or None on failure.
+            The slice of *room* with the bytes from *offset*, at most *nbytes*, or None if direct
+            I/O failed.
         """
         return None
 
@@ -121,7 +127,7 @@ class HostMemory(ByteSource, ByteSink):
             offset += len(view)
 
     def best_step(self, offset: int, nbytes: int) -> int:  # noqa: ARG002
-        """Return :data:`MEMORY_STEP_BYTES`, because no buffer is needed."""
+        """Return :data:`MEMORY_STEP_BYTES`, whatever *nbytes* is, because no buffer is needed."""
         return MEMORY_STEP_BYTES
 
     def view_memory(self, offset: int, nbytes: int) -> memoryview:
@@ -137,11 +143,11 @@ class HostMemory(ByteSource, ByteSink):
 
 
 Memory = memoryview | ByteSource | ByteSink
-"""Memory that a plan reads or fills: host memory, or an object that accesses device memory."""
+"""Memory that a plan reads or fills, as host memory or as an object that accesses device memory."""
 
 
 def wrap_memory(memory: Mapping[str, Memory]) -> dict[str, ByteSource | ByteSink]:
-    """Wrap host memory in file objects."""
+    """Wrap host memory as :class:`HostMemory`, and keep the objects for device memory."""
     return {
         name: HostMemory(content) if isinstance(content, memoryview) else content
         for name, content in memory.items()

@@ -1,7 +1,7 @@
 """Comparison of stored tensors: equal bytes, and differences between elements.
 
-Equal bytes are not converted to numbers. Otherwise torch, imported on first use, converts both
-sides to float64. Without torch, only the elements whose bits differ are counted.
+Windows with equal bytes are not converted to numbers. Other windows are converted to float64 with
+torch, which is imported on first use. A bitwise comparison works without torch.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def have_same_elements(
 ) -> bool | None:
     """Return whether two single-extent tensors are equal, or None if they were not compared.
 
-    Tensors larger than :data:`WINDOW_BYTES` are read only if *of_any_size* is set. Recorded
-    checksums that differ prove that the tensors do; equal ones prove nothing until the bytes are
-    read.
+    Tensors larger than :data:`WINDOW_BYTES` are read only if *of_any_size* is set. Different
+    recorded checksums prove that the tensors differ. If the checksums are equal or missing, the
+    bytes are compared.
     """
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
@@ -81,8 +81,8 @@ def _iterate_windows(files: Readable, entry: TensorEntry) -> Iterator[bytearray]
 class Errors:
     """Differences between two tensors of the same shape.
 
-    The largest differences include those within tolerances. They are None if no finite elements
-    differ, or if the dtype has no numeric values.
+    *max_abs* and *max_rel* also include differences within the tolerances. They are None if no
+    finite elements differ, or if the dtype has no numeric values.
     """
 
     count: Annotated[int, JsonField("number of elements")] = 0
@@ -104,7 +104,7 @@ class Errors:
     ] = None
 
     def __add__(self, other: Errors) -> Errors:
-        """Combine the errors of two parts of a tensor."""
+        """Combine the errors of two windows of a tensor."""
         return Errors(
             self.count + other.count,
             self.differing + other.differing,
@@ -123,8 +123,8 @@ class Tolerance:
     """Tolerances for equal elements: ``|a - b| <= atol + rtol * |b|``, as in ``numpy.isclose``.
 
     Attributes:
-        atol: Absolute.
-        rtol: Relative to B.
+        atol: Absolute tolerance.
+        rtol: Tolerance relative to the elements of B.
     """
 
     atol: float = 0.0
@@ -173,7 +173,10 @@ def _to_index(box: Box, position: int) -> tuple[int, ...]:
 def _compare_bits(
     a: bytearray, b: bytearray, dtype_a: str, dtype_b: str
 ) -> tuple[Errors, int | None]:
-    """Count elements whose bits differ, and find the first (all differ if the dtypes do)."""
+    """Count elements whose bits differ, and find the position of the first.
+
+    If the dtypes differ, all elements differ and the position is None.
+    """
     if dtype_a != dtype_b:
         return Errors(differing=len(a)), None
     itemsize = dtypes.itemsize(dtype_a)
@@ -188,7 +191,10 @@ def _compare_bits(
 def _compare_values(
     a: bytearray, b: bytearray, dtype_a: str, dtype_b: str, tolerance: Tolerance | None
 ) -> tuple[Errors, int | None]:
-    """Return the errors without element count and index, and the position of the worst element."""
+    """Compare elements as numbers, and find the position of the largest difference.
+
+    The errors have no element count and no index yet.
+    """
     if "torch" not in sys.modules:
         import_torch()
     import torch

@@ -1,9 +1,9 @@
 """Virtual files: tensors that are computed when their elements are read.
 
 A :class:`Kind` computes the elements of one kind of virtual file. Each module of
-:mod:`ckptctl.numerics.kinds` defines ``KINDS``, a dict of its kinds by name, and is found
-automatically. Reads are split into rectangles of elements of at most a few megabytes. A kind fills
-an :class:`Output`, one such rectangle, from the :class:`InputTensor` objects of the file.
+:mod:`ckptctl.numerics.kinds` is found automatically and defines ``KINDS``, a dict of kinds by name.
+Reads are split into rectangles of elements of at most a few megabytes. A kind fills an
+:class:`Output`, one such rectangle, from the :class:`InputTensor` objects of the file.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 KINDS_PACKAGE = "ckptctl.numerics.kinds"
 RECTANGLE_BYTES = 1 << 20
-"""Bytes to compute at a time."""
+"""Size of a rectangle to compute at a time, in bytes."""
 MAX_GAP_BYTES = 16 << 10
 """Longest gap between two reads of a stored file that is read instead of skipped, in bytes."""
 CACHE_BYTES = 8 << 20
-"""Bytes of small inputs that each thread caches."""
+"""Size of each thread's cache of small inputs, in bytes."""
 SEEK_BYTES = 64 << 10
-"""Bytes that can be read in the time of a seek."""
+"""Bytes that can be read in the time that a seek takes."""
 MAX_ROWS_BYTES = 8 << 20
-"""Most bytes of complete rows to read if only some of their columns are requested."""
+"""Maximum bytes of complete rows to read if only some of their columns are requested."""
 TRANSPOSE_BYTES = 1 << 20
-"""Bytes of a matrix to read at a time."""
+"""Bytes of a matrix to read and transpose at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +60,11 @@ class Kind:
         compute: Fills an output rectangle and, if it quantizes, returns the quantization error.
         overflows: Whether its arithmetic can exceed the range of a dtype.
         keeps_infinite: Whether infinite and NaN elements of the first input, which has the shape
-            of the file, are passed through. Otherwise all such elements come from arithmetic.
-        needs_torch: Returns whether computing a file requires torch.
-        rows: Number of rows to compute together, aligned to a multiple of that number.
-        package: Package other than torch that computes it, installed by an extra of the same
-            name, or empty.
+            of the file, are passed through and do not count as out of range.
+        needs_torch: Returns whether computing a given virtual file requires torch.
+        rows: Number of rows in a group that is computed together.
+        package: Package other than torch that *compute* requires, installed by an extra of the
+            same name, or an empty string.
     """
 
     compute: Callable[[Output], Rounding | None]
@@ -117,15 +117,15 @@ def require_torch_for(plan: Plan, action: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Rectangle of a virtual file, as a matrix with the last dimension as columns.
+    """Rectangle of a virtual file to compute (a matrix with the last dimension as columns).
 
     Attributes:
         opened: Open files of this thread.
         computed: Definition of the virtual file.
-        inputs: Tensors that it is computed from.
+        inputs: Tensors that the file is computed from.
         rows: Range of rows to compute.
         columns: Range of columns to compute.
-        memory: Row-major buffer of exactly these elements.
+        memory: Row-major buffer for the elements of the rectangle.
     """
 
     opened: OpenFiles
@@ -137,12 +137,12 @@ class Output:
 
     @property
     def arguments(self) -> Any:
-        """Arguments of the kind, of a type defined by it."""
+        """Arguments of the computation, of a type that the kind defines."""
         return self.computed.arguments
 
     @property
     def elements(self) -> torch.Tensor:
-        """Elements to fill, ``[rows, columns]``."""
+        """Elements to fill, of shape ``[rows, columns]``."""
         return view_elements(self.memory, self.computed.dtype, len(self.columns))
 
     def list_groups(self, size: int) -> range:
@@ -150,7 +150,7 @@ class Output:
         return range(self.columns.start // size, -(-self.columns.stop // size))
 
     def write(self, values: torch.Tensor, first_column: int = 0) -> None:
-        """Cast and write this rectangle's columns of *values*, whose first is *first_column*."""
+        """Cast *values*, which start at *first_column*, and write the columns of the rectangle."""
         all_columns = values.reshape(len(self.rows), -1)
         self.elements.copy_(
             all_columns[:, self.columns.start - first_column : self.columns.stop - first_column]
@@ -159,7 +159,7 @@ class Output:
     def get_scratch(self, use: str, dtype: str, count: int) -> torch.Tensor:
         """Return an uninitialized buffer of *count* elements, valid until the next call with *use*.
 
-        Allocating it for each rectangle would cost more than most of the computation.
+        Allocating a new buffer for each rectangle would cost more than most of the computation.
         """
         nbytes = count * dtypes.itemsize(dtype)
         buffer = self.opened.buffers.get_buffer(f"/{use}", nbytes)[:nbytes]
@@ -167,10 +167,10 @@ class Output:
 
 
 class InputTensor:
-    """Input tensor of a virtual file, as a matrix with the last dimension as columns.
+    """Input tensor of a virtual file (a matrix with the last dimension as columns).
 
     Attributes:
-        entry: The tensor.
+        entry: Catalog entry of the tensor.
     """
 
     def __init__(self, opened: OpenFiles, made_of: ComputeInput, file: str, number: int) -> None:
@@ -185,9 +185,9 @@ class InputTensor:
         return self._opened.open_root(self._root)
 
     def read(self, rows: range, columns: range | None = None) -> torch.Tensor:
-        """Read *columns* (or all) of *rows*.
+        """Read *columns* of *rows*, or all columns.
 
-        The result is valid until the next call. Complete rows are read if that is faster.
+        The result is a view of a reused buffer, valid until the next call.
         """
         width, item = last_dimension(self.entry.shape), dtypes.itemsize(self.entry.dtype)
         selected_columns = columns or range(width)
@@ -211,9 +211,9 @@ class InputTensor:
         )
 
     def read_all(self) -> torch.Tensor:
-        """Read a small tensor in its own shape. The result is cached and must not be modified.
+        """Read the complete tensor in its own shape, cached; the result must not be modified.
 
-        The size is not limited, so use it only for tensors that are always small.
+        The size is not limited, so use this method only for tensors that are always small.
         """
         entry = self.entry
         content = self._opened.get_cached(self._key, lambda: memoryview(self._reader.read()))
@@ -222,7 +222,7 @@ class InputTensor:
     def read_transposed(
         self, columns: range, dtype: str, convert: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """Read columns of a matrix, converted in batches of rows, and transpose them.
+        """Read columns of a matrix in batches of rows, convert each batch, and transpose it.
 
         Args:
             columns: Range of columns.
@@ -230,7 +230,7 @@ class InputTensor:
             convert: Converts a batch of rows.
 
         Returns:
-            ``[columns, rows]``, which is cached and must not be modified.
+            Tensor of shape ``[columns, rows]``, which is cached and must not be modified.
         """
         import torch
 
@@ -258,9 +258,9 @@ class InputTensor:
         )
 
     def read_source_rows(self, rows: range) -> torch.Tensor | None:
-        """Return the stored elements behind *rows*, or None if all of them are finite.
+        """Read the stored elements behind computed *rows*, or return None if all are finite.
 
-        Infinite and NaN elements among them do not come from arithmetic.
+        Infinite and NaN elements of the result were stored, so they do not count as out of range.
         """
         source_file = self._opened.find_virtual_file(self.entry.extents[0].file)
         return (
@@ -281,8 +281,8 @@ class OpenFiles:
     Attributes:
         open_root: Returns the source files of a directory.
         bytes_read: Bytes read from stored files.
-        depth: Nesting depth of virtual files being computed as inputs of each other.
-        unused: Buffer for bytes in gaps that are read but not needed.
+        depth: Nesting depth of the virtual file being computed (its inputs may be virtual, too).
+        unused: Buffer for the bytes of gaps, which are read but not needed.
     """
 
     def __init__(
@@ -299,7 +299,7 @@ class OpenFiles:
         self.unused = memoryview(bytearray(MAX_GAP_BYTES))
 
     def open_source(self, files: SourceFiles, name: str) -> ByteSource:
-        """Open *name* as a virtual file or one of *files*, to be read before the next call."""
+        """Open *name* as a virtual file or as one of *files*, to be read before the next call."""
         return self.find_virtual_file(name) or StoredFile(self, files, name)
 
     def find_virtual_file(self, name: str) -> ComputedFile | None:
@@ -314,7 +314,7 @@ class OpenFiles:
         return RootReader(self, self.open_root(root))
 
     def get_cached(self, key: tuple[object, ...], read: Callable[[], memoryview]) -> memoryview:
-        """Return the cached result of *read* for *key*, or call it and cache the result."""
+        """Return the cached content for *key*, or call *read* and cache its result."""
         content = self._cache.pop(key, None)
         if content is None:
             content = read()
@@ -326,7 +326,7 @@ class OpenFiles:
 
     @property
     def buffers(self) -> TileBuffers:
-        """Buffers for the current nesting depth, so that inputs do not overwrite them."""
+        """Buffers for the current nesting depth, which inputs at other depths do not overwrite."""
         buffers = self._buffers.get(self.depth)
         if buffers is None:
             buffers = self._buffers[self.depth] = TileBuffers()
@@ -337,9 +337,9 @@ class StoredFile(ByteSource):
     """File that is read through :class:`SourceFiles`, which threads share.
 
     Args:
-        opened: Counts the bytes read.
-        files: Source files that contain it.
-        name: Name relative to their root.
+        opened: Open files of this thread, which count the bytes read.
+        files: Source files that contain the file.
+        name: Name of the file relative to the root of *files*.
     """
 
     def __init__(self, opened: OpenFiles, files: SourceFiles, name: str) -> None:
@@ -353,7 +353,7 @@ class StoredFile(ByteSource):
         self._files.readv(self.name, views, offset)
 
     def read_pieces(self, pieces: Iterable[Piece], buffer: memoryview) -> Outcome:
-        """See :meth:`ByteSource.read_pieces`. Small gaps between pieces are read with them.
+        """See :meth:`ByteSource.read_pieces`. Pieces with small gaps are read in one call.
 
         At most twice the bytes of the pieces are read.
 
@@ -402,7 +402,7 @@ class ComputedFile(ByteSource):
         self._width = last_dimension(computed.shape) * self._item or 1  # of an empty tensor
 
     def read_into(self, offset: int, views: Sequence[memoryview], nbytes: int) -> None:  # noqa: ARG002
-        """See :meth:`ByteSource.read_into`. Losses and rounding errors are ignored."""
+        """See :meth:`ByteSource.read_into`. Out-of-range values and rounding errors are ignored."""
         for view in views:
             for _ in self._compute_rectangles([(offset, len(view), 0)], view):
                 pass
@@ -422,7 +422,8 @@ class ComputedFile(ByteSource):
     def best_step(self, offset: int, nbytes: int) -> int:
         """Return the preferred number of bytes to read at *offset*.
 
-        At most 2 * *nbytes* bytes that end at a row, or at a group of rows computed together.
+        The range ends at the end of a group of rows, or of a row, if it then has at most 2 *
+        *nbytes* bytes.
         """
         for stride in (self._width * self.kind.rows, self._width):
             end = max((offset + nbytes) // stride, offset // stride + 1) * stride
@@ -441,7 +442,7 @@ class ComputedFile(ByteSource):
     def _compute_rectangles(
         self, pieces: Iterable[Piece], buffer: memoryview
     ) -> Iterator[tuple[Output, Rounding]]:
-        """Fill *buffer* one rectangle at a time and yield each with its rounding error."""
+        """Fill *buffer* by rectangles, and yield each rectangle with its rounding error."""
         together = self._width * self.kind.rows
         limit = max(RECTANGLE_BYTES // together, 1) * together
         limit = limit if limit <= 2 * RECTANGLE_BYTES else RECTANGLE_BYTES
@@ -469,7 +470,15 @@ class ComputedFile(ByteSource):
 
 @dataclass(slots=True)
 class Rectangle:
-    """Same byte range of consecutive rows (*row* and *rows* count rows, the other fields bytes)."""
+    """Same byte range of consecutive rows of a matrix.
+
+    Attributes:
+        row: First row.
+        rows: Number of rows.
+        start: First byte in each row.
+        nbytes: Bytes of each row.
+        destinations: Start and bytes of the ranges of the buffer to fill.
+    """
 
     row: int
     rows: int
@@ -478,7 +487,10 @@ class Rectangle:
     destinations: list[tuple[int, int]]
 
     def try_extend(self, row: int, rows: int, start: int, nbytes: int, limit: int) -> bool:
-        """Extend the rectangle by the following rows if they fit, and return whether they do."""
+        """Extend the rectangle by rows if they continue it, and return whether they do.
+
+        The rectangle may have at most *limit* bytes.
+        """
         if row != self.row + self.rows or start != self.start or nbytes != self.nbytes:
             return False
         if (self.rows + rows) * nbytes > limit:
@@ -487,7 +499,7 @@ class Rectangle:
         return True
 
     def add_destination(self, start: int, nbytes: int) -> None:
-        """Add a destination in the buffer for the next bytes."""
+        """Add a range of the buffer for the next *nbytes* bytes, or extend the previous range."""
         previous = self.destinations[-1] if self.destinations else None
         if previous and previous[0] + previous[1] == start:
             self.destinations[-1] = (previous[0], previous[1] + nbytes)
@@ -498,7 +510,10 @@ class Rectangle:
 def split_rectangles(
     pieces: Iterable[Piece], width: int, limit: int = RECTANGLE_BYTES
 ) -> Iterator[Rectangle]:
-    """Split *pieces* of a matrix of *width* bytes per row into rectangles of *limit* bytes."""
+    """Split *pieces* of a matrix into rectangles of at most *limit* bytes.
+
+    A row of the matrix has *width* bytes.
+    """
     current: Rectangle | None = None
     for offset, nbytes, destination in pieces:
         for row, rows, start, size in _split_range(offset, nbytes, width, limit):
@@ -527,7 +542,7 @@ def _split_range(
 
 
 class RootReader:
-    """Files below one root, and virtual files, by name."""
+    """Reader of files below one root and of virtual files, by name."""
 
     def __init__(self, opened: OpenFiles, files: SourceFiles) -> None:
         self._opened = opened
@@ -535,7 +550,7 @@ class RootReader:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that this thread read from stored files."""
+        """Bytes that this thread has read from stored files."""
         return self._opened.bytes_read
 
     def readv(self, name: str, views: Sequence[memoryview], offset: int) -> None:
@@ -545,7 +560,7 @@ class RootReader:
 
 
 class CatalogReader(threading.local, RootReader):
-    """Reader for any number of threads, with separate buffers for each."""
+    """Reader of the files of a catalog, with separate buffers for each thread."""
 
     def __init__(self, catalog: Catalog, open_root: Callable[[TreePath], SourceFiles]) -> None:
         RootReader.__init__(self, OpenFiles(catalog.computed, open_root), open_root(catalog.root))
@@ -567,12 +582,14 @@ class _Result(Generic[T]):
 
 
 class SharedResults(Generic[T]):
-    """Cache of results per source files, shared by threads, with each result computed once.
+    """Cache shared by threads, with separate entries for each `SourceFiles` object.
+
+    Each result is computed by one thread, while other threads wait for it.
 
     Args:
-        is_too_much: Returns whether the cached results (None while being computed) exceed the
-            limit; the least recently used ones are then evicted. If None, all are kept as long as
-            the files.
+        exceeds_limit: Returns whether the cached results (None while being computed) are too
+            large; the least recently used ones are then evicted. None to keep all results as long
+            as their `SourceFiles` object.
     """
 
     def __init__(self, exceeds_limit: Callable[[Sequence[T | None]], bool] | None = None) -> None:
@@ -583,7 +600,7 @@ class SharedResults(Generic[T]):
         )
 
     def get_or_compute(self, files: SourceFiles, key: object, compute: Callable[[], T]) -> T:
-        """Return the cached result for *key* of *files*, or *compute* it."""
+        """Return the cached result for *key* of *files*, or call *compute* and cache its result."""
         with self._lock:
             results = self._by_files.setdefault(files, OrderedDict())
             result = results.setdefault(key, _Result())
@@ -606,5 +623,5 @@ def last_dimension(shape: tuple[int, ...]) -> int:
 
 
 def build_matrix_box(rows: range, columns: range) -> Box:
-    """Build a two-dimensional box."""
+    """Build the box of *rows* and *columns* of a matrix."""
     return Box((rows.start, columns.start), (len(rows), len(columns)))

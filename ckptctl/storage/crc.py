@@ -1,4 +1,4 @@
-"""CRC-32 checksums, combining them for adjacent blocks, and the digests of git and the Hub.
+"""CRC-32 checksums, their combination for adjacent blocks, and digests of git and the Hub.
 
 Intel's ISA-L computes CRC-32 ten times faster than most builds of zlib (54 and 4 GB/s on one core),
 which makes it cheap enough to checksum every tensor.
@@ -99,12 +99,15 @@ def _build_tables(nbytes: int) -> tuple[tuple[int, ...], ...]:
 
 
 def find_digest_algorithm(digest: str) -> str | None:
-    """Identify the algorithm of a hex digest by its length, or return None if it is no digest."""
+    """Return the algorithm of a hex digest, found by its length, or None if *digest* is not one."""
     return ALGORITHMS.get(len(digest)) if _HEXADECIMAL.fullmatch(digest) else None
 
 
 def create_hasher(algorithm: str, size: int) -> _Hash:
-    """Create a ``git-sha1`` or :mod:`hashlib` hash object for a file of *size* bytes."""
+    """Create a hash object of ``git-sha1`` or a :mod:`hashlib` algorithm.
+
+    *size* is the size of the file in bytes, which ``git-sha1`` hashes first.
+    """
     import hashlib  # with OpenSSL, which `ckptctl inspect` should not wait for
 
     hash_object = hashlib.new(algorithm.removeprefix(GIT_PREFIX), usedforsecurity=False)
@@ -114,7 +117,7 @@ def create_hasher(algorithm: str, size: int) -> _Hash:
 
 
 def is_digest_of(digest: str, content: bytes) -> bool:
-    """Return whether *digest* matches *content*."""
+    """Return whether *digest* is the SHA-256 or git blob SHA-1 of *content*."""
     algorithm = find_digest_algorithm(digest)
     if algorithm is None:
         return False
@@ -126,7 +129,7 @@ def is_digest_of(digest: str, content: bytes) -> bool:
 def iterate_windows(
     files: SourceFiles, file: str, offset: int, nbytes: int, advance: Advance | None = None
 ) -> Iterator[memoryview]:
-    """Yield a byte range of a file in windows, each valid until the next one."""
+    """Read a byte range of a file in windows, each valid until the next is read."""
     buffer: memoryview | None = getattr(_local, "buffer", None)
     if buffer is None or len(buffer) != WINDOW_BYTES:
         buffer = _local.buffer = memoryview(bytearray(WINDOW_BYTES))
@@ -141,7 +144,7 @@ def iterate_windows(
 def compute_crc(
     files: SourceFiles, file: str, offset: int, nbytes: int, advance: Advance | None = None
 ) -> int:
-    """Compute the CRC-32 of a byte range of a file, calling *advance* with the bytes read."""
+    """Read a byte range of a file and compute its CRC-32, calling *advance* with the bytes read."""
     crc = 0
     for view in iterate_windows(files, file, offset, nbytes, advance):
         crc = crc32(view, crc)

@@ -32,9 +32,9 @@ class Replaceable:
     """Kind of output that may be overwritten.
 
     Attributes:
-        recognize: Returns whether a path is one.
-        noun: Its name in messages, with an article.
-        file: Whether it is a file instead of a folder.
+        recognize: Returns whether a path is such an output.
+        noun: Name of this kind of output in messages, with an article.
+        file: Whether such an output is a file instead of a folder.
     """
 
     recognize: Recognize
@@ -50,7 +50,7 @@ ANYTHING = Replaceable(lambda _: True)
 
 
 def resolve_destination(target: Path) -> Path:
-    """Resolve the parent of *target*, but not its name, to an absolute path."""
+    """Make *target* absolute and resolve links in its parent, but not *target* itself."""
     require_local_path(target)
     if target.name in ("", ".", ".."):
         raise RefusedError(
@@ -62,7 +62,7 @@ def resolve_destination(target: Path) -> Path:
 
 
 def require_local_path(path: str | os.PathLike[str]) -> None:
-    """Reject a URL, or a path made from one (``Path("s3://a")`` is the local path ``s3:/a``)."""
+    """Raise if *path* is a URL, or was made from one (``Path("s3://a")`` is the path ``s3:/a``)."""
     require_local(path, "URLs are not supported here", hint="pass a path")
     for folder in Path(to_local_path(path)).parents:
         if SCHEME.match(f"{folder.name}//") and not folder.is_dir():
@@ -75,7 +75,7 @@ def require_local_path(path: str | os.PathLike[str]) -> None:
 
 
 def require_folder(path: Path) -> None:
-    """Reject an existing path that is not a folder."""
+    """Raise if *path* exists and is not a folder."""
     if path.exists() and not path.is_dir():
         raise UsageError("expected a folder, found a file", where=str(path))
 
@@ -86,7 +86,7 @@ def staging_directory(target: Path) -> Path:
 
 
 def parse_staging_name(name: str) -> str:
-    """Return the target name of a staging directory called *name*, or an empty string."""
+    """Return the output's name from the *name* of a staging directory, empty for other names."""
     return (
         name[1:].removesuffix(STAGING_SUFFIX)
         if name[0] == "." and name.endswith(STAGING_SUFFIX)
@@ -95,7 +95,10 @@ def parse_staging_name(name: str) -> str:
 
 
 def check_target(target: Path, *, overwrite: bool, is_checkpoint: Recognize) -> None:
-    """Reject a destination that must not be replaced."""
+    """Raise if an output at *target* must not be replaced.
+
+    *is_checkpoint* returns whether a path may be overwritten.
+    """
     if target.is_symlink():
         raise RefusedError(
             "the destination is a symbolic link",
@@ -133,12 +136,12 @@ def check_target(target: Path, *, overwrite: bool, is_checkpoint: Recognize) -> 
 
 
 def is_empty_folder(path: Path) -> bool:
-    """Return whether *path* is an empty folder, which an output may replace."""
+    """Return whether *path* is an empty folder and not a link. An output may replace it."""
     return path.is_dir() and not path.is_symlink() and not any(path.iterdir())
 
 
 def _require_movable(folder: Path) -> None:
-    """Reject a folder that the output cannot be renamed to."""
+    """Raise if a rename cannot replace *folder*, for example because it is a mount point."""
     if os.path.ismount(folder) or list_mounts_in(resolve_links(folder)):
         message = "the destination is a mount point"
     elif folder.samefile(os.curdir) and is_empty_folder(folder):
@@ -157,7 +160,7 @@ def _require_movable(folder: Path) -> None:
 
 
 def require_writable(target: Path) -> None:
-    """Reject a destination that cannot be created, before reading any source."""
+    """Raise if *target* cannot be created, so that this is known before any source is read."""
     parent = target.parent
     while not os.path.lexists(parent) and parent != parent.parent:
         parent = parent.parent
@@ -182,7 +185,7 @@ def count_free_bytes(path: Path) -> int:
 
 
 def require_space(path: Path, needed: int, allocated: int = 0) -> None:
-    """Raise unless *needed* bytes, including *allocated* allocated ones, fit on disk."""
+    """Raise unless *needed* bytes, of which *allocated* are already allocated, fit on disk."""
     free = count_free_bytes(path)
     if free < needed - allocated:
         raise RefusedError(

@@ -1,6 +1,6 @@
 """File system operations for safe output: atomic renames, syncs and mount points.
 
-Renames never overwrite by accident, because they use Linux's ``renameat2`` (man 2 rename).
+Renames use Linux's ``renameat2`` (man 2 rename), so they never overwrite by accident.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def rename_atomically(source: Path, target: Path, flags: int) -> None:
 
     Raises:
         FileExistsError: *target* exists (``NOREPLACE``).
-        UnsupportedRenameError: The kernel or the file system does not support it.
+        UnsupportedRenameError: The kernel or the file system does not support this rename.
         OSError: The rename failed for another reason.
     """
     call = getattr(_load_libc(), "renameat2", None)
@@ -59,9 +59,9 @@ def rename_atomically(source: Path, target: Path, flags: int) -> None:
 
 
 def rename_exclusively(path: Path, target: Path) -> None:
-    """Rename *path* to *target*, which does not exist.
+    """Rename *path* to *target*, or raise if *target* exists.
 
-    If the system does not support an atomic rename without replacement, *target* is checked first.
+    On systems without an atomic rename that never replaces, *target* is checked first.
 
     Raises:
         FileExistsError: *target* exists.
@@ -76,7 +76,7 @@ def rename_exclusively(path: Path, target: Path) -> None:
 
 
 def write_file(path: Path, *parts: bytes, sync: bool = True) -> None:
-    """Write a new file, or raise if it exists."""
+    """Write *parts* to a new file and sync it, or raise if the file exists."""
     with wrap_os_errors("write", path), path.open("xb") as file:
         file.writelines(parts)
         file.flush()
@@ -85,7 +85,7 @@ def write_file(path: Path, *parts: bytes, sync: bool = True) -> None:
 
 
 def add_file(path: Path, content: Sequence[bytes], *, sync: bool) -> None:
-    """Write a new file and, with *sync*, sync it and its directory."""
+    """Write a new file, and sync the file and its directory if *sync* is set."""
     write_file(path, *content, sync=sync)
     if sync:
         sync_directory(path.parent)
@@ -104,8 +104,8 @@ def sync_directory(path: Path) -> None:
 def begin_writeback(descriptor: int) -> None:
     """Start writing dirty pages of a file to disk, without waiting.
 
-    Unlike an early ``fsync``, it does not commit the file system's journal, which would block other
-    writers. Errors are reported by the ``fsync`` that follows.
+    Unlike an early ``fsync``, this does not commit the file system's journal, which would block
+    other writers. A later ``fsync`` reports errors.
     """
     call = getattr(_load_libc(), "sync_file_range", None)
     if call is not None:

@@ -1,8 +1,8 @@
 """Read access to the files of a checkpoint by position.
 
 Local files are opened ``O_RDONLY`` and read with ``preadv``. They are never memory-mapped, because
-a mapped file that is truncated kills the process. Names that come from inside a checkpoint cannot
-lead out of it.
+truncating a mapped file kills the process. File names read from a checkpoint cannot refer to files
+outside of the checkpoint.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from ckptctl.storage.paths import OutsideError, leads_outside, require_relative,
 from ckptctl.tree import TreePath, UrlPath
 
 SMALL_READ_BYTES = 1 << 16
-"""Most bytes to request without checking the size of the file first."""
+"""Maximum bytes to request without checking the size of the file first."""
 MAX_OFFSET = (1 << 63) - 1 - SMALL_READ_BYTES
-"""Largest offset of such a request, because ``off_t`` is signed."""
+"""Largest offset of a request without a check of the file size, because ``off_t`` is signed."""
 MAX_OPEN_FILES = 256
 MAX_REQUEST_BYTES = 4 << 20
-"""Bytes requested from a remote tree at a time."""
+"""Maximum bytes to request from a remote tree at a time."""
 IOV_MAX = 1024
 
 
@@ -58,9 +58,9 @@ class SourceFiles(ABC):
         local: Whether the files are local and have descriptors.
 
     Raises:
-        OutsideError: A name leads out of the root.
+        OutsideError: A name refers to a file outside of the root.
         SourceNotFoundError: There is no file of that name.
-        UnsupportedError: A name refers to something other than a regular file.
+        UnsupportedError: A name does not refer to a regular file.
         StorageError: A read failed.
     """
 
@@ -85,11 +85,11 @@ class SourceFiles(ABC):
 
     @abstractmethod
     def read_identity(self, name: str) -> FileIdentity:
-        """Return the identity of *name*, which must not change while it is read."""
+        """Return the identity (size, times, inode) of *name*, to detect that the file changed."""
 
     @abstractmethod
     def read_some(self, name: str, offset: int, nbytes: int) -> bytes:
-        """Read up to *nbytes* bytes, fewer at the end of the file."""
+        """Read up to *nbytes* bytes from *offset*, fewer only at the end of the file."""
 
     @abstractmethod
     def fill_views(self, name: str, views: Sequence[memoryview], offset: int) -> int:
@@ -103,7 +103,8 @@ class SourceFiles(ABC):
         """Return the digest of *name* if the remote store provides one, as the Hub does.
 
         Returns:
-            SHA-256 or git's blob SHA-1 in hexadecimal, or None if the file must be read to know.
+            SHA-256 or git's blob SHA-1 in hexadecimal, or None if it has to be computed from the
+            content.
         """
         return None
 
@@ -111,7 +112,7 @@ class SourceFiles(ABC):
         """Read exactly *nbytes* bytes from *offset*.
 
         Raises:
-            DamagedError: The file ends before that.
+            DamagedError: The file ends before the last byte.
         """
         if 0 <= nbytes <= SMALL_READ_BYTES and 0 <= offset <= MAX_OFFSET:
             content = self.read_some(name, offset, nbytes)
@@ -132,7 +133,7 @@ class SourceFiles(ABC):
             offset: First byte.
 
         Raises:
-            DamagedError: The file ends before they are full.
+            DamagedError: The file ends before *views* are full.
             StorageError: The read failed.
         """
         filled = self.fill_views(name, views, offset)
@@ -148,7 +149,7 @@ class SourceFiles(ABC):
             offset: Byte position, relative to the end if negative.
 
         Raises:
-            CkptError: The fetch failed. Reading the bytes raises the error again.
+            CkptError: The fetch failed. A later read of the bytes raises the error again.
         """
 
     def limit_read_ahead(self, name: str, stop: int) -> None:  # noqa: B027
@@ -160,10 +161,10 @@ class SourceFiles(ABC):
         """
 
     def open_descriptor(self, name: str) -> int:
-        """Open a new descriptor of *name* that the caller closes.
+        """Open a new descriptor of *name*. The caller must close it.
 
         Raises:
-            StorageError: The file cannot be opened, or is not :attr:`local`.
+            StorageError: The file cannot be opened, or is remote (see :attr:`local`).
         """
         raise StorageError(
             f"`{name}` is remote and cannot be opened as a local file", where=str(self.root)
@@ -269,7 +270,7 @@ class LocalFiles(SourceFiles):
             self._release_descriptor(descriptor)
 
     def _acquire_descriptor(self, name: str) -> int:
-        """Acquire the descriptor of *name*, which stays open until it is released."""
+        """Return the shared descriptor of *name*, which stays open until it is released."""
         with self._lock:
             descriptor = self._open.get(name)
             if descriptor is None:
@@ -286,7 +287,7 @@ class LocalFiles(SourceFiles):
             self._users[descriptor] -= 1
 
     def _close_idle(self) -> None:
-        """Close the least recently used idle descriptors, down to the limit."""
+        """Close the least recently used idle descriptors, until ``MAX_OPEN_FILES`` are open."""
         for name, descriptor in list(self._open.items()):
             if len(self._open) <= MAX_OPEN_FILES:
                 return
@@ -304,7 +305,7 @@ class UrlFiles(SourceFiles):
         self.root: UrlPath = UrlPath(root.tree, root.tree.resolve_url(root.url))
 
     def close(self) -> None:
-        """Drop cached data."""
+        """Drop cached data of the remote tree."""
         self._tree.trim_cache()
 
     def drop_metadata(self) -> None:
@@ -370,7 +371,7 @@ def skip_bytes(views: Sequence[memoryview], count: int) -> list[memoryview]:
 
 
 class MemoryFiles(SourceFiles):
-    """Single file in memory, returned for every name."""
+    """Single file in memory, used for every name."""
 
     def __init__(self, content: bytes, root: TreePath) -> None:
         self.root = root
@@ -381,7 +382,7 @@ class MemoryFiles(SourceFiles):
         return self.root / name
 
     def read_identity(self, name: str) -> FileIdentity:  # noqa: ARG002
-        """Return an identity that only records the size."""
+        """Return an identity in which only the size is set."""
         return FileIdentity(len(self._content), 0, 0, 0, 0)
 
     def read_some(self, name: str, offset: int, nbytes: int) -> bytes:  # noqa: ARG002

@@ -1,7 +1,7 @@
 """JSON reader that follows RFC 8259, stricter than :mod:`json`.
 
-It rejects duplicate keys, NaN and infinities, numbers that overflow, unpaired surrogates, a byte
-order mark, encodings other than UTF-8, and nesting that :mod:`json` cannot follow.
+The reader rejects duplicate keys, NaN and infinities, numbers that overflow, unpaired surrogates,
+a byte order mark, encodings other than UTF-8, and nesting too deep for :mod:`json`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_BYTES = 100_000_000
 MAX_DIGITS = 400
 CHUNK_CHARACTERS = 1 << 20
 MAX_VALUE_CHARACTERS = 100_000_000
-"""Most characters of one value in an incrementally read text."""
+"""Maximum characters of one value in an incrementally read text."""
 _DECODER = json.JSONDecoder()
 _WHITE_SPACE = re.compile(r"[ \t\r\n]*")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -36,12 +36,12 @@ def read_json(
         files: Files of the checkpoint.
         name: File to read.
         max_bytes: Largest accepted file size.
-        constants: As in :func:`parse_json`.
+        constants: Whether to accept ``NaN``, ``Infinity`` and ``-Infinity``.
 
     Raises:
         DamagedError: The file is truncated or was replaced by something else.
-        UnsupportedError: It is not strict JSON, or larger than *max_bytes*.
-        SourceNotFoundError: There is no such file.
+        UnsupportedError: The content is not strict JSON, or larger than *max_bytes*.
+        SourceNotFoundError: The file does not exist.
         StorageError: The read failed.
     """
     where = str(files.root / name)
@@ -79,8 +79,9 @@ def parse_json(
         data: UTF-8 text.
         where: File name for errors.
         max_bytes: Largest accepted size.
-        parse_int: Converts digits to an integer; may raise ValueError.
-        constants: Accept ``NaN``, ``Infinity`` and ``-Infinity``, which Python's writer produces.
+        parse_int: Converts the text of an integer; may raise ValueError.
+        constants: Whether to accept ``NaN``, ``Infinity`` and ``-Infinity``, which :mod:`json`
+            writes.
     """
     _check_size(len(data), max_bytes, where)
     try:
@@ -160,7 +161,7 @@ def _parse_integer(text: str) -> int:
 class JsonTextReader:
     """Incremental reader for JSON texts of any length, as lenient as :mod:`json`.
 
-    It holds one value in memory at a time, so a truncated text can be read up to the truncation.
+    Only one value is in memory at a time. A truncated text can be read up to the truncation.
     Malformed text raises ValueError.
     """
 
@@ -170,7 +171,7 @@ class JsonTextReader:
         self._position = 0
 
     def iterate_keys(self) -> Iterator[str]:
-        """Yield the keys of the next object, whose values the caller reads."""
+        """Yield the keys of the next object. The caller must read the value after each key."""
         for _ in self._iterate_separated("{", "}"):
             key = self.read_value()
             if not isinstance(key, str):
@@ -198,7 +199,7 @@ class JsonTextReader:
                 return value
 
     def peek_character(self) -> str:
-        """Return the next character other than white space, or an empty string at the end."""
+        """Return the next character other than white space without reading it, or "" at the end."""
         while True:
             space = _WHITE_SPACE.match(self._text, self._position)
             self._position = space.end() if space else self._position
@@ -213,7 +214,7 @@ class JsonTextReader:
             raise ValueError("extra data after the JSON text")
 
     def _iterate_separated(self, opening: str, closing: str) -> Iterator[None]:
-        """Yield before each of the comma-separated items between two brackets."""
+        """Yield before each comma-separated item between two brackets, which the caller reads."""
         self._expect_character(opening)
         has_more = self.peek_character() != closing
         while has_more:

@@ -1,4 +1,4 @@
-"""Lock released when its process ends: ``flock`` on the file ``lock`` in a dedicated folder."""
+"""Lock that is released when its process ends (``flock`` on a file ``lock`` in a folder)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ckptctl.errors import RefusedError, StorageError, wrap_os_errors
 LOCK_FILE = "lock"
 _PROC_LOCKS = Path("/proc/locks")
 _SWEEP_MARK = "sweep"
-"""Follows the PID in the file of a lock that is held to remove files of a killed run."""
+"""Word after the PID in the lock file while the lock is held to remove files of a killed run."""
 _SWEEP_SECONDS = 60.0
-"""How long a run waits for such a lock, so that its output is not lost."""
+"""Seconds that a run waits for a process that removes files, instead of failing."""
 _UNNAMED_SECONDS = 1.0
-"""How long a run waits if the file does not name the holder, who has just locked it."""
+"""Seconds that a run waits if the lock file does not contain the PID of the holder yet."""
 _RETRY_SECONDS = 0.01
 
 
@@ -31,7 +31,7 @@ def hold_lock(folder: Path, target: Path, doing: str, *, to_sweep: bool = False)
         target: Path to show in errors.
         doing: Activity to name in errors of other processes, such as "writing to X".
         to_sweep: Whether the lock is only held to remove files of a killed run. Other processes
-            wait for such a lock, and raise for any other.
+            wait for such a lock, but raise an error if a run holds the lock.
 
     Raises:
         RefusedError: Another run holds the lock.
@@ -48,7 +48,8 @@ def hold_lock(folder: Path, target: Path, doing: str, *, to_sweep: bool = False)
 def hold_folder_lock(folder: Path, doing: str) -> Iterator[None]:
     """Hold a lock on an existing folder itself, which needs no disk space.
 
-    Not every file system supports this, and :func:`hold_lock` does not conflict with such a lock.
+    Not every file system supports locks on folders. This lock and :func:`hold_lock` on the same
+    folder do not exclude each other.
     """
     with wrap_os_errors("lock", folder):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -62,7 +63,7 @@ def hold_folder_lock(folder: Path, doing: str) -> Iterator[None]:
 def find_holder(folder: Path) -> str | None:
     """Return the PID of the local process that holds the lock of *folder*, or None.
 
-    This does not acquire the lock, so it does not block others (man 5 proc_locks).
+    The lock is not acquired for this, so other processes are not blocked (man 5 proc_locks).
     """
     try:
         return _find_flock_holder((folder / LOCK_FILE).stat())
@@ -71,7 +72,7 @@ def find_holder(folder: Path) -> str | None:
 
 
 def _find_flock_holder(status: os.stat_result) -> str | None:
-    """Find the PID that holds a lock in ``/proc/locks``, or return None."""
+    """Return the PID that ``/proc/locks`` lists as holder of a lock on the inode, or None."""
     try:
         lines = _PROC_LOCKS.read_text().splitlines()
     except OSError:
@@ -93,11 +94,11 @@ def _acquire_lock(folder: Path, target: Path, doing: str, *, to_sweep: bool) -> 
             with wrap_os_errors("create", folder):
                 folder.mkdir(exist_ok=True)
             descriptor = os.open(path, flags, 0o666)
-        except FileNotFoundError:  # another process removed the folder just now
+        except FileNotFoundError:  # another process has just removed the folder
             continue
         except OSError as error:
             with suppress(OSError):
-                folder.rmdir()  # it stays if another process has added files
+                folder.rmdir()  # fails if another process has added files
             raise StorageError.from_os_error(error, "create", str(path)) from error
         except BaseException:  # such as Terminated
             _remove_unused(folder)
@@ -124,7 +125,7 @@ def _acquire_lock(folder: Path, target: Path, doing: str, *, to_sweep: bool) -> 
 def _remove_unused(folder: Path) -> None:
     """Remove *folder* if it only contains a lock file that no process holds.
 
-    A process that has just created the lock file, but not locked it, creates it again.
+    A process that has just created this file, but not locked it yet, creates the file again.
     """
     with suppress(OSError):
         if [item.name for item in folder.iterdir()] == [LOCK_FILE] and find_holder(folder) is None:

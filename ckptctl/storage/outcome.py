@@ -24,7 +24,7 @@ ROUNDED = JsonField("quantization error, by unquantized tensor")
 class OutOfRange:
     """Counts of elements that a cast, dequantization or merge could not represent.
 
-    Infinities and NaN that a source already contains are not counted.
+    Infinities and NaN that the source already contains are not counted.
     """
 
     infinite: Annotated[int, JsonField("elements that became infinite")] = 0
@@ -53,7 +53,7 @@ NO_LOSS = OutOfRange()
 
 
 def describe_worst(losses: Mapping[str, OutOfRange]) -> str:
-    """Format the tensors with the most out-of-range elements and the number of further tensors."""
+    """Format the tensors with the most out-of-range elements, and the number of other tensors."""
     names = sorted(losses, key=lambda name: (-losses[name].total, name))
     hidden_count = len(names) - MAX_SHOWN_TENSORS
     summary = "; ".join(f"`{name}`: {losses[name]}" for name in names[:MAX_SHOWN_TENSORS])
@@ -63,7 +63,7 @@ def describe_worst(losses: Mapping[str, OutOfRange]) -> str:
 
 
 def require_in_range(losses: Mapping[str, OutOfRange], hint: str) -> None:
-    """Raise if any elements became infinite, NaN or saturated."""
+    """Raise if *losses* has any tensor with elements that became infinite, NaN or saturated."""
     if losses:
         raise RefusedError(
             "elements became infinite, NaN or saturated", why=describe_worst(losses), hint=hint
@@ -72,7 +72,7 @@ def require_in_range(losses: Mapping[str, OutOfRange], hint: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """Quantization error as sums that can be added.
+    """Quantization error, as sums that can be added for several tensors.
 
     Attributes:
         largest: The largest absolute difference.
@@ -124,7 +124,7 @@ def describe_rounding(roundings: Mapping[str, Rounding]) -> str:
 
 
 def _round_digits(value: float) -> float:
-    """Round *value* to digits that do not depend on the order of summation."""
+    """Round *value* to six digits, which do not depend on the order of summation."""
     return float(f"{value:.6g}")
 
 

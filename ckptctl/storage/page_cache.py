@@ -1,7 +1,7 @@
-"""Detection of files that are not in the page cache, and direct reads of them.
+"""Detection of files that are not in the page cache, and direct reads (``O_DIRECT``) of such files.
 
-A read through the cache copies each page once more and issues small requests to the disk. Direct
-reads need page-aligned memory, offsets and lengths.
+A read through the page cache copies each page once more and sends small requests to the disk.
+Direct reads require page-aligned memory, offsets and lengths.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from functools import cache
 
 PAGE_BYTES = mmap.PAGESIZE
 MIN_FILE_BYTES = 16 << 20
-"""Smallest file size that is checked, in bytes."""
+"""Smallest file that is checked, in bytes. Smaller files count as cached."""
 SAMPLES = 16
 
 
 def is_mostly_uncached(descriptor: int) -> bool:
     """Return whether less than half of the sampled pages of a file are in the page cache.
 
-    ``mincore`` does not read, unlike ``preadv2(RWF_NOWAIT)``, which starts read-ahead.
+    Pages are sampled with ``mincore``, which reads nothing. ``preadv2(RWF_NOWAIT)`` would start
+    read-ahead.
     """
     size = os.fstat(descriptor).st_size
     if size < MIN_FILE_BYTES or not hasattr(os, "O_DIRECT"):
         return False
     libc = _load_libc()
-    # The mapping is never accessed, so a file that is truncated does no harm.
+    # The mapping is never accessed, so truncating the file does no harm.
     address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
     if address == ctypes.c_void_p(-1).value:
         return False

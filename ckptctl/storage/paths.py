@@ -1,6 +1,6 @@
 """Paths and URLs given by users, and relative names found inside checkpoints.
 
-Names and links that come from inside a checkpoint must not lead out of it.
+Names and links in a checkpoint must not refer to files outside of the checkpoint.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _REPOSITORY = re.compile(r"[A-Za-z0-9][\w-]*/[\w.-]+")
 _FILE_SUFFIXES = frozenset(
     (".bin", ".ckpt", ".gguf", ".json", ".pt", ".pth", ".safetensors", ".zip")
 )
-"""File suffixes that repository names do not have."""
+"""Suffixes of files, which names of repositories do not have."""
 _SHARED_BLOB = re.compile(r"[0-9a-f]{64}")
 
 
 def parse_path(path: str | os.PathLike[str]) -> TreePath:
-    """Parse a path or URL given by the user, without accessing it."""
+    """Parse a path or URL given by the user, without accessing the file."""
     if isinstance(path, UrlPath):
         return path
     if is_url(path):
@@ -47,7 +47,7 @@ def parse_path(path: str | os.PathLike[str]) -> TreePath:
 
 
 def resolve_source_path(path: str | os.PathLike[str]) -> TreePath:
-    """Parse a path or URL to read from, accessing a URL to resolve it."""
+    """Parse a path or URL to read from, and resolve a URL, which accesses the remote store."""
     parsed = parse_path(path)
     return (
         UrlPath(parsed.tree, parsed.tree.resolve_url(parsed.url))
@@ -69,7 +69,7 @@ def expand_home(path: P) -> P:
 
 
 def redact_path(path: str | os.PathLike[str]) -> str:
-    """Return *path* as given, without the secrets of a URL."""
+    """Return *path* as given, but mask the secrets of a URL."""
     return str(parse_path(path)) if is_url(path) else str(path)
 
 
@@ -83,9 +83,9 @@ def has_known_scheme(path: str | os.PathLike[str]) -> bool:
 
 
 def require_no_failure(path: TreePath) -> None:
-    """Raise if any request to a remote tree has failed.
+    """Raise the error of the last failed request to a remote tree, if any.
 
-    Readers treat an unreadable file as damaged, which is only right for local files.
+    Readers treat an unreadable file as damaged, which is wrong if a request failed.
     """
     if isinstance(path, UrlPath) and (failure := path.tree.last_failure(path.url)):
         raise failure
@@ -105,7 +105,7 @@ def require_local(
 
 
 def path_hint(path: str | TreePath) -> str:
-    """Return a hint for a path that does not exist."""
+    """Build the hint for a path that does not exist, such as a similar name."""
     if is_url(path):
         return "check the URL; nothing was found there"
     absolute = expand_home(Path(path)).absolute()
@@ -143,9 +143,9 @@ def could_be_repository(path: str | TreePath) -> bool:
 
 
 def hub_url(path: str | TreePath) -> str | None:
-    """Return the URL of the Hub repository that *path* may mean, or None.
+    """Return the Hub URL if *path* may mean a repository ``ORG/NAME``, or None.
 
-    It is None if a local folder ``ORG`` exists.
+    If a local folder ``ORG`` exists, *path* is not taken for a repository.
     """
     has_local_folder = Path(path).absolute().parent.is_dir()
     return f"{HUB_SCHEME}://{path}" if could_be_repository(path) and not has_local_folder else None
@@ -164,14 +164,14 @@ def _link_hint(link: Path) -> str:
 
 
 class OutsideError(UnsupportedError):
-    """A name or link leads out of the checkpoint and is not read.
+    """A name or link refers to a file outside of the checkpoint, which is not read.
 
-    The file it leads to may be complete, so this is no evidence that the checkpoint is damaged.
+    That file may be complete, so this does not mean that the checkpoint is damaged.
     """
 
 
 def require_relative(name: str, where: str) -> str:
-    """Normalize *name*, which must be a relative path without ``..``."""
+    """Normalize *name*, or raise unless it is a relative path without ``..``."""
     pure = PureWindowsPath(name)
     parts = pure.parts
     if not parts or pure.drive or pure.root or ".." in parts or "\0" in name or "\\" in name:
@@ -184,10 +184,10 @@ def require_relative(name: str, where: str) -> str:
 
 
 def resolve_links(path: P) -> P:
-    """Resolve symbolic links, except a link to itself (URLs have none).
+    """Resolve symbolic links, except links in a loop. URLs have no links.
 
-    ``Path.resolve`` raises ``RuntimeError`` for such a link before Python 3.13, which no caller
-    expects of a file. Opening the result raises the system's own error.
+    Before Python 3.13, ``Path.resolve`` raises ``RuntimeError`` for a loop. Opening the result of
+    this function raises an ``OSError`` instead, which callers expect.
     """
     try:
         return path.resolve()
@@ -196,17 +196,17 @@ def resolve_links(path: P) -> P:
 
 
 def find_hub_repository(root: TreePath) -> TreePath | None:
-    """Return the repository in a Hugging Face cache whose snapshot contains *root*, or None."""
+    """Return the repository of a Hugging Face cache that has *root* in a snapshot, or None."""
     repositories = (parent.parent for parent in root.parents if parent.name == "snapshots")
     return next(repositories, None)
 
 
 def leads_outside(path: TreePath, root: TreePath) -> bool:
-    """Return whether symbolic links lead from *path* out of *root*.
+    """Return whether symbolic links in *path* lead out of *root*.
 
-    The links of the Hugging Face cache are allowed: from ``snapshots/<revision>/`` into the
-    ``blobs/`` directory of the same repository, and on to the ``blobs/`` shared by all repositories
-    (huggingface_hub, ``utils/_shared_blobs.py``).
+    Links of the Hugging Face cache are allowed: from ``snapshots/<revision>/`` to the ``blobs/``
+    directory of the same repository, and from there to the ``blobs/`` directory shared by all
+    repositories (huggingface_hub, ``utils/_shared_blobs.py``).
     """
     root, resolved = resolve_links(root), resolve_links(path)
     if resolved.is_relative_to(root):
@@ -221,9 +221,10 @@ def leads_outside(path: TreePath, root: TreePath) -> bool:
 
 
 def is_present(path: TreePath) -> bool:
-    """Return whether *path* is a file, or a link to itself or out of its folder.
+    """Return whether *path* is a file, or a link in a loop or out of its folder.
 
-    The target of such a link is unknown. A link to a missing file in the folder does not count.
+    Such links are not followed, so they count as present. A link to a missing file in the same
+    folder does not.
     """
     return path.is_file() or (
         path.is_symlink() and (resolve_links(path).is_symlink() or leads_outside(path, path.parent))

@@ -1,4 +1,4 @@
-"""Unique identities of processes, to recognize files of processes that have ended."""
+"""Unique identities of processes, to detect files that belong to a process that has ended."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Process:
 
     Attributes:
         host: Host name, for messages.
-        system: Boot ID and PID namespace that *number* belongs to, or empty if unknown.
+        system: Boot ID and PID namespace of the process, or empty if unknown.
         number: PID.
-        began: Clock ticks between the boot and its start.
+        began: Clock ticks from the boot of the host to the start of the process.
     """
 
     host: str
@@ -38,7 +38,7 @@ def current_process() -> Process:
 
 
 def has_ended(process: Process) -> bool:
-    """Return whether *process* has certainly ended, which is only known on the same system."""
+    """Return whether *process* has certainly ended (False if it may run on another system)."""
     same = bool(process.system) and process.system == _read_system_id()
     return same and _read_start_time(process.number) != process.began
 

@@ -2,12 +2,12 @@
 
 Outputs are built in a sibling directory with a fixed name, ``.NAME.ckptctl-staging``::
 
-    lock       held (flock) by the process at work; contains its pid
-    journal    what is durably written (see execution/journal.py)
-    data/      the output: the directory to be published, or the directory of the one file
+    lock       locked (flock) by the active process; contains its PID
+    journal    list of the data that is on disk (see execution/journal.py)
+    data/      the output directory to be published, or the folder of a single output file
 
-A run that is killed at any point leaves the destination unchanged or complete, and at most this
-directory next to it, which the next run for the same destination uses or removes.
+If a run is killed, the destination is unchanged or complete. At most the staging directory remains
+next to it, which the next run for the same destination uses or removes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ LOCK_PURPOSE = "writing to this destination"
 UNFINISHED = "partial output from an interrupted run exists for this destination"
 NOT_DURABLE_MESSAGE = "the output was published, but it may not survive a power failure"
 _STAGING_FILES = frozenset((lock.LOCK_FILE, DATA_NAME, JOURNAL_NAME, "failed"))
-"""Files of a staging directory; ``failed`` reports the failure of one of several ranks."""
+"""Files of a staging directory; ``failed`` is written by a rank that failed."""
 
 
 class Staging:
@@ -75,11 +75,11 @@ class Staging:
         self._is_checkpoint = is_checkpoint
 
     def count_allocated_bytes(self) -> int:
-        """Return the disk space that the staged output already takes, in bytes."""
+        """Return the disk space of the staged output, in bytes."""
         return count_allocated_bytes(self.data)
 
     def publish(self) -> list[str]:
-        """Rename the output, whose files are synced, to its final name, and return notes."""
+        """Rename the output, whose files must be synced, to its final name, and return notes."""
         check_target(self.target, overwrite=self._overwrite, is_checkpoint=self._is_checkpoint)
         with wrap_os_errors("publish", self.target):
             # After an exchange, `data` is the old output, which no journal may describe.
@@ -96,10 +96,13 @@ class Staging:
         return self.notes
 
     def revert(self) -> str:
-        """Move the published output back into the staging directory and restore the previous one.
+        """Move the published output back to the staging directory, and restore the previous output.
+
+        Returns:
+            Description of the result, for messages.
 
         Raises:
-            RefusedError: The output was replaced in the meantime; nothing is changed.
+            RefusedError: Another process has replaced the output, which is not touched.
             StorageError: The rename or a sync failed.
         """
         with wrap_os_errors("withdraw the output", self.target):
@@ -147,7 +150,7 @@ class Staging:
             )
 
     def _replace_empty_folder(self) -> None:
-        """Atomically replace an empty folder by the output, keeping its mode."""
+        """Atomically replace an empty folder by the output, which gets the mode of the folder."""
         self._finished.chmod(stat.S_IMODE(self.target.lstat().st_mode))
         try:
             self._finished.rename(self.target)
@@ -159,7 +162,10 @@ class Staging:
 
 
 def find_unfinished(target: Path) -> PartialOutput | None:
-    """Return the partial output of an interrupted run for *target*, or None if a run is active."""
+    """Return the partial output of an interrupted run for *target*, or None if there is none.
+
+    The result is also None if a run is active.
+    """
     root = staging_directory(target)
     return None if lock.find_holder(root) else find_partial_output(root)
 
@@ -187,10 +193,11 @@ def stage_output(
         target: The destination. Its parent directories are created.
         overwrite: Whether to replace an existing output.
         resume: Whether to keep the partial output of an interrupted run.
-        restart: Whether to discard partial output even if it could be resumed. Saves do, because
-            training must not stop for it.
+        restart: Whether to discard partial output even if it could be resumed. Saves do so, because
+            partial output must not stop the training.
         keep_on_error: Whether to keep the staged files after an error, for *resume*.
-        keep_on_interrupt: Whether to keep them after Ctrl-C or SIGTERM, if they can be resumed.
+        keep_on_interrupt: Whether to keep the staged files after Ctrl-C or SIGTERM, if they can be
+            resumed.
         single_file: Whether the output is the single file ``data/NAME`` instead of ``data``.
         is_checkpoint: Returns whether a path may be overwritten.
     """
@@ -244,13 +251,13 @@ def sweep_if_refused(target: str | os.PathLike[str] | None) -> Iterator[None]:
 
 
 def sweep_staging(target: Path, idle_seconds: float = 0.0) -> bool:
-    """Remove the staging directory of a killed run unless it can be resumed.
+    """Remove the staging directory of a killed run, unless the run can be resumed.
 
     Args:
         target: The destination.
-        idle_seconds: Seconds for which no process may have written to it, by the clock of the file
-            system, because the holder of the lock is not the only writer. A directory that was
-            written to since is not even locked, as a new run may be about to lock it.
+        idle_seconds: Minimum age of the last write to the directory, by the clock of the file
+            system. Processes other than the holder of the lock may still be writing. A directory
+            with a more recent write is not even locked, because a new run may be about to lock it.
 
     Returns:
         Whether the directory was removed.
@@ -264,13 +271,13 @@ def sweep_staging(target: Path, idle_seconds: float = 0.0) -> bool:
     if root.is_symlink() or not root.is_dir() or journal.exists():
         return False
     if not lock_file.is_file() and (idle_seconds or any(root.iterdir())):
-        return False  # a run killed while removing it leaves an empty folder
+        return False  # only an empty folder can be left of a run that was killed while removing it
     with wrap_os_errors("remove", root):
         try:
             _require_own(root)
             if idle_seconds and _seconds_since_write(root) < idle_seconds:
                 return False
-        except FileNotFoundError:  # its run is removing it
+        except FileNotFoundError:  # its own run is removing the directory
             return False
     with lock.hold_lock(root, target, LOCK_PURPOSE, to_sweep=True), wrap_os_errors("remove", root):
         if journal.exists() or _seconds_since_write(root) < idle_seconds:
@@ -291,7 +298,8 @@ def _seconds_since_write(root: Path) -> float:
 def _require_own(root: Path) -> None:
     """Raise if a staging directory, which will be deleted, contains files of other programs.
 
-    A staging directory always has a lock. NFS renames open files that are removed (``.nfs*``).
+    A staging directory always contains a lock file. Files ``.nfs*`` are ignored, because NFS
+    creates them if an open file is removed.
     """
     if root.is_symlink() or not root.is_dir():
         return  # missing, or locking it raises the error
@@ -321,7 +329,7 @@ def _prepare_data(stage: Staging, *, resume: bool) -> None:
 
 
 def _remove_staging(stage: Staging) -> list[str]:
-    """Remove the staging directory and return a note if that fails."""
+    """Remove the staging directory, and return a note for the user if that fails."""
     failures: list[str] = []
     for path in (stage.journal, stage.data, stage.root):
         try:

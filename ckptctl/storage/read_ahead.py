@@ -1,7 +1,7 @@
-"""Read-ahead for remote files, or places in a file, that are read one after the other.
+"""Read-ahead for remote files, or for items of a file, that are read one after the other.
 
-A request takes 50 to 150 ms regardless of its size, so the next places are requested while the
-current one is processed.
+A request takes 50 to 150 ms regardless of its size, so the next items are requested while the
+current item is processed.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ T = TypeVar("T")
 def prefetch_items(
     files: SourceFiles, items: Iterable[T], list_places: Callable[[T], Iterable[FileOffset]]
 ) -> Iterator[T]:
-    """Yield *items* while prefetching the next ones, unless they are local.
+    """Yield *items* while prefetching the next ones from remote files.
 
-    A place that cannot be fetched raises when it is read.
+    *list_places* returns the file offsets at which an item is read. If a prefetch fails, no error
+    is raised until the item is read.
     """
     if files.local:
         yield from items
@@ -48,22 +49,22 @@ def prefetch_items(
 
 
 def prefetch_heads(files: SourceFiles, names: Iterable[str]) -> Iterator[str]:
-    """Yield *names* of files that are read from the start, such as safetensors."""
+    """Yield *names* while prefetching the start of the next files, such as safetensors headers."""
     return prefetch_items(files, names, lambda name: ((name, 0),))
 
 
 def prefetch_zips(files: SourceFiles, names: Iterable[str]) -> Iterator[str]:
-    """Yield *names* of ``torch.save`` files, which are read at the end first, then at the start."""
+    """Yield *names* of ``torch.save`` files while prefetching both ends of the next files."""
     return prefetch_items(files, names, list_zip_ends)
 
 
 def list_zip_ends(name: str) -> tuple[FileOffset, ...]:
-    """Return the places at which a ``torch.save`` file is read."""
+    """Return the offsets at which a ``torch.save`` file is read first, its end and its start."""
     return (name, -1), (name, 0)
 
 
 def list_item_ends(item: Extent | Blob) -> Iterator[FileOffset]:
-    """Yield the first and last byte of an item that is a separate zip."""
+    """Yield the offsets of the first and last byte of an item, which is read like a zip."""
     if item.file is not None:
         yield item.file, item.offset
         yield item.file, item.offset + item.nbytes - 1

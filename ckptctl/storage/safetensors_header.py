@@ -2,8 +2,9 @@
 
 Format: eight bytes of little-endian length, that many bytes of JSON, the data
 (https://huggingface.co/docs/safetensors; ``safetensors/src/tensor.rs``). The reader rejects
-everything that the reference reader rejects, and also violations of the specification that it
-accepts: duplicate keys, leading white space, unknown fields, more than 64 dimensions.
+everything that the reference reader rejects. It also rejects violations of the specification that
+the reference reader accepts: duplicate keys, leading white space, unknown fields, more than 64
+dimensions.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class SafetensorsHeader:
             first byte in the file and the byte after the last.
         metadata: The ``__metadata__`` strings.
         length: Bytes of the file before the data.
-        unread: Names of tensors with an unknown dtype; *tensors* has their dtype and shape as
+        unread: Names of tensors with an unknown dtype, whose dtype and shape in *tensors* are as
             written in the header.
     """
 
@@ -61,9 +62,15 @@ def read_header(
 ) -> SafetensorsHeader:
     """Read the header of a safetensors file.
 
-    With *unread*, tensors of unknown dtypes are included instead of raising. The header begins at
-    byte *start* of the file. A truncated file raises DamagedError, any other malformed one
-    UnsupportedError.
+    Args:
+        files: Files of the checkpoint.
+        name: File name.
+        unread: Whether to include tensors of unknown dtypes instead of raising.
+        start: First byte of the header in the file.
+
+    Raises:
+        DamagedError: The file is truncated.
+        UnsupportedError: The file is malformed, or has tensors of unknown dtypes.
     """
     where = f"{files.root / name}" + (f", at byte {start:,}" if start else "")
     size = files.size(name) - start
@@ -124,7 +131,7 @@ def read_header(
 
 
 def unread_reason(code: str) -> str:
-    """Return why tensors with the header dtype *code* cannot be read."""
+    """Return the reason why tensors with the dtype *code* in the header cannot be read."""
     return f"the dtype {code[:40]!r} is not supported: {_UNKNOWN}"
 
 
@@ -171,7 +178,7 @@ def _are_integers(value: object) -> bool:
 
 
 def _check_spans(tensors: Mapping[str, Span], nbytes: int, where: str) -> None:
-    """Check that the tensors fill the data without gap or overlap."""
+    """Raise unless the tensors fill the data of *nbytes* bytes without gaps or overlaps."""
     expected = 0
     for key, (_, _, begin, end) in sorted(tensors.items(), key=lambda item: item[1][2:]):
         if begin != expected:

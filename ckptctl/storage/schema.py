@@ -1,18 +1,19 @@
-"""Schemas for untrusted data, declared as types, and readers that return typed values.
+"""Schemas for untrusted data, declared as Python types, and readers that return typed values.
 
 ::
 
     @dataclass(frozen=True, slots=True)
     class Rule(Schema):
-        names: Annotated[tuple[str, ...], sized(1, 64)]
-        dim: Annotated[int, within(0, MAX_RANK)] | None = None
+        names: Annotated[tuple[str, ...], size_between(1, 64)]
+        dim: Annotated[int, value_in_range(0, MAX_RANK)] | None = None
         size: str | None = None
 
-    with malformed("malformed rules file", where):
+    with malformed_errors("malformed rules file", where):
         rules = read_as(tuple[Rule, ...], content["rule"], "rule")
 
-The data may be hostile. Nothing that it names is called, a value that is referenced many times is
-read once, so that time and memory grow with the input, and messages show only a few characters.
+The data may be hostile. Nothing that the data names is called. A value that is referenced many
+times is read once, so time and memory are proportional to the size of the data. Messages show only
+a few characters of a value.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ from ckptctl.storage.pickles.inert import Inert
 from ckptctl.units import pluralize
 
 MAX_SHOWN_CHARACTERS = 40
-"""Most characters of a value or key in a message."""
+"""Maximum characters of a value or key in a message."""
 T = TypeVar("T")
 _Seen = defaultdict[Any, dict[int, Any]]
-"""Results by reader and identity of the value."""
+"""Results by reader and by ``id`` of the value."""
 _Reader = Callable[[Any, _Seen], Any]
 _TYPE_NAMES = {
     int: "an integer",
@@ -60,7 +61,7 @@ _TYPE_NAMES = {
 
 
 class Schema:
-    """Base of dataclasses that describe the keys of a dict.
+    """Base class of dataclasses that describe the keys of a dict.
 
     Fields without a default are required. Other keys of the dict are ignored.
     """
@@ -69,13 +70,13 @@ class Schema:
 
 
 class ClosedSchema(Schema):
-    """Base of schemas that reject keys without a field."""
+    """Base class of schemas that reject unknown keys."""
 
     __slots__ = ()
 
 
 class ObjectSchema(Schema):
-    """Base of schemas for the attributes of a pickled object."""
+    """Base class of schemas for the attributes of a pickled object (or the keys of a dict)."""
 
     __slots__ = ()
 
@@ -94,14 +95,14 @@ class Constraint:
 
 
 def value_in_range(minimum: int, end: int) -> Constraint:
-    """Require an integer with ``least <= value < end``."""
+    """Require an integer with ``minimum <= value < end``."""
     return Constraint(
         f"an integer from {minimum} to {end - 1}", lambda value: minimum <= value < end
     )
 
 
 def size_between(minimum: int, maximum: int) -> Constraint:
-    """Require *minimum* to *maximum* items."""
+    """Require a collection of *minimum* to *maximum* items."""
     return Constraint(
         f"{minimum:,} to {pluralize(maximum, 'item')}",
         lambda value: minimum <= len(value) <= maximum,
@@ -113,7 +114,7 @@ NOT_EMPTY = Constraint("a collection that is not empty", bool)
 
 
 class MalformedError(ValueError):
-    """Malformed data, to which :func:`malformed_errors` adds the context."""
+    """Malformed data; :func:`malformed_errors` adds the file name and a message."""
 
 
 class MismatchError(MalformedError):
@@ -122,8 +123,8 @@ class MismatchError(MalformedError):
     Args:
         expected: Description of valid values, with an article.
         value: The actual value.
-        name: Name of the value, or the last part of it.
-        problem: Message that replaces the description of both.
+        name: Last component of the path to the value, such as ``.dim`` or ``[0]``.
+        problem: Message to show instead of *expected* and *value*.
     """
 
     def __init__(
@@ -171,7 +172,7 @@ def read_as(kind: type[T], value: object, name: str = "") -> T:
 
 
 def find_member(kind: type[T], value: object, *names: str) -> T | None:
-    """Return the nested member *names* of *value* if it matches *kind*, or None."""
+    """Return the value at the path *names* in nested dicts if its type is *kind*, or None."""
     for name in names:
         value = value.get(name) if isinstance(value, dict) else None
     try:
@@ -243,7 +244,7 @@ def _read_any(value: object, _: _Seen) -> object:
 
 
 def _read_once(reader: _Reader, value: object, seen: _Seen) -> object:
-    """Read a value, or return the result of an earlier read of the same object."""
+    """Read *value* with *reader*, or return the result of an earlier read of the same object."""
     results, identity = seen[reader], id(value)
     if identity not in results:
         results[identity] = reader(value, seen)

@@ -40,15 +40,15 @@ class Sources:
     def list_identities(self) -> list[tuple[object, ...]]:
         """List file names and identities for the header of the journal.
 
-        Directories and device numbers are omitted. Network file systems have a different device
-        number on each machine and mount.
+        Directories and device numbers are omitted, because a network file system has a different
+        device number on each machine and mount.
         """
         return sorted(
             (name, *astuple(identity)[:-1]) for (_, name), identity in self._identities.items()
         )
 
     def require_unchanged(self) -> None:
-        """Raise `ChangedError` if a source file differs from its state when the plan was made."""
+        """Raise `ChangedError` if a source file has changed since the plan was made."""
         require_same_file(self._plan.opened)
         sizes = {file.path: file.size for file in self._plan.files}
         for files in self._open.values():
@@ -69,7 +69,7 @@ class Sources:
                 raise ChangedError(*key, _describe_difference(identity, current))
 
     def _read_identity(self, root: TreePath, name: str) -> FileIdentity:
-        # By path instead of the open descriptor, to detect replaced files.
+        # Use the path instead of the open descriptor, to detect replaced files.
         try:
             status = self._open[root].path(name).stat()
         except (SourceNotFoundError, FileNotFoundError):
@@ -84,7 +84,10 @@ def read_identity(path: TreePath) -> FileIdentity:
 
 
 def require_same_file(opened: tuple[TreePath, FileIdentity] | None) -> None:
-    """Raise if another file has replaced the opened one at its path."""
+    """Raise `ChangedError` if the file at a path is not the one that was opened.
+
+    *opened* has the path and the identity of the opened file.
+    """
     if opened is None:
         return
     path, original = opened
@@ -100,7 +103,7 @@ def require_same_file(opened: tuple[TreePath, FileIdentity] | None) -> None:
 
 @contextmanager
 def raise_changed_if(check: Callable[[], None]) -> Iterator[None]:
-    """If the block fails, call *check* first, which raises if the source changed."""
+    """If the block fails, call *check*, which may raise `ChangedError` instead."""
     try:
         yield
     except CkptError:

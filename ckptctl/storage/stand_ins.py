@@ -1,6 +1,6 @@
-"""Detection of content that replaces a file: Git LFS pointers, web pages, error messages, zeros.
+"""Detection of files with other content than expected: Git LFS pointers, web pages, errors, zeros.
 
-Sources: the Git LFS specification (``docs/spec.md``: a pointer begins with its version line and has
+Sources: the Git LFS specification (``docs/spec.md``: a pointer begins with a version line and has
 less than 1,024 bytes); the S3 API reference, "Error responses".
 """
 
@@ -13,14 +13,14 @@ from ckptctl.storage.files import SourceFiles
 from ckptctl.tree import TreePath
 
 MAX_STAND_IN_BYTES = 1 << 20
-"""Largest size of a replacement, in bytes."""
+"""Largest file that is checked for such content, in bytes."""
 EDGE_BYTES = 1 << 16
 ZIP, ZIP_END, ZIP_TAIL = b"PK\3\4", b"PK\5\6", 22
-"""Start of a zip, start of its end record, and size of that record (torch adds no comment)."""
+"""Signatures of a local header and of the end record, and size of an end record without comment."""
 ZIP_REACH = ZIP_TAIL + 0xFFFF
-"""Bytes in which torch searches the end record, which a comment or padding may follow."""
+"""Bytes at the end of a file in which torch searches the end record (a comment may follow it)."""
 HEAD_BYTES = 512
-"""Bytes needed to detect a replacement."""
+"""Bytes at the start of a file that are checked for such content."""
 GIT_LFS = b"version https://git-lfs.github.com/spec/"
 GIT_LFS_HINT = "run `git lfs pull` in the repository to fetch the file"
 HDF5 = b"\x89HDF\r\n\x1a\n"
@@ -47,15 +47,15 @@ _ERROR = (b"<?xml", b"<error>")
 
 
 def describe_zeros(files: SourceFiles, name: str) -> str:
-    """Describe a file that starts with zeros."""
+    """Describe a file that starts with zeros, for messages."""
     return "it contains only zeros" if has_only_zeros(files.path(name)) else "it starts with zeros"
 
 
 def has_only_zeros(path: TreePath) -> bool:
     """Return whether the first and last 64 KiB of a non-empty file are zeros.
 
-    A crash can leave such a file after space was allocated and before data was written. No format
-    starts with zeros.
+    A crash after allocating space and before writing data leaves such a file. No format starts with
+    zeros.
     """
     with path.open("rb") as file:
         head = file.read(EDGE_BYTES)
@@ -64,7 +64,7 @@ def has_only_zeros(path: TreePath) -> bool:
 
 
 def incomplete_reason(path: TreePath) -> str:
-    """Return why a ``torch.save`` file is incomplete, or an empty string if it seems complete."""
+    """Return the reason why a ``torch.save`` file is incomplete, empty if it seems complete."""
     size = path.stat().st_size
     if not size:
         return "it is empty"
@@ -101,9 +101,9 @@ def starts_like_zip(files: SourceFiles, name: str) -> bool:
 
 
 def require_content(files: SourceFiles, name: str) -> None:
-    """Raise if a file contains a replacement instead of its expected content.
+    """Raise if a file is a Git LFS pointer, a web page or an error message of an object store.
 
-    Called for files that could not be parsed.
+    Call this for files that could not be parsed.
     """
     size = files.size(name)
     if size > MAX_STAND_IN_BYTES:

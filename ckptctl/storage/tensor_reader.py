@@ -1,4 +1,4 @@
-"""Reader of tensor boxes into memory, for any layout in files and without torch."""
+"""Reader of boxes of a tensor into memory, without torch, whatever the layout in files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GAPPED_READ_BYTES = 1 << 20
 
 
 class TensorReader:
-    """Reader of row-major boxes of a tensor."""
+    """Reader of boxes of a tensor, which are returned in row-major order."""
 
     def __init__(self, files: Readable, tensor: StridedTensor | TensorEntry) -> None:
         if isinstance(tensor, TensorEntry):
@@ -37,7 +37,7 @@ class TensorReader:
 
     @cached_property
     def _contiguous_range(self) -> tuple[str, int] | None:
-        """File and first byte if all elements are one contiguous range, or None."""
+        """File and first byte of the elements if they are one contiguous range, or None."""
         full_box = Box.whole(self._shape)
         by_source = self._reader.find_dense_copies(full_box.offsets, full_box.sizes).items()
         ranges = [(source.file, block) for source, blocks in by_source for block in blocks]
@@ -45,7 +45,7 @@ class TensorReader:
         return (ranges[0][0], ranges[0][1].source) if is_range else None
 
     def fill_view(self, box: Box, view: memoryview) -> None:
-        """Fill *view* with the elements of *box*."""
+        """Read the elements of *box* into *view*, in row-major order."""
         if box.sizes[1:] == self._shape[1:] and self._contiguous_range:
             file, start = self._contiguous_range
             self._files.readv(file, [view], start + sum(box.offsets[:1]) * self._row)
@@ -106,7 +106,7 @@ def _spread_runs(
     run: int,
     item: int,
 ) -> None:
-    """Copy runs with a stride of *source_stride* bytes to a stride of *target_stride* bytes."""
+    """Copy runs of *run* bytes, changing their stride from *source_stride* to *target_stride*."""
     if run == item <= 8:
         word = dtypes.WORDS[item]
         target.cast(word)[:: target_stride // item] = source.cast(word)[:: source_stride // item]
@@ -127,7 +127,7 @@ def split_into_boxes(shape: tuple[int, ...], limit: int) -> Iterator[Box]:
 
 
 def iterate_stored_windows(files: Readable, entry: TensorEntry, nbytes: int) -> Iterator[bytearray]:
-    """Yield all elements in the order of the extents, in windows of at most *nbytes*."""
+    """Read all elements in the order in which they are stored, in windows of at most *nbytes*."""
     item = dtypes.itemsize(entry.dtype)
     step = max(1, nbytes // item) * item
     for extent in entry.extents:

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 _WORKER_NAME = "ckptctl-worker"
 Advance = Callable[[int], None]
-"""Called with the bytes done since its last call."""
+"""Called with the number of bytes done since the last call."""
 
 
 JOIN_SECONDS = 0.8
-"""Seconds."""
+"""Seconds to wait for all threads of a crew to end."""
 
 MAX_DEFAULT_THREADS = 16
-"""Default limit of threads per process; measurements show no gain above it."""
+"""Maximum default number of threads per process; more threads showed no gain in measurements."""
 LAUNCHER_VARIABLES = (
     "LOCAL_WORLD_SIZE",  # torchrun
     "OMPI_COMM_WORLD_LOCAL_SIZE",  # Open MPI
@@ -44,12 +44,13 @@ def count_cores() -> int:
 
 
 def default_threads(processes: int = 1) -> int:
-    """Return the number of threads for one of several processes that share the cores of a host.
+    """Return the default number of threads of a process that shares the cores of its host.
 
-    More threads than cores make a save of many ranks slower.
+    All processes together get at most one thread per core, because more threads make saves slower.
 
     Args:
-        processes: Number of these processes, unless the launcher states it.
+        processes: Number of processes on the host, used unless the launcher has set it in an
+            environment variable.
     """
     for name in LAUNCHER_VARIABLES:
         digits = os.environ.get(name, "").partition("(")[0].partition(",")[0]
@@ -60,7 +61,7 @@ def default_threads(processes: int = 1) -> int:
 
 
 class Supervisor:
-    """Stops all threads of a run if one fails, and reports progress to the waiting thread."""
+    """State shared by the threads of a run, which stops all if one fails and reports progress."""
 
     def __init__(self) -> None:
         self.stop = threading.Event()
@@ -73,8 +74,8 @@ class Supervisor:
 
         Args:
             error: Exception of the thread, or None.
-            deregister: Removes the thread from the active ones in the same step, so that all errors
-                are known when no thread is active.
+            deregister: Removes the thread from the active ones. Called under the same lock, so that
+                all errors are known when no thread is active.
         """
         with self.changed:
             if error is not None:
@@ -86,7 +87,13 @@ class Supervisor:
     def watch_until(
         self, finished: Callable[[], bool], total: Callable[[], int], progress: Advance
     ) -> None:
-        """Report progress until *finished*, and raise the first error of a thread."""
+        """Report progress until *finished* returns True, or raise the first error of a thread.
+
+        Args:
+            finished: Returns whether to stop watching.
+            total: Returns the bytes done so far.
+            progress: Called with the bytes done since the last call.
+        """
         while True:
             with self.changed:
                 is_finished = finished()
@@ -130,7 +137,7 @@ class Crew:
         return not self._working
 
     def join(self) -> None:
-        """Wait briefly for the threads (one that hangs in the kernel only holds descriptors)."""
+        """Wait up to ``JOIN_SECONDS`` for the threads, because a thread may hang in the kernel."""
         end = time.monotonic() + JOIN_SECONDS
         for thread in self._threads:
             if thread.ident is not None:
@@ -166,7 +173,7 @@ class Terminated(KeyboardInterrupt):
 
 @contextmanager
 def raise_on_sigterm() -> Iterator[None]:
-    """Turn SIGTERM into an exception, unless another handler is installed."""
+    """Raise :class:`Terminated` on SIGTERM, unless another handler is installed."""
     is_main_thread = threading.current_thread() is threading.main_thread()
     if not is_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
@@ -184,15 +191,16 @@ def raise_on_sigterm() -> Iterator[None]:
 
 
 def create_daemon(target: Callable[..., None], *args: object) -> threading.Thread:
-    """Create a daemon thread, not started, that runs in the current context."""
+    """Create a daemon thread that runs in a copy of the current context, but do not start it."""
     run = copy_context().run
     return threading.Thread(target=run, args=(target, *args), name=_WORKER_NAME, daemon=True)
 
 
 def create_thread_pool(threads: int) -> ThreadPoolExecutor:
-    """Create a thread pool that runs in the current context.
+    """Create a thread pool whose threads use the current context variables.
 
-    `concurrent.futures` imports `logging`, and most commands need neither.
+    `concurrent.futures` is imported here because it imports `logging`, and most commands need
+    neither.
     """
     from concurrent.futures import ThreadPoolExecutor
 
@@ -206,10 +214,10 @@ def create_thread_pool(threads: int) -> ThreadPoolExecutor:
 
 
 def exit_if_daemons_run(code: int) -> None:
-    """Exit with *code* now if a :func:`create_daemon` thread is still running, else do nothing.
+    """Exit with *code* immediately if a :func:`create_daemon` thread is still running.
 
-    On shutdown, the interpreter ends such a thread when it next acquires the GIL. Inside torch, for
-    example during its import, this aborts the process.
+    On a normal exit, the interpreter ends such a thread when the thread next acquires the GIL. If
+    the thread is inside of torch, for example importing it, this aborts the process.
     """
     if all(thread.name != _WORKER_NAME for thread in threading.enumerate()):
         return
@@ -220,11 +228,11 @@ def exit_if_daemons_run(code: int) -> None:
 
 
 Watch = Callable[[int], AbstractContextManager[Advance | None]]
-"""Takes the total bytes; its context yields a callback for bytes done, or None."""
+"""Called with the total bytes; the context yields a callback for bytes done, or None."""
 
 
 def ignore_progress(_: int) -> AbstractContextManager[None]:
-    """Report no progress."""
+    """Return a context without a progress callback."""
     return nullcontext()
 
 
@@ -237,7 +245,7 @@ class ByteCount:
         self._lock = threading.Lock()
 
     def __call__(self, nbytes: int) -> None:
-        """Add *nbytes*."""
+        """Add *nbytes* to the total."""
         with self._lock:
             self.total += nbytes
         if self._advance:
@@ -246,7 +254,7 @@ class ByteCount:
 
 @contextmanager
 def report_part(advance: Advance | None, nbytes: int) -> Iterator[Advance]:
-    """Yield a progress callback for a part of *nbytes*, and report the rest of them at the end."""
+    """Yield a progress callback for *nbytes* of the work, and report the rest at the end."""
     remaining = nbytes
 
     def report_done(done: int) -> None:

@@ -1,8 +1,8 @@
-"""Recursive deletion that never leaves the directory.
+"""Recursive deletion that never deletes files outside of the given directory.
 
-Every step is relative to an open directory, symbolic links are removed but never followed, and
-other file systems (mount points) are not touched. Folders may be nested arbitrarily deep, because
-only one is open at a time.
+Every operation is relative to an open directory, symbolic links are removed but never followed, and
+other file systems (mount points) are not touched. Folders may be nested to any depth, because only
+one folder is open at a time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def clear_folder(path: Path) -> None:
 
 @dataclass(slots=True)
 class _FolderLevel:
-    """Folder being emptied, with the identity of its parent and the names still to remove."""
+    """Folder being emptied, with the identity of its parent and the names that remain."""
 
     name: str
     parent_identity: tuple[int, int]
@@ -47,7 +47,7 @@ class _FolderLevel:
 
 
 class _FolderWalk:
-    """Path into nested folders with only the innermost one open."""
+    """Walk through nested folders, in which only the current folder is open."""
 
     def __init__(self, descriptor: int, path: Path) -> None:
         self.descriptor = descriptor
@@ -56,7 +56,7 @@ class _FolderWalk:
         self._levels: list[_FolderLevel] = []
 
     def remove_entry(self, name: str) -> None:
-        """Remove *name* recursively, and return to the starting folder."""
+        """Remove *name* recursively; afterwards, the starting folder is open again."""
         self._remove_or_enter(name)
         while self._levels:
             remaining = self._levels[-1].remaining_names

@@ -1,11 +1,11 @@
-"""Two-phase deletion: rename into a trash folder, then remove its contents.
+"""Two-phase deletion: entries are renamed into a trash folder, whose contents are then removed.
 
-After an interruption, every entry is complete under its own name, or in
-``ROOT/.ckptctl-trash/``, which the next run for *ROOT* empties. No trainer takes this name for a
-checkpoint (several search names for ``step-N``).
+After an interruption, every entry is either complete under its own name, or in
+``ROOT/.ckptctl-trash/``, which the next run for *ROOT* empties. No trainer takes a folder with this
+name for a checkpoint (several search for names that contain ``step-N``).
 
-A disk can be too full to create this folder (ext4 without a free block). The first entry to be
-removed then takes its name and becomes the trash folder.
+A disk can be too full to create the trash folder (ext4 without a free block). Then the first folder
+to be removed is renamed and becomes the trash folder.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LOCK_PURPOSE = "removing checkpoints here"
 
 
 class TwoPhaseDelete:
-    """Deletes entries of one folder, created by :func:`lock_for_deletion`."""
+    """Deletion of entries of one folder through its trash, created by :func:`lock_for_deletion`."""
 
     def __init__(self, root: Path, stack: ExitStack) -> None:
         self.root = root
@@ -53,8 +53,8 @@ class TwoPhaseDelete:
         """Remove the entry *name* of the folder, unless *recheck* raises because it has changed.
 
         Raises:
-            RefusedError: The entry was replaced, or another file system is mounted in it; it is
-                unchanged.
+            RefusedError: The entry was replaced, or another file system is mounted in it. Nothing
+                is removed.
             StorageError: The removal failed; the rest of the entry is in the trash.
         """
         path = self.root / name
@@ -63,7 +63,7 @@ class TwoPhaseDelete:
         self.remove_path(path, name)
 
     def remove_path(self, path: Path, name: str) -> None:
-        """Remove *path*, which is inside the folder, through the trash."""
+        """Remove *path*, which is inside the folder, by moving it to the trash as *name* first."""
         if self._disk_is_full:
             self._remove_on_full_disk(path)
             return
@@ -78,24 +78,24 @@ class TwoPhaseDelete:
             ) from error
 
     def free_name(self, name: str) -> Path:
-        """Return a free path in the trash, named after *name*."""
+        """Return the path of *name* in the trash, after removing a leftover with this name."""
         if self._disk_is_full:
             raise self._no_space_error(self.root)
         trash.remove_path(self.folder / name)
         return self.folder / name
 
     def read_clock(self) -> float:
-        """Return the current time by the file system's clock, which may be that of a server."""
+        """Return the time by the clock of the file system, which may be a server's clock."""
         path = self.root if self._disk_is_full else self.folder / lock.LOCK_FILE
         os.utime(path)
         return path.stat().st_mtime
 
     def list_undeleted(self) -> list[str]:
-        """List the names in the trash."""
+        """List the entries that are still in the trash."""
         return list_leftovers(self.root)
 
     def empty_trash(self) -> None:
-        """Empty the trash as far as possible (:meth:`list_undeleted` lists the rest)."""
+        """Remove all entries of the trash that can be removed (see :meth:`list_undeleted`)."""
         for name in self.list_undeleted():
             with suppress(CkptError):
                 if not list_mounts_in(self.folder / name):
@@ -104,7 +104,7 @@ class TwoPhaseDelete:
             self.lock_trash()
 
     def _remove_on_full_disk(self, path: Path) -> None:
-        """Remove *path* on a full disk, where it becomes the trash folder."""
+        """Remove *path* on a full disk; a folder is renamed to become the trash folder."""
         if path.is_dir():
             usable = os.access(path, os.W_OK | os.X_OK) and not os.path.lexists(
                 path / lock.LOCK_FILE
@@ -136,7 +136,7 @@ class TwoPhaseDelete:
 
 
 def list_leftovers(root: Path) -> list[str]:
-    """List the names that an earlier run left in the trash of *root*."""
+    """List the entries that an earlier run left in the trash of *root*."""
     folder = root / TRASH_FOLDER
     if folder.is_symlink() or not folder.is_dir():
         return []
@@ -146,7 +146,7 @@ def list_leftovers(root: Path) -> list[str]:
 def remove_empty_trash(root: Path) -> None:
     """Remove an empty trash folder that a killed run left.
 
-    It stays if another run holds it, or if the folder is not writable.
+    The trash folder stays if another run has locked it, or if *root* is not writable.
     """
     if os.path.lexists(root / TRASH_FOLDER) and not list_leftovers(root):
         with suppress(CkptError), lock_for_deletion(root):
@@ -155,7 +155,7 @@ def remove_empty_trash(root: Path) -> None:
 
 @contextmanager
 def lock_for_deletion(root: Path) -> Iterator[TwoPhaseDelete]:
-    """Lock *root* against other deletions, and empty its trash before and after."""
+    """Lock *root* against other deletions, and empty its trash before and after the block."""
     with ExitStack() as stack:
         deletion = TwoPhaseDelete(root, stack)
         deletion.lock_trash()

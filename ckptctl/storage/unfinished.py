@@ -1,7 +1,7 @@
 """Partial output that an interrupted run left next to its destination.
 
-The staging directory (see :mod:`ckptctl.storage.publish`) contains a journal of durably written
-data, and that data. Without a journal a run cannot be resumed.
+The staging directory (see :mod:`ckptctl.storage.publish`) contains the data and a journal that
+lists the data that is on disk. Without a journal, a run cannot be resumed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PartialOutput:
 
     Attributes:
         root: The staging directory.
-        nbytes: Disk space of its files, in bytes.
+        nbytes: Disk space of the output files, in bytes.
         age: Seconds since the last entry of the journal.
     """
 
@@ -37,7 +37,7 @@ class PartialOutput:
     age: float
 
     def refusal_error(self, message: str, hint: str) -> UnfinishedWorkError:
-        """Build the error for partial output that would be lost, with its size and age."""
+        """Build the error for partial output that would be discarded, with its size and age."""
         name = self.root.name.removeprefix(".").rpartition(".")[0]
         why = (
             f"it contains {format_bytes(self.nbytes)}, last written {format_seconds(self.age)} ago"

@@ -11,7 +11,7 @@ from urllib.parse import quote, unquote, unquote_to_bytes
 from ckptctl.errors import UsageError
 
 SCHEME = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+.-]*://")
-"""A scheme, including fsspec's chained ones, which are rejected later."""
+"""A scheme, also a chain of schemes as in fsspec (``zip::s3://``), which is rejected later."""
 _CHAINED = re.compile(r"::[A-Za-z][A-Za-z0-9+.-]*://")
 LOCAL_SCHEMES = ("file://", "local://")
 THIS_MACHINE = ("", "localhost")
@@ -22,7 +22,7 @@ URL_EXAMPLE = "use a URL such as `hf://ORG/NAME` or `s3://BUCKET/PATH`"
 MASK = "***"
 WEB_SCHEMES = ("http", "https")
 MIN_SECRET_LENGTH = 6
-"""Shortest secret that is masked outside of a URL; shorter ones are parts of words."""
+"""Shortest secret to mask outside of a URL; shorter secrets may occur in words."""
 _PASSWORD_WITH_SLASH = re.compile(r"(?!\[)[^/@:]*:(?!\d*/)[^/@]*/.*@", re.DOTALL)
 """A colon without a port, and an ``@`` after a slash that should have been ``%2F``."""
 _WEB_PASSWORD_WITH_SLASH = re.compile(
@@ -30,7 +30,7 @@ _WEB_PASSWORD_WITH_SLASH = re.compile(
 )
 _CREDENTIALS = re.compile(r"(?<=://)[^\s/@]+@")
 _QUERY = re.compile(r"(://(?:[^\s?:]|:(?!//))*+\?)(?!\*{3})\S*[^\s'\")>\],:;.]")
-"""Query of any URL in a text, because clients spell URLs differently."""
+"""Query of any URL in a text. All are masked, because clients spell the same URL differently."""
 PACKAGES = {
     "s3": "s3fs",
     "s3a": "s3fs",
@@ -57,16 +57,17 @@ def to_path_text(path: str | os.PathLike[str]) -> str:
 def is_url(path: str | os.PathLike[str]) -> bool:
     """Return whether *path* is a URL other than ``file://``.
 
-    A path with a colon is not: ``a:b/c`` has no ``://``, and ``./a://b`` does not begin with it.
+    A path with a colon is no URL: ``a:b/c`` has no ``://``, and ``./a://b`` does not start with a
+    scheme.
     """
     text = to_path_text(path)
     return SCHEME.match(text) is not None and not normalize_scheme(text).startswith(LOCAL_SCHEMES)
 
 
 def to_local_path(path: str | os.PathLike[str]) -> str:
-    """Convert a ``file://`` URL to a path (RFC 8089), leaving paths unchanged.
+    """Convert a ``file://`` URL to a path (RFC 8089), or return a path unchanged.
 
-    The host is empty or ``localhost``, the path absolute, and ``%20`` a space.
+    The host must be empty or ``localhost``. The path is absolute, and ``%20`` is a space.
     """
     text = os.fspath(path)
     if not SCHEME.match(text):
@@ -118,13 +119,13 @@ def normalize_url(url: str) -> str:
 
 
 def parse_scheme(url: str) -> str:
-    """Return the last scheme of *url* in lower case, or an empty string."""
+    """Return the scheme of *url* (of a chain the last one) in lower case, or an empty string."""
     match = SCHEME.match(url)
     return match[0].removesuffix("://").rpartition("::")[2].lower() if match else ""
 
 
 def mask_secrets(url: str) -> str:
-    """Mask passwords and remove the query of *url*, so that it can be shown."""
+    """Mask credentials and remove the query of *url*, so that it can be shown."""
     scheme, user, address, _ = _split_url(url)
     return f"{scheme}{MASK}@{address}" if user else scheme + address
 
@@ -136,7 +137,7 @@ def split_query(url: str) -> tuple[str, str]:
 
 
 def find_secrets(url: str) -> tuple[str, str]:
-    """Return the credentials and the query of *url*, empty if it has none."""
+    """Return the credentials and the query of *url*, which are empty if it has none."""
     _, user, _, query = _split_url(url)
     return user, query
 
@@ -160,7 +161,7 @@ def hide_secrets(text: str, url: str) -> str:
 
 
 def install_hint(scheme: str) -> str:
-    """Return a hint on installing the file system package of a scheme."""
+    """Build the hint to install the fsspec package for a scheme."""
     package = PACKAGES.get(scheme)
     if package is None:
         return "install the fsspec package for this scheme"
@@ -172,7 +173,7 @@ class _UrlParts(NamedTuple):
 
     Attributes:
         scheme: Scheme with ``://``, in lower case.
-        user: Credentials before the ``@``, if they are secret.
+        user: Credentials before the ``@`` if they are secret, or empty.
         address: Host and path.
         query: Query of a web URL, with its ``?``.
     """

@@ -1,8 +1,8 @@
-"""Files that runs keep next to a remote checkpoint: a lock, and a list of committed objects.
+"""Files that runs keep in a remote checkpoint: a lock, and a list of committed objects.
 
-The lock names the run that writes or deletes the checkpoint, and its progress;
-:mod:`~ckptctl.remote.lock` acquires it. The objects are listed just before the file is written that
-makes them a checkpoint. Readers call :func:`find_unfinished_error`.
+The lock records which run writes or deletes the checkpoint, and the progress of that run
+(:mod:`~ckptctl.remote.lock` acquires it). The list of objects is written just before the last file
+of the checkpoint. Readers call :func:`find_unfinished_error`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ BUSY_MESSAGE = "another process is writing to the same destination"
 LOCK_NAME = ".ckptctl-writing"
 """Name of the lock of a folder (:mod:`~ckptctl.remote.lock`)."""
 LEASE_SECONDS = 300.0
-"""Seconds without a refresh after which the holder of a lock is considered dead."""
+"""Seconds since the last refresh of a lock after which its holder is considered dead."""
 LIVE_PROCESS_LEASE_SECONDS = 3600.0
-"""The same for a running process, which was suspended or could not remove its lock."""
+"""Lease of a process that still runs, and may be suspended or unable to remove its lock."""
 REMOVAL_NAME = ".ckptctl-removed"
-"""Name of a file that never exists, which stands for the end of a deletion."""
+"""Name that stands for a deletion among the files of a lock; no such file ever exists."""
 METADATA_NAME = ".metadata"
-"""File that completes a save and is written last."""
+"""File that is written last and makes a save complete."""
 OBJECTS_NAME = ".ckptctl-objects"
 """List of the objects of a checkpoint, with their sizes and versions."""
 OWN_LOCK_TOKENS: set[str] = set()
@@ -53,16 +53,16 @@ class UploadedFile:
 
 @dataclass(frozen=True, slots=True)
 class LockRecord:
-    """Content of the lock.
+    """Content of a lock.
 
     Attributes:
         token: Unique token of the run.
         process: Process of the run, or None if the run released the lock and left files for a later
             run.
         names: Files that the run writes.
-        removed: Files that it removes to make space, once it has begun to.
+        removed: Files that the run removes before writing; empty until the removal starts.
         sent: Uploaded files that a later run can reuse.
-        doomed: Files of a checkpoint that is being deleted; empty if none is deleted yet.
+        doomed: Files of a checkpoint that is being deleted; empty until the deletion starts.
     """
 
     token: str
@@ -82,7 +82,7 @@ class LockRecord:
         return set(self.names) <= set(existing_names)
 
     def explains_files(self, existing_names: Collection[str]) -> bool:
-        """Return whether *existing_names* are files of this run, which did not finish."""
+        """Return whether all *existing_names* may be left by this run, which has not finished."""
         expected_names = {*self.names, *self.removed, *self.doomed}
         return set(existing_names) <= expected_names and not self.has_all_files(existing_names)
 
@@ -92,7 +92,7 @@ class LockRecord:
 
 
 def parse_lock(content: bytes) -> LockRecord | None:
-    """Parse a lock, or return None if it is malformed."""
+    """Parse the content of a lock, or return None if it is malformed."""
     try:
         record = json.loads(content)
         process = record["process"] and processes.Process(**record["process"])
@@ -108,7 +108,10 @@ def _parse_files(values: Mapping[str, Mapping[str, Any]]) -> dict[str, UploadedF
 
 
 def is_dead(lock_record: LockRecord, age: Callable[[], float | None]) -> bool:
-    """Return whether a lock's holder is dead, where *age* returns the seconds since a refresh."""
+    """Return whether the process that holds a lock is dead.
+
+    *age* returns the seconds since the last refresh of the lock, or None if unknown.
+    """
     this_process = processes.current_process()
     if lock_record.process is None or processes.has_ended(lock_record.process):
         return True
@@ -122,15 +125,15 @@ def is_dead(lock_record: LockRecord, age: Callable[[], float | None]) -> bool:
 
 
 class UnfinishedError(DamagedError):
-    """The checkpoint is being written or deleted, and nothing of it may be read."""
+    """The checkpoint is being written or deleted, or was left unfinished, and must not be read."""
 
 
 def find_unfinished_error(folder: TreePath) -> CkptError | None:
     """Return an error if the checkpoint in *folder* must not be read, or None.
 
-    The lock of a dead run is ignored if all of its files exist, because the run ended before it
-    removed the lock or the files that it was going to replace. The lock of a dead deletion counts
-    until the deleted files are replaced.
+    The lock of a dead run is ignored if all of its files exist, because the run then died after
+    writing them or before changing anything. The lock of a dead deletion counts until the deleted
+    files are replaced.
 
     Returns:
         An :class:`UnfinishedError` if files are missing, or an :class:`UnsupportedError` if the
@@ -140,7 +143,7 @@ def find_unfinished_error(folder: TreePath) -> CkptError | None:
 
 
 def find_killed_removal(folder: TreePath) -> Mapping[str, UploadedFile] | None:
-    """Return the files that a dead run was deleting from *folder*, or None."""
+    """Return the files that a dead run was deleting from *folder*, or None if no run was."""
     record = _read_dead_lock(folder)
     return record.doomed if record and record.is_deletion else None
 
@@ -208,7 +211,7 @@ def _lock_record_error(folder: TreePath, content: bytes, age: float) -> Unfinish
 def _half_removed_error(
     folder: TreePath, record: LockRecord, author: str
 ) -> UnfinishedError | None:
-    """Return the error for a checkpoint that a dead run has deleted in part, or None."""
+    """Return the error for a checkpoint that a dead run has deleted in part, if not replaced."""
     has_remaining = any(is_unchanged(folder / name, file) for name, file in record.doomed.items())
     replaced = not has_remaining and any(item.name != LOCK_NAME for item in folder.iterdir())
     if not record.doomed or replaced:
@@ -220,7 +223,10 @@ def _half_removed_error(
 
 
 def is_unchanged(path: TreePath, expected: UploadedFile, *, moved: bool = False) -> bool:
-    """Return whether a file is unchanged, judging local and *moved* files only by size."""
+    """Return whether the file at *path* has the size and version that were recorded.
+
+    The version of local files, and of files that were *moved* to another URL, is not compared.
+    """
     try:
         status = path.stat()
     except (OSError, ValueError):

@@ -1,8 +1,8 @@
 """Restricted YAML for configuration files: mappings, lists and plain values, without tags.
 
-PyYAML comes with huggingface_hub. Its safe loader is restricted further: no dates, no base-60
-numbers, no merge keys, and a value with an unknown tag becomes a record of the tag. Parser events
-are counted before any value is constructed, and libyaml is used if available.
+PyYAML is installed with huggingface_hub. Its safe loader is restricted further: no dates, no
+base-60 numbers, no merge keys, and a value with an unknown tag becomes a dict that contains only
+the tag. Parser events are counted before any value is constructed. libyaml is used if available.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from ckptctl.storage.schema import read_as
 from ckptctl.units import pluralize
 
 MAX_TEXT_LENGTH = 1 << 20
-"""Most characters to parse; a configuration has a few thousand lines."""
+"""Maximum characters to parse; a configuration has a few thousand lines."""
 MAX_VALUES = 50_000
-"""Most values, counting those repeated by aliases each time."""
+"""Maximum number of values; values repeated by aliases count each time."""
 MAX_DEPTH = 64
-"""Most nesting levels; the scanner takes seconds for some hundreds of ``[`` and ``{``."""
+"""Maximum nesting levels; the scanner takes seconds for some hundreds of ``[`` and ``{``."""
 MAX_PLAIN_LENGTH = 4096
-"""Most characters of an unquoted value, which the loader matches against number patterns."""
+"""Maximum characters of an unquoted value, which is matched against patterns of numbers."""
 TAG_KEY = "!"
-"""Key of the record for a value with an unknown tag."""
+"""Key of the dict that replaces a value with an unknown tag."""
 TOO_DEEP = "the values are nested too deeply"
 _PLAIN = ("null", "bool", "int", "float")
 
 
 def parse_yaml(text: str, where: str) -> Mapping[str, object]:
-    """Parse a mapping with string keys.
+    """Parse YAML text that contains a mapping with string keys.
 
     Raises:
         UnsupportedError: The text is not valid YAML, not a mapping, or too large.
@@ -80,7 +80,7 @@ def _require_few_events(text: str, loader: Any) -> None:
 
 
 def _require_small(content: object) -> None:
-    """Raise if aliases expand *content* too much or without end."""
+    """Raise if *content* has too many values, which aliases may repeat, even without end."""
     seen, waiting = 0, [content]
     while waiting:
         value = waiting.pop()
@@ -150,7 +150,7 @@ def _parse_tag_type(tag: str | None) -> str:
 
 
 def _construct_tagged(loader: Any, node: Any) -> object:
-    """Construct a value with an unknown tag, as a record of the tag (a list for a Python tuple)."""
+    """Construct a dict with the unknown tag of a value, or a list for a Python tuple."""
     if _parse_tag_type(node.tag) == "python/tuple" and node.id == "sequence":
         return loader.construct_sequence(node, deep=True)
     return {TAG_KEY: node.tag}

@@ -1,6 +1,6 @@
 """Incremental decompression of Zstandard data.
 
-Python 3.14 has a module for it; earlier versions need one of three packages.
+Python 3.14 has a module for Zstandard; earlier versions need one of three packages.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ STEP_BYTES = 1 << 20
 MAGIC = b"\x28\xb5\x2f\xfd"
 HEAD_BYTES = 64
 MAX_DECOMPRESSED_BYTES = 256 << 20
-"""Most bytes of all decompressed values of a checkpoint, which are held in memory."""
+"""Maximum size of all decompressed values of a checkpoint, which are kept in memory, in bytes."""
 WINDOW_TOO_LARGE = "requires too much memory"
-"""Error of libzstd for a window above 128 MiB, which it only writes on request."""
+"""Error of libzstd for a window of more than 128 MiB, which it does not write by default."""
 MODULES: tuple[str, ...] = ("compression.zstd", "zstandard", "backports.zstd", "pyzstd")
 """Modules for decompression, in order of preference."""
 
 
 class MemoryBudget:
-    """Remaining bytes to which the values of a checkpoint may decompress."""
+    """Budget of memory for the decompressed values of one checkpoint."""
 
     def __init__(self) -> None:
         self.remaining_bytes = MAX_DECOMPRESSED_BYTES
@@ -48,7 +48,7 @@ class MemoryBudget:
 
 
 class _CompressedRange:
-    """Byte range of a file as a stream for the decompression modules."""
+    """Byte range of a file, as a stream that the decompression modules can read."""
 
     def __init__(self, files: SourceFiles, name: str, offset: int, nbytes: int) -> None:
         self._files = files
@@ -87,7 +87,7 @@ def is_zstd(extension: str) -> bool:
 
 
 def require_zstd(where: TreePath) -> ModuleType:
-    """Import a module for decompression (errors name *where*).
+    """Import a module for decompression. *where* is the checkpoint to name in the error.
 
     Raises:
         MissingPackageError: No such module is installed.
@@ -119,7 +119,7 @@ def decompress_value(
         budget: Budget for the decompressed bytes.
 
     Raises:
-        CkptError: As :func:`iterate_decompressed`, or the extension is not supported.
+        CkptError: The extension is not supported, or see :func:`iterate_decompressed`.
     """
     where = f"{files.root / name}, at byte {offset:,}"
     if not is_zstd(extension):
@@ -177,7 +177,7 @@ def _require_complete_frames(source: _CompressedRange, where: str) -> None:
 
     nbytes = source.remaining_bytes
     while source.remaining_bytes:
-        if read_exactly(4) != MAGIC:  # a skippable frame, as the reader has checked all others
+        if read_exactly(4) != MAGIC:  # a skippable frame; the decompressor has checked all others
             source.skip_bytes(int.from_bytes(read_exactly(4), "little"), read_exactly)
             continue
         (head,) = read_exactly(1)
@@ -199,8 +199,8 @@ def _is_frame(module: ModuleType, head: bytes) -> bool:
 def _is_empty_frame(module: ModuleType, head: bytes) -> bool:
     """Return whether *head* starts with an empty frame.
 
-    torch writes such a frame before data that bypasses its extensions, such as safetensors. Its
-    index has the lengths that the tensors had without it.
+    torch writes such a frame before data that bypasses its extensions, such as safetensors. The
+    lengths in the DCP metadata do not include this frame.
     """
     reader = module.ZstdDecompressor()
     if hasattr(reader, "decompressobj"):

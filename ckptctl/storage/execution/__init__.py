@@ -1,1 +1,1 @@
-"""Carrying out a plan: tiles of bytes on many threads, journaled, checked and synced."""
+"""Execution of plans: tiles of bytes are copied by many threads, journaled, verified and synced."""

@@ -13,25 +13,26 @@ from ckptctl.storage.threads import Advance, default_threads
 ARITHMETIC_BYTES = 224 * MIB
 """Total size of the buffers for arithmetic, in bytes."""
 MIN_THREAD_BYTES = 64 << 10
-"""Smallest buffer size of a thread, in bytes."""
+"""Minimum size of a thread's buffer, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutionOptions:
-    """Options for executing a plan, which do not change the output other than its checksums.
+    """Options for executing a plan. Only *checksum* affects the bytes of the output.
 
     Attributes:
         jobs: Number of threads, or 0 for the default.
-        memory: Total size of buffers in bytes, without those for arithmetic.
-        checksum: Whether to compute checksums of records and verify those of sources.
+        memory: Total size of the buffers in bytes, without the buffers for arithmetic.
+        checksum: Whether to compute checksums of records and verify checksums of sources.
         resume: Whether to resume from the journal of an earlier run.
         journal_every: Bytes written between entries of the journal.
         sync: Whether to sync files and directories at the end.
-        shared: Whether other processes write to the same directory, so that nothing there is
-            removed.
-        direct: Whether to read contiguous ranges of uncached files with direct I/O. They are not
-            added to the page cache, so this is for files that one process reads once.
-        pace: Called by each thread with the bytes that it has just done; it may wait.
+        shared: Whether other processes write to the same directory, in which case existing files
+            there are not removed.
+        direct: Whether to read contiguous ranges of uncached files with direct I/O, which does not
+            add them to the page cache. Meant for files that only one process reads, once.
+        pace: Called by each thread with the bytes that it has just written; may wait to limit the
+            rate.
     """
 
     jobs: int = 0
@@ -53,8 +54,8 @@ class ExecutionOptions:
         """Compute tile sizes that fit into *memory*.
 
         Args:
-            short: Whether to limit contiguous ranges to the size of other tiles, because several
-                processes share the tiles of a plan.
+            short: Whether to limit tiles of contiguous ranges to the size of other tiles, so that
+                several processes can share the tiles of a plan.
         """
         thread_bytes = max(MIN_THREAD_BYTES, self.memory // self.threads // 64 * 64)
         return Limits(
@@ -66,7 +67,7 @@ class ExecutionOptions:
         )
 
     def count_threads_within(self, limits: Limits) -> int:
-        """Return the number of threads that fit into memory with the tile sizes *limits*."""
+        """Return how many threads' buffers fit into memory with the tile sizes *limits*."""
         memory_threads = min(
             self.memory // limits.widest, ARITHMETIC_BYTES // (2 * limits.arithmetic)
         )
@@ -79,8 +80,8 @@ class Execution:
 
     Attributes:
         crcs: CRC-32 of each record of the plan, all 0 without checksums.
-        bytes_written: Bytes of records and raw copies that this run wrote.
-        resumed_bytes: Bytes that an earlier run had written.
+        bytes_written: Bytes of records and raw copies written by this run.
+        resumed_bytes: Bytes written by an earlier run.
         bytes_read: Bytes read from source files, including the inputs of computed tensors.
         lost: Counts of elements that became infinite, NaN or saturated, by output tensor.
         rounding: Quantization errors, by output tensor.

@@ -1,14 +1,14 @@
-"""Execution of a plan: files are created at full size, filled in parallel, then synced.
+"""Execution of a plan: files are created at full size, filled in parallel, and synced.
 
-A run creates the output files, or resumes those of an earlier run, and deals their units to threads
+A run creates the output files, or resumes those of an earlier run, and assigns units to threads
 (:mod:`~ckptctl.storage.execution.lanes`). Each thread copies units
 (:mod:`~ckptctl.storage.execution.worker`) between files
-(:mod:`~ckptctl.storage.execution.run_files`). What is done enters the ledger and the journal
-(:mod:`~ckptctl.storage.execution.journal`); other threads finish complete files
+(:mod:`~ckptctl.storage.execution.run_files`). Finished units are recorded in the ledger and the
+journal (:mod:`~ckptctl.storage.execution.journal`). Other threads finish complete files
 (:mod:`~ckptctl.storage.execution.finisher`).
 
-:func:`execute_plan` does all of it in one process. Where several processes share a plan, each makes
-a :class:`PlanRun` and they take its phases together (:mod:`ckptctl.ranks.sharing`).
+:func:`execute_plan` executes a plan in one process. If several processes share a plan, each creates
+a :class:`PlanRun`, and all start each phase together (:mod:`ckptctl.ranks.sharing`).
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ def execute_plan(
         progress: Called from this thread only, with the bytes finished since the last call,
             including those of an earlier run.
         journal: Journal file, outside *root*, or None for no journal.
-        memory: Memory for each :func:`~ckptctl.catalog.memory_name` of the plan: tensors that it
-            reads, which must not change meanwhile, or that it fills.
+        memory: Memory of the tensors that the plan reads, which must not change meanwhile, or
+            fills, by :func:`~ckptctl.catalog.memory_name`.
         uploads: Queue that uploads complete files, or None to keep them below *root*.
-        buffers: Creates the buffers of a thread, in that thread.
+        buffers: Creates the buffers of a thread; called in that thread.
     """
     with ExitStack() as stack:
         run = PlanRun(plan, root, options, stack, memory, uploads=uploads, buffers=buffers)
@@ -88,7 +88,7 @@ def execute_plan(
 
 
 class PlanRun:
-    """Execution of a plan."""
+    """Execution of a plan by one process, in phases: prepare, fill, build the result."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class PlanRun:
         self._workers = []
 
     def prepare_files(self, journal: Path | None) -> None:
-        """Create the output files, or keep those of an earlier run and the units in its journal.
+        """Create the output files, or keep the files of an earlier run and load its journal.
 
         Args:
             journal: Journal file, or None for no journal.
@@ -152,8 +152,8 @@ class PlanRun:
     def fill_files(self, progress: Advance) -> None:
         """Execute all units in threads, finish the files, and raise the first error.
 
-        If the plan is shared, the frames of files that other processes also write are omitted, and
-        the data that this process wrote to them is synced.
+        If the plan is shared, files that other processes also write get no frames (headers and
+        trailers) yet, but the data that this process wrote to them is synced.
         """
         journal_every = self._options.journal_every if self._journal else 0
         self._ledger = Ledger(self._plan, journal_every, WRITEBACK_BYTES)
@@ -210,7 +210,7 @@ class PlanRun:
             crew.join()
 
     def _iterate_units(self, numbers: Iterable[int]) -> Iterator[Unit]:
-        """Yield the units of transfers, copies and checks that an earlier run has not done."""
+        """Yield the units of transfers, raw copies and checks that no earlier run has done."""
         for index in numbers:
             units = plan_units(self._plan, index, self.sources, self._limits, self._share)
             for unit in units:
@@ -223,7 +223,7 @@ class PlanRun:
                     )
 
     def _has_journaled_data(self, unit: Unit, journaled_unit: FinishedUnit) -> bool:
-        """Return whether the output files still contain the data of a journaled unit."""
+        """Return whether the output files contain the data of a journaled unit."""
         writes = unit.tile.list_writes()
         if (len(writes), len(unit.tile.list_checked_reads())) != (
             len(journaled_unit.written),
@@ -270,7 +270,7 @@ class PlanRun:
                 self._queue_finishing(self._ledger.commit_units(finished))
 
     def _queue_finishing(self, result: CommitResult) -> None:
-        """Pass files and units of a commit on to the finisher."""
+        """Queue the files and units of a commit in the finisher."""
         for path in result.finished:
             self._finisher.finish_file(path)
         for path in result.writeback_due:
@@ -286,11 +286,14 @@ class PlanRun:
         return self._bytes_read_elsewhere + sum(worker.bytes_read for worker in self._workers)
 
     def export_entries(self) -> LedgerEntries:
-        """Return this process's part of a shared plan, for the process that finishes it."""
+        """Return this process's ledger entries, for the process that finishes a shared plan."""
         return self._ledger.export_entries()._replace(read=self._bytes_read())
 
     def finish_shared_plan(self, other_entries: Sequence[LedgerEntries]) -> None:
-        """Write the remaining frames of a shared plan, and sync."""
+        """Write the remaining frames of a shared plan, and sync the output.
+
+        *other_entries* are the ledger entries of the other processes.
+        """
         finished = {
             path for entries in (self.export_entries(), *other_entries) for path in entries.finished
         }

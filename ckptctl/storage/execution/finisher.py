@@ -1,8 +1,8 @@
 """Background threads that finish complete files: frames, syncs and uploads.
 
-Waiting for a disk or network therefore does not block copying. Files take disk space until they
-are uploaded. New ones are only started while few are waiting, so that a run needs space for a few
-files instead of the complete output.
+Copying therefore does not wait for a disk or a network. Files take disk space until they are
+uploaded. A new file is only started while few files wait for their upload, so that a run needs disk
+space for a few files instead of the complete output.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ckptctl.storage.threads import Crew, Supervisor
 
 FINISHER_THREADS = 3
 MAX_WAITING = 2
-"""Complete files that may be waiting or uploading when another one is started."""
+"""Maximum number of complete files that wait or are being uploaded when a new file is started."""
 MAX_KEPT_BYTES = 10_000_000
 """Largest file that stays on disk after its upload, in bytes."""
 
@@ -32,7 +32,7 @@ Task = Callable[[], None]
 
 
 class Finisher:
-    """Completes output files in the background.
+    """Background threads that complete output files.
 
     Attributes:
         crew: Threads of the finisher.
@@ -65,13 +65,13 @@ class Finisher:
         )
 
     def finish_file(self, path: str) -> None:
-        """Write the frame of a file with complete records, and sync it."""
+        """Queue a file with complete records, to write its frame, sync it and upload it."""
         if self._uploads:
             self._uploads.announce_file(path)
         self._tasks.put(lambda: self._finish_file(path))
 
     def start_writeback(self, path: str) -> None:
-        """Start writing a file's dirty pages to disk."""
+        """Queue the writeback of a file's dirty pages."""
         if not self._sync:
             return
         with self._lock:
@@ -81,7 +81,7 @@ class Finisher:
         self._tasks.put(lambda: self._begin_writeback(path))
 
     def record_units(self, units: Sequence[FinishedUnit], paths: Sequence[str]) -> None:
-        """Add *units* to the journal once the files at *paths* are synced."""
+        """Queue syncing the files at *paths* and then adding *units* to the journal."""
         self._tasks.put(lambda: self._record_units(units, paths))
 
     def close(self) -> None:
@@ -123,7 +123,12 @@ class Finisher:
 
 
 class UploadQueue:
-    """Uploads complete files, and limits how many are waiting."""
+    """Uploader of complete files that limits the number of files that are waiting.
+
+    Args:
+        upload: Uploads a file.
+        last_files: Files that are uploaded after all others, in this order.
+    """
 
     def __init__(self, upload: Upload, last_files: Collection[str]) -> None:
         self._upload = upload
@@ -132,7 +137,7 @@ class UploadQueue:
         self._waiting = 0
 
     def wait_for_room(self, stopped: Callable[[], bool]) -> None:
-        """Wait until another file may be started, or the run is stopped."""
+        """Wait until another file may be started, or until *stopped* returns True."""
         with self._changed:
             while self._waiting >= MAX_WAITING and not stopped():
                 self._changed.wait(0.1)
@@ -144,7 +149,7 @@ class UploadQueue:
                 self._waiting += 1
 
     def upload_file(self, name: str, path: Path) -> None:
-        """Upload a complete file and free its disk space, except for files that come last."""
+        """Upload a complete file and free its disk space, unless it is one of the last files."""
         if name in self._last_files:
             return
         try:
@@ -157,7 +162,7 @@ class UploadQueue:
                 self._changed.notify_all()
 
     def upload_last_files(self, root: Path, before_last: Callable[[], None]) -> None:
-        """Upload the files that come last, in order, calling *before_last* before the last one."""
+        """Upload the last files in order, calling *before_last* before the very last one."""
         for number, name in enumerate(self._last_files, 1):
             if number == len(self._last_files):
                 before_last()

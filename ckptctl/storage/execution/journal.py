@@ -1,10 +1,10 @@
 """Progress of a run: a ledger in memory, and a journal on disk to resume from.
 
 The ledger counts bytes of files and combines checksums of records and sources. The journal is a
-text file of lines ``<crc32 of the rest, 8 hex digits> <JSON>``. The first line identifies the plan
-and its division into units, which a resumed run repeats. Each later line lists units and their
-checksums, and is only appended after their data has been synced. A truncated or damaged line ends
-the journal; later lines are ignored.
+text file of lines ``<CRC-32 of the JSON, 8 hex digits> <JSON>``. The first line identifies the plan
+and its tile sizes, which a resumed run uses again. Each later line lists units and their checksums,
+and is appended after the data of these units has been synced. A truncated or damaged line ends the
+journal; later lines are ignored.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ JOURNAL_VERSION = 5
 OTHER_RUN_MESSAGE = "the interrupted run had other options, or the source has changed since"
 OTHER_VERSION_MESSAGE = "another version of ckptctl began the interrupted run"
 MIN_LIMITS = (MIN_THREAD_BYTES, MIN_THREAD_BYTES, MIN_THREAD_BYTES, 1 << 12)
-"""Smallest valid limits in bytes, for the largest number of threads."""
+"""Minimum tile sizes of a valid journal in bytes, as for the largest number of threads."""
 LOST_FIELD_COUNTS = (0, len(fields(OutOfRange)))
 ROUNDING_FIELD_COUNTS = (0, len(fields(Rounding)))
 Header = Mapping[str, object]
 _Key = tuple[int, int]
 Parts = list[tuple[int, int, int]]
-"""``(position, bytes, CRC-32)`` of parts of a record or of a recorded range of a source."""
+"""``(position, size, CRC-32)`` of parts of a record, or of a source range with a known checksum."""
 SourceRange = tuple[TreePath, RecordedRange]
-"""Directory and recorded range of a file in it."""
+"""Source directory, and range of a file in it with a recorded checksum."""
 
 
 class FinishedUnit(NamedTuple):
     """A finished unit.
 
     Attributes:
-        transfer: Index of its transfer.
-        number: Index of its tile.
-        written: CRC-32 of each of its writes.
-        read: CRC-32 of each of its checked reads.
+        transfer: Index of the transfer.
+        number: Index of the tile in the transfer.
+        written: CRC-32 of each write of the tile.
+        read: CRC-32 of each checked read of the tile.
         lost: Fields of an :class:`~ckptctl.storage.outcome.OutOfRange`, or empty.
         rounding: Fields of a :class:`~ckptctl.storage.outcome.Rounding`, or empty.
     """
@@ -71,12 +71,14 @@ class FinishedUnit(NamedTuple):
 
 
 class CommitResult(NamedTuple):
-    """Consequences of a commit.
+    """Follow-up work of a commit.
 
     Attributes:
-        finished: Output files that are complete except for their frames, without memory.
+        finished: Output files, except those in memory, whose contents are complete and that only
+            lack their frames (headers and trailers).
         writeback_due: Output files with many bytes written since the last writeback.
-        journal_due: Units to be journaled and the files that they wrote, empty if not due yet.
+        journal_due: Units to add to the journal, and the files that they wrote. Both are empty
+            until enough bytes were written.
     """
 
     finished: list[str]
@@ -89,11 +91,11 @@ class LedgerEntries(NamedTuple):
 
     Attributes:
         record_crcs: CRC-32 of records written by one unit, by index.
-        parts: Parts of the other records.
-        sources: Parts of incompletely read recorded ranges of sources.
+        parts: Parts of records written by several units, by index.
+        sources: Parts of source ranges with recorded checksums that are not completely read.
         written: Bytes written to each output file.
-        finished: Output files that are finished.
-        outcomes: Outcome of computed and cast elements, by transfer.
+        finished: Output files that this process has written completely.
+        outcomes: Out-of-range counts and quantization errors, by transfer.
         read: Bytes read from source files.
     """
 
@@ -134,7 +136,7 @@ class Ledger:
         self.resumed = 0
 
     def list_frame_only_files(self) -> list[str]:
-        """List the output files that only consist of a frame."""
+        """List the output files that only consist of a frame, such as files without tensors."""
         return [file.path for file in self._plan.files if not self._total_bytes[file.path]]
 
     def list_incomplete_files(self) -> list[str]:
@@ -143,7 +145,7 @@ class Ledger:
             return [path for path, remaining in self._remaining_bytes.items() if remaining]
 
     def list_partial_files(self) -> list[str]:
-        """List the output files that are only written in part."""
+        """List the output files of which this process has written a part."""
         with self._lock:
             return [
                 path
@@ -187,7 +189,18 @@ class Ledger:
     def commit_units(
         self, units: Iterable[tuple[Unit, FinishedUnit]], *, resumed: bool = False
     ) -> CommitResult:
-        """Add finished units."""
+        """Record finished units, and verify the source ranges that are now completely read.
+
+        Args:
+            units: Units and their checksums.
+            resumed: Whether an earlier run finished them.
+
+        Returns:
+            The follow-up work, such as files to finish.
+
+        Raises:
+            DamagedError: The checksum of a source differs from the recorded one.
+        """
         result = CommitResult([], [], ([], []))
         complete: list[tuple[SourceRange, Parts]] = []
         with self._lock:
@@ -203,7 +216,7 @@ class Ledger:
         return result
 
     def collect_outcomes(self) -> dict[str, Outcome]:
-        """Return the outcome of computed and cast elements, by tensor name."""
+        """Sum out-of-range counts and quantization errors, by tensor name."""
         outcomes_by_name: dict[str, Outcome] = {}
         with self._lock:
             for transfer, outcome in sorted(self._outcomes.items()):
@@ -215,7 +228,11 @@ class Ledger:
         self._outcomes[transfer] = self._outcomes.get(transfer, NO_OUTCOME) + outcome
 
     def get_record_crc(self, record: int) -> int:
-        """Return the CRC-32 of a finished record, or 0 if it is empty or in memory."""
+        """Return the CRC-32 of a finished record, or 0 if it is empty or in memory.
+
+        Raises:
+            CkptError: Parts of the record are missing.
+        """
         if self._plan.records[record].file not in self._files:
             return 0
         if record in self._record_crcs:
@@ -262,7 +279,7 @@ class Ledger:
             self._pending_bytes += total
 
     def _add_reads(self, unit: Unit, finished: FinishedUnit) -> list[tuple[SourceRange, Parts]]:
-        """Add the checked reads, and return the recorded ranges that are now complete."""
+        """Add the checked reads, and return the source ranges that are now completely read."""
         complete: list[tuple[SourceRange, Parts]] = []
         root = self._plan.get_root(unit.transfer)
         for read, crc in zip(unit.tile.list_checked_reads(), finished.read, strict=True):
@@ -275,7 +292,7 @@ class Ledger:
     def _add_range_parts(
         self, source_range: SourceRange, new_parts: Parts
     ) -> tuple[SourceRange, Parts] | None:
-        """Add parts of a recorded range, and return it if it is now complete, or None."""
+        """Add parts of a source range, and return all of its parts once it is complete."""
         parts = self._sources.setdefault(source_range, [])
         parts += new_parts
         self._covered[source_range] += sum(nbytes for _, nbytes, _ in new_parts)
@@ -299,10 +316,10 @@ class Ledger:
 def checksum_error(
     name: str, root: TreePath, file: str, computed: int, recorded: int
 ) -> DamagedError:
-    """Build the error for a tensor whose CRC-32 is not the recorded one.
+    """Build the error for a tensor whose CRC-32 differs from the recorded one.
 
-    A zip contains its checksums. Those of any other file are in the manifest next to it, which a
-    user who changed the file on purpose can remove.
+    A zip contains its checksums. The checksums of other files are in the manifest next to them. A
+    user who changed a file on purpose can delete the manifest.
 
     Args:
         name: Tensor name.
@@ -326,7 +343,7 @@ def checksum_error(
 
 
 def _combine_parts(parts: Parts, nbytes: int) -> int | None:
-    """Combine the CRC-32 of adjacent *parts*, or return None unless they cover *nbytes* bytes."""
+    """Combine the CRC-32 of *parts*, or return None unless they cover *nbytes* without gaps."""
     end, value = 0, 0
     for position, size, crc in sorted(parts):
         if position != end:
@@ -337,15 +354,15 @@ def _combine_parts(parts: Parts, nbytes: int) -> int | None:
 
 
 class Journal:
-    """Append-only journal.
+    """Journal on disk, opened for appending.
 
     Attributes:
-        done: Units recorded as durable.
+        done: Units whose data is on disk, by transfer and tile index.
         limits: Tile sizes of the run that started the journal.
 
     Args:
         path: Journal file.
-        header: Description of the plan and its sources.
+        header: Identity of the plan and its sources, which must match to resume.
         limits: Tile sizes of this run, for a new journal.
         resume: Whether to load the journal of an earlier run.
 
@@ -382,14 +399,14 @@ class Journal:
                 os.close(self._descriptor)
 
     def restart(self) -> None:
-        """Discard all entries, because their data is missing."""
+        """Discard all entries. Called if the output files are missing or incomplete."""
         self._pending = self._header_line
         self._truncate_file(0)
         self.done = {}
         self.limits = self._current_limits
 
     def append_units(self, units: Sequence[FinishedUnit]) -> None:
-        """Append *units*, whose data is on disk, and sync, unless the journal is closed.
+        """Append *units*, whose data is on disk, and sync, or do nothing if the journal is closed.
 
         Only one thread may call this at a time.
         """
@@ -416,7 +433,7 @@ class Journal:
             os.lseek(self._descriptor, size, os.SEEK_SET)
 
     def _load_entries(self) -> int:
-        """Load ``done`` and ``limits``, and return the number of valid bytes of the file."""
+        """Load ``done`` and ``limits`` of an earlier run, and return the number of valid bytes."""
         with os.fdopen(os.dup(self._descriptor), "rb") as lines:
             first = next(lines, b"")
             header = _parse_line(first)
@@ -465,7 +482,7 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def _parse_limits(value: Any, check: bool) -> Limits | None:
-    """Parse the limits in a header, or return None if they are not valid."""
+    """Parse the tile sizes in a header, or return None if they are invalid or *check* differs."""
     match value:
         case [*sizes, bool(checked)] if checked is check and _are_counts(sizes):
             within = len(sizes) == len(MIN_LIMITS) and all(map(le, MIN_LIMITS, sizes))

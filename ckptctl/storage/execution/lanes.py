@@ -1,9 +1,9 @@
 """Units of work of a plan, and their assignment to threads.
 
-Threads that write the same file wait for each other in the kernel, so every output file has a
-separate lane. A thread stays in its lane while other lanes are not started. After that, it takes
-batches from the lane with the most remaining bytes per thread, up to the number of threads that a
-lane benefits from. So all lanes end at about the same time.
+Threads that write the same file wait for each other in the kernel, so every output file gets its
+own lane. A thread stays in its lane as long as there are lanes that have not been started. After
+that, it takes batches from the lane with the most remaining bytes per thread, up to the number of
+threads that a lane benefits from, so that all lanes finish at about the same time.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from ckptctl.storage.sources import Sources
 
 BATCH_BYTES = 1 << 18
 BATCH_UNITS = 64
-"""Units per batch, which reduce locking for small units."""
+"""Maximum units per batch. Batching small units reduces lock contention."""
 THREADS_PER_FILE = 4
-"""Threads that speed up writing one file; more of them only use CPU time."""
+"""Number of threads beyond which writing one file gets no faster."""
 
 
 class Unit(NamedTuple):
-    """Tile and its identity in the journal.
+    """Tile of a transfer, raw copy or check, with its identity in the journal.
 
     Attributes:
         transfer: Index of the transfer; raw copies and then checks are numbered after transfers.
         number: Index of the tile in the transfer.
-        tile: Reads and writes to do.
-        files: Source files of its reads.
+        tile: Reads and writes to execute.
+        files: Source files that the tile reads.
     """
 
     transfer: int
@@ -46,9 +46,10 @@ class Lane:
     """Queue of the units of one output file, or of the checks of a source file.
 
     Attributes:
-        remaining_bytes: Approximate bytes that are not assigned yet.
-        max_workers: Most threads that may work on it at a time.
-        workers: Threads that currently work on it.
+        remaining_bytes: Approximate number of bytes in units that no thread has taken yet.
+        max_workers: Maximum number of threads that may work on the lane at a time.
+        workers: Number of threads that currently work on the lane.
+        empty: Whether all units have been taken.
     """
 
     def __init__(self, units: Iterator[Unit], max_workers: int, remaining_bytes: int = 0) -> None:
@@ -60,7 +61,7 @@ class Lane:
         self.empty = False
 
     def take_batch(self) -> list[Unit]:
-        """Pop the next batch of units, empty if the lane is exhausted."""
+        """Take the next batch of units, which is empty if the lane is exhausted."""
         batch: list[Unit] = []
         total = 0
         with self._lock:
@@ -76,13 +77,15 @@ class Lane:
 
 
 class LaneScheduler:
-    """All lanes of a run.
+    """Assignment of the lanes of a run to its threads.
 
     Args:
         lanes: Lanes in the order in which they are started.
-        threads: Number of threads. They stay in their lanes while there is a new lane for each.
-        room: Waits until another lane may be started; all threads then work on one lane until it
-            is exhausted. None to give each thread a separate lane while there are enough.
+        threads: Number of threads. While at least as many lanes are not started, each thread
+            finishes its lane before it starts another.
+        wait_for_room: Waits until another lane may be started, for example until earlier files are
+            uploaded; threads then work on the started lanes before a new one. None to start new
+            lanes at once.
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class LaneScheduler:
         self._lock = threading.Lock()
 
     def iterate_batches(self) -> Iterator[tuple[list[Unit], bool]]:
-        """Yield batches for one thread, and whether it is the only thread in the lane."""
+        """Yield batches for one thread, each with whether it is the only thread in the lane."""
         while lane := self._claim_lane():
             while batch := lane.take_batch():
                 yield batch, lane.workers == 1
@@ -123,7 +126,11 @@ class LaneScheduler:
             return lane
 
     def _most_left(self, lanes: list[Lane]) -> Lane | None:
-        """Return the lane with the most remaining bytes per thread that benefits from one more."""
+        """Join the lane with the most remaining bytes per thread, or return None.
+
+        Only lanes that one more thread speeds up are considered. The calling thread is counted as
+        a worker of the lane.
+        """
         gaining = [lane for lane in lanes if not lane.empty and lane.workers < lane.max_workers]
         if not gaining:
             return None
@@ -135,9 +142,9 @@ class LaneScheduler:
 def count_useful_threads(
     plan: Plan, memory: Container[str], threads: int, numbers: Sequence[int]
 ) -> int:
-    """Return how many of *threads* speed up the transfers *numbers*.
+    """Return how many of *threads* speed up the transfers with the indices *numbers*.
 
-    *memory* contains the names of files in memory.
+    *memory* contains the names of output files in memory.
     """
     if threads <= THREADS_PER_FILE:
         return threads
@@ -155,9 +162,9 @@ def count_useful_threads(
 def plan_units(
     plan: Plan, number: int, sources: Sources, limits: Limits, share: WorkShare | None
 ) -> Iterator[Unit]:
-    """Yield the units, or the *share* of them, of the transfer, raw copy or check *number*.
+    """Yield the units of the transfer, raw copy or check *number*, or only those in *share*.
 
-    Their order only depends on the arguments.
+    Their order depends only on the arguments.
     """
     transfers, root = plan.transfers, plan.source_root
     if number < len(transfers):

@@ -1,4 +1,4 @@
-"""Files of a run, opened by name for each thread, and its output files."""
+"""Files that a thread of a run opens by name, and the creation of output files."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 
 MAX_OPEN_FILES = 64
-"""Open files, each with one descriptor, or two if it is also read with direct I/O."""
+"""Maximum number of open files. A file has one descriptor, or two if read with direct I/O."""
 MAX_ITEM_BYTES = 16
-"""Direct reads end at a multiple of the largest element size."""
+"""Largest element size. Direct reads return a multiple of it."""
 LocalFile = TypeVar("LocalFile", "LocalSource", "LocalSink")
 
 
@@ -40,7 +40,7 @@ class RunFiles(OpenFiles):
 
     Args:
         computed: Virtual files of the plan.
-        roots: Returns the source files of a directory.
+        open_root: Returns the source files of a directory.
         root: Directory of the output files.
         memory: Memory of the plan, by name.
         direct: Whether to read long ranges of uncached files with direct I/O.
@@ -66,8 +66,8 @@ class RunFiles(OpenFiles):
     def open_source(self, files: SourceFiles, name: str) -> ByteSource:
         """Open *name* as memory, a virtual file or one of *files*.
 
-        Files with descriptors are closed after ``MAX_OPEN`` others have been opened, so the result
-        is for immediate use.
+        Use the result immediately. It is closed when :data:`MAX_OPEN_FILES` other files have been
+        opened.
         """
         file = self._memory.get(name) or self._find_open(files, name)
         if file is None:
@@ -88,7 +88,8 @@ class RunFiles(OpenFiles):
     def close(self) -> None:
         """Close all files, and release memory.
 
-        Virtual files refer to this object, which would delay freeing the tensors of both.
+        Virtual files and this object refer to each other. Without this, their tensors would be
+        freed only by the garbage collector.
         """
         self._memory = {}
         self._virtual.clear()
@@ -113,12 +114,12 @@ class RunFiles(OpenFiles):
 
 
 class LocalSource(StoredFile):
-    """Local source file with a separate descriptor for this thread.
+    """Local source file opened with a separate descriptor for this thread.
 
     Args:
-        opened: Counts the bytes read.
-        files: Source files that contain it.
-        name: Name relative to their root.
+        opened: Open files of this thread, which count the bytes read.
+        files: Source files that contain the file.
+        name: Name of the file relative to the root of *files*.
         direct: Whether direct I/O is allowed.
     """
 
@@ -126,7 +127,7 @@ class LocalSource(StoredFile):
         super().__init__(opened, files, name)
         self.descriptor: int = files.open_descriptor(name)
         self._direct_descriptor: int | None = None
-        self._cache_unchecked = direct  # whether the page cache is still to be checked
+        self._cache_unchecked = direct  # whether the page cache has not been checked yet
 
     def read_into(self, offset: int, views: Sequence[memoryview], nbytes: int) -> None:
         """See :meth:`ByteSource.read_into`."""
@@ -140,7 +141,7 @@ class LocalSource(StoredFile):
 
     @property
     def should_bypass_cache(self) -> bool:
-        """See :meth:`ByteSource.should_bypass_cache`. True unless the page cache has the file."""
+        """See :meth:`ByteSource.should_bypass_cache`. False if most of the file is cached."""
         if self._cache_unchecked:
             self._cache_unchecked = False
             if is_mostly_uncached(self.descriptor):
@@ -166,7 +167,7 @@ class LocalSource(StoredFile):
         return None
 
     def close(self) -> None:
-        """Close its descriptors."""
+        """Close the descriptors of the file."""
         with wrap_os_errors("close", self._files.root / self.name):
             if self._direct_descriptor is not None:
                 os.close(self._direct_descriptor)
@@ -204,7 +205,7 @@ class LocalSink(ByteSink):
             os.fsync(self.descriptor)
 
     def close(self) -> None:
-        """Close the file, which may report lost writes on NFS."""
+        """Close the file. On NFS, this may raise the error of an earlier write."""
         with wrap_os_errors("close", self._path):
             os.close(self.descriptor)
 
@@ -240,7 +241,10 @@ class OutputFiles:
         )
 
     def create_files(self) -> None:
-        """Create the output files at their full size."""
+        """Create the output files at their full size.
+
+        Other files of the directory are removed unless processes share it.
+        """
         if self._files and not self._shared:
             trash.clear_folder(self._root)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -267,7 +271,7 @@ class OutputFiles:
             sync_directory(directory)
 
     def compute_crc(self, write: Write) -> int:
-        """Compute the CRC-32 of the bytes on disk that *write* wrote."""
+        """Read back the bytes that *write* wrote and compute their CRC-32."""
         crc = 0
         with (self._root / write.file).open("rb") as file:
             for position in range(0, write.nbytes, MIB):

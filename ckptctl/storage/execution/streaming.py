@@ -34,17 +34,17 @@ def stream_plan(
 ) -> None:
     """Write the output files of *plan* sequentially, with one thread.
 
-    Headers with checksums come first, so their records are read twice. Checksums of sources are
-    always verified.
+    A header that contains checksums is written before its records, so these are read twice.
+    Recorded checksums of sources are always verified.
 
     Args:
         plan: Plan in which each transfer fills one record.
-        create: Opens an output file.
+        create: Opens an output file for writing.
         options: Execution options.
-        memory: As in :func:`~ckptctl.storage.execution.executor.execute_plan`.
+        memory: Memory of tensors, as in :func:`~ckptctl.storage.execution.executor.execute_plan`.
     """
     stop = Event()
-    with create_thread_pool(1) as pool:  # a thread has its own device streams
+    with create_thread_pool(1) as pool:  # a separate thread has its own device streams
         try:
             pool.submit(_stream_files, plan, create, options, memory or {}, stop).result()
         finally:
@@ -71,7 +71,7 @@ def _stream_files(
 
 
 class _StreamingRun:
-    """Execution of a plan into streams."""
+    """Execution of a plan into sequential streams, by one thread."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class _StreamingRun:
         self._transfers = {record: number for number, record in enumerate(target_records)}
 
     def write_file(self, file: OutputFile, target: IO[bytes]) -> None:
-        """Write a file sequentially."""
+        """Write the frame and the records of *file* to *target* in order."""
         records = self._plan.records
         record_numbers = (n for n, record in enumerate(records) if record.file == file.path)
         pending = iter(sorted(record_numbers, key=lambda number: records[number].offset))
@@ -126,14 +126,14 @@ class _StreamingRun:
 
 
 class _StreamSink(ByteSink):
-    """Sequential output stream, or None to only compute checksums."""
+    """Sink that writes to a sequential stream, or only counts bytes if the stream is None."""
 
     def __init__(self, target: IO[bytes] | None, position: int = 0) -> None:
         self._target = target
         self.position = position
 
     def write(self, offset: int, view: memoryview) -> None:
-        """See :meth:`ByteSink.write_file`."""
+        """See :meth:`ByteSink.write`."""
         assert offset == self.position
         if self._target is not None:
             self._target.write(view)

@@ -1,4 +1,4 @@
-"""Execution of units: read into a buffer, permute, cast and write."""
+"""Execution of units: elements are read into a buffer, permuted, cast and written."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ ListViews = Callable[[Pattern, memoryview], Iterable[BufferParts]]
 
 
 class Worker:
-    """Executes units in one thread, one at a time, with its own buffers.
+    """Executor of units in one thread, one at a time, with its own buffers.
 
     Attributes:
         is_sole_writer: Whether no other thread writes the same file. ``copy_file_range`` locks the
-            target while it reads, so with two writers it is slower than read and write.
-        underway: Bytes written by units that are not yet recorded as done.
+            target while it reads, so with several writers ``read`` and ``write`` are faster.
+        underway: Bytes written by units that are not recorded in the ledger yet.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Worker:
         self._files.close()
 
     def execute_unit(self, unit: Unit) -> FinishedUnit:
-        """Execute a unit and return its checksums and the outcome of computed and cast elements."""
+        """Execute a unit, and return its checksums, out-of-range counts and quantization errors."""
         self._outcome = NO_OUTCOME
         finished = self._copy_range(unit) if unit.tile.flat else self._copy_tile(unit)
         lost, rounding = self._outcome.lost, self._outcome.rounding
@@ -116,14 +116,14 @@ class Worker:
         return FinishedUnit(unit.transfer, unit.number, written_crcs, checked)
 
     def _find_dtypes(self, unit: Unit) -> Dtypes | None:
-        """Return source and output dtype, or None if bytes are only copied."""
+        """Return source and output dtype of a transfer, or None if the unit only copies bytes."""
         if unit.transfer >= len(self._transfers):
             return None
         tensor = self._transfers[unit.transfer].tensor
         return tensor.stored_dtype, tensor.dtype
 
     def _find_target_view(self, unit: Unit, sink: ByteSink) -> memoryview | None:
-        """Return memory of the sink to read a tile into directly, or None if it needs a buffer."""
+        """Return memory of *sink* to read the tile into directly, or None if a buffer is needed."""
         tile = unit.tile
         (write,) = tile.writes
         target_view = sink.view_memory(write.offset, write.nbytes * tile.steps)
@@ -197,11 +197,11 @@ class Worker:
 
 
 class TileEngine:
-    """Executes tiles one at a time in the buffers of one thread.
+    """Executor of tiles, one at a time, in the buffers of one thread.
 
     Args:
         opened: Opens source files.
-        sink: Opens output files.
+        open_sink: Opens output files.
         buffers: Buffers of this thread.
         checksum: Whether to compute checksums of written bytes.
     """
@@ -229,15 +229,15 @@ class TileEngine:
         read_crcs: list[int],
         written_crcs: list[int],
     ) -> Outcome:
-        """Execute a step of a tile, and return the outcome of computed and cast elements.
+        """Execute a step of a tile, and return out-of-range counts and quantization errors.
 
         Args:
             files: Source files.
             tile: Tile to execute.
             step: Index of the step.
             dtype_pair: Source and output dtype, or None to copy bytes.
-            read_crcs: Checksums of its reads, updated.
-            written_crcs: Checksums of its writes, updated.
+            read_crcs: CRC-32 of each read, which the step updates.
+            written_crcs: CRC-32 of each write, which the step updates.
         """
         buffer = self._buffers.get_buffer(TILE_BUFFER, tile.nbytes)
         outcome = self.read_step(files, tile, step, buffer, read_crcs, self._buffers.list_views)
@@ -307,7 +307,7 @@ class TileEngine:
     def _move_elements(
         self, files: SourceFiles, tile: Tile, buffer: memoryview, itemsize: int
     ) -> Outcome:
-        """Read the tile's moves into a staging buffer, and permute their elements into *buffer*."""
+        """Read elements to permute into a staging buffer, and permute them into *buffer*."""
         outcome = NO_OUTCOME
         for move in tile.moves:
             staged = self._buffers.get_buffer(STAGING_BUFFER, move.staging_nbytes)[
@@ -322,7 +322,7 @@ class TileEngine:
 
 
 def _list_single_runs(reads: Sequence[Read], step: int) -> list[Piece]:
-    """Return the pieces of reads of one file that each fill one run of the buffer.
+    """Return the pieces to read if all reads are of one file and fill one run of the buffer each.
 
     The list is empty if a read has several runs, needs a checksum, or is of another file. This is
     a hot path: a tile may have thousands of reads, each taking a few microseconds.

@@ -1,1 +1,1 @@
-"""Pickles, read without importing or calling what they name, and written."""
+"""Reader of pickles that imports and calls nothing that they name, and writer of pickles."""

@@ -1,7 +1,7 @@
-"""Inert objects that represent a pickle without running anything: records, names and containers.
+"""Inert objects that represent the objects of a pickle without importing or calling anything.
 
-:mod:`ckptctl.storage.pickles.pickle_reader` produces these objects,
-:mod:`ckptctl.storage.pickles.pickle_writer` writes them back as they were.
+:mod:`ckptctl.storage.pickles.pickle_reader` creates these objects, and
+:mod:`ckptctl.storage.pickles.pickle_writer` writes them as the original pickle did.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_DEPTH = 100
 MAX_KEY_NODES = 128
 MAX_KEY_BITS = 64  # hashes are modulo 2**61 - 1, so longer integers can be chosen to collide
 TEXT_SHIFT_BITS = 3
-"""Log2 of the characters that count as one value, as shared text may be visited many times."""
+"""Binary logarithm of the number of characters that count as one value in :func:`check_tree`."""
 NO_SIZES: Mapping[type, Callable[[Any], int]] = {}
 _TEXTS = frozenset({str, bytes, bytearray})
 _ATOMS = frozenset({str, bytes, bool, float, type(None)})
@@ -29,7 +29,7 @@ _LEAVES = _ATOMS | {int}
 class Global:
     """Name of a class or function referenced by a pickle, which is never imported.
 
-    Calling it (REDUCE, NEWOBJ) makes an :class:`Inert` record.
+    If a pickle calls a global (REDUCE, NEWOBJ), the result is an :class:`Inert` record.
     """
 
     module: str
@@ -44,9 +44,9 @@ class Builder:
     """Safe replacement for a class or function, called with the arguments of REDUCE or NEWOBJ.
 
     Args:
-        fn: Function to call. It must be cheap for any arguments, because input may be hostile.
+        fn: Function to call. It must be cheap for any arguments, because the pickle may be hostile.
         hashes: Whether *fn* hashes the elements of its arguments, which are then checked first.
-        source: Name that it replaces, to write back references to it.
+        source: Global that the builder replaces, used to write references to it.
     """
 
     fn: Callable[..., object]
@@ -84,15 +84,17 @@ class DictRecord(dict[object, object]):
 class Inert:
     """Instance of a class that was not imported.
 
-    Records are equal if class, arguments and state are. Only records of plain values are hashable.
+    Records are equal if their classes, arguments and states are equal. Only records of plain values
+    are hashable.
     Subclasses may redefine equality.
 
     Attributes:
         module: Module of the class or function.
         name: Qualified name in the module.
-        args: Positional arguments of the call.
+        args: Positional arguments of the constructor or function.
         state: Argument of BUILD, usually a dict of attributes, or None.
-        newobj: Whether it was created by NEWOBJ (``cls.__new__``) instead of REDUCE (a call).
+        newobj: Whether the instance was created by NEWOBJ (``cls.__new__``) instead of REDUCE (a
+            call).
         appended: Elements added by APPEND(S) to a subclass of list, or None.
         entries: Pairs added by SETITEM(S) to a subclass of dict, or None.
     """
@@ -124,10 +126,10 @@ class Inert:
         self.state = state
 
     def get_key(self) -> tuple[object, ...]:
-        """Return the strings and bytes that identify this record in comparisons.
+        """Return a tuple of strings and bytes that is equal for equal records.
 
-        Numbers become text, because Python only salts the hashes of text. A hostile file can choose
-        numbers whose hashes collide, which would make every dict lookup linear.
+        Numbers are converted to text, because Python only salts the hashes of text and bytes. A
+        hostile file can choose numbers whose hashes collide, which makes dict lookups slow.
         """
         if self._key is None:
             if self.appended is not None or self.entries is not None:
@@ -154,7 +156,7 @@ class Inert:
 
 
 def _flatten_key(value: tuple[object, ...], atoms: list[object]) -> list[object]:
-    """Append the flattened *value*, which :func:`check_key` accepted, to *atoms*."""
+    """Append the values nested in *value* to *atoms*, after :func:`check_key` accepted it."""
     atoms.append(f"({len(value)}")
     for item in value:
         if item.__class__ is str or item.__class__ is bytes:
@@ -169,9 +171,9 @@ def _flatten_key(value: tuple[object, ...], atoms: list[object]) -> list[object]
 
 
 def check_key(value: object) -> int:
-    """Count the values in *value*, and raise if it is too large to hash and compare quickly.
+    """Count the values in a key, and raise if the key is too large to hash and compare quickly.
 
-    A record in it counts with all of its values, each time that it occurs.
+    A record in the key counts with all of its values, every time that it occurs.
     """
     nodes = 0
     pending = [value]
@@ -204,16 +206,16 @@ def _large_key_error(why: str) -> UnsupportedError:
 def check_tree(
     root: object, *, limit: int, where: str, sizes: Mapping[type, Callable[[Any], int]] = NO_SIZES
 ) -> int:
-    """Count the values of *root* as a tree, and raise if there are too many to walk it.
+    """Count the values of *root* as a tree, and raise if the tree is too large to be walked.
 
     A pickle of 100 bytes can contain nested lists that each refer to the next one ten times, which
-    makes ten billion leaves ("a billion laughs"). An accepted object may be walked recursively and
-    written: it has at most *limit* values, ``MAX_DEPTH`` levels and no cycles. Shared values count
-    each time that they are visited, and text counts by its length.
+    makes ten billion leaves ("a billion laughs"). An accepted object can be walked recursively and
+    written, because it has at most *limit* values, ``MAX_DEPTH`` levels and no cycles. Shared
+    values count each time that they are visited, and text counts by its length.
 
     Args:
         root: Object to check.
-        limit: Most values.
+        limit: Maximum number of values.
         where: File name for errors.
         sizes: Functions that count the values of objects of special classes.
     """
@@ -256,7 +258,7 @@ def check_tree(
 
 
 def walk_values(root: object) -> Iterator[object]:
-    """Yield *root* and every value in it, shared containers once."""
+    """Yield *root* and every nested value. The values of a shared container are yielded once."""
     seen: set[int] = set()
     pending = [root]
     while pending:

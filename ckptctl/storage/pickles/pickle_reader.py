@@ -1,13 +1,13 @@
 """Pickle reader that imports nothing and calls nothing that a file names.
 
-It supports the opcodes of protocols 0 to 5 (``Lib/pickletools.py``, PEP 307, 3154, 574) that torch
-and Python write. Globals are looked up in a table of inert replacements. A truncated pickle raises
-:class:`~ckptctl.errors.DamagedError`, any other malformed one
+The reader supports the opcodes of protocols 0 to 5 (``Lib/pickletools.py``, PEP 307, 3154, 574)
+that torch and Python write. Globals are looked up in a table of inert replacements. A truncated
+pickle raises :class:`~ckptctl.errors.DamagedError`, any other malformed pickle raises
 :class:`~ckptctl.errors.UnsupportedError`.
 
-It is stricter than :mod:`pickle`. A key may not occur twice in a dict. Keys are plain values, small
-tuples of them, or records. Builders may not expand a shared value repeatedly. The number of objects
-is limited by the size of the pickle, where shared objects count each time that they are visited.
+The reader is stricter than :mod:`pickle`. A key may not occur twice in a dict. Keys are plain
+values, small tuples of plain values, or records. Builders may not expand a shared value repeatedly.
+The number of objects is limited by the size of the pickle; shared objects count at every visit.
 EXT*, INST, OBJ, text persistent ids, Python 2 byte strings of protocol 0 and out-of-band buffers
 are rejected.
 """
@@ -38,28 +38,28 @@ Table = Mapping[tuple[str, str], object]
 Stack = list[object]
 Unknown = Literal["refuse", "inert"]
 MAX_COLLIDING = 64
-"""Most tuples with the same hash, of which a hostile file can create any number."""
+"""Maximum number of keys with the same hash; a hostile file can construct such keys."""
 MAX_OPCODE_BYTES = 9
 """Size of the longest fixed-length opcode with its argument, in bytes."""
 SHARED_ALLOWANCE = 1 << 16
 FREE_OBJECTS = 1_000_000
 BYTES_PER_OBJECT = 4
-"""Least bytes of a pickle per container, record and memo entry beyond :data:`FREE_OBJECTS`.
+"""Minimum bytes of a pickle per container, record and memo entry beyond :data:`FREE_OBJECTS`.
 
-A dict takes one byte in a pickle and 72 in memory, a memo entry a hundred. State dicts, optimizers
-and ``.metadata`` have seven bytes or more for each.
+A dict takes one byte in a pickle and 72 in memory, a memo entry a hundred. Pickles of state dicts,
+optimizers and ``.metadata`` have at least seven bytes per object.
 """
 FREE_VALUES = 1 << 11
 VALUES_PER_BYTE = 8
-"""Values that a pickle may expand to per byte, beyond :data:`FREE_VALUES`.
+"""Maximum values that a pickle may expand to per byte, beyond :data:`FREE_VALUES`.
 
-Without sharing there are fewer values than bytes.
+A pickle without shared values has fewer values than bytes.
 """
 MAX_MARKS = 1000
 _COPY_WEIGHT, _HASHED_COPY_WEIGHT = 4, 8
-"""Weight of an argument's element that a builder copies, and that it copies into a set."""
+"""Weights of an element that a builder copies into a list, and that it copies into a set."""
 _CALL_OBJECTS, _NEW_GLOBAL_OBJECTS = 2, 4
-"""Objects counted for the result of a call, and for a new global."""
+"""Number of objects counted for the result of a call, and for a new global."""
 MAX_SHOWN_NAME = 200
 _PYTHON2_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 _PYTHON2_NAMES = {("builtins", "xrange"): ("builtins", "range")}
@@ -77,15 +77,15 @@ _MALFORMED = (
 )
 STOP = b"."
 SET_OBJECTS = 4
-"""Objects counted for an empty set, which takes as much memory as four tuples."""
+"""Number of objects counted for an empty set, which takes as much memory as four tuples."""
 
 
 class Hook(Protocol):
-    """Fast path that runs sequences of opcodes instead of the machine.
+    """Fast path for frequent sequences of opcodes, which the machine then does not run itself.
 
     Attributes:
         memo: Memo of the machine.
-        taken: Number of memo entries that its opcodes created without adding them to *memo*.
+        taken: Number of memo entries of the opcodes run by the hook that are not in *memo*.
     """
 
     memo: dict[int, object]
@@ -93,16 +93,19 @@ class Hook(Protocol):
 
     @property
     def sizes(self) -> Mapping[type, Callable[[Any], int]]:
-        """Functions that count the values represented by its own objects, by class."""
+        """Functions that count the values in objects created by the hook, by class."""
 
     def __call__(self, data: bytes, pos: int, stack: Stack, outer: list[Stack]) -> int:
-        """Run supported opcodes from *pos* on, and return the position after them."""
+        """Run supported opcodes from position *pos*, and return the position of the next opcode.
+
+        *stack* is the current stack of the machine, *outer* the stacks below its marks.
+        """
 
 
 def past_end_error(data: bytes, where: str, why: str) -> CkptError:
-    """Build the error for a pickle that needs bytes after its end.
+    """Build the error for a pickle that extends past its last byte.
 
-    Without a final STOP it was truncated. With one, a length is wrong.
+    If the last byte is not STOP, the pickle is truncated. Otherwise, a length in it is wrong.
     """
     if data.endswith(STOP):
         return UnsupportedError("malformed pickle", where=where, why=why)
@@ -124,24 +127,25 @@ def load_pickle(
     Args:
         data: Pickle; bytes after its STOP are an error.
         where: File name for errors.
-        table: Replacement of each global. A :class:`Builder` is called with the arguments of
-            REDUCE and NEWOBJ, a :class:`Global` makes :class:`Inert` records when called, anything
-            else is a constant. Python 2 names are translated before the look-up.
-        unknown: Whether to raise for a global that is not in *table* (``refuse``) or to make
+        table: Replacements by module and name. A :class:`Builder` is called with the arguments of
+            REDUCE and NEWOBJ. Calling a :class:`Global` creates an :class:`Inert` record. Other
+            replacements are constants. Python 2 names are translated before the look-up.
+        unknown: Whether to raise for a global that is not in *table* (``refuse``) or to create
             records of it (``inert``).
-        persistent_load: Called with each persistent id; None to raise for any.
-        hook: Called after each BUILD. If it handles any opcodes, the pickle must not number memo
-            entries.
-        max_values: Most values that the pickle may expand to, or None to derive it from its size.
+        persistent_load: Returns the object for a persistent id, or None to reject all ids.
+        hook: Called after each BUILD. If it runs any opcodes, the pickle must not number its memo
+            entries (BINPUT).
+        max_values: Maximum number of values that the pickle may expand to, or None to derive it
+            from the size of the pickle.
 
     Returns:
-        Plain values, containers and results of the table. It may be walked recursively
-        (:func:`~ckptctl.storage.pickles.inert.check_tree` accepted it).
+        The object, of plain values, containers and replacements from *table*. It can be walked
+        recursively (:func:`~ckptctl.storage.pickles.inert.check_tree` has accepted it).
 
     Raises:
         UnsafePickleError: A global is not in *table*, or an opcode refers to an external object.
         DamagedError: The pickle is truncated.
-        UnsupportedError: It is malformed.
+        UnsupportedError: The pickle is malformed, or expands to too many values.
     """
     machine = PickleMachine(data, where, table, unknown, persistent_load, hook)
     limit = FREE_VALUES + VALUES_PER_BYTE * len(data) if max_values is None else max_values
@@ -165,7 +169,7 @@ def load_pickle(
 
 
 class PickleMachine:
-    """State machine for one pickle (:data:`COLD` has the opcodes too rare for its main loop)."""
+    """State machine that runs one pickle (:data:`COLD` has the rare opcodes)."""
 
     __slots__ = (
         "allowance", "colliding", "data", "globals", "hook", "memo", "most", "persistent_load",
@@ -196,17 +200,18 @@ class PickleMachine:
         self.colliding: dict[int, set[tuple[object, ...]]] = {}
 
     def run_checked(self, limit: int, sizes: Mapping[type, Callable[[Any], int]]) -> object:
-        """Run to STOP and check that the result has at most *limit* values, walked as a tree."""
+        """Run to STOP, and check that the result has at most *limit* values as a tree."""
         root = self.run()
         check_tree(root, limit=limit, where=self.where, sizes=sizes)
         return root
 
     def run(self) -> object:
-        """Run to STOP.
+        """Run to STOP and return the object, which is not checked yet.
 
-        One long chain with the most frequent opcodes first: a 100,000-tensor ``.metadata`` has
-        twelve million opcodes, and a call for each would double the time. Slices beyond the end are
-        short, and the next opcode fetch then fails, so they need no check.
+        All frequent opcodes are in one long function, the most frequent first. The ``.metadata`` of
+        100,000 tensors has twelve million opcodes, and a call for each would double the time.
+        Slices past the end of the data are short, and reading the next opcode then fails, so their
+        length is not checked.
         """
         data = self.data
         memo, max_memo = self.memo, self.most
@@ -306,7 +311,7 @@ class PickleMachine:
             self.pos = pos
 
     def pop_result(self, stack: list[object], outer: list[list[object]], pos: int) -> object:
-        """Return the only value on the stack."""
+        """Return the only value on the stack, or raise if values or bytes remain."""
         if len(stack) != 1 or outer:
             raise UnsupportedError(
                 "malformed pickle", why="the stack does not contain exactly one value at STOP"
@@ -319,7 +324,7 @@ class PickleMachine:
         return stack[0]
 
     def refused_opcode_error(self, op: int, pos: int) -> CkptError:
-        """Build the error for a forbidden or unknown opcode."""
+        """Build the error for a rejected or unknown opcode."""
         name = REFUSED.get(op)
         position = f"at byte {pos - 1:,}"
         if not op and not any(self.data[pos:]):
@@ -347,7 +352,7 @@ class PickleMachine:
         )
 
     def disable_hook(self) -> None:
-        """Disable the hook, because the pickle numbers its memo entries."""
+        """Disable the hook and check the memo size, after an opcode that numbers its memo entry."""
         if len(self.memo) > self.most:
             raise self.too_many_objects_error()
         if self.hook is not None and self.hook.taken:
@@ -355,7 +360,7 @@ class PickleMachine:
         self.hook = None
 
     def call_target(self, target: object, args: object, newobj: bool) -> object:
-        """Run REDUCE or NEWOBJ."""
+        """Return the result of REDUCE or NEWOBJ on *target* with the arguments *args*."""
         if type(args) is not tuple:
             raise UnsupportedError("malformed pickle", why="the arguments are not a tuple")
         self.count_objects(_CALL_OBJECTS)
@@ -382,7 +387,7 @@ class PickleMachine:
         return target.fn(*args)
 
     def check_keys(self, keys: Iterable[object]) -> None:
-        """Check that each of *keys* is cheap to hash."""
+        """Raise unless each of *keys* is cheap to hash and compare."""
         for key in keys:
             if key.__class__ is not str:
                 values = check_key(key)
@@ -391,7 +396,7 @@ class PickleMachine:
                     self.check_collisions(key)
 
     def check_collisions(self, key: tuple[object, ...]) -> None:
-        """Limit the number of tuples with the same hash, so that dicts stay fast."""
+        """Raise if too many tuples have the same hash as *key*, which would make dicts slow."""
         number = hash(key)
         self.count_objects(1)
         if self.tuples.setdefault(number, key) != key:
@@ -425,7 +430,7 @@ class PickleMachine:
             )
 
     def find_global(self, module: str, name: str, pos: int) -> object:
-        """Look up the replacement of a global."""
+        """Find the replacement of a global, or raise if the global is not allowed."""
         key = (_PYTHON2_MODULES.get(module, module), name)
         key = _PYTHON2_NAMES.get(key, key)
         replacement = self.globals.get(key, self)
@@ -462,7 +467,7 @@ def _read_line(machine: PickleMachine, pos: int) -> tuple[bytes, int]:
 
 
 def _read_counted(machine: PickleMachine, pos: int, width: int) -> tuple[bytes, int]:
-    """Read the bytes after a length field of *width* bytes, and the next position."""
+    """Read bytes after a length field of *width* bytes, and return them and the next position."""
     start = pos + width
     end = start + int.from_bytes(machine.data[pos:start], "little")
     if end > len(machine.data):

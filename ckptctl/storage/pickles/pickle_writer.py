@@ -1,6 +1,6 @@
-"""Writer of protocol 2 pickles, as torch writes and its weights-only reader accepts.
+"""Writer of protocol 2 pickles, which torch also writes and its weights-only reader accepts.
 
-The output is byte for byte that of the C pickler (``Modules/_pickle.c``), except that equal strings
+The output is identical to that of the C pickler (``Modules/_pickle.c``), except that equal strings
 are shared even if they are different objects.
 """
 
@@ -36,9 +36,9 @@ _TYPED = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StorageTensor:
-    """Tensor over a storage of the same ``torch.save`` zip.
+    """Tensor to pickle, which views a storage of the same ``torch.save`` zip.
 
-    The same object in two places is one tensor after loading.
+    If the same object occurs twice in the pickled object, torch loads one shared tensor.
 
     Attributes:
         storage_key: Name of the storage's record below ``data/``.
@@ -60,7 +60,11 @@ class StorageTensor:
 
 
 def dump_pickle(obj: object) -> bytes:
-    """Pickle *obj*."""
+    """Pickle *obj*, which may contain inert objects.
+
+    Raises:
+        RefusedError: A value cannot be written, or *obj* is nested too deeply.
+    """
     writer = _PickleWriter()
     try:
         writer.write_object(obj)
@@ -70,7 +74,7 @@ def dump_pickle(obj: object) -> bytes:
 
 
 class _PickleWriter:
-    """Writes objects with the methods that ``_HANDLERS`` has for their classes."""
+    """Writer of one pickle (``_HANDLERS`` has the method for each class)."""
 
     __slots__ = ("emit", "globals", "kept", "objects", "out", "size", "strings")
 
@@ -98,7 +102,7 @@ class _PickleWriter:
         self.emit(_BINGET[index] if index < 256 else b"j" + _UINT(index))
 
     def write_string(self, text: str) -> None:
-        """Write a string, sharing equal ones."""
+        """Write a string, or a reference if an equal string was written."""
         index = self.strings.get(text)
         if index is not None:
             self.write_reference(index)
@@ -133,7 +137,7 @@ class _PickleWriter:
         self.emit(b"G" + _DOUBLE(value))
 
     def write_global(self, global_name: Global) -> None:
-        """Write a global."""
+        """Write a global, or a reference if the same global was written."""
         index = self.globals.get(global_name)
         if index is not None:
             self.write_reference(index)
@@ -145,7 +149,7 @@ class _PickleWriter:
         self.globals[global_name] = self.add_to_memo()
 
     def write_object(self, obj: object) -> None:
-        """Write one object."""
+        """Write an object with the handler for its class."""
         handler = _HANDLERS.get(obj.__class__)
         if handler is None:
             handler = _PickleWriter.write_inert if isinstance(obj, Inert) else _reject_object
@@ -165,7 +169,7 @@ class _PickleWriter:
         self.write_global(builder.source)
 
     def write_new_tuple(self, items: Sequence[object]) -> None:
-        """Write a tuple that is not shared."""
+        """Write a tuple that occurs only once."""
         count = len(items)
         if not count:
             self.emit(b")")
@@ -222,14 +226,14 @@ class _PickleWriter:
     def write_call(
         self, obj: object, target: Global, args: tuple[object, ...], op: bytes = b"R"
     ) -> None:
-        """Write a call and add its result to the memo as *obj*."""
+        """Write a call of *target* with opcode *op*, and add its result *obj* to the memo."""
         self.write_global(target)
         self.write_tuple(args)
         self.emit(op)
         self.objects[id(obj)] = self.add_to_memo()
 
     def write_temporary_call(self, obj: object, target: Global, args: tuple[object, ...]) -> None:
-        """Write a call with temporary arguments, kept alive for the memo."""
+        """Write a call with temporary arguments, kept alive because the memo has their ids."""
         if self.write_known(obj):
             return
         self.kept.append((obj, args))
@@ -272,10 +276,10 @@ class _PickleWriter:
             self.write_temporary_call(value, target, args)
 
     def write_tensor(self, obj: StorageTensor) -> None:
-        """Write a tensor like ``Tensor.__reduce_ex__`` and ``torch.save``'s persistent ids.
+        """Write a tensor as ``Tensor.__reduce_ex__`` does, with the persistent id of its storage.
 
-        torch cannot load a tensor without typed storage that requires a gradient, but it can load a
-        parameter that wraps one.
+        torch cannot load a tensor that requires a gradient if its dtype has no typed storage.
+        Therefore such a tensor is written as a parameter.
         """
         if self.write_known(obj):
             return

@@ -1,4 +1,4 @@
-"""Globals allowed in ``torch.save`` pickles and non-tensor values, and their replacements.
+"""Globals that pickles of ``torch.save`` may reference, and their replacements.
 
 Source: ``torch/_weights_only_unpickler.py`` (what torch itself allows).
 """
@@ -24,9 +24,10 @@ _PLAIN_CLASSES = frozenset(
 
 
 def _rebuild_from_type(fn: object, kind: object, args: object, attributes: object) -> object:
-    """Rebuild a regular tensor without its Python attributes, which are not data.
+    """Rebuild a regular tensor without its Python attributes, which hold no data.
 
-    Tensor subclasses, which only occur if unknown globals are allowed, stay records.
+    Instances of tensor subclasses become inert records. They only occur if unknown globals are
+    allowed.
     """
     is_regular = type(kind) is Global and kind in _PLAIN_CLASSES
     if is_regular and isinstance(fn, Builder) and fn.source in _REBUILT:
@@ -168,8 +169,8 @@ GETATTR = ("builtins", "getattr")
 ATTRIBUTES: dict[tuple[str, str], object] = {
     GETATTR: Builder(_name_attribute, source=Global(*GETATTR))
 }
-"""Replacement of nested classes and enum members by their names.
+"""Replacement of ``getattr``, which returns the names of nested classes and enum members.
 
-Protocols before 4 write nested classes as ``getattr(owner, name)``, and Python 3.11.0 to 3.11.3
-enum members in every protocol (CPython, ``Enum.__reduce_ex__``), as the memory format of tensors.
+Protocols before 4 write nested classes as ``getattr(owner, name)``. Python 3.11.0 to 3.11.3 also
+writes enum members this way in every protocol (CPython, ``Enum.__reduce_ex__``).
 """

@@ -1,8 +1,8 @@
 """Tensors described by ``torch.save`` pickles, checked against their declared storages.
 
-Sources: ``torch/_utils.py`` (``_rebuild_*``), ``torch/storage.py``. No number of the file is
-trusted. The elements of a tensor must be inside the storage that the pickle declares, and the code
-that locates the storage must compare its size with the bytes that exist.
+Sources: ``torch/_utils.py`` (``_rebuild_*``), ``torch/storage.py``. No number in the
+pickle is trusted. The elements of a tensor must be inside the storage that the pickle declares, and
+the code that locates the storage must compare the declared size with the actual bytes.
 """
 
 from __future__ import annotations
@@ -30,17 +30,25 @@ QUANTIZED = {
 }
 """Torch dtype and element size of storages whose tensors are not supported."""
 MAX_EXPANDED_BYTES = 1 << 40
-"""Most bytes of an expanded view, whose elements repeat those of its storage."""
+"""Maximum size of an expanded view, which repeats the elements of its storage, in bytes."""
 DERIVED_FLAGS = frozenset({"conj", "neg"})
-"""Flags of views whose elements are derived from those of the storage."""
+"""Flags of views whose elements are conjugates or negatives of the elements of the storage."""
 _FLAGGED_DTYPES = frozenset(
     {"complex32", "complex64", "complex128", "float16", "float32", "float64"}
 )
-"""Dtypes of such views (complex dtypes and their components)."""
+"""Dtypes of views with these flags (complex dtypes and the dtypes of their components)."""
 
 
 class UnreadError(UnsupportedError):
-    """The elements of a tensor cannot be read."""
+    """The elements of a tensor cannot be read.
+
+    Args:
+        reason: Kind of tensor, such as "sparse", for the message.
+        dtype: Dtype, by its torch name.
+        shape: Shape.
+        base: Tensor without *flags*, if only these are unsupported.
+        flags: Flags of a view, by their torch names.
+    """
 
     def __init__(
         self,
@@ -72,7 +80,7 @@ class TensorView:
         shape: Shape.
         strides: Strides in elements, or None if the tensor is contiguous.
         offset: Offset of the first element in the storage, in bytes.
-        nbytes: Bytes from the first to the end of the last element, 0 if there are none.
+        nbytes: Bytes from the start of the first to the end of the last element, 0 if empty.
         storage: Key of the storage.
         storage_nbytes: Declared size of the storage.
         requires_grad: Recorded value of ``requires_grad``.
@@ -93,10 +101,10 @@ class StorageRef:
     """Storage declared by a persistent id.
 
     Attributes:
-        key: Name of its record.
-        dtype: Element type of a typed storage; bytes are ``uint8``.
-        nbytes: Declared size.
-        build_tensor: Converts a tensor over the storage to the result of the reader.
+        key: Name of the storage's record in the zip.
+        dtype: Dtype of a typed storage, or ``uint8`` for an untyped storage.
+        nbytes: Declared size in bytes.
+        build_tensor: Converts a view of the storage to the tensor that the reader returns.
     """
 
     key: str
@@ -106,7 +114,7 @@ class StorageRef:
 
 
 def parse_storage_id(pid: object) -> tuple[str, str, int]:
-    """Parse a persistent id ``("storage", class, key, place, numel)`` to key, dtype and bytes."""
+    """Parse a persistent id ``("storage", class, key, device, numel)`` to key, dtype and size."""
     if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage":
         raise UnsupportedError("malformed storage", why="a persistent id is not a storage")
     _, storage_class, key, _, numel = pid
@@ -142,7 +150,7 @@ def _parse_sizes(value: object) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def measure_layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int, bool]:
-    """Return the number of elements, the span in elements, and whether they are contiguous."""
+    """Return number of elements, distance from first to last plus 1, and whether contiguous."""
     numel = math.prod(shape)
     if numel == 0:
         return 0, 0, True

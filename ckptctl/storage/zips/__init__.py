@@ -1,1 +1,1 @@
-"""Zips written by ``torch.save``, as complete files and as write items of DCP."""
+"""Reader and writer of ``torch.save`` zips, which are complete files or write items of DCP."""

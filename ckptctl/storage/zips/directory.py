@@ -1,8 +1,8 @@
 """Strict reader of zip directories that only accepts unambiguous files.
 
-Source: PKWARE APPNOTE 6.3.10. It rejects bytes before the first or after the last record, comments,
-compression, encryption, several disks, duplicate names, overlapping or scattered records, local
-headers that disagree with the central directory, and records outside of the range.
+Source: PKWARE APPNOTE 6.3.10. Rejected are bytes before the first or after the last record,
+comments, compression, encryption, several disks, duplicate names, overlapping records, gaps between
+records, local headers that disagree with the central directory, and records outside of the range.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class ZipRecord:
     """Byte positions of one zip entry.
 
     Attributes:
-        offset: First byte of its data, relative to the zip.
-        nbytes: Bytes of its data.
-        crc32: Recorded CRC-32, meaningless if the archive has no checksums.
-        header: First byte of its local header, relative to the zip.
-        entry: First byte of its directory entry, relative to the zip.
+        offset: First byte of the data, relative to the start of the zip.
+        nbytes: Size of the data in bytes.
+        crc32: Recorded CRC-32, meaningless if the zip has no checksums.
+        header: First byte of the local header, relative to the start of the zip.
+        entry: First byte of the directory entry, relative to the start of the zip.
     """
 
     offset: int
@@ -58,7 +58,7 @@ class ZipRecord:
 
 @dataclass(frozen=True, slots=True)
 class Directory:
-    """Records of one zip.
+    """Central directory of one zip.
 
     Attributes:
         folder: Common prefix of all names, including the slash.
@@ -72,7 +72,7 @@ class Directory:
 
 
 class FileRange:
-    """Byte range of a file, read with few and bounded reads."""
+    """Byte range of a file that contains a zip, with a cache that avoids many small reads."""
 
     def __init__(self, files: SourceFiles, name: str, base: int, length: int) -> None:
         self.files = files
@@ -97,7 +97,7 @@ class FileRange:
         return DamagedError("damaged zip", where=self.where, why=why)
 
     def malformed_error(self, why: str) -> UnsupportedError:
-        """Build the error for a zip that is complete but malformed."""
+        """Build the error for a zip that is malformed, but not by missing or changed bytes."""
         return UnsupportedError("malformed zip", where=self.where, why=why)
 
     def read_bytes(self, start: int, nbytes: int, min_read: int = 0) -> bytes:
@@ -117,7 +117,7 @@ class FileRange:
         return content[:nbytes]
 
     def read_record(self, record: ZipRecord, checked: bool, *, limit: int) -> bytes:
-        """Read the content of a record of at most *limit* bytes."""
+        """Read a record of at most *limit* bytes, and verify its CRC-32 if *checked* is set."""
         if record.nbytes > limit:
             raise self.malformed_error(
                 f"a record has {pluralize(record.nbytes, 'byte')}, but at most {limit:,} are "
@@ -182,7 +182,7 @@ def _find_folder(records: dict[str, ZipRecord], span: FileRange) -> str:
 
 
 def _read_end(span: FileRange) -> tuple[int, int, int]:
-    """Read start, size and number of entries of the central directory from the end record."""
+    """Read the end record, and return start, size and entry count of the central directory."""
     position = span.length - _END.size
     if position < 0:
         raise _missing_end_error(span, f"the file has {pluralize(span.length, 'byte')}")
@@ -217,7 +217,7 @@ def _read_end(span: FileRange) -> tuple[int, int, int]:
 
 
 def _missing_end_error(span: FileRange, why: str) -> DamagedError | UnsupportedError:
-    """Build the error for data that does not end like a zip."""
+    """Build the error for a truncated zip, or a file of another format, without an end record."""
     tail = span.read_bytes(max(0, span.length - TAIL_BYTES), min(TAIL_BYTES, span.length))
     if not any(tail):
         return span.damaged_error(f"{why} but with zeros: it was not written completely")
@@ -319,7 +319,7 @@ def _unsupported_entry_error(
 def _widen_fields(
     span: FileRange, extra: bytes, packed: int, nbytes: int, header: int
 ) -> tuple[int, int, int]:
-    """Replace the saturated 32-bit fields by those of the zip64 extra field."""
+    """Replace fields that exceed 32 bits by their values in the zip64 extra field."""
     pos = 0
     while pos + 4 <= len(extra):
         field_id, size = struct.unpack_from("<HH", extra, pos)

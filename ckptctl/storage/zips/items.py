@@ -1,9 +1,8 @@
 """Reader of the write items of ``.distcp`` files, which are ``torch.save`` zips of one tensor each.
 
-A checkpoint of 512 ranks has half a million of them. Items of equal size mostly differ only in the
-elements, their checksum and a serialization id. If all other bytes equal those of an item that was
-fully checked, the item is valid too, which takes one or two short reads, whatever the number of
-patterns.
+A checkpoint of 512 ranks has half a million items. Most items of equal size differ only in their
+elements, checksum and serialization id. If all other bytes are equal to those of an item that was
+completely checked, an item is valid, too. This check takes one or two short reads.
 """
 
 from __future__ import annotations
@@ -40,15 +39,17 @@ _ENTRY_CRC = 16
 
 @dataclass(frozen=True, slots=True)
 class ItemPattern:
-    """Bytes of a checked item, except for its holes.
+    """Bytes of a checked item that other valid items have in common with it.
+
+    Elements, checksum and serialization id are left out.
 
     Attributes:
         length: Size of the item in bytes.
         head: Bytes before the elements.
-        tail: Offset of the part after the elements.
-        pieces: Start, end and content of the ranges of that part that must be equal.
-        crc: Offset of the CRC-32 of the elements in that part.
-        hole: Start and end of the bytes of the item that are ignored.
+        tail: Offset in the item of the tail, which is all bytes after the elements.
+        pieces: Start, end and content of the ranges of the tail that must be equal.
+        crc: Offset in the tail of the CRC-32 of the elements.
+        hole: Start and end in the item of the elements, which are not read.
     """
 
     length: int
@@ -59,7 +60,7 @@ class ItemPattern:
     hole: tuple[int, int]
 
     def read_edges(self, read: Read, name: str, offset: int) -> tuple[bytes, bytes]:
-        """Read the item at *offset* without its :attr:`hole`, empty if it is truncated."""
+        """Read head and tail of the item at *offset*, or two empty strings if the read fails."""
         head_length = len(self.head)
         try:
             if self.tail - head_length <= MAX_SINGLE_READ_GAP:
@@ -71,7 +72,7 @@ class ItemPattern:
             return b"", b""
 
     def match_edges(self, head: bytes, tail: bytes) -> int | None:
-        """Return the recorded CRC-32 of the elements if the edges match, or None."""
+        """Return the recorded CRC-32 of the elements if *head* and *tail* match, or None."""
         if head != self.head:
             return None
         for start, end, content in self.pieces:
@@ -81,9 +82,9 @@ class ItemPattern:
 
 
 class NeighborReader:
-    """Reads the end of each item together with the start of the next one.
+    """Reader that reads the end of each item together with the start of the next.
 
-    This halves the number of reads.
+    This halves the number of reads if items are read in order.
     """
 
     def __init__(self, files: SourceFiles) -> None:
@@ -113,16 +114,20 @@ def read_item_tensor(
 def read_similar_item(
     files: SourceFiles, name: str, offset: int, length: int, read: Read | None = None
 ) -> tuple[StoredTensor, int, int]:
-    """Read an item as a tensor of the same pattern, the offset to add, and the CRC-32.
+    """Read an item, or find an earlier item that only differs in its elements.
 
-    It is as strict as :func:`read_archive`, with one or two reads per item. An item that only
-    differs in its elements from an earlier one is recognized by its pattern. These reads use
-    *read*, or *files* if it is None. The CRC-32 is only valid if the tensor has one.
+    This is as strict as :func:`read_archive`. An item with the pattern of an earlier item takes one
+    or two short reads, by *read* (by default, of *files*).
+
+    Returns:
+        A tensor, the offset to add to its positions in the file, and the CRC-32 of the item's
+        elements, which is only valid if the tensor has one (see :func:`move_tensor`).
 
     Raises:
-        DamagedError: The item is truncated, inconsistent, or not a single tensor.
-        ForeignFileError: It uses unsupported features.
-        UnreadError: The elements of its tensor cannot be read.
+        DamagedError: The item is truncated or damaged.
+        UnsupportedError: The item is malformed, or does not contain a single tensor.
+        ForeignFileError: The item uses unsupported features.
+        UnreadError: The elements of the tensor cannot be read.
     """
     read = read or files.read
     hole, head, tail = None, b"", b""
@@ -153,7 +158,10 @@ def require_chunk(
     sizes: tuple[int, ...],
     where: Callable[[], str],
 ) -> None:
-    """Raise if dtype and shape of a chunk differ from the metadata."""
+    """Raise if the dtype and shape of a stored chunk of *name* differ from the metadata.
+
+    *dtype* and *sizes* are those of the metadata. *where* returns the location for the error.
+    """
     if stored_chunk != (dtype, sizes):
         raise DamagedError(
             f"a chunk of `{name}` does not match the metadata",
@@ -165,9 +173,9 @@ def require_chunk(
 def select_part(
     tensor: StoredTensor, item_part: ItemPart | None, sizes: tuple[int, ...]
 ) -> StoredTensor:
-    """Return the part of the tensor that a box of *sizes* covers, all of it if *item_part* is None.
+    """Return the part *item_part* of the tensor with the shape *sizes*, or all of it if None.
 
-    A box may have leading dimensions of size 1 that the tensor does not have.
+    *sizes* may have leading dimensions of size 1 that the tensor does not have.
     """
     if item_part is None:
         return tensor
@@ -199,7 +207,7 @@ _PATTERNS: dict[int, tuple[tuple[ItemPattern, StoredTensor], ...]] = {}
 
 
 def _cache_pattern(tensor: StoredTensor, span: FileRange, directory: Directory) -> None:
-    """Cache the pattern of an item, for the latest patterns of each length."""
+    """Cache the pattern of a checked item; only the latest patterns of each item size are kept."""
     pattern = _build_pattern(span, directory, tensor.storage)
     if pattern is None:
         return
@@ -210,7 +218,7 @@ def _cache_pattern(tensor: StoredTensor, span: FileRange, directory: Directory) 
 
 
 def move_tensor(tensor: StoredTensor, shift: int, crc: int = 0) -> StoredTensor:
-    """Return the tensor of an item of the same pattern, moved by *shift* bytes."""
+    """Return a copy of *tensor* at an offset moved by *shift* bytes, with *crc* as CRC-32."""
     within = tensor.within
     return StoredTensor(
         tensor.dtype,
@@ -243,7 +251,7 @@ _item_view = lru_cache(maxsize=1 << 14)(_parse_item)
 
 
 def _build_pattern(span: FileRange, directory: Directory, storage: str) -> ItemPattern | None:
-    """Build the pattern of a checked item, or return None if its structure is unusual."""
+    """Build the pattern of a checked item, or return None if its layout is unusual."""
     records = sorted(directory.records.values(), key=lambda record: record.header)
     elements = directory.records[f"{directory.folder}data/{storage}"]
     id_record = directory.records.get(directory.folder + _ID_RECORD)
@@ -273,12 +281,12 @@ def _build_pattern(span: FileRange, directory: Directory, storage: str) -> ItemP
 
 
 def _find_end(record: ZipRecord, records: list[ZipRecord]) -> int:
-    """Return the start of the next header, up to which bytes are ignored."""
+    """Return the start of the next local header, or of the directory, after a record."""
     following = [candidate.header for candidate in records if candidate.header > record.header]
     return min(following, default=min(candidate.entry for candidate in records))
 
 
 def _has_deferred_crc(span: FileRange, record: ZipRecord) -> bool:
-    """Return whether only the directory records the checksum, and the header leaves it out."""
+    """Return whether only the directory contains the checksum, because the local header has 0."""
     flags = int.from_bytes(span.read_bytes(record.header + _FLAGS, 2), "little")
     return bool(flags & _DESCRIPTOR_FLAG) and span.read_bytes(record.header + _CRC, 4) == bytes(4)

@@ -29,7 +29,7 @@ from ckptctl.units import pluralize
 
 MAX_PICKLE_BYTES = 1 << 30
 BYTES_PER_VALUE = 16
-"""Bytes of a pickle per value, for a file with a known number of values."""
+"""Maximum bytes of a pickle per value, for a file with a known number of values."""
 _TORCH_UTILS = "torch._utils"
 LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """First bytes of files of torch before 1.6."""
@@ -38,23 +38,23 @@ _SAVE_AGAIN_HINT = "load it once with torch and save it again with `torch.save`"
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Tensor and its bytes in the file.
+    """Tensor of a file, with the byte range of its elements.
 
     Attributes:
         dtype: Dtype, by its torch name.
         shape: Shape.
         strides: Strides in elements, or None if the tensor is contiguous.
         offset: File offset of the first element.
-        nbytes: Bytes from the first to the end of the last element.
+        nbytes: Bytes from the start of the first to the end of the last element.
         crc32: CRC-32 of these bytes, if they are a complete, contiguous record and the file has
             checksums.
         storage: Key of the storage; tensors with the same storage share memory.
         requires_grad: Recorded value of ``requires_grad``.
         within: Checksum of the record that contains these bytes, if *crc32* is None and the file
             has checksums.
-        unsupported: Why the elements cannot be read, in which case there are no bytes.
-        base: Tensor without the view's flags, if only those are unsupported.
-        flags: These flags, by their torch names.
+        unsupported: Reason why the elements cannot be read, or None. If set, *nbytes* is 0.
+        base: Tensor without *flags*, if only these are unsupported.
+        flags: Unsupported flags of the view, by their torch names.
     """
 
     dtype: str
@@ -104,7 +104,7 @@ KEEPING_TABLE: Table = {
         for name, build in REBUILDERS.items()
     },
 }
-"""Table for readers that also describe tensors whose elements cannot be read."""
+"""Table for readers that also list tensors whose elements cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +114,9 @@ class TorchArchive:
     Attributes:
         root: Saved object, of plain values, inert records and :class:`StoredTensor` leaves. It may
             be walked recursively (:func:`ckptctl.storage.pickles.inert.check_tree` accepted it).
-        checksums: False if the writer disabled checksums.
+        checksums: Whether the zip has checksums; False if its writer disabled them.
         storages: Records of storages by key, including unused ones.
-        pickle_nbytes: Size of ``data.pkl``, a bound for the cost of walking *root*.
+        pickle_nbytes: Size of ``data.pkl`` in bytes, which limits the number of values in *root*.
         folder: Folder of the entries: the stem of the file name passed to ``torch.save``, or
             ``archive`` if it was passed an open file.
     """
@@ -144,10 +144,11 @@ def read_archive(
         name: File name.
         offset: First byte of the zip.
         length: Size of the zip in bytes, or None if it ends with the file.
-        unknown: As in :func:`ckptctl.storage.pickles.pickle_reader.load_pickle`.
-        table: As in ``loads``; usually ``TORCH_TABLE`` with additions.
-        max_values: Most values, with ``PER_VALUE`` bytes of the pickle each, or None to derive the
-            limit from the size of the pickle.
+        unknown: Whether to raise for a global that is not in *table* (``refuse``) or to create
+            records of it (``inert``).
+        table: Replacements of globals, usually ``TORCH_TABLE`` with additions.
+        max_values: Maximum number of values, which also limits the size of the pickle
+            (:data:`BYTES_PER_VALUE`), or None to derive it from the size of the pickle.
 
     Raises:
         ForeignFileError: The file was not written by ``torch.save``, or uses unsupported
@@ -177,7 +178,7 @@ def read_archive(
 
 
 class _StorageResolver:
-    """Resolves the persistent ids of one archive."""
+    """Resolver of the persistent ids in the pickle of one zip."""
 
     __slots__ = ("directory", "known", "span")
 
@@ -187,7 +188,7 @@ class _StorageResolver:
         self.known: dict[str, StorageRef] = {}
 
     def load_storage(self, pid: object) -> object:
-        """Return the storage for a persistent id.
+        """Return the storage for a persistent id, or raise if the zip does not contain it.
 
         torch gives all empty storages the same key, whatever their dtypes.
         """
@@ -256,7 +257,10 @@ def place_tensor(view: TensorView, directory: Directory, span: FileRange) -> Sto
 
 
 def read_pickle(span: FileRange, directory: Directory, limit: int = MAX_PICKLE_BYTES) -> bytes:
-    """Read ``data.pkl`` of at most *limit* bytes after checking byte order and kind of archive."""
+    """Read ``data.pkl``, or raise if it exceeds *limit* bytes or the zip is of another kind.
+
+    Big-endian files and TorchScript archives are rejected.
+    """
     name = directory.folder + "data.pkl"
     order = directory.records.get(directory.folder + "byteorder")
     if order is not None and span.read_record(order, directory.checksums, limit=16) != b"little":
@@ -276,7 +280,7 @@ def read_pickle(span: FileRange, directory: Directory, limit: int = MAX_PICKLE_B
 
 
 def _check_kind(span: FileRange) -> None:
-    """Raise an error that names the kind of a file that is not a zip."""
+    """Raise an error that says what the file is, if it is not a zip."""
     head = span.read_bytes(0, min(span.length, 512))
     if head.startswith(b"PK\3\4"):
         return

@@ -1,6 +1,6 @@
-"""Layout of ``torch.save`` zips, computed before any byte of the storages is known.
+"""Layout of ``torch.save`` zips, computed from the pickle and the sizes of the storages.
 
-Byte for byte the same as torch 2.13 writes (``caffe2/serialize/inline_container.cc`` over miniz):
+The zips are identical to those of torch 2.13 (``caffe2/serialize/inline_container.cc``, miniz):
 records without compression, data aligned to 64 bytes by an ``FB`` extra field in the local header,
 sizes and CRC in a data descriptor after the data, zip64 fields for sizes or offsets of 4 GiB or
 more, always a zip64 end record. Only the serialization id, a hash in torch, differs.
@@ -43,7 +43,12 @@ _ID = ".data/serialization_id"
 
 @dataclass(frozen=True, slots=True)
 class ZipLayout:
-    """Byte layout of one zip."""
+    """Byte layout of one zip.
+
+    Attributes:
+        size: Size of the zip in bytes.
+        data_offsets: First byte in the file of each storage's data.
+    """
 
     size: int
     data_offsets: tuple[int, ...]
@@ -52,7 +57,7 @@ class ZipLayout:
     _skeleton: _Skeleton
 
     def frame(self, crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        """Yield offset and content of all parts of the zip other than storage data.
+        """Yield the file offset and content of every range of the zip other than storage data.
 
         Args:
             crcs: CRC-32 of each storage. If all are 0 although there is data, all checksums are
@@ -76,17 +81,20 @@ class ZipLayout:
 
 @dataclass(frozen=True, slots=True)
 class _Skeleton:
-    """Frame of a zip for given sizes, with positions relative to the zip or to a piece.
+    """Frame of a zip (all bytes but storage data), for given sizes of pickle and storages.
+
+    The frame consists of pieces, which are separated by the data of storages.
 
     Attributes:
-        size: Bytes of the zip.
-        data_offsets: First byte of each storage.
-        starts: First byte of each piece of the frame.
-        fixed: The pieces, with zeros for the pickle, the id and the CRCs that vary.
-        unchecked: The same with CRC 0 for the records that never vary.
+        size: Size of the zip in bytes.
+        data_offsets: First byte in the zip of each storage's data.
+        starts: First byte in the zip of each piece.
+        fixed: Content of the pieces, with zeros for the pickle, the id and the CRCs that vary.
+        unchecked: Content of the pieces without checksums, in which all CRCs are 0.
         pickle_at: Position of the pickle in the first piece.
         id_at: Position of the serialization id in the last piece.
-        crcs_at: Where the CRCs of pickle, id and each storage go: pairs of piece and position.
+        crcs_at: Positions of the CRCs of the pickle, the id and each storage, each as pairs of
+            piece index and position in the piece.
         holds_data: Whether any storage has bytes.
     """
 
@@ -126,7 +134,7 @@ def _compute_id(pickle_crc: int, crcs: Sequence[int]) -> bytes:
 
 
 class _FrameBuilder:
-    """Appends records to a frame, in which the bytes of a storage separate two pieces."""
+    """Builder of a frame, to which records are appended. The data of a storage ends a piece."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -138,7 +146,7 @@ class _FrameBuilder:
         self.marks: list[tuple[tuple[int, int] | None, int]] = []
 
     def add_record(self, name: str, nbytes: int, content: bytes | None = None, crc: int = 0) -> int:
-        """Append a record, skipping its data if *content* is None, and return the data's offset."""
+        """Append a record, without data if *content* is None, and return the data's offset."""
         raw = f"{self.folder}/{name}".encode()
         header = self.position
         flags = _DESCRIPTOR_FLAGS if nbytes else _NO_DESCRIPTOR_FLAGS
@@ -245,7 +253,7 @@ def _build_skeleton(
 def _clear_crcs(
     pieces: Sequence[bytearray], places: Sequence[tuple[tuple[int, int], ...]]
 ) -> tuple[bytes, ...]:
-    """Return copies of the pieces with CRC 0 at *places*."""
+    """Return copies of the pieces in which the CRCs at *places* are 0."""
     blank = [bytearray(piece) for piece in pieces]
     for record in places:
         for index, piece_offset in record:
