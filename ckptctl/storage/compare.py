@@ -120,7 +120,7 @@ class Errors:
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Tolerances for equal elements: ``|a - b| <= atol + rtol * |b|``, as in ``numpy.isclose``.
+    """Tolerances of equality, ``|a - b| <= atol + rtol * |b|`` as in ``numpy.isclose``.
 
     Attributes:
         atol: Absolute tolerance.

@@ -211,9 +211,10 @@ class InputTensor:
         )
 
     def read_all(self) -> torch.Tensor:
-        """Read the complete tensor in its own shape, cached; the result must not be modified.
+        """Read the complete tensor in its own shape.
 
-        The size is not limited, so use this method only for tensors that are always small.
+        The result is cached and must not be modified. The size is not limited, so use this method
+        only for tensors that are always small.
         """
         entry = self.entry
         content = self._opened.get_cached(self._key, lambda: memoryview(self._reader.read()))

@@ -185,7 +185,7 @@ def count_free_bytes(path: Path) -> int:
 
 
 def require_space(path: Path, needed: int, allocated: int = 0) -> None:
-    """Raise unless *needed* bytes, of which *allocated* are already allocated, fit on disk."""
+    """Raise unless *needed* bytes, minus *allocated* bytes of existing files, fit on disk."""
     free = count_free_bytes(path)
     if free < needed - allocated:
         raise RefusedError(

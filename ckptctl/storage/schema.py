@@ -114,7 +114,7 @@ NOT_EMPTY = Constraint("a collection that is not empty", bool)
 
 
 class MalformedError(ValueError):
-    """Malformed data; :func:`malformed_errors` adds the file name and a message."""
+    """Error of malformed data, to which :func:`malformed_errors` adds a message and a file name."""
 
 
 class MismatchError(MalformedError):

@@ -56,7 +56,7 @@ class _FolderWalk:
         self._levels: list[_FolderLevel] = []
 
     def remove_entry(self, name: str) -> None:
-        """Remove *name* recursively; afterwards, the starting folder is open again."""
+        """Remove *name* recursively, and return to the starting folder."""
         self._remove_or_enter(name)
         while self._levels:
             remaining = self._levels[-1].remaining_names
@@ -82,7 +82,7 @@ class _FolderWalk:
         if names:
             self._switch_folder(descriptor)
             self._levels.append(_FolderLevel(name, parent_identity, names))
-        else:  # an empty folder may lack permissions to enter it
+        else:  # an empty folder may have no permission to enter it
             os.close(descriptor)
             os.rmdir(name, dir_fd=self.descriptor)
 

@@ -104,7 +104,7 @@ class TwoPhaseDelete:
             self.lock_trash()
 
     def _remove_on_full_disk(self, path: Path) -> None:
-        """Remove *path* on a full disk; a folder is renamed to become the trash folder."""
+        """Remove *path* on a full disk, by renaming it to the trash folder if it is a folder."""
         if path.is_dir():
             usable = os.access(path, os.W_OK | os.X_OK) and not os.path.lexists(
                 path / lock.LOCK_FILE

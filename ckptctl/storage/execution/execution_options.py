@@ -47,7 +47,7 @@ class ExecutionOptions:
 
     @property
     def threads(self) -> int:
-        """Number of threads: *jobs*, or as many as the cores and *memory* allow."""
+        """Number of threads, which is *jobs* or as many as the cores and *memory* allow."""
         return self.jobs or max(1, min(default_threads(), self.memory // MIN_THREAD_BYTES))
 
     def compute_limits(self, *, short: bool = False) -> Limits:

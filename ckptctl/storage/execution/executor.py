@@ -88,7 +88,10 @@ def execute_plan(
 
 
 class PlanRun:
-    """Execution of a plan by one process, in phases: prepare, fill, build the result."""
+    """Execution of a plan by one process.
+
+    The phases are :meth:`prepare_files`, :meth:`fill_files` and :meth:`build_result`.
+    """
 
     def __init__(
         self,

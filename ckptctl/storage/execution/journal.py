@@ -75,7 +75,7 @@ class CommitResult(NamedTuple):
 
     Attributes:
         finished: Output files, except those in memory, whose contents are complete and that only
-            lack their frames (headers and trailers).
+            miss their frames (headers and trailers).
         writeback_due: Output files with many bytes written since the last writeback.
         journal_due: Units to add to the journal, and the files that they wrote. Both are empty
             until enough bytes were written.
@@ -145,7 +145,7 @@ class Ledger:
             return [path for path, remaining in self._remaining_bytes.items() if remaining]
 
     def list_partial_files(self) -> list[str]:
-        """List the output files of which this process has written a part."""
+        """List the output files that this process has written in part."""
         with self._lock:
             return [
                 path

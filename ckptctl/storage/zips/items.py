@@ -41,7 +41,7 @@ _ENTRY_CRC = 16
 class ItemPattern:
     """Bytes of a checked item that other valid items have in common with it.
 
-    Elements, checksum and serialization id are left out.
+    Elements, checksum and serialization id are not included.
 
     Attributes:
         length: Size of the item in bytes.
@@ -207,7 +207,7 @@ _PATTERNS: dict[int, tuple[tuple[ItemPattern, StoredTensor], ...]] = {}
 
 
 def _cache_pattern(tensor: StoredTensor, span: FileRange, directory: Directory) -> None:
-    """Cache the pattern of a checked item; only the latest patterns of each item size are kept."""
+    """Cache the pattern of a checked item, keeping the latest patterns of each item size."""
     pattern = _build_pattern(span, directory, tensor.storage)
     if pattern is None:
         return
