@@ -40,11 +40,11 @@ else:
     Base = object
 
 MAX_UNGROUPED_PARAMETERS = 12
-"""Most arguments and options that the help shows without panels."""
+"""Maximum number of arguments and options that the help shows without panels."""
 MAX_SHORT_HELP_OPTIONS = 15
-"""Most options that ``-h`` shows in full. If there are more, it shows the common ones."""
+"""Maximum number of options that ``-h`` lists. If there are more, it lists common ones."""
 MAX_NAME_COLUMNS = 30
-"""Most characters in the first column of the help."""
+"""Maximum width of the first column of the help, in characters."""
 _ARGUMENT = re.compile(r"^\[?([A-Z]+)\]?( <\w+>)?$")
 """An argument in Typer's help: with brackets in 0.26, with its type in 0.29."""
 _SENTENCE = re.compile(r"(?<=\.)\s+(?=[A-Z`\[])")
@@ -349,7 +349,7 @@ def _make_completer(declaration: DeclaredOption) -> Callable[[typer.Context], li
 
 
 class RawTextMixin(Base):
-    """Mixin that keeps parameters as text, for :meth:`Declared.read` to parse."""
+    """Mixin that keeps parameters as text, for `DeclaredOption.parse_value` to parse."""
 
     # Typer's own classes of contexts and parameters are not public, hence Any.
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -375,7 +375,7 @@ class CkptCommand(RawTextMixin, TyperCommand):
     """A command whose usage line shows only argument names: ``convert [OPTIONS] SRC DST``.
 
     Attributes:
-        brief: Options that a short ``-h`` shows in addition to those in *Common*.
+        brief: Options that a short ``-h`` shows in addition to those in the panel *Common*.
     """
 
     brief: frozenset[str] = frozenset()

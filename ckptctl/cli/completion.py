@@ -56,7 +56,7 @@ def print_completions(complete: Callable[[], Any]) -> None:
 
 
 def _join_words() -> str:
-    """Rejoin words that bash split, and return the prefix of the last one that bash keeps."""
+    """Rejoin words that bash split in the environment, and return the part that bash keeps."""
     words = os.environ.get("COMP_WORDS", "").split("\n")
     current = int(os.environ.get("COMP_CWORD", "0"))
     if current >= len(words):

@@ -178,7 +178,7 @@ def show_difference(output: Printer, difference: Difference) -> None:
 
 
 def _make_human_row(tensor: TensorDifference, difference: Difference) -> tuple[str, ...]:
-    """Make a row below the title of its kind, which names all differences but shapes."""
+    """Make a row for a terminal, below a title that states all differences except shapes."""
     row = _make_row(tensor, difference, "{:.3g}".format)
     shapes = f"{list(tensor.shape_a)} {list(tensor.shape_b)}" if "shape" in tensor.kinds else ""
     return (f"  {row[0]}", shapes, *row[2:])

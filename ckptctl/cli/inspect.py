@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from ckptctl.verbs.inspection.inspect_result import Inspection, TensorInfo
 
 MAX_SHOWN_CANDIDATES = 12
-"""Most candidate model types that a terminal shows."""
+"""Maximum number of candidate model types that a terminal shows."""
 MAX_SHOWN_LEAVES = 8
-"""Most non-tensor values that a terminal shows."""
+"""Maximum number of non-tensor values that a terminal shows."""
 RUN_COLUMNS = (
     tables.name_column("path"),
     Column("format"),

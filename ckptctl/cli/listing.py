@@ -50,7 +50,7 @@ TENSOR_COLUMNS = (
     Column("histogram", drop=4),
 )
 COLUMNS_WITHOUT_STATS = 4
-"""Number of these columns that are shown without ``--stats``."""
+"""Number of leading columns that are shown without ``--stats``."""
 
 
 def make_tree_rows(output: Printer, branches: Sequence[Branch]) -> list[Row]:
@@ -79,7 +79,7 @@ def make_tree_rows(output: Printer, branches: Sequence[Branch]) -> list[Row]:
 
 
 def _make_tree_row(nesting: int, branch: Branch, largest_bytes: int) -> Row:
-    """Make the row of a branch, with a bar that *largest_bytes* bytes fill. 0 omits the bar."""
+    """Make the row of a branch, with a bar relative to *largest_bytes*, or without one if 0."""
     label = "  " * nesting + branch.label
     times = f" x {branch.copies:,}" if branch.copies > 1 else ""
     bar = StyledText(
@@ -206,7 +206,7 @@ def _format_code(name: str) -> str:
 Order = Literal["name", "size"]
 Signature = tuple[object, ...]
 MAX_NAME_PARTS = 64
-"""Most parts that a name is split into, which bounds the recursion."""
+"""Maximum number of components that a name is split into, which limits the recursion."""
 
 
 class Branch(NamedTuple):
@@ -242,7 +242,7 @@ def build_tree(
 ) -> list[Branch]:
     """Build the tree of *tensors*, sorted by name or by size (largest first).
 
-    Tensors below the first *depth* parts of a name are summed up.
+    Subtrees deeper than *depth* name components are aggregated.
     """
     root = _Node()
     for tensor in tensors:
@@ -318,7 +318,7 @@ def _build_children(node: _Node, depth: int | None) -> list[Branch]:
 
 
 def _join_labels(key: str, node: _Node, depth: int | None) -> list[Branch]:
-    """Return the branches of *node* with its name as a prefix, so that only groups nest."""
+    """Build the branches of *node* with labels that start with *key*, without a parent branch."""
     branches = [_make_leaf(key, node.leaf)] if node.leaf else []
     if depth is not None and depth <= 1:
         children = _build_children(node, None)

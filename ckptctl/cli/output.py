@@ -60,7 +60,7 @@ _write_errors: list[OSError] = []
 
 @dataclass
 class OutputSettings:
-    """Output settings of the whole program.
+    """Output settings of the program.
 
     Attributes:
         color: Value of ``--color``.
@@ -431,7 +431,8 @@ def abbreviate_names(names: Sequence[str]) -> str:
 def _find_stem(name: str) -> str:
     """Return the stem that groups *name* with similar names.
 
-    This is a part that begins with ``_``, such as a module's ``_extra_state``, or the first part.
+    The stem is the first later component that begins with ``_``, such as ``_extra_state``, or else
+    the first component.
     """
     first, *later_parts = (part.partition("/")[0] for part in name.split("."))
     return next((part for part in later_parts if part.startswith("_")), first)

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from ckptctl.storage.threads import Advance
 
 QUIET_SECONDS = 0.5
-"""Shorter work shows no bar, and does not import one."""
+"""Work that takes less time shows no bar, and does not import rich."""
 LINE_SECONDS = 10.0
 WINDOW_SECONDS = 15.0
-"""Period over which the speed is measured; longer if it has fewer samples than `STEPS`."""
+"""Period over which the speed is measured; longer if it has fewer samples than `MIN_SAMPLES`."""
 MIN_SAMPLES = 4
 SAMPLE_SECONDS = 0.2
 SETTLING_SECONDS = 1.0

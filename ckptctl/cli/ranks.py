@@ -49,7 +49,7 @@ def join_ranks(single_process: bool, machine: bool) -> Coordinator:
 
 
 def is_reported_by_rank_zero() -> bool:
-    """Return whether rank 0 already has this failure and will print it."""
+    """Return whether rank 0 has received this failure and will print it."""
     return any(ranks.rank > 0 and ranks.failure_is_shared for ranks in _joined_ranks)
 
 
@@ -111,7 +111,10 @@ _joined_ranks: list[_TorchRanks] = []
 
 
 def _join_with_notice(join_group: Callable[[], T], output: Printer) -> T:
-    """Call *join_group* in a thread, because torch waits without handling Ctrl-C or SIGTERM."""
+    """Call *join_group*, and print a warning if other ranks are slow.
+
+    The call runs in a thread, because torch waits without handling Ctrl-C or SIGTERM.
+    """
     from concurrent.futures import Future
 
     future: Future[T] = Future()

@@ -14,11 +14,11 @@ from ckptctl.units import escape_unprintable
 
 GAP = "  "
 MAX_SHOWN_ROWS = 10
-"""Most rows of a long list that a terminal shows."""
+"""Maximum number of rows of a long list that a terminal shows."""
 SPARSE_RATIO = 4
 """A column is mostly empty if at most one in this many cells has content."""
 NAME_COLUMNS = 36
-"""Fewest characters that keep tensor names distinguishable."""
+"""Minimum number of characters that keep tensor names distinguishable."""
 
 
 class Column(NamedTuple):
@@ -28,7 +28,7 @@ class Column(NamedTuple):
         title: Title in the header line.
         right: Whether cells are aligned to the right.
         drop: Rank in the order in which columns are dropped. 0 means never.
-        keep: Fewest characters that truncated cells keep. 0 means that cells are not truncated.
+        keep: Minimum number of characters of truncated cells. 0 means that cells are not truncated.
         prose: Whether cells are truncated at the end instead of in the middle.
     """
 
@@ -60,7 +60,7 @@ def format_remaining(count: int, shown_count: int = MAX_SHOWN_ROWS) -> str:
 
 
 def titled_columns(*titles: str) -> tuple[Column, ...]:
-    """Return columns that are never truncated."""
+    """Return columns with *titles* that are never truncated."""
     return tuple(map(Column, titles))
 
 

@@ -13,9 +13,9 @@ from ckptctl.errors import UsageError
 
 _END = r"(?=$|[/\s`'\",:;)])"
 MAX_WORDS, MAX_PARTS = 256, 32
-"""Most words of a command line and parts of a path to consider; others are shown in full."""
+"""Maximum number of words and of path components that are searched for typed paths."""
 _JOINED_FLAGS = r"-[nqy]+"
-"""Short flags, which may be joined."""
+"""Short flags that may be combined, such as ``-nq``."""
 _typed_words: list[str] = []
 
 
@@ -31,7 +31,7 @@ def get_typed_words() -> Sequence[str]:
 
 
 def format_command_line(*extra_options: str, without: str = "") -> str:
-    """Format the command line with *extra_options* options, without ``--dry-run`` and *without*."""
+    """Format the command line with *extra_options*, but without ``--dry-run`` and *without*."""
     end = _typed_words.index("--") if "--" in _typed_words else len(_typed_words)
     words = [*filter(None, map(_drop_dry_run, _typed_words[:end]))]
     words = [word for word in words if word not in (*extra_options, without)]
@@ -65,7 +65,7 @@ def _map_typed_paths() -> Mapping[str, str]:
 
 
 def restore_typed_paths(text: str) -> str:
-    """Replace absolute paths in *text* by their typed form, or by paths relative to one."""
+    """Replace absolute paths in *text* by their typed form, or by paths relative to that."""
     if "/" not in text or not (typed := _map_typed_paths()):
         return text
     pattern = "|".join(map(re.escape, typed))

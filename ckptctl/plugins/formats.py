@@ -2,13 +2,13 @@
 
 ========================  ==========================================================================
 the format                :class:`Format`, :class:`WritableFormat`, :class:`Listing`
-reading                   :class:`ReadOptions`, :class:`TreePath` (a path here or behind a URL),
+reading                   :class:`ReadOptions`, :class:`TreePath` (a local path or a URL),
                           :func:`source_files`, :func:`read_json`,
-                          :func:`read_archive` (what ``torch.save`` wrote; runs nothing),
+                          :func:`read_archive` (files of ``torch.save``, runs no code),
                           :func:`scan_sidecar_files` (sidecar files next to the weights)
-what was read             :class:`Catalog`, :class:`TensorEntry`, :class:`Extent`, :class:`Box`,
+contents                  :class:`Catalog`, :class:`TensorEntry`, :class:`Extent`, :class:`Box`,
                           :class:`Checksum`, :class:`Blob`, :class:`Finding`, :data:`DTYPES`,
-                          :class:`RecordedFacts` (of the model, in the trainer's own terms)
+                          :class:`RecordedFacts` (about the model, in the trainer's terms)
 writing                   :class:`OutputRequest`, :class:`OutputTensor`, :class:`OutputLayout`,
                           :class:`OutputFile`, :class:`Record`, :class:`TensorPlace`,
                           :class:`RawCopy`, :func:`make_constant_frame`,

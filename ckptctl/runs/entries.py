@@ -1,4 +1,4 @@
-"""Entries of a run folder whose names are those of checkpoints, with sizes, times and identity."""
+"""Entries of a run folder that are named like checkpoints, with their sizes and times."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ckptctl.storage.writing import OBJECTS_NAME
 from ckptctl.tree import TreePath
 
 ADDED_FILES = frozenset({"SHA256SUMS", MANIFEST, RUN_FILE, LOCK, OBJECTS_NAME})
-"""Files that are added to a checkpoint later, or removed from it."""
+"""Files that may be added to a checkpoint or removed from it after the save."""
 STATE_SUFFIXES = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp", ".pkl"),
     *(".index.json", "metadata"),
@@ -30,7 +30,7 @@ STATE_SUFFIXES = (
 INITIAL_WEIGHTS = "release"
 """Megatron's folder for initial weights."""
 SHOWN_RUNS = 3
-"""Number of runs in a folder that an error names."""
+"""Maximum number of runs that an error message lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +39,12 @@ class RunEntry:
 
     Attributes:
         time: Modification time of the newest file of weights or trainer state, in seconds since
-            the epoch; of any file if there are none of these.
+            the epoch. Without such files, modification time of the newest other file.
         touched: Modification time of the newest file or of the folder, whichever is later.
-        staging: Whether it is an unfinished save under a temporary name.
-        shared: Bytes of files that have another hard link.
+        staging: Whether the entry is an unfinished save under a temporary name.
+        shared: Bytes of files with several hard links, which a removal does not free.
         newest: Name of the file that *time* belongs to.
-        link: Target, if it is a symbolic link.
+        link: Target of a symbolic link, or an empty string.
     """
 
     path: TreePath
@@ -89,7 +89,7 @@ def is_run(root: TreePath) -> bool:
 
 
 def list_entries(root: TreePath) -> list[RunEntry]:
-    """List the entries of *root* in natural order, including links."""
+    """List the entries of *root* by series and step, or raise if there are none."""
     if not root.is_dir():
         raise SourceNotFoundError("no such directory", where=str(root), hint=path_hint(root))
     found_entries = [entry for item in root.iterdir() if (entry := read_entry(item))]
@@ -106,7 +106,11 @@ def list_entries(root: TreePath) -> list[RunEntry]:
 
 
 def read_entry(item: TreePath) -> RunEntry | None:
-    """Read the entry at *item*, or return None if it is not named like a checkpoint."""
+    """Read the entry at *item*, or return None if it is not a checkpoint of a run.
+
+    A link to another checkpoint in the same folder is not an entry, and neither is a ``last.ckpt``
+    that does not record its step.
+    """
     target = parse_staged_name(item.name)
     if not parse_name(target or item.name) and not is_last(item.name):
         return None
@@ -157,13 +161,13 @@ def _points_to_sibling(link: TreePath) -> bool:
 
 
 def list_last_without_step(root: TreePath) -> tuple[str, ...]:
-    """List Lightning's last checkpoints that do not record their step."""
+    """List the ``last.ckpt`` files of Lightning in *root* that do not record their step."""
     lasts = (item for item in root.iterdir() if is_last(item.name) and not item.is_symlink())
     return tuple(sorted(item.name for item in lasts if read_recorded_step(item) is None))
 
 
 def _iterate_files(folder: TreePath) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield the files below *folder* without following links, skipping those that vanish."""
+    """Yield the name and ``lstat`` of each file below *folder*, except folders that vanish."""
     waiting = [folder]
     while waiting:
         try:

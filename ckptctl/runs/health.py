@@ -1,6 +1,6 @@
-"""Verdicts on the checkpoints of a run, by the readers of ``verify --level fast``.
+"""Verdicts on the checkpoints of a run, as given by ``verify --level fast``.
 
-A damaged checkpoint may only be removed or skipped if its files show a torn write.
+A damaged checkpoint may only be removed or skipped if its files show an incomplete write.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from ckptctl.verbs.verification.verify_options import VerifyOptions
 from ckptctl.verdict import Verdict, decide_verdict, shows_file_damage, worst_verdict
 
 NOTE_FILES = frozenset({RUN_FILE, LOCK, OBJECTS_NAME})
-"""Files next to a checkpoint's own that may remain after its removal."""
+"""Files that ckptctl adds to a checkpoint. A folder that contains only these counts as empty."""
 BUILT_IN_RULES = Path("megatron-core")
 AT_WORK_SECONDS = 600.0
-"""Seconds after its last change in which an incomplete checkpoint is being written."""
+"""Seconds after its last change for which an incomplete checkpoint counts as being written."""
 MAX_METRIC_CHARS = 80
 _FIRST, _LAST = "path step time bytes format verdict writing problem", "protected_by metrics link"
 CHECKPOINT_FIELDS = " ".join((_FIRST, "lacks", _LAST))
@@ -50,10 +50,10 @@ class Health:
         parts: The checkpoint itself, or checkpoints inside it; empty if unknown.
         verdict: ``unknown`` includes everything that cannot be read here: failing disks, missing
             permissions, links that lead out of the checkpoint, unsupported features.
-        torn: Whether its files show an incomplete write.
+        torn: Whether the files show an incomplete write.
         read_failed: Whether the operating system failed a read.
-        may_be_starting: Whether nothing in it is recognized, since a trainer may have just started
-            it.
+        may_be_starting: Whether no format is recognized, which is also the case if a trainer has
+            just started to write the checkpoint.
     """
 
     verdict: Verdict
@@ -71,7 +71,7 @@ class Checkpoint(Retainable, Result, order=CHECKPOINT_FIELDS):
     """One checkpoint of a run, with its verdict and everything that protects it.
 
     Attributes:
-        record: Its ``ckptctl.run.json``.
+        record: Content of its ``ckptctl.run.json``.
         parts: The checkpoint itself, or checkpoints inside it.
         read_failed: Whether the operating system failed a read.
     """
@@ -113,7 +113,10 @@ class Checkpoint(Retainable, Result, order=CHECKPOINT_FIELDS):
 
 
 def read_metrics(folder: TreePath, record: RunRecord | None = None) -> dict[str, float]:
-    """Read the numeric metrics that a checkpoint records, unless *record* was read before."""
+    """Read the numeric metrics that a checkpoint records.
+
+    *record* is its run record, or None to read the record from *folder*.
+    """
     return {
         key: float(value)
         for key, value in _read_all_metrics(folder, record).items()
@@ -122,7 +125,10 @@ def read_metrics(folder: TreePath, record: RunRecord | None = None) -> dict[str,
 
 
 def read_other_metrics(folder: TreePath, record: RunRecord | None = None) -> dict[str, str]:
-    """Return recorded metrics that are not numbers, as shortened text."""
+    """Read the recorded metrics that are not numbers, as shortened text.
+
+    For *record*, see :func:`read_metrics`.
+    """
     return {
         key: repr(value)[:MAX_METRIC_CHARS]
         for key, value in _read_all_metrics(folder, record).items()
@@ -148,11 +154,11 @@ def _is_number(value: object) -> TypeGuard[int | float]:
 def check_health(
     path: TreePath, *, model: bool = True, index_checks: IndexChecks | None = None
 ) -> Health:
-    """Verify the checkpoint at *path*, which is complete if every part of it is.
+    """Verify the checkpoint at *path*, including all checkpoints inside it.
 
-    Without *model*, its tensors are not compared with its model type, since a training that
-    resumes from it checks them against its own state. *index_checks* are shared by the
-    checkpoints of a run.
+    If *model* is false, tensors are not compared with the model type, because a training process
+    that resumes compares them with its own state. *index_checks* stores results that the
+    checkpoints of a run share.
     """
     try:
         judged = _check_health(path, _HealthOptions(model, index_checks))
@@ -168,7 +174,7 @@ def examine_entry(
 ) -> Checkpoint:
     """Verify one checkpoint and read its metrics.
 
-    *now* is in seconds since the epoch. Other options are those of a health check.
+    *now* is in seconds since the epoch. For *model* and *index_checks*, see :func:`check_health`.
     """
     judged = (
         Health(Verdict.DAMAGED, "the save is unfinished", torn=True)
@@ -203,7 +209,7 @@ def examine_entry(
 
 
 class _HealthOptions(NamedTuple):
-    """Options that apply to every part of a checkpoint."""
+    """Options of :func:`check_health`, which apply to every part of a checkpoint."""
 
     model: bool
     index_checks: IndexChecks | None
@@ -246,7 +252,7 @@ def _check_health(path: TreePath, options: _HealthOptions) -> Health:
 def _combine_parts(
     path: TreePath, sniffed: tuple[tuple[TreePath, str], ...], options: _HealthOptions
 ) -> Health:
-    """Combine the verdicts of all parts, in which a torn write outweighs the worst verdict."""
+    """Return the verdict of a part with an incomplete write, or else the worst verdict."""
     parts = tuple(dict.fromkeys(part for part, _ in sniffed))
     several = len(parts) != len(sniffed)
     healths = [_check_unrecognized(path, part, options) for part in _list_other_parts(path, parts)]
@@ -280,7 +286,7 @@ def _list_other_parts(path: TreePath, parts: Sequence[TreePath]) -> list[TreePat
 
 
 def _check_unrecognized(path: TreePath, part: TreePath, options: _HealthOptions) -> Health:
-    """Judge an unrecognized folder that is named like a part."""
+    """Check the health of an unrecognized folder that is named like a part."""
     if part.is_symlink():
         part_health = Health(Verdict.UNKNOWN, "a link to an unrecognized file or folder")
     elif _has_no_files(part):
@@ -313,7 +319,7 @@ def _list_folder(folder: TreePath) -> list[TreePath]:
 
 
 def _verify_part(path: TreePath, name: str | None, health_options: _HealthOptions) -> Health:
-    """Verify *path* at level ``fast``, with its model type if asked."""
+    """Verify *path* at level ``fast``, in the format called *name* or a detected one."""
     options = VerifyOptions(format=name, level="fast", model=health_options.model)
     try:
         verified, _ = verify(path, options, index_checks=health_options.index_checks)

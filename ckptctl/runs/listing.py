@@ -50,10 +50,10 @@ torchtune, Megatron, accelerate."""
 
 
 class RunMembers:
-    """Checkpoints of a run that are compared with the others of their series.
+    """Checkpoints of a run, each of which is compared with the others of its series.
 
-    A checkpoint without a file that trainers write last, and that most others have, may be
-    unfinished, or saved in another way. That is a guess, not evidence.
+    If a file is missing that trainers write last and most other checkpoints have, the checkpoint
+    may be unfinished. This is not evidence, since it may have been saved in another way.
     """
 
     def __init__(self, members: Sequence[RunEntry], now: float | None, *, model: bool) -> None:
@@ -71,7 +71,7 @@ class RunMembers:
         )
 
     def examine_member(self, entry: RunEntry) -> Checkpoint:
-        """Verify one checkpoint, and note a file that it misses and most others have."""
+        """Verify one checkpoint, and record a missing file that most others have."""
         checkpoint = examine_entry(
             entry, self.now, model=self.model, index_checks=self._index_checks
         )
@@ -171,11 +171,11 @@ def read_run(
     """Read and verify the checkpoints in *root*.
 
     Args:
-        root: A directory.
-        now: Seconds since the epoch; None uses the clock.
-        series: Common part of the names to select; None selects all.
+        root: Run folder.
+        now: Current time in seconds since the epoch, or None to use the clock.
+        series: Common part of the names to select, or None to select all.
         in_use: Names of checkpoints that a running job uses.
-        protect_abandoned: Whether abandoned checkpoints are left alone.
+        protect_abandoned: Whether abandoned checkpoints are protected.
         model: Whether to compare tensors with their model type.
     """
     root = resolve_source_path(root)
@@ -202,7 +202,7 @@ class Newest(Result):
     """Newest complete checkpoint of a run, and the other candidates.
 
     Attributes:
-        others: Newest complete checkpoints of other series, among which it was chosen.
+        others: Other candidates, such as the newest complete checkpoints of other series.
         doubts: Reasons why the highest step may not be the last save.
     """
 
@@ -232,8 +232,8 @@ def find_newest(
     Abandoned checkpoints only count if there are no others. Among several series, the one that was
     written last counts. Lightning's ``last.ckpt`` is compared with the numbered checkpoints by
     step, and only chosen if it is ahead of all of them. Older checkpoints are not read, except
-    those saved later than a higher step. *damaged_names* maps names to reasons why checkpoints are
-    damaged, although no file is missing. *model* is that of `read_run`.
+    those that were saved after a checkpoint with a higher step. *damaged_names* maps names of
+    damaged checkpoints without missing files to reasons. For *model*, see :func:`read_run`.
     """
     root = resolve_source_path(root)
     checkpoints = [
@@ -286,7 +286,11 @@ def _examine_newest(
     company: RunMembers,
     damaged_names: Mapping[str, str],
 ) -> tuple[list[Checkpoint], list[Checkpoint]]:
-    """Verify each series in order until a checkpoint is complete, or raise if none is."""
+    """Find the first complete checkpoint of each series, or raise if there is none.
+
+    Returns:
+        The complete checkpoints, and those that were skipped before them.
+    """
     complete: list[Checkpoint] = []
     skipped: list[Checkpoint] = []
     for candidate in checkpoints:
@@ -388,13 +392,13 @@ def _select_furthest(candidates: Sequence[Checkpoint]) -> Sequence[Checkpoint]:
 
 
 def _find_saved_step(checkpoint: Checkpoint) -> int:
-    """Return the step that the checkpoint records, or the step in its name."""
+    """Read the step that the checkpoint records, or return the step in its name."""
     recorded_step = read_recorded_step(checkpoint.path)
     return checkpoint.step if recorded_step is None else recorded_step
 
 
 def _require_skippable(newer: Sequence[Checkpoint], chosen: Checkpoint | None = None) -> None:
-    """Raise if a checkpoint newer than *chosen* is not complete but shows no torn write."""
+    """Raise if a checkpoint newer than *chosen* shows no incomplete write, so may be complete."""
     unexplained = next(
         (checkpoint for checkpoint in newer if not (checkpoint.torn or checkpoint.writing)), None
     )

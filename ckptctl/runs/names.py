@@ -36,7 +36,7 @@ class CheckpointName:
     """Parsed name of a checkpoint.
 
     Attributes:
-        series: Part that is equal in all names of a run.
+        series: Part that the names of all checkpoints of a series share, such as ``step-``.
         order: Step, or epoch if there is no step, followed by numbers that order equal steps.
         metrics: Metrics in the name.
     """
@@ -67,7 +67,7 @@ def parse_name(name: str) -> CheckpointName | None:
 
 
 def is_last(name: str) -> bool:
-    """Return whether *name* is one of Lightning's ``save_last=True``, such as ``last.ckpt``."""
+    """Return whether *name* is a name that Lightning's ``save_last=True`` uses (``last.ckpt``)."""
     return _LAST.fullmatch(name) is not None
 
 

@@ -1,8 +1,8 @@
-"""Records of a run inside its checkpoints, by ckptctl, Lightning's callbacks and transformers.
+"""Records that ckptctl, Lightning's callbacks and transformers store in a run's checkpoints.
 
-Source: ``lightning/pytorch/callbacks/model_checkpoint.py``, ``state_dict``. It is updated before
-the file is written, so each file includes its own score. Nothing is unpickled: the tensors of
-scores are read by position.
+Source: ``lightning/pytorch/callbacks/model_checkpoint.py``, ``state_dict``. Lightning updates this
+state before it writes the file, so each file includes its own score. Nothing is unpickled. Scores
+that are tensors are read at their offsets in the file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STEP_FILES = (
     "checkpoint/zero_pp_rank_0_mp_rank_00_model_states.pt",
     "trainer_state.pt",
 )
-"""Files that may contain the step of such a checkpoint: FSDP, DeepSpeed, per-rank files."""
+"""Files that may contain the step of a folder checkpoint: FSDP, DeepSpeed, per-rank files."""
 MAX_STEP = 10**18
 SCORE_FORMATS = {"float64": "<d", "float32": "<f", "float16": "<e", "int64": "<q", "int32": "<i"}
 SCHEMA = "ckptctl.run/1"
@@ -50,7 +50,7 @@ class RunRecord:
 
 
 def read_run_record(folder: TreePath) -> RunRecord:
-    """Read the run record of the checkpoint *folder*, which is empty if there is none."""
+    """Read the run record in the checkpoint *folder*, or return an empty one if there is none."""
     try:
         if not (folder / RUN_FILE).is_file():
             return RunRecord()
@@ -99,7 +99,7 @@ def encode_record(
     lineage: Lineage,
     replaced_members: Mapping[str, object] | None = None,
 ) -> bytes:
-    """Encode a run record as JSON, keeping the members in *replaced_members*."""
+    """Encode a run record as JSON, with the other members of the record that it replaces."""
     save_members = {
         "save": lineage.save,
         "resumed": [resume._asdict() for resume in lineage.resumed],
@@ -118,8 +118,8 @@ class TrainerNotes:
         best: Names or paths of the best checkpoints.
         scores: Metrics of this checkpoint.
         step: Step of the save, or None if it is not recorded.
-        error: Error that prevented reading it to its end.
-        exists: Whether a state exists that is not empty, or that cannot be read.
+        error: Error that prevented reading the record to its end.
+        exists: Whether a trainer state exists that is not empty or cannot be read.
     """
 
     best: tuple[str, ...] = ()
@@ -190,7 +190,7 @@ def _iterate_callback_states(root: object) -> Iterator[Mapping[object, object]]:
 def _iterate_scores(
     files: SourceFiles, name: str, states: list[Mapping[object, object]]
 ) -> Iterator[tuple[str, object]]:
-    """Yield the score of each callback, or a description if it is not a readable number."""
+    """Yield the metric and score of each callback, with other tensors described as text."""
     for state in states:
         score, metric = state.get("current_score"), str(state["monitor"])
         kind = SCORE_FORMATS.get(score.dtype) if isinstance(score, StoredTensor) else None
@@ -267,7 +267,7 @@ def _list_best(members: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def _parse_once(path: TreePath, members: dict[str, object]) -> tuple[bool, Mapping[str, object]]:
-    """Parse the text once and collect all of its keys.
+    """Parse the file at *path* once, and add its keys to *members*.
 
     Returns:
         Whether the log came before the step, and the log entry of the step.

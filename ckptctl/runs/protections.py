@@ -1,12 +1,13 @@
-"""Protections of checkpoints against removal; :data:`PROTECTIONS` at the end lists them all.
+"""Protections of checkpoints against removal, listed in :data:`PROTECTIONS`.
 
-Each protection is a function that claims checkpoints of a run, with a reason. A claimed checkpoint
-either *stays* and counts for the rules of ``prune`` like any other, or is *left alone*: it stays
-and does not count. :mod:`ckptctl.planner.retention` contains the rules themselves.
+Each protection has a function that claims checkpoints of a run, with a reason. A claimed checkpoint
+is never removed. It either *stays* and counts for the rules of ``prune`` like any other, or is
+*left alone* and does not count. :mod:`ckptctl.planner.retention` contains the rules themselves.
 
-Many protections claim by a text. It may be a name, a path of this system or of Windows, a file
-inside the checkpoint, quoted, one line of several, a value in JSON, or only a number. A pointer
-that cannot be interpreted protects all checkpoints: see :meth:`Pointers.require_understood`.
+Many protections identify a checkpoint by a text. The text may be a name, a step, a path of this
+system or of Windows, or the path of a file inside the checkpoint. It may be quoted, one of several
+lines, or a value in JSON. A pointer that cannot be interpreted protects all checkpoints: see
+:meth:`Pointers.require_understood`.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ POINTERS = {
 """Files in a run that name the checkpoint that their trainer opens next."""
 MAX_POINTER_BYTES = 1 << 13
 SHOWN_CHARS = 80
-"""Maximum number of shown characters of a pointer."""
+"""Maximum number of characters of a pointer that a message shows."""
 IN_USE_REASON = "the running training process"
 STEPLESS_NAMES = frozenset({"release"})
-"""Megatron's word for published weights, in place of a step."""
+"""Megatron's name for published weights, in place of a step."""
 MAX_PARTS = 256
 """Maximum number of parts of a text that are looked up."""
 MAX_HOPS = 40
@@ -75,7 +76,11 @@ NameResolver = Callable[[str], str | None]
 
 
 class PointerFile(NamedTuple):
-    """Content of a pointer file, whether it was read to its end, or the error."""
+    """Content of a pointer file, or the error that prevented reading it.
+
+    Attributes:
+        is_complete: Whether the file was read to its end.
+    """
 
     content: str = ""
     is_complete: bool = True
@@ -83,7 +88,7 @@ class PointerFile(NamedTuple):
 
     @classmethod
     def read(cls, root: TreePath, file: str) -> PointerFile:
-        """Read a pointer in UTF-8 or UTF-16 (as on Windows), which is empty if there is none."""
+        """Read a pointer file in UTF-8 or UTF-16, or return an empty one if it does not exist."""
         try:
             if not (root / file).is_file():
                 return cls()
@@ -98,7 +103,7 @@ class PointerFile(NamedTuple):
 
     @property
     def names_checkpoint(self) -> bool:
-        """Whether it names a checkpoint of a run or its number, existing or not."""
+        """Whether the content contains a checkpoint name or is a step, existing or not."""
         return has_checkpoint_name(self.content) or (
             self.content.isdecimal() and len(self.content) < SHOWN_CHARS
         )
@@ -125,8 +130,8 @@ class Pointers:
     def require_understood(self) -> None:
         """Raise if a pointer of the run cannot be read or interpreted.
 
-        The best checkpoint according to one with a torn write only counts if it can be read, since
-        training does not resume from there.
+        A checkpoint with an incomplete write need not be readable, because training does not
+        resume from it. The best checkpoint that it names is protected only if the name can be read.
         """
         root, members = self.root, [item for item in self._list_members() if not item.is_symlink()]
         names = [item.name for item in members]
@@ -179,9 +184,9 @@ def _require_read(path: TreePath, error: CkptError | None) -> None:
 
 
 class Claim(NamedTuple):
-    """Claim on a checkpoint by its name, or by a *text* that may name it in several ways.
+    """Claim on a checkpoint by name, or by a *text* that may mention it in several ways.
 
-    For a checkpoint that stays and counts, the reason is the file or link that names it.
+    If the checkpoint stays and counts, the reason is the file or link that names the checkpoint.
     """
 
     reason: str
@@ -191,9 +196,12 @@ class Claim(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """Everything that protections see of a run, with the newest of *checkpoints* last.
+    """Facts about a run that protections examine.
 
-    A running job uses those in *in_use*. With *branches*, abandoned checkpoints stay.
+    Attributes:
+        checkpoints: Checkpoints of the run, the newest last.
+        in_use: Names of checkpoints that a running job uses.
+        protect_abandoned: Whether abandoned checkpoints are protected.
     """
 
     root: TreePath
@@ -226,7 +234,8 @@ class Protection:
     Attributes:
         trainer: Program that writes the file.
         file: File that contains the claim.
-        effect: ``stays``, or ``left alone`` if it also does not count.
+        claims: Function that yields the claims on checkpoints of a run.
+        effect: ``stays``, or ``left alone`` if the checkpoint also does not count for the rules.
     """
 
     name: str
@@ -237,14 +246,19 @@ class Protection:
 
 
 class Protected(NamedTuple):
-    """Protection of one checkpoint, by references or by a reason to leave it alone."""
+    """Protection of one checkpoint.
+
+    Attributes:
+        pinned: Files and links that name the checkpoint, which stays and counts for the rules.
+        exempt: Reason to leave the checkpoint alone, or an empty string.
+    """
 
     pinned: tuple[str, ...] = ()
     exempt: str = ""
 
 
 def find_protections(view: RunView) -> dict[str, Protected]:
-    """Collect the protections of each checkpoint, by its name."""
+    """Map the name of each protected checkpoint to its protection."""
     known_names, names = {checkpoint.name for checkpoint in view.checkpoints}, view.names
     resolve_name = build_name_resolver(view.root, names)
     protections: dict[str, Protected] = {}
@@ -266,7 +280,7 @@ def find_protections(view: RunView) -> dict[str, Protected]:
     return protections
 
 
-# --- what names a checkpoint -------------------------------------------------------------------
+# --- references to a checkpoint -------------------------------------------------------------------
 
 
 def _claim_pointer(file: str, view: RunView) -> Iterator[Claim]:
@@ -277,8 +291,8 @@ def _claim_pointer(file: str, view: RunView) -> Iterator[Claim]:
 def _claim_best_of_trainer(view: RunView) -> Iterator[Claim]:
     """Claim the best checkpoint according to transformers' newest trainer states.
 
-    If a state is truncated, the part before the truncation counts, and also the newest state that
-    is readable to its end.
+    If a state is truncated, its readable beginning counts, and so does the newest state that can
+    be read to its end.
     """
     states = {name: read_trainer_state(view.root / name) for name in view.names}
     stating = [name for name in view.names if states[name].exists]
@@ -320,7 +334,7 @@ def _claim_in_use(view: RunView) -> Iterator[Claim]:
     yield from (Claim(IN_USE_REASON, name) for name in view.in_use if name)
 
 
-# --- what a checkpoint is ----------------------------------------------------------------------
+# --- properties of a checkpoint -------------------------------------------------------------------
 
 
 def _claim_abandoned(view: RunView) -> Iterator[Claim]:
@@ -364,21 +378,21 @@ def _claim_being_written(view: RunView) -> Iterator[Claim]:
 
 
 def _claim_not_torn(view: RunView) -> Iterator[Claim]:
-    """Claim checkpoints that are not complete and show no torn write."""
+    """Claim checkpoints that are not complete, but show no incomplete write."""
     names = view.select_names(lambda one: not (one.complete or one.torn))
     yield from (Claim(NOT_INTERRUPTED, name) for name in names)
 
 
 def _is_resumable(checkpoint: Checkpoint) -> bool:
-    """Return whether the checkpoint shows no torn write, so that training may resume from it."""
+    """Return whether training may resume from it, because it shows no incomplete write."""
     return not (checkpoint.torn or checkpoint.writing)
 
 
 def _select_newest(names: Sequence[str], view: RunView) -> list[str]:
     """Return the newest of *names* in each series, and the newest that training may resume from.
 
-    A checkpoint with a torn write may name itself as the best, so the newest complete one and the
-    newest one without a torn write count as well.
+    A checkpoint with an incomplete write may name itself as the best, so the newest complete
+    checkpoint and the newest one without an incomplete write count as well.
     """
     series_by_name = {name: series for name in names if (series := _find_series(name))}
     bases = view.select_names(lambda one: one.complete), view.select_names(_is_resumable)
@@ -412,7 +426,7 @@ def has_pointer_to_entry(root: TreePath) -> bool:
     )
 
 
-# --- what a text names ---------------------------------------------------------------------------
+# --- checkpoints that a text mentions -------------------------------------------------------------
 
 
 def find_mentioned(text: str, names: Sequence[str], resolve_name: NameResolver) -> tuple[str, ...]:
@@ -430,9 +444,10 @@ def find_mentioned(text: str, names: Sequence[str], resolve_name: NameResolver) 
 
 
 def build_name_resolver(root: TreePath, names: Sequence[str]) -> NameResolver:
-    """Build a function that resolves an alternative spelling of a checkpoint name.
+    """Build a function that maps another spelling of a name to the one in *names*, or to None.
 
-    A file system may fold case or normalize accents, and a hard link has two names.
+    Spellings of one file have the same inode. A file system may ignore case or normalize accents,
+    and a hard link has two names.
     """
 
     @cache
@@ -447,9 +462,10 @@ def build_name_resolver(root: TreePath, names: Sequence[str]) -> NameResolver:
 
 
 def is_known_reference(text: str, root: TreePath) -> bool:
-    """Return whether a text without a checkpoint of *root* names something else.
+    """Return whether *text*, which mentions no checkpoint of *root*, refers to something known.
 
-    That is a missing checkpoint, another entry of the folder, or an existing path elsewhere.
+    The text may name a missing checkpoint, another entry of the folder, or an existing path
+    elsewhere.
     """
     if text in STEPLESS_NAMES or _LIKE_A_STEP.fullmatch(text) or has_checkpoint_name(text):
         return True
@@ -481,15 +497,15 @@ def _find_place(path: TreePath) -> tuple[int, int] | None:
     return None
 
 
-# --- where links lead ----------------------------------------------------------------------------
+# --- targets of links -----------------------------------------------------------------------------
 
 
 def iterate_linked(
     root: TreePath, names: Sequence[str], *, only_nearby: bool = False
 ) -> Iterator[tuple[str, str]]:
-    """Yield entries of *root* that links lead to, into or through, with a name for the link.
+    """Yield entries of *root* that links lead to, into or through, with text that names the link.
 
-    If a folder has too many entries to search, all of *names*, the run's checkpoints, are yielded.
+    *names* are the checkpoints of the run. All are yielded if a folder is too large to search.
     With *only_nearby*, only links directly in the run and next to it are searched.
     """
     if is_url(root):
@@ -515,7 +531,10 @@ def iterate_linked(
 
 
 def _iterate_hops(link: Path) -> Iterator[Path]:
-    """Yield every path that the system resolves to follow *link*, whose folder is a real path."""
+    """Yield every path that the operating system visits to resolve *link*.
+
+    The folder of *link* must be a real path.
+    """
     at, pending, hops = link.parent, [link.name], 0
     while pending:
         part = pending.pop(0)
@@ -576,7 +595,7 @@ NAMING: tuple[Protection, ...] = (
     Protection("best checkpoint", "transformers", TRAINER_STATE, _claim_best_of_trainer),
     Protection("best checkpoint", "Lightning", LAST_CHECKPOINT, _claim_best_of_lightning),
 )
-"""Files that name a checkpoint."""
+"""Protections by files that name a checkpoint."""
 
 PROTECTIONS: tuple[Protection, ...] = (
     *NAMING,
@@ -595,5 +614,5 @@ PROTECTIONS: tuple[Protection, ...] = (
 )
 """All protections of checkpoints, independent of the rules of a policy.
 
-If there are several reasons to leave one alone, the first is reported.
+If several protections leave a checkpoint alone, the reason of the first is reported.
 """

@@ -1,8 +1,8 @@
 """Removal of the checkpoints that no rule keeps.
 
 :func:`plan_prune` decides by the rules of a policy, :func:`plan_discard` and :func:`plan_delete` by
-given steps. They change nothing. :func:`run_prune` executes a plan under a lock and leaves alone
-whatever has changed since. Commands and `CheckpointManager` share this module.
+given steps. Planning changes nothing. :func:`run_prune` executes a plan under a lock and skips
+checkpoints that have changed since. Commands and `CheckpointManager` share this module.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ class Trainer(NamedTuple):
     """Training process that saves into a run.
 
     Attributes:
-        series: Common part of the names of its checkpoints; None if there are no others.
+        series: Common part of the names of its checkpoints, or None to include all checkpoints.
         in_use: Names of the checkpoints that it uses, which are kept.
         pending_saves: Number of checkpoints that it is about to save.
     """
@@ -244,15 +244,16 @@ def plan_prune(
         force: Whether to use the order of steps if times disagree, and to allow a checkpoint as
             *root*.
         thin: Whether to remove only optimizer state.
-        replaced: Whether a complete copy elsewhere replaces all of them, so that none has to stay.
-        trainer: The running job. Its own state determines the tensors of its checkpoints, not a
-            table.
-        now: Seconds since the epoch; None uses the clock.
+        replaced: Whether a complete copy elsewhere replaces all checkpoints, so that none has to
+            stay.
+        trainer: Training process that saves into the run, if any. Tensors are then not compared
+            with a model type.
+        now: Current time in seconds since the epoch, or None to use the clock.
 
     Raises:
         SourceNotFoundError: The directory does not exist.
-        FormatError: It contains no checkpoints.
-        RefusedError: Removing them would not be safe.
+        FormatError: The directory contains no checkpoints.
+        RefusedError: Removing checkpoints would not be safe.
         UsageError: A metric is unknown.
     """
     now = clock.time() if now is None else now
@@ -291,8 +292,8 @@ def plan_prune(
 def plan_discard(root: TreePath, series: str, step: int, now: float | None = None) -> PrunePlan:
     """Plan to remove all checkpoints after *step*, so that the run can resume from it.
 
-    These have a higher step, and are complete or have a torn write. Protected ones stay, with
-    the reason in the decision, but abandoned ones are removed.
+    Only checkpoints that are complete or show an incomplete write are removed. Protected
+    checkpoints stay, with the reason in the decision. Abandoned checkpoints are not protected.
     """
     return _plan_removal(root, series, lambda other: other > step, f"after step {step}", (), now)
 
@@ -300,10 +301,10 @@ def plan_discard(root: TreePath, series: str, step: int, now: float | None = Non
 def plan_delete(root: TreePath, series: str, step: int, in_use: Collection[str] = ()) -> PrunePlan:
     """Plan to remove the checkpoint of *step* regardless of rules.
 
-    *in_use* is that of `plan_prune`.
+    Checkpoints named in *in_use*, which a running job uses, are protected.
 
     Raises:
-        RefusedError: It is protected, or no other checkpoint is complete.
+        RefusedError: The checkpoint is protected, or no other checkpoint is complete.
     """
     plan = _plan_removal(root, series, lambda other: other == step, f"step {step}", in_use)
     for decision in plan.list_decisions("skip"):
@@ -333,7 +334,7 @@ def _plan_removal(
     in_use: Collection[str] = (),
     now: float | None = None,
 ) -> PrunePlan:
-    """Plan to remove unprotected checkpoints of *is_meant* steps, complete or with a torn write."""
+    """Plan to remove the unprotected checkpoints of selected steps, with *why* as the reason."""
     real = _require_root(root)
     run = read_run(real, now, series, in_use=in_use, protect_abandoned=False, model=False)
     run.pointers.require_understood()
@@ -436,7 +437,7 @@ def _build_plan(
 
 
 def _price_decision(decision: Decision[Checkpoint], policy: Policy, thin: bool) -> PruneDecision:
-    """Add the bytes to free to a decision, and the thinning if any."""
+    """Build the decision of a prune, with the bytes to free and the thinning if any."""
     checkpoint, action, reasons = decision.checkpoint, decision.action, decision.reasons
     if action != "remove":
         return PruneDecision(checkpoint, action, reasons)

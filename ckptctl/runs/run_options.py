@@ -29,7 +29,7 @@ def parse_duration(value: float | str) -> float:
 
 
 def parse_metric_names(value: str | Sequence[str]) -> tuple[str, ...]:
-    """Parse metric names, each with its direction unless it ends in ``loss`` or ``accuracy``."""
+    """Check metric names, which need a direction unless they end in ``loss`` or ``accuracy``."""
     from ckptctl.planner.retention import BestRule
 
     texts = checks.check_globs(value)
@@ -147,7 +147,7 @@ class PruneOptions(KeepOptions):
     ] = False
 
     def __post_init__(self) -> None:
-        """Check all values, including that an age is only given for incomplete checkpoints."""
+        """Check all values, and that `min_age` is only set with `include_incomplete`."""
         super().__post_init__()
         if not self.include_incomplete and self.min_age != parse_duration(AN_HOUR):
             raise UsageError(

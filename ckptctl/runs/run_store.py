@@ -25,15 +25,15 @@ class Deletion(Protocol):
         """Trash folder for checkpoints that cannot be deleted permanently."""
 
     def read_clock(self) -> float:
-        """Return the time in seconds by the storage's clock, which may be another machine's."""
+        """Read the clock of the storage, which may be on another machine, in seconds."""
 
     def delete(
         self, name: str, identity: FileIdentity, recheck: Callable[[], None] = lambda: None
     ) -> None:
-        """Delete the entry *name* of the run, unless *recheck* raises an error."""
+        """Delete the entry *name* if it has *identity*, unless *recheck* raises an error."""
 
     def list_undeleted(self) -> list[str]:
-        """List the entries that were not deleted permanently."""
+        """List the entries that are still in the trash."""
 
 
 class RunStore(Protocol):
@@ -50,16 +50,16 @@ class RunStore(Protocol):
         """Discard cached listings."""
 
     def is_free(self, name: str) -> bool:
-        """Return whether a save may use *name*, because nothing there may be a checkpoint."""
+        """Return whether a save may use *name*, because no checkpoint can be there."""
 
     def list_unfinished_saves(self) -> list[str]:
-        """List checkpoints that a killed save may have written in part."""
+        """List checkpoints that an interrupted save may have written partially."""
 
     def list_leftovers(self) -> list[str]:
-        """List entries that an earlier run started to remove."""
+        """List entries whose removal was interrupted."""
 
     def remove_leftovers(self) -> None:
-        """Remove the leftovers of a prune that was killed."""
+        """Remove the leftovers of an interrupted prune."""
 
     def replace_file(self, name: str, content: bytes, *, sync: bool) -> None:
         """Write a small file atomically, replacing an existing one."""

@@ -1,4 +1,4 @@
-"""Removal of optimizer state from a checkpoint; the weights stay.
+"""Removal of optimizer state from a checkpoint without its weights.
 
 Files that contain only optimizer state are removed. If it is stored together with the weights, in
 ``dcp`` and ``torch``, the rest is rewritten and replaces the checkpoint atomically.
@@ -47,7 +47,7 @@ _STATE_SLOTS = frozenset(
 )
 """State of a parameter in optimizers of torch, Adafactor, bitsandbytes and JAX."""
 _AMBIGUOUS_SLOTS = frozenset({"step", "sum", "m", "v", "mu", "nu"})
-"""Those that are also names of parts of models."""
+"""State names that also occur in the names of model parameters."""
 _MAX_DEPTH = 3
 """Maximum depth at which the state dict starts below its container: ``optimizers.0.state``."""
 SHOWN_NAMES = 3
@@ -61,9 +61,9 @@ class Thinning:
     """Files and tensors of the optimizer to remove from a checkpoint.
 
     Attributes:
-        files: Files and folders of only the optimizer; if empty, the checkpoint is rewritten.
+        files: Files and folders with only optimizer state. If empty, the checkpoint is rewritten.
         freed: Approximate number of bytes to free.
-        dropped: Names of the tensors and values that are not rewritten.
+        dropped: Names of the tensors that a rewritten checkpoint omits.
     """
 
     entry: RunEntry
@@ -74,7 +74,7 @@ class Thinning:
 
 
 def plan_thinning(checkpoint: Checkpoint) -> Thinning | str:
-    """Plan to remove optimizer state, or return the reason why there is none to remove."""
+    """Plan to remove optimizer state, or return the reason why none can be removed."""
     path, name = checkpoint.path, checkpoint.format or ""
     try:
         catalogs = [formats.open_checkpoint(part, name) for part in _list_model_parts(checkpoint)]
@@ -157,7 +157,7 @@ def _replace_list(path: Path, text: str, room: Path) -> None:
 
 def _rewrite_checkpoint(thinning: Thinning, deletion: TwoPhaseDelete) -> None:
     """Rewrite the checkpoint without optimizer state and exchange it with the old one."""
-    # Only thinning converts.
+    # Imported late, because only thinning converts.
     from ckptctl.conversion.convert import Step, plan_with_steps, run_conversion
 
     entry = thinning.entry
@@ -189,7 +189,7 @@ def _rewrite_checkpoint(thinning: Thinning, deletion: TwoPhaseDelete) -> None:
 
 
 def drop_optimizer_state(catalog: Catalog) -> Catalog:
-    """Return *catalog* without optimizer state and without files that are kept as they are."""
+    """Return *catalog* without optimizer state and companion files, which are copied unchanged."""
     companion_names, optimizer_roots = (
         _list_companion_names(catalog),
         _find_optimizer_roots(catalog),
@@ -217,10 +217,10 @@ def _list_companion_names(catalog: Catalog) -> set[str]:
 
 
 def _find_optimizer_roots(catalog: Catalog) -> frozenset[str]:
-    """Return the first words of names that contain optimizer state.
+    """Return the first words of names that belong to optimizer state.
 
-    The word is not enough, since parts of models are called ``opt`` and ``optim``. Below these,
-    every tensor must look like optimizer state; below ``optimizer``, one is enough.
+    The word alone is not evidence, since models have modules called ``opt`` and ``optim``. Below
+    such a word, every tensor must look like optimizer state. Below ``optimizer``, one is enough.
     """
     tensors = [
         _split_words(leaf.path) for leaf in catalog.tensors.values() if _is_in_container(leaf.path)
@@ -238,7 +238,7 @@ def _find_optimizer_roots(catalog: Catalog) -> frozenset[str]:
 
 
 def _is_optimizer_leaf(head: str, rest: Sequence[str]) -> bool:
-    """Return whether only an optimizer has a leaf of this name."""
+    """Return whether only optimizer state has names that consist of *head* and *rest*."""
     is_clear_slot = (
         rest[-1:]
         and rest[-1] in _STATE_SLOTS
@@ -249,7 +249,7 @@ def _is_optimizer_leaf(head: str, rest: Sequence[str]) -> bool:
 
 
 def _is_likely_optimizer_leaf(rest: Sequence[str]) -> bool:
-    """Return whether an optimizer may have a leaf of this name."""
+    """Return whether optimizer state may have names that end in *rest*."""
     return not _STATE_KEYS.isdisjoint(rest[:_MAX_DEPTH]) or (
         bool(rest) and rest[-1] in _STATE_SLOTS
     )

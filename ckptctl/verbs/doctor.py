@@ -86,7 +86,7 @@ def _build_check(
 
 
 def diagnose_directory(directory: Path) -> Diagnosis:
-    """Run all checks of this environment, and of the *directory* of checkpoints."""
+    """Check this environment and *directory*, a folder of checkpoints."""
     require_local_path(directory)
     place = expand_home(directory).absolute()
     if not place.is_dir():
@@ -241,7 +241,7 @@ TEMPORARY_KINDS = {
 
 
 def _check_file_system(place: Path) -> Iterator[Check]:
-    """Probe the file system of a directory in a hidden folder, which is removed."""
+    """Check the file system of *place* in a hidden folder, which is removed afterwards."""
     type_name = file_system.find_type(resolve_links(place))
     hint = TEMPORARY_KINDS.get(
         type_name or "",
@@ -309,7 +309,7 @@ SYNC_BYTES = 1 << 20
 
 
 def list_missing_renames(folder: Path) -> list[str]:
-    """Return the rename modes required for publishing that are unsupported (man 2 rename)."""
+    """List the unsupported rename modes that publishing requires (man 2 rename)."""
     a, b = folder / "rename-a", folder / "rename-b"
     a.touch()
     missing = []
@@ -327,7 +327,7 @@ def list_missing_renames(folder: Path) -> list[str]:
 
 
 def find_large_file_problem(folder: Path, nbytes: int) -> str | None:
-    """Return why a sparse file of *nbytes* bytes cannot be created, or None."""
+    """Return the reason why a sparse file of *nbytes* bytes cannot be created, or None."""
     path = folder / "large"
     try:
         with path.open("wb") as file:
@@ -351,7 +351,7 @@ def measure_sync_seconds(folder: Path) -> float:
 
 
 def find_lock_problem(folder: Path) -> str | None:
-    """Return why a file cannot be locked (man 2 flock), or None."""
+    """Return the reason why a file cannot be locked (man 2 flock), or None."""
     try:
         with (folder / "lock").open("wb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -454,7 +454,7 @@ def _check_ranks() -> Check:
 def _find_hub_home() -> Path:
     """Return the folder of Hugging Face's libraries, as ``huggingface_hub.constants`` does.
 
-    Importing that module takes longer than the rest of the start.
+    Importing that module takes longer than the rest of the start-up.
     """
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or f"{cache}/huggingface"

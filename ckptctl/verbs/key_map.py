@@ -153,7 +153,10 @@ def _read_configuration(place: TreePath) -> Mapping[str, Json]:
 def _correct_by_shards(
     place: TreePath, read: Mapping[str, Json], family: Family
 ) -> Mapping[str, Json]:
-    """Return *read*, corrected by the shards if only they show heads that ranks repeat."""
+    """Return *read*, or the corrected documents of the opened checkpoint.
+
+    Only the shards show whether ranks repeat heads, so they are opened if the sizes allow it.
+    """
     root = expand_home(place)
     root = root.parent if root.is_file() else root
     sizes = read_sizes(family, params=read.get("params.json"))

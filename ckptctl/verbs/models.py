@@ -187,7 +187,7 @@ class Models(Result):
 
 
 def list_models(options: ModelsOptions) -> Models:
-    """List all model types without parsing tables, or one of them with its tables."""
+    """List all model types without their tables, or one model type with its tables."""
     with families.use_converter_file(options.converter):
         return Models(tuple(_iterate_models(options.family, options.layout)))
 

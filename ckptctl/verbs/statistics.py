@@ -63,13 +63,14 @@ def map_in_parallel(
     advance: Advance | None,
     jobs: int | None = None,
 ) -> Iterator[tuple[TensorEntry, T | CkptError]]:
-    """Apply *look* to tensors in parallel and yield results or errors in order.
+    """Apply *look* to tensors in parallel, and yield each result or error in order.
 
     Args:
         entries: The tensors.
         sizes: Number of bytes to read of each.
-        look: Receives a tensor and a function to call with the number of bytes read.
-        advance: Receives the total progress.
+        look: Function that reads a tensor. Its arguments are the tensor and a callback that takes
+            the number of bytes read.
+        advance: Callback for the total progress.
         jobs: Number of threads; None for this process's share of the cores.
     """
     from ckptctl.storage.arithmetic import import_torch, limit_torch_to_thread
@@ -101,7 +102,7 @@ def map_in_parallel(
 def measure_tensor(
     files: Readable, entry: TensorEntry, advance: Advance, bins: int
 ) -> Statistics | None:
-    """Read *entry* twice and return its statistics, or None if its dtype has no numbers."""
+    """Read *entry* twice and return its statistics, or None if its dtype is not numeric."""
     if entry.dtype in dtypes.UNMEASURED:
         return None
     total = Statistics()
@@ -115,7 +116,7 @@ def measure_tensor(
 def count_nonfinite(
     files: Readable, entry: TensorEntry, advance: Advance
 ) -> tuple[int, int] | None:
-    """Count NaN and infinite values of *entry*, or return None if its dtype has no numbers."""
+    """Count NaN and infinite values of *entry*, or return None if its dtype is not numeric."""
     if entry.dtype in dtypes.UNMEASURED:
         return None
     nan = inf = 0
@@ -127,7 +128,7 @@ def count_nonfinite(
 
 
 def merge_statistics(a: Statistics, b: Statistics) -> Statistics:
-    """Combine the statistics of two parts, without histograms.
+    """Combine the statistics of two sets of values, without histograms.
 
     Source: Chan, Golub, LeVeque, *Updating formulae and a pairwise algorithm for computing sample
     variances* (1979), equation 2.1.

@@ -51,7 +51,7 @@ def compare_checkpoints(
 ) -> Difference:
     """Compare two checkpoints after mapping *b* to the layout of *a*.
 
-    Errors are deviations of *b*. *progress* receives the number of bytes to compare.
+    Errors are deviations of *b* from *a*. *progress* receives the number of bytes to compare.
     """
     with families.use_converter_file(options.converter):
         return _compare_sources(a, b, options, progress)
@@ -143,12 +143,12 @@ class _SideSource:
 
 
 def _build_option_names(side: str) -> dict[str, str]:
-    """Map the options of one checkpoint to those of side ``a`` or ``b``."""
+    """Map options for one checkpoint to those of a side, such as ``--from`` to ``--format-a``."""
     return {f"--{name}": f"--{_ELSEWHERE.get(name, name)}-{side}" for name in _OPTIONS}
 
 
 def _open_both(a: str | TreePath, b: str | TreePath, options: DiffOptions) -> list[Catalog]:
-    """Open both checkpoints, and dequantize them if asked."""
+    """Open both checkpoints, and dequantize them if requested."""
     kind, rules, dtype = options.model_type, options.rules, options.dequantize
     sources = (
         _SideSource("a", a, options.format_a, kind, options.weights_a, options.tag_a, rules),
@@ -177,7 +177,7 @@ def _apply_to_sides(
     apply: Callable[[T], Catalog],
     fallback: Callable[[T, UsageError], Catalog],
 ) -> list[Catalog]:
-    """Apply an option to both sides, either of which may reject it."""
+    """Apply an option to both sides, and use *fallback* if only one side rejects the option."""
     results: list[Catalog] = []
     errors: list[UsageError] = []
     for side in sides:
@@ -194,7 +194,7 @@ def _apply_to_sides(
 def _read_leaves(catalog: Catalog) -> tuple[Catalog, frozenset[str]]:
     """Read the non-tensor values of *catalog*, and turn tensors inside them into entries.
 
-    Also returns the names of tensors inside values of a trainer.
+    Also returns the names of tensors inside trainer state.
     """
     read = formats.resolve_codecs(replace(catalog, tensors={}, replicas={}))
     blobs = {**catalog.blobs, **read.blobs}

@@ -22,7 +22,7 @@ _NO_DIFFERENCE: Mapping[Evidence, ComparisonVerdict] = {
     "checksums": "recorded checksums match; data not read",
     "structure": "the same structure; data not read",
 }
-"""Verdict without differences, which claims no more than its evidence shows."""
+"""Verdict by evidence if no difference was found."""
 
 
 @dataclass(frozen=True, slots=True)

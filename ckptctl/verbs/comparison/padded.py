@@ -21,10 +21,12 @@ from ckptctl.units import pluralize
 
 
 def without_padding(a: Catalog, mapping: StateMapping) -> tuple[Catalog, int]:
-    """Remove the padding rows of *a*'s vocabulary, and note it in *mapping*.
+    """Remove the padding rows of *a*'s vocabulary, and add a note to *mapping*.
 
-    Rows with data are only padding if the trainer's arguments say so. Also returns the number of
-    bytes read to find out.
+    Rows with data are only padding if the trainer's arguments say so.
+
+    Returns:
+        *a* without padding, and the number of bytes read to detect it.
     """
     longer = dict(_iterate_longer(a, mapping))
     rows = {(a.tensors[name].shape[0], size) for name, size in longer.items()}
@@ -59,7 +61,7 @@ def without_padding(a: Catalog, mapping: StateMapping) -> tuple[Catalog, int]:
 
 
 def _iterate_longer(a: Catalog, mapping: StateMapping) -> Iterator[tuple[str, int]]:
-    """Yield vocabulary tensors with more rows in A than in B, and the rows of B."""
+    """Yield vocabulary tensors with more rows in A than in B, and the number of rows in B."""
     written = formats.get_format(a.format)
     pads = isinstance(written, WritableFormat) and written.pads_vocabulary
     if not pads or mapping.model_type is None or mapping.layout is None:

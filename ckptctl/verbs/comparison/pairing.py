@@ -34,7 +34,7 @@ NOT_SELECTED = "not selected"
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Part to compare, selected by globs, or everything without *include*."""
+    """Names to compare, selected by globs. An empty *include* selects all."""
 
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
@@ -70,7 +70,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """Pairs of tensors and of other values, and the rest of each side."""
+    """Pairs of tensors and of non-tensor values, and a description of each side."""
 
     pairs: tuple[Pair, ...]
     leaves: tuple[tuple[str, str], ...]
@@ -81,7 +81,8 @@ class Pairing:
 def map_other(a: Catalog, b: Catalog, request: MappingRequest) -> StateMapping:
     """Map *b* to the layout of *a*, completely if possible.
 
-    If only *a* has a configuration, its sizes apply to both; its records may name the model type.
+    If only *a* has a configuration, the sizes in it apply to both. The model type may also come
+    from records in *a*.
     """
     state = {n: TensorMeta(e.dtype, e.shape, e.path) for n, e in a.tensors.items()}
     if a.documents and not b.documents:
@@ -98,6 +99,7 @@ def map_other(a: Catalog, b: Catalog, request: MappingRequest) -> StateMapping:
 
 
 def _map_best(b: Catalog, state: Mapping[str, TensorMeta], request: MappingRequest) -> StateMapping:
+    """Map *b* completely or partially, whichever covers more tensors of *state*."""
     try:
         complete_mapping = map_state(b, state, request)
         if state.keys() <= complete_mapping.tensors.keys():
@@ -119,7 +121,7 @@ def pair_tensors(
 ) -> Pairing:
     """Pair the tensors and values of both checkpoints, or raise if a glob matches nothing.
 
-    *trainers* are tensors that do not belong to a model, whatever their names are.
+    *trainers* are names of tensors inside trainer state, which do not belong to the model.
     """
     names_b = _map_names(b, mapping)
     names_a = {name: [name] for name in (*a.tensors, *a.blobs)}
@@ -151,7 +153,7 @@ def pair_tensors(
 def _build_side(
     catalog: Catalog, layout: str | None, used_names: Collection[str], left: Mapping[str, str]
 ) -> Side:
-    """Describe one side, where only names in *used_names* also exist on the other."""
+    """Describe one side, which alone has the names that are not in *used_names*."""
     return Side(
         str(catalog.path),
         catalog.format,

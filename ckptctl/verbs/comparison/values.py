@@ -23,7 +23,7 @@ from ckptctl.verbs.comparison.diff_result import LeafDifference
 from ckptctl.verbs.comparison.pairing import Pair
 
 WINDOW = 1 << 20
-"""Number of elements of a window."""
+"""Number of elements per window."""
 BATCH = 16 << 20
 """Bytes that are read from each side at a time."""
 MAX_WINDOWS = 256
@@ -75,11 +75,11 @@ def _map_checksums(entry: TensorEntry) -> dict[Box, int] | None:
 
 @dataclass(slots=True)
 class Windows:
-    """Reader of the same boxes of two located checkpoints.
+    """Comparison of two checkpoints with known byte offsets, window by window.
 
     Attributes:
         a: The first checkpoint, under its own names.
-        b: The other checkpoint.
+        b: The other checkpoint, mapped to the names of the first.
         jobs: Threads that read; 0 for this process's share of the cores.
         bitwise: Whether to compare only bits, without torch.
         identities: Identity of each file when it was first read.
@@ -99,7 +99,7 @@ class Windows:
     def compare_elements(
         self, pairs: Sequence[Pair], tolerance: Tolerance | None, advance: Advance | None
     ) -> dict[str, Errors]:
-        """Compare the elements of *pairs*, which have one shape on both sides.
+        """Compare the elements of *pairs*, which have the same shape on both sides.
 
         Returns:
             Differences by name in A, including tensors without differences.

@@ -67,7 +67,7 @@ def inspect_checkpoint(
     with families.use_converter_file(options.converter):
         if options.stats:
             require_torch(spell_option("--stats"))
-        # The manifest's checksums are not shown, so its request is saved.
+        # The checksums of the manifest are not shown, so it is not read.
         read = partial(open_source, path, options, manifest=None)
         try:
             catalog = _open_readable(read)
@@ -109,7 +109,7 @@ def _open_readable(read: Callable[..., Catalog]) -> Catalog:
 def _describe_members(path: str | TreePath, *, recognized: bool) -> Inspection | None:
     """Describe a folder of checkpoints, or return None if *path* is not one.
 
-    If *path* was recognized as a checkpoint, only names of checkpoints make it a run.
+    If *path* was *recognized* as a checkpoint, its entries must be named like checkpoints of a run.
     """
     if (inspection := describe_run(path)) or recognized:
         return inspection
@@ -174,7 +174,7 @@ def list_index_findings(catalog: Catalog) -> list[Finding]:
 
 
 def _map_problems(findings: Iterable[Finding], catalog: Catalog) -> dict[str, Finding]:
-    """Map findings to their texts, without those about unreadable tensors, which are notes."""
+    """Map texts to findings, except findings about unreadable tensors, which become notes."""
     return {
         _format_finding(finding): finding
         for finding in findings
@@ -192,14 +192,14 @@ def _format_finding(finding: Finding) -> str:
 def describe_catalog(
     path: str, catalog: Catalog, statistics: Mapping[str, Statistics], model_type: str | None = None
 ) -> Inspection:
-    """Describe *catalog*, with the statistics in *statistics* by tensor name."""
+    """Describe *catalog*. *statistics* maps tensor names to measured statistics."""
     contents = describe_contents(path, catalog, statistics)
     if not catalog.tensors:
         return contents
     catalog = strip_wrappers(catalog)
     model = recognize_model(catalog, request=ModelRequest(model_type))
     if contents.dequantizable and not model.exact:
-        with suppress(CkptError):  # tables contain the dequantized tensors
+        with suppress(CkptError):  # model types describe dequantized tensors
             catalog = replace(dequantize_catalog(catalog, "bfloat16"), notes=catalog.notes)
         model = recognize_model(catalog, request=ModelRequest(model_type))
     notes = Notes()
@@ -232,7 +232,7 @@ def describe_catalog(
 
 
 def _iterate_fit_notes(model: Model, model_type: str | None) -> Iterable[str]:
-    """Yield notes on where models are, and how well the keys fit the requested model type."""
+    """Yield notes about the locations of models and keys that the model type does not have."""
     if model.inner_models:
         yield describe_locations(model)
     if model_type is None:
@@ -329,11 +329,17 @@ def measure_tensors(
     bins: int,
     failed: Callable[[CkptError, TensorEntry], None] | None = None,
 ) -> dict[str, Statistics]:
-    """Measure *entries*, whose extents must be ``raw``.
+    """Measure the statistics of *entries* by name, which imports torch.
 
-    This imports torch. Only the present part of a tensor with holes is measured. Tensors without
-    numbers are skipped, and so are those with an error if *failed* is given, which receives the
-    error.
+    Tensors whose dtype is not numeric are skipped. If elements of a tensor are missing, the others
+    are measured.
+
+    Args:
+        files: Reader of the files.
+        entries: Tensors, whose extents must have codec ``raw``.
+        progress: Receives the number of bytes to read.
+        bins: Number of bins of the histograms.
+        failed: Receives the error and its tensor, which is then skipped. None raises the error.
     """
     sizes = [READS_PER_TENSOR * sum(extent.nbytes for extent in entry.extents) for entry in entries]
     measure_entry = partial(measure_tensor, files, bins=bins)

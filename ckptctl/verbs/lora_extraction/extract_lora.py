@@ -1,7 +1,7 @@
 """Extraction of a LoRA adapter: the low-rank part of the change of each linear layer.
 
-Both models are read tensor by tensor, under the names that PEFT uses. At any time, one weight of
-each is in memory, with its decomposition.
+Both models are read tensor by tensor, under the names that PEFT uses. At any time, only one weight
+of each model and its decomposition are in memory.
 """
 
 from __future__ import annotations
@@ -85,14 +85,14 @@ def extract_lora(
     """Write the adapter that turns *base* into *tuned*, as closely as its rank allows.
 
     Raises:
-        MappingError: They are not two versions of one model.
+        MappingError: The checkpoints are not two versions of one model.
         RefusedError: A tensor outside of linear layers differs, and `others` is ``refuse``.
     """
     return LoraExtractor(base, tuned, output, options).run(progress or (lambda _: None))
 
 
 class LoraExtractor:
-    """One call of :func:`extract_lora` with both models open and compatible."""
+    """Extraction of an adapter from two open and compatible models."""
 
     def __init__(
         self,
@@ -252,7 +252,10 @@ class LoraExtractor:
             yield PEFT_PREFIX + key
 
     def _read_if_different(self, name: str) -> tuple[Tensor, Tensor] | None:
-        """Return a tensor of both models, or None if it is equal or not selected."""
+        """Read a tensor of both models, or return None if it is equal or not selected.
+
+        Equal tensors are counted, and those not selected are noted as skipped.
+        """
         first, second = self.base[name], self.tuned[name]
         base_tensor, tuned_tensor = first[...], second[...]
         self.progress(first.nbytes + second.nbytes)
@@ -278,7 +281,7 @@ class LoraExtractor:
         self._add_factors(name, get_module(name), layer_factors, layer_factors.rank, folder)
 
     def _extract_stacks(self, names: Sequence[str], folder: AdapterFolder, dtype: str) -> None:
-        """Write the factors of a module's stacks in PEFT's order, the innermost wrapper first."""
+        """Write the factors of a module's expert stacks, in PEFT's order from the inside out."""
         module = get_module(names[0])
         for name in reversed(names):
             stack_factors = self._factor_stack(name, dtype)
@@ -288,7 +291,7 @@ class LoraExtractor:
                 module += NESTED
 
     def _factor_stack(self, name: str, dtype: str) -> Factors | None:
-        """Compute the factors of a stack expert by expert, or return None if it has none."""
+        """Compute the factors of an expert stack, or return None if there are none."""
         first, second = self.base[name], self.tuned[name]
         _require_floating(name, first, second)
         stacking = StackedFactors(first.shape, self.stacks[name], dtype)
@@ -348,7 +351,7 @@ class LoraExtractor:
         self._write_tensor(name, self.tuned[name].dtype, tensors[1], folder)
 
     def _save_whole(self, name: str, folder: AdapterFolder) -> None:
-        """Write a tensor of a module that is saved as a whole."""
+        """Write a tensor of a module that the adapter stores in full."""
         if name in self.linear or name in self.stacks:
             self._read_if_different(name)
         handle = (self.tuned if self._is_selected(name) else self.base)[name]
@@ -364,7 +367,7 @@ class LoraExtractor:
         return is_included and not any(fnmatchcase(name, glob) for glob in exclude)
 
     def _require_layers(self) -> None:
-        """Raise if the adapter has no factors, because nothing would accept it."""
+        """Raise if the adapter has no factors, because no program accepts such an adapter."""
         if not self.layers:
             saved = f", {len(self.saved):,} are not linear layers" if self.saved else ""
             message = "no linear layer differs, so the adapter would have no factors"
@@ -444,7 +447,7 @@ _NUMBERED = re.compile(r"\.\d+\.")
 class AdapterFolder:
     """Files of an adapter that is being written.
 
-    The header of the weights comes first, so room for all possible names is reserved.
+    The header comes before the weights, so space for all possible names is reserved.
     """
 
     def __init__(self, folder: Path, names: Collection[str], dtype: str) -> None:
@@ -537,7 +540,7 @@ def build_adapter_config(
     }
 
 
-# ------------------------------------------------------- modules that PEFT saves as a whole
+# ------------------------------------------------------- modules that PEFT saves in full
 #
 # PEFT requires every tensor of such a module in the adapter, including nested modules
 # (``AuxiliaryTrainingWrapper.adapter_state_dict_load_map``).
@@ -549,7 +552,7 @@ def get_module(key: str) -> str:
 
 
 def select_outermost(modules: Iterable[str]) -> tuple[str, ...]:
-    """Return those of *modules* that are not inside another."""
+    """Return the *modules* that are not inside another of *modules*."""
     unique_modules = dict.fromkeys(modules)
     return tuple(module for module in unique_modules if not is_inside(module, unique_modules))
 
@@ -563,7 +566,7 @@ def is_inside(key: str, modules: Collection[str]) -> bool:
 def require_savable_module(
     name: str, names: Iterable[str], linear: Collection[str], tied: Collection[str], where: str
 ) -> None:
-    """Raise if PEFT cannot save the tensor, because no module can be saved as a whole."""
+    """Raise if PEFT cannot save the tensor, because its module cannot be saved in full."""
     module = get_module(name)
     message = f"`{name}` differs, but PEFT can only save whole modules"
     hint = f"pass {spell_option('--others leave-out')} to keep the tensor of the base"

@@ -206,7 +206,7 @@ class Report(
         ranks: Rank that wrote each file, if its name contains the rank.
         difference: Difference from the second checkpoint; None without one, or if they cannot be
             compared.
-        differences: Maximum length of each listed part of the difference.
+        differences: Maximum number of entries in each list of the difference.
     """
 
     tensors: tuple[TensorReport, ...]

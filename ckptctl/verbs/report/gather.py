@@ -181,7 +181,7 @@ def _collect_report(
 def _summarize_checkpoint(
     path: str | TreePath, options: ReportOptions, *, paired: bool
 ) -> tuple[CheckpointSummary, Catalog | None]:
-    """Build the head of a page, and return it with the catalog if that can be read."""
+    """Summarize a checkpoint, and return the catalog or None if the index cannot be read."""
     verified, catalog = _verify_checkpoint(path, options, paired=paired)
     if catalog is None:
         return CheckpointSummary(path=verified.path, verification=verified, inspection=None), None
@@ -228,7 +228,7 @@ def _measure_presence(catalog: Catalog, verified: Verification) -> Presence:
 def _verify_checkpoint(
     path: str | TreePath, options: ReportOptions, *, paired: bool
 ) -> tuple[Verification, Catalog | None]:
-    """Verify a checkpoint, ignoring rules that may be meant for the other one."""
+    """Verify a checkpoint, without ``--rules`` if only the other of a pair can use them."""
     verify_options = VerifyOptions(
         format=options.format,
         model_type=options.model_type,
@@ -285,7 +285,7 @@ def _select_listed(
 
 
 def find_holes(entry: TensorEntry) -> Sequence[Box]:
-    """Return the boxes of a tensor that nothing covers."""
+    """Return the boxes of a tensor that no extent covers."""
     try:
         boxes = [extent.box for extent in entry.extents]
         return () if entry.unsupported else compute_coverage(entry.shape, boxes).holes
@@ -313,7 +313,13 @@ class ChunkMapper:
         room: int = MAX_CHUNKS,
         each: int = MAX_CHUNKS_PER_TENSOR,
     ) -> None:
-        """Omit the file of chunks in *virtual* files."""
+        """Create a mapper without any chunks.
+
+        Args:
+            virtual: Files that are computed on read, which chunks do not name.
+            room: Maximum number of chunks in the report.
+            each: Maximum number of chunks per tensor.
+        """
         self._virtual = virtual
         self.chunks = 0
         self.holes = 0
@@ -323,7 +329,7 @@ class ChunkMapper:
     def map_tensor(self, entry: TensorEntry, lost: Sequence[tuple[Box, str]]) -> ChunkMap:
         """Map a tensor to its files.
 
-        *lost* contains boxes in unusable files, and those files.
+        *lost* are the boxes in unusable files, each with its file.
         """
         missing = find_holes(entry)
         parts = [
@@ -355,7 +361,7 @@ class ChunkMapper:
 def _measure_statistics(
     catalog: Catalog, names: Sequence[str], progress: Watch
 ) -> tuple[Mapping[str, Statistics], list[Finding]]:
-    """Measure the tensors called *names*, and find problems in their bytes.
+    """Measure the tensors called *names*, and return findings about unreadable ones.
 
     The checkpoint need not be complete. Tensors that share memory are measured once.
     """

@@ -54,7 +54,7 @@ class RecordedChecksum:
 
 
 class ReadBlock(NamedTuple):
-    """Part of the range at position *number* that is read in one go."""
+    """Part of a byte range that is read at once. *number* is the index of the range."""
 
     number: int
     offset: int
@@ -64,7 +64,7 @@ class ReadBlock(NamedTuple):
 class PackedItem(NamedTuple):
     """Compressed item in a virtual file.
 
-    Reading one element verifies all of it, since its content has its own checksums.
+    Reading one element verifies the complete item, since compressed data has its own checksums.
     """
 
     name: str
@@ -116,10 +116,10 @@ def read_data(
     progress: Watch,
     ranks: Coordinator,
 ) -> tuple[list[Finding], Proof, int]:
-    """Compare the data with all checksums, or search it for NaN and Inf.
+    """Compare data with recorded checksums if *full*, and search it for NaN and Inf if *nan*.
 
-    All ranks return the same findings, proof and number of bytes read. *resolved* locates the bytes
-    of every undamaged item.
+    All ranks return the same findings, proof and number of bytes read. *resolved* is *catalog* with
+    the byte offsets of every undamaged item.
     """
     with source_files(catalog.root) as files, open_reader(resolved) as reader:
         identities_before = _read_identities(catalog)
@@ -194,7 +194,7 @@ def _select_portion(
 ) -> tuple[Sequence[ReadBlock], _ReadingPlan]:
     """Select the blocks, files and tensors that this rank reads.
 
-    A file that is in several lists is assigned to one rank.
+    A file in several checksum lists is assigned to one rank.
     """
     listed = list(dict.fromkeys(line.file for line in todo.lines))
     own_files = set(select_rank_share(ranks, listed, lambda name: _sum_sizes(files, [name])))
@@ -246,7 +246,7 @@ def _decompress_items(
     jobs: int | None,
     advance: Advance | None,
 ) -> tuple[list[Finding], list[PackedItem]]:
-    """Decompress items in parallel, and return findings and the undamaged items."""
+    """Decompress *items* in parallel, and return findings and the undamaged items."""
 
     def read_item(item: PackedItem) -> Finding | PackedItem:
         try:
@@ -318,7 +318,7 @@ def list_recorded(
 ) -> tuple[list[RecordedChecksum], list[Finding]]:
     """List all recorded checksums in file order, and findings about them.
 
-    *resolved* locates the bytes of every item.
+    *resolved* is *catalog* with the byte offsets of every item.
     """
     checksums: dict[tuple[str, int, int, int], RecordedChecksum] = {}
     for entry in resolved.tensors.values():
@@ -342,7 +342,7 @@ def list_recorded(
 
 
 def _iterate_zips(files: SourceFiles, catalog: Catalog) -> Iterator[tuple[str, int, int]]:
-    """Yield the position of every zip, a write item of a data file or the file itself."""
+    """Yield file, offset and size of every zip, which is a write item or a complete file."""
     items = {
         (extent.file, extent.offset, extent.nbytes)
         for entry in catalog.tensors.values()
@@ -374,7 +374,7 @@ def compute_crcs(
     jobs: int | None,
     advance: Advance | None,
 ) -> list[tuple[ReadBlock, int | CkptError]]:
-    """Compute the CRC-32 of *own_blocks* blocks of *ranges*, or the error of each."""
+    """Compute the CRC-32 of each of *own_blocks*, or return the error of reading the block."""
 
     def compute_sum(block: ReadBlock) -> int | CkptError:
         try:
@@ -493,7 +493,7 @@ def _merge_spans(spans: Iterable[Span]) -> dict[str, Pairs]:
 
 
 def _subtract_spans(spans: Pairs, removed: Sequence[tuple[int, int]]) -> Pairs:
-    """Subtract spans from others of the same file, both sorted and disjoint."""
+    """Subtract *removed* from *spans* of the same file, both sorted and disjoint."""
     remaining: Pairs = []
     holes = iter(removed)
     hole = next(holes, None)

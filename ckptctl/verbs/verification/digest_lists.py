@@ -42,7 +42,7 @@ class FileDigest:
     """Line of a checksum list.
 
     *algorithm* is ``sha256``, ``md5`` or ``git-sha1``, the digest of a git blob. *severity* is that
-    of a finding if the file has another digest.
+    of the finding if the digest of the file differs.
     """
 
     list_: str
@@ -53,14 +53,14 @@ class FileDigest:
 
 
 def get_list_algorithms(path: TreePath) -> dict[str, str]:
-    """Return the names of checksum lists for the checkpoint at *path*, with algorithms."""
+    """Map possible names of checksum lists for the checkpoint at *path* to algorithms."""
     return {**LISTS, INTEGRITY: "sha256", get_list_path(path).name: "sha256"}
 
 
 def read_listed_digests(
     files: SourceFiles, path: TreePath
 ) -> tuple[list[FileDigest], list[Finding]]:
-    """Parse the checksum lists of the checkpoint at *path*, and find problems in them.
+    """Read the checksum lists of the checkpoint at *path*, and return findings about them.
 
     For a checkpoint of a single file, lines about other files are ignored.
     """
@@ -98,7 +98,7 @@ def read_listed_digests(
 
 
 def _read_integrity(files: SourceFiles) -> list[FileDigest]:
-    """Parse Megatron-Core's ``integrity.json``, or return nothing for other programs' files."""
+    """Read Megatron-Core's ``integrity.json``, or return nothing for other programs' files."""
     try:
         content = read_json(files, INTEGRITY)
     except CkptError:
@@ -115,7 +115,7 @@ def _read_integrity(files: SourceFiles) -> list[FileDigest]:
 
 
 def drop_files(text: str, is_removed: Callable[[str], bool]) -> str:
-    """Return a checksum list without the files that are *is_removed*."""
+    """Return a checksum list without the lines of files for which *is_removed* is true."""
     matched = ((line, _LINE.fullmatch(line)) for line in text.split("\n"))
     return "\n".join(
         line for line, match in matched if not match or not is_removed(_parse_file_name(match))
@@ -159,7 +159,7 @@ def compute_digest(files: SourceFiles, name: str, algorithm: str, advance: Advan
 
 
 def require_no_list(target: TreePath) -> None:
-    """Raise if a checksum list exists already."""
+    """Raise if the checksum list *target* exists already."""
     if os.path.lexists(target):
         path = target.parent if target.name == SUMS else target.with_suffix("")
         compare = format_command("verify", path, options=("--level", "full"))
@@ -185,7 +185,7 @@ def list_members(path: TreePath) -> list[str]:
 
 
 def find_unlistable(path: TreePath) -> list[Finding]:
-    """Return findings about files that no list can name, such as links to other folders."""
+    """Return findings about files that cannot be listed, such as links to other folders."""
     findings: list[Finding] = []
     with source_files(get_root(path)) as files:
         for name in list_members(path):
@@ -201,7 +201,7 @@ def write_list(path: TreePath, jobs: int | None, progress: Watch, ranks: Coordin
 
     The ranks share the reading, and rank 0 writes the list atomically.
     """
-    # `ls` reads lists, but does not execute plans.
+    # Imported late, because `ls` only reads checksum lists.
     from ckptctl.ranks.sharing import select_rank_share
 
     names, target, threads = list_members(path), get_list_path(path), jobs or default_threads()

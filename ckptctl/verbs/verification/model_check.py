@@ -83,9 +83,9 @@ def check_recognized(
 
 
 def needs_index_only(catalog: Catalog, notes: Notes) -> bool:
-    """Return whether the result of the model check holds for any equal index.
+    """Return whether the result of the model check only depends on the index.
 
-    It does not if quantization makes it read other files or tensors, or if notes contain a path.
+    It also depends on files or tensors that quantization makes it read, and on paths in notes.
     """
     reads_files = not SIDECAR_METHODS.keys().isdisjoint(catalog.assets) or not is_unquantized(
         catalog
@@ -94,7 +94,7 @@ def needs_index_only(catalog: Catalog, notes: Notes) -> bool:
 
 
 def iterate_contradictions(model: Model) -> Iterator[Finding]:
-    """Yield facts of a model that descriptions or tensors contradict."""
+    """Yield findings about facts of a model that configuration files or tensors contradict."""
     try:
         contradictions = find_contradictions(model)
     except MappingError as error:

@@ -108,7 +108,7 @@ def _describe_hole(
     lost: Sequence[tuple[Box, str]],
     unread: Sequence[str],
 ) -> Iterator[Finding]:
-    """Yield a finding for each file known to contain a part of *hole*, or one for all of it."""
+    """Yield a finding for each file known to contain a part of *hole*, or one for all of *hole*."""
     parts = find_lost_parts(hole, lost)
     for box, file in parts:
         rank = f" (rank {int(match[1])})" if (match := DISTCP.fullmatch(file)) else ""
@@ -178,7 +178,10 @@ def _check_lengths(entry: TensorEntry) -> Iterator[Finding]:
 
 
 def _is_long_enough(extents: Sequence[Extent], size: int) -> bool:
-    """Return whether columns of items have room for elements of *size*, false for others."""
+    """Return whether extents in columns are long enough for elements of *size* bytes.
+
+    Returns false for other extents, which are checked one by one.
+    """
     if not isinstance(extents, ExtentColumns) or extents.codec != "torch":
         return False
     needed = map(mul, map(math.prod, extents.boxes.sizes), repeat(size))
@@ -186,7 +189,7 @@ def _is_long_enough(extents: Sequence[Extent], size: int) -> bool:
 
 
 def _check_files(catalog: Catalog) -> Iterator[Finding]:
-    """Yield byte ranges that exceed their file."""
+    """Yield findings about missing and truncated files, and about negative byte ranges."""
     last: dict[str, tuple[int, str]] = {}
     for name, ranges in _iterate_ranges(catalog):
         for file, start, end in ranges:
@@ -223,7 +226,7 @@ def _iterate_ranges(catalog: Catalog) -> Iterator[tuple[str, Iterable[tuple[str,
 
 
 def _check_shared_bytes(catalog: Catalog) -> Iterator[Finding]:
-    """Yield findings about bytes that belong to two tensors without being shared memory.
+    """Yield findings about bytes of a file that belong to two tensors without shared memory.
 
     In a zip of ``torch.save``, tensors share memory if they are views of one storage, and reading
     a zip already proves that its records do not overlap. In other files, two names may have
@@ -248,7 +251,7 @@ def _check_shared_bytes(catalog: Catalog) -> Iterator[Finding]:
 
 
 def _check_zips(files: SourceFiles, file: str, ranges: _Ranges) -> Iterator[Finding]:
-    """Yield a finding if the first item does not start like a zip, or the last does not end so.
+    """Yield a finding if the first item does not start, or the last does not end, like a zip.
 
     This detects files of the right size that were never written, or only in part.
     """
@@ -298,9 +301,9 @@ def _map_exclusive_ranges(catalog: Catalog) -> dict[str, _Ranges]:
 
 
 def _check_moments(catalog: Catalog) -> Iterator[Finding]:
-    """Yield parameters without a part of the Adam state that others have.
+    """Yield findings about missing Adam states that other parameters have.
 
-    A parameter without all three is not Adam's. One with only the first moment may be Lion's.
+    Parameters with only a step are ignored. A parameter with only ``exp_avg`` may be Lion's.
     """
     slots_by_parameter: dict[str, set[str]] = {}
     for name in (*catalog.tensors, *catalog.blobs):

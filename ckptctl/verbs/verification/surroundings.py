@@ -50,7 +50,10 @@ LEFTOVER = re.compile(
 def check_surroundings(
     path: TreePath, catalog: Catalog | None, *, values: bool = False
 ) -> Iterator[Finding]:
-    """Yield findings about files in and next to a checkpoint, and about elements if *values*."""
+    """Yield findings about files in and next to a checkpoint.
+
+    With *values*, elements of a consolidated model are also compared with its shards.
+    """
     stage = staging_directory(Path(path))
     if stage.is_dir():
         why = (
@@ -79,7 +82,7 @@ def check_surroundings(
 
 
 def _check_trainer_state(folder: TreePath) -> Iterator[Finding]:
-    """Yield truncated files of the trainer's state next to a model."""
+    """Yield findings about truncated files of trainer state next to a model."""
     for item in sorted(folder.iterdir()):
         if (
             TRAINER_FILES.fullmatch(item.name)
@@ -91,7 +94,7 @@ def _check_trainer_state(folder: TreePath) -> Iterator[Finding]:
 
 
 def _compare_shards(folder: TreePath, catalog: Catalog, *, values: bool) -> Iterator[Finding]:
-    """Yield differences between a consolidated model and its shards."""
+    """Yield findings about differences between a consolidated model and its shards."""
     shards = formats.get_format(SHARDS)
     if not shards.sniff(Listing(folder)):
         return
@@ -134,7 +137,7 @@ def _is_same(catalog: Catalog, parts: Catalog, name: str) -> bool:
 
 
 def _iterate_empty_folders(root: TreePath, data_files: Collection[str]) -> Iterator[Finding]:
-    """Yield empty folders among those of parameters, as in universal checkpoints."""
+    """Yield findings about empty parameter folders, as in universal checkpoints."""
     above = {Path(name).parent.parent for name in data_files} - {Path()}
     for folder in sorted(above):
         for item in sorted((root / folder).iterdir()):
@@ -165,7 +168,7 @@ def _normalize_numbers(name: str) -> str:
 
 
 def _check_pointers(folder: TreePath) -> Iterator[Finding]:
-    """Yield pointers to saves that do not exist."""
+    """Yield findings about pointers to saves that do not exist."""
     for name in (LATEST, LATEST_UNIVERSAL):
         pointer = folder / name
         if not pointer.is_file():
@@ -207,8 +210,8 @@ def read_hub_digests(
 ) -> tuple[list[FileDigest], list[Finding]]:
     """Return the digests that the Hub records of files, and findings about its records.
 
-    Other files than the data files *data_files* are included if they are in the same directories or
-    at the top.
+    Files other than *data_files* are included if they are in the same directories or at the top
+    level.
     """
     folders = {Path(), *(Path(name).parent for name in data_files)}
     if not files.local:
@@ -230,7 +233,7 @@ def read_hub_digests(
 
 
 def _iterate_remote_digests(files: SourceFiles, folder: PurePath) -> Iterator[FileDigest]:
-    """Yield the digests that a remote store reports."""
+    """Yield the digests that a remote store reports for the files in *folder*."""
     for item in sorted((files.root / folder).iterdir()):
         name = str(folder / item.name)
         digest = files.find_digest(name) if item.is_file() else None
@@ -240,7 +243,7 @@ def _iterate_remote_digests(files: SourceFiles, folder: PurePath) -> Iterator[Fi
 
 
 def _iterate_cached_digests(root: TreePath, folder: PurePath) -> Iterator[FileDigest]:
-    """Yield files of a snapshot in the cache, whose blobs are named by ETag."""
+    """Yield the digests of files of a snapshot in the cache, whose blobs are named by ETag."""
     real = resolve_links(Path(root))
     repository = find_hub_repository(real)
     if repository is None or not (real / folder).is_dir():

@@ -74,8 +74,8 @@ class IndexChecks:
 
     Attributes:
         passed: Catalog of the last index that passed, or None.
-        scope: Scope of its model check.
-        notes: Notes of its model check.
+        scope: Scope of the model check of that index.
+        notes: Notes of the model check of that index.
     """
 
     passed: Catalog | None = None
@@ -83,7 +83,7 @@ class IndexChecks:
     notes: Notes = field(default_factory=Notes)
 
     def has_passed(self, catalog: Catalog) -> bool:
-        """Return whether the index of *catalog*, apart from its location, has passed."""
+        """Return whether an index equal to that of *catalog*, except its location, has passed."""
         passed = self.passed
         # Values next to the tensors, such as the step, differ in each checkpoint.
         return (
@@ -124,7 +124,7 @@ def verify_with_catalog(
 ) -> tuple[Verification, Catalog | None]:
     """Verify a checkpoint, and return the result with its catalog or the readable part of it.
 
-    *index_checks* are those of other checkpoints that were verified with the same options.
+    *index_checks* stores results of other checkpoints that were verified with the same options.
     """
     start = time.monotonic()
     ranks = ranks or SingleProcess()
@@ -307,7 +307,7 @@ def _is_index_sound(state: _VerificationState, catalog: Catalog) -> bool:
 
 
 def _list_checksum_files(catalog: Catalog) -> tuple[str, ...]:
-    """Return the existing checksum lists that level ``full`` compares with."""
+    """List the existing checksum lists that level ``full`` compares with."""
     root = catalog.root
     uses_manifest = not catalog.path.is_file()
     uses_manifest = uses_manifest and not any(

@@ -1,7 +1,7 @@
 """Page of a report: one self-contained HTML file, safe for any names in a checkpoint.
 
-Names come from files that others wrote. The page contains them only as JSON without ``<``, which
-its script shows as text. The page's policy (CSP) allows only the one script and the one style
+Names come from untrusted files. The page contains names only as JSON without ``<``, which its
+script shows as text. The page's policy (CSP) allows only the one script and the one style
 sheet whose digests it contains.
 """
 
@@ -112,7 +112,7 @@ def _read_resource(name: str) -> str:
 def publish_page(
     output: Path | None, sources: Sequence[str | TreePath], overwrite: bool
 ) -> Iterator[Callable[[Report], None]]:
-    """Reserve the path of a page outside of *sources*, and yield a function that publishes it."""
+    """Reserve the path of a page outside of *sources*, and yield a function that writes a page."""
     if output is None:
         yield lambda _: None
         return
