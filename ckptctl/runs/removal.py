@@ -244,8 +244,7 @@ def plan_prune(
         force: Whether to use the order of steps if times disagree, and to allow a checkpoint as
             *root*.
         thin: Whether to remove only optimizer state.
-        replaced: Whether a complete copy elsewhere replaces all checkpoints, so that none has to
-            stay.
+        replaced: Whether a complete copy elsewhere makes all checkpoints of the run removable.
         trainer: Training process that saves into the run, if any. Tensors are then not compared
             with a model type.
         now: Current time in seconds since the epoch, or None to use the clock.
