@@ -291,7 +291,7 @@ def _list_rows(inspection: Inspection) -> Iterator[Row]:
 
 
 def _format_leaves(inspection: Inspection) -> str:
-    """Format the non-tensor values other than the optimizer's, those with known values first."""
+    """Format the non-tensor values outside of the optimizer, with known values first."""
     from ckptctl.conversion.recognition.roots import FOLDED_PARTS, classify_part
 
     names = [

@@ -135,7 +135,7 @@ class RunFolder(Result, order="root series checkpoints others"):
         tuple[ListedCheckpoint, ...],
         JsonField("checkpoints by series and step", name="checkpoints"),
     ]:
-        """Checkpoints, each with whether it is the newest."""
+        """Checkpoints, with a flag for the newest of each series."""
         newest = self.newest
         return tuple(
             ListedCheckpoint(checkpoint, checkpoint.name in newest)

@@ -384,7 +384,7 @@ def _claim_not_torn(view: RunView) -> Iterator[Claim]:
 
 
 def _is_resumable(checkpoint: Checkpoint) -> bool:
-    """Return whether training may resume from it, because it shows no incomplete write."""
+    """Return whether *checkpoint* shows no incomplete write, so that training may resume."""
     return not (checkpoint.torn or checkpoint.writing)
 
 

@@ -1,4 +1,4 @@
-"""Removal of optimizer state from a checkpoint without its weights.
+"""Removal of optimizer state from a checkpoint, whose weights are kept.
 
 Files that contain only optimizer state are removed. If it is stored together with the weights, in
 ``dcp`` and ``torch``, the rest is rewritten and replaces the checkpoint atomically.

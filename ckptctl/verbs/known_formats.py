@@ -95,7 +95,7 @@ class KnownFormats(Result):
 
 
 def list_known_formats(name: str | None = None) -> tuple[KnownFormat, ...]:
-    """List all formats, or only the one called *name*, with those of other packages last."""
+    """List all formats, or only the one called *name*, with formats of other packages last."""
     selected_formats = (
         (formats.get_format(name),) if name is not None else formats.load_all_formats().values()
     )

@@ -1,4 +1,4 @@
-"""Consistency of an index with its boxes, files and byte ranges; data is not read."""
+"""Checks of an index against its boxes, files and byte ranges, without reading data."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _list_unread_files(catalog: Catalog) -> list[str]:
 
 
 def _describe_suspect(catalog: Catalog, entry: TensorEntry) -> str:
-    """Name the rank that should hold the missing part, if only one has no chunk."""
+    """Describe the rank that should store the missing elements, if only one has no chunk."""
     ranks = {int(m[1]) for file in catalog.files if (m := DISTCP.fullmatch(file))}
     ranks_with_chunks = {int(m[1]) for e in entry.extents if (m := DISTCP.fullmatch(e.file))}
     if not ranks_with_chunks or max(ranks) >= 2 * len(ranks) + 2:

@@ -208,7 +208,7 @@ MAX_RECORD_BYTES = 4096
 def read_hub_digests(
     files: SourceFiles, data_files: Collection[str]
 ) -> tuple[list[FileDigest], list[Finding]]:
-    """Return the digests that the Hub records of files, and findings about its records.
+    """Return the digests that the Hub records for files, and findings about these records.
 
     Files other than *data_files* are included if they are in the same directories or at the top
     level.

@@ -35,7 +35,7 @@ MAX_SAFE_INTEGER = 2**53 - 1
 """Largest integer up to which JavaScript's numbers are exact."""
 BIG_INTEGER = re.compile(r"\d{16}")
 HEAD_BYTES = 1024
-"""Leading bytes of a page that contain its generator."""
+"""Number of leading bytes of a page that contain the tag of its generator."""
 GENERATOR = '<meta name="generator" content="ckptctl report">'
 SCRIPTS = (
     "dom.js",
