@@ -34,11 +34,11 @@ from ckptctl.planner.mapping.adapters import (
     PEFT_LAYOUTS,
     RANK_FIRST_SUFFIXES,
     SCALED_BIAS_LAYOUTS,
-    find_scaled_biases,
     get_module_name,
-    is_adapter,
+    has_adapter_factors,
     is_factor,
     list_unpaired_factors,
+    map_scaled_biases,
 )
 from ckptctl.planner.mapping.mapped import compose_tensors
 from ckptctl.planner.mapping.tensors import LayoutChange
@@ -51,7 +51,7 @@ def open_adapter(draft: Draft) -> Draft:
     if target.adapters:
         catalog = select_factors(catalog)
         require_adapter(catalog, UsageError, f"the `{target.name}` format only stores adapters")
-    if not assets.documents and is_adapter(catalog.tensors):
+    if not assets.documents and has_adapter_factors(catalog.tensors):
         assets = replace(assets, documents=read_documents(catalog.root))
     return replace(draft, assets=assets).with_catalog(catalog)
 
@@ -138,7 +138,7 @@ def _require_same_bias_scaling(change: LayoutChange, assets: Assets) -> None:
         return
     base_family = families.family(change.family.name.removesuffix(ADAPTER_SUFFIX))
     has_attention_bias = assets.documents.get("config.json", {}).get("attention_bias") is True
-    biases = find_scaled_biases(base_family, scaling[0])
+    biases = map_scaled_biases(base_family, scaling[0])
     layers_with_bias = {
         t.name.partition(".")[0]
         for t in base_family.tensors.values()

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from ckptctl.catalog import ComputedTensor, ComputeInput, TensorEntry, computed_name
 from ckptctl.errors import MappingError, UnsupportedError, quote_names, spell_option
-from ckptctl.planner.copying.blocks import build_rearranged_file, build_view, is_view
+from ckptctl.planner.copying.blocks import build_rearranged_file, build_view, has_uniform_strides
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.adapters import (
     FACTOR_ROLES,
     UNFUSED,
     derive_unfused_adapters,
     derive_unfused_model,
-    find_scaled_biases,
+    map_scaled_biases,
 )
 from ckptctl.planner.mapping.mapped import ComposedTensor, compose_tensors
 from ckptctl.planner.mapping.source import SurplusError
@@ -245,7 +245,7 @@ class _AdapterMatcher:
     def _find_scaled_bias(self, name: str) -> tuple[str, int] | None:
         """Find the bias that DoRA scales with a layer, and the index of its first element."""
         layer_name, dot, indices = name.partition(".")
-        bias_name = find_scaled_biases(self.family, self.layouts[1]).get(layer_name, "")
+        bias_name = map_scaled_biases(self.family, self.layouts[1]).get(layer_name, "")
         item = self.model.get(f"{bias_name}{dot}{indices}")
         if item is None:
             return None
@@ -289,7 +289,7 @@ def to_input(
     root: TreePath, tensor: StridedTensor, computed: dict[str, ComputedTensor]
 ) -> ComputeInput:
     """Return an adapter tensor as a view, or as a virtual file that is added to *computed*."""
-    if tensor.parts and is_view(tensor):
+    if tensor.parts and has_uniform_strides(tensor):
         return ComputeInput(root, build_view(tensor.parts[0].entry, tensor))
     rearranged_tensor = build_rearranged_file(root, tensor)
     stored_name = tensor.parts[0].entry.name if tensor.parts else ""
@@ -320,7 +320,7 @@ def _find_row_axes(item: ComposedTensor) -> list[tuple[int, int, list[tuple[int,
     """List, for each part, its first row, its origin and its axes along the stored rows."""
     return [
         (
-            part.begin[0],
+            part.stored_origin[0],
             part.origin[0],
             [(axis.size, axis.step, axis.stride) for axis in part.axes if axis.at == 0],
         )

@@ -310,7 +310,7 @@ def _rename_to_layout(
                 hint=f"convert its model to layout {source} first, with "
                 f"{spell_option(f'--to-layout {source}')}",
             )
-        for key, values in zip(group.keys, group.iterate_values(tensor.indices), strict=True):
+        for key, values in zip(group.keys, group.iterate_index_values(tensor.indices), strict=True):
             new_name = target_leaf.key.format_key(dict(zip(tensor.indices, values, strict=True)))
             suffix = keys[key].removeprefix(PEFT_PREFIX + key.removesuffix(WEIGHT))
             names[keys[key]] = PEFT_PREFIX + (

@@ -14,8 +14,8 @@ from ckptctl.planner.config_facts import Json, read_sizes
 from ckptctl.planner.families.tables import Leaf, LogicalTensor
 from ckptctl.planner.families.templates import Template
 from ckptctl.planner.layouts import HF, Family
-from ckptctl.planner.mapping.detect import list_configured_families
-from ckptctl.planner.mapping.matching import list_indices, match_keys
+from ckptctl.planner.mapping.detect import list_families_matching_configs
+from ckptctl.planner.mapping.matching import list_index_values, match_keys
 
 STACKED = "hf-v5"
 _NUMBER = re.compile(r"\.(\d+)(?=\.)")
@@ -71,7 +71,11 @@ class ExpertStack:
 
 def require_family(catalog: Catalog, config: Json | None) -> Family:
     """Return the family of the adapter's model, or raise if config.json does not identify it."""
-    names = list_configured_families(families.load_families(), config) if config is not None else []
+    names = (
+        list_families_matching_configs(families.load_families(), config)
+        if config is not None
+        else []
+    )
     if len(names) != 1:
         raise MappingError(
             "converting the experts of an adapter requires the configuration of its model",
@@ -163,7 +167,7 @@ def _build_stacks(
 
     (axis,) = per_expert.spread_axes
     swapped = leaf.dims[1] == per_expert.dims[0]
-    for index_values in list_indices(tensor, sizes):
+    for index_values in list_index_values(tensor, sizes):
         indices = dict(zip(tensor.indices, index_values, strict=True))
         start, slices = 0, []
         for _, _, part_leaf in parts:

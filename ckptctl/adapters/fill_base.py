@@ -25,7 +25,7 @@ from ckptctl.facts.agreement import compare_files
 from ckptctl.facts.contradictions import map_switches_to_tensors
 from ckptctl.formats.sidecar_files import DOCUMENTS
 from ckptctl.numerics.quantized import dequantize_catalog, dequantize_hint_on_error, find_quantized
-from ckptctl.planner.config_facts import Json, name_axis_size
+from ckptctl.planner.config_facts import Json, get_size_field
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.tensors import LayoutChange
 
@@ -92,7 +92,7 @@ def require_same_facts(draft: Draft, base: Model, family: Family) -> None:
     """Raise if the configs differ on sizes or switches, and note other differences."""
     source_files = [item for item in draft.assets.described if item.name in DOCUMENTS]
     structural_facts = {
-        name_axis_size(family, axis) for axis in family.sizes
+        get_size_field(family, axis) for axis in family.sizes
     } | map_switches_to_tensors(family).keys()
     structural_facts |= {"tie_word_embeddings"}
     contradictions = compare_files(family, [*source_files, *base.described])

@@ -21,7 +21,7 @@ from ckptctl.planner.config_facts import Json, read_sizes
 from ckptctl.planner.copying.blocks import build_rearranged_file
 from ckptctl.planner.families.declarations import get_nested, split_aliases
 from ckptctl.planner.layouts import HF, Family
-from ckptctl.planner.mapping.detect import list_configured_families
+from ckptctl.planner.mapping.detect import list_families_matching_configs
 from ckptctl.planner.mapping.inner import SUBMODEL_LAYOUT, derive_submodel_family
 from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.planner.mapping.tensors import LayoutChange, map_tensors
@@ -40,7 +40,7 @@ def rename_text_model(draft: Draft, joint_family: Family) -> Draft | None:
     text_config = get_nested(config or {}, module) if module else None
     if config is None or not isinstance(text_config, dict):
         return None
-    if joint_family.name not in list_configured_families(families.load_families(), config):
+    if joint_family.name not in list_families_matching_configs(families.load_families(), config):
         return None
     text_documents = {k: item for k, item in catalog.documents.items() if k == CONFIG} or {
         CONFIG: text_config
@@ -51,7 +51,9 @@ def rename_text_model(draft: Draft, joint_family: Family) -> Draft | None:
     text_family = families.load_families().get(text_model.model_type or "")
     if text_family is None or text_model.layout is None:
         return None
-    if text_family.name not in list_configured_families(families.load_families(), text_config):
+    if text_family.name not in list_families_matching_configs(
+        families.load_families(), text_config
+    ):
         return None
     renaming_family = derive_submodel_family(text_family, text_model.layout, joint_family, HF)
     if renaming_family is None:

@@ -11,7 +11,7 @@ from ckptctl.conversion.recognition.model import Model
 from ckptctl.errors import RefusedError, quote_names, spell_option
 from ckptctl.notes import Notes
 from ckptctl.numerics.quantized import survey_leniently
-from ckptctl.planner.config_facts import Json, has_tied_embeddings, list_absent_heads
+from ckptctl.planner.config_facts import Json, find_absent_heads, has_tied_embeddings
 from ckptctl.planner.families.declarations import get_nested, split_aliases
 from ckptctl.planner.layouts import HF, Family
 from ckptctl.planner.mapping.matching import MatchedKeys
@@ -41,7 +41,7 @@ def find_unneeded_keys(
         notes: Receives a note if MTP layers are skipped.
     """
     excluded = {tie.tensor for tie in family.ties if has_tied_embeddings(family, config)}
-    excluded |= list_absent_heads(family, config, is_base=False)
+    excluded |= find_absent_heads(family, config, is_base=False)
     mtp_tensors, source_layers, base_layers = (
         _list_mtp_tensors(family),
         _count_mtp_layers(family, config),
@@ -154,7 +154,7 @@ def require_same_dtypes(
 
 def _is_pinned(draft: Draft, family: Family, key: str) -> bool:
     """Return whether a tensor is never cast, so its dtype may differ."""
-    match = next(family.get_layout(draft.model.layout or HF).table.iterate_meanings(key), None)
+    match = next(family.get_layout(draft.model.layout or HF).table.iterate_matches(key), None)
     parts = getattr(match[0], "parts", ()) if match else ()
     return any(t.name.partition(".")[0] in family.pinned for t, _ in parts)
 

@@ -32,7 +32,7 @@ from ckptctl.conversion.recognition.layout_change import apply_change
 from ckptctl.conversion.recognition.model import Model, ModelRequest, recognize_model
 from ckptctl.errors import CkptError, UnmappedTensorError, UsageError, quote_names, spell_option
 from ckptctl.notes import Notes
-from ckptctl.planner.layouts import HF, Family, is_base
+from ckptctl.planner.layouts import HF, Family, is_base_layout
 from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.planner.mapping.matching import MatchedKeys, match_keys
 from ckptctl.planner.mapping.tensors import LayoutChange
@@ -75,7 +75,7 @@ def _align_layouts(draft: Draft, base: Model, family: Family) -> tuple[Draft, La
     source_layout, base_layout = draft.model.layout, base.layout or HF
     problem: CkptError | None = None
     for layout in dict.fromkeys(
-        [HF if is_base(source_layout) else source_layout or HF, base_layout]
+        [HF if is_base_layout(source_layout) else source_layout or HF, base_layout]
     ):
         if layout not in family.layouts:
             continue

@@ -50,7 +50,7 @@ from ckptctl.errors import MappingError, RefusedError, UsageError, spell_option
 from ckptctl.numerics.kinds.lora import LoraUpdate
 from ckptctl.planner.copying.blocks import build_rearranged_file
 from ckptctl.planner.layouts import Family
-from ckptctl.planner.mapping.adapters import PEFT_LAYOUTS, is_adapter
+from ckptctl.planner.mapping.adapters import PEFT_LAYOUTS, has_adapter_factors
 from ckptctl.results import JsonField, Result
 from ckptctl.storage.computed import can_overflow
 from ckptctl.storage.paths import parse_path
@@ -153,7 +153,7 @@ class AdapterMerge:
     def merge_into_model(self, model: Model) -> Catalog:
         """Return the model's checkpoint with the changed tensors in virtual files."""
         catalog = model.catalog
-        if is_adapter(catalog.tensors):
+        if has_adapter_factors(catalog.tensors):
             raise MappingError(
                 "this is an adapter, not a base model", where=catalog.path, hint=ARGUMENT_ORDER_HINT
             )

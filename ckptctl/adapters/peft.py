@@ -33,9 +33,9 @@ from ckptctl.planner.families.templates import get_skeleton
 from ckptctl.planner.mapping.adapters import (
     PEFT_PREFIX,
     get_module_name,
-    is_adapter,
+    has_adapter_factors,
     is_factor,
-    to_linear_name,
+    to_linear_factor_name,
 )
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
@@ -234,7 +234,7 @@ def select_factors(catalog: Catalog) -> Catalog:
     """Return an adapter without its model's weights, which torchtitan saves with it."""
     _require_single_rank(catalog.path)
     names = [name for name in catalog.tensors if not is_factor(name)]
-    if not is_adapter(catalog.tensors) or any(
+    if not has_adapter_factors(catalog.tensors) or any(
         name.startswith(PEFT_PREFIX) for name in catalog.tensors
     ):
         return catalog
@@ -252,7 +252,7 @@ def embeddings_as_linear(catalog: Catalog) -> Catalog:
     """
     tensors: dict[str, TensorEntry] = {}
     for name, entry in catalog.tensors.items():
-        linear_name = to_linear_name(name)
+        linear_name = to_linear_factor_name(name)
         if linear_name != name and len(entry.shape) == 2:
             module = PEFT_PREFIX + get_module_name(name)
             if f"{module}.lora_magnitude_vector" in catalog.tensors:
@@ -329,7 +329,7 @@ def require_adapter(
     catalog: Catalog, error_class: type[CkptError], message: str, hint: str = ""
 ) -> None:
     """Raise if a checkpoint has no low-rank factors."""
-    if not is_adapter(catalog.tensors):
+    if not has_adapter_factors(catalog.tensors):
         names = quote_names(list(catalog.tensors), 2)
         why = "no lora_A/lora_B tensors found" + (f" among {names}" if names else "")
         raise error_class(message, where=catalog.path, why=why, hint=hint or None)

@@ -19,7 +19,7 @@ from ckptctl.conversion.plan import ConversionPlan, ConversionResult
 from ckptctl.keywords import accept_keywords
 from ckptctl.option_checks import AnyPath
 from ckptctl.options import Option
-from ckptctl.storage.publish import sweep_if_refused
+from ckptctl.storage.publish import clean_up_if_refused
 from ckptctl.verbs import consolidate_metadata
 from ckptctl.verbs.consolidate_metadata import MetadataPlan, MetadataResult
 from ckptctl.verbs.lora_extraction import extract_lora as lora
@@ -81,7 +81,7 @@ def convert(src: AnyPath, dst: AnyPath, options: _Conversion) -> ConversionResul
     Raises:
         CkptError: The conversion failed. Nothing was published, unless ``verify`` failed.
     """
-    with sweep_if_refused(dst):
+    with clean_up_if_refused(dst):
         plan = conversion.plan_conversion(src, dst, options)
     return conversion.run_conversion(plan, options.progress)
 
@@ -115,7 +115,7 @@ def merge(base: AnyPath, adapter: AnyPath, dst: AnyPath, options: _Merge) -> Con
     Raises:
         CkptError: The merge failed. Nothing was published, unless ``verify`` failed.
     """
-    with sweep_if_refused(dst):
+    with clean_up_if_refused(dst):
         plan = merging.plan_merge(base, adapter, dst, options)
     return conversion.run_conversion(plan.conversion, options.progress)
 
@@ -170,6 +170,6 @@ def consolidate(src: AnyPath, options: _Consolidation) -> ConversionResult | Met
     if options.metadata_only:
         return consolidate_metadata.run_metadata(consolidate_metadata.plan_metadata(src))
     dst = options.dst or ""
-    with sweep_if_refused(dst):
+    with clean_up_if_refused(dst):
         plan = conversion.plan_conversion(src, dst, options.to_conversion_options())
     return conversion.run_conversion(plan, options.progress)

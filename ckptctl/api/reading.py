@@ -10,7 +10,7 @@ from ckptctl.keywords import accept_keywords
 from ckptctl.option_checks import AnyPath, check_location
 from ckptctl.options import Option
 from ckptctl.shared_options import MapOptions, ModelsOptions
-from ckptctl.storage.threads import Watch, ignore_progress
+from ckptctl.storage.threads import StartProgress, ignore_progress
 from ckptctl.verbs.comparison.diff import compare_checkpoints as compare_checkpoints
 from ckptctl.verbs.comparison.diff_options import DiffOptions
 from ckptctl.verbs.comparison.diff_result import Difference
@@ -36,7 +36,7 @@ from ckptctl.verbs.verification.verify_result import Verification
 @dataclass(frozen=True, kw_only=True)
 class _Report(ReportOptions):
     progress: Annotated[
-        Watch | None,
+        StartProgress | None,
         Option(
             "Function called with the total number of bytes to read. It returns a context "
             "manager that yields a callback. The callback is called with the number of "

@@ -21,7 +21,7 @@ from ckptctl.errors import format_command as suggested
 from ckptctl.ranks.coordinator import Coordinator, run_on_all_ranks
 from ckptctl.results import Result
 from ckptctl.shared_options import Destination, Source
-from ckptctl.storage.outcome import OutOfRange, describe_rounding, describe_worst
+from ckptctl.storage.outcome import OutOfRange, describe_out_of_range, describe_rounding
 from ckptctl.tree import TreePath
 from ckptctl.units import format_bytes, format_seconds, pluralize
 
@@ -66,9 +66,9 @@ def make_plan(ranks: Coordinator, plan_work: Callable[[], T], dst: TreePath | No
         dst: Destination next to which stale staging files are removed if the plan is refused, or
             None to leave them.
     """
-    from ckptctl.storage.publish import sweep_if_refused
+    from ckptctl.storage.publish import clean_up_if_refused
 
-    with sweep_if_refused(dst if ranks.rank == 0 else None):
+    with clean_up_if_refused(dst if ranks.rank == 0 else None):
         return run_on_all_ranks(ranks, plan_work)
 
 
@@ -158,13 +158,13 @@ def _run_plan(
 def _list_obstacles(plan: ConversionPlan) -> Iterator[str]:
     """Yield the reasons why executing the plan now would be refused."""
     from ckptctl.installed import INSTALL_TORCH, has_torch
-    from ckptctl.storage.publish import UNFINISHED, find_unfinished
+    from ckptctl.storage.publish import UNFINISHED_MESSAGE, find_resumable_output
 
     if plan.nbytes > plan.free_bytes and not (plan.options.resume or plan.upload):
         yield "not enough disk space for the output; the conversion would be refused"
-    unfinished_work = None if plan.upload else find_unfinished(Path(plan.plan.target))
+    unfinished_work = None if plan.upload else find_resumable_output(Path(plan.plan.target))
     if unfinished_work and not (plan.options.resume or plan.options.restart):
-        yield f"{UNFINISHED}; the conversion would be refused without `--resume` or `--restart`"
+        yield f"{UNFINISHED_MESSAGE}; the conversion would be refused without `--resume` or `--restart`"
     if plan.arithmetic and not has_torch():
         yield f"torch is not installed; the conversion would be refused. {INSTALL_TORCH}"
 
@@ -187,7 +187,7 @@ def _confirm_upload(output: Printer, plan: ConversionPlan, dst: TreePath, yes: b
 def _execute_plan(output: Printer, plan: ConversionPlan, ranks: Coordinator) -> ConversionResult:
     """Execute *plan*. On Ctrl-C, report how much work was kept and how to resume it."""
     from ckptctl.conversion.convert import run_conversion
-    from ckptctl.storage.publish import find_unfinished
+    from ckptctl.storage.publish import find_resumable_output
 
     def describe_start() -> str:  # only called if progress is shown
         return "loading torch" if plan.arithmetic else ""
@@ -197,7 +197,7 @@ def _execute_plan(output: Printer, plan: ConversionPlan, ranks: Coordinator) -> 
         with show_progress(output, "copying", plan.nbytes, ending, describe_start) as advance:
             return run_conversion(plan, advance, ranks)
     except KeyboardInterrupt:
-        work = None if plan.upload else find_unfinished(Path(plan.plan.target))
+        work = None if plan.upload else find_resumable_output(Path(plan.plan.target))
         if work is None:
             raise
         raise StoppedError(
@@ -308,7 +308,7 @@ def warn_out_of_range(output: Printer, out_of_range: Mapping[str, OutOfRange]) -
     """Warn about elements that became infinite, NaN or saturated, if there are any."""
     if out_of_range:
         output.print_warning(
-            f"elements became infinite, NaN or saturated: {describe_worst(out_of_range)}"
+            f"elements became infinite, NaN or saturated: {describe_out_of_range(out_of_range)}"
         )
 
 

@@ -195,7 +195,7 @@ def _format_headline(plan: PrunePlan) -> tuple[str, ...]:
 
 
 def _list_rules(policy: Policy) -> Iterator[str]:
-    from ckptctl.planner.retention import format_exact_units
+    from ckptctl.planner.retention import format_exact_duration
 
     if policy.last is not None:
         yield f"keep last {policy.last:,}"
@@ -204,9 +204,9 @@ def _list_rules(policy: Policy) -> Iterator[str]:
     if policy.closest is not None:
         yield f"closest to each multiple of {pluralize(policy.closest, 'step')}"
     if policy.within is not None:
-        yield f"within {format_exact_units(policy.within)}"
+        yield f"within {format_exact_duration(policy.within)}"
     if policy.interval is not None:
-        yield f"one every {format_exact_units(policy.interval)}"
+        yield f"one every {format_exact_duration(policy.interval)}"
     yield from (best.description for best in policy.best)
     for pattern in policy.patterns:
         yield f"`{pattern}`"

@@ -21,11 +21,11 @@ from ckptctl.notes import Notes
 from ckptctl.planner.config_facts import Json
 from ckptctl.planner.plan import RawCopy
 from ckptctl.storage.paths import (
+    build_path_hint,
     could_be_repository,
     expand_home,
-    hub_url,
+    guess_hub_url,
     leads_outside,
-    path_hint,
     resolve_source_path,
 )
 from ckptctl.storage.urls import HUB_SCHEME, is_url
@@ -71,7 +71,7 @@ def find_assets_folder(location: str | TreePath) -> TreePath:
     """
     if is_url(location):
         return _require_folder(resolve_source_path(location))
-    if url := hub_url(location):
+    if url := guess_hub_url(location):
         try:
             return _require_folder(resolve_source_path(url))
         except CkptError as error:
@@ -95,7 +95,7 @@ def build_file_notes(
     notes = Notes()
     if directory is not None and not is_url(directory):
         option = spell_option(f"--assets {directory}")
-        if url := hub_url(directory):
+        if url := guess_hub_url(directory):
             notes.add(f"{option} refers to the Hub repository `{url}`")
         elif could_be_repository(directory):
             hub_hint = f"use `{HUB_SCHEME}://{directory}` for the Hub repository"
@@ -119,7 +119,7 @@ def _require_folder(root: TreePath) -> TreePath:
             "no such directory",
             where=str(root),
             why=f"{spell_option('--assets')} must name a folder with {CONFIG} or {PARAMS}",
-            hint=path_hint(root),
+            hint=build_path_hint(root),
         )
     return root
 

@@ -78,7 +78,7 @@ def _is_written_once(transfer: Transfer, partly: bool) -> bool:
     return not any(
         neighbor < number and intersect_boxes(box, distinct[neighbor])
         for number, box in enumerate(boxes)
-        for neighbor in index.find_candidates(box.offsets, box.sizes)
+        for neighbor in index.find_overlap_candidates(box.offsets, box.sizes)
     )
 
 
@@ -103,7 +103,7 @@ def _to_element_range(part: Part) -> tuple[int, int]:
         if step != count:
             return -1, 0
         count *= size
-    return sum(map(math.prod, zip(part.begin, strides, strict=True))), count
+    return sum(map(math.prod, zip(part.stored_origin, strides, strict=True))), count
 
 
 def plan_checks(
@@ -179,7 +179,7 @@ def _collect_checked_bytes(
             continue
         stored, item = get_stored_boxes(entry), dtypes.itemsize(entry.dtype)
         for number, first, count in (
-            range_ for part in tensor_parts for range_ in stored.iterate_ranges(part)
+            range_ for part in tensor_parts for range_ in stored.iterate_element_ranges(part)
         ):
             if recorded := stored.find_recorded_range(number):
                 byte_range = (stored.starts[number] + first * item, count * item, entry.name)

@@ -18,7 +18,7 @@ from ckptctl.errors import (
 from ckptctl.formats.base import OutputTensor, WritableFormat
 from ckptctl.formats.sidecar_files import WEIGHTS
 from ckptctl.options import blame_option, require_choice
-from ckptctl.planner.layouts import is_base
+from ckptctl.planner.layouts import is_base_layout
 from ckptctl.planner.mapping.adapters import ADAPTER_LAYOUTS
 from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.storage.computed import can_overflow
@@ -70,7 +70,7 @@ def require_valid_options(options: ConversionOptions, target: WritableFormat) ->
         ("--from-layout", options.from_layout),
         ("--to-layout", options.to_layout),
     ):
-        if layout not in (None, target.layout) and not is_base(layout):
+        if layout not in (None, target.layout) and not is_base_layout(layout):
             with blame_option(option):
                 named = [families.family(options.model_type)] if options.model_type else None
                 layout_names = families.list_layouts(named or families.load_families().values())

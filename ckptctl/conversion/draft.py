@@ -14,7 +14,7 @@ from ckptctl.conversion.recognition.roots import Selection
 from ckptctl.errors import spell_option
 from ckptctl.formats.base import OutputLayout, OutputTensor, WritableFormat
 from ckptctl.notes import Notes
-from ckptctl.planner.layouts import BASE, HF, is_base
+from ckptctl.planner.layouts import BASE, HF, is_base_layout
 from ckptctl.planner.mapping.mapped import ComposedTensor, RedundantData
 from ckptctl.planner.mapping.tensors import LayoutChange
 from ckptctl.planner.plan import RawCopy
@@ -161,7 +161,7 @@ class Draft:
         source_layout, adapted = self.model.layout, self.target.adapter_layouts
         if self.options.to_layout:
             return self.options.to_layout
-        if is_base(source_layout) and self.target.layout == HF:
+        if is_base_layout(source_layout) and self.target.layout == HF:
             return BASE
         if adapted and self.is_adapter:
             return source_layout if source_layout in adapted else adapted[0]

@@ -37,7 +37,7 @@ from ckptctl.formats.checksums import SCHEMA
 from ckptctl.formats.sidecar_files import find_file_kind
 from ckptctl.planner.plan import (
     CheckedRange,
-    CrcOf,
+    CrcLookup,
     OutputFile,
     Plan,
     RawCopy,
@@ -214,7 +214,7 @@ def build_manifest(
     for name in copied_files if isinstance(copied_files, Mapping) else ():
         _encode_text(name, "file", name)
 
-    def encode_manifest(crc_of: CrcOf) -> Iterator[bytes]:
+    def encode_manifest(crc_of: CrcLookup) -> Iterator[bytes]:
         document = {"schema": SCHEMA, "ckptctl": __version__, **head, "tensors": {}}
         before, _, after = json.dumps(document, indent=1, ensure_ascii=False).rpartition("{}")
         listed = {t.name: t for t in tensors}.values()
@@ -227,7 +227,7 @@ def build_manifest(
             begin = ","
         yield (("\n }" if listed else begin + "}") + after + "\n").encode()
 
-    def write_frame(crc_of: CrcOf) -> Iterator[tuple[int, bytes]]:
+    def write_frame(crc_of: CrcLookup) -> Iterator[tuple[int, bytes]]:
         yield 0, b"".join(encode_manifest(crc_of))
 
     return OutputFile(MANIFEST, sum(map(len, encode_manifest(lambda _: 0))), write_frame)
@@ -252,7 +252,7 @@ def _format_tensor(
     tensor: OutputTensor,
     boxes: Sequence[TensorPlace],
     records: Sequence[Record],
-    crc_of: CrcOf,
+    crc_of: CrcLookup,
 ) -> str:
     members = {
         "dtype": _encode_string(tensor.dtype),

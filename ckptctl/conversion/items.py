@@ -12,10 +12,10 @@ from ckptctl.formats.shared.findings import finding_from_error
 from ckptctl.ranks.coordinator import Coordinator
 from ckptctl.ranks.sharing import select_rank_share
 from ckptctl.storage.compare import are_tensors_equal, has_same_checksum
-from ckptctl.storage.computed import open_reader
+from ckptctl.storage.computed import open_catalog_reader
 from ckptctl.storage.files import source_files
 from ckptctl.storage.threads import Advance
-from ckptctl.storage.zips.directory import FileRange, read_directory
+from ckptctl.storage.zips.directory import FileRange, read_zip_directory
 from ckptctl.storage.zips.zip_reader import MAX_PICKLE_BYTES
 from ckptctl.tree import TreePath
 
@@ -94,7 +94,7 @@ def _is_sound(root: TreePath, blob: Blob) -> bool:
     try:
         with source_files(root) as files:
             span = FileRange(files, blob.file or "", blob.offset, blob.nbytes)
-            directory = read_directory(span)
+            directory = read_zip_directory(span)
             pickle = directory.records.get(f"{directory.folder}data.pkl")
             if pickle is not None and directory.checksums:
                 span.read_record(pickle, True, limit=MAX_PICKLE_BYTES)
@@ -171,7 +171,7 @@ def _compare_replicas(
         advance: Called with the size of each replica after its comparison.
         checked: Whether recorded checksums were verified, so that they can replace a comparison.
     """
-    with open_reader(catalog) as files:
+    with open_catalog_reader(catalog) as files:
         for name, copies in catalog.replicas.items():
             entry = catalog.tensors[name]
             first = {extent.box: extent for extent in entry.extents}

@@ -29,7 +29,7 @@ def open_draft(src: str | TreePath, dst: str | TreePath, options: ConversionOpti
     target = formats.get_writable_format(options.to)
     require_valid_options(options, target)
     source = require_source(src, dst)
-    can_replace = Replaceable(is_replaceable, file=target.single_file)
+    can_replace = Replaceable(is_replaceable, is_file=target.single_file)
     destination = require_destination(source, parse_path(dst), options.overwrite, can_replace)
     if not destination.upload:
         require_matching_suffix(destination.path, target)

@@ -23,7 +23,7 @@ from ckptctl.planner.mapping.tensors import LayoutChange
 from ckptctl.planner.plan import Plan
 from ckptctl.results import Inline, JsonField, Result, round_seconds
 from ckptctl.storage.computed import needs_arithmetic
-from ckptctl.storage.outcome import EXACT, OUT_OF_RANGE, ROUNDED, OutOfRange, Rounding
+from ckptctl.storage.outcome import NO_ROUNDING, OUT_OF_RANGE, ROUNDED, OutOfRange, Rounding
 from ckptctl.tree import TreePath
 from ckptctl.units import format_bytes, pluralize
 
@@ -278,11 +278,11 @@ class ConversionPlan(
     def memory_bytes(self) -> Annotated[int, JsonField()]:
         """Estimated peak memory."""
         options = self.options.to_execution_options()
-        limits = options.compute_limits()
-        each = limits.widest
+        limits = options.compute_tile_limits()
+        each = limits.max_tile_bytes
         if self.needs_permutation:
             # A tile of the target, and the elements that are read for it.
-            each = 2 * limits.arithmetic
+            each = 2 * limits.permuted_tile_bytes
         buffers = self.threads * (each + (QUANTIZING_BYTES if self.quantization else 0))
         transfers = BYTES_PER_TRANSFER * len(self.plan.transfers)
         index = max(BYTES_PER_TENSOR * len(self.source.tensors), transfers)
@@ -373,7 +373,7 @@ class ConversionResult(Result):
         if quantization is None:
             return {}
         errors = {quantization.parts[name]: rounding for name, rounding in self.rounded.items()}
-        return {name: errors.get(name, EXACT) for name in quantization.weights}
+        return {name: errors.get(name, NO_ROUNDING) for name in quantization.weights}
 
     @property
     def dry_run(self) -> Annotated[bool, DRY_RUN]:

@@ -19,7 +19,7 @@ from ckptctl.ranks import sharing
 from ckptctl.ranks.coordinator import Coordinator, SingleProcess, run_on_all_ranks
 from ckptctl.ranks.sharing import select_rank_share
 from ckptctl.storage.compare import are_tensors_equal, is_all_zero
-from ckptctl.storage.computed import open_reader
+from ckptctl.storage.computed import open_catalog_reader
 from ckptctl.storage.crc import compute_crc
 from ckptctl.storage.files import Readable, SourceFiles, source_files
 from ckptctl.storage.publish import Staging
@@ -35,7 +35,7 @@ def require_redundant(plan: ConversionPlan, ranks: Coordinator) -> None:
         return
     entries = plan.source.tensors
     shares = select_rank_share(ranks, plan.redundant, lambda item: entries[item.part.key].nbytes)
-    with open_reader(plan.source) as files:
+    with open_catalog_reader(plan.source) as files:
         for lost_data in find_lost_data(files, plan.source, shares):
             raise _lost_error(plan, lost_data)
 

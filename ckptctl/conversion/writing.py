@@ -20,7 +20,7 @@ from ckptctl.ranks.coordinator import (
     run_on_all_ranks,
     run_on_rank_zero,
 )
-from ckptctl.storage.computed import require_torch_for
+from ckptctl.storage.computed import require_packages_for
 from ckptctl.storage.destinations import Replaceable, require_space
 from ckptctl.storage.execution.execution_options import Execution
 from ckptctl.storage.outcome import require_in_range
@@ -32,7 +32,7 @@ def require_same_plans(plan: ConversionPlan, ranks: Coordinator) -> None:
     """Verify that all ranks have the same plan, can compute it, and drop only redundant data."""
     if ranks.world > 1:
         _require_same_plan(plan, ranks)
-    require_torch_for(plan.plan, "this conversion")
+    require_packages_for(plan.plan, "this conversion")
     run_on_all_ranks(ranks, lambda: require_redundant(plan, ranks))
 
 
@@ -56,7 +56,7 @@ def write_output(
             keep_on_error=options.resume,
             keep_on_interrupt=True,
             single_file=single_file,
-            is_checkpoint=Replaceable(is_replaceable, file=single_file),
+            is_checkpoint=Replaceable(is_replaceable, is_file=single_file),
         )
 
     with sharing.staging_on_rank_zero(ranks, open_stage) as stage:
@@ -125,7 +125,7 @@ def _require_same_plan(plan: ConversionPlan, ranks: Coordinator) -> None:
         {
             **option_values,
             "the destination": str(plan.plan.target),
-            f"buffer sizes ({buffers})": options.to_execution_options().compute_limits(),
+            f"buffer sizes ({buffers})": options.to_execution_options().compute_tile_limits(),
             "the source files": sharing.hash_sources(plan.plan),
             "the plan": plan.plan.digest,
         },

@@ -24,7 +24,7 @@ from ckptctl.distributed import compat
 from ckptctl.errors import StorageError, UsageError
 from ckptctl.options import Option
 from ckptctl.ranks.coordinator import Coordinator, SingleProcess, format_ranks
-from ckptctl.storage.threads import default_threads
+from ckptctl.storage.threads import get_default_thread_count
 
 T = TypeVar("T")
 HEAD_BYTES = 8
@@ -246,7 +246,7 @@ def get_world_size() -> int:
 
 def choose_thread_count(jobs: int | None) -> int:
     """Return *jobs*, or if it is 0 or None, this rank's share of the host's cores."""
-    return jobs or default_threads(get_world_size())
+    return jobs or get_default_thread_count(get_world_size())
 
 
 def get_coordinator(group: dist.ProcessGroup | None = None) -> Coordinator:

@@ -41,11 +41,11 @@ from ckptctl.facts.params import read_params_statements
 from ckptctl.facts.tensor_facts import find_shape_statements
 from ckptctl.notes import Notes
 from ckptctl.numerics.quantized import dequantize_catalog, survey_leniently
-from ckptctl.planner.config_facts import Json, name_axis_size, with_rope_type
-from ckptctl.planner.families.declarations import Signs as Sign
-from ckptctl.planner.families.declarations import matches_signs
+from ckptctl.planner.config_facts import Json, add_rope_fields, get_size_field
+from ckptctl.planner.families.declarations import Conditions as Sign
+from ckptctl.planner.families.declarations import matches_conditions
 from ckptctl.planner.layouts import Family
-from ckptctl.planner.mapping.detect import list_refined_families
+from ckptctl.planner.mapping.detect import list_ancestor_families
 from ckptctl.planner.mapping.matching import ModelTensors
 
 ConfigSigns: TypeAlias = tuple[Sign, ...]
@@ -119,7 +119,7 @@ def _find_contradictions(
     trust_assets: bool = False,
 ) -> tuple[Sequence[Sequence[Statement]], tuple[Contradiction, ...]]:
     """Return the statements of each file in *described*, and the contradictions."""
-    configs = [with_rope_type(item.content) for item in described if item.name == CONFIG]
+    configs = [add_rope_fields(item.content) for item in described if item.name == CONFIG]
     by_file = [[*_read_statements(family, item, configs, model_type)] for item in described]
     statements = [item for file_statements in by_file for item in file_statements]
     if family is not None and any(item.name == MEGATRON for item in described):
@@ -191,7 +191,7 @@ def compare_files(
     family: Family, described: Sequence[ModelDescription]
 ) -> tuple[Contradiction, ...]:
     """Return the contradictions between *described* files, of one model or of two."""
-    configs = [with_rope_type(item.content) for item in described if item.name == CONFIG]
+    configs = [add_rope_fields(item.content) for item in described if item.name == CONFIG]
     by_file = (_read_statements(family, item, configs, family.name) for item in described)
     return find_contradicting_facts(statement for file in by_file for statement in file)
 
@@ -232,7 +232,7 @@ def _read_statements(
         writer = (
             family
             if model_type
-            else _find_params_family(family, with_rope_type(file.content), configs)
+            else _find_params_family(family, add_rope_fields(file.content), configs)
         )
         mismatch = Statement("model_type", f"not {family.name}", file.place)
         statements = (
@@ -254,11 +254,11 @@ def _find_params_family(family: Family, params: Json, configs: Sequence[Json]) -
     refinements = [
         candidate
         for candidate in known_families.values()
-        if family.name in list_refined_families(candidate, known_families)
+        if family.name in list_ancestor_families(candidate, known_families)
     ]
-    refinements.sort(key=lambda candidate: -len(list_refined_families(candidate, known_families)))
+    refinements.sort(key=lambda candidate: -len(list_ancestor_families(candidate, known_families)))
     refined_families = [
-        known_families[name] for name in list_refined_families(family, known_families)
+        known_families[name] for name in list_ancestor_families(family, known_families)
     ]
     possible = [
         candidate
@@ -289,7 +289,7 @@ def _drop_size_signs(family: Family) -> ConfigSigns:
 
 
 def _matches_any(signs: ConfigSigns, values: Json) -> bool:
-    return any(matches_signs(sign, values) for sign in signs)
+    return any(matches_conditions(sign, values) for sign in signs)
 
 
 def _require_given_agrees(
@@ -328,7 +328,7 @@ def _read_tensor_statements(
             (
                 statement.value
                 for statement in statements
-                if statement.fact == name_axis_size(family, VOCABULARY_AXIS)
+                if statement.fact == get_size_field(family, VOCABULARY_AXIS)
             ),
             None,
         )

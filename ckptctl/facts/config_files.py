@@ -20,7 +20,7 @@ from ckptctl.formats.sidecar_files import find_file_kind, replace_model_param
 from ckptctl.numerics.quantization.statement import QUANTIZATION
 from ckptctl.numerics.quantized import note_undeclared_quantization
 from ckptctl.planner.config_facts import Json, get_model_params
-from ckptctl.planner.families.declarations import find_set_alias
+from ckptctl.planner.families.declarations import choose_field_alias
 from ckptctl.planner.layouts import BASE, HF, MLX
 from ckptctl.planner.mapping.mapped import compose_tensors
 from ckptctl.planner.mapping.tensors import LayoutChange
@@ -229,7 +229,7 @@ def adapt_config(config: Json, change: LayoutChange) -> Json:
         config = {**config, "tie_word_embeddings": False}
     if change.vocab is None:
         return config
-    name = find_set_alias(config, change.family.sizes["v"][0])
+    name = choose_field_alias(config, change.family.sizes["v"][0])
     return _replace_nested(config, name.split("."), change.vocab)
 
 

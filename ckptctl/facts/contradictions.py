@@ -29,11 +29,11 @@ from ckptctl.planner.config_facts import (
     SUBMODEL_KEYS,
     Json,
     find_default_size,
-    list_default_sizes,
-    name_axis_size,
+    get_default_sizes,
+    get_size_field,
     normalize_rope,
     read_sizes,
-    require_axis,
+    resolve_axis,
 )
 from ckptctl.planner.families.declarations import SWITCHES, get_nested, split_aliases
 from ckptctl.planner.families.facts import NEEDED
@@ -144,12 +144,12 @@ def read_config_statements(family: Family | None, config: Json, source: str) -> 
     yield from _find_rope_conflicts(used_config, source)
     if family is not None:
         explicit_axes = read_sizes(family, config, include_defaults=False)
-        defaulted = list_default_sizes(family, config)
+        defaulted = get_default_sizes(family, config)
         for axis, size in read_sizes(family, config).items():
-            fact, is_explicit = name_axis_size(family, axis), axis in explicit_axes
+            fact, is_explicit = get_size_field(family, axis), axis in explicit_axes
             default_owner = "transformers" if fact in defaulted and not is_explicit else ""
             yield Statement(fact, size, source, is_explicit, default_owner=default_owner)
-        sizes = {name_axis_size(family, axis) for axis in family.sizes}
+        sizes = {get_size_field(family, axis) for axis in family.sizes}
         for fact, size in defaulted.items():
             if fact not in sizes:
                 yield Statement(fact, size, source, is_explicit=False, default_owner="transformers")
@@ -171,9 +171,9 @@ def read_config_statements(family: Family | None, config: Json, source: str) -> 
 def read_size_statements(family: Family, given: Mapping[str, int]) -> Iterator[Statement]:
     """Yield the sizes of ``--set`` as statements."""
     for name, size in given.items():
-        axis = require_axis(family, name)
+        axis = resolve_axis(family, name)
         yield Statement(
-            name_axis_size(family, axis), size, f"{spell_option(f'--set {name}={size}')}"
+            get_size_field(family, axis), size, f"{spell_option(f'--set {name}={size}')}"
         )
 
 

@@ -16,19 +16,19 @@ from ckptctl.facts.kinds import check_value, inexpressible_error, require_number
 from ckptctl.planner.config_facts import (
     SUBMODEL_KEYS,
     Json,
+    add_rope_fields,
     get_model_params,
-    name_axis_size,
+    get_size_field,
     normalize_rope,
     parse_size,
     read_rope,
     read_sizes,
-    with_rope_type,
 )
 from ckptctl.planner.families.declarations import (
     ParamsStyle,
     get_nested,
     has_field,
-    matches_signs,
+    matches_conditions,
     split_aliases,
 )
 from ckptctl.planner.families.facts import NEEDED, Fact
@@ -45,7 +45,7 @@ def find_preset(family: Family, params: Json) -> dict[str, object]:
     """Return the config.json values that the family's tables give for *params*."""
     values: dict[str, object] = {}
     for signs, added in family.presets:
-        if matches_signs(signs, params):
+        if matches_conditions(signs, params):
             merge_into(values, added)
     return values
 
@@ -93,14 +93,14 @@ def read_ffn_size(params: Json, dim: int) -> int:
 
 def read_params_statements(family: Family, params: Json, source: str) -> Iterator[Statement]:
     """Yield the statements of a params.json, as facts of config.json."""
-    style, values = family.params, with_rope_type(params)
+    style, values = family.params, add_rope_fields(params)
     sizes = read_sizes(family, None, params)
     explicit_axes = read_sizes(family, None, params, include_defaults=False)
     if style.derived and "f" not in sizes and "d" in sizes and "multiple_of" in values:
         sizes["f"] = read_ffn_size(values, sizes["d"])
     for axis, size in sizes.items():
         yield Statement(
-            name_axis_size(family, axis), size, source, axis in explicit_axes, family.sizes[axis][1]
+            get_size_field(family, axis), size, source, axis in explicit_axes, family.sizes[axis][1]
         )
     explicit_statements = _read_explicit_statements(family, params, source)
     explicit_facts = {statement.fact for statement in explicit_statements}
@@ -162,7 +162,7 @@ def params_to_config(
     *sizes*, solved from the tensors, override formulas: vocabulary size (-1 in Llama 2),
     feed-forward size, key/value heads without repetition, number of layers.
     """
-    style, values = family.params, with_rope_type(params)
+    style, values = family.params, add_rope_fields(params)
     _require_translated(family, "config.json", "params.json")
     _require_known_keys(family, get_model_params(params))
     config: dict[str, object] = {"architectures": [family.architecture]}
@@ -232,7 +232,7 @@ def list_preset_facts(family: Family, params: Json) -> dict[str, object]:
 
     These differ between models of one family: token IDs, lengths, rotary periods.
     """
-    values, style = with_rope_type(params), family.params
+    values, style = add_rope_fields(params), family.params
     stated_facts = {n for n, fact in style.facts if get_nested(values, fact.params) is not None}
     stated_facts |= {"model_type", *(name for name, _ in style.fixed_rules)}
     return {

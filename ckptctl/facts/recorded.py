@@ -25,7 +25,7 @@ from ckptctl.planner.config_facts import Json, TranslatedConfig
 from ckptctl.planner.families.declarations import (
     VOCABULARY_PAD_MULTIPLE,
     MegatronStyle,
-    matches_signs,
+    matches_conditions,
 )
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.detect import Candidate, detect_layouts
@@ -175,7 +175,7 @@ def _match_config_signs(
         rope_type = (read_megatron_rope(style, fields) or {}).get("rope_type")
         config_values["rope_type"] = None if rope_type == "default" else rope_type
         if not family.config_signs or any(
-            matches_signs(sign, config_values) for sign in family.config_signs
+            matches_conditions(sign, config_values) for sign in family.config_signs
         ):
             kept.append(name)
     refined_names = {families[name].refines for name in kept}

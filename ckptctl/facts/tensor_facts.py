@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from ckptctl.errors import MappingError
 from ckptctl.facts.contradictions import Statement
-from ckptctl.planner.axes import AxisSizes, Observation, solve_axis_sizes
-from ckptctl.planner.config_facts import evaluate_formula, list_operands, name_axis_size
+from ckptctl.planner.axes import AxisSizes, ObservedShape, solve_axis_sizes
+from ckptctl.planner.config_facts import evaluate_formula, get_size_field, list_operands
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.matching import ModelTensors
 
@@ -72,11 +72,11 @@ def _find_contradicted_sizes(
     padded: Mapping[str, int],
 ) -> Iterator[Statement]:
     """Yield the axis sizes shown by shapes that differ from *stated_sizes*."""
-    observations_by_shape: dict[object, Observation] = {}
+    observations_by_shape: dict[object, ObservedShape] = {}
     for key, stored in tensors.matched.tensor_by_key.items():
         if key in tensors.shapes:
             shape = tensors.shapes[key]
-            observations_by_shape.setdefault((id(stored), shape), Observation(key, stored, shape))
+            observations_by_shape.setdefault((id(stored), shape), ObservedShape(key, stored, shape))
     items = [*observations_by_shape.values()]
     expected_sizes = [
         (axis, padded.get(axis, _get_size(statement)), statement)
@@ -111,7 +111,7 @@ def _find_contradicted_sizes(
 
 
 def _try_solve(
-    family: Family, items: Sequence[Observation], sizes: Mapping[str, int]
+    family: Family, items: Sequence[ObservedShape], sizes: Mapping[str, int]
 ) -> AxisSizes | None:
     try:
         return solve_axis_sizes(family, items, sizes)
@@ -133,7 +133,7 @@ def _map_axes_to_statements(
             and statement.value > 0
         ):
             by_fact.setdefault(statement.fact, statement)
-    facts = {axis: name_axis_size(family, axis) for axis in family.sizes}
+    facts = {axis: get_size_field(family, axis) for axis in family.sizes}
     return {axis: by_fact[fact] for axis, fact in facts.items() if fact in by_fact}
 
 
@@ -170,16 +170,16 @@ def _get_size(statement: Statement) -> int:
     return statement.value
 
 
-def _find_unfactored_axes(items: Sequence[Observation]) -> set[str]:
+def _find_unfactored_axes(items: Sequence[ObservedShape]) -> set[str]:
     """Return the axes that are a complete dimension of some tensor."""
     leaves = [leaf for item in items for leaf in item.stored.leaves if leaf.part is None]
     return {group[0] for leaf in leaves for group in leaf.dims if len(group) == 1}
 
 
-def _describe_evidence(family: Family, items: Sequence[Observation], axis: str) -> str:
+def _describe_evidence(family: Family, items: Sequence[ObservedShape], axis: str) -> str:
     """Describe a tensor that shows the size of *axis*, preferably as a complete dimension."""
     parts = {axis, *family.expand_axes((axis,))}
-    candidates: list[tuple[bool, int, int, Observation]] = []
+    candidates: list[tuple[bool, int, int, ObservedShape]] = []
     for position, item in enumerate(items):
         groups = [group for leaf in item.stored.leaves for group in leaf.dims]
         sizes_with_axis = [len(group) for group in groups if axis in group]

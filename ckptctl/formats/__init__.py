@@ -30,7 +30,7 @@ from ckptctl.errors import (
 from ckptctl.formats import checksums, foreign
 from ckptctl.formats.base import DEFAULT_READ_OPTIONS, Format, Listing, ReadOptions, WritableFormat
 from ckptctl.formats.shared.findings import downgrade_unproven, finding_from_error
-from ckptctl.storage.paths import expand_home, path_hint, resolve_source_path
+from ckptctl.storage.paths import build_path_hint, expand_home, resolve_source_path
 from ckptctl.storage.sources import raise_changed_if, read_identity, require_same_file
 from ckptctl.storage.urls import to_path_text
 from ckptctl.storage.writing import LOCK_NAME, find_unfinished_error
@@ -387,6 +387,8 @@ def to_existing_path(path: str | TreePath) -> TreePath:
     absolute = expand_home(resolve_source_path(path)).absolute()
     if not absolute.exists():
         raise SourceNotFoundError(
-            "no such file or directory", where=str(path), hint=path_hint(resolve_source_path(path))
+            "no such file or directory",
+            where=str(path),
+            hint=build_path_hint(resolve_source_path(path)),
         )
     return absolute

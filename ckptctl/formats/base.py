@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ckptctl.planner.layouts import Family
     from ckptctl.planner.mapping.detect import Candidate
     from ckptctl.planner.model_parallel import RankShard
-    from ckptctl.planner.plan import CrcOf, Frame, RawCopy, Record
+    from ckptctl.planner.plan import CrcLookup, Frame, RawCopy, Record
 
 GB = 1_000_000_000
 SPLIT_BYTES = 512 * 1024 * 1024
@@ -409,7 +409,7 @@ def require_folder(path: TreePath) -> None:
 def make_constant_frame(content: bytes) -> Frame:
     """Make the frame of a file that starts with *content*, followed only by records."""
 
-    def yield_frame(_: CrcOf) -> Iterator[tuple[int, bytes]]:
+    def yield_frame(_: CrcLookup) -> Iterator[tuple[int, bytes]]:
         yield 0, content
 
     return yield_frame
@@ -423,7 +423,7 @@ def make_content_file(path: str, content: bytes) -> OutputFile:
 def make_copied_file(path: str, size: int) -> OutputFile:
     """Make an output file that is filled by one :class:`RawCopy`."""
 
-    def yield_frame(_: CrcOf) -> Iterator[tuple[int, bytes]]:
+    def yield_frame(_: CrcLookup) -> Iterator[tuple[int, bytes]]:
         yield from ()
 
     return OutputFile(path, size, yield_frame)

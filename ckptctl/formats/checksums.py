@@ -8,7 +8,7 @@ from ckptctl.catalog import MANIFEST, Catalog, TensorEntry
 from ckptctl.errors import CkptError
 from ckptctl.storage.files import source_files
 from ckptctl.storage.json_reader import read_json
-from ckptctl.storage.schema import malformed_errors
+from ckptctl.storage.schema import wrap_malformed_errors
 from ckptctl.tree import TreePath
 
 SCHEMA = "ckptctl.manifest/1"
@@ -69,7 +69,7 @@ def _parse_manifest(
 ) -> dict[str, tuple[str, tuple[int, ...], dict[ExtentPlace, int]]]:
     """Parse a manifest into the dtype, shape and checksums of each tensor."""
     hint = "delete the file, or copy the checkpoint again"
-    with malformed_errors("this is not a manifest", where, hint):
+    with wrap_malformed_errors("this is not a manifest", where, hint):
         if not isinstance(content, dict) or content["schema"] != SCHEMA:
             return {}
         return {

@@ -37,8 +37,17 @@ from ckptctl.planner.boxes import compute_coverage
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import parse_json, read_json
 from ckptctl.storage.read_ahead import prefetch_heads
-from ckptctl.storage.safetensors_header import MAX_HEADER_BYTES, SafetensorsHeader, read_header
-from ckptctl.storage.schema import MalformedError, find_member, malformed_errors, read_as
+from ckptctl.storage.safetensors_header import (
+    MAX_HEADER_BYTES,
+    SafetensorsHeader,
+    read_safetensors_header,
+)
+from ckptctl.storage.schema import (
+    MalformedError,
+    read_as,
+    read_nested_or_none,
+    wrap_malformed_errors,
+)
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 
@@ -172,9 +181,9 @@ def _add_shard_tensors(
 
 def _read_header(files: SourceFiles, name: str) -> tuple[SafetensorsHeader, Offsets]:
     """Read the header of one file and the offset of each shard in its global tensor."""
-    header = read_header(files, name)
+    header = read_safetensors_header(files, name)
     where = str(files.root / name)
-    with malformed_errors(INVALID, where):
+    with wrap_malformed_errors(INVALID, where):
         text = header.metadata.get(OFFSETS)
         if text is None:
             raise MalformedError(f"the header does not contain {OFFSETS}")
@@ -270,12 +279,12 @@ def _compare_with_index(
     where = str(folder / name)
     with source_files(folder) as files:
         index = read_json(files, name)
-    weight_map = find_member(dict[str, object], index, "weight_map")
+    weight_map = read_nested_or_none(dict[str, object], index, "weight_map")
     if weight_map is None:
         yield f"`../{name}` is not an index and was not compared"
         return
     missing_keys = sorted(weight_map.keys() - tensors.keys())
-    total = find_member(int, index, "metadata", "total_size")
+    total = read_nested_or_none(int, index, "metadata", "total_size")
     actual_bytes = sum(entry.nbytes for entry in tensors.values())
     if missing_keys or (total or 0) > actual_bytes:
         file = next((finding.file for finding in faults.findings if finding.file), next_file)

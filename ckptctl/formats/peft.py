@@ -94,7 +94,7 @@ def read_adapter_config(root: TreePath) -> dict[str, Mapping[str, object]]:
     if not (root / CONFIG).is_file():
         return {}
     with source_files(root) as files:
-        return {CONFIG: read_json_object(files, CONFIG, constants=True)}
+        return {CONFIG: read_json_object(files, CONFIG, allow_nan=True)}
 
 
 def _find_weights(path: TreePath) -> str | None:

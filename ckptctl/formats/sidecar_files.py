@@ -22,7 +22,7 @@ from ckptctl.planner.config_facts import get_model_params
 from ckptctl.storage.files import source_files
 from ckptctl.storage.json_reader import read_json, read_json_object
 from ckptctl.storage.paths import leads_outside
-from ckptctl.storage.schema import find_member
+from ckptctl.storage.schema import read_nested_or_none
 from ckptctl.tree import TreePath
 
 MAX_SIDECAR_BYTES = 100_000_000
@@ -227,7 +227,7 @@ def read_documents(root: TreePath) -> dict[str, Mapping[str, object]]:
     with source_files(root) as files:
         for name in DOCUMENTS:
             if (root / name).is_file():
-                parsed[name] = read_json_object(files, name, constants=True)
+                parsed[name] = read_json_object(files, name, allow_nan=True)
     return parsed
 
 
@@ -266,8 +266,10 @@ def _list_members(
 
 def _list_module_configs(root: TreePath, items: Collection[str]) -> set[str]:
     """Return the configuration files in the folders listed in ``modules.json``."""
-    modules = find_member(list[object], _read_json_or_none(root, "modules.json")) or []
-    paths = {path for module in modules if (path := find_member(str, module, "path")) in items}
+    modules = read_nested_or_none(list[object], _read_json_or_none(root, "modules.json")) or []
+    paths = {
+        path for module in modules if (path := read_nested_or_none(str, module, "path")) in items
+    }
     return {f"{path}/config.json" for path in paths}
 
 
@@ -325,6 +327,6 @@ def _read_json_or_none(root: TreePath, name: str) -> object:
     """Read the content of a JSON file, or return None if it cannot be read."""
     with source_files(root) as files:
         try:
-            return read_json(files, name, constants=True)
+            return read_json(files, name, allow_nan=True)
         except CkptError:
             return None

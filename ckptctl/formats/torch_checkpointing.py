@@ -37,8 +37,8 @@ from ckptctl.storage.schema import (
     MismatchError,
     Natural,
     Schema,
-    malformed_errors,
     read_as,
+    wrap_malformed_errors,
 )
 from ckptctl.tree import TreePath
 
@@ -392,7 +392,7 @@ def _read_metadata(files: SourceFiles) -> Metadata:
         read_metadata_file(files, METADATA, MAX_METADATA_BYTES),
     )
     root = load_pickle(content, where=where, table={})
-    with malformed_errors("this is not the metadata of torch_checkpointing", where):
+    with wrap_malformed_errors("this is not the metadata of torch_checkpointing", where):
         content_by_key = read_as(dict[str, object], root)
         world, version = content_by_key.get("world_size"), str(content_by_key.get("version", "1.0"))
         if type(world) is not int or not 0 < world <= MAX_WORLD_SIZE:

@@ -28,7 +28,7 @@ from ckptctl.storage.stand_ins import has_only_zeros
 from ckptctl.tree import TreePath
 
 if TYPE_CHECKING:
-    from ckptctl.planner.plan import CrcOf
+    from ckptctl.planner.plan import CrcLookup
     from ckptctl.storage.zips.zip_writer import ZipLayout
 
 _ZIP = b"PK\x03\x04"
@@ -117,7 +117,7 @@ class TorchFormat(WritableFormat):
         # Only writing needs these modules.
         from ckptctl.formats.shared.stored_leaves import make_pickled_tensor
         from ckptctl.storage.pickles.pickle_writer import dump_pickle
-        from ckptctl.storage.zips.zip_writer import lay_out
+        from ckptctl.storage.zips.zip_writer import compute_zip_layout
 
         stored = [tensor for tensor in request.tensors if tensor.alias_of is None]
         key_of = {tensor.name: str(position) for position, tensor in enumerate(stored)}
@@ -128,7 +128,7 @@ class TorchFormat(WritableFormat):
         leaves += [(blob.path, blob.value) for blob in request.blobs]
         storages = [(key_of[tensor.name], tensor.nbytes) for tensor in stored]
         folder = request.name.encode(errors="replace").decode().partition(".")[0] or "archive"
-        layout = lay_out(dump_pickle(build_nested(leaves)), storages, folder=folder)
+        layout = compute_zip_layout(dump_pickle(build_nested(leaves)), storages, folder=folder)
         records = [
             Record(tensor.name, request.name, offset, tensor.nbytes)
             for tensor, offset in zip(stored, layout.data_offsets, strict=True)
@@ -150,10 +150,12 @@ class ZipFrame:
     def __init__(self, zips: Sequence[tuple[ZipLayout, int, int]]) -> None:
         self.zips = zips
 
-    def __call__(self, crc_of: CrcOf) -> Iterator[tuple[int, bytes]]:
+    def __call__(self, crc_of: CrcLookup) -> Iterator[tuple[int, bytes]]:
         """See :data:`ckptctl.planner.plan.Frame`."""
         for layout, first, count in self.zips:
-            yield from layout.frame([crc_of(record) for record in range(first, first + count)])
+            yield from layout.iterate_frame(
+                [crc_of(record) for record in range(first, first + count)]
+            )
 
 
 FORMAT = TorchFormat()

@@ -98,7 +98,7 @@ def _read_sidecar_statements(
     for name in SIDECAR_METHODS:
         if name in names:
             with source_files(root) as files:
-                content = read_json(files, name, constants=True)
+                content = read_json(files, name, allow_nan=True)
             if not isinstance(content, dict):
                 raise UnsupportedError(f"`{name}` is not a JSON object", where=root)
             yield parse_sidecar_statement(name, content)
@@ -116,7 +116,7 @@ def survey_catalog(
 
     def read_values(entry: TensorEntry) -> bytes:
         # late, for a fast start: only few schemes read values
-        from ckptctl.storage.computed import open_reader
+        from ckptctl.storage.computed import open_catalog_reader
         from ckptctl.storage.tensor_reader import TensorReader
 
         if entry.nbytes > MAX_METADATA_BYTES:
@@ -127,7 +127,7 @@ def survey_catalog(
                 where=catalog.path,
             )
         located_catalog = locate_tensors(catalog, [entry.name])
-        with open_reader(located_catalog) as reader:
+        with open_catalog_reader(located_catalog) as reader:
             return bytes(TensorReader(reader, located_catalog.tensors[entry.name]).read())
 
     return detect_quantized(catalog.tensors, read_statement(catalog, extra_statements), read_values)

@@ -14,7 +14,7 @@ from ckptctl.units import pluralize
 Axes = tuple[str, ...]
 
 
-def group_unbroken_runs(before: Sequence[Axes], after: Sequence[Axes]) -> list[Axes]:
+def list_adjacent_runs(before: Sequence[Axes], after: Sequence[Axes]) -> list[Axes]:
     """List the runs of axes in *before* that are also neighbors in *after*, in the same order."""
     follows = {pair for group in after for pair in pairwise(group)}
     runs: list[Axes] = []
@@ -30,7 +30,7 @@ def group_unbroken_runs(before: Sequence[Axes], after: Sequence[Axes]) -> list[A
 
 
 @dataclass(frozen=True, slots=True)
-class Observation:
+class ObservedShape:
     """The shape of a stored tensor whose place in a layout is known.
 
     Attributes:
@@ -84,7 +84,7 @@ class _AxisSolver:
         self.sizes: dict[str, int] = dict(family.constants)
         self.products: dict[Axes, int] = {}
         self.origins: dict[str, str] = {}
-        self.configured = configured_sizes
+        self.configured_sizes = configured_sizes
         self.sizes |= {
             axis: size for axis, size in configured_sizes.items() if axis not in family.composite
         }
@@ -93,7 +93,7 @@ class _AxisSolver:
     def _use_composite_sizes(self) -> None:
         """Solve for the parts of composite axes whose sizes are configured."""
         for axis, parts in self.family.composite.items():
-            size = self.configured.get(axis)
+            size = self.configured_sizes.get(axis)
             if size is not None and self.solve_product(parts, size) is False:
                 known_sizes = [self.sizes[part] for part in parts if part in self.sizes]
                 multiple = "" if len(known_sizes) == len(parts) else "a multiple of "
@@ -141,16 +141,20 @@ class _AxisSolver:
         """Solve ``sum of products == value``, and return the same as :meth:`solve_product`."""
         known_sizes = AxisSizes(self.sizes, self.products)
         sizes = [known_sizes.find_size(term) for term in terms]
-        rest = value - sum(size for size in sizes if size is not None)
+        unexplained_size = value - sum(size for size in sizes if size is not None)
         open_terms = [term for term, size in zip(terms, sizes, strict=True) if size is None]
         if not open_terms:
-            return rest == 0
+            return unexplained_size == 0
         if len(set(open_terms)) > 1:
             return None
-        share, odd = divmod(rest, len(open_terms))
-        return False if odd or share < 0 else self.solve_product(open_terms[0], share, key)
+        term_size, remainder = divmod(unexplained_size, len(open_terms))
+        return (
+            False
+            if remainder or term_size < 0
+            else self.solve_product(open_terms[0], term_size, key)
+        )
 
-    def solve_all(self, observations: Iterable[Observation]) -> None:
+    def solve_all(self, observations: Iterable[ObservedShape]) -> None:
         """Solve the equations of all observed shapes.
 
         Raises:
@@ -185,7 +189,7 @@ class _AxisSolver:
             self._use_composite_sizes()
 
     def _contradiction_error(
-        self, item: Observation, dim: int, terms: tuple[Axes, ...]
+        self, item: ObservedShape, dim: int, terms: tuple[Axes, ...]
     ) -> MappingError:
         known_axes = [axis for term in terms for axis in term if axis in self.sizes]
         origins = {axis: self._describe_origin(axis) for axis in known_axes}
@@ -205,22 +209,22 @@ class _AxisSolver:
         """Return the tensor or config field that determines *axis*, or an empty string."""
         if axis in self.origins:
             return self.origins[axis]
-        if axis in self.configured:
+        if axis in self.configured_sizes:
             return self.family.describe_size(axis)
         composites = (
             composite for composite, parts in self.family.composite.items() if axis in parts
         )
         composite = next(composites, "")
         return (
-            f"{self.family.describe_size(composite)} = {self.configured[composite]}"
-            if composite in self.configured
+            f"{self.family.describe_size(composite)} = {self.configured_sizes[composite]}"
+            if composite in self.configured_sizes
             else ""
         )
 
 
 def solve_axis_sizes(
     family: Family,
-    observations: Iterable[Observation],
+    observations: Iterable[ObservedShape],
     configured_sizes: Mapping[str, int],
     axes_from_keys: Collection[str] = (),
 ) -> AxisSizes:

@@ -69,7 +69,7 @@ def assign_chunks(
         if ranks_by_load is None:
             ranks_by_load = candidates[key] = _CandidateRanks(key, loads)
         rank = (
-            ranks_by_load.find_first_within(nbytes, fair_share)
+            ranks_by_load.find_first_below_share(nbytes, fair_share)
             if nbytes < small_bytes
             else ranks_by_load.find_least_loaded()
         )
@@ -88,7 +88,7 @@ class _CandidateRanks:
         self._ranks = sorted(ranks)
         self._loads = loads
         self._heap = [(loads[rank], rank) for rank in ranks]
-        self._full = 0
+        self._full_count = 0
         heapify(self._heap)
 
     def find_least_loaded(self) -> int:
@@ -99,13 +99,13 @@ class _CandidateRanks:
             heapreplace(heap, (loads[rank], rank))
         return heap[0][1]
 
-    def find_first_within(self, nbytes: int, fair_share: int) -> int:
+    def find_first_below_share(self, nbytes: int, fair_share: int) -> int:
         """Return the first rank that stays within *fair_share* bytes, or the least loaded rank."""
-        while self._full < len(self._ranks):
-            rank = self._ranks[self._full]
+        while self._full_count < len(self._ranks):
+            rank = self._ranks[self._full_count]
             if self._loads[rank] + nbytes <= fair_share:
                 return rank
-            self._full += 1
+            self._full_count += 1
         return self.find_least_loaded()
 
 
@@ -114,7 +114,7 @@ def compute_piece_limit(nbytes: int, ranks: int) -> int:
     return max(MIN_PIECE_BYTES, nbytes // max(ranks, 1) // PIECES_PER_RANK)
 
 
-def compute_fine_limit(nbytes: int, ranks: int) -> int:
+def compute_fine_piece_limit(nbytes: int, ranks: int) -> int:
     """Return a smaller limit, for plans that :func:`compute_piece_limit` leaves uneven."""
     min_bytes = max(MIN_FINE_PIECE_BYTES, nbytes // MAX_FINE_PIECES)
     fine = max(min_bytes, nbytes // max(ranks, 1) // FINE_PIECES_PER_RANK)
@@ -127,7 +127,7 @@ def split_box(box: Box, nbytes: int, limit: int) -> list[Box]:
     count = -(-nbytes // limit)
     if dim is None or count < 2:
         return [box]
-    before, size = box.sizes[:dim], box.sizes[dim]
+    leading_sizes, size = box.sizes[:dim], box.sizes[dim]
     pieces = [
         Box(
             (
@@ -135,7 +135,7 @@ def split_box(box: Box, nbytes: int, limit: int) -> list[Box]:
                 box.offsets[dim] + rows.offsets[0],
                 *box.offsets[dim + 1 :],
             ),
-            (*before, rows.sizes[0], *box.sizes[dim + 1 :]),
+            (*leading_sizes, rows.sizes[0], *box.sizes[dim + 1 :]),
         )
         for rows in split_rows((size,), min(count, size))
     ]
@@ -192,7 +192,7 @@ def group_into_shards(sizes: Iterable[tuple[str, int]], limit: int) -> list[list
     return shards or [[]]
 
 
-def group_by_file(
+def group_names_by_file(
     names: Iterable[str], file_by_name: Mapping[str, int], file_count: int
 ) -> list[list[str]]:
     """Group *names* by their file index in *file_by_name*, keeping their order."""
@@ -268,12 +268,12 @@ def group_work_by_file(plan: Plan, checks: bool) -> list[list[int]]:
             numbers_by_file.setdefault(transfer.targets[0].file, []).append(index)
     for index, raw_copy in enumerate(plan.raw_copies, len(plan.transfers)):
         numbers_by_file.setdefault(raw_copy.target, []).append(index)
-    for index, check in enumerate(plan.checks if checks else (), plan.first_check):
+    for index, check in enumerate(plan.checks if checks else (), plan.first_check_number):
         numbers_by_file.setdefault(f"{check.root}/{check.recorded.file}", []).append(index)
     return list(numbers_by_file.values())
 
 
-def compute_share(plan: Plan, checks: bool, rank: int, ranks: int) -> WorkShare:
+def compute_work_share(plan: Plan, checks: bool, rank: int, ranks: int) -> WorkShare:
     """Compute the share of *rank* in *plan*. The shares of all ranks add up to the plan."""
     numbers = [number for lane in group_work_by_file(plan, checks) for number in lane]
     sizes = [count_work_bytes(plan, number) for number in numbers]
@@ -293,6 +293,6 @@ def count_work_bytes(plan: Plan, number: int) -> int:
     """Count the bytes of transfer, copy or check *number*, without repeated reads for checksums."""
     if number < len(plan.transfers):
         return plan.transfers[number].nbytes
-    if number < plan.first_check:
+    if number < plan.first_check_number:
         return plan.raw_copies[number - len(plan.transfers)].nbytes
-    return sum(nbytes for _, nbytes in plan.checks[number - plan.first_check].gaps)
+    return sum(nbytes for _, nbytes in plan.checks[number - plan.first_check_number].gaps)

@@ -238,14 +238,14 @@ def _find_defects(region: Spans, boxes: Sequence[Spans]) -> Iterator[tuple[str, 
         elif len(boxes) == 1 and boxes[0] == region:
             continue
         elif unsplit_dims == len(region):
-            yield from _find_painted_defects(region, boxes)
+            yield from _find_defects_on_grid(region, boxes)
         else:
             parts = list(_split_into_slabs(region[dim], boxes, dim))
             next_dim = (dim + 1) % len(region)
-            tried = 1 if len(parts) > 1 else unsplit_dims + 1
+            next_unsplit_dims = 1 if len(parts) > 1 else unsplit_dims + 1
             for span, slab_boxes in reversed(parts):
                 part = (*region[:dim], span, *region[dim + 1 :])
-                stack.append((part, slab_boxes, next_dim, tried))
+                stack.append((part, slab_boxes, next_dim, next_unsplit_dims))
 
 
 def _split_into_slabs(
@@ -270,7 +270,7 @@ def _split_into_slabs(
         yield (reach, end), []
 
 
-def _find_painted_defects(region: Spans, boxes: Sequence[Spans]) -> Iterator[tuple[str, Spans]]:
+def _find_defects_on_grid(region: Spans, boxes: Sequence[Spans]) -> Iterator[tuple[str, Spans]]:
     edges = [
         sorted({edge for spans in (region, *boxes) for edge in spans[dim]})
         for dim in range(len(region))

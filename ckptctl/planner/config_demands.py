@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ckptctl.planner.config_facts import Json, get_model_params, parse_size, read_sizes
-from ckptctl.planner.families.declarations import get_nested, matches_signs
+from ckptctl.planner.families.declarations import get_nested, matches_conditions
 from ckptctl.planner.families.demands import Demand
-from ckptctl.planner.mapping.matching import IndexValues, MatchedKeys, Slot, list_indices
+from ckptctl.planner.mapping.matching import IndexValues, MatchedKeys, Slot, list_index_values
 
 if TYPE_CHECKING:
     from ckptctl.planner.families.tables import LogicalTensor
@@ -45,7 +45,7 @@ def find_required_tensors(
     return frozenset(
         (tensor.name, indices)
         for demand in family.demands
-        if matches_signs(demand.when, values)
+        if matches_conditions(demand.when, values)
         for tensor in family.find_tensors(demand.tensors)
         for indices in _iterate_required_indices(demand, tensor, values, sizes)
     )
@@ -55,7 +55,7 @@ def _iterate_required_indices(
     demand: Demand, tensor: LogicalTensor, values: Json, sizes: Mapping[str, int]
 ) -> Iterator[IndexValues]:
     """Yield the index values at which *demand* requires *tensor* (the last one is the layer)."""
-    all_indices = list_indices(tensor, sizes)
+    all_indices = list_index_values(tensor, sizes)
     if not demand.is_by_layer:
         yield from all_indices
         return
@@ -77,10 +77,12 @@ def _find_required_layers(demand: Demand, values: Json, total: int) -> frozenset
     layers = range(first_layer, min(end_layer, total - excluded_last))
     if not demand.kinds:
         return frozenset(layers)
-    kinds = get_nested(values, str(demand.kinds[0]))
-    if not isinstance(kinds, list):
+    layer_types = get_nested(values, str(demand.kinds[0]))
+    if not isinstance(layer_types, list):
         return frozenset()
-    return frozenset(n for n in layers if n < len(kinds) and kinds[n] in demand.kinds[1:])
+    return frozenset(
+        n for n in layers if n < len(layer_types) and layer_types[n] in demand.kinds[1:]
+    )
 
 
 def _read_number(values: Json, name: str, default: int) -> int | None:

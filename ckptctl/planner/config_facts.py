@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from ckptctl.errors import MappingError, UsageError, find_nearest
 from ckptctl.planner.config_defaults import DEFAULTS
 from ckptctl.planner.families.declarations import (
-    find_set_alias,
+    choose_field_alias,
     get_nested,
     has_field,
     split_aliases,
@@ -71,7 +71,7 @@ def has_tied_embeddings(family: Family, config: Json | None, params: Json | None
     return family.tied if is_tied_in_config is None else is_tied_in_config
 
 
-def list_absent_heads(family: Family, config: Json | None, *, is_base: bool) -> frozenset[str]:
+def find_absent_heads(family: Family, config: Json | None, *, is_base: bool) -> frozenset[str]:
     """Return the head tensors that the model class in config.json does not have.
 
     Models that were saved without a language model head, such as ``LlamaModel``, have no output.
@@ -143,15 +143,15 @@ def read_sizes(
         if file is None:
             continue
         values = get_model_params(file)
-        names = {axis: find_set_alias(values, n[column]) for axis, n in family.sizes.items()}
+        names = {axis: choose_field_alias(values, n[column]) for axis, n in family.sizes.items()}
         stated_sizes = {
             axis: parse_size(get_nested(values, name), name) for axis, name in names.items()
         }
         sizes |= {axis: size for axis, size in stated_sizes.items() if size is not None}
-    sizes |= {require_axis(family, name): size for name, size in (overrides or {}).items()}
+    sizes |= {resolve_axis(family, name): size for name, size in (overrides or {}).items()}
     if include_defaults and config is not None:
-        default_sizes = list_default_sizes(family, config)
-        by_axis = {axis: default_sizes.get(name_axis_size(family, axis)) for axis in family.sizes}
+        default_sizes = get_default_sizes(family, config)
+        by_axis = {axis: default_sizes.get(get_size_field(family, axis)) for axis in family.sizes}
         sizes = {**{axis: size for axis, size in by_axis.items() if size}, **sizes}
     if include_defaults and "h" in sizes and "k" in family.sizes:
         sizes.setdefault("k", sizes["h"])
@@ -171,7 +171,7 @@ class TranslatedConfig(dict[str, object]):
     """A config.json derived from another program's configuration. Its fields have no defaults."""
 
 
-def list_default_sizes(family: Family, config: Json) -> dict[str, int]:
+def get_default_sizes(family: Family, config: Json) -> dict[str, int]:
     """Return transformers' defaults for the sizes that *config* does not state, by field name."""
     if isinstance(config, TranslatedConfig):
         return {}
@@ -197,13 +197,13 @@ def find_default_size(config: Json, name: str) -> int | None:
     return DEFAULTS.get(str(model_type), {}).get(field_name)
 
 
-def name_axis_size(family: Family, axis: str) -> str:
+def get_size_field(family: Family, axis: str) -> str:
     """Return the field of config.json or params.json that states the size of *axis*, or *axis*."""
     config, params = family.sizes.get(axis, ("", ""))
     return split_aliases(config)[0] or split_aliases(params)[0] or axis
 
 
-def require_axis(family: Family, name: str) -> str:
+def resolve_axis(family: Family, name: str) -> str:
     """Find the axis or counted index whose size a user calls *name*.
 
     *name* is the axis, or a field of a config. The last part of a nested field suffices if it is
@@ -227,7 +227,7 @@ def require_axis(family: Family, name: str) -> str:
     if len(matching_axes) == 1:
         return next(iter(matching_axes))
     known_names = [
-        *(" or ".join(_list_axis_names(a, family)) for a in family.sizes),
+        *(" or ".join(_quote_axis_names(a, family)) for a in family.sizes),
         *sorted(unsized_axes),
     ]
     closest_name = find_nearest(name, [*axes_by_name, *unsized_axes])
@@ -241,7 +241,7 @@ def require_axis(family: Family, name: str) -> str:
     )
 
 
-def _list_axis_names(axis: str, family: Family) -> list[str]:
+def _quote_axis_names(axis: str, family: Family) -> list[str]:
     preferred_names = (split_aliases(name)[0] for name in family.sizes[axis])
     return list(dict.fromkeys(f"`{name}`" for name in (axis, *preferred_names) if name))
 
@@ -340,7 +340,7 @@ def read_rope(config: Json) -> tuple[object, Json | None]:
     return values["rope_theta"], scaling
 
 
-def with_rope_type(file: Json) -> Json:
+def add_rope_fields(file: Json) -> Json:
     """Return a config with normalized top-level ``rope_theta`` and ``rope_type``."""
     values = dict(get_model_params(file))
     theta, scaling = read_rope(values)

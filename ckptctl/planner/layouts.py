@@ -35,12 +35,12 @@ from ckptctl.planner.families.declarations import (
     PRESENT,
     SIZES,
     Companion,
+    Conditions,
     Drop,
     MegatronStyle,
     ParamsStyle,
     Rule,
     Shift,
-    Signs,
     Tie,
     Tiles,
     add_companions,
@@ -81,7 +81,7 @@ __all__ = [
     "Tie",
     "Tiles",
     "get_facts",
-    "is_base",
+    "is_base_layout",
 ]
 
 HF, BASE = "hf", "hf-base"
@@ -139,7 +139,7 @@ class LayoutTensor:
         return " + ".join(dict.fromkeys(str(leaf) for _, leaf in self.parts))
 
 
-Meaning: TypeAlias = LayoutTensor | Drop
+TensorOrDrop: TypeAlias = LayoutTensor | Drop
 """The stored tensor that has a key, or the rule to drop it."""
 
 
@@ -157,7 +157,7 @@ class Layout:
     name: str
     leaves: Mapping[str, Leaf]
     stored: tuple[LayoutTensor, ...]
-    table: TemplateTable[Meaning]
+    table: TemplateTable[TensorOrDrop]
 
     @cached_property
     def stored_by_name(self) -> Mapping[str, LayoutTensor]:
@@ -169,12 +169,12 @@ class Layout:
         """Axes that are indices of keys, with a stored tensor per entry."""
         return frozenset(axis for leaf in self.leaves.values() for axis in leaf.spread_axes)
 
-    def iterate_meanings(self, key: str) -> Iterator[tuple[Meaning, dict[str, int]]]:
+    def iterate_matches(self, key: str) -> Iterator[tuple[TensorOrDrop, dict[str, int]]]:
         """Yield each tensor or drop rule that matches *key* (or a template), with index values."""
         for stored in self.stored:
             if stored.template.text == key and stored.template.indices:
                 yield stored, {}
-        yield from self.table.iterate_meanings(key)
+        yield from self.table.iterate_matches(key)
 
     def has_same_tensors(self, other: Layout) -> bool:
         """Return whether both layouts store every tensor with the same key and axis order."""
@@ -269,16 +269,16 @@ class Family:
     sources: Mapping[str, str] = field(default_factory=dict)
     refines: str | None = None
     shown_by: tuple[str, ...] | None = None
-    config_signs: tuple[Signs, ...] = ()
-    params_signs: tuple[Signs, ...] = ()
+    config_signs: tuple[Conditions, ...] = ()
+    params_signs: tuple[Conditions, ...] = ()
     params: ParamsStyle = META
     earlier: tuple[str, ...] = ()
-    presets: tuple[tuple[Signs, Mapping[str, object]], ...] = ()
+    presets: tuple[tuple[Conditions, Mapping[str, object]], ...] = ()
     megatron: MegatronStyle | None = None
     tiny: Mapping[str, int] = field(default_factory=dict)
     rows: tuple[LogicalTensor, ...] = ()
     partial: bool = False
-    _compiled: dict[str, Layout] = field(default_factory=dict, init=False, repr=False)
+    _layout_cache: dict[str, Layout] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def tensors(self) -> Mapping[str, LogicalTensor]:
@@ -361,8 +361,8 @@ class Family:
         """
         if name not in (*self.layouts, *self.base_layouts):
             raise self._unknown_layout_error(name)
-        if name in self._compiled:
-            return self._compiled[name]
+        if name in self._layout_cache:
+            return self._layout_cache[name]
         column = name.removesuffix(_BASE_SUFFIX)
         leaves = {t.name: t.leaves[column] for t in self.tensors.values() if column in t.leaves}
         drops = [(Template.parse(d.key), d) for d in self.drops if d.layout == column]
@@ -382,10 +382,12 @@ class Family:
             LayoutTensor(parts[0][1].key, tuple(sorted(parts, key=lambda part: part[1].part or 0)))
             for parts in leaves_by_key.values()
         ]
-        entries: list[tuple[Template, Meaning]] = [(item.template, item) for item in stored]
-        entries += drops
-        layout = Layout(name, leaves, tuple(stored), TemplateTable(entries))
-        self._compiled[name] = layout
+        table_entries: list[tuple[Template, TensorOrDrop]] = [
+            (item.template, item) for item in stored
+        ]
+        table_entries += drops
+        layout = Layout(name, leaves, tuple(stored), TemplateTable(table_entries))
+        self._layout_cache[name] = layout
         return layout
 
     def _unknown_layout_error(self, name: str) -> UsageError:
@@ -414,6 +416,6 @@ class Family:
         return f"`{config}`{params_note}"
 
 
-def is_base(layout: str | None) -> bool:
+def is_base_layout(layout: str | None) -> bool:
     """Return whether a layout is for models without a head."""
     return layout is not None and layout.endswith(_BASE_SUFFIX)

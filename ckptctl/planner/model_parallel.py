@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 
 from ckptctl.catalog import Box
 from ckptctl.errors import MappingError, spell_option
-from ckptctl.planner.axes import AxisSizes, Observation, solve_axis_sizes
+from ckptctl.planner.axes import AxisSizes, ObservedShape, solve_axis_sizes
 from ckptctl.planner.families.tables import Leaf
 from ckptctl.planner.layouts import Drop, Family, LayoutTensor
 from ckptctl.units import pluralize
@@ -84,7 +84,7 @@ def list_part_splits(family: Family, layout: str, key: str) -> tuple[PartSplit, 
     Raises:
         MappingError: The layout has no such key.
     """
-    match = family.get_layout(layout).table.find_meaning(key)
+    match = family.get_layout(layout).table.find_match(key)
     if match is None:
         raise MappingError(
             f"`{family.name}` has no such tensor in layout `{layout}`", where=f"tensor `{key}`"
@@ -170,7 +170,7 @@ def split_tensor(
         return (full,)
     axis = find_owner_axis(family, layout, key)
     if axis is not None:
-        count, match = sizes.axes.get(axis), family.get_layout(layout).table.find_meaning(key)
+        count, match = sizes.axes.get(axis), family.get_layout(layout).table.find_match(key)
         if count is None or match is None:
             raise unknown_size_error(family, key, (axis,), ranks)
         _require_divisible(family, axis, count, ranks, key)
@@ -198,27 +198,27 @@ def split_tensor(
     part_blocks = []
     for cut, length in zip(parts, lengths, strict=True):
         part_shape = _replace_at(shape, along, length)
-        part_blocks.append(_build_part(family, key, cut, part_shape, sizes, ranks, repeats))
+        part_blocks.append(_divide_into_blocks(family, key, cut, part_shape, sizes, ranks, repeats))
     return tuple(_build_shard(key, along, part_blocks, rank, ranks) for rank in range(ranks))
 
 
-class _Part(NamedTuple):
+class _PartBlocks(NamedTuple):
     """A part of a stored tensor, with its division into blocks.
 
     Attributes:
-        outer: Number of blocks along the dimension that is split.
-        block: Rows of each block, which are split across ranks.
+        block_count: Number of blocks along the dimension that is split.
+        block_rows: Rows of each block, which are split across ranks.
         repeats: Number of neighboring ranks with the same rows.
     """
 
     cut: PartSplit
     shape: tuple[int, ...]
-    outer: int
-    block: int
+    block_count: int
+    block_rows: int
     repeats: int
 
 
-def _build_part(
+def _divide_into_blocks(
     family: Family,
     key: str,
     cut: PartSplit,
@@ -226,10 +226,10 @@ def _build_part(
     sizes: AxisSizes,
     ranks: int,
     repeats: int | None,
-) -> _Part:
+) -> _PartBlocks:
     """Divide a part into blocks that are split across ranks."""
     if cut.axis is None or cut.dim is None:
-        return _Part(cut, shape, 1, 0, 1)
+        return _PartBlocks(cut, shape, 1, 0, 1)
     rows = shape[cut.dim]
     outer = sizes.find_size(family.expand_axes(cut.outer_axes)) if rows else 1
     count = rows if len(cut.leaf.dims[cut.dim]) == 1 else sizes.axes.get(cut.axis)
@@ -247,10 +247,12 @@ def _build_part(
     block, odd = divmod(rows, max(outer, 1))
     if odd or block * repeats % ranks:
         _require_divisible(family, cut.axis, block * repeats, ranks, key)
-    return _Part(cut, shape, outer, block, repeats)
+    return _PartBlocks(cut, shape, outer, block, repeats)
 
 
-def _build_shard(key: str, along: int, parts: Sequence[_Part], rank: int, ranks: int) -> RankShard:
+def _build_shard(
+    key: str, along: int, parts: Sequence[_PartBlocks], rank: int, ranks: int
+) -> RankShard:
     """Build the shard of one rank from all parts."""
     pieces: list[ShardPiece] = []
     shapes: list[tuple[int, ...]] = []
@@ -300,16 +302,16 @@ def _require_divisible(family: Family, axis: str, count: int, ranks: int, key: s
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
 
-def iterate_observations(
+def iterate_observed_shapes(
     family: Family, layout: str, shapes: Shapes, ranks: int
-) -> Iterator[Observation]:
+) -> Iterator[ObservedShape]:
     """Yield one tensor of each kind, with the shape of the *ranks* shards together.
 
     Repeated heads are counted as often as they are stored.
     """
     seen: set[str] = set()
     for key, shape in shapes.items():
-        match = family.get_layout(layout).table.find_meaning(key)
+        match = family.get_layout(layout).table.find_match(key)
         if (
             match is None
             or not isinstance(match[0], LayoutTensor)
@@ -321,7 +323,7 @@ def iterate_observations(
         if ranks == 1 or len({cut.dim for cut in parts}) == 1:
             dim = parts[0].dim
             full_shape = tuple(n * ranks if d == dim else n for d, n in enumerate(shape))
-            yield Observation(key, match[0], full_shape)
+            yield ObservedShape(key, match[0], full_shape)
 
 
 def solve_stored_sizes(
@@ -334,12 +336,12 @@ def solve_stored_sizes(
     """Solve for the axis sizes of a complete model, with repeated heads counted for each rank."""
     counts: dict[str, int] = {}
     for key in shapes:
-        match = family.get_layout(layout).table.find_meaning(key)
+        match = family.get_layout(layout).table.find_match(key)
         if match and isinstance(match[0], LayoutTensor):
             for axis in match[0].parts[0][1].spread_axes:
                 counts[axis] = max(counts.get(axis, 0), match[1][axis] + 1)
     return solve_axis_sizes(
-        family, iterate_observations(family, layout, shapes, ranks), {**known_sizes, **counts}
+        family, iterate_observed_shapes(family, layout, shapes, ranks), {**known_sizes, **counts}
     )
 
 
@@ -351,7 +353,7 @@ def fits_ranks(family: Family, layout: str, shapes: Shapes, ranks: int) -> bool:
     only one of the two is consistent.
     """
     try:
-        solve_axis_sizes(family, iterate_observations(family, layout, shapes, ranks), {})
+        solve_axis_sizes(family, iterate_observed_shapes(family, layout, shapes, ranks), {})
     except MappingError:
         return False
     return True
@@ -368,17 +370,17 @@ def list_possible_repeats(sizes: Mapping[str, int], ranks: int) -> tuple[int, ..
     return tuple(n for n in range(heads, 1, -1) if heads % n == 0)
 
 
-def without_repeats(family: Family, sizes: AxisSizes, repeats: int) -> AxisSizes:
+def compute_unrepeated_sizes(family: Family, sizes: AxisSizes, repeats: int) -> AxisSizes:
     """Count repeated entries in *sizes* once, and multiply the axes that share a composite."""
     repeated_axes = set(family.repeated)
     composites = family.composite.values()
-    grown_axes = {
+    multiplied_axes = {
         axis for parts in composites if repeated_axes.intersection(parts) for axis in parts
     } - repeated_axes
 
     def adjust_size(group: Iterable[str], size: int) -> int:
         axes = list(group)
-        size *= math.prod(repeats for axis in axes if axis in grown_axes)
+        size *= math.prod(repeats for axis in axes if axis in multiplied_axes)
         return size // math.prod(repeats for axis in axes if axis in repeated_axes)
 
     return AxisSizes(

@@ -18,7 +18,7 @@ from ckptctl.file_identity import FileIdentity
 from ckptctl.planner.strided import StridedTensor
 from ckptctl.tree import TreePath
 
-CrcOf = Callable[[int], int]
+CrcLookup = Callable[[int], int]
 """Function that returns the CRC-32 of a finished record, by its index in ``Plan.records``."""
 
 
@@ -93,7 +93,7 @@ class Record:
     nbytes: int
 
 
-Frame = Callable[[CrcOf], Iterator[tuple[int, bytes]]]
+Frame = Callable[[CrcLookup], Iterator[tuple[int, bytes]]]
 """Function that yields the ``(offset, bytes)`` of an output file that are not tensor data.
 
 Examples are headers and zip directories. The function is called after all records of the file are
@@ -215,18 +215,18 @@ class Plan:
         """Bytes of the complete output."""
         return sum(file.size for file in self.files)
 
-    def list_checked_tensors(self, number: int) -> set[str]:
+    def get_checked_tensors(self, number: int) -> set[str]:
         """Return the names of the stored tensors whose checksums transfer *number* verifies."""
         parts = self.transfers[number].tensor.parts if self.checked else ()
         return {part.entry.name for part in parts if (number, part.entry.name) in self.checked}
 
     @property
-    def first_check(self) -> int:
+    def first_check_number(self) -> int:
         """Number of the first check, counted after transfers and raw copies."""
         return len(self.transfers) + len(self.raw_copies)
 
     def get_root(self, number: int) -> TreePath:
         """Return the root of the files that transfer or check *number* reads."""
-        if number >= self.first_check:
-            return self.checks[number - self.first_check].root
+        if number >= self.first_check_number:
+            return self.checks[number - self.first_check_number].root
         return self.source_root

@@ -147,8 +147,8 @@ class BestRule:
             UsageError: The count is 0, or it is unclear whether lower or higher is better.
         """
         name, colon, number = text.rpartition(":")
-        counted = bool(colon) and number.isascii() and number.isdecimal() and len(number) < 10
-        name, count = (name, int(number)) if counted else (text, 1)
+        has_count = bool(colon) and number.isascii() and number.isdecimal() and len(number) < 10
+        name, count = (name, int(number)) if has_count else (text, 1)
         if not count:
             raise UsageError(f"`{text}` keeps no checkpoint", hint="use at least 1")
         metric, colon, end = name.rpartition(":")
@@ -156,10 +156,10 @@ class BestRule:
             return cls(metric, LOWEST_BY_SUFFIX[end], count)
         if name.endswith((*LOWER_IS_BETTER, *HIGHER_IS_BETTER)):
             return cls(name, name.endswith(LOWER_IS_BETTER), count)
-        more = f":{count}" if counted else ""
+        count_suffix = f":{count}" if has_count else ""
         raise UsageError(
             f"`{text}` does not specify whether lower or higher is better",
-            hint=f"use `{name}:min{more}` or `{name}:max{more}`",
+            hint=f"use `{name}:min{count_suffix}` or `{name}:max{count_suffix}`",
         )
 
     @property
@@ -186,7 +186,7 @@ class BestRule:
             hint=f"did you mean `{closest_metric}`?" if closest_metric else None,
         )
 
-    def find_value(self, checkpoint: Retainable) -> float | None:
+    def find_score(self, checkpoint: Retainable) -> float | None:
         """Return the metric of *checkpoint*, negated if lower is better, or None if it has none."""
         metric_value = checkpoint.metrics.get(self.metric)
         if metric_value is None or math.isnan(metric_value):
@@ -259,7 +259,7 @@ class Policy:
         if self.interval is not None and self.interval <= 0:
             raise RefusedError(f"{spell_option('--keep-interval 0')} keeps every checkpoint")
 
-    def resolve_names(self, checkpoints: Sequence[Retainable]) -> Policy:
+    def resolve_metrics_and_patterns(self, checkpoints: Sequence[Retainable]) -> Policy:
         """Return the policy with metrics and patterns resolved to names of *checkpoints*.
 
         A pattern may be a path from shell completion, such as ``runs/a/step-2/``.
@@ -303,7 +303,7 @@ class Policy:
             fnmatchcase(checkpoint.name, glob) for checkpoint in complete for glob in self.patterns
         )
         has_metric = any(
-            best.find_value(checkpoint) is not None for checkpoint in complete for best in self.best
+            best.find_score(checkpoint) is not None for checkpoint in complete for best in self.best
         )
         if not self.has_general_rules and len(complete) > 1 and not matches and not has_metric:
             requested = [*self.patterns, *(best.metric for best in self.best)]
@@ -357,10 +357,10 @@ def decide_retention(
             unconditionally.
         pending_saves: Number of pending saves, which count toward the last ones.
     """
-    in_order = sort_checkpoints(checkpoints)
+    sorted_checkpoints = sort_checkpoints(checkpoints)
     decisions: list[Decision[C]] = []
-    for name in dict.fromkeys(checkpoint.series for checkpoint in in_order):
-        series = [checkpoint for checkpoint in in_order if checkpoint.series == name]
+    for name in dict.fromkeys(checkpoint.series for checkpoint in sorted_checkpoints):
+        series = [checkpoint for checkpoint in sorted_checkpoints if checkpoint.series == name]
         counted = [checkpoint for checkpoint in series if checkpoint.is_counted]
         resumable = [checkpoint for checkpoint in counted if not checkpoint.lacks]
         reasons_by_name: dict[str, Sequence[str]] = {}
@@ -404,7 +404,7 @@ def sort_checkpoints(checkpoints: Iterable[C]) -> list[C]:
     )
 
 
-def find_out_of_order(checkpoints: Iterable[C]) -> tuple[C, C] | None:
+def find_out_of_order_pair(checkpoints: Iterable[C]) -> tuple[C, C] | None:
     """Find two complete checkpoints of a series whose steps and save times are out of order.
 
     This happens if two runs save into one folder. Then the highest step is not the newest
@@ -471,7 +471,7 @@ def _iterate_reasons(
         yield from _iterate_closest(counted, policy.closest)
     if policy.interval is not None:
         for checkpoint in _iterate_spaced(counted, policy.interval):
-            yield checkpoint, f"one per {format_exact_units(policy.interval)}"
+            yield checkpoint, f"one per {format_exact_duration(policy.interval)}"
     for best in policy.best:
         yield from _iterate_best(counted, best)
 
@@ -503,12 +503,12 @@ def _iterate_best(
     counted: Sequence[Retainable], best: BestRule
 ) -> Iterator[tuple[Retainable, str]]:
     """Yield the best checkpoints by a metric. Of equal ones, the newest comes first."""
-    rated = [
+    scores = [
         (value, n)
         for n, checkpoint in enumerate(counted)
-        if (value := best.find_value(checkpoint)) is not None
+        if (value := best.find_score(checkpoint)) is not None
     ]
-    for _, n in sorted(rated, reverse=True)[: best.count]:
+    for _, n in sorted(scores, reverse=True)[: best.count]:
         yield counted[n], f"{best.description} ({counted[n].metrics[best.metric]:g})"
 
 
@@ -535,12 +535,12 @@ def _decide_uncounted(checkpoint: C, policy: Policy, now: float, has_complete: b
     if checkpoint.time > now - policy.min_age:
         age = now - checkpoint.time
         unit, seconds = next(((u, n) for u, n in DURATION_UNITS if age >= n), DURATION_UNITS[-1])
-        option = spell_option(f"--min-age {format_exact_units(policy.min_age)}")
+        option = spell_option(f"--min-age {format_exact_duration(policy.min_age)}")
         reasons.append(f"changed {max(0, int(age / seconds))} {unit} ago, which is within {option}")
     return Decision(checkpoint, "skip" if reasons else "remove", (*problem, *reasons))
 
 
-def format_exact_units(seconds: float) -> str:
+def format_exact_duration(seconds: float) -> str:
     """Format a duration for options, in the largest unit that divides it."""
     unit, length = next(
         ((u, n) for u, n in DURATION_UNITS if seconds and seconds % n == 0), DURATION_UNITS[-1]

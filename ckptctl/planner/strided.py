@@ -1,7 +1,7 @@
 """Lazy views of stored tensors, whose operations only change the positions of elements.
 
 A part of a tensor is a box of indices with two affine maps. Index ``i`` of an axis is at
-``origin[dim] + i * step`` in the tensor, and at ``begin[at] + i * stride`` in the stored tensor.
+``origin[dim] + i * step`` in the tensor, and at ``stored_origin[at] + i * stride`` in the stored tensor.
 Merging dimensions multiplies steps and never splits a part. Interleaved parts have steps above 1.
 
 Parts are independent of the boxes in which a checkpoint stores a tensor.
@@ -20,7 +20,7 @@ from typing import NamedTuple
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Extent, TensorEntry, row_major
 from ckptctl.errors import MappingError
-from ckptctl.planner.axes import Axes, group_unbroken_runs
+from ckptctl.planner.axes import Axes, list_adjacent_runs
 
 Ints = tuple[int, ...]
 MAX_PARTS = 1 << 14
@@ -56,13 +56,13 @@ class Part(NamedTuple):
         axes: The axes of its indices. In each dimension of either tensor, the step of an axis
             exceeds the total span of all axes with smaller steps.
         origin: Position of the first element in the tensor.
-        begin: Position of the first element in the stored tensor.
+        stored_origin: Position of the first element in the stored tensor.
     """
 
     entry: TensorEntry
     axes: tuple[Axis, ...]
     origin: Ints
-    begin: Ints
+    stored_origin: Ints
 
     def cut_range(self, dim: int, start: int, stop: int) -> Sequence[Part]:
         """Return the elements between two positions along a dimension of the tensor."""
@@ -73,7 +73,7 @@ class Part(NamedTuple):
     def cut_stored_range(self, stored_dim: int, start: int, stop: int) -> Sequence[Part]:
         """Return the elements between two positions along a dimension of the stored tensor."""
         along = [axis for axis in self.axes if axis.at == stored_dim]
-        first = self.begin[stored_dim]
+        first = self.stored_origin[stored_dim]
         return self._cut_between(along, _STRIDE, start - first, stop - first)
 
     def _cut_between(
@@ -92,7 +92,7 @@ class Part(NamedTuple):
             return (self.select_indices({axis: range(first, end)}),) if first < end else ()
         axes.sort(key=step_of, reverse=True)
         sizes, steps = [axis.size for axis in axes], [step_of(axis) for axis in axes]
-        if start <= 0 and _compute_span(sizes, steps) < stop:
+        if start <= 0 and _compute_last_offset(sizes, steps) < stop:
             return (self,)
         index_ranges = _iterate_index_ranges(sizes, steps, start, stop)
         return [
@@ -101,7 +101,7 @@ class Part(NamedTuple):
 
     def select_indices(self, ranges: Mapping[Axis, range]) -> Part:
         """Restrict some axes to ranges of their indices."""
-        axes, origin, begin = [], list(self.origin), list(self.begin)
+        axes, origin, begin = [], list(self.origin), list(self.stored_origin)
         for axis in self.axes:
             indices = ranges.get(axis)
             if indices is not None:
@@ -126,7 +126,7 @@ class Part(NamedTuple):
         inner = [axis for axis in self.axes if axis.dim == dim and axis.step % block]
         inner.sort(key=_STEP, reverse=True)
         offset = self.origin[dim] % block
-        span = _compute_span([axis.size for axis in inner], [axis.step for axis in inner])
+        span = _compute_last_offset([axis.size for axis in inner], [axis.step for axis in inner])
         if offset + span < block:
             yield self
             return
@@ -256,31 +256,33 @@ class StridedTensor:
     def pad(self, dim: int, size: int, file: str) -> StridedTensor:
         """Extend a dimension to *size* with elements of a virtual file."""
         shape = _replace_at(self.shape, dim, size - self.shape[dim])
-        more = StridedTensor.from_virtual_file(self.stored_dtype, shape, file)
-        return concat([self, more.cast(self.dtype)], dim)
+        padding = StridedTensor.from_virtual_file(self.stored_dtype, shape, file)
+        return concat([self, padding.cast(self.dtype)], dim)
 
     def regroup_axes(
-        self, before: Sequence[Axes], after: Sequence[Axes], size: Callable[[Axes], int]
+        self, before: Sequence[Axes], after: Sequence[Axes], get_size: Callable[[Axes], int]
     ) -> StridedTensor:
         """Group axes into other dimensions, as ``rearrange`` of einops does.
 
         Args:
             before: The axes in each dimension, outermost first.
             after: The same axes in each dimension of the result.
-            size: Function that returns the size of a group of axes that stay neighbors. It is
+            get_size: Function that returns the size of a group of axes that stay neighbors. It is
                 called only for dimensions that are split.
         """
-        runs = group_unbroken_runs(before, after)
+        runs = list_adjacent_runs(before, after)
         regrouped, order = self, list[Axes]()
         for group in before:
             group_runs = [run for run in runs if run[0] in group]
             if len(group_runs) != 1:
-                regrouped = regrouped.split(len(order), tuple(map(size, group_runs)))
+                regrouped = regrouped.split(len(order), tuple(map(get_size, group_runs)))
             order += group_runs
-        firsts = [run[0] for run in order]
-        places = [[firsts.index(axis) for axis in group if axis in firsts] for group in after]
-        regrouped = regrouped.permute([place for group in places for place in group])
-        for dim, own_places in enumerate(places):
+        first_axes = [run[0] for run in order]
+        run_positions = [
+            [first_axes.index(axis) for axis in group if axis in first_axes] for group in after
+        ]
+        regrouped = regrouped.permute([place for group in run_positions for place in group])
+        for dim, own_places in enumerate(run_positions):
             regrouped = regrouped.merge(dim, len(own_places))
         return regrouped
 
@@ -421,7 +423,7 @@ def _iterate_index_ranges(
         if start <= 0 < stop:
             yield ()
         return
-    step, rest = steps[0], _compute_span(sizes[1:], steps[1:])
+    step, rest = steps[0], _compute_last_offset(sizes[1:], steps[1:])
     first, last = max(0, -(-(start - rest) // step)), min(sizes[0] - 1, (stop - 1) // step)
     full_range = range(max(0, -(-start // step)), min(sizes[0], (stop - 1 - rest) // step + 1))
     if full_range:
@@ -436,7 +438,7 @@ def _iterate_index_ranges(
         yield from ((range(index, index + 1), *inner_ranges) for inner_ranges in inner)
 
 
-def _compute_span(sizes: Sequence[int], steps: Sequence[int]) -> int:
+def _compute_last_offset(sizes: Sequence[int], steps: Sequence[int]) -> int:
     """Compute the distance from the first to the last element."""
     return sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
 

@@ -50,7 +50,7 @@ from ckptctl.formats.sidecar_files import scan_sidecar_files
 from ckptctl.notes import Notes
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.model_parallel import RankShard
-from ckptctl.planner.plan import CrcOf, Frame, OutputFile, RawCopy, Record
+from ckptctl.planner.plan import CrcLookup, Frame, OutputFile, RawCopy, Record
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.zips.zip_reader import read_archive
@@ -64,7 +64,7 @@ __all__ = [
     "Catalog",
     "Checksum",
     "CkptError",
-    "CrcOf",
+    "CrcLookup",
     "DamagedError",
     "Extent",
     "Family",

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ckptctl.errors import RefusedError, StorageError, spell_option
-from ckptctl.planner.balance import assign_chunks, compute_share
+from ckptctl.planner.balance import assign_chunks, compute_work_share
 from ckptctl.planner.plan import Plan
 from ckptctl.ranks.coordinator import (
     Coordinator,
@@ -92,7 +92,7 @@ def execute_on_all_ranks(
         assert stage is not None
         return execute_plan(plan, stage.data, options, progress, journal=stage.journal)
     root = Path(ranks.broadcast(str(stage.data) if stage else None))
-    share = compute_share(plan, options.checksum, ranks.rank, ranks.world)
+    share = compute_work_share(plan, options.checksum, ranks.rank, ranks.world)
     with ExitStack() as stack:
 
         def start_run() -> PlanRun:
@@ -104,7 +104,7 @@ def execute_on_all_ranks(
         run_on_rank_zero(ranks, run.output.create_files)
 
         def require_seen() -> None:
-            if not run.output.are_intact():
+            if not run.output.have_full_size():
                 raise _invisible_output_error(root)
 
         run_on_all_ranks(ranks, require_seen)

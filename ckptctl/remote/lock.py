@@ -36,7 +36,7 @@ from ckptctl.storage.writing import (
     OWN_LOCK_TOKENS,
     LockRecord,
     UploadedFile,
-    is_dead,
+    is_holder_dead,
     parse_lock,
 )
 
@@ -68,7 +68,7 @@ class RemoteLock:
         self._store, self._name, self._busy = store, name, busy
         self._object = ConditionalObject(store, name)
         writing = LockRecord(
-            secrets.token_hex(8), processes.current_process(), tuple(names), doomed=doomed or {}
+            secrets.token_hex(8), processes.get_current_process(), tuple(names), doomed=doomed or {}
         )
         self._writing = writing
         self._mutex = threading.Lock()
@@ -185,7 +185,7 @@ class RemoteLock:
             if content is None:
                 continue
             holder = parse_lock(content)
-            if holder is None or not is_dead(holder, self._find_age):
+            if holder is None or not is_holder_dead(holder, self._find_age):
                 raise self._busy_error(holder)
             if self._object.try_replace(content, data):
                 return holder

@@ -22,8 +22,8 @@ from ckptctl.storage.writing import (
     LOCK_NAME,
     REMOVAL_NAME,
     UploadedFile,
-    find_killed_removal,
-    has_killed_save,
+    find_interrupted_deletion,
+    has_interrupted_save,
 )
 from ckptctl.tree import INDEX_SUFFIXES, UrlPath
 
@@ -65,7 +65,7 @@ class RemoteRun:
 
     def list_unfinished_saves(self) -> list[str]:
         """See :class:`~ckptctl.runs.run_store.RunStore`."""
-        return sorted(item.name for item in self.root.iterdir() if has_killed_save(item))
+        return sorted(item.name for item in self.root.iterdir() if has_interrupted_save(item))
 
     def list_leftovers(self) -> list[str]:
         """See :class:`~ckptctl.runs.run_store.RunStore`."""
@@ -73,7 +73,7 @@ class RemoteRun:
 
     def list_half_removed(self) -> dict[str, Mapping[str, UploadedFile]]:
         """Map each checkpoint whose removal was interrupted to its recorded objects."""
-        removals = {item.name: find_killed_removal(item) for item in self.root.iterdir()}
+        removals = {item.name: find_interrupted_deletion(item) for item in self.root.iterdir()}
         return {name: doomed for name, doomed in removals.items() if doomed is not None}
 
     def remove_leftovers(self) -> None:

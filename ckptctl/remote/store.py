@@ -31,8 +31,8 @@ from ckptctl.remote.conditions import (
 from ckptctl.remote.retries import read_with_retries
 from ckptctl.storage.urls import (
     WEB_SCHEMES,
+    build_install_hint,
     hide_secrets,
-    install_hint,
     mask_secrets,
     normalize_scheme,
     parse_scheme,
@@ -363,7 +363,7 @@ def open_file_system(url: str) -> tuple[Any, str]:
             f"no file system is available for `{scheme}://`",
             where=shown_url,
             why=hide_secrets(str(error), url),
-            hint=install_hint(scheme),
+            hint=build_install_hint(scheme),
         ) from error
     try:
         system, root = url_to_fs(url)
@@ -428,7 +428,7 @@ def to_ckpt_error(error: Exception, url: str, name: str, action: str) -> CkptErr
     if is_missing:
         return SourceNotFoundError(f"{subject} is missing" if name else "not found", where=where)
     if isinstance(error, ImportError):
-        hint = install_hint(parse_scheme(url))
+        hint = build_install_hint(parse_scheme(url))
         return UsageError("a package is missing", where=where, why=why, hint=hint)
     is_denied = (
         isinstance(error, PermissionError)

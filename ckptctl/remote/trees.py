@@ -24,7 +24,7 @@ from ckptctl.remote.upload import ObjectUpload
 from ckptctl.storage.urls import (
     HUB_SCHEME,
     MASK,
-    find_secrets,
+    extract_secrets,
     mask_secrets,
     normalize_url,
     parse_scheme,
@@ -176,7 +176,7 @@ class RemoteTree(FileTree):
 
     def __init__(self, url: str) -> None:
         self.atomic = parse_scheme(url) == HUB_SCHEME
-        self._secrets = find_secrets(url)
+        self._secrets = extract_secrets(url)
         self._lock = threading.Lock()
         self._trees: dict[str, Tree] = {}
 

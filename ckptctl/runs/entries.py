@@ -15,7 +15,7 @@ from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.sidecar_files import RUN_FILE
 from ckptctl.runs.names import CheckpointName, is_last, parse_name, parse_staged_name
 from ckptctl.runs.notes import read_recorded_step
-from ckptctl.storage.paths import path_hint, resolve_links
+from ckptctl.storage.paths import build_path_hint, resolve_links
 from ckptctl.storage.writing import LOCK_NAME as LOCK
 from ckptctl.storage.writing import OBJECTS_NAME
 from ckptctl.tree import TreePath
@@ -91,7 +91,7 @@ def is_run(root: TreePath) -> bool:
 def list_entries(root: TreePath) -> list[RunEntry]:
     """List the entries of *root* by series and step, or raise if there are none."""
     if not root.is_dir():
-        raise SourceNotFoundError("no such directory", where=str(root), hint=path_hint(root))
+        raise SourceNotFoundError("no such directory", where=str(root), hint=build_path_hint(root))
     found_entries = [entry for item in root.iterdir() if (entry := read_entry(item))]
     if not found_entries:
         raise _no_run_error(root)

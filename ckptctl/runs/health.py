@@ -20,8 +20,8 @@ from ckptctl.results import JsonField, Result, empty_to_none
 from ckptctl.runs.entries import RunEntry
 from ckptctl.runs.notes import RunRecord, read_lightning_notes, read_run_record, read_trainer_state
 from ckptctl.storage import lock
-from ckptctl.storage.destinations import staging_directory
-from ckptctl.storage.paths import require_no_failure, resolve_links
+from ckptctl.storage.destinations import get_staging_directory
+from ckptctl.storage.paths import raise_if_request_failed, resolve_links
 from ckptctl.storage.writing import LOCK_NAME as LOCK
 from ckptctl.storage.writing import OBJECTS_NAME, UnfinishedError, find_unfinished_error
 from ckptctl.tree import TreePath
@@ -165,7 +165,7 @@ def check_health(
     except OSError as error:
         message = StorageError.from_os_error(error, "read", str(path)).what
         return Health(Verdict.UNKNOWN, message, read_failed=True)
-    require_no_failure(path)
+    raise_if_request_failed(path)
     return judged
 
 
@@ -196,7 +196,7 @@ def examine_entry(
         return checkpoint
     # The age of an incomplete checkpoint counts from the last change of any file.
     checkpoint = replace(checkpoint, time=entry.touched)
-    staging = Path(entry.path) if entry.staging else staging_directory(Path(entry.path))
+    staging = Path(entry.path) if entry.staging else get_staging_directory(Path(entry.path))
     writer = lock.find_holder(staging) if staging.is_dir() and not staging.is_symlink() else None
     if writer:
         return replace(checkpoint, writing=True, problem=f"process {writer} is writing it")

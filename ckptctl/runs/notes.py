@@ -21,7 +21,7 @@ from ckptctl.formats.sidecar_files import RUN_FILE
 from ckptctl.planner.lineage import UNKNOWN_LINEAGE, Lineage, Resume
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import JsonTextReader, read_json
-from ckptctl.storage.zips.zip_reader import KEEPING_TABLE, StoredTensor, read_archive
+from ckptctl.storage.zips.zip_reader import TABLE_WITH_UNREAD_TENSORS, StoredTensor, read_archive
 from ckptctl.tree import TreePath
 
 LAST_CHECKPOINT = "last.ckpt"
@@ -55,7 +55,7 @@ def read_run_record(folder: TreePath) -> RunRecord:
         if not (folder / RUN_FILE).is_file():
             return RunRecord()
         with source_files(folder) as files:
-            record = read_json(files, RUN_FILE, constants=True)
+            record = read_json(files, RUN_FILE, allow_nan=True)
         if not isinstance(record, dict):
             raise ValueError("it is not a JSON object")
         metrics = record.get("metrics", {})
@@ -166,7 +166,7 @@ def _read_notes(file: TreePath) -> TrainerNotes:
 @lru_cache(maxsize=1024)
 def _read_archive_notes(file: TreePath, _: FileIdentity) -> TrainerNotes:
     with source_files(file.parent) as files:
-        root = read_archive(files, file.name, unknown="inert", table=KEEPING_TABLE).root
+        root = read_archive(files, file.name, unknown="inert", table=TABLE_WITH_UNREAD_TENSORS).root
         states = list(_iterate_callback_states(root))
         scores = dict(_iterate_scores(files, file.name, states))
     best = (Path(str(state["best_model_path"])).name for state in states)

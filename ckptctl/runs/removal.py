@@ -26,7 +26,13 @@ from ckptctl.errors import (
     quote_names,
     spell_option,
 )
-from ckptctl.planner.retention import Action, Decision, Policy, decide_retention, find_out_of_order
+from ckptctl.planner.retention import (
+    Action,
+    Decision,
+    Policy,
+    decide_retention,
+    find_out_of_order_pair,
+)
 from ckptctl.results import Inline, JsonField, Result
 from ckptctl.runs.entries import is_run, read_entry
 from ckptctl.runs.health import (
@@ -47,7 +53,7 @@ from ckptctl.runs.protections import (
 from ckptctl.runs.run_store import open_run_store
 from ckptctl.runs.thinning import Thinning, plan_thinning, run_thinning
 from ckptctl.storage.file_system import list_mounts_in
-from ckptctl.storage.paths import parse_path, path_hint, require_local, resolve_links
+from ckptctl.storage.paths import build_path_hint, parse_path, require_local, resolve_links
 from ckptctl.storage.two_phase_delete import TRASH_FOLDER, TwoPhaseDelete
 from ckptctl.tree import TreePath
 from ckptctl.units import format_rfc3339, pluralize
@@ -269,7 +275,7 @@ def plan_prune(
     job = trainer or Trainer()
     run = read_run(real, now, job.series, in_use=job.in_use, model=trainer is None)
     run.pointers.require_understood()
-    if not force and (disordered := find_out_of_order(run.checkpoints)):
+    if not force and (disordered := find_out_of_order_pair(run.checkpoints)):
         newer, older = disordered
         raise RefusedError(
             "step order and modification times disagree",
@@ -279,7 +285,7 @@ def plan_prune(
             f"two runs, or `{newer.entry.newest}` was added to `{newer.name}` later",
             hint=f"pass {spell_option('--force')} to use the order of the steps",
         )
-    policy = policy.resolve_names(run.checkpoints)
+    policy = policy.resolve_metrics_and_patterns(run.checkpoints)
     if not replaced:
         policy.require_match(run.checkpoints, growing=trainer is not None)
     decisions = decide_retention(
@@ -371,7 +377,7 @@ def _require_root(root: TreePath, *, force: bool = False) -> TreePath:
             hint=f"pass its target, `{resolve_links(root)}`",
         )
     if not root.is_dir():
-        raise SourceNotFoundError("no such directory", where=str(root), hint=path_hint(root))
+        raise SourceNotFoundError("no such directory", where=str(root), hint=build_path_hint(root))
     real, homes = resolve_links(root), [Path("/")]
     with suppress(RuntimeError):  # a process need not have a home directory
         homes.append(Path.home())
@@ -499,7 +505,7 @@ def run_prune(plan: PrunePlan) -> PruneResult:
             else:
                 done_names.append(decision.name)
                 freed += decision.nbytes
-        stuck = CkptError("it could not be deleted permanently", where=str(deletion.folder))
+        stuck = CkptError("it could not be deleted permanently", where=str(deletion.trash_folder))
         failed |= {name: stuck for name in deletion.list_undeleted() if name not in failed}
     return PruneResult(plan, tuple(done_names), failed, freed)
 

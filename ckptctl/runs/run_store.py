@@ -13,7 +13,7 @@ from ckptctl.errors import wrap_os_errors
 from ckptctl.file_identity import FileIdentity
 from ckptctl.storage import trash, two_phase_delete
 from ckptctl.storage.destinations import is_empty_folder, parse_staging_name
-from ckptctl.storage.file_system import add_file, rename_exclusively, sync_directory
+from ckptctl.storage.file_system import add_file, rename_without_replacing, sync_directory
 from ckptctl.tree import TreePath, UrlPath
 
 
@@ -95,7 +95,7 @@ class LocalRun:
 
     def list_leftovers(self) -> list[str]:
         """See :class:`RunStore`."""
-        return two_phase_delete.list_leftovers(self.root)
+        return two_phase_delete.list_trash_leftovers(self.root)
 
     def remove_leftovers(self) -> None:
         """See :class:`RunStore`."""
@@ -118,7 +118,7 @@ class LocalRun:
         add_file(part, [content], sync=True)
         with wrap_os_errors("write", target):
             try:
-                rename_exclusively(part, target)
+                rename_without_replacing(part, target)
                 sync_directory(self.root)
             except FileExistsError:
                 part.unlink()

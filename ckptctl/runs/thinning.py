@@ -143,7 +143,7 @@ def _remove_digests(folder: Path, files: Sequence[Path], deletion: TwoPhaseDelet
             text = os.fsdecode(path.read_bytes())
             remaining = lines_without(text, is_removed)
             if remaining != text:
-                _replace_list(path, remaining, deletion.free_name(f"{folder.name}-{name}"))
+                _replace_list(path, remaining, deletion.clear_trash_path(f"{folder.name}-{name}"))
 
 
 def _replace_list(path: Path, text: str, room: Path) -> None:
@@ -161,7 +161,7 @@ def _rewrite_checkpoint(thinning: Thinning, deletion: TwoPhaseDelete) -> None:
     from ckptctl.conversion.convert import Step, plan_with_steps, run_conversion
 
     entry = thinning.entry
-    room = deletion.free_name(f"{entry.path.name}-thin")
+    room = deletion.clear_trash_path(f"{entry.path.name}-thin")
     target = room / entry.path.name
     with wrap_os_errors("rewrite", entry.path):
         room.mkdir()

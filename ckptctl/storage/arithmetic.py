@@ -69,7 +69,7 @@ def import_torch() -> None:
             gc.enable()
 
 
-def limit_torch_to_thread() -> None:
+def limit_torch_to_one_thread() -> None:
     """Limit torch to one thread for operations of the calling thread.
 
     Unlike ``torch.set_num_threads``, this does not affect threads that use torch for the first time
@@ -181,8 +181,10 @@ def count_out_of_range(
     source, values, counts = read_source(), computed.reshape(-1), NO_LOSS
     source_values = None if source is None else source.reshape(-1)
     for start in range(0, len(values), RANGE_CHECK_ELEMENTS):
-        part = slice(start, start + RANGE_CHECK_ELEMENTS)
-        counts += _count_lost(values[part], None if source_values is None else source_values[part])
+        window = slice(start, start + RANGE_CHECK_ELEMENTS)
+        counts += _count_lost(
+            values[window], None if source_values is None else source_values[window]
+        )
     return counts
 
 
@@ -212,12 +214,12 @@ def _are_finite(values: torch.Tensor) -> bool:
     if math.isfinite(values.sum()):
         return True
     opaque = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
-    exponent = _exponent_bits(values.dtype, opaque)
+    exponent = _get_exponent_mask(values.dtype, opaque)
     return int(values.view(opaque).bitwise_and(exponent).max()) < exponent
 
 
 @cache
-def _exponent_bits(dtype: torch.dtype, opaque: torch.dtype) -> int:
+def _get_exponent_mask(dtype: torch.dtype, opaque: torch.dtype) -> int:
     """Return the bit mask of the exponent, in which infinity and NaN have all bits set."""
     import torch
 
@@ -256,10 +258,10 @@ def can_decode_without_torch(dtype: str) -> bool:
 
 def decode_numbers(data: bytearray, dtype: str) -> Sequence[Number]:
     """Decode dense elements to numbers, or to bytes if *dtype* has no numeric values."""
-    code = "B" if dtype in dtypes.UNMEASURED else STRUCT_CODES.get(dtype)
+    struct_code = "B" if dtype in dtypes.UNMEASURED else STRUCT_CODES.get(dtype)
     count = len(data) // dtypes.itemsize(dtype)
-    if code:
-        return struct.unpack(f"<{count}{code}", data)
+    if struct_code:
+        return struct.unpack(f"<{count}{struct_code}", data)
     if dtype == "bfloat16":
         halves = struct.unpack(f"<{count}H", data)
         return struct.unpack(f"<{count}f", b"".join(struct.pack("<HH", 0, h) for h in halves))
@@ -269,8 +271,8 @@ def decode_numbers(data: bytearray, dtype: str) -> Sequence[Number]:
     if not data:
         return ()
     dense = torch.frombuffer(data, dtype=getattr(torch, dtype))
-    wide = torch.complex128 if dense.is_complex() else torch.float64
-    values: list[Number] = dense.to(wide).tolist()
+    wide_dtype = torch.complex128 if dense.is_complex() else torch.float64
+    values: list[Number] = dense.to(wide_dtype).tolist()
     return values
 
 

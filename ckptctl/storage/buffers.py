@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator
 
-from ckptctl.planner.copying.tile import Pattern
+from ckptctl.planner.copying.tile import ScatterPattern
 from ckptctl.storage.files import IOV_MAX
 
 MAX_VIEWS = 1 << 14
@@ -14,7 +14,7 @@ TILE_BUFFER = "tile"
 """Name of the buffer for the bytes of a tile, or of one step of a tile with several steps."""
 STAGING_BUFFER = "staging"
 CAST_BUFFER = "cast"
-BufferParts = tuple[int, list[memoryview]]
+RunViews = tuple[int, list[memoryview]]
 """A number of bytes, and at most IOV_MAX buffer views that hold them."""
 
 
@@ -29,7 +29,7 @@ class TileBuffers:
 
     def __init__(self) -> None:
         self._buffers: dict[str, memoryview] = {}
-        self._views: dict[Pattern, list[BufferParts]] = {}
+        self._views: dict[ScatterPattern, list[RunViews]] = {}
         self._view_count = 0
 
     def get_buffer(self, name: str, nbytes: int) -> memoryview:
@@ -42,13 +42,13 @@ class TileBuffers:
             buffer = self._buffers[name] = self._allocate_pages(nbytes)
         return buffer
 
-    def list_views(self, pattern: Pattern, buffer: memoryview) -> list[BufferParts]:
+    def list_run_views(self, pattern: ScatterPattern, buffer: memoryview) -> list[RunViews]:
         """Return views of the runs of *pattern* in *buffer*, cached for equal patterns."""
         parts = self._views.get(pattern)
         if parts is None:
             if self._view_count + len(pattern.runs) > MAX_VIEWS:
                 self._views, self._view_count = {}, 0
-            parts = self._views[pattern] = list(split_buffer(pattern, buffer))
+            parts = self._views[pattern] = list(iterate_run_views(pattern, buffer))
             self._view_count += len(pattern.runs)
         return parts
 
@@ -63,7 +63,7 @@ class TileBuffers:
         return memoryview(pages)
 
 
-def split_buffer(pattern: Pattern, buffer: memoryview) -> Iterator[BufferParts]:
+def iterate_run_views(pattern: ScatterPattern, buffer: memoryview) -> Iterator[RunViews]:
     """Yield views of the runs of *pattern* in *buffer*, at most ``IOV_MAX`` at a time."""
     for first in range(0, len(pattern.runs), IOV_MAX):
         runs = pattern.runs[first : first + IOV_MAX]

@@ -53,7 +53,7 @@ class ByteSource(ABC):
             self.read_into(offset, [buffer[start : start + nbytes]], nbytes)
         return NO_OUTCOME
 
-    def best_step(self, offset: int, nbytes: int) -> int:  # noqa: ARG002
+    def choose_read_size(self, offset: int, nbytes: int) -> int:  # noqa: ARG002
         """Return the preferred number of bytes to read at *offset*, close to *nbytes*."""
         return nbytes
 
@@ -69,11 +69,13 @@ class ByteSource(ABC):
         """Whether long ranges should be read with :meth:`read_bypassing_cache`."""
         return False
 
-    def read_bypassing_cache(self, offset: int, nbytes: int, room: memoryview) -> memoryview | None:  # noqa: ARG002
-        """Read bytes with direct I/O, which fills complete pages of *room*.
+    def read_bypassing_cache(
+        self, offset: int, nbytes: int, buffer: memoryview
+    ) -> memoryview | None:  # noqa: ARG002
+        """Read bytes with direct I/O, which fills complete pages of *buffer*.
 
         Returns:
-            The slice of *room* with the bytes from *offset*, at most *nbytes*, or None if direct
+            The slice of *buffer* with the bytes from *offset*, at most *nbytes*, or None if direct
             I/O failed.
         """
         return None
@@ -126,7 +128,7 @@ class HostMemory(ByteSource, ByteSink):
             view[:] = self._content[offset : offset + len(view)]
             offset += len(view)
 
-    def best_step(self, offset: int, nbytes: int) -> int:  # noqa: ARG002
+    def choose_read_size(self, offset: int, nbytes: int) -> int:  # noqa: ARG002
         """Return :data:`MEMORY_STEP_BYTES`, whatever *nbytes* is, because no buffer is needed."""
         return MEMORY_STEP_BYTES
 

@@ -243,8 +243,12 @@ def _subtract_integers(
     import torch
 
     i, j = (torch.frombuffer(data, dtype=torch.int64)[different] for data in (a, b))
-    rough = (x - y).abs()
-    return torch.where(rough < MAX_INT64_DIFFERENCE, (i - j).abs().to(torch.float64), rough)
+    approximate_difference = (x - y).abs()
+    return torch.where(
+        approximate_difference < MAX_INT64_DIFFERENCE,
+        (i - j).abs().to(torch.float64),
+        approximate_difference,
+    )
 
 
 def _max_or_none(values: Tensor) -> float | None:

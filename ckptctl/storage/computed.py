@@ -3,7 +3,7 @@
 A :class:`Kind` computes the elements of one kind of virtual file. Each module of
 :mod:`ckptctl.numerics.kinds` is found automatically and defines ``KINDS``, a dict of kinds by name.
 Reads are split into rectangles of elements of at most a few megabytes. A kind fills an
-:class:`Output`, one such rectangle, from the :class:`InputTensor` objects of the file.
+:class:`OutputRectangle`, one such rectangle, from the :class:`InputTensor` objects of the file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ckptctl.storage.arithmetic import count_out_of_range, import_torch, view_el
 from ckptctl.storage.buffers import TileBuffers
 from ckptctl.storage.byte_files import ByteSource, Piece
 from ckptctl.storage.files import IOV_MAX, SourceFiles, source_files
-from ckptctl.storage.outcome import EXACT, NO_LOSS, NO_OUTCOME, Outcome, Rounding
+from ckptctl.storage.outcome import NO_LOSS, NO_OUTCOME, NO_ROUNDING, Outcome, Rounding
 from ckptctl.storage.tensor_reader import TensorReader
 from ckptctl.tree import TreePath
 
@@ -62,16 +62,16 @@ class Kind:
         keeps_infinite: Whether infinite and NaN elements of the first input, which has the shape
             of the file, are passed through and do not count as out of range.
         needs_torch: Returns whether computing a given virtual file requires torch.
-        rows: Number of rows in a group that is computed together.
+        rows_per_group: Number of rows in a group that is computed together.
         package: Package other than torch that *compute* requires, installed by an extra of the
             same name, or an empty string.
     """
 
-    compute: Callable[[Output], Rounding | None]
+    compute: Callable[[OutputRectangle], Rounding | None]
     overflows: bool = False
     keeps_infinite: bool = False
     needs_torch: Callable[[ComputedTensor], bool] = lambda _: True
-    rows: int = 1
+    rows_per_group: int = 1
     package: str = ""
 
 
@@ -106,7 +106,7 @@ def needs_arithmetic(plan: Plan) -> bool:
     return any(transfer.is_cast for transfer in plan.transfers)
 
 
-def require_torch_for(plan: Plan, action: str) -> None:
+def require_packages_for(plan: Plan, action: str) -> None:
     """Raise if *plan* requires torch or another package that is not installed."""
     if not has_torch() and plan_needs_torch(plan):
         require_torch(action, "elements are cast, computed or transposed one by one")
@@ -116,7 +116,7 @@ def require_torch_for(plan: Plan, action: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class OutputRectangle:
     """Rectangle of a virtual file to compute (a matrix with the last dimension as columns).
 
     Attributes:
@@ -173,10 +173,12 @@ class InputTensor:
         entry: Catalog entry of the tensor.
     """
 
-    def __init__(self, opened: OpenFiles, made_of: ComputeInput, file: str, number: int) -> None:
-        self.entry = made_of.entry
+    def __init__(
+        self, opened: OpenFiles, compute_input: ComputeInput, file: str, number: int
+    ) -> None:
+        self.entry = compute_input.entry
         self._opened = opened
-        self._root = made_of.root
+        self._root = compute_input.root
         self._key = file, number
 
     @property
@@ -189,7 +191,7 @@ class InputTensor:
 
         The result is a view of a reused buffer, valid until the next call.
         """
-        width, item = last_dimension(self.entry.shape), dtypes.itemsize(self.entry.dtype)
+        width, item = get_last_dim_size(self.entry.shape), dtypes.itemsize(self.entry.dtype)
         selected_columns = columns or range(width)
         extra_bytes, total_bytes = (width - len(selected_columns)) * item, len(rows) * width * item
         reads_rows = extra_bytes == 0 or (
@@ -202,7 +204,7 @@ class InputTensor:
             str(self._key[1]), len(rows) * len(read_columns) * item
         )
         memory = memory[: len(rows) * len(read_columns) * item]
-        self._reader.fill_view(build_matrix_box(rows, read_columns), memory)
+        self._reader.read_box_into(build_matrix_box(rows, read_columns), memory)
         matrix = view_elements(memory, self.entry.dtype, len(read_columns))
         return (
             matrix
@@ -217,8 +219,8 @@ class InputTensor:
         only for tensors that are always small.
         """
         entry = self.entry
-        content = self._opened.get_cached(self._key, lambda: memoryview(self._reader.read()))
-        return view_elements(content, entry.dtype, last_dimension(entry.shape)).view(entry.shape)
+        content = self._opened.get_or_read(self._key, lambda: memoryview(self._reader.read()))
+        return view_elements(content, entry.dtype, get_last_dim_size(entry.shape)).view(entry.shape)
 
     def read_transposed(
         self, columns: range, dtype: str, convert: Callable[[torch.Tensor], torch.Tensor]
@@ -255,7 +257,7 @@ class InputTensor:
             return content
 
         return view_elements(
-            self._opened.get_cached((*self._key, columns), read_content), dtype, height
+            self._opened.get_or_read((*self._key, columns), read_content), dtype, height
         )
 
     def read_source_rows(self, rows: range) -> torch.Tensor | None:
@@ -282,8 +284,8 @@ class OpenFiles:
     Attributes:
         open_root: Returns the source files of a directory.
         bytes_read: Bytes read from stored files.
-        depth: Nesting depth of the virtual file being computed (its inputs may be virtual, too).
-        unused: Buffer for the bytes of gaps, which are read but not needed.
+        nesting_depth: Nesting depth of the virtual file being computed (its inputs may be virtual, too).
+        gap_buffer: Buffer for the bytes of gaps, which are read but not needed.
     """
 
     def __init__(
@@ -292,12 +294,12 @@ class OpenFiles:
         self._computed = computed
         self.open_root = open_root
         self.bytes_read = 0
-        self.depth = 0
+        self.nesting_depth = 0
         self._virtual: dict[str, ComputedFile] = {}
         self._cache: OrderedDict[tuple[object, ...], memoryview] = OrderedDict()
         self._cached_bytes = 0
         self._buffers: dict[int, TileBuffers] = {}
-        self.unused = memoryview(bytearray(MAX_GAP_BYTES))
+        self.gap_buffer = memoryview(bytearray(MAX_GAP_BYTES))
 
     def open_source(self, files: SourceFiles, name: str) -> ByteSource:
         """Open *name* as a virtual file or as one of *files*, to be read before the next call."""
@@ -314,7 +316,7 @@ class OpenFiles:
         """Create a reader of the files below *root* and of virtual files."""
         return RootReader(self, self.open_root(root))
 
-    def get_cached(self, key: tuple[object, ...], read: Callable[[], memoryview]) -> memoryview:
+    def get_or_read(self, key: tuple[object, ...], read: Callable[[], memoryview]) -> memoryview:
         """Return the cached content for *key*, or call *read* and cache its result."""
         content = self._cache.pop(key, None)
         if content is None:
@@ -328,9 +330,9 @@ class OpenFiles:
     @property
     def buffers(self) -> TileBuffers:
         """Buffers for the current nesting depth, which inputs at other depths do not overwrite."""
-        buffers = self._buffers.get(self.depth)
+        buffers = self._buffers.get(self.nesting_depth)
         if buffers is None:
-            buffers = self._buffers[self.depth] = TileBuffers()
+            buffers = self._buffers[self.nesting_depth] = TileBuffers()
         return buffers
 
 
@@ -360,7 +362,7 @@ class StoredFile(ByteSource):
 
         This is a hot path: there may be thousands of pieces, each taking a few microseconds.
         """
-        unused = self._opened.unused
+        unused = self._opened.gap_buffer
         views, begin, end = list[memoryview](), 0, 0
         for offset, nbytes, start in pieces:
             if (
@@ -396,11 +398,13 @@ class ComputedFile(ByteSource):
         if needs_torch(computed):
             import_torch()
         self._inputs = tuple(
-            InputTensor(opened, made_of, name, number)
-            for number, made_of in enumerate(computed.inputs)
+            InputTensor(opened, compute_input, name, number)
+            for number, compute_input in enumerate(computed.inputs)
         )
-        self._item = dtypes.itemsize(computed.dtype)
-        self._width = last_dimension(computed.shape) * self._item or 1  # of an empty tensor
+        self._itemsize = dtypes.itemsize(computed.dtype)
+        self._row_bytes = (
+            get_last_dim_size(computed.shape) * self._itemsize or 1
+        )  # of an empty tensor
 
     def read_into(self, offset: int, views: Sequence[memoryview], nbytes: int) -> None:  # noqa: ARG002
         """See :meth:`ByteSource.read_into`. Out-of-range values and rounding errors are ignored."""
@@ -411,7 +415,7 @@ class ComputedFile(ByteSource):
 
     def read_pieces(self, pieces: Iterable[Piece], buffer: memoryview) -> Outcome:
         """See :meth:`ByteSource.read_pieces`."""
-        losses, rounding = NO_LOSS, EXACT
+        losses, rounding = NO_LOSS, NO_ROUNDING
         for output, error in self._compute_rectangles(pieces, buffer):
             rounding += error
             if self.kind.overflows:
@@ -420,13 +424,13 @@ class ComputedFile(ByteSource):
                 )
         return Outcome(losses, rounding)
 
-    def best_step(self, offset: int, nbytes: int) -> int:
+    def choose_read_size(self, offset: int, nbytes: int) -> int:
         """Return the preferred number of bytes to read at *offset*.
 
         The range ends at the end of a group of rows, or of a row, if it then has at most 2 *
         *nbytes* bytes.
         """
-        for stride in (self._width * self.kind.rows, self._width):
+        for stride in (self._row_bytes * self.kind.rows_per_group, self._row_bytes):
             end = max((offset + nbytes) // stride, offset // stride + 1) * stride
             if end - offset <= 2 * nbytes:
                 return end - offset
@@ -436,33 +440,35 @@ class ComputedFile(ByteSource):
         """See :meth:`InputTensor.read_source_rows`."""
         return self._inputs[0].read_source_rows(rows) if self.kind.keeps_infinite else None
 
-    def _read_source_elements(self, output: Output) -> torch.Tensor | None:
+    def _read_source_elements(self, output: OutputRectangle) -> torch.Tensor | None:
         rows = self.read_source_rows(output.rows)
         return None if rows is None else rows[:, output.columns.start : output.columns.stop]
 
     def _compute_rectangles(
         self, pieces: Iterable[Piece], buffer: memoryview
-    ) -> Iterator[tuple[Output, Rounding]]:
+    ) -> Iterator[tuple[OutputRectangle, Rounding]]:
         """Fill *buffer* by rectangles, and yield each rectangle with its rounding error."""
-        together = self._width * self.kind.rows
-        limit = max(RECTANGLE_BYTES // together, 1) * together
+        group_bytes = self._row_bytes * self.kind.rows_per_group
+        limit = max(RECTANGLE_BYTES // group_bytes, 1) * group_bytes
         limit = limit if limit <= 2 * RECTANGLE_BYTES else RECTANGLE_BYTES
-        for area in split_rectangles(pieces, self._width, limit):
-            rows = range(area.row, area.row + area.rows)
-            end = area.start + area.nbytes
-            columns = range(area.start // self._item, end // self._item)
-            views = [buffer[start : start + nbytes] for start, nbytes in area.destinations]
-            size = area.rows * area.nbytes
+        for rectangle in split_rectangles(pieces, self._row_bytes, limit):
+            rows = range(rectangle.row, rectangle.row + rectangle.rows)
+            end = rectangle.start + rectangle.nbytes
+            columns = range(rectangle.start // self._itemsize, end // self._itemsize)
+            views = [buffer[start : start + nbytes] for start, nbytes in rectangle.destinations]
+            size = rectangle.rows * rectangle.nbytes
             memory = (
                 views[0] if len(views) == 1 else self._opened.buffers.get_buffer("", size)[:size]
             )
-            output = Output(self._opened, self._computed, self._inputs, rows, columns, memory)
-            self._opened.depth += 1
+            output = OutputRectangle(
+                self._opened, self._computed, self._inputs, rows, columns, memory
+            )
+            self._opened.nesting_depth += 1
             try:
                 rounding = self.kind.compute(output)
             finally:
-                self._opened.depth -= 1
-            yield output, rounding or EXACT
+                self._opened.nesting_depth -= 1
+            yield output, rounding or NO_ROUNDING
             start = 0
             for view in views if len(views) > 1 else ():
                 view[:] = memory[start : start + len(view)]
@@ -509,16 +515,16 @@ class Rectangle:
 
 
 def split_rectangles(
-    pieces: Iterable[Piece], width: int, limit: int = RECTANGLE_BYTES
+    pieces: Iterable[Piece], row_bytes: int, max_bytes: int = RECTANGLE_BYTES
 ) -> Iterator[Rectangle]:
-    """Split *pieces* of a matrix into rectangles of at most *limit* bytes.
+    """Split *pieces* of a matrix into rectangles of at most *max_bytes* bytes.
 
-    A row of the matrix has *width* bytes.
+    A row of the matrix has *row_bytes* bytes.
     """
     current: Rectangle | None = None
     for offset, nbytes, destination in pieces:
-        for row, rows, start, size in _split_range(offset, nbytes, width, limit):
-            if current is None or not current.try_extend(row, rows, start, size, limit):
+        for row, rows, start, size in _split_range(offset, nbytes, row_bytes, max_bytes):
+            if current is None or not current.try_extend(row, rows, start, size, max_bytes):
                 if current is not None:
                     yield current
                 current = Rectangle(row, rows, start, size, [])
@@ -568,7 +574,7 @@ class CatalogReader(threading.local, RootReader):
 
 
 @contextmanager
-def open_reader(catalog: Catalog) -> Iterator[CatalogReader]:
+def open_catalog_reader(catalog: Catalog) -> Iterator[CatalogReader]:
     """Open a reader of the stored and virtual files of *catalog*."""
     roots = {catalog.root} | {root for root, _ in list_input_files(catalog.computed)}
     with ExitStack() as stack:
@@ -618,7 +624,7 @@ class SharedResults(Generic[T]):
             return result.value
 
 
-def last_dimension(shape: tuple[int, ...]) -> int:
+def get_last_dim_size(shape: tuple[int, ...]) -> int:
     """Return the size of the last dimension, or 1 for a scalar."""
     return shape[-1] if shape else 1
 

@@ -34,12 +34,12 @@ class Replaceable:
     Attributes:
         recognize: Returns whether a path is such an output.
         noun: Name of this kind of output in messages, with an article.
-        file: Whether such an output is a file instead of a folder.
+        is_file: Whether such an output is a file instead of a folder.
     """
 
     recognize: Recognize
     noun: str = "a checkpoint"
-    file: bool = False
+    is_file: bool = False
 
     def __call__(self, path: TreePath) -> bool:
         """Return whether *path* may be overwritten."""
@@ -80,7 +80,7 @@ def require_folder(path: Path) -> None:
         raise UsageError("expected a folder, found a file", where=str(path))
 
 
-def staging_directory(target: Path) -> Path:
+def get_staging_directory(target: Path) -> Path:
     """Return the path of the staging directory for *target*."""
     return target.parent / f".{target.name}{STAGING_SUFFIX}"
 
@@ -111,7 +111,7 @@ def check_target(target: Path, *, overwrite: bool, is_checkpoint: Recognize) -> 
         is_checkpoint if isinstance(is_checkpoint, Replaceable) else Replaceable(is_checkpoint)
     )
     is_folder = target.is_dir()
-    if is_folder and replaceable.file and not replaceable(target):
+    if is_folder and replaceable.is_file and not replaceable(target):
         raise RefusedError(
             "the destination is a folder, but the output is a file",
             where=str(target),

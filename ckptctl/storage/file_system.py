@@ -58,7 +58,7 @@ def rename_atomically(source: Path, target: Path, flags: int) -> None:
     raise OSError(number, os.strerror(number), str(target))
 
 
-def rename_exclusively(path: Path, target: Path) -> None:
+def rename_without_replacing(path: Path, target: Path) -> None:
     """Rename *path* to *target*, or raise if *target* exists.
 
     On systems without an atomic rename that never replaces, *target* is checked first.

@@ -88,7 +88,7 @@ class SourceFiles(ABC):
         """Return the identity (size, times, inode) of *name*, to detect that the file changed."""
 
     @abstractmethod
-    def read_some(self, name: str, offset: int, nbytes: int) -> bytes:
+    def read_up_to(self, name: str, offset: int, nbytes: int) -> bytes:
         """Read up to *nbytes* bytes from *offset*, fewer only at the end of the file."""
 
     @abstractmethod
@@ -115,7 +115,7 @@ class SourceFiles(ABC):
             DamagedError: The file ends before the last byte.
         """
         if 0 <= nbytes <= SMALL_READ_BYTES and 0 <= offset <= MAX_OFFSET:
-            content = self.read_some(name, offset, nbytes)
+            content = self.read_up_to(name, offset, nbytes)
             if len(content) == nbytes:
                 return content
         if offset < 0 or nbytes < 0 or offset + nbytes > self.size(name):
@@ -187,14 +187,14 @@ class LocalFiles(SourceFiles):
     def __init__(self, root: Path) -> None:
         self.root: Path = root
         self._lock = threading.Lock()
-        self._open: OrderedDict[str, int] = OrderedDict()
+        self._descriptors: OrderedDict[str, int] = OrderedDict()
         self._users: dict[int, int] = {}
 
     def close(self) -> None:
         """Close every descriptor."""
         with self._lock:
-            while self._open:
-                os.close(self._open.popitem()[1])
+            while self._descriptors:
+                os.close(self._descriptors.popitem()[1])
 
     def path(self, name: str) -> Path:
         """Return the path of *name* after checking that it stays inside the root."""
@@ -217,8 +217,8 @@ class LocalFiles(SourceFiles):
         with self._hold_descriptor(name) as descriptor:
             return FileIdentity.from_stat(os.fstat(descriptor))
 
-    def read_some(self, name: str, offset: int, nbytes: int) -> bytes:
-        """See :meth:`SourceFiles.read_some`."""
+    def read_up_to(self, name: str, offset: int, nbytes: int) -> bytes:
+        """See :meth:`SourceFiles.read_up_to`."""
         descriptor = self._acquire_descriptor(name)
         try:
             return os.pread(descriptor, nbytes, offset)
@@ -272,13 +272,13 @@ class LocalFiles(SourceFiles):
     def _acquire_descriptor(self, name: str) -> int:
         """Return the shared descriptor of *name*, which stays open until it is released."""
         with self._lock:
-            descriptor = self._open.get(name)
+            descriptor = self._descriptors.get(name)
             if descriptor is None:
-                descriptor = self._open[name] = self.open_descriptor(name)
+                descriptor = self._descriptors[name] = self.open_descriptor(name)
             else:
-                self._open.move_to_end(name)
+                self._descriptors.move_to_end(name)
             self._users[descriptor] = self._users.get(descriptor, 0) + 1
-            if len(self._open) > MAX_OPEN_FILES:
+            if len(self._descriptors) > MAX_OPEN_FILES:
                 self._close_idle()
             return descriptor
 
@@ -288,11 +288,11 @@ class LocalFiles(SourceFiles):
 
     def _close_idle(self) -> None:
         """Close the least recently used idle descriptors, until ``MAX_OPEN_FILES`` are open."""
-        for name, descriptor in list(self._open.items()):
-            if len(self._open) <= MAX_OPEN_FILES:
+        for name, descriptor in list(self._descriptors.items()):
+            if len(self._descriptors) <= MAX_OPEN_FILES:
                 return
             if not self._users.get(descriptor):
-                del self._open[name]
+                del self._descriptors[name]
                 self._users.pop(descriptor, None)
                 os.close(descriptor)
 
@@ -326,8 +326,8 @@ class UrlFiles(SourceFiles):
         """See :meth:`SourceFiles.find_digest`."""
         return self._tree.get_file_entry(self._build_url(name)).digest
 
-    def read_some(self, name: str, offset: int, nbytes: int) -> bytes:
-        """See :meth:`SourceFiles.read_some`."""
+    def read_up_to(self, name: str, offset: int, nbytes: int) -> bytes:
+        """See :meth:`SourceFiles.read_up_to`."""
         return bytes(self._tree.read_range(self._build_url(name), offset, nbytes))
 
     def fill_views(self, name: str, views: Sequence[memoryview], offset: int) -> int:
@@ -385,15 +385,15 @@ class MemoryFiles(SourceFiles):
         """Return an identity in which only the size is set."""
         return FileIdentity(len(self._content), 0, 0, 0, 0)
 
-    def read_some(self, name: str, offset: int, nbytes: int) -> bytes:  # noqa: ARG002
-        """See :meth:`~ckptctl.storage.files.SourceFiles.read_some`."""
+    def read_up_to(self, name: str, offset: int, nbytes: int) -> bytes:  # noqa: ARG002
+        """See :meth:`~ckptctl.storage.files.SourceFiles.read_up_to`."""
         return self._content[offset : offset + nbytes]
 
     def fill_views(self, name: str, views: Sequence[memoryview], offset: int) -> int:
         """See :meth:`~ckptctl.storage.files.SourceFiles.fill_views`."""
         start = offset
         for view in views:
-            part = self.read_some(name, offset, len(view))
+            part = self.read_up_to(name, offset, len(view))
             view[: len(part)] = part
             offset += len(part)
         return offset - start

@@ -14,7 +14,7 @@ from typing import IO, NoReturn
 
 from ckptctl.errors import DamagedError, UnsupportedError
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.stand_ins import require_content
+from ckptctl.storage.stand_ins import raise_if_placeholder
 from ckptctl.units import pluralize
 
 MAX_BYTES = 100_000_000
@@ -28,7 +28,7 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def read_json(
-    files: SourceFiles, name: str, max_bytes: int = MAX_BYTES, *, constants: bool = False
+    files: SourceFiles, name: str, max_bytes: int = MAX_BYTES, *, allow_nan: bool = False
 ) -> object:
     """Read the JSON value in the file *name*.
 
@@ -36,7 +36,7 @@ def read_json(
         files: Files of the checkpoint.
         name: File to read.
         max_bytes: Largest accepted file size.
-        constants: Whether to accept ``NaN``, ``Infinity`` and ``-Infinity``.
+        allow_nan: Whether to accept ``NaN``, ``Infinity`` and ``-Infinity``.
 
     Raises:
         DamagedError: The file is truncated or was replaced by something else.
@@ -49,17 +49,17 @@ def read_json(
     _check_size(size, max_bytes, where)
     data = files.read(name, 0, size)
     try:
-        return parse_json(data, where=where, max_bytes=max_bytes, constants=constants)
+        return parse_json(data, where=where, max_bytes=max_bytes, allow_nan=allow_nan)
     except (DamagedError, UnsupportedError):
-        require_content(files, name)
+        raise_if_placeholder(files, name)
         raise
 
 
 def read_json_object(
-    files: SourceFiles, name: str, *, constants: bool = False
+    files: SourceFiles, name: str, *, allow_nan: bool = False
 ) -> dict[str, object]:
     """Read the JSON object in the file *name* (see :func:`read_json`)."""
-    content = read_json(files, name, constants=constants)
+    content = read_json(files, name, allow_nan=allow_nan)
     if not isinstance(content, dict):
         raise UnsupportedError(f"`{name}` is not a JSON object", where=str(files.root / name))
     return content
@@ -71,7 +71,7 @@ def parse_json(
     where: str,
     max_bytes: int = MAX_BYTES,
     parse_int: Callable[[str], int] | None = None,
-    constants: bool = False,
+    allow_nan: bool = False,
 ) -> object:
     """Parse a JSON text.
 
@@ -80,7 +80,7 @@ def parse_json(
         where: File name for errors.
         max_bytes: Largest accepted size.
         parse_int: Converts the text of an integer; may raise ValueError.
-        constants: Whether to accept ``NaN``, ``Infinity`` and ``-Infinity``, which :mod:`json`
+        allow_nan: Whether to accept ``NaN``, ``Infinity`` and ``-Infinity``, which :mod:`json`
             writes.
     """
     _check_size(len(data), max_bytes, where)
@@ -88,7 +88,7 @@ def parse_json(
         value: object = json.loads(
             data.decode("utf-8"),
             object_pairs_hook=_require_unique_keys,
-            parse_constant=float if constants else _reject_constant,
+            parse_constant=float if allow_nan else _reject_constant,
             parse_float=_parse_finite,
             parse_int=parse_int or _parse_integer,
         )

@@ -52,7 +52,7 @@ class OutOfRange:
 NO_LOSS = OutOfRange()
 
 
-def describe_worst(losses: Mapping[str, OutOfRange]) -> str:
+def describe_out_of_range(losses: Mapping[str, OutOfRange]) -> str:
     """Format the tensors with the most out-of-range elements, and the number of other tensors."""
     names = sorted(losses, key=lambda name: (-losses[name].total, name))
     hidden_count = len(names) - MAX_SHOWN_TENSORS
@@ -66,7 +66,9 @@ def require_in_range(losses: Mapping[str, OutOfRange], hint: str) -> None:
     """Raise if *losses* has any tensor with elements that became infinite, NaN or saturated."""
     if losses:
         raise RefusedError(
-            "elements became infinite, NaN or saturated", why=describe_worst(losses), hint=hint
+            "elements became infinite, NaN or saturated",
+            why=describe_out_of_range(losses),
+            hint=hint,
         )
 
 
@@ -115,7 +117,7 @@ class Rounding:
 
 def describe_rounding(roundings: Mapping[str, Rounding]) -> str:
     """Format the overall quantization error and the tensor with the largest error."""
-    total = sum(roundings.values(), EXACT)
+    total = sum(roundings.values(), NO_ROUNDING)
     worst_name = max(roundings, key=lambda name: roundings[name].relative_rms)
     return (
         f"quantization error (relative RMS): {total.relative_rms:.2g} overall, "
@@ -128,7 +130,7 @@ def _round_digits(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-EXACT = Rounding()
+NO_ROUNDING = Rounding()
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,7 @@ class Outcome:
     """Out-of-range counts and quantization error of some elements."""
 
     lost: OutOfRange = NO_LOSS
-    rounding: Rounding = EXACT
+    rounding: Rounding = NO_ROUNDING
 
     def __add__(self, other: Outcome) -> Outcome:
         if not other:

@@ -13,8 +13,8 @@ from typing import TypeVar, cast
 
 from ckptctl.errors import CkptError, UnsupportedError, UsageError, find_nearest, quote_names
 from ckptctl.storage.urls import (
+    FSSPEC_PACKAGES,
     HUB_SCHEME,
-    PACKAGES,
     is_url,
     mask_secrets,
     parse_scheme,
@@ -82,7 +82,7 @@ def has_known_scheme(path: str | os.PathLike[str]) -> bool:
     return parse_scheme(os.fspath(path)) in fsspec.available_protocols()
 
 
-def require_no_failure(path: TreePath) -> None:
+def raise_if_request_failed(path: TreePath) -> None:
     """Raise the error of the last failed request to a remote tree, if any.
 
     Readers treat an unreadable file as damaged, which is wrong if a request failed.
@@ -104,7 +104,7 @@ def require_local(
         raise error(message, where=mask_secrets(os.fspath(path)), why=why, hint=hint)
 
 
-def path_hint(path: str | TreePath) -> str:
+def build_path_hint(path: str | TreePath) -> str:
     """Build the hint for a path that does not exist, such as a similar name."""
     if is_url(path):
         return "check the URL; nothing was found there"
@@ -114,9 +114,9 @@ def path_hint(path: str | TreePath) -> str:
     parent_folder = next(parent for parent in absolute.parents if parent.is_dir())
     missing_name = absolute.relative_to(parent_folder).parts[0]
     if (parent_folder / missing_name).is_symlink():
-        return _link_hint(parent_folder / missing_name)
+        return _build_link_hint(parent_folder / missing_name)
     scheme, colon, _ = missing_name.partition(":")
-    if colon and scheme in (HUB_SCHEME, *PACKAGES):
+    if colon and scheme in (HUB_SCHEME, *FSSPEC_PACKAGES):
         return f"start the URL with `{scheme}://`"
     try:
         with os.scandir(parent_folder) as entries:
@@ -133,7 +133,7 @@ def path_hint(path: str | TreePath) -> str:
         f"`{parent_folder}` contains "
         f"{quote_names(sorted_names, MAX_SHOWN_NAMES) if sorted_names else 'nothing'}"
     )
-    repository = hub_url(path)
+    repository = guess_hub_url(path)
     return f"{contents}; write a Hub repository as `{repository}`" if repository else contents
 
 
@@ -142,7 +142,7 @@ def could_be_repository(path: str | TreePath) -> bool:
     return bool(_REPOSITORY.fullmatch(str(path))) and Path(path).suffix not in _FILE_SUFFIXES
 
 
-def hub_url(path: str | TreePath) -> str | None:
+def guess_hub_url(path: str | TreePath) -> str | None:
     """Return the Hub URL if *path* may mean a repository ``ORG/NAME``, or None.
 
     If a local folder ``ORG`` exists, *path* is not taken for a repository.
@@ -151,7 +151,7 @@ def hub_url(path: str | TreePath) -> str | None:
     return f"{HUB_SCHEME}://{path}" if could_be_repository(path) and not has_local_folder else None
 
 
-def _link_hint(link: Path) -> str:
+def _build_link_hint(link: Path) -> str:
     """Return the hint for a broken symbolic link."""
     message = f"`{link}` is a symbolic link to `{link.readlink()}`"
     try:
@@ -195,7 +195,7 @@ def resolve_links(path: P) -> P:
         return cast(P, Path(os.path.realpath(path)))
 
 
-def find_hub_repository(root: TreePath) -> TreePath | None:
+def find_hub_cache_repository(root: TreePath) -> TreePath | None:
     """Return the repository of a Hugging Face cache that has *root* in a snapshot, or None."""
     repositories = (parent.parent for parent in root.parents if parent.name == "snapshots")
     return next(repositories, None)
@@ -211,7 +211,7 @@ def leads_outside(path: TreePath, root: TreePath) -> bool:
     root, resolved = resolve_links(root), resolve_links(path)
     if resolved.is_relative_to(root):
         return False
-    repository = find_hub_repository(root)
+    repository = find_hub_cache_repository(root)
     if repository is None:
         return True
     shared = resolved.parent.parent == repository.parent / "blobs"

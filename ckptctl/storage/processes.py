@@ -31,7 +31,7 @@ class Process:
     began: int
 
 
-def current_process() -> Process:
+def get_current_process() -> Process:
     """Return the identity of this process."""
     number = os.getpid()
     return Process(os.uname().nodename, _read_system_id(), number, _read_start_time(number) or 0)

@@ -32,9 +32,9 @@ from ckptctl.storage.destinations import (
     Recognize,
     check_target,
     destination_exists_error,
+    get_staging_directory,
     is_empty_folder,
     resolve_destination,
-    staging_directory,
 )
 from ckptctl.storage.file_system import sync_directory
 from ckptctl.storage.paths import resolve_links
@@ -49,7 +49,7 @@ from ckptctl.storage.unfinished import (
 from ckptctl.storage.urls import is_url
 
 LOCK_PURPOSE = "writing to this destination"
-UNFINISHED = "partial output from an interrupted run exists for this destination"
+UNFINISHED_MESSAGE = "partial output from an interrupted run exists for this destination"
 NOT_DURABLE_MESSAGE = "the output was published, but it may not survive a power failure"
 _STAGING_FILES = frozenset((lock.LOCK_FILE, DATA_NAME, JOURNAL_NAME, "failed"))
 """Files of a staging directory; ``failed`` is written by a rank that failed."""
@@ -62,13 +62,13 @@ class Staging:
         self, target: Path, *, overwrite: bool, single_file: bool, is_checkpoint: Recognize
     ) -> None:
         self.target = target
-        self.root = staging_directory(target)
+        self.root = get_staging_directory(target)
         self.data = self.root / DATA_NAME
         self.journal = self.root / JOURNAL_NAME
         self.notes: list[str] = []
         self.published = False
         self._replaces_empty_folder = is_empty_folder(target) and not single_file
-        self._replaced = self._filled = False
+        self._replaced = self._filled_empty_folder = False
         self._identity = (0, 0)
         self._overwrite = overwrite
         self._finished = self.data / target.name if single_file else self.data
@@ -114,7 +114,7 @@ class Staging:
                 file_system.rename_atomically(self.target, self._finished, file_system.EXCHANGE)
             else:
                 self.target.rename(self._finished)
-                if self._filled:
+                if self._filled_empty_folder:
                     self.target.mkdir()
             sync_directory(self.target.parent)
             sync_directory(self._finished.parent)
@@ -158,21 +158,21 @@ class Staging:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 raise destination_exists_error(self.target) from None
             raise
-        self._filled = True
+        self._filled_empty_folder = True
 
 
-def find_unfinished(target: Path) -> PartialOutput | None:
+def find_resumable_output(target: Path) -> PartialOutput | None:
     """Return the partial output of an interrupted run for *target*, or None if there is none.
 
     The result is also None if a run is active.
     """
-    root = staging_directory(target)
+    root = get_staging_directory(target)
     return None if lock.find_holder(root) else find_partial_output(root)
 
 
-def data_directory(target: Path) -> Path:
+def get_data_directory(target: Path) -> Path:
     """Return the folder in which the output for *target* is built."""
-    return staging_directory(target) / DATA_NAME
+    return get_staging_directory(target) / DATA_NAME
 
 
 @contextmanager
@@ -205,7 +205,7 @@ def stage_output(
     stage = Staging(
         target, overwrite=overwrite, single_file=single_file, is_checkpoint=is_checkpoint
     )
-    with sweep_if_refused(target):
+    with clean_up_if_refused(target):
         check_target(target, overwrite=overwrite, is_checkpoint=is_checkpoint)
     with ExitStack() as stack:
         stack.enter_context(raise_on_sigterm())
@@ -215,12 +215,12 @@ def stage_output(
             for path in reversed(missing):
                 path.mkdir(exist_ok=True)
                 sync_directory(path.parent)
-        _require_own(stage.root)
+        _require_own_files(stage.root)
         stack.enter_context(lock.hold_lock(stage.root, stage.target, LOCK_PURPOSE))
         partial_output = find_partial_output(stage.root)
         if partial_output and not (resume or restart):
             raise partial_output.refusal_error(
-                UNFINISHED,
+                UNFINISHED_MESSAGE,
                 f"use {spell_option('--resume', of='convert')} to resume it, or "
                 f"{spell_option('--restart', of='convert')} to discard it and start over",
             )
@@ -237,7 +237,7 @@ def stage_output(
 
 
 @contextmanager
-def sweep_if_refused(target: str | os.PathLike[str] | None) -> Iterator[None]:
+def clean_up_if_refused(target: str | os.PathLike[str] | None) -> Iterator[None]:
     """If the block raises `RefusedError`, remove stale staging files of a killed run."""
     try:
         yield
@@ -246,11 +246,11 @@ def sweep_if_refused(target: str | os.PathLike[str] | None) -> Iterator[None]:
             path = Path(target).expanduser()
             if os.path.lexists(path):
                 with suppress(CkptError):
-                    sweep_staging(resolve_links(path.parent) / path.name)
+                    remove_stale_staging(resolve_links(path.parent) / path.name)
         raise
 
 
-def sweep_staging(target: Path, idle_seconds: float = 0.0) -> bool:
+def remove_stale_staging(target: Path, idle_seconds: float = 0.0) -> bool:
     """Remove the staging directory of a killed run, unless the run can be resumed.
 
     Args:
@@ -266,7 +266,7 @@ def sweep_staging(target: Path, idle_seconds: float = 0.0) -> bool:
         RefusedError: A run is active, or the directory was not created by ckptctl.
         StorageError: The directory could not be removed.
     """
-    root = staging_directory(target)
+    root = get_staging_directory(target)
     journal, lock_file = root / JOURNAL_NAME, root / lock.LOCK_FILE
     if root.is_symlink() or not root.is_dir() or journal.exists():
         return False
@@ -274,20 +274,20 @@ def sweep_staging(target: Path, idle_seconds: float = 0.0) -> bool:
         return False  # only an empty folder can be left of a run that was killed while removing it
     with wrap_os_errors("remove", root):
         try:
-            _require_own(root)
-            if idle_seconds and _seconds_since_write(root) < idle_seconds:
+            _require_own_files(root)
+            if idle_seconds and _measure_idle_seconds(root) < idle_seconds:
                 return False
         except FileNotFoundError:  # its own run is removing the directory
             return False
     with lock.hold_lock(root, target, LOCK_PURPOSE, to_sweep=True), wrap_os_errors("remove", root):
-        if journal.exists() or _seconds_since_write(root) < idle_seconds:
+        if journal.exists() or _measure_idle_seconds(root) < idle_seconds:
             return False
         trash.remove_path(root / DATA_NAME)
         trash.remove_path(root)
     return True
 
 
-def _seconds_since_write(root: Path) -> float:
+def _measure_idle_seconds(root: Path) -> float:
     """Return the seconds since the last write to a staging directory, by the file system clock."""
     lock_file = root / lock.LOCK_FILE
     os.utime(lock_file)
@@ -295,7 +295,7 @@ def _seconds_since_write(root: Path) -> float:
     return lock_file.stat().st_mtime - max(written)
 
 
-def _require_own(root: Path) -> None:
+def _require_own_files(root: Path) -> None:
     """Raise if a staging directory, which will be deleted, contains files of other programs.
 
     A staging directory always contains a lock file. Files ``.nfs*`` are ignored, because NFS

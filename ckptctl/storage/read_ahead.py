@@ -24,11 +24,11 @@ T = TypeVar("T")
 
 
 def prefetch_items(
-    files: SourceFiles, items: Iterable[T], list_places: Callable[[T], Iterable[FileOffset]]
+    files: SourceFiles, items: Iterable[T], list_offsets: Callable[[T], Iterable[FileOffset]]
 ) -> Iterator[T]:
     """Yield *items* while prefetching the next ones from remote files.
 
-    *list_places* returns the file offsets at which an item is read. If a prefetch fails, no error
+    *list_offsets* returns the file offsets at which an item is read. If a prefetch fails, no error
     is raised until the item is read.
     """
     if files.local:
@@ -38,7 +38,7 @@ def prefetch_items(
     pool = create_thread_pool(PREFETCH_COUNT)
     try:
         for item in items:
-            for name, offset in list_places(item):
+            for name, offset in list_offsets(item):
                 pool.submit(_try_prefetch, files, name, offset)
             waiting.append(item)
             if len(waiting) > PREFETCH_COUNT:

@@ -21,8 +21,8 @@ from ckptctl import dtypes
 from ckptctl.errors import DamagedError, RefusedError, UnsupportedError
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import parse_json
-from ckptctl.storage.schema import MalformedError, malformed_errors, read_as
-from ckptctl.storage.stand_ins import describe_zeros, guess_kind, require_content
+from ckptctl.storage.schema import MalformedError, read_as, wrap_malformed_errors
+from ckptctl.storage.stand_ins import describe_zeros, guess_file_kind, raise_if_placeholder
 from ckptctl.units import pluralize
 
 MAX_HEADER_BYTES = 100_000_000
@@ -35,7 +35,7 @@ _FIELDS = {"dtype", "shape", "data_offsets"}
 _UNKNOWN = "unknown to every supported version of torch"
 _U64_DIGITS = 20
 
-Span = tuple[str, tuple[int, ...], int, int]
+TensorSpan = tuple[str, tuple[int, ...], int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,26 +46,26 @@ class SafetensorsHeader:
         tensors: For each name, in the order of the header: the torch dtype, the torch shape, the
             first byte in the file and the byte after the last.
         metadata: The ``__metadata__`` strings.
-        length: Bytes of the file before the data.
+        data_start: Bytes of the file before the data.
         unread: Names of tensors with an unknown dtype, whose dtype and shape in *tensors* are as
             written in the header.
     """
 
-    tensors: dict[str, Span]
+    tensors: dict[str, TensorSpan]
     metadata: dict[str, str]
-    length: int
+    data_start: int
     unread: frozenset[str] = frozenset()
 
 
-def read_header(
-    files: SourceFiles, name: str, *, unread: bool = False, start: int = 0
+def read_safetensors_header(
+    files: SourceFiles, name: str, *, allow_unknown_dtypes: bool = False, start: int = 0
 ) -> SafetensorsHeader:
     """Read the header of a safetensors file.
 
     Args:
         files: Files of the checkpoint.
         name: File name.
-        unread: Whether to include tensors of unknown dtypes instead of raising.
+        allow_unknown_dtypes: Whether to include tensors of unknown dtypes instead of raising.
         start: First byte of the header in the file.
 
     Raises:
@@ -80,11 +80,11 @@ def read_header(
         )
     length = int.from_bytes(files.read(name, start, 8), "little")
     if length > MAX_HEADER_BYTES or length + 8 > size:
-        require_content(files, name)
+        raise_if_placeholder(files, name)
         starts_as_json = files.read(name, start + 8, min(1, size - 8)) in (b"{", b"")
         if length > MAX_HEADER_BYTES or not starts_as_json:
             head = files.read(name, start, min(size, HEAD_BYTES))
-            kind, hint = guess_kind(head) or ("", None)
+            kind, hint = guess_file_kind(head) or ("", None)
             raise UnsupportedError(
                 "not a safetensors file: the first 8 bytes are not a plausible header length",
                 where=where,
@@ -97,7 +97,7 @@ def read_header(
     text = files.read(name, start + 8, length)
     if not length and not any(files.read(name, start, min(size, HEAD_BYTES))):
         _raise_truncated(describe_zeros(files, name), where)
-    with malformed_errors("malformed safetensors file", where):
+    with wrap_malformed_errors("malformed safetensors file", where):
         if not text.startswith(b"{"):
             raise MalformedError("the header does not begin with `{`")
         try:
@@ -115,7 +115,7 @@ def read_header(
         _check_spans(tensors, size - length - 8, where)
     start += length + 8
     unknown_names = [key for key, (dtype, *_) in tensors.items() if dtype not in dtypes.BY_NAME]
-    if unknown_names and not unread:
+    if unknown_names and not allow_unknown_dtypes:
         code = tensors[unknown_names[0]][0]
         raise UnsupportedError(
             f"the dtype {code[:40]!r} is not supported",
@@ -145,7 +145,7 @@ def _parse_unsigned(text: str) -> int:
     return int(text)
 
 
-def _parse_tensor(key: str, entry: object) -> Span:
+def _parse_tensor(key: str, entry: object) -> TensorSpan:
     if not isinstance(entry, dict) or entry.keys() != _FIELDS:
         raise MalformedError(f"the entry of `{key}` does not have dtype, shape and data_offsets")
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -177,7 +177,7 @@ def _are_integers(value: object) -> bool:
     return isinstance(value, list) and all(type(item) is int for item in value)
 
 
-def _check_spans(tensors: Mapping[str, Span], nbytes: int, where: str) -> None:
+def _check_spans(tensors: Mapping[str, TensorSpan], nbytes: int, where: str) -> None:
     """Raise unless the tensors fill the data of *nbytes* bytes without gaps or overlaps."""
     expected = 0
     for key, (_, _, begin, end) in sorted(tensors.items(), key=lambda item: item[1][2:]):
@@ -194,7 +194,7 @@ def _check_spans(tensors: Mapping[str, Span], nbytes: int, where: str) -> None:
         raise MalformedError(f"the data is followed by other bytes: {sizes_message}")
 
 
-def encode_header(
+def encode_safetensors_header(
     tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, tuple[int, ...]]:
     """Encode the header of a safetensors file.

@@ -114,7 +114,7 @@ NOT_EMPTY = Constraint("a collection that is not empty", bool)
 
 
 class MalformedError(ValueError):
-    """Error of malformed data, to which :func:`malformed_errors` adds a message and a file name."""
+    """Error of malformed data, to which :func:`wrap_malformed_errors` adds a message and a file name."""
 
 
 class MismatchError(MalformedError):
@@ -161,7 +161,7 @@ def read_as(kind: type[T], value: object, name: str = "") -> T:
         name: Name of the value in messages.
 
     Raises:
-        MismatchError: The value does not match; see :func:`malformed_errors`.
+        MismatchError: The value does not match; see :func:`wrap_malformed_errors`.
     """
     try:
         result: T = _build_reader(cast("Any", kind))(value, defaultdict(dict))
@@ -171,7 +171,7 @@ def read_as(kind: type[T], value: object, name: str = "") -> T:
     return result
 
 
-def find_member(kind: type[T], value: object, *names: str) -> T | None:
+def read_nested_or_none(kind: type[T], value: object, *names: str) -> T | None:
     """Return the value at the path *names* in nested dicts if its type is *kind*, or None."""
     for name in names:
         value = value.get(name) if isinstance(value, dict) else None
@@ -182,7 +182,7 @@ def find_member(kind: type[T], value: object, *names: str) -> T | None:
 
 
 @contextmanager
-def malformed_errors(
+def wrap_malformed_errors(
     message: str, where: str, hint: str | None = None, error: type[CkptError] = UnsupportedError
 ) -> Iterator[None]:
     """Convert exceptions raised while reading untrusted data into one *error*."""
@@ -194,7 +194,7 @@ def malformed_errors(
         raise error(message, where=where, why=why, hint=hint) from raised
 
 
-def read_attributes(record: object) -> Mapping[str, object]:
+def get_record_attributes(record: object) -> Mapping[str, object]:
     """Return the attributes of an inert record, from its ``__dict__`` or its slots."""
     state = record.state if isinstance(record, Inert) else record
     if isinstance(state, tuple) and len(state) == 2:
@@ -212,28 +212,28 @@ def _build_reader(kind: Any) -> _Reader:
     if origin is Annotated:
         return partial(_read_checked, _build_reader(inner[0]), inner[1])
     if origin in (Union, UnionType):
-        return partial(_read_either, [_build_reader(item) for item in inner])
+        return partial(_read_union, [_build_reader(item) for item in inner])
     if origin is Literal:
         types = {type(choice) for choice in inner}
-        words = Constraint(
+        choice_constraint = Constraint(
             " or ".join(map(repr, inner)), lambda value: type(value) in types and value in inner
         )
-        return partial(_read_checked, _read_any, words)
+        return partial(_read_checked, _read_any, choice_constraint)
     if kind in (Any, object):
         return _read_any
     if origin is tuple and inner[-1] is not Ellipsis:
-        reader: _Reader = partial(_read_row, [_build_reader(item) for item in inner])
+        reader: _Reader = partial(_read_fixed_tuple, [_build_reader(item) for item in inner])
     elif origin in (tuple, list):
         reader = partial(_read_elements, origin, _build_reader(inner[0]))
     elif origin in (dict, Mapping):
-        reader = partial(_read_entries, _build_reader(inner[0]), _build_reader(inner[1]))
+        reader = partial(_read_dict, _build_reader(inner[0]), _build_reader(inner[1]))
     elif issubclass(kind, Schema):
         hints = get_type_hints(kind, include_extras=True)
-        members = {member.name: _build_reader(hints[member.name]) for member in fields(kind)}
+        field_readers = {member.name: _build_reader(hints[member.name]) for member in fields(kind)}
         required = {
             member.name for member in fields(kind) if member.default is member.default_factory
         }
-        reader = partial(_read_members, kind, members, required)
+        reader = partial(_read_schema, kind, field_readers, required)
     else:
         return _build_instance_reader(kind)
     return partial(_read_once, reader)
@@ -269,7 +269,7 @@ def _read_checked(reader: _Reader, constraint: Constraint, value: object, seen: 
     return result
 
 
-def _read_either(readers: Sequence[_Reader], value: object, seen: _Seen) -> object:
+def _read_union(readers: Sequence[_Reader], value: object, seen: _Seen) -> object:
     """Read a value with the first reader that accepts it, or raise the most specific error."""
     errors = []
     for reader in readers:
@@ -285,7 +285,7 @@ def _read_either(readers: Sequence[_Reader], value: object, seen: _Seen) -> obje
     )
 
 
-def _read_row(readers: Sequence[_Reader], value: object, seen: _Seen) -> object:
+def _read_fixed_tuple(readers: Sequence[_Reader], value: object, seen: _Seen) -> object:
     if not isinstance(value, list | tuple) or len(value) != len(readers):
         raise MismatchError(f"a list of {pluralize(len(readers), 'item')}", value)
     return tuple(_read_each(readers, value, seen))
@@ -310,7 +310,7 @@ def _read_each(readers: Iterable[_Reader], values: Sequence[object], seen: _Seen
     return results
 
 
-def _read_entries(key_reader: _Reader, reader: _Reader, value: object, seen: _Seen) -> object:
+def _read_dict(key_reader: _Reader, reader: _Reader, value: object, seen: _Seen) -> object:
     if not isinstance(value, dict):
         raise MismatchError("a dict", value)
     results = {}
@@ -324,7 +324,7 @@ def _read_entries(key_reader: _Reader, reader: _Reader, value: object, seen: _Se
     return value if reader is _read_any else results
 
 
-def _read_members(
+def _read_schema(
     kind: type[Any],
     members: Mapping[str, _Reader],
     required: Collection[str],
@@ -334,7 +334,7 @@ def _read_members(
     if isinstance(value, dict):
         content: Mapping[Any, object] = value
     elif issubclass(kind, ObjectSchema):
-        content = read_attributes(value)
+        content = get_record_attributes(value)
     else:
         raise MismatchError("a dict", value)
     if issubclass(kind, ClosedSchema) and (

@@ -63,7 +63,7 @@ def has_only_zeros(path: TreePath) -> bool:
         return bool(head) and not any(head) and not any(file.read(EDGE_BYTES))
 
 
-def incomplete_reason(path: TreePath) -> str:
+def explain_incomplete(path: TreePath) -> str:
     """Return the reason why a ``torch.save`` file is incomplete, empty if it seems complete."""
     size = path.stat().st_size
     if not size:
@@ -77,7 +77,7 @@ def incomplete_reason(path: TreePath) -> str:
     return "" if is_complete else "it starts like a zip but does not end like one"
 
 
-def guess_kind(head: bytes) -> tuple[str, str] | None:
+def guess_file_kind(head: bytes) -> tuple[str, str] | None:
     """Guess the kind of file from its first bytes, with a hint, or return None."""
     for magic, kind, hint in _SIGNATURES:
         if head.startswith(magic):
@@ -100,7 +100,7 @@ def starts_like_zip(files: SourceFiles, name: str) -> bool:
     return files.size(name) > len(ZIP) and files.read(name, 0, len(ZIP)) == ZIP
 
 
-def require_content(files: SourceFiles, name: str) -> None:
+def raise_if_placeholder(files: SourceFiles, name: str) -> None:
     """Raise if a file is a Git LFS pointer, a web page or an error message of an object store.
 
     Call this for files that could not be parsed.

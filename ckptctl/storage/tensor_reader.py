@@ -11,7 +11,7 @@ from operator import add
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box, TensorEntry
-from ckptctl.planner.copying.blocks import Block, BlockReader, split_into_domains
+from ckptctl.planner.copying.blocks import Block, BlockPlanner, split_into_domains
 from ckptctl.planner.strided import StridedTensor
 from ckptctl.storage.files import Readable
 
@@ -32,8 +32,8 @@ class TensorReader:
             tensor = StridedTensor.from_entry(tensor)
         self._files = files
         self._shape = tensor.shape
-        self._reader = BlockReader(tensor)
-        self._row = prod(tensor.shape[1:]) * self._reader.item
+        self._reader = BlockPlanner(tensor)
+        self._row_bytes = prod(tensor.shape[1:]) * self._reader.itemsize
 
     @cached_property
     def _contiguous_range(self) -> tuple[str, int] | None:
@@ -44,11 +44,11 @@ class TensorReader:
         is_range = len(ranges) == 1 and not ranges[0][1].axes
         return (ranges[0][0], ranges[0][1].source) if is_range else None
 
-    def fill_view(self, box: Box, view: memoryview) -> None:
+    def read_box_into(self, box: Box, view: memoryview) -> None:
         """Read the elements of *box* into *view*, in row-major order."""
         if box.sizes[1:] == self._shape[1:] and self._contiguous_range:
             file, start = self._contiguous_range
-            self._files.readv(file, [view], start + sum(box.offsets[:1]) * self._row)
+            self._files.readv(file, [view], start + sum(box.offsets[:1]) * self._row_bytes)
             return
         for source, blocks in self._reader.find_dense_copies(box.offsets, box.sizes).items():
             for block in blocks:
@@ -57,8 +57,8 @@ class TensorReader:
     def read(self, box: Box | None = None) -> bytearray:
         """Read the elements of *box*, or of the complete tensor."""
         box = box or Box.whole(self._shape)
-        buffer = bytearray(box.numel * self._reader.item)
-        self.fill_view(box, memoryview(buffer))
+        buffer = bytearray(box.numel * self._reader.itemsize)
+        self.read_box_into(box, memoryview(buffer))
         return buffer
 
     def iterate_windows(
@@ -66,14 +66,14 @@ class TensorReader:
     ) -> Iterator[bytearray]:
         """Yield the elements of *box*, or of the complete tensor, at most *nbytes* at a time."""
         box = box or Box.whole(self._shape)
-        for part in split_into_boxes(box.sizes, nbytes // self._reader.item):
+        for part in split_into_boxes(box.sizes, nbytes // self._reader.itemsize):
             yield self.read(Box(tuple(map(add, box.offsets, part.offsets)), part.sizes))
 
     def _copy_block(self, file: str, block: Block, view: memoryview) -> None:
         # Expanded dimensions (stride 0) come first, so that repeated elements are read at once.
         axes = sorted(block.axes, key=lambda axis: axis[1] > 0)
         count, source_stride, target_stride = axes.pop() if axes else (1, 0, 0)
-        item, run = self._reader.item, block.run
+        item, run = self._reader.itemsize, block.run_nbytes
         reads_gaps = source_stride <= MAX_STRIDE_ELEMENTS * item or (
             source_stride <= MAX_ROW_STRIDE_BYTES and source_stride - run <= run // 4
         )
@@ -95,10 +95,10 @@ class TensorReader:
                 )
                 self._files.readv(file, [stored], source + first_run * source_stride)
                 if runs > 1:
-                    _spread_runs(stored, source_stride, target, target_stride, run, item)
+                    _copy_strided_runs(stored, source_stride, target, target_stride, run, item)
 
 
-def _spread_runs(
+def _copy_strided_runs(
     source: memoryview,
     source_stride: int,
     target: memoryview,

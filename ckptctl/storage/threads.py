@@ -43,7 +43,7 @@ def count_cores() -> int:
     return os.cpu_count() or 1
 
 
-def default_threads(processes: int = 1) -> int:
+def get_default_thread_count(processes: int = 1) -> int:
     """Return the default number of threads of a process that shares the cores of its host.
 
     All processes together get at most one thread per core, because more threads make saves slower.
@@ -69,7 +69,9 @@ class Supervisor:
         self._errors: list[BaseException] = []
         self._reported = 0
 
-    def report_end(self, error: BaseException | None, deregister: Callable[[], None]) -> None:
+    def report_thread_end(
+        self, error: BaseException | None, deregister: Callable[[], None]
+    ) -> None:
         """Register the end of a thread, and stop the others if it failed.
 
         Args:
@@ -109,7 +111,7 @@ class Supervisor:
                 return
 
 
-class Crew:
+class ThreadGroup:
     """Group of threads that run the same function.
 
     Args:
@@ -122,7 +124,7 @@ class Crew:
         self._supervisor = supervisor
         self._work = work
         self._threads = [create_daemon(self._run_work) for _ in range(count)]
-        self._working = count
+        self._active_count = count
 
     def __len__(self) -> int:
         return len(self._threads)
@@ -134,7 +136,7 @@ class Crew:
 
     def is_done(self) -> bool:
         """Return whether all threads have ended."""
-        return not self._working
+        return not self._active_count
 
     def join(self) -> None:
         """Wait up to ``JOIN_SECONDS`` for the threads, because a thread may hang in the kernel."""
@@ -149,10 +151,10 @@ class Crew:
             self._work()
         except BaseException as error:
             failure = error
-        self._supervisor.report_end(failure, self._deregister_thread)
+        self._supervisor.report_thread_end(failure, self._deregister_thread)
 
     def _deregister_thread(self) -> None:
-        self._working -= 1
+        self._active_count -= 1
 
 
 @contextmanager
@@ -227,7 +229,7 @@ def exit_if_daemons_run(code: int) -> None:
     os._exit(code)
 
 
-Watch = Callable[[int], AbstractContextManager[Advance | None]]
+StartProgress = Callable[[int], AbstractContextManager[Advance | None]]
 """Called with the total bytes; the context yields a callback for bytes done, or None."""
 
 
@@ -236,7 +238,7 @@ def ignore_progress(_: int) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-class ByteCount:
+class ByteCounter:
     """Thread-safe counter of bytes that forwards them to a progress bar."""
 
     def __init__(self, advance: Advance | None = None) -> None:

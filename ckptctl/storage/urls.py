@@ -16,7 +16,7 @@ _CHAINED = re.compile(r"::[A-Za-z][A-Za-z0-9+.-]*://")
 LOCAL_SCHEMES = ("file://", "local://")
 THIS_MACHINE = ("", "localhost")
 HUB_SCHEME = "hf"
-WITHOUT_HOST = ("memory://",)
+HOSTLESS_SCHEMES = ("memory://",)
 """Schemes for which fsspec treats ``x:///y`` as ``x://y``."""
 URL_EXAMPLE = "use a URL such as `hf://ORG/NAME` or `s3://BUCKET/PATH`"
 MASK = "***"
@@ -31,7 +31,7 @@ _WEB_PASSWORD_WITH_SLASH = re.compile(
 _CREDENTIALS = re.compile(r"(?<=://)[^\s/@]+@")
 _QUERY = re.compile(r"(://(?:[^\s?:]|:(?!//))*+\?)(?!\*{3})\S*[^\s'\")>\],:;.]")
 """Query of any URL in a text. All are masked, because clients spell the same URL differently."""
-PACKAGES = {
+FSSPEC_PACKAGES = {
     "s3": "s3fs",
     "s3a": "s3fs",
     "gs": "gcsfs",
@@ -103,7 +103,7 @@ def normalize_scheme(url: str) -> str:
 def normalize_url(url: str) -> str:
     """Normalize the scheme and trailing slashes of *url*, or raise if a component is empty."""
     scheme, _, address, query = _split_url(url)
-    host, *folders = address.rstrip("/").removeprefix("/" * (scheme in WITHOUT_HOST)).split("/")
+    host, *folders = address.rstrip("/").removeprefix("/" * (scheme in HOSTLESS_SCHEMES)).split("/")
     if not address.rstrip("/"):
         raise UsageError(
             f"the URL is empty after `{scheme}`", where=mask_secrets(url), hint=URL_EXAMPLE
@@ -136,7 +136,7 @@ def split_query(url: str) -> tuple[str, str]:
     return url.removesuffix(query), query
 
 
-def find_secrets(url: str) -> tuple[str, str]:
+def extract_secrets(url: str) -> tuple[str, str]:
     """Return the credentials and the query of *url*, which are empty if it has none."""
     _, user, _, query = _split_url(url)
     return user, query
@@ -144,7 +144,7 @@ def find_secrets(url: str) -> tuple[str, str]:
 
 def hide_secrets(text: str, url: str) -> str:
     """Mask the secrets of *url* (a password, a signed query) in *text*."""
-    user, query = find_secrets(url)
+    user, query = extract_secrets(url)
     if user and user != MASK:
         for spelling in _iterate_spellings(user):
             text = re.sub(rf"(?<!\w){re.escape(spelling)}@", f"{MASK}@", text)
@@ -160,9 +160,9 @@ def hide_secrets(text: str, url: str) -> str:
     return text
 
 
-def install_hint(scheme: str) -> str:
+def build_install_hint(scheme: str) -> str:
     """Build the hint to install the fsspec package for a scheme."""
-    package = PACKAGES.get(scheme)
+    package = FSSPEC_PACKAGES.get(scheme)
     if package is None:
         return "install the fsspec package for this scheme"
     return f"run `pip install {package}`"

@@ -107,12 +107,12 @@ def _parse_files(values: Mapping[str, Mapping[str, Any]]) -> dict[str, UploadedF
     return {str(name): UploadedFile(**fields) for name, fields in values.items()}
 
 
-def is_dead(lock_record: LockRecord, age: Callable[[], float | None]) -> bool:
+def is_holder_dead(lock_record: LockRecord, age: Callable[[], float | None]) -> bool:
     """Return whether the process that holds a lock is dead.
 
     *age* returns the seconds since the last refresh of the lock, or None if unknown.
     """
-    this_process = processes.current_process()
+    this_process = processes.get_current_process()
     if lock_record.process is None or processes.has_ended(lock_record.process):
         return True
     if lock_record.process == this_process:
@@ -142,13 +142,13 @@ def find_unfinished_error(folder: TreePath) -> CkptError | None:
     return _lock_error(folder) or _changed_objects_error(folder)
 
 
-def find_killed_removal(folder: TreePath) -> Mapping[str, UploadedFile] | None:
+def find_interrupted_deletion(folder: TreePath) -> Mapping[str, UploadedFile] | None:
     """Return the files that a dead run was deleting from *folder*, or None if no run was."""
     record = _read_dead_lock(folder)
     return record.doomed if record and record.is_deletion else None
 
 
-def has_killed_save(folder: TreePath) -> bool:
+def has_interrupted_save(folder: TreePath) -> bool:
     """Return whether a multipart save into *folder* was killed and cannot be resumed."""
     record = _read_dead_lock(folder)
     if record is None or record.is_deletion or record.sent or not record.names:
@@ -162,7 +162,7 @@ def _read_dead_lock(folder: TreePath) -> LockRecord | None:
         lock = folder / LOCK_NAME
         record = parse_lock(lock.read_bytes()) if lock.is_file() else None
         age = time.time() - lock.stat().st_mtime if record else 0.0
-        return record if record and is_dead(record, lambda: age) else None
+        return record if record and is_holder_dead(record, lambda: age) else None
     return None
 
 
@@ -194,7 +194,7 @@ def _lock_record_error(folder: TreePath, content: bytes, age: float) -> Unfinish
         record and is_complete and OBJECTS_NAME in record.names
     ):  # including the metadata, written last
         return None
-    if record is None or not is_dead(record, lambda: age):
+    if record is None or not is_holder_dead(record, lambda: age):
         action = "deleted" if record and record.is_deletion else "written"
         return _unfinished_error(
             folder, f"the checkpoint is being {action}", f"{author}, according to `{LOCK_NAME}`"
@@ -240,7 +240,7 @@ def is_unchanged(path: TreePath, expected: UploadedFile, *, moved: bool = False)
     )
 
 
-def encode_objects(url: str, files: Mapping[str, UploadedFile]) -> bytes:
+def encode_object_list(url: str, files: Mapping[str, UploadedFile]) -> bytes:
     """Serialize the list of objects of a checkpoint at *url*."""
     objects = {name: [file.size, file.version] for name, file in sorted(files.items())}
     return json.dumps({"ckptctl": 1, "at": url, "objects": objects}).encode()

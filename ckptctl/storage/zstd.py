@@ -86,7 +86,7 @@ def is_zstd(extension: str) -> bool:
     return name == "stream.zstd" and version.partition(".")[0] == "1"
 
 
-def require_zstd(where: TreePath) -> ModuleType:
+def import_zstd(where: TreePath) -> ModuleType:
     """Import a module for decompression. *where* is the checkpoint to name in the error.
 
     Raises:
@@ -141,7 +141,7 @@ def iterate_decompressed(
         DamagedError: The data is damaged or truncated.
         UnsupportedError: The data is not Zstandard data.
     """
-    module = require_zstd(files.root / name)
+    module = import_zstd(files.root / name)
     where = f"{files.root / name}, at byte {offset:,}"
     has_content = False
     try:
@@ -153,11 +153,11 @@ def iterate_decompressed(
         if WINDOW_TOO_LARGE in str(error):
             message = "a Zstandard frame is too large"
             raise UnsupportedError(message, where=where, why=f"{error}") from error
-        if has_content or _is_frame(module, files.read_some(name, offset, HEAD_BYTES)):
+        if has_content or _is_frame(module, files.read_up_to(name, offset, HEAD_BYTES)):
             raise DamagedError("damaged Zstandard data", where=where, why=f"{error}") from error
         why = f"{error}"
         raise UnsupportedError("not Zstandard data", where=where, why=why) from error
-    empty = not has_content and _is_empty_frame(module, files.read_some(name, offset, HEAD_BYTES))
+    empty = not has_content and _is_empty_frame(module, files.read_up_to(name, offset, HEAD_BYTES))
     if not (empty or hasattr(module, "ZstdFile")):
         # these readers do not report truncated data
         _require_complete_frames(_CompressedRange(files, name, offset, nbytes), where)

@@ -34,7 +34,7 @@ from ckptctl.results import JsonField, Result
 from ckptctl.storage import crc, file_system
 from ckptctl.storage.destinations import require_local_path
 from ckptctl.storage.file_system import sync_directory
-from ckptctl.storage.paths import expand_home, path_hint, resolve_links
+from ckptctl.storage.paths import build_path_hint, expand_home, resolve_links
 from ckptctl.units import format_bytes, format_seconds, pluralize
 from ckptctl.version import __version__
 
@@ -90,7 +90,9 @@ def diagnose_directory(directory: Path) -> Diagnosis:
     require_local_path(directory)
     place = expand_home(directory).absolute()
     if not place.is_dir():
-        raise SourceNotFoundError("no such directory", where=str(directory), hint=path_hint(place))
+        raise SourceNotFoundError(
+            "no such directory", where=str(directory), hint=build_path_hint(place)
+        )
     groups = {
         "installation": _check_installation(),
         "plug-ins": _check_plug_ins(),

@@ -23,12 +23,12 @@ from ckptctl.formats.sidecar_files import DOCUMENTS, read_documents
 from ckptctl.planner.config_facts import Json, has_tied_embeddings, read_layer_lists, read_sizes
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.completeness import list_similar_keys
-from ckptctl.planner.mapping.detect import list_configured_families
+from ckptctl.planner.mapping.detect import list_families_matching_configs
 from ckptctl.planner.mapping.preview import KeyRouter, Route
 from ckptctl.planner.model_parallel import list_possible_repeats
 from ckptctl.results import Inline, JsonField, Result
 from ckptctl.shared_options import MapOptions
-from ckptctl.storage.paths import expand_home, path_hint
+from ckptctl.storage.paths import build_path_hint, expand_home
 from ckptctl.tree import TreePath
 
 
@@ -93,7 +93,7 @@ def map_key(key: str, options: MapOptions) -> KeyMap:
 def _find_layout(family: Family, key: str) -> str:
     """Return the layout of *key*, or the one with the most similar keys if no layout has it."""
     layout_names = [
-        name for name in family.layouts if any(family.get_layout(name).iterate_meanings(key))
+        name for name in family.layouts if any(family.get_layout(name).iterate_matches(key))
     ]
     if not layout_names:
         layouts = {name: list_similar_keys(family.get_layout(name), key) for name in family.layouts}
@@ -113,7 +113,7 @@ def _find_layout(family: Family, key: str) -> str:
 
 def _detect_model_type(place: TreePath | None, read: Mapping[str, Json]) -> str:
     """Return the model type that the files at *place* describe."""
-    names = list_configured_families(
+    names = list_families_matching_configs(
         families.load_families(), read.get("config.json"), read.get("params.json")
     )
     if len(names) != 1:
@@ -135,7 +135,7 @@ def _read_configuration(place: TreePath) -> Mapping[str, Json]:
     root = expanded.parent if file else expanded
     if not root.is_dir():
         raise SourceNotFoundError(
-            "no such file or directory", where=str(place), hint=path_hint(expanded)
+            "no such file or directory", where=str(place), hint=build_path_hint(expanded)
         )
     contents = read_documents(root) if file in (None, *DOCUMENTS) else {}
     if file:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from ckptctl import families
 from ckptctl.options import require_choice
-from ckptctl.planner.families.declarations import Signs, split_aliases
+from ckptctl.planner.families.declarations import Conditions, split_aliases
 from ckptctl.planner.families.tables import LogicalTensor, format_dims
 from ckptctl.planner.layouts import HF, Family, Layout
 from ckptctl.results import Inline, JsonField, Result, empty_to_none
@@ -221,7 +221,7 @@ def _describe_signs(family: Family) -> Iterator[str]:
         yield "only its keys"
 
 
-def _format_signs(signs: Signs) -> str:
+def _format_signs(signs: Conditions) -> str:
     return ", ".join(
         f"no {name}" if value is None else f"{name} {_format_value(value)}"
         for name, value in signs.items()

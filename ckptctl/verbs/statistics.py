@@ -15,7 +15,7 @@ from ckptctl import dtypes
 from ckptctl.catalog import TensorEntry
 from ckptctl.errors import CkptError
 from ckptctl.results import JsonField
-from ckptctl.storage.threads import create_thread_pool, default_threads, report_part
+from ckptctl.storage.threads import create_thread_pool, get_default_thread_count, report_part
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,13 +73,13 @@ def map_in_parallel(
         advance: Callback for the total progress.
         jobs: Number of threads; None for this process's share of the cores.
     """
-    from ckptctl.storage.arithmetic import import_torch, limit_torch_to_thread
+    from ckptctl.storage.arithmetic import import_torch, limit_torch_to_one_thread
 
     import_torch()
     stop = Event()
 
     def run_look(entry: TensorEntry, size: int) -> tuple[TensorEntry, T | CkptError]:
-        limit_torch_to_thread()
+        limit_torch_to_one_thread()
 
         def advance_unless_stopped(nbytes: int) -> None:
             if stop.is_set():
@@ -92,7 +92,7 @@ def map_in_parallel(
         except CkptError as error:
             return entry, error
 
-    with create_thread_pool(jobs or default_threads()) as pool:
+    with create_thread_pool(jobs or get_default_thread_count()) as pool:
         try:
             yield from pool.map(run_look, entries, sizes)
         finally:

@@ -12,7 +12,7 @@ from ckptctl.catalog import TensorEntry
 from ckptctl.families import load_families
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.mapped import MappedTensor, compose_tensors
-from ckptctl.planner.mapping.matching import format_key, iterate_leads, list_indices
+from ckptctl.planner.mapping.matching import format_key, iterate_spread_positions, list_index_values
 from ckptctl.planner.mapping.numbering import compute_numbering
 from ckptctl.planner.mapping.tensors import LayoutChange, map_tensors
 from tests.unit.planner.test_strided import elements_of_parts
@@ -81,16 +81,16 @@ def tiny(
         shape = list(shapes[0])
         if shape and leaf.part is not None:
             shape[leaf.concat_dim] = sum(other[leaf.concat_dim] for other in shapes)
-        for values in list_indices(tensor, sizes):
+        for values in list_index_values(tensor, sizes):
             kinds = {other.variant for other, _ in stored.parts}
             if None in kinds or any(values in layers.get(kind or "", ()) for kind in kinds):
-                for lead in iterate_leads(leaf, sizes):
+                for lead in iterate_spread_positions(leaf, sizes):
                     found[format_key(table, tensor, values, lead, numbering)] = tuple(shape)
     for drop in family.drops:
         if drop.layout == layout and drop.zeros:
             zeros = tuple(sizes[axis] for axis in drop.zeros.split())
             beside = next(t for n, t in family.tensors.items() if n.split(".")[0] == drop.next_to)
-            for values in list_indices(beside, sizes):
+            for values in list_index_values(beside, sizes):
                 if beside.variant is None or values in layers.get(beside.variant, ()):
                     found[drop.key.format(**dict(zip(beside.indices, values, strict=True)))] = zeros
     return found

@@ -14,7 +14,7 @@ from ckptctl.planner.mapping.adapters import (
     UNFUSED,
     derive_unfused_adapters,
     derive_unfused_model,
-    is_adapter,
+    has_adapter_factors,
 )
 from ckptctl.planner.mapping.detect import detect_layouts
 from tests.contract.tables import copies, direct, mapped, moved, numbered, tiny
@@ -43,7 +43,7 @@ def factors(name, layout):
     return {
         key: shape
         for key, shape in shapes.items()
-        if any(stored.template.text in kept for stored, _ in table.iterate_meanings(key))
+        if any(stored.template.text in kept for stored, _ in table.iterate_matches(key))
     }
 
 
@@ -56,7 +56,7 @@ def shared(name, source, target):
         key: shape
         for key, shape in factors(name, source).items()
         if all(
-            tensor.name in leaves for s, _ in table.iterate_meanings(key) for tensor, _ in s.parts
+            tensor.name in leaves for s, _ in table.iterate_matches(key) for tensor, _ in s.parts
         )
     }
 
@@ -87,7 +87,7 @@ def test_adapter_family_and_layout_are_detected_from_keys(name):
         shapes = factors(name, layout)
         if shapes:
             found = detect_layouts(shapes, ADAPTERS)
-            assert is_adapter(shapes) and all(c.is_exact for c in found)
+            assert has_adapter_factors(shapes) and all(c.is_exact for c in found)
             assert any(c.family == name and layout in (c.layout, *c.alike) for c in found)
 
 

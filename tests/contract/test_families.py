@@ -7,7 +7,7 @@ from ckptctl.errors import MappingError
 from ckptctl.families import list_names
 from ckptctl.planner.axes import AxisSizes
 from ckptctl.planner.mapping.detect import detect_layouts
-from ckptctl.planner.mapping.matching import list_indices
+from ckptctl.planner.mapping.matching import list_index_values
 from ckptctl.planner.model_parallel import split_tensor
 from tests.contract.tables import (
     ALL,
@@ -57,7 +57,7 @@ def test_tensors_of_one_layout_have_distinct_keys(name, layout):
         if stored.template.words:
             values[stored.template.word_index] = 1
         assert (stored, values) in list(
-            table.table.iterate_meanings(stored.template.format_key(values))
+            table.table.iterate_matches(stored.template.format_key(values))
         )
 
 
@@ -148,7 +148,7 @@ def test_optional_tensors_without_target_are_refused(name, source, target):
     sizes = tiny_sizes(family)
     shown = layers_of(family, sizes).keys() | {None}
     homeless = [
-        n for n in names if list_indices(t := family.tensors[n], sizes) and t.variant in shown
+        n for n in names if list_index_values(t := family.tensors[n], sizes) and t.variant in shown
     ]
     if homeless:
         with pytest.raises(MappingError, match="no place"):

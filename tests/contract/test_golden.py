@@ -10,7 +10,7 @@ import torch
 
 import ckptctl
 from ckptctl.families import load_families
-from ckptctl.planner.families.declarations import find_set_alias, get_nested, has_field
+from ckptctl.planner.families.declarations import choose_field_alias, get_nested, has_field
 from tests.checkpoints.golden import Golden, digest, family_of, names
 from tests.sweeps import one_in
 
@@ -29,7 +29,9 @@ def test_golden_configs_state_all_model_sizes(name: str) -> None:
     """Only a head dimension may be silent, and what the model does not have is null."""
     family, config = load_families()[family_of(name)], GOLDEN[name].config
     names = {
-        axis: find_set_alias(config, named[0]) for axis, named in family.sizes.items() if named[0]
+        axis: choose_field_alias(config, named[0])
+        for axis, named in family.sizes.items()
+        if named[0]
     }
     silent = {axis for axis, one in names.items() if not has_field(config, one)}
     silent = {axis for axis in silent if has_module(config, names[axis])}

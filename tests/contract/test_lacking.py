@@ -79,7 +79,7 @@ def is_named(name, layout, key, error):
         return True
     family = FAMILIES[name]
     stored = family.get_layout(layout).table
-    kinds = {tensor.variant for tensor, _ in next(stored.iterate_meanings(key))[0].parts}
+    kinds = {tensor.variant for tensor, _ in next(stored.iterate_matches(key))[0].parts}
     head = re.split(r"\.(?:self_attn|self_attention|attn|attention|ffn|mlp)\.", key)[0]
     return kinds != {None} and f"`{head}." in str(error.why)
 

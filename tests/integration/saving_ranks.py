@@ -262,7 +262,7 @@ def one_rank_fails(rank: int, world: int, root: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     with pytest.MonkeyPatch.context() as patch:
         if rank == last:
-            patch.setattr(save_place, "data_directory", lambda _: root.parent / "away" / "data")
+            patch.setattr(save_place, "get_data_directory", lambda _: root.parent / "away" / "data")
         fails("is missing")
     save(state, old, overwrite=True, sync=False)
     check(old, tensors(4), rank)

@@ -20,7 +20,7 @@ from ckptctl.distributed.background.async_save import AsyncSaver, Mode, async_sa
 from ckptctl.distributed.background.host_memory import UNUSED_SAVES
 from ckptctl.distributed.saving import save as collective_save
 from ckptctl.errors import RefusedError, StorageError, UsageError
-from ckptctl.storage.destinations import staging_directory
+from ckptctl.storage.destinations import get_staging_directory
 from ckptctl.tree import TreePath
 from tests.gloo import REPOSITORY, RankFailure, run_on_ranks
 from tests.integration.async_ranks import (
@@ -283,7 +283,7 @@ def test_writer_process_start_failure_fails_only_that_save(
 def test_write_failure_in_writer_process_publishes_nothing(tmp_path: Path) -> None:
     def crowd(run: collective_save.CollectiveSave) -> collective_save.CollectiveSave:
         """Take the name of the data file before the other process makes it."""
-        data = staging_directory(tmp_path / "b") / "data"
+        data = get_staging_directory(tmp_path / "b") / "data"
         (data / "__0_0.distcp").symlink_to("elsewhere")
         return run
 

@@ -111,7 +111,7 @@ def interrupted(
         raise Stop
 
     def one(self: Worker, unit: Unit) -> FinishedUnit:
-        while done and not self._stopped():
+        while done and not self._is_stopped():
             time.sleep(0.01)
         done.append(unit)
         return do(self, unit)

@@ -233,7 +233,7 @@ def test_lost_upload_response_is_retried(
 @SHARED
 def test_dead_lock_is_taken_over_once(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An object is replaced on the condition that it is the one that was read, or written, last."""
-    monkeypatch.setattr(lock, "is_dead", lambda *_: True)
+    monkeypatch.setattr(lock, "is_holder_dead", lambda *_: True)
     first, second = (lock.RemoteLock(FsspecStore(url), LOCK, ["a"]) for _ in range(2))
     first.acquire_lock()
     beat = first._writing.to_bytes()

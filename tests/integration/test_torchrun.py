@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckptctl
-from ckptctl.storage.destinations import staging_directory
+from ckptctl.storage.destinations import get_staging_directory
 from tests.checkpoints import differences, load_any_reference, save_hf, tiny_llama
 from tests.checkpoints.adapters import random_adapter, save_peft
 
@@ -156,7 +156,7 @@ def flip(path: Path, position: int) -> None:
 
 def nothing_is_left(target: Path) -> None:
     assert not target.exists()
-    assert not staging_directory(target).exists()
+    assert not get_staging_directory(target).exists()
 
 
 @pytest.mark.slow
@@ -238,7 +238,7 @@ def test_failure_on_one_rank_stops_others_early(sources: Path, tmp_path: Path) -
     out = tmp_path / "out"
     small = ["--memory", "64KiB", "--jobs", "1"]
     asked = [["convert", str(sources / "big"), str(out), "--to", "torch", *small]]
-    told = str(staging_directory(out) / "failed")
+    told = str(get_staging_directory(out) / "failed")
     waiting = {"rank": 0, "kind": "wait", "after": 20, "until": told}
     faults = [waiting, {"rank": 1, "kind": "full", "after": 1}]
     found, printed = run_job(tmp_path, 2, commands=asked, faults=faults)
@@ -262,7 +262,7 @@ def test_killed_rank_publishes_nothing_and_rerun_succeeds(
         nothing_is_left(out)
     (found,), printed = run_job(tmp_path / "again", 1, commands=asked)
     assert found[0]["code"] == 0, printed
-    assert not staging_directory(out).exists()
+    assert not get_staging_directory(out).exists()
 
 
 @pytest.mark.slow

@@ -13,15 +13,15 @@ from ckptctl.conversion.recognition.model import Model
 from ckptctl.errors import quote_names, spell_option
 from ckptctl.numerics.quantization.survey import to_dequantized_names
 from ckptctl.planner.config_demands import find_required_tensors
-from ckptctl.planner.config_facts import list_absent_heads
-from ckptctl.planner.layouts import Family, is_base
-from ckptctl.planner.mapping.adapters import is_adapter
+from ckptctl.planner.config_facts import find_absent_heads
+from ckptctl.planner.layouts import Family, is_base_layout
+from ckptctl.planner.mapping.adapters import has_adapter_factors
 from ckptctl.planner.mapping.completeness import (
     ALWAYS_LISTED,
     MissingKeys,
     find_missing_keys,
     is_truncated,
-    require_no_missing,
+    require_no_missing_tensors,
 )
 from ckptctl.planner.mapping.detect import detect_layouts
 from ckptctl.planner.mapping.matching import MatchedKeys
@@ -114,7 +114,7 @@ class MissingTensors:
                     f"with {spell_option('--to hf', '--allow-missing')}, put the files into one "
                     "folder as `model-00001-of-0000N.safetensors`, ..., and convert that folder"
                 )
-            require_no_missing(
+            require_no_missing_tensors(
                 self.names,
                 len(self.names) + self.more,
                 family,
@@ -137,12 +137,12 @@ def find_missing_tensors(
         MappingError: A size in the configuration is not a valid size.
         UsageError: A size given by the user is unknown, or contradicts a file.
     """
-    if not names or is_adapter(names):
+    if not names or has_adapter_factors(names):
         return MissingTensors((), False, model, UNKNOWN_ADAPTER if names else "")
     if not model.exact:
         model, names = _as_unquantized(model, names)
     headless = target in (None, model.layout) or str(target).startswith(TRANSFORMERS)
-    base = is_base(model.layout)
+    base = is_base_layout(model.layout)
     if (
         model.exact
         and not model.has_configuration
@@ -166,7 +166,7 @@ def find_missing_tensors(
             matched,
             sizes,
             tied=model.is_tied(family),
-            absent_tensors=list_absent_heads(family, model.config, is_base=base)
+            absent_tensors=find_absent_heads(family, model.config, is_base=base)
             if headless
             else (),
             required=find_required_tensors(family, model.config, matched),

@@ -25,8 +25,8 @@ from ckptctl.conversion.sources import locate_tensors
 from ckptctl.errors import MappingError, UsageError, quote_names, spell_option
 from ckptctl.notes import Notes
 from ckptctl.planner.config_demands import find_required_tensors
-from ckptctl.planner.config_facts import list_absent_heads
-from ckptctl.planner.layouts import Family, is_base
+from ckptctl.planner.config_facts import find_absent_heads
+from ckptctl.planner.layouts import Family, is_base_layout
 from ckptctl.planner.mapping.mapped import ComposedTensor, MappedTensor, ZeroTensor, compose_tensors
 from ckptctl.planner.mapping.matching import ModelTensors
 from ckptctl.planner.mapping.source import SurplusError
@@ -147,7 +147,9 @@ def change_layout(
             partial=request.partial,
             lists=model.layer_lists(family),
             matched=matched,
-            absent_tensors=list_absent_heads(family, model.config, is_base=is_base(model.layout)),
+            absent_tensors=find_absent_heads(
+                family, model.config, is_base=is_base_layout(model.layout)
+            ),
             required=find_required_tensors(family, model.config, matched),
             may_be_missing=request.missing,
             resize={} if size is None else {VOCABULARY_AXIS: size},

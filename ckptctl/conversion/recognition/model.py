@@ -38,13 +38,13 @@ from ckptctl.planner.config_facts import (
     read_sizes,
 )
 from ckptctl.planner.families.facts import MODEL_ARGUMENT_KEYS
-from ckptctl.planner.layouts import HF, Family, Layout, is_base
-from ckptctl.planner.mapping.adapters import is_adapter
+from ckptctl.planner.layouts import HF, Family, Layout, is_base_layout
+from ckptctl.planner.mapping.adapters import has_adapter_factors
 from ckptctl.planner.mapping.detect import (
     Candidate,
     detect_layouts,
-    list_configured_families,
-    list_refined_families,
+    list_ancestor_families,
+    list_families_matching_configs,
 )
 from ckptctl.planner.mapping.matching import MatchedKeys, match_keys
 from ckptctl.tree import TreePath
@@ -160,7 +160,7 @@ class Model:
     @cached_property
     def is_adapter(self) -> bool:
         """Whether the checkpoint contains low-rank factors."""
-        return is_adapter(self.catalog.tensors)
+        return has_adapter_factors(self.catalog.tensors)
 
     @property
     def tensors(self) -> Mapping[str, TensorEntry]:
@@ -242,10 +242,10 @@ def recognize_model(
     families_by_name = (
         {requested_family.name: requested_family} if requested_family else families.load_families()
     )
-    if adapter := is_adapter(catalog.tensors):
+    if adapter := has_adapter_factors(catalog.tensors):
         families_by_name = families.build_adapter_families(families_by_name.values())
         model_type = next(iter(families_by_name), None) if model_type else None
-    if layout is not None and not is_base(layout):
+    if layout is not None and not is_base_layout(layout):
         require_choice(layout, "layout", families.list_layouts(families_by_name.values()))
     prefixes = [parse_root(catalog, root)] if root is not None else list_roots(catalog)
     format = formats.get_format(catalog.format)
@@ -404,17 +404,20 @@ def _require_matching_type(family: Family, given_name: str, config: Json, where:
         *(section for name in SUBMODEL_KEYS if isinstance(section := config.get(name), Mapping)),
     ]
     families_by_name = families.load_families()
-    related_names = {family.name, *list_refined_families(family, families_by_name)}
+    related_names = {family.name, *list_ancestor_families(family, families_by_name)}
     for part in parts:
-        for name in list_configured_families(families_by_name, part):
+        for name in list_families_matching_configs(families_by_name, part):
             other_family = families_by_name[name]
-            related = {name, *list_refined_families(other_family, families_by_name)} & related_names
+            related = {
+                name,
+                *list_ancestor_families(other_family, families_by_name),
+            } & related_names
             named_alike = HF in family.layouts and HF in other_family.layouts
             if related or (
                 named_alike and family.get_layout(HF).has_same_tensors(other_family.get_layout(HF))
             ):
                 return
-    stated_types = list_configured_families(families_by_name, config)
+    stated_types = list_families_matching_configs(families_by_name, config)
     if not stated_types:
         return
     raise WrongTypeError(

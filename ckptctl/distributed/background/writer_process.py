@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ckptctl.errors import CkptError, RefusedError, StorageError
-from ckptctl.planner.plan import CrcOf, OutputFile, Plan
+from ckptctl.planner.plan import CrcLookup, OutputFile, Plan
 from ckptctl.storage.execution.execution_options import Execution, ExecutionOptions
 from ckptctl.storage.execution.executor import execute_plan
 
@@ -178,7 +178,7 @@ class WriterProcess:
             connection.send(frame)
 
 
-def raise_no_frame(_: CrcOf) -> Iterator[tuple[int, bytes]]:
+def raise_no_frame(_: CrcLookup) -> Iterator[tuple[int, bytes]]:
     """Placeholder for the frame (header and index) of a file, which the child requests instead."""
     raise CkptError("the writer process did not request a file header from the training process")
 
@@ -270,7 +270,7 @@ def _execute_plan(
             index for index, record in enumerate(plan.records) if record.file == file.path
         ]
 
-        def request_frame(crc_of: CrcOf) -> Iterator[tuple[int, bytes]]:
+        def request_frame(crc_of: CrcLookup) -> Iterator[tuple[int, bytes]]:
             crcs = {index: crc_of(index) for index in record_indices}
             with request_lock:
                 connection.send((number, crcs))

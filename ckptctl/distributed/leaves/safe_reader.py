@@ -30,10 +30,10 @@ from ckptctl.distributed.leaves.torch_classes import TORCH_MAKERS, ZipStorages
 from ckptctl.errors import UnsupportedError
 from ckptctl.storage.files import MemoryFiles
 from ckptctl.storage.pickles.inert import Builder, DictRecord, Global, Inert, Size
-from ckptctl.storage.zips.zip_reader import KEEPING_TABLE, StoredTensor, read_archive
+from ckptctl.storage.zips.zip_reader import TABLE_WITH_UNREAD_TENSORS, StoredTensor, read_archive
 
 ALL_MAKERS: Makers = {**STANDARD_MAKERS, **NUMPY_MAKERS, **TORCH_MAKERS}
-CLASS_TABLE = {**KEEPING_TABLE, **{(key.module, key.name): key for key in ALL_MAKERS}}
+CLASS_TABLE = {**TABLE_WITH_UNREAD_TENSORS, **{(key.module, key.name): key for key in ALL_MAKERS}}
 MAX_RECORD_KEYS = 10_000
 """Maximum number of dict keys and set members other than plain values, as hashes may collide."""
 SHARED_FACTOR = 4

@@ -14,8 +14,8 @@ import torch
 
 from ckptctl.distributed.devices import allocate_host_bytes, synchronize_devices
 from ckptctl.distributed.state import to_memoryview
-from ckptctl.planner.copying.tile import Pattern
-from ckptctl.storage.buffers import STAGING_BUFFER, TILE_BUFFER, BufferParts, TileBuffers
+from ckptctl.planner.copying.tile import ScatterPattern
+from ckptctl.storage.buffers import STAGING_BUFFER, TILE_BUFFER, RunViews, TileBuffers
 from ckptctl.storage.page_cache import PAGE_BYTES
 
 TURNS = 2
@@ -68,9 +68,9 @@ class PinnedBuffers(TileBuffers):
             name, nbytes
         )
 
-    def list_views(self, pattern: Pattern, buffer: memoryview) -> list[BufferParts]:
-        """See :meth:`TileBuffers.list_views`."""
-        return self._tile_buffers.list_views(pattern, buffer)
+    def list_run_views(self, pattern: ScatterPattern, buffer: memoryview) -> list[RunViews]:
+        """See :meth:`TileBuffers.list_run_views`."""
+        return self._tile_buffers.list_run_views(pattern, buffer)
 
     def _rotate_turn(self) -> TileBuffers:
         """Return the least recently used buffer set, once copies from it are done."""

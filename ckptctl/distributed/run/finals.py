@@ -32,7 +32,7 @@ from ckptctl.runs.run_store import open_run_store
 from ckptctl.storage.files import source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.paths import parse_path
-from ckptctl.storage.schema import find_member
+from ckptctl.storage.schema import read_nested_or_none
 from ckptctl.storage.urls import is_url
 from ckptctl.storage.writing import OBJECTS_NAME
 from ckptctl.tree import TreePath, UrlPath
@@ -111,7 +111,7 @@ class FinalModels:
                 return {}
             with source_files(self._root) as files:
                 document = read_json(files, RECORD_FILE)
-            models = find_member(dict[str, Mapping[str, Any]], document, "models")
+            models = read_nested_or_none(dict[str, Mapping[str, Any]], document, "models")
             steps = [entry.get("step") for entry in (models or {}).values()]
             if models is None or not {*map(type, steps)} <= {int, type(None)}:
                 raise CkptError("it is not a record of models")

@@ -21,7 +21,7 @@ from ckptctl.errors import FormatError, RefusedError, StorageError, wrap_os_erro
 from ckptctl.runs.run_store import open_run_store
 from ckptctl.storage import lock
 from ckptctl.storage.file_system import sync_directory
-from ckptctl.storage.schema import find_member
+from ckptctl.storage.schema import read_nested_or_none
 from ckptctl.storage.two_phase_delete import lock_for_deletion
 from ckptctl.tree import TreePath
 
@@ -74,7 +74,7 @@ def read_run_id(root: TreePath) -> str:
         document = None
     except OSError as error:
         raise StorageError.from_os_error(error, "read", str(path)) from error
-    run = find_member(str, document, "run")
+    run = read_nested_or_none(str, document, "run")
     if run is None or not re.fullmatch(r"[0-9a-f]{16}", run):
         raise FormatError(
             "the file does not identify a run",

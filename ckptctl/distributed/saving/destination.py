@@ -26,9 +26,9 @@ from ckptctl.storage.paths import expand_home
 from ckptctl.storage.publish import (
     NOT_DURABLE_MESSAGE,
     Staging,
-    data_directory,
+    get_data_directory,
+    remove_stale_staging,
     stage_output,
-    sweep_staging,
 )
 from ckptctl.tree import TreePath, UrlPath
 
@@ -87,7 +87,7 @@ def sweep_leftovers(path: TreePath, untouched: float) -> bool:
         StorageError: The leftovers could not be removed.
     """
     if not isinstance(path, UrlPath):
-        return sweep_staging(Path(path), untouched)
+        return remove_stale_staging(Path(path), untouched)
     with ExitStack() as stack:  # a save that writes nothing
         build_target(path, WriterOptions()).prepare_target(stack)
     return True
@@ -101,7 +101,7 @@ class FolderTarget:
     def __init__(self, path: TreePath, options: WriterOptions) -> None:
         self.target = resolve_destination(expand_home(Path(path)).absolute())
         self._options = options
-        self._data = data_directory(self.target)
+        self._data = get_data_directory(self.target)
 
     def prepare_target(self, stack: ExitStack) -> None:
         """See :class:`SaveTarget`."""
@@ -194,7 +194,7 @@ class RankFolderTarget(FolderTarget):
         unfinished = final.with_name(f"{final.name}.tmp")
         add_file(unfinished, metadata, sync=self._options.sync)
         try:
-            file_system.rename_exclusively(unfinished, final)
+            file_system.rename_without_replacing(unfinished, final)
         except OSError as error:
             raise StorageError.from_os_error(error, "publish", str(final)) from error
         try:

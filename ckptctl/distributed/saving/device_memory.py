@@ -110,7 +110,7 @@ class DeviceMemory(ByteSource):
         """Return a range, copied to host memory that :class:`DeviceReader` reuses."""
         return self._reader.read(self, offset, offset + nbytes)
 
-    def best_step(self, offset: int, nbytes: int) -> int:  # noqa: ARG002
+    def choose_read_size(self, offset: int, nbytes: int) -> int:  # noqa: ARG002
         """Return the size of a block."""
         return self._reader.nbytes
 

@@ -178,7 +178,7 @@ def map_plan_memory(
     plan: Plan, pieces: Sequence[torch.Tensor], execution_options: ExecutionOptions
 ) -> dict[str, Memory]:
     """Map the file names of a plan to memory of tensors, which must outlive it."""
-    reader = DeviceReader(execution_options.compute_limits().widest)
+    reader = DeviceReader(execution_options.compute_tile_limits().max_tile_bytes)
     return {
         name: to_memoryview(tensor) if is_on_host(tensor) else DeviceMemory(tensor, reader)
         for name, tensor in select_read_tensors(plan, pieces).items()

@@ -27,7 +27,7 @@ from ckptctl.storage.writing import (
     OBJECTS_NAME,
     LockRecord,
     UploadedFile,
-    encode_objects,
+    encode_object_list,
 )
 from ckptctl.tree import UrlPath
 
@@ -94,7 +94,7 @@ class UrlTarget:
     def publish(self, metadata: Sequence[bytes]) -> None:
         """See :class:`SaveTarget`."""
         sidecars = self._options.collect_sidecars()
-        objects = encode_objects(str(self.target), self._sent_files)
+        objects = encode_object_list(str(self.target), self._sent_files)
         self._lock.note_names((*sidecars, OBJECTS_NAME))
         for name, content in {**sidecars, OBJECTS_NAME: objects}.items():
             self._store.write_file(name, content)

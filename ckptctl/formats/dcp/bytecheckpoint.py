@@ -17,16 +17,16 @@ from ckptctl.formats.shared.indexes import ByteRange, read_metadata_file, requir
 from ckptctl.formats.shared.stored_leaves import NO_CHECKSUMS
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.pickles.inert import Global
-from ckptctl.storage.pickles.pickle_reader import Table, load_pickle
+from ckptctl.storage.pickles.pickle_reader import GlobalsTable, load_pickle
 from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
 from ckptctl.storage.pickles.torch_tensors import StorageRef, TensorView, parse_storage_id
-from ckptctl.storage.schema import ObjectSchema, malformed_errors, read_as
+from ckptctl.storage.schema import ObjectSchema, read_as, wrap_malformed_errors
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 
 _HOME = "bytecheckpoint.checkpointer.meta_type"
 _CLASSES = ("Metadata", "_StorageInfo", "MetadataIndex")
-_TABLE: Table = {**TABLE, **{(_HOME, name): Global(_HOME, name) for name in _CLASSES}}
+_TABLE: GlobalsTable = {**TABLE, **{(_HOME, name): Global(_HOME, name) for name in _CLASSES}}
 _FLAT_PARAMETERS_KEY = "fsdp_flat_param_to_fqns"
 _Views = Mapping[tuple[str, tuple[int, ...]], TensorView]
 
@@ -96,7 +96,7 @@ def _add_mismatch_findings(
 def _parse_views(root: object, where: str) -> _Views:
     """Unpickle the tensor header of each item, by tensor name and offsets."""
     views = {}
-    with malformed_errors("this is not the metadata of ByteCheckpoint", where):
+    with wrap_malformed_errors("this is not the metadata of ByteCheckpoint", where):
         metadata = read_as(_RankMetadata, root)
         custom_values = metadata.user_defined_dict
         names = custom_values.get(_FLAT_PARAMETERS_KEY) if isinstance(custom_values, dict) else None

@@ -9,11 +9,11 @@ from ckptctl.catalog import Blob, Box, row_major
 from ckptctl.formats.base import SPLIT_BYTES, OutputRequest, OutputTensor, TensorPlace
 from ckptctl.formats.dcp.metadata import Item
 from ckptctl.formats.torch_file import ZipFrame
-from ckptctl.planner.balance import group_by_file, group_into_shards
+from ckptctl.planner.balance import group_into_shards, group_names_by_file
 from ckptctl.planner.boxes import split_rows
 from ckptctl.planner.plan import OutputFile, RawCopy, Record
 from ckptctl.storage.pickles.pickle_writer import StorageTensor, dump_pickle
-from ckptctl.storage.zips.zip_writer import ZipLayout, lay_out
+from ckptctl.storage.zips.zip_writer import ZipLayout, compute_zip_layout
 
 
 def assign_boxes_to_files(request: OutputRequest) -> list[list[tuple[OutputTensor, Box]]]:
@@ -27,7 +27,7 @@ def assign_boxes_to_files(request: OutputRequest) -> list[list[tuple[OutputTenso
     keys = {f"{position}": chunk for position, chunk in enumerate(chunks.values())}
     if request.like is not None:
         file_of = {key: request.like[tensor.name] for key, (tensor, _) in keys.items()}
-        names = group_by_file(keys, file_of, len(request.like_files))
+        names = group_names_by_file(keys, file_of, len(request.like_files))
     else:
         names = group_into_shards(
             ((key, _box_nbytes(*chunk)) for key, chunk in keys.items()), request.max_shard_size
@@ -64,7 +64,7 @@ class DataFileBuilder:
         """Append a box of a tensor, as a zip with one record."""
         nbytes = _box_nbytes(tensor, box)
         content = _encode_item_pickle(tensor.dtype, box.sizes, nbytes, tensor.requires_grad)
-        layout = lay_out(content, [("0", nbytes)], base=self.size)
+        layout = compute_zip_layout(content, [("0", nbytes)], base=self.size)
         record = len(self.records)
         self.records.append(Record(tensor.name, self.file, layout.data_offsets[0], nbytes))
         self.boxes.setdefault(tensor.name, []).append(TensorPlace(box, record))
@@ -73,7 +73,7 @@ class DataFileBuilder:
     def add_blob(self, blob: Blob) -> None:
         """Append a non-tensor value."""
         if blob.file is None:
-            layout = lay_out(dump_pickle(blob.value), [], base=self.size)
+            layout = compute_zip_layout(dump_pickle(blob.value), [], base=self.size)
             self._append_zip((blob.name, None), layout, 0, 0)
             return
         self.raw_copies.append(RawCopy(blob.file, blob.offset, blob.nbytes, self.file, self.size))

@@ -55,10 +55,10 @@ from ckptctl.formats.sidecar_files import scan_sidecar_files
 from ckptctl.storage.files import MemoryFiles, SourceFiles, source_files
 from ckptctl.storage.paths import is_present
 from ckptctl.storage.read_ahead import list_item_ends, prefetch_items
-from ckptctl.storage.safetensors_header import SafetensorsHeader, read_header
-from ckptctl.storage.zips.items import read_similar_item, require_chunk
+from ckptctl.storage.safetensors_header import SafetensorsHeader, read_safetensors_header
+from ckptctl.storage.zips.items import read_item_by_pattern, require_matching_chunk
 from ckptctl.storage.zips.zip_reader import read_archive
-from ckptctl.storage.zstd import MemoryBudget, is_zstd, require_zstd
+from ckptctl.storage.zstd import MemoryBudget, import_zstd, is_zstd
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 
@@ -94,7 +94,7 @@ def resolve_items(catalog: Catalog) -> Catalog:
                 files, catalog.blobs.items(), lambda item: list_item_ends(item[1])
             )
         }
-        read_item = partial(read_similar_item, files)
+        read_item = partial(read_item_by_pattern, files)
         replicas = {
             name: tuple(
                 resolve_extent(files.root, read_item, entry, copy)
@@ -119,7 +119,7 @@ def _require_decompressor(catalog: Catalog) -> None:
         sources = find_reachable_files(catalog.computed, extents).values()
         needed = any(source.kind == "unpacked" for source in sources)
     if needed:
-        require_zstd(catalog.path)
+        import_zstd(catalog.path)
 
 
 def _read_value(files: SourceFiles, blob: Blob, budget: MemoryBudget) -> Blob:
@@ -394,7 +394,7 @@ def locate_in_safetensors(
         place = (extent.file, extent.offset)
         if place not in headers and _is_safetensors_header(files, *place):
             headers[place] = faults.try_read(
-                extent.file, partial(read_header, files, start=extent.offset)
+                extent.file, partial(read_safetensors_header, files, start=extent.offset)
             )
     located: dict[str, TensorEntry] = {}
     for entry in (tensors[leaf.name] for leaf in leaves):
@@ -416,7 +416,7 @@ def locate_in_safetensors(
 
 def _is_safetensors_header(files: SourceFiles, name: str, offset: int) -> bool:
     """Return whether a safetensors header may start at this offset."""
-    head = files.read_some(name, offset, _HEADER_PREFIX_BYTES)
+    head = files.read_up_to(name, offset, _HEADER_PREFIX_BYTES)
     return head[8:] == b"{" and not head.startswith(b"PK\3\4")
 
 
@@ -440,5 +440,5 @@ def _locate_in_header(
             why=f"{extent.box} was overwritten by the chunk that starts at {first}; "
             "torch keeps one chunk of a tensor in each safetensors file",
         )
-    require_chunk((dtype, shape), entry.name, entry.dtype, extent.box.sizes, lambda: where)
+    require_matching_chunk((dtype, shape), entry.name, entry.dtype, extent.box.sizes, lambda: where)
     return Extent(extent.box, extent.file, begin, end - begin)

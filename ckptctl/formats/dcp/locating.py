@@ -20,10 +20,10 @@ from ckptctl.storage.pickles.torch_tensors import UnreadError
 from ckptctl.storage.read_ahead import FileOffset, prefetch_items
 from ckptctl.storage.zips.items import (
     NeighborReader,
-    move_tensor,
-    read_similar_item,
-    require_chunk,
-    select_part,
+    read_item_by_pattern,
+    require_matching_chunk,
+    select_item_part,
+    shift_tensor,
 )
 from ckptctl.storage.zips.zip_reader import StoredTensor
 from ckptctl.tree import TreePath
@@ -103,7 +103,7 @@ def locate_elements(
         CkptError: An item is damaged, or does not match the metadata.
     """
     locators = {name: _TensorLocator(entry) for name, entry in tensors.items()}
-    in_order = partial(read_similar_item, files, read=NeighborReader(files))
+    in_order = partial(read_item_by_pattern, files, read=NeighborReader(files))
     read_item = lru_cache(maxsize=1)(in_order)  # rows of a stack share an item
     by_file: dict[str, list[_Place]] = {}
     for locator in locators.values():
@@ -143,7 +143,11 @@ def resolve_extent(
     def describe_location() -> str:
         return f"{root / extent.file}, at byte {extent.offset:,}"
 
-    tensor = move_tensor(*read_item(extent.file, extent.offset, extent.nbytes))
+    tensor = shift_tensor(*read_item(extent.file, extent.offset, extent.nbytes))
     sizes = extent.part.shape if extent.part else extent.box.sizes
-    require_chunk((tensor.dtype, tensor.shape), entry.name, entry.dtype, sizes, describe_location)
-    return make_extent(select_part(tensor, extent.part, extent.box.sizes), extent.file, extent.box)
+    require_matching_chunk(
+        (tensor.dtype, tensor.shape), entry.name, entry.dtype, sizes, describe_location
+    )
+    return make_extent(
+        select_item_part(tensor, extent.part, extent.box.sizes), extent.file, extent.box
+    )

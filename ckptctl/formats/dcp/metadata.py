@@ -25,7 +25,7 @@ from ckptctl.storage.pickles.inert import Builder, Global, Inert
 from ckptctl.storage.pickles.pickle_reader import load_pickle
 from ckptctl.storage.pickles.torch_globals import ATTRIBUTES, TORCH_TABLE
 from ckptctl.storage.pickles.torch_tensors import MAX_INT, MAX_RANK
-from ckptctl.storage.schema import ObjectSchema, malformed_errors, read_as
+from ckptctl.storage.schema import ObjectSchema, read_as, wrap_malformed_errors
 
 MAX_METADATA = 4 << 30
 """Limit for reading and writing; metadata of 405B parameters on 8,192 ranks is smaller."""
@@ -229,7 +229,7 @@ def extract_metadata_leaves(
 
     Appends the scanned runs of entries in *root* to *used*.
     """
-    with malformed_errors("this is not the metadata of a DCP checkpoint", where):
+    with wrap_malformed_errors("this is not the metadata of a DCP checkpoint", where):
         return _build_leaves(read_as(_Metadata, root), where, [] if used is None else used)
 
 

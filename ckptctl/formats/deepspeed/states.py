@@ -24,10 +24,10 @@ from ckptctl.storage.schema import (
     MismatchError,
     Natural,
     Schema,
-    find_member,
-    malformed_errors,
     read_as,
+    read_nested_or_none,
     size_between,
+    wrap_malformed_errors,
 )
 from ckptctl.storage.zips.zip_reader import StoredTensor, TorchArchive, read_archive
 
@@ -137,8 +137,8 @@ def _parse_base_state(value: object, count: int) -> tuple[tuple[Names, ...], Seq
     """
     base = {"state": dict(enumerate(value))} if isinstance(value, list) else value
     content = {} if base is None else read_as(Names, base, "the inner optimizer's state")
-    states = find_member(dict[object, object], content, "state") or {}
-    settings = find_member(list[object], content, "param_groups") or ()
+    states = read_nested_or_none(dict[object, object], content, "state") or {}
+    settings = read_nested_or_none(list[object], content, "param_groups") or ()
     return tuple(read_as(Names, states.get(n, {}), f"state[{n}]") for n in range(count)), settings
 
 
@@ -214,7 +214,7 @@ def read_model_state(
     """
     archive = _read_archive(files, name)
     where = str(files.root / name)
-    with malformed_errors("malformed model states", where):
+    with wrap_malformed_errors("malformed model states", where):
         content = read_as(Names, archive.root)
         if "module" not in content or not content.keys() & {"dp_world_size", "ds_version"}:
             raise UnsupportedError(
@@ -241,7 +241,7 @@ def read_model_state(
 def read_optim_state(files: SourceFiles, name: str) -> OptimState:
     """Read one file of optimizer states."""
     where = str(files.root / name)
-    with malformed_errors("malformed optimizer states", where):
+    with wrap_malformed_errors("malformed optimizer states", where):
         inner = read_as(_OptimFile, _read_archive(files, name).root).optimizer_state_dict
         _refuse_experts(inner, where)
         sharded = "fp32_flat_groups" in inner

@@ -53,7 +53,7 @@ from ckptctl.formats.shared.findings import FaultCollector
 from ckptctl.formats.shared.stored_leaves import NO_CHECKSUMS, Leaves, make_stored_entry
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.paths import is_present
-from ckptctl.storage.schema import find_member, malformed_errors, read_as
+from ckptctl.storage.schema import read_as, read_nested_or_none, wrap_malformed_errors
 from ckptctl.storage.zips.zip_reader import StoredTensor, read_archive
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize, sort_naturally
@@ -166,7 +166,9 @@ class UniversalSave:
                 )
             return extract_module_leaves(self.model)
         zero = (
-            find_member(dict[str, object], self.model.content, "ds_config", "zero_optimization")
+            read_nested_or_none(
+                dict[str, object], self.model.content, "ds_config", "zero_optimization"
+            )
             or {}
         )
         shuffled = zero.get("round_robin_gradients")
@@ -194,7 +196,7 @@ class UniversalSave:
     def _join_undivided(self, root: TreePath) -> Leaves:
         """Return the model if all its tensors except buffers are divided among the model states."""
         first = self.model
-        buffer_names = set(find_member(list[str], first.content, "buffer_names") or ())
+        buffer_names = set(read_nested_or_none(list[str], first.content, "buffer_names") or ())
         module = {name: item for name, item in first.module.items() if name in buffer_names}
         parameters = self._find_parameters(buffer_names)
         lost = [*(first.module.keys() - parameters.keys() - buffer_names - first.shared.keys())]
@@ -336,18 +338,20 @@ def _add_settings(save: UniversalSave, leaves: Leaves) -> None:
     where = str(save.source.root / file)
     read_file = partial(read_archive, save.source, unknown="inert")
     archive = save.faults.try_read(file, read_file, (CkptError,))
-    with malformed_errors("malformed settings of the optimizer", where):
+    with wrap_malformed_errors("malformed settings of the optimizer", where):
         content = {} if archive is None else read_as(dict[str, object], archive.root)
-    states = find_member(dict[object, object], content, "optimizer_state_dict", "state") or {}
+    states = (
+        read_nested_or_none(dict[object, object], content, "optimizer_state_dict", "state") or {}
+    )
     owners = [
         (name, number) for number, group in enumerate(save.model.groups or ()) for name in group
     ]
     for name, number in owners:
-        state = find_member(dict[object, object], states.get(number)) or {}
+        state = read_nested_or_none(dict[object, object], states.get(number)) or {}
         if "step" in state and "step" not in save.values.get(name, ()):
             leaves.add_object(state["step"], (OPTIMIZER, "state", name, "step"), file, where)
     rest = {key: item for key, item in content.items() if key not in _NON_SETTINGS_KEYS}
-    groups = find_member(list[object], content, "param_groups") or ()
+    groups = read_nested_or_none(list[object], content, "param_groups") or ()
     settings = build_settings(rest, groups, owners)
     leaves.add_object(settings, (OPTIMIZER,), file, where)
 

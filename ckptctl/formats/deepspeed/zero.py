@@ -37,7 +37,7 @@ from ckptctl.formats.deepspeed.states import (
 from ckptctl.formats.shared.findings import FaultCollector
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.read_ahead import prefetch_zips
-from ckptctl.storage.schema import MalformedError, malformed_errors
+from ckptctl.storage.schema import MalformedError, wrap_malformed_errors
 from ckptctl.storage.zips.zip_reader import StoredTensor
 from ckptctl.units import pluralize
 
@@ -140,7 +140,7 @@ def read_save(
             where=where,
             why="ZeRO optimizer states exist, but `param_shapes` does not",
         )
-    with malformed_errors("the optimizer states do not match the model states", where):
+    with wrap_malformed_errors("the optimizer states do not match the model states", where):
         padded = fill_missing_optims(_pad_missing(optims, names), names, model.groups)
         return _locate_parameters(all_models, padded, where)
 

@@ -22,7 +22,7 @@ from ckptctl.facts.gguf_config import ROPE_FACTORS, build_config_from_gguf, sele
 from ckptctl.formats.sidecar_files import scan_sidecar_files
 from ckptctl.numerics.quantization.ggml import BLOCK_TYPES, UNQUANTIZED_TYPES
 from ckptctl.storage.files import SourceFiles, source_files
-from ckptctl.storage.schema import MalformedError, malformed_errors
+from ckptctl.storage.schema import MalformedError, wrap_malformed_errors
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 
@@ -213,7 +213,7 @@ def read_header(files: SourceFiles, name: str) -> GgufHeader:
         UnsupportedError: The version or a value type is not supported.
     """
     cursor = _Cursor(files, name)
-    with malformed_errors("unsupported GGUF file", cursor.where):
+    with wrap_malformed_errors("unsupported GGUF file", cursor.where):
         if cursor.size < 4 or cursor.read_bytes(4) != b"GGUF":
             raise MalformedError("the file does not start with `GGUF`")
         version = cursor.read_number("<I")

@@ -55,8 +55,8 @@ from ckptctl.planner.plan import OutputFile, Record
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.read_ahead import prefetch_heads
-from ckptctl.storage.safetensors_header import encode_header
-from ckptctl.storage.schema import find_member
+from ckptctl.storage.safetensors_header import encode_safetensors_header
+from ckptctl.storage.schema import read_nested_or_none
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 
@@ -160,7 +160,7 @@ class HfFormat(WritableFormat):
             catalog,
             findings=tuple(faults.findings),
             lost=faults.lost,
-            recorded_bytes=find_member(int, index, "metadata", "total_size"),
+            recorded_bytes=read_nested_or_none(int, index, "metadata", "total_size"),
         )
 
     def _build_catalog(
@@ -204,10 +204,12 @@ class HfFormat(WritableFormat):
         aliases = {t.name: t.alias_of for t in request.tensors if t.alias_of is not None}
         by_name = {tensor.name: tensor for tensor in stored}
         # Only writing needs this module.
-        from ckptctl.planner.balance import group_by_file, group_into_shards
+        from ckptctl.planner.balance import group_into_shards, group_names_by_file
 
         if request.like is not None:
-            shards = group_by_file([t.name for t in stored], request.like, len(request.like_files))
+            shards = group_names_by_file(
+                [t.name for t in stored], request.like, len(request.like_files)
+            )
         else:
             shards = group_into_shards(((t.name, t.nbytes) for t in stored), request.max_shard_size)
         names, count = request.like_files, len(shards)
@@ -254,7 +256,7 @@ class SafetensorsWriter:
     def add_file(self, file: str, tensors: Sequence[OutputTensor]) -> None:
         """Lay out one file with *tensors*, in the given order if it aligns all of them."""
         tensors = _order_aligned(tensors)
-        header, offsets = encode_header(
+        header, offsets = encode_safetensors_header(
             [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors], self.metadata
         )
         size = len(header)

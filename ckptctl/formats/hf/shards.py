@@ -14,8 +14,14 @@ from ckptctl.formats.shared.indexes import read_file_sizes
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.paths import require_relative
 from ckptctl.storage.read_ahead import prefetch_heads
-from ckptctl.storage.safetensors_header import read_header, unread_reason
-from ckptctl.storage.schema import NOT_EMPTY, Schema, find_member, malformed_errors, read_as
+from ckptctl.storage.safetensors_header import read_safetensors_header, unread_reason
+from ckptctl.storage.schema import (
+    NOT_EMPTY,
+    Schema,
+    read_as,
+    read_nested_or_none,
+    wrap_malformed_errors,
+)
 from ckptctl.units import pluralize
 
 if TYPE_CHECKING:
@@ -35,7 +41,7 @@ ReadShard = tuple[dict[str, TensorEntry], Mapping[str, str]]
 
 def read_shard(files: SourceFiles, name: str) -> ReadShard:
     """Read the tensors and metadata of one safetensors file."""
-    header = read_header(files, name, unread=True)
+    header = read_safetensors_header(files, name, allow_unknown_dtypes=True)
     tensors: dict[str, TensorEntry] = {}
     for key, (dtype, shape, begin, end) in header.tensors.items():
         if key in header.unread:
@@ -93,11 +99,11 @@ def add_shard_tensors(
 
 def parse_index(index: object, where: str) -> tuple[dict[str, str], dict[str, str]]:
     """Parse an index into the file of each tensor and the string values of its metadata."""
-    with malformed_errors("malformed index", where):
+    with wrap_malformed_errors("malformed index", where):
         weight_map = read_as(_Index, index).weight_map
     for file in dict.fromkeys(weight_map.values()):
         require_relative(file, where)
-    strings = find_member(dict[str, object], index, "metadata") or {}
+    strings = read_nested_or_none(dict[str, object], index, "metadata") or {}
     return weight_map, {key: value for key, value in strings.items() if isinstance(value, str)}
 
 

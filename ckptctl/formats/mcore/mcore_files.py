@@ -25,7 +25,7 @@ from ckptctl.formats.shared.tags import find_tag_folder, is_run_folder
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.paths import is_present
-from ckptctl.storage.schema import find_member
+from ckptctl.storage.schema import read_nested_or_none
 from ckptctl.tree import TreePath
 
 METADATA, COMMON, METADATA_JSON = ".metadata", "common.pt", "metadata.json"
@@ -65,7 +65,7 @@ def find_evidence(folder: TreePath) -> str | None:
     if not finished:
         return None
     with source_files(folder) as files:
-        backend = find_member(str, _read_metadata_json(files), "sharded_backend")
+        backend = read_nested_or_none(str, _read_metadata_json(files), "sharded_backend")
     return f"`{METADATA_JSON}` of the backend `{backend}`" if backend else None
 
 
@@ -110,7 +110,7 @@ def require_finished(files: SourceFiles) -> None:
             why="Megatron writes it last",
             hint="use the previous save",
         )
-    backend = find_member(
+    backend = read_nested_or_none(
         str, read_json(files, METADATA_JSON, MAX_METADATA_JSON_BYTES), "sharded_backend"
     )
     if backend not in (None, TORCH_DIST):
@@ -137,12 +137,12 @@ def require_finished(files: SourceFiles) -> None:
 
 def is_common_recorded(files: SourceFiles) -> bool:
     """Return whether ``metadata.json`` states that ``common.pt`` was written."""
-    return find_member(str, _read_metadata_json(files), "common_backend") == "torch"
+    return read_nested_or_none(str, _read_metadata_json(files), "common_backend") == "torch"
 
 
 def _read_metadata_json(files: SourceFiles) -> Mapping[str, object] | None:
     try:
-        return find_member(
+        return read_nested_or_none(
             dict[str, object], read_json(files, METADATA_JSON, MAX_METADATA_JSON_BYTES)
         )
     except (DamagedError, UnsupportedError):

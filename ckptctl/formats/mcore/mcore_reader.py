@@ -63,9 +63,9 @@ from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.paths import is_present
 from ckptctl.storage.pickles.inert import Inert
-from ckptctl.storage.schema import find_member, malformed_errors, read_as
+from ckptctl.storage.schema import read_as, read_nested_or_none, wrap_malformed_errors
 from ckptctl.storage.yaml_text import MAX_TEXT_LENGTH, parse_yaml
-from ckptctl.storage.zips.zip_reader import KEEPING_TABLE, read_archive
+from ckptctl.storage.zips.zip_reader import TABLE_WITH_UNREAD_TENSORS, read_archive
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 
@@ -184,10 +184,10 @@ def _read_dictionary(
     """
     where = str(files.root / place[0])
     archive = read_archive(
-        files, *place, unknown="inert", table=KEEPING_TABLE, max_values=MAX_VALUES
+        files, *place, unknown="inert", table=TABLE_WITH_UNREAD_TENSORS, max_values=MAX_VALUES
     )
     message = f"`{listed or place[0]}` does not have the form that Megatron-Core writes"
-    with malformed_errors(message, where):
+    with wrap_malformed_errors(message, where):
         root = archive.root if listed is None else read_as(tuple[object], archive.root)[0]
         content = read_as(dict[object, object], root)
     leaves = extract_leaves(content, place[0])
@@ -252,7 +252,7 @@ def _make_reader(home: TreePath) -> Callable[[str], Mapping[str, object]]:
         with source_files(home) as files:
             where = str(home / name)
             if name.endswith(".json"):
-                content = read_json(files, name, MAX_JSON_BYTES, constants=True)
+                content = read_json(files, name, MAX_JSON_BYTES, allow_nan=True)
                 if isinstance(content, dict):
                     return parse_nemo_model(content, where) if name == IO else content
                 raise UnsupportedError("this JSON is not a configuration", where=where)
@@ -274,7 +274,7 @@ def parse_nemo_model(document: Mapping[str, object], where: str) -> dict[str, ob
     Raises:
         UnsupportedError: The document is not a configuration.
     """
-    reader = _ObjectReader(find_member(dict[str, object], document, "objects") or {})
+    reader = _ObjectReader(read_nested_or_none(dict[str, object], document, "objects") or {})
     try:
         items = dict(reader.iterate_items(reader.resolve_reference(document.get("root"))))
         model = reader.to_value(items.get("model"), 0)
@@ -298,7 +298,7 @@ class _ObjectReader:
 
     def iterate_items(self, node: object) -> Iterator[tuple[str, object]]:
         """Yield the children of an object by name, or by position for a list."""
-        for step, part in find_member(list[Any], node, "items") or ():
+        for step, part in read_nested_or_none(list[Any], node, "items") or ():
             match = _STEP.fullmatch(str(step))
             yield (match[1] if match else str(step)), part
 

@@ -85,7 +85,7 @@ from ckptctl.planner.config_facts import read_sizes
 from ckptctl.planner.plan import OutputFile, Record
 from ckptctl.storage.pickles.inert import Inert
 from ckptctl.storage.pickles.pickle_writer import dump_pickle
-from ckptctl.storage.schema import find_member
+from ckptctl.storage.schema import read_nested_or_none
 from ckptctl.storage.yaml_text import dump_yaml
 from ckptctl.storage.zips import zip_writer
 
@@ -141,7 +141,7 @@ def lay_out_checkpoint(request: OutputRequest) -> OutputLayout:
     if run.tensors:
         files.append(_lay_out_common_tensors(common, run.tensors, writer.records, places))
     else:
-        contents = {COMMON: b"".join(piece for _, piece in common.frame([])), **contents}
+        contents = {COMMON: b"".join(piece for _, piece in common.iterate_frame([])), **contents}
     content = encode_metadata(list(stored.values()), objects, writer.boxes, writer.items)
     return OutputLayout(
         (*files, make_content_file(METADATA, content)),
@@ -196,7 +196,7 @@ def describe_model(
     )
     if training_state:
         arguments = arguments and {**arguments, "no_save_optim": False}
-        saved = find_member(dict[object, object], yaml, "checkpoint") or {}
+        saved = read_nested_or_none(dict[object, object], yaml, "checkpoint") or {}
         yaml = yaml and {**yaml, "checkpoint": {**saved, "save_optim": True}}
     common = build_common_content(
         arguments, stacked=request.stack_layers, training_state=training_state
@@ -326,7 +326,7 @@ def lay_out_common_file(
 ) -> zip_writer.ZipLayout:
     """Lay out ``common.pt`` with *content*, in which *tensors* are stored."""
     storages = [(str(position), tensor.nbytes) for position, tensor in enumerate(tensors)]
-    return zip_writer.lay_out(dump_pickle(content), storages, folder="common")
+    return zip_writer.compute_zip_layout(dump_pickle(content), storages, folder="common")
 
 
 STATE_NAME = re.compile(r"optimizer\.state\.\w+\.(.+)")

@@ -28,7 +28,7 @@ from typing import NamedTuple
 from ckptctl.catalog import TensorEntry
 from ckptctl.errors import CoverageError, UnsupportedError, quote_names
 from ckptctl.formats.shared.findings import FaultCollector
-from ckptctl.planner.mapping.adapters import is_adapter
+from ckptctl.planner.mapping.adapters import has_adapter_factors
 from ckptctl.units import pluralize
 
 _PREFIX = re.compile(r"(?:chained_\d+\.)?(optimizer\.state\.\w+\.)?(?:module\.)*")
@@ -145,7 +145,7 @@ def require_all_layers(
         _require_layer_count(stack, stacked, layers, argument_count, str(faults.root))
         missing = (
             ()
-            if stacked or is_adapter(members)
+            if stacked or has_adapter_factors(members)
             else sorted({*range(argument_count or max(layers) + 1)} - layers)
         )
         if missing and not any(map(arguments.get, _UNEVEN_ARGUMENTS)):

@@ -21,7 +21,7 @@ from ckptctl.formats.shared.findings import mixed_saves_error
 from ckptctl.formats.shared.leaves import flatten_object, join_path
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import Inert
-from ckptctl.storage.schema import malformed_errors, read_as
+from ckptctl.storage.schema import read_as, wrap_malformed_errors
 from ckptctl.tree import TreePath
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def read_rank_state(files: SourceFiles, name: str) -> RankState:
 
     archive = read_archive(files, name, unknown="inert")
     where = str(files.root / name)
-    with malformed_errors("this is not a Megatron file", where):
+    with wrap_malformed_errors("this is not a Megatron file", where):
         content = read_as(dict[str, object], archive.root)
     record = content.get(ARGUMENTS)
     arguments = record.state if isinstance(record, Inert) else record

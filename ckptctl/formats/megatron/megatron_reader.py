@@ -63,7 +63,7 @@ from ckptctl.formats.sidecar_files import scan_sidecar_files
 from ckptctl.planner.families.facts import TRAINING_ARGUMENT_FACTS
 from ckptctl.storage.compare import have_same_elements
 from ckptctl.storage.files import SourceFiles, source_files
-from ckptctl.storage.schema import malformed_errors
+from ckptctl.storage.schema import wrap_malformed_errors
 from ckptctl.storage.zips.zip_reader import StoredTensor
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
@@ -242,7 +242,7 @@ class ModelJoiner:
         swiglu = self.grid.first.arguments.get("swiglu") is True
         ranks = self.grid.sizes.tensor
         message = f"the rule for `{key}` does not match the tensor"
-        with malformed_errors(message, "--rules", error=MappingError):
+        with wrap_malformed_errors(message, "--rules", error=MappingError):
             return divide_tensor(key, template.shape, rule, ranks, partner_shape, swiglu=swiglu)
 
     def _join_tensor(

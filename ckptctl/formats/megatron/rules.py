@@ -24,10 +24,10 @@ from ckptctl.storage.schema import (
     MalformedError,
     MismatchError,
     Natural,
-    malformed_errors,
     read_as,
     size_between,
     value_in_range,
+    wrap_malformed_errors,
 )
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
@@ -134,7 +134,7 @@ def load_built_in_rules() -> Rules:
 
 
 def _parse_rules(path: TreePath, where: str) -> Rules:
-    with malformed_errors("this is not a rules file", where, error=UsageError):
+    with wrap_malformed_errors("this is not a rules file", where, error=UsageError):
         content = read_as(_RulesFile, tomllib.loads(path.read_text("utf-8")))
         for rule in content.rule:
             names = rule.names

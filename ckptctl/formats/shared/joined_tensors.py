@@ -11,7 +11,7 @@ from ckptctl.catalog import Box, Extent, TensorEntry, row_major
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import UnsupportedError
 from ckptctl.formats.shared.indexes import Integers
-from ckptctl.storage.pickles.torch_tensors import measure_layout
+from ckptctl.storage.pickles.torch_tensors import compute_layout
 from ckptctl.tree import TreePath
 
 ONE_SAVE = "restore the files of one save (these belong to different saves)"
@@ -93,7 +93,7 @@ def slice_extent(extent: Extent, dtype: str, shape: Integers, start: Integers, b
     if box.sizes == shape:
         return extent if extent.box is box else replace(extent, box=box)
     strides, itemsize = extent.strides or row_major(shape), dtypes.itemsize(dtype)
-    _, span, dense = measure_layout(box.sizes, strides)
+    _, span, dense = compute_layout(box.sizes, strides)
     return Extent(
         box,
         extent.file,

@@ -251,11 +251,11 @@ def read_value_bytes(files: SourceFiles, blob: Blob, budget: MemoryBudget) -> by
         return files.read(blob.file, blob.offset, blob.nbytes)
     # Only writing needs these modules.
     from ckptctl.storage.pickles.pickle_writer import dump_pickle
-    from ckptctl.storage.zips.zip_writer import lay_out
+    from ckptctl.storage.zips.zip_writer import compute_zip_layout
 
     require_known_classes([blob])
-    layout = lay_out(dump_pickle(blob.value), [], base=0)
+    layout = compute_zip_layout(dump_pickle(blob.value), [], base=0)
     content = bytearray(layout.size)
-    for offset, part in layout.frame([]):
+    for offset, part in layout.iterate_frame([]):
         content[offset : offset + len(part)] = part
     return bytes(content)

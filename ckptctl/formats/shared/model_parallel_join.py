@@ -24,13 +24,13 @@ from ckptctl.planner.model_parallel import (
     RankShard,
     ShardPiece,
     compute_full_shape,
+    compute_unrepeated_sizes,
     find_owner_axis,
-    iterate_observations,
+    iterate_observed_shapes,
     list_part_splits,
     list_possible_repeats,
     solve_stored_sizes,
     split_tensor,
-    without_repeats,
 )
 from ckptctl.storage.compare import have_same_elements
 from ckptctl.storage.files import SourceFiles
@@ -106,7 +106,7 @@ class ShardJoiner:
             joined_tensors = dict(self.shards[0])
         else:
             repeats = self._count_repeats(files)
-            sizes = without_repeats(self.family, self.axis_sizes, repeats)
+            sizes = compute_unrepeated_sizes(self.family, self.axis_sizes, repeats)
             joined_tensors = {
                 key: self._join_tensor(files, key, sizes, repeats) for key in self.key_order
             }
@@ -152,7 +152,7 @@ class ShardJoiner:
 
     def _has_key(self, family: Family, key: str) -> bool:
         has_layout = self.layout in family.layouts
-        return has_layout and family.get_layout(self.layout).table.find_meaning(key) is not None
+        return has_layout and family.get_layout(self.layout).table.find_match(key) is not None
 
     @cached_property
     def axis_sizes(self) -> AxisSizes:
@@ -203,7 +203,7 @@ class ShardJoiner:
         return tuple(matches.values())
 
     def _describe_division(self, family: Family, key: str) -> str:
-        if family.get_layout(self.layout).table.find_meaning(key) is None:
+        if family.get_layout(self.layout).table.find_match(key) is None:
             return ""
         return str(
             [(cut.dim, len(cut.outer_axes)) for cut in list_part_splits(family, self.layout, key)]
@@ -239,7 +239,7 @@ class ShardJoiner:
     def _is_distributed(self, key: str) -> bool:
         if (
             not self.candidate_families
-            or self.candidate_families[0].get_layout(self.layout).table.find_meaning(key) is None
+            or self.candidate_families[0].get_layout(self.layout).table.find_match(key) is None
         ):
             return False
         return find_owner_axis(self.candidate_families[0], self.layout, key) is not None
@@ -370,7 +370,7 @@ class ShardJoiner:
         sizes = self._configured_sizes if params is None else read_sizes(self.family, params=params)
         try:
             solve_axis_sizes(
-                self.family, iterate_observations(self.family, self.layout, shapes, 1), sizes
+                self.family, iterate_observed_shapes(self.family, self.layout, shapes, 1), sizes
             )
         except MappingError as error:
             raise self._other_model_error(error) from error

@@ -13,7 +13,7 @@ from ckptctl.planner.plan import OutputFile, Record
 
 if TYPE_CHECKING:
     from ckptctl.planner.model_parallel import RankShard
-    from ckptctl.planner.plan import CrcOf, Frame
+    from ckptctl.planner.plan import CrcLookup, Frame
 
 
 def lay_out_ranks(
@@ -69,6 +69,6 @@ def _place_pieces(share: RankShard, record: int) -> Iterator[TensorPlace]:
             yield TensorPlace(piece.box, record, start, strides)
 
 
-def _shift_records(frame: Frame, offset: int, crc_of: CrcOf) -> Iterator[tuple[int, bytes]]:
+def _shift_records(frame: Frame, offset: int, crc_of: CrcLookup) -> Iterator[tuple[int, bytes]]:
     """Yield the bytes of *frame*, with its record numbers shifted by *offset*."""
     return frame(lambda record: crc_of(record + offset))

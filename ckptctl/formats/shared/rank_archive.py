@@ -24,10 +24,10 @@ from ckptctl.formats.shared.stored_leaves import is_stored_tensor, refuse_hidden
 from ckptctl.planner.placements import MeshShard, ShardPlacement, compute_local_shard
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import Global, Inert
-from ckptctl.storage.pickles.pickle_reader import Table
+from ckptctl.storage.pickles.pickle_reader import GlobalsTable
 from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
 from ckptctl.storage.pickles.torch_tensors import MAX_RANK
-from ckptctl.storage.schema import malformed_errors, read_attributes
+from ckptctl.storage.schema import get_record_attributes, wrap_malformed_errors
 from ckptctl.storage.zips.zip_reader import StoredTensor, read_archive
 from ckptctl.units import pluralize
 
@@ -57,7 +57,7 @@ _CLASSES: Mapping[str, tuple[str, ...]] = {
     "torch.distributed.remote_device": ("_remote_device",),
 }
 """Classes in pickles of DTensors and ShardedTensors, in addition to those of regular tensors."""
-_TABLE: Table = {
+_TABLE: GlobalsTable = {
     **TORCH_TABLE,
     **{(home, name): Global(home, name) for home, names in _CLASSES.items() for name in names},
 }
@@ -123,7 +123,7 @@ class MeshReader:
         """Parse *record*, which must stay alive, because meshes are cached by its id."""
         if id(record) in self._cache:
             return self._cache[id(record)]
-        state = read_attributes(record)
+        state = get_record_attributes(record)
         if "_coordinate_on_dim" not in state:
             raise FormatError(
                 "a device mesh does not contain the position of its rank",
@@ -168,9 +168,9 @@ def _parse_axes(state: Mapping[str, object]) -> tuple[Axis, ...]:
             raise TypeError("the mesh is not a tensor")
         pairs = zip(mesh.shape, row_major(mesh.shape), strict=True)
         return tuple((pair,) for pair in pairs)
-    layout = read_attributes(state["_layout"])
+    layout = get_record_attributes(state["_layout"])
     if "axes" in layout:
-        axis_records = [read_attributes(axis) for axis in _to_tuple(layout["axes"])]
+        axis_records = [get_record_attributes(axis) for axis in _to_tuple(layout["axes"])]
         return tuple(_parse_axis(axis["shape"], axis["stride"]) for axis in axis_records)
     both = zip(_to_tuple(layout["shape"]), _to_tuple(layout["stride"]), strict=True)
     return tuple(_parse_axis(shape, stride) for shape, stride in both)
@@ -249,8 +249,8 @@ def parse_wrapper_args(args: object) -> WrapperArgs:
 
 def read_dtensor(args: object, state: object, meshes: MeshReader) -> ShardedPart:
     """Parse one rank's part of a DTensor."""
-    wrapper, fields = parse_wrapper_args(args), read_attributes(state)
-    spec, stored = read_attributes(fields["_spec"]), fields["_local_tensor"]
+    wrapper, fields = parse_wrapper_args(args), get_record_attributes(state)
+    spec, stored = get_record_attributes(fields["_spec"]), fields["_local_tensor"]
     if not isinstance(stored, StoredTensor):
         raise TypeError("the local part is not a regular tensor")
     mesh = meshes.read_mesh(spec["mesh"])
@@ -338,7 +338,7 @@ def _parse_placement(record: object) -> ShardPlacement | None:
             ),
             hint="redistribute it to Shard or Replicate before saving",
         )
-    fields = read_attributes(record) if record.state is not None else {"dim": record.args[0]}
+    fields = get_record_attributes(record) if record.state is not None else {"dim": record.args[0]}
     numbers = check_integers([fields["dim"], fields.get("split_factor", 1)])
     return ShardPlacement(numbers[0], numbers[1])
 
@@ -355,18 +355,18 @@ def _read_sharded_tensor(args: object, state: object) -> ShardedPart:
     wrapper = parse_wrapper_args(args)
     if not isinstance(state, tuple) or not isinstance(state[0], list):
         raise TypeError("the state is not that of a ShardedTensor")
-    shape = check_integers(read_attributes(state[1])["size"])
+    shape = check_integers(get_record_attributes(state[1])["size"])
     if shape != wrapper.shape:
         raise UnsupportedError(
             "a ShardedTensor has two different shapes",
             why=f"{list(wrapper.shape)} and {list(shape)}",
         )
-    group = read_attributes(state[2])
+    group = get_record_attributes(state[2])
     rank, world = check_integers((group["global_rank"], group["global_world_size"]))
     if world > MAX_WORLD_SIZE:
         raise UnsupportedError("the world size is too large", why=f"{pluralize(world, 'rank')}")
-    pieces = tuple(_parse_piece(read_attributes(shard), wrapper.dtype) for shard in state[0])
-    boxes_of_rank = partial(_find_listed_boxes, read_attributes(state[1])["shards_metadata"])
+    pieces = tuple(_parse_piece(get_record_attributes(shard), wrapper.dtype) for shard in state[0])
+    boxes_of_rank = partial(_find_listed_boxes, get_record_attributes(state[1])["shards_metadata"])
     return ShardedPart(
         wrapper.dtype,
         shape,
@@ -382,11 +382,11 @@ def _find_listed_boxes(shards: object, rank: int) -> tuple[Box, ...]:
     """Return the boxes of *rank* from *shards*, which lists the boxes of all ranks."""
     if not isinstance(shards, list):
         return ()
-    records = (read_attributes(shard) for shard in shards)
+    records = (get_record_attributes(shard) for shard in shards)
     return tuple(
         _parse_box(record)
         for record in records
-        if read_attributes(record["placement"])["_rank"] == rank
+        if get_record_attributes(record["placement"])["_rank"] == rank
     )
 
 
@@ -395,7 +395,7 @@ def _parse_box(place: Mapping[str, object]) -> Box:
 
 
 def _parse_piece(shard: Mapping[str, object], dtype: str) -> LocalShard:
-    stored, box = shard["tensor"], _parse_box(read_attributes(shard["metadata"]))
+    stored, box = shard["tensor"], _parse_box(get_record_attributes(shard["metadata"]))
     if not isinstance(stored, StoredTensor):
         raise TypeError("a shard is not a regular tensor")
     if (stored.dtype, stored.shape) != (dtype, box.sizes):
@@ -451,7 +451,7 @@ def _read_sharded(node: object, key: str, where: str, meshes: MeshReader) -> Sha
     _, kind, args, state = node.args
     where = f"{where}, tensor `{key}`"
     try:
-        with malformed_errors(f"`{key}` is not a valid sharded tensor", where):
+        with wrap_malformed_errors(f"`{key}` is not a valid sharded tensor", where):
             if isinstance(kind, Global) and kind.name == "DTensor":
                 return read_dtensor(args, state, meshes)
             if isinstance(kind, Global) and kind.name == "ShardedTensor":

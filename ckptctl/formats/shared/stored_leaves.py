@@ -23,7 +23,7 @@ from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import walk_values
 from ckptctl.storage.pickles.pickle_reader import Unknown
 from ckptctl.storage.pickles.pickle_writer import StorageTensor
-from ckptctl.storage.zips.zip_reader import KEEPING_TABLE, StoredTensor, read_archive
+from ckptctl.storage.zips.zip_reader import TABLE_WITH_UNREAD_TENSORS, StoredTensor, read_archive
 from ckptctl.tree import TreePath
 
 NO_CHECKSUMS = "written without checksums"
@@ -75,7 +75,7 @@ def read_leaves(
         unknown: Handling of unknown classes in the pickle.
         computed: Whether conjugate and negative views can be read.
     """
-    archive = read_archive(files, name, unknown=unknown, table=KEEPING_TABLE)
+    archive = read_archive(files, name, unknown=unknown, table=TABLE_WITH_UNREAD_TENSORS)
     leaves = extract_leaves(archive.root, name, home=files.root if computed else None)
     leaves.notes[:0] = () if archive.checksums else (NO_CHECKSUMS,)
     return leaves

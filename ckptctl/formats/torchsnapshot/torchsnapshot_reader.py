@@ -45,9 +45,9 @@ from ckptctl.storage.schema import (
     MismatchError,
     Natural,
     Schema,
-    malformed_errors,
     read_as,
     size_between,
+    wrap_malformed_errors,
 )
 from ckptctl.storage.zips.items import read_item_tensor
 from ckptctl.storage.zips.zip_reader import StoredTensor, read_archive
@@ -72,7 +72,7 @@ def read_catalog(path: TreePath, options: ReadOptions, name: str) -> Catalog:
     where = str(path / METADATA)
     with source_files(path) as files:
         merger = RankMerger(files, faults := FaultCollector(path, options.partial))
-        with malformed_errors("this is not the metadata of torchsnapshot", where):
+        with wrap_malformed_errors("this is not the metadata of torchsnapshot", where):
             entries = read_manifest(files)
             sizes = read_file_sizes(files, entries, where, faults)
             for entry in entries:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from ckptctl.numerics.kinds.narrow_floats import look_up_nibbles
 from ckptctl.numerics.quantization.formulas import CodeBlocks
-from ckptctl.storage.computed import Kind, Output
+from ckptctl.storage.computed import Kind, OutputRectangle
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 INT8_STEP = 7.874015718698502e-3
 
 
-def _dequantize_4bit(out: Output) -> None:
+def _dequantize_4bit(out: OutputRectangle) -> None:
     target, written_count = out.elements.view(-1), 0
     for first_element, last_element in _iterate_element_ranges(
         out.rows, out.columns, out.computed.shape[-1]
@@ -48,7 +48,7 @@ def _iterate_element_ranges(rows: range, columns: range, width: int) -> Iterator
         yield row * width + columns.start, row * width + columns.stop
 
 
-def _dequantize_range(out: Output, first_element: int, last_element: int) -> torch.Tensor:
+def _dequantize_range(out: OutputRectangle, first_element: int, last_element: int) -> torch.Tensor:
     """Return consecutive dequantized elements."""
     import torch
 
@@ -66,7 +66,7 @@ def _dequantize_range(out: Output, first_element: int, last_element: int) -> tor
     return numbers[first_element - blocks.start * block : last_element - blocks.start * block]
 
 
-def _read_block_scales(out: Output, blocks: range) -> torch.Tensor:
+def _read_block_scales(out: OutputRectangle, blocks: range) -> torch.Tensor:
     """Return the scales of consecutive blocks."""
     import torch
 
@@ -84,7 +84,7 @@ def _read_block_scales(out: Output, blocks: range) -> torch.Tensor:
     return numbers.mul_(scale.index_select(0, nested_index - outer.start)).add_(formula.offset)
 
 
-def _dequantize_int8(out: Output) -> None:
+def _dequantize_int8(out: OutputRectangle) -> None:
     import torch
 
     weight, largest = out.inputs

@@ -12,10 +12,10 @@ import math
 from typing import cast as typed
 
 from ckptctl.catalog import ComputedTensor
-from ckptctl.storage.computed import Kind, Output
+from ckptctl.storage.computed import Kind, OutputRectangle
 
 
-def _fill_constant(out: Output) -> None:
+def _fill_constant(out: OutputRectangle) -> None:
     if _is_zero(out.computed):
         out.memory[:] = bytes(len(out.memory))
     else:
@@ -32,7 +32,7 @@ def _get_constant(computed: ComputedTensor) -> float:
     return 0.0 if computed.arguments is None else float(typed(float, computed.arguments))
 
 
-def _conjugate_or_negate(out: Output) -> None:
+def _conjugate_or_negate(out: OutputRectangle) -> None:
     values = out.inputs[0].read(out.rows, out.columns)
     if "conj" in out.arguments:
         values = values.conj()
@@ -41,7 +41,7 @@ def _conjugate_or_negate(out: Output) -> None:
     out.elements.copy_(values)
 
 
-def _add_constant(out: Output) -> None:
+def _add_constant(out: OutputRectangle) -> None:
     # torch adds narrow elements in float32 and rounds the sum.
     out.elements.copy_(out.inputs[0].read(out.rows, out.columns) + _get_constant(out.computed))
 

@@ -8,10 +8,10 @@ the first expert, then those of the next.
 
 from __future__ import annotations
 
-from ckptctl.storage.computed import Kind, Output
+from ckptctl.storage.computed import Kind, OutputRectangle
 
 
-def _stack_factors(out: Output) -> None:
+def _stack_factors(out: OutputRectangle) -> None:
     starts: tuple[int, ...] = out.arguments
     experts, rows = len(out.inputs) // len(starts), out.rows
     values = out.elements.new_zeros(len(rows), out.computed.shape[-1] // experts, experts)

@@ -8,10 +8,10 @@ rounded once. Input: the blocks, uint8 ``[..., blocks of a row * nbytes]``. The 
 from __future__ import annotations
 
 from ckptctl.numerics.quantization.ggml import BlockType
-from ckptctl.storage.computed import Kind, Output
+from ckptctl.storage.computed import Kind, OutputRectangle
 
 
-def _dequantize_blocks(out: Output) -> None:
+def _dequantize_blocks(out: OutputRectangle) -> None:
     import torch
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptctl.storage.computed import InputTensor, Kind, Output, last_dimension
+from ckptctl.storage.computed import InputTensor, Kind, OutputRectangle, get_last_dim_size
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +45,7 @@ class LoraUpdate(NamedTuple):
     bias_start: int = 0
 
 
-def _merge_weight(out: Output) -> None:
+def _merge_weight(out: OutputRectangle) -> None:
     import torch
 
     rows, factor_inputs = out.rows, iter(out.inputs[1:])
@@ -114,7 +114,7 @@ def _add_product(part: torch.Tensor, b: torch.Tensor, a: torch.Tensor, scale: fl
         part[full_rows:] = padded_part.addmm_(padded_b, a, alpha=scale)[: len(b) - full_rows]
 
 
-def _scale_bias(out: Output) -> None:
+def _scale_bias(out: OutputRectangle) -> None:
     import torch
 
     columns, more_inputs = out.columns, iter(out.inputs[1:])
@@ -127,7 +127,7 @@ def _scale_bias(out: Output) -> None:
             max(bias_start, columns.start),
             min(bias_start + len(update.rows), columns.stop),
         )
-        step = max(CHUNK_BYTES // (4 * last_dimension(weight.entry.shape)), 1)
+        step = max(CHUNK_BYTES // (4 * get_last_dim_size(weight.entry.shape)), 1)
         for chunk_start in range(first_element, last_element, step):
             chunk_end = min(chunk_start + step, last_element)
             rows = range(chunk_start - bias_start, chunk_end - bias_start)
@@ -141,6 +141,6 @@ def _scale_bias(out: Output) -> None:
 
 # Elements of the model may be infinite or NaN; an overflow caused by the adapter is an error.
 KINDS = {
-    "lora": Kind(_merge_weight, overflows=True, keeps_infinite=True, rows=ROW_BLOCK),
+    "lora": Kind(_merge_weight, overflows=True, keeps_infinite=True, rows_per_group=ROW_BLOCK),
     "dora_bias": Kind(_scale_bias, overflows=True, keeps_infinite=True),
 }

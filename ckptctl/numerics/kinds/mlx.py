@@ -25,7 +25,7 @@ from ckptctl.numerics.kinds.narrow_floats import (
     to_float32_scales,
 )
 from ckptctl.numerics.quantization.formulas import MlxGroups
-from ckptctl.storage.computed import Kind, Output
+from ckptctl.storage.computed import Kind, OutputRectangle
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +35,7 @@ PACK_SIZE = 8
 """Number of elements that fill complete bytes at any bit width."""
 
 
-def _dequantize_affine(out: Output) -> None:
+def _dequantize_affine(out: OutputRectangle) -> None:
     form: MlxGroups = out.arguments
     _, scales, biases = out.inputs
     groups = out.list_groups(form.group)
@@ -48,7 +48,7 @@ def _dequantize_affine(out: Output) -> None:
     out.write(values.add_(biases.read(out.rows, groups)[..., None]), groups.start * form.group)
 
 
-def _dequantize_float(out: Output) -> None:
+def _dequantize_float(out: OutputRectangle) -> None:
     import torch
 
     form: MlxGroups = out.arguments
@@ -67,7 +67,7 @@ def _dequantize_float(out: Output) -> None:
     out.write(values, groups.start * form.group)
 
 
-def _read_packed(out: Output, form: MlxGroups) -> torch.Tensor:
+def _read_packed(out: OutputRectangle, form: MlxGroups) -> torch.Tensor:
     """Return the bytes of complete groups, ``[rows, bytes]``."""
     import torch
 

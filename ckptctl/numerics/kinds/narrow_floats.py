@@ -29,7 +29,7 @@ from functools import cache, lru_cache
 from typing import TYPE_CHECKING
 
 from ckptctl.numerics.quantization.formulas import Fp4Groups, ScaleBlocks
-from ckptctl.storage.computed import InputTensor, Kind, Output
+from ckptctl.storage.computed import InputTensor, Kind, OutputRectangle
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +61,7 @@ E2M1 = tuple(sign * n for sign in (1, -1) for n in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0
 DOUBLED_E2M1 = tuple(2 * n for n in E2M1)
 
 
-def _dequantize_block_fp8(out: Output) -> None:
+def _dequantize_block_fp8(out: OutputRectangle) -> None:
     weight, scales = out.inputs
     blocks: ScaleBlocks = out.arguments
     (block_rows, block_columns), columns = blocks, out.columns
@@ -122,7 +122,7 @@ def to_float32_scales(scale: torch.Tensor) -> torch.Tensor:
 
 
 def _convert_to_float32(
-    out: Output, raw: torch.Tensor, dtype: str, scale: torch.Tensor
+    out: OutputRectangle, raw: torch.Tensor, dtype: str, scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Convert float8 bytes to float32 in scratch memory, and return them with their scales."""
     if dtype != E4M3 or not raw.numel() or _has_e4m3_nan(raw):
@@ -196,7 +196,7 @@ def _iterate_row_groups(
         start = stop
 
 
-def _dequantize_mxfp4(out: Output) -> None:
+def _dequantize_mxfp4(out: OutputRectangle) -> None:
     weight, scales = out.inputs
     dtype, rows, groups = out.computed.dtype, out.rows, out.list_groups(MX_BLOCK)
     groups_per_row = out.computed.shape[-1] // MX_BLOCK
@@ -209,7 +209,7 @@ def _dequantize_mxfp4(out: Output) -> None:
     out.write(values, groups.start * MX_BLOCK)
 
 
-def _dequantize_fp4_groups(out: Output) -> None:
+def _dequantize_fp4_groups(out: OutputRectangle) -> None:
     weight, scales, *shared = out.inputs
     parameters: Fp4Groups = out.arguments
     group, rows, groups = parameters.group, out.rows, out.list_groups(parameters.group)
@@ -248,7 +248,7 @@ def _read_global_scale(scale: InputTensor, rows: range, height: int) -> torch.Te
 
 
 def look_up_nibbles(
-    out: Output, packed: torch.Tensor, numbers: tuple[float, ...], into: torch.Tensor
+    out: OutputRectangle, packed: torch.Tensor, numbers: tuple[float, ...], into: torch.Tensor
 ) -> None:
     """Write the table entry for each half of each byte, low half first, to *into*.
 
@@ -267,7 +267,7 @@ def look_up_nibbles(
     torch.index_select(table, 0, index, out=into.view(table.dtype))
 
 
-def _shift_fp4_to_halves(out: Output, packed: torch.Tensor) -> torch.Tensor:
+def _shift_fp4_to_halves(out: OutputRectangle, packed: torch.Tensor) -> torch.Tensor:
     """Convert E2M1 to float16 / :data:`FP4_SCALE_OF_HALVES` in scratch memory.
 
     The two codes of a byte are shifted to the upper bits of both halves of an int32. Adding 7 to

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckptctl.errors import UnsupportedError
 from ckptctl.numerics.quantization.formulas import IntegerGroups
-from ckptctl.storage.computed import InputTensor, Kind, Output
+from ckptctl.storage.computed import InputTensor, Kind, OutputRectangle
 
 if TYPE_CHECKING:
     import torch
@@ -121,13 +121,13 @@ class _Weight(NamedTuple):
     shape: InputTensor | None = None
 
 
-def _parse_inputs(out: Output) -> _Weight:
+def _parse_inputs(out: OutputRectangle) -> _Weight:
     form: IntegerGroups = out.arguments
     integers, scale, *optional_inputs = out.inputs
     return _Weight(form, integers, scale, **dict(zip(form.optional, optional_inputs, strict=True)))
 
 
-def _dequantize_groups(out: Output) -> None:
+def _dequantize_groups(out: OutputRectangle) -> None:
     weight, rows, columns = _parse_inputs(out), out.rows, out.columns
     if weight.shape:
         sizes, name = weight.shape.read_all().view(-1).tolist(), weight.shape.entry.name
@@ -168,7 +168,7 @@ def _dequantize_groups(out: Output) -> None:
 
 
 def _read_row_major(
-    out: Output, weight: _Weight, rows: range, column_range: range
+    out: OutputRectangle, weight: _Weight, rows: range, column_range: range
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Read the integers of some columns, and the scales and zero points of all groups."""
     import torch
@@ -213,7 +213,7 @@ def _split_into_chunks(weight: _Weight, rows: range) -> Iterator[range]:
 
 
 def _read_transposed(
-    out: Output, weight: _Weight, rows: range, column_range: range
+    out: OutputRectangle, weight: _Weight, rows: range, column_range: range
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Read integers, scales and zero points of a transposed weight, as :func:`_read_row_major`."""
     import torch
@@ -239,7 +239,7 @@ def _read_transposed(
     return integers[:, : len(column_range)], scale[rows_in_chunk], zero
 
 
-def _read_group_values(out: Output, tensor: InputTensor, rows: range) -> torch.Tensor:
+def _read_group_values(out: OutputRectangle, tensor: InputTensor, rows: range) -> torch.Tensor:
     """Read a value for each group of columns, ``[rows, groups]``.
 
     Values for each row, each matrix or the complete tensor are ``[rows, 1]`` or ``[1, 1]``.
@@ -257,7 +257,9 @@ def _read_group_values(out: Output, tensor: InputTensor, rows: range) -> torch.T
     return values.index_select(0, value_of_row)
 
 
-def _read_integers(out: Output, weight: _Weight, rows: range, column_range: range) -> torch.Tensor:
+def _read_integers(
+    out: OutputRectangle, weight: _Weight, rows: range, column_range: range
+) -> torch.Tensor:
     """Read the int8 integers of a range of columns that begins at a word."""
     import torch
 
@@ -272,7 +274,7 @@ def _read_integers(out: Output, weight: _Weight, rows: range, column_range: rang
     return integers.bitwise_xor_(-half) if bits == BYTE_BITS else integers.sub_(half)
 
 
-def _read_zero_points(out: Output, zero: InputTensor, rows: range) -> torch.Tensor:
+def _read_zero_points(out: OutputRectangle, zero: InputTensor, rows: range) -> torch.Tensor:
     """Read the zero points of rows, ``[rows, groups]``."""
     import torch
 
@@ -337,7 +339,7 @@ def _build_consecutive_groups(width: int, group: int) -> torch.Tensor:
     return columns.div_(group, rounding_mode="floor")
 
 
-def _dequantize_row_groups(out: Output) -> None:
+def _dequantize_row_groups(out: OutputRectangle) -> None:
     import torch
 
     weight, rows, columns = _parse_inputs(out), out.rows, out.columns

@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, TypeAlias
 from ckptctl.catalog import VIRTUAL
 from ckptctl.errors import RefusedError, spell_option
 from ckptctl.numerics.kinds.narrow_floats import FP8_SCALE_OF_HALVES, shift_fp8_to_halves
-from ckptctl.storage.computed import InputTensor, Kind, Output, SharedResults
-from ckptctl.storage.outcome import EXACT, Rounding
+from ckptctl.storage.computed import InputTensor, Kind, OutputRectangle, SharedResults
+from ckptctl.storage.outcome import NO_ROUNDING, Rounding
 
 if TYPE_CHECKING:
     import torch
@@ -78,12 +78,12 @@ class _BlockScheme:
     is_packed: bool = False
 
 
-def _quantize_elements(scheme: _BlockScheme, out: Output) -> Rounding:
+def _quantize_elements(scheme: _BlockScheme, out: OutputRectangle) -> Rounding:
     """Fill *out* with quantized elements and return the rounding errors."""
     weight, shape, global_scale = _parse_inputs(out)
     per_byte = 2 if scheme.is_packed else 1
     columns = range(out.columns.start * per_byte, out.columns.stop * per_byte)
-    total = EXACT
+    total = NO_ROUNDING
     for block_rows in _split_into_blocks(
         out.rows, shape[0], scheme.rows, CHUNK_ELEMENTS // max(shape[1], 1)
     ):
@@ -108,7 +108,7 @@ def _quantize_elements(scheme: _BlockScheme, out: Output) -> Rounding:
     return total
 
 
-def _write_scales(scheme: _BlockScheme, out: Output) -> None:
+def _write_scales(scheme: _BlockScheme, out: OutputRectangle) -> None:
     """Fill *out* with the stored scales of blocks."""
     rows, columns, target = out.rows, out.columns, out.elements
     weight, shape, global_scale = _parse_inputs(out)
@@ -133,7 +133,7 @@ def _write_scales(scheme: _BlockScheme, out: Output) -> None:
             )
 
 
-def _parse_inputs(out: Output) -> tuple[InputTensor, tuple[int, int], torch.Tensor | None]:
+def _parse_inputs(out: OutputRectangle) -> tuple[InputTensor, tuple[int, int], torch.Tensor | None]:
     """Return the weight, its shape as a matrix, and the global scale or None if there is none."""
     weight, *shared = out.inputs
     *rows, columns = weight.entry.shape
@@ -197,7 +197,7 @@ class _Blocks:
         matrix: Elements of the weight, ``[rows, columns]``; smaller blocks are padded with zeros.
     """
 
-    def __init__(self, out: Output, scheme: _BlockScheme, matrix: torch.Tensor) -> None:
+    def __init__(self, out: OutputRectangle, scheme: _BlockScheme, matrix: torch.Tensor) -> None:
         height, width = matrix.shape
         block_rows, block_columns = scheme.rows, scheme.columns or width
         rows, columns = -(-height // block_rows), -(-width // block_columns)
@@ -258,7 +258,7 @@ class _Blocks:
             part.select_from(self._as_matrix(self._elements)),
         )
         if not wanted_errors.numel():
-            return EXACT
+            return NO_ROUNDING
         low, high = torch.aminmax(wanted_errors)
         norm = partial(torch.linalg.vector_norm, dtype=torch.float64)
         return Rounding(
@@ -374,7 +374,7 @@ def _keep_scales(scales: torch.Tensor) -> torch.Tensor:
 _LARGEST_VALUES = SharedResults["torch.Tensor"]()
 
 
-def _compute_largest(out: Output) -> None:
+def _compute_largest(out: OutputRectangle) -> None:
     weight, (height, width), _ = _parse_inputs(out)
 
     def find_largest() -> torch.Tensor:
@@ -389,7 +389,7 @@ def _compute_largest(out: Output) -> None:
     )
 
 
-def _compute_global_scale(out: Output) -> None:
+def _compute_global_scale(out: OutputRectangle) -> None:
     import torch
 
     all_largest = torch.stack([tensor.read_all() for tensor in out.inputs])
@@ -410,7 +410,7 @@ FP8_BLOCK = _BlockScheme(
 
 def _build_kinds(name: str, scheme: _BlockScheme) -> dict[str, Kind]:
     return {
-        f"to_{name}": Kind(partial(_quantize_elements, scheme), rows=scheme.rows),
+        f"to_{name}": Kind(partial(_quantize_elements, scheme), rows_per_group=scheme.rows),
         f"to_{name}_scales": Kind(partial(_write_scales, scheme)),
     }
 

@@ -1,6 +1,6 @@
 """A kind that changes the order or dtype of the source's elements.
 
-``rearranged``: the argument is a :class:`~ckptctl.planner.copying.blocks.BlockReader` of a tensor,
+``rearranged``: the argument is a :class:`~ckptctl.planner.copying.blocks.BlockPlanner` of a tensor,
 seen as a matrix, that consists of elements of the inputs, all of them below one root.
 """
 
@@ -10,20 +10,26 @@ from typing import cast as typed
 
 from ckptctl import dtypes
 from ckptctl.catalog import ComputedTensor
-from ckptctl.planner.copying.blocks import MIB, BlockReader, compute_dense_strides
+from ckptctl.planner.copying.blocks import MIB, BlockPlanner, compute_dense_strides
 from ckptctl.planner.copying.copies import tile_targets
-from ckptctl.planner.copying.tile import Limits
+from ckptctl.planner.copying.tile import TileLimits
 from ckptctl.planner.plan import Record, TargetBox
 from ckptctl.storage.byte_files import HostMemory
-from ckptctl.storage.computed import Kind, Output, build_matrix_box
+from ckptctl.storage.computed import Kind, OutputRectangle, build_matrix_box
 from ckptctl.storage.execution.worker import TileEngine
 
-LIMITS = Limits(tile=MIB, widest=MIB, flat=MIB, arithmetic=4 * MIB, check=False)
+LIMITS = TileLimits(
+    tile_bytes=MIB,
+    max_tile_bytes=MIB,
+    max_unit_bytes=MIB,
+    permuted_tile_bytes=4 * MIB,
+    verifies_checksums=False,
+)
 RECORDS = (Record("", "", 0, 0),)
 """A placeholder record for the target boxes."""
 
 
-def _rearrange_elements(out: Output) -> None:
+def _rearrange_elements(out: OutputRectangle) -> None:
     reader, box, dtype = (
         _get_block_reader(out.computed),
         build_matrix_box(out.rows, out.columns),
@@ -44,8 +50,8 @@ def _needs_torch(computed: ComputedTensor) -> bool:
     return reader.tensor.stored_dtype != computed.dtype or reader.is_permuted
 
 
-def _get_block_reader(computed: ComputedTensor) -> BlockReader:
-    return typed(BlockReader, computed.arguments)
+def _get_block_reader(computed: ComputedTensor) -> BlockPlanner:
+    return typed(BlockPlanner, computed.arguments)
 
 
 KINDS = {"rearranged": Kind(_rearrange_elements, needs_torch=_needs_torch)}

@@ -16,11 +16,11 @@ from ckptctl.catalog import Box, ComputedTensor, Extent, TensorEntry
 from ckptctl.errors import DamagedError, StorageError, UnsupportedError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.planner.strided import StridedTensor
-from ckptctl.storage.computed import Kind, Output, SharedResults, build_matrix_box
+from ckptctl.storage.computed import Kind, OutputRectangle, SharedResults, build_matrix_box
 from ckptctl.storage.crc import compute_crc
 from ckptctl.storage.files import IOV_MAX, SourceFiles, skip_bytes
 from ckptctl.storage.tensor_reader import TensorReader
-from ckptctl.storage.zips.items import read_item_tensor, require_chunk
+from ckptctl.storage.zips.items import read_item_tensor, require_matching_chunk
 from ckptctl.storage.zstd import iterate_decompressed
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
@@ -46,14 +46,16 @@ def _exceeds_cache(items: Sequence[_UnpackedItem | None]) -> bool:
 _ITEMS = SharedResults[_UnpackedItem](_exceeds_cache)
 
 
-def _read_unpacked(out: Output) -> None:
+def _read_unpacked(out: OutputRectangle) -> None:
     files, packed = out.inputs[0].files, out.inputs[0].entry
     item_location = packed.extents[0].file, packed.extents[0].offset
     item = _ITEMS.get_or_compute(
         files, item_location, lambda: _decompress_item(files, packed, out.computed)
     )
     matrix = StridedTensor.from_entry(item.entry).as_matrix()
-    TensorReader(item.files, matrix).fill_view(build_matrix_box(out.rows, out.columns), out.memory)
+    TensorReader(item.files, matrix).read_box_into(
+        build_matrix_box(out.rows, out.columns), out.memory
+    )
 
 
 def _decompress_item(
@@ -75,7 +77,9 @@ def _decompress_item(
             )
             raise UnsupportedError(f"an item of `{name}` is too long", where=where, why=why)
     stored = read_item_tensor(file, packed_extent.file, 0, file.nbytes)
-    require_chunk((stored.dtype, stored.shape), name, computed.dtype, computed.shape, lambda: where)
+    require_matching_chunk(
+        (stored.dtype, stored.shape), name, computed.dtype, computed.shape, lambda: where
+    )
     box = Box.whole(stored.shape)
     extent = Extent(
         *(box, packed_extent.file, stored.offset, stored.nbytes),
@@ -138,8 +142,8 @@ class TemporaryFile(SourceFiles):
         """Return an identity with the current size."""
         return FileIdentity(self.nbytes, 0, 0, 0, 0)
 
-    def read_some(self, name: str, offset: int, nbytes: int) -> bytes:
-        """See :meth:`~ckptctl.storage.files.SourceFiles.read_some`."""
+    def read_up_to(self, name: str, offset: int, nbytes: int) -> bytes:
+        """See :meth:`~ckptctl.storage.files.SourceFiles.read_up_to`."""
         try:
             return os.pread(self._descriptor, nbytes, offset)
         except OSError as error:

@@ -58,7 +58,7 @@ class TensorRoles:
         Stacked experts are ``experts`` if they are ``[experts, out, in]`` and have a name by which
         transformers reads quantized stacks, otherwise ``stacked``.
         """
-        match = self._table.find_meaning(key)
+        match = self._table.find_match(key)
         if match is None or not isinstance(match[0], LayoutTensor):
             return "other"
         stored = match[0]

@@ -1,6 +1,6 @@
 """Strided byte copies that fill a buffer with elements of a tensor.
 
-A :class:`BlockReader` turns a box of a strided tensor into blocks. The boxes in which a checkpoint
+A :class:`BlockPlanner` turns a box of a strided tensor into blocks. The boxes in which a checkpoint
 stores tensors come straight from the columns of the catalog. A box that exceeds the buffer is read
 in domains. Parts with uniform strides need no copy because they are views.
 """
@@ -42,55 +42,55 @@ class Block(NamedTuple):
         source: Byte position of the first element in the source.
         buffer: Byte position of the first element in the buffer.
         axes: ``(count, source stride, buffer stride)`` in bytes.
-        run: Bytes that are contiguous in the source and in the buffer, at each index of the axes.
+        run_nbytes: Bytes that are contiguous in the source and in the buffer, at each index of the axes.
     """
 
     source: int
     buffer: int
     axes: Strides
-    run: int
+    run_nbytes: int
 
     @property
-    def runs(self) -> int:
+    def run_count(self) -> int:
         """Number of runs."""
         return math.prod(axis[0] for axis in self.axes)
 
 
-def compute_dense_strides(sizes: Ints, item: int) -> Ints:
+def compute_dense_strides(sizes: Ints, itemsize: int) -> Ints:
     """Return the byte strides of a dense row-major box."""
-    return tuple([step * item for step in row_major(sizes)])
+    return tuple([step * itemsize for step in row_major(sizes)])
 
 
-def merge_axes(strides: Iterable[tuple[int, int, int]], item: int) -> tuple[Strides, int]:
+def merge_axes(strides: Iterable[tuple[int, int, int]], itemsize: int) -> tuple[Strides, int]:
     """Merge the axes of a copy that are contiguous in the source and in the buffer.
 
     Args:
         strides: ``(source stride, buffer stride, count)`` of each axis, in bytes.
-        item: Bytes of one element.
+        itemsize: Bytes of one element.
 
     Returns:
         The remaining axes of a :class:`Block` and the bytes of its run.
     """
     axes: list[tuple[int, int, int]] = []
-    count, source_stride, buffer_stride = item, 1, 1
-    for stride, step, number in sorted(strides):
+    count, source_stride, buffer_stride = itemsize, 1, 1
+    for stride, step, axis_size in sorted(strides):
         if stride == source_stride * count and step == buffer_stride * count:
-            count *= number
+            count *= axis_size
         else:
             axes.append((count, source_stride, buffer_stride))
-            count, source_stride, buffer_stride = number, stride, step
+            count, source_stride, buffer_stride = axis_size, stride, step
     axes.append((count, source_stride, buffer_stride))
     return tuple(axes[:0:-1]), axes[0][0]
 
 
-def list_runs(block: Block) -> list[tuple[int, int, int]]:
+def list_block_runs(block: Block) -> list[tuple[int, int, int]]:
     """List ``(source position, buffer position, bytes)`` of every run of *block*."""
     places = [(block.source, block.buffer)]
     for count, source_stride, buffer_stride in block.axes:
         places = [
             (s + i * source_stride, b + i * buffer_stride) for s, b in places for i in range(count)
         ]
-    return [(s, b, block.run) for s, b in places]
+    return [(s, b, block.run_nbytes) for s, b in places]
 
 
 class BoxIndex:
@@ -109,7 +109,7 @@ class BoxIndex:
             self._starts = [offsets[number][axis] for number in self._order]
             self._widest = max(size[axis] for size in sizes)
 
-    def find_candidates(self, lo: Ints, sizes: Ints) -> Iterable[int]:
+    def find_overlap_candidates(self, lo: Ints, sizes: Ints) -> Iterable[int]:
         """Return the numbers of the boxes that may overlap a box, in ascending order."""
         if self._axis is None:
             return range(self._count)
@@ -146,7 +146,7 @@ class Domain(NamedTuple):
 
 
 def split_into_domains(
-    lo: Ints, sizes: Ints, limit: int, units: Mapping[int, int] | None = None
+    lo: Ints, sizes: Ints, limit: int, granularity: Mapping[int, int] | None = None
 ) -> Iterator[Domain]:
     """Split a box into domains whose steps have at most *limit* elements.
 
@@ -154,7 +154,7 @@ def split_into_domains(
         lo: First indices of the box.
         sizes: Its sizes.
         limit: Maximum elements of a step.
-        units: Preferred granularity of a step along each axis, in indices.
+        granularity: Preferred granularity of a step along each axis, in indices.
     """
     axis, inner = len(sizes) - 1, 1
     while axis >= 0 and inner * sizes[axis] <= limit:
@@ -164,7 +164,7 @@ def split_into_domains(
         yield Domain(lo, sizes, 0, max(sizes, default=1))
         return
     max_length = max(1, limit // inner)
-    unit = units.get(axis, 1) if units else 1
+    unit = granularity.get(axis, 1) if granularity else 1
     unit = unit if unit <= max_length else 1
     parts = -(-sizes[axis] // (max_length // unit * unit))
     step = -(-sizes[axis] // (parts * unit)) * unit
@@ -173,14 +173,14 @@ def split_into_domains(
         yield Domain(start, (1,) * axis + sizes[axis:], axis, step)
 
 
-class ReadFrom(NamedTuple):
+class BlockSource(NamedTuple):
     """A file that blocks read, and the recorded range whose checksum their bytes count toward."""
 
     file: str
     check: RecordedRange | None = None
 
 
-Blocks = dict[ReadFrom, list[Block]]
+Blocks = dict[BlockSource, list[Block]]
 """Copies into one buffer, by source."""
 
 
@@ -225,7 +225,7 @@ class StoredBoxes:
         if len(self.files) == 1 and self.sizes[0] == self._shape:
             yield 0, part
             return
-        axes = _map_single_axes(part, STORED)
+        axes = _map_dims_to_axes(part, STORED)
         if (
             axes is not None
             and all(axis.stride == 1 for axis in part.axes)
@@ -235,9 +235,13 @@ class StoredBoxes:
             return
         numbers: Iterable[int] = range(len(self.files))
         if len(self.files) > LINEAR_SEARCH_LIMIT:
-            numbers = self._index.find_candidates(part.begin, _compute_spans(part, STORED))
+            numbers = self._index.find_overlap_candidates(
+                part.stored_origin, _compute_extents(part, STORED)
+            )
         for number in numbers:
-            for cut in _intersect_box(part, axes, self.offsets[number], self.sizes[number], STORED):
+            for cut in _intersect_part_with_box(
+                part, axes, self.offsets[number], self.sizes[number], STORED
+            ):
                 yield number, cut
 
     def _iterate_all_boxes(self, part: Part) -> Iterator[tuple[int, Part]]:
@@ -267,7 +271,7 @@ class StoredBoxes:
                 first = tuple(starts)
             yield number, Part(stored, box_axes, first, lo)
 
-    def iterate_ranges(self, part: Part) -> Iterator[tuple[int, int, int]]:
+    def iterate_element_ranges(self, part: Part) -> Iterator[tuple[int, int, int]]:
         """Yield ``(box number, first element, length)`` for each box that *part* overlaps.
 
         *part* is a row-major range of the tensor. Its elements in a box form one range, even if
@@ -286,9 +290,9 @@ class StoredBoxes:
     def compute_offset(self, number: int, part: Part) -> int:
         """Return the offset of the first element of a part in its box, in elements."""
         first = self.offsets[number]
-        if part.begin == first:
+        if part.stored_origin == first:
             return 0
-        return sum(map(mul, map(sub, part.begin, first), self.get_strides(number)))
+        return sum(map(mul, map(sub, part.stored_origin, first), self.get_strides(number)))
 
 
 _boxes_by_entry: dict[int, tuple[StoredBoxes, ref[TensorEntry]]] = {}
@@ -326,52 +330,54 @@ class _TensorSide(NamedTuple):
 
 
 TENSOR, STORED = _TensorSide(dim=1, step=2), _TensorSide(dim=3, step=4)
-_SingleAxes = Mapping[int, Axis] | None
+_AxisByDim = Mapping[int, Axis] | None
 
 
-def _map_single_axes(part: Part, side: _TensorSide) -> _SingleAxes:
+def _map_dims_to_axes(part: Part, side: _TensorSide) -> _AxisByDim:
     """Map each dimension to the axis along it, or return None if a dimension has several axes."""
     axes = {axis[side.dim]: axis for axis in part.axes}
     return axes if len(axes) == len(part.axes) else None
 
 
-def _compute_spans(part: Part, side: _TensorSide) -> Ints:
+def _compute_extents(part: Part, side: _TensorSide) -> Ints:
     """Compute the extent of a part in each dimension, in elements."""
-    spans = [1] * len(part.origin if side is TENSOR else part.begin)
+    spans = [1] * len(part.origin if side is TENSOR else part.stored_origin)
     for axis in part.axes:
         spans[axis[side.dim]] += (axis.size - 1) * axis[side.step]
     return tuple(spans)
 
 
-def _intersect_box(
-    part: Part, axes: _SingleAxes, lo: Ints, sizes: Ints, side: _TensorSide
+def _intersect_part_with_box(
+    part: Part, axes: _AxisByDim, lo: Ints, sizes: Ints, side: _TensorSide
 ) -> Sequence[Part]:
     """Intersect a part with a box of its tensor or stored tensor, depending on *side*.
 
     *axes* maps dimensions to axes of the part, or is None if a dimension has several axes.
     """
     if axes is None:
-        within = Part.cut_range if side is TENSOR else Part.cut_stored_range
+        cut_range = Part.cut_range if side is TENSOR else Part.cut_stored_range
         cuts = [part]
         for dim, first in enumerate(lo):
             cuts = [
-                cut for cut_part in cuts for cut in within(cut_part, dim, first, first + sizes[dim])
+                cut
+                for cut_part in cuts
+                for cut in cut_range(cut_part, dim, first, first + sizes[dim])
             ]
         return cuts
     # Hot path: a plan may have a million boxes.
     entry, _, origin, begin = part
-    firsts, step_at = origin if side is TENSOR else begin, side.step
+    origins, step_field = origin if side is TENSOR else begin, side.step
     cut_axes, starts, begins = list[Axis](), list(origin), list(begin)
     is_complete = True
     for dim, first in enumerate(lo):
-        start = first - firsts[dim]
+        start = first - origins[dim]
         stop = start + sizes[dim]
         axis = axes.get(dim)
         if axis is None:
             if not start <= 0 < stop:
                 return ()
             continue
-        size, step = axis[0], axis[step_at]
+        size, step = axis[0], axis[step_field]
         if start <= 0 and (size - 1) * step < stop:
             cut_axes.append(axis)
             continue
@@ -393,39 +399,39 @@ class LocatedElements(NamedTuple):
 
     Attributes:
         source: The file.
-        first: Byte position of the first element in the file.
-        steps: Strides of the stored tensor, in elements.
+        byte_offset: Byte position of the first element in the file.
+        strides: Strides of the stored tensor, in elements.
         part: The elements.
     """
 
-    source: ReadFrom
-    first: int
-    steps: Ints
+    source: BlockSource
+    byte_offset: int
+    strides: Ints
     part: Part
 
 
-class BlockReader:
+class BlockPlanner:
     """Planner of the copies that fill a buffer with elements of a tensor.
 
     A plan has tens of thousands of tensors, so stored boxes are looked up only when needed.
 
     Attributes:
         tensor: The tensor to read.
-        item: Bytes of a stored element.
+        itemsize: Bytes of a stored element.
         checked: Names of stored tensors whose recorded checksums are verified by reads.
     """
 
     def __init__(self, tensor: StridedTensor, checked: Collection[str] = ()) -> None:
         self.tensor = tensor
-        self.item = tensor.itemsize
+        self.itemsize = tensor.itemsize
         self.checked = checked
 
     @cached_property
     def _index(self) -> BoxIndex:
         """Index of the parts."""
         parts = self.tensor.parts
-        reaches = [_compute_spans(part, TENSOR) for part in parts]
-        return BoxIndex([part.origin for part in parts], reaches)
+        extents = [_compute_extents(part, TENSOR) for part in parts]
+        return BoxIndex([part.origin for part in parts], extents)
 
     def __repr__(self) -> str:
         # Plan digests hash this text: changing it breaks `--resume`.
@@ -442,11 +448,16 @@ class BlockReader:
         """Return whether to permute a box in memory, estimated from its first elements."""
         if 0 in shape or self._has_long_rows(shape):
             return False
-        domain = next(split_into_domains(lo, shape, MIB // self.item))
+        domain = next(split_into_domains(lo, shape, MIB // self.itemsize))
         box = domain.take_part(domain.step)
         blocks = self.find_dense_copies(box.lo, box.sizes)
-        run_count = sum(block.runs for source_blocks in blocks.values() for block in source_blocks)
-        sample_bytes, total_bytes = math.prod(box.sizes) * self.item, math.prod(shape) * self.item
+        run_count = sum(
+            block.run_count for source_blocks in blocks.values() for block in source_blocks
+        )
+        sample_bytes, total_bytes = (
+            math.prod(box.sizes) * self.itemsize,
+            math.prod(shape) * self.itemsize,
+        )
         return (
             sample_bytes < SHORT_RUN_BYTES * run_count
             and total_bytes * run_count > FEW_RUNS_LIMIT * sample_bytes
@@ -461,8 +472,8 @@ class BlockReader:
             and any(
                 axis.dim == last
                 and axis.step == axis.stride == 1
-                and axis.at == len(part.begin) - 1
-                and min(axis.size, shape[last]) * self.item >= SHORT_RUN_BYTES
+                and axis.at == len(part.stored_origin) - 1
+                and min(axis.size, shape[last]) * self.itemsize >= SHORT_RUN_BYTES
                 for axis in part.axes
             )
             for part in self.tensor.parts
@@ -471,7 +482,7 @@ class BlockReader:
     def find_dense_copies(self, lo: Ints, sizes: Ints) -> Blocks:
         """Find the copies that fill a row-major buffer with a box of the tensor."""
         copies: Blocks = {}
-        strides = compute_dense_strides(sizes, self.item)
+        strides = compute_dense_strides(sizes, self.itemsize)
         for source, block in self.iterate_blocks(self.locate_elements(lo, sizes), lo, 0, strides):
             copies.setdefault(source, []).append(block)
         return copies
@@ -481,31 +492,33 @@ class BlockReader:
         parts: Sequence[Part] = self.tensor.parts
         if any(lo) or sizes != self.tensor.shape:
             if len(parts) > LINEAR_SEARCH_LIMIT:
-                parts = [parts[number] for number in self._index.find_candidates(lo, sizes)]
-            pairs = ((part, _map_single_axes(part, TENSOR)) for part in parts)
-            parts = [cut for pair in pairs for cut in _intersect_box(*pair, lo, sizes, TENSOR)]
+                parts = [parts[number] for number in self._index.find_overlap_candidates(lo, sizes)]
+            pairs = ((part, _map_dims_to_axes(part, TENSOR)) for part in parts)
+            parts = [
+                cut for pair in pairs for cut in _intersect_part_with_box(*pair, lo, sizes, TENSOR)
+            ]
         for part in parts:
             entry, check = part.entry, None
             is_checked = self.checked and entry.name in self.checked
             if len(entry.extents) == 1 and (extent := entry.extents[0]).box.sizes == entry.shape:
                 # Common case: nothing to look up.
                 steps = extent.strides or row_major(entry.shape)
-                first = extent.offset + sum(map(mul, part.begin, steps)) * self.item
+                first = extent.offset + sum(map(mul, part.stored_origin, steps)) * self.itemsize
                 if is_checked:
                     check = find_recorded_range(extent, entry.name)
-                yield LocatedElements(ReadFrom(extent.file, check), first, steps, part)
+                yield LocatedElements(BlockSource(extent.file, check), first, steps, part)
                 continue
             stored = get_stored_boxes(entry)
             for number, cut in stored.iterate_overlaps(part):
-                first = stored.starts[number] + stored.compute_offset(number, cut) * self.item
+                first = stored.starts[number] + stored.compute_offset(number, cut) * self.itemsize
                 if is_checked:
                     check = stored.find_recorded_range(number)
-                source = ReadFrom(stored.files[number], check)
+                source = BlockSource(stored.files[number], check)
                 yield LocatedElements(source, first, stored.get_strides(number), cut)
 
     def iterate_blocks(
         self, located: Iterable[LocatedElements], lo: Ints, position: int, strides: Ints
-    ) -> Iterator[tuple[ReadFrom, Block]]:
+    ) -> Iterator[tuple[BlockSource, Block]]:
         """Yield the copies that fill a part of a buffer with a box of the tensor.
 
         Args:
@@ -517,26 +530,31 @@ class BlockReader:
         Yields:
             The source of each copy, and the copy.
         """
-        origin, item = position - sum(map(mul, lo, strides)), self.item
+        origin, item = position - sum(map(mul, lo, strides)), self.itemsize
         # Hot path: boxes of a checkpoint have few shapes.
         merged_axes: dict[tuple[tuple[Axis, ...], Ints], tuple[Strides, int]] = {}
         for source, first, steps, (_, axes, start, _) in located:
-            shape = merged_axes.get((axes, steps))
-            if shape is None:
+            merged = merged_axes.get((axes, steps))
+            if merged is None:
                 byte_axes = [
                     (stride * steps[at] * item, step * strides[dim], size)
                     for size, dim, step, at, stride in axes
                 ]
-                shape = merged_axes[axes, steps] = merge_axes(byte_axes, item)
-            yield source, Block(first, origin + sum(map(mul, start, strides)), *shape)
+                merged = merged_axes[axes, steps] = merge_axes(byte_axes, item)
+            yield source, Block(first, origin + sum(map(mul, start, strides)), *merged)
 
     def clip_elements(
         self, located: Iterable[LocatedElements], lo: Ints, sizes: Ints
     ) -> Iterator[LocatedElements]:
         """Yield the *located* elements that are in a box of the tensor."""
         for source, first, steps, part in located:
-            for cut in _intersect_box(part, _map_single_axes(part, TENSOR), lo, sizes, TENSOR):
-                distance = sum(map(mul, map(sub, cut.begin, part.begin), steps)) * self.item
+            for cut in _intersect_part_with_box(
+                part, _map_dims_to_axes(part, TENSOR), lo, sizes, TENSOR
+            ):
+                distance = (
+                    sum(map(mul, map(sub, cut.stored_origin, part.stored_origin), steps))
+                    * self.itemsize
+                )
                 yield LocatedElements(source, first + distance, steps, cut)
 
 
@@ -549,7 +567,7 @@ def build_rearranged_file(root: TreePath, tensor: StridedTensor) -> ComputedTens
     """
     entries = {id(part.entry): part.entry for part in tensor.parts}
     inputs = tuple(ComputeInput(root, entry) for entry in entries.values())
-    matrix = BlockReader(tensor.as_matrix())
+    matrix = BlockPlanner(tensor.as_matrix())
     return ComputedTensor("rearranged", tensor.dtype, tensor.shape, inputs, matrix)
 
 
@@ -564,7 +582,7 @@ def build_view(entry: TensorEntry, tensor: StridedTensor, name: str | None = Non
     Raises:
         ValueError: Strides are not uniform.
     """
-    if not is_view(tensor):
+    if not has_uniform_strides(tensor):
         raise ValueError(f"elements of `{entry.name}` are not evenly apart")
     stored = StoredBoxes(entry)
     extents = (
@@ -576,7 +594,7 @@ def build_view(entry: TensorEntry, tensor: StridedTensor, name: str | None = Non
     return view_entry if name is None else replace(view_entry, name=name, path=(name,))
 
 
-def is_view(tensor: StridedTensor) -> bool:
+def has_uniform_strides(tensor: StridedTensor) -> bool:
     """Return whether each part of a tensor has a uniform stride in every dimension."""
     return all(
         axis.step == 1 and sum(other.dim == axis.dim for other in part.axes) == 1

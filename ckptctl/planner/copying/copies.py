@@ -12,19 +12,19 @@ from typing import NamedTuple
 from ckptctl import dtypes
 from ckptctl.planner.copying.blocks import (
     Block,
-    BlockReader,
+    BlockPlanner,
     Blocks,
+    BlockSource,
     BoxIndex,
     Domain,
     Ints,
-    ReadFrom,
     compute_dense_strides,
     get_stored_boxes,
-    list_runs,
+    list_block_runs,
     merge_axes,
     split_into_domains,
 )
-from ckptctl.planner.copying.tile import Limits, Read, Tile, Write, merge_runs, split_into_moves
+from ckptctl.planner.copying.tile import Read, Tile, TileLimits, Write, merge_runs, split_into_moves
 from ckptctl.planner.plan import Record, RecordedRange, TargetBox, Transfer
 from ckptctl.planner.strided import Part
 
@@ -32,8 +32,8 @@ MAX_INLINE_CHECKED_READS = 64
 """Reads of a tile up to which checksums are updated inline. With more, sources are read again."""
 
 
-def lower_transfer(
-    transfer: Transfer, records: Sequence[Record], limits: Limits, checked: Collection[str] = ()
+def tile_transfer(
+    transfer: Transfer, records: Sequence[Record], limits: TileLimits, checked: Collection[str] = ()
 ) -> Iterator[Tile]:
     """Divide *transfer* into tiles.
 
@@ -47,14 +47,14 @@ def lower_transfer(
         Tiles in the target's order, followed by tiles that only read if checksums of sources cannot
         be computed inline.
     """
-    reader = BlockReader(transfer.tensor, checked if limits.check else ())
+    reader = BlockPlanner(transfer.tensor, checked if limits.verifies_checksums else ())
     return tile_targets(reader, transfer.targets, records, limits)
 
 
 def needs_permutation(transfer: Transfer) -> bool:
     """Return whether *transfer* permutes single elements, which needs torch."""
-    reader, boxes = BlockReader(transfer.tensor), _group_targets_by_box(transfer.targets)
-    tiling = _Tiling(reader, boxes, (), Limits())
+    reader, boxes = BlockPlanner(transfer.tensor), _group_targets_by_box(transfer.targets)
+    tiling = _Tiling(reader, boxes, (), TileLimits())
     if all(len(part.entry.extents) == 1 for part in transfer.tensor.parts):
         # Finding a few ranges is faster than comparing the order of elements.
         return bool(boxes) and _find_flat_ranges(reader, boxes) is None and tiling.is_permuted
@@ -62,7 +62,10 @@ def needs_permutation(transfer: Transfer) -> bool:
 
 
 def tile_targets(
-    reader: BlockReader, targets: Sequence[TargetBox], records: Sequence[Record], limits: Limits
+    reader: BlockPlanner,
+    targets: Sequence[TargetBox],
+    records: Sequence[Record],
+    limits: TileLimits,
 ) -> Iterator[Tile]:
     """Divide the written boxes of a tensor into tiles.
 
@@ -72,7 +75,7 @@ def tile_targets(
     ranges = _find_flat_ranges(reader, boxes)
     if ranges is None:
         return _Tiling(reader, boxes, records, limits).iterate_tiles()
-    return _copy_ranges(ranges, records, limits)
+    return _iterate_range_tiles(ranges, records, limits)
 
 
 class _TargetPart(NamedTuple):
@@ -94,11 +97,13 @@ def _group_targets_by_box(targets: Sequence[TargetBox]) -> list[_TargetPart]:
     return [_TargetPart(box_targets, *box) for box, box_targets in boxes.items()]
 
 
-_FlatRange = tuple[TargetBox, ReadFrom, Block]
+_FlatRange = tuple[TargetBox, BlockSource, Block]
 """A target, its source and a block without axes: a byte range that is copied unchanged."""
 
 
-def _find_flat_ranges(reader: BlockReader, boxes: Sequence[_TargetPart]) -> list[_FlatRange] | None:
+def _find_flat_ranges(
+    reader: BlockPlanner, boxes: Sequence[_TargetPart]
+) -> list[_FlatRange] | None:
     """Find the byte ranges to copy unchanged, or return None if the tensor needs other copies.
 
     A box with several targets is read once into a buffer, so it is not copied this way.
@@ -118,14 +123,14 @@ def _find_flat_ranges(reader: BlockReader, boxes: Sequence[_TargetPart]) -> list
     return ranges
 
 
-def _copy_ranges(
-    ranges: Iterable[_FlatRange], records: Sequence[Record], limits: Limits
+def _iterate_range_tiles(
+    ranges: Iterable[_FlatRange], records: Sequence[Record], limits: TileLimits
 ) -> Iterator[Tile]:
     """Yield tiles that copy byte ranges unchanged."""
     for target, (file, check), (source, buffer, _, nbytes) in ranges:
         begin = records[target.record].offset
-        for done in range(0, nbytes, limits.flat):
-            size, offset = min(limits.flat, nbytes - done), buffer + done
+        for done in range(0, nbytes, limits.max_unit_bytes):
+            size, offset = min(limits.max_unit_bytes, nbytes - done), buffer + done
             read = Read(file, source + done, size, None, check)
             write = Write(target.file, offset, size, 0, target.record, offset - begin)
             yield Tile(size, (read,), (), (write,), True)
@@ -136,16 +141,19 @@ class _Tiling:
 
     def __init__(
         self,
-        reader: BlockReader,
+        reader: BlockPlanner,
         boxes: Sequence[_TargetPart],
         records: Sequence[Record],
-        limits: Limits,
+        limits: TileLimits,
     ) -> None:
         self._reader = reader
         self._tensor = reader.tensor
         self._records = records
         self._limits = limits
-        self._item, self._out = reader.item, dtypes.itemsize(reader.tensor.dtype)
+        self._source_itemsize, self._target_itemsize = (
+            reader.itemsize,
+            dtypes.itemsize(reader.tensor.dtype),
+        )
         self.boxes = boxes
 
     @cached_property
@@ -168,43 +176,43 @@ class _Tiling:
 
     def iterate_tiles(self) -> Iterator[Tile]:
         """Yield tiles of consecutive rows of the tensor, shared by all targets."""
-        limits, out = self._limits, max(self._item, self._out)
+        limits, largest_itemsize = self._limits, max(self._source_itemsize, self._target_itemsize)
         step, units = self._find_common_prefix()
         lo, sizes = self._bounds
         limit = self._choose_tile_size(step)
         if self.is_permuted:
-            limit = limits.arithmetic // out
+            limit = limits.permuted_tile_bytes // largest_itemsize
         limit = max(1, limit)
-        inline = bool(self._reader.checked) and not self.is_permuted
-        if inline:
+        checks_inline = bool(self._reader.checked) and not self.is_permuted
+        if checks_inline:
             first_parts = next(
                 parts_and_blocks
                 for domain in split_into_domains(lo, sizes, limit, units)
                 for box in domain.split_into_parts(domain.step)
                 if (parts_and_blocks := self._plan_buffer(box))[0]
             )
-            inline = (
+            checks_inline = (
                 len(list(islice(_iterate_reads(first_parts[1]), MAX_INLINE_CHECKED_READS + 1)))
                 <= MAX_INLINE_CHECKED_READS
             )
         for domain in split_into_domains(lo, sizes, limit, units):
-            size = math.prod(domain.sizes) // domain.length * domain.step * out
-            steps = max(1, limits.flat // max(size, 1))
+            size = math.prod(domain.sizes) // domain.length * domain.step * largest_itemsize
+            steps = max(1, limits.max_unit_bytes // max(size, 1))
             for part in domain.split_into_parts(domain.step * steps):
                 done, step_count = 0, part.length // part.step
                 may_merge = step_count > 1 and not self.is_permuted
                 if may_merge and self._has_uniform_steps(part.take_part(step_count * part.step)):
                     first_tile, second_tile = (
-                        self._build_tile(part.take_part(part.step, begin), inline)
+                        self._build_tile(part.take_part(part.step, begin), checks_inline)
                         for begin in (0, part.step)
                     )
                     if merged_tile := _merge_steps(first_tile, second_tile, step_count):
                         yield merged_tile
                         done = step_count * part.step
                 for box in part.split_into_parts(part.step, done):
-                    if tile := self._build_tile(box, inline):
+                    if tile := self._build_tile(box, checks_inline):
                         yield tile
-        if not inline and self._reader.checked:
+        if not checks_inline and self._reader.checked:
             written_elements = sum(math.prod(box.sizes) for box in self.boxes)
             if written_elements == math.prod(self._tensor.shape):
                 yield from self._iterate_check_tiles()
@@ -218,8 +226,14 @@ class _Tiling:
         limits, tensor = self._limits, self._tensor
         shared = len(self.boxes) > 1 or len(tensor.parts) > 1
         shared = shared or any(len(part.entry.extents) > 1 for part in tensor.parts)
-        size = max(limits.tile, min(max(step * self._item, limits.tile << shared), limits.widest))
-        return max(1, size // max(self._item, self._out))
+        size = max(
+            limits.tile_bytes,
+            min(
+                max(step * self._source_itemsize, limits.tile_bytes << shared),
+                limits.max_tile_bytes,
+            ),
+        )
+        return max(1, size // max(self._source_itemsize, self._target_itemsize))
 
     def _find_common_prefix(self) -> tuple[int, dict[int, int]]:
         """Find the outermost axes that the largest part and its stored tensor have in common.
@@ -243,7 +257,7 @@ class _Tiling:
         """Find the parts of targets in a box, and the copies that fill a buffer with them."""
         clipped = (
             _intersect_part(self.boxes[n], box)
-            for n in self._index.find_candidates(box.lo, box.sizes)
+            for n in self._index.find_overlap_candidates(box.lo, box.sizes)
         )
         parts = [part for part in clipped if part is not None]
         reader, blocks, position = self._reader, Blocks(), 0
@@ -256,29 +270,29 @@ class _Tiling:
                 if located
                 else reader.locate_elements(lo, sizes)
             )
-            strides = compute_dense_strides(sizes, self._item)
+            strides = compute_dense_strides(sizes, self._source_itemsize)
             for source, block in reader.iterate_blocks(part_elements, lo, position, strides):
                 blocks.setdefault(source, []).append(block)
-            position += math.prod(sizes) * self._item
+            position += math.prod(sizes) * self._source_itemsize
         return parts, blocks
 
-    def _build_tile(self, box: Domain, inline: bool) -> Tile | None:
+    def _build_tile(self, box: Domain, checks_inline: bool) -> Tile | None:
         parts, blocks = self._plan_buffer(box)
         if not parts:
             return None
-        nbytes = sum(math.prod(part.sizes) for part in parts) * self._item
+        nbytes = sum(math.prod(part.sizes) for part in parts) * self._source_itemsize
         writes = tuple(self._iterate_writes(parts))
         if self.is_permuted:
-            limit = self._limits.arithmetic // 2
+            limit = self._limits.permuted_tile_bytes // 2
             tile_moves = (
                 move
                 for source, source_blocks in blocks.items()
                 for block in source_blocks
-                for move in split_into_moves(source.file, block, self._item, limit)
+                for move in split_into_moves(source.file, block, self._source_itemsize, limit)
             )
             return Tile(nbytes, (), tuple(tile_moves), writes, False)
         reads = _iterate_reads(blocks)
-        if not inline:
+        if not checks_inline:
             reads = (read._replace(check=None) for read in reads)
         return Tile(nbytes, tuple(reads), (), writes, False)
 
@@ -286,14 +300,14 @@ class _Tiling:
         """Yield the writes of a buffer that contains dense *parts* one after another."""
         position, last = 0, None
         for part in parts:
-            steps = compute_dense_strides(part.sizes, self._out)
+            steps = compute_dense_strides(part.sizes, self._target_itemsize)
             for target in part.targets:
                 start = sum(map(mul, map(sub, part.lo, target.start), target.strides))
                 axes = zip(target.strides, steps, part.sizes, strict=True)
-                shape = merge_axes((axis for axis in axes if axis[2] > 1), self._out)
+                shape = merge_axes((axis for axis in axes if axis[2] > 1), self._target_itemsize)
                 block = Block(target.offset + start, position, *shape)
                 begin = self._records[target.record].offset if self._records else 0
-                for offset, place, nbytes in list_runs(block):
+                for offset, place, nbytes in list_block_runs(block):
                     write = Write(target.file, offset, nbytes, place, target.record, offset - begin)
                     if (
                         last is not None
@@ -306,14 +320,14 @@ class _Tiling:
                     if last is not None:
                         yield last
                     last = write
-            position += math.prod(part.sizes) * self._out
+            position += math.prod(part.sizes) * self._target_itemsize
         if last is not None:
             yield last
 
     def _has_uniform_steps(self, box: Domain) -> bool:
         """Return whether the steps of *box* differ only in their positions."""
         dim = box.axis
-        for number in self._index.find_candidates(box.lo, box.sizes):
+        for number in self._index.find_overlap_candidates(box.lo, box.sizes):
             part = _intersect_part(self.boxes[number], box)
             if part is None:
                 continue
@@ -332,11 +346,11 @@ class _Tiling:
             if part.entry.name not in self._reader.checked:
                 continue
             stored = get_stored_boxes(part.entry)
-            for number, first, count in stored.iterate_ranges(part):
+            for number, first, count in stored.iterate_element_ranges(part):
                 if recorded := stored.find_recorded_range(number):
-                    offset = stored.starts[number] + first * self._item
+                    offset = stored.starts[number] + first * self._source_itemsize
                     yield from iterate_check_tiles(
-                        recorded, offset, count * self._item, self._limits
+                        recorded, offset, count * self._source_itemsize, self._limits
                     )
 
 
@@ -350,13 +364,13 @@ def _iterate_reads(blocks: Blocks) -> Iterator[Read]:
 
 
 def iterate_check_tiles(
-    recorded: RecordedRange, offset: int, nbytes: int, limits: Limits
+    recorded: RecordedRange, offset: int, nbytes: int, limits: TileLimits
 ) -> Iterator[Tile]:
     """Yield tiles that read *nbytes* bytes of a recorded range from *offset*, for its checksum."""
     done = 0
     while done < nbytes:
-        size = min(limits.tile, nbytes - done)
-        steps = max(1, min(limits.flat, nbytes - done) // size)
+        size = min(limits.tile_bytes, nbytes - done)
+        steps = max(1, min(limits.max_unit_bytes, nbytes - done) // size)
         read = Read(recorded.file, offset + done, size, None, recorded, size)
         yield Tile(size, (read,), (), (), False, steps)
         done += size * steps
@@ -398,6 +412,6 @@ def _merge_steps(first: Tile | None, second: Tile | None, steps: int) -> Tile | 
         write._replace(offset=write.offset + write.nbytes, at=write.at + write.nbytes)
         for write in first.writes
     )
-    in_a_row = all(read.check is None or read.step == read.nbytes for read in step_reads)
-    in_a_row = in_a_row and writes == second.writes
-    return first._replace(reads=step_reads, steps=steps) if in_a_row else None
+    is_consecutive = all(read.check is None or read.step == read.nbytes for read in step_reads)
+    is_consecutive = is_consecutive and writes == second.writes
+    return first._replace(reads=step_reads, steps=steps) if is_consecutive else None

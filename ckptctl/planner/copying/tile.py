@@ -8,14 +8,14 @@ from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
-from ckptctl.planner.copying.blocks import MIB, Block, list_runs
+from ckptctl.planner.copying.blocks import MIB, Block, list_block_runs
 from ckptctl.planner.plan import RecordedRange
 
 MAX_GAP_BYTES = 256
 """Gap in bytes up to which neighboring elements are staged in one read."""
 
 
-class Pattern:
+class ScatterPattern:
     """Positions in the buffer of the bytes of one contiguous read, compared by identity.
 
     Attributes:
@@ -29,7 +29,7 @@ class Pattern:
 
 
 @lru_cache(maxsize=48)
-def merge_runs(blocks: tuple[Block, ...]) -> tuple[tuple[int, int, Pattern], ...]:
+def merge_runs(blocks: tuple[Block, ...]) -> tuple[tuple[int, int, ScatterPattern], ...]:
     """Merge the runs of *blocks* into contiguous reads.
 
     Args:
@@ -39,15 +39,15 @@ def merge_runs(blocks: tuple[Block, ...]) -> tuple[tuple[int, int, Pattern], ...
     Returns:
         ``(source position, bytes, pattern)`` in ascending order.
     """
-    reads: list[tuple[int, int, Pattern]] = []
-    for begin, end, into in _join_adjacent(
-        sorted(run for block in blocks for run in list_runs(block))
+    reads: list[tuple[int, int, ScatterPattern]] = []
+    for begin, end, into in _merge_adjacent_runs(
+        sorted(run for block in blocks for run in list_block_runs(block))
     ):
-        reads.append((begin, end - begin, Pattern(tuple(into))))
+        reads.append((begin, end - begin, ScatterPattern(tuple(into))))
     return tuple(reads)
 
 
-def _join_adjacent(
+def _merge_adjacent_runs(
     ordered: list[tuple[int, int, int]],
 ) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
     begin, end, into = ordered[0][0], ordered[0][0], list[tuple[int, int]]()
@@ -104,7 +104,7 @@ def split_into_moves(file: str, block: Block, item: int, limit: int) -> Iterator
         item: Bytes of one element.
         limit: Maximum bytes of a staging area, at least one element.
     """
-    axes = [*block.axes, (block.run // item, item, item)]
+    axes = [*block.axes, (block.run_nbytes // item, item, item)]
     axes = sorted((axis for axis in axes if axis[0] > 1), key=lambda axis: axis[1])
     span, inner = item, 0
     for count, stride, _ in axes:
@@ -130,23 +130,23 @@ def split_into_moves(file: str, block: Block, item: int, limit: int) -> Iterator
     yield Move(file, block.source, span, reads, block.buffer, tuple(reversed(staged)))
 
 
-class Limits(NamedTuple):
+class TileLimits(NamedTuple):
     """Sizes of tiles in bytes.
 
     Attributes:
-        tile: Default buffer size.
-        widest: Maximum buffer size, used if it keeps reads long.
-        flat: Maximum size of one unit of work: a flat byte range, which is copied in steps, or all
+        tile_bytes: Default buffer size.
+        max_tile_bytes: Maximum buffer size, used if it keeps reads long.
+        max_unit_bytes: Maximum size of one unit of work: a flat byte range, which is copied in steps, or all
             steps of a tile.
-        arithmetic: Buffer size, and twice the staging size, if elements are permuted.
-        check: Whether to verify recorded checksums of sources.
+        permuted_tile_bytes: Buffer size, and twice the staging size, if elements are permuted.
+        verifies_checksums: Whether to verify recorded checksums of sources.
     """
 
-    tile: int = MIB
-    widest: int = 4 * MIB
-    flat: int = 16 * MIB
-    arithmetic: int = 16 * MIB
-    check: bool = True
+    tile_bytes: int = MIB
+    max_tile_bytes: int = 4 * MIB
+    max_unit_bytes: int = 16 * MIB
+    permuted_tile_bytes: int = 16 * MIB
+    verifies_checksums: bool = True
 
 
 class Read(NamedTuple):
@@ -161,7 +161,7 @@ class Read(NamedTuple):
     file: str
     offset: int
     nbytes: int
-    pattern: Pattern | None
+    pattern: ScatterPattern | None
     check: RecordedRange | None = None
     step: int = 0
 
@@ -191,7 +191,7 @@ class Tile(NamedTuple):
         reads: Reads that fill the buffer. Without *writes*, they only compute checksums.
         moves: Moves that fill the buffer if elements are permuted.
         writes: Writes from the buffer.
-        flat: Whether the tile copies one byte range unchanged, with one read and one write.
+        is_flat: Whether the tile copies one byte range unchanged, with one read and one write.
         steps: Number of steps. The writes of a step directly follow those of the previous step, and
             so do its reads for a checksum.
     """
@@ -200,7 +200,7 @@ class Tile(NamedTuple):
     reads: tuple[Read, ...]
     moves: tuple[Move, ...]
     writes: tuple[Write, ...]
-    flat: bool
+    is_flat: bool
     steps: int = 1
 
     @property

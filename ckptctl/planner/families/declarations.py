@@ -42,7 +42,7 @@ def split_aliases(name: str) -> tuple[str, ...]:
     )
 
 
-def find_set_alias(values: Mapping[str, object], name: str) -> str:
+def choose_field_alias(values: Mapping[str, object], name: str) -> str:
     """Return the first alias in *name* that has a value in *values*, or else the preferred one."""
     names = split_aliases(name)
     return next((alias for alias in names if get_nested(values, alias) is not None), names[0])
@@ -214,7 +214,7 @@ SWITCHES: Mapping[str, tuple[str, ...]] = {
 """Switches in config.json, and the optional tensors (without indices) that they enable."""
 
 
-class PresentSign:
+class PresentCondition:
     """A condition that any value except null meets."""
 
     def __eq__(self, other: object) -> bool:
@@ -226,18 +226,18 @@ class PresentSign:
         return "stated"
 
 
-PRESENT = PresentSign()
+PRESENT = PresentCondition()
 
-Signs: TypeAlias = Mapping[str, object]
+Conditions: TypeAlias = Mapping[str, object]
 """Conditions on a config, as the required value of each field.
 
 None means absent or null, and :data:`PRESENT` means any other value.
 """
 
 
-def matches_signs(signs: Signs, values: Mapping[str, object]) -> bool:
-    """Return whether *values* meet all conditions in *signs*. Null counts as absent."""
-    return all(sign == get_nested(values, key) for key, sign in signs.items())
+def matches_conditions(conditions: Conditions, values: Mapping[str, object]) -> bool:
+    """Return whether *values* meet all conditions in *conditions*. Null counts as absent."""
+    return all(sign == get_nested(values, key) for key, sign in conditions.items())
 
 
 @dataclass(frozen=True, slots=True)

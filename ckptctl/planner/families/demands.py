@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
-from ckptctl.planner.families.declarations import Signs
+from ckptctl.planner.families.declarations import Conditions
 
 
-class TruthySign:
+class TruthyCondition:
     """A condition that truthy values meet (not absent, null, false, 0 or empty)."""
 
     def __eq__(self, other: object) -> bool:
@@ -20,7 +20,7 @@ class TruthySign:
         return "chosen"
 
 
-class FalsySign:
+class FalsyCondition:
     """A condition that falsy values meet (absent, null, false, 0 or empty)."""
 
     def __eq__(self, other: object) -> bool:
@@ -32,7 +32,7 @@ class FalsySign:
         return "not chosen"
 
 
-CHOSEN, UNCHOSEN = TruthySign(), FalsySign()
+CHOSEN, UNCHOSEN = TruthyCondition(), FalsyCondition()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Demand(ConfigDeclaration):
 
     names = ("when", "kinds", "but_last", "first", "after")
     tensors: tuple[str, ...]
-    when: Signs = field(default_factory=dict)
+    when: Conditions = field(default_factory=dict)
     kinds: tuple[str | int, ...] = ()
     but_last: str = ""
     first: str = ""
@@ -112,7 +112,7 @@ class LayerKind(ConfigDeclaration):
 
     names = ("when", "kinds", "first", "after", "numbers", "but", "every")
     variant: str
-    when: Signs = field(default_factory=dict)
+    when: Conditions = field(default_factory=dict)
     kinds: tuple[str, ...] = ()
     first: str = ""
     after: str = ""

@@ -175,9 +175,9 @@ def format_dims(dims: Dims) -> str:
 class _Cell(NamedTuple):
     key: str
     part: int | None
-    along: int
-    within: str
-    plus: int
+    concat_dim: int
+    interleave_axis: str
+    offset: int
     axes: str
 
 
@@ -187,7 +187,7 @@ class _Row(NamedTuple):
     name: str
     indices: tuple[str, ...]
     optional: bool
-    together: str
+    group: str
     variant: str | None
     axes: str
     cells: Mapping[str, _Cell | None]
@@ -210,7 +210,7 @@ class _Row(NamedTuple):
             self.optional,
             self.variant,
             leaves,
-            group=self.together,
+            group=self.group,
         )
 
 

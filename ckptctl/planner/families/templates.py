@@ -154,11 +154,11 @@ class TemplateTable(Generic[T]):
         """List the templates with *skeleton* and their values, in order of precedence."""
         return self._by_skeleton.get(skeleton, ())
 
-    def find_meaning(self, key: str) -> tuple[T, dict[str, int]] | None:
+    def find_match(self, key: str) -> tuple[T, dict[str, int]] | None:
         """Find the first value for *key*, with index values, or return None if nothing matches."""
-        return next(self.iterate_meanings(key), None)
+        return next(self.iterate_matches(key), None)
 
-    def iterate_meanings(self, key: str) -> Iterator[tuple[T, dict[str, int]]]:
+    def iterate_matches(self, key: str) -> Iterator[tuple[T, dict[str, int]]]:
         """Yield the value of every template that matches *key*, with the index values, in order."""
         skeleton, numbers = split_numbers(key)
         for template, meaning in self.list_entries(skeleton):
@@ -189,7 +189,7 @@ class KeyKind:
         return KeyKind(self.skeleton, list(keys), list(numbers))
 
 
-def group_by_kind(keys: Iterable[str]) -> list[KeyKind]:
+def group_keys_by_kind(keys: Iterable[str]) -> list[KeyKind]:
     """Group *keys* by kind, in the order of their first keys."""
     kinds: dict[tuple[str, int], KeyKind] = {}
     for key in keys:

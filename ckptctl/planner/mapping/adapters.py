@@ -97,7 +97,7 @@ _ADAPTER_KEY = re.compile(
 _WEIGHT_SUFFIX = ".weight"
 
 
-def is_adapter(names: Collection[str]) -> bool:
+def has_adapter_factors(names: Collection[str]) -> bool:
     """Return whether any of *names* is a low-rank factor."""
     return any(_ADAPTER_KEY.search(name) for name in names)
 
@@ -105,7 +105,7 @@ def is_adapter(names: Collection[str]) -> bool:
 def is_factor(name: str) -> bool:
     """Return whether *name* is a low-rank factor or a magnitude."""
     return name.endswith((*_PLAIN_SUFFIXES, *_PEFT_SUFFIXES, *_PEFT_EMBEDDING_SUFFIXES)) or (
-        name.endswith(_MCORE_SUFFIXES) and is_adapter([name])
+        name.endswith(_MCORE_SUFFIXES) and has_adapter_factors([name])
     )
 
 
@@ -136,12 +136,12 @@ def derive_adapter_family(base: Family) -> Family:
     Its layouts are those of *base* in which programs write adapters, with the same names except for
     ``peft`` (``hf``). Layouts that insert layers at positions from a config are excluded.
     """
-    placed = {shift.layout for shift in base.shifts if shift.place != "after"}
+    inserting_layouts = {shift.layout for shift in base.shifts if shift.place != "after"}
     namings = {
         name: naming
         for model in base.layouts
         for name, naming in _NAMINGS.items()
-        if naming.layout == model and model not in placed
+        if naming.layout == model and model not in inserting_layouts
     }
     # MTP layers, which follow all others, have no adapters.
     trailing_indices = {shift.index for shift in base.shifts}
@@ -172,7 +172,7 @@ def derive_adapter_family(base: Family) -> Family:
 def derive_unfused_adapters(base: Family, layout: str) -> Family:
     """Derive the adapter family with :data:`UNFUSED`, in the row order of *layout*.
 
-    In this layout, embeddings have factors in the form of linear layers (:func:`to_linear_name`).
+    In this layout, embeddings have factors in the form of linear layers (:func:`to_linear_factor_name`).
     """
     family = derive_adapter_family(base)
     stored = {t.name: t.leaves[layout] for t in base.tensors.values() if layout in t.leaves}
@@ -194,7 +194,7 @@ def derive_unfused_adapters(base: Family, layout: str) -> Family:
 
 
 @cache
-def find_scaled_biases(base: Family, layout: str) -> Mapping[str, str]:
+def map_scaled_biases(base: Family, layout: str) -> Mapping[str, str]:
     """Map the weights of layers to their biases, if DoRA scales these biases in *layout*.
 
     Returns:
@@ -326,7 +326,7 @@ def _find_factor(
     )
 
 
-def to_linear_name(name: str) -> str:
+def to_linear_factor_name(name: str) -> str:
     """Convert the name of an embedding's factor to that of a linear layer's factor."""
     for suffix, linear in zip(_PEFT_EMBEDDING_SUFFIXES, _PEFT_SUFFIXES, strict=False):
         if name.endswith(suffix):
@@ -336,7 +336,7 @@ def to_linear_name(name: str) -> str:
 
 def _to_linear_leaf(leaf: Leaf) -> Leaf:
     """Convert the leaf of an embedding's factor to a linear layer's. Other leaves stay the same."""
-    name = to_linear_name(leaf.key.text)
+    name = to_linear_factor_name(leaf.key.text)
     if name == leaf.key.text:
         return leaf
     return replace(leaf, key=Template.parse(name), dims=leaf.dims[::-1])

@@ -26,8 +26,8 @@ from ckptctl.planner.mapping.matching import (
     Slot,
     VariantLayers,
     format_key,
-    iterate_leads,
-    list_indices,
+    iterate_spread_positions,
+    list_index_values,
 )
 from ckptctl.units import pluralize
 
@@ -93,24 +93,28 @@ def find_missing_keys(
     stated_axes = {axis: sizes[axis] for axis in layout.spread_axes & sizes.keys()}
     stated_counts = {index: sizes[index] for index in counted_indices & sizes.keys()}
     leaves = layout.leaves
-    excused = {leaves[name].key.text for name in absent_tensors if name in leaves}
+    excused_templates = {leaves[name].key.text for name in absent_tensors if name in leaves}
     for tie in family.ties if tied else ():
         pair = (tie.tensor, tie.of)
         if any((name, ()) in matched.keys for name in pair):  # one of them suffices
-            excused |= {leaves[name].key.text for name in pair if name in leaves}
+            excused_templates |= {leaves[name].key.text for name in pair if name in leaves}
     counts = {**stated_axes, **matched.count_indices(), **stated_counts}
     matches_config = not required and counts == matched.count_indices()
-    if matches_config and matched.absent is not None and excused >= matched.absent:
+    if matches_config and matched.absent is not None and excused_templates >= matched.absent:
         return MissingKeys([], 0)
     expected = ExpectedTensors(family, layout, matched, counts, required)
-    keys = [absent for absent in expected.iterate_missing(max_keys) if absent.key not in excused]
+    keys = [
+        absent
+        for absent in expected.iterate_missing(max_keys)
+        if absent.key not in excused_templates
+    ]
     known_keys = {absent.key for absent in keys}
     further_keys = [
         absent
         for absent in expected.iterate_missing_required(required)
         if absent.key not in known_keys
     ]
-    number = 0 if family.partial else expected.count_missing(excused) + len(further_keys)
+    number = 0 if family.partial else expected.count_missing(excused_templates) + len(further_keys)
     return MissingKeys([*keys, *further_keys], number)
 
 
@@ -131,7 +135,7 @@ class ExpectedTensors:
     ) -> None:
         self._family, self._layout, self._matched = family, layout, matched
         self._limit = sum(len(group.keys) for group in matched.groups) + 1
-        self._stated = counts
+        self._stated_counts = counts
         self._counts = {index: min(count, self._limit) for index, count in counts.items()}
         self._present = {
             tensor.name
@@ -183,28 +187,28 @@ class ExpectedTensors:
             leaf, tensor = self._layout.leaves.get(name), self._family.tensors[name]
             if leaf is None or self._family.partial:
                 continue
-            existing = self._matched.find_indices(tensor, leaf.spread_axes)
-            of_kind = self._layers.get((tensor.variant or "", tensor.indices), ())
+            existing = self._matched.find_index_values(tensor, leaf.spread_axes)
+            variant_layers = self._layers.get((tensor.variant or "", tensor.indices), ())
             for _, values in places:
-                if tensor.variant and values not in of_kind:
+                if tensor.variant and values not in variant_layers:
                     continue
-                for lead in iterate_leads(leaf, self._counts):
-                    if (*values, *lead) not in existing:
-                        missing_keys[format_key(self._layout, tensor, values, lead, numbering)] = (
-                            None
-                        )
+                for position in iterate_spread_positions(leaf, self._counts):
+                    if (*values, *position) not in existing:
+                        missing_keys[
+                            format_key(self._layout, tensor, values, position, numbering)
+                        ] = None
         yield from (MissingKey(key, is_certain=True) for key in missing_keys)
 
-    def count_missing(self, excused: Collection[str]) -> int:
-        """Count the missing keys, without those of *excused* templates."""
+    def count_missing(self, excused_templates: Collection[str]) -> int:
+        """Count the missing keys, without those of *excused_templates* templates."""
         key_counts: Counter[int] = Counter()
         for group in self._matched.groups:
             key_counts[id(group.stored)] += len(group.keys)
         missing = 0
         for stored in self._layout.stored:
-            if stored.template.text not in excused:
+            if stored.template.text not in excused_templates:
                 entry_count = math.prod(
-                    self._stated.get(axis, 0) for axis in stored.parts[0][1].spread_axes
+                    self._stated_counts.get(axis, 0) for axis in stored.parts[0][1].spread_axes
                 )
                 numbers: Counter[str | None] = Counter()
                 for tensor, _ in stored.parts:
@@ -219,14 +223,14 @@ class ExpectedTensors:
     def _iterate_missing_keys(self, tensor: LogicalTensor) -> Iterator[str]:
         """Yield the missing keys of *tensor*, none if the number of its keys is right."""
         leaf, matched = self._layout.leaves[tensor.name], self._matched
-        entry_count = math.prod(self._stated.get(axis, 0) for axis in leaf.spread_axes)
+        entry_count = math.prod(self._stated_counts.get(axis, 0) for axis in leaf.spread_axes)
         if matched.count_keys(tensor) == self._count_expected(tensor) * entry_count:
             return
-        existing = matched.find_indices(tensor, leaf.spread_axes)
+        existing = matched.find_index_values(tensor, leaf.spread_axes)
         for values in self._list_expected_indices(tensor):
-            for lead in iterate_leads(leaf, self._counts):
-                if (*values, *lead) not in existing:
-                    yield format_key(self._layout, tensor, values, lead, matched.numbering)
+            for position in iterate_spread_positions(leaf, self._counts):
+                if (*values, *position) not in existing:
+                    yield format_key(self._layout, tensor, values, position, matched.numbering)
 
     def _iterate_zero_rules(self) -> Iterator[tuple[Drop, set[str], LogicalTensor]]:
         """Yield each rule about zeros in some layers, the keys of the zeros, and their neighbor.
@@ -250,7 +254,7 @@ class ExpectedTensors:
         if tensor.variant:
             kind = tensor.variant, tensor.indices
             return len(self._layers.get(kind, ())) + self._uncounted[kind]
-        return math.prod(self._stated.get(index, 0) for index in tensor.indices)
+        return math.prod(self._stated_counts.get(index, 0) for index in tensor.indices)
 
     def _list_expected_indices(self, tensor: LogicalTensor) -> Sequence[IndexValues]:
         """List the index values at which *tensor* is expected."""
@@ -260,7 +264,7 @@ class ExpectedTensors:
             return sorted(self._find_layers(tensor))
         if tensor.variant:
             return sorted(self._layers.get((tensor.variant, tensor.indices), ()))
-        return list_indices(tensor, self._counts)
+        return list_index_values(tensor, self._counts)
 
     def _is_expected(self, tensor: LogicalTensor) -> bool:
         """Return whether *tensor* is expected at any index."""
@@ -276,7 +280,7 @@ class ExpectedTensors:
         if tensor.scaled_weight:
             tensor = self._family.tensors[tensor.scaled_weight]
         group_tensors = self._family.find_tensors((tensor.group,)) if tensor.group else (tensor,)
-        return set().union(*(self._matched.find_indices(mate) for mate in group_tensors))
+        return set().union(*(self._matched.find_index_values(mate) for mate in group_tensors))
 
     def _assign_variants(self, group: Sequence[str], required: Collection[Slot]) -> None:
         """Assign a variant to layers without one, by *required* tensors or else by frequency."""
@@ -291,15 +295,15 @@ class ExpectedTensors:
                 if kind[0] in group and kind[1] == indices and values not in covered:
                     self._layers.setdefault(kind, set()).add(values)
                     covered.add(values)
-            all_layers = list_indices(sample, self._counts)
+            all_layers = list_index_values(sample, self._counts)
             self._layers.setdefault((most_frequent, indices), set()).update(
                 values for values in all_layers if values not in covered
             )
-            stated_count = math.prod(self._stated.get(index, 0) for index in indices)
+            stated_count = math.prod(self._stated_counts.get(index, 0) for index in indices)
             self._uncounted[most_frequent, indices] += max(0, stated_count - len(all_layers))
 
 
-def note_unplaceable(
+def iterate_unwritten_notes(
     family: Family, source: Layout, target: Layout, required: Collection[Slot]
 ) -> Iterator[str]:
     """Yield a note about *required* tensors that only *target* has."""
@@ -328,7 +332,7 @@ def is_truncated(
     before = [tensor for tensor in outer_tensors if tensor.block < min(blocks)]
     after = [tensor for tensor in outer_tensors if tensor.block > max(blocks)]
     layers = matched.count_indices().get("i", 0)
-    missing_meanings = (next(layout.table.iterate_meanings(key), None) for key in absent)
+    missing_meanings = (next(layout.table.iterate_matches(key), None) for key in absent)
     missing_layers = [
         indices["i"] for _, indices in filter(None, missing_meanings) if "i" in indices
     ]
@@ -340,7 +344,7 @@ def is_truncated(
     )
 
 
-def find_variant_conflict(family: Family, matched: MatchedKeys) -> str | None:
+def describe_variant_conflict(family: Family, matched: MatchedKeys) -> str | None:
     """Describe the first layer with tensors of two variants, or return None."""
     layers = matched.layers
     for group in family.variants:
@@ -417,7 +421,7 @@ def list_similar_keys(layout: Layout, key: str, absent: Sequence[str] = ()) -> l
     return [*absent[:50], *candidates]
 
 
-def require_no_missing(
+def require_no_missing_tensors(
     names: Sequence[str],
     number: int,
     family: Family,

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import NamedTuple
 
-from ckptctl.planner.config_facts import Json, has_tied_embeddings, with_rope_type
-from ckptctl.planner.families.declarations import matches_signs
-from ckptctl.planner.families.templates import KeyKind, group_by_kind
-from ckptctl.planner.layouts import INHERITED_LAYOUTS, Family, is_base
-from ckptctl.planner.mapping.completeness import ExpectedTensors, find_variant_conflict
-from ckptctl.planner.mapping.matching import MatchedKeys, list_omitted_ties, match_keys
+from ckptctl.planner.config_facts import Json, add_rope_fields, has_tied_embeddings
+from ckptctl.planner.families.declarations import matches_conditions
+from ckptctl.planner.families.templates import KeyKind, group_keys_by_kind
+from ckptctl.planner.layouts import INHERITED_LAYOUTS, Family, is_base_layout
+from ckptctl.planner.mapping.completeness import ExpectedTensors, describe_variant_conflict
+from ckptctl.planner.mapping.matching import MatchedKeys, find_omitted_ties, match_keys
 from ckptctl.planner.model_parallel import fits_ranks
 from ckptctl.units import pluralize
 
@@ -82,12 +82,14 @@ def detect_layouts(
             exclude it.
         root: Prefix that was removed from the keys, with its dot.
     """
-    configs = [None if file is None else with_rope_type(file) for file in (config, params)]
+    configs = [None if file is None else add_rope_fields(file) for file in (config, params)]
     # Keys of an unknown model mostly have parts that no table has, so they are filtered only once.
     words = frozenset[str]().union(*(family.key_parts for family in families.values()))
-    kinds = group_by_kind(shapes)
+    kinds = group_keys_by_kind(shapes)
     known_kinds = [kind for kind in kinds if kind.words <= words]
-    question = _DetectionInput(shapes, kinds, known_kinds, (config, params), ranks, prefer, root)
+    arguments = _DetectionArguments(
+        shapes, kinds, known_kinds, (config, params), ranks, prefer, root
+    )
     # Only layouts that know every key are exact. Then the tables of most families are not parsed.
     for share in dict.fromkeys((1.0, min_share)):
         candidates: list[Candidate] = []
@@ -95,8 +97,8 @@ def detect_layouts(
             evidence = () if is_user_specified else _find_evidence(family, *configs)
             if evidence is None:
                 continue
-            if names := _list_plausible_layouts(family, question, share):
-                candidates += _list_candidates(family, names, question, share, evidence)
+            if names := _list_plausible_layouts(family, arguments, share):
+                candidates += _list_candidates(family, names, arguments, share, evidence)
         if any(candidate.is_exact for candidate in candidates):
             break
     # Most known keys first, then fewest missing ones. Exact candidates come before all others.
@@ -107,7 +109,7 @@ def detect_layouts(
         fitting = [
             item
             for item in best
-            if fits_ranks(families[item.family], item.layout, question.shapes, question.ranks)
+            if fits_ranks(families[item.family], item.layout, arguments.shapes, arguments.ranks)
         ]
         best = fitting or best
     best = _exclude_inherited(best)
@@ -117,25 +119,25 @@ def detect_layouts(
     return tuple(select(best, families))
 
 
-def list_configured_families(
+def list_families_matching_configs(
     families: Mapping[str, Family], config: Json | None = None, params: Json | None = None
 ) -> list[str]:
     """List the model types that match the configs, without types that a listed one refines."""
     normalized_configs = [
-        None if file is None else with_rope_type(file) for file in (config, params)
+        None if file is None else add_rope_fields(file) for file in (config, params)
     ]
     names = [
         name
         for name, family in families.items()
         if _find_evidence(family, *normalized_configs) is not None
     ]
-    general = {
-        parent for name in names for parent in list_refined_families(families[name], families)
+    refined_names = {
+        parent for name in names for parent in list_ancestor_families(families[name], families)
     }
-    return [name for name in names if name not in general]
+    return [name for name in names if name not in refined_names]
 
 
-class _DetectionInput(NamedTuple):
+class _DetectionArguments(NamedTuple):
     """Arguments of one call of :func:`detect_layouts`."""
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -147,17 +149,19 @@ class _DetectionInput(NamedTuple):
     root: str
 
 
-def _list_plausible_layouts(family: Family, question: _DetectionInput, share: float) -> list[str]:
+def _list_plausible_layouts(
+    family: Family, arguments: _DetectionArguments, share: float
+) -> list[str]:
     """List the layouts that may know a *share* of the keys, by comparing only key skeletons.
 
     Words of keys are compared first, so that the tables of other families are never parsed.
     """
-    min_keys = share * len(question.shapes)
-    known_kinds = [kind for kind in question.known_kinds if kind.words <= family.key_parts]
+    min_keys = share * len(arguments.shapes)
+    known_kinds = [kind for kind in arguments.known_kinds if kind.words <= family.key_parts]
     if sum(len(kind.keys) for kind in known_kinds) < min_keys:
         return []
     prefixes = {kind.skeleton.partition(".")[0] + "." for kind in known_kinds}
-    prefixes.add(f"{question.root.rstrip('.').rpartition('.')[2]}.")
+    prefixes.add(f"{arguments.root.rstrip('.').rpartition('.')[2]}.")
     base_layouts = family.base_layouts if family.wrapper_prefix not in prefixes else ()
     tables = {name: family.get_layout(name).table for name in (*family.layouts, *base_layouts)}
     return [
@@ -173,16 +177,18 @@ def _find_evidence(
 ) -> tuple[str, ...] | None:
     """List the config fields that match *family*, or return None if a config excludes it."""
     evidence: list[str] = []
-    for name, values, signs in (
+    for name, values, alternatives in (
         ("config.json", config, family.config_signs),
         ("params.json", params, family.params_signs),
     ):
         if values is None:
             continue
-        matching_signs = [sign for sign in signs if matches_signs(sign, values)]
-        if not matching_signs:
+        matching_conditions = [
+            conditions for conditions in alternatives if matches_conditions(conditions, values)
+        ]
+        if not matching_conditions:
             return None
-        text = ", ".join(f"{k} {v}" for k, v in matching_signs[0].items() if v is not None)
+        text = ", ".join(f"{k} {v}" for k, v in matching_conditions[0].items() if v is not None)
         evidence += [f"{name}: {text}"] if text else []
     return tuple(evidence)
 
@@ -190,7 +196,7 @@ def _find_evidence(
 def _list_candidates(
     family: Family,
     plausible: Iterable[str],
-    question: _DetectionInput,
+    arguments: _DetectionArguments,
     min_share: float,
     evidence: tuple[str, ...],
 ) -> list[Candidate]:
@@ -198,22 +204,22 @@ def _list_candidates(
 
     Layouts that give these keys the same meanings are merged into one candidate.
     """
-    tied = has_tied_embeddings(family, *question.files)
+    tied = has_tied_embeddings(family, *arguments.files)
     distinct_layouts: list[str] = []
     candidates: list[Candidate] = []
-    for name in sorted(plausible, key=lambda n: n != question.prefer):
+    for name in sorted(plausible, key=lambda n: n != arguments.prefer):
         if any(
             family.get_layout(name).has_same_tensors(family.get_layout(earlier_name))
             for earlier_name in distinct_layouts
         ):
             continue
         distinct_layouts.append(name)
-        matched = match_keys(family, family.get_layout(name), question.shapes, question.by_kind)
-        share = (len(question.shapes) - len(matched.unmatched)) / max(1, len(question.shapes))
+        matched = match_keys(family, family.get_layout(name), arguments.shapes, arguments.by_kind)
+        share = (len(arguments.shapes) - len(matched.unmatched)) / max(1, len(arguments.shapes))
         if share < min_share or not matched.groups:
             continue
-        candidate = _build_candidate(family, name, matched, question, tied, share, evidence)
-        if question.ranks == 1 or fits_ranks(family, name, question.shapes, question.ranks):
+        candidate = _build_candidate(family, name, matched, arguments, tied, share, evidence)
+        if arguments.ranks == 1 or fits_ranks(family, name, arguments.shapes, arguments.ranks):
             # Layouts are alike if they match the same keys and miss equally many, whatever the
             # missing ones are called, because no existing tensor distinguishes them.
             for place, old in enumerate(candidates):
@@ -232,25 +238,27 @@ def _build_candidate(
     family: Family,
     name: str,
     matched: MatchedKeys,
-    question: _DetectionInput,
+    arguments: _DetectionArguments,
     tied: bool,
     share: float,
     evidence: tuple[str, ...],
 ) -> Candidate:
-    layout, number = family.get_layout(name), len(question.shapes)
+    layout, number = family.get_layout(name), len(arguments.shapes)
     tied_keys = {
         layout.leaves[n].key.text
-        for n in list_omitted_ties(family, name, tied)
+        for n in find_omitted_ties(family, name, tied)
         if n in layout.leaves
     }
-    untied_keys = [key for key in tied_keys if key in question.shapes and question.files[0] is None]
+    untied_keys = [
+        key for key in tied_keys if key in arguments.shapes and arguments.files[0] is None
+    ]
     expected = ExpectedTensors(family, layout, matched, matched.count_indices())
     max_keys = MAX_NAMED_KEYS + len(family.ties)
     missing_keys = [missing.key for missing in islice(expected.iterate_missing(), max_keys)]
     matched = replace(
         matched, absent=frozenset(missing_keys) if len(missing_keys) < max_keys else None
     )
-    head_tensors = {tie.tensor for tie in family.ties} if is_base(name) else set()
+    head_tensors = {tie.tensor for tie in family.ties} if is_base_layout(name) else set()
     excused = tied_keys | {layout.leaves[n].key.text for n in head_tensors if n in layout.leaves}
     required_keys = [key for key in missing_keys if key not in excused]
     same_layouts = [
@@ -263,7 +271,9 @@ def _build_candidate(
         (f"{number - len(matched.unmatched):,} of {pluralize(number, 'key')}", *evidence),
         matched,
         tuple(matched.unmatched[:MAX_NAMED_KEYS] or untied_keys),
-        (*filter(None, [find_variant_conflict(family, matched)]), *required_keys)[:MAX_NAMED_KEYS],
+        (*filter(None, [describe_variant_conflict(family, matched)]), *required_keys)[
+            :MAX_NAMED_KEYS
+        ],
         share,
     )
 
@@ -299,7 +309,7 @@ def _exclude_unproven(
     return list(filter(is_proven, candidates)) or candidates
 
 
-def list_refined_families(family: Family, known_families: Mapping[str, Family]) -> list[str]:
+def list_ancestor_families(family: Family, known_families: Mapping[str, Family]) -> list[str]:
     """List the families that *family* refines, directly or indirectly, the nearest first."""
     names: list[str] = []
     parent = family.refines
@@ -313,9 +323,9 @@ def _exclude_refined(
     candidates: list[Candidate], known_families: Mapping[str, Family]
 ) -> list[Candidate]:
     """Exclude families that another candidate refines."""
-    general = {
+    refined_candidates = {
         (name, special.layout)
         for special in candidates
-        for name in list_refined_families(known_families[special.family], known_families)
+        for name in list_ancestor_families(known_families[special.family], known_families)
     }
-    return [c for c in candidates if (c.family, c.layout) not in general]
+    return [c for c in candidates if (c.family, c.layout) not in refined_candidates]

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 from ckptctl.catalog import TensorEntry
 from ckptctl.errors import MappingError, spell_option
-from ckptctl.planner.axes import Axes, AxisSizes, group_unbroken_runs
+from ckptctl.planner.axes import Axes, AxisSizes, list_adjacent_runs
 from ckptctl.planner.families.tables import Leaf, LogicalTensor
 from ckptctl.planner.layouts import Family, Layout, LayoutTensor
-from ckptctl.planner.mapping.matching import Lead
+from ckptctl.planner.mapping.matching import SpreadPosition
 from ckptctl.planner.strided import Ints, StridedTensor, concat, merge_parts
 
 
@@ -45,28 +45,28 @@ class TableCell:
         return [*self._list_spread_dims(shared), *list_logical_dims(self.family, self.leaf)]
 
     def to_logical(
-        self, stored: StridedTensor, lead: Lead, shared: Collection[str]
+        self, stored: StridedTensor, position: SpreadPosition, shared: Collection[str]
     ) -> StridedTensor:
-        """Convert a stored tensor, the entry at *lead*, to the logical tensor."""
-        leaf, along = self.leaf, self._along
+        """Convert a stored tensor, the entry at *position*, to the logical tensor."""
+        leaf, along = self.leaf, self._concat_dim
         if leaf.interleave_axis:
             rows = sum(self._list_part_sizes())
             stored = stored.split(0, (stored.shape[0] // rows if rows else 0, rows))
         if leaf.interleave_axis or leaf.part is not None:
             *before, length = self._list_part_sizes((leaf.part or 0) + 1)
             stored = stored.narrow(along, sum(before), length)
-        for axis, index in reversed([*zip(self._list_spread_dims(shared), lead, strict=True)]):
+        for axis, index in reversed([*zip(self._list_spread_dims(shared), position, strict=True)]):
             stored = stored.merge(0, 0).place(0, index, self.size(axis))
         return stored
 
-    def to_stored(self, logical: StridedTensor, lead: Lead) -> StridedTensor:
-        """Convert the logical tensor to the stored tensor at *lead*, which it may fill partly."""
+    def to_stored(self, logical: StridedTensor, position: SpreadPosition) -> StridedTensor:
+        """Convert the logical tensor to the stored tensor at *position*, which it may fill partly."""
         leaf = self.leaf
-        for index in lead:
+        for index in position:
             logical = logical.select(0, index)
         if leaf.interleave_axis or leaf.part is not None:
             lengths = self._list_part_sizes()
-            logical = logical.place(self._along, sum(lengths[: leaf.part or 0]), sum(lengths))
+            logical = logical.place(self._concat_dim, sum(lengths[: leaf.part or 0]), sum(lengths))
         return logical.merge(0, 2) if leaf.interleave_axis else logical
 
     def _list_spread_dims(self, shared: Collection[str]) -> list[Axes]:
@@ -75,7 +75,7 @@ class TableCell:
         ]
 
     @property
-    def _along(self) -> int:
+    def _concat_dim(self) -> int:
         return self.leaf.concat_dim + bool(self.leaf.interleave_axis)
 
     def _list_part_sizes(self, count: int | None = None) -> list[int]:
@@ -84,7 +84,7 @@ class TableCell:
         return [self.size(group) for group in part_axes[:count]]
 
 
-def build_cells(
+def build_table_cells(
     family: Family,
     sizes: AxisSizes,
     source: tuple[Layout, LogicalTensor],
@@ -154,8 +154,8 @@ def list_fused_axes(family: Family, stored: LayoutTensor) -> list[Axes]:
 def rearrange_tensor(
     source: TableCell,
     target: TableCell,
-    entries: Mapping[Lead, Ints],
-    leads: Sequence[Lead],
+    entries: Mapping[SpreadPosition, Ints],
+    positions: Sequence[SpreadPosition],
 ) -> list[StridedTensor]:
     """Convert one logical tensor to stored tensors of the target, which it may fill partly.
 
@@ -164,21 +164,21 @@ def rearrange_tensor(
         target: The logical tensor in the target.
         entries: The shape of each stored tensor of the source, by its position along the axes that
             only the source spreads.
-        leads: Positions along the axes that only the target spreads.
+        positions: Positions along the axes that only the target spreads.
 
     Returns:
-        The tensor at each of *leads*. Its parts refer to placeholders for *entries*, and for the
+        The tensor at each of *positions*. Its parts refer to placeholders for *entries*, and for the
         zeros that extend an axis.
     """
     shared = {*source.leaf.spread_axes} & {*target.leaf.spread_axes}
     before, after = source.list_dims(shared), target.list_dims(shared)
-    for run in group_unbroken_runs(before, after):
+    for run in list_adjacent_runs(before, after):
         source.size(run)  # raises for the outermost axis with unknown size
     stored = [build_placeholder(number, shape) for number, shape in enumerate(entries.values())]
     logical = merge_parts(
         [
-            source.to_logical(placeholder, lead, shared)
-            for placeholder, lead in zip(stored, entries, strict=True)
+            source.to_logical(placeholder, position, shared)
+            for placeholder, position in zip(stored, entries, strict=True)
         ]
     )
     if target.resize:
@@ -201,7 +201,7 @@ def rearrange_tensor(
         else:
             logical = logical.narrow(dim, 0, size)
     logical = logical.regroup_axes(before, after, source.size)
-    return [target.to_stored(logical, lead) for lead in leads]
+    return [target.to_stored(logical, position) for position in positions]
 
 
 def build_placeholder(number: int, shape: Ints) -> StridedTensor:

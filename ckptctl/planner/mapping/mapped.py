@@ -234,8 +234,8 @@ def compose_tensors(
         if root:
             sources = tuple(
                 [
-                    SourceTensor(key if is_computed(key) else root + key, shape, logical, plus)
-                    for key, shape, logical, plus in sources
+                    SourceTensor(key if is_computed(key) else root + key, shape, logical, offset)
+                    for key, shape, logical, offset in sources
                 ]
             )
         for target in mapped.targets:
@@ -245,7 +245,7 @@ def compose_tensors(
     return composed
 
 
-def require_covered(tensors: Sequence[MappedTensor]) -> None:
+def require_filled_targets(tensors: Sequence[MappedTensor]) -> None:
     """Require that every target tensor is filled completely.
 
     Raises:
@@ -274,15 +274,15 @@ def iterate_offset_notes(tensors: Iterable[MappedTensor]) -> Iterator[str]:
     offset_counts = Counter(
         (mapped.logical.partition(".")[0], mapped.offset) for mapped in read if mapped.offset
     )
-    for (name, plus), count in offset_counts.items():
-        verb = "added to" if plus > 0 else "subtracted from"
+    for (name, offset), count in offset_counts.items():
+        verb = "added to" if offset > 0 else "subtracted from"
         yield (
-            f"{abs(plus)} is {verb} `{name}`: {pluralize(count, 'tensor')} computed and rounded to "
+            f"{abs(offset)} is {verb} `{name}`: {pluralize(count, 'tensor')} computed and rounded to "
             "the dtype, not copied"
         )
 
 
-def stays_interleaved(tensor: LogicalTensor, source: Layout, target: Layout) -> bool:
+def has_same_interleaving(tensor: LogicalTensor, source: Layout, target: Layout) -> bool:
     """Return whether both layouts interleave the parts of a tensor in the same way."""
     sides = (layout.stored_by_name[tensor.name].parts for layout in (source, target))
     source_placements, target_placements = (

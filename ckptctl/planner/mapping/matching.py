@@ -9,7 +9,7 @@ from itertools import compress, product, repeat
 from typing import TypeAlias
 
 from ckptctl.planner.families.tables import Leaf, LogicalTensor
-from ckptctl.planner.families.templates import KeyKind, Template, group_by_kind
+from ckptctl.planner.families.templates import KeyKind, Template, group_keys_by_kind
 from ckptctl.planner.layouts import Drop, Family, Layout, LayoutTensor
 from ckptctl.planner.mapping.numbering import OTHER_KIND, LayerNumbering, infer_numbering
 
@@ -20,7 +20,7 @@ Slot: TypeAlias = tuple[str, IndexValues]
 """A logical tensor, as its name, such as ``q.{i}``, and the values of its indices."""
 
 
-Lead: TypeAlias = tuple[int, ...]
+SpreadPosition: TypeAlias = tuple[int, ...]
 """Position along the axes that a layout spreads over several keys, empty for one key."""
 
 VariantLayers: TypeAlias = tuple[str, tuple[str, ...]]
@@ -43,7 +43,7 @@ class KeyGroup:
         """Axes that the layout spreads over several keys."""
         return self.stored.parts[0][1].spread_axes
 
-    def iterate_values(self, indices: Sequence[str]) -> Iterable[IndexValues]:
+    def iterate_index_values(self, indices: Sequence[str]) -> Iterable[IndexValues]:
         """Return the values of *indices* in each key."""
         if not indices:
             return repeat((), len(self.keys))
@@ -92,24 +92,28 @@ class MatchedKeys:
         return {key: known_tensors[key] for key in self.order if key in known_tensors}
 
     @cached_property
-    def keys(self) -> Mapping[Slot, Mapping[Lead, str]]:
+    def keys(self) -> Mapping[Slot, Mapping[SpreadPosition, str]]:
         """The keys of each logical tensor, by position along spread axes."""
-        keys_by_slot: dict[Slot, dict[Lead, str]] = {}
+        keys_by_slot: dict[Slot, dict[SpreadPosition, str]] = {}
         for group in self.groups:
             for tensor, leaf in group.stored.parts:
                 points = (
-                    group.iterate_values(tensor.indices),
-                    group.iterate_values(leaf.spread_axes),
+                    group.iterate_index_values(tensor.indices),
+                    group.iterate_index_values(leaf.spread_axes),
                 )
-                for values, lead, key in zip(*points, group.keys, strict=True):
-                    keys_by_slot.setdefault((tensor.name, values), {})[lead] = key
+                for values, position, key in zip(*points, group.keys, strict=True):
+                    keys_by_slot.setdefault((tensor.name, values), {})[position] = key
         return {slot: keys for slot, keys in keys_by_slot.items() if slot not in self.excluded}
 
-    def find_indices(self, tensor: LogicalTensor, axes: Sequence[str] = ()) -> set[IndexValues]:
+    def find_index_values(
+        self, tensor: LogicalTensor, axes: Sequence[str] = ()
+    ) -> set[IndexValues]:
         """Return the index values of *tensor* in all keys, with positions along spread *axes*."""
         if tensor.name not in self.group_by_name:
             return set()
-        indices = set(self.group_by_name[tensor.name].iterate_values((*tensor.indices, *axes)))
+        indices = set(
+            self.group_by_name[tensor.name].iterate_index_values((*tensor.indices, *axes))
+        )
         excluded_indices = {values for name, values in self.excluded if name == tensor.name}
         return (
             {p for p in indices if p[: len(tensor.indices)] not in excluded_indices}
@@ -121,7 +125,7 @@ class MatchedKeys:
         """Count the keys that contain *tensor*, at any indices."""
         group = self.group_by_name.get(tensor.name)
         if group and any(name == tensor.name for name, _ in self.excluded):
-            return len(self.find_indices(tensor, group.spread_axes))
+            return len(self.find_index_values(tensor, group.spread_axes))
         return len(group.keys) if group else 0
 
     @cached_property
@@ -132,7 +136,7 @@ class MatchedKeys:
             for tensor, _ in group.stored.parts:
                 if tensor.variant:
                     kind = tensor.variant, tensor.indices
-                    layers_by_variant.setdefault(kind, set()).update(self.find_indices(tensor))
+                    layers_by_variant.setdefault(kind, set()).update(self.find_index_values(tensor))
         return layers_by_variant
 
     def count_indices(self) -> dict[str, int]:
@@ -168,7 +172,7 @@ def match_keys(
 ) -> MatchedKeys:
     """Match *keys* to the stored tensors of *layout*."""
     if by_kind is None:
-        by_kind = group_by_kind(keys)
+        by_kind = group_keys_by_kind(keys)
     numbering = infer_numbering(family, layout.name, by_kind)
     groups: list[KeyGroup] = []
     dropped: dict[str, Drop] = {}
@@ -246,13 +250,13 @@ def _iterate_excluded(groups: Sequence[KeyGroup]) -> Iterator[Slot]:
         for tensor, _ in group.stored.parts:
             if tensor.name not in ambiguous_names:
                 layers = layers_by_variant.setdefault((tensor.variant, tensor.indices), set())
-                layers.update(group.iterate_values(tensor.indices))
+                layers.update(group.iterate_index_values(tensor.indices))
     for group in shared:
         tensors = [tensor for tensor, _ in group.stored.parts]
         most_frequent = max(
             tensors, key=lambda t: len(layers_by_variant.get((t.variant, t.indices), ()))
         )
-        for values in set(group.iterate_values(tensors[0].indices)):
+        for values in set(group.iterate_index_values(tensors[0].indices)):
             fits = {
                 t.name
                 for t in tensors
@@ -267,7 +271,7 @@ def format_key(
     layout: Layout,
     tensor: LogicalTensor,
     values: tuple[int, ...],
-    lead: Lead = (),
+    position: SpreadPosition = (),
     numbering: LayerNumbering | None = None,
 ) -> str:
     """Format the key of a logical tensor. Each kind of layers counts from 0 without *numbering*."""
@@ -275,17 +279,17 @@ def format_key(
     indices = dict(zip(tensor.indices, values, strict=True))
     if numbering is not None:
         indices = numbering.to_stored(indices)
-    return leaf.key.format_key(indices | dict(zip(leaf.spread_axes, lead, strict=True)))
+    return leaf.key.format_key(indices | dict(zip(leaf.spread_axes, position, strict=True)))
 
 
-def list_indices(tensor: LogicalTensor, counts: Mapping[str, int]) -> list[tuple[int, ...]]:
+def list_index_values(tensor: LogicalTensor, counts: Mapping[str, int]) -> list[tuple[int, ...]]:
     """List all index values of *tensor*, in order."""
     return list(product(*(range(counts.get(index, 0)) for index in tensor.indices)))
 
 
-def iterate_leads(
+def iterate_spread_positions(
     leaf: Leaf, counts: Mapping[str, int], fixed: Mapping[str, int] | None = None
-) -> Iterator[Lead]:
+) -> Iterator[SpreadPosition]:
     """Yield all positions along the axes that a layout spreads. Some axes have *fixed* values."""
     fixed_values = fixed or {}
     yield from product(
@@ -296,7 +300,7 @@ def iterate_leads(
     )
 
 
-def list_omitted_ties(family: Family, layout: str, tied: bool) -> Collection[str]:
+def find_omitted_ties(family: Family, layout: str, tied: bool) -> Collection[str]:
     """Return the logical tensors that *layout* omits because they are tied to other tensors."""
     return {tie.tensor for tie in family.ties if tied and layout not in tie.stored_in}
 

@@ -89,12 +89,12 @@ def infer_numbering(family: Family, layout: str, kinds: Iterable[KeyKind]) -> La
     table = _build_inserted_table(family.get_layout(layout), tuple(shifts))
     numbers_by_index: dict[str, set[int]] = {shift.index: set() for shift in shifts}
     for key in (key for kind in kinds if table.list_entries(kind.skeleton) for key in kind.keys):
-        match = table.find_meaning(key)
+        match = table.find_match(key)
         if match:
             numbers_by_index[match[0].index].add(match[1][match[0].index])
     return LayerNumbering(
         {index: tuple(sorted(numbers)) for index, numbers in numbers_by_index.items()},
-        _map_inserted(shifts),
+        _map_inserted_indices(shifts),
     )
 
 
@@ -152,7 +152,7 @@ def compute_numbering(
             numbers_by_index[shift.index] = tuple(
                 number - n for number, n in zip(sorted(stated_numbers), before, strict=True)
             )
-    return LayerNumbering(numbers_by_index, _map_inserted(shifts))
+    return LayerNumbering(numbers_by_index, _map_inserted_indices(shifts))
 
 
 def require_numbering(
@@ -181,5 +181,5 @@ def require_numbering(
             )
 
 
-def _map_inserted(shifts: Iterable[Shift]) -> dict[str, str]:
+def _map_inserted_indices(shifts: Iterable[Shift]) -> dict[str, str]:
     return {shift.index: shift.into for shift in shifts if not shift.nested}

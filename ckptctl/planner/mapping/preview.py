@@ -97,7 +97,7 @@ def list_numbers(shape: Sequence[SymbolicSize]) -> list[int | None]:
     return [size.number for size in shape]
 
 
-def list_counts(
+def map_size_numbers(
     each: Mapping[str, SymbolicSize],
 ) -> dict[str, Annotated[int | None, JsonField("size of the axis; null if unknown")]]:
     """Return the sizes of axes as numbers, or None if unknown."""
@@ -138,7 +138,7 @@ class Arrival(Result, order="key shape numbers each variant pieces"):
         JsonField("sizes as numbers; null if unknown", name="numbers", to=list_numbers),
     ]
     each: Annotated[
-        Mapping[str, SymbolicSize], JsonField("sizes of the axes in the key", to=list_counts)
+        Mapping[str, SymbolicSize], JsonField("sizes of the axes in the key", to=map_size_numbers)
     ]
     pieces: Annotated[tuple[Contribution, ...], JsonField("source tensors of this target")]
     variant: Annotated[
@@ -218,7 +218,7 @@ class KeyRouter:
 
     def _find_meaning(self, route: Route) -> tuple[LayoutTensor | Drop, KnownIndices]:
         """Find the meaning of the key, and its index values as the family counts them."""
-        meanings = list(self.source.iterate_meanings(route.key))
+        meanings = list(self.source.iterate_matches(route.key))
         numbering = self._find_numbering(
             self.source, [n for _, indices in meanings for n in indices.values()]
         )
@@ -245,7 +245,7 @@ class KeyRouter:
         )
         layouts = (self.family.get_layout(name) for name in self.family.layouts)
         other_layouts = [
-            f"`{layout.name}`" for layout in layouts if any(layout.iterate_meanings(key))
+            f"`{layout.name}`" for layout in layouts if any(layout.iterate_matches(key))
         ]
         command = f"ckptctl models {self.family.name} --layout {self.source.name}"
         return MappingError(

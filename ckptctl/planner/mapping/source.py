@@ -14,23 +14,23 @@ from itertools import compress, islice
 from typing import TYPE_CHECKING, TypeAlias
 
 from ckptctl.errors import MappingError, quote_names, spell_option
-from ckptctl.planner.axes import AxisSizes, Observation, solve_axis_sizes
+from ckptctl.planner.axes import AxisSizes, ObservedShape, solve_axis_sizes
 from ckptctl.planner.families.tables import LogicalTensor
 from ckptctl.planner.layouts import Family, Layout, Tie
 from ckptctl.planner.mapping.completeness import (
     ALWAYS_LISTED,
+    describe_variant_conflict,
     find_missing_keys,
-    find_variant_conflict,
     require_known_keys,
-    require_no_missing,
+    require_no_missing_tensors,
 )
 from ckptctl.planner.mapping.matching import (
     IndexValues,
-    Lead,
     MatchedKeys,
     Slot,
+    SpreadPosition,
     format_key,
-    iterate_leads,
+    iterate_spread_positions,
     match_keys,
 )
 from ckptctl.planner.mapping.numbering import LayerNumbering
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 """Shape of each stored tensor by key."""
 
-Origin: TypeAlias = tuple[LogicalTensor, Mapping[Lead, str]]
+Origin: TypeAlias = tuple[LogicalTensor, Mapping[SpreadPosition, str]]
 """A logical tensor of the source and the keys that contain it."""
 
 
@@ -135,13 +135,13 @@ def resolve_source(
         )
         names = [absent.key for absent in missing_keys.keys]
         require_known_keys(family, layout, matched, names)
-    if contradiction := find_variant_conflict(family, matched):
+    if contradiction := describe_variant_conflict(family, matched):
         raise MappingError(f"a layer has tensors of two kinds: {contradiction}")
     if not partial:
-        require_no_missing(names, missing_keys.total, family, layout, tied=tied)
-    observations: dict[object, Observation] = {}
+        require_no_missing_tensors(names, missing_keys.total, family, layout, tied=tied)
+    observations: dict[object, ObservedShape] = {}
     for key, stored in matched.tensor_by_key.items():
-        observations.setdefault((id(stored), shapes[key]), Observation(key, stored, shapes[key]))
+        observations.setdefault((id(stored), shapes[key]), ObservedShape(key, stored, shapes[key]))
     spread = {axis: counts[axis] for axis in layout.spread_axes if axis in counts}
     counted = [axis for axis, count in counts.items() if sizes.get(axis) != count]
     solved = solve_axis_sizes(family, observations.values(), {**sizes, **spread}, counted)
@@ -193,23 +193,23 @@ class FusedPartCheck:
         source: MatchedSource,
         target: Layout,
         numbering: LayerNumbering,
-        missing: Collection[str],
+        may_be_missing: Collection[str],
     ) -> None:
         self._source, self._target, self._numbering = source, target, numbering
-        self._missing = missing
-        self._incomplete: dict[str, str] = {}
+        self._may_be_missing = may_be_missing
+        self._skip_reasons: dict[str, str] = {}
 
-    def require_parts(self, tensor: LogicalTensor, values: IndexValues) -> None:
+    def check_parts(self, tensor: LogicalTensor, values: IndexValues) -> None:
         """Skip a fused tensor if its missing parts are allowed to be missing, or raise."""
         if self._target.leaves[tensor.name].part is None:
             return
         parts = self._target.stored_by_name[tensor.name].parts
         existing = self._source.matched.keys
-        held_parts = {leaf.part for other, leaf in parts if (other.name, values) in existing}
+        existing_parts = {leaf.part for other, leaf in parts if (other.name, values) in existing}
         tensor_by_part = {leaf.part: other for other, leaf in reversed(parts)}
         missing_tensors = [
             tensor_by_part[part]
-            for part in sorted(tensor_by_part.keys() - held_parts, key=lambda n: n or 0)
+            for part in sorted(tensor_by_part.keys() - existing_parts, key=lambda n: n or 0)
         ]
         if missing_tensors:
             keys = (existing.get((other.name, values), {}) for other, _ in parts)
@@ -219,7 +219,7 @@ class FusedPartCheck:
             ]
             self._skip_or_raise(tensor, values, existing_keys, missing_keys)
 
-    def require_entries(
+    def check_entries(
         self, tensor: LogicalTensor, source_tensor: LogicalTensor, values: IndexValues
     ) -> None:
         """Skip a stacked tensor if its missing entries are allowed to be missing, or raise."""
@@ -231,13 +231,13 @@ class FusedPartCheck:
             return
         keys = self._source.matched.keys[source_tensor.name, values]
         shared = [n for n, axis in enumerate(leaf.spread_axes) if axis in target_leaf.spread_axes]
-        started = {tuple(lead[n] for n in shared) for lead in keys}
-        entries = iterate_leads(leaf, self._source.sizes.axes)
+        started = {tuple(position[n] for n in shared) for position in keys}
+        entries = iterate_spread_positions(leaf, self._source.sizes.axes)
         missing = (e for e in entries if e not in keys and tuple(e[n] for n in shared) in started)
         missing_entries = list(islice(missing, ALWAYS_LISTED))
         if missing_entries:
             missing_keys = [
-                self._format_key(source_tensor, values, lead) for lead in missing_entries
+                self._format_key(source_tensor, values, position) for position in missing_entries
             ]
             self._skip_or_raise(tensor, values, list(keys.values()), missing_keys)
 
@@ -250,9 +250,9 @@ class FusedPartCheck:
             The remaining tensors, and the source keys that are not read, with reasons.
         """
         complete, incomplete, skipped_keys = list(tensors), list(tensors), dict[str, str]()
-        while incomplete and self._incomplete:
+        while incomplete and self._skip_reasons:
             is_incomplete = [
-                any(v.key in self._incomplete for v in mapped_tensor.targets)
+                any(v.key in self._skip_reasons for v in mapped_tensor.targets)
                 for mapped_tensor in complete
             ]
             incomplete = list(compress(complete, is_incomplete))
@@ -262,31 +262,38 @@ class FusedPartCheck:
                 if not is_excluded
             ]
             for mapped in incomplete:
-                why = next(filter(None, (self._incomplete.get(v.key) for v in mapped.targets)))
-                self._incomplete |= {target.key: why for target in mapped.targets}
+                why = next(filter(None, (self._skip_reasons.get(v.key) for v in mapped.targets)))
+                self._skip_reasons |= {target.key: why for target in mapped.targets}
                 skipped_keys |= {source.key: why for source in mapped.sources}
         return complete, skipped_keys
 
     def _iterate_keys(self, tensor: LogicalTensor, values: IndexValues) -> Iterator[str]:
         leaf = self._source.layout.leaves.get(tensor.name)
         if leaf is not None:
-            entries = islice(iterate_leads(leaf, self._source.sizes.axes), ALWAYS_LISTED)
+            entries = islice(iterate_spread_positions(leaf, self._source.sizes.axes), ALWAYS_LISTED)
             yield from (self._format_key(tensor, values, entry) for entry in entries)
 
-    def _format_key(self, tensor: LogicalTensor, values: IndexValues, lead: Lead) -> str:
+    def _format_key(
+        self, tensor: LogicalTensor, values: IndexValues, position: SpreadPosition
+    ) -> str:
         numbering = self._source.matched.numbering
-        return format_key(self._source.layout, tensor, values, lead, numbering)
+        return format_key(self._source.layout, tensor, values, position, numbering)
 
     def _skip_or_raise(
         self, tensor: LogicalTensor, values: IndexValues, existing: list[str], missing: list[str]
     ) -> None:
         """Skip a tensor if all keys in *missing* are allowed to be missing, or raise."""
-        entries = iterate_leads(self._target.leaves[tensor.name], self._source.sizes.axes)
-        keys = [format_key(self._target, tensor, values, lead, self._numbering) for lead in entries]
-        if all(key in self._missing for key in missing):
+        entries = iterate_spread_positions(
+            self._target.leaves[tensor.name], self._source.sizes.axes
+        )
+        keys = [
+            format_key(self._target, tensor, values, position, self._numbering)
+            for position in entries
+        ]
+        if all(key in self._may_be_missing for key in missing):
             for key in keys:
                 why = f"it is a part of `{key}`, which is skipped because parts are missing:"
-                self._incomplete[key] = f"{why} {quote_names(missing)}"
+                self._skip_reasons[key] = f"{why} {quote_names(missing)}"
             return
         key = keys[0]
         raise MappingError(

@@ -14,8 +14,8 @@ from ckptctl.notes import Notes
 from ckptctl.planner.families.tables import Leaf, LogicalTensor
 from ckptctl.planner.families.templates import Template
 from ckptctl.planner.layouts import Drop, Family, Layout
-from ckptctl.planner.mapping.completeness import note_unplaceable
-from ckptctl.planner.mapping.logical import build_cells, rearrange_tensor
+from ckptctl.planner.mapping.completeness import iterate_unwritten_notes
+from ckptctl.planner.mapping.logical import build_table_cells, rearrange_tensor
 from ckptctl.planner.mapping.mapped import (
     MappedTensor,
     RedundantData,
@@ -23,11 +23,17 @@ from ckptctl.planner.mapping.mapped import (
     SourceTensor,
     TargetTensor,
     ZeroTensor,
+    has_same_interleaving,
     iterate_offset_notes,
-    require_covered,
-    stays_interleaved,
+    require_filled_targets,
 )
-from ckptctl.planner.mapping.matching import Lead, MatchedKeys, Slot, format_key, iterate_leads
+from ckptctl.planner.mapping.matching import (
+    MatchedKeys,
+    Slot,
+    SpreadPosition,
+    format_key,
+    iterate_spread_positions,
+)
 from ckptctl.planner.mapping.numbering import compute_numbering, require_numbering
 from ckptctl.planner.mapping.source import FusedPartCheck, MatchedSource, Origin, resolve_source
 from ckptctl.planner.mapping.tiles import TileConversion, convert_tiles
@@ -136,7 +142,7 @@ def map_tensors(
         return mapper.map_unchanged()
     change = mapper.map_to_target(lists or {}, may_be_missing)
     if not partial:
-        change.notes.add(*note_unplaceable(family, source, target, required))
+        change.notes.add(*iterate_unwritten_notes(family, source, target, required))
     return change
 
 
@@ -163,14 +169,14 @@ class _TensorMapper:
         self.zeros: list[ZeroTensor] = []
         self.notes = Notes()
         self.copies: list[RedundantData] = []
-        self.tilings: list[TileConversion] = []
+        self.tile_conversions: list[TileConversion] = []
         self.target_cache: dict[object, Sequence[StridedTensor]] = {}
 
     def map_unchanged(self) -> LayoutChange:
         """Map to the same layout. Tensors are kept unless they are resized or untied."""
         matched = self.source.matched
         self.numbering = matched.numbering
-        self.fusing = FusedPartCheck(self.source, self.target, self.numbering, ())
+        self.fused_part_check = FusedPartCheck(self.source, self.target, self.numbering, ())
         tensors: list[MappedTensor] = []
         for (name, values), keys in matched.keys.items() if self.resized else ():
             if name in self.resized:
@@ -200,14 +206,18 @@ class _TensorMapper:
             self.family, self.source.layout.name, self.source.matched.numbering, lists
         )
         self.numbering = compute_numbering(self.family, self.target.name, self.source.counts, lists)
-        self.fusing = FusedPartCheck(self.source, self.target, self.numbering, may_be_missing)
-        tensors, skipped_keys = self.fusing.exclude_incomplete(list(self._iterate_tensors()))
+        self.fused_part_check = FusedPartCheck(
+            self.source, self.target, self.numbering, may_be_missing
+        )
+        tensors, skipped_keys = self.fused_part_check.exclude_incomplete(
+            list(self._iterate_tensors())
+        )
         self._note_drops()
         tensors = self._remove_duplicates(tensors)
-        require_covered(tensors)
+        require_filled_targets(tensors)
         rules = () if self.partial else self.family.drops
         unfilled = (rule for rule in rules if rule.layout == self.target.name and rule.zeros)
-        for tiling in self.tilings:
+        for tiling in self.tile_conversions:
             tensors += tiling.tensors
             self.zeros += tiling.zeros
         tensors += [zero_tensor for rule in unfilled for zero_tensor in self._iterate_zeros(rule)]
@@ -230,7 +240,11 @@ class _TensorMapper:
             tuple(tensors),
             (
                 *(RedundantData(Region(key)) for key, rule in dropped_keys if rule.zeros),
-                *(redundant for conversion in self.tilings for redundant in conversion.redundant),
+                *(
+                    redundant
+                    for conversion in self.tile_conversions
+                    for redundant in conversion.redundant
+                ),
                 *self.copies,
             ),
             tuple(self.zeros),
@@ -300,44 +314,51 @@ class _TensorMapper:
     ) -> Iterator[MappedTensor]:
         """Map a logical tensor, separately for each entry of axes that both layouts spread."""
         source_tensor, keys = origin
-        self.fusing.require_parts(tensor, values)
-        self.fusing.require_entries(tensor, source_tensor, values)
+        self.fused_part_check.check_parts(tensor, values)
+        self.fused_part_check.check_entries(tensor, source_tensor, values)
         source_leaf, target_leaf = (
             self.source.layout.leaves[source_tensor.name],
             self.target.leaves[tensor.name],
         )
         name = tensor.name.format(**dict(zip(tensor.indices, values, strict=True)))
         is_same = tensor is source_tensor and source_tensor.name not in self.resized
-        if is_same and stays_interleaved(tensor, self.source.layout, self.target):
-            for lead in () if source_leaf.part else sorted(keys):
-                target_key = format_key(self.target, tensor, values, lead, self.numbering)
-                label = ".".join([name, *map(str, lead)])
-                shape = self.source.shapes[keys[lead]]
-                yield MappedTensor.from_unchanged(keys[lead], target_key, shape, label)
+        if is_same and has_same_interleaving(tensor, self.source.layout, self.target):
+            for position in () if source_leaf.part else sorted(keys):
+                target_key = format_key(self.target, tensor, values, position, self.numbering)
+                label = ".".join([name, *map(str, position)])
+                shape = self.source.shapes[keys[position]]
+                yield MappedTensor.from_unchanged(keys[position], target_key, shape, label)
             return
         shared_axes = [axis for axis in source_leaf.spread_axes if axis in target_leaf.spread_axes]
         self._require_few_keys(target_leaf, shared_axes, keys)
-        for shared, members in _group_leads(source_leaf, sorted(keys), shared_axes).items():
+        for shared, members in _group_spread_positions(
+            source_leaf, sorted(keys), shared_axes
+        ).items():
             fixed = dict(zip(shared_axes, shared, strict=True))
-            targets = _group_leads(
-                target_leaf, iterate_leads(target_leaf, self.sizes, fixed), shared_axes
+            targets = _group_spread_positions(
+                target_leaf, iterate_spread_positions(target_leaf, self.sizes, fixed), shared_axes
             )
             pairs = targets.get(shared, ())
-            entries = {own_lead: self.source.shapes[keys[lead]] for lead, own_lead in members}
-            label, plus = (
+            entries = {
+                own_position: self.source.shapes[keys[position]]
+                for position, own_position in members
+            }
+            label, offset = (
                 ".".join([name, *map(str, shared)]),
                 target_leaf.offset - source_leaf.offset,
             )
             reads = [
-                SourceTensor(keys[lead], entries[own_lead], label, plus)
-                for lead, own_lead in members
+                SourceTensor(keys[position], entries[own_position], label, offset)
+                for position, own_position in members
             ]
             tensors = self._build_targets(
-                tensor, origin, entries, [own_lead for _, own_lead in pairs]
+                tensor, origin, entries, [own_position for _, own_position in pairs]
             )
             writes = [
-                TargetTensor(format_key(self.target, tensor, values, lead, self.numbering), strided)
-                for (lead, _), strided in zip(pairs, tensors, strict=True)
+                TargetTensor(
+                    format_key(self.target, tensor, values, position, self.numbering), strided
+                )
+                for (position, _), strided in zip(pairs, tensors, strict=True)
             ]
             if source_tensor.name in self.resized:
                 self._add_zeros(reads, writes)
@@ -353,7 +374,7 @@ class _TensorMapper:
             reads.append(reads[0]._replace(key=name, shape=shape))
 
     def _require_few_keys(
-        self, target_leaf: Leaf, shared_axes: Sequence[str], keys: Mapping[Lead, str]
+        self, target_leaf: Leaf, shared_axes: Sequence[str], keys: Mapping[SpreadPosition, str]
     ) -> None:
         """Require that an axis is not spread over more keys than any model has."""
         entry_counts = {
@@ -374,31 +395,31 @@ class _TensorMapper:
         self,
         tensor: LogicalTensor,
         origin: Origin,
-        entries: Mapping[Lead, Ints],
-        leads: Sequence[Lead],
+        entries: Mapping[SpreadPosition, Ints],
+        positions: Sequence[SpreadPosition],
     ) -> Sequence[StridedTensor]:
-        """Build the target tensors at *leads* from elements of *entries*, cached per kind."""
+        """Build the target tensors at *positions* from elements of *entries*, cached per kind."""
         source_tensor, keys = origin
-        kind = (source_tensor.name, tensor.name, tuple(entries.items()), tuple(leads))
+        kind = (source_tensor.name, tensor.name, tuple(entries.items()), tuple(positions))
         if kind not in self.target_cache:
             key = next(iter(keys.values()))
             sides = (self.source.layout, source_tensor), (self.target, tensor)
             shape = self.source.shapes[key]
-            cells_of_sides = build_cells(
+            cells_of_sides = build_table_cells(
                 self.family, self.source.sizes, *sides, key, shape, self.resize
             )
-            self.target_cache[kind] = rearrange_tensor(*cells_of_sides, entries, leads)
+            self.target_cache[kind] = rearrange_tensor(*cells_of_sides, entries, positions)
         return self.target_cache[kind]
 
     def _remove_duplicates(self, tensors: list[MappedTensor]) -> list[MappedTensor]:
         """Keep one of the tensors that fill the same target, and record the copies to compare."""
         first: dict[object, MappedTensor] = {}
         for item in tensors:
-            place = tuple(
+            target_position = tuple(
                 (key, tensor.parts[0].origin if tensor.parts else item.logical)
                 for key, tensor in item.targets
             )
-            first_tensor = first.setdefault(place, item)
+            first_tensor = first.setdefault(target_position, item)
             if first_tensor is not item:
                 pairs = zip(first_tensor.sources, item.sources, strict=True)
                 copies = (
@@ -425,7 +446,7 @@ class _TensorMapper:
                     self.source.sizes.find_size(self.family.expand_axes(group)) for group in dims
                 ]
                 shape, target_key = self.source.shapes[key], leaf.key.text
-                self.tilings.append(convert_tiles(key, target_key, shape, inner, grid))
+                self.tile_conversions.append(convert_tiles(key, target_key, shape, inner, grid))
                 self.notes.add(
                     f"entries of `{target_key}` for impossible image positions are zeros"
                     if grid
@@ -480,14 +501,14 @@ class _TensorMapper:
                 yield MappedTensor.from_unchanged(computed_name(key), key, shape)
 
 
-def _group_leads(
-    leaf: Leaf, positions: Iterable[Lead], axes: Sequence[str]
-) -> dict[Lead, list[tuple[Lead, Lead]]]:
+def _group_spread_positions(
+    leaf: Leaf, positions: Iterable[SpreadPosition], axes: Sequence[str]
+) -> dict[SpreadPosition, list[tuple[SpreadPosition, SpreadPosition]]]:
     """Group *positions* by their values along *axes*, each with its values along other axes."""
-    groups: dict[Lead, list[tuple[Lead, Lead]]] = {}
-    for lead in positions:
-        shared = tuple(lead[leaf.spread_axes.index(axis)] for axis in axes)
-        pairs = zip(leaf.spread_axes, lead, strict=True)
+    groups: dict[SpreadPosition, list[tuple[SpreadPosition, SpreadPosition]]] = {}
+    for position in positions:
+        shared = tuple(position[leaf.spread_axes.index(axis)] for axis in axes)
+        pairs = zip(leaf.spread_axes, position, strict=True)
         other_numbers = tuple(number for axis, number in pairs if axis not in axes)
-        groups.setdefault(shared, []).append((lead, other_numbers))
+        groups.setdefault(shared, []).append((position, other_numbers))
     return groups

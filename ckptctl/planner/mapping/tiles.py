@@ -43,7 +43,7 @@ def list_aspect_ratios(tiles: int) -> list[tuple[int, int]]:
 
 
 def convert_tiles(
-    source: str, target: str, shape: Ints, inner: Sequence[int | None], grid: bool
+    source: str, target: str, shape: Ints, inner: Sequence[int | None], to_grid: bool
 ) -> TileConversion:
     """Convert a tile embedding from a grid to rows, or from rows to a grid.
 
@@ -52,15 +52,17 @@ def convert_tiles(
         target: Key in the target.
         shape: Shape in the source.
         inner: Sizes of the dimensions of the grid after the first two, None if unknown.
-        grid: Whether the target is the grid, not one row per aspect ratio.
+        to_grid: Whether the target is the grid, not one row per aspect ratio.
 
     Raises:
         MappingError: The shape does not fit the model.
     """
     inner_sizes = tuple(size for size in inner if size is not None)
     tiles = next((n for n in range(1, 65) if len(list_aspect_ratios(n)) + 1 == shape[0]), 0)
-    tiles = tiles if grid else shape[0]
-    expected = (shape[0], tiles * math.prod(inner_sizes)) if grid else (tiles, tiles, *inner_sizes)
+    tiles = tiles if to_grid else shape[0]
+    expected = (
+        (shape[0], tiles * math.prod(inner_sizes)) if to_grid else (tiles, tiles, *inner_sizes)
+    )
     if len(inner_sizes) != len(inner) or shape != expected or not tiles:
         raise MappingError(
             "the embeddings of tiles do not fit this model",
@@ -68,7 +70,7 @@ def convert_tiles(
             why=f"its shape is {shape}",
         )
     converter = _TileConverter(source, target, tiles, inner_sizes)
-    return converter.build_grid() if grid else converter.build_rows()
+    return converter.build_grid() if to_grid else converter.build_rows()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +112,13 @@ class _TileConverter:
         tensors: list[MappedTensor] = []
         unused: list[Region] = []
         redundant: list[RedundantData] = []
-        for place in ((y, x) for y in range(self.tiles) for x in range(self.tiles)):
-            regions = list(self._iterate_sources(place))
+        for grid_position in ((y, x) for y in range(self.tiles) for x in range(self.tiles)):
+            regions = list(self._iterate_sources(grid_position))
             if regions:
-                tensors.append(self._map_position(place, regions[0]))
+                tensors.append(self._map_position(grid_position, regions[0]))
                 redundant += [RedundantData(region, regions[0], "tiles") for region in regions[1:]]
             else:
-                origin = (*place, *[0] * len(self.inner))
+                origin = (*grid_position, *[0] * len(self.inner))
                 unused.append(Region(self.target, origin, (1, 1, *self.inner)))
         conversion = self._fill_with_zeros(tensors, unused, (self.tiles, self.tiles, *self.inner))
         redundant += [
@@ -125,22 +127,24 @@ class _TileConverter:
         ]
         return replace(conversion, redundant=tuple(redundant))
 
-    def _iterate_sources(self, place: tuple[int, int]) -> Iterator[Region]:
+    def _iterate_sources(self, grid_position: tuple[int, int]) -> Iterator[Region]:
         """Yield the regions of rows that contain a position of the grid."""
-        y, x = place
+        y, x = grid_position
         for row, (height, width) in enumerate(list_aspect_ratios(self.tiles), 1):
             if y < height and x < width:
                 start = (y * width + x) * self.width
                 yield Region(self.source, (row, start), (1, self.width))
 
-    def _map_position(self, place: tuple[int, int], region: Region) -> MappedTensor:
+    def _map_position(self, grid_position: tuple[int, int], region: Region) -> MappedTensor:
         """Map one position of the grid."""
         shape = self.rows, self.tiles * self.width
-        read = SourceTensor(self.source, shape, f"{self.target}.{place[0]}.{place[1]}")
+        read = SourceTensor(
+            self.source, shape, f"{self.target}.{grid_position[0]}.{grid_position[1]}"
+        )
         row, start = region.origin
         part = build_placeholder(0, read.shape).select(0, row).narrow(0, start, self.width)
         part = part.split(0, (1, 1, *self.inner))
-        tensor = part.place(0, place[0], self.tiles).place(1, place[1], self.tiles)
+        tensor = part.place(0, grid_position[0], self.tiles).place(1, grid_position[1], self.tiles)
         written = TargetTensor(self.target, tensor)
         return MappedTensor((read,), (written,))
 

@@ -14,7 +14,7 @@ from ckptctl.numerics.quantized import find_quantized
 from ckptctl.planner.boxes import check_coverage, intersect_boxes
 from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.save_load.loading.state_mapping import MemoryBox, RequestedTensor, StateMapping
-from ckptctl.storage.computed import open_reader
+from ckptctl.storage.computed import open_catalog_reader
 from ckptctl.units import pluralize
 
 
@@ -135,7 +135,7 @@ def require_nothing_lost(mapping: StateMapping) -> None:
     """Read data that the mapping drops as redundant, and raise if it is not redundant."""
     names = dict.fromkeys(key for redundant in mapping.redundant for key in redundant.keys)
     catalog = locate_tensors(mapping.catalog, names)
-    with open_reader(catalog) as files:
+    with open_catalog_reader(catalog) as files:
         for lost in find_lost_data(files, catalog, mapping.redundant):
             if lost.kind != "tensor":
                 raise lost_part_error(catalog, lost)

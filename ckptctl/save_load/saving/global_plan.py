@@ -19,7 +19,7 @@ from ckptctl.formats.base import OutputTensor
 from ckptctl.planner.balance import (
     EVEN_LOAD_RATIO,
     assign_chunks,
-    compute_fine_limit,
+    compute_fine_piece_limit,
     compute_piece_limit,
     split_box,
 )
@@ -85,7 +85,7 @@ def make_global_plan(packed_by_rank: Sequence[PackedShards]) -> GlobalPlan:
         nbytes = sum(_count_bytes(meta.shape, meta) for meta in metas.values())
         limits = (
             compute_piece_limit(nbytes, len(packed_by_rank)),
-            compute_fine_limit(nbytes, len(packed_by_rank)),
+            compute_fine_piece_limit(nbytes, len(packed_by_rank)),
         )
         for limit in dict.fromkeys(limits):
             cut_shared_boxes(metas, patterns, limit)

@@ -22,7 +22,7 @@ from ckptctl.formats.dcp.data_files import DataFileBuilder
 from ckptctl.formats.dcp.metadata import Item
 from ckptctl.formats.dcp.metadata_writer import LocatedChunk, TensorMetadata, encode_tensors
 from ckptctl.planner.balance import assign_chunks
-from ckptctl.planner.plan import CrcOf, OutputFile, Plan, TargetBox, Transfer
+from ckptctl.planner.plan import CrcLookup, OutputFile, Plan, TargetBox, Transfer
 from ckptctl.planner.strided import StridedTensor
 from ckptctl.save_load.saving.global_plan import GlobalPlan, RankShare, make_output_tensor
 from ckptctl.save_load.saving.local_shards import LocalChunk, LocalShards
@@ -180,7 +180,7 @@ def add_values(
         contents.append((size, values[name]))
         size += len(values[name])
 
-    def yield_frame(crc_of: CrcOf) -> Iterator[tuple[int, bytes]]:
+    def yield_frame(crc_of: CrcLookup) -> Iterator[tuple[int, bytes]]:
         yield from first.frame(crc_of)
         yield from contents
 

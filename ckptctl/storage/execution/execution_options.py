@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ckptctl.planner.copying.blocks import MIB
-from ckptctl.planner.copying.tile import Limits
+from ckptctl.planner.copying.tile import TileLimits
 from ckptctl.storage.outcome import OutOfRange, Rounding
-from ckptctl.storage.threads import Advance, default_threads
+from ckptctl.storage.threads import Advance, get_default_thread_count
 
 ARITHMETIC_BYTES = 224 * MIB
 """Total size of the buffers for arithmetic, in bytes."""
@@ -48,9 +48,9 @@ class ExecutionOptions:
     @property
     def threads(self) -> int:
         """Number of threads, which is *jobs* or as many as the cores and *memory* allow."""
-        return self.jobs or max(1, min(default_threads(), self.memory // MIN_THREAD_BYTES))
+        return self.jobs or max(1, min(get_default_thread_count(), self.memory // MIN_THREAD_BYTES))
 
-    def compute_limits(self, *, short: bool = False) -> Limits:
+    def compute_tile_limits(self, *, short: bool = False) -> TileLimits:
         """Compute tile sizes that fit into *memory*.
 
         Args:
@@ -58,18 +58,19 @@ class ExecutionOptions:
                 several processes can share the tiles of a plan.
         """
         thread_bytes = max(MIN_THREAD_BYTES, self.memory // self.threads // 64 * 64)
-        return Limits(
-            tile=min(MIB, thread_bytes),
-            widest=min(4 * MIB, thread_bytes),
-            flat=min(MIB, thread_bytes) if short else 16 * MIB,
-            arithmetic=min(16 * MIB, ARITHMETIC_BYTES // (2 * self.threads)),
-            check=self.checksum,
+        return TileLimits(
+            tile_bytes=min(MIB, thread_bytes),
+            max_tile_bytes=min(4 * MIB, thread_bytes),
+            max_unit_bytes=min(MIB, thread_bytes) if short else 16 * MIB,
+            permuted_tile_bytes=min(16 * MIB, ARITHMETIC_BYTES // (2 * self.threads)),
+            verifies_checksums=self.checksum,
         )
 
-    def count_threads_within(self, limits: Limits) -> int:
+    def count_threads_that_fit(self, limits: TileLimits) -> int:
         """Return how many threads' buffers fit into memory with the tile sizes *limits*."""
         memory_threads = min(
-            self.memory // limits.widest, ARITHMETIC_BYTES // (2 * limits.arithmetic)
+            self.memory // limits.max_tile_bytes,
+            ARITHMETIC_BYTES // (2 * limits.permuted_tile_bytes),
         )
         return max(1, min(self.threads, memory_threads))
 

@@ -23,7 +23,7 @@ from ckptctl.errors import CkptError
 from ckptctl.planner.balance import WorkShare, count_work_bytes, group_work_by_file
 from ckptctl.planner.copying.blocks import MIB
 from ckptctl.planner.plan import Plan
-from ckptctl.storage.arithmetic import import_torch, limit_torch_to_thread
+from ckptctl.storage.arithmetic import import_torch, limit_torch_to_one_thread
 from ckptctl.storage.buffers import TileBuffers
 from ckptctl.storage.byte_files import Memory, wrap_memory
 from ckptctl.storage.computed import needs_arithmetic
@@ -46,7 +46,7 @@ from ckptctl.storage.execution.lanes import (
 from ckptctl.storage.execution.run_files import OutputFiles, RunFiles
 from ckptctl.storage.execution.worker import Worker
 from ckptctl.storage.sources import Sources, raise_changed_if
-from ckptctl.storage.threads import Advance, Crew, Supervisor
+from ckptctl.storage.threads import Advance, Supervisor, ThreadGroup
 
 WRITEBACK_BYTES = 64 * MIB
 """Bytes written to a file before the next writeback is started."""
@@ -110,7 +110,7 @@ class PlanRun:
         self._memory = wrap_memory(memory or {})
         self._root = root
         self._options = options
-        self._limits = options.compute_limits(short=share is not None)
+        self._limits = options.compute_tile_limits(short=share is not None)
         self._threads = options.threads
         self._stack = stack
         # A run and its threads refer to each other, which would delay freeing the tensors.
@@ -144,10 +144,10 @@ class PlanRun:
             resume = self._options.resume
             self._journal = Journal(journal, header, self._limits, resume=resume)
             self._stack.enter_context(self._journal)
-            if self._journal.done and self.output.are_intact():
+            if self._journal.done_units and self.output.have_full_size():
                 self._limits = self._journal.limits
-                self._threads = self._options.count_threads_within(self._limits)
-                self._resumed = self._journal.done
+                self._threads = self._options.count_threads_that_fit(self._limits)
+                self._resumed = self._journal.done_units
                 return
             self._journal.restart()
         self.output.create_files()
@@ -167,25 +167,27 @@ class PlanRun:
                     count_useful_threads(self._plan, self._memory, self._threads, numbers),
                     sum(count_work_bytes(self._plan, number) for number in numbers),
                 )
-                for numbers in group_work_by_file(self._plan, self._limits.check)
+                for numbers in group_work_by_file(self._plan, self._limits.verifies_checksums)
             ]
             stop = self._supervisor.stop
             wait_for_room = (
                 partial(self._uploads.wait_for_room, stop.is_set) if self._uploads else None
             )
-            work = partial(self._do_units, LaneScheduler(lane_list, self._threads, wait_for_room))
-            crew = Crew(self._supervisor, work, self._threads)
+            run_units = partial(
+                self._run_units, LaneScheduler(lane_list, self._threads, wait_for_room)
+            )
+            crew = ThreadGroup(self._supervisor, run_units, self._threads)
             if self._needs_arithmetic:
                 import_torch()  # once, so that threads do not wait for each other
             try:
                 crew.start()
-                self._supervisor.watch_until(crew.is_done, self._bytes_done, progress)
+                self._supervisor.watch_until(crew.is_done, self._count_done_bytes, progress)
                 if self._share is None:
                     for path in self._ledger.list_frame_only_files():
-                        self._finisher.finish_file(path)
+                        self._finisher.queue_file(path)
                 elif self._options.sync:
                     for path in self._ledger.list_partial_files():
-                        self._finisher.record_units((), [path])
+                        self._finisher.queue_journal_units((), [path])
             finally:
                 stop.set()
                 crew.join()
@@ -207,21 +209,21 @@ class PlanRun:
             crew.start()
             yield
             self._finisher.close()
-            self._supervisor.watch_until(crew.is_done, self._bytes_done, progress)
+            self._supervisor.watch_until(crew.is_done, self._count_done_bytes, progress)
         finally:
             self._finisher.stop()
             crew.join()
 
-    def _iterate_units(self, numbers: Iterable[int]) -> Iterator[Unit]:
+    def _iterate_units(self, work_indices: Iterable[int]) -> Iterator[Unit]:
         """Yield the units of transfers, raw copies and checks that no earlier run has done."""
-        for index in numbers:
+        for index in work_indices:
             units = plan_units(self._plan, index, self.sources, self._limits, self._share)
             for unit in units:
                 journaled = self._resumed.get((index, unit.number)) if self._resumed else None
                 if journaled is None or not self._has_journaled_data(unit, journaled):
                     yield unit
                 else:
-                    self._queue_finishing(
+                    self._queue_follow_up_work(
                         self._ledger.commit_units([(unit, journaled)], resumed=True)
                     )
 
@@ -237,7 +239,7 @@ class PlanRun:
             return True
         return all(map(eq, map(self.output.compute_crc, writes), journaled_unit.written))
 
-    def _do_units(self, work: LaneScheduler) -> None:
+    def _run_units(self, scheduler: LaneScheduler) -> None:
         """Execute units until none is left (one thread)."""
         files = RunFiles(
             self._plan.computed,
@@ -252,14 +254,14 @@ class PlanRun:
             self._limits,
             files,
             files.open_sink,
-            stopped=self._supervisor.stop.is_set,
+            is_stopped=self._supervisor.stop.is_set,
             buffers=self._buffers(),
         )
         self._workers.append(worker)
         if self._needs_arithmetic:
-            limit_torch_to_thread()
+            limit_torch_to_one_thread()
         with closing(worker):
-            for batch, worker.is_sole_writer in work.iterate_batches():
+            for batch, worker.is_sole_writer in scheduler.iterate_batches():
                 finished: list[tuple[Unit, FinishedUnit]] = []
                 for unit in batch:
                     if self._supervisor.stop.is_set():
@@ -268,29 +270,29 @@ class PlanRun:
                 if self._supervisor.stop.is_set():
                     return
                 if self._options.pace:
-                    self._options.pace(worker.underway)
-                worker.underway = 0
-                self._queue_finishing(self._ledger.commit_units(finished))
+                    self._options.pace(worker.uncommitted_bytes)
+                worker.uncommitted_bytes = 0
+                self._queue_follow_up_work(self._ledger.commit_units(finished))
 
-    def _queue_finishing(self, result: CommitResult) -> None:
+    def _queue_follow_up_work(self, result: CommitResult) -> None:
         """Queue the files and units of a commit in the finisher."""
-        for path in result.finished:
-            self._finisher.finish_file(path)
+        for path in result.finished_files:
+            self._finisher.queue_file(path)
         for path in result.writeback_due:
             self._finisher.start_writeback(path)
         if result.journal_due[0]:
-            self._finisher.record_units(*result.journal_due)
+            self._finisher.queue_journal_units(*result.journal_due)
 
-    def _bytes_done(self) -> int:
-        underway = sum(worker.underway for worker in self._workers)
-        return self._ledger.written + self._ledger.resumed + underway
+    def _count_done_bytes(self) -> int:
+        uncommitted_bytes = sum(worker.uncommitted_bytes for worker in self._workers)
+        return self._ledger.written_bytes + self._ledger.resumed_bytes + uncommitted_bytes
 
-    def _bytes_read(self) -> int:
+    def _count_read_bytes(self) -> int:
         return self._bytes_read_elsewhere + sum(worker.bytes_read for worker in self._workers)
 
     def export_entries(self) -> LedgerEntries:
         """Return this process's ledger entries, for the process that finishes a shared plan."""
-        return self._ledger.export_entries()._replace(read=self._bytes_read())
+        return self._ledger.export_entries()._replace(read=self._count_read_bytes())
 
     def finish_shared_plan(self, other_entries: Sequence[LedgerEntries]) -> None:
         """Write the remaining frames of a shared plan, and sync the output.
@@ -307,7 +309,7 @@ class PlanRun:
         with self._finish_in_background(lambda _: None):
             for file in self._plan.files:
                 if file.path not in finished:
-                    self._finisher.finish_file(file.path)
+                    self._finisher.queue_file(file.path)
         self.output.sync_directories()
 
     def build_result(self) -> Execution:
@@ -317,9 +319,9 @@ class PlanRun:
         outcomes = ledger.collect_outcomes()
         return Execution(
             [ledger.get_record_crc(index) if self._options.checksum else 0 for index in records],
-            ledger.written,
-            ledger.resumed,
-            self._bytes_read(),
+            ledger.written_bytes,
+            ledger.resumed_bytes,
+            self._count_read_bytes(),
             {name: outcome.lost for name, outcome in outcomes.items() if outcome.lost},
             {name: outcome.rounding for name, outcome in outcomes.items() if outcome.rounding},
         )

@@ -18,7 +18,7 @@ from ckptctl.planner.plan import Plan
 from ckptctl.storage.execution.journal import FinishedUnit, Journal, Ledger
 from ckptctl.storage.execution.run_files import LocalSink
 from ckptctl.storage.file_system import begin_writeback
-from ckptctl.storage.threads import Crew, Supervisor
+from ckptctl.storage.threads import Supervisor, ThreadGroup
 
 FINISHER_THREADS = 3
 MAX_WAITING = 2
@@ -60,11 +60,11 @@ class Finisher:
         self._appending = threading.Lock()
         self._syncing: set[str] = set()
         self._stopped = False
-        self.crew = Crew(
+        self.crew = ThreadGroup(
             supervisor, self._run_tasks, min(FINISHER_THREADS, max(1, len(plan.files)))
         )
 
-    def finish_file(self, path: str) -> None:
+    def queue_file(self, path: str) -> None:
         """Queue a file with complete records, to write its frame, sync it and upload it."""
         if self._uploads:
             self._uploads.announce_file(path)
@@ -80,7 +80,7 @@ class Finisher:
             self._syncing.add(path)
         self._tasks.put(lambda: self._begin_writeback(path))
 
-    def record_units(self, units: Sequence[FinishedUnit], paths: Sequence[str]) -> None:
+    def queue_journal_units(self, units: Sequence[FinishedUnit], paths: Sequence[str]) -> None:
         """Queue syncing the files at *paths* and then adding *units* to the journal."""
         self._tasks.put(lambda: self._record_units(units, paths))
 
@@ -136,10 +136,10 @@ class UploadQueue:
         self._changed = threading.Condition()
         self._waiting = 0
 
-    def wait_for_room(self, stopped: Callable[[], bool]) -> None:
-        """Wait until another file may be started, or until *stopped* returns True."""
+    def wait_for_room(self, is_stopped: Callable[[], bool]) -> None:
+        """Wait until another file may be started, or until *is_stopped* returns True."""
         with self._changed:
-            while self._waiting >= MAX_WAITING and not stopped():
+            while self._waiting >= MAX_WAITING and not is_stopped():
                 self._changed.wait(0.1)
 
     def announce_file(self, name: str) -> None:

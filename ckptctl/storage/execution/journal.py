@@ -23,14 +23,14 @@ from typing import Any, NamedTuple
 
 from ckptctl.catalog import MANIFEST
 from ckptctl.errors import CkptError, DamagedError, spell_option, wrap_os_errors
-from ckptctl.planner.copying.tile import Limits
+from ckptctl.planner.copying.tile import TileLimits
 from ckptctl.planner.plan import Plan, RecordedRange
 from ckptctl.storage.crc import combine_crcs, crc32
 from ckptctl.storage.execution.execution_options import MIN_THREAD_BYTES
 from ckptctl.storage.execution.lanes import Unit
 from ckptctl.storage.files import source_files
 from ckptctl.storage.outcome import NO_OUTCOME, Outcome, OutOfRange, Rounding
-from ckptctl.storage.schema import find_member
+from ckptctl.storage.schema import read_nested_or_none
 from ckptctl.storage.stand_ins import starts_like_zip
 from ckptctl.storage.unfinished import find_partial_output
 from ckptctl.tree import TreePath
@@ -44,7 +44,7 @@ LOST_FIELD_COUNTS = (0, len(fields(OutOfRange)))
 ROUNDING_FIELD_COUNTS = (0, len(fields(Rounding)))
 Header = Mapping[str, object]
 _Key = tuple[int, int]
-Parts = list[tuple[int, int, int]]
+CrcParts = list[tuple[int, int, int]]
 """``(position, size, CRC-32)`` of parts of a record, or of a source range with a known checksum."""
 SourceRange = tuple[TreePath, RecordedRange]
 """Source directory, and range of a file in it with a recorded checksum."""
@@ -74,14 +74,14 @@ class CommitResult(NamedTuple):
     """Follow-up work of a commit.
 
     Attributes:
-        finished: Output files, except those in memory, whose contents are complete and that only
+        finished_files: Output files, except those in memory, whose contents are complete and that only
             miss their frames (headers and trailers).
         writeback_due: Output files with many bytes written since the last writeback.
         journal_due: Units to add to the journal, and the files that they wrote. Both are empty
             until enough bytes were written.
     """
 
-    finished: list[str]
+    finished_files: list[str]
     writeback_due: list[str]
     journal_due: tuple[list[FinishedUnit], list[str]]
 
@@ -100,8 +100,8 @@ class LedgerEntries(NamedTuple):
     """
 
     record_crcs: dict[int, int]
-    parts: dict[int, Parts]
-    sources: dict[SourceRange, Parts]
+    parts: dict[int, CrcParts]
+    sources: dict[SourceRange, CrcParts]
     written: dict[str, int]
     finished: list[str]
     outcomes: dict[int, Outcome]
@@ -117,9 +117,9 @@ class Ledger:
         self._journal_every = journal_every
         self._sync_every = sync_every
         self._record_crcs: dict[int, int] = {}
-        self._parts: dict[int, Parts] = {}
-        self._sources: dict[SourceRange, Parts] = {}
-        self._covered: Counter[SourceRange] = Counter()
+        self._record_parts: dict[int, CrcParts] = {}
+        self._source_parts: dict[SourceRange, CrcParts] = {}
+        self._covered_bytes: Counter[SourceRange] = Counter()
         self._outcomes: dict[int, Outcome] = {}
         self._total_bytes: Counter[str] = Counter()
         for record in plan.records:
@@ -128,12 +128,12 @@ class Ledger:
             self._total_bytes[raw.target] += raw.nbytes
         self._remaining_bytes = self._total_bytes.copy()
         self._files = {file.path for file in plan.files}
-        self._unsynced: Counter[str] = Counter()
+        self._unsynced_bytes: Counter[str] = Counter()
         self._pending: list[FinishedUnit] = []
         self._pending_files: set[str] = set()
         self._pending_bytes = 0
-        self.written = 0
-        self.resumed = 0
+        self.written_bytes = 0
+        self.resumed_bytes = 0
 
     def list_frame_only_files(self) -> list[str]:
         """List the output files that only consist of a frame, such as files without tensors."""
@@ -164,7 +164,12 @@ class Ledger:
             finished = [path for path in written if not self._remaining_bytes[path]]
             outcomes = self._outcomes
             return LedgerEntries(
-                self._record_crcs, self._parts, self._sources, written, finished, outcomes
+                self._record_crcs,
+                self._record_parts,
+                self._source_parts,
+                written,
+                finished,
+                outcomes,
             )
 
     def add_entries(self, entries: LedgerEntries) -> None:
@@ -172,18 +177,18 @@ class Ledger:
         with self._lock:
             self._record_crcs |= entries.record_crcs
             for record, parts in entries.parts.items():
-                self._parts.setdefault(record, []).extend(parts)
+                self._record_parts.setdefault(record, []).extend(parts)
             for path, nbytes in entries.written.items():
                 self._remaining_bytes[path] -= nbytes
-                self.written += nbytes
+                self.written_bytes += nbytes
             for transfer, outcome in entries.outcomes.items():
                 self._add_outcome(transfer, outcome)
-            complete = [
+            complete_ranges = [
                 entry
                 for key, parts in entries.sources.items()
                 if (entry := self._add_range_parts(key, parts))
             ]
-        for source_range, parts in complete:
+        for source_range, parts in complete_ranges:
             self._verify_range(source_range, parts)
 
     def commit_units(
@@ -202,16 +207,16 @@ class Ledger:
             DamagedError: The checksum of a source differs from the recorded one.
         """
         result = CommitResult([], [], ([], []))
-        complete: list[tuple[SourceRange, Parts]] = []
+        complete_ranges: list[tuple[SourceRange, CrcParts]] = []
         with self._lock:
             for unit, finished in units:
                 self._add_writes(unit, finished, result, resumed)
-                complete += self._add_reads(unit, finished)
+                complete_ranges += self._add_reads(unit, finished)
             if self._journal_every and self._pending_bytes >= self._journal_every:
                 durable = self._pending, sorted(self._pending_files)
-                result = CommitResult(result.finished, result.writeback_due, durable)
+                result = CommitResult(result.finished_files, result.writeback_due, durable)
                 self._pending, self._pending_files, self._pending_bytes = [], set(), 0
-        for source_range, parts in complete:
+        for source_range, parts in complete_ranges:
             self._verify_range(source_range, parts)
         return result
 
@@ -238,7 +243,7 @@ class Ledger:
         if record in self._record_crcs:
             return self._record_crcs[record]
         entry = self._plan.records[record]
-        value = _combine_parts(self._parts.get(record, []), entry.nbytes)
+        value = _combine_parts(self._record_parts.get(record, []), entry.nbytes)
         if value is None:
             raise CkptError(f"`{entry.name}` was not written completely", where=entry.file)
         return value
@@ -250,57 +255,57 @@ class Ledger:
         if finished.lost or finished.rounding:
             lost, rounding = OutOfRange(*finished.lost), Rounding(*finished.rounding)
             self._add_outcome(unit.transfer, Outcome(lost, rounding))
-        total = 0
+        written_bytes = 0
         for write, crc in zip(unit.tile.list_writes(), finished.written, strict=True):
             if write.record >= 0:
                 if write.nbytes == records[write.record].nbytes:
                     self._record_crcs[write.record] = crc
                 else:
                     part = (write.at, write.nbytes, crc)
-                    self._parts.setdefault(write.record, []).append(part)
-            total += write.nbytes
+                    self._record_parts.setdefault(write.record, []).append(part)
+            written_bytes += write.nbytes
             self._remaining_bytes[write.file] -= write.nbytes
             if write.file not in self._files:
                 continue
             if not self._remaining_bytes[write.file]:
-                result.finished.append(write.file)
+                result.finished_files.append(write.file)
             elif not resumed:
-                self._unsynced[write.file] += write.nbytes
-                if self._unsynced[write.file] >= self._sync_every:
-                    self._unsynced[write.file] = 0
+                self._unsynced_bytes[write.file] += write.nbytes
+                if self._unsynced_bytes[write.file] >= self._sync_every:
+                    self._unsynced_bytes[write.file] = 0
                     result.writeback_due.append(write.file)
         if resumed:
-            self.resumed += total
+            self.resumed_bytes += written_bytes
             return
-        self.written += total
+        self.written_bytes += written_bytes
         if self._journal_every:
             self._pending.append(finished)
             self._pending_files.update(write.file for write in unit.tile.writes)
-            self._pending_bytes += total
+            self._pending_bytes += written_bytes
 
-    def _add_reads(self, unit: Unit, finished: FinishedUnit) -> list[tuple[SourceRange, Parts]]:
+    def _add_reads(self, unit: Unit, finished: FinishedUnit) -> list[tuple[SourceRange, CrcParts]]:
         """Add the checked reads, and return the source ranges that are now completely read."""
-        complete: list[tuple[SourceRange, Parts]] = []
+        complete_ranges: list[tuple[SourceRange, CrcParts]] = []
         root = self._plan.get_root(unit.transfer)
         for read, crc in zip(unit.tile.list_checked_reads(), finished.read, strict=True):
             if read.check is not None:
                 part = (read.offset - read.check.offset, read.nbytes, crc)
-                if covered := self._add_range_parts((root, read.check), [part]):
-                    complete.append(covered)
-        return complete
+                if complete_range := self._add_range_parts((root, read.check), [part]):
+                    complete_ranges.append(complete_range)
+        return complete_ranges
 
     def _add_range_parts(
-        self, source_range: SourceRange, new_parts: Parts
-    ) -> tuple[SourceRange, Parts] | None:
+        self, source_range: SourceRange, new_parts: CrcParts
+    ) -> tuple[SourceRange, CrcParts] | None:
         """Add parts of a source range, and return all of its parts once it is complete."""
-        parts = self._sources.setdefault(source_range, [])
+        parts = self._source_parts.setdefault(source_range, [])
         parts += new_parts
-        self._covered[source_range] += sum(nbytes for _, nbytes, _ in new_parts)
-        if self._covered[source_range] != source_range[1].nbytes:
+        self._covered_bytes[source_range] += sum(nbytes for _, nbytes, _ in new_parts)
+        if self._covered_bytes[source_range] != source_range[1].nbytes:
             return None
-        return source_range, self._sources.pop(source_range)
+        return source_range, self._source_parts.pop(source_range)
 
-    def _verify_range(self, source_range: SourceRange, parts: Parts) -> None:
+    def _verify_range(self, source_range: SourceRange, parts: CrcParts) -> None:
         root, recorded = source_range
         computed = _combine_parts(parts, recorded.nbytes)
         if computed != recorded.crc32:
@@ -329,20 +334,20 @@ def checksum_error(
         recorded: Recorded CRC-32 of its bytes.
     """
     hint = "copy the checkpoint again from its source"
-    by = "the file"
+    recorded_in = "the file"
     with suppress(CkptError), source_files(root) as files:
         if not starts_like_zip(files, file) and (files.root / MANIFEST).is_file():
-            by = f"`{MANIFEST}`"
+            recorded_in = f"`{MANIFEST}`"
             hint += f"; if the file was changed on purpose, delete `{files.root / MANIFEST}`"
     return DamagedError(
-        f"the checksum of `{name}` does not match the one recorded in {by}",
+        f"the checksum of `{name}` does not match the one recorded in {recorded_in}",
         where=str(root / file),
         why=f"CRC-32 is {computed:08x}, expected {recorded:08x}",
         hint=hint,
     )
 
 
-def _combine_parts(parts: Parts, nbytes: int) -> int | None:
+def _combine_parts(parts: CrcParts, nbytes: int) -> int | None:
     """Combine the CRC-32 of *parts*, or return None unless they cover *nbytes* without gaps."""
     end, value = 0, 0
     for position, size, crc in sorted(parts):
@@ -357,7 +362,7 @@ class Journal:
     """Journal on disk, opened for appending.
 
     Attributes:
-        done: Units whose data is on disk, by transfer and tile index.
+        done_units: Units whose data is on disk, by transfer and tile index.
         limits: Tile sizes of the run that started the journal.
 
     Args:
@@ -370,9 +375,9 @@ class Journal:
         UnfinishedWorkError: An earlier run executed another plan.
     """
 
-    def __init__(self, path: Path, header: Header, limits: Limits, *, resume: bool) -> None:
+    def __init__(self, path: Path, header: Header, limits: TileLimits, *, resume: bool) -> None:
         self._path = path
-        self.done: dict[_Key, FinishedUnit] = {}
+        self.done_units: dict[_Key, FinishedUnit] = {}
         self.limits = self._current_limits = limits
         self._header_line = _encode_line({"journal": JOURNAL_VERSION, **header, "limits": limits})
         self._lock = threading.Lock()
@@ -402,7 +407,7 @@ class Journal:
         """Discard all entries. Called if the output files are missing or incomplete."""
         self._pending = self._header_line
         self._truncate_file(0)
-        self.done = {}
+        self.done_units = {}
         self.limits = self._current_limits
 
     def append_units(self, units: Sequence[FinishedUnit]) -> None:
@@ -439,7 +444,7 @@ class Journal:
             header = _parse_line(first)
             if header is None:
                 return 0
-            limits = _parse_limits(header.get("limits"), self._current_limits.check)
+            limits = _parse_limits(header.get("limits"), self._current_limits.verifies_checksums)
             if (
                 limits is None
                 or _encode_line({**header, "limits": self._current_limits}) != self._header_line
@@ -460,7 +465,7 @@ class Journal:
                 units = _parse_units(line)
                 if units is None:
                     break
-                self.done.update((unit[:2], unit) for unit in units)
+                self.done_units.update((unit[:2], unit) for unit in units)
                 valid += len(line)
         return valid
 
@@ -476,17 +481,17 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
     if not line.endswith(b"\n") or check != b"%08x" % crc32(text):
         return None
     try:
-        return find_member(dict[str, Any], json.loads(text))
+        return read_nested_or_none(dict[str, Any], json.loads(text))
     except (ValueError, RecursionError):
         return None
 
 
-def _parse_limits(value: Any, check: bool) -> Limits | None:
+def _parse_limits(value: Any, check: bool) -> TileLimits | None:
     """Parse the tile sizes in a header, or return None if they are invalid or *check* differs."""
     match value:
         case [*sizes, bool(checked)] if checked is check and _are_counts(sizes):
             within = len(sizes) == len(MIN_LIMITS) and all(map(le, MIN_LIMITS, sizes))
-            return Limits._make(value) if within and all(map(le, sizes, Limits())) else None
+            return TileLimits._make(value) if within and all(map(le, sizes, TileLimits())) else None
     return None
 
 
@@ -495,11 +500,11 @@ def _parse_units(line: bytes) -> list[FinishedUnit] | None:
     units = content.get("units") if content else None
     if not isinstance(units, list):
         return None
-    done = [parsed for unit in units if (parsed := _parse_done(unit))]
+    done = [parsed for unit in units if (parsed := _parse_finished_unit(unit))]
     return done if len(done) == len(units) else None
 
 
-def _parse_done(value: Any) -> FinishedUnit | None:
+def _parse_finished_unit(value: Any) -> FinishedUnit | None:
     match value:
         case [transfer, number, [*written], [*read], [*lost], [*rounding]] if (
             len(lost) in LOST_FIELD_COUNTS and len(rounding) in ROUNDING_FIELD_COUNTS

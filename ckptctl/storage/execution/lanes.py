@@ -13,8 +13,8 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from typing import NamedTuple
 
 from ckptctl.planner.balance import WorkShare
-from ckptctl.planner.copying.copies import iterate_check_tiles, lower_transfer
-from ckptctl.planner.copying.tile import Limits, Read, Tile, Write
+from ckptctl.planner.copying.copies import iterate_check_tiles, tile_transfer
+from ckptctl.planner.copying.tile import Read, Tile, TileLimits, Write
 from ckptctl.planner.plan import CheckedRange, Plan, RawCopy
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.sources import Sources
@@ -49,7 +49,7 @@ class Lane:
         remaining_bytes: Approximate number of bytes in units that no thread has taken yet.
         max_workers: Maximum number of threads that may work on the lane at a time.
         workers: Number of threads that currently work on the lane.
-        empty: Whether all units have been taken.
+        exhausted: Whether all units have been taken.
     """
 
     def __init__(self, units: Iterator[Unit], max_workers: int, remaining_bytes: int = 0) -> None:
@@ -58,17 +58,17 @@ class Lane:
         self.remaining_bytes = remaining_bytes
         self._lock = threading.Lock()
         self.workers = 0
-        self.empty = False
+        self.exhausted = False
 
     def take_batch(self) -> list[Unit]:
         """Take the next batch of units, which is empty if the lane is exhausted."""
         batch: list[Unit] = []
         total = 0
         with self._lock:
-            while total < BATCH_BYTES and len(batch) < BATCH_UNITS and not self.empty:
+            while total < BATCH_BYTES and len(batch) < BATCH_UNITS and not self.exhausted:
                 unit = next(self._units, None)
                 if unit is None:
-                    self.empty = True
+                    self.exhausted = True
                     break
                 batch.append(unit)
                 total += unit.tile.copied_nbytes
@@ -106,61 +106,70 @@ class LaneScheduler:
                     break
             with self._lock:
                 lane.workers -= 1
-                if lane.empty and lane in self._active_lanes:
+                if lane.exhausted and lane in self._active_lanes:
                     self._active_lanes.remove(lane)
 
     def _claim_lane(self) -> Lane | None:
         if self._wait_for_room is not None:
             with self._lock:
-                if busy := self._most_left(self._active_lanes):
-                    return busy
+                if active_lane := self._join_longest_lane(self._active_lanes):
+                    return active_lane
             self._wait_for_room()
         with self._lock:
             next_lane = self._new_lanes[-1:]
-            has_new_lanes = len(self._new_lanes) >= self._threads or self._wait_for_room is not None
-            lane = self._most_left(
-                next_lane if has_new_lanes and next_lane else self._active_lanes + next_lane
+            prefers_new_lane = (
+                len(self._new_lanes) >= self._threads or self._wait_for_room is not None
+            )
+            lane = self._join_longest_lane(
+                next_lane if prefers_new_lane and next_lane else self._active_lanes + next_lane
             )
             if self._new_lanes and lane is self._new_lanes[-1]:
                 self._active_lanes.append(self._new_lanes.pop())
             return lane
 
-    def _most_left(self, lanes: list[Lane]) -> Lane | None:
+    def _join_longest_lane(self, lanes: list[Lane]) -> Lane | None:
         """Join the lane with the most remaining bytes per thread, or return None.
 
         Only lanes that one more thread speeds up are considered. The calling thread is counted as
         a worker of the lane.
         """
-        gaining = [lane for lane in lanes if not lane.empty and lane.workers < lane.max_workers]
-        if not gaining:
+        eligible_lanes = [
+            lane for lane in lanes if not lane.exhausted and lane.workers < lane.max_workers
+        ]
+        if not eligible_lanes:
             return None
-        lane = max(gaining, key=lambda lane: lane.remaining_bytes / (lane.workers + 1))
+        lane = max(eligible_lanes, key=lambda lane: lane.remaining_bytes / (lane.workers + 1))
         lane.workers += 1
         return lane
 
 
 def count_useful_threads(
-    plan: Plan, memory: Container[str], threads: int, numbers: Sequence[int]
+    plan: Plan, in_memory_files: Container[str], threads: int, transfer_indices: Sequence[int]
 ) -> int:
-    """Return how many of *threads* speed up the transfers with the indices *numbers*.
+    """Return how many of *threads* speed up the transfers with the indices *transfer_indices*.
 
-    *memory* contains the names of output files in memory.
+    *in_memory_files* contains the names of output files in memory.
     """
     if threads <= THREADS_PER_FILE:
         return threads
-    transfers = [plan.transfers[number] for number in numbers if number < len(plan.transfers)]
-    virtual = plan.computed.keys()
+    transfers = [
+        plan.transfers[number] for number in transfer_indices if number < len(plan.transfers)
+    ]
+    computed_files = plan.computed.keys()
     if not transfers or any(
-        transfer.is_cast or (virtual and not virtual.isdisjoint(transfer.list_files()))
+        transfer.is_cast
+        or (computed_files and not computed_files.isdisjoint(transfer.list_files()))
         for transfer in transfers
     ):
         return threads
     files = {target.file for transfer in transfers for target in transfer.targets}
-    return threads if any(file in memory for file in files) else THREADS_PER_FILE * len(files)
+    return (
+        threads if any(file in in_memory_files for file in files) else THREADS_PER_FILE * len(files)
+    )
 
 
 def plan_units(
-    plan: Plan, number: int, sources: Sources, limits: Limits, share: WorkShare | None
+    plan: Plan, number: int, sources: Sources, limits: TileLimits, share: WorkShare | None
 ) -> Iterator[Unit]:
     """Yield the units of the transfer, raw copy or check *number*, or only those in *share*.
 
@@ -168,15 +177,15 @@ def plan_units(
     """
     transfers, root = plan.transfers, plan.source_root
     if number < len(transfers):
-        tiles = lower_transfer(
-            transfers[number], plan.records, limits, plan.list_checked_tensors(number)
+        tiles = tile_transfer(
+            transfers[number], plan.records, limits, plan.get_checked_tensors(number)
         )
-    elif number >= plan.first_check:
-        checked = plan.checks[number - plan.first_check]
+    elif number >= plan.first_check_number:
+        checked = plan.checks[number - plan.first_check_number]
         root, tiles = checked.root, _split_check(checked, limits)
     else:
-        raw = plan.raw_copies[number - len(transfers)]
-        root, tiles = raw.root or root, _split_raw_copy(raw, limits.flat)
+        raw_copy = plan.raw_copies[number - len(transfers)]
+        root, tiles = raw_copy.root or root, _split_raw_copy(raw_copy, limits.max_unit_bytes)
     files = sources.get_files(root)
     for index, tile in share.iterate_tiles(number, tiles) if share else enumerate(tiles):
         yield Unit(number, index, tile, files)
@@ -190,7 +199,7 @@ def _split_raw_copy(raw: RawCopy, limit: int) -> Iterator[Tile]:
         yield Tile(size, (read,), (), (write,), True)
 
 
-def _split_check(range_: CheckedRange, limits: Limits) -> Iterator[Tile]:
-    for position, nbytes in range_.gaps:
-        recorded = range_.recorded
+def _split_check(checked: CheckedRange, limits: TileLimits) -> Iterator[Tile]:
+    for position, nbytes in checked.gaps:
+        recorded = checked.recorded
         yield from iterate_check_tiles(recorded, recorded.offset + position, nbytes, limits)

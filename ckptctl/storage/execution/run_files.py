@@ -150,14 +150,16 @@ class LocalSource(StoredFile):
                 )
         return self._direct_descriptor is not None
 
-    def read_bypassing_cache(self, offset: int, nbytes: int, room: memoryview) -> memoryview | None:
+    def read_bypassing_cache(
+        self, offset: int, nbytes: int, buffer: memoryview
+    ) -> memoryview | None:
         """See :meth:`ByteSource.read_bypassing_cache`. After a failure, direct I/O is disabled."""
         if self._direct_descriptor is None:
             return None
         page_offset = offset % PAGE_BYTES
-        max_bytes = len(room) // PAGE_BYTES * PAGE_BYTES - page_offset
+        max_bytes = len(buffer) // PAGE_BYTES * PAGE_BYTES - page_offset
         end = page_offset + min(nbytes, max_bytes // MAX_ITEM_BYTES * MAX_ITEM_BYTES)
-        view = room[: -(-end // PAGE_BYTES) * PAGE_BYTES]
+        view = buffer[: -(-end // PAGE_BYTES) * PAGE_BYTES]
         with suppress(OSError):  # a read through the page cache succeeds or raises
             if os.preadv(self._direct_descriptor, (view,), offset - page_offset) >= end:
                 self._opened.bytes_read += end - page_offset
@@ -232,7 +234,7 @@ class OutputFiles:
         self._shared = shared
         self._sync = sync
 
-    def are_intact(self) -> bool:
+    def have_full_size(self) -> bool:
         """Return whether all output files exist at their full size."""
         return all(
             path.is_file() and not path.is_symlink() and path.stat().st_size == file.size

@@ -83,14 +83,14 @@ class _StreamingRun:
     ) -> None:
         stream_options = replace(options, checksum=True)
         self._plan, self._options, self._sources, self._stop = plan, options, sources, stop
-        self._limits = stream_options.compute_limits(short=True)
-        self._out = _StreamSink(None)
+        self._limits = stream_options.compute_tile_limits(short=True)
+        self._sink = _StreamSink(None)
         self._worker = Worker(
-            *(plan, stream_options, self._limits, files, lambda _: self._out),
-            stopped=stop.is_set,
+            *(plan, stream_options, self._limits, files, lambda _: self._sink),
+            is_stopped=stop.is_set,
             buffers=TileBuffers(),
         )
-        self._ahead, self._written = (Ledger(plan, 0, 0) for _ in range(2))
+        self._crc_ledger, self._write_ledger = (Ledger(plan, 0, 0) for _ in range(2))
         target_records = (copy.targets[0].record for copy in plan.transfers)
         self._transfers = {record: number for number, record in enumerate(target_records)}
 
@@ -102,27 +102,29 @@ class _StreamingRun:
         sink = _StreamSink(target)
         for offset, part in file.frame(cache(self._compute_crc)):
             while sink.position < offset:
-                self._copy_record(next(pending), sink, self._written)
+                self._copy_record(next(pending), sink, self._write_ledger)
             sink.write(offset, memoryview(part))
         assert sink.position == file.size
 
     def _compute_crc(self, record: int) -> int:
         if not self._options.checksum:
             return 0
-        self._copy_record(record, _StreamSink(None, self._plan.records[record].offset), self._ahead)
-        return self._ahead.get_record_crc(record)
+        self._copy_record(
+            record, _StreamSink(None, self._plan.records[record].offset), self._crc_ledger
+        )
+        return self._crc_ledger.get_record_crc(record)
 
     def _copy_record(self, record: int, sink: _StreamSink, ledger: Ledger) -> None:
-        self._out = sink
+        self._sink = sink
         transfer = self._transfers[record]
         for unit in plan_units(self._plan, transfer, self._sources, self._limits, None):
             finished = self._worker.execute_unit(unit)
             if self._stop.is_set():
                 raise CkptError("the write was interrupted")
             ledger.commit_units([(unit, finished)])
-            if self._options.pace and ledger is self._written:
-                self._options.pace(self._worker.underway)
-            self._worker.underway = 0
+            if self._options.pace and ledger is self._write_ledger:
+                self._options.pace(self._worker.uncommitted_bytes)
+            self._worker.uncommitted_bytes = 0
 
 
 class _StreamSink(ByteSink):

@@ -9,16 +9,16 @@ from dataclasses import astuple
 from functools import cache
 
 from ckptctl import dtypes
-from ckptctl.planner.copying.tile import Limits, Pattern, Read, Tile
+from ckptctl.planner.copying.tile import Read, ScatterPattern, Tile, TileLimits
 from ckptctl.planner.plan import Plan
-from ckptctl.storage.arithmetic import cast_elements, limit_torch_to_thread, permute_elements
+from ckptctl.storage.arithmetic import cast_elements, limit_torch_to_one_thread, permute_elements
 from ckptctl.storage.buffers import (
     CAST_BUFFER,
     STAGING_BUFFER,
     TILE_BUFFER,
-    BufferParts,
+    RunViews,
     TileBuffers,
-    split_buffer,
+    iterate_run_views,
 )
 from ckptctl.storage.byte_files import ByteSink, ByteSource, Piece
 from ckptctl.storage.computed import OpenFiles
@@ -34,7 +34,7 @@ MIN_DIRECT_BYTES = 256 << 10
 """Smallest range that is read with direct I/O, in bytes."""
 Dtypes = tuple[str, str]
 """Torch dtypes of the source and the output."""
-ListViews = Callable[[Pattern, memoryview], Iterable[BufferParts]]
+ListViews = Callable[[ScatterPattern, memoryview], Iterable[RunViews]]
 """Returns the views of a buffer for a pattern."""
 
 
@@ -44,31 +44,31 @@ class Worker:
     Attributes:
         is_sole_writer: Whether no other thread writes the same file. ``copy_file_range`` locks the
             target while it reads, so with several writers ``read`` and ``write`` are faster.
-        underway: Bytes written by units that are not recorded in the ledger yet.
+        uncommitted_bytes: Bytes written by units that are not recorded in the ledger yet.
     """
 
     def __init__(
         self,
         plan: Plan,
         options: ExecutionOptions,
-        limits: Limits,
+        limits: TileLimits,
         files: RunFiles,
         open_sink: Callable[[str], ByteSink],
         *,
-        stopped: Callable[[], bool],
+        is_stopped: Callable[[], bool],
         buffers: TileBuffers,
     ) -> None:
         self._transfers = plan.transfers
         self._checksum = options.checksum
         # Bytes of a contiguous range to copy at a time.
-        self._chunk = buffers.step or limits.tile
+        self._chunk_bytes = buffers.step or limits.tile_bytes
         self._files = files
         self._open_sink = open_sink
-        self._stopped = stopped
+        self._is_stopped = is_stopped
         self.is_sole_writer = True
-        self.underway = 0
+        self.uncommitted_bytes = 0
         self._outcome = NO_OUTCOME
-        self._kernel_copy = not options.checksum
+        self._can_copy_in_kernel = not options.checksum
         self._buffers = buffers
         self._engine = TileEngine(files, open_sink, buffers, checksum=options.checksum)
 
@@ -84,19 +84,19 @@ class Worker:
     def execute_unit(self, unit: Unit) -> FinishedUnit:
         """Execute a unit, and return its checksums, out-of-range counts and quantization errors."""
         self._outcome = NO_OUTCOME
-        finished = self._copy_range(unit) if unit.tile.flat else self._copy_tile(unit)
+        finished = self._copy_range(unit) if unit.tile.is_flat else self._copy_tile(unit)
         lost, rounding = self._outcome.lost, self._outcome.rounding
         finished = finished._replace(lost=astuple(lost)) if lost else finished
         return finished._replace(rounding=astuple(rounding)) if rounding else finished
 
     def _copy_tile(self, unit: Unit) -> FinishedUnit:
-        tile, files, dtype_pair = unit.tile, unit.files, self._find_dtypes(unit)
+        tile, files, dtype_pair = unit.tile, unit.files, self._get_dtypes(unit)
         target_view = None
         if len(tile.writes) == 1:
             target_view = self._find_target_view(unit, self._open_sink(tile.writes[0].file))
         read_crcs, written_crcs = [0] * len(tile.reads), [0] * len(tile.writes)
         for step in range(tile.steps):
-            if self._stopped():
+            if self._is_stopped():
                 break  # the unit is not recorded
             if target_view is None:
                 self._outcome += self._engine.copy_step(
@@ -105,17 +105,17 @@ class Worker:
             else:
                 step_view = target_view[step * tile.nbytes : (step + 1) * tile.nbytes]
                 self._outcome += self._engine.read_step(
-                    files, tile, step, step_view, read_crcs, split_buffer
+                    files, tile, step, step_view, read_crcs, iterate_run_views
                 )
-            self.underway += sum(write.nbytes for write in tile.writes)
-        checked = [
+            self.uncommitted_bytes += sum(write.nbytes for write in tile.writes)
+        checked_crcs = [
             crc
             for tile_read, crc in zip(tile.reads, read_crcs, strict=True)
             if tile_read.check is not None
         ]
-        return FinishedUnit(unit.transfer, unit.number, written_crcs, checked)
+        return FinishedUnit(unit.transfer, unit.number, written_crcs, checked_crcs)
 
-    def _find_dtypes(self, unit: Unit) -> Dtypes | None:
+    def _get_dtypes(self, unit: Unit) -> Dtypes | None:
         """Return source and output dtype of a transfer, or None if the unit only copies bytes."""
         if unit.transfer >= len(self._transfers):
             return None
@@ -129,14 +129,18 @@ class Worker:
         target_view = sink.view_memory(write.offset, write.nbytes * tile.steps)
         if target_view is None or tile.moves or write.nbytes != tile.nbytes:
             return None
-        dtype_pair = self._find_dtypes(unit)
+        dtype_pair = self._get_dtypes(unit)
         return target_view if dtype_pair is not None and dtype_pair[0] == dtype_pair[1] else None
 
     def _copy_range(self, unit: Unit) -> FinishedUnit:
         """Copy a contiguous range in chunks that fit into the CPU cache."""
         read, write = unit.tile.reads[0], unit.tile.writes[0]
         source, sink = self._files.open_source(unit.files, read.file), self._open_sink(write.file)
-        if self.is_sole_writer and self._kernel_copy and self._copy_in_kernel(unit, source, sink):
+        if (
+            self.is_sole_writer
+            and self._can_copy_in_kernel
+            and self._copy_in_kernel(unit, source, sink)
+        ):
             return FinishedUnit(unit.transfer, unit.number, [0], [])
         verifies_source = read.check is not None
         needs_crc = verifies_source or (self._checksum and sink.checksummed)
@@ -144,12 +148,14 @@ class Worker:
         target_view = None if direct else self._find_target_view(unit, sink)
         source.limit_read_ahead(read.offset + read.nbytes)
         position = crc = 0
-        while position < read.nbytes and not self._stopped():  # a stopped unit is not recorded
+        while position < read.nbytes and not self._is_stopped():  # a stopped unit is not recorded
             offset, remaining = read.offset + position, read.nbytes - position
-            size = min(source.best_step(offset, self._chunk), remaining)
+            size = min(source.choose_read_size(offset, self._chunk_bytes), remaining)
             view = source.view_memory(offset, size)
             if view is None and direct:
-                buffer = self._buffers.get_buffer(TILE_BUFFER, self._chunk)[: self._chunk]
+                buffer = self._buffers.get_buffer(TILE_BUFFER, self._chunk_bytes)[
+                    : self._chunk_bytes
+                ]
                 view = source.read_bypassing_cache(offset, remaining, buffer)
             is_filled = view is None and target_view is not None
             if view is None:
@@ -168,7 +174,7 @@ class Worker:
             if not is_filled:
                 sink.write(write.offset + position, view)
             position += len(view)
-            self.underway += len(view)
+            self.uncommitted_bytes += len(view)
         return FinishedUnit(unit.transfer, unit.number, [crc], [crc] if verifies_source else [])
 
     def _copy_in_kernel(self, unit: Unit, source: ByteSource, sink: ByteSink) -> bool:
@@ -188,7 +194,7 @@ class Worker:
                 )
             except OSError as error:
                 # Read and write fail too, with an error that names one of the two files.
-                self._kernel_copy = error.errno in (errno.EIO, errno.ENOSPC, errno.EINTR)
+                self._can_copy_in_kernel = error.errno in (errno.EIO, errno.ENOSPC, errno.EINTR)
                 return False
             if not count:
                 return False
@@ -218,7 +224,7 @@ class TileEngine:
         self._open_sink = open_sink
         self._buffers = buffers
         self._checksum = checksum
-        self._ready_torch = cache(limit_torch_to_thread)
+        self._ready_torch = cache(limit_torch_to_one_thread)
 
     def copy_step(
         self,
@@ -240,9 +246,9 @@ class TileEngine:
             written_crcs: CRC-32 of each write, which the step updates.
         """
         buffer = self._buffers.get_buffer(TILE_BUFFER, tile.nbytes)
-        outcome = self.read_step(files, tile, step, buffer, read_crcs, self._buffers.list_views)
+        outcome = self.read_step(files, tile, step, buffer, read_crcs, self._buffers.list_run_views)
         if dtype_pair is not None:
-            outcome += self._move_elements(
+            outcome += self._permute_elements(
                 files, tile, buffer[: tile.nbytes], dtypes.itemsize(dtype_pair[0])
             )
             if dtype_pair[0] != dtype_pair[1] and tile.writes:
@@ -304,7 +310,7 @@ class TileEngine:
             outcome += computed.read_pieces(pieces, buffer)
         return outcome
 
-    def _move_elements(
+    def _permute_elements(
         self, files: SourceFiles, tile: Tile, buffer: memoryview, itemsize: int
     ) -> Outcome:
         """Read elements to permute into a staging buffer, and permute them into *buffer*."""

@@ -34,7 +34,7 @@ from ckptctl.storage.pickles.torch_globals import ATTRIBUTES
 from ckptctl.storage.threads import pause_gc
 from ckptctl.units import pluralize
 
-Table = Mapping[tuple[str, str], object]
+GlobalsTable = Mapping[tuple[str, str], object]
 Stack = list[object]
 Unknown = Literal["refuse", "inert"]
 MAX_COLLIDING = 64
@@ -116,7 +116,7 @@ def load_pickle(
     data: bytes,
     *,
     where: str,
-    table: Table,
+    table: GlobalsTable,
     unknown: Unknown = "refuse",
     persistent_load: Callable[[object], object] | None = None,
     hook: Hook | None = None,
@@ -169,7 +169,7 @@ def load_pickle(
 
 
 class PickleMachine:
-    """State machine that runs one pickle (:data:`COLD` has the rare opcodes)."""
+    """State machine that runs one pickle (:data:`RARE_OPCODES` has the rare opcodes)."""
 
     __slots__ = (
         "allowance", "colliding", "data", "globals", "hook", "memo", "most", "persistent_load",
@@ -180,7 +180,7 @@ class PickleMachine:
         self,
         data: bytes,
         where: str,
-        table: Table,
+        table: GlobalsTable,
         unknown: Unknown,
         persistent_load: Callable[[object], object] | None,
         hook: Hook | None,
@@ -299,11 +299,11 @@ class PickleMachine:
                     pos = end
                 elif op == 0x2E:  # STOP
                     return self.pop_result(stack, outer, pos)
-                elif (closer := CLOSERS.get(op)) is not None:
+                elif (closer := MARK_OPCODES.get(op)) is not None:
                     items = stack
                     stack = outer.pop()
                     closer(self, stack, items)
-                elif (cold := COLD.get(op)) is not None:
+                elif (cold := RARE_OPCODES.get(op)) is not None:
                     pos = cold(self, stack, pos)
                 else:
                     raise self.refused_opcode_error(op, pos)
@@ -682,7 +682,7 @@ def _run_pop_mark(_machine: PickleMachine, _stack: Stack, _items: Stack) -> None
     pass
 
 
-COLD: dict[int, Callable[[PickleMachine, Stack, int], int]] = {
+RARE_OPCODES: dict[int, Callable[[PickleMachine, Stack, int], int]] = {
     ord("N"): _push_constant(None),
     0x88: _push_constant(True),
     0x89: _push_constant(False),
@@ -718,7 +718,7 @@ COLD: dict[int, Callable[[PickleMachine, Stack, int], int]] = {
     ord("Q"): _run_binpersid,
 }
 
-CLOSERS: dict[int, Callable[[PickleMachine, Stack, Stack], None]] = {
+MARK_OPCODES: dict[int, Callable[[PickleMachine, Stack, Stack], None]] = {
     ord("e"): _run_appends,
     0x90: _run_additems,
     0x91: _run_frozenset,

@@ -155,7 +155,7 @@ class _PickleWriter:
             handler = _PickleWriter.write_inert if isinstance(obj, Inert) else _reject_object
         handler(self, obj)
 
-    def write_known(self, obj: object) -> bool:
+    def write_if_known(self, obj: object) -> bool:
         """Write a reference if *obj* was already written, and return whether it was."""
         index = self.objects.get(id(obj))
         if index is None:
@@ -182,14 +182,14 @@ class _PickleWriter:
         self.add_to_memo()
 
     def write_tuple(self, items: tuple[object, ...]) -> None:
-        if items and self.write_known(items):
+        if items and self.write_if_known(items):
             return
         self.write_new_tuple(items)
         if items:
             self.objects[id(items)] = self.size - 1
 
     def write_list(self, items: list[object]) -> None:
-        if self.write_known(items):
+        if self.write_if_known(items):
             return
         self.emit(b"]")
         self.objects[id(items)] = self.add_to_memo()
@@ -207,7 +207,7 @@ class _PickleWriter:
             self.emit(b"e")
 
     def write_dict(self, obj: dict[object, object]) -> None:
-        if self.write_known(obj):
+        if self.write_if_known(obj):
             return
         self.emit(b"}")
         self.objects[id(obj)] = self.add_to_memo()
@@ -234,13 +234,13 @@ class _PickleWriter:
 
     def write_temporary_call(self, obj: object, target: Global, args: tuple[object, ...]) -> None:
         """Write a call with temporary arguments, kept alive because the memo has their ids."""
-        if self.write_known(obj):
+        if self.write_if_known(obj):
             return
         self.kept.append((obj, args))
         self.write_call(obj, target, args)
 
     def write_inert(self, obj: object) -> None:
-        if self.write_known(obj):
+        if self.write_if_known(obj):
             return
         assert isinstance(obj, Inert)
         op = b"\x81" if obj.newobj else b"R"
@@ -254,7 +254,7 @@ class _PickleWriter:
             self.emit(b"b")
 
     def write_dict_record(self, obj: DictRecord) -> None:
-        if self.write_known(obj):
+        if self.write_if_known(obj):
             return
         self.write_call(obj, obj.origin, obj.args)
         self.write_setitems(obj.items())
@@ -263,7 +263,7 @@ class _PickleWriter:
             self.emit(b"b")
 
     def write_ordered_dict(self, obj: OrderedDict[object, object]) -> None:
-        if self.write_known(obj):
+        if self.write_if_known(obj):
             return
         self.write_call(obj, _ORDERED, ())
         self.write_setitems(obj.items())
@@ -281,7 +281,7 @@ class _PickleWriter:
         torch cannot load a tensor that requires a gradient if its dtype has no typed storage.
         Therefore such a tensor is written as a parameter.
         """
-        if self.write_known(obj):
+        if self.write_if_known(obj):
             return
         typed = _TYPED[obj.dtype]
         parameter = obj.requires_grad and not typed.name
@@ -340,12 +340,12 @@ def _reject_object(_writer: _PickleWriter, obj: object) -> None:
 
 
 def _build_call_writer(
-    name: str, args_of: Callable[..., tuple[object, ...]]
+    name: str, get_call_args: Callable[..., tuple[object, ...]]
 ) -> Callable[..., None]:
     target = Global("builtins", name)
 
     def write_value(writer: _PickleWriter, obj: object) -> None:
-        writer.write_temporary_call(obj, target, args_of(obj))
+        writer.write_temporary_call(obj, target, get_call_args(obj))
 
     return write_value
 

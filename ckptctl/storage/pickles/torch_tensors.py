@@ -149,7 +149,7 @@ def _parse_sizes(value: object) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
-def measure_layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int, bool]:
+def compute_layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int, bool]:
     """Return number of elements, distance from first to last plus 1, and whether contiguous."""
     numel = math.prod(shape)
     if numel == 0:
@@ -164,10 +164,19 @@ def measure_layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[in
 
 
 def _build_view(
-    storage: object, offset: object, size: object, stride: object, grad: object, dtype: str | None
+    storage: object,
+    offset: object,
+    size: object,
+    stride: object,
+    requires_grad: object,
+    dtype: str | None,
 ) -> object:
     shape, strides = _parse_sizes(size), _parse_sizes(stride)
-    if not isinstance(storage, StorageRef) or not _is_size(offset) or type(grad) is not bool:
+    if (
+        not isinstance(storage, StorageRef)
+        or not _is_size(offset)
+        or type(requires_grad) is not bool
+    ):
         raise UnsupportedError("malformed tensor", why="invalid storage, offset or flag")
     if len(shape) != len(strides):
         raise UnsupportedError(
@@ -178,7 +187,7 @@ def _build_view(
     if dtype not in dtypes.BY_NAME:
         raise UnreadError(f"`{dtype}`", dtype, shape)
     itemsize = dtypes.itemsize(dtype)
-    numel, span, row_major = measure_layout(shape, strides)
+    numel, span, row_major = compute_layout(shape, strides)
     start = offset * itemsize if numel else 0  # type: ignore[operator]
     where = f"storage {storage.key}"
     if start + span * itemsize > storage.nbytes:
@@ -198,7 +207,7 @@ def _build_view(
             span * itemsize,
             storage.key,
             storage.nbytes,
-            grad,
+            requires_grad,
         )
     )
 

@@ -57,7 +57,7 @@ class ZipRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Directory:
+class ZipDirectory:
     """Central directory of one zip.
 
     Attributes:
@@ -131,7 +131,7 @@ class FileRange:
         return content
 
 
-def read_directory(span: FileRange) -> Directory:
+def read_zip_directory(span: FileRange) -> ZipDirectory:
     """Read and validate the directory of the zip that fills *span*."""
     start, size, count = _read_end(span)
     entries = _parse_entries(span, span.read_bytes(start, size), count, start)
@@ -156,7 +156,7 @@ def read_directory(span: FileRange) -> Directory:
     checksums = any(r.crc32 for r in records.values()) or not any(
         r.nbytes for r in records.values()
     )
-    return Directory(_find_folder(records, span), records, checksums)
+    return ZipDirectory(_find_folder(records, span), records, checksums)
 
 
 _Entry = tuple[int, bytes, int, int, int, int]

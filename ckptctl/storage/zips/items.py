@@ -19,8 +19,8 @@ from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.pickle_reader import load_pickle
 from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
 from ckptctl.storage.pickles.torch_tensors import StorageRef, TensorView, parse_storage_id
-from ckptctl.storage.zips.directory import Directory, FileRange, ZipRecord, read_directory
-from ckptctl.storage.zips.zip_reader import StoredTensor, place_tensor, read_pickle
+from ckptctl.storage.zips.directory import FileRange, ZipDirectory, ZipRecord, read_zip_directory
+from ckptctl.storage.zips.zip_reader import StoredTensor, locate_tensor, read_zip_pickle
 
 CACHED_PICKLE_BYTES = 2048
 MAX_PATTERN_LENGTHS = 1024
@@ -29,7 +29,7 @@ MAX_HEAD = MAX_TAIL = 4096
 MAX_SINGLE_READ_GAP = 8192
 NEXT_ITEM_BYTES = 1024
 """Bytes to read after the end of an item, up to the elements of the next one."""
-Read = Callable[[str, int, int], bytes]
+ReadBytes = Callable[[str, int, int], bytes]
 """Reads bytes of a file, given its name, the offset and the number of bytes."""
 _ID_RECORD = ".data/serialization_id"
 _FLAGS, _CRC = 6, 14
@@ -46,28 +46,28 @@ class ItemPattern:
     Attributes:
         length: Size of the item in bytes.
         head: Bytes before the elements.
-        tail: Offset in the item of the tail, which is all bytes after the elements.
+        tail_offset: Offset in the item of the tail, which is all bytes after the elements.
         pieces: Start, end and content of the ranges of the tail that must be equal.
-        crc: Offset in the tail of the CRC-32 of the elements.
-        hole: Start and end in the item of the elements, which are not read.
+        crc_offset: Offset in the tail of the CRC-32 of the elements.
+        element_range: Start and end in the item of the elements, which are not read.
     """
 
     length: int
     head: bytes
-    tail: int
+    tail_offset: int
     pieces: tuple[tuple[int, int, bytes], ...]
-    crc: int
-    hole: tuple[int, int]
+    crc_offset: int
+    element_range: tuple[int, int]
 
-    def read_edges(self, read: Read, name: str, offset: int) -> tuple[bytes, bytes]:
+    def read_edges(self, read: ReadBytes, name: str, offset: int) -> tuple[bytes, bytes]:
         """Read head and tail of the item at *offset*, or two empty strings if the read fails."""
         head_length = len(self.head)
         try:
-            if self.tail - head_length <= MAX_SINGLE_READ_GAP:
+            if self.tail_offset - head_length <= MAX_SINGLE_READ_GAP:
                 content = read(name, offset, self.length)
-                return content[:head_length], content[self.tail :]
+                return content[:head_length], content[self.tail_offset :]
             head = read(name, offset, head_length)
-            return head, read(name, offset + self.tail, self.length - self.tail)
+            return head, read(name, offset + self.tail_offset, self.length - self.tail_offset)
         except CkptError:
             return b"", b""
 
@@ -78,7 +78,7 @@ class ItemPattern:
         for start, end, content in self.pieces:
             if tail[start:end] != content:
                 return None
-        return int.from_bytes(tail[self.crc : self.crc + 4], "little")
+        return int.from_bytes(tail[self.crc_offset : self.crc_offset + 4], "little")
 
 
 class NeighborReader:
@@ -97,7 +97,7 @@ class NeighborReader:
         if name != self._name or position < 0 or position + nbytes > len(self._content):
             if not self._files.local:
                 return self._files.read(name, offset, nbytes)
-            self._content = self._files.read_some(name, offset, nbytes + NEXT_ITEM_BYTES)
+            self._content = self._files.read_up_to(name, offset, nbytes + NEXT_ITEM_BYTES)
             self._name, self._start, position = name, offset, 0
             if len(self._content) < nbytes:
                 return self._files.read(name, offset, nbytes)  # which raises
@@ -105,14 +105,14 @@ class NeighborReader:
 
 
 def read_item_tensor(
-    files: SourceFiles, name: str, offset: int, length: int, read: Read | None = None
+    files: SourceFiles, name: str, offset: int, length: int, read: ReadBytes | None = None
 ) -> StoredTensor:
-    """Read a ``.distcp`` write item that consists of one tensor (see :func:`read_similar_item`)."""
-    return move_tensor(*read_similar_item(files, name, offset, length, read))
+    """Read a ``.distcp`` write item that consists of one tensor (see :func:`read_item_by_pattern`)."""
+    return shift_tensor(*read_item_by_pattern(files, name, offset, length, read))
 
 
-def read_similar_item(
-    files: SourceFiles, name: str, offset: int, length: int, read: Read | None = None
+def read_item_by_pattern(
+    files: SourceFiles, name: str, offset: int, length: int, read: ReadBytes | None = None
 ) -> tuple[StoredTensor, int, int]:
     """Read an item, or find an earlier item that only differs in its elements.
 
@@ -121,7 +121,7 @@ def read_similar_item(
 
     Returns:
         A tensor, the offset to add to its positions in the file, and the CRC-32 of the item's
-        elements, which is only valid if the tensor has one (see :func:`move_tensor`).
+        elements, which is only valid if the tensor has one (see :func:`shift_tensor`).
 
     Raises:
         DamagedError: The item is truncated or damaged.
@@ -132,26 +132,30 @@ def read_similar_item(
     read = read or files.read
     hole, head, tail = None, b"", b""
     for pattern, cached_tensor in _PATTERNS.get(length, ()):
-        if pattern.hole != hole:
-            hole = pattern.hole
+        if pattern.element_range != hole:
+            hole = pattern.element_range
             head, tail = pattern.read_edges(read, name, offset)
         crc = pattern.match_edges(head, tail)
         if crc is not None:
             return cached_tensor, offset, crc
     span = FileRange(files, name, offset, length)
-    directory = read_directory(span)
-    pickle = read_pickle(span, directory)
+    directory = read_zip_directory(span)
+    pickle = read_zip_pickle(span, directory)
     try:
-        view = _item_view(pickle) if len(pickle) <= CACHED_PICKLE_BYTES else _parse_item(pickle)
+        view = (
+            _parse_item_cached(pickle)
+            if len(pickle) <= CACHED_PICKLE_BYTES
+            else _parse_item(pickle)
+        )
     except CkptError as error:
         error.where = f"{span.where}, {error.where}" if error.where else span.where
         raise
-    tensor = place_tensor(view, directory, span)
+    tensor = locate_tensor(view, directory, span)
     _cache_pattern(tensor, span, directory)
     return tensor, 0, (tensor.within or tensor).crc32 or 0
 
 
-def require_chunk(
+def require_matching_chunk(
     stored_chunk: tuple[str, tuple[int, ...]],
     name: str,
     dtype: str,
@@ -170,7 +174,7 @@ def require_chunk(
         )
 
 
-def select_part(
+def select_item_part(
     tensor: StoredTensor, item_part: ItemPart | None, sizes: tuple[int, ...]
 ) -> StoredTensor:
     """Return the part *item_part* of the tensor with the shape *sizes*, or all of it if None.
@@ -206,7 +210,7 @@ def select_part(
 _PATTERNS: dict[int, tuple[tuple[ItemPattern, StoredTensor], ...]] = {}
 
 
-def _cache_pattern(tensor: StoredTensor, span: FileRange, directory: Directory) -> None:
+def _cache_pattern(tensor: StoredTensor, span: FileRange, directory: ZipDirectory) -> None:
     """Cache the pattern of a checked item, keeping the latest patterns of each item size."""
     pattern = _build_pattern(span, directory, tensor.storage)
     if pattern is None:
@@ -214,10 +218,10 @@ def _cache_pattern(tensor: StoredTensor, span: FileRange, directory: Directory) 
     if len(_PATTERNS) >= MAX_PATTERN_LENGTHS:
         _PATTERNS.clear()
     recent = _PATTERNS.get(span.length, ())[: MAX_PATTERNS_PER_LENGTH - 1]
-    _PATTERNS[span.length] = ((pattern, move_tensor(tensor, -span.base)), *recent)
+    _PATTERNS[span.length] = ((pattern, shift_tensor(tensor, -span.base)), *recent)
 
 
-def move_tensor(tensor: StoredTensor, shift: int, crc: int = 0) -> StoredTensor:
+def shift_tensor(tensor: StoredTensor, shift: int, crc: int = 0) -> StoredTensor:
     """Return a copy of *tensor* at an offset moved by *shift* bytes, with *crc* as CRC-32."""
     within = tensor.within
     return StoredTensor(
@@ -247,10 +251,10 @@ def _parse_item(pickle: bytes) -> TensorView:
     return view
 
 
-_item_view = lru_cache(maxsize=1 << 14)(_parse_item)
+_parse_item_cached = lru_cache(maxsize=1 << 14)(_parse_item)
 
 
-def _build_pattern(span: FileRange, directory: Directory, storage: str) -> ItemPattern | None:
+def _build_pattern(span: FileRange, directory: ZipDirectory, storage: str) -> ItemPattern | None:
     """Build the pattern of a checked item, or return None if its layout is unusual."""
     records = sorted(directory.records.values(), key=lambda record: record.header)
     elements = directory.records[f"{directory.folder}data/{storage}"]

@@ -14,7 +14,7 @@ from ckptctl.catalog import Checksum
 from ckptctl.errors import DamagedError, ForeignFileError, UnsupportedError
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import Builder, Global
-from ckptctl.storage.pickles.pickle_reader import Table, Unknown, load_pickle
+from ckptctl.storage.pickles.pickle_reader import GlobalsTable, Unknown, load_pickle
 from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
 from ckptctl.storage.pickles.torch_tensors import (
     REBUILDERS,
@@ -23,8 +23,8 @@ from ckptctl.storage.pickles.torch_tensors import (
     UnreadError,
     parse_storage_id,
 )
-from ckptctl.storage.stand_ins import describe_zeros, require_content
-from ckptctl.storage.zips.directory import Directory, FileRange, ZipRecord, read_directory
+from ckptctl.storage.stand_ins import describe_zeros, raise_if_placeholder
+from ckptctl.storage.zips.directory import FileRange, ZipDirectory, ZipRecord, read_zip_directory
 from ckptctl.units import pluralize
 
 MAX_PICKLE_BYTES = 1 << 30
@@ -71,7 +71,7 @@ class StoredTensor:
     flags: frozenset[str] = frozenset()
 
 
-def _keep_unread(build: Callable[..., object]) -> Callable[..., object]:
+def _return_unread_tensors(build: Callable[..., object]) -> Callable[..., object]:
     """Wrap *build* to return a tensor without bytes instead of raising `UnreadError`."""
 
     def build_or_keep(*args: object) -> object:
@@ -97,10 +97,12 @@ def _keep_unread(build: Callable[..., object]) -> Callable[..., object]:
     return build_or_keep
 
 
-KEEPING_TABLE: Table = {
+TABLE_WITH_UNREAD_TENSORS: GlobalsTable = {
     **TORCH_TABLE,
     **{
-        (_TORCH_UTILS, name): Builder(_keep_unread(build), source=Global(_TORCH_UTILS, name))
+        (_TORCH_UTILS, name): Builder(
+            _return_unread_tensors(build), source=Global(_TORCH_UTILS, name)
+        )
         for name, build in REBUILDERS.items()
     },
 }
@@ -134,7 +136,7 @@ def read_archive(
     offset: int = 0,
     length: int | None = None,
     unknown: Unknown = "refuse",
-    table: Table = TORCH_TABLE,
+    table: GlobalsTable = TORCH_TABLE,
     max_values: int | None = None,
 ) -> TorchArchive:
     """Read the directory and the pickle of one zip, but no tensor data.
@@ -159,10 +161,10 @@ def read_archive(
     """
     span = FileRange(files, name, offset, files.size(name) - offset if length is None else length)
     if offset == 0 and length is None:
-        _check_kind(span)
-    directory = read_directory(span)
+        _require_zip(span)
+    directory = read_zip_directory(span)
     storages = _StorageResolver(directory, span)
-    pickle = read_pickle(
+    pickle = read_zip_pickle(
         span, directory, MAX_PICKLE_BYTES if max_values is None else max_values * BYTES_PER_VALUE
     )
     root = load_pickle(
@@ -182,7 +184,7 @@ class _StorageResolver:
 
     __slots__ = ("directory", "known", "span")
 
-    def __init__(self, directory: Directory, span: FileRange) -> None:
+    def __init__(self, directory: ZipDirectory, span: FileRange) -> None:
         self.directory = directory
         self.span = span
         self.known: dict[str, StorageRef] = {}
@@ -196,16 +198,16 @@ class _StorageResolver:
         storage = self.known.get(key)
         if storage is None or nbytes == storage.nbytes == 0:
             _require_record(key, nbytes, self.directory, self.span)
-            storage = self.known[key] = StorageRef(key, dtype, nbytes, self.place_tensor)
+            storage = self.known[key] = StorageRef(key, dtype, nbytes, self.locate_tensor)
         if (storage.dtype, storage.nbytes) != (dtype, nbytes):
             raise UnsupportedError(
                 f"storage `{key}` is declared in two different ways", where=self.span.where
             )
         return storage
 
-    def place_tensor(self, view: TensorView) -> object:
+    def locate_tensor(self, view: TensorView) -> object:
         """Locate a tensor in the file."""
-        return place_tensor(view, self.directory, self.span)
+        return locate_tensor(view, self.directory, self.span)
 
     def list_records(self) -> dict[str, ZipRecord]:
         """Return the records of all storages, by key."""
@@ -217,7 +219,7 @@ class _StorageResolver:
         }
 
 
-def _require_record(key: str, nbytes: int, directory: Directory, span: FileRange) -> ZipRecord:
+def _require_record(key: str, nbytes: int, directory: ZipDirectory, span: FileRange) -> ZipRecord:
     record = directory.records.get(f"{directory.folder}data/{key}")
     if record is None:
         raise DamagedError(
@@ -236,7 +238,7 @@ def _require_record(key: str, nbytes: int, directory: Directory, span: FileRange
     return record
 
 
-def place_tensor(view: TensorView, directory: Directory, span: FileRange) -> StoredTensor:
+def locate_tensor(view: TensorView, directory: ZipDirectory, span: FileRange) -> StoredTensor:
     """Locate a tensor in the file, or raise if its storage is missing or has the wrong size."""
     record = _require_record(view.storage, view.storage_nbytes, directory, span)
     is_complete = view.strides is None and view.nbytes == record.nbytes
@@ -256,7 +258,9 @@ def place_tensor(view: TensorView, directory: Directory, span: FileRange) -> Sto
     )
 
 
-def read_pickle(span: FileRange, directory: Directory, limit: int = MAX_PICKLE_BYTES) -> bytes:
+def read_zip_pickle(
+    span: FileRange, directory: ZipDirectory, limit: int = MAX_PICKLE_BYTES
+) -> bytes:
     """Read ``data.pkl``, or raise if it exceeds *limit* bytes or the zip is of another kind.
 
     Big-endian files and TorchScript archives are rejected.
@@ -279,7 +283,7 @@ def read_pickle(span: FileRange, directory: Directory, limit: int = MAX_PICKLE_B
     return span.read_record(record, directory.checksums, limit=limit)
 
 
-def _check_kind(span: FileRange) -> None:
+def _require_zip(span: FileRange) -> None:
     """Raise an error that says what the file is, if it is not a zip."""
     head = span.read_bytes(0, min(span.length, 512))
     if head.startswith(b"PK\3\4"):
@@ -295,7 +299,7 @@ def _check_kind(span: FileRange) -> None:
             "bytes before the zip", where=span.where, why="the zip must start at byte 0"
         )
     else:
-        require_content(span.files, span.name)
+        raise_if_placeholder(span.files, span.name)
         if b"PK\3\4".startswith(head) or not any(head):
             why = (
                 f"the file has {pluralize(span.length, 'byte')}"

@@ -56,7 +56,7 @@ class ZipLayout:
     _base: int
     _skeleton: _Skeleton
 
-    def frame(self, crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+    def iterate_frame(self, crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
         """Yield the file offset and content of every range of the zip other than storage data.
 
         Args:
@@ -70,9 +70,11 @@ class ZipLayout:
         fixed_crcs = [pickle_crc, zlib.crc32(serialization_id)] if enabled else [0, 0]
         fixed = skeleton.fixed if enabled else skeleton.unchecked
         pieces = [bytearray(piece) for piece in fixed]
-        pieces[0][skeleton.pickle_at : skeleton.pickle_at + len(self._pickle)] = self._pickle
-        pieces[-1][skeleton.id_at : skeleton.id_at + ID_DIGITS] = serialization_id
-        for crc, places in zip((*fixed_crcs, *crcs), skeleton.crcs_at, strict=True):
+        pieces[0][skeleton.pickle_offset : skeleton.pickle_offset + len(self._pickle)] = (
+            self._pickle
+        )
+        pieces[-1][skeleton.id_offset : skeleton.id_offset + ID_DIGITS] = serialization_id
+        for crc, places in zip((*fixed_crcs, *crcs), skeleton.crc_positions, strict=True):
             for index, piece_offset in places:
                 _CRC.pack_into(pieces[index], piece_offset, crc)
         for start, piece in zip(skeleton.starts, pieces, strict=True):
@@ -91,9 +93,9 @@ class _Skeleton:
         starts: First byte in the zip of each piece.
         fixed: Content of the pieces, with zeros for the pickle, the id and the CRCs that vary.
         unchecked: Content of the pieces without checksums, in which all CRCs are 0.
-        pickle_at: Position of the pickle in the first piece.
-        id_at: Position of the serialization id in the last piece.
-        crcs_at: Positions of the CRCs of the pickle, the id and each storage, each as pairs of
+        pickle_offset: Position of the pickle in the first piece.
+        id_offset: Position of the serialization id in the last piece.
+        crc_positions: Positions of the CRCs of the pickle, the id and each storage, each as pairs of
             piece index and position in the piece.
         holds_data: Whether any storage has bytes.
     """
@@ -103,13 +105,13 @@ class _Skeleton:
     starts: tuple[int, ...]
     fixed: tuple[bytes, ...]
     unchecked: tuple[bytes, ...]
-    pickle_at: int
-    id_at: int
-    crcs_at: tuple[tuple[tuple[int, int], ...], ...]
+    pickle_offset: int
+    id_offset: int
+    crc_positions: tuple[tuple[tuple[int, int], ...], ...]
     holds_data: bool
 
 
-def lay_out(
+def compute_zip_layout(
     pickle: bytes, storages: Sequence[tuple[str, int]], *, base: int = 0, folder: str = "archive"
 ) -> ZipLayout:
     """Compute the layout of a ``torch.save`` zip.

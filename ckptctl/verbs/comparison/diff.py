@@ -20,9 +20,9 @@ from ckptctl.installed import INSTALL_TORCH, has_torch, require_torch
 from ckptctl.numerics.quantized import dequantize_catalog, find_quantized
 from ckptctl.save_load.loading.state_mapping import MappingRequest, StateMapping, keep_names
 from ckptctl.storage.compare import Errors, Tolerance
-from ckptctl.storage.computed import open_reader
+from ckptctl.storage.computed import open_catalog_reader
 from ckptctl.storage.paths import redact_path
-from ckptctl.storage.threads import Watch, ignore_progress
+from ckptctl.storage.threads import StartProgress, ignore_progress
 from ckptctl.tree import TreePath
 from ckptctl.verbs.comparison.diff_options import DiffOptions
 from ckptctl.verbs.comparison.diff_result import Difference, LeafDifference, TensorDifference
@@ -47,7 +47,10 @@ class _ElementComparison:
 
 
 def compare_checkpoints(
-    a: str | TreePath, b: str | TreePath, options: DiffOptions, progress: Watch = ignore_progress
+    a: str | TreePath,
+    b: str | TreePath,
+    options: DiffOptions,
+    progress: StartProgress = ignore_progress,
 ) -> Difference:
     """Compare two checkpoints after mapping *b* to the layout of *a*.
 
@@ -58,7 +61,7 @@ def compare_checkpoints(
 
 
 def _compare_sources(
-    a: str | TreePath, b: str | TreePath, options: DiffOptions, progress: Watch
+    a: str | TreePath, b: str | TreePath, options: DiffOptions, progress: StartProgress
 ) -> Difference:
     start = time.monotonic()
     (first, trainer_names_a), (second, trainer_names_b) = map(
@@ -218,7 +221,7 @@ def _compare_values(
     pairs: Sequence[Pair],
     mapping: StateMapping,
     options: DiffOptions,
-    progress: Watch,
+    progress: StartProgress,
 ) -> _ElementComparison:
     comparable = [
         pair for pair in pairs if pair.entry.shape == pair.composed.shape and "," not in pair.dtype
@@ -245,7 +248,7 @@ def _compare_values(
     with progress(total) as advance:
         windows = Windows(keep_names(located_a), mapping, options.jobs or 0, bitwise)
         errors = windows.compare_elements(remaining, tolerance, advance)
-    with open_reader(located_b) as files:  # data of B that A's layout cannot store
+    with open_catalog_reader(located_b) as files:  # data of B that A's layout cannot store
         lost = dict.fromkeys(
             pair.part.key for pair in find_lost_data(files, located_b, mapping.redundant)
         )

@@ -16,7 +16,7 @@ from ckptctl.planner.layouts import LayoutTensor
 from ckptctl.planner.mapping.mapped import RedundantData, Region
 from ckptctl.planner.strided import StridedTensor
 from ckptctl.save_load.loading.state_mapping import StateMapping
-from ckptctl.storage.computed import open_reader
+from ckptctl.storage.computed import open_catalog_reader
 from ckptctl.units import pluralize
 
 
@@ -43,7 +43,7 @@ def without_padding(a: Catalog, mapping: StateMapping) -> tuple[Catalog, int]:
             for name in longer
             for shape in [a.tensors[name].shape[1:]]
         )
-        with open_reader(a) as files:
+        with open_catalog_reader(a) as files:
             padding = (RedundantData(region, kind="padding") for region in parts)
             has_data = any(find_lost_data(files, a, padding))
             bytes_read = files.bytes_read
@@ -69,7 +69,7 @@ def _iterate_longer(a: Catalog, mapping: StateMapping) -> Iterator[tuple[str, in
     layout = families.family(mapping.model_type).get_layout(mapping.layout)
     for name, composed in mapping.tensors.items():
         entry, shape = a.tensors.get(name), composed.shape
-        match = layout.table.find_meaning(name.removeprefix(mapping.prefix))
+        match = layout.table.find_match(name.removeprefix(mapping.prefix))
         stored = match[0] if match else None
         if (
             entry is None

@@ -14,7 +14,7 @@ from ckptctl.planner.plan import Plan
 from ckptctl.save_load.loading.reading import PreparedRead, RequestedBox, fill_buffers
 from ckptctl.save_load.loading.state_mapping import StateMapping
 from ckptctl.storage.compare import Errors, Tolerance, compare_windows
-from ckptctl.storage.computed import require_torch_for
+from ckptctl.storage.computed import require_packages_for
 from ckptctl.storage.pickles.inert import DictRecord, Inert
 from ckptctl.storage.tensor_reader import split_into_boxes
 from ckptctl.storage.threads import Advance
@@ -110,7 +110,7 @@ class Windows:
                 for (plan, filled), buffers in zip(
                     self._plan_batch(batch), self._buffers, strict=True
                 ):
-                    require_torch_for(plan, "the comparison")
+                    require_packages_for(plan, "the comparison")
                     buffers.return_buffers(filled)
         for batch in _iterate_batches(pairs):
             (plan_a, a), (plan_b, b) = self._plan_batch(batch)

@@ -31,7 +31,7 @@ from ckptctl.results import JsonField, Result
 from ckptctl.save_load.loading.checks import find_casts
 from ckptctl.save_load.loading.reading import PreparedRead
 from ckptctl.save_load.loading.state_mapping import RequestedTensor, StateMapping
-from ckptctl.storage.computed import require_torch_for
+from ckptctl.storage.computed import require_packages_for
 from ckptctl.storage.outcome import OUT_OF_RANGE, OutOfRange
 from ckptctl.storage.paths import redact_path
 from ckptctl.tree import TreePath
@@ -113,7 +113,7 @@ def extract_tensors(path: str | TreePath, tensor: str, options: ExtractOptions) 
         plan = plan_file(reading, selection, target, without_hashes(strings, notes))
         if skipped := notes.get_reasons("skipped"):
             notes.add(f"not copied: {quote_names(list(skipped))}")
-        require_torch_for(plan, "this extraction")
+        require_packages_for(plan, "this extraction")
         execution = write_file(plan, target, options)
         extracted = tuple(_describe_tensor(reading, selected) for selected in selection)
         return Extraction(
@@ -275,6 +275,6 @@ def _iterate_layouts(
                 table = family.get_layout(name).table
                 if (
                     name != model.layout
-                    and next(table.iterate_meanings(requested_name), None) is not None
+                    and next(table.iterate_matches(requested_name), None) is not None
                 ):
                     yield name

@@ -21,7 +21,7 @@ from ckptctl.storage.arithmetic import (
     decode_numbers,
     format_number,
 )
-from ckptctl.storage.computed import require_torch_for
+from ckptctl.storage.computed import require_packages_for
 from ckptctl.units import pluralize
 
 SUFFIX = re.compile(r"(?P<name>.+?)(?P<slice>\[[-+\d:,.\s]*\])")
@@ -153,7 +153,7 @@ def preview_slice(
             RequestedBox(name, dtype, full_shape, _shift_box(box, selection.box)) for box in boxes
         ]
         plan = reading.plan_boxes(wanted_boxes)
-        require_torch_for(plan, "the preview")
+        require_packages_for(plan, "the preview")
         fill_buffers(plan, buffers, jobs=1)
     values: dict[tuple[int, ...], Number] = {}
     for box, buffer in zip(boxes, buffers, strict=True):

@@ -75,7 +75,7 @@ def is_tensor_file(path: TreePath) -> bool:
         return bool(file.read(len(MAGIC) - 2) == MAGIC[:-2]) or is_replaceable(path)
 
 
-OVERWRITABLE = Replaceable(is_tensor_file, "a file of tensors", file=True)
+OVERWRITABLE = Replaceable(is_tensor_file, "a file of tensors", is_file=True)
 
 
 def _lay_out_safetensors(

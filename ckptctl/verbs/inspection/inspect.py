@@ -37,8 +37,13 @@ from ckptctl.formats.shared.findings import UNUSABLE_ERRORS, finding_from_error
 from ckptctl.installed import require_torch
 from ckptctl.notes import Notes
 from ckptctl.numerics.quantized import dequantize_catalog, survey_leniently
-from ckptctl.storage.paths import parse_path, redact_path, require_no_failure, resolve_source_path
-from ckptctl.storage.threads import Watch, ignore_progress
+from ckptctl.storage.paths import (
+    parse_path,
+    raise_if_request_failed,
+    redact_path,
+    resolve_source_path,
+)
+from ckptctl.storage.threads import StartProgress, ignore_progress
 from ckptctl.storage.writing import UnfinishedError
 from ckptctl.tree import TreePath
 from ckptctl.verbs.inspection.inspect_options import InspectOptions
@@ -56,7 +61,9 @@ READS_PER_TENSOR = 2
 
 
 def inspect_checkpoint(
-    path: str | TreePath, options: InspectOptions | None = None, progress: Watch = ignore_progress
+    path: str | TreePath,
+    options: InspectOptions | None = None,
+    progress: StartProgress = ignore_progress,
 ) -> Inspection:
     """Describe the checkpoint, or the folder of checkpoints, at *path*.
 
@@ -100,7 +107,7 @@ def _open_readable(read: Callable[..., Catalog]) -> Catalog:
             part = read(partial=True)
         except CkptError:
             raise error from None
-        require_no_failure(part.root)
+        raise_if_request_failed(part.root)
         if not part.findings:
             raise
         return part
@@ -309,23 +316,23 @@ def _count_dtypes(tensors: Iterable[TensorEntry]) -> dict[str, DTypeUse]:
 
 
 def _measure_catalog(
-    catalog: Catalog, include: Sequence[str], progress: Watch
+    catalog: Catalog, include: Sequence[str], progress: StartProgress
 ) -> dict[str, Statistics]:
-    from ckptctl.storage.computed import open_reader  # only for --stats
+    from ckptctl.storage.computed import open_catalog_reader  # only for --stats
 
     catalog = formats.resolve_codecs(catalog)
     names = {t.alias_of or t.name for t in catalog.tensors.values() if is_selected(t.name, include)}
     entries = [
         entry for name, entry in catalog.tensors.items() if name in names and not entry.unsupported
     ]
-    with open_reader(catalog) as files:
+    with open_catalog_reader(catalog) as files:
         return measure_tensors(files, entries, progress, BINS)
 
 
 def measure_tensors(
     files: Readable,
     entries: Sequence[TensorEntry],
-    progress: Watch,
+    progress: StartProgress,
     bins: int,
     failed: Callable[[CkptError, TensorEntry], None] | None = None,
 ) -> dict[str, Statistics]:

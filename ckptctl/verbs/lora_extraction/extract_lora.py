@@ -57,7 +57,7 @@ from ckptctl.storage.destinations import Replaceable
 from ckptctl.storage.file_system import sync_directory
 from ckptctl.storage.paths import parse_path
 from ckptctl.storage.publish import stage_output
-from ckptctl.storage.safetensors_header import encode_header
+from ckptctl.storage.safetensors_header import encode_safetensors_header
 from ckptctl.storage.threads import Advance
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
@@ -454,7 +454,7 @@ class AdapterFolder:
         self._path = folder / WEIGHTS
         self._folder = folder
         empty = [(name, dtype, (0, 0)) for name in names]
-        head, _ = encode_header(empty, {"format": "pt"})
+        head, _ = encode_safetensors_header(empty, {"format": "pt"})
         self._room = len(head) + HEADER_CHARS_PER_TENSOR * len(empty)
         self._room += -self._room % 8
         self._tensors: list[tuple[str, str, tuple[int, ...]]] = []
@@ -475,7 +475,7 @@ class AdapterFolder:
 
     def finish(self, config: Mapping[str, object]) -> int:
         """Write the header and the configuration, and return the total bytes."""
-        head, _ = encode_header(self._tensors, {"format": "pt"})
+        head, _ = encode_safetensors_header(self._tensors, {"format": "pt"})
         text = head[8:].ljust(self._room - 8)
         with wrap_os_errors("write", self._path), self._file as file:
             file.seek(0)

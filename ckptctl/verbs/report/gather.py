@@ -23,9 +23,9 @@ from ckptctl.errors import (
 from ckptctl.formats.shared.findings import MISSING_TENSOR, finding_from_error
 from ckptctl.installed import require_torch
 from ckptctl.planner.boxes import compute_coverage
-from ckptctl.storage.computed import open_reader
+from ckptctl.storage.computed import open_catalog_reader
 from ckptctl.storage.paths import redact_path
-from ckptctl.storage.threads import Watch, ignore_progress
+from ckptctl.storage.threads import StartProgress, ignore_progress
 from ckptctl.tree import TreePath
 from ckptctl.units import sort_naturally
 from ckptctl.verbs.comparison.diff_options import DiffOptions
@@ -73,7 +73,7 @@ _OPTIONS = {
 
 
 def write_report(
-    path: str | TreePath, options: ReportOptions, progress: Watch = ignore_progress
+    path: str | TreePath, options: ReportOptions, progress: StartProgress = ignore_progress
 ) -> Report:
     """Collect everything known about a checkpoint and write a page about it.
 
@@ -120,7 +120,7 @@ def _require_no_comparison(options: ReportOptions) -> None:
 
 
 def _collect_report(
-    path: str | TreePath, options: ReportOptions, progress: Watch, *, paired: bool
+    path: str | TreePath, options: ReportOptions, progress: StartProgress, *, paired: bool
 ) -> Report:
     summary, catalog = _summarize_checkpoint(path, options, paired=paired)
     verified, inspected = summary.verification, summary.inspection
@@ -359,7 +359,7 @@ class ChunkMapper:
 
 
 def _measure_statistics(
-    catalog: Catalog, names: Sequence[str], progress: Watch
+    catalog: Catalog, names: Sequence[str], progress: StartProgress
 ) -> tuple[Mapping[str, Statistics], list[Finding]]:
     """Measure the tensors called *names*, and return findings about unreadable ones.
 
@@ -373,7 +373,7 @@ def _measure_statistics(
         replace(catalog, tensors=readable_entries, blobs={}, replicas={})
     )
     root = get_root(catalog.path)
-    with open_reader(resolved_catalog) as reader:
+    with open_catalog_reader(resolved_catalog) as reader:
         statistics_by_name = measure_tensors(
             reader,
             list(resolved_catalog.tensors.values()),
@@ -384,7 +384,9 @@ def _measure_statistics(
     return statistics_by_name, findings
 
 
-def _add_comparison(about: Report, other: str, options: ReportOptions, progress: Watch) -> Report:
+def _add_comparison(
+    about: Report, other: str, options: ReportOptions, progress: StartProgress
+) -> Report:
     """Add the difference from *other*, or the error that prevented the comparison."""
     from ckptctl.verbs.comparison.diff import compare_checkpoints  # only with a second checkpoint
 

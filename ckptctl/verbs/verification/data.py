@@ -21,11 +21,17 @@ from ckptctl.formats.shared.findings import finding_from_error
 from ckptctl.ranks import sharing
 from ckptctl.ranks.coordinator import Coordinator, require_same_settings, run_on_all_ranks
 from ckptctl.ranks.sharing import select_rank_share
-from ckptctl.storage.computed import open_reader
+from ckptctl.storage.computed import open_catalog_reader
 from ckptctl.storage.crc import combine_crcs, compute_crc
 from ckptctl.storage.files import Readable, SourceFiles, source_files
-from ckptctl.storage.threads import Advance, ByteCount, Watch, create_thread_pool, default_threads
-from ckptctl.storage.zips.directory import FileRange, read_directory
+from ckptctl.storage.threads import (
+    Advance,
+    ByteCounter,
+    StartProgress,
+    create_thread_pool,
+    get_default_thread_count,
+)
+from ckptctl.storage.zips.directory import FileRange, read_zip_directory
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 from ckptctl.verbs.statistics import count_nonfinite, map_in_parallel
@@ -113,7 +119,7 @@ def read_data(
     full: bool,
     nan: bool,
     jobs: int | None,
-    progress: Watch,
+    progress: StartProgress,
     ranks: Coordinator,
 ) -> tuple[list[Finding], Proof, int]:
     """Compare data with recorded checksums if *full*, and search it for NaN and Inf if *nan*.
@@ -121,7 +127,7 @@ def read_data(
     All ranks return the same findings, proof and number of bytes read. *resolved* is *catalog* with
     the byte offsets of every undamaged item.
     """
-    with source_files(catalog.root) as files, open_reader(resolved) as reader:
+    with source_files(catalog.root) as files, open_catalog_reader(resolved) as reader:
         identities_before = _read_identities(catalog)
         plan = run_on_all_ranks(ranks, lambda: _plan_reading(files, catalog, resolved, full, nan))
         if ranks.world > 1:
@@ -214,12 +220,12 @@ def _read_portion(
     own_blocks: Sequence[ReadBlock],
     todo: _ReadingPlan,
     jobs: int | None,
-    progress: Watch,
+    progress: StartProgress,
 ) -> _ReadingResult:
     total = sum(item.nbytes for item in own_blocks) + sum(entry.nbytes for entry in todo.floating)
     total += sum(item.nbytes for item in todo.packed)
     with progress(total + _sum_sizes(files, [line.file for line in todo.lines])) as watched:
-        advance = count = ByteCount(watched)
+        advance = count = ByteCounter(watched)
         sums = compute_crcs(files, todo.ranges, own_blocks, jobs, advance)
         list_findings, right = digest_lists.check_lists(files, todo.lines, jobs, advance)
         nonfinite_findings = _iterate_nonfinite(reader, files.root, todo.floating, jobs, advance)
@@ -258,7 +264,7 @@ def _decompress_items(
                 advance(item.nbytes)
         return item
 
-    with create_thread_pool(jobs or default_threads()) as pool:
+    with create_thread_pool(jobs or get_default_thread_count()) as pool:
         results = list(pool.map(read_item, items))
     findings = [result for result in results if isinstance(result, Finding)]
     return findings, [result for result in results if isinstance(result, PackedItem)]
@@ -330,7 +336,7 @@ def list_recorded(
     findings: list[Finding] = []
     for file, base, length in _iterate_zips(files, catalog):
         try:
-            directory = read_directory(FileRange(files, file, base, length))
+            directory = read_zip_directory(FileRange(files, file, base, length))
         except CkptError as error:
             findings.append(finding_from_error(error, files.root))
             continue
@@ -385,7 +391,7 @@ def compute_crcs(
             return error
 
     results: list[tuple[ReadBlock, int | CkptError]] = []
-    with create_thread_pool(jobs or default_threads()) as pool:
+    with create_thread_pool(jobs or get_default_thread_count()) as pool:
         for first in range(0, len(own_blocks), BATCH_BLOCKS):
             batch = own_blocks[first : first + BATCH_BLOCKS]
             results += zip(batch, pool.map(compute_sum, batch), strict=True)

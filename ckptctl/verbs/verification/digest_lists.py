@@ -23,7 +23,12 @@ from ckptctl.storage.file_system import write_file
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.publish import stage_output
-from ckptctl.storage.threads import Advance, Watch, create_thread_pool, default_threads
+from ckptctl.storage.threads import (
+    Advance,
+    StartProgress,
+    create_thread_pool,
+    get_default_thread_count,
+)
 from ckptctl.tree import TreePath
 from ckptctl.verbs.verification.structure import get_root
 from ckptctl.verdict import Severity
@@ -143,7 +148,7 @@ def check_lists(
         why = f"its {line.algorithm} is {actual}, but {line.list_} lists {line.digest}"
         return Finding("a file does not match its listed checksum", why, line.severity, line.file)
 
-    with create_thread_pool(jobs or default_threads()) as pool:
+    with create_thread_pool(jobs or get_default_thread_count()) as pool:
         results = list(pool.map(compare_line, lines))
     bad_files = {line.file for line, result in zip(lines, results, strict=True) if result}
     return [r for r in results if r], [line.file for line in lines if line.file not in bad_files]
@@ -196,7 +201,9 @@ def find_unlistable(path: TreePath) -> list[Finding]:
     return findings
 
 
-def write_list(path: TreePath, jobs: int | None, progress: Watch, ranks: Coordinator) -> str:
+def write_list(
+    path: TreePath, jobs: int | None, progress: StartProgress, ranks: Coordinator
+) -> str:
     """Write the SHA-256 sums of all files of a checkpoint, and return the path of the list.
 
     The ranks share the reading, and rank 0 writes the list atomically.
@@ -204,7 +211,11 @@ def write_list(path: TreePath, jobs: int | None, progress: Watch, ranks: Coordin
     # Imported late, because `ls` only reads checksum lists.
     from ckptctl.ranks.sharing import select_rank_share
 
-    names, target, threads = list_members(path), get_list_path(path), jobs or default_threads()
+    names, target, threads = (
+        list_members(path),
+        get_list_path(path),
+        jobs or get_default_thread_count(),
+    )
     with source_files(get_root(path)) as files:
         sizes = run_on_all_ranks(ranks, lambda: {name: files.size(name) for name in names})
         own_names = select_rank_share(ranks, names, sizes.__getitem__)

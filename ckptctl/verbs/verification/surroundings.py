@@ -22,10 +22,10 @@ from ckptctl.formats.base import Listing
 from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL, read_pointer
 from ckptctl.storage.compare import are_tensors_equal
 from ckptctl.storage.crc import find_digest_algorithm
-from ckptctl.storage.destinations import staging_directory
+from ckptctl.storage.destinations import get_staging_directory
 from ckptctl.storage.files import SourceFiles, source_files
-from ckptctl.storage.paths import find_hub_repository, resolve_links
-from ckptctl.storage.stand_ins import incomplete_reason
+from ckptctl.storage.paths import find_hub_cache_repository, resolve_links
+from ckptctl.storage.stand_ins import explain_incomplete
 from ckptctl.tree import TreePath
 from ckptctl.verbs.verification.digest_lists import FileDigest
 from ckptctl.verdict import Severity
@@ -54,7 +54,7 @@ def check_surroundings(
 
     With *values*, elements of a consolidated model are also compared with its shards.
     """
-    stage = staging_directory(Path(path))
+    stage = get_staging_directory(Path(path))
     if stage.is_dir():
         why = (
             f"`{stage.name}` next to it belongs to a command that was interrupted or is still "
@@ -87,7 +87,7 @@ def _check_trainer_state(folder: TreePath) -> Iterator[Finding]:
         if (
             TRAINER_FILES.fullmatch(item.name)
             and item.is_file()
-            and (why := incomplete_reason(item))
+            and (why := explain_incomplete(item))
         ):
             message = "a file of the trainer's state was not completely written"
             yield Finding(message, why, "error", item.name)
@@ -195,7 +195,7 @@ DOWNLOAD_FOLDER = ".cache/huggingface/download"
 def iterate_unfinished(root: TreePath) -> Iterator[TreePath]:
     """Yield partial files of interrupted downloads to *root*."""
     yield from sorted((root / DOWNLOAD_FOLDER).rglob("*.incomplete"))
-    repository = find_hub_repository(resolve_links(root))
+    repository = find_hub_cache_repository(resolve_links(root))
     if repository is not None:
         yield from sorted((repository / "blobs").glob("*.incomplete"))
 
@@ -245,7 +245,7 @@ def _iterate_remote_digests(files: SourceFiles, folder: PurePath) -> Iterator[Fi
 def _iterate_cached_digests(root: TreePath, folder: PurePath) -> Iterator[FileDigest]:
     """Yield the digests of files of a snapshot in the cache, whose blobs are named by ETag."""
     real = resolve_links(Path(root))
-    repository = find_hub_repository(real)
+    repository = find_hub_cache_repository(real)
     if repository is None or not (real / folder).is_dir():
         return
     for item in sorted((real / folder).iterdir()):

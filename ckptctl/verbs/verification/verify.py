@@ -23,9 +23,9 @@ from ckptctl.ranks.coordinator import (
     run_on_all_ranks,
     run_on_rank_zero,
 )
-from ckptctl.storage.paths import redact_path, require_local, require_no_failure
+from ckptctl.storage.paths import raise_if_request_failed, redact_path, require_local
 from ckptctl.storage.sources import require_same_file
-from ckptctl.storage.threads import Watch, ignore_progress
+from ckptctl.storage.threads import StartProgress, ignore_progress
 from ckptctl.tree import TreePath
 from ckptctl.verbs.verification import digest_lists
 from ckptctl.verbs.verification.structure import check_structure, get_root, is_about_unread
@@ -108,7 +108,7 @@ class IndexChecks:
 def verify_checkpoint(
     path: str | TreePath,
     options: VerifyOptions | None = None,
-    progress: Watch = ignore_progress,
+    progress: StartProgress = ignore_progress,
     ranks: Coordinator | None = None,
 ) -> Verification:
     """Verify the checkpoint at *path* and list all findings."""
@@ -118,7 +118,7 @@ def verify_checkpoint(
 def verify_with_catalog(
     path: str | TreePath,
     options: VerifyOptions,
-    progress: Watch = ignore_progress,
+    progress: StartProgress = ignore_progress,
     ranks: Coordinator | None = None,
     index_checks: IndexChecks | None = None,
 ) -> tuple[Verification, Catalog | None]:
@@ -151,7 +151,7 @@ def verify_with_catalog(
         )
         if options.model and catalog is not None and _is_index_sound(state, catalog):
             _check_model(state, catalog, options.model_type, index_checks, passed=passed)
-        require_no_failure(state.path)
+        raise_if_request_failed(state.path)
         opened = catalog.opened if catalog else None
         run_on_all_ranks(ranks, lambda: require_same_file(opened))
         if options.manifest:
@@ -228,7 +228,7 @@ def _verify_data(
     state: _VerificationState,
     catalog: Catalog,
     options: VerifyOptions,
-    progress: Watch,
+    progress: StartProgress,
     ranks: Coordinator,
 ) -> None:
     state.findings += [
@@ -321,7 +321,7 @@ def _list_checksum_files(catalog: Catalog) -> tuple[str, ...]:
 
 
 def _write_checksum_list(
-    state: _VerificationState, jobs: int | None, progress: Watch, ranks: Coordinator
+    state: _VerificationState, jobs: int | None, progress: StartProgress, ranks: Coordinator
 ) -> None:
     """Write the SHA-256 sums of the files if the checkpoint is complete."""
     path = state.listed_path

@@ -11,8 +11,8 @@ import pytest
 from ckptctl.catalog import Box, Checksum, Extent, TensorEntry
 from ckptctl.columns import BoxColumns, ExtentColumns
 from ckptctl.conversion.checked_ranges import find_checked_transfers, plan_checks
-from ckptctl.planner.copying.copies import lower_transfer
-from ckptctl.planner.copying.tile import Limits
+from ckptctl.planner.copying.copies import tile_transfer
+from ckptctl.planner.copying.tile import TileLimits
 from ckptctl.planner.plan import Record, RecordedRange, Transfer
 from ckptctl.planner.strided import StridedTensor, concat
 from tests.transfers import stored, target
@@ -131,7 +131,9 @@ def test_unread_ranges_are_read_for_checksums(
     assert gaps_of(*transfers) == gaps
 
 
-@pytest.mark.parametrize("limits", [Limits(), Limits(tile=4, widest=8, flat=16)])
+@pytest.mark.parametrize(
+    "limits", [TileLimits(), TileLimits(tile_bytes=4, max_tile_bytes=8, max_unit_bytes=16)]
+)
 @pytest.mark.parametrize(
     "transfers",
     [
@@ -144,13 +146,13 @@ def test_unread_ranges_are_read_for_checksums(
     ],
 )
 def test_recorded_ranges_are_read_for_checksums_once(
-    transfers: list[Transfer], limits: Limits
+    transfers: list[Transfer], limits: TileLimits
 ) -> None:
     checked, checks = plan_checks(Path("/"), transfers, {})
     counts: Counter[tuple[RecordedRange, int]] = Counter()
     for number, transfer in enumerate(transfers):
         names = {name for other, name in checked if other == number}
-        for tile in lower_transfer(transfer, [Record("t", "x", 0, 0)], limits, names):
+        for tile in tile_transfer(transfer, [Record("t", "x", 0, 0)], limits, names):
             for read in tile.list_checked_reads():
                 assert read.check is not None
                 counts.update(

@@ -20,8 +20,8 @@ from ckptctl.catalog import (
 )
 from ckptctl.conversion.transfers import find_sources, plan_transfers
 from ckptctl.formats.base import OutputLayout, TensorPlace
-from ckptctl.planner.copying.copies import lower_transfer
-from ckptctl.planner.copying.tile import Limits
+from ckptctl.planner.copying.copies import tile_transfer
+from ckptctl.planner.copying.tile import TileLimits
 from ckptctl.planner.mapping.logical import build_placeholder
 from ckptctl.planner.mapping.mapped import MappedTensor, SourceTensor, TargetTensor, compose_tensors
 from ckptctl.planner.plan import RawCopy, Record, Transfer
@@ -95,7 +95,7 @@ def test_interleaved_parts_survive_any_box_split(read: list[int], write: list[in
     ((found,), _) = plan_transfers(catalog, compose_tensors(mapped), output, {"u": "uint8"})
     assert len(found.tensor.parts) == len(PARTS)
     written = bytearray(rows * WIDTH)
-    for tile in steps(lower_transfer(found, records, Limits())):
+    for tile in steps(tile_transfer(found, records, TileLimits())):
         buffer = fill(tile, {"f": array.tobytes()}, 1)
         for _, offset, nbytes, start, *_ in tile.writes:
             written[offset : offset + nbytes] = buffer[start : start + nbytes]

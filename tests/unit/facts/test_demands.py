@@ -14,11 +14,16 @@ from ckptctl.errors import MissingTensorsError
 from ckptctl.families import load_families
 from ckptctl.planner.config_demands import find_required_tensors
 from ckptctl.planner.config_facts import has_tied_embeddings
-from ckptctl.planner.families.declarations import matches_signs
+from ckptctl.planner.families.declarations import matches_conditions
 from ckptctl.planner.families.demands import CHOSEN, UNCHOSEN, Demand
 from ckptctl.planner.families.validation import iterate_contradictions
 from ckptctl.planner.mapping.completeness import find_missing_keys
-from ckptctl.planner.mapping.matching import format_key, iterate_leads, list_indices, match_keys
+from ckptctl.planner.mapping.matching import (
+    format_key,
+    iterate_spread_positions,
+    list_index_values,
+    match_keys,
+)
 from tests.checkpoints import save_hf
 from tests.checkpoints.golden import Golden
 
@@ -181,8 +186,8 @@ def test_router_tensor_is_required_by_its_routing_kind(hashed: int, listed: bool
         for name, leaf in layout.leaves.items()
         for tensor in [family.tensors[name]]
         if not tensor.variant and not tensor.optional
-        for values in list_indices(tensor, sizes)
-        for lead in iterate_leads(leaf, sizes)
+        for values in list_index_values(tensor, sizes)
+        for lead in iterate_spread_positions(leaf, sizes)
     ]
     for gone in held:
         there = match_keys(family, layout, [*rest, *(key for key in held if key != gone)])
@@ -193,8 +198,8 @@ def test_router_tensor_is_required_by_its_routing_kind(hashed: int, listed: bool
 
 @pytest.mark.parametrize("value", [None, False, 0, "", [], True, 256, "vision", [1]])
 def test_truthiness_of_value_selects(value: object) -> None:
-    assert matches_signs({"x": CHOSEN}, {"x": value}) is bool(value)
-    assert matches_signs({"x": UNCHOSEN}, {"x": value}) is not bool(value)
+    assert matches_conditions({"x": CHOSEN}, {"x": value}) is bool(value)
+    assert matches_conditions({"x": UNCHOSEN}, {"x": value}) is not bool(value)
 
 
 def test_demand_for_unknown_tensor_is_a_flaw() -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from ckptctl.facts.mlx_config import adapt_model_type, add_legacy_keys
 from ckptctl.families import family, load_families
-from ckptctl.planner.mapping.detect import list_configured_families
+from ckptctl.planner.mapping.detect import list_families_matching_configs
 
 OWN = {"model_type": "qwen3_5_text", "hidden_size": 64, "architectures": ["Qwen3_5ForCausalLM"]}
 AS_MLX = OWN | {"model_type": "qwen3_5"}
@@ -46,7 +46,7 @@ def test_other_configs_are_unchanged():
     ],
 )
 def test_vision_config_determines_model_type(config, name):
-    assert list_configured_families(load_families(), config) == [name]
+    assert list_families_matching_configs(load_families(), config) == [name]
 
 
 SCALED = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5}

@@ -14,8 +14,8 @@ from ckptctl.facts.params import (
     read_params_statements,
 )
 from ckptctl.families import family, load_families
-from ckptctl.planner.config_facts import has_tied_embeddings, with_rope_type
-from ckptctl.planner.families.declarations import matches_signs
+from ckptctl.planner.config_facts import add_rope_fields, has_tied_embeddings
+from ckptctl.planner.families.declarations import matches_conditions
 
 BASE: dict[str, Any] = {
     "dim": 4096,
@@ -242,11 +242,12 @@ def test_missing_fact_without_default_is_refused():
 
 @pytest.mark.parametrize(("name", "params"), EVERY)
 def test_params_determine_family(name, params):
-    stated = with_rope_type(params)
+    stated = add_rope_fields(params)
     found = {
         other
         for other, known in load_families().items()
-        if "mistral" in known.layouts and any(matches_signs(s, stated) for s in known.params_signs)
+        if "mistral" in known.layouts
+        and any(matches_conditions(s, stated) for s in known.params_signs)
     }
     shaped = {"pixtral", "mistral3"} if "vision_encoder" in params else set()
     assert name in found and found <= {*shaped, name}

@@ -19,7 +19,7 @@ from ckptctl.planner.balance import (
     SMALL_CHUNK_BYTES,
     assign_chunks,
     choose_shard_limit,
-    compute_fine_limit,
+    compute_fine_piece_limit,
     compute_piece_limit,
     count_output_files,
     group_into_shards,
@@ -114,10 +114,10 @@ def test_cut_pieces_tile_box(sizes: tuple[int, ...], count: int) -> None:
 def test_piece_limits_follow_size_and_rank_count() -> None:
     assert compute_piece_limit(1 << 40, 4) == (1 << 40) // 4 // PIECES_PER_RANK
     assert compute_piece_limit(100, 4) == MIN_PIECE_BYTES
-    assert compute_fine_limit(1 << 40, 4) == compute_piece_limit(1 << 40, 4) // 2
-    assert compute_fine_limit(100, 4) == MIN_FINE_PIECE_BYTES
-    assert compute_fine_limit(10 * GB, 2048) == 10 * GB // MAX_FINE_PIECES
-    assert compute_fine_limit(10 * GB, 1 << 20) < MIN_PIECE_BYTES
+    assert compute_fine_piece_limit(1 << 40, 4) == compute_piece_limit(1 << 40, 4) // 2
+    assert compute_fine_piece_limit(100, 4) == MIN_FINE_PIECE_BYTES
+    assert compute_fine_piece_limit(10 * GB, 2048) == 10 * GB // MAX_FINE_PIECES
+    assert compute_fine_piece_limit(10 * GB, 1 << 20) < MIN_PIECE_BYTES
     assert split_box(Box((0,), (10,)), 10, 10) == [Box((0,), (10,))]
 
 

@@ -7,7 +7,7 @@ from ckptctl.families import family
 from ckptctl.planner.axes import AxisSizes
 from ckptctl.planner.mapping.preview import KeyRouter
 from ckptctl.planner.mapping.tensors import map_tensors
-from ckptctl.planner.model_parallel import without_repeats
+from ckptctl.planner.model_parallel import compute_unrepeated_sizes
 
 D, H, K, E = 32, 8, 2, 6
 QUERIES = "model.layers.0.self_attn.q_proj.weight"
@@ -57,6 +57,6 @@ def test_formulas_use_product_without_its_parts():
 def test_uncounting_repeated_kv_heads_keeps_query_heads():
     """Four ranks hold the two key/value heads twice: it is four queries a head, not two."""
     stored = AxisSizes({"h": 8, "k": 4, "q": 2, "e": 6}, {("k", "q"): 8, ("q", "r"): 6})
-    found = without_repeats(family("llama2"), stored, 2)
+    found = compute_unrepeated_sizes(family("llama2"), stored, 2)
     assert found.axes == {"h": 8, "k": 2, "q": 4, "e": 6}
     assert found.products == {("k", "q"): 8, ("q", "r"): 12}

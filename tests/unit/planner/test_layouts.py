@@ -9,7 +9,11 @@ from ckptctl.catalog import Box
 from ckptctl.errors import MappingError, MissingTensorsError, UsageError
 from ckptctl.families import family, load_families
 from ckptctl.planner.axes import AxisSizes
-from ckptctl.planner.families.declarations import find_set_alias, matches_signs, split_aliases
+from ckptctl.planner.families.declarations import (
+    choose_field_alias,
+    matches_conditions,
+    split_aliases,
+)
 from ckptctl.planner.families.tables import format_dims, parse_dims, parse_tables
 from ckptctl.planner.families.templates import Template, TemplateTable
 from ckptctl.planner.layouts import PRESENT, Family
@@ -73,11 +77,11 @@ def test_lookup_is_anchored_and_literal_numbers_match():
     table = TemplateTable(
         [(Template.parse(t), t) for t in ("a.{i}.b", "mtp.0.x", "a.{i}.c.{i}.d", "m.{i}.x")]
     )
-    assert table.find_meaning("a.12.b") == ("a.{i}.b", {"i": 12})
-    assert table.find_meaning("mtp.0.x") == ("mtp.0.x", {})
-    assert table.find_meaning("a.2.c.2.d") == ("a.{i}.c.{i}.d", {"i": 2})
+    assert table.find_match("a.12.b") == ("a.{i}.b", {"i": 12})
+    assert table.find_match("mtp.0.x") == ("mtp.0.x", {})
+    assert table.find_match("a.2.c.2.d") == ("a.{i}.c.{i}.d", {"i": 2})
     for key in ("a.12.b.c", "z.a.12.b", "a.012.b", "a.-1.b", "mtp.1.x", "a.2.c.3.d", "a.#.b", ""):
-        assert table.find_meaning(key) is None, key
+        assert table.find_match(key) is None, key
 
 
 def test_words_stand_for_index_values():
@@ -86,8 +90,8 @@ def test_words_stand_for_index_values():
     assert [template.format_key({"i": 3, "c": c}) for c in (0, 1)] == ["a.3.gate.x", "a.3.up.x"]
     assert template.format_key({"i": "{i}", "c": "{c}"}) == "a.{i}.{c=gate|up}.x"
     table = TemplateTable([(template, "t")])
-    assert table.find_meaning("a.3.up.x") == ("t", {"i": 3, "c": 1})
-    assert table.find_meaning("a.3.down.x") is table.find_meaning("a.3.c.x") is None
+    assert table.find_match("a.3.up.x") == ("t", {"i": 3, "c": 1})
+    assert table.find_match("a.3.down.x") is table.find_match("a.3.c.x") is None
     for text in ("{c=a|b}.{d=a|b}", "{c=a|b}.{c}", "{c=a}.x", "{c=}.x"):
         with pytest.raises(ValueError, match="template"):
             Template.parse(text)
@@ -118,7 +122,7 @@ def test_parts_interleaved_in_both_layouts_stay_one_tensor():
 @given(st.text(alphabet="a.0129#{}xé٣", max_size=12))
 def test_lookup_of_any_text_is_exact(key):
     table = TemplateTable([(Template.parse("a.{i}.x"), "t")])
-    found = table.find_meaning(key)
+    found = table.find_match(key)
     if found:
         assert f"a.{found[1]['i']}.x" == key
 
@@ -614,15 +618,15 @@ def test_shapes_distinguish_layouts_with_same_keys():
 def test_size_may_have_several_names_in_several_places():
     assert split_aliases("text.a|b") == ("text.a", "text.b")
     assert split_aliases("a|text.a") == ("a", "text.a")
-    assert find_set_alias({"text": {"a": 3}}, "a|text.a") == "text.a"
-    assert find_set_alias({}, "a|text.a") == "a"
+    assert choose_field_alias({"text": {"a": 3}}, "a|text.a") == "text.a"
+    assert choose_field_alias({}, "a|text.a") == "a"
 
 
 def test_signs_match_values_and_presence():
     said = {"a": 1, "b": {"c": 2}, "d": None}
-    assert matches_signs({"a": 1, "b.c": 2, "d": None, "e.f": None}, said)
-    assert matches_signs({"a": PRESENT, "b.c": PRESENT}, said)
-    assert not any(matches_signs({name: PRESENT}, said) for name in ("d", "e", "b.x", "a.c"))
+    assert matches_conditions({"a": 1, "b.c": 2, "d": None, "e.f": None}, said)
+    assert matches_conditions({"a": PRESENT, "b.c": PRESENT}, said)
+    assert not any(matches_conditions({name: PRESENT}, said) for name in ("d", "e", "b.x", "a.c"))
     assert str(PRESENT) == "stated"
 
 

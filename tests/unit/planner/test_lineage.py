@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from ckptctl.planner.lineage import Lineage, Resume, find_abandoned_saves
-from ckptctl.planner.retention import Policy, Retainable, decide_retention, find_out_of_order
+from ckptctl.planner.retention import Policy, Retainable, decide_retention, find_out_of_order_pair
 
 
 def test_left_behind_saves_match_random_history() -> None:
@@ -47,12 +47,12 @@ def candidate(step: int, save: int, time: float) -> Retainable:
 
 def test_save_numbers_outrank_clocks() -> None:
     backwards = [candidate(10, 1, 900.0), candidate(20, 2, 100.0)]
-    assert find_out_of_order(backwards) is None
+    assert find_out_of_order_pair(backwards) is None
     at_once = [candidate(10, 2, 100.0), candidate(20, 1, 100.0)]
-    found = find_out_of_order(at_once)
+    found = find_out_of_order_pair(at_once)
     assert found and [one.step for one in found] == [10, 20]
     unknown = [candidate(10, 0, 900.0), candidate(20, 2, 100.0)]
-    assert find_out_of_order(unknown) is not None
+    assert find_out_of_order_pair(unknown) is not None
 
 
 def test_left_behind_saves_do_not_count() -> None:

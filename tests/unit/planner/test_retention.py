@@ -13,7 +13,7 @@ from ckptctl.planner.retention import (
     Policy,
     Retainable,
     decide_retention,
-    find_out_of_order,
+    find_out_of_order_pair,
     sort_checkpoints,
 )
 from ckptctl.verdict import Verdict
@@ -191,12 +191,14 @@ def test_series_are_counted_separately():
 
 
 def test_disorder_reports_contradicting_times():
-    assert find_out_of_order(STEPS) is None
+    assert find_out_of_order_pair(STEPS) is None
     stale = candidate(20000, time=50.0)
-    newer, older = find_out_of_order([*STEPS, stale])
+    newer, older = find_out_of_order_pair([*STEPS, stale])
     assert (newer.name, older.name) == ("s-10000", "s-20000")
-    assert find_out_of_order([*STEPS, replace(stale, **TORN)]) is None
-    assert find_out_of_order([*STEPS, candidate(20000, time=9999.0)]) is None, "clocks are coarse"
+    assert find_out_of_order_pair([*STEPS, replace(stale, **TORN)]) is None
+    assert find_out_of_order_pair([*STEPS, candidate(20000, time=9999.0)]) is None, (
+        "clocks are coarse"
+    )
 
 
 # ------------------------------------------------------------------------------ what always holds

@@ -55,7 +55,7 @@ def test_stored_tensor_has_one_axis_per_dimension() -> None:
     tensor, _ = stored({}, 2, 1, 3)
     (part,) = tensor.parts
     assert part.axes == (Axis(2, 0, 1, 0, 1), Axis(3, 2, 1, 2, 1))
-    assert (part.origin, part.begin) == ((0, 0, 0), (0, 0, 0))
+    assert (part.origin, part.stored_origin) == ((0, 0, 0), (0, 0, 0))
 
 
 def test_rotary_order_stays_one_part() -> None:

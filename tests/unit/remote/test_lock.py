@@ -179,7 +179,7 @@ def test_lock_of_ended_local_process_is_taken_over(url: str) -> None:
         _lock(url).acquire_lock()
     child.communicate()
     assert processes.has_ended(process)
-    assert processes.has_ended(replace(processes.current_process(), began=1)), (
+    assert processes.has_ended(replace(processes.get_current_process(), began=1)), (
         "its number is used again"
     )
     assert not processes.has_ended(replace(process, system="another boot"))
@@ -190,11 +190,11 @@ def test_lock_of_stopped_local_process_expires_later(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is known to be there, so it is not taken for dead as soon as one elsewhere."""
-    if not processes.current_process().system:
+    if not processes.get_current_process().system:
         pytest.skip("nothing tells whether a process is there")
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         process = replace(
-            processes.current_process(),
+            processes.get_current_process(),
             number=child.pid,
             began=processes._read_start_time(child.pid) or 0,
         )
@@ -366,7 +366,7 @@ def test_concurrent_takeovers_never_mix_files(
     url: str, tmp_path: Path, overwrite: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after a pause of minutes at any moment: what lies there in the end is never a mix."""
-    monkeypatch.setattr(remote_lock, "is_dead", lambda *_: True)
+    monkeypatch.setattr(remote_lock, "is_holder_dead", lambda *_: True)
     monkeypatch.setattr(
         RemoteLock, "require_still_ours", RemoteLock.require_ours
     )  # after minutes it is proven anew
@@ -395,7 +395,7 @@ def test_paused_upload_fails_after_takeover(
         if lpath.endswith("A"):
             seen.append(rpath)
             if len(seen) == number:
-                monkeypatch.setattr(remote_lock, "is_dead", lambda *_: True)
+                monkeypatch.setattr(remote_lock, "is_holder_dead", lambda *_: True)
                 _write(url, "B", tmp_path, outcomes, overwrite=overwrite)
         original(self, lpath, rpath, mode)
 
@@ -418,7 +418,7 @@ def test_late_heartbeat_does_not_undo_takeover(
     late = Store.store[f"{url.removeprefix('store:/')}/{LOCK_NAME}"].getvalue()
     for name in SHARDS[:number]:
         place.upload_file(name, path)
-    monkeypatch.setattr(remote_lock, "is_dead", lambda *_: True)
+    monkeypatch.setattr(remote_lock, "is_holder_dead", lambda *_: True)
     outcomes: dict[str, str] = {}
     _write(url, "B", tmp_path, outcomes)
     Store().pipe_file(f"{url.removeprefix('store:/')}/{LOCK_NAME}", late)

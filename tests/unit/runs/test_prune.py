@@ -510,7 +510,7 @@ def test_trash_left_by_crash_is_removed_next_time(run, monkeypatch):
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(trash, "remove_path", interrupted)
         prune(run, Policy(last=2))
-    left = two_phase_delete.list_leftovers(run)
+    left = two_phase_delete.list_trash_leftovers(run)
     assert left == ["step-1"]
     assert names(run) == [".ckptctl-trash", "step-10", "step-100", "step-2", "step-9"]
     plan = plan_prune(run, Policy(last=4))
@@ -557,7 +557,7 @@ def test_failed_rename_leaves_checkpoint_untouched(run, monkeypatch):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     before = snapshot(run)
-    monkeypatch.setattr(file_system, "rename_exclusively", fail)
+    monkeypatch.setattr(file_system, "rename_without_replacing", fail)
     result = prune(run)
     assert result.done == ()
     assert "EROFS" in result.failed["step-1"].what

@@ -27,7 +27,7 @@ from ckptctl.storage.computed import (
     OpenFiles,
     load_kinds,
     needs_torch,
-    open_reader,
+    open_catalog_reader,
     split_rectangles,
 )
 from ckptctl.storage.files import source_files
@@ -227,7 +227,7 @@ def test_computed_tensors_compare_by_elements(files):
     }
     root = files.root
     catalog = Catalog(root, root, "hf", {}, entries, computed=made)
-    with open_reader(catalog) as reader:
+    with open_catalog_reader(catalog) as reader:
         assert are_tensors_equal(reader, entries["real"], entries["a"])
         assert are_tensors_equal(reader, entries["a"], entries["b"])
         assert not are_tensors_equal(reader, entries["a"], entries["c"])
@@ -257,7 +257,7 @@ def test_truncated_input_is_damaged(files):
 
 def test_rectangles_group_rows_within_limit():
     column = [(row * 100 + 20, 10, row * 10) for row in range(50)]
-    found = list(split_rectangles(column, 100, limit=200))
+    found = list(split_rectangles(column, 100, max_bytes=200))
     assert [(one.row, one.rows, one.start, one.nbytes) for one in found] == [
         (0, 20, 20, 10),
         (20, 20, 20, 10),
@@ -293,7 +293,7 @@ def test_best_step_aligns_to_row_groups(width, offset, step):
     found = OpenFiles({NAME: computed}, lambda _: pytest.fail("nothing is read")).find_virtual_file(
         NAME
     )
-    assert found.best_step(offset, 1 << 20) == step
+    assert found.choose_read_size(offset, 1 << 20) == step
 
 
 def test_builtin_computed_kinds_are_registered():

@@ -11,7 +11,7 @@ from ckptctl.errors import RefusedError, StorageError, UsageError
 from ckptctl.storage import file_system
 from ckptctl.storage.destinations import Replaceable, check_target, require_local_path
 
-PAGE = Replaceable(lambda path: path.suffix == ".html" and path.is_file(), "a page", file=True)
+PAGE = Replaceable(lambda path: path.suffix == ".html" and path.is_file(), "a page", is_file=True)
 FOLDER = Replaceable(lambda path: (path / "model").exists())
 
 

@@ -23,7 +23,7 @@ def test_move_never_replaces_existing_file(
     (tmp_path / "link").symlink_to("nowhere")
     for taken in ("two", "link"):
         with pytest.raises(FileExistsError):
-            file_system.rename_exclusively(tmp_path / "one", tmp_path / taken)
+            file_system.rename_without_replacing(tmp_path / "one", tmp_path / taken)
     assert (tmp_path / "two").read_text() == "2"
-    file_system.rename_exclusively(tmp_path / "one", tmp_path / "three")
+    file_system.rename_without_replacing(tmp_path / "one", tmp_path / "three")
     assert sorted(item.name for item in tmp_path.iterdir()) == ["link", "three", "two"]

@@ -29,7 +29,7 @@ def test_least_recently_used_descriptor_is_closed(files: LocalFiles) -> None:
         with files._hold_descriptor(name) as held[name]:
             pass
     assert [name for name in held if is_open(held[name], files.root / name)] == ["a", "c"]
-    assert files.read_some("b", 0, 9) == b"b"
+    assert files.read_up_to("b", 0, 9) == b"b"
 
 
 def test_descriptors_in_use_stay_open_beyond_limit(files: LocalFiles) -> None:

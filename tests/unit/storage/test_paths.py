@@ -7,29 +7,29 @@ import pytest
 
 import ckptctl
 from ckptctl.errors import UsageError
-from ckptctl.storage.paths import path_hint
+from ckptctl.storage.paths import build_path_hint
 
 
 def test_path_hint_suggests_similar_or_existing_names(tmp_path: Path) -> None:
-    assert path_hint(tmp_path / "x") == f"`{tmp_path}` contains nothing"
+    assert build_path_hint(tmp_path / "x") == f"`{tmp_path}` contains nothing"
     for name in ("step-1000", "step-2000", "step-10000", "logs", ".hidden"):
         (tmp_path / name).mkdir()
     (tmp_path / "file").touch()
-    assert path_hint(tmp_path / "stpe-2000") == f"did you mean `{tmp_path / 'step-2000'}`?"
-    assert path_hint(tmp_path / "lgos" / "deeper") == f"did you mean `{tmp_path / 'logs'}`?"
+    assert build_path_hint(tmp_path / "stpe-2000") == f"did you mean `{tmp_path / 'step-2000'}`?"
+    assert build_path_hint(tmp_path / "lgos" / "deeper") == f"did you mean `{tmp_path / 'logs'}`?"
     few = "`file`, `logs`, `step-1000` and 2 more"
-    assert path_hint(tmp_path / "q") == f"`{tmp_path}` contains {few}"
-    assert path_hint(tmp_path / "file") == f"`{tmp_path / 'file'}` is a file"
-    assert path_hint(tmp_path / "file" / "x") == f"did you mean `{tmp_path / 'file'}`?"
+    assert build_path_hint(tmp_path / "q") == f"`{tmp_path}` contains {few}"
+    assert build_path_hint(tmp_path / "file") == f"`{tmp_path / 'file'}` is a file"
+    assert build_path_hint(tmp_path / "file" / "x") == f"did you mean `{tmp_path / 'file'}`?"
 
 
 def test_path_hint_explains_broken_symlink(tmp_path: Path) -> None:
     (tmp_path / "a").symlink_to("a")
     (tmp_path / "b").symlink_to("gone/away")
     said = f"`{tmp_path / 'a'}` is a symbolic link to `a`: Too many levels of symbolic links"
-    assert path_hint(tmp_path / "a") == said
+    assert build_path_hint(tmp_path / "a") == said
     gone = f"`{tmp_path / 'b'}` is a symbolic link to `gone/away`, which does not exist"
-    assert path_hint(tmp_path / "b") == gone == path_hint(tmp_path / "b" / "model")
+    assert build_path_hint(tmp_path / "b") == gone == build_path_hint(tmp_path / "b" / "model")
 
 
 def test_path_hint_suggests_hf_scheme_for_repository_name(
@@ -37,12 +37,12 @@ def test_path_hint_suggests_hf_scheme_for_repository_name(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     hub = "; write a Hub repository as `hf://meta-llama/Llama-3.1-8B`"
-    assert path_hint("meta-llama/Llama-3.1-8B") == f"`{tmp_path}` contains nothing{hub}"
-    assert "hf://" not in path_hint("outputs/model.safetensors")
-    assert "contains" in path_hint("meta-llama/Llama/3.1")
-    assert "contains" in path_hint("Llama-3.1-8B")
+    assert build_path_hint("meta-llama/Llama-3.1-8B") == f"`{tmp_path}` contains nothing{hub}"
+    assert "hf://" not in build_path_hint("outputs/model.safetensors")
+    assert "contains" in build_path_hint("meta-llama/Llama/3.1")
+    assert "contains" in build_path_hint("Llama-3.1-8B")
     (tmp_path / "meta-llama").mkdir()
-    assert "contains" in path_hint("meta-llama/Llama-3.1-8B")
+    assert "contains" in build_path_hint("meta-llama/Llama-3.1-8B")
 
 
 def test_unknown_user_home_is_a_usage_error(tmp_path: Path) -> None:

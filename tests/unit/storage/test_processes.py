@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptctl.storage.processes import Process, current_process, has_ended
+from ckptctl.storage.processes import Process, get_current_process, has_ended
 
 
 @pytest.fixture
@@ -24,13 +24,13 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 def named(number: int) -> Process:
     """Return a process by what the kernel says of it."""
     fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
-    return replace(current_process(), number=number, began=int(fields[19]))
+    return replace(get_current_process(), number=number, began=int(fields[19]))
 
 
 def test_own_process_has_not_ended() -> None:
-    assert current_process().number == os.getpid()
-    assert current_process() == named(os.getpid())
-    assert not has_ended(current_process())
+    assert get_current_process().number == os.getpid()
+    assert get_current_process() == named(os.getpid())
+    assert not has_ended(get_current_process())
 
 
 def test_killed_process_has_ended(child: subprocess.Popen[bytes]) -> None:
@@ -44,9 +44,9 @@ def test_killed_process_has_ended(child: subprocess.Popen[bytes]) -> None:
 
 
 def test_reused_pid_counts_as_ended() -> None:
-    assert has_ended(replace(current_process(), began=current_process().began - 1))
+    assert has_ended(replace(get_current_process(), began=get_current_process().began - 1))
 
 
 @pytest.mark.parametrize("system", ["", "another boot"])
 def test_process_of_another_system_does_not_count_as_ended(system: str) -> None:
-    assert not has_ended(replace(current_process(), system=system, number=1 << 22))
+    assert not has_ended(replace(get_current_process(), system=system, number=1 << 22))

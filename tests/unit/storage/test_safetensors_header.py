@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from ckptctl import dtypes
 from ckptctl.errors import CkptError, DamagedError, RefusedError, UnsupportedError
 from ckptctl.storage.files import source_files
-from ckptctl.storage.safetensors_header import encode_header, read_header
+from ckptctl.storage.safetensors_header import encode_safetensors_header, read_safetensors_header
 from tests import effort, hostile
 
 HELD = [name for name, found in dtypes.BY_NAME.items() if found.safetensors]
@@ -21,11 +21,11 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 
 def read(path):
     with source_files(path.parent) as files:
-        return read_header(files, path.name)
+        return read_safetensors_header(files, path.name)
 
 
 def write(path, tensors, metadata):
-    header, offsets = encode_header(tensors, metadata)
+    header, offsets = encode_safetensors_header(tensors, metadata)
     sizes = [torch.Size(shape).numel() * dtypes.itemsize(dtype) for _, dtype, shape in tensors]
     data = b"".join(bytes([i % 2]) * size for i, size in enumerate(sizes))
     path.write_bytes(header + data)
@@ -164,25 +164,27 @@ def test_packed_float4_shape_counts_like_torch(tmp_path):
 )
 def test_unrepresentable_tensors_are_refused(tensors):
     with pytest.raises(RefusedError):
-        encode_header(tensors, {})
+        encode_safetensors_header(tensors, {})
 
 
 def test_metadata_with_lone_surrogate_is_refused():
     with pytest.raises(RefusedError):
-        encode_header([], {"a": "\udc00"})
+        encode_safetensors_header([], {"a": "\udc00"})
 
 
 def test_files_without_tensors_are_read(tmp_path):
     (tmp_path / "a").write_bytes(hostile.header_file({"__metadata__": None}))
     assert read(tmp_path / "a").tensors == {}
-    header, offsets = encode_header([], {})
+    header, offsets = encode_safetensors_header([], {})
     (tmp_path / "b").write_bytes(header)
     assert offsets == ()
     assert read(tmp_path / "b").tensors == {}
 
 
 def test_header_of_large_sparse_tensor_is_read(tmp_path):
-    header, offsets = encode_header([("a", "uint8", (6 << 30,)), ("b", "int8", (3,))], {})
+    header, offsets = encode_safetensors_header(
+        [("a", "uint8", (6 << 30,)), ("b", "int8", (3,))], {}
+    )
     with (tmp_path / "a").open("wb") as file:
         file.write(header)
         file.truncate(len(header) + (6 << 30) + 3)

@@ -17,11 +17,11 @@ from ckptctl.storage.schema import (
     Natural,
     ObjectSchema,
     Schema,
-    find_member,
-    malformed_errors,
     read_as,
+    read_nested_or_none,
     size_between,
     value_in_range,
+    wrap_malformed_errors,
 )
 
 
@@ -88,21 +88,21 @@ def test_object_attributes_are_read() -> None:
 
 def test_find_returns_none_if_structure_differs() -> None:
     content = {"metadata": {"total_size": 3}}
-    assert find_member(int, content, "metadata", "total_size") == 3
-    assert find_member(str, content, "metadata", "total_size") is None
-    assert find_member(int, content, "metadata", "total_size", "more") is None
-    assert find_member(int, [content], "metadata") is None
+    assert read_nested_or_none(int, content, "metadata", "total_size") == 3
+    assert read_nested_or_none(str, content, "metadata", "total_size") is None
+    assert read_nested_or_none(int, content, "metadata", "total_size", "more") is None
+    assert read_nested_or_none(int, [content], "metadata") is None
 
 
 def test_malformed_context_raises_single_error() -> None:
     with (
         pytest.raises(UnsupportedError, match="malformed index") as caught,
-        malformed_errors("malformed index", "a.json", "copy it again"),
+        wrap_malformed_errors("malformed index", "a.json", "copy it again"),
     ):
         read_as(Part, [])
     assert (caught.value.where, caught.value.hint) == ("a.json", "copy it again")
     assert caught.value.why == "it is a list, expected a dict"
-    with pytest.raises(UsageError), malformed_errors("malformed", "a", error=UsageError):
+    with pytest.raises(UsageError), wrap_malformed_errors("malformed", "a", error=UsageError):
         raise KeyError("a")
 
 

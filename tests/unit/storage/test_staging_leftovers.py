@@ -16,8 +16,8 @@ import ckptctl
 from ckptctl.cli.app import app
 from ckptctl.errors import RefusedError, StorageError
 from ckptctl.storage import lock, trash
-from ckptctl.storage.destinations import staging_directory
-from ckptctl.storage.publish import stage_output, sweep_if_refused, sweep_staging
+from ckptctl.storage.destinations import get_staging_directory
+from ckptctl.storage.publish import clean_up_if_refused, remove_stale_staging, stage_output
 
 Hold = Callable[[pytest.MonkeyPatch, threading.Event], None]
 SOURCE = Path(__file__).parents[2] / "data" / "tiny-llama3-hf"
@@ -29,7 +29,7 @@ def interrupted(target: Path) -> Path:
         (stage.data / "model").write_text("half")
         stage.journal.write_text("j")
         raise KeyError
-    return staging_directory(target)
+    return get_staging_directory(target)
 
 
 def names(folder: Path) -> list[str]:
@@ -92,7 +92,7 @@ def killed_after_it_had_published(folder: Path) -> tuple[Path, Path]:
     """Return a destination that is there, and what the run left beside it."""
     target = folder / "out"
     ckptctl.convert(SOURCE, target, to="hf")
-    left = staging_directory(target)
+    left = get_staging_directory(target)
     left.mkdir()
     (left / "lock").write_text("12345\n")
     return target, left
@@ -122,7 +122,7 @@ def test_locked_leftovers_are_not_swept(tmp_path: Path) -> None:
     with (
         lock.hold_lock(left, target, "writing to this destination"),
         pytest.raises(RefusedError),
-        sweep_if_refused(target),
+        clean_up_if_refused(target),
     ):
         raise RefusedError("no")
     assert names(left) == ["lock"]
@@ -132,14 +132,14 @@ def test_leftovers_without_output_are_not_swept(tmp_path: Path) -> None:
     """What lies there may be all that there is of a run that was interrupted."""
     target, left = killed_after_it_had_published(tmp_path)
     target.rename(tmp_path / "elsewhere")
-    with pytest.raises(RefusedError), sweep_if_refused(target):
+    with pytest.raises(RefusedError), clean_up_if_refused(target):
         raise RefusedError("no")
     assert names(left) == ["lock"]
 
 
 def old_leftover(target: Path) -> Path:
     """Leave what a run for *target* that was killed an hour ago left, without a journal."""
-    folder = staging_directory(target)
+    folder = get_staging_directory(target)
     (folder / "data").mkdir(parents=True)
     (folder / "data" / "model").write_text("half")
     (folder / lock.LOCK_FILE).write_text("999999999\n")
@@ -168,7 +168,7 @@ def race_with_sweep(target: Path, monkeypatch: pytest.MonkeyPatch, hold: Hold) -
     real, saver = fcntl.flock, threading.get_ident()
     swept: list[bool] = []
     locked, refused = threading.Event(), threading.Event()
-    sweeper = threading.Thread(target=lambda: swept.append(sweep_staging(target, 60.0)))
+    sweeper = threading.Thread(target=lambda: swept.append(remove_stale_staging(target, 60.0)))
 
     def flock(descriptor: int, how: int) -> None:
         if threading.get_ident() != saver:
@@ -233,4 +233,4 @@ def test_concurrent_save_is_refused_immediately(tmp_path: Path) -> None:
         with pytest.raises(RefusedError, match=f"PID {os.getpid()}"):
             save(tmp_path / "out")
         assert time.monotonic() - began < lock._UNNAMED_SECONDS
-        assert not sweep_staging(tmp_path / "out", 60.0)
+        assert not remove_stale_staging(tmp_path / "out", 60.0)

@@ -23,7 +23,7 @@ def test_cores_are_divided_among_processes(
     monkeypatch: pytest.MonkeyPatch, cores: int, processes: int, expected: int
 ) -> None:
     monkeypatch.setattr(threads, "count_cores", lambda: cores)
-    assert threads.default_threads(processes) == expected
+    assert threads.get_default_thread_count(processes) == expected
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_launcher_environment_sets_processes_per_host(
 ) -> None:
     monkeypatch.setattr(threads, "count_cores", lambda: 16)
     monkeypatch.setenv(name, value)
-    assert threads.default_threads(1024) == expected
+    assert threads.get_default_thread_count(1024) == expected
 
 
 def test_cores_outside_affinity_mask_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:

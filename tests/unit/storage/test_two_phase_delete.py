@@ -10,7 +10,7 @@ import pytest
 from ckptctl.errors import RefusedError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.storage import file_system, trash, two_phase_delete
-from ckptctl.storage.two_phase_delete import TRASH_FOLDER, list_leftovers, lock_for_deletion
+from ckptctl.storage.two_phase_delete import TRASH_FOLDER, list_trash_leftovers, lock_for_deletion
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_trash_path_without_folder_has_no_leftovers(root: Path, tmp_path: Path, 
         (root / TRASH_FOLDER).touch()
     elif place == "a link":
         (root / TRASH_FOLDER).symlink_to(tmp_path / "elsewhere")
-    assert list_leftovers(root) == []
+    assert list_trash_leftovers(root) == []
 
 
 def test_symlinked_trash_is_refused(root: Path, tmp_path: Path) -> None:
@@ -101,9 +101,9 @@ def test_move_without_renameat2_never_replaces(root: Path, monkeypatch: pytest.M
     monkeypatch.setattr(file_system, "rename_atomically", unsupported)
     (root / "free").mkdir()
     with pytest.raises(FileExistsError):
-        file_system.rename_exclusively(root / "one", root / "free")
+        file_system.rename_without_replacing(root / "one", root / "free")
     assert names(root) == ["free", "one", "two"]
-    file_system.rename_exclusively(root / "one", root / "three")
+    file_system.rename_without_replacing(root / "one", root / "three")
     assert names(root) == ["free", "three", "two"]
 
 
@@ -112,7 +112,7 @@ def test_delete_syncs_move_before_removing_data(
 ) -> None:
     """Else a power cut could bring half a checkpoint back under its own name."""
     happened: list[str] = []
-    sync, move, remove = os.fsync, file_system.rename_exclusively, trash.remove_path
+    sync, move, remove = os.fsync, file_system.rename_without_replacing, trash.remove_path
 
     def synced(descriptor: int) -> None:
         happened.append(f"sync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
@@ -128,7 +128,7 @@ def test_delete_syncs_move_before_removing_data(
 
     with lock_for_deletion(root) as found:
         monkeypatch.setattr(os, "fsync", synced)
-        monkeypatch.setattr(file_system, "rename_exclusively", moved)
+        monkeypatch.setattr(file_system, "rename_without_replacing", moved)
         monkeypatch.setattr(trash, "remove_path", removed)
         found.delete("one", identity(root / "one"))
         monkeypatch.undo()

@@ -144,4 +144,4 @@ def is_report(path: TreePath) -> bool:
 
 
 ELSEWHERE = "`-o FILE` writes the page outside of the checkpoint"
-REPLACEABLE_PAGE = Replaceable(is_report, "a page of `ckptctl report`", file=True)
+REPLACEABLE_PAGE = Replaceable(is_report, "a page of `ckptctl report`", is_file=True)

@@ -9,7 +9,7 @@ from ckptctl.errors import MappingError, UsageError
 from ckptctl.facts.agreement import compare_statements
 from ckptctl.facts.config_files import adapt_config
 from ckptctl.families import family
-from ckptctl.planner.config_facts import read_sizes, require_axis
+from ckptctl.planner.config_facts import read_sizes, resolve_axis
 from ckptctl.planner.mapping.tensors import LayoutChange
 
 LLAMA = family("llama3")
@@ -18,14 +18,14 @@ CONFIG = {"num_attention_heads": 32, "hidden_size": 4096}
 
 @pytest.mark.parametrize("name", ["h", "num_attention_heads", "n_heads"])
 def test_axis_is_found_by_any_name(name):
-    assert require_axis(LLAMA, name) == "h"
+    assert resolve_axis(LLAMA, name) == "h"
     assert read_sizes(LLAMA, overrides={name: 8}) == {"h": 8, "k": 8}
 
 
 def test_nested_name_is_found_by_last_part():
     mixtral = family("mixtral")
     assert mixtral.sizes["x"][1] == "moe.num_experts"
-    assert require_axis(mixtral, "num_experts") == require_axis(mixtral, "moe.num_experts") == "x"
+    assert resolve_axis(mixtral, "num_experts") == resolve_axis(mixtral, "moe.num_experts") == "x"
 
 
 NAMED = dataclasses.replace(LLAMA, sizes={"x": ("inner.new|old", ""), "v": ("vocab|words", "")})
@@ -34,7 +34,7 @@ NAMED = dataclasses.replace(LLAMA, sizes={"x": ("inner.new|old", ""), "v": ("voc
 @pytest.mark.parametrize("name", ["new", "old"])
 def test_renamed_size_is_read_under_both_names(name):
     assert read_sizes(NAMED, {"inner": {name: 4}}) == {"x": 4}
-    assert require_axis(NAMED, name) == require_axis(NAMED, f"inner.{name}") == "x"
+    assert resolve_axis(NAMED, name) == resolve_axis(NAMED, f"inner.{name}") == "x"
     with pytest.raises(MappingError, match=name):
         read_sizes(NAMED, {"inner": {name: "four"}})
 
@@ -73,7 +73,7 @@ def test_contradictory_sizes_are_refused(given, said):
 @pytest.mark.parametrize("name", ["n_head", "p", "", "heads.h"])
 def test_unknown_size_names_are_refused_with_known_ones(name):
     with pytest.raises(UsageError) as caught:
-        require_axis(LLAMA, name)
+        resolve_axis(LLAMA, name)
     assert "`num_attention_heads`" in caught.value.why
     if name == "n_head":
         assert caught.value.hint == "did you mean `n_heads`?"

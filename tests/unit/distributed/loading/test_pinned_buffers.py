@@ -15,7 +15,7 @@ from ckptctl.distributed.loading.pinned_buffers import (
     PinnedBuffers,
     pinned_buffer_factory,
 )
-from ckptctl.planner.copying.tile import Pattern
+from ckptctl.planner.copying.tile import ScatterPattern
 from ckptctl.storage.buffers import CAST_BUFFER, STAGING_BUFFER, TILE_BUFFER, TileBuffers
 
 log: list[str] = []
@@ -115,10 +115,10 @@ def test_tile_and_cast_buffers_rotate_but_staging_does_not(pinned: list[int]) ->
 
 def test_places_point_into_current_buffer(pinned: list[int]) -> None:
     buffers = buffers_for("a")
-    pattern = Pattern(((0, 2), (10, 3)))
+    pattern = ScatterPattern(((0, 2), (10, 3)))
     for step in range(4):
         buffer = buffers.get_buffer(TILE_BUFFER, 100)
-        for _, views in buffers.list_views(pattern, buffer):
+        for _, views in buffers.list_run_views(pattern, buffer):
             for view in views:
                 view[:] = bytes([step]) * len(view)
         assert bytes(buffer[:2]) == bytes(buffer[10:13])[:2] == bytes([step]) * 2

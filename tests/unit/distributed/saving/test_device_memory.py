@@ -186,7 +186,11 @@ def test_save_blocks_stay_within_memory_limit(
         jobs or threads.MAX_DEFAULT_THREADS,
         jobs or device_memory.MAX_DEVICE_THREADS,
     )
-    assert 2 * there.threads * there.compute_limits().widest <= options.memory == here.memory
+    assert (
+        2 * there.threads * there.compute_tile_limits().max_tile_bytes
+        <= options.memory
+        == here.memory
+    )
 
 
 @cuda

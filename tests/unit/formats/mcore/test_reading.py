@@ -33,7 +33,7 @@ from ckptctl.formats.dcp import locating
 from ckptctl.planner.retention import Policy
 from ckptctl.runs.removal import plan_prune
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.zips.items import read_similar_item
+from ckptctl.storage.zips.items import read_item_by_pattern
 from ckptctl.storage.zips.zip_reader import StoredTensor
 from tests.checkpoints.mcore import write
 from tests.checkpoints.readers import differences
@@ -146,13 +146,13 @@ def test_stacked_item_is_read_once(
     held = stacked(model)
     catalog = formats.open_checkpoint(write(tmp_path / "run", held, TOLD))
     read: list[object] = []
-    real = read_similar_item
+    real = read_item_by_pattern
 
     def counted(files: SourceFiles, *place: Any, **how: Any) -> tuple[StoredTensor, int, int]:
         read.append(place)
         return real(files, *place, **how)
 
-    monkeypatch.setattr(locating, "read_similar_item", counted)
+    monkeypatch.setattr(locating, "read_item_by_pattern", counted)
     formats.resolve_codecs(catalog)
     assert len(read) == len(set(read)) == len(held)
 

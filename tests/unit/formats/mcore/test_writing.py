@@ -172,7 +172,7 @@ def test_common_pt_args_are_a_namespace(tmp_path: Path) -> None:
     told = {"num_layers": 2, "rotary_base": 1e6, "swiglu": True}
     layout = lay_out_common_file(build_common_content(told, stacked=False))
     file = tmp_path / "common.pt"
-    file.write_bytes(b"".join(piece for _, piece in layout.frame([])))
+    file.write_bytes(b"".join(piece for _, piece in layout.iterate_frame([])))
     with zipfile.ZipFile(file) as archive:
         assert archive.testzip() is None
         pickle = archive.read("common/data.pkl")

@@ -16,14 +16,14 @@ from ckptctl.columns import BoxColumns, ExtentColumns
 from ckptctl.planner.copying import blocks
 from ckptctl.planner.copying.blocks import (
     Block,
-    BlockReader,
-    ReadFrom,
+    BlockPlanner,
+    BlockSource,
     compute_dense_strides,
     get_stored_boxes,
-    list_runs,
+    list_block_runs,
 )
 from ckptctl.planner.copying.copies import tile_targets
-from ckptctl.planner.copying.tile import Limits
+from ckptctl.planner.copying.tile import TileLimits
 from ckptctl.planner.plan import Record, TargetBox
 from ckptctl.planner.strided import Part, StridedTensor, stack
 from tests.unit.planner.copying.test_copies import cast, fill, steps
@@ -57,32 +57,34 @@ def test_stored_boxes_are_cached_until_tensor_is_freed():
 
 
 def test_dense_rows_are_one_run() -> None:
-    reader = BlockReader(StridedTensor.from_entry(rows("a", 4096, 8, 1024)))
+    reader = BlockPlanner(StridedTensor.from_entry(rows("a", 4096, 8, 1024)))
     assert reader.find_dense_copies((10, 0), (4, 8)) == {
-        ReadFrom("a2"): [Block(16, 0, (), 16)],
-        ReadFrom("a3"): [Block(0, 16, (), 16)],
+        BlockSource("a2"): [Block(16, 0, (), 16)],
+        BlockSource("a3"): [Block(0, 16, (), 16)],
     }
 
 
 def test_rotary_order_is_a_strided_copy() -> None:
     turned = StridedTensor.from_entry(rows("a", 24, 8, 1)).split(0, (4, 2, 3)).permute((0, 2, 1, 3))
-    reader = BlockReader(turned.merge(0, 3))
+    reader = BlockPlanner(turned.merge(0, 3))
     assert reader.find_dense_copies((6, 0), (6, 8)) == {
-        ReadFrom("a0"): [Block(48, 0, ((2, 24, 8), (3, 8, 16)), 8)]
+        BlockSource("a0"): [Block(48, 0, ((2, 24, 8), (3, 8, 16)), 8)]
     }
 
 
 def test_distant_parts_are_not_visited(monkeypatch) -> None:
     experts = stack([StridedTensor.from_entry(rows(f"e{n}", 4, 8, 1)) for n in range(64)])
     asked = []
-    inside = blocks._intersect_box
+    inside = blocks._intersect_part_with_box
 
     def noted(part: Part, *box):
         asked.append(part.entry.name)
         return inside(part, *box)
 
-    monkeypatch.setattr(blocks, "_intersect_box", noted)
-    assert list(BlockReader(experts).find_dense_copies((7, 0, 0), (1, 4, 8))) == [ReadFrom("e70")]
+    monkeypatch.setattr(blocks, "_intersect_part_with_box", noted)
+    assert list(BlockPlanner(experts).find_dense_copies((7, 0, 0), (1, 4, 8))) == [
+        BlockSource("e70")
+    ]
     assert set(asked) == {"e7"}
 
 
@@ -91,13 +93,13 @@ def test_contiguous_tensor_is_written_in_ranges() -> None:
     target = TargetBox("x", 100, (0, 0), (64, 8), (8, 1), record=0)
     found = list(
         tile_targets(
-            BlockReader(StridedTensor.from_entry(entry)),
+            BlockPlanner(StridedTensor.from_entry(entry)),
             [target],
             [Record("t", "x", 100, 512)],
-            Limits(),
+            TileLimits(),
         )
     )
-    assert [tile.flat for tile in found] == [True] * 4
+    assert [tile.is_flat for tile in found] == [True] * 4
     assert [(w.offset, w.nbytes, w.at) for tile in found for w in tile.writes] == [
         (100 + 128 * n, 128, 128 * n) for n in range(4)
     ]
@@ -106,7 +108,9 @@ def test_contiguous_tensor_is_written_in_ranges() -> None:
 def test_transpose_is_moved_in_memory() -> None:
     turned = StridedTensor.from_entry(rows("a", 64, 64, 1)).permute((1, 0))
     target = TargetBox("x", 0, (0, 0), (64, 64), (64, 1), record=0)
-    (tile,) = tile_targets(BlockReader(turned), [target], [Record("t", "x", 0, 4096)], Limits())
+    (tile,) = tile_targets(
+        BlockPlanner(turned), [target], [Record("t", "x", 0, 4096)], TileLimits()
+    )
     assert tile.moves and not tile.reads
 
 
@@ -215,14 +219,14 @@ def raw(array: np.ndarray, item: int) -> bytes:
 
 def check_boxes(seed: int) -> None:
     rng, tensor, array, files, item = program(seed)
-    reader = BlockReader(tensor)
+    reader = BlockPlanner(tensor)
     for _ in range(3):
         lo = tuple(rng.randint(0, size) for size in array.shape)
         sizes = tuple(rng.randint(0, n - o) for n, o in zip(array.shape, lo, strict=True))
         wanted = raw(array[tuple(slice(o, o + s) for o, s in zip(lo, sizes, strict=True))], item)
         buffer, filled = bytearray(len(wanted)), 0
         for (file, _), some in reader.find_dense_copies(lo, sizes).items():
-            for source, start, nbytes in itertools.chain.from_iterable(map(list_runs, some)):
+            for source, start, nbytes in itertools.chain.from_iterable(map(list_block_runs, some)):
                 buffer[start : start + nbytes] = files[file][source : source + nbytes]
                 filled += nbytes
         assert filled == len(wanted)
@@ -249,9 +253,9 @@ def check_tiles(seed):
         targets.append(TargetBox(file, offset, box.offsets, box.sizes, nearby, len(records)))
         records.append(Record("t", file, offset, nbytes))
     written = {file: bytearray(len(data)) for file, data in expected.items()}
-    limits = Limits(*(rng.choice((16, 64, 208, 4096)) for _ in range(4)))
+    limits = TileLimits(*(rng.choice((16, 64, 208, 4096)) for _ in range(4)))
     done = 0
-    for tile in steps(tile_targets(BlockReader(tensor), targets, records, limits)):
+    for tile in steps(tile_targets(BlockPlanner(tensor), targets, records, limits)):
         buffer = fill(tile, files, item)
         if out != item:
             buffer = cast(buffer, item, out)

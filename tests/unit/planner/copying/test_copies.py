@@ -14,8 +14,8 @@ from ckptctl import dtypes
 from ckptctl.catalog import Box, Extent, TensorEntry
 from ckptctl.formats.deepspeed.partitions import split_into_boxes
 from ckptctl.planner.copying import blocks, copies
-from ckptctl.planner.copying.copies import lower_transfer
-from ckptctl.planner.copying.tile import Limits, Tile, merge_runs
+from ckptctl.planner.copying.copies import tile_transfer
+from ckptctl.planner.copying.tile import Tile, TileLimits, merge_runs
 from ckptctl.planner.plan import Record, RecordedRange, TargetBox, Transfer
 from ckptctl.planner.strided import StridedTensor
 from tests.transfers import regrouped, stored, target
@@ -181,7 +181,7 @@ def test_every_element_is_copied(made, sizes, permuted, few_reads):
         if permuted:
             patch.setattr(blocks, "FEW_RUNS_LIMIT", 0)
             patch.setattr(blocks, "SHORT_RUN_BYTES", 1 << 30)
-        check_transfer(*made, Limits(*sizes))
+        check_transfer(*made, TileLimits(*sizes))
 
 
 def check_transfer(transfer, records, how, in_order, limits):
@@ -211,7 +211,7 @@ def check_transfer(transfer, records, how, in_order, limits):
     found = {}
     checked = {}
     copied = 0
-    for tile in steps(lower_transfer(transfer, records, limits, {"s"} if in_order else ())):
+    for tile in steps(tile_transfer(transfer, records, limits, {"s"} if in_order else ())):
         assert tile.nbytes <= max(limits[:4], default=0) or tile.nbytes == item
         buffer = fill(tile, files, item)
         copied += tile.nbytes if tile.writes else 0
@@ -253,19 +253,21 @@ def simple(axes, source_dims, target_dims, item=2, crc=None):
 
 def test_empty_tensor_has_no_tiles():
     transfer, records = simple((4, 0, 2), ((0,), (1,), (2,)), ((2,), (1,), (0,)))
-    assert list(lower_transfer(transfer, records, Limits())) == []
+    assert list(tile_transfer(transfer, records, TileLimits())) == []
 
 
 def test_scalar_is_one_tile():
     transfer, records = simple((), (), ())
-    (tile,) = lower_transfer(transfer, records, Limits())
+    (tile,) = tile_transfer(transfer, records, TileLimits())
     assert (tile.nbytes, len(tile.reads), len(tile.writes)) == (2, 1, 1)
 
 
 def test_rope_reads_complete_heads_and_scatters_rows():
     axes, hf, meta = (4, 2, 8, 64), ((0, 1, 2), (3,)), ((0, 2, 1), (3,))
     transfer, records = simple(axes, hf, meta, crc=1)
-    (series,) = lower_transfer(transfer, records, Limits(tile=2048, widest=4096), {"a"})
+    (series,) = tile_transfer(
+        transfer, records, TileLimits(tile_bytes=2048, max_tile_bytes=4096), {"a"}
+    )
     tiles = list(steps([series]))
     assert [len(tile.reads) for tile in tiles] == [1] * 4
     assert all(tile.reads[0].nbytes == 2048 for tile in tiles)
@@ -289,11 +291,11 @@ def test_column_split_reads_each_row_once():
     entry = stored("a", axes, dtype="bfloat16")
     transfer = Transfer("t", StridedTensor.from_entry(entry), halves)
     records = [Record("t", "x", i * 2048, 2048) for i in range(2)]
-    (tile,) = lower_transfer(
-        transfer, records, Limits(tile=512)
+    (tile,) = tile_transfer(
+        transfer, records, TileLimits(tile_bytes=512)
     )  # twice that, as two files share it
     assert (tile.steps, len(tile.reads), len(tile.writes)) == (4, 1, 2)
-    tiles = list(lower_transfer(transfer, records, Limits(tile=512, flat=2048)))
+    tiles = list(tile_transfer(transfer, records, TileLimits(tile_bytes=512, max_unit_bytes=2048)))
     assert [tile.steps for tile in tiles] == [2, 2]
 
 
@@ -307,7 +309,9 @@ def test_lowering_is_deterministic():
                     read._replace(pattern=read.pattern and read.pattern.runs) for read in tile.reads
                 )
             )
-            for tile in lower_transfer(transfer, records, Limits(tile=64, widest=128))
+            for tile in tile_transfer(
+                transfer, records, TileLimits(tile_bytes=64, max_tile_bytes=128)
+            )
         ]
 
     first = shape()
@@ -319,8 +323,8 @@ def test_boxes_repeated_on_ranks_are_read_once():
     entry = stored("a", (64, 16))
     boxes = tuple(target("xyz"[i], 0, (64, 16), i) for i in range(3))
     records = [Record("t", "xyz"[i], 0, 1024) for i in range(3)]
-    (tile,) = lower_transfer(
-        Transfer("t", StridedTensor.from_entry(entry), boxes), records, Limits()
+    (tile,) = tile_transfer(
+        Transfer("t", StridedTensor.from_entry(entry), boxes), records, TileLimits()
     )
     assert [(read.offset, read.nbytes) for read in tile.reads] == [(0, 1024)]
     assert [(write.file, write.start) for write in tile.writes] == [("x", 0), ("y", 0), ("z", 0)]
@@ -328,8 +332,8 @@ def test_boxes_repeated_on_ranks_are_read_once():
 
 def test_unchecked_tensors_have_no_checksum_reads():
     transfer, records = simple((64, 64), ((0,), (1,)), ((0,), (1,)), crc=5)
-    for checked, limits in ((("b",), Limits()), (("a",), Limits(check=False))):
-        tiles = lower_transfer(transfer, records, limits, checked)
+    for checked, limits in ((("b",), TileLimits()), (("a",), TileLimits(verifies_checksums=False))):
+        tiles = tile_transfer(transfer, records, limits, checked)
         assert [read.check for tile in tiles for read in tile.reads] == [None]
 
 
@@ -338,9 +342,9 @@ def test_single_box_among_many_is_located(monkeypatch):
     entry = TensorEntry("s", "bfloat16", (4096, 8), shards, ("s",))
     records, box = [Record("t", "x", 0, 4096 * 16)], target("x", 0, (4096, 8), 0, item=2)
     transfer = Transfer("t", StridedTensor.from_entry(entry), (box,))
-    assert sum(t.copied_nbytes for t in lower_transfer(transfer, records, Limits())) == 4096 * 16
-    found = blocks.BlockReader(transfer.tensor).locate_elements((10, 2), (6, 1))
-    assert [elements.first for elements in found] == [2 * 64 + 36, 3 * 64 + 4]
+    assert sum(t.copied_nbytes for t in tile_transfer(transfer, records, TileLimits())) == 4096 * 16
+    found = blocks.BlockPlanner(transfer.tensor).locate_elements((10, 2), (6, 1))
+    assert [elements.byte_offset for elements in found] == [2 * 64 + 36, 3 * 64 + 4]
 
 
 @given(

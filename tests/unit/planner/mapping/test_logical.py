@@ -21,7 +21,7 @@ from ckptctl.planner.mapping.mapped import (
     SourceTensor,
     TargetTensor,
     compose_tensors,
-    require_covered,
+    require_filled_targets,
 )
 from ckptctl.planner.mapping.matching import match_keys
 from ckptctl.planner.mapping.tensors import map_tensors
@@ -198,8 +198,8 @@ def test_parts_of_different_dtypes_are_refused() -> None:
 
 
 def test_tensor_with_missing_part_is_refused() -> None:
-    require_covered(fused("a", "b"))
+    require_filled_targets(fused("a", "b"))
     for part in "ab":
         with pytest.raises(MappingError, match="only partly filled") as caught:
-            require_covered(fused(part))
+            require_filled_targets(fused(part))
         assert caught.value.where == "tensor `ab`"

@@ -10,7 +10,7 @@ import pytest
 
 from ckptctl.errors import MissingTensorsError
 from ckptctl.families import load_families
-from ckptctl.planner.families.templates import Template, group_by_kind, split_numbers
+from ckptctl.planner.families.templates import Template, group_keys_by_kind, split_numbers
 from ckptctl.planner.layouts import Drop
 from ckptctl.planner.mapping.completeness import ExpectedTensors
 from ckptctl.planner.mapping.detect import detect_layouts
@@ -55,10 +55,10 @@ def test_keys_match_independently_of_each_other(name, layout):
     own = list(tiny(family, layout, optional=True))
     table = family.get_layout(layout).table
     for keys in [own, *(changed(own, choice) for _ in range(8))]:
-        numbering = infer_numbering(family, layout, group_by_kind(keys))
+        numbering = infer_numbering(family, layout, group_keys_by_kind(keys))
         stored, dropped, unmatched, held = {}, {}, [], {}
         for key in keys:
-            for meaning, numbers in table.iterate_meanings(key):
+            for meaning, numbers in table.iterate_matches(key):
                 values = numbering.to_logical(numbers)
                 if values is None:
                     continue

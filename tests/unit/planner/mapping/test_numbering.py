@@ -4,7 +4,7 @@ import pytest
 
 from ckptctl.errors import MappingError
 from ckptctl.families import family
-from ckptctl.planner.families.templates import group_by_kind
+from ckptctl.planner.families.templates import group_keys_by_kind
 from ckptctl.planner.mapping.numbering import compute_numbering, infer_numbering
 
 VISION = family("llama3_vision")
@@ -34,7 +34,7 @@ def test_meta_numbers_each_layer_kind_from_0() -> None:
 
 def test_fusion_layers_are_recovered_from_torchtune_keys() -> None:
     keys = [f"decoder.layers.{n}.fusion_layer.attn.q_proj.weight" for n in (1, 3)]
-    found = infer_numbering(VISION, "torchtune", group_by_kind(keys))
+    found = infer_numbering(VISION, "torchtune", group_keys_by_kind(keys))
     assert found.to_logical({"j": 3}) == {"j": 1} and found.to_logical({"j": 2}) is None
     assert [found.to_logical({"i": n}) for n in (1, 3)] == [{"i": 1}, {"i": 3}]
 

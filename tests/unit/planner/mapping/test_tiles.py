@@ -53,9 +53,9 @@ def test_ratios_match_transformers() -> None:
 def test_tiles_roundtrip_between_grid_and_rows(tiles: int, inner: tuple[int, ...]) -> None:
     grid = grid_of(tiles, inner)
     rows = rows_of(grid)
-    there = convert_tiles("grid", "rows", grid.shape, inner, grid=False)
+    there = convert_tiles("grid", "rows", grid.shape, inner, to_grid=False)
     assert (moved(there, grid, rows.shape) == rows).all()
-    back = convert_tiles("rows", "grid", rows.shape, inner, grid=True)
+    back = convert_tiles("rows", "grid", rows.shape, inner, to_grid=True)
     again = moved(back, rows, grid.shape)
     possible = np.add.outer(np.arange(tiles), np.zeros(tiles, int)) + 1
     possible = possible * (np.arange(tiles) + 1) <= tiles
@@ -68,7 +68,7 @@ def test_tiles_roundtrip_between_grid_and_rows(tiles: int, inner: tuple[int, ...
 def test_every_row_value_is_copied_or_checked() -> None:
     """What is neither copied nor compared nor known to be zero could be lost."""
     rows = rows_of(grid_of(4, (2, 3)))
-    how = convert_tiles("rows", "grid", rows.shape, (2, 3), grid=True)
+    how = convert_tiles("rows", "grid", rows.shape, (2, 3), to_grid=True)
     seen = np.zeros(rows.shape, int)
     for tensor in (one for one in how.tensors if one.sources[0].key == "rows"):
         read = elements_of_parts(

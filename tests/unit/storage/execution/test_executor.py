@@ -194,7 +194,9 @@ def test_large_tensors_are_split_into_tiles(case, jobs):
     case.add((9000, 1024), rows, rows, lambda data: data)
     plan = case.plan()
     tiles = list(
-        copies.lower_transfer(plan.transfers[0], plan.records, ExecutionOptions().compute_limits())
+        copies.tile_transfer(
+            plan.transfers[0], plan.records, ExecutionOptions().compute_tile_limits()
+        )
     )
     assert [tile.nbytes for tile in tiles] == [16 << 20, (9000 << 11) - (16 << 20)]
     case.check(plan, case.run(plan, jobs=jobs))
@@ -485,7 +487,10 @@ def test_run_resumes_on_host_with_other_cores_and_devices(case, monkeypatch, job
     monkeypatch.setattr(execution_options, "ARITHMETIC_BYTES", 1 << 14)
     plan = case.everything()
     begun = [(unit.transfer, unit.number) for unit in interrupted(case, plan, monkeypatch, 4)]
-    assert ExecutionOptions(jobs=1).compute_limits() != ExecutionOptions(jobs=jobs).compute_limits()
+    assert (
+        ExecutionOptions(jobs=1).compute_tile_limits()
+        != ExecutionOptions(jobs=jobs).compute_tile_limits()
+    )
     whole = {name: replace(one, device=one.device + 1) for name, one in plan.sources.items()}
     monkeypatch.setattr(Sources, "require_unchanged", lambda _: None)
     redone = units_done(monkeypatch)
@@ -596,7 +601,7 @@ def test_thread_count_is_limited_by_memory(monkeypatch: pytest.MonkeyPatch) -> N
     assert ExecutionOptions(memory=512 << 10).threads == 8
     assert ExecutionOptions(memory=1).threads == 1
     assert ExecutionOptions(jobs=16, memory=512 << 10).threads == 16
-    of_few, of_many = (ExecutionOptions(jobs=jobs).compute_limits() for jobs in (2, 64))
-    assert ExecutionOptions(jobs=64).count_threads_within(of_many) == 64
-    assert ExecutionOptions(jobs=64).count_threads_within(of_few) == 7
-    assert ExecutionOptions(memory=1).count_threads_within(of_few) == 1
+    of_few, of_many = (ExecutionOptions(jobs=jobs).compute_tile_limits() for jobs in (2, 64))
+    assert ExecutionOptions(jobs=64).count_threads_that_fit(of_many) == 64
+    assert ExecutionOptions(jobs=64).count_threads_that_fit(of_few) == 7
+    assert ExecutionOptions(memory=1).count_threads_that_fit(of_few) == 1

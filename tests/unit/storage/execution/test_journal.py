@@ -10,13 +10,13 @@ import threading
 import pytest
 
 from ckptctl.errors import StorageError
-from ckptctl.planner.copying.tile import Limits
+from ckptctl.planner.copying.tile import TileLimits
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.execution.journal import FinishedUnit, Journal
 from ckptctl.storage.unfinished import UnfinishedWorkError
 
 HEADER = {"digest": "abc", "checksum": True}
-LIMITS = Limits(tile=128 << 10)
+LIMITS = TileLimits(tile_bytes=128 << 10)
 FIRST = [FinishedUnit(0, 0, [1, 2], []), FinishedUnit(3, 7, [5], [6])]
 SECOND = [FinishedUnit(4, 0, [9], [], (1, 0, 2), (0.5, 0.25, 3e300))]
 
@@ -32,7 +32,7 @@ def path(tmp_path):
 
 def reopened(path, header=HEADER, limits=LIMITS, resume=True):
     with Journal(path, header, limits, resume=resume) as journal:
-        return list(journal.done.values())
+        return list(journal.done_units.values())
 
 
 def test_journaled_units_are_read_again(path):
@@ -134,14 +134,14 @@ def test_truncated_journal_header_is_discarded(path):
 
 
 def test_journal_keeps_limits_of_first_run(path):
-    assert reopened(path, limits=Limits(tile=64 << 10)) == [*FIRST, *SECOND]
-    with Journal(path, HEADER, Limits(tile=64 << 10), resume=True) as journal:
+    assert reopened(path, limits=TileLimits(tile_bytes=64 << 10)) == [*FIRST, *SECOND]
+    with Journal(path, HEADER, TileLimits(tile_bytes=64 << 10), resume=True) as journal:
         assert journal.limits == LIMITS
         journal.restart()
-        assert journal.limits == Limits(tile=64 << 10)
+        assert journal.limits == TileLimits(tile_bytes=64 << 10)
         journal.append_units(FIRST)
     with Journal(path, HEADER, LIMITS, resume=True) as journal:
-        assert journal.limits == Limits(tile=64 << 10)
+        assert journal.limits == TileLimits(tile_bytes=64 << 10)
 
 
 def test_journal_starts_over_without_resume(path):
@@ -151,7 +151,7 @@ def test_journal_starts_over_without_resume(path):
 def test_restarted_journal_accepts_appends(path):
     with Journal(path, HEADER, LIMITS, resume=True) as journal:
         journal.restart()
-        assert journal.done == {}
+        assert journal.done_units == {}
         journal.append_units(SECOND)
     assert reopened(path) == SECOND
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from ckptctl.errors import CkptError, DamagedError
-from ckptctl.planner.balance import compute_share, group_work_by_file
+from ckptctl.planner.balance import compute_work_share, group_work_by_file
 from ckptctl.planner.copying import blocks
-from ckptctl.planner.copying.copies import lower_transfer
+from ckptctl.planner.copying.copies import tile_transfer
 from ckptctl.planner.plan import Plan
 from ckptctl.planner.strided import StridedTensor
 from ckptctl.storage.execution.execution_options import ExecutionOptions
@@ -53,13 +53,17 @@ def carry_out(case, plan, ranks, **options):
     with ExitStack() as stack:
         runs = [
             PlanRun(
-                plan, case.out, how, stack, share=compute_share(plan, how.checksum, rank, ranks)
+                plan,
+                case.out,
+                how,
+                stack,
+                share=compute_work_share(plan, how.checksum, rank, ranks),
             )
             for rank in range(ranks)
         ]
         runs[0].output.create_files()
         for run in reversed(runs):
-            assert run.output.are_intact()
+            assert run.output.have_full_size()
             run.fill_files(count)
         runs[0].finish_shared_plan([run.export_entries() for run in runs[1:]])
         return runs[0].build_result()
@@ -96,7 +100,7 @@ def test_missing_share_fails_finish(case):
     plan = plan_of(case)
     how = ExecutionOptions(jobs=1)
     with ExitStack() as stack:
-        run = PlanRun(plan, case.out, how, stack, share=compute_share(plan, True, 0, 2))
+        run = PlanRun(plan, case.out, how, stack, share=compute_work_share(plan, True, 0, 2))
         run.output.create_files()
         run.fill_files(lambda _: None)
         with pytest.raises(CkptError, match="not written completely"):
@@ -106,11 +110,11 @@ def test_missing_share_fails_finish(case):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 64])
 def test_every_tile_is_owned_by_one_rank(case, ranks):
     plan = plan_of(case)
-    limits = ExecutionOptions(**SMALL).compute_limits()
-    shares = [compute_share(plan, True, rank, ranks) for rank in range(ranks)]
+    limits = ExecutionOptions(**SMALL).compute_tile_limits()
+    shares = [compute_work_share(plan, True, rank, ranks) for rank in range(ranks)]
     for number, transfer in enumerate(plan.transfers):
         tiles = list(
-            lower_transfer(transfer, plan.records, limits, plan.list_checked_tensors(number))
+            tile_transfer(transfer, plan.records, limits, plan.get_checked_tensors(number))
         )
         owned = sorted(
             index for share in shares for index, _ in share.iterate_tiles(number, iter(tiles))
@@ -130,7 +134,7 @@ def test_file_of_single_rank_is_finished_by_that_rank(case):
     plan = plan_of(case)
     how = ExecutionOptions(jobs=1)
     with ExitStack() as stack:
-        shares = [compute_share(plan, True, rank, 2) for rank in range(2)]
+        shares = [compute_work_share(plan, True, rank, 2) for rank in range(2)]
         runs = [PlanRun(plan, case.out, how, stack, share=share) for share in shares]
         runs[0].output.create_files()
         for run in runs:

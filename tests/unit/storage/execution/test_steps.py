@@ -47,12 +47,12 @@ def case(tmp_path):
 @pytest.mark.parametrize("checksum", [True, False])
 def test_output_is_same_for_any_thread_count(case, jobs, checksum):
     plan = case.plan()
-    limits = ExecutionOptions(jobs=jobs, **SMALL).compute_limits()
+    limits = ExecutionOptions(jobs=jobs, **SMALL).compute_tile_limits()
     units = [
-        list(copies.lower_transfer(one, plan.records, limits, plan.list_checked_tensors(number)))
+        list(copies.tile_transfer(one, plan.records, limits, plan.list_checked_tensors(number)))
         for number, one in enumerate(plan.transfers)
     ]
-    assert len(units[0]) == 1 and units[0][0].flat
+    assert len(units[0]) == 1 and units[0][0].is_flat
     assert [max(tile.steps for tile in tiles) > 15 for tiles in units[1:]] == [True, True]
     case.check(plan, case.run(plan, jobs=jobs, checksum=checksum, **SMALL), checksum)
 

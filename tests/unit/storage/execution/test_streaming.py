@@ -19,7 +19,7 @@ import pytest
 
 from ckptctl.catalog import memory_name, row_major
 from ckptctl.errors import ChangedError, DamagedError
-from ckptctl.planner.plan import CrcOf, OutputFile, Plan, Record, Transfer
+from ckptctl.planner.plan import CrcLookup, OutputFile, Plan, Record, Transfer
 from ckptctl.planner.strided import StridedTensor
 from ckptctl.storage.execution.execution_options import ExecutionOptions
 from ckptctl.storage.execution.executor import execute_plan
@@ -69,7 +69,7 @@ def tensors(order: random.Random) -> tuple[Plan, dict[str, memoryview]]:
         numbers = range(len(records) - len(SHAPES), len(records))
 
         def frame(
-            crc_of: CrcOf, end: int = end, numbers: range = numbers
+            crc_of: CrcLookup, end: int = end, numbers: range = numbers
         ) -> Iterator[tuple[int, bytes]]:
             yield 0, b"head"
             yield end, b"".join(crc_of(number).to_bytes(4, "little") for number in numbers)
@@ -93,7 +93,7 @@ def test_streamed_files_match_parallel_run(tmp_path: Path, seed: int, checksum: 
 def test_header_with_checksum_is_streamed_before_data() -> None:
     content, store = random.Random(1).randbytes(3 << 20), Store()
 
-    def frame(crc_of: CrcOf) -> Iterator[tuple[int, bytes]]:
+    def frame(crc_of: CrcLookup) -> Iterator[tuple[int, bytes]]:
         yield 0, crc_of(0).to_bytes(4, "little")
         yield 4 + len(content), b""
 

@@ -24,13 +24,13 @@ from tests.unit.storage.execution.test_executor import Case
 @pytest.fixture
 def hesitating(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let threads be interrupted before they say what they failed of."""
-    ended = Supervisor.report_end
+    ended = Supervisor.report_thread_end
 
     def later(self, error, *args):
         time.sleep(0.2 if error else 0)
         ended(self, error, *args)
 
-    monkeypatch.setattr(Supervisor, "report_end", later)
+    monkeypatch.setattr(Supervisor, "report_thread_end", later)
     monkeypatch.setattr(threads, "JOIN_SECONDS", 0)
 
 
@@ -101,6 +101,6 @@ def test_worker_error_is_set_before_worker_counts_as_ended():
         seen.append(caught.value)
 
     error = StorageError("injected")
-    watcher.report_end(error, leave)
+    watcher.report_thread_end(error, leave)
     assert seen == [error]
     assert watcher.stop.is_set()

@@ -22,8 +22,8 @@ from ckptctl.errors import CkptError, DamagedError, FormatError, UnsafePickleErr
 from ckptctl.storage.files import source_files
 from ckptctl.storage.pickles.pickle_writer import StorageTensor, dump_pickle
 from ckptctl.storage.zips.items import read_item_tensor
-from ckptctl.storage.zips.zip_reader import KEEPING_TABLE, StoredTensor, read_archive
-from ckptctl.storage.zips.zip_writer import lay_out
+from ckptctl.storage.zips.zip_reader import TABLE_WITH_UNREAD_TENSORS, StoredTensor, read_archive
+from ckptctl.storage.zips.zip_writer import compute_zip_layout
 from tests import effort, hostile
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
@@ -61,13 +61,15 @@ def stored_state(tensors):
 def write(path, tensors, *, base=0, checksums=True, folder="archive"):
     blocks = [raw_bytes(tensor.detach()) for tensor in tensors.values()]
     storages = [(str(i), len(block)) for i, block in enumerate(blocks)]
-    layout = lay_out(dump_pickle(stored_state(tensors)), storages, base=base, folder=folder)
+    layout = compute_zip_layout(
+        dump_pickle(stored_state(tensors)), storages, base=base, folder=folder
+    )
     whole = bytearray(base + layout.size)
     for offset, block in zip(layout.data_offsets, blocks, strict=True):
         assert (offset - base) % 64 == 0
         whole[offset : offset + len(block)] = block
     covered = sum(map(len, blocks))
-    for offset, piece in layout.frame([zlib.crc32(b) if checksums else 0 for b in blocks]):
+    for offset, piece in layout.iterate_frame([zlib.crc32(b) if checksums else 0 for b in blocks]):
         whole[offset : offset + len(piece)] = piece
         covered += len(piece)
     assert covered == layout.size
@@ -153,8 +155,8 @@ class TestWriting:
         assert len(torch.load(tmp_path / "a.pth", weights_only=True)) == len(dtypes.BY_NAME)
 
     def test_zip_without_storages_loads(self, tmp_path):
-        layout = lay_out(dump_pickle({"step": 3}), [])
-        (tmp_path / "a").write_bytes(b"".join(piece for _, piece in layout.frame([])))
+        layout = compute_zip_layout(dump_pickle({"step": 3}), [])
+        (tmp_path / "a").write_bytes(b"".join(piece for _, piece in layout.iterate_frame([])))
         assert torch.load(tmp_path / "a", weights_only=True) == {"step": 3}
         assert zipfile.ZipFile(tmp_path / "a").testzip() is None
         assert read(tmp_path / "a").root == {"step": 3}
@@ -166,12 +168,12 @@ class TestWriting:
             f"t{i}": StorageTensor(str(i), n, "uint8", 0, (n,), (1,)) for i, n in enumerate(sizes)
         }
         path = tmp_path / "big.pth"
-        layout = lay_out(
+        layout = compute_zip_layout(
             dump_pickle(state), [(str(i), n) for i, n in enumerate(sizes)], folder="big"
         )
         with path.open("wb") as file:
             file.truncate(layout.size)
-            for offset, piece in layout.frame([0] * len(sizes)):
+            for offset, piece in layout.iterate_frame([0] * len(sizes)):
                 os.pwrite(file.fileno(), piece, offset)
             os.pwrite(file.fileno(), b"end-4GB", layout.data_offsets[5])
         with zipfile.ZipFile(path) as archive:
@@ -206,9 +208,9 @@ class TestWriting:
     def test_zip_over_65535_entries_is_readable(self, tmp_path):
         count = 66_000
         state = [StorageTensor(str(i), 1, "uint8", 0, (1,), (1,)) for i in range(count)]
-        layout = lay_out(dump_pickle(state), [(str(i), 1) for i in range(count)])
+        layout = compute_zip_layout(dump_pickle(state), [(str(i), 1) for i in range(count)])
         whole = bytearray(layout.size)
-        for offset, piece in layout.frame([zlib.crc32(b"\0")] * count):
+        for offset, piece in layout.iterate_frame([zlib.crc32(b"\0")] * count):
             whole[offset : offset + len(piece)] = piece
         path = tmp_path / "many.pth"
         path.write_bytes(whole)
@@ -221,7 +223,7 @@ class TestWriting:
 
     def test_work_per_written_item_is_bounded(self):
         pickled = dump_pickle(StorageTensor("0", 256, "float32", 0, (8, 8), (8, 1)))
-        item = lambda: list(lay_out(pickled, [("0", 256)], base=1500).frame([1]))  # noqa: E731
+        item = lambda: list(compute_zip_layout(pickled, [("0", 256)], base=1500).iterate_frame([1]))  # noqa: E731
         item()
         assert effort.lines(item) < 100
 
@@ -316,7 +318,7 @@ class TestReading:
         value = torch.ones(6, dtype=torch.complex64).conj()
         torch.save([torch.eye(3).to_sparse(), value, torch.ones(2)], tmp_path / "a.pth")
         with source_files(tmp_path) as files:
-            sparse, conj, plain = read_archive(files, "a.pth", table=KEEPING_TABLE).root
+            sparse, conj, plain = read_archive(files, "a.pth", table=TABLE_WITH_UNREAD_TENSORS).root
         assert (sparse.dtype, sparse.shape, sparse.nbytes) == ("float32", (3, 3), 0)
         assert "sparse" in sparse.unsupported and sparse.base is None
         assert conj.unsupported and conj.flags == {"conj"} and conj.base.nbytes == 48
@@ -349,9 +351,9 @@ class TestReading:
             "storage_key": "0", "storage_nbytes": 24, "dtype": "float32",
             "offset": 0, "shape": (6,), "strides": (1,),
         }  # fmt: skip
-        layout = lay_out(dump_pickle(StorageTensor(**(good | change))), [("0", 24)])
+        layout = compute_zip_layout(dump_pickle(StorageTensor(**(good | change))), [("0", 24)])
         whole = bytearray(layout.size)
-        for offset, piece in layout.frame([zlib.crc32(bytes(24))]):
+        for offset, piece in layout.iterate_frame([zlib.crc32(bytes(24))]):
             whole[offset : offset + len(piece)] = piece
         (tmp_path / "a.pth").write_bytes(whole)
         with pytest.raises((DamagedError, UnsupportedError)):
@@ -520,7 +522,7 @@ class TestItems:
             for place in places[:4]:
                 read_item_tensor(files, "a", *place)
             taken = []
-            read = files.read_some
+            read = files.read_up_to
             monkeypatch.setattr(files, "read_some", lambda *x: taken.append(x[2]) or read(*x))
             found = [read_item_tensor(files, "a", *place).shape for place in places[4:]]
         assert found == shapes
