@@ -131,7 +131,7 @@ def __getattr__(name: str) -> object:
     try:
         value = _import_name(name)
     except ImportError as error:
-        return _build_unavailable(name, str(error))
+        return _build_placeholder(name, str(error))
     globals()[name] = value
     return value
 
@@ -142,7 +142,7 @@ def _import_name(name: str) -> Any:
     return getattr(importlib.import_module(_HOME[name]), name)
 
 
-def _build_unavailable(name: str, reason: str) -> type:
+def _build_placeholder(name: str, reason: str) -> type:
     """Build a placeholder for a name that cannot be imported. Calling it retries the import."""
 
     def new(_: object, *args: object, **options: object) -> object:

@@ -22,8 +22,8 @@ from ckptctl.verdict import Basis, Severity
 Codec = Literal["raw", "torch"]
 MANIFEST = "ckptctl.manifest.json"
 """File next to a checkpoint with checksums, for formats that store none."""
-VIRTUAL = "//"
-MEMORY = "/memory/"
+VIRTUAL_PREFIX = "//"
+MEMORY_PREFIX = "/memory/"
 
 
 class Index(int):
@@ -61,7 +61,7 @@ class Box:
 
 
 @lru_cache(maxsize=4096)
-def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+def compute_row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor, in elements."""
     strides: list[int] = []
     step = 1
@@ -104,7 +104,7 @@ class Extent:
 
     Attributes:
         box: Part of the tensor.
-        file: Path relative to the checkpoint's root, with ``/``, or the :func:`computed_name` of a
+        file: Path relative to the checkpoint's root, with ``/``, or the :func:`build_computed_name` of a
             virtual file.
         offset: First byte in the file.
         nbytes: Number of bytes.
@@ -175,7 +175,7 @@ class TensorEntry:
     @property
     def nbytes(self) -> int:
         """Size of the elements in bytes, or 0 if they cannot be read."""
-        return 0 if self.unsupported else self.numel * dtypes.itemsize(self.dtype)
+        return 0 if self.unsupported else self.numel * dtypes.get_itemsize(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,31 +214,31 @@ class ComputedTensor:
     def to_extent(self, name: str) -> Extent:
         """Return the extent that covers the entire virtual file called *name*."""
         box = Box.whole(self.shape)
-        return Extent(box, name, 0, box.numel * dtypes.itemsize(self.dtype))
+        return Extent(box, name, 0, box.numel * dtypes.get_itemsize(self.dtype))
 
     def to_entry(self, name: str, path: Path, file: str) -> TensorEntry:
         """Return the entry of a tensor called *name* that fills the virtual file *file*."""
         return TensorEntry(name, self.dtype, self.shape, (self.to_extent(file),), path)
 
 
-def computed_name(key: str) -> str:
+def build_computed_name(key: str) -> str:
     """Return the name of the virtual file of tensor *key*. No real file has such a name."""
-    return VIRTUAL + key
+    return VIRTUAL_PREFIX + key
 
 
 def is_computed(file: str) -> bool:
     """Return whether *file* is the name of a virtual file."""
-    return file.startswith(VIRTUAL)
+    return file.startswith(VIRTUAL_PREFIX)
 
 
-def memory_name(key: str) -> str:
+def build_memory_name(key: str) -> str:
     """Return the file name that stands for a piece of memory in a plan. No real file has it."""
-    return MEMORY + key
+    return MEMORY_PREFIX + key
 
 
-def memory_key(name: str) -> str:
-    """Return the key from which :func:`memory_name` built *name*."""
-    return name.removeprefix(MEMORY)
+def parse_memory_key(name: str) -> str:
+    """Return the key from which :func:`build_memory_name` built *name*."""
+    return name.removeprefix(MEMORY_PREFIX)
 
 
 def list_input_files(computed: Mapping[str, ComputedTensor]) -> frozenset[tuple[TreePath, str]]:

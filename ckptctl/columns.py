@@ -135,24 +135,24 @@ class ExtentColumns(Sequence[Extent]):
         return repr(tuple(self))
 
 
-def boxes_of(extents: Sequence[Extent]) -> Sequence[Box]:
+def get_boxes(extents: Sequence[Extent]) -> Sequence[Box]:
     """Return the boxes of *extents*."""
     return extents.boxes if isinstance(extents, ExtentColumns) else [e.box for e in extents]
 
 
-def vectors_of(boxes: Sequence[Box]) -> tuple[Sequence[Vector], Sequence[Vector]]:
+def get_offsets_and_sizes(boxes: Sequence[Box]) -> tuple[Sequence[Vector], Sequence[Vector]]:
     """Return the offsets and the sizes of *boxes*."""
     if isinstance(boxes, BoxColumns):
         return boxes.offsets, boxes.sizes
     return [box.offsets for box in boxes], [box.sizes for box in boxes]
 
 
-def files_of(extents: Sequence[Extent]) -> Sequence[str]:
+def get_extent_files(extents: Sequence[Extent]) -> Sequence[str]:
     """Return the file of each of *extents*."""
     return extents.files if isinstance(extents, ExtentColumns) else [e.file for e in extents]
 
 
-def ranges_of(extents: Sequence[Extent]) -> Iterable[tuple[str, int, int]]:
+def get_byte_ranges(extents: Sequence[Extent]) -> Iterable[tuple[str, int, int]]:
     """Return file, start and end byte of each of *extents*."""
     if isinstance(extents, ExtentColumns):
         ends = map(add, extents.starts, extents.lengths)
@@ -160,7 +160,7 @@ def ranges_of(extents: Sequence[Extent]) -> Iterable[tuple[str, int, int]]:
     return [(e.file, e.offset, e.offset + e.nbytes) for e in extents]
 
 
-def columns_of(extents: Sequence[Extent]) -> Iterator[object]:
+def iterate_digest_values(extents: Sequence[Extent]) -> Iterator[object]:
     """Yield values whose ``repr`` identifies *extents*, for digests."""
     if not isinstance(extents, ExtentColumns):
         yield extents
@@ -169,7 +169,7 @@ def columns_of(extents: Sequence[Extent]) -> Iterator[object]:
     yield from (extents.codec, extents.parts, extents.crcs)
 
 
-def codecs_of(extents: Sequence[Extent]) -> Sequence[Codec]:
+def get_codecs(extents: Sequence[Extent]) -> Sequence[Codec]:
     """Return the codec of each of *extents*."""
     if isinstance(extents, ExtentColumns):
         return [extents.codec] * len(extents)

@@ -25,15 +25,15 @@ from ckptctl.results import (
     JsonField,
     PrintedField,
     Result,
+    build_schema_name,
     list_printed_fields,
-    schema_name,
 )
 from ckptctl.tree import TreePath
 
-DIALECT = "https://json-schema.org/draft/2020-12/schema"
-LINK = re.compile(r"\[([^][]*)\]\([^()]*\)")
+SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
+LINK_PATTERN = re.compile(r"\[([^][]*)\]\([^()]*\)")
 _SECTION = re.compile(r"[A-Z][a-z]+:\n")
-TYPES: dict[object, str] = {
+JSON_TYPES: dict[object, str] = {
     **dict.fromkeys((str, Path, TreePath), "string"),
     int: "integer",
     float: "number",
@@ -113,7 +113,7 @@ class Document:
     @property
     def title(self) -> Annotated[str, JsonField(name="document")]:
         """Value of the field `schema` in the document."""
-        return schema_name(self.name)
+        return build_schema_name(self.name)
 
     @property
     def id(self) -> Annotated[str, JsonField()]:
@@ -145,10 +145,10 @@ class Document:
 
     def build_schema(self, *, closed: bool = False) -> dict[str, Any]:
         """Build the JSON Schema. A *closed* one rejects unknown fields."""
-        form_schemas = [_finish_schema(self.build_form_schema(form), closed) for form in self.forms]
-        head = {"$schema": DIALECT, "$id": self.id, "title": self.title}
+        form_schemas = [_clean_schema(self.build_form_schema(form), closed) for form in self.forms]
+        head = {"$schema": SCHEMA_DIALECT, "$id": self.id, "title": self.title}
         if self.description:
-            head["description"] = LINK.sub(r"\1", self.description)
+            head["description"] = LINK_PATTERN.sub(r"\1", self.description)
         return {**head, **(form_schemas[0] if len(form_schemas) == 1 else {"anyOf": form_schemas})}
 
 
@@ -183,13 +183,15 @@ def _build_schema(kind: Any, inner: tuple[Any, ...]) -> dict[str, Any]:
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         return {"type": "string", "enum": [member.value for member in kind]}
     if origin is Literal:
-        return {"type": TYPES[type(inner[0])], "enum": [*inner]}
+        return {"type": JSON_TYPES[type(inner[0])], "enum": [*inner]}
     if origin in (tuple, list):
         return {"type": "array", "items": build_type_schema(inner[0])}
     if origin and issubclass(origin, Mapping):
         return {"type": "object", "additionalProperties": build_type_schema(inner[1])}
     return (
-        {"type": TYPES[kind]} if kind in TYPES else _build_object_schema(list_printed_fields(kind))
+        {"type": JSON_TYPES[kind]}
+        if kind in JSON_TYPES
+        else _build_object_schema(list_printed_fields(kind))
     )
 
 
@@ -202,15 +204,15 @@ def _build_object_schema(fields: Any) -> dict[str, Any]:
     }
 
 
-def _finish_schema(node: Any, closed: bool) -> Any:
+def _clean_schema(node: Any, closed: bool) -> Any:
     """Remove links from the descriptions of a schema. Make a *closed* one reject unknown fields."""
     if isinstance(node, list):
-        return [_finish_schema(item, closed) for item in node]
+        return [_clean_schema(item, closed) for item in node]
     if not isinstance(node, dict):
         return node
-    schema = {name: _finish_schema(item, closed) for name, item in node.items()}
+    schema = {name: _clean_schema(item, closed) for name, item in node.items()}
     if isinstance(schema.get("description"), str):
-        schema["description"] = LINK.sub(r"\1", schema["description"])
+        schema["description"] = LINK_PATTERN.sub(r"\1", schema["description"])
     if closed and schema.get("additionalProperties") is True:
         schema["additionalProperties"] = False
     return schema

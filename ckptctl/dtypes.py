@@ -65,9 +65,15 @@ _TABLE = (
 BY_NAME = {t.name: t for t in _TABLE}
 BY_SAFETENSORS = {t.safetensors: t for t in _TABLE if t.safetensors}
 BY_STORAGE = {t.storage: t for t in _TABLE if t.storage}
-UNMEASURED = frozenset({"float4_e2m1fn_x2"})
+NON_NUMERIC_DTYPES = frozenset({"float4_e2m1fn_x2"})
 """Dtypes that torch cannot convert to numbers."""
-WORDS: Mapping[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q", 16: "Q"}
+INTEGER_TYPE_CODES: Mapping[int, Literal["B", "H", "I", "Q"]] = {
+    1: "B",
+    2: "H",
+    4: "I",
+    8: "Q",
+    16: "Q",
+}
 """Array type codes of the unsigned integers that elements are read as, by size of an element.
 
 An element of 16 bytes is read as two integers.
@@ -83,7 +89,7 @@ _SPELLINGS = {t.short: t.name for t in _TABLE} | {
 }
 
 
-def itemsize(name: str) -> int:
+def get_itemsize(name: str) -> int:
     """Return the size in bytes of one element of dtype *name*."""
     return BY_NAME[name].itemsize
 

@@ -201,32 +201,32 @@ class StorageError(CkptError):
     code = "storage"
 
     @classmethod
-    def from_os_error(cls, error: OSError, doing: str, where: str | PathLike[str]) -> StorageError:
+    def from_os_error(cls, error: OSError, verb: str, where: str | PathLike[str]) -> StorageError:
         """Convert *error* to a StorageError whose message contains the name of its errno.
 
         Args:
             error: Error of the operating system.
-            doing: Verb of the failed call, as in ``"write"``.
+            verb: Verb of the failed call, as in ``"write"``.
             where: Affected file.
         """
         import errno
 
         name = errno.errorcode.get(error.errno or 0, "unknown")
-        return cls(f"cannot {doing}: {error.strerror or error} ({name})", where=where)
+        return cls(f"cannot {verb}: {error.strerror or error} ({name})", where=where)
 
 
 @contextmanager
-def wrap_os_errors(doing: str, where: object) -> Iterator[None]:
+def wrap_os_errors(verb: str, where: object) -> Iterator[None]:
     """Convert an ``OSError`` in the block to a :class:`StorageError`.
 
     Args:
-        doing: Verb of the failing call, as in ``"write"``.
+        verb: Verb of the failing call, as in ``"write"``.
         where: Affected file.
     """
     try:
         yield
     except OSError as error:
-        raise StorageError.from_os_error(error, doing, str(where)) from error
+        raise StorageError.from_os_error(error, verb, str(where)) from error
 
 
 class ChangedError(StorageError):
@@ -274,7 +274,7 @@ class UnsafePickleError(UnsupportedError):
 
 
 @dataclass(frozen=True, slots=True)
-class Mention:
+class OptionMention:
     """Options that a message names together.
 
     Attributes:
@@ -285,28 +285,30 @@ class Mention:
     options: tuple[str, ...]
     command: str = ""
 
-    def on_command_line(self) -> str:
+    def format_for_command_line(self) -> str:
         """Format the options as on the command line."""
         return f"`{' '.join(filter(None, (self.command, *self.options)))}`"
 
 
-SpellMention = Callable[[Mention], str]
-_SPELL_MENTION: ContextVar[SpellMention] = ContextVar("spelling", default=Mention.on_command_line)
+FormatMention = Callable[[OptionMention], str]
+_SPELL_MENTION: ContextVar[FormatMention] = ContextVar(
+    "spelling", default=OptionMention.format_for_command_line
+)
 """Function that formats options in messages, set by the front end (:mod:`ckptctl.keywords`)."""
 
 
-def spell_option(*options: str, of: str = "") -> str:
+def format_option(*options: str, command: str = "") -> str:
     """Format *options* for a message, as the front end that shows the message writes options.
 
     Args:
         options: Options as on the command line, each with its value if there is one.
-        of: Command that has these options, if it is not the running command.
+        command: Command that has these options, if it is not the running command.
     """
-    return _SPELL_MENTION.get()(Mention(options, of))
+    return _SPELL_MENTION.get()(OptionMention(options, command))
 
 
 @contextmanager
-def override_spelling(spell: Callable[[Mention, SpellMention], str]) -> Iterator[None]:
+def override_option_format(spell: Callable[[OptionMention, FormatMention], str]) -> Iterator[None]:
     """Format options in messages with *spell* within the block.
 
     Args:
@@ -320,19 +322,19 @@ def override_spelling(spell: Callable[[Mention, SpellMention], str]) -> Iterator
         _SPELL_MENTION.reset(token)
 
 
-def rename_options(names: Mapping[str, str]) -> AbstractContextManager[None]:
+def rename_options_in_messages(names: Mapping[str, str]) -> AbstractContextManager[None]:
     """Rename options in messages within the block, e.g. ``--from`` to ``--format-b``.
 
     Args:
         names: Names to show, by the names that messages use, both with leading dashes.
     """
 
-    def spell_renamed(mention: Mention, spell: SpellMention) -> str:
+    def spell_renamed(mention: OptionMention, spell: FormatMention) -> str:
         pairs = (option.partition(" ") for option in mention.options)
         options = tuple(names.get(name, name) + space + value for name, space, value in pairs)
-        return spell(Mention(options, mention.command))
+        return spell(OptionMention(options, mention.command))
 
-    return override_spelling(spell_renamed)
+    return override_option_format(spell_renamed)
 
 
 def quote_names(

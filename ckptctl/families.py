@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from ckptctl import installed
-from ckptctl.errors import SourceNotFoundError, UsageError, find_nearest, spell_option
+from ckptctl.errors import SourceNotFoundError, UsageError, find_nearest, format_option
 from ckptctl.tree import TreePath
 
 if TYPE_CHECKING:
@@ -36,11 +36,11 @@ ENTRY_POINT_GROUP = "ckptctl.converters"
 CONVERTER_MODULE = "ckptctl_converter_file"
 """Module name of a ``--converter`` file."""
 
-_USER: ContextVar[Family | None] = ContextVar("user", default=None)
+_CONVERTER_FILE_FAMILY: ContextVar[Family | None] = ContextVar("user", default=None)
 
 
 @cache
-def list_built_in() -> tuple[str, ...]:
+def list_built_in_types() -> tuple[str, ...]:
     """List the built-in model types, and import the package of their families."""
     home = Path(__file__).parent
     bundled_folder, repository_folder = home / "converters", home.parent / "converters"
@@ -56,8 +56,8 @@ def list_built_in() -> tuple[str, ...]:
 
 
 @cache
-def _entry_points() -> dict[str, EntryPoint]:
-    return installed.entry_points(ENTRY_POINT_GROUP)
+def _find_family_entry_points() -> dict[str, EntryPoint]:
+    return installed.find_entry_points(ENTRY_POINT_GROUP)
 
 
 @cache
@@ -69,13 +69,13 @@ def _load_family(name: str) -> Family:
     from ckptctl.planner.layouts import Family
 
     try:
-        if name in list_built_in():
+        if name in list_built_in_types():
             loaded_family = importlib.import_module(f"{PACKAGE}.{name}").FAMILY
         else:
-            loaded_family = _entry_points()[name].load()
+            loaded_family = _find_family_entry_points()[name].load()
         if not isinstance(loaded_family, Family):
             raise TypeError(f"{loaded_family!r} is not a Family")
-        if name not in list_built_in():
+        if name not in list_built_in_types():
             from ckptctl.planner.families.validation import iterate_contradictions
 
             if flaw := next(iterate_contradictions(loaded_family), None):
@@ -98,14 +98,14 @@ def use_converter_file(file: str | TreePath | None) -> Iterator[None]:
     if file is None:
         yield
         return
-    token = _USER.set(None)
+    token = _CONVERTER_FILE_FAMILY.set(None)
     try:
-        loaded_family = _load_file(Path(file))
+        loaded_family = _load_converter_file(Path(file))
         _require_unused_names(loaded_family, Path(file))
-        _USER.set(loaded_family)
+        _CONVERTER_FILE_FAMILY.set(loaded_family)
         yield
     finally:
-        _USER.reset(token)
+        _CONVERTER_FILE_FAMILY.reset(token)
 
 
 def _require_unused_names(loaded_family: Family, file: Path) -> None:
@@ -124,17 +124,22 @@ def _require_unused_names(loaded_family: Family, file: Path) -> None:
             )
 
 
-def list_names() -> tuple[str, ...]:
+def list_model_types() -> tuple[str, ...]:
     """Return the known model types, without loading their families."""
-    user = _USER.get()
-    return tuple(sorted({*list_built_in(), *_entry_points(), *([user.name] if user else [])}))
+    user = _CONVERTER_FILE_FAMILY.get()
+    return tuple(
+        sorted(
+            {*list_built_in_types(), *_find_family_entry_points(), *([user.name] if user else [])}
+        )
+    )
 
 
 def load_families() -> dict[str, Family]:
     """Load all model families, by name."""
-    user = _USER.get()
+    user = _CONVERTER_FILE_FAMILY.get()
     return {
-        name: user if user and user.name == name else _load_family(name) for name in list_names()
+        name: user if user and user.name == name else _load_family(name)
+        for name in list_model_types()
     }
 
 
@@ -181,7 +186,7 @@ def family(name: str) -> Family:
         return derive_adapter_family(family(name.removesuffix(ADAPTER_SUFFIX)))
     normalized = name.strip().lower().replace("-", "_").replace(".", "_")
     for exact in (name, normalized):
-        if exact in list_built_in():
+        if exact in list_built_in_types():
             return _load_family(exact)
     candidates = load_families()
     for spelling in (name, normalized):
@@ -201,7 +206,7 @@ def family(name: str) -> Family:
     )
 
 
-def _load_file(file: Path) -> Family:
+def _load_converter_file(file: Path) -> Family:
     """Execute *file* and return its ``FAMILY``.
 
     *file* is always named on the command line or by the calling program, never by a checkpoint, and
@@ -213,9 +218,9 @@ def _load_file(file: Path) -> Family:
         raise SourceNotFoundError(
             "no such converter file",
             where=str(file),
-            hint=f"pass {spell_option('--converter FILE.py')}",
+            hint=f"pass {format_option('--converter FILE.py')}",
         )
-    loaded_family = getattr(_run_file(file), "FAMILY", None)
+    loaded_family = getattr(_execute_converter_file(file), "FAMILY", None)
     if not isinstance(loaded_family, Family):
         why = (
             "`FAMILY` is missing"
@@ -228,11 +233,11 @@ def _load_file(file: Path) -> Family:
             why=why,
             hint="define `FAMILY = Family(...)` with `Family` from `ckptctl.plugins.families`",
         )
-    _check_tables(loaded_family, file)
+    _require_valid_tables(loaded_family, file)
     return loaded_family
 
 
-def _run_file(file: Path) -> ModuleType:
+def _execute_converter_file(file: Path) -> ModuleType:
     """Execute *file* as a module. No byte code is written."""
     module = ModuleType(CONVERTER_MODULE)
     module.__file__ = str(file)
@@ -266,7 +271,7 @@ def _find_error_line(error: BaseException, file: Path) -> int:
     return (lines[-1] if lines else None) or 1
 
 
-def _check_tables(loaded_family: Family, file: Path) -> None:
+def _require_valid_tables(loaded_family: Family, file: Path) -> None:
     from ckptctl.planner.families.tables import TableError
     from ckptctl.planner.families.validation import iterate_contradictions, iterate_type_errors
 

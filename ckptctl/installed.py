@@ -66,7 +66,7 @@ def require_package(name: str, feature: str) -> None:
         )
 
 
-def entry_points(group: str) -> dict[str, EntryPoint]:
+def find_entry_points(group: str) -> dict[str, EntryPoint]:
     """Return the entry points of *group* by name, without loading them."""
     if not may_have_entry_points(group):
         return {}
@@ -92,14 +92,14 @@ def load_entry_point(point: EntryPoint, kind: type[T]) -> T:
     except Exception as error:
         raise UsageError(
             f"cannot load {kind.__name__.lower()} `{point.name}`",
-            where=find_package(point),
+            where=get_package_name(point),
             why=f"{type(error).__name__}: {error}",
             hint="fix or uninstall the package that adds it",
         ) from error
     return loaded
 
 
-def find_package(point: EntryPoint) -> str:
+def get_package_name(point: EntryPoint) -> str:
     """Return the package of an entry point, or its module if the package is unknown."""
     return point.dist.name if point.dist else point.module
 

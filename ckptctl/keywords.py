@@ -1,6 +1,6 @@
 """Options as keyword arguments of Python functions.
 
-Messages and notes name options with :func:`ckptctl.errors.spell_option`. In Python, the options are
+Messages and notes name options with :func:`ckptctl.errors.format_option`. In Python, the options are
 shown as keyword arguments. An option that the called function does not have is shown as an argument
 of a function that has it, such as ``ckptctl.convert(to='hf')``.
 """
@@ -15,7 +15,13 @@ from contextlib import AbstractContextManager
 from functools import cache, partial, wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
-from ckptctl.errors import Mention, SpellMention, UsageError, find_nearest, override_spelling
+from ckptctl.errors import (
+    FormatMention,
+    OptionMention,
+    UsageError,
+    find_nearest,
+    override_option_format,
+)
 from ckptctl.options import DeclaredOption, list_options
 
 OWNER_FUNCTIONS = (
@@ -69,7 +75,7 @@ def accept_keywords(options: Callable[P, O_co], excluded: Sequence[str] = ()) ->
         ]
         signature = inspect.signature(function).replace(parameters=[*own_parameters, *parameters])
         names = [entry.name for entry in parameters]
-        spell = partial(_spell_as_keywords, names=_map_keyword_names(declared_options))
+        spell = partial(_format_as_keywords, names=_map_keyword_names(declared_options))
 
         @wraps(function)
         def call_with_options(*args: Any, **arguments: Any) -> R:
@@ -85,27 +91,29 @@ def accept_keywords(options: Callable[P, O_co], excluded: Sequence[str] = ()) ->
             for entry in own_parameters:
                 if entry.annotation == "str" and not isinstance(bound[entry.name], str):
                     raise UsageError(f"{bound[entry.name]!r} is not a string", where=entry.name)
-            with override_spelling(spell):
+            with override_option_format(spell):
                 chosen = options_class(**{name: bound.pop(name) for name in names if name in bound})
                 return function(**bound, **{last.name: chosen})
 
         call_with_options.__signature__ = signature  # type: ignore[attr-defined]
         call_with_options.options = declared_options  # type: ignore[attr-defined]
-        call_with_options.__doc__ = _document_options(function.__doc__ or "", declared_options)
+        call_with_options.__doc__ = _insert_option_docs(function.__doc__ or "", declared_options)
         return call_with_options
 
     return decorate_function
 
 
-def spell_in_python(*options: Any) -> AbstractContextManager[None]:
+def show_options_as_keywords(*options: Any) -> AbstractContextManager[None]:
     """Show the options of the dataclasses *options* as keyword arguments in messages."""
     names = _map_keyword_names(
         [option for options_class in options for option in list_options(options_class)]
     )
-    return override_spelling(partial(_spell_as_keywords, names=names))
+    return override_option_format(partial(_format_as_keywords, names=names))
 
 
-def _spell_as_keywords(mention: Mention, _: SpellMention, *, names: Mapping[str, str]) -> str:
+def _format_as_keywords(
+    mention: OptionMention, _: FormatMention, *, names: Mapping[str, str]
+) -> str:
     """Format *mention* as keyword arguments, of another function if an option is not in *names*."""
     name_value_pairs = [text.partition(" ")[::2] for text in mention.options]
     unknown_names = [
@@ -140,19 +148,19 @@ def _spell_as_keywords(mention: Mention, _: SpellMention, *, names: Mapping[str,
     )
 
 
-def _document_options(text: str, fields: Sequence[DeclaredOption]) -> str:
+def _insert_option_docs(text: str, fields: Sequence[DeclaredOption]) -> str:
     """Replace the docstring entry of the last parameter by entries for *fields*."""
     return re.sub(
         r"^( *)options: .*\n",
         lambda match: "".join(
-            f"{match[1]}{option.name}: {describe_option(option)}\n" for option in fields
+            f"{match[1]}{option.name}: {get_python_help(option)}\n" for option in fields
         ),
         text,
         flags=re.MULTILINE,
     )
 
 
-def describe_option(declared_option: DeclaredOption) -> str:
+def get_python_help(declared_option: DeclaredOption) -> str:
     """Return the help text of an option for Python docstrings."""
     text = declared_option.option.python or declared_option.option.help.replace(" Repeatable.", "")
     text, default, value = text.partition("[default: ")

@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import SupportsIndex
 
-from ckptctl.errors import UsageError, spell_option
-from ckptctl.options import Given, require_choice
+from ckptctl.errors import UsageError, format_option
+from ckptctl.options import ParsedValues, require_choice
 from ckptctl.tree import TreePath, UrlPath
 from ckptctl.units import pluralize
 
@@ -22,14 +22,14 @@ PATH_HINT = "pass a path; `.` is the working directory"
 AnyPath = str | Path | UrlPath
 
 
-def list_readable_formats(_: Given | None = None) -> list[str]:
+def list_readable_formats(_: ParsedValues | None = None) -> list[str]:
     """List the formats that can be read, including those of installed packages."""
     from ckptctl import formats
 
     return [*formats.list_format_names(), *formats.load_plugin_formats()]
 
 
-def list_writable_formats(_: Given | None = None) -> list[str]:
+def list_writable_formats(_: ParsedValues | None = None) -> list[str]:
     """List the formats that can be written, including those of installed packages."""
     from ckptctl import formats
     from ckptctl.formats.base import WritableFormat
@@ -39,15 +39,15 @@ def list_writable_formats(_: Given | None = None) -> list[str]:
     return [*formats.list_writable_names(), *added_names]
 
 
-def list_model_types(arguments: Given) -> list[str]:
+def list_model_types(arguments: ParsedValues) -> list[str]:
     """List all model types, including the one that option ``converter`` adds."""
     from ckptctl import families
 
     with families.use_converter_file(arguments.get("converter")):
-        return list(families.list_names())
+        return list(families.list_model_types())
 
 
-def list_layouts(arguments: Given) -> list[str]:
+def list_layouts(arguments: ParsedValues) -> list[str]:
     """List the layouts of the given model type, or of all model types."""
     from ckptctl import families
 
@@ -58,7 +58,7 @@ def list_layouts(arguments: Given) -> list[str]:
         return families.list_layouts(families.load_families().values())
 
 
-def list_tensor_names(arguments: Given) -> list[str]:
+def list_tensor_names(arguments: ParsedValues) -> list[str]:
     """List the tensor names of the first checkpoint on the command line."""
     from ckptctl import formats
 
@@ -70,7 +70,7 @@ def list_tensor_names(arguments: Given) -> list[str]:
     return list(formats.open_checkpoint(Path(path), format_name).tensors)
 
 
-def list_floating_dtypes(_: Given | None = None) -> list[str]:
+def list_floating_dtypes(_: ParsedValues | None = None) -> list[str]:
     """List the dtypes that tensors can be cast to."""
     from ckptctl.dtypes import BY_NAME
 
@@ -78,16 +78,16 @@ def list_floating_dtypes(_: Given | None = None) -> list[str]:
     return [f"fp{name[1:]}" if name[1:].isdigit() else name for name in short]
 
 
-def list_dequantized_dtypes(_: Given | None = None) -> list[str]:
+def list_dequantized_dtypes(_: ParsedValues | None = None) -> list[str]:
     """List the dtypes that quantized tensors can be dequantized to."""
     return ["bf16", "fp32"]
 
 
-def list_quantization_schemes(_: Given | None = None) -> list[str]:
+def list_quantization_schemes(_: ParsedValues | None = None) -> list[str]:
     """List the schemes that weights can be quantized with."""
-    from ckptctl.numerics.quantization.recipes import list_recipes
+    from ckptctl.numerics.quantization.recipes import get_recipes_by_name
 
-    return list(list_recipes())
+    return list(get_recipes_by_name())
 
 
 # ---------------------------------------------------------------------------------- checks
@@ -134,11 +134,11 @@ def check_globs(value: Iterable[str]) -> tuple[str, ...]:
     return patterns
 
 
-def list_added_steps(_: Given | None = None) -> list[str]:
+def list_added_steps(_: ParsedValues | None = None) -> list[str]:
     """List the steps that installed packages add to a conversion."""
     from ckptctl import installed
 
-    return sorted(installed.entry_points(STEP_GROUP))
+    return sorted(installed.find_entry_points(STEP_GROUP))
 
 
 def check_steps(value: Iterable[str]) -> tuple[str, ...]:
@@ -171,7 +171,7 @@ def check_writable_format(value: str) -> str:
         return value
     if isinstance(value, str) and value.lower() == "gguf":
         hint = (
-            f"pass {spell_option('--to hf')}, and convert the result with llama.cpp's "
+            f"pass {format_option('--to hf')}, and convert the result with llama.cpp's "
             "`convert_hf_to_gguf.py`"
         )
         raise UsageError("writing GGUF is not supported", hint=hint)

@@ -32,9 +32,9 @@ from typing import (
     get_type_hints,
 )
 
-from ckptctl.errors import UsageError, find_nearest, spell_option
+from ckptctl.errors import UsageError, find_nearest, format_option
 
-Given = Mapping[str, Any]
+ParsedValues = Mapping[str, Any]
 """Command line so far, by field name. The key ``""`` is the first argument."""
 
 Panel = Literal[
@@ -62,7 +62,7 @@ _NOUNS: dict[Any, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Excludes:
+class OptionConflict:
     """Conflict of the declaring option with another option.
 
     Attributes:
@@ -107,11 +107,11 @@ class Option:
     metavar: str = ""
     parse: Callable[[Any], object] | None = None
     check: Callable[[Any], object] | None = None
-    offers: Callable[[Given], Sequence[str]] | None = None
+    offers: Callable[[ParsedValues], Sequence[str]] | None = None
     python: str = ""
     panel: Panel = "Common"
     brief: bool = False
-    excludes: tuple[Excludes, ...] = ()
+    excludes: tuple[OptionConflict, ...] = ()
     requires: str = ""
 
 
@@ -259,17 +259,17 @@ def require_compatible(options: Sequence[DeclaredOption], values: Mapping[str, A
         current = values[name]
         return bool(current == value if value else current != options_by_name[name].default)
 
-    def format_option(name: str, value: str = "") -> str:
-        return spell_option(" ".join(filter(None, (options_by_name[name].display_name, value))))
+    def format_declared_option(name: str, value: str = "") -> str:
+        return format_option(" ".join(filter(None, (options_by_name[name].display_name, value))))
 
     for option in options:
         if not (option.option.excludes or option.option.requires) or not is_given(option.name):
             continue
-        this = format_option(option.name)
+        this = format_declared_option(option.name)
         for excluded in option.option.excludes:
             name, _, value = excluded.other.partition("=")
             if name in options_by_name and is_given(name, value):
-                option_names = {"this": this, "other": format_option(name, value)}
+                option_names = {"this": this, "other": format_declared_option(name, value)}
                 reason = excluded.reason and f" ({excluded.reason})"
                 raise UsageError(
                     "{this} conflicts with {other}".format(**option_names) + reason,
@@ -278,7 +278,7 @@ def require_compatible(options: Sequence[DeclaredOption], values: Mapping[str, A
                 )
         name, _, value = option.option.requires.partition("=")
         if name in options_by_name and not is_given(name, value):
-            other_option = format_option(name, value)
+            other_option = format_declared_option(name, value)
             raise UsageError(
                 f"{this} requires {other_option}", hint=f"add {other_option}" if value else None
             )
@@ -317,7 +317,7 @@ def _find_options(owner: Callable[..., Any]) -> tuple[DeclaredOption, ...]:
 
 
 @contextmanager
-def blame_option(name: str) -> Iterator[None]:
+def name_option_in_errors(name: str) -> Iterator[None]:
     """Name option *name* in a UsageError in the block, unless the error names an option."""
     try:
         yield

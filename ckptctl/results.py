@@ -100,7 +100,7 @@ class PrintedField:
     is_json: bool
 
 
-def schema_name(command: str) -> str:
+def build_schema_name(command: str) -> str:
     """Return the value of the field ``schema`` in the output of *command*.
 
     The number increases when a field is removed or changes its meaning.
@@ -136,7 +136,7 @@ def list_printed_fields(result_class: Any) -> tuple[PrintedField, ...]:
     for attribute, hint in _collect_hints(result_class).items():
         if get_origin(hint) is Annotated:
             kind, *metadata = get_args(hint)
-            text = _property_text(getattr(result_class, attribute, None))
+            text = _get_property_text(getattr(result_class, attribute, None))
             candidates = (
                 field
                 for annotation in metadata
@@ -147,7 +147,7 @@ def list_printed_fields(result_class: Any) -> tuple[PrintedField, ...]:
     return tuple(fields[name] for name in dict.fromkeys((*leading, *fields)))
 
 
-def _property_text(attribute: object) -> str:
+def _get_property_text(attribute: object) -> str:
     """Return the docstring of a property as the text of a field."""
     line = (attribute.__doc__ or "").partition("\n")[0] if isinstance(attribute, property) else ""
     return line[:1].lower() + line[1:].removesuffix(".")
@@ -211,8 +211,8 @@ def _collect_hints(result_class: type) -> dict[str, Any]:
 
 
 def _resolve_types(owner: type, texts: Mapping[str, Any]) -> dict[str, Any]:
-    holder = type("Holder", (), {"__annotations__": texts})
-    return get_type_hints(holder, vars(sys.modules[owner.__module__]), include_extras=True)
+    holder_class = type("Holder", (), {"__annotations__": texts})
+    return get_type_hints(holder_class, vars(sys.modules[owner.__module__]), include_extras=True)
 
 
 def _resolve_attribute_type(kind: Any, path: str) -> Any:

@@ -30,14 +30,14 @@ from ckptctl.option_checks import (
     list_writable_formats,
     parse_sizes,
 )
-from ckptctl.options import Argument, Excludes, Option, Options, Panel, option_group
+from ckptctl.options import Argument, Option, OptionConflict, Options, Panel, option_group
 from ckptctl.tree import TreePath
 
-WeightsOf = Literal["master", "module"]
+WeightsKind = Literal["master", "module"]
 Part = Literal["model", "all"]
 
 FORMATS = "dcp, deepseek, hf, mcore, meta, mistral, peft or torch"
-CONFLICTS_WITH_MISSING = Excludes("allow_missing", "it needs a complete source")
+CONFLICTS_WITH_MISSING = OptionConflict("allow_missing", "it needs a complete source")
 LAYOUTS = (
     "hf, meta or torchtune. Others include hf-v5, mistral and torchtitan@0.3. See `ckptctl models`."
 )
@@ -116,7 +116,7 @@ From = Annotated[
 ]
 To = Annotated[str, target_format_option(f"Format to write: {FORMATS}.")]
 Weights = Annotated[
-    WeightsOf | None,
+    WeightsKind | None,
     Option(
         "Weights to read if the checkpoint has both: master (the optimizer's fp32 "
         "copies) or module.  [default: master]",

@@ -92,10 +92,10 @@ class TreeEntry:
     @property
     def version_number(self) -> int:
         """Number derived from the version, used as inode."""
-        return version_to_number(self.version)
+        return derive_version_number(self.version)
 
 
-def version_to_number(version: str) -> int:
+def derive_version_number(version: str) -> int:
     """Return a number derived from a version, used as inode."""
     import hashlib  # only for URLs
 
@@ -193,13 +193,13 @@ class FileTree(Protocol):
     def forget_url(self, url: str) -> None:
         """Forget cached listings of *url*, which has changed, and of its parents and members."""
 
-    def last_failure(self, url: str) -> CkptError | None:
+    def get_last_error(self, url: str) -> CkptError | None:
         """Return the last error of the server, or None if there was none."""
 
     def begin_upload(self, url: str, request: UploadRequest) -> Upload:
         """Begin an upload to *url*, and lock *url* until the upload ends."""
 
-    def add_secret(self, url: str) -> str:
+    def add_credentials(self, url: str) -> str:
         """Return *url* with its credentials."""
 
 
@@ -240,7 +240,7 @@ class UrlPath(os.PathLike[str]):
         return hash(self.url)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return open_url, (self.tree.add_secret(self.url),)
+        return open_url, (self.tree.add_credentials(self.url),)
 
     @property
     def parts(self) -> tuple[str, ...]:

@@ -59,7 +59,7 @@ def decide_verdict(findings: Iterable[Evidence]) -> Verdict:
     return Verdict.UNKNOWN if "unknown" in severities else Verdict.COMPLETE
 
 
-def worst_verdict(verdicts: Iterable[Verdict]) -> Verdict:
+def combine_verdicts(verdicts: Iterable[Verdict]) -> Verdict:
     """Combine the verdicts on several checkpoints. The worst verdict counts."""
     present = {*verdicts}
     by_severity = (Verdict.DAMAGED, Verdict.UNKNOWN)
@@ -78,7 +78,7 @@ def strip_structure_claim(notes: Iterable[str]) -> Iterator[str]:
     return (note.removeprefix(STRUCTURE_COMPLETE) for note in notes)
 
 
-def shows_file_damage(findings: Iterable[Evidence]) -> bool:
+def has_file_damage(findings: Iterable[Evidence]) -> bool:
     """Check if *findings* contain evidence from files, the only kind that allows deletion.
 
     An index with a hole, or a model without a required tensor, may have been saved intentionally.

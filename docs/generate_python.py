@@ -17,7 +17,7 @@ from typing import Any
 import ckptctl
 from ckptctl.conversion.conversion_options import WriteOptions
 from ckptctl.distributed.run.manager_options import SOURCE_OPTIONS
-from ckptctl.keywords import describe_option
+from ckptctl.keywords import get_python_help
 from ckptctl.options import list_options
 
 PAGE = Path(__file__).parent / "reference" / "python.md"
@@ -93,7 +93,7 @@ def _parameters(found: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 def _options() -> str:
     rows = (
-        f"| `{one.name}` | {_default(one.default)} | {_cell(describe_option(one))} |"
+        f"| `{one.name}` | {_default(one.default)} | {_cell(get_python_help(one))} |"
         for one in SHARED.values()
     )
     return "\n".join(("| Option | Default | Meaning |", "| --- | --- | --- |", *rows)) + "\n"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from ckptctl import dtypes
-from ckptctl.catalog import Box, Extent, TensorEntry, row_major
+from ckptctl.catalog import Box, Extent, TensorEntry, compute_row_major_strides
 from ckptctl.planner.plan import TargetBox
 from ckptctl.planner.strided import StridedTensor
 
@@ -26,9 +26,9 @@ def stored(
     """Return a tensor that one file holds, called as the file; *strides* are in elements."""
     whole = Box.whole(tuple(shape))
     given = tuple(strides) if strides else None
-    steps = given or row_major(whole.sizes)
+    steps = given or compute_row_major_strides(whole.sizes)
     reach = sum((size - 1) * step for size, step in zip(shape, steps, strict=True)) + 1
-    nbytes = reach * dtypes.itemsize(dtype) if whole.numel else 0
+    nbytes = reach * dtypes.get_itemsize(dtype) if whole.numel else 0
     extent = Extent(whole, file, offset, nbytes, strides=given, crc32=crc32)
     return TensorEntry(file, dtype, whole.sizes, (extent,), (file,))
 
@@ -44,7 +44,7 @@ def target(
     start: Sequence[int] | None = None,
 ) -> TargetBox:
     """Return a box that is written; *strides* are in elements."""
-    steps = tuple(step * item for step in strides or row_major(tuple(sizes)))
+    steps = tuple(step * item for step in strides or compute_row_major_strides(tuple(sizes)))
     return TargetBox(file, offset, tuple(start or (0,) * len(sizes)), tuple(sizes), steps, record)
 
 

@@ -17,13 +17,13 @@ from ckptctl.adapters.peft import (
     build_layer_targets,
     find_adapter_config,
     match_pattern,
-    read_settings,
+    parse_adapter_settings,
     require_adapter,
     select_factors,
 )
 from ckptctl.conversion.assets import Assets
 from ckptctl.conversion.draft import Draft
-from ckptctl.errors import MappingError, RefusedError, UnsupportedError, UsageError, spell_option
+from ckptctl.errors import MappingError, RefusedError, UnsupportedError, UsageError, format_option
 from ckptctl.facts.config_files import dump_json
 from ckptctl.formats.peft import CONFIG as ADAPTER_CONFIG
 from ckptctl.formats.sidecar_files import read_documents
@@ -61,7 +61,7 @@ def describe_adapter(draft: Draft) -> Draft:
     if not draft.is_adapter:
         return draft
     config = find_adapter_config(draft.catalog)
-    adapter_settings = read_settings(
+    adapter_settings = parse_adapter_settings(
         config, draft.options.lora_alpha, supported=list_supported_fields(draft.change)
     )
     return replace(draft, adapter={**(config or {}), "lora_alpha": adapter_settings.alpha})
@@ -74,7 +74,7 @@ def list_supported_fields(change: LayoutChange) -> tuple[str, ...]:
     return MERGEABLE_FIELDS if change.keeps_names else TRAINED_FIELDS
 
 
-def adapter_files(draft: Draft) -> Draft:
+def plan_adapter_files(draft: Draft) -> Draft:
     """Decide which files to write next to an adapter's tensors."""
     if not draft.is_adapter:
         return draft
@@ -89,7 +89,7 @@ def adapter_files(draft: Draft) -> Draft:
         )
     config = find_adapter_config(catalog)
     supported_fields = list_supported_fields(change)
-    adapter_settings = read_settings(
+    adapter_settings = parse_adapter_settings(
         config,
         draft.options.lora_alpha,
         supported=TRAINED_FIELDS if supported_fields and target.single_file else supported_fields,
@@ -125,7 +125,7 @@ def adapter_files(draft: Draft) -> Draft:
             ranks, adapter_settings, config, dora, (change.sizes or {}).get("i")
         )
     written = {} if content is None else {ADAPTER_CONFIG: dump_json(content)}
-    copies = assets.list_copies((ADAPTER_CONFIG, "config.json"))
+    copies = assets.iterate_copies((ADAPTER_CONFIG, "config.json"))
     adapter_copies = tuple(copy for copy in copies if copy.root == catalog.root)
     return replace(draft, written=written, copies=adapter_copies)
 
@@ -166,7 +166,7 @@ def build_adapter_config(
     ranks: Mapping[str, int],
     adapter_settings: AdapterSettings,
     config: Json | None,
-    dora: bool,
+    uses_dora: bool,
     layers: int | None,
 ) -> dict[str, object]:
     """Build adapter_config.json for an adapter that another program trained.
@@ -175,7 +175,7 @@ def build_adapter_config(
         ranks: LoRA rank of each module.
         adapter_settings: Alpha, and rank and alpha patterns.
         config: Existing config whose other fields are kept, or None.
-        dora: Whether the adapter has DoRA magnitudes.
+        uses_dora: Whether the adapter has DoRA magnitudes.
         layers: Number of layers of the model, or None if unknown.
 
     Raises:
@@ -187,12 +187,12 @@ def build_adapter_config(
     if adapter_settings.alpha is None:
         raise UsageError(
             "PEFT's configuration requires alpha, not a scaling factor",
-            hint=f"pass {spell_option('--lora-alpha')}",
+            hint=f"pass {format_option('--lora-alpha')}",
         )
     main_rank = Counter(ranks.values()).most_common(1)[0][0]
     rank_pattern = {re.escape(module): rank for module, rank in ranks.items() if rank != main_rank}
     alpha: float = adapter_settings.alpha
-    if rank_pattern and not adapter_settings.ranks:
+    if rank_pattern and not adapter_settings.rank_pattern:
         raise MappingError(
             "the modules have different ranks",
             where=f"module `{next(iter(rank_pattern))}`",
@@ -210,10 +210,10 @@ def build_adapter_config(
         "target_modules": build_layer_targets(list(ranks), layers),
         "bias": "none",
         "inference_mode": True,
-        "use_dora": dora,
-        "use_rslora": adapter_settings.rslora,
+        "use_dora": uses_dora,
+        "use_rslora": adapter_settings.uses_rslora,
         "rank_pattern": rank_pattern,
-        "alpha_pattern": dict(adapter_settings.alphas),
+        "alpha_pattern": dict(adapter_settings.alpha_pattern),
     }
 
 
@@ -231,41 +231,41 @@ def rename_peft_modules(config: Json, new_names: Mapping[str, str]) -> Json:
     """Rename modules in a PEFT config by *new_names*, which maps old tensor names to new ones."""
     if all(old_name == new_name for old_name, new_name in new_names.items()):
         return config
-    factors = {
+    factor_modules = {
         get_module_name(old_name): get_module_name(new_name)
         for old_name, new_name in new_names.items()
         if is_factor(old_name)
     }
     trained_modules = {
-        _get_saved_module(old_name): _get_saved_module(new_name)
+        _get_trained_module_name(old_name): _get_trained_module_name(new_name)
         for old_name, new_name in new_names.items()
         if not is_factor(old_name)
     }
     target_parameters = config.get(TARGET_PARAMETERS)
     parameter_names = target_parameters if isinstance(target_parameters, list) else []
     parameters = {name: name for name in parameter_names if isinstance(name, str)} | {
-        old_name + WEIGHT: new_name + WEIGHT for old_name, new_name in factors.items()
+        old_name + WEIGHT: new_name + WEIGHT for old_name, new_name in factor_modules.items()
     }
     patterns = {
         field: {
             re.escape(new_name): value
-            for old_name, new_name in {**parameters, **factors}.items()
+            for old_name, new_name in {**parameters, **factor_modules}.items()
             if (value := match_pattern(field_value, old_name, None)) is not None
         }
         for field in ("rank_pattern", "alpha_pattern")
         if isinstance(field_value := config.get(field), Mapping)
     }
     field_value = config.get("modules_to_save")
-    saved_endings = tuple(map(str, field_value)) if isinstance(field_value, list) else ()
-    saved = {
+    saved_suffixes = tuple(map(str, field_value)) if isinstance(field_value, list) else ()
+    modules_to_save = {
         old_name: new_name
         for old_name, new_name in trained_modules.items()
-        if old_name.endswith(saved_endings)
+        if old_name.endswith(saved_suffixes)
     }
     return {
         **config,
         **patterns,
-        "target_modules": _rename_targets(config.get("target_modules"), factors),
+        "target_modules": _rename_target_suffixes(config.get("target_modules"), factor_modules),
         **(
             {
                 TARGET_PARAMETERS: [
@@ -275,16 +275,16 @@ def rename_peft_modules(config: Json, new_names: Mapping[str, str]) -> Json:
             if parameter_names
             else {}
         ),
-        "modules_to_save": _rename_targets(field_value, saved) or None,
+        "modules_to_save": _rename_target_suffixes(field_value, modules_to_save) or None,
     }
 
 
-def _get_saved_module(key: str) -> str:
+def _get_trained_module_name(key: str) -> str:
     """Return the module name of a fully trained tensor (PEFT's ``modules_to_save``)."""
     return get_module_name(key).rpartition(".")[0].removesuffix(".base_layer")
 
 
-def _rename_targets(targets: object, modules: Mapping[str, str]) -> list[str]:
+def _rename_target_suffixes(targets: object, modules: Mapping[str, str]) -> list[str]:
     """Rename the module suffixes in *targets*, or list full names if suffixes match too little."""
     ends = (
         [modules.get(str(target), str(target)) for target in targets]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptctl.catalog import ComputedTensor, ComputeInput, TensorEntry, computed_name
-from ckptctl.errors import MappingError, UnsupportedError, quote_names, spell_option
+from ckptctl.catalog import ComputedTensor, ComputeInput, TensorEntry, build_computed_name
+from ckptctl.errors import MappingError, UnsupportedError, format_option, quote_names
 from ckptctl.planner.copying.blocks import build_rearranged_file, build_view, has_uniform_strides
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.adapters import (
@@ -76,7 +76,7 @@ def match_adapter(
     shapes: Shapes,
     factors: Mapping[str, TensorEntry],
     sizes: Mapping[str, int],
-    lists: Mapping[str, Sequence[int]],
+    layer_lists: Mapping[str, Sequence[int]],
     paths: tuple[str, str],
 ) -> Deltas:
     """Match an adapter's factors to the tensors of a model.
@@ -87,14 +87,14 @@ def match_adapter(
         shapes: Shapes of the model's tensors.
         factors: The adapter's tensors.
         sizes: Axis sizes from the model's configuration.
-        lists: Lists of layer numbers from the configuration.
+        layer_lists: Lists of layer numbers from the configuration.
         paths: Paths of the model and the adapter, for errors.
     """
     both_paths = f"adapter `{paths[1]}` and model `{paths[0]}`"
     try:
         model = map_tensors(
             derive_unfused_model(family, layouts[0]), layouts[0], UNFUSED, shapes, sizes,
-            partial=True, tied=False, lists=lists,
+            partial=True, tied=False, lists=layer_lists,
         )  # fmt: skip
     except SurplusError as error:
         error.where = paths[0]
@@ -104,7 +104,7 @@ def match_adapter(
     try:
         adapter = map_tensors(
             derive_unfused_adapters(family, layouts[0]), layouts[1], UNFUSED, factor_shapes,
-            axis_sizes, partial=True, tied=False, lists=lists,
+            axis_sizes, partial=True, tied=False, lists=layer_lists,
         )  # fmt: skip
     except SurplusError as error:
         raise MappingError(
@@ -175,7 +175,7 @@ class _AdapterMatcher:
                 where=paths,
                 why=quote_names(unmapped),
                 hint="check that the adapter belongs to this model; if these layers are tied to "
-                f"others, convert the model with {spell_option('--untie')} first",
+                f"others, convert the model with {format_option('--untie')} first",
             )
         changed: dict[object, Delta] = {}
         replaced: dict[str, StridedTensor] = {}
@@ -188,7 +188,7 @@ class _AdapterMatcher:
             bias = roles.get("beneath") if len(self.shapes[key]) == 1 else None
             trained_tensor = roles.get("saved") or bias
             if trained_tensor is not None:
-                replaced[key] = self._read_replacement(name, trained_tensor)
+                replaced[key] = self._build_replacement(name, trained_tensor)
             else:
                 delta = self._build_delta(name, roles)
                 changed.setdefault((delta.key, delta.rows, delta.factors), delta)
@@ -219,7 +219,7 @@ class _AdapterMatcher:
             a.bind_entries(self.factors),
             self._select_rows(layer, b),
             self._select_rows(layer, magnitude) if magnitude else None,
-            self._read_replacement(name, roles["beneath"]) if "beneath" in roles else None,
+            self._build_replacement(name, roles["beneath"]) if "beneath" in roles else None,
             self._find_scaled_bias(name) if magnitude else None,
         )
 
@@ -233,7 +233,7 @@ class _AdapterMatcher:
             return item.bind_entries(self.factors)
         stored = self.factors[_get_source_key(item)]
         has_same_rows = stored.shape[0] == self.shapes[_get_source_key(layer)][0]
-        if not has_same_rows or _find_row_axes(layer) != _find_row_axes(item):
+        if not has_same_rows or _list_row_axes(layer) != _list_row_axes(item):
             raise UnsupportedError(
                 "an adapter cannot be merged into rows of several layers that are interleaved "
                 "differently",
@@ -249,7 +249,7 @@ class _AdapterMatcher:
         item = self.model.get(f"{bias_name}{dot}{indices}")
         if item is None:
             return None
-        if self._read_row_order(layer_name) != self._read_row_order(bias_name):
+        if self._get_row_axes(layer_name) != self._get_row_axes(bias_name):
             raise MappingError(
                 "a bias that DoRA scales is ordered differently from the rows of its weight",
                 where=f"tensor `{_get_source_key(item)}`",
@@ -258,7 +258,7 @@ class _AdapterMatcher:
         rows = _find_stored_rows(item)
         return _get_source_key(item), rows.start if rows else 0
 
-    def _read_row_order(self, head: str) -> tuple[str, ...]:
+    def _get_row_axes(self, head: str) -> tuple[str, ...]:
         leaves = (
             tensor.leaves[self.layouts[0]]
             for tensor in self.family.tensors.values()
@@ -266,26 +266,26 @@ class _AdapterMatcher:
         )
         return next(leaves).dims[0]
 
-    def _read_replacement(self, name: str, saved: ComposedTensor) -> StridedTensor:
+    def _build_replacement(self, name: str, trained_tensor: ComposedTensor) -> StridedTensor:
         """Return the adapter's replacement of a model tensor, or raise if their layouts differ."""
-        model_item, adapter_entry = self.model[name], self.factors[_get_source_key(saved)]
-        if len(saved.sources) == 1 and not saved.sources[0].offset:
+        model_item, adapter_entry = self.model[name], self.factors[_get_source_key(trained_tensor)]
+        if len(trained_tensor.sources) == 1 and not trained_tensor.sources[0].offset:
             if (
                 adapter_entry.shape == self.shapes[_get_source_key(model_item)]
-                and saved.arrangement == model_item.arrangement
+                and trained_tensor.arrangement == model_item.arrangement
             ):
                 return StridedTensor.from_entry(adapter_entry)
             if model_item.is_rename:
-                return saved.bind_entries(self.factors)
+                return trained_tensor.bind_entries(self.factors)
         raise MappingError(
             "a tensor that the adapter replaces is stored differently in the model",
-            where=f"tensor `{_get_source_key(saved)}`",
+            where=f"tensor `{_get_source_key(trained_tensor)}`",
             why="the two layouts split it or order it differently",
             hint="convert the model to the adapter's layout first",
         )
 
 
-def to_input(
+def make_compute_input(
     root: TreePath, tensor: StridedTensor, computed: dict[str, ComputedTensor]
 ) -> ComputeInput:
     """Return an adapter tensor as a view, or as a virtual file that is added to *computed*."""
@@ -293,7 +293,7 @@ def to_input(
         return ComputeInput(root, build_view(tensor.parts[0].entry, tensor))
     rearranged_tensor = build_rearranged_file(root, tensor)
     stored_name = tensor.parts[0].entry.name if tensor.parts else ""
-    name = computed_name(f"adapter/{stored_name}{tensor.shape}@{len(computed)}")
+    name = build_computed_name(f"adapter/{stored_name}{tensor.shape}@{len(computed)}")
     computed[name] = rearranged_tensor
     return ComputeInput(root, rearranged_tensor.to_entry(stored_name, (stored_name,), name))
 
@@ -309,14 +309,14 @@ def _get_source_place(item: ComposedTensor) -> tuple[str, object]:
 def _find_stored_rows(item: ComposedTensor) -> range | None:
     """Return the rows of the stored tensor that belong to *item*, or None if not contiguous."""
     rows = item.shape[0]
-    for first_row, _, axes in _find_row_axes(item):
+    for first_row, _, axes in _list_row_axes(item):
         if sum((size - 1) * stride for size, _, stride in axes) >= rows:
             return None
         return range(first_row, first_row + rows)
     return range(rows)
 
 
-def _find_row_axes(item: ComposedTensor) -> list[tuple[int, int, list[tuple[int, int, int]]]]:
+def _list_row_axes(item: ComposedTensor) -> list[tuple[int, int, list[tuple[int, int, int]]]]:
     """List, for each part, its first row, its origin and its axes along the stored rows."""
     return [
         (

@@ -26,8 +26,8 @@ from ckptctl.adapters.expert_stacks import (
     ExpertSlice,
     ExpertStack,
     count_expert_layers,
-    find_stacked_templates,
-    iterate_stacks,
+    iterate_expert_stacks,
+    map_stacked_templates,
     require_family,
 )
 from ckptctl.adapters.peft import (
@@ -40,7 +40,7 @@ from ckptctl.adapters.peft import (
     find_adapter_config,
     match_pattern,
     needs_parameter_target,
-    read_settings,
+    parse_adapter_settings,
 )
 from ckptctl.catalog import (
     Box,
@@ -49,12 +49,12 @@ from ckptctl.catalog import (
     ComputeInput,
     Extent,
     TensorEntry,
-    computed_name,
+    build_computed_name,
 )
 from ckptctl.conversion.draft import Draft
 from ckptctl.conversion.recognition.model import Model
 from ckptctl.conversion.sources import locate_tensors
-from ckptctl.errors import MappingError, RefusedError, UnsupportedError, quote_names, spell_option
+from ckptctl.errors import MappingError, RefusedError, UnsupportedError, format_option, quote_names
 from ckptctl.formats.peft import CONFIG
 from ckptctl.planner.config_facts import Json
 from ckptctl.planner.copying.blocks import build_view
@@ -77,14 +77,14 @@ class AdaptedParameter:
     Attributes:
         key: Parameter name in the model.
         module: Name prefix of the parameter's factors.
-        experts: Number of experts, which are the matrices of the parameter.
-        swapped: Whether each matrix is ``[out, in]`` instead of ``[in, out]``.
+        expert_count: Number of experts, which are the matrices of the parameter.
+        is_output_first: Whether each matrix is ``[out, in]`` instead of ``[in, out]``.
     """
 
     key: str
     module: str
-    experts: int
-    swapped: bool
+    expert_count: int
+    is_output_first: bool
 
 
 def find_adapted_parameters(
@@ -130,7 +130,7 @@ def _match_parameter(
     if not parameter_names:
         return
     present_names = [name for name in parameter_names if name in model_tensors]
-    rank = match_pattern(adapter_settings.ranks, parameter_names[0], adapter_settings.rank)
+    rank = match_pattern(adapter_settings.rank_pattern, parameter_names[0], adapter_settings.rank)
     if (
         not present_names
         and parameter_names == [model_module + WEIGHT]
@@ -143,13 +143,13 @@ def _match_parameter(
             where=f"tensor `{module}{A}`",
             why=f"there is no `{parameter_names[0]}`",
             hint="if the model has per-expert weights, convert it to a layout with stacked "
-            f"experts first, as in {spell_option('--to-layout hf-v5')}",
+            f"experts first, as in {format_option('--to-layout hf-v5')}",
         )
     a, b = adapter.tensors[f"{module}{A}"].shape, _require_b(adapter, module).shape
     candidates = [
         target
         for name in present_names
-        for target in _find_candidates(
+        for target in _iterate_orientations(
             name, module, model_tensors[name].shape, a, b, adapter_settings
         )
     ]
@@ -178,7 +178,7 @@ def _require_b(adapter: Catalog, module: str) -> TensorEntry:
         raise UnsupportedError(message, where=f"{module}{A}") from None
 
 
-def _find_candidates(
+def _iterate_orientations(
     name: str,
     module: str,
     shape: tuple[int, ...],
@@ -190,16 +190,16 @@ def _find_candidates(
     if len(shape) not in (2, 3):
         return
     experts, rows, columns = shape if len(shape) == 3 else (1, *shape)
-    rank = match_pattern(adapter_settings.ranks, name, adapter_settings.rank)
+    rank = match_pattern(adapter_settings.rank_pattern, name, adapter_settings.rank)
     if a[0] != b[1] or a[0] % experts or rank not in (None, a[0] // experts):
         return
     if (rows, columns) == (b[0], a[1]):
-        yield AdaptedParameter(name, module, experts, swapped=True)
+        yield AdaptedParameter(name, module, experts, is_output_first=True)
     if (rows, columns) == (a[1], b[0]) and len(shape) == 3:
-        yield AdaptedParameter(name, module, experts, swapped=False)
+        yield AdaptedParameter(name, module, experts, is_output_first=False)
 
 
-def without_parameters(adapter: Catalog, parameters: Sequence[AdaptedParameter]) -> Catalog:
+def drop_parameter_factors(adapter: Catalog, parameters: Sequence[AdaptedParameter]) -> Catalog:
     """Return the adapter without the factors of *parameters*."""
     factor_names = {f"{parameter.module}{suffix}" for parameter in parameters for suffix in (A, B)}
     other_tensors = {
@@ -217,12 +217,12 @@ def iterate_expert_deltas(
     for parameter in parameters:
         a, b = factors[f"{parameter.module}{A}"], factors[f"{parameter.module}{B}"]
         rows = model_tensors[parameter.key].shape[-2]
-        rank = a.shape[0] // parameter.experts
-        a_by_expert = StridedTensor.from_entry(a).split(0, (parameter.experts, rank))
-        b_by_expert = StridedTensor.from_entry(b).split(1, (rank, parameter.experts))
-        for expert in range(parameter.experts):
+        rank = a.shape[0] // parameter.expert_count
+        a_by_expert = StridedTensor.from_entry(a).split(0, (parameter.expert_count, rank))
+        b_by_expert = StridedTensor.from_entry(b).split(1, (rank, parameter.expert_count))
+        for expert in range(parameter.expert_count):
             left_factor, right_factor = b_by_expert.select(2, expert), a_by_expert.select(0, expert)
-            if not parameter.swapped:
+            if not parameter.is_output_first:
                 left_factor, right_factor = (
                     right_factor.permute((1, 0)),
                     left_factor.permute((1, 0)),
@@ -245,7 +245,7 @@ def convert_experts(draft: Draft) -> Draft:
     )
 
 
-def keep_stacks(draft: Draft) -> Draft:
+def drop_model_type(draft: Draft) -> Draft:
     """Treat the model type as unknown, since no family's tables have factors of stacked experts."""
     layout = formats.get_format(draft.catalog.format).layout
     return replace(draft, model=draft.model.without_model_type(layout))
@@ -274,7 +274,7 @@ def convert_expert_factors(
             why=f"there is no {CONFIG}",
         )
     model = documents.get("config.json")
-    expert_stacks = list(iterate_stacks(catalog, model))
+    expert_stacks = list(iterate_expert_stacks(catalog, model))
     family = require_family(catalog, model)
     if form == "apart":
         return _unstack_experts(
@@ -308,7 +308,7 @@ def _rename_to_layout(
                 f"layouts {source} and {target} store a layer of the adapter differently",
                 where=f"tensor `{keys[group.keys[0]]}`",
                 hint=f"convert its model to layout {source} first, with "
-                f"{spell_option(f'--to-layout {source}')}",
+                f"{format_option(f'--to-layout {source}')}",
             )
         for key, values in zip(group.keys, group.iterate_index_values(tensor.indices), strict=True):
             new_name = target_leaf.key.format_key(dict(zip(tensor.indices, values, strict=True)))
@@ -329,14 +329,14 @@ def unstack_for_model(adapter: Catalog, model: Model, family: Family) -> Catalog
     config = (find_adapter_config(adapter) or {}).get(TARGET_PARAMETERS)
     if (
         not config
-        or not find_stacked_templates(family)
+        or not map_stacked_templates(family)
         or count_expert_layers(family, model.tensors)
     ):
         return adapter
     modules = {get_module_name(name).split(".base_layer")[0] for name in adapter.tensors}
     if all(
         stack.key.rpartition(".")[0] not in modules
-        for stack in iterate_stacks(adapter, model.config)
+        for stack in iterate_expert_stacks(adapter, model.config)
     ):
         return adapter
     return convert_expert_factors(adapter, {"config.json": model.config or {}}, "apart")
@@ -347,13 +347,13 @@ def unstack_for_model(adapter: Catalog, model: Model, family: Family) -> Catalog
 
 def _unstack_experts(catalog: Catalog, config: Json, stacks: Sequence[ExpertStack]) -> Catalog:
     """Give each expert its own factors, which are views of the stacked factors."""
-    adapter_settings = read_settings(config, supported=MERGEABLE_FIELDS)
-    by_key = {stack.key: stack for stack in stacks}
+    adapter_settings = parse_adapter_settings(config, supported=MERGEABLE_FIELDS)
+    stack_by_key = {stack.key: stack for stack in stacks}
     parameters = find_adapted_parameters(
         catalog,
         config,
         adapter_settings,
-        {key: parameter.entry for key, parameter in by_key.items()},
+        {key: parameter.entry for key, parameter in stack_by_key.items()},
     )
     if not parameters:
         raise RefusedError(
@@ -363,50 +363,52 @@ def _unstack_experts(catalog: Catalog, config: Json, stacks: Sequence[ExpertStac
         )
     names = [f"{parameter.module}{end}" for parameter in parameters for end in (A, B)]
     entries = locate_tensors(catalog, names).tensors
-    tensors = dict(without_parameters(catalog, parameters).tensors)
-    kinds: dict[str, None] = {}
+    tensors = dict(drop_parameter_factors(catalog, parameters).tensors)
+    layer_names: dict[str, None] = {}
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
     for parameter in parameters:
         a, b = entries[f"{parameter.module}{A}"], entries[f"{parameter.module}{B}"]
-        rank = a.shape[0] // parameter.experts
+        rank = a.shape[0] // parameter.expert_count
         alpha = adapter_settings.compute_scale(
             parameter.key, rank
         ) * adapter_settings.get_alpha_divisor(rank)
-        for part in by_key[parameter.key].parts:
+        for part in stack_by_key[parameter.key].slices:
             if (
-                adapter_settings.ranks
-                or adapter_settings.alphas
+                adapter_settings.rank_pattern
+                or adapter_settings.alpha_pattern
                 or (rank, alpha) != (adapter_settings.rank, adapter_settings.alpha)
             ):
                 ranks[_build_expert_pattern(part)], alphas[_build_expert_pattern(part)] = (
                     rank,
                     alpha,
                 )
-            kinds[part.modules[0].rpartition(".")[2]] = None
+            layer_names[part.modules[0].rpartition(".")[2]] = None
             for expert, module in enumerate(part.modules):
                 for entry in _build_expert_views(
-                    f"{PEFT_PREFIX}{module}", a, b, parameter.experts, expert, part
+                    f"{PEFT_PREFIX}{module}", a, b, parameter.expert_count, expert, part
                 ):
                     tensors[entry.name] = replace(entry, alias_of=None)
     modules = _extend_target_modules(
-        config.get("target_modules"), by_key[parameters[0].key], list(kinds)
+        config.get("target_modules"), stack_by_key[parameters[0].key], list(layer_names)
     )
     removed_patterns = {
         pattern for parameter in parameters for pattern in (parameter.key, re.escape(parameter.key))
     }
-    other_parameters = adapter_settings.parameters
+    other_parameters = adapter_settings.parameter_suffixes
     config = {
         **{key: value for key, value in config.items() if key != TARGET_PARAMETERS},
         **({TARGET_PARAMETERS: sorted(other_parameters)} if other_parameters else {}),
         "target_modules": modules,
         "rank_pattern": {
             **ranks,
-            **{k: v for k, v in adapter_settings.ranks.items() if k not in removed_patterns},
+            **{k: v for k, v in adapter_settings.rank_pattern.items() if k not in removed_patterns},
         },
         "alpha_pattern": {
             **alphas,
-            **{k: v for k, v in adapter_settings.alphas.items() if k not in removed_patterns},
+            **{
+                k: v for k, v in adapter_settings.alpha_pattern.items() if k not in removed_patterns
+            },
         },
     }
     return _with_adapter_config(replace(catalog, tensors=tensors), config)
@@ -428,8 +430,10 @@ def _build_expert_views(
     yield build_view(b, rows.split(1, (rank, experts)).select(2, expert), module + B)
 
 
-def _extend_target_modules(target_modules: object, stack: ExpertStack, kinds: Sequence[str]) -> str:
-    """Build a ``target_modules`` regex for *target_modules* and the experts' layers *kinds*."""
+def _extend_target_modules(
+    target_modules: object, stack: ExpertStack, layer_names: Sequence[str]
+) -> str:
+    """Build a ``target_modules`` regex for *target_modules* and the experts' layers *layer_names*."""
     parent = stack.key.rpartition(".")[0].rpartition(".")[2]
     alternatives = [target_modules] if isinstance(target_modules, str) else []
     if isinstance(target_modules, list) and target_modules:
@@ -437,7 +441,9 @@ def _extend_target_modules(target_modules: object, stack: ExpertStack, kinds: Se
             rf"(.*\.)?({'|'.join(re.escape(str(target)) for target in target_modules)})"
         )
     # PEFT on transformers 5 stacks the experts itself and expects names without their number.
-    alternatives.append(rf".*\.{re.escape(parent)}\.(\d+\.)?({'|'.join(map(re.escape, kinds))})")
+    alternatives.append(
+        rf".*\.{re.escape(parent)}\.(\d+\.)?({'|'.join(map(re.escape, layer_names))})"
+    )
     return "|".join(alternatives)
 
 
@@ -446,7 +452,7 @@ def _extend_target_modules(target_modules: object, stack: ExpertStack, kinds: Se
 
 def _stack_experts(catalog: Catalog, config: Json, stacks: Sequence[ExpertStack]) -> Catalog:
     """Join the per-expert factors of each layer to those of one stacked parameter."""
-    adapter_settings = read_settings(config, supported=MERGEABLE_FIELDS)
+    adapter_settings = parse_adapter_settings(config, supported=MERGEABLE_FIELDS)
     if config.get("use_dora"):
         raise RefusedError(
             "PEFT does not support DoRA of stacked experts", where=f"`use_dora` in {CONFIG}"
@@ -458,7 +464,7 @@ def _stack_experts(catalog: Catalog, config: Json, stacks: Sequence[ExpertStack]
         raise RefusedError(
             "the adapter has no per-expert factors",
             where=catalog.path,
-            why=f"no tensor such as `{PEFT_PREFIX}{stacks[0].parts[0].modules[0]}{A}` found",
+            why=f"no tensor such as `{PEFT_PREFIX}{stacks[0].slices[0].modules[0]}{A}` found",
         )
     modules = [
         PEFT_PREFIX + m for _, parts in stacks_with_factors for part in parts for m in part.modules
@@ -467,19 +473,19 @@ def _stack_experts(catalog: Catalog, config: Json, stacks: Sequence[ExpertStack]
     entries = locate_tensors(catalog, factor_names).tensors
     tensors = {name: entry for name, entry in catalog.tensors.items() if name not in entries}
     computed = dict(catalog.computed)
-    in_module: dict[str, list[ExpertStack]] = {}
+    stacks_by_module: dict[str, list[ExpertStack]] = {}
     for stack, _ in stacks_with_factors:
-        in_module.setdefault(stack.key.rpartition(".")[0], []).append(stack)
+        stacks_by_module.setdefault(stack.key.rpartition(".")[0], []).append(stack)
     rank_and_alpha: dict[str, tuple[int, float]] = {}
     for stack, parts in stacks_with_factors:
-        siblings = in_module[stack.key.rpartition(".")[0]]
+        siblings = stacks_by_module[stack.key.rpartition(".")[0]]
         # PEFT wraps the first parameter of a module first, so its factors are nested deepest.
         depth = len(siblings) - 1 - siblings.index(stack)
         module = PEFT_PREFIX + stack.key.rpartition(".")[0] + ".base_layer" * depth
-        a, b, virtual = _join_factors(catalog.root, module, stack, parts, entries)
+        a, b, virtual_b = _join_factors(catalog.root, module, stack, parts, entries)
         tensors |= {a.name: a, b.name: b}
-        computed[b.extents[0].file] = virtual
-        rank = a.shape[0] // stack.experts
+        computed[b.extents[0].file] = virtual_b
+        rank = a.shape[0] // stack.expert_count
         rank_and_alpha[stack.key] = (
             rank,
             _compute_stack_alpha(adapter_settings, parts, entries, rank),
@@ -496,7 +502,7 @@ def _stack_experts(catalog: Catalog, config: Json, stacks: Sequence[ExpertStack]
 def _find_complete_slices(catalog: Catalog, stack: ExpertStack) -> list[ExpertSlice]:
     """Return the slices of a stack for which the adapter has factors of all experts."""
     slices = []
-    for part in stack.parts:
+    for part in stack.slices:
         is_present = [f"{PEFT_PREFIX}{module}{A}" in catalog.tensors for module in part.modules]
         if any(is_present) and not all(is_present):
             first_missing = part.modules[is_present.index(False)]
@@ -524,7 +530,7 @@ def _join_factors(
     extents: list[Extent] = []
     inputs: list[ComputeInput] = []
     first_row = 0
-    for expert in range(stack.experts):
+    for expert in range(stack.expert_count):
         for part, rank in zip(parts, ranks, strict=True):
             name = f"{PEFT_PREFIX}{part.modules[expert]}"
             a, b = entries[name + A], entries[name + B]
@@ -541,16 +547,16 @@ def _join_factors(
                 extents.append(replace(extent, box=Box(offsets, extent.box.sizes)))
             first_row += rank
             inputs.append(ComputeInput(root, b))
-    shape = (stack.outputs, sum(ranks) * stack.experts)
+    shape = (stack.outputs, sum(ranks) * stack.expert_count)
     starts = tuple(part.start for part in parts)
-    virtual = ComputedTensor("experts_b", first_a.dtype, shape, tuple(inputs), starts)
-    file = computed_name(module + B)
+    virtual_b = ComputedTensor("experts_b", first_a.dtype, shape, tuple(inputs), starts)
+    file = build_computed_name(module + B)
     return (
         TensorEntry(
             module + A, first_a.dtype, (first_row, stack.inputs), tuple(extents), (module + A,)
         ),
-        virtual.to_entry(module + B, (module + B,), file),
-        virtual,
+        virtual_b.to_entry(module + B, (module + B,), file),
+        virtual_b,
     )
 
 
@@ -581,10 +587,12 @@ def _build_stacked_config(
     stacks_with_factors: Sequence[tuple[ExpertStack, list[ExpertSlice]]],
 ) -> dict[str, object]:
     """Build the PEFT config for stacked experts and the other adapted modules."""
-    experts = {m for _, parts in stacks_with_factors for part in parts for m in part.modules}
-    stacked = tuple(key.rpartition(".")[0] for key in rank_and_alpha)
+    expert_modules = {m for _, parts in stacks_with_factors for part in parts for m in part.modules}
+    stacked_modules = tuple(key.rpartition(".")[0] for key in rank_and_alpha)
     factors = {get_module_name(name): name for name in tensors if name.endswith(A)}
-    other_modules = [name for name in factors if name.split(".base_layer")[0] not in stacked]
+    other_modules = [
+        name for name in factors if name.split(".base_layer")[0] not in stacked_modules
+    ]
     single_parameters = [name for name in other_modules if needs_parameter_target(name)]
     rank_and_alpha_by_key = {**rank_and_alpha}
     for name in single_parameters:
@@ -598,11 +606,11 @@ def _build_stacked_config(
         rank_and_alpha_by_key, (adapter_settings.rank, adapter_settings.alpha)
     )
     for field, pattern in (
-        ("rank_pattern", adapter_settings.ranks),
-        ("alpha_pattern", adapter_settings.alphas),
+        ("rank_pattern", adapter_settings.rank_pattern),
+        ("alpha_pattern", adapter_settings.alpha_pattern),
     ):
         kept_entries = {
-            name: value for name, value in pattern.items() if not _matches_any(name, experts)
+            name: value for name, value in pattern.items() if not _matches_any(name, expert_modules)
         }
         pattern_fields[field] = {**kept_entries, **pattern_fields[field]}
     return {

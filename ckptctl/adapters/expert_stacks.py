@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ckptctl import families
 from ckptctl.catalog import Catalog, TensorEntry
-from ckptctl.errors import MappingError, UnsupportedError, quote_names, spell_option
+from ckptctl.errors import MappingError, UnsupportedError, format_option, quote_names
 from ckptctl.planner.config_facts import Json, read_sizes
 from ckptctl.planner.families.tables import Leaf, LogicalTensor
 from ckptctl.planner.families.templates import Template
@@ -43,30 +43,32 @@ class ExpertStack:
     Attributes:
         key: Parameter name in the model.
         inputs: Input features of each linear layer.
-        swapped: Whether each matrix is stored as ``[out, in]`` instead of ``[in, out]``.
-        parts: The linear layers that are concatenated along the output, such as gate and up.
+        is_output_first: Whether each matrix is stored as ``[out, in]`` instead of ``[in, out]``.
+        slices: The linear layers that are concatenated along the output, such as gate and up.
     """
 
     key: str
     inputs: int
-    swapped: bool
-    parts: tuple[ExpertSlice, ...]
+    is_output_first: bool
+    slices: tuple[ExpertSlice, ...]
 
     @property
-    def experts(self) -> int:
+    def expert_count(self) -> int:
         """Number of experts."""
-        return len(self.parts[0].modules)
+        return len(self.slices[0].modules)
 
     @property
     def outputs(self) -> int:
         """Output features of all parts together."""
-        return sum(part.rows for part in self.parts)
+        return sum(part.rows for part in self.slices)
 
     @property
     def entry(self) -> TensorEntry:
         """The parameter's shape as a catalog entry without data."""
-        matrix_shape = (self.outputs, self.inputs) if self.swapped else (self.inputs, self.outputs)
-        return TensorEntry(self.key, "float32", (self.experts, *matrix_shape), (), (self.key,))
+        matrix_shape = (
+            (self.outputs, self.inputs) if self.is_output_first else (self.inputs, self.outputs)
+        )
+        return TensorEntry(self.key, "float32", (self.expert_count, *matrix_shape), (), (self.key,))
 
 
 def require_family(catalog: Catalog, config: Json | None) -> Family:
@@ -81,16 +83,16 @@ def require_family(catalog: Catalog, config: Json | None) -> Family:
             "converting the experts of an adapter requires the configuration of its model",
             where=catalog.path,
             why=f"config.json matches {quote_names(names)}" if names else "there is no config.json",
-            hint=f"pass {spell_option('--assets DIR')} to use that of the trained model",
+            hint=f"pass {format_option('--assets DIR')} to use that of the trained model",
         )
     return families.family(names[0])
 
 
-def iterate_stacks(catalog: Catalog, config: Json | None) -> Iterator[ExpertStack]:
+def iterate_expert_stacks(catalog: Catalog, config: Json | None) -> Iterator[ExpertStack]:
     """Yield the parameters in which the model's experts can be stacked."""
     family = require_family(catalog, config)
     sizes = read_sizes(family, config)
-    templates = find_stacked_templates(family)
+    templates = map_stacked_templates(family)
     if not templates:
         raise MappingError(
             f"`{family.name}` has no experts that are stacked in one layout and per-expert in "
@@ -105,7 +107,7 @@ def iterate_stacks(catalog: Catalog, config: Json | None) -> Iterator[ExpertStac
         yield from _build_stacks(family, parts, {**counts, **sizes})
 
 
-def find_stacked_templates(
+def map_stacked_templates(
     family: Family,
 ) -> dict[Template, list[tuple[LogicalTensor, Leaf, Leaf]]]:
     """Map the key template of each expert stack to its tensors in both layouts."""
@@ -119,7 +121,7 @@ def find_stacked_templates(
             for t, leaf in stored.parts
             if t.name in per_expert_leaves
         ]
-        stackable = [part for part in parts if _is_stack(part[1], part[2])]
+        stackable = [part for part in parts if _stacks_experts(part[1], part[2])]
         if stackable and len(stackable) == len(stored.parts):
             templates[stored.template] = stackable
     return templates
@@ -127,7 +129,7 @@ def find_stacked_templates(
 
 def count_expert_layers(family: Family, keys: Collection[str]) -> dict[str, int]:
     """Map each of *keys* that stacks experts to the number of linear layers in it."""
-    templates = find_stacked_templates(family)
+    templates = map_stacked_templates(family)
     groups = match_keys(family, family.get_layout(STACKED), keys).groups if templates else ()
     keys_by_template = {group.stored.template: group.keys for group in groups}
     return {
@@ -137,7 +139,7 @@ def count_expert_layers(family: Family, keys: Collection[str]) -> dict[str, int]
     }
 
 
-def _is_stack(leaf: Leaf, per_expert: Leaf) -> bool:
+def _stacks_experts(leaf: Leaf, per_expert: Leaf) -> bool:
     """Return whether *leaf* stacks the matrices that *per_expert* stores per expert."""
     axes = per_expert.spread_axes
     return (
@@ -154,19 +156,19 @@ def _build_stacks(
     """Yield one stack for each decoder layer."""
     tensor, leaf, per_expert = parts[0]
 
-    def multiply_axes(axes: tuple[str, ...]) -> int:
+    def compute_axes_size(axes: tuple[str, ...]) -> int:
         unknown = next((axis for axis in axes if axis not in sizes), None)
         if unknown:
             raise UnsupportedError(
                 f"config.json does not state the expert width of `{family.name}`",
                 where=f"{family.describe_size(unknown)}",
                 hint=f"convert the model to layout {STACKED} first, with "
-                f"{spell_option(f'--to-layout {STACKED}')}",
+                f"{format_option(f'--to-layout {STACKED}')}",
             )
         return math.prod(sizes[axis] for axis in axes)
 
     (axis,) = per_expert.spread_axes
-    swapped = leaf.dims[1] == per_expert.dims[0]
+    is_output_first = leaf.dims[1] == per_expert.dims[0]
     for index_values in list_index_values(tensor, sizes):
         indices = dict(zip(tensor.indices, index_values, strict=True))
         start, slices = 0, []
@@ -174,10 +176,13 @@ def _build_stacks(
             keys = (
                 part_leaf.key.format_key({**indices, axis: expert}) for expert in range(sizes[axis])
             )
-            rows = multiply_axes(part_leaf.dims[0])
+            rows = compute_axes_size(part_leaf.dims[0])
             modules = tuple(key.removesuffix(".weight") for key in keys)
             slices.append(ExpertSlice(start, rows, modules))
             start += rows
         yield ExpertStack(
-            leaf.key.format_key(indices), multiply_axes(per_expert.dims[1]), swapped, tuple(slices)
+            leaf.key.format_key(indices),
+            compute_axes_size(per_expert.dims[1]),
+            is_output_first,
+            tuple(slices),
         )

@@ -19,12 +19,16 @@ from ckptctl.conversion.recognition.model import (
     require_known_model,
 )
 from ckptctl.conversion.recognition.roots import strip_wrappers
-from ckptctl.errors import CkptError, MappingError, spell_option
+from ckptctl.errors import CkptError, MappingError, format_option
 from ckptctl.facts.agreed_change import change_layout_checked
 from ckptctl.facts.agreement import compare_files
 from ckptctl.facts.contradictions import map_switches_to_tensors
 from ckptctl.formats.sidecar_files import DOCUMENTS
-from ckptctl.numerics.quantized import dequantize_catalog, dequantize_hint_on_error, find_quantized
+from ckptctl.numerics.quantized import (
+    dequantize_catalog,
+    dequantize_hint_on_error,
+    find_quantized_tensors,
+)
 from ckptctl.planner.config_facts import Json, get_size_field
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.tensors import LayoutChange
@@ -34,7 +38,7 @@ def open_base(options: ConversionOptions, documents: Mapping[str, Json]) -> Mode
     """Open the base, described by *documents* if it has no config files."""
     assert options.fill_from is not None
     catalog = strip_wrappers(formats.open_checkpoint(options.fill_from))
-    if options.dequantize and find_quantized(catalog):
+    if options.dequantize and find_quantized_tensors(catalog):
         catalog = dequantize_catalog(catalog, options.dequantize)
     base_documents = {
         name: content for name, content in catalog.documents.items() if name in DOCUMENTS
@@ -56,20 +60,20 @@ def open_base(options: ConversionOptions, documents: Mapping[str, Json]) -> Mode
 def different_model_error(draft: Draft, base: Model, why: str, hint: str = "") -> MappingError:
     """Build the error for a base that is not the model of the source."""
     return MappingError(
-        f"{spell_option('--fill-from')} names a different model",
+        f"{format_option('--fill-from')} names a different model",
         where=f"{draft.catalog.path} and {base.catalog.path}",
         why=why,
         hint=hint or "pass the base model that the source was derived from",
     )
 
 
-def understand_as_base(draft: Draft, base: Model, family: Family) -> Draft:
+def recognize_as_base_model(draft: Draft, base: Model, family: Family) -> Draft:
     """Recognize the source as the base's model type, or as the text model of that type."""
     model = draft.model
     if model.model_type == family.name:
         return draft
     if model.model_type is None and family.name in model.candidates:
-        draft = replace(draft, model=model.as_type(family.name))
+        draft = replace(draft, model=model.recognize_as(family.name))
         if draft.model.candidates:
             return draft
     renamed_draft = rename_text_model(draft, family)
@@ -78,7 +82,7 @@ def understand_as_base(draft: Draft, base: Model, family: Family) -> Draft:
             draft,
             base,
             f"the source is {draft.model.display_name}, but the base is {family.name}",
-            f"pass {spell_option(f'--assets {base.catalog.path}')} to use the base's "
+            f"pass {format_option(f'--assets {base.catalog.path}')} to use the base's "
             "configuration, if the source is the text model of the base",
         )
     renamed_draft.notes.add(

@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ckptctl import families
-from ckptctl.catalog import Catalog, ComputedTensor, TensorEntry, computed_name
+from ckptctl.catalog import Catalog, ComputedTensor, TensorEntry, build_computed_name
 from ckptctl.catalog import Path as KeyPath
-from ckptctl.columns import files_of
+from ckptctl.columns import get_extent_files
 from ckptctl.conversion.assets import CONFIG
 from ckptctl.conversion.draft import Draft
-from ckptctl.conversion.leaves import find_container
-from ckptctl.conversion.recognition.layout_change import LayoutRequest, apply_change
+from ckptctl.conversion.leaves import split_at_container
+from ckptctl.conversion.recognition.layout_change import LayoutRequest, apply_layout_change
 from ckptctl.conversion.recognition.model import ModelDescription, ModelRequest, recognize_model
 from ckptctl.conversion.sources import locate_tensors
-from ckptctl.errors import MappingError, quote_names, spell_option
+from ckptctl.errors import MappingError, format_option, quote_names
 from ckptctl.facts.agreed_change import change_layout_checked
 from ckptctl.planner.config_facts import Json, read_sizes
 from ckptctl.planner.copying.blocks import build_rearranged_file
@@ -106,17 +106,17 @@ def rename_tensors(draft: Draft, change: LayoutChange, root: str) -> Draft:
     dropped = dict.fromkeys([*change.dropped_keys, *(item.part.key for item in change.redundant)])
     if dropped or created:
         raise MappingError(
-            f"cannot rename the source for {spell_option('--fill-from')} without dropping or "
+            f"cannot rename the source for {format_option('--fill-from')} without dropping or "
             "adding tensors",
             where=catalog.path,
             why=f"converting {change.source_layout} to {change.target_layout} drops or adds "
             f"{quote_names([*dropped, *created], 2)}",
-            hint=f"convert the source with {spell_option(f'--to-layout {change.target_layout}')} "
+            hint=f"convert the source with {format_option(f'--to-layout {change.target_layout}')} "
             "first",
         )
-    mapped_catalog, parts = apply_change(catalog, change, root)
+    mapped_catalog, parts = apply_layout_change(catalog, change, root)
     old_entries = {key: catalog.tensors[composed.sources[0].key] for key, composed in parts.items()}
-    paths = {key: key_path_next_to(entry, root, key) for key, entry in old_entries.items()}
+    paths = {key: build_sibling_path(entry, root, key) for key, entry in old_entries.items()}
     rearranged_parts = {key: item for key, item in parts.items() if not item.is_rename}
     entries, files = make_virtual_tensors(
         mapped_catalog, rearranged_parts, root, f"{change.target_layout}/{root}", paths
@@ -158,7 +158,7 @@ def make_virtual_tensors(
     entries: dict[str, TensorEntry] = {}
     files: dict[str, ComputedTensor] = {}
     for key, composed in parts.items():
-        file = computed_name(label + key)
+        file = build_computed_name(label + key)
         files[file] = virtual_file = build_rearranged_file(
             catalog.root, composed.bind_entries(stored)
         )
@@ -166,9 +166,9 @@ def make_virtual_tensors(
     return entries, files
 
 
-def key_path_next_to(entry: TensorEntry, root: str, key: str) -> KeyPath:
+def build_sibling_path(entry: TensorEntry, root: str, key: str) -> KeyPath:
     """Return the key path of the model's tensor *key* in the container of *entry*."""
-    head, prefix = find_container(entry.path, root)
+    head, prefix = split_at_container(entry.path, root)
     return (*head, root.removeprefix(prefix) + key)
 
 
@@ -182,10 +182,10 @@ def label_virtual_files(catalog: Catalog, label: str) -> Catalog:
     if not catalog.computed:
         return catalog
 
-    names = {name: computed_name(label + name) for name in catalog.computed}
+    names = {name: build_computed_name(label + name) for name in catalog.computed}
 
     def relabel_extents(entry: TensorEntry) -> TensorEntry:
-        if names.keys().isdisjoint(files_of(entry.extents)):
+        if names.keys().isdisjoint(get_extent_files(entry.extents)):
             return entry
         extents = (replace(item, file=names.get(item.file, item.file)) for item in entry.extents)
         return replace(entry, extents=tuple(extents))

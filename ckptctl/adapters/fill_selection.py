@@ -8,7 +8,7 @@ from ckptctl.catalog import Catalog, TensorEntry
 from ckptctl.conversion.contents import find_main_dtype
 from ckptctl.conversion.draft import Draft
 from ckptctl.conversion.recognition.model import Model
-from ckptctl.errors import RefusedError, quote_names, spell_option
+from ckptctl.errors import RefusedError, format_option, quote_names
 from ckptctl.notes import Notes
 from ckptctl.numerics.quantized import survey_leniently
 from ckptctl.planner.config_facts import Json, find_absent_heads, has_tied_embeddings
@@ -92,8 +92,8 @@ def require_same_dtypes(
     draft: Draft,
     base: Model,
     family: Family,
-    taken: Mapping[str, TensorEntry],
-    sources: Mapping[str, str],
+    filled_entries: Mapping[str, TensorEntry],
+    base_names: Mapping[str, str],
 ) -> None:
     """Raise if filling would mix dtypes or quantization schemes, unless ``--dtype`` casts all.
 
@@ -103,8 +103,8 @@ def require_same_dtypes(
         draft: The conversion of the source.
         base: The base of ``--fill-from``.
         family: Family of both models.
-        taken: Tensors of the base that fill the source, by key.
-        sources: Tensor name in the base of each key.
+        filled_entries: Tensors of the base that fill the source, by key.
+        base_names: Tensor name in the base of each key.
     """
     where = f"{draft.catalog.path} and {base.catalog.path}"
     source_schemes, base_schemes = (
@@ -113,28 +113,30 @@ def require_same_dtypes(
     )
     known_schemes = set(source_schemes.values())
     quantized_keys = [
-        key for key in taken if base_schemes.get(sources[key]) not in (None, *known_schemes)
+        key
+        for key in filled_entries
+        if base_schemes.get(base_names[key]) not in (None, *known_schemes)
     ]
     if quantized_keys:
         source_state = "quantized differently" if known_schemes else "not"
         raise RefusedError(
             f"the base is quantized, but the source is {source_state}",
             where=where,
-            why=f"tensors to fill include `{quantized_keys[0]}` ({taken[quantized_keys[0]].dtype}; "
-            f"quantization: {base_schemes[sources[quantized_keys[0]]]})",
-            hint=f"pass {spell_option('--dequantize bf16')} to dequantize the weights",
+            why=f"tensors to fill include `{quantized_keys[0]}` ({filled_entries[quantized_keys[0]].dtype}; "
+            f"quantization: {base_schemes[base_names[quantized_keys[0]]]})",
+            hint=f"pass {format_option('--dequantize bf16')} to dequantize the weights",
         )
     unquantized_keys = [
         key
-        for key in taken
-        if sources[key] not in base_schemes and not _is_pinned(draft, family, key)
+        for key in filled_entries
+        if base_names[key] not in base_schemes and not _is_pinned(draft, family, key)
     ]
     if unquantized_keys and known_schemes and not base_schemes:
         raise RefusedError(
             "the source is quantized, but the base is not",
             where=where,
             why=f"missing in the source: {quote_names(unquantized_keys)}",
-            hint=f"pass {spell_option('--dequantize bf16')} to dequantize the weights",
+            hint=f"pass {format_option('--dequantize bf16')} to dequantize the weights",
         )
     source_dtype = find_main_dtype(
         entry for entry in draft.model.tensors.values() if entry.name not in source_schemes
@@ -142,13 +144,15 @@ def require_same_dtypes(
     base_dtype = find_main_dtype(
         entry for entry in base.tensors.values() if entry.name not in base_schemes
     )
-    mismatched = [key for key in unquantized_keys if taken[key].dtype == base_dtype != source_dtype]
+    mismatched = [
+        key for key in unquantized_keys if filled_entries[key].dtype == base_dtype != source_dtype
+    ]
     if mismatched and draft.options.dtype is None:
         raise RefusedError(
             f"the base has dtype {base_dtype}, but the source has {source_dtype}",
             where=where,
             why=f"missing in the source: {quote_names(mismatched)}",
-            hint=f"pass {spell_option(f'--dtype {source_dtype}')} to cast the filled tensors",
+            hint=f"pass {format_option(f'--dtype {source_dtype}')} to cast the filled tensors",
         )
 
 

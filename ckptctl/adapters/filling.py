@@ -14,11 +14,11 @@ from ckptctl.adapters.fill_base import (
     different_model_error,
     map_base_to_layout,
     open_base,
+    recognize_as_base_model,
     require_same_facts,
-    understand_as_base,
 )
 from ckptctl.adapters.fill_renaming import (
-    key_path_next_to,
+    build_sibling_path,
     label_virtual_files,
     make_virtual_tensors,
     rename_to_layout,
@@ -28,9 +28,9 @@ from ckptctl.catalog import TensorEntry, find_reachable_files
 from ckptctl.conversion.assets import CONFIG
 from ckptctl.conversion.destinations import is_replaceable, require_destination
 from ckptctl.conversion.draft import Draft
-from ckptctl.conversion.recognition.layout_change import apply_change
+from ckptctl.conversion.recognition.layout_change import apply_layout_change
 from ckptctl.conversion.recognition.model import Model, ModelRequest, recognize_model
-from ckptctl.errors import CkptError, UnmappedTensorError, UsageError, quote_names, spell_option
+from ckptctl.errors import CkptError, UnmappedTensorError, UsageError, format_option, quote_names
 from ckptctl.notes import Notes
 from ckptctl.planner.layouts import HF, Family, is_base_layout
 from ckptctl.planner.mapping.mapped import ComposedTensor
@@ -49,15 +49,16 @@ def fill_from_base(draft: Draft) -> Draft:
     assert options.fill_from is not None
     if draft.is_adapter:
         raise UsageError(
-            f"{spell_option('--fill-from')} is not supported for adapters", where=draft.catalog.path
+            f"{format_option('--fill-from')} is not supported for adapters",
+            where=draft.catalog.path,
         )
     base = open_base(options, draft.assets.documents)
     source = formats.to_existing_path(options.fill_from)
-    require_destination(source, draft.destination.given, options.overwrite, is_replaceable)
+    require_destination(source, draft.destination.typed_path, options.overwrite, is_replaceable)
     family = families.family(base.model_type or "")
     # The note on the filled tensors comes first, but its text is only known at the end.
     notes, draft = draft.notes, replace(draft, notes=Notes())
-    draft = understand_as_base(draft, base, family)
+    draft = recognize_as_base_model(draft, base, family)
     require_same_facts(draft, base, family)
     draft, change = _align_layouts(draft, base, family)
     draft = _add_base_tensors(draft, base, family, change)
@@ -96,21 +97,23 @@ def _add_base_tensors(draft: Draft, base: Model, family: Family, change: LayoutC
     Tensors of zeros that only some layouts store are created.
     """
     model, root, source_tensors = draft.model, draft.model.root, draft.model.tensors
-    catalog, parts = apply_change(base.catalog, change, base.root)
+    catalog, parts = apply_layout_change(base.catalog, change, base.root)
     _require_same_shapes(draft, base, parts)
     layout = family.get_layout(model.layout or HF)
     matched = match_keys(family, layout, parts)
     configs = (draft.assets.documents.get(CONFIG), base.catalog.documents.get(CONFIG))
-    unwanted = find_unneeded_keys(family, matched, *configs, draft.notes)
-    sources = {key: item.sources[0].key for key, item in parts.items()}
-    stored = {key for key, source in sources.items() if source in base.catalog.tensors}
-    missing_keys = [key for key in parts if key not in source_tensors and key not in unwanted]
-    copied = {k: parts[k] for k in missing_keys if k not in stored or k not in matched.dropped}
+    unneeded_keys = find_unneeded_keys(family, matched, *configs, draft.notes)
+    base_names = {key: item.sources[0].key for key, item in parts.items()}
+    stored_keys = {key for key, source in base_names.items() if source in base.catalog.tensors}
+    missing_keys = [key for key in parts if key not in source_tensors and key not in unneeded_keys]
+    parts_to_copy = {
+        k: parts[k] for k in missing_keys if k not in stored_keys or k not in matched.dropped
+    }
     sibling = next(iter(source_tensors.values()), None) if missing_keys else None
-    paths = {key: key_path_next_to(sibling, root, key) for key in missing_keys} if sibling else {}
+    paths = {key: build_sibling_path(sibling, root, key) for key in missing_keys} if sibling else {}
     base_catalog = label_virtual_files(catalog, "fill")
-    entries, files = make_virtual_tensors(base_catalog, copied, root, "fill/", paths)
-    taken = {key: entry for key, entry in entries.items() if key in stored}
+    entries, files = make_virtual_tensors(base_catalog, parts_to_copy, root, "fill/", paths)
+    filled_entries = {key: entry for key, entry in entries.items() if key in stored_keys}
     derived: list[TensorEntry] = []
     origins = dict(draft.origins)
     for key in missing_keys:
@@ -118,24 +121,27 @@ def _add_base_tensors(draft: Draft, base: Model, family: Family, change: LayoutC
         leaf = layout.leaves.get(rule.same_as) if rule else None
         original = source_tensors.get(leaf.key.text) if leaf else None
         if key in entries:
-            derived += [] if key in taken else [entries[key]]
+            derived += [] if key in filled_entries else [entries[key]]
         elif original:
             derived.append(replace(original, name=root + key, path=paths[key], alias_of=None))
             origins[root + key] = origins.get(original.name, original.name)
-    _note_other_layers(
-        draft, family, [key for key in taken if key in matched.tensor_by_key], matched
+    _note_suspicious_tensors(
+        draft, family, [key for key in filled_entries if key in matched.tensor_by_key], matched
     )
-    if taken:
-        require_same_dtypes(draft, base, family, taken, sources)
+    if filled_entries:
+        require_same_dtypes(draft, base, family, filled_entries, base_names)
     if duplicates := [entry.name for entry in derived if entry.name in origins]:
         draft.notes.add(f"copied from other tensors of the source: {quote_names(duplicates)}")
-    tensors = {**draft.catalog.tensors, **{item.name: item for item in (*taken.values(), *derived)}}
+    tensors = {
+        **draft.catalog.tensors,
+        **{item.name: item for item in (*filled_entries.values(), *derived)},
+    }
     computed = {
         **draft.catalog.computed,
         **find_reachable_files({**base_catalog.computed, **files}, files),
     }
     filled = replace(draft.catalog, tensors=tensors, computed=computed)
-    if taken:
+    if filled_entries:
         options, prefix = draft.options, root.rstrip(".") or "."
         model_type = options.model_type or model.model_type or family.name
         request = ModelRequest(model_type, options.from_layout, prefix, options.sizes)
@@ -143,7 +149,7 @@ def _add_base_tensors(draft: Draft, base: Model, family: Family, change: LayoutC
     return replace(
         draft,
         model=replace(model, catalog=filled, described=draft.assets.described),
-        filled_from={entry.name: sources[key] for key, entry in taken.items()},
+        filled_from={entry.name: base_names[key] for key, entry in filled_entries.items()},
         origins=origins,
     )
 
@@ -151,18 +157,18 @@ def _add_base_tensors(draft: Draft, base: Model, family: Family, change: LayoutC
 def _require_same_shapes(draft: Draft, base: Model, parts: Mapping[str, ComposedTensor]) -> None:
     """Raise if a tensor that the base and the source both have differs in shape."""
     source_tensors = draft.model.tensors
-    differ = [
+    mismatches = [
         f"`{key}` has shape {list(source_tensors[key].shape)} in the source and "
         f"{list(part.shape)} in the base"
         for key, part in parts.items()
         if key in source_tensors and source_tensors[key].shape != part.shape
     ]
-    if differ:
-        remaining = f" and {len(differ) - 2:,} more" if len(differ) > 2 else ""
-        raise different_model_error(draft, base, ", ".join(differ[:2]) + remaining)
+    if mismatches:
+        remaining = f" and {len(mismatches) - 2:,} more" if len(mismatches) > 2 else ""
+        raise different_model_error(draft, base, ", ".join(mismatches[:2]) + remaining)
 
 
-def _note_other_layers(
+def _note_suspicious_tensors(
     draft: Draft, family: Family, taken: Sequence[str], matched: MatchedKeys
 ) -> None:
     """Note filled tensors that the source has in other layers, so it may be incomplete."""

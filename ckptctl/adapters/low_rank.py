@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ckptctl.errors import RefusedError, spell_option
+from ckptctl.errors import RefusedError, format_option
 
 if TYPE_CHECKING:
     import torch
@@ -26,14 +26,14 @@ class Factors:
     Attributes:
         a: ``[rank, columns]``.
         b: ``[rows, rank]``; both factors contain the square roots of the singular values.
-        error: Relative Frobenius error of their product.
-        change: Frobenius norm of the change, divided by the norm of the base.
+        relative_error: Relative Frobenius error of their product.
+        relative_change: Frobenius norm of the change, divided by the norm of the base.
     """
 
     a: torch.Tensor
     b: torch.Tensor
-    error: float
-    change: float
+    relative_error: float
+    relative_change: float
 
     @property
     def rank(self) -> int:
@@ -99,7 +99,7 @@ def compute_factors(
         raise RefusedError(
             f"the factors of a change exceed the range of {dtype}",
             where=f"tensor `{name}`",
-            hint=f"omit {spell_option('--dtype')} to write the factors in fp32",
+            hint=f"omit {format_option('--dtype')} to write the factors in fp32",
         )
     change_norm = torch.linalg.norm(delta).item()
     residual_norm = torch.linalg.norm(
@@ -141,7 +141,7 @@ class StackedFactors:
                 name, part_change, rank=rank, energy=energy, dtype=self.dtype
             )
             self._factors[expert, part] = part_factors
-            self._norms.append((part_factors.error * change_norm, change_norm, 0.0))
+            self._norms.append((part_factors.relative_error * change_norm, change_norm, 0.0))
         self._norms.append((0.0, 0.0, change.base_norm))
 
     def add_unchanged(self, base: torch.Tensor) -> None:
@@ -151,7 +151,7 @@ class StackedFactors:
         self._norms.append((0.0, 0.0, torch.linalg.norm(base.float()).item()))
 
     @property
-    def join_factors(self) -> Factors | None:
+    def joined_factors(self) -> Factors | None:
         """Factors of the complete stack, or None if unchanged.
 
         Reading the property frees the collected factors.

@@ -12,28 +12,28 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from ckptctl import families, formats
-from ckptctl.adapters.deltas import Delta, Deltas, match_adapter, to_input
+from ckptctl.adapters.deltas import Delta, Deltas, make_compute_input, match_adapter
 from ckptctl.adapters.expert_adapters import (
+    drop_parameter_factors,
     find_adapted_parameters,
     iterate_expert_deltas,
     unstack_for_model,
-    without_parameters,
 )
 from ckptctl.adapters.peft import (
     FLOAT_DTYPES,
     MERGEABLE_FIELDS,
     AdapterSettings,
-    embeddings_as_linear,
+    convert_embedding_factors,
     find_adapter_config,
     locate_factors,
-    read_settings,
+    parse_adapter_settings,
     require_adapter,
     require_biases,
     require_consistent_magnitudes,
     require_trained_modules,
     select_factors,
 )
-from ckptctl.catalog import Catalog, ComputedTensor, ComputeInput, TensorEntry, computed_name
+from ckptctl.catalog import Catalog, ComputedTensor, ComputeInput, TensorEntry, build_computed_name
 from ckptctl.conversion.conversion_options import ConversionOptions, MergeOptions
 from ckptctl.conversion.convert import ConversionPlan, Step, plan_with_steps
 from ckptctl.conversion.destinations import is_replaceable, require_destination
@@ -46,7 +46,7 @@ from ckptctl.conversion.recognition.model import (
     require_known_model,
 )
 from ckptctl.conversion.sources import locate_tensors
-from ckptctl.errors import MappingError, RefusedError, UsageError, spell_option
+from ckptctl.errors import MappingError, RefusedError, UsageError, format_option
 from ckptctl.numerics.kinds.lora import LoraUpdate
 from ckptctl.planner.copying.blocks import build_rearranged_file
 from ckptctl.planner.layouts import Family
@@ -117,7 +117,7 @@ def _require_writable_format(base: str | TreePath, options: MergeOptions) -> str
     if source_format.name not in formats.list_writable_names():
         raise UsageError(
             f"format `{source_format.name}` can only be read",
-            hint=f"choose an output format with {spell_option('--to')}",
+            hint=f"choose an output format with {format_option('--to')}",
         )
     return source_format.name
 
@@ -138,7 +138,7 @@ class AdapterMerge:
         self.adapter = select_factors(formats.open_checkpoint(path))
         require_adapter(self.adapter, MappingError, "not a LoRA/DoRA adapter", ARGUMENT_ORDER_HINT)
         self.config = find_adapter_config(self.adapter)
-        self.settings: AdapterSettings = read_settings(
+        self.settings: AdapterSettings = parse_adapter_settings(
             self.config, options.lora_alpha, scaling, supported=MERGEABLE_FIELDS
         )
         self.layout = ""
@@ -169,7 +169,7 @@ class AdapterMerge:
         tensors, computed = dict(catalog.tensors), dict(catalog.computed)
         float32_weights = {
             key: ComputeInput(
-                catalog.root, _to_unrounded(base_entries[model_tensors[key].name], computed)
+                catalog.root, _add_float32_file(base_entries[model_tensors[key].name], computed)
             )
             for key in weights
         }
@@ -194,7 +194,7 @@ class AdapterMerge:
         }
         for key, virtual in virtual_files.items():
             entry = base_entries[model_tensors[key].name]
-            name = computed_name(f"{entry.name}+lora")
+            name = build_computed_name(f"{entry.name}+lora")
             computed[name] = virtual
             tensors[model_tensors[key].name] = replace(
                 entry,
@@ -218,11 +218,13 @@ class AdapterMerge:
         if unstacked is not self.adapter:
             self.adapter, self.config = unstacked, find_adapter_config(unstacked)
             alpha, scaling = self.options.lora_alpha, self.settings.scaling
-            self.settings = read_settings(self.config, alpha, scaling, supported=MERGEABLE_FIELDS)
+            self.settings = parse_adapter_settings(
+                self.config, alpha, scaling, supported=MERGEABLE_FIELDS
+            )
         parameters = find_adapted_parameters(
             self.adapter, self.config, self.settings, model_tensors
         )
-        linear_factors = without_parameters(self.adapter, parameters)
+        linear_factors = drop_parameter_factors(self.adapter, parameters)
         self.layout = PEFT_LAYOUTS[0]
         if linear_factors.tensors or not parameters:
             adapter = recognize_model(linear_factors, model.documents, ModelRequest(family.name))
@@ -230,14 +232,14 @@ class AdapterMerge:
             self.layout, self.root = adapter.layout or "", adapter.root
         factors = locate_factors(self.adapter, self.root)
         if linear_factors.tensors or not parameters:
-            linear_names = embeddings_as_linear(linear_factors).tensors
+            linear_names = convert_embedding_factors(linear_factors).tensors
             self.matched = match_adapter(
                 family,
                 (model.layout or "", self.layout),
                 {name: entry.shape for name, entry in model_tensors.items()},
                 {key: entry for key, entry in factors.items() if entry.name in linear_names},
-                model.axis_sizes(family, implied=True),
-                model.layer_lists(family),
+                model.get_axis_sizes(family, implied=True),
+                model.get_layer_lists(family),
                 (str(model.catalog.path), str(self.adapter.path)),
             )
         require_consistent_magnitudes(
@@ -256,7 +258,7 @@ class AdapterMerge:
     def _require_untied(self, changed_names: set[str], model: Model) -> None:
         """Raise if only one of two tied or shared tensors would change."""
         catalog, family = model.catalog, choose_family(model, model.layout)
-        hint = f"convert the model with {spell_option('--untie')} first"
+        hint = f"convert the model with {format_option('--untie')} first"
         for name, entry in catalog.tensors.items():
             if entry.alias_of is not None and {name, entry.alias_of} & changed_names:
                 raise RefusedError(
@@ -286,7 +288,9 @@ class AdapterMerge:
             (delta.base_tensor for delta in deltas_of_weight if delta.base_tensor), None
         )
         base_input = (
-            to_input(self.adapter.root, base_copy, computed) if base_copy else float32_weight
+            make_compute_input(self.adapter.root, base_copy, computed)
+            if base_copy
+            else float32_weight
         )
         factors, arguments = self._build_factor_inputs(deltas_of_weight, computed)
         inputs = (base_input, *(factor for factor_group in factors for factor in factor_group))
@@ -332,7 +336,9 @@ class AdapterMerge:
                 )
             self.scales.add(scale)
             parts = (delta.a, delta.b, delta.magnitude)
-            factors.append([to_input(self.adapter.root, part, computed) for part in parts if part])
+            factors.append(
+                [make_compute_input(self.adapter.root, part, computed) for part in parts if part]
+            )
             bias_start = delta.bias[1] if delta.bias else 0
             arguments.append(LoraUpdate(delta.rows, scale, bool(delta.magnitude), bias_start))
         return factors, tuple(arguments)
@@ -348,14 +354,14 @@ def _group_deltas(
     return groups
 
 
-def _to_unrounded(entry: TensorEntry, computed: dict[str, ComputedTensor]) -> TensorEntry:
+def _add_float32_file(entry: TensorEntry, computed: dict[str, ComputedTensor]) -> TensorEntry:
     """Return a dequantized tensor before it is rounded, adding its virtual file to *computed*."""
     extent, *more_extents = entry.extents
     virtual_file = computed.get(extent.file)
     if virtual_file is None or more_extents or not can_overflow(virtual_file):
         return entry
     float32_file = replace(virtual_file, dtype="float32")
-    name = computed_name(f"{entry.name}+float32")
+    name = build_computed_name(f"{entry.name}+float32")
     computed[name] = float32_file
     nbytes = float32_file.to_extent(name).nbytes
     return replace(
@@ -368,5 +374,5 @@ def _require_float(entry: TensorEntry) -> None:
         raise MappingError(
             f"cannot merge an adapter into a weight of dtype {entry.dtype}",
             where=f"tensor `{entry.name}`",
-            hint=f"pass {spell_option('--dequantize bf16')} to dequantize the model",
+            hint=f"pass {format_option('--dequantize bf16')} to dequantize the model",
         )

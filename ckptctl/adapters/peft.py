@@ -23,8 +23,8 @@ from ckptctl.errors import (
     RefusedError,
     UnsupportedError,
     UsageError,
+    format_option,
     quote_names,
-    spell_option,
 )
 from ckptctl.formats.peft import CONFIG, read_adapter_config
 from ckptctl.planner.config_facts import Json
@@ -149,27 +149,27 @@ class AdapterSettings:
     Attributes:
         alpha: PEFT's ``lora_alpha``, or None if unknown.
         rank: The configured rank, or None if it follows from the shapes.
-        rslora: Whether alpha is divided by the square root of the rank.
-        ranks: ``rank_pattern``: ranks of modules that differ, by regex.
-        alphas: ``alpha_pattern``: alphas of modules that differ, by regex.
+        uses_rslora: Whether alpha is divided by the square root of the rank.
+        rank_pattern: ``rank_pattern``: ranks of modules that differ, by regex.
+        alpha_pattern: ``alpha_pattern``: alphas of modules that differ, by regex.
         scaling: Factor of B A for all modules from ``--scaling``, or None.
-        dora: Whether there are DoRA magnitudes, or None if the config does not state it.
-        parameters: Name suffixes of weights in ``target_parameters``.
+        uses_dora: Whether there are DoRA magnitudes, or None if the config does not state it.
+        parameter_suffixes: Name suffixes of weights in ``target_parameters``.
     """
 
     alpha: float | None = None
     rank: int | None = None
-    rslora: bool = False
-    ranks: Mapping[str, int] = field(default_factory=dict)
-    alphas: Mapping[str, float] = field(default_factory=dict)
+    uses_rslora: bool = False
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     scaling: float | None = None
-    dora: bool | None = None
-    parameters: tuple[str, ...] = ()
+    uses_dora: bool | None = None
+    parameter_suffixes: tuple[str, ...] = ()
 
     @property
     def has_uniform_scale(self) -> bool:
         """Whether all modules have the same alpha and rank, with alpha / rank as the scale."""
-        return not (self.rslora or self.ranks or self.alphas)
+        return not (self.uses_rslora or self.rank_pattern or self.alpha_pattern)
 
     def compute_scale(self, key: str, rank: int) -> float:
         """Return the scale of B A for tensor *key*, which float32 can represent.
@@ -179,7 +179,7 @@ class AdapterSettings:
             UsageError: Alpha is unknown.
         """
         module = self._get_target_name(get_module_name(key))
-        configured_rank = match_pattern(self.ranks, module, self.rank)
+        configured_rank = match_pattern(self.rank_pattern, module, self.rank)
         if configured_rank is not None and configured_rank != rank:
             raise UnsupportedError(
                 f"the rank is {rank}, but {CONFIG} states {configured_rank}",
@@ -188,12 +188,12 @@ class AdapterSettings:
             )
         if self.scaling is not None:
             return _require_float32_factor("scaling", self.scaling, self.scaling, key)
-        alpha = match_pattern(self.alphas, module, self.alpha)
+        alpha = match_pattern(self.alpha_pattern, module, self.alpha)
         if alpha is None:
             raise UsageError(
                 "the scale of the adapter is unknown",
                 why=f"there is no {CONFIG} with `lora_alpha` next to it",
-                hint=f"pass {spell_option('--lora-alpha')}, or {spell_option('--scaling')} with "
+                hint=f"pass {format_option('--lora-alpha')}, or {format_option('--scaling')} with "
                 "the factor itself (only `merge`)",
             )
         return _require_float32_factor(
@@ -202,12 +202,14 @@ class AdapterSettings:
 
     def get_alpha_divisor(self, rank: int) -> float:
         """Return the divisor of alpha, which is the rank or, for rsLoRA, its square root."""
-        return math.sqrt(rank) if self.rslora else rank
+        return math.sqrt(rank) if self.uses_rslora else rank
 
     def _get_target_name(self, module: str) -> str:
         """Return PEFT's name of a layer, or of its weight if ``target_parameters`` lists that."""
         weight = module + WEIGHT
-        is_parameter = any(f".{weight}".endswith(f".{ending}") for ending in self.parameters)
+        is_parameter = any(
+            f".{weight}".endswith(f".{ending}") for ending in self.parameter_suffixes
+        )
         return weight if is_parameter else module
 
 
@@ -244,7 +246,7 @@ def select_factors(catalog: Catalog) -> Catalog:
     return replace(catalog, tensors=factors, notes=notes)
 
 
-def embeddings_as_linear(catalog: Catalog) -> Catalog:
+def convert_embedding_factors(catalog: Catalog) -> Catalog:
     """Return an adapter with embedding factors transposed to factors of linear layers.
 
     PEFT looks tokens up in ``lora_embedding_A`` (R, tokens), and multiplies by ``lora_embedding_B``
@@ -264,7 +266,7 @@ def embeddings_as_linear(catalog: Catalog) -> Catalog:
 
 def locate_factors(catalog: Catalog, root: str) -> dict[str, TensorEntry]:
     """Return an adapter's tensors with their extents, by their keys below *root*."""
-    adapter = embeddings_as_linear(catalog)
+    adapter = convert_embedding_factors(catalog)
     for name, entry in adapter.tensors.items():
         if entry.dtype not in FLOAT_DTYPES:
             raise MappingError(
@@ -291,19 +293,24 @@ def require_biases(config: Json | None, missing_biases: Collection[str]) -> None
 
 
 def require_consistent_magnitudes(
-    adapter_settings: AdapterSettings, with_: Collection[str], without: Collection[str]
+    adapter_settings: AdapterSettings,
+    with_magnitude: Collection[str],
+    without_magnitude: Collection[str],
 ) -> None:
     """Raise on magnitudes that contradict the config, or that only some modules have.
 
     Args:
         adapter_settings: Settings of the adapter's config.
-        with_: Names of factors of modules that have a magnitude.
-        without: Names of factors of modules that have none.
+        with_magnitude: Names of factors of modules that have a magnitude.
+        without_magnitude: Names of factors of modules that have none.
     """
-    if adapter_settings.dora is False and with_:
-        problem, where = f"{CONFIG} states `use_dora: false`, but the adapter has magnitudes", with_
-    elif without and (with_ or adapter_settings.dora):
-        problem, where = "only some modules have a magnitude", without
+    if adapter_settings.uses_dora is False and with_magnitude:
+        problem, where = (
+            f"{CONFIG} states `use_dora: false`, but the adapter has magnitudes",
+            with_magnitude,
+        )
+    elif without_magnitude and (with_magnitude or adapter_settings.uses_dora):
+        problem, where = "only some modules have a magnitude", without_magnitude
     else:
         return
     raise UnsupportedError(
@@ -313,10 +320,10 @@ def require_consistent_magnitudes(
     )
 
 
-def require_trained_modules(config: Json | None, saved: Collection[str]) -> None:
+def require_trained_modules(config: Json | None, trained_modules: Collection[str]) -> None:
     """Raise if all modules that were trained in full are missing."""
     modules_to_save = (config or {}).get("modules_to_save")
-    if modules_to_save and not saved:
+    if modules_to_save and not trained_modules:
         raise UnsupportedError(
             "the adapter is missing its fully trained modules",
             where=f"`modules_to_save` in {CONFIG}",
@@ -345,7 +352,7 @@ def find_adapter_config(catalog: Catalog) -> Json | None:
     )
 
 
-def read_settings(
+def parse_adapter_settings(
     config: Json | None,
     alpha: float | None = None,
     scaling: float | None = None,
@@ -369,21 +376,21 @@ def read_settings(
     )
     if alpha is not None and configured_alpha not in (None, alpha):
         raise UsageError(
-            f"{spell_option(f'--lora-alpha {alpha:g}')} contradicts {CONFIG}",
+            f"{format_option(f'--lora-alpha {alpha:g}')} contradicts {CONFIG}",
             why=f"it states {configured_alpha:g}",
         )
     return AdapterSettings(
         alpha=configured_alpha if alpha is None else alpha,
         rank=None if rank is None else _require_integer_rank("r", _require_positive("r", rank)),
-        rslora=_read_flag(config, "use_rslora") is True,
-        ranks={
+        uses_rslora=_read_flag(config, "use_rslora") is True,
+        rank_pattern={
             key: _require_integer_rank(key, n)
             for key, n in _read_pattern(config, "rank_pattern").items()
         },
-        alphas=_read_pattern(config, "alpha_pattern"),
+        alpha_pattern=_read_pattern(config, "alpha_pattern"),
         scaling=scaling,
-        dora=_read_flag(config, "use_dora"),
-        parameters=_list_weights(config.get(TARGET_PARAMETERS)),
+        uses_dora=_read_flag(config, "use_dora"),
+        parameter_suffixes=_list_weights(config.get(TARGET_PARAMETERS)),
     )
 
 
@@ -501,7 +508,7 @@ def build_target_modules(selected: Collection[str], keys: Iterable[str]) -> list
     )
 
 
-def build_layer_targets(modules: list[str], layers: int | None) -> list[str]:
+def build_layer_targets(modules: list[str], layer_count: int | None) -> list[str]:
     """Build PEFT's ``target_modules`` if only the model's number of layers is known.
 
     The last name component is used if one module in each layer has it, or only one module.
@@ -510,11 +517,11 @@ def build_layer_targets(modules: list[str], layers: int | None) -> list[str]:
     for module in modules:
         by_last_name.setdefault(module.rpartition(".")[2], []).append(module)
     targets: list[str] = []
-    for name, same_name in by_last_name.items():
-        templates = {get_skeleton(module) for module in same_name}
-        numbered = any(module != get_skeleton(module) for module in same_name)
-        in_every_layer = len(same_name) == (layers if numbered else 1)
-        targets += [name] if len(templates) == 1 and in_every_layer else same_name
+    for name, modules_of_name in by_last_name.items():
+        templates = {get_skeleton(module) for module in modules_of_name}
+        numbered = any(module != get_skeleton(module) for module in modules_of_name)
+        in_every_layer = len(modules_of_name) == (layer_count if numbered else 1)
+        targets += [name] if len(templates) == 1 and in_every_layer else modules_of_name
     return sorted(targets)
 
 

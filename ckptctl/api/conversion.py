@@ -10,7 +10,7 @@ from ckptctl.adapters import merging
 from ckptctl.adapters.merging import MergePlan
 from ckptctl.conversion import convert as conversion
 from ckptctl.conversion.conversion_options import (
-    OPTIONS_NOT_CONSOLIDATED,
+    NON_CONSOLIDATION_OPTIONS,
     ConsolidationOptions,
     ConversionOptions,
     MergeOptions,
@@ -138,7 +138,7 @@ def extract_lora(
     return lora.extract_lora(base, tuned, out, options, options.progress)
 
 
-@accept_keywords(ConsolidationOptions, excluded=OPTIONS_NOT_CONSOLIDATED)
+@accept_keywords(ConsolidationOptions, excluded=NON_CONSOLIDATION_OPTIONS)
 def plan_consolidation(
     src: AnyPath, options: ConsolidationOptions
 ) -> ConversionPlan | MetadataPlan:
@@ -156,7 +156,7 @@ def plan_consolidation(
     return conversion.plan_conversion(src, options.dst or "", options.to_conversion_options())
 
 
-@accept_keywords(_Consolidation, excluded=OPTIONS_NOT_CONSOLIDATED)
+@accept_keywords(_Consolidation, excluded=NON_CONSOLIDATION_OPTIONS)
 def consolidate(src: AnyPath, options: _Consolidation) -> ConversionResult | MetadataResult:
     """Merge per-rank shards into one checkpoint. Keys stay unchanged.
 

@@ -21,7 +21,7 @@ from ckptctl.cli.ranks import is_reported_by_rank_zero
 from ckptctl.cli.typed_paths import get_typed_words, remember_command_line
 from ckptctl.errors import CkptError, DamagedError, StorageError
 from ckptctl.option_checks import check_tolerance
-from ckptctl.options import blame_option, parse_number
+from ckptctl.options import name_option_in_errors, parse_number
 from ckptctl.storage.threads import exit_if_daemons_run, raise_on_sigterm
 from ckptctl.version import __version__
 
@@ -152,11 +152,11 @@ def set_global_options(
     del version, debug
     from ckptctl.remote.retries import retry_policy
 
-    with blame_option(COLOR.display_name):
+    with name_option_in_errors(COLOR.display_name):
         printer.SETTINGS.color = COLOR.parse_value(color) or "auto"
     printer.SETTINGS.form = None
     machine = is_json_requested(get_typed_words())
-    with blame_option("--timeout"):
+    with name_option_in_errors("--timeout"):
         retry_policy.timeout_seconds = (
             None if timeout is None else check_tolerance(parse_number(float, timeout))
         )

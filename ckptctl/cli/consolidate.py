@@ -10,7 +10,7 @@ from ckptctl.cli.convert import make_plan, run_or_show_plan
 from ckptctl.cli.output import Printer
 from ckptctl.cli.ranks import join_ranks, make_rank_printer
 from ckptctl.cli.typed_paths import format_command_line, restore_typed_paths
-from ckptctl.conversion.conversion_options import OPTIONS_NOT_CONSOLIDATED, ConsolidationOptions
+from ckptctl.conversion.conversion_options import NON_CONSOLIDATION_OPTIONS, ConsolidationOptions
 from ckptctl.ranks.coordinator import run_on_rank_zero
 from ckptctl.results import Result
 from ckptctl.shared_options import Source
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     "ckptctl.conversion.plan:ConversionResult, "
     "--metadata-only: ckptctl.verbs.consolidate_metadata:MetadataPlan | "
     "ckptctl.verbs.consolidate_metadata:MetadataResult",
-    omitted_fields=OPTIONS_NOT_CONSOLIDATED,
+    omitted_fields=NON_CONSOLIDATION_OPTIONS,
 )
 def consolidate(src: Source, *, options: ConsolidationOptions, run: RunOptions) -> None:
     """Merge per-rank shards into one checkpoint.

@@ -292,7 +292,7 @@ def _list_rows(inspection: Inspection) -> Iterator[Row]:
 
 def _format_leaves(inspection: Inspection) -> str:
     """Format the non-tensor values outside of the optimizer, with known values first."""
-    from ckptctl.conversion.recognition.roots import FOLDED_PARTS, classify_part
+    from ckptctl.conversion.recognition.roots import FOLDED_PARTS, classify_leaf
 
     names = [
         *inspection.values,
@@ -301,7 +301,7 @@ def _format_leaves(inspection: Inspection) -> str:
     names = [
         name
         for name in names
-        if classify_part(name, inspection.root, inspection.format) not in FOLDED_PARTS
+        if classify_leaf(name, inspection.root, inspection.format) not in FOLDED_PARTS
     ]
     texts = [
         f"`{name}` = {inspection.values[name]}" if name in inspection.values else f"`{name}`"

@@ -257,11 +257,11 @@ def build_model_tree(
     tensors: Sequence[TensorInfo], root: str, format: str, sort: Order
 ) -> list[Branch]:
     """Build the tree of the model under *root*, with one branch per kind of training state."""
-    from ckptctl.conversion.recognition.roots import FOLDED_PARTS, Part, classify_part
+    from ckptctl.conversion.recognition.roots import FOLDED_PARTS, Part, classify_leaf
 
     parts: dict[Part, list[TensorInfo]] = {}
     for tensor in tensors:
-        parts.setdefault(classify_part(tensor.name, root, format), []).append(tensor)
+        parts.setdefault(classify_leaf(tensor.name, root, format), []).append(tensor)
     if "model" not in parts:
         return build_tree(tensors, sort)
     branches = build_tree(parts["model"], sort) + build_tree(parts.get("rest", ()), sort, depth=1)

@@ -25,7 +25,7 @@ from ckptctl.cli import tables
 from ckptctl.cli.tables import GAP, Column, StyledText, get_style
 from ckptctl.cli.typed_paths import restore_typed_paths
 from ckptctl.errors import MAX_LISTED_NAMES, CkptError, StorageError, quote_names
-from ckptctl.results import Result, schema_name
+from ckptctl.results import Result, build_schema_name
 from ckptctl.units import escape_unprintable
 from ckptctl.verdict import Verdict
 from ckptctl.version import __version__
@@ -211,7 +211,7 @@ class Printer:
     def print_document(self, name: str, *results: Result, to: TextIO | None = None) -> None:
         """Print the fields of *results* as the JSON document of the command *name*."""
         fields = {key: value for result in results for key, value in result.to_json().items()}
-        head = {"schema": schema_name(name), "ckptctl": __version__}
+        head = {"schema": build_schema_name(name), "ckptctl": __version__}
         _write_line(to or sys.stdout, _dump_json(head | fields))
 
     def print_schema(self, json_schema: Mapping[str, object]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ckptctl.catalog import Catalog
 from ckptctl.conversion.recognition.model import ModelDescription, iterate_descriptions
-from ckptctl.errors import CkptError, SourceNotFoundError, UsageError, quote_names, spell_option
+from ckptctl.errors import CkptError, SourceNotFoundError, UsageError, format_option, quote_names
 from ckptctl.formats.base import WritableFormat
 from ckptctl.formats.sidecar_files import (
     CONFIGURATION,
@@ -56,10 +56,10 @@ class Assets:
     changed: frozenset[str] = frozenset()
     described: tuple[ModelDescription, ...] = ()
 
-    def list_copies(self, without: Collection[str]) -> Iterator[RawCopy]:
-        """Yield the planned copy of each sidecar file whose name is not in *without*."""
+    def iterate_copies(self, excluded_names: Collection[str]) -> Iterator[RawCopy]:
+        """Yield the planned copy of each sidecar file whose name is not in *excluded_names*."""
         for name, size in self.sizes.items():
-            if name not in without:
+            if name not in excluded_names:
                 yield RawCopy(name, 0, size, name, root=self.roots[name])
 
 
@@ -86,21 +86,21 @@ def build_file_notes(
     assets: Assets,
     directory: str | TreePath | None,
     target: WritableFormat,
-    written: Collection[str],
+    written_names: Collection[str],
 ) -> Notes:
     """Build notes about the folder of ``--assets`` and about files that are not copied.
 
-    *target* is the output format, and *written* are the names of written sidecar files.
+    *target* is the output format, and *written_names* are the names of written sidecar files.
     """
     notes = Notes()
     if directory is not None and not is_url(directory):
-        option = spell_option(f"--assets {directory}")
+        option = format_option(f"--assets {directory}")
         if url := guess_hub_url(directory):
             notes.add(f"{option} refers to the Hub repository `{url}`")
         elif could_be_repository(directory):
             hub_hint = f"use `{HUB_SCHEME}://{directory}` for the Hub repository"
             notes.add(f"{option} refers to the local folder; {hub_hint}")
-    reasons = {name: why for name, why in assets.others.items() if name not in written}
+    reasons = {name: why for name, why in assets.others.items() if name not in written_names}
     if target.single_file:
         single_file_reason = f"a single {target.name} file has no sidecar files"
         reasons = {
@@ -118,7 +118,7 @@ def _require_folder(root: TreePath) -> TreePath:
         raise SourceNotFoundError(
             "no such directory",
             where=str(root),
-            why=f"{spell_option('--assets')} must name a folder with {CONFIG} or {PARAMS}",
+            why=f"{format_option('--assets')} must name a folder with {CONFIG} or {PARAMS}",
             hint=build_path_hint(root),
         )
     return root
@@ -129,17 +129,17 @@ def gather_assets(
 ) -> Assets:
     """Collect the sidecar files of a checkpoint. Files in *directory* replace those of its root."""
     root, config_prefix = catalog.root, f"{CONFIGURATION}/"
-    places: dict[str, TreePath] = {}
+    folders: dict[str, TreePath] = {}
     sizes: dict[str, int] = {}
     # Files of verl's configuration folder are moved next to the others.
     for name, size in sorted(
         catalog.assets.items(), key=lambda item: not item[0].startswith(config_prefix)
     ):
         short = name.removeprefix(config_prefix)
-        places[short] = root if short == name else root / CONFIGURATION
+        folders[short] = root if short == name else root / CONFIGURATION
         sizes[short] = size
-    files = tuple(iterate_descriptions(catalog, places))
-    assets = Assets(places, sizes, catalog.documents, catalog.others, described=files)
+    files = tuple(iterate_descriptions(catalog, folders))
+    assets = Assets(folders, sizes, catalog.documents, catalog.others, described=files)
     roots = [root]
     if directory is not None:
         root = find_assets_folder(directory)
@@ -183,7 +183,7 @@ def add_carried_files(assets: Assets, roots: Sequence[TreePath], globs: Sequence
     for glob in globs:
         if not any(_matches_glob(name, glob) for name in (*candidates, *assets.sizes)):
             raise UsageError(
-                f"{spell_option(f'--carry {glob}')} matches no file",
+                f"{format_option(f'--carry {glob}')} matches no file",
                 where=", ".join(map(str, roots)),
                 why="files that are not copied by default: "
                 + quote_names(sort_naturally(assets.others))

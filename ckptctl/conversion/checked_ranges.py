@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from ckptctl import dtypes
-from ckptctl.catalog import Box, ComputedTensor, TensorEntry, row_major
+from ckptctl.catalog import Box, ComputedTensor, TensorEntry, compute_row_major_strides
 from ckptctl.columns import ExtentColumns
 from ckptctl.conversion.transfers import list_read_entries
 from ckptctl.planner.boxes import intersect_boxes
@@ -52,7 +52,7 @@ def find_checked_transfers(
         (number, name)
         for name, reader_ranges in ranges.items()
         for number in {number for _, _, number in reader_ranges}
-        - _find_overlapping_readers(reader_ranges)
+        - _find_uncheckable_readers(reader_ranges)
     )
 
 
@@ -61,7 +61,8 @@ def has_recorded_checksums(entry: TensorEntry) -> bool:
     if isinstance(entry.extents, ExtentColumns):
         return entry.extents.crcs is not None
     return any(extent.recorded_checksum for extent in entry.extents) and not any(
-        extent.strides and extent.strides != row_major(extent.box.sizes) for extent in entry.extents
+        extent.strides and extent.strides != compute_row_major_strides(extent.box.sizes)
+        for extent in entry.extents
     )
 
 
@@ -82,7 +83,7 @@ def _is_written_once(transfer: Transfer, partly: bool) -> bool:
     )
 
 
-def _find_overlapping_readers(ranges: Ranges[Reader]) -> set[Reader]:
+def _find_uncheckable_readers(ranges: Ranges[Reader]) -> set[Reader]:
     """Find readers whose range is unknown, or that read an element after another reader."""
     overlapping, end = set[Reader](), 0
     for start, count, reader in sorted(ranges):
@@ -96,7 +97,7 @@ def _find_overlapping_readers(ranges: Ranges[Reader]) -> set[Reader]:
 
 def _to_element_range(part: Part) -> tuple[int, int]:
     """Return start and length of a contiguous part, in elements. Other parts have length 0."""
-    strides = row_major(part.entry.shape)
+    strides = compute_row_major_strides(part.entry.shape)
     steps = sorted((axis.stride * strides[axis.at], axis.size) for axis in part.axes)
     count = 1
     for step, size in steps:
@@ -106,7 +107,7 @@ def _to_element_range(part: Part) -> tuple[int, int]:
     return sum(map(math.prod, zip(part.stored_origin, strides, strict=True))), count
 
 
-def plan_checks(
+def plan_checksum_verification(
     root: TreePath, transfers: Sequence[Transfer], computed: Mapping[str, ComputedTensor]
 ) -> tuple[frozenset[tuple[int, str]], tuple[CheckedRange, ...]]:
     """Plan which checksums are verified while copying, and which gaps are read for checksums only.
@@ -120,30 +121,34 @@ def plan_checks(
         Pairs as from :func:`find_checked_transfers`, and recorded ranges with their gaps.
     """
     checked, entries = find_checked_transfers(transfers), list_read_entries(transfers)
-    taken, complete = _collect_checked_bytes(entries, transfers, checked)
-    shared = {
-        name for taken_ranges in taken.values() for name in _find_overlapping_readers(taken_ranges)
+    byte_ranges, complete = _collect_checked_bytes(entries, transfers, checked)
+    overlapping_names = {
+        name
+        for tensor_ranges in byte_ranges.values()
+        for name in _find_uncheckable_readers(tensor_ranges)
     }
-    checked = frozenset(pair for pair in checked if pair[1] not in shared)
+    checked = frozenset(pair for pair in checked if pair[1] not in overlapping_names)
     names = {name for _, name in checked}
-    read = [(root, entry) for entry in entries]
-    read += [(item.root, item.entry) for virtual in computed.values() for item in virtual.inputs]
+    entries_with_roots = [(root, entry) for entry in entries]
+    entries_with_roots += [
+        (item.root, item.entry) for virtual in computed.values() for item in virtual.inputs
+    ]
     ranges: dict[tuple[TreePath, RecordedRange], str] = {}
-    for directory, entry in read:
-        is_taken = directory == root and entry.name in names
-        is_complete = is_taken and entry.name in complete
+    for directory, entry in entries_with_roots:
+        is_checked = directory == root and entry.name in names
+        is_complete = is_checked and entry.name in complete
         if isinstance(entry.extents, ExtentColumns) and (is_complete or entry.extents.crcs is None):
             continue
         for extent in entry.extents:
             stored_range = find_recorded_range(extent, entry.name)
             if stored_range is None or (is_complete and stored_range.name):
                 continue
-            stored_range = stored_range if is_taken else stored_range._replace(name="")
+            stored_range = stored_range if is_checked else stored_range._replace(name="")
             ranges.setdefault((directory, stored_range), entry.name)
     checks: list[CheckedRange] = []
     for (directory, recorded), name in ranges.items():
-        taken_ranges = taken.get(recorded, ()) if directory == root else ()
-        gaps = tuple(_iterate_gaps(recorded, (item for item in taken_ranges if item[2] in names)))
+        tensor_ranges = byte_ranges.get(recorded, ()) if directory == root else ()
+        gaps = tuple(_iterate_gaps(recorded, (item for item in tensor_ranges if item[2] in names)))
         if gaps or not recorded.name:
             checks.append(CheckedRange(directory, recorded, name, gaps))
     return checked, tuple(checks)
@@ -163,7 +168,7 @@ def _collect_checked_bytes(
     for number, name in checked:
         named_parts = (part for part in transfers[number].tensor.parts if part.entry.name == name)
         parts.setdefault(name, []).extend(named_parts)
-    taken: dict[RecordedRange, Ranges[str]] = {}
+    byte_ranges: dict[RecordedRange, Ranges[str]] = {}
     complete = set[str]()
     for entry in entries:
         tensor_parts = parts.get(entry.name, ())
@@ -175,24 +180,28 @@ def _collect_checked_bytes(
                 recorded = find_recorded_range(extent, entry.name)
                 if recorded and not recorded.name:
                     byte_range = (extent.offset, extent.nbytes, entry.name)
-                    taken.setdefault(recorded, []).append(byte_range)
+                    byte_ranges.setdefault(recorded, []).append(byte_range)
             continue
-        stored, item = get_stored_boxes(entry), dtypes.itemsize(entry.dtype)
+        stored, itemsize = get_stored_boxes(entry), dtypes.get_itemsize(entry.dtype)
         for number, first, count in (
             range_ for part in tensor_parts for range_ in stored.iterate_element_ranges(part)
         ):
             if recorded := stored.find_recorded_range(number):
-                byte_range = (stored.starts[number] + first * item, count * item, entry.name)
-                taken.setdefault(recorded, []).append(byte_range)
-    return taken, complete
+                byte_range = (
+                    stored.starts[number] + first * itemsize,
+                    count * itemsize,
+                    entry.name,
+                )
+                byte_ranges.setdefault(recorded, []).append(byte_range)
+    return byte_ranges, complete
 
 
 def _iterate_gaps(
-    recorded: RecordedRange, taken: Iterable[tuple[int, int, str]]
+    recorded: RecordedRange, byte_ranges: Iterable[tuple[int, int, str]]
 ) -> Iterator[tuple[int, int]]:
     """Yield start and length of each gap in a recorded range, relative to the range."""
     end = recorded.offset
-    for offset, nbytes, _ in sorted(taken):
+    for offset, nbytes, _ in sorted(byte_ranges):
         if offset > end:
             yield end - recorded.offset, offset - end
         end = offset + nbytes

@@ -12,12 +12,12 @@ from ckptctl.errors import (
     RefusedError,
     SourceNotFoundError,
     UsageError,
+    format_option,
     quote_names,
-    spell_option,
 )
 from ckptctl.formats.base import OutputTensor, WritableFormat
 from ckptctl.formats.sidecar_files import WEIGHTS
-from ckptctl.options import blame_option, require_choice
+from ckptctl.options import name_option_in_errors, require_choice
 from ckptctl.planner.layouts import is_base_layout
 from ckptctl.planner.mapping.adapters import ADAPTER_LAYOUTS
 from ckptctl.planner.mapping.mapped import ComposedTensor
@@ -33,28 +33,28 @@ def require_valid_options(options: ConversionOptions, target: WritableFormat) ->
     """Raise if options conflict or do not apply to the target."""
     if options.memory is not None:
         threads = options.to_execution_options().threads
-        least = MIN_THREAD_BYTES * threads
-        if options.to_execution_options().memory < least:
+        min_bytes = MIN_THREAD_BYTES * threads
+        if options.to_execution_options().memory < min_bytes:
             raise UsageError(
-                f"{spell_option('--memory')} must be at least {format_bytes(least)} for "
+                f"{format_option('--memory')} must be at least {format_bytes(min_bytes)} for "
                 f"{pluralize(threads, 'thread')}"
             )
     _require_supported_options(options, target)
     if options.only == "all" and not target.nested:
         raise UsageError(
-            f"{spell_option(f'--to {target.name}')} cannot store training state "
-            f"({spell_option('--only all')}, {spell_option('--optimizer')}); use dcp, mcore or "
+            f"{format_option(f'--to {target.name}')} cannot store training state "
+            f"({format_option('--only all')}, {format_option('--optimizer')}); use dcp, mcore or "
             "torch"
         )
     if options.dequantize is not None and options.dtype not in (None, options.dequantize):
         raise UsageError(
-            f"{spell_option('--dtype')} conflicts with {spell_option('--dequantize')} (they name "
+            f"{format_option('--dtype')} conflicts with {format_option('--dequantize')} (they name "
             "different dtypes)"
         )
     if options.quantize is None and (options.quantize_also or options.quantize_not):
         raise UsageError(
-            f"{spell_option('--quantize-also')} and {spell_option('--quantize-not')} require "
-            f"{spell_option('--quantize')}"
+            f"{format_option('--quantize-also')} and {format_option('--quantize-not')} require "
+            f"{format_option('--quantize')}"
         )
     allowed_layouts = (None, target.layout, *target.adapter_layouts)
     if (
@@ -63,15 +63,15 @@ def require_valid_options(options: ConversionOptions, target: WritableFormat) ->
         and options.to_layout not in allowed_layouts
     ):
         raise UsageError(
-            f"{spell_option('--to-layout')} is not supported with "
-            f"{spell_option(f'--to {target.name}')} (always layout {target.layout})"
+            f"{format_option('--to-layout')} is not supported with "
+            f"{format_option(f'--to {target.name}')} (always layout {target.layout})"
         )
     for option, layout in (
         ("--from-layout", options.from_layout),
         ("--to-layout", options.to_layout),
     ):
         if layout not in (None, target.layout) and not is_base_layout(layout):
-            with blame_option(option):
+            with name_option_in_errors(option):
                 named = [families.family(options.model_type)] if options.model_type else None
                 layout_names = families.list_layouts(named or families.load_families().values())
                 layouts = [*dict.fromkeys([*layout_names, *ADAPTER_LAYOUTS])]
@@ -86,23 +86,25 @@ def _require_supported_options(options: ConversionOptions, target: WritableForma
         "--carry": bool(options.carry) and target.single_file,
         "--stack-layers": options.stack_layers and not target.stacks_layers,
     }
-    for name, wrong in unsupported.items():
-        if wrong:
+    for name, is_unsupported in unsupported.items():
+        if is_unsupported:
             single = " (single-file format)" * (target.single_file and name != "--stack-layers")
-            to = spell_option(f"--to {target.name}")
-            raise UsageError(f"{spell_option(name)} is not supported with {to}{single}")
+            to = format_option(f"--to {target.name}")
+            raise UsageError(f"{format_option(name)} is not supported with {to}{single}")
     format_specific = {
         ("--mp", "meta", "deepseek"): options.mp > 1 and not target.parallel,
         ("--quantize", "hf"): options.quantize is not None and target.name != "hf",
         ("--experts", "peft"): options.experts is not None and target.name != "peft",
     }
-    for (name, *target_names), wrong in format_specific.items():
-        if wrong:
-            only = " and ".join(spell_option(f"--to {target_name}") for target_name in target_names)
-            raise UsageError(f"{spell_option(name)} only applies to {only}")
+    for (name, *target_names), is_unsupported in format_specific.items():
+        if is_unsupported:
+            only = " and ".join(
+                format_option(f"--to {target_name}") for target_name in target_names
+            )
+            raise UsageError(f"{format_option(name)} only applies to {only}")
 
 
-def require_source(src: str | TreePath, dst: str | TreePath) -> TreePath:
+def require_existing_source(src: str | TreePath, dst: str | TreePath) -> TreePath:
     """Return the path of the source, or raise if it is missing.
 
     The error hints that SRC and DST may be swapped if *dst* is a checkpoint.
@@ -125,18 +127,20 @@ def require_matching_suffix(destination: TreePath, target: WritableFormat) -> No
     folder, is_safetensors = destination.with_suffix(""), destination.suffix == ".safetensors"
     if target.single_file and is_safetensors:
         raise UsageError(
-            f"{spell_option(f'--to {target.name}')} does not write safetensors, but the "
+            f"{format_option(f'--to {target.name}')} does not write safetensors, but the "
             "destination has that suffix",
             where=str(destination),
-            hint=f"pass {spell_option('--to hf')} to write a folder of safetensors, as in "
+            hint=f"pass {format_option('--to hf')} to write a folder of safetensors, as in "
             f"`{folder}`",
         )
     file = destination.suffix in WEIGHTS and destination.suffix != ".ckpt"  # Lightning's folders
     if target.single_file or not file or destination.is_dir():
         return
-    torch_hint = "" if is_safetensors else f"pass {spell_option('--to torch')} to write a file, or "
+    torch_hint = (
+        "" if is_safetensors else f"pass {format_option('--to torch')} to write a file, or "
+    )
     raise UsageError(
-        f"{spell_option(f'--to {target.name}')} writes a folder, but the destination is named "
+        f"{format_option(f'--to {target.name}')} writes a folder, but the destination is named "
         "like a file",
         where=str(destination),
         hint=f"{torch_hint}name a folder, as in `{folder}`",
@@ -163,11 +167,11 @@ def refuse_unscaled_float8(
     ]
     if cast:
         raise RefusedError(
-            f"{spell_option(f'--dtype {options.dtype}')} would write "
+            f"{format_option(f'--dtype {options.dtype}')} would write "
             f"{pluralize(len(cast), 'float8 tensor')} without scales",
             why=f"{quote_names(cast)}: small weights would become 0 and large ones the maximum of "
             "the dtype; no loader supports such a model",
-            hint=f"pass {spell_option('--allow-overflow')} to write them anyway",
+            hint=f"pass {format_option('--allow-overflow')} to write them anyway",
         )
 
 

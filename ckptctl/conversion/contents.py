@@ -12,17 +12,21 @@ from ckptctl.conversion.draft import Draft
 from ckptctl.conversion.leaves import (
     Parts,
     blob_without_root,
-    find_container,
-    iterate_model_tensors,
+    iterate_unpacked_tensors,
     path_without_root,
+    split_at_container,
     unpack_tensors,
 )
-from ckptctl.conversion.recognition.layout_change import LayoutRequest, apply_change, change_layout
+from ckptctl.conversion.recognition.layout_change import (
+    LayoutRequest,
+    apply_layout_change,
+    change_layout,
+)
 from ckptctl.conversion.recognition.model import require_single_model, root_hint
-from ckptctl.conversion.selection import skip_parts
+from ckptctl.conversion.selection import skip_tensors
 from ckptctl.conversion.sources import locate_tensors
 from ckptctl.conversion.training_state import TrainingState, map_training_state
-from ckptctl.errors import MappingError, UnsupportedError, quote_names, spell_option
+from ckptctl.errors import MappingError, UnsupportedError, format_option, quote_names
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.shared.leaves import require_known_classes
 from ckptctl.planner.config_facts import read_tied_embeddings
@@ -38,7 +42,7 @@ def build_layout_request(draft: Draft) -> LayoutRequest:
     is_known = draft.model.exact and draft.model.model_type is not None
     return LayoutRequest(
         draft.layout,
-        described=target.parallel or target.has_params_json,
+        needs_description=target.parallel or target.has_params_json,
         untie=options.untie or (options.tied == "copy" and (shares_memory or is_known)),
         partial=bool(options.include or options.exclude or draft.missing),
         vocab=options.vocab_size,
@@ -57,51 +61,62 @@ def plan_layout_change(draft: Draft) -> Draft:
     draft.notes.extend(change.notes)
     draft = replace(draft, change=change)
     # Warn about unknown names only if the source is not already in a Hugging Face layout.
-    cut = bool(draft.model.root) and not draft.includes_training_state
-    new = draft.target.layout == HF and (
-        cut or formats.get_format(draft.catalog.format).layout != HF
+    drops_prefix = bool(draft.model.root) and not draft.includes_training_state
+    has_new_names = draft.target.layout == HF and (
+        drops_prefix or formats.get_format(draft.catalog.format).layout != HF
     )
-    if new and not (change.family or draft.model.candidates or draft.is_adapter):
+    if has_new_names and not (change.family or draft.model.candidates or draft.is_adapter):
         hint = root_hint(draft.model)
         draft.notes.add(f"unknown model type; keys are copied unchanged ({hint})", kind="warning")
     return draft
 
 
-def list_output_tensors(draft: Draft) -> Draft:
+def plan_output_tensors(draft: Draft) -> Draft:
     """Determine the tensors and other values of the output, and locate the bytes to read."""
     if draft.change.skipped_keys or draft.missing:
-        draft = skip_parts(draft, draft.change.skipped_keys)
+        draft = skip_tensors(draft, draft.change.skipped_keys)
     root, target, notes, change = draft.model.root, draft.target, draft.notes, draft.change
-    apart = notes.get_reasons("skipped").keys() | draft.missing.keys()
-    catalog, parts = _read_values(draft, apart) if draft.catalog.blobs else (draft.catalog, {})
-    outside = dict.fromkeys(leaf for n in draft.selection.rest for leaf in parts.get(n, (n,)))
-    rest = (
-        map_training_state(catalog, tuple(outside), root, change)
+    excluded_names = notes.get_reasons("skipped").keys() | draft.missing.keys()
+    catalog, parts = (
+        _read_blob_values(draft, excluded_names) if draft.catalog.blobs else (draft.catalog, {})
+    )
+    training_names = dict.fromkeys(
+        leaf for n in draft.selection.rest for leaf in parts.get(n, (n,))
+    )
+    training_state = (
+        map_training_state(catalog, tuple(training_names), root, change)
         if draft.includes_training_state
         else TrainingState()
     )
-    homeless: list[str] = []
-    packed = (
-        iterate_model_tensors(catalog, parts, outside, root, draft.includes_training_state)
+    unstorable_names: list[str] = []
+    unpacked_tensors = (
+        iterate_unpacked_tensors(
+            catalog, parts, training_names, root, draft.includes_training_state
+        )
         if parts
         else ()
     )
-    for item, path in packed:
+    for item, path in unpacked_tensors:
         if change.keeps_names or draft.includes_training_state:
-            rest.tensors[item.key], rest.paths[item.key] = item, path
+            training_state.tensors[item.key], training_state.paths[item.key] = item, path
         else:
-            homeless += item.keys
-    catalog, model = apply_change(catalog, change, root, draft.output_root)
-    catalog = rest.add_virtual_tensors(catalog)
-    mapped = {**model, **rest.tensors}
-    redundant = (*(candidate.with_prefix(root) for candidate in change.redundant), *rest.redundant)
-    read = {key for composed in mapped.values() for key in composed.keys}
-    used_fills = {name: origin for name, origin in draft.filled_from.items() if name in read}
-    read.update(*(candidate.keys for candidate in redundant))
-    located_tensors = locate_tensors(catalog, [name for name in catalog.tensors if name in read])
+            unstorable_names += item.keys
+    catalog, model = apply_layout_change(catalog, change, root, draft.output_root)
+    catalog = training_state.add_virtual_tensors(catalog)
+    mapped = {**model, **training_state.tensors}
+    redundant = (
+        *(candidate.with_prefix(root) for candidate in change.redundant),
+        *training_state.redundant,
+    )
+    read_keys = {key for composed in mapped.values() for key in composed.keys}
+    used_fills = {name: origin for name, origin in draft.filled_from.items() if name in read_keys}
+    read_keys.update(*(candidate.keys for candidate in redundant))
+    located_tensors = locate_tensors(
+        catalog, [name for name in catalog.tensors if name in read_keys]
+    )
     catalog = replace(catalog, tensors=located_tensors.tensors)
-    aliases = _keeps_shared_memory(draft, catalog, model)
-    tensors = _build_tensors(draft, catalog, model, rest, aliases)
+    aliases = _decide_memory_sharing(draft, catalog, model)
+    tensors = _build_tensors(draft, catalog, model, training_state, aliases)
     tied = [
         candidate for candidate in tensors if candidate.alias_of and draft.options.tied == "drop"
     ]
@@ -109,23 +124,23 @@ def list_output_tensors(draft: Draft) -> Draft:
     notes.explain("dropped", {candidate.name: why.format(candidate.alias_of) for candidate in tied})
     if tied and not target.records_ties:
         tensors = tuple(tensor for tensor in tensors if not tensor.alias_of)
-    blobs, unmapped = _select_blobs(draft, catalog, apart | outside.keys())
-    homeless += unmapped
-    no_place = f"layout {change.target_layout} cannot store it"
-    notes.explain("skipped", dict.fromkeys(homeless, no_place))
+    blobs, unmapped = _select_blobs(draft, catalog, excluded_names | training_names.keys())
+    unstorable_names += unmapped
+    unstorable_reason = f"layout {change.target_layout} cannot store it"
+    notes.explain("skipped", dict.fromkeys(unstorable_names, unstorable_reason))
     return replace(
         draft,
         located=catalog,
         mapped=mapped,
         tensors=tensors,
-        blobs=[*rest.blobs, *blobs],
+        blobs=[*training_state.blobs, *blobs],
         redundant=redundant,
         filled_from=used_fills,
     )
 
 
 def _select_blobs(
-    draft: Draft, catalog: Catalog, apart: Collection[str]
+    draft: Draft, catalog: Catalog, excluded_names: Collection[str]
 ) -> tuple[list[Blob], list[str]]:
     """Select the model's non-tensor values for the output.
 
@@ -135,7 +150,7 @@ def _select_blobs(
     selected: list[Blob] = []
     unmapped: list[str] = []
     for name, blob in catalog.blobs.items():
-        if name in apart or not name.startswith(root):
+        if name in excluded_names or not name.startswith(root):
             continue
         if not target.nested:
             draft.notes.explain("skipped", {name: f"{target.name} stores only tensors"})
@@ -146,14 +161,14 @@ def _select_blobs(
     return selected, unmapped
 
 
-def _read_values(draft: Draft, apart: Collection[str]) -> tuple[Catalog, Parts]:
+def _read_blob_values(draft: Draft, excluded_names: Collection[str]) -> tuple[Catalog, Parts]:
     """Read the non-tensor values to convert, and unpack tensors that are nested in them.
 
     Raise if a value has an unknown class.
     """
     catalog, target = draft.catalog, draft.target
     selected_blobs = {
-        n: blob for n, blob in catalog.blobs.items() if target.nested and n not in apart
+        n: blob for n, blob in catalog.blobs.items() if target.nested and n not in excluded_names
     }
     resolved_blobs = formats.resolve_codecs(
         replace(catalog, tensors={}, blobs=selected_blobs)
@@ -172,7 +187,7 @@ def _build_tensors(
     draft: Draft,
     catalog: Catalog,
     model: Mapping[str, ComposedTensor],
-    rest: TrainingState,
+    training_state: TrainingState,
     aliases: bool,
 ) -> tuple[OutputTensor, ...]:
     entries, family = catalog.tensors, draft.change.family
@@ -186,7 +201,12 @@ def _build_tensors(
     )
     refuse_unscaled_float8(draft.options, model, catalog, model_tensors)
     training_tensors = build_output_tensors(
-        rest.tensors, entries, rest.paths, dtype=None, pinned=(), aliases=aliases
+        training_state.tensors,
+        entries,
+        training_state.paths,
+        dtype=None,
+        pinned=(),
+        aliases=aliases,
     )
     return (*model_tensors, *training_tensors)
 
@@ -199,36 +219,40 @@ def _assign_paths(
     If names are unchanged, key paths are unchanged, too. If names change, the model becomes a flat
     state dict, inside the container of the source if prefixes are kept.
     """
-    placed: dict[str, Path] = {}
-    read: set[str] = set()
+    paths: dict[str, Path] = {}
+    read_keys: set[str] = set()
     for key, composed in mapped.items():
         first = composed.sources[0].key
-        copied = first in read
-        read.add(first)
+        is_repeated = first in read_keys
+        read_keys.add(first)
         entry = entries[first]
-        old = entry.path
-        if not old:
+        source_path = entry.path
+        if not source_path:
             raise UnsupportedError(
                 "this is a single tensor, not a state dict",
                 where=f"{draft.catalog.root}/{entry.extents[0].file}",
                 why="tensors in a checkpoint must have names",
             )
-        if draft.change.keeps_names and not copied:
-            placed[key] = (
-                old if draft.includes_training_state else path_without_root(old, draft.model.root)
+        if draft.change.keeps_names and not is_repeated:
+            paths[key] = (
+                source_path
+                if draft.includes_training_state
+                else path_without_root(source_path, draft.model.root)
             )
         elif draft.includes_training_state:
-            head, prefix = find_container(old, draft.model.root) if draft.model.root else ((), "")
-            placed[key] = (*head, key.removeprefix(prefix))
+            head, prefix = (
+                split_at_container(source_path, draft.model.root) if draft.model.root else ((), "")
+            )
+            paths[key] = (*head, key.removeprefix(prefix))
         else:
-            placed[key] = (key,)
-    return placed
+            paths[key] = (key,)
+    return paths
 
 
 def build_output_tensors(
     mapped: Mapping[str, ComposedTensor],
     entries: Mapping[str, TensorEntry],
-    placed: Mapping[str, Path],
+    paths: Mapping[str, Path],
     *,
     dtype: str | None,
     pinned: Collection[str],
@@ -239,17 +263,17 @@ def build_output_tensors(
     Args:
         mapped: Target tensors by name.
         entries: Tensors of the source by name.
-        placed: Key path of each target tensor.
+        paths: Key path of each target tensor.
         dtype: Dtype that floating-point tensors are cast to, or None to keep theirs.
         pinned: Names of the family's tensors that are not cast.
         aliases: Whether tensors copied from the same memory share memory in the output.
     """
-    first: dict[object, str] = {}
+    first_keys: dict[object, str] = {}
     tensors = []
     for key, composed in mapped.items():
-        original = first.setdefault(_memory_key(composed, entries), key)
+        first_key = first_keys.setdefault(_build_memory_key(composed, entries), key)
         logical = composed.logical
-        gradient = any(
+        requires_grad = any(
             all(entries[source.key].requires_grad for source in sources)
             for sources in logical.values()
         )
@@ -258,15 +282,15 @@ def build_output_tensors(
                 name=key,
                 dtype=_choose_dtype(key, logical, entries, dtype, pinned),
                 shape=composed.shape,
-                path=placed[key],
-                alias_of=original if aliases and original != key else None,
-                requires_grad=gradient,
+                path=paths[key],
+                alias_of=first_key if aliases and first_key != key else None,
+                requires_grad=requires_grad,
             )
         )
     return tuple(tensors)
 
 
-def _memory_key(composed: ComposedTensor, entries: Mapping[str, TensorEntry]) -> object:
+def _build_memory_key(composed: ComposedTensor, entries: Mapping[str, TensorEntry]) -> object:
     """Return a key that is equal for tensors copied from the same memory."""
     if not composed.tensor.parts and not composed.is_rename:
         return composed.key
@@ -289,7 +313,7 @@ def _choose_dtype(
             other_dtype = entries[source.key].dtype
             if other_dtype != stored:
                 hint = (
-                    f"first convert with {spell_option('--dtype')} in the same layout, then "
+                    f"first convert with {format_option('--dtype')} in the same layout, then "
                     "convert the result"
                 )
                 raise _mixed_dtypes_error(key, stored, other_dtype, source.key, hint)
@@ -297,7 +321,7 @@ def _choose_dtype(
         target_dtype = stored if is_pinned or dtype is None else choose_cast_dtype(stored, dtype)
         chosen = chosen or target_dtype
         if target_dtype != chosen:
-            hint = f"pass {spell_option('--dtype')} to cast all of them to one dtype"
+            hint = f"pass {format_option('--dtype')} to cast all of them to one dtype"
             raise _mixed_dtypes_error(key, chosen, target_dtype, entries[sources[0].key].name, hint)
     return chosen
 
@@ -327,7 +351,7 @@ def find_main_dtype(tensors: Iterable[OutputTensor | TensorEntry]) -> str | None
     return max(total, key=lambda name: total[name], default=None)
 
 
-def _keeps_shared_memory(
+def _decide_memory_sharing(
     draft: Draft, catalog: Catalog, mapped: Mapping[str, ComposedTensor]
 ) -> bool:
     """Decide whether tensors that share memory in the source share it in the output.
@@ -339,8 +363,8 @@ def _keeps_shared_memory(
     shared, because they are trained separately.
     """
     options, target, family = draft.options, draft.target, draft.change.family
-    factors = target.adapters or (family is not None and family.partial)
-    if options.untie or options.tied == "copy" or factors:
+    is_adapter = target.adapters or (family is not None and family.partial)
+    if options.untie or options.tied == "copy" or is_adapter:
         return False
     may_tie = family is None or not target.records_ties
     if (

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from ckptctl import option_checks as checks
 from ckptctl import shared_options as opt
-from ckptctl.errors import UsageError, spell_option
-from ckptctl.options import Argument, Excludes, Option, Options, list_options, option_group
+from ckptctl.errors import UsageError, format_option
+from ckptctl.options import Argument, Option, OptionConflict, Options, list_options, option_group
 from ckptctl.units import parse_bytes, parse_file_size
 
 if TYPE_CHECKING:
@@ -84,8 +84,8 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _SourceFormatOptions):
             check=checks.check_location,
             panel="Output",
             excludes=(
-                Excludes("allow_missing", "it needs an otherwise complete source"),
-                Excludes("only=all", "the base has no training state for filled tensors"),
+                OptionConflict("allow_missing", "it needs an otherwise complete source"),
+                OptionConflict("only=all", "the base has no training state for filled tensors"),
             ),
         ),
     ] = None
@@ -106,8 +106,8 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _SourceFormatOptions):
             check=checks.check_location,
             panel="Output",
             excludes=(
-                Excludes("mp", "both set the number of shards"),
-                Excludes("max_shard_size", "both determine the files"),
+                OptionConflict("mp", "both set the number of shards"),
+                OptionConflict("max_shard_size", "both determine the files"),
             ),
         ),
     ] = None
@@ -116,7 +116,7 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _SourceFormatOptions):
         Option(
             "Write both tensors of a tied pair, e.g. embeddings and lm_head.",
             panel="Format and model",
-            excludes=(Excludes("tied=drop"),),
+            excludes=(OptionConflict("tied=drop"),),
         ),
     ] = False
     tied: Annotated[
@@ -151,7 +151,7 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _SourceFormatOptions):
             metavar="NUMBER",
             check=checks.check_factor,
             panel="Format and model",
-            excludes=(Excludes("scaling", "both set the scale"),),
+            excludes=(OptionConflict("scaling", "both set the scale"),),
         ),
     ] = None
     step: Annotated[
@@ -185,7 +185,7 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _SourceFormatOptions):
             "Resume an interrupted run.",
             panel="Safety",
             brief=True,
-            excludes=(Excludes("restart"),),
+            excludes=(OptionConflict("restart"),),
         ),
     ] = False
     restart: Annotated[
@@ -198,7 +198,7 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _SourceFormatOptions):
             "Read the result back and compare its checksums.",
             panel="Safety",
             brief=True,
-            excludes=(Excludes("checksum", "it compares checksums"),),
+            excludes=(OptionConflict("checksum", "it compares checksums"),),
         ),
     ] = False
     checksum: Annotated[
@@ -223,8 +223,10 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _SourceFormatOptions):
 
     def with_target_format(self, to: str, **changed: Any) -> ConversionOptions:
         """Return options for a conversion to format *to*, with *changed* fields."""
-        same = {option.name: getattr(self, option.name) for option in fields(WriteOptions)}
-        return ConversionOptions(**{**same, **changed}, to=to)
+        current_values = {
+            option.name: getattr(self, option.name) for option in fields(WriteOptions)
+        }
+        return ConversionOptions(**{**current_values, **changed}, to=to)
 
     @property
     def format(self) -> str | None:
@@ -321,19 +323,19 @@ class ConsolidationOptions(WriteOptions, _ConsolidationTargetOptions):
         super().__post_init__()
         if self.metadata_only and self.dst is not None:
             raise UsageError(
-                f"DST conflicts with {spell_option('--metadata-only')} (it adds a file to SRC)",
+                f"DST conflicts with {format_option('--metadata-only')} (it adds a file to SRC)",
                 where=str(self.dst),
             )
         if not self.metadata_only and self.dst is None:
             raise UsageError(
                 "missing argument DST (destination path or URL)",
-                hint=f"pass DST, or {spell_option('--metadata-only')} to add a file to SRC",
+                hint=f"pass DST, or {format_option('--metadata-only')} to add a file to SRC",
             )
-        metadata_only = spell_option("--metadata-only")
+        metadata_only = format_option("--metadata-only")
         for option in list_options(type(self)) if self.metadata_only else ():
             if option.name != "metadata_only" and getattr(self, option.name) != option.default:
                 raise UsageError(
-                    f"{spell_option(option.display_name)} is not supported with {metadata_only}",
+                    f"{format_option(option.display_name)} is not supported with {metadata_only}",
                     why="no tensor is written",
                 )
 
@@ -343,7 +345,7 @@ class ConsolidationOptions(WriteOptions, _ConsolidationTargetOptions):
         return self.with_target_format(self.to or ("dcp" if self.optimizer else "hf"), only=only)
 
 
-OPTIONS_NOT_CONSOLIDATED = (
+NON_CONSOLIDATION_OPTIONS = (
     *("converter", "sizes", "from_layout", "to_layout", "dequantize", "only", "mp", "like"),
     *("quantize", "quantize_also", "quantize_not"),
     *("untie", "vocab_size", "stack_layers", "lora_alpha", "step"),

@@ -37,16 +37,16 @@ import time
 from dataclasses import replace
 
 from ckptctl import families
-from ckptctl.conversion.contents import list_output_tensors, plan_layout_change
+from ckptctl.conversion.contents import plan_layout_change, plan_output_tensors
 from ckptctl.conversion.conversion_options import ConversionOptions
 from ckptctl.conversion.executable import build_plan
-from ckptctl.conversion.laying_out import lay_out, open_reference
-from ckptctl.conversion.opening import explain_errors, open_draft, understand_model
-from ckptctl.conversion.plan import ConversionPlan, ConversionResult, describe_plan
+from ckptctl.conversion.laying_out import open_sharding_reference, plan_file_layout
+from ckptctl.conversion.opening import detect_model, explain_errors, open_draft
+from ckptctl.conversion.plan import ConversionPlan, ConversionResult, build_conversion_plan
 from ckptctl.conversion.selection import select_tensors
 from ckptctl.conversion.steps import Step, apply_steps, select_steps
-from ckptctl.conversion.summary import summarize
-from ckptctl.conversion.writing import require_same_plans, write_output
+from ckptctl.conversion.summary import summarize_conversion
+from ckptctl.conversion.writing import require_executable_plan, write_output
 from ckptctl.notes import Notes
 from ckptctl.ranks.coordinator import Coordinator, SingleProcess
 from ckptctl.storage.threads import Advance
@@ -81,23 +81,25 @@ def plan_with_steps(
     steps = [*select_steps(options), *extra_steps]
     draft = open_draft(src, dst, options)
     draft = apply_steps(steps, "source", draft)
-    draft = understand_model(draft)
+    draft = detect_model(draft)
     with explain_errors(draft):
         draft = apply_steps(steps, "model", draft)
         # Notes are shown in the order source, sidecar files, others. Sidecar files are known last.
         source_notes, draft = draft.notes, replace(draft, notes=Notes())
         if options.like is not None:
-            draft = replace(draft, like=open_reference(options.like, draft.target))
+            draft = replace(draft, like=open_sharding_reference(options.like, draft.target))
         draft = select_tensors(draft)
         draft = apply_steps(steps, "selection", draft)
         draft = plan_layout_change(draft)
         draft = apply_steps(steps, "layout", draft)
-        draft = before_output_steps = list_output_tensors(draft)
+        draft = before_output_steps = plan_output_tensors(draft)
         draft = apply_steps(steps, "output", draft)
-        draft = lay_out(draft)
+        draft = plan_file_layout(draft)
         draft = apply_steps(steps, "files", draft)
         plan = build_plan(draft)
-    return describe_plan(draft, plan, summarize(before_output_steps, draft), source_notes)
+    return build_conversion_plan(
+        draft, plan, summarize_conversion(before_output_steps, draft), source_notes
+    )
 
 
 def run_conversion(
@@ -120,7 +122,7 @@ def run_conversion(
     """
     start = time.monotonic()
     ranks, notes = ranks or SingleProcess(), Notes()
-    require_same_plans(plan, ranks)
+    require_executable_plan(plan, ranks)
     execution = write_output(plan, progress or (lambda _: None), ranks, notes)
     return ConversionResult(
         plan,

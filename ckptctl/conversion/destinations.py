@@ -28,19 +28,19 @@ class Destination:
     """Destination of an output.
 
     Attributes:
-        given: Path or URL as typed by the user.
+        typed_path: Path or URL as typed by the user.
         path: Absolute path, or URL.
-        upload: Whether *path* is a URL.
+        is_upload: Whether *path* is a URL.
     """
 
-    given: TreePath
+    typed_path: TreePath
     path: TreePath
-    upload: bool = False
+    is_upload: bool = False
 
-    def free_bytes(self) -> int:
+    def count_free_bytes(self) -> int:
         """Return the free bytes at the destination, or in the temporary directory for an upload."""
         return destinations.count_free_bytes(
-            Path(tempfile.gettempdir() if self.upload else self.path)
+            Path(tempfile.gettempdir() if self.is_upload else self.path)
         )
 
 
@@ -66,20 +66,20 @@ def require_destination(
             raise RefusedError("source and destination overlap", where=str(target))
         if not target.name or len(target.parts) < 2:
             raise RefusedError("the destination must have a name", where=str(target))
-        return Destination(target, target, upload=True)
+        return Destination(target, target, is_upload=True)
     destinations.require_local_path(target)
     destination = destinations.resolve_destination(expand_home(Path(target)).absolute())
-    real, origin = resolve_links(destination), resolve_links(source)
-    if real == origin:
+    resolved_target, resolved_source = resolve_links(destination), resolve_links(source)
+    if resolved_target == resolved_source:
         raise RefusedError(SAME_PATH_MESSAGE, where=str(target), hint=hint)
-    if origin.is_dir() and real.is_relative_to(origin):
+    if resolved_source.is_dir() and resolved_target.is_relative_to(resolved_source):
         raise RefusedError(
             "the destination is inside the source",
             where=str(target),
             why=f"ckptctl never writes into a source ({source})",
             hint=hint,
         )
-    if origin.is_relative_to(real):
+    if resolved_source.is_relative_to(resolved_target):
         raise RefusedError(SOURCE_INSIDE_MESSAGE, where=str(target), hint=hint)
     destinations.check_target(destination, overwrite=overwrite, is_checkpoint=is_checkpoint)
     destinations.require_writable(destination)

@@ -11,7 +11,7 @@ from ckptctl.conversion.conversion_options import ConversionOptions
 from ckptctl.conversion.destinations import Destination
 from ckptctl.conversion.recognition.model import Model
 from ckptctl.conversion.recognition.roots import Selection
-from ckptctl.errors import spell_option
+from ckptctl.errors import format_option
 from ckptctl.formats.base import OutputLayout, OutputTensor, WritableFormat
 from ckptctl.notes import Notes
 from ckptctl.planner.layouts import BASE, HF, is_base_layout
@@ -183,8 +183,8 @@ class Draft:
     def keep_hint(self) -> str:
         """Hint with the options that keep training state."""
         everything = (
-            spell_option("--only all")
+            format_option("--only all")
             if self.target.nested
-            else spell_option("--to dcp", "--only all")
+            else format_option("--to dcp", "--only all")
         )
-        return f"pass {everything}, or consolidate's {spell_option('--optimizer')}, to keep it"
+        return f"pass {everything}, or consolidate's {format_option('--optimizer')}, to keep it"

@@ -16,16 +16,16 @@ from typing import Literal
 
 from ckptctl import dtypes
 from ckptctl.catalog import MANIFEST, ComputedTensor, list_input_files
-from ckptctl.columns import BoxColumns, columns_of
-from ckptctl.conversion.checked_ranges import plan_checks
+from ckptctl.columns import BoxColumns, iterate_digest_values
+from ckptctl.conversion.checked_ranges import plan_checksum_verification
 from ckptctl.conversion.draft import Draft
 from ckptctl.conversion.transfers import (
-    find_sources,
+    identify_read_files,
     list_read_entries,
     plan_transfers,
     read_identities,
 )
-from ckptctl.errors import RefusedError, spell_option
+from ckptctl.errors import RefusedError, format_option
 from ckptctl.formats.base import (
     OutputLayout,
     OutputTensor,
@@ -57,36 +57,40 @@ def build_plan(draft: Draft) -> Plan:
     )
     sidecar_files += tuple(make_copied_file(copy.target, copy.nbytes) for copy in draft.copies)
     _require_distinct_files(output, sidecar_files)
-    by_name = {tensor.name: tensor.dtype for tensor in draft.tensors}
-    raw = (*output.raw_copies, *draft.copies)
+    dtypes_by_name = {tensor.name: tensor.dtype for tensor in draft.tensors}
+    raw_copies = (*output.raw_copies, *draft.copies)
     folder = f"{output.folder}/" if output.folder else ""
     if folder:
         records = tuple(replace(item, file=folder + item.file) for item in output.records)
         output = replace(output, records=records)
-        raw = tuple(replace(item, target=folder + item.target) for item in raw)
-    copies, virtual = plan_transfers(catalog, draft.mapped, output, by_name)
+        raw_copies = tuple(replace(item, target=folder + item.target) for item in raw_copies)
+    copies, virtual = plan_transfers(catalog, draft.mapped, output, dtypes_by_name)
     format_files = tuple(
         make_content_file(name, content) for name, content in output.contents.items()
     )
     files = (*output.files, *format_files, *sidecar_files)
-    computed, sources = find_sources(root, copies, virtual, output.raw_copies)
-    checked, checks = plan_checks(root, copies, computed)
+    computed, sources = identify_read_files(root, copies, virtual, output.raw_copies)
+    checked, checks = plan_checksum_verification(root, copies, computed)
     written = {
         **output.contents,
         **draft.written,
         "__metadata__": repr(sorted(draft.strings.items())).encode(),
         **{f"__above__/{name}": content for name, content in output.outer_files.items()},
     }
-    digest = compute_digest(checksum, files, output.records, copies, raw, written, computed, checks)
+    digest = compute_digest(
+        checksum, files, output.records, copies, raw_copies, written, computed, checks
+    )
     if checksum and not single_file:
         names = {
             copy.target: copy.nbytes for copy in draft.copies if not find_file_kind(copy.target)
         }
-        head = {"source": build_provenance(draft), "plan": digest}
-        head |= {"carried": names} if names else {}
+        manifest_fields = {"source": build_provenance(draft), "plan": digest}
+        manifest_fields |= {"carried": names} if names else {}
         files = (
             *files,
-            build_manifest(head, draft.tensors, output.boxes, draft.output_layout.records),
+            build_manifest(
+                manifest_fields, draft.tensors, output.boxes, draft.output_layout.records
+            ),
         )
     if folder:
         files = tuple(replace(item, path=folder + item.path) for item in files)
@@ -102,7 +106,7 @@ def build_plan(draft: Draft) -> Plan:
         files=files,
         records=output.records,
         transfers=copies,
-        raw_copies=raw,
+        raw_copies=raw_copies,
         digest=digest,
         computed=computed,
         inputs={
@@ -122,14 +126,14 @@ def _require_distinct_files(output: OutputLayout, sidecar_files: Sequence[Output
         raise RefusedError(
             "a copied sidecar file would replace an output file",
             where=f"`{duplicates[0]}`",
-            hint=f"pass a narrower GLOB to {spell_option('--carry')} to skip it",
+            hint=f"pass a narrower GLOB to {format_option('--carry')} to skip it",
         )
 
 
 def build_provenance(draft: Draft) -> dict[str, object]:
     """Build the description of the source for the manifest."""
     fields: dict[str, object] = {
-        "name": checkpoint_name(draft.catalog.path),
+        "name": get_checkpoint_name(draft.catalog.path),
         "format": draft.catalog.format,
         "layout": draft.model.layout,
         "model_type": draft.model.model_type,
@@ -139,12 +143,12 @@ def build_provenance(draft: Draft) -> dict[str, object]:
     if draft.missing:
         fields["missing"] = list(draft.missing)
     if draft.base and draft.filled_from:
-        name, taken = checkpoint_name(draft.base.path), list(draft.filled_from)
+        name, taken = get_checkpoint_name(draft.base.path), list(draft.filled_from)
         fields["filled"] = {"name": name, "format": draft.base.format, "tensors": taken}
     return fields
 
 
-def checkpoint_name(path: TreePath) -> str:
+def get_checkpoint_name(path: TreePath) -> str:
     """Return the name of a checkpoint without its directory, as valid UTF-8."""
     return path.name.encode(errors="replace").decode()
 
@@ -172,7 +176,7 @@ def compute_digest(
         digest.update(repr((transfer.name, transfer.tensor, transfer.targets)).encode())
     text_of_boxes = lru_cache(maxsize=64)(repr)  # most tensors share a few of these columns
     for entry in list_read_entries(transfers):
-        for part in (entry.name, entry.dtype, entry.shape, *columns_of(entry.extents)):
+        for part in (entry.name, entry.dtype, entry.shape, *iterate_digest_values(entry.extents)):
             text = text_of_boxes(part) if isinstance(part, BoxColumns) else repr(part)
             digest.update(text.encode())
     for raw in raw_copies:
@@ -182,7 +186,7 @@ def compute_digest(
         digest.update(repr((name, len(content))).encode() + content)
     for virtual, computed_tensor in computed.items():
         inputs = [input_tensor.entry for input_tensor in computed_tensor.inputs]
-        how = (
+        computation = (
             virtual,
             computed_tensor.kind,
             computed_tensor.dtype,
@@ -190,14 +194,14 @@ def compute_digest(
             inputs,
             computed_tensor.arguments,
         )
-        digest.update(repr(how).encode())
+        digest.update(repr(computation).encode())
     for check in checks:
         digest.update(repr(check.recorded).encode())
     return digest.hexdigest()
 
 
 def build_manifest(
-    head: Mapping[str, object],
+    manifest_fields: Mapping[str, object],
     tensors: Sequence[OutputTensor],
     boxes: Mapping[str, Sequence[TensorPlace]],
     records: Sequence[Record],
@@ -205,17 +209,17 @@ def build_manifest(
     """Build the manifest. Its checksums are filled in after all records are written.
 
     Args:
-        head: Fields of the manifest before ``tensors``, except the schema and version.
+        manifest_fields: Fields of the manifest before ``tensors``, except the schema and version.
         tensors: Tensors of the output.
         boxes: Boxes of each tensor, with the record that stores each box.
         records: Records of the output.
     """
-    copied_files = head.get("carried")
+    copied_files = manifest_fields.get("carried")
     for name in copied_files if isinstance(copied_files, Mapping) else ():
         _encode_text(name, "file", name)
 
     def encode_manifest(crc_of: CrcLookup) -> Iterator[bytes]:
-        document = {"schema": SCHEMA, "ckptctl": __version__, **head, "tensors": {}}
+        document = {"schema": SCHEMA, "ckptctl": __version__, **manifest_fields, "tensors": {}}
         before, _, after = json.dumps(document, indent=1, ensure_ascii=False).rpartition("{}")
         listed = {t.name: t for t in tensors}.values()
         begin = before + "{"
@@ -238,12 +242,12 @@ def _encode_text(text: str, kind: Literal["file", "tensor"], name: str) -> bytes
     try:
         return text.encode()
     except UnicodeEncodeError:
-        exclude_hint = f"{spell_option('--exclude')} to skip the tensor"
+        exclude_hint = f"{format_option('--exclude')} to skip the tensor"
         raise RefusedError(
             "the name is not valid text",
             where=f"{kind} `{name}`",
             why="it is not valid UTF-8, which the manifest requires",
-            hint=f"pass {spell_option('--no-checksum')} to write no manifest, or "
+            hint=f"pass {format_option('--no-checksum')} to write no manifest, or "
             f"{exclude_hint if kind == 'tensor' else 'rename the file'}",
         ) from None
 
@@ -260,7 +264,7 @@ def _format_tensor(
         **({"alias_of": _encode_string(tensor.alias_of)} if tensor.alias_of else {}),
     }
     chunks = []
-    itemsize = dtypes.itemsize(tensor.dtype)
+    itemsize = dtypes.get_itemsize(tensor.dtype)
     for place in boxes:
         record, box = records[place.record], place.box
         # The checksum of a record with several boxes does not apply to any of them.

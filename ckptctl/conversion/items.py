@@ -20,7 +20,7 @@ from ckptctl.storage.zips.zip_reader import MAX_PICKLE_BYTES
 from ckptctl.tree import TreePath
 
 
-def resolve_items(catalog: Catalog) -> tuple[Catalog, list[Finding]]:
+def read_item_headers(catalog: Catalog) -> tuple[Catalog, list[Finding]]:
     """Read the headers of all items. Return the readable items, and findings about unreadable ones.
 
     Reading stops at the first unreadable item, so a catalog that cannot be read is split in halves
@@ -39,7 +39,7 @@ def resolve_items(catalog: Catalog) -> tuple[Catalog, list[Finding]]:
             halves = _split_catalog(part)
             pending += halves
             if not halves:
-                findings.append(_to_finding(error, part))
+                findings.append(_build_finding(error, part))
     extents: dict[str, Sequence[Extent]] = {}
     for name, entry in (item for part in resolved_parts for item in part.tensors.items()):
         if entry.unsupported and not catalog.tensors[name].unsupported:
@@ -79,17 +79,17 @@ def _select_names(catalog: Catalog, names: list[str]) -> Catalog:
     )
 
 
-def _to_finding(error: CkptError, part: Catalog) -> Finding:
+def _build_finding(error: CkptError, part: Catalog) -> Finding:
     """Build the finding for an item that cannot be read."""
     name = next(iter([*part.tensors, *part.blobs]), None)
     finding = finding_from_error(error, part.root, name)
     for extent in (extent for entry in part.tensors.values() for extent in entry.extents):
         finding = replace(finding, box=extent.box)
-    is_sound = any(_is_sound(part.root, blob) for blob in part.blobs.values())
+    is_sound = any(_has_verified_pickle(part.root, blob) for blob in part.blobs.values())
     return replace(finding, severity="warning") if is_sound else finding
 
 
-def _is_sound(root: TreePath, blob: Blob) -> bool:
+def _has_verified_pickle(root: TreePath, blob: Blob) -> bool:
     """Check if a checksum proves that the pickle of *blob* is undamaged."""
     try:
         with source_files(root) as files:
@@ -107,7 +107,7 @@ def _is_sound(root: TreePath, blob: Blob) -> bool:
 REPLICAS_DIFFER = "replicas have different values"
 
 
-def select_replicated(catalog: Catalog, names: Collection[str]) -> Catalog:
+def select_replicated_tensors(catalog: Catalog, names: Collection[str]) -> Catalog:
     """Select the tensors among *names* that have replicas."""
     replicas = {
         name: copies for name, copies in catalog.replicas.items() if copies and name in names
@@ -127,11 +127,11 @@ def add_replica_extents(catalog: Catalog) -> Catalog:
     return replace(catalog, tensors=tensors, replicas={}) if catalog.replicas else catalog
 
 
-def select_portion(catalog: Catalog, ranks: Coordinator) -> Catalog:
+def select_rank_replicas(catalog: Catalog, ranks: Coordinator) -> Catalog:
     """Select the tensors with replicas that this rank compares."""
     names = [name for name, copies in catalog.replicas.items() if copies]
     weights = {name: sum(copy.nbytes for copy in catalog.replicas[name]) for name in names}
-    return select_replicated(catalog, select_rank_share(ranks, names, weights.__getitem__))
+    return select_replicated_tensors(catalog, select_rank_share(ranks, names, weights.__getitem__))
 
 
 def require_equal_replicas(catalog: Catalog, advance: Advance | None = None) -> None:
@@ -153,9 +153,9 @@ def find_differing_replicas(catalog: Catalog) -> Iterator[Finding]:
     All replicas were compared with their recorded checksums before. Replicas with the same recorded
     checksum as the copy in use are not read again.
     """
-    for entry in select_replicated(catalog, catalog.replicas).tensors.values():
+    for entry in select_replicated_tensors(catalog, catalog.replicas).tensors.values():
         try:
-            part = formats.resolve_codecs(select_replicated(catalog, {entry.name}))
+            part = formats.resolve_codecs(select_replicated_tensors(catalog, {entry.name}))
             yield from _compare_replicas(part, None, checked=True)
         except CkptError as error:
             yield finding_from_error(error, catalog.root, entry.name)
@@ -174,21 +174,23 @@ def _compare_replicas(
     with open_catalog_reader(catalog) as files:
         for name, copies in catalog.replicas.items():
             entry = catalog.tensors[name]
-            first = {extent.box: extent for extent in entry.extents}
+            extents_in_use = {extent.box: extent for extent in entry.extents}
             for copy in copies:
-                used = first.setdefault(copy.box, copy)
-                proven = checked and used.strides == copy.strides and has_same_checksum(used, copy)
-                unread = used is not copy and not proven
+                in_use = extents_in_use.setdefault(copy.box, copy)
+                proven = (
+                    checked and in_use.strides == copy.strides and has_same_checksum(in_use, copy)
+                )
+                unread = in_use is not copy and not proven
                 if unread and not are_tensors_equal(
-                    files, _extract_extent(entry, used), _extract_extent(entry, copy)
+                    files, _build_extent_entry(entry, in_use), _build_extent_entry(entry, copy)
                 ):
-                    why = f"the copy in `{copy.file}` differs from `{used.file}`, which is used"
+                    why = f"the copy in `{copy.file}` differs from `{in_use.file}`, which is used"
                     yield Finding(REPLICAS_DIFFER, why, "unknown", copy.file, name, copy.box)
                 if advance:
                     advance(copy.nbytes)
 
 
-def _extract_extent(entry: TensorEntry, extent: Extent) -> TensorEntry:
+def _build_extent_entry(entry: TensorEntry, extent: Extent) -> TensorEntry:
     """Return the box of an extent as a separate tensor."""
     sizes = extent.box.sizes
     return replace(entry, shape=sizes, extents=(replace(extent, box=Box.whole(sizes)),))

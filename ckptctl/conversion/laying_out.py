@@ -9,8 +9,8 @@ from ckptctl import formats
 from ckptctl.catalog import Catalog
 from ckptctl.conversion.assets import CONFIG
 from ckptctl.conversion.draft import Draft
-from ckptctl.conversion.leaves import is_same_data, select_metadata, without_hashes
-from ckptctl.errors import MappingError, UsageError, quote_names, spell_option
+from ckptctl.conversion.leaves import remove_hashes, select_metadata, stores_same_bytes
+from ckptctl.errors import MappingError, UsageError, format_option, quote_names
 from ckptctl.formats.base import OutputRequest, OutputTensor, WritableFormat
 from ckptctl.planner.axes import AxisSizes
 from ckptctl.planner.balance import MAX_SHARD_BYTES, choose_shard_limit
@@ -20,12 +20,12 @@ from ckptctl.tree import TreePath
 from ckptctl.units import parse_bytes
 
 
-def open_reference(path: str | TreePath, target: WritableFormat) -> Catalog:
+def open_sharding_reference(path: str | TreePath, target: WritableFormat) -> Catalog:
     """Read the index of the checkpoint that ``--like`` names."""
     catalog = formats.open_checkpoint(path)
     if catalog.format != target.name:
         raise UsageError(
-            f"{spell_option('--like')} names a checkpoint in format {catalog.format}, but the "
+            f"{format_option('--like')} names a checkpoint in format {catalog.format}, but the "
             f"output format is {target.name}",
             where=str(path),
         )
@@ -37,15 +37,15 @@ def open_reference(path: str | TreePath, target: WritableFormat) -> Catalog:
                 where=catalog.path,
                 why=f"`{name}` is split across {quote_names(files)}",
                 hint="convert the reference first, and pass the result to "
-                f"{spell_option('--like')}",
+                f"{format_option('--like')}",
             )
     return catalog
 
 
-def lay_out(draft: Draft) -> Draft:
+def plan_file_layout(draft: Draft) -> Draft:
     """Let the target format assign tensors to files, and select the metadata strings."""
     target, options, change, ranks = draft.target, draft.options, draft.change, draft.ranks
-    shares = build_division(change, target.layout) if ranks > 1 else None
+    split_for_ranks = build_rank_splitter(change, target.layout) if ranks > 1 else None
     metadata = select_metadata(draft.catalog, draft.tensors, target, draft.notes)
     shard_bytes = MAX_SHARD_BYTES
     if options.max_shard_size is not None:
@@ -67,7 +67,7 @@ def lay_out(draft: Draft) -> Draft:
         blobs=draft.blobs,
         max_shard_size=shard_bytes,
         mp=ranks,
-        rank_boxes=(lambda tensor: shares(tensor, ranks)) if shares else None,
+        rank_boxes=(lambda tensor: split_for_ranks(tensor, ranks)) if split_for_ranks else None,
         checksum=options.checksum,
         metadata=metadata,
         config=draft.assets.documents.get(CONFIG),
@@ -85,8 +85,8 @@ def lay_out(draft: Draft) -> Draft:
             files = tuple(sorted(draft.like.files))
             request = replace(request, like=_map_tensor_files(draft.like, files), like_files=files)
     output = target.lay_out(request)
-    if metadata and not is_same_data(draft.catalog, draft.mapped.values(), output):
-        metadata = without_hashes(metadata, draft.notes)
+    if metadata and not stores_same_bytes(draft.catalog, draft.mapped.values(), output):
+        metadata = remove_hashes(metadata, draft.notes)
         output = target.lay_out(replace(request, metadata=metadata))
     skipped = draft.notes.get_reasons("skipped")
     rewritten = [name for name in skipped if name.partition(".")[0] in output.generated_files]
@@ -122,11 +122,11 @@ def _require_same_keys(like: Catalog, draft: Draft) -> None:
         )
 
 
-Divide = Callable[[OutputTensor, int], Sequence[RankShard | None]]
+RankSplitter = Callable[[OutputTensor, int], Sequence[RankShard | None]]
 """Function that returns each rank's shard of a tensor, or None for ranks without one."""
 
 
-def build_division(change: LayoutChange, layout: str | None) -> Divide | None:
+def build_rank_splitter(change: LayoutChange, layout: str | None) -> RankSplitter | None:
     """Build a function that splits tensors across ranks, or return None if no rule is known."""
     family, sizes = change.family, AxisSizes(change.sizes or {}, {})
     if family is None or layout is None:

@@ -46,21 +46,21 @@ def unpack_tensors(catalog: Catalog, names: Collection[str]) -> tuple[Catalog, P
     return replace(catalog, tensors=tensors, blobs=blobs), parts
 
 
-def iterate_model_tensors(
-    catalog: Catalog, parts: Parts, outside: Collection[str], root: str, keep_root: bool
+def iterate_unpacked_tensors(
+    catalog: Catalog, parts: Parts, training_names: Collection[str], root: str, keep_root: bool
 ) -> Iterator[tuple[ComposedTensor, Path]]:
     """Yield the unchanged mapping and key path of each tensor unpacked from leaves of the model.
 
     Args:
         catalog: Catalog after unpacking.
         parts: Leaves that replace each unpacked leaf.
-        outside: Names of leaves outside the model.
+        training_names: Names of leaves outside the model.
         root: Prefix of the model.
         keep_root: Whether names in the output keep *root*.
     """
     for name in (part for names in parts.values() for part in names):
         entry = catalog.tensors.get(name)
-        if entry is not None and name not in outside and name.startswith(root):
+        if entry is not None and name not in training_names and name.startswith(root):
             blob = Blob(name, entry.path)
             blob = blob if keep_root else blob_without_root(blob, root)
             yield ComposedTensor.from_unchanged(name, blob.name, entry.shape), blob.path
@@ -84,7 +84,7 @@ def _add_leaf(
         blobs[name] = Blob(name, path, value=leaf)
 
 
-DERIVED = ("format", "total_size", "total_parameters")
+DERIVED_METADATA_KEYS = ("format", "total_size", "total_parameters")
 """Metadata keys whose values are rewritten or derived from the tensors."""
 _HASH = re.compile(r"(?i)hash|sha256|md5")
 _WORD = re.compile(r"[^\s\"'\[\]{}(),:]+")
@@ -103,7 +103,7 @@ def select_metadata(
     changed = output_tensors != source_tensors or bool(catalog.computed)
     metadata: dict[str, str] = {}
     for key, text in catalog.metadata.items():
-        if key in DERIVED or (text in source_tensors and key in source_tensors):
+        if key in DERIVED_METADATA_KEYS or (text in source_tensors and key in source_tensors):
             continue
         if not target.keeps_metadata:
             _skip_string(key, f"{target.name} does not store metadata", notes)
@@ -114,7 +114,7 @@ def select_metadata(
     return metadata
 
 
-def without_hashes(strings: Mapping[str, str], notes: Notes) -> dict[str, str]:
+def remove_hashes(strings: Mapping[str, str], notes: Notes) -> dict[str, str]:
     """Remove hashes of the source's bytes from *strings*."""
     hashes = [key for key in strings if _HASH.search(key)]
     for key in hashes:
@@ -126,7 +126,9 @@ def _skip_string(key: str, why: str, notes: Notes) -> None:
     notes.explain("skipped", {f"__metadata__.{key}": why})
 
 
-def is_same_data(catalog: Catalog, mapped: Iterable[ComposedTensor], output: OutputLayout) -> bool:
+def stores_same_bytes(
+    catalog: Catalog, mapped: Iterable[ComposedTensor], output: OutputLayout
+) -> bool:
     """Check if source and output each store the same tensors in one file, in the same order."""
     if any(
         not composed.is_rename or composed.sources[0].key != composed.key for composed in mapped
@@ -154,7 +156,7 @@ def blob_without_root(blob: Blob, root: str) -> Blob:
     return replace(blob, name=blob.name.removeprefix(root), path=path_without_root(blob.path, root))
 
 
-def find_container(path: Path, root: str) -> tuple[Path, str]:
+def split_at_container(path: Path, root: str) -> tuple[Path, str]:
     """Find the container in *path* that *root* names. Return its keys, and its prefix in names."""
     candidates = ((path[:n], f"{join_path(path[:n])}.") for n in range(len(path) - 1, 0, -1))
     return next(
@@ -164,7 +166,7 @@ def find_container(path: Path, root: str) -> tuple[Path, str]:
 
 def path_without_root(path: Path, root: str) -> Path:
     """Return *path* without *root*, which may end within a key."""
-    head, prefix = find_container(path, root)
+    head, prefix = split_at_container(path, root)
     first, *remaining_keys = path[len(head) :]
     rest = root.removeprefix(prefix)
     return (str(first).removeprefix(rest), *remaining_keys) if rest else (first, *remaining_keys)

@@ -8,7 +8,11 @@ from dataclasses import replace
 
 from ckptctl import formats
 from ckptctl.conversion.assets import find_assets_folder, gather_assets
-from ckptctl.conversion.checks import require_matching_suffix, require_source, require_valid_options
+from ckptctl.conversion.checks import (
+    require_existing_source,
+    require_matching_suffix,
+    require_valid_options,
+)
 from ckptctl.conversion.conversion_options import ConversionOptions
 from ckptctl.conversion.destinations import is_replaceable, require_destination
 from ckptctl.conversion.draft import Draft
@@ -28,17 +32,17 @@ def open_draft(src: str | TreePath, dst: str | TreePath, options: ConversionOpti
     """Check the options and destination, and open the source and its configuration."""
     target = formats.get_writable_format(options.to)
     require_valid_options(options, target)
-    source = require_source(src, dst)
+    source = require_existing_source(src, dst)
     can_replace = Replaceable(is_replaceable, is_file=target.single_file)
     destination = require_destination(source, parse_path(dst), options.overwrite, can_replace)
-    if not destination.upload:
+    if not destination.is_upload:
         require_matching_suffix(destination.path, target)
     elif target.single_file and destination.path.parent == destination.path:
         raise RefusedError(
             "the destination has no file name",
-            where=str(destination.given),
+            where=str(destination.typed_path),
             why=f"format {target.name} writes one file",
-            hint=f"add a name, for example `{destination.given}/model.pt`",
+            hint=f"add a name, for example `{destination.typed_path}/model.pt`",
         )
     trusted = options.assets if options.trust_assets else None
     opened = open_source(
@@ -55,7 +59,7 @@ def open_draft(src: str | TreePath, dst: str | TreePath, options: ConversionOpti
     return Draft(options, target, destination, opened, assets, model, opened)
 
 
-def understand_model(draft: Draft) -> Draft:
+def detect_model(draft: Draft) -> Draft:
     """Recognize the model in the checkpoint after the steps at ``source``."""
     model = recognize_model(draft.catalog, draft.assets.documents, draft.model.request)
     return replace(draft, model=replace(model, described=draft.assets.described))

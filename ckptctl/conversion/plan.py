@@ -12,7 +12,7 @@ from ckptctl.catalog import Catalog
 from ckptctl.conversion.assets import build_file_notes
 from ckptctl.conversion.conversion_options import ConversionOptions
 from ckptctl.conversion.draft import Draft, Quantization
-from ckptctl.conversion.items import select_replicated
+from ckptctl.conversion.items import select_replicated_tensors
 from ckptctl.conversion.recognition.model import Model
 from ckptctl.conversion.summary import Summary
 from ckptctl.formats.base import OutputTensor
@@ -314,7 +314,7 @@ class ConversionPlan(
         return " · ".join(parts)
 
 
-def describe_plan(
+def build_conversion_plan(
     draft: Draft, plan: Plan, summary: Summary, source_notes: Notes
 ) -> ConversionPlan:
     """Build the plan that users see, with the notes about the source and the planning."""
@@ -338,9 +338,9 @@ def describe_plan(
         base=str(draft.base.path) if draft.base and draft.filled_from else None,
         summary=summary,
         log=notes,
-        free_bytes=draft.destination.free_bytes(),
-        upload=draft.destination.upload,
-        replicated=select_replicated(source, replicas) if options.verify_replicas else None,
+        free_bytes=draft.destination.count_free_bytes(),
+        upload=draft.destination.is_upload,
+        replicated=select_replicated_tensors(source, replicas) if options.verify_replicas else None,
         quantization=draft.quantization,
     )
 

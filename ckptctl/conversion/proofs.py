@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ckptctl.catalog import Catalog, TensorEntry
-from ckptctl.conversion.items import require_equal_replicas, select_portion
+from ckptctl.conversion.items import require_equal_replicas, select_rank_replicas
 from ckptctl.conversion.plan import ConversionPlan
-from ckptctl.errors import CkptError, MappingError, StorageError, spell_option
+from ckptctl.errors import CkptError, MappingError, StorageError, format_option
 from ckptctl.planner.copying.blocks import build_view
 from ckptctl.planner.mapping.adapters import ADAPTER_LAYOUTS, CANONICAL_SUFFIX
 from ckptctl.planner.mapping.mapped import RedundantData, Region
@@ -27,17 +27,17 @@ from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 
 
-def require_redundant(plan: ConversionPlan, ranks: Coordinator) -> None:
+def require_redundant_data(plan: ConversionPlan, ranks: Coordinator) -> None:
     """Verify that replicas are equal and that dropped data is redundant."""
     if plan.replicated is not None:
-        require_equal_replicas(select_portion(plan.replicated, ranks))
+        require_equal_replicas(select_rank_replicas(plan.replicated, ranks))
     if not plan.redundant:
         return
     entries = plan.source.tensors
     shares = select_rank_share(ranks, plan.redundant, lambda item: entries[item.part.key].nbytes)
     with open_catalog_reader(plan.source) as files:
         for lost_data in find_lost_data(files, plan.source, shares):
-            raise _lost_error(plan, lost_data)
+            raise _lost_data_error(plan, lost_data)
 
 
 def find_lost_data(
@@ -64,7 +64,7 @@ def _select_region(catalog: Catalog, region: Region) -> TensorEntry:
     return build_view(entry, part)
 
 
-def _lost_error(plan: ConversionPlan, lost: RedundantData) -> MappingError:
+def _lost_data_error(plan: ConversionPlan, lost: RedundantData) -> MappingError:
     """Build the error for data that a conversion would lose."""
     if lost.kind != "tensor":
         return lost_part_error(plan.source, lost)
@@ -75,14 +75,14 @@ def _lost_error(plan: ConversionPlan, lost: RedundantData) -> MappingError:
             f"`{name}` is not zero, and layout `{plan.to_layout}` cannot store it",
             where=plan.source.path,
             why="skipping it would change the model",
-            hint=f"pass {spell_option(f'--exclude {name}')} to skip it anyway",
+            hint=f"pass {format_option(f'--exclude {name}')} to skip it anyway",
         )
     if name in plan.dropped:
         return MappingError(
             f"`{key}` is tied to `{lost.same_as.key}` but has different values",
             where=plan.source.path,
             why="the configuration or the model type states that they are tied",
-            hint=f"pass {spell_option('--untie')} to keep both",
+            hint=f"pass {format_option('--untie')} to keep both",
         )
     both = f"{plan.to_layout}{CANONICAL_SUFFIX}"
     return MappingError(
@@ -104,8 +104,8 @@ def lost_part_error(catalog: Catalog, lost: RedundantData) -> MappingError:
             where=f"{catalog.path}, tensor `{key}`",
             why=f"the tensor has {pluralize(rows, 'row')}; no file states that the rest "
             "is padding, and config.json may belong to another model",
-            hint=f"pass {spell_option(f'--vocab-size {size}')} to drop them anyway, or "
-            f"{spell_option(f'--vocab-size {rows}')} to keep them",
+            hint=f"pass {format_option(f'--vocab-size {size}')} to drop them anyway, or "
+            f"{format_option(f'--vocab-size {rows}')} to keep them",
         )
     row, why = origin[0], "a part outside all tiles is not zero"
     if lost.same_as is not None:
@@ -122,7 +122,9 @@ WINDOW_BYTES = 4 << 20
 """Bytes that are read and compared at a time."""
 
 
-def require_published(plan: Plan, crcs: Sequence[int], ranks: Coordinator | None = None) -> None:
+def require_intact_output(
+    plan: Plan, crcs: Sequence[int], ranks: Coordinator | None = None
+) -> None:
     """Read the published output back and compare every byte that was written.
 
     Records are compared with the checksums *crcs*, headers and other contents with the plan, and
@@ -153,7 +155,7 @@ def require_published(plan: Plan, crcs: Sequence[int], ranks: Coordinator | None
                     )
         for raw in select_rank_share(ranks, plan.raw_copies, lambda raw: raw.nbytes):
             with source_files(raw.root or plan.source_root) as sources:
-                if not _is_copied(files, sources, raw):
+                if not _is_equal_copy(files, sources, raw):
                     place = _format_range(raw.target_offset, raw.nbytes)
                     raise _read_back_error(raw.target, root / raw.target, place)
 
@@ -179,7 +181,7 @@ def _has_content(files: SourceFiles, name: str, offset: int, data: bytes) -> boo
     )
 
 
-def _is_copied(files: SourceFiles, sources: SourceFiles, raw: RawCopy) -> bool:
+def _is_equal_copy(files: SourceFiles, sources: SourceFiles, raw: RawCopy) -> bool:
     return all(
         files.read(raw.target, raw.target_offset + start, size)
         == sources.read(raw.source, raw.offset + start, size)
@@ -199,14 +201,14 @@ def _drop_page_cache(files: SourceFiles, name: str) -> None:
         os.close(descriptor)
 
 
-def require_readable(
+def verify_or_withdraw_output(
     plan: Plan, stage: Staging | None, crcs: Sequence[int], ranks: Coordinator
 ) -> None:
     """Read the published output back, and withdraw the output if it is damaged."""
 
     def read_again() -> None:
         sharing.wait_for_path(Path(plan.target))
-        require_published(plan, crcs, ranks)
+        require_intact_output(plan, crcs, ranks)
 
     try:
         run_on_all_ranks(ranks, read_again)

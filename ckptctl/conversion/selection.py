@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ckptctl.catalog import Box, Catalog, Finding, TensorEntry
 from ckptctl.conversion.draft import Draft
-from ckptctl.conversion.items import resolve_items
+from ckptctl.conversion.items import read_item_headers
 from ckptctl.conversion.recognition.lacking import find_missing_tensors
 from ckptctl.conversion.recognition.roots import (
     Selection,
@@ -28,7 +28,7 @@ from ckptctl.errors import (
     MappingError,
     UnsupportedError,
     format_command,
-    spell_option,
+    format_option,
 )
 from ckptctl.numerics.quantized import survey_leniently
 from ckptctl.planner.boxes import check_coverage
@@ -44,7 +44,9 @@ EXTRA_STATE = "._extra_state/"
 def select_tensors(draft: Draft) -> Draft:
     """Select the tensors to convert by options, and skip incomplete ones if allowed."""
     catalog, options, root, notes = draft.catalog, draft.options, draft.model.root, draft.notes
-    names, files = find_incomplete_items(draft.source) if options.allow_missing else ({}, {})
+    incomplete_names, unusable_files = (
+        find_incomplete_items(draft.source) if options.allow_missing else ({}, {})
+    )
     selection = select_model(catalog, root)
     if draft.target.training:
         selection = _add_module_states(selection, catalog)
@@ -52,18 +54,24 @@ def select_tensors(draft: Draft) -> Draft:
     if selection.rest and not draft.includes_training_state:
         why = f"not part of the model ({draft.keep_hint})"
         notes.explain("skipped", dict.fromkeys(selection.rest, why))
-    missing_names = (name for name in names if name.startswith(root) and name not in catalog.blobs)
+    missing_names = (
+        name for name in incomplete_names if name.startswith(root) and name not in catalog.blobs
+    )
     model_names = dict.fromkeys(
         (*expected_names, *(name.removeprefix(root) for name in missing_names))
     )
-    lacking = find_missing_tensors(draft.model, model_names, draft.layout)
-    selection, unwanted = select_by_globs(
-        selection, options.include, options.exclude, draft.includes_training_state, lacking.names
+    missing_tensors = find_missing_tensors(draft.model, model_names, draft.layout)
+    selection, excluded_names = select_by_globs(
+        selection,
+        options.include,
+        options.exclude,
+        draft.includes_training_state,
+        missing_tensors.names,
     )
-    if unwanted:
-        chosen_by = f"{spell_option('--include')}, {spell_option('--exclude')}"
-        notes.explain("skipped", dict.fromkeys(unwanted, f"not selected ({chosen_by})"))
-    is_empty = not catalog.tensors and (names or files)
+    if excluded_names:
+        filter_options = f"{format_option('--include')}, {format_option('--exclude')}"
+        notes.explain("skipped", dict.fromkeys(excluded_names, f"not selected ({filter_options})"))
+    is_empty = not catalog.tensors and (incomplete_names or unusable_files)
     if (
         not selection.tensors
         and not is_empty
@@ -76,13 +84,13 @@ def select_tensors(draft: Draft) -> Draft:
             hint=draft.keep_hint if selection.rest else None,
         )
     missing: dict[str, str] = {}
-    if names or files:
-        unknown, incomplete = _find_incomplete(draft, selection, names)
-        missing = {**incomplete, **files}
-        expected_names += unknown
+    if incomplete_names or unusable_files:
+        absent_names, incomplete = _find_incomplete(draft, selection, incomplete_names)
+        missing = {**incomplete, **unusable_files}
+        expected_names += absent_names
         selection = _remove_names(selection, missing)
         if not selection.tensors:
-            reasons = missing or names
+            reasons = missing or incomplete_names
             name, why = next(iter(reasons.items()))
             raise DamagedError(
                 "no complete tensors to convert",
@@ -91,28 +99,30 @@ def select_tensors(draft: Draft) -> Draft:
                 hint=f"run {format_command('verify', catalog.path)} to list everything that "
                 "is missing",
             )
-    if lacking.names:
-        lacking = lacking.keep_only(
-            [name for name in lacking.names if _is_requested(draft, root + name)]
+    if missing_tensors.names:
+        missing_tensors = missing_tensors.keep_only(
+            [name for name in missing_tensors.names if _is_requested(draft, root + name)]
         )
         if not options.allow_missing:
-            lacking.require_complete(str(catalog.path))
-    expected_names += lacking.names if lacking.certain else ()
-    notes.add(*(strip_structure_claim(lacking.doubts) if missing else lacking.doubts))
-    missing |= lacking.missing
+            missing_tensors.require_complete(str(catalog.path))
+    expected_names += missing_tensors.names if missing_tensors.certain else ()
+    notes.add(
+        *(strip_structure_claim(missing_tensors.doubts) if missing else missing_tensors.doubts)
+    )
+    missing |= missing_tensors.missing
     return replace(draft, selection=selection, expected_names=expected_names, missing=missing)
 
 
-def skip_parts(draft: Draft, parts: Mapping[str, str]) -> Draft:
+def skip_tensors(draft: Draft, reasons_by_name: Mapping[str, str]) -> Draft:
     """Skip incomplete tensors of the model, and optimizer state that is useless without them.
 
     All missing items of the selection are added to the notes.
     """
     root, selection = draft.model.root, draft.selection
-    missing_names = {**draft.missing, **{root + name: why for name, why in parts.items()}}
-    model = {root + name for name in (*selection.tensors, *parts)} | missing_names.keys()
-    outside = selection.rest if draft.includes_training_state else ()
-    missing = {**find_dependent_state(missing_names, model, outside, root), **missing_names}
+    missing_names = {**draft.missing, **{root + name: why for name, why in reasons_by_name.items()}}
+    model = {root + name for name in (*selection.tensors, *reasons_by_name)} | missing_names.keys()
+    training_state = selection.rest if draft.includes_training_state else ()
+    missing = {**find_dependent_state(missing_names, model, training_state, root), **missing_names}
     draft.notes.explain("missing", missing)
     return replace(draft, selection=_remove_names(selection, missing), missing=missing)
 
@@ -134,24 +144,24 @@ def _add_module_states(selection: Selection, catalog: Catalog) -> Selection:
 
 
 def _find_incomplete(
-    draft: Draft, selection: Selection, names: Mapping[str, str]
+    draft: Draft, selection: Selection, incomplete_names: Mapping[str, str]
 ) -> tuple[tuple[str, ...], dict[str, str]]:
     """Return the absent tensors of the model, and all items that are not written, with reasons."""
     catalog, root = draft.catalog, draft.model.root
     selected_names = {root + name for name in (*selection.tensors, *selection.blobs)}
-    outside = selection.rest if draft.includes_training_state else ()
-    converted_names = {*selected_names, *outside}
-    absent = names.keys() - catalog.tensors.keys() - catalog.blobs.keys()
-    lacking = {
+    training_state = selection.rest if draft.includes_training_state else ()
+    converted_names = {*selected_names, *training_state}
+    absent = incomplete_names.keys() - catalog.tensors.keys() - catalog.blobs.keys()
+    incomplete = {
         name: why
-        for name, why in names.items()
+        for name, why in incomplete_names.items()
         if name in converted_names or (name in absent and _is_requested(draft, name))
     }
     absent_names = {name for name in absent if is_selected(catalog, name, root, (), (), False)}
-    unknown = sorted(name.removeprefix(root) for name in absent_names)
-    return tuple(unknown), {
-        **find_dependent_state(lacking, selected_names | absent_names, outside, root),
-        **lacking,
+    absent_in_model = sorted(name.removeprefix(root) for name in absent_names)
+    return tuple(absent_in_model), {
+        **find_dependent_state(incomplete, selected_names | absent_names, training_state, root),
+        **incomplete,
     }
 
 
@@ -167,7 +177,7 @@ def _remove_names(selection: Selection, names: Collection[str]) -> Selection:
 
 
 def find_dependent_state(
-    missing: Iterable[str], model: Iterable[str], outside: Sequence[str], root: str
+    missing: Iterable[str], model: Iterable[str], training_state: Sequence[str], root: str
 ) -> dict[str, str]:
     """Return the optimizer state that is useless without *missing* items, with reasons.
 
@@ -177,34 +187,38 @@ def find_dependent_state(
     Args:
         missing: Names of missing items in the checkpoint.
         model: Names of all leaves of the model in the checkpoint.
-        outside: Names of leaves outside the model.
+        training_state: Names of leaves outside the model.
         root: Prefix of the model.
     """
     model_names = set(model)
     missing = list(missing)
     parameters = {name.removeprefix(root) for name in model_names}
-    lost = {name.removeprefix(root) for name in missing if name in model_names}
-    states = {
-        _parent_name(name): name for name in missing if name not in model_names and _is_state(name)
+    missing_parameters = {name.removeprefix(root) for name in missing if name in model_names}
+    missing_state_by_parent = {
+        _get_parent_name(name): name
+        for name in missing
+        if name not in model_names and _is_optimizer_state(name)
     }
     reasons: dict[str, str] = {}
-    for name in outside if lost or states else ():
-        if not _is_state(name):
+    for name in training_state if missing_parameters or missing_state_by_parent else ():
+        if not _is_optimizer_state(name):
             continue
-        owner = next((part for part in iterate_name_parts(name) if part in parameters), None)
-        if owner in lost:
-            reasons[name] = f"its parameter `{owner}` is missing"
-        elif _parent_name(name) in states:
-            reasons[name] = f"it depends on `{states[_parent_name(name)]}`, which is missing"
+        parameter = next((part for part in iterate_name_parts(name) if part in parameters), None)
+        if parameter in missing_parameters:
+            reasons[name] = f"its parameter `{parameter}` is missing"
+        elif _get_parent_name(name) in missing_state_by_parent:
+            reasons[name] = (
+                f"it depends on `{missing_state_by_parent[_get_parent_name(name)]}`, which is missing"
+            )
     return reasons
 
 
-def _is_state(name: str) -> bool:
+def _is_optimizer_state(name: str) -> bool:
     parts = name.split(".")
     return "state" in parts and OPTIMIZER_SETTINGS not in parts
 
 
-def _parent_name(name: str) -> str:
+def _get_parent_name(name: str) -> str:
     return name.rpartition(".")[0]
 
 
@@ -215,32 +229,32 @@ def find_incomplete_items(catalog: Catalog) -> tuple[dict[str, str], dict[str, s
         Incomplete leaves by name in the checkpoint, and unusable files with unknown contents, each
         with the reason.
     """
-    _, wrong = resolve_items(replace(catalog, replicas={}))
-    errors = [f for f in (*catalog.findings, *wrong) if f.severity != "warning"]
+    _, item_findings = read_item_headers(replace(catalog, replicas={}))
+    errors = [f for f in (*catalog.findings, *item_findings) if f.severity != "warning"]
     names = {finding.tensor: finding.summary for finding in errors if finding.tensor}
-    names = _find_mixed_files(catalog, wrong) | names
+    names = _find_mismatched_files(catalog, item_findings) | names
     for name, boxes in catalog.lost.items():
         if boxes:
-            names.setdefault(name, _explain_loss(boxes))
+            names.setdefault(name, _explain_lost_boxes(boxes))
     for entry in catalog.tensors.values():
-        if entry.name not in names and (why := _explain_hole(entry)):
+        if entry.name not in names and (why := _explain_coverage_gap(entry)):
             names[entry.name] = why
     aliases = ((t.name, t.alias_of) for t in catalog.tensors.values() if t.alias_of)
-    _spread_reasons(names, aliases, "it shares memory with")
+    _propagate_reasons(names, aliases, "it shares memory with")
     if names:
         pairs = (
             (weight.lead, name)
             for weight in survey_leniently(catalog).weights
             for name in weight.names[1:]
         )
-        _spread_reasons(names, pairs, "it is part of the same quantized tensor as")
-    explained = {file for boxes in catalog.lost.values() for box, file in boxes if box.numel}
-    explained |= {finding.file for finding in errors if finding.tensor and finding.file}
-    unknown = [f for f in errors if not f.tensor and f.file not in explained]
-    return names, {f.file or f.what: f.summary for f in unknown}
+        _propagate_reasons(names, pairs, "it is part of the same quantized tensor as")
+    explained_files = {file for boxes in catalog.lost.values() for box, file in boxes if box.numel}
+    explained_files |= {finding.file for finding in errors if finding.tensor and finding.file}
+    unattributed = [f for f in errors if not f.tensor and f.file not in explained_files]
+    return names, {f.file or f.what: f.summary for f in unattributed}
 
 
-def _explain_loss(boxes: Sequence[tuple[Box, str]]) -> str:
+def _explain_lost_boxes(boxes: Sequence[tuple[Box, str]]) -> str:
     """Explain which unusable file contains a part of the tensor."""
     known_file = next((file for box, file in boxes if box.numel), None)
     if known_file is None:
@@ -248,7 +262,7 @@ def _explain_loss(boxes: Sequence[tuple[Box, str]]) -> str:
     return f"a part of it is in `{known_file}`, which cannot be used"
 
 
-def _explain_hole(entry: TensorEntry) -> str | None:
+def _explain_coverage_gap(entry: TensorEntry) -> str | None:
     try:
         check_coverage(entry)
     except (CoverageError, UnsupportedError) as error:
@@ -256,16 +270,16 @@ def _explain_hole(entry: TensorEntry) -> str | None:
     return None
 
 
-def _spread_reasons(names: dict[str, str], pairs: Iterable[tuple[str, str]], why: str) -> None:
+def _propagate_reasons(names: dict[str, str], pairs: Iterable[tuple[str, str]], why: str) -> None:
     """Add a reason for each name that is paired with a name that has a reason."""
     pairs = list(pairs)
-    has_grown = True
-    while has_grown:
-        has_grown = False
+    changed = True
+    while changed:
+        changed = False
         for name, partner in (*pairs, *((b, a) for a, b in pairs)):
             if name in names and partner not in names:
                 names[partner] = f"{why} `{name}`"
-                has_grown = True
+                changed = True
 
 
 class _StoredItem(NamedTuple):
@@ -275,7 +289,7 @@ class _StoredItem(NamedTuple):
     nbytes: int
 
 
-def _find_mixed_files(catalog: Catalog, wrong: Sequence[Finding]) -> dict[str, str]:
+def _find_mismatched_files(catalog: Catalog, item_findings: Sequence[Finding]) -> dict[str, str]:
     """Find all items in files that do not match the metadata, with reasons.
 
     A file of another rank or save may contain items of the right dtype and shape by chance, with
@@ -283,17 +297,17 @@ def _find_mixed_files(catalog: Catalog, wrong: Sequence[Finding]) -> dict[str, s
     from another rank or save if several items are unreadable, if the bytes of an item are intact
     but belong to another item, or if the length of the file differs.
     """
-    bad: dict[str, list[str]] = defaultdict(list)
-    for finding in wrong:
+    failed_names_by_file: dict[str, list[str]] = defaultdict(list)
+    for finding in item_findings:
         if finding.severity == "error" and finding.file and finding.tensor in catalog.tensors:
-            bad[finding.file].append(finding.tensor or "")
-    stored: dict[str, list[_StoredItem]] = defaultdict(list)
+            failed_names_by_file[finding.file].append(finding.tensor or "")
+    items_by_file: dict[str, list[_StoredItem]] = defaultdict(list)
     for item in _iterate_items(catalog):
-        if item.file in bad:
-            stored[item.file].append(item)
+        if item.file in failed_names_by_file:
+            items_by_file[item.file].append(item)
     reasons: dict[str, str] = {}
-    for file, items in stored.items():
-        first, *other_names = bad[file]
+    for file, items in items_by_file.items():
+        first, *other_names = failed_names_by_file[file]
         if (
             other_names
             or catalog.files.get(file) != max(item.offset + item.nbytes for item in items)

@@ -53,7 +53,7 @@ class SourceChoices(Protocol):
 
 def open_source(
     path: str | TreePath,
-    chosen: SourceChoices,
+    choices: SourceChoices,
     *,
     partial: bool = False,
     replicas: bool = False,
@@ -65,16 +65,16 @@ def open_source(
     For *partial*, *replicas* and *documents*, see :class:`~ckptctl.formats.base.ReadOptions`.
     """
     read_options = ReadOptions(
-        chosen.model_type,
-        chosen.weights,
-        chosen.tag,
-        Path(chosen.rules) if chosen.rules else None,
-        chosen.ranks,
+        choices.model_type,
+        choices.weights,
+        choices.tag,
+        Path(choices.rules) if choices.rules else None,
+        choices.ranks,
         partial,
         replicas,
         documents or {},
     )
-    return formats.open_checkpoint(path, chosen.format, read_options, manifest=manifest)
+    return formats.open_checkpoint(path, choices.format, read_options, manifest=manifest)
 
 
 def locate_tensors(catalog: Catalog, names: Iterable[str]) -> Catalog:
@@ -110,12 +110,14 @@ def read_short_values(catalog: Catalog, names: Collection[str] | None = None) ->
             root. Behind a URL only values in the index are returned.
     """
     blobs = [blob for name, blob in catalog.blobs.items() if names is None or name in names]
-    read = {blob.name: blob for blob in blobs if blob.file is None}
+    readable_blobs = {blob.name: blob for blob in blobs if blob.file is None}
     if names is not None or _is_local(catalog):
         small = [blob for blob in blobs if blob.file is not None and blob.nbytes <= MAX_LEAF_BYTES]
         small.sort(key=lambda blob: len(blob.path))
-        read |= _read_blobs(catalog, small[: MAX_LEAVES if names is None else None])
-    values = ((name, read[name].value) for name in catalog.blobs if name in read)
+        readable_blobs |= _read_blobs(catalog, small[: MAX_LEAVES if names is None else None])
+    values = (
+        (name, readable_blobs[name].value) for name in catalog.blobs if name in readable_blobs
+    )
     return {name: repr(value) for name, value in values if _is_short_value(value)}
 
 

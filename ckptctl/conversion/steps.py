@@ -55,60 +55,60 @@ class Step:
             raise ValueError(f"unknown place `{self.place}` (one of: {', '.join(get_args(Place))})")
 
 
-def _import_later(place: str) -> Callable[..., Any]:
-    """Return a function that imports the function at *place* when it is called, and calls it."""
+def _defer_import(target: str) -> Callable[..., Any]:
+    """Return a function that imports the function at *target* when it is called, and calls it."""
 
     def call_function(*arguments: object) -> Any:
-        module, _, function = place.partition(":")
+        module, _, function = target.partition(":")
         return getattr(import_module(f"ckptctl.{module}"), function)(*arguments)
 
     return call_function
 
 
 BUILT_IN = (
-    Step("open-adapter", "source", 10, _import_later("adapters.adapter_files:open_adapter")),
+    Step("open-adapter", "source", 10, _defer_import("adapters.adapter_files:open_adapter")),
     Step(
         "experts",
         "source",
         15,
-        _import_later("adapters.expert_adapters:convert_experts"),
+        _defer_import("adapters.expert_adapters:convert_experts"),
         "experts",
     ),
     Step(
-        "dequantize", "source", 20, _import_later("numerics.dequantizing:dequantize"), "dequantize"
+        "dequantize", "source", 20, _defer_import("numerics.dequantizing:dequantize"), "dequantize"
     ),
     Step(
         "stacks",
         "model",
         10,
-        _import_later("adapters.expert_adapters:keep_stacks"),
+        _defer_import("adapters.expert_adapters:keep_stacks"),
         "experts=stacked",
     ),
-    Step("fill", "model", 20, _import_later("adapters.filling:fill_from_base"), "fill_from"),
+    Step("fill", "model", 20, _defer_import("adapters.filling:fill_from_base"), "fill_from"),
     Step(
-        "compare-facts", "selection", 10, _import_later("facts.config_files:compare_descriptions")
+        "compare-facts", "selection", 10, _defer_import("facts.config_files:compare_descriptions")
     ),
-    Step("keep-scales", "layout", 10, _import_later("numerics.dequantizing:keep_scales")),
-    Step("quantize", "output", 10, _import_later("numerics.quantizing:quantize"), "quantize"),
-    Step("keep-blocks", "output", 20, _import_later("numerics.dequantizing:keep_blocks")),
+    Step("keep-scales", "layout", 10, _defer_import("numerics.dequantizing:keep_scales")),
+    Step("quantize", "output", 10, _defer_import("numerics.quantizing:quantize"), "quantize"),
+    Step("keep-blocks", "output", 20, _defer_import("numerics.dequantizing:keep_blocks")),
     Step(
-        "describe-adapter", "output", 30, _import_later("adapters.adapter_files:describe_adapter")
+        "describe-adapter", "output", 30, _defer_import("adapters.adapter_files:describe_adapter")
     ),
-    Step("adapter-files", "files", 10, _import_later("adapters.adapter_files:adapter_files")),
-    Step("config-files", "files", 20, _import_later("facts.config_files:config_files")),
+    Step("adapter-files", "files", 10, _defer_import("adapters.adapter_files:adapter_files")),
+    Step("config-files", "files", 20, _defer_import("facts.config_files:config_files")),
 )
 
 
 @cache
-def entry_points() -> dict[str, EntryPoint]:
+def find_step_entry_points() -> dict[str, EntryPoint]:
     """Return the entry points of steps by name, without loading them."""
-    return installed.entry_points(STEP_GROUP)
+    return installed.find_entry_points(STEP_GROUP)
 
 
 @cache
 def load_added_step(name: str) -> Step:
     """Load the step of the entry point called *name*."""
-    return installed.load_entry_point(entry_points()[name], Step)
+    return installed.load_entry_point(find_step_entry_points()[name], Step)
 
 
 def select_steps(options: ConversionOptions) -> list[Step]:
@@ -133,8 +133,8 @@ def apply_steps(steps: Iterable[Step], place: Place, draft: Draft) -> Draft:
             previous, draft = draft, step.apply(draft)
             is_unchanged = draft.tensors is previous.tensors and draft.mapped is previous.mapped
             if not is_unchanged and draft.quantization is previous.quantization:
-                inputs = _list_inputs(draft)
-                if dropped := [key for key in _list_inputs(previous) if key not in inputs]:
+                inputs = _collect_input_names(draft)
+                if dropped := [key for key in _collect_input_names(previous) if key not in inputs]:
                     raise MappingError(
                         f"step `{step.name}` drops {pluralize(len(dropped), 'tensor')}",
                         where=quote_names(dropped),
@@ -144,7 +144,7 @@ def apply_steps(steps: Iterable[Step], place: Place, draft: Draft) -> Draft:
     return draft
 
 
-def _list_inputs(draft: Draft) -> dict[str, None]:
+def _collect_input_names(draft: Draft) -> dict[str, None]:
     """Return the names of the tensors in ``draft.located`` that the output reads."""
     written = {tensor.name for tensor in draft.tensors}
     composed = (item for name, item in draft.mapped.items() if name in written)

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Annotated
 
 from ckptctl.catalog import Extent, TensorEntry
-from ckptctl.columns import files_of
+from ckptctl.columns import get_extent_files
 from ckptctl.conversion.draft import Draft
 from ckptctl.formats.base import OutputTensor
 from ckptctl.planner.mapping.mapped import ComposedTensor
@@ -38,7 +38,7 @@ class Amount(Result):
 
 
 @dataclass(frozen=True, slots=True)
-class Regrouped(Result):
+class TensorCounts(Result):
     """Number of input tensors and of resulting tensors."""
 
     tensors: Annotated[int, JsonField("number of input tensors")] = 0
@@ -67,16 +67,16 @@ class Summary(Result):
     taken: Annotated[int, JsonField("number of tensors from `--fill-from`")]
     made: Annotated[int, JsonField("number of output tensors created as zeros")]
     fused: Annotated[
-        Regrouped,
+        TensorCounts,
         JsonField("several tensors into one: fused, stacked, or dequantized with their scales"),
     ]
-    divided: Annotated[Regrouped, JsonField("one tensor into several parts")]
-    regrouped: Annotated[Regrouped, JsonField("several tensors into several others")]
-    repeated: Annotated[Regrouped, JsonField("one tensor into several copies")]
+    divided: Annotated[TensorCounts, JsonField("one tensor into several parts")]
+    regrouped: Annotated[TensorCounts, JsonField("several tensors into several others")]
+    repeated: Annotated[TensorCounts, JsonField("one tensor into several copies")]
     quantized: Annotated[
-        Regrouped,
+        TensorCounts,
         JsonField("one tensor into several, by `--quantize`", name="quantized"),
-    ] = Regrouped()
+    ] = TensorCounts()
 
     @property
     def changes(self) -> tuple[str, ...]:
@@ -116,7 +116,7 @@ class Summary(Result):
         return self.read == self.written and not self.changes
 
 
-def summarize(draft: Draft, output: Draft) -> Summary:
+def summarize_conversion(draft: Draft, output: Draft) -> Summary:
     """Count the tensors of source and output, by kind of change.
 
     Args:
@@ -136,7 +136,7 @@ def summarize(draft: Draft, output: Draft) -> Summary:
         skipped_sources | (source.tensors.keys() - draft.catalog.tensors.keys())
     )
     virtual_entries = [draft.located.tensors[name] for name in used - source.tensors.keys()]
-    kinds = groups.count_kinds()
+    kinds = groups.count_by_kind()
     quantization = output.quantization
     return Summary(
         Amount(
@@ -156,13 +156,13 @@ def summarize(draft: Draft, output: Draft) -> Summary:
         kinds["divided"],
         kinds["regrouped"],
         kinds["repeated"],
-        Regrouped(len(quantization.weights), len(quantization.parts))
+        TensorCounts(len(quantization.weights), len(quantization.parts))
         if quantization
-        else Regrouped(),
+        else TensorCounts(),
     )
 
 
-_NOTHING = TensorEntry("", "uint8", (0,), (), ())
+_EMPTY_ENTRY = TensorEntry("", "uint8", (0,), (), ())
 
 
 class _TensorOrigins:
@@ -184,7 +184,7 @@ class _TensorOrigins:
             if name not in self._source.tensors:
                 computed = self._catalog.computed
                 stored = (extent for extent in entry.extents if extent.file not in computed)
-                origins = {self._find_holder(extent) or name for extent in stored}
+                origins = {self._find_storing_tensor(extent) or name for extent in stored}
             if self._catalog.computed:
                 origins.update(self._iterate_inputs(entry))
             self._known[key] = frozenset(origins)
@@ -193,9 +193,9 @@ class _TensorOrigins:
     def count_elements(self, name: str) -> int:
         """Return the number of elements of an origin."""
         filled_entry = self._catalog.tensors.get(name.removeprefix("/"))
-        return self._source.tensors.get(name, filled_entry or _NOTHING).numel
+        return self._source.tensors.get(name, filled_entry or _EMPTY_ENTRY).numel
 
-    def _find_holder(self, extent: Extent) -> str | None:
+    def _find_storing_tensor(self, extent: Extent) -> str | None:
         """Find the source tensor that stores the bytes of *extent*."""
         spans = self._file_spans.get(extent.file, ())
         at = bisect_right(spans, (extent.offset, MAX_OFFSET)) - 1
@@ -213,7 +213,9 @@ class _TensorOrigins:
 
     def _iterate_inputs(self, entry: TensorEntry) -> Iterator[str]:
         """Yield the source tensors that the virtual files of *entry* are computed from."""
-        computed_tensors = map(self._catalog.computed.get, dict.fromkeys(files_of(entry.extents)))
+        computed_tensors = map(
+            self._catalog.computed.get, dict.fromkeys(get_extent_files(entry.extents))
+        )
         for computed in filter(None, computed_tensors):
             for input_tensor in computed.inputs:
                 if (
@@ -247,7 +249,7 @@ class _TensorGroups:
         for node in ((0, name) for name in sources):
             self._parents[self._find_root(node)] = self._find_root((1, composed.key))
 
-    def count_kinds(self) -> dict[str, Regrouped]:
+    def count_by_kind(self) -> dict[str, TensorCounts]:
         """Count input and resulting tensors by kind of group."""
         groups: dict[object, tuple[list[str], list[str]]] = {}
         for name in self.sources:
@@ -269,7 +271,7 @@ class _TensorGroups:
                 )
             before, after = counts[kind]
             counts[kind] = before + len(sources), after + len(targets)
-        return {kind: Regrouped(*count) for kind, count in counts.items()}
+        return {kind: TensorCounts(*count) for kind, count in counts.items()}
 
     def _find_root(self, node: object) -> object:
         while (parent := self._parents.get(node, node)) != node:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 
 from ckptctl import formats
 from ckptctl.catalog import Blob, Catalog, Path, TensorEntry
-from ckptctl.conversion.recognition.layout_change import add_sums, add_zeros
-from ckptctl.errors import RefusedError, spell_option
+from ckptctl.conversion.recognition.layout_change import add_virtual_sums, add_virtual_zeros
+from ckptctl.errors import RefusedError, format_option
 from ckptctl.formats.shared.leaves import join_path
 from ckptctl.planner.mapping.mapped import (
     ComposedTensor,
@@ -51,7 +51,7 @@ class TrainingState:
 
     def add_virtual_tensors(self, catalog: Catalog) -> Catalog:
         """Add the virtual zeros and sums that *tensors* are computed from to *catalog*."""
-        return add_sums(add_zeros(catalog, self.zeros, ""), self.tensors.values())
+        return add_virtual_sums(add_virtual_zeros(catalog, self.zeros, ""), self.tensors.values())
 
 
 def map_training_state(
@@ -65,26 +65,26 @@ def map_training_state(
         raise RefusedError(
             "cannot resize optimizer state to another vocabulary size",
             where=f"tensor `{moments[0]}`",
-            why=f"{spell_option('--vocab-size')} only pads or truncates parameters",
-            hint=f"pass {spell_option('--only model')}",
+            why=f"{format_option('--vocab-size')} only pads or truncates parameters",
+            hint=f"pass {format_option('--only model')}",
         )
     _require_unsplit_parameters(catalog, tensors, change)
     if change.keeps_names or not names:
-        same = (
+        unchanged = (
             ComposedTensor.from_unchanged(entry.name, entry.name, entry.shape) for entry in tensors
         )
         return TrainingState(
-            {composed.key: composed for composed in same},
+            {composed.key: composed for composed in unchanged},
             {entry.name: entry.path for entry in tensors},
             blobs,
         )
-    run = _StateMapper(catalog, root, change)
+    mapper = _StateMapper(catalog, root, change)
     for entry in tensors:
-        run.map_tensor(entry)
+        mapper.map_tensor(entry)
     for blob in blobs:
-        run.map_blob(blob)
-    run.map_moments()
-    return run.rest
+        mapper.map_blob(blob)
+    mapper.map_moments()
+    return mapper.rest
 
 
 def _require_unsplit_parameters(
@@ -104,7 +104,7 @@ def _require_unsplit_parameters(
                 "cannot map optimizer state to its parameter",
                 where=f"tensor `{name}`",
                 why=f"Megatron-FSDP saved it for one part of `{parameter}`, but parts are merged",
-                hint=f"pass {spell_option('--only model')}; to resume in Megatron-FSDP, load the "
+                hint=f"pass {format_option('--only model')}; to resume in Megatron-FSDP, load the "
                 "original save",
             )
 
@@ -134,7 +134,7 @@ class _StateMapper:
                     "cannot map optimizer state to its parameter",
                     where=f"tensor `{entry.name}`",
                     why="its name contains no parameter name, or that parameter is skipped",
-                    hint=f"pass {spell_option('--only model')}, or keep the layout",
+                    hint=f"pass {format_option('--only model')}, or keep the layout",
                 )
             self._keep_tensor(entry, entry.path, entry.name)
         elif is_counter:
@@ -157,7 +157,7 @@ class _StateMapper:
                 "optimizer state and its parameter have different shapes",
                 where=f"tensor `{entry.name}`",
                 why=f"the state is {list(entry.shape)}, but `{parameter}` is {list(shape)}",
-                hint=f"pass {spell_option('--only model')}, or keep the layout",
+                hint=f"pass {format_option('--only model')}, or keep the layout",
             )
         pattern = _replace_name(entry.path, parameter, "")
         self.moments_by_pattern.setdefault(pattern, {})[parameter] = entry
@@ -178,7 +178,7 @@ class _StateMapper:
                 "optimizer state is missing for some parts of a tensor",
                 where=f"tensor `{moments[example].name}`",
                 why=f"`{example}` and `{missing}` become one tensor, but `{missing}` has no state",
-                hint=f"pass {spell_option('--only model')}, or keep the layout",
+                hint=f"pass {format_option('--only model')}, or keep the layout",
             )
         path = _replace_name(moments[example].path, example, composed.key)
         sources = tuple(self._resolve_moment(source, moments) for source in composed.sources)
@@ -192,7 +192,7 @@ class _StateMapper:
                 "two tensors would have the same name in the output",
                 where=f"tensor `{composed.key}`",
                 why=" and ".join(f"`{name}`" for name in both),
-                hint=f"pass {spell_option('--only model')}, or keep the layout",
+                hint=f"pass {format_option('--only model')}, or keep the layout",
             )
         self.rest.paths[composed.key] = path
 
@@ -237,7 +237,7 @@ class _StateMapper:
                 "parameters that become one have different optimizer settings",
                 where=f"`{origin}` and `{source}`",
                 why=f"{first.value!r} and {blob.value!r}",
-                hint=f"pass {spell_option('--only model')}, or keep the layout",
+                hint=f"pass {format_option('--only model')}, or keep the layout",
             )
 
     def _list_target_names(self, name: str) -> list[str]:
@@ -285,6 +285,6 @@ def _build_moment_source(parameter: SourceTensor, name: str) -> SourceTensor:
             why=f"the layouts store the parameter with an offset of {abs(parameter.offset)}, "
             "and it "
             "is unknown whether this tensor is a copy",
-            hint=f"pass {spell_option('--only model')}, or keep the layout",
+            hint=f"pass {format_option('--only model')}, or keep the layout",
         )
     return parameter._replace(key=name, offset=parameter.offset if PARAMETER_COPIES & kinds else 0)

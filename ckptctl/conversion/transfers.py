@@ -10,12 +10,12 @@ from ckptctl.catalog import (
     Catalog,
     ComputedTensor,
     TensorEntry,
-    computed_name,
+    build_computed_name,
+    compute_row_major_strides,
     find_reachable_files,
     list_input_files,
-    row_major,
 )
-from ckptctl.columns import files_of
+from ckptctl.columns import get_extent_files
 from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.base import OutputLayout, TensorPlace
 from ckptctl.planner.copying.blocks import build_rearranged_file
@@ -46,16 +46,16 @@ def plan_transfers(
         if not places:
             continue
         dtype = target_dtypes[key]
-        tensor = build_elements(catalog, composed, dtype, computed)
-        item = dtypes.itemsize(dtype)
+        tensor = build_target_tensor(catalog, composed, dtype, computed)
+        itemsize = dtypes.get_itemsize(dtype)
         boxes = tuple(
-            _build_target_box(place, output.records[place.record], item) for place in places
+            _build_target_box(place, output.records[place.record], itemsize) for place in places
         )
         transfers.append(Transfer(key, tensor, boxes))
     return Transfers(tuple(transfers), computed)
 
 
-def build_elements(
+def build_target_tensor(
     catalog: Catalog, composed: ComposedTensor, dtype: str, computed: dict[str, ComputedTensor]
 ) -> StridedTensor:
     """Build a target tensor of *dtype* from elements of stored tensors.
@@ -66,7 +66,7 @@ def build_elements(
     if len({entry.dtype for entry in read.values()}) > 1:
         for key, entry in read.items():
             if entry.dtype != dtype:
-                file = computed_name(f"{entry.name}@{dtype}")
+                file = build_computed_name(f"{entry.name}@{dtype}")
                 computed_tensor = build_rearranged_file(
                     catalog.root, StridedTensor.from_entry(entry).cast(dtype)
                 )
@@ -78,7 +78,7 @@ def build_elements(
 
 
 def _build_target_box(place: TensorPlace, record: Record, itemsize: int) -> TargetBox:
-    box, strides = place.box, place.strides or row_major(place.box.sizes)
+    box, strides = place.box, place.strides or compute_row_major_strides(place.box.sizes)
     steps = tuple([stride * itemsize for stride in strides])
     begin = record.offset + place.start * itemsize
     return TargetBox(record.file, begin, box.offsets, box.sizes, steps, place.record)
@@ -92,7 +92,7 @@ def list_read_entries(transfers: Iterable[Transfer]) -> list[TensorEntry]:
     return list(entries.values())
 
 
-def find_sources(
+def identify_read_files(
     root: TreePath,
     transfers: Sequence[Transfer],
     virtual: Mapping[str, ComputedTensor],
@@ -100,7 +100,7 @@ def find_sources(
 ) -> tuple[dict[str, ComputedTensor], dict[str, FileIdentity]]:
     """Find the virtual files that *transfers* read, and the identities of real files in *root*."""
     entries = list_read_entries(transfers)
-    read = dict.fromkeys(file for entry in entries for file in files_of(entry.extents))
+    read = dict.fromkeys(file for entry in entries for file in get_extent_files(entry.extents))
     computed = find_reachable_files(virtual, read)
     names = {name: None for name in read if name not in computed}
     names |= dict.fromkeys(

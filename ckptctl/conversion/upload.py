@@ -35,7 +35,7 @@ NOT_ATOMIC_NOTE = (
 )
 
 
-def is_atomic(plan: Plan) -> bool:
+def is_upload_atomic(plan: Plan) -> bool:
     """Check if all files of *plan* appear at the URL in one atomic step."""
     return _get_tree(plan).atomic or len(plan.files) == 1
 
@@ -84,7 +84,7 @@ def upload_output(
         read=read,
     )
     tree, folder = _get_tree(plan), plan.target.parent if plan.single_file else plan.target
-    with raise_on_sigterm(), scratch_directory() as root:
+    with raise_on_sigterm(), create_scratch_directory() as root:
         require_space(root, compute_scratch_bytes(plan))
         target = tree.begin_upload(str(folder), request)
         try:
@@ -110,9 +110,9 @@ def _get_tree(plan: Plan) -> FileTree:
 
 def _list_last_files(plan: Plan) -> list[str]:
     """Return the files without tensors, which are uploaded last, with the index at the end."""
-    full = {record.file for record in plan.records if record.nbytes}
-    full |= {raw.target for raw in plan.raw_copies if raw.nbytes}
-    names = [file.path for file in plan.files if file.path not in full]
+    tensor_files = {record.file for record in plan.records if record.nbytes}
+    tensor_files |= {raw.target for raw in plan.raw_copies if raw.nbytes}
+    names = [file.path for file in plan.files if file.path not in tensor_files]
     return sorted(names, key=lambda name: name.endswith(INDEX_SUFFIXES))
 
 
@@ -123,7 +123,7 @@ def _abandon_upload(target: Upload, error: BaseException) -> None:
 
 
 @contextmanager
-def scratch_directory() -> Iterator[Path]:
+def create_scratch_directory() -> Iterator[Path]:
     """Create a locked scratch directory, and remove it at the end of the block."""
     _remove_stale_folders()
     folder = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX))

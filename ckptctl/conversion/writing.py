@@ -10,8 +10,12 @@ from pathlib import Path
 
 from ckptctl.conversion.destinations import is_replaceable
 from ckptctl.conversion.plan import ConversionPlan
-from ckptctl.conversion.proofs import require_published, require_readable, require_redundant
-from ckptctl.errors import UsageError, spell_option
+from ckptctl.conversion.proofs import (
+    require_intact_output,
+    require_redundant_data,
+    verify_or_withdraw_output,
+)
+from ckptctl.errors import UsageError, format_option
 from ckptctl.notes import Notes
 from ckptctl.ranks import sharing
 from ckptctl.ranks.coordinator import (
@@ -28,12 +32,12 @@ from ckptctl.storage.publish import Staging, stage_output
 from ckptctl.storage.threads import Advance
 
 
-def require_same_plans(plan: ConversionPlan, ranks: Coordinator) -> None:
+def require_executable_plan(plan: ConversionPlan, ranks: Coordinator) -> None:
     """Verify that all ranks have the same plan, can compute it, and drop only redundant data."""
     if ranks.world > 1:
         _require_same_plan(plan, ranks)
     require_packages_for(plan.plan, "this conversion")
-    run_on_all_ranks(ranks, lambda: require_redundant(plan, ranks))
+    run_on_all_ranks(ranks, lambda: require_redundant_data(plan, ranks))
 
 
 def write_output(
@@ -60,14 +64,14 @@ def write_output(
         )
 
     with sharing.staging_on_rank_zero(ranks, open_stage) as stage:
-        run_on_rank_zero(ranks, partial(_require_room, plan, stage))
+        run_on_rank_zero(ranks, partial(_require_disk_space, plan, stage))
         execution = sharing.execute_on_all_ranks(
             plan.plan, stage, options.to_execution_options(), progress, ranks
         )
         run_on_rank_zero(ranks, lambda: _require_in_range(plan, execution))
         run_on_rank_zero(ranks, lambda: stage and stage.publish())
         if options.verify:
-            require_readable(plan.plan, stage, execution.crcs, ranks)
+            verify_or_withdraw_output(plan.plan, stage, execution.crcs, ranks)
     notes.add(*(stage.notes if stage else ()))
     return execution
 
@@ -87,7 +91,7 @@ def _upload_output(
 
     def check_published(crcs: Sequence[int]) -> None:
         if options.verify:
-            require_published(plan.plan, crcs)
+            require_intact_output(plan.plan, crcs)
 
     execution = upload.upload_output(
         plan.plan,
@@ -97,12 +101,12 @@ def _upload_output(
         check_written=partial(_require_in_range, plan),
         check_published=check_published,
     )
-    if not upload.is_atomic(plan.plan):
+    if not upload.is_upload_atomic(plan.plan):
         notes.add(upload.NOT_ATOMIC_NOTE)
     return execution
 
 
-def _require_room(plan: ConversionPlan, stage: Staging | None) -> None:
+def _require_disk_space(plan: ConversionPlan, stage: Staging | None) -> None:
     if stage:
         require_space(stage.data, plan.nbytes, stage.count_allocated_bytes())
 
@@ -110,13 +114,15 @@ def _require_room(plan: ConversionPlan, stage: Staging | None) -> None:
 def _require_in_range(plan: ConversionPlan, done: Execution) -> None:
     """Raise before publishing if elements became infinite, NaN or saturated."""
     if not plan.options.allow_overflow:
-        require_in_range(done.lost, f"pass {spell_option('--allow-overflow')} to write them anyway")
+        require_in_range(
+            done.lost, f"pass {format_option('--allow-overflow')} to write them anyway"
+        )
 
 
 def _require_same_plan(plan: ConversionPlan, ranks: Coordinator) -> None:
     """Verify that all ranks have the same plan for the same source."""
     options = plan.options
-    buffers = f"{spell_option('--jobs')}, {spell_option('--memory')}"
+    buffers = f"{format_option('--jobs')}, {format_option('--memory')}"
     option_values = {
         f"option `{option.name}`": getattr(options, option.name) for option in fields(options)
     }

@@ -10,7 +10,7 @@ from ckptctl.conversion.recognition.layout_change import (
     LayoutRequest,
     change_layout,
     match_tensors,
-    resolve_layout,
+    resolve_family_and_layout,
 )
 from ckptctl.conversion.recognition.model import Model
 from ckptctl.facts.agreement import compare_statements, find_comparable_tensors
@@ -22,7 +22,7 @@ def compare_before_change(
     model: Model, tensors: Mapping[str, TensorEntry], request: LayoutRequest
 ) -> Notes:
     """Compare every statement about a model before *tensors* get another layout."""
-    family, *_ = resolve_layout(model, tensors, request)
+    family, *_ = resolve_family_and_layout(model, tensors, request)
     if family is not None:
         compared = match_tensors(model, family, tensors, request)
     else:

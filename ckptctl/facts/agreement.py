@@ -18,16 +18,16 @@ from ckptctl.conversion.recognition.model import (
     iterate_descriptions,
     recognize_model,
 )
-from ckptctl.errors import MAX_LISTED_NAMES, CkptError, MappingError, UsageError, spell_option
+from ckptctl.errors import MAX_LISTED_NAMES, CkptError, MappingError, UsageError, format_option
 from ckptctl.facts import MEGATRON
 from ckptctl.facts.contradictions import (
     Contradiction,
     Statement,
-    compare_noted_keys,
+    compare_logit_neutral_keys,
     find_contradicting_facts,
     find_exceeded_limits,
     find_switch_statements,
-    list_unmatched,
+    list_unmatched_statements,
     map_switches_to_tensors,
     read_config_statements,
     read_size_statements,
@@ -38,7 +38,7 @@ from ckptctl.facts.layer_kinds import (
     find_wrong_list_lengths,
 )
 from ckptctl.facts.params import read_params_statements
-from ckptctl.facts.tensor_facts import find_shape_statements
+from ckptctl.facts.tensor_facts import find_contradicting_sizes
 from ckptctl.notes import Notes
 from ckptctl.numerics.quantized import dequantize_catalog, survey_leniently
 from ckptctl.planner.config_facts import Json, add_rope_fields, get_size_field
@@ -48,7 +48,7 @@ from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.detect import list_ancestor_families
 from ckptctl.planner.mapping.matching import ModelTensors
 
-ConfigSigns: TypeAlias = tuple[Sign, ...]
+ConfigConditions: TypeAlias = tuple[Sign, ...]
 
 FILES_DISAGREE = "the descriptions of the model contradict each other"
 TENSORS_DISAGREE = "the configuration and the tensors disagree"
@@ -123,10 +123,10 @@ def _find_contradictions(
     by_file = [[*_read_statements(family, item, configs, model_type)] for item in described]
     statements = [item for file_statements in by_file for item in file_statements]
     if family is not None and any(item.name == MEGATRON for item in described):
-        statements += _compare_with_megatron(family, described)
+        statements += _iterate_statements_for_megatron(family, described)
     if family is not None:
         if given_sizes:
-            _require_given_agrees(family, statements, given_sizes)
+            _require_set_sizes_agree(family, statements, given_sizes)
         if tensors is not None:
             statements += _read_tensor_statements(family, tensors, [*statements])
     contradictions_found = [*find_contradicting_facts(statements)]
@@ -196,14 +196,14 @@ def compare_files(
     return find_contradicting_facts(statement for file in by_file for statement in file)
 
 
-def _compare_with_megatron(
+def _iterate_statements_for_megatron(
     family: Family, described: Sequence[ModelDescription]
 ) -> Iterator[Statement]:
     """Yield statements of a config.json that only apply if there are Megatron records."""
-    from ckptctl.facts.megatron import find_family_mismatches, iterate_implied_statements
+    from ckptctl.facts.megatron import find_family_mismatches, iterate_default_statements
 
     for file in (item for item in described if item.name == CONFIG):
-        yield from iterate_implied_statements(family, file.content, file.place)
+        yield from iterate_default_statements(family, file.content, file.place)
         statements = find_family_mismatches(family, file.content, file.place)
         yield from (
             (replace(item, trusted=True) for item in statements) if file.assets else statements
@@ -263,36 +263,42 @@ def _find_params_family(family: Family, params: Json, configs: Sequence[Json]) -
     possible = [
         candidate
         for candidate in refinements
-        if any(_matches_any(candidate.config_signs, file) for file in configs)
+        if any(_matches_any_condition(candidate.config_signs, file) for file in configs)
     ]
     orders = (
-        (candidate for candidate in refinements if _matches_any(candidate.params_signs, params)),
+        (
+            candidate
+            for candidate in refinements
+            if _matches_any_condition(candidate.params_signs, params)
+        ),
         (
             candidate
             for candidate in (*possible, family)
-            if _matches_any(_drop_size_signs(candidate), params)
+            if _matches_any_condition(_drop_size_conditions(candidate), params)
         ),
         (
             candidate
             for candidate in (family, *refined_families)
-            if _matches_any(candidate.params_signs, params)
+            if _matches_any_condition(candidate.params_signs, params)
         ),
     )
     return next((candidate for order in orders for candidate in order), None)
 
 
-def _drop_size_signs(family: Family) -> ConfigSigns:
+def _drop_size_conditions(family: Family) -> ConfigConditions:
     """Return the conditions that identify a family's params.json, without those on sizes."""
     sizes = {name for _, name in family.sizes.values()}
-    remaining = ({k: v for k, v in sign.items() if k not in sizes} for sign in family.params_signs)
-    return tuple(sign for sign in remaining if sign)
+    remaining = (
+        {k: v for k, v in condition.items() if k not in sizes} for condition in family.params_signs
+    )
+    return tuple(condition for condition in remaining if condition)
 
 
-def _matches_any(signs: ConfigSigns, values: Json) -> bool:
-    return any(matches_conditions(sign, values) for sign in signs)
+def _matches_any_condition(conditions: ConfigConditions, values: Json) -> bool:
+    return any(matches_conditions(condition, values) for condition in conditions)
 
 
-def _require_given_agrees(
+def _require_set_sizes_agree(
     family: Family, statements: Sequence[Statement], given_sizes: Mapping[str, int]
 ) -> None:
     """Raise if a ``--set`` contradicts a file, since user values are never overruled."""
@@ -311,7 +317,7 @@ def _require_given_agrees(
             raise UsageError(
                 f"{options[0].source} contradicts {contradicting.source}",
                 why=f"it states `{contradiction.fact}` = {contradicting.value}",
-                hint=f"use {spell_option('--set')} only for sizes that no file states",
+                hint=f"use {format_option('--set')} only for sizes that no file states",
             )
 
 
@@ -322,7 +328,7 @@ def _read_tensor_statements(
     rows = None
     if tensors.layout.name in PADDED_LAYOUTS:
         # late, for a fast start: most layouts have no padding
-        from ckptctl.conversion.recognition.vocabulary import find_rows_with_padding
+        from ckptctl.conversion.recognition.vocabulary import count_rows_with_padding
 
         size = next(
             (
@@ -332,8 +338,8 @@ def _read_tensor_statements(
             ),
             None,
         )
-        rows = find_rows_with_padding(tensors, size if isinstance(size, int) else None)
-    yield from find_shape_statements(
+        rows = count_rows_with_padding(tensors, size if isinstance(size, int) else None)
+    yield from find_contradicting_sizes(
         family, tensors, statements, {} if rows is None else {VOCABULARY_AXIS: rows}
     )
     switches = map_switches_to_tensors(family)
@@ -354,15 +360,17 @@ def _contradiction_error(
     assets = any(file.assets for file in described)
     sources = {statement.source for item in contradictions_found for statement in item.statements}
     if all(item.trusted_statement for item in contradictions_found):
-        trust_option, assets_option = spell_option("--trust-assets"), spell_option("--assets")
+        trust_option, assets_option = format_option("--trust-assets"), format_option("--assets")
         hint = f"pass {trust_option} to use the values in {assets_option}"
     elif assets:
         hint = "correct the file that is wrong"
     else:
-        options = spell_option("--assets DIR", "--trust-assets")
+        options = format_option("--assets DIR", "--trust-assets")
         hint = f"pass {options} to use the correct files in DIR"
     return ContradictionError(
-        TENSORS_DISAGREE if all(item.is_shown for item in contradictions_found) else FILES_DISAGREE,
+        TENSORS_DISAGREE
+        if all(item.tensors_contradict_file for item in contradictions_found)
+        else FILES_DISAGREE,
         where=" and ".join(item.place for item in described if item.place in sources),
         why="; ".join(map(str, contradictions_found[:MAX_LISTED_NAMES]))
         + remaining
@@ -380,21 +388,21 @@ def _note_differences(
         for other_file, other_statements in configs:
             if file.assets or not other_file.assets:
                 continue
-            differ = compare_noted_keys(file.content, other_file.content)
+            differ = compare_logit_neutral_keys(file.content, other_file.content)
             for fact, (first_value, second_value) in differ.items():
                 yield (
                     f"`{fact}` is {first_value!r} in {file.place} and {second_value!r} in "
                     f"{other_file.place}"
                 )
-            only_here = list_unmatched(statements, other_statements)
-            if only_here:
+            unmatched = list_unmatched_statements(statements, other_statements)
+            if unmatched:
                 shown = ", ".join(
                     f"`{first_value.fact}` ({first_value.value!r})"
-                    for first_value in only_here[:MAX_LISTED_NAMES]
+                    for first_value in unmatched[:MAX_LISTED_NAMES]
                 )
                 remaining = (
-                    f" and {len(only_here) - MAX_LISTED_NAMES:,} more"
-                    if len(only_here) > MAX_LISTED_NAMES
+                    f" and {len(unmatched) - MAX_LISTED_NAMES:,} more"
+                    if len(unmatched) > MAX_LISTED_NAMES
                     else ""
                 )
                 yield f"{file.place} states {shown}{remaining}, but {other_file.place} does not"

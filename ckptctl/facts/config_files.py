@@ -9,12 +9,12 @@ from dataclasses import replace
 from ckptctl.conversion.assets import CONFIG, PARAMS, Assets
 from ckptctl.conversion.contents import build_layout_request, find_main_dtype
 from ckptctl.conversion.draft import Draft
-from ckptctl.errors import MappingError, spell_option
+from ckptctl.errors import MappingError, format_option
 from ckptctl.facts import MEGATRON
 from ckptctl.facts.agreed_change import compare_before_change
 from ckptctl.facts.megatron import megatron_to_config, merge_records, read_max_length
 from ckptctl.facts.mlx_config import adapt_model_type, add_legacy_keys
-from ckptctl.facts.params import config_to_params, list_preset_facts, params_to_config
+from ckptctl.facts.params import config_to_params, get_preset_facts, params_to_config
 from ckptctl.formats.base import WritableFormat
 from ckptctl.formats.sidecar_files import find_file_kind, replace_model_param
 from ckptctl.numerics.quantization.statement import QUANTIZATION
@@ -33,7 +33,7 @@ def compare_descriptions(draft: Draft) -> Draft:
     return draft
 
 
-def config_files(draft: Draft) -> Draft:
+def plan_config_files(draft: Draft) -> Draft:
     """Decide which config files to write next to the tensors of an output that is no adapter."""
     if draft.is_adapter:
         return draft
@@ -44,9 +44,9 @@ def config_files(draft: Draft) -> Draft:
             not_copied = f"{len(names)} not copied: {', '.join(names)}"
             draft.notes.add(f"a single {target.name} file has no sidecar files; {not_copied}")
         return draft
-    cast = (options.dtype or options.dequantize) is not None
+    is_cast = (options.dtype or options.dequantize) is not None
     dtype = None
-    if cast or CONFIG not in assets.documents:
+    if is_cast or CONFIG not in assets.documents:
         output_names = compose_tensors(change.tensors, draft.model.root, draft.output_root)
         source_tensors = (
             draft.quantization.original_tensors if draft.quantization else draft.tensors
@@ -54,44 +54,44 @@ def config_files(draft: Draft) -> Draft:
         dtype = find_main_dtype(
             [tensor for tensor in source_tensors if tensor.name in output_names]
         )
-    documents = _build_documents(assets, target, change, draft.ranks, dtype, cast)
+    documents = _build_documents(assets, target, change, draft.ranks, dtype, is_cast)
     config = documents.get(CONFIG, assets.documents.get(CONFIG))
     if options.to_layout == MLX:
-        spelled_earlier = add_legacy_keys(config or {}, change.family)
-        if spelled_earlier != (config or {}):
-            documents[CONFIG] = config = spelled_earlier
+        legacy_config = add_legacy_keys(config or {}, change.family)
+        if legacy_config != (config or {}):
+            documents[CONFIG] = config = legacy_config
     if draft.quantization:
         if config is None:
             raise MappingError(
-                f"{spell_option('--quantize')} requires config.json, which is missing",
+                f"{format_option('--quantize')} requires config.json, which is missing",
                 why="loaders read the quantization scheme from it",
-                hint=f"pass {spell_option('--assets DIR')} to copy it from the trained model's "
+                hint=f"pass {format_option('--assets DIR')} to copy it from the trained model's "
                 "folder",
             )
         documents[CONFIG] = {**config, QUANTIZATION: draft.quantization.config}
     if target.name == "hf":
-        draft.notes.add(*_note_transformers_needs(draft, documents))
+        draft.notes.add(*_note_missing_files(draft, documents))
         if not draft.quantization:
             draft.notes.add(*note_undeclared_quantization(draft.located, config, assets.sizes))
     if target.has_params_json and PARAMS not in documents:
         raise MappingError(
             f"cannot write params.json, which format {target.name} requires",
             why="unknown model type" if change.family is None else "there is no config.json",
-            hint=f"pass {spell_option('--assets DIR')} with the trained model's config.json or "
+            hint=f"pass {format_option('--assets DIR')} with the trained model's config.json or "
             "params.json",
         )
     contents = {name: dump_json(document) for name, document in documents.items()}
-    return replace(draft, written=contents, copies=tuple(assets.list_copies(documents)))
+    return replace(draft, written=contents, copies=tuple(assets.iterate_copies(documents)))
 
 
-def _note_transformers_needs(draft: Draft, written: Collection[str]) -> tuple[str, ...]:
+def _note_missing_files(draft: Draft, written: Collection[str]) -> tuple[str, ...]:
     """Note missing files that transformers or its users need."""
     assets, change = draft.assets, draft.change
     notes = (*_note_layout(change), *_note_architecture(assets.documents.get(CONFIG), change))
     if CONFIG not in {*assets.documents, *written}:
         missing = (
             "there is no config.json, which transformers requires; pass "
-            f"{spell_option('--assets DIR')} to copy it and the tokenizer from the trained model's "
+            f"{format_option('--assets DIR')} to copy it and the tokenizer from the trained model's "
             "folder"
         )
         return (missing, *notes)
@@ -101,7 +101,7 @@ def _note_transformers_needs(draft: Draft, written: Collection[str]) -> tuple[st
     if has_tokenizer or draft.options.assets or draft.catalog.format == "hf":
         return notes
     tokenizer_note = (
-        f"no tokenizer is written; pass {spell_option('--assets DIR')} to copy it from the "
+        f"no tokenizer is written; pass {format_option('--assets DIR')} to copy it from the "
         "trained model's folder"
     )
     return (*notes, tokenizer_note)
@@ -138,7 +138,7 @@ def _note_generated_config(change: LayoutChange, assets: Assets) -> str:
     tied = "tied" if change.tied else "untied"
     params, made_from, assumed_values = assets.documents.get(PARAMS), PARAMS, dict[str, object]()
     if params is not None and change.family:
-        assumed_values = list_preset_facts(change.family, params)
+        assumed_values = get_preset_facts(change.family, params)
     elif params is None:
         made_from, assumed_values = (
             "Megatron's configuration",
@@ -148,7 +148,7 @@ def _note_generated_config(change: LayoutChange, assets: Assets) -> str:
     return (
         f"config.json is generated from {made_from} for {family} with {tied} "
         f"embeddings{assumed_text}; "
-        f"pass {spell_option('--model-type')} or {spell_option('--assets')} if that is wrong"
+        f"pass {format_option('--model-type')} or {format_option('--assets')} if that is wrong"
     )
 
 
@@ -170,12 +170,16 @@ def _build_documents(
         if changed != config or CONFIG not in assets.sizes or CONFIG in assets.changed:
             written[CONFIG] = changed
     elif target.name == "hf" and change.family:
-        family, sizes, recorded = change.family, change.sizes or {}, _merge_megatron_records(assets)
+        family, sizes, megatron_record = (
+            change.family,
+            change.sizes or {},
+            _merge_megatron_records(assets),
+        )
         if params is not None:
             written[CONFIG] = params_to_config(family, params, sizes, tied=change.tied, dtype=dtype)
-        elif recorded and family.megatron:
+        elif megatron_record and family.megatron:
             megatron_config = megatron_to_config(
-                family, recorded, sizes, tied=change.tied, dtype=dtype
+                family, megatron_record, sizes, tied=change.tied, dtype=dtype
             )
             written[CONFIG] = adapt_config(megatron_config, change)
     if target.name == "dcp" and params is not None:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ckptctl.errors import quote_names, spell_option
+from ckptctl.errors import format_option, quote_names
 from ckptctl.facts.fact_names import (
     CANONICAL_KEYS,
     CANONICAL_VALUES,
@@ -98,7 +98,7 @@ class Contradiction:
         return f"`{self.fact}` is {' and '.join(map(str, self.statements))}"
 
     @property
-    def is_shown(self) -> bool:
+    def tensors_contradict_file(self) -> bool:
         """Whether the tensors contradict a file."""
         return any(statement.is_shown_by_tensors for statement in self.statements)
 
@@ -106,7 +106,7 @@ class Contradiction:
     def trusted_statement(self) -> Statement | None:
         """The ``--assets`` statement, if it is unambiguous and the tensors do not contradict it."""
         trusted = [statement for statement in self.statements if statement.trusted]
-        return trusted[0] if len(trusted) == 1 and not self.is_shown else None
+        return trusted[0] if len(trusted) == 1 and not self.tensors_contradict_file else None
 
 
 def find_contradicting_facts(statements: Iterable[Statement]) -> tuple[Contradiction, ...]:
@@ -163,7 +163,7 @@ def read_config_statements(family: Family | None, config: Json, source: str) -> 
         for prefix, inner in {"": config, **modules}.items()
         if isinstance(inner, Mapping) and any(name in inner for name in ROPE_KEYS)
     }
-    for name, value in _list_implied_values(family, config).items():
+    for name, value in _get_implied_values(family, config).items():
         if name not in values:
             yield Statement(name, value, source, is_explicit=name in unscaled)
 
@@ -173,7 +173,7 @@ def read_size_statements(family: Family, given: Mapping[str, int]) -> Iterator[S
     for name, size in given.items():
         axis = resolve_axis(family, name)
         yield Statement(
-            get_size_field(family, axis), size, f"{spell_option(f'--set {name}={size}')}"
+            get_size_field(family, axis), size, f"{format_option(f'--set {name}={size}')}"
         )
 
 
@@ -207,7 +207,9 @@ def find_switch_statements(
         yield Statement(name, is_on, source, is_shown_by_tensors=True)
 
 
-def compare_noted_keys(first_config: Json, second_config: Json) -> dict[str, tuple[object, object]]:
+def compare_logit_neutral_keys(
+    first_config: Json, second_config: Json
+) -> dict[str, tuple[object, object]]:
     """Map :data:`LOGIT_NEUTRAL_KEYS` that differ between two configs to both values."""
     first_values, second_values = (
         {
@@ -224,7 +226,7 @@ def compare_noted_keys(first_config: Json, second_config: Json) -> dict[str, tup
     }
 
 
-def list_unmatched(
+def list_unmatched_statements(
     statements: Iterable[Statement], other_statements: Iterable[Statement]
 ) -> list[Statement]:
     """List explicit, nonempty *statements* about facts that *other_statements* do not mention."""
@@ -249,13 +251,13 @@ class CountLimit:
 
     Attributes:
         name: Name of the limited count.
-        of: Possible names of the limiting count; the first that the config states is used.
+        limiting_names: Possible names of the limiting count; the first that the config states is used.
         kind: ``at most`` the limiting count, or ``a divisor of`` it.
         compares_defaults: Whether to compare the counts if only one of the two is stated.
     """
 
     name: str
-    of: tuple[str, ...]
+    limiting_names: tuple[str, ...]
     kind: Literal["at most", "a divisor of"]
     compares_defaults: bool = True
 
@@ -268,16 +270,18 @@ COUNT_LIMITS = (
     CountLimit("n_group", EXPERT_COUNT_KEYS, "a divisor of"),
     CountLimit("topk_group", ("n_group",), "at most"),
 )
-LIMITED_FACTS = frozenset(name for limit in COUNT_LIMITS for name in (limit.name, *limit.of))
+LIMITED_FACTS = frozenset(
+    name for limit in COUNT_LIMITS for name in (limit.name, *limit.limiting_names)
+)
 """Facts in :data:`COUNT_LIMITS`."""
 
 
 def find_exceeded_limits(config: Json, source: str, prefix: str = "") -> Iterator[Contradiction]:
     """Yield counts of a config.json, and of its nested objects, that exceed a limit."""
     for limit in COUNT_LIMITS:
-        value, is_explicit = _read_count(config, limit.name)
-        for name in limit.of:
-            limiting_value, limiting_is_explicit = _read_count(config, name)
+        value, is_explicit = _get_count_or_default(config, limit.name)
+        for name in limit.limiting_names:
+            limiting_value, limiting_is_explicit = _get_count_or_default(config, name)
             if not limiting_value:
                 continue
             is_comparable = (
@@ -301,7 +305,7 @@ def find_exceeded_limits(config: Json, source: str, prefix: str = "") -> Iterato
             yield from find_exceeded_limits(inner, source, f"{prefix}{key}.")
 
 
-def _read_count(config: Json, name: str) -> tuple[int | None, bool]:
+def _get_count_or_default(config: Json, name: str) -> tuple[int | None, bool]:
     """Return a count or its default, and whether the config states it."""
     value = config.get(name) if name in config else find_default_size(config, name)
     is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
@@ -382,7 +386,7 @@ def to_canonical_value(value: object) -> object:
     return CANONICAL_VALUES.get(value, value) if isinstance(value, str) else value
 
 
-def _list_implied_values(family: Family | None, config: Json) -> dict[str, object]:
+def _get_implied_values(family: Family | None, config: Json) -> dict[str, object]:
     """Return the values that a config.json implies by not setting a key."""
     modules = (
         "",

@@ -32,7 +32,7 @@ class GgufArchitecture:
     Attributes:
         model_type: ``model_type`` in config.json.
         class_name: Class of the model with a head.
-        always: Keys that its config.json always has.
+        constant_keys: Keys that its config.json always has.
         facts: Facts in its metadata in addition to :data:`COMMON_FACTS`.
         special_layer_count: Number of layers of the model size whose attention scores are divided
             by the root of ``hidden_size / heads`` instead of the head dimension; 0 if config.json
@@ -42,7 +42,7 @@ class GgufArchitecture:
 
     model_type: str
     class_name: str
-    always: Mapping[str, object] = field(default_factory=dict)
+    constant_keys: Mapping[str, object] = field(default_factory=dict)
     facts: tuple[Fact, ...] = ()
     special_layer_count: int = 0
     needs_head_dim: bool = False
@@ -106,17 +106,17 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
 
 def build_config_from_gguf(
     metadata: Mapping[str, object],
-    counts: Mapping[str, int],
+    array_lengths: Mapping[str, int],
     tensors: Mapping[str, TensorEntry],
-    factors: Sequence[float] | None,
+    rope_factors: Sequence[float] | None,
 ) -> tuple[Json | None, tuple[str, ...]]:
     """Build config.json from a file's metadata, with the notes on it.
 
     Args:
         metadata: Values by key, including short arrays of numbers.
-        counts: The length of each other array.
+        array_lengths: The length of each other array.
         tensors: Tensors of the file, or of all files of the checkpoint.
-        factors: The elements of :data:`ROPE_FACTORS`, or None if that tensor is missing.
+        rope_factors: The elements of :data:`ROPE_FACTORS`, or None if that tensor is missing.
 
     Returns:
         The config and notes; the config is None if the architecture or a value is unsupported.
@@ -140,13 +140,13 @@ def build_config_from_gguf(
     config: Json = {
         "architectures": [architecture.class_name],
         "model_type": architecture.model_type,
-        **architecture.always,
+        **architecture.constant_keys,
         **{fact.config: values[fact.gguf] for fact in facts if fact.gguf in values},
         "tie_word_embeddings": not _has_tensor(tensors, "output.weight"),
         "torch_dtype": _find_main_dtype(tensors),
     }
-    if "vocab_size" not in config and "tokenizer.ggml.tokens" in counts:
-        config["vocab_size"] = counts["tokenizer.ggml.tokens"]
+    if "vocab_size" not in config and "tokenizer.ggml.tokens" in array_lengths:
+        config["vocab_size"] = array_lengths["tokenizer.ggml.tokens"]
     names = [fact.config for fact in facts]
     missing = [name for name in names if name not in config and name not in OPTIONAL_KEYS]
     if missing:
@@ -161,7 +161,7 @@ def build_config_from_gguf(
         value = config[invalid[0]]
         why = "differs from layer to layer" if isinstance(value, list) else f"is {value!r}"
         return without_config(f"`{invalid[0]}` {why} in the GGUF file")
-    scaling = read_gguf_rope(config, values, factors)
+    scaling = read_gguf_rope(config, values, rope_factors)
     if scaling is None:
         return without_config("the scaling of rotary frequencies in the GGUF file is not supported")
     rope_fields = {"rope_scaling": scaling} if scaling else {}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from ckptctl.errors import MappingError, spell_option
+from ckptctl.errors import MappingError, format_option
 from ckptctl.planner.config_facts import parse_size
 from ckptctl.planner.families.facts import NEEDED, Fact
 from ckptctl.units import pluralize
@@ -43,28 +43,28 @@ class FactKind:
     """Validation of a fact's values, and their conversion from and to Megatron-Core's fields.
 
     Attributes:
-        check: Validates a value of config.json, params.json or GGUF.
-        read: Converts Megatron-Core's field to the value in config.json, or None to use *check*.
-        write: Converts the value in config.json to the field, or None to use *check*.
+        validate: Validates a value of config.json, params.json or GGUF.
+        from_megatron: Converts Megatron-Core's field to the value in config.json, or None to use *check*.
+        to_megatron: Converts the value in config.json to the field, or None to use *check*.
         neutral: The value in versions of Megatron-Core that have no such field.
         allows_null: Whether null is a valid value.
     """
 
-    check: Check
-    read: Converter | None = None
-    write: Converter | None = None
+    validate: Check
+    from_megatron: Converter | None = None
+    to_megatron: Converter | None = None
     neutral: object = NEEDED
     allows_null: bool = False
 
 
 def check_value(fact: Fact, value: object, name: str) -> object:
     """Validate the value of *fact* that a file states under *name*, or return None for None."""
-    return None if value is None else FACT_KINDS[fact.kind].check(value, name)
+    return None if value is None else FACT_KINDS[fact.kind].validate(value, name)
 
 
 def read_megatron_value(fact: Fact, fields: Values) -> object:
     """Convert the value of *fact* in Megatron-Core's *fields* to that in config.json."""
-    value, read = fields[fact.megatron], FACT_KINDS[fact.kind].read
+    value, read = fields[fact.megatron], FACT_KINDS[fact.kind].from_megatron
     return read(value, fact.megatron, fields) if read else check_value(fact, value, fact.megatron)
 
 
@@ -75,11 +75,11 @@ def write_megatron_value(fact: Fact, values: Values) -> object:
         fact: The fact.
         values: Facts of config.json by name: this one and those that it depends on.
     """
-    value, write = values[fact.config], FACT_KINDS[fact.kind].write
+    value, write = values[fact.config], FACT_KINDS[fact.kind].to_megatron
     return write(value, fact.config, values) if write else check_value(fact, value, fact.config)
 
 
-def _positive_or_none(value: object, name: str, _: Values) -> int | None:
+def _parse_positive_or_none(value: object, name: str, _: Values) -> int | None:
     """Return a count, or None for 0."""
     return None if value == 0 and not isinstance(value, bool) else parse_size(value, name)
 
@@ -102,7 +102,7 @@ def _read_window(value: object, name: str, _: Values) -> int | None:
     )
 
 
-def _read_dense(value: object, name: str, fields: Values) -> int:
+def _read_dense_layer_count(value: object, name: str, fields: Values) -> int:
     """Convert a list such as ``[0, 0, 1, 1]`` to the number of leading dense layers."""
     if value == 1 and not isinstance(value, bool):
         return 0
@@ -122,7 +122,7 @@ def _read_dense(value: object, name: str, fields: Values) -> int:
     )
 
 
-def _write_dense(value: object, name: str, facts: Values) -> list[int]:
+def _write_moe_layer_pattern(value: object, name: str, facts: Values) -> list[int]:
     """Convert the number of leading dense layers to a 0 or 1 for each layer."""
     layers = parse_size(facts["num_hidden_layers"], "num_hidden_layers") or 0
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= layers:
@@ -130,7 +130,7 @@ def _write_dense(value: object, name: str, facts: Values) -> list[int]:
     return [0] * value + [1] * (layers - value)
 
 
-def _read_method(value: object, name: str, fields: Values) -> str:
+def _read_topk_method(value: object, name: str, fields: Values) -> str:
     """Return whether experts are selected from all or from the best groups.
 
     Megatron-Core ranks a group by several of its experts, transformers by the best one.
@@ -147,7 +147,7 @@ def _read_method(value: object, name: str, fields: Values) -> str:
     )
 
 
-def _write_method(value: object, name: str, facts: Values) -> int | None:
+def _write_expert_group_count(value: object, name: str, facts: Values) -> int | None:
     """Return the number of groups, or raise if Megatron-Core would select other experts."""
     names = ("n_group", "num_experts_per_tok", "topk_group")
     group_count, expert_count, limit = (parse_size(facts[field], field) or 1 for field in names)
@@ -157,7 +157,7 @@ def _write_method(value: object, name: str, facts: Values) -> int | None:
     return None if group_count == 1 else group_count
 
 
-def _read_shared(value: object, name: str, fields: Values) -> int:
+def _read_shared_expert_count(value: object, name: str, fields: Values) -> int:
     """Return the size of the shared expert in units of one routed expert's size."""
     if value in (None, 0):
         return 0
@@ -172,13 +172,13 @@ def _read_shared(value: object, name: str, fields: Values) -> int:
     return size // expert_size
 
 
-def _write_shared(value: object, name: str, facts: Values) -> int | None:
+def _write_shared_expert_size(value: object, name: str, facts: Values) -> int | None:
     expert_size = parse_size(facts["moe_intermediate_size"], "moe_intermediate_size") or 0
-    experts = _positive_or_none(value, name, facts)
+    experts = _parse_positive_or_none(value, name, facts)
     return None if experts is None else experts * expert_size
 
 
-def _read_root(value: object, name: str, _: Values) -> float | None:
+def _invert_inverse_root(value: object, name: str, _: Values) -> float | None:
     """Return the number whose inverse square root is *value*, as an integer if it is one."""
     if value is None:
         return None
@@ -188,7 +188,7 @@ def _read_root(value: object, name: str, _: Values) -> float | None:
 
 def assets_hint() -> str:
     """Return the hint to pass the trained model's config.json."""
-    return f"pass {spell_option('--assets DIR')} with the trained model's config.json"
+    return f"pass {format_option('--assets DIR')} with the trained model's config.json"
 
 
 def inexpressible_error(
@@ -204,12 +204,12 @@ FACT_KINDS: Mapping[str, FactKind] = {
     "number": FactKind(require_number),
     "flag": FactKind(require_flag),
     # A count or null.
-    "optional": FactKind(parse_size, write=_positive_or_none, allows_null=True),
+    "optional": FactKind(parse_size, to_megatron=_parse_positive_or_none, allows_null=True),
     # A count or 0, which Megatron-Core states as null.
     "tally": FactKind(
         parse_size,
-        lambda value, name, others: _positive_or_none(value, name, others) or 0,
-        _positive_or_none,
+        lambda value, name, others: _parse_positive_or_none(value, name, others) or 0,
+        _parse_positive_or_none,
         neutral=0,
     ),
     # A number for which null means 1.
@@ -243,15 +243,15 @@ FACT_KINDS: Mapping[str, FactKind] = {
         neutral=1,
     ),
     # How experts are selected, which Megatron-Core states as the number of groups.
-    "method": FactKind(parse_size, _read_method, _write_method),
+    "method": FactKind(parse_size, _read_topk_method, _write_expert_group_count),
     # The number of dense layers before those with experts.
-    "dense": FactKind(parse_size, _read_dense, _write_dense, neutral=0),
+    "dense": FactKind(parse_size, _read_dense_layer_count, _write_moe_layer_pattern, neutral=0),
     # The size of the shared expert in units of one routed expert's size.
-    "shared": FactKind(parse_size, _read_shared, _write_shared, neutral=0),
+    "shared": FactKind(parse_size, _read_shared_expert_count, _write_shared_expert_size, neutral=0),
     # A number that Megatron-Core states as its inverse square root.
     "root": FactKind(
         require_number,
-        _read_root,
+        _invert_inverse_root,
         lambda value, name, _: 1 / math.sqrt(require_number(value, name)),
     ),
 }

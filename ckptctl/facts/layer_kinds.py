@@ -26,9 +26,11 @@ def find_kind_mismatches(
             continue
         group = next((names for names in family.variants if layer_kind.variant in names), ())
         variant_by_layer: dict[int, str] = {}
-        for (variant, indices), places in matched.layers.items():
+        for (variant, indices), layer_indices in matched.layers.items():
             if variant in group and indices[-1:] == ("i",):
-                variant_by_layer |= {indices_of_key[-1]: variant for indices_of_key in places}
+                variant_by_layer |= {
+                    indices_of_key[-1]: variant for indices_of_key in layer_indices
+                }
         layers = _find_layers_of_kind(layer_kind, config, max(variant_by_layer, default=-1) + 1)
         if layers is None:
             continue
@@ -70,7 +72,7 @@ def find_size_mismatches(
         if not groups or leaf.part is not None or tensor.indices[-1:] != ("i",):
             continue
         layer_sizes = {
-            axis_name: _read_layer_size(item, config, values[-1], total)
+            axis_name: _get_layer_size(item, config, values[-1], total)
             for axis_name, item in by_axis.items()
         }
         sizes = {
@@ -100,7 +102,7 @@ def find_size_mismatches(
                     )
 
 
-def _read_layer_size(size: LayerSize, config: Json, layer: int, total: int) -> int | None:
+def _get_layer_size(size: LayerSize, config: Json, layer: int, total: int) -> int | None:
     """Return the size of a layer, or None if the config does not state it."""
     value = _get_value_or_default(config, size.fact)
     kinds = get_nested(config, size.kinds[0]) if size.kinds else None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from ckptctl.errors import MappingError, quote_names, spell_option
+from ckptctl.errors import MappingError, format_option, quote_names
 from ckptctl.facts.contradictions import Statement, drop_unused_windows, read_config_statements
 from ckptctl.facts.kinds import (
     FACT_KINDS,
@@ -60,30 +60,30 @@ CONFIG_NAME = "Megatron-Core's configuration"
 _PLAIN_TYPES = (bool, int, float, str, list, tuple)
 
 
-def require_style(family: Family) -> MegatronStyle:
+def require_megatron_style(family: Family) -> MegatronStyle:
     """Return Megatron-Core's description of *family*, or raise if there is none."""
     if family.megatron is None:
         raise MappingError(
             f"there is no known Megatron-Core configuration for `{family.name}`",
-            hint=f"pass {spell_option('--to dcp')}, which keeps the names of config.json",
+            hint=f"pass {format_option('--to dcp')}, which keeps the names of config.json",
         )
     return family.megatron
 
 
-def find_class_name(record: Json) -> str:
+def get_class_name(record: Json) -> str:
     """Return the name of the class whose fields *record* has, or "" if it names none."""
-    target = find_model_section(record).get(TARGET_KEY)
+    target = get_model_section(record).get(TARGET_KEY)
     return target.rpartition(".")[2] if isinstance(target, str) else ""
 
 
 def merge_records(records: Iterable[Json]) -> dict[str, object]:
     """Merge the *records* of one model, where later values win."""
-    return {name: value for record in records for name, value in find_model_section(record).items()}
+    return {name: value for record in records for name, value in get_model_section(record).items()}
 
 
-def read_fields(record: Json) -> dict[str, object]:
+def extract_megatron_fields(record: Json) -> dict[str, object]:
     """Return the values of *record* under Megatron-Core's field names."""
-    values = find_model_section(record)
+    values = get_model_section(record)
     fields = {
         field_key: value
         for field_key, value in values.items()
@@ -97,7 +97,7 @@ def read_fields(record: Json) -> dict[str, object]:
     for name, field in NEGATED_ARGUMENTS.items():
         negated = fields.pop(name, None)
         fields |= {field: not negated} if isinstance(negated, bool) else {}
-    fields |= _read_activation(values)
+    fields |= _select_activation_fields(values)
     is_ungrouped = fields.get("group_query_attention") is False
     is_latent = fields.get("multi_latent_attention") is True
     if (is_ungrouped or is_latent) and "num_attention_heads" in fields:
@@ -113,16 +113,16 @@ def read_fields(record: Json) -> dict[str, object]:
     return _normalize_expert_fields(fields)
 
 
-def find_model_section(record: Json) -> Json:
+def get_model_section(record: Json) -> Json:
     """Return the part of *record* that describes the model."""
     for holder in ("model", "config"):
         section = record.get(holder)
         if isinstance(section, Mapping) and {TARGET_KEY, "num_layers", "config"} & section.keys():
-            return find_model_section(section)
+            return get_model_section(section)
     return record
 
 
-def _read_activation(values: Json) -> dict[str, object]:
+def _select_activation_fields(values: Json) -> dict[str, object]:
     """Return the activation fields that *values* select."""
     function = values.get("activation_func")
     function_name = function.get(TARGET_KEY) if isinstance(function, Mapping) else function
@@ -158,7 +158,7 @@ def _normalize_expert_fields(fields: dict[str, object]) -> dict[str, object]:
 # ------------------------------------------------------------------------------- read
 
 
-def read_facts(style: MegatronStyle, fields: Json) -> Iterator[tuple[Fact, object]]:
+def iterate_megatron_facts(style: MegatronStyle, fields: Json) -> Iterator[tuple[Fact, object]]:
     """Yield the facts in *fields* with their values in config.json."""
     for fact in style.facts:
         if fact.megatron in fields and not isinstance(fields[fact.megatron], dict):
@@ -180,17 +180,17 @@ def read_megatron_statements(family: Family, record: Json, source: str) -> Itera
     style = family.megatron
     if style is None:
         return
-    fields = read_fields(record)
+    fields = extract_megatron_fields(record)
     argument_names = {
         field: name for name, field in (*FIELD_BY_ARGUMENT.items(), *NEGATED_ARGUMENTS.items())
     }
-    for fact, value in read_facts(style, fields):
+    for fact, value in iterate_megatron_facts(style, fields):
         if fact.megatron == MTP_COUNT_FIELD and not value:
             continue  # trained without MTP layers, on which no other layer depends
         field = fact.megatron
         local_key = (
             argument_names[field]
-            if argument_names.get(field) in find_model_section(record)
+            if argument_names.get(field) in get_model_section(record)
             else field
         )
         stored = f"{fields[field]}" if fact.kind == "window" and value is not None else ""
@@ -220,22 +220,22 @@ def read_megatron_statements(family: Family, record: Json, source: str) -> Itera
         yield Statement(
             style.config_prefix + "rope_local_base_freq", local, source, local_key="rotary_base"
         )
-    always = f"every model of `{family.name}`"
-    for name, allowed in list_expected_fields(style, fields).items():
+    family_source = f"every model of `{family.name}`"
+    for name, allowed in get_expected_fields(style, fields).items():
         if name in fields:
             value = fields[name]
             is_expected = is_allowed(allowed, value)
             yield Statement(name, allowed[0] if is_expected else value, source)
-            yield Statement(name, allowed[0], always, is_explicit=False)
+            yield Statement(name, allowed[0], family_source, is_explicit=False)
 
 
-def read_partial_config(family: Family, record: Json) -> dict[str, object]:
+def build_partial_config(family: Family, record: Json) -> dict[str, object]:
     """Build the part of config.json that *record* states."""
     style = family.megatron
     if style is None:
         return {}
-    fields = read_fields(record)
-    config = {fact.config: value for fact, value in read_facts(style, fields)}
+    fields = extract_megatron_fields(record)
+    config = {fact.config: value for fact, value in iterate_megatron_facts(style, fields)}
     rope = read_megatron_rope(style, fields)
     config |= {} if rope is None or rope["rope_type"] == "default" else {"rope_scaling": rope}
     inner = {style.config_prefix.rstrip("."): config} if style.config_prefix else config
@@ -255,14 +255,14 @@ def megatron_to_config(
     *sizes*, solved from the tensors, override *record*, except for the vocabulary, which is padded
     in the tensors.
     """
-    style, fields = require_style(family), read_fields(record)
+    style, fields = require_megatron_style(family), extract_megatron_fields(record)
     if not style.translated:
         raise MappingError(
             f"cannot generate config.json of `{family.name}` from Megatron's configuration",
             hint=assets_hint(),
         )
-    _require_expected(family, style, fields)
-    config_values = {fact.config: value for fact, value in read_facts(style, fields)}
+    _require_expected_values(family, style, fields)
+    config_values = {fact.config: value for fact, value in iterate_megatron_facts(style, fields)}
     sizes_by_name = _name_sizes(family, sizes)
     config_values |= {
         fact_name: size
@@ -271,7 +271,7 @@ def megatron_to_config(
     }
     config_values |= {} if tied is None else {"tie_word_embeddings": tied}
     rope = read_megatron_rope(style, fields)
-    _require_stated(style, config_values, rope)
+    _require_logit_fields(style, config_values, rope)
     config: dict[str, object] = {"architectures": [family.architecture]}
     config["model_type"] = style.model_type
     for fact in style.facts:
@@ -297,7 +297,7 @@ def megatron_to_config(
 
 def read_max_length(record: Json) -> dict[str, object]:
     """Return the maximum sequence length for config.json, which changes no logits."""
-    fields = read_fields(record)
+    fields = extract_megatron_fields(record)
     lengths = (parse_size(fields.get(name), name) for name in LENGTH_FIELDS)
     length = next((value for value in lengths if value), None)
     return {} if length is None else {"max_position_embeddings": length}
@@ -312,7 +312,7 @@ def _name_sizes(family: Family, sizes: Mapping[str, int]) -> dict[str, int]:
     return {name.rpartition(".")[2]: size for name, size in sizes_by_path.items()}
 
 
-def _require_stated(style: MegatronStyle, config_values: Json, rope: Json | None) -> None:
+def _require_logit_fields(style: MegatronStyle, config_values: Json, rope: Json | None) -> None:
     """Raise if a field that changes logits is missing."""
     missing = {
         fact.config: fact.megatron
@@ -334,15 +334,15 @@ def _require_stated(style: MegatronStyle, config_values: Json, rope: Json | None
         )
 
 
-def _require_expected(family: Family, style: MegatronStyle, fields: Json) -> None:
+def _require_expected_values(family: Family, style: MegatronStyle, fields: Json) -> None:
     """Raise if a field differs from its value in all models of the family."""
-    for name, allowed in list_expected_fields(style, fields).items():
+    for name, allowed in get_expected_fields(style, fields).items():
         if name in fields and not is_allowed(allowed, fields[name]):
             raise MappingError(
                 f"`{name}` is {fields[name]!r}",
                 where="Megatron's configuration",
                 why=f"it is {allowed[0]!r} in every model of `{family.name}`",
-                hint=f"pass the right model type with {spell_option('--model-type')}",
+                hint=f"pass the right model type with {format_option('--model-type')}",
             )
 
 
@@ -359,14 +359,14 @@ def _require_two_bases(fields: Json) -> tuple[float, float]:
 # ------------------------------------------------------------------------------- write
 
 
-def config_to_fields(
+def config_to_megatron_fields(
     family: Family, config: Json, sizes: Mapping[str, int] | None = None
 ) -> dict[str, object]:
     """Build Megatron-Core's fields from a config.json.
 
     *sizes*, solved from the tensors, override *config*.
     """
-    style = require_style(family)
+    style = require_megatron_style(family)
     values: Json = normalize_rope(drop_unused_windows(config))
     text_config = (
         get_nested(values, style.config_prefix.rstrip(".")) if style.config_prefix else None
@@ -387,7 +387,7 @@ def config_to_fields(
         why = f"not supported by Megatron's `{family.name}`"
         raise inexpressible_error(CONFIG_NAME, "rope_scaling", dict(scaling), why)
     fields |= rope_fields
-    for name, allowed in list_expected_fields(style, fields).items():
+    for name, allowed in get_expected_fields(style, fields).items():
         fields.setdefault(name, allowed[0])
     if style.has_local_rope:
         base = require_number(
@@ -438,7 +438,7 @@ def _require_expressible(family: Family, style: MegatronStyle, values: Json) -> 
 # ------------------------------------------------------------------------------- contradict
 
 
-def iterate_implied_statements(family: Family, config: Json, source: str) -> Iterator[Statement]:
+def iterate_default_statements(family: Family, config: Json, source: str) -> Iterator[Statement]:
     """Yield the defaults of config.json for unset facts that Megatron-based programs record."""
     style = family.megatron
     if style is None:
@@ -484,7 +484,7 @@ def is_allowed(allowed: Iterable[object], value: object) -> bool:
     )
 
 
-def list_expected_fields(style: MegatronStyle, fields: Json) -> dict[str, tuple[object, ...]]:
+def get_expected_fields(style: MegatronStyle, fields: Json) -> dict[str, tuple[object, ...]]:
     """Return the allowed values of fields that are the same in all models of a family."""
     fact_fields = {fact.megatron for fact in style.facts}
     has_experts = EXPERT_COUNT_FIELD in fact_fields or fields.get(EXPERT_COUNT_FIELD) is not None

@@ -14,7 +14,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
-from ckptctl.errors import MappingError, UsageError, quote_names, spell_option
+from ckptctl.errors import MappingError, UsageError, format_option, quote_names
 from ckptctl.facts.megatron import TARGET_KEY
 from ckptctl.planner.config_facts import Json
 
@@ -52,14 +52,14 @@ def to_peft_config(record: Json) -> dict[str, object]:
 
 
 def build_adapter_section(
-    shapes: Mapping[str, tuple[int, ...]], peft_config: Json, layers: int | None
+    shapes: Mapping[str, tuple[int, ...]], peft_config: Json, layer_count: int | None
 ) -> dict[str, object]:
     """Build the adapter section for Megatron-Bridge.
 
     Args:
         shapes: Shapes of the factors, with one entry for each layer.
         peft_config: Content of ``adapter_config.json``.
-        layers: Number of layers of the model, or None if unknown.
+        layer_count: Number of layers of the model, or None if unknown.
 
     Raises:
         UsageError: Alpha is unknown.
@@ -74,7 +74,7 @@ def build_adapter_section(
     if not isinstance(alpha, int | float):
         raise UsageError(
             "Megatron-Bridge's configuration requires alpha",
-            hint=f"pass {spell_option('--lora-alpha')}",
+            hint=f"pass {format_option('--lora-alpha')}",
         )
     if len(ranks) != 1:
         raise MappingError(
@@ -85,7 +85,7 @@ def build_adapter_section(
     return {
         TARGET_KEY: CANONICAL_LORA if is_canonical else FUSED_LORA,
         "target_modules": sorted(
-            _build_target_patterns((_to_bridge_module(*module) for module in modules), layers)
+            _build_target_patterns((_to_bridge_module(*module) for module in modules), layer_count)
         ),
         "dim": ranks[0],
         "alpha": int(alpha) if alpha == int(alpha) else alpha,
@@ -116,7 +116,7 @@ def _to_bridge_module(module: str, part: str | None) -> str:
     return head + dot + next(ends, part)
 
 
-def _build_target_patterns(modules: Iterable[str], layers: int | None) -> Iterator[str]:
+def _build_target_patterns(modules: Iterable[str], layer_count: int | None) -> Iterator[str]:
     """Yield patterns that match only *modules*, with one for all layers or one for each."""
     layers_by_name: dict[str, list[str]] = defaultdict(list)
     for module in modules:
@@ -125,7 +125,7 @@ def _build_target_patterns(modules: Iterable[str], layers: int | None) -> Iterat
     for name, layer_numbers in layers_by_name.items():
         if layer_numbers == [""]:
             yield name
-        elif len(layer_numbers) == layers:
+        elif len(layer_numbers) == layer_count:
             yield f"*decoder.layers.*.{name}"
         else:
             yield from (f"*decoder.layers.{number}.{name}" for number in layer_numbers)

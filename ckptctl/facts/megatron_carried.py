@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ckptctl.facts.megatron_files import (
     NO_TRAINING_STATE,
     ONE_RANK,
-    build_container,
+    build_config_container,
     build_precision_flags,
     build_vocabulary_fields,
     to_dtype_reference,
@@ -33,17 +33,21 @@ class CopiedRecord(NamedTuple):
     skipped: list[str]
 
 
-def copy_arguments(record: Json, padded: int | None, dtype: str | None) -> CopiedRecord:
+def adapt_arguments(record: Json, padded_rows: int | None, dtype: str | None) -> CopiedRecord:
     """Adapt Megatron-LM's arguments in *record* to the output.
 
     Args:
         record: Content of ``common.pt``.
-        padded: Rows of the embedding, or None if it is missing.
+        padded_rows: Rows of the embedding, or None if it is missing.
         dtype: The element type of the weights.
     """
-    copied = _select_plain(record)
-    vocabulary_fields: dict[str, object] = {} if padded is None else {"padded_vocab_size": padded}
-    divisor = build_vocabulary_fields(copied.values.get("vocab_size"), padded).get(DIVISOR_FIELD)
+    copied = _select_json_values(record)
+    vocabulary_fields: dict[str, object] = (
+        {} if padded_rows is None else {"padded_vocab_size": padded_rows}
+    )
+    divisor = build_vocabulary_fields(copied.values.get("vocab_size"), padded_rows).get(
+        DIVISOR_FIELD
+    )
     vocabulary_fields |= {} if divisor is None else {DIVISOR_FIELD: divisor}
     values = {
         **copied.values,
@@ -55,14 +59,14 @@ def copy_arguments(record: Json, padded: int | None, dtype: str | None) -> Copie
     return CopiedRecord(values, copied.skipped)
 
 
-def copy_run_config(record: Json, padded: int | None, dtype: str | None) -> CopiedRecord:
-    """Adapt the ``run_config.yaml`` in *record* to the output, like :func:`copy_arguments`."""
-    copied = _select_plain(record)
+def adapt_run_config(record: Json, padded_rows: int | None, dtype: str | None) -> CopiedRecord:
+    """Adapt the ``run_config.yaml`` in *record* to the output, like :func:`adapt_arguments`."""
+    copied = _select_json_values(record)
     model_section = copied.values.get("model")
     model = dict(model_section) if isinstance(model_section, Mapping) else {}
     vocabulary_fields = (
-        build_vocabulary_fields(model["vocab_size"], padded)
-        if padded and model.get("vocab_size")
+        build_vocabulary_fields(model["vocab_size"], padded_rows)
+        if padded_rows and model.get("vocab_size")
         else {}
     )
     model |= {
@@ -71,23 +75,23 @@ def copy_run_config(record: Json, padded: int | None, dtype: str | None) -> Copi
         "params_dtype": to_dtype_reference(dtype),
         **vocabulary_fields,
     }
-    document = build_container(model)
+    document = build_config_container(model)
     output_sections = {name: document[name] for name in ("model", "checkpoint")}
     return CopiedRecord({**document, **copied.values, **output_sections}, copied.skipped)
 
 
-def _select_plain(record: Json) -> CopiedRecord:
-    plain_values = {name: value for name, value in record.items() if _is_plain(value)}
+def _select_json_values(record: Json) -> CopiedRecord:
+    plain_values = {name: value for name, value in record.items() if _is_json_value(value)}
     return CopiedRecord(plain_values, [name for name in record if name not in plain_values])
 
 
-def _is_plain(value: object) -> bool:
+def _is_json_value(value: object) -> bool:
     """Return whether JSON can store *value*, and no part of it names a skipped object."""
     if isinstance(value, Mapping):
         keys = all(type(key) is str and key != YAML_TAG_KEY for key in value)
-        return keys and all(map(_is_plain, value.values()))
+        return keys and all(map(_is_json_value, value.values()))
     if type(value) in (list, tuple):
-        return all(map(_is_plain, value))  # type: ignore[call-overload]
+        return all(map(_is_json_value, value))  # type: ignore[call-overload]
     return type(value) in (str, int, bool, type(None)) or (
         type(value) is float and math.isfinite(value)
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ckptctl.errors import MappingError
-from ckptctl.facts.megatron import TARGET_KEY, config_to_fields, require_style
+from ckptctl.facts.megatron import TARGET_KEY, config_to_megatron_fields, require_megatron_style
 from ckptctl.facts.megatron_words import (
     ACTIVATION_ARGUMENTS,
     FIELD_BY_ARGUMENT,
@@ -53,12 +53,12 @@ EXPERT_IMPLEMENTATION = {"moe_grouped_gemm": True, "moe_token_dispatcher_type": 
 BRIDGE_MODULE = "megatron.bridge.training."
 
 
-def build_arguments(
+def build_megatron_arguments(
     family: Family,
     config: Json,
     sizes: Mapping[str, int] | None = None,
     *,
-    padded: int | None = None,
+    padded_rows: int | None = None,
     dtype: str | None = None,
 ) -> dict[str, object]:
     """Build Megatron-LM's arguments for a config.json.
@@ -67,10 +67,10 @@ def build_arguments(
         family: The model type.
         config: Content of config.json.
         sizes: Axis sizes solved from the tensors, which override *config*.
-        padded: Rows of the stored embedding, or None for the vocabulary size.
+        padded_rows: Rows of the stored embedding, or None for the vocabulary size.
         dtype: The element type of the weights.
     """
-    fields = config_to_fields(family, config, sizes)
+    fields = config_to_megatron_fields(family, config, sizes)
     argument_by_field = {field_name: argument for argument, field_name in FIELD_BY_ARGUMENT.items()}
     arguments: dict[str, object] = {
         argument_by_field.get(name, name): value
@@ -101,7 +101,7 @@ def build_arguments(
         "group_query_attention": is_grouped,
         "use_rotary_position_embeddings": True,
         "untie_embeddings_and_output_weights": not is_tied,
-        "padded_vocab_size": fields["vocab_size"] if padded is None else padded,
+        "padded_vocab_size": fields["vocab_size"] if padded_rows is None else padded_rows,
     }
 
 
@@ -115,23 +115,23 @@ def build_run_config(
     config: Json,
     sizes: Mapping[str, int] | None = None,
     *,
-    padded: int | None = None,
+    padded_rows: int | None = None,
     dtype: str | None = None,
 ) -> dict[str, object]:
     """Build ``run_config.yaml``, from which Megatron-Bridge builds the model.
 
-    Parameters are those of :func:`build_arguments`.
+    Parameters are those of :func:`build_megatron_arguments`.
 
     Raises:
         MappingError: Bridge has no provider for the family, or cannot express config.json.
     """
-    style = require_style(family)
+    style = require_megatron_style(family)
     if not style.provider:
         raise MappingError(
             f"Megatron-Bridge has no provider for `{family.name}`",
             why="run_config.yaml must name one",
         )
-    fields = config_to_fields(family, config, sizes)
+    fields = config_to_megatron_fields(family, config, sizes)
     omitted = {name for name in _GEMMA_FIELDS if fields[name] is None} | {LENGTH_FIELDS[0]}
     fields = {name: value for name, value in fields.items() if name not in omitted}
     model: dict[str, object] = {
@@ -141,16 +141,16 @@ def build_run_config(
         **ONE_RANK,
         **build_precision_flags(dtype),
         **{name: COMMON_LAYER_FIELDS[name] for name in _PROVIDER_FIELDS},
-        "activation_func": _build_reference(FUNCTION_PATHS[str(fields["activation_func"])]),
+        "activation_func": _build_object_reference(FUNCTION_PATHS[str(fields["activation_func"])]),
         "params_dtype": to_dtype_reference(dtype),
-        **build_vocabulary_fields(fields["vocab_size"], padded),
+        **build_vocabulary_fields(fields["vocab_size"], padded_rows),
     }
     spec = style.layer_spec or DEFAULT_SPECS.get(style.provider)
     model |= {"transformer_layer_spec": _build_layer_spec(spec)} if spec else {}
-    return build_container(model)
+    return build_config_container(model)
 
 
-def build_container(model: Json) -> dict[str, object]:
+def build_config_container(model: Json) -> dict[str, object]:
     """Build the ``run_config.yaml`` document around a *model* section."""
     checkpoint = {
         TARGET_KEY: f"{BRIDGE_MODULE}config.CheckpointConfig",
@@ -167,21 +167,23 @@ def build_container(model: Json) -> dict[str, object]:
     }
 
 
-def build_vocabulary_fields(size: object, padded: int | None) -> dict[str, object]:
-    """Return Bridge's fields that pad a vocabulary of *size* to *padded* rows."""
-    if padded is None or not isinstance(size, int) or size >= padded:
+def build_vocabulary_fields(size: object, padded_rows: int | None) -> dict[str, object]:
+    """Return Bridge's fields that pad a vocabulary of *size* to *padded_rows* rows."""
+    if padded_rows is None or not isinstance(size, int) or size >= padded_rows:
         return {"vocab_size": size, "should_pad_vocab": False}
-    powers = (1 << n for n in range(padded.bit_length()))
-    divisor = next((power for power in powers if -(-size // power) * power == padded), padded)
+    powers = (1 << n for n in range(padded_rows.bit_length()))
+    divisor = next(
+        (power for power in powers if -(-size // power) * power == padded_rows), padded_rows
+    )
     return {"vocab_size": size, "should_pad_vocab": True, "make_vocab_size_divisible_by": divisor}
 
 
 def to_dtype_reference(dtype: str | None) -> dict[str, object]:
     """Return Bridge's reference to a *dtype*."""
-    return _build_reference(f"torch.{dtype or 'float32'}")
+    return _build_object_reference(f"torch.{dtype or 'float32'}")
 
 
-def _build_reference(name: str) -> dict[str, object]:
+def _build_object_reference(name: str) -> dict[str, object]:
     """Return Bridge's reference to an object that is not called."""
     return {TARGET_KEY: name, "_call_": False}
 
@@ -189,5 +191,5 @@ def _build_reference(name: str) -> dict[str, object]:
 def _build_layer_spec(name: str) -> dict[str, object]:
     """Return the layer-spec function, with arguments if it is Megatron-Core's own."""
     if name.startswith("megatron.bridge."):
-        return _build_reference(name)
+        return _build_object_reference(name)
     return {TARGET_KEY: name, "_partial_": True, "_args_": [], "use_transformer_engine": True}

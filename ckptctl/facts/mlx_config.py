@@ -37,10 +37,16 @@ NEW_SCALING = "proportional"
 
 def adapt_model_type(config: Json, family: Family | None, layout: str | None) -> Json:
     """Return *config* with the ``model_type`` by which programs of *layout* know *family*."""
-    signs = family.config_signs if family and MLX in family.layouts else ()
-    text_type = next((sign.get(TYPE_KEY) for sign in signs if VISION_KEY not in sign), None)
+    conditions = family.config_signs if family and MLX in family.layouts else ()
+    text_type = next(
+        (condition.get(TYPE_KEY) for condition in conditions if VISION_KEY not in condition), None
+    )
     vision_type = next(
-        (sign.get(TYPE_KEY) for sign in signs if VISION_KEY in sign and sign[VISION_KEY] is None),
+        (
+            condition.get(TYPE_KEY)
+            for condition in conditions
+            if VISION_KEY in condition and condition[VISION_KEY] is None
+        ),
         None,
     )
     if (
@@ -70,15 +76,15 @@ def add_legacy_keys(config: Json, family: Family | None) -> Json:
     Legacy keys that *config* has already are not changed.
     """
     config = _add_submodel_keys(config, family)
-    sizes = _list_legacy_size_keys(config, family) if family else {}
-    rotary = _list_legacy_rope_keys(config)
+    sizes = _build_legacy_size_keys(config, family) if family else {}
+    rotary = _build_legacy_rope_keys(config)
     renamed_keys = {
         name: rotary.get(CANONICAL_KEYS[name]) for name in (family.earlier if family else ())
     }
     legacy_keys = {
         **rotary,
-        **_list_legacy_window_keys(config),
-        **_list_legacy_head_keys(config),
+        **_build_legacy_window_keys(config),
+        **_build_legacy_head_keys(config),
         **sizes,
         **_drop_none(renamed_keys),
     }
@@ -89,7 +95,7 @@ def _add_submodel_keys(config: Json, family: Family | None) -> Json:
     """Add the legacy keys of the text model and of the vision tower."""
     text, tower, model_type = (config.get(n) for n in (TEXT_KEY, "vision_config", "model_type"))
     if isinstance(text, Mapping):
-        sizes = _list_legacy_size_keys(config, family, f"{TEXT_KEY}.") if family else {}
+        sizes = _build_legacy_size_keys(config, family, f"{TEXT_KEY}.") if family else {}
         text = {**sizes, **add_legacy_keys(text, None)}
         text_keys = text if family and tower and _has_outer_text_config(family) else {}
         config = {**text_keys, **config, TEXT_KEY: text}
@@ -98,7 +104,7 @@ def _add_submodel_keys(config: Json, family: Family | None) -> Json:
     return config
 
 
-def _list_legacy_rope_keys(config: Json) -> dict[str, object]:
+def _build_legacy_rope_keys(config: Json) -> dict[str, object]:
     if not isinstance(config.get("rope_parameters"), Mapping):
         return {}
     normalized_rope = normalize_rope({"rope_parameters": config["rope_parameters"]})
@@ -132,7 +138,7 @@ def _drop_none(values: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _list_legacy_window_keys(config: Json) -> dict[str, object]:
+def _build_legacy_window_keys(config: Json) -> dict[str, object]:
     """Return the legacy key for the period of full-attention layers, if they recur regularly."""
     kinds = config.get("layer_types")
     if (
@@ -148,7 +154,7 @@ def _list_legacy_window_keys(config: Json) -> dict[str, object]:
     return {"sliding_window_pattern": period} if kinds == regular_kinds else {}
 
 
-def _list_legacy_head_keys(config: Json) -> dict[str, object]:
+def _build_legacy_head_keys(config: Json) -> dict[str, object]:
     """Return the legacy keys for head sizes of full-attention layers, if all have the same."""
     per_layer_config = config.get("per_layer_config")
     layers = list(per_layer_config.values()) if isinstance(per_layer_config, Mapping) else []
@@ -159,8 +165,8 @@ def _list_legacy_head_keys(config: Json) -> dict[str, object]:
     return {names[name]: size for name, size in first_layer.items() if name in names}
 
 
-def _list_legacy_size_keys(config: Json, family: Family, within: str = "") -> dict[str, object]:
-    """Return sizes in the object *within* under their first alias, if another alias states them."""
+def _build_legacy_size_keys(config: Json, family: Family, prefix: str = "") -> dict[str, object]:
+    """Return sizes in the object *prefix* under their first alias, if another alias states them."""
     names = [split_aliases(spelling) for spelling, _ in family.sizes.values() if "|" in spelling]
     candidates = (
         (first_name, get_nested(config, other_name))
@@ -168,5 +174,7 @@ def _list_legacy_size_keys(config: Json, family: Family, within: str = "") -> di
         for other_name in other_names
     )
     values = {first_name: value for first_name, value in candidates if value is not None}
-    values_within = {n.removeprefix(within): v for n, v in values.items() if n.startswith(within)}
-    return {name: value for name, value in values_within.items() if "." not in name}
+    unprefixed_values = {
+        n.removeprefix(prefix): v for n, v in values.items() if n.startswith(prefix)
+    }
+    return {name: value for name, value in unprefixed_values.items() if "." not in name}

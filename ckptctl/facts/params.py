@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 
-from ckptctl.errors import MappingError, spell_option
+from ckptctl.errors import MappingError, format_option
 from ckptctl.facts.contradictions import Statement, iterate_facts, to_canonical_value
 from ckptctl.facts.fact_names import LOGIT_NEUTRAL_KEYS, is_module, walk_values
 from ckptctl.facts.kinds import check_value, inexpressible_error, require_number
@@ -41,21 +41,21 @@ _USUAL_FFN_FACTORS = ((256, 1.0), (256, 1.5), (4096, 1.3), (1024, 1.3), (4096, 1
 """Usual values of ``multiple_of`` and ``ffn_dim_multiplier``, tried first."""
 
 
-def find_preset(family: Family, params: Json) -> dict[str, object]:
+def get_preset_values(family: Family, params: Json) -> dict[str, object]:
     """Return the config.json values that the family's tables give for *params*."""
     values: dict[str, object] = {}
     for signs, added in family.presets:
         if matches_conditions(signs, params):
-            merge_into(values, added)
+            merge_nested(values, added)
     return values
 
 
-def merge_into(values: dict[str, object], added: Json) -> None:
+def merge_nested(values: dict[str, object], added: Json) -> None:
     """Merge *added* into *values*, recursively for objects that both have."""
     for key, value in added.items():
         inner = values.get(key)
         if isinstance(inner, dict) and isinstance(value, Mapping) and key in SUBMODEL_KEYS:
-            merge_into(inner, value)
+            merge_nested(inner, value)
         else:
             values[key] = deepcopy(value)
 
@@ -82,7 +82,7 @@ def compute_ffn_size(dim: int, multiple_of: int, multiplier: float | None) -> in
     return multiple_of * ((hidden + multiple_of - 1) // multiple_of)
 
 
-def read_ffn_size(params: Json, dim: int) -> int:
+def compute_params_ffn_size(params: Json, dim: int) -> int:
     """Return the feed-forward size by Meta's formula for a params.json."""
     factor = params.get("ffn_dim_multiplier")
     multiple = parse_size(params.get("multiple_of"), "multiple_of") or 256
@@ -97,7 +97,7 @@ def read_params_statements(family: Family, params: Json, source: str) -> Iterato
     sizes = read_sizes(family, None, params)
     explicit_axes = read_sizes(family, None, params, include_defaults=False)
     if style.derived and "f" not in sizes and "d" in sizes and "multiple_of" in values:
-        sizes["f"] = read_ffn_size(values, sizes["d"])
+        sizes["f"] = compute_params_ffn_size(values, sizes["d"])
     for axis, size in sizes.items():
         yield Statement(
             get_size_field(family, axis), size, source, axis in explicit_axes, family.sizes[axis][1]
@@ -136,7 +136,7 @@ def _read_implied_statements(family: Family, values: Json, source: str) -> Itera
     style = family.params
     scaling = f"{style.prefix}rope."
     implied_values: dict[str, object] = {f"{scaling}rope_type": "default"}
-    implied_values |= iterate_facts(normalize_rope(find_preset(family, values)))
+    implied_values |= iterate_facts(normalize_rope(get_preset_values(family, values)))
     implied_values |= {
         name: to_canonical_value(rule.allowed[0]) for name, rule in style.fixed_rules
     }
@@ -168,7 +168,7 @@ def params_to_config(
     config: dict[str, object] = {"architectures": [family.architecture]}
     axis_sizes = read_sizes(family, None, params) | dict(sizes)
     if style.derived and "f" not in axis_sizes and "d" in axis_sizes:
-        axis_sizes["f"] = read_ffn_size(values, axis_sizes["d"])
+        axis_sizes["f"] = compute_params_ffn_size(values, axis_sizes["d"])
     config_names = {axis: names[0] for axis, names in family.sizes.items() if names[0]}
     if missing := [family.describe_size(axis) for axis in config_names if axis not in axis_sizes]:
         raise MappingError(
@@ -176,13 +176,13 @@ def params_to_config(
         )
     for axis, names in config_names.items():
         _set_nested(config, split_aliases(names)[0], axis_sizes[axis])
-    preset_values = find_preset(family, values)
-    merge_into(config, preset_values)
+    preset_values = get_preset_values(family, values)
+    merge_nested(config, preset_values)
     for name, fact in style.facts:
         raw_value = get_nested(values, fact.params)
         value = check_value(fact, fact.absent if raw_value is None else raw_value, fact.params)
         if value is not None or raw_value is not None:
-            _set_consistent(config, name, value, fact, preset_values)
+            _set_consistent_fact(config, name, value, fact, preset_values)
     for name, rule in style.fixed_rules:
         if rule.written:
             _set_nested(config, name, rule.allowed[0])
@@ -191,8 +191,8 @@ def params_to_config(
             f"`{family.name}` does not support scaled rotary frequencies",
             where="params.json",
             why=f"`{SCALED_ROPE_KEY}` is true",
-            hint=f"pass {spell_option('--model-type llama3')} or "
-            f"{spell_option('--model-type llama3_2')}",
+            hint=f"pass {format_option('--model-type llama3')} or "
+            f"{format_option('--model-type llama3_2')}",
         )
     is_tied = values.get("tied_embeddings", family.tied) if tied is None else tied
     for prefix in {"", style.prefix}:
@@ -212,7 +212,7 @@ def _require_translated(family: Family, target_file: str, source_file: str) -> N
     if not family.params.translated:
         raise MappingError(
             f"cannot generate {target_file} of `{family.name}` from {source_file}",
-            hint=f"pass {spell_option('--assets DIR')} with {target_file}",
+            hint=f"pass {format_option('--assets DIR')} with {target_file}",
         )
 
 
@@ -227,7 +227,7 @@ def _set_nested(values: dict[str, object], name: str, value: object) -> None:
     values[last_part] = value
 
 
-def list_preset_facts(family: Family, params: Json) -> dict[str, object]:
+def get_preset_facts(family: Family, params: Json) -> dict[str, object]:
     """Return facts of config.json that params.json does not state, by name.
 
     These differ between models of one family: token IDs, lengths, rotary periods.
@@ -237,7 +237,7 @@ def list_preset_facts(family: Family, params: Json) -> dict[str, object]:
     stated_facts |= {"model_type", *(name for name, _ in style.fixed_rules)}
     return {
         name: value
-        for name, value in walk_values(find_preset(family, values), is_module)
+        for name, value in walk_values(get_preset_values(family, values), is_module)
         if name not in stated_facts and value is not None and not isinstance(value, Mapping)
     }
 
@@ -261,16 +261,16 @@ def _unknown_key_error(name: str, value: object, why: str = "") -> MappingError:
         f"params.json sets `{name}`, which config.json of this model cannot express",
         where="params.json",
         why=f"its value is {value!r}" + (f"; {why}" if why else ""),
-        hint=f"pass {spell_option('--assets DIR')} with the right config.json",
+        hint=f"pass {format_option('--assets DIR')} with the right config.json",
     )
 
 
-def _set_consistent(
-    config: dict[str, object], name: str, value: object, fact: Fact, extra: Json
+def _set_consistent_fact(
+    config: dict[str, object], name: str, value: object, fact: Fact, preset_values: Json
 ) -> None:
     """Set a fact in *config*, or raise if params.json states it twice with different values."""
     previous = get_nested(config, name)
-    if previous not in (None, value) and get_nested(extra, name) != previous:
+    if previous not in (None, value) and get_nested(preset_values, name) != previous:
         raise MappingError(
             "params.json contradicts itself",
             where="params.json",
@@ -339,7 +339,7 @@ def _build_meta_fields(
     scaling = read_rope(values)[1]
     if scaling is None:
         return fields
-    known_scaling = find_preset(family, {SCALED_ROPE_KEY: True}).get("rope_scaling")
+    known_scaling = get_preset_values(family, {SCALED_ROPE_KEY: True}).get("rope_scaling")
     if scaling != known_scaling:  # Meta has only one kind of rotary scaling
         meaning = f"`{SCALED_ROPE_KEY}` means {known_scaling}"
         meaning = meaning if known_scaling else "the frequencies are not scaled"
@@ -379,5 +379,5 @@ def _require_expressible(style: ParamsStyle, values: Json) -> None:
 
 
 def _inexpressible_error(name: str, value: object, why: str) -> MappingError:
-    hint = f"keep the hf layout ({spell_option('--to')} dcp, torch or hf), which loses nothing"
+    hint = f"keep the hf layout ({format_option('--to')} dcp, torch or hf), which loses nothing"
     return inexpressible_error("params.json", name, value, why, hint)

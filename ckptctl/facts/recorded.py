@@ -11,14 +11,14 @@ from ckptctl.facts import MEGATRON
 from ckptctl.facts.megatron import (
     EXPERT_COUNT_FIELD,
     TARGET_KEY,
-    find_class_name,
-    find_model_section,
+    build_partial_config,
+    extract_megatron_fields,
+    get_class_name,
+    get_expected_fields,
+    get_model_section,
     is_allowed,
-    list_expected_fields,
+    iterate_megatron_facts,
     merge_records,
-    read_facts,
-    read_fields,
-    read_partial_config,
 )
 from ckptctl.facts.rope import read_megatron_rope
 from ckptctl.planner.config_facts import Json, TranslatedConfig
@@ -46,7 +46,7 @@ class MegatronRecords:
         for name in find_possible_families(known_families, self._record) if self._record else ():
             single_family, config = (
                 {name: known_families[name]},
-                read_partial_config(known_families[name], self._record),
+                build_partial_config(known_families[name], self._record),
             )
             fitting = detect_layouts(
                 shapes,
@@ -62,12 +62,12 @@ class MegatronRecords:
     def contradicts_family(self, family: Family) -> bool:
         """Return whether the records cannot describe a model of *family*."""
         return family.megatron is not None and not _is_consistent(
-            family.megatron, read_fields(self._record)
+            family.megatron, extract_megatron_fields(self._record)
         )
 
     def build_config(self, family: Family) -> Json | None:
         """Build config.json from the records, or return None if they state nothing."""
-        config = read_partial_config(family, self._record)
+        config = build_partial_config(family, self._record)
         return TranslatedConfig(config) if config else None
 
     def confirms_padding(self, rows: int, size: int) -> bool:
@@ -75,11 +75,11 @@ class MegatronRecords:
         record = self._record
         unit = self._read_count("make_vocab_size_divisible_by", VOCABULARY_PAD_MULTIPLE)
         unit *= self._read_count("tensor_model_parallel_size", 1)
-        padded = record.get("padded_vocab_size")
-        pads = padded is None and record.get("should_pad_vocab") is True
-        if pads and record.get("vocab_size") == size:
-            padded = -(-size // unit) * unit
-        return padded == rows and rows - size < unit
+        padded_size = record.get("padded_vocab_size")
+        is_padded = padded_size is None and record.get("should_pad_vocab") is True
+        if is_padded and record.get("vocab_size") == size:
+            padded_size = -(-size // unit) * unit
+        return padded_size == rows and rows - size < unit
 
     def _read_count(self, name: str, default: int) -> int:
         value = self._record.get(name)
@@ -92,7 +92,7 @@ def find_possible_families(families: Mapping[str, Family], record: Json) -> list
     Bridge and NeMo name a class, which identifies most families. Megatron-LM's arguments only
     describe the computation, which several families may share.
     """
-    class_name, fields = find_class_name(record), read_fields(record)
+    class_name, fields = get_class_name(record), extract_megatron_fields(record)
     match_lengths: dict[str, int] = {}
     for name, family in families.items():
         style = family.megatron
@@ -114,14 +114,14 @@ def find_possible_families(families: Mapping[str, Family], record: Json) -> list
         match_lengths = {name: 0 for name in match_lengths if name in by_class} or match_lengths
     best_names = [name for name, length in match_lengths.items() if length == best]
     readable = [name for name in best_names if _has_valid_values(families[name], fields)]
-    return _match_config_signs(families, readable or best_names, fields)
+    return _select_families_matching_config(families, readable or best_names, fields)
 
 
 def _filter_by_layer_spec(
     families: Mapping[str, Family], match_lengths: Mapping[str, int], record: Json
 ) -> Iterator[tuple[str, int]]:
     """Yield the candidates that fit the layer-spec function, if Bridge records one."""
-    spec = find_model_section(record).get("transformer_layer_spec")
+    spec = get_model_section(record).get("transformer_layer_spec")
     recorded_function = spec.get(TARGET_KEY) if isinstance(spec, Mapping) else None
     specs = {
         name: style.layer_spec if (style := families[name].megatron) else ""
@@ -141,7 +141,7 @@ def _filter_by_layer_spec(
 
 def _is_consistent(style: MegatronStyle, fields: Json) -> bool:
     """Return whether no field contradicts a value that all models of the family have."""
-    expected_values = list_expected_fields(style, fields).items()
+    expected_values = get_expected_fields(style, fields).items()
     needed = [fact for fact in style.facts if fact.megatron == EXPERT_COUNT_FIELD]
     if needed and fields.get(EXPERT_COUNT_FIELD, 0) is None:
         return False
@@ -154,29 +154,31 @@ def _has_valid_values(family: Family, fields: Json) -> bool:
     """Return whether all facts of *family* have valid values in *fields*."""
     assert family.megatron is not None
     try:
-        list(read_facts(family.megatron, fields))
+        list(iterate_megatron_facts(family.megatron, fields))
         read_megatron_rope(family.megatron, fields)
     except MappingError:
         return False
     return True
 
 
-def _match_config_signs(
-    families: Mapping[str, Family], names: list[str], fields: Json
+def _select_families_matching_config(
+    families: Mapping[str, Family], family_names: list[str], fields: Json
 ) -> list[str]:
     """Select families whose conditions on config.json hold, without those refined by another."""
-    kept: list[str] = []
-    for name in names:
+    matching_names: list[str] = []
+    for name in family_names:
         family = families[name]
         style = family.megatron
         assert style is not None
         config_values: dict[str, object] = {"model_type": style.model_type}
-        config_values |= {fact.config: value for fact, value in read_facts(style, fields)}
+        config_values |= {
+            fact.config: value for fact, value in iterate_megatron_facts(style, fields)
+        }
         rope_type = (read_megatron_rope(style, fields) or {}).get("rope_type")
         config_values["rope_type"] = None if rope_type == "default" else rope_type
         if not family.config_signs or any(
             matches_conditions(sign, config_values) for sign in family.config_signs
         ):
-            kept.append(name)
-    refined_names = {families[name].refines for name in kept}
-    return [name for name in kept if name not in refined_names]
+            matching_names.append(name)
+    refined_names = {families[name].refines for name in matching_names}
+    return [name for name in matching_names if name not in refined_names]

@@ -102,23 +102,23 @@ def write_megatron_rope(style: MegatronStyle, scaling: Json) -> dict[str, object
     if rope_type == "default":
         return {"rope_scaling_factor": 1.0} if style.has_local_rope else {"rope_scaling": False}
     if rope_type == "yarn" and {"factor", ORIGINAL_LENGTH_KEY} <= scaling.keys():
-        return dict(_write_yarn(scaling, latent=is_latent))
-    linear = rope_type == "linear" and style.has_local_rope
-    llama3 = rope_type == "llama3" and not is_latent and LLAMA3_ROPE.items() <= scaling.items()
-    if not linear and not llama3:
+        return dict(_write_yarn(scaling, is_latent=is_latent))
+    is_linear = rope_type == "linear" and style.has_local_rope
+    is_llama3 = rope_type == "llama3" and not is_latent and LLAMA3_ROPE.items() <= scaling.items()
+    if not is_linear and not is_llama3:
         return None
     factor = require_number(scaling.get("factor"), "rope_scaling.factor")
-    return {**({} if linear else {"rope_scaling": True}), "rope_scaling_factor": factor}
+    return {**({} if is_linear else {"rope_scaling": True}), "rope_scaling_factor": factor}
 
 
-def _write_yarn(scaling: Json, *, latent: bool) -> Iterator[tuple[str, object]]:
-    yield ("rope_type", "yarn") if latent else ("position_embedding_type", "yarn")
+def _write_yarn(scaling: Json, *, is_latent: bool) -> Iterator[tuple[str, object]]:
+    yield ("rope_type", "yarn") if is_latent else ("position_embedding_type", "yarn")
     for name, fact in sorted(YARN_FACTS.items(), key=lambda item: item[1].default is NEEDED):
         value = scaling.get(name)
         if value is None and fact.default is not NEEDED:
-            value = fact.default if latent or not name.startswith("mscale") else None
-        yield ("" if latent else "yarn_") + fact.megatron, value
-    if not latent:
+            value = fact.default if is_latent or not name.startswith("mscale") else None
+        yield ("" if is_latent else "yarn_") + fact.megatron, value
+    if not is_latent:
         yield TRUNCATE_FIELD, scaling.get("truncate") is not False
 
 
@@ -129,19 +129,19 @@ LEGACY_SCALE_KEY = "rope.scale_linear"
 RELATIVE_TOLERANCE = 1e-3
 
 
-def read_gguf_rope(config: Json, keys: Json, factors: Sequence[float] | None) -> Json | None:
+def read_gguf_rope(config: Json, metadata: Json, factors: Sequence[float] | None) -> Json | None:
     """Convert a GGUF file's scaling to ``rope_scaling``.
 
     Args:
         config: Other values of config.json.
-        keys: The metadata, by key without the architecture.
+        metadata: The metadata, by key without the architecture.
         factors: Divisors of the frequencies from their tensor, or None if there is none.
 
     Returns:
         The scaling, empty if there is none, or None if it is unsupported.
     """
-    scaling_type = keys.get("rope.scaling.type", "none")
-    if keys.get(LEGACY_SCALE_KEY, 1.0) != 1.0 or not _rotates_whole_head(config, keys):
+    scaling_type = metadata.get("rope.scaling.type", "none")
+    if metadata.get(LEGACY_SCALE_KEY, 1.0) != 1.0 or not _rotates_whole_head(config, metadata):
         return None
     if factors is not None:
         largest_factor = max(factors)
@@ -151,13 +151,13 @@ def read_gguf_rope(config: Json, keys: Json, factors: Sequence[float] | None) ->
     if scaling_type == "none":
         return {}
     factor, length = (
-        keys.get(FACTS[f"rope.{name}"].gguf) for name in ("factor", ORIGINAL_LENGTH_KEY)
+        metadata.get(FACTS[f"rope.{name}"].gguf) for name in ("factor", ORIGINAL_LENGTH_KEY)
     )
     if scaling_type not in ("linear", "yarn") or not isinstance(factor, float):
         return None
     if scaling_type == "linear":
         return {"rope_type": scaling_type, "factor": factor}
-    scaling_keys = [key for key in keys if key.startswith("rope.scaling.")]
+    scaling_keys = [key for key in metadata if key.startswith("rope.scaling.")]
     is_supported = len(scaling_keys) <= 3 and isinstance(length, int)
     return (
         {"rope_type": scaling_type, "factor": factor, ORIGINAL_LENGTH_KEY: length}
@@ -166,13 +166,13 @@ def read_gguf_rope(config: Json, keys: Json, factors: Sequence[float] | None) ->
     )
 
 
-def _rotates_whole_head(config: Json, keys: Json) -> bool:
+def _rotates_whole_head(config: Json, metadata: Json) -> bool:
     """Return whether the complete head is rotated, as in all supported architectures."""
     size, heads = config.get("hidden_size"), config.get("num_attention_heads")
     default_head_dim = (
         size // heads if isinstance(size, int) and isinstance(heads, int) and heads else None
     )
-    rotated = keys.get("rope.dimension_count")
+    rotated = metadata.get("rope.dimension_count")
     return rotated is None or rotated == config.get("head_dim", default_head_dim)
 
 

@@ -18,18 +18,18 @@ from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.matching import ModelTensors
 
 
-def find_shape_statements(
+def find_contradicting_sizes(
     family: Family,
     tensors: ModelTensors,
     statements: Sequence[Statement],
-    padded: Mapping[str, int] | None = None,
+    padded_sizes: Mapping[str, int] | None = None,
 ) -> Iterator[Statement]:
     """Yield the sizes shown by shapes and numbers of keys that differ from *statements*.
 
     A size that a formula computes from several facts is yielded together with the size that
     contradicts it, since no file states it.
 
-    *padded* maps padded axes to their sizes with padding.
+    *padded_sizes* maps padded axes to their sizes with padding.
     """
     counts = tensors.matched.count_indices()
     selected = tensors.matched
@@ -40,12 +40,12 @@ def find_shape_statements(
     statement_by_axis = _map_axes_to_statements(family, statements)
     for axis, statement in statement_by_axis.items():
         size = _get_size(statement)
-        wrong = (
+        is_contradicted = (
             selected_counts.get(axis, 0) > size
             if statement.is_explicit
             else axis in indices and counts.get(axis, size) != size
         )
-        if wrong:
+        if is_contradicted:
             source = f"the indices in the tensor names ({_describe_largest_index(tensors, axis)})"
             yield Statement(statement.fact, counts[axis], source, is_shown_by_tensors=True)
     pairs = [
@@ -62,14 +62,14 @@ def find_shape_statements(
             yield item
             yield Statement(item.fact, counts.get(axis, 0), source, is_shown_by_tensors=True)
     pairs = [(axis, item) for axis, item in pairs if axis not in indices]
-    yield from _find_contradicted_sizes(family, tensors, pairs, padded or {})
+    yield from _find_contradicted_sizes(family, tensors, pairs, padded_sizes or {})
 
 
 def _find_contradicted_sizes(
     family: Family,
     tensors: ModelTensors,
     stated_sizes: Sequence[tuple[str, Statement]],
-    padded: Mapping[str, int],
+    padded_sizes: Mapping[str, int],
 ) -> Iterator[Statement]:
     """Yield the axis sizes shown by shapes that differ from *stated_sizes*."""
     observations_by_shape: dict[object, ObservedShape] = {}
@@ -77,22 +77,22 @@ def _find_contradicted_sizes(
         if key in tensors.shapes:
             shape = tensors.shapes[key]
             observations_by_shape.setdefault((id(stored), shape), ObservedShape(key, stored, shape))
-    items = [*observations_by_shape.values()]
+    observations = [*observations_by_shape.values()]
     expected_sizes = [
-        (axis, padded.get(axis, _get_size(statement)), statement)
+        (axis, padded_sizes.get(axis, _get_size(statement)), statement)
         for axis, statement in stated_sizes
     ]
     sizes = {axis: size for axis, size, _ in expected_sizes}
     is_consistent = all(sizes[axis] == size for axis, size, _ in expected_sizes)
-    if is_consistent and _try_solve(family, items, sizes) is not None:
+    if is_consistent and _try_solve(family, observations, sizes) is not None:
         return
     assumed_sizes: dict[str, int] = {}
-    solution = _try_solve(family, items, assumed_sizes)
+    solution = _try_solve(family, observations, assumed_sizes)
     if solution is None:
         return  # shapes contradict each other: mapping the tensors reports how
     assumed_texts: list[str] = []
     for axis, size, statement in expected_sizes:
-        refined_solution = _try_solve(family, items, {**assumed_sizes, axis: size})
+        refined_solution = _try_solve(family, observations, {**assumed_sizes, axis: size})
         if refined_solution is not None and assumed_sizes.get(axis, size) == size:
             if axis not in solution.axes:
                 assumed_texts.append(f"`{statement.fact}` = {size}")
@@ -102,19 +102,19 @@ def _find_contradicted_sizes(
         shown = "" if value is not None else "a different number"
         condition = (
             ""
-            if axis in _find_unfactored_axes(items) or not assumed_texts
+            if axis in _find_unfactored_axes(observations) or not assumed_texts
             else f", given {', '.join(assumed_texts)}"
         )
-        source = f"the tensors ({_describe_evidence(family, items, axis)}{condition})"
+        source = f"the tensors ({_describe_evidence(family, observations, axis)}{condition})"
         yield statement
         yield Statement(statement.fact, value, source, shown_value=shown, is_shown_by_tensors=True)
 
 
 def _try_solve(
-    family: Family, items: Sequence[ObservedShape], sizes: Mapping[str, int]
+    family: Family, observations: Sequence[ObservedShape], sizes: Mapping[str, int]
 ) -> AxisSizes | None:
     try:
-        return solve_axis_sizes(family, items, sizes)
+        return solve_axis_sizes(family, observations, sizes)
     except MappingError:
         return None
 
@@ -170,17 +170,17 @@ def _get_size(statement: Statement) -> int:
     return statement.value
 
 
-def _find_unfactored_axes(items: Sequence[ObservedShape]) -> set[str]:
+def _find_unfactored_axes(observations: Sequence[ObservedShape]) -> set[str]:
     """Return the axes that are a complete dimension of some tensor."""
-    leaves = [leaf for item in items for leaf in item.stored.leaves if leaf.part is None]
+    leaves = [leaf for item in observations for leaf in item.stored.leaves if leaf.part is None]
     return {group[0] for leaf in leaves for group in leaf.dims if len(group) == 1}
 
 
-def _describe_evidence(family: Family, items: Sequence[ObservedShape], axis: str) -> str:
+def _describe_evidence(family: Family, observations: Sequence[ObservedShape], axis: str) -> str:
     """Describe a tensor that shows the size of *axis*, preferably as a complete dimension."""
     parts = {axis, *family.expand_axes((axis,))}
     candidates: list[tuple[bool, int, int, ObservedShape]] = []
-    for position, item in enumerate(items):
+    for position, item in enumerate(observations):
         groups = [group for leaf in item.stored.leaves for group in leaf.dims]
         sizes_with_axis = [len(group) for group in groups if axis in group]
         sizes_with_parts = [

@@ -24,8 +24,8 @@ from ckptctl.errors import (
     UsageError,
     find_nearest,
     format_command,
+    format_option,
     quote_names,
-    spell_option,
 )
 from ckptctl.formats import checksums, foreign
 from ckptctl.formats.base import DEFAULT_READ_OPTIONS, Format, Listing, ReadOptions, WritableFormat
@@ -70,7 +70,7 @@ def load_builtin_formats() -> dict[str, Format]:
 @cache
 def list_entry_points() -> dict[str, EntryPoint]:
     """Return entry points by format name, without loading them."""
-    return installed.entry_points(ENTRY_POINTS)
+    return installed.find_entry_points(ENTRY_POINTS)
 
 
 @cache
@@ -82,7 +82,7 @@ def load_plugin_format(name: str) -> Format:
 def find_plugin_package(name: str) -> str | None:
     """Return the package whose entry point defines the format *name*, or None."""
     point = list_entry_points().get(name)
-    return installed.find_package(point) if point else None
+    return installed.get_package_name(point) if point else None
 
 
 def load_plugin_formats() -> dict[str, Format]:
@@ -216,7 +216,7 @@ def select_format(path: TreePath, sniffed: Mapping[str, str]) -> Format:
             "the format is ambiguous",
             where=str(path),
             why=alternatives,
-            hint=f"set the format, for example {spell_option(f'--from {next(iter(sniffed))}')}",
+            hint=f"set the format, for example {format_option(f'--from {next(iter(sniffed))}')}",
         )
     checkpoints = list_checkpoints(path)
     if checkpoints:
@@ -264,7 +264,7 @@ def open_checkpoint(
         ]
         if unsupported:
             raise UsageError(
-                f"{spell_option(f'--{unsupported[0]}')} is not supported for `{found_format.name}`",
+                f"{format_option(f'--{unsupported[0]}')} is not supported for `{found_format.name}`",
                 where=str(path),
                 hint=f"see `ckptctl formats {found_format.name}` for the options of this format",
             )

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 from ckptctl import dtypes
 from ckptctl.catalog import Blob, Box, Catalog
 from ckptctl.catalog import Path as KeyPath
-from ckptctl.errors import FormatError, RefusedError, spell_option
+from ckptctl.errors import FormatError, RefusedError, format_option
 from ckptctl.notes import Notes
 from ckptctl.planner.plan import OutputFile
 from ckptctl.storage.paths import is_present
@@ -85,7 +85,7 @@ class OutputTensor:
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return math.prod(self.shape) * dtypes.itemsize(self.dtype)
+        return math.prod(self.shape) * dtypes.get_itemsize(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,8 +391,8 @@ class WritableFormat(Format):
                 raise RefusedError(
                     f"{self.name} cannot store {tensor.dtype}",
                     where=f"tensor `{tensor.name}`",
-                    hint=f"skip the tensor with {spell_option('--exclude')}, or choose another "
-                    f"{spell_option('--to')}",
+                    hint=f"skip the tensor with {format_option('--exclude')}, or choose another "
+                    f"{format_option('--to')}",
                 )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ckptctl.catalog import Box, Catalog, Extent, Finding, TensorEntry
-from ckptctl.columns import boxes_of, vectors_of
+from ckptctl.columns import get_boxes, get_offsets_and_sizes
 from ckptctl.errors import FormatError, quote_names
 from ckptctl.formats.base import DEFAULT_READ_OPTIONS, Listing, ReadOptions
 from ckptctl.formats.dcp import METADATA, ItemFormat, metadata_name
@@ -120,7 +120,7 @@ def _separate_replicas(catalog: Catalog, should_list: bool) -> Catalog:
     replicas: dict[str, tuple[Extent, ...]] = {}
     lost: dict[str, tuple[tuple[Box, str], ...]] = {}
     for name, entry in catalog.tensors.items():
-        boxes = list(zip(*vectors_of(boxes_of(entry.extents)), strict=True))
+        boxes = list(zip(*get_offsets_and_sizes(get_boxes(entry.extents)), strict=True))
         if len({*boxes}) == len(boxes) and name not in catalog.lost:
             tensors[name] = entry
             continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ckptctl.errors import FormatError, quote_names, spell_option
+from ckptctl.errors import FormatError, format_option, quote_names
 from ckptctl.storage.stand_ins import GIT_LFS, GIT_LFS_HINT, HDF5, LEGACY_TORCH
 from ckptctl.tree import TreePath
 from ckptctl.units import sort_naturally
@@ -56,7 +56,7 @@ def unrecognized_format_error(
         where=str(path),
         why=f"none of the {len(format_names)} supported formats match{contents}",
         hint="pass the directory with the weights, or set the format with "
-        f"{spell_option('--from')} (`ckptctl formats NAME` shows how a format is detected)",
+        f"{format_option('--from')} (`ckptctl formats NAME` shows how a format is detected)",
     )
 
 

@@ -20,8 +20,8 @@ from ckptctl.errors import (
     FormatError,
     UnsupportedError,
     UsageError,
+    format_option,
     quote_names,
-    spell_option,
 )
 from ckptctl.formats.base import DEFAULT_READ_OPTIONS, Format, Listing, ReadOptions
 from ckptctl.formats.hf.hf_files import INDEX_SUFFIX, RANK_SHARD
@@ -108,7 +108,7 @@ class HfRankShardsFormat(Format):
         uncertainty_note = (
             f"found the shards of {pluralize(ranks, 'rank')} (neither the world size nor tensor "
             "sizes are recorded, so missing last ranks cannot be detected); set "
-            f"{spell_option('--ranks N')} to check"
+            f"{format_option('--ranks N')} to check"
         )
         notes: tuple[str, ...] = () if is_certain else (uncertainty_note,)
         if path.name == SHARDED and (path.parent / f"model{INDEX_SUFFIX}").is_file():
@@ -219,7 +219,7 @@ def _count_ranks(path: TreePath, shards: Mapping[str, re.Match[str]], requested:
     last = max(int(match[1]) for match in shards.values())
     if requested is not None and last > requested:
         raise UsageError(
-            f"{spell_option(f'--ranks {requested}')}, but there are shards of rank {last}",
+            f"{format_option(f'--ranks {requested}')}, but there are shards of rank {last}",
             where=str(path),
             why="file names count ranks from 1",
         )

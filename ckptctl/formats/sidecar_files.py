@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from ckptctl.catalog import MANIFEST, Catalog
-from ckptctl.errors import CkptError, quote_names, spell_option
+from ckptctl.errors import CkptError, format_option, quote_names
 from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL
 from ckptctl.planner.config_facts import get_model_params
 from ckptctl.storage.files import source_files
@@ -205,7 +205,7 @@ def list_skipped_file_notes(others: Mapping[str, str]) -> Iterator[str]:
     }
     for why in dict.fromkeys(skipped.values()):
         names = [name for name, reason in skipped.items() if reason == why]
-        more = "" if why == OUTSIDE_LINK else f"; pass {spell_option('--carry GLOB')} to copy them"
+        more = "" if why == OUTSIDE_LINK else f"; pass {format_option('--carry GLOB')} to copy them"
         yield f"not copied ({why}): {quote_names(names)}{more}"
 
 

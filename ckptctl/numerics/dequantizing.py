@@ -11,29 +11,29 @@ from dataclasses import replace
 from ckptctl.catalog import Catalog
 from ckptctl.conversion.assets import CONFIG, Assets, find_assets_folder
 from ckptctl.conversion.draft import Draft
-from ckptctl.conversion.laying_out import Divide, build_division
+from ckptctl.conversion.laying_out import RankSplitter, build_rank_splitter
 from ckptctl.errors import (
     DamagedError,
     MappingError,
     RefusedError,
     UnsupportedError,
     UsageError,
+    format_option,
     quote_names,
-    spell_option,
 )
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.sidecar_files import QUANTIZATION, read_documents, scan_sidecar_files
 from ckptctl.numerics.quantization.schemes.fp8 import FP8
-from ckptctl.numerics.quantization.statement import QuantizationStatement, strip_quantization_config
+from ckptctl.numerics.quantization.statement import QuantizationConfig, strip_quantization_config
 from ckptctl.numerics.quantization.survey import QuantizationSurvey
 from ckptctl.numerics.quantized import (
+    can_tell_missing_tensors,
     dequantize_catalog,
-    find_quantized,
-    is_supported,
+    find_quantized_tensors,
     is_unquantized,
     list_quantized_weights,
-    read_folder_statements,
-    read_statement,
+    read_folder_quantization_configs,
+    read_quantization_config,
     require_paired_scales,
     survey_leniently,
 )
@@ -48,23 +48,23 @@ def dequantize(draft: Draft) -> Draft:
     With ``--fill-from``, the source may be unquantized.
     """
     options, catalog = draft.options, draft.catalog
-    draft = replace(draft, assets=strip_quantization(draft.assets))
-    if options.dequantize is None or (options.fill_from and not find_quantized(catalog)):
+    draft = replace(draft, assets=strip_quantization_configs(draft.assets))
+    if options.dequantize is None or (options.fill_from and not find_quantized_tensors(catalog)):
         return draft
-    assets_statements = read_assets_statements(options.assets)
-    return draft.with_catalog(dequantize_catalog(catalog, options.dequantize, assets_statements))
+    assets_configs = read_assets_quantization_configs(options.assets)
+    return draft.with_catalog(dequantize_catalog(catalog, options.dequantize, assets_configs))
 
 
-def read_assets_statements(directory: str | TreePath | None) -> list[QuantizationStatement]:
+def read_assets_quantization_configs(directory: str | TreePath | None) -> list[QuantizationConfig]:
     """Return the quantization configs of ``--assets``, or none without that option."""
     if directory is None:
         return []
     root = find_assets_folder(directory)
     names = scan_sidecar_files(root, with_documents=False).assets
-    return list(read_folder_statements(root, read_documents(root).get(CONFIG, {}), names))
+    return list(read_folder_quantization_configs(root, read_documents(root).get(CONFIG, {}), names))
 
 
-def strip_quantization(assets: Assets) -> Assets:
+def strip_quantization_configs(assets: Assets) -> Assets:
     """Return *assets* without quantization configs."""
     described = tuple(
         replace(file, content=strip_quantization_config(file.content)) for file in assets.described
@@ -81,7 +81,7 @@ def strip_quantization(assets: Assets) -> Assets:
 # ------------------------------------------------------------------------- weights and scales
 
 
-def keep_scales(draft: Draft) -> Draft:
+def check_scales_kept(draft: Draft) -> Draft:
     """Raise if the conversion would separate quantized weights from their scales."""
     names = {draft.model.root + name for name in draft.selection.tensors}
     renamed = not draft.change.keeps_names
@@ -113,19 +113,19 @@ def require_scales_kept(
             f"{pluralize(len(without_scales), 'quantized tensor')} would be written without scales",
             where=f"tensor `{without_scales[0]}`",
             why=f"their scales are not selected: {quote_names(without_scales)}",
-            hint=f"select both ({spell_option('--include')}, {spell_option('--exclude')}), or pass "
-            f"{spell_option('--dequantize bf16')} to dequantize them",
+            hint=f"select both ({format_option('--include')}, {format_option('--exclude')}), or pass "
+            f"{format_option('--dequantize bf16')} to dequantize them",
         )
     if dtype is not None:
-        require_uncast(catalog, selected, survey)
-    if is_supported(survey, read_statement(catalog).method):
+        require_quantized_uncast(catalog, selected, survey)
+    if can_tell_missing_tensors(survey, read_quantization_config(catalog).method):
         selected_tensors = {
             name: entry for name, entry in catalog.tensors.items() if name in selected
         }
         require_paired_scales(replace(catalog, tensors=selected_tensors))
 
 
-def require_uncast(
+def require_quantized_uncast(
     catalog: Catalog, selected: Collection[str], survey: QuantizationSurvey | None = None
 ) -> None:
     """Raise if quantized weights are among *selected* tensors that are to be cast."""
@@ -134,12 +134,12 @@ def require_uncast(
     cast_names = [weight.lead for weight in quantized_weights if not names.isdisjoint(weight.names)]
     if cast_names:
         raise UsageError(
-            f"{spell_option('--dtype')} cannot cast quantized tensors ({len(cast_names):,} found): "
+            f"{format_option('--dtype')} cannot cast quantized tensors ({len(cast_names):,} found): "
             "their scales would be ignored",
             where=f"tensor `{cast_names[0]}`",
             why="scales are stored in separate tensors; quantized tensors: "
             f"{quote_names(cast_names)}",
-            hint=f"pass {spell_option('--dequantize bf16')} to dequantize them",
+            hint=f"pass {format_option('--dequantize bf16')} to dequantize them",
         )
 
 
@@ -148,10 +148,10 @@ def require_uncast(
 Block = tuple[int, int]
 
 
-def keep_blocks(draft: Draft) -> Draft:
+def check_blocks_intact(draft: Draft) -> Draft:
     """Raise if ranks would get parts of a block of a float8 weight."""
     ranks = draft.ranks
-    divide = build_division(draft.change, draft.target.layout) if ranks > 1 else None
+    divide = build_rank_splitter(draft.change, draft.target.layout) if ranks > 1 else None
     if divide is None:
         return draft
     documents = {**draft.located.documents, **draft.assets.documents}
@@ -180,8 +180,8 @@ def keep_blocks(draft: Draft) -> Draft:
         why=f"{quote_names([tensor.name for tensor in split_tensors])}: a block has one "
         "scale, so part of a "
         "block would be read with the scale of another rank",
-        hint=f"pass {spell_option(f'--mp {possible_ranks}')} to keep blocks intact, or "
-        f"{spell_option('--dequantize bf16')} to write unquantized weights",
+        hint=f"pass {format_option(f'--mp {possible_ranks}')} to keep blocks intact, or "
+        f"{format_option('--dequantize bf16')} to write unquantized weights",
     )
 
 
@@ -201,7 +201,7 @@ def _splits_a_block(
 
 
 def _keeps_blocks(
-    blocks_by_tensor: Mapping[OutputTensor, Block], divide: Divide, ranks: int
+    blocks_by_tensor: Mapping[OutputTensor, Block], divide: RankSplitter, ranks: int
 ) -> bool:
     try:
         return not any(

@@ -21,8 +21,8 @@ from ckptctl.catalog import (
     Finding,
     Path,
     TensorEntry,
-    computed_name,
-    row_major,
+    build_computed_name,
+    compute_row_major_strides,
 )
 from ckptctl.conversion.sources import locate_tensors
 from ckptctl.errors import (
@@ -32,24 +32,24 @@ from ckptctl.errors import (
     UnmappedTensorError,
     UnsupportedError,
     UsageError,
+    format_option,
     quote_names,
-    spell_option,
 )
 from ckptctl.formats.shared.findings import classify_severity
 from ckptctl.numerics.quantization.statement import (
     CONFIG,
     SIDECAR_METHODS,
     Json,
-    QuantizationStatement,
-    find_config_statement,
-    iterate_config_statements,
-    parse_sidecar_statement,
-    require_agreement,
+    QuantizationConfig,
+    find_quantization_config,
+    iterate_quantization_configs,
+    parse_sidecar_config,
+    require_configs_agree,
     strip_quantization_config,
 )
 from ckptctl.numerics.quantization.survey import (
     QuantizationSurvey,
-    detect_quantized,
+    detect_quantized_weights,
     looks_unquantized,
 )
 from ckptctl.storage.files import source_files
@@ -65,54 +65,55 @@ MAX_METADATA_BYTES = 1 << 20
 """Largest tensor, in bytes, whose values schemes may read as metadata."""
 
 
-def read_statement(
-    catalog: Catalog, extra_statements: Iterable[QuantizationStatement] = ()
-) -> QuantizationStatement:
-    """Return the quantization config of a checkpoint's files and of *extra_statements*.
+def read_quantization_config(
+    catalog: Catalog, extra_configs: Iterable[QuantizationConfig] = ()
+) -> QuantizationConfig:
+    """Return the quantization config of a checkpoint's files and of *extra_configs*.
 
     Raises:
         MappingError: Quantization configs contradict each other.
     """
     config = catalog.documents.get(CONFIG, {})
-    statements = [
-        *iterate_config_statements(config),
-        *_read_sidecar_statements(catalog.root, catalog.assets),
-        *extra_statements,
+    quant_configs = [
+        *iterate_quantization_configs(config),
+        *_read_sidecar_configs(catalog.root, catalog.assets),
+        *extra_configs,
     ]
-    for first_statement, second_statement in combinations(statements, 2):
-        require_agreement(first_statement, second_statement)
-    return statements[0] if statements else QuantizationStatement()
+    for first_statement, second_statement in combinations(quant_configs, 2):
+        require_configs_agree(first_statement, second_statement)
+    return quant_configs[0] if quant_configs else QuantizationConfig()
 
 
-def read_folder_statements(
+def read_folder_quantization_configs(
     root: TreePath, config: Json, names: Collection[str]
-) -> Iterator[QuantizationStatement]:
+) -> Iterator[QuantizationConfig]:
     """Yield the quantization configs of a folder, from its *config* and its files *names*."""
-    for statement in (*iterate_config_statements(config), *_read_sidecar_statements(root, names)):
-        yield replace(statement, where=f"{statement.where} ({root})")
+    for quant_config in (
+        *iterate_quantization_configs(config),
+        *_read_sidecar_configs(root, names),
+    ):
+        yield replace(quant_config, where=f"{quant_config.where} ({root})")
 
 
-def _read_sidecar_statements(
-    root: TreePath, names: Collection[str]
-) -> Iterator[QuantizationStatement]:
+def _read_sidecar_configs(root: TreePath, names: Collection[str]) -> Iterator[QuantizationConfig]:
     for name in SIDECAR_METHODS:
         if name in names:
             with source_files(root) as files:
                 content = read_json(files, name, allow_nan=True)
             if not isinstance(content, dict):
                 raise UnsupportedError(f"`{name}` is not a JSON object", where=root)
-            yield parse_sidecar_statement(name, content)
+            yield parse_sidecar_config(name, content)
 
 
 def is_unquantized(catalog: Catalog) -> bool:
     """Return whether neither a tensor nor a file of a checkpoint indicates quantization."""
-    return looks_unquantized(catalog.tensors) and not read_statement(catalog).method
+    return looks_unquantized(catalog.tensors) and not read_quantization_config(catalog).method
 
 
 def survey_catalog(
-    catalog: Catalog, extra_statements: Iterable[QuantizationStatement] = ()
+    catalog: Catalog, extra_configs: Iterable[QuantizationConfig] = ()
 ) -> QuantizationSurvey:
-    """Survey the quantized tensors of a checkpoint by its configs and *extra_statements*."""
+    """Survey the quantized tensors of a checkpoint by its configs and *extra_configs*."""
 
     def read_values(entry: TensorEntry) -> bytes:
         # late, for a fast start: only few schemes read values
@@ -130,7 +131,9 @@ def survey_catalog(
         with open_catalog_reader(located_catalog) as reader:
             return bytes(TensorReader(reader, located_catalog.tensors[entry.name]).read())
 
-    return detect_quantized(catalog.tensors, read_statement(catalog, extra_statements), read_values)
+    return detect_quantized_weights(
+        catalog.tensors, read_quantization_config(catalog, extra_configs), read_values
+    )
 
 
 def survey_leniently(catalog: Catalog) -> QuantizationSurvey:
@@ -141,7 +144,7 @@ def survey_leniently(catalog: Catalog) -> QuantizationSurvey:
         return QuantizationSurvey(unknown={str(catalog.path): error.what})
 
 
-def find_quantized(catalog: Catalog) -> Mapping[str, str]:
+def find_quantized_tensors(catalog: Catalog) -> Mapping[str, str]:
     """Map the dequantized name of each quantized tensor to its scheme."""
     return survey_leniently(catalog).scheme_by_tensor
 
@@ -150,8 +153,10 @@ def note_undeclared_quantization(
     catalog: Catalog, config: Json | None, sidecar_names: Collection[str]
 ) -> Iterator[str]:
     """Note if tensors are quantized but neither *config* nor sidecar files state it."""
-    is_stated = config is not None and find_config_statement(config) is not None
-    has_byte_dtypes = any(dtypes.itemsize(entry.dtype) == 1 for entry in catalog.tensors.values())
+    is_stated = config is not None and find_quantization_config(config) is not None
+    has_byte_dtypes = any(
+        dtypes.get_itemsize(entry.dtype) == 1 for entry in catalog.tensors.values()
+    )
     if (
         config is None
         or is_stated
@@ -165,7 +170,7 @@ def note_undeclared_quantization(
             "quantized "
             f"({', '.join(dict.fromkeys(schemes_by_tensor.values()))}), so programs would use "
             "their raw "
-            f"values; pass {spell_option('--dequantize bf16')} to dequantize them"
+            f"values; pass {format_option('--dequantize bf16')} to dequantize them"
         )
 
 
@@ -187,13 +192,13 @@ def dequantize_hint_on_error(model: Model) -> Iterator[None]:
             error.hint = f"{quantized_text}; this scheme can be neither mapped nor dequantized"
             if survey.is_fully_supported:
                 error.hint = (
-                    f"{quantized_text}; pass {spell_option('--dequantize bf16')} to dequantize it"
+                    f"{quantized_text}; pass {format_option('--dequantize bf16')} to dequantize it"
                 )
             if survey.is_fully_supported and not error.keys and _is_known_when_dequantized(catalog):
                 schemes_text = ", ".join(dict.fromkeys(survey.scheme_by_tensor.values()))
                 error.what = f"the checkpoint is quantized: {schemes_text}"
                 error.why = "no layout supports tensors that are quantized in this way"
-                error.hint = f"add {spell_option('--dequantize bf16')}"
+                error.hint = f"add {format_option('--dequantize bf16')}"
         raise
 
 
@@ -215,10 +220,10 @@ def list_quantized_weights(catalog: Catalog) -> list[QuantizedWeight]:
         UnsupportedError: Tensors of a weight do not match each other.
         MappingError: The quantization config is unsupported.
     """
-    return _require_matching(survey_catalog(catalog))
+    return _require_valid_weights(survey_catalog(catalog))
 
 
-def _require_matching(survey: QuantizationSurvey) -> list[QuantizedWeight]:
+def _require_valid_weights(survey: QuantizationSurvey) -> list[QuantizedWeight]:
     for error in survey.errors.values():
         raise error
     return survey.weights
@@ -229,7 +234,7 @@ def require_paired_scales(catalog: Catalog) -> None:
     _require_pairs(survey_catalog(catalog), catalog, DamagedError)
 
 
-def is_supported(survey: QuantizationSurvey, method: str) -> bool:
+def can_tell_missing_tensors(survey: QuantizationSurvey, method: str) -> bool:
     """Return whether a scheme is known well enough to tell which tensors are missing.
 
     This is the case if at least one weight is complete, or if the config states a scheme that names
@@ -248,7 +253,7 @@ def is_supported(survey: QuantizationSurvey, method: str) -> bool:
     )
 
 
-def find_misfits(
+def find_quantization_problems(
     catalog: Catalog, known_survey: QuantizationSurvey | None = None
 ) -> Iterator[Finding]:
     """Yield findings on missing or mismatched tensors of quantized weights.
@@ -258,13 +263,16 @@ def find_misfits(
         known_survey: Survey of the checkpoint, or None to survey the checkpoint.
     """
     try:
-        survey, method = known_survey or survey_catalog(catalog), read_statement(catalog).method
+        survey, method = (
+            known_survey or survey_catalog(catalog),
+            read_quantization_config(catalog).method,
+        )
     except CkptError as error:
         yield Finding(error.what, error.why, "unknown", basis="model")
         return
-    if (survey.weights_without_scales or survey.scales_without_weights) and is_supported(
-        survey, method
-    ):
+    if (
+        survey.weights_without_scales or survey.scales_without_weights
+    ) and can_tell_missing_tensors(survey, method):
         for name in survey.weights_without_scales:
             message = "a quantized tensor has no scales"
             yield Finding(message, tensor=name, basis="model")
@@ -288,7 +296,7 @@ def _require_pairs(
 
 
 def dequantize_catalog(
-    catalog: Catalog, dtype: str, assets_statements: Sequence[QuantizationStatement] | None = None
+    catalog: Catalog, dtype: str, assets_configs: Sequence[QuantizationConfig] | None = None
 ) -> Catalog:
     """Replace the quantized tensors of *catalog* and their scales by dequantized tensors.
 
@@ -297,11 +305,11 @@ def dequantize_catalog(
     Args:
         catalog: A checkpoint.
         dtype: dtype of the dequantized tensors.
-        assets_statements: Quantization configs of ``--assets``, or None if the command has no such
+        assets_configs: Quantization configs of ``--assets``, or None if the command has no such
             option.
     """
-    survey = survey_catalog(catalog, assets_statements or ())
-    quantized_weights = _require_dequantizable(survey, catalog, assets_statements)
+    survey = survey_catalog(catalog, assets_configs or ())
+    quantized_weights = _require_dequantizable(survey, catalog, assets_configs)
     names = (name for weight in quantized_weights for name in weight.inputs)
     entries = locate_tensors(catalog, dict.fromkeys(names)).tensors
     inputs = {name: ComputeInput(catalog.root, entry) for name, entry in entries.items()}
@@ -318,7 +326,7 @@ def dequantize_catalog(
             virtual_file = ComputedTensor(
                 weight.kind, dtype, weight.shape, weight_inputs, weight.arguments
             )
-            computed[computed_name(weight.key)] = virtual_file
+            computed[build_computed_name(weight.key)] = virtual_file
             tensors[weight.key] = _build_virtual_entry(
                 weight, inputs[weight.lead].entry, virtual_file
             )
@@ -351,7 +359,7 @@ def _note_dequantization(survey: QuantizationSurvey, dtype: str) -> Iterator[str
 def _require_dequantizable(
     survey: QuantizationSurvey,
     catalog: Catalog,
-    assets_statements: Sequence[QuantizationStatement] | None,
+    assets_configs: Sequence[QuantizationConfig] | None,
 ) -> list[QuantizedWeight]:
     if survey.unknown:
         schemes = list(dict.fromkeys(survey.unknown.values()))
@@ -359,17 +367,19 @@ def _require_dequantizable(
             f"cannot dequantize {', '.join(schemes)}",
             where=catalog.path,
             why=f"found in {quote_names(list(survey.unknown))}",
-            hint=_unknown_scheme_hint(catalog, assets_statements),
+            hint=_unknown_scheme_hint(catalog, assets_configs),
         )
-    is_known_scheme = is_supported(survey, read_statement(catalog, assets_statements or ()).method)
+    is_known_scheme = can_tell_missing_tensors(
+        survey, read_quantization_config(catalog, assets_configs or ()).method
+    )
     _require_pairs(survey, catalog, DamagedError if is_known_scheme else UnsupportedError)
-    quantized_weights = _require_matching(survey)
+    quantized_weights = _require_valid_weights(survey)
     if not quantized_weights:
         raise UsageError(
             "the checkpoint is not quantized",
             where=catalog.path,
             why="no scale tensors found",
-            hint=f"omit {spell_option('--dequantize')}; pass {spell_option('--dtype')} to change "
+            hint=f"omit {format_option('--dequantize')}; pass {format_option('--dtype')} to change "
             "the dtype",
         )
     leads = {weight.lead for weight in quantized_weights}
@@ -384,19 +394,19 @@ def _require_dequantizable(
 
 
 def _unknown_scheme_hint(
-    catalog: Catalog, assets_statements: Sequence[QuantizationStatement] | None
+    catalog: Catalog, assets_configs: Sequence[QuantizationConfig] | None
 ) -> str:
     """Return a hint with the supported schemes, or that a config is missing."""
-    if read_statement(catalog, assets_statements or ()).method:
+    if read_quantization_config(catalog, assets_configs or ()).method:
         from ckptctl.numerics.quantization.scheme import load_schemes
 
         names = [
             scheme.name
             for scheme in load_schemes()
-            if any(form.build_weight for form in scheme.forms)
+            if any(form.build_weight for form in scheme.naming_patterns)
         ]
         return f"supported schemes: {', '.join(names)}"
-    folder = "" if assets_statements is None else f" or in the folder of {spell_option('--assets')}"
+    folder = "" if assets_configs is None else f" or in the folder of {format_option('--assets')}"
     return (
         "no file describes the quantization; add a config.json with `quantization_config` next "
         f"to the weights{folder}"
@@ -406,9 +416,9 @@ def _unknown_scheme_hint(
 def _build_virtual_entry(
     weight: QuantizedWeight, lead: TensorEntry, computed: ComputedTensor
 ) -> TensorEntry:
-    extent, shape = computed.to_extent(computed_name(weight.key)), weight.shape
+    extent, shape = computed.to_extent(build_computed_name(weight.key)), weight.shape
     if weight.transposed:
-        strides = row_major(shape)
+        strides = compute_row_major_strides(shape)
         shape = (*shape[:-2], shape[-1], shape[-2])
         strides = (*strides[:-2], strides[-1], strides[-2])
         extent = replace(extent, box=Box.whole(shape), strides=strides)

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from ckptctl.catalog import ComputedTensor, ComputeInput, computed_name
+from ckptctl.catalog import ComputedTensor, ComputeInput, build_computed_name
 from ckptctl.conversion.draft import Draft, Quantization
-from ckptctl.conversion.transfers import build_elements
-from ckptctl.errors import MappingError, RefusedError, UsageError, quote_names, spell_option
+from ckptctl.conversion.transfers import build_target_tensor
+from ckptctl.errors import MappingError, RefusedError, UsageError, format_option, quote_names
 from ckptctl.formats.base import OutputTensor
 from ckptctl.numerics.quantization.linear_weights import (
     Role,
@@ -22,8 +22,8 @@ from ckptctl.numerics.quantization.linear_weights import (
     find_fused_groups,
     map_fused_groups,
 )
-from ckptctl.numerics.quantization.recipes import WEIGHT, Recipe, StoredPart, list_recipes
-from ckptctl.numerics.quantized import find_quantized as quantized_already
+from ckptctl.numerics.quantization.recipes import WEIGHT, Recipe, StoredPart, get_recipes_by_name
+from ckptctl.numerics.quantized import find_quantized_tensors as quantized_already
 from ckptctl.planner.copying.blocks import build_rearranged_file
 from ckptctl.planner.layouts import BASE, HF, MLX, Family
 from ckptctl.planner.mapping.mapped import ComposedTensor
@@ -37,7 +37,7 @@ QUANTIZABLE_DTYPES = ("float32", "bfloat16", "float16")
 
 def quantize(draft: Draft) -> Draft:
     """Replace the weights that ``--quantize`` selects by quantized tensors."""
-    recipe = list_recipes()[draft.options.quantize or ""]
+    recipe = get_recipes_by_name()[draft.options.quantize or ""]
     selected = _select_tensors(draft, recipe)
     builder = _QuantizedTensorBuilder(
         draft, recipe, map_fused_groups([tensor.name for tensor in selected])
@@ -66,7 +66,7 @@ def quantize(draft: Draft) -> Draft:
     )
     draft.notes.add(
         _build_summary_note(quantization, recipe),
-        *_note_fusion(recipe, selected),
+        *_note_misaligned_fusion(recipe, selected),
         *_note_stacked_experts(selected, draft.change),
     )
     return replace(
@@ -113,7 +113,7 @@ def _list_ignored_modules(quantization: Quantization) -> tuple[str, ...]:
     )
 
 
-def _note_fusion(recipe: Recipe, selected: Sequence[OutputTensor]) -> Iterator[str]:
+def _note_misaligned_fusion(recipe: Recipe, selected: Sequence[OutputTensor]) -> Iterator[str]:
     """Note if blocks would contain rows of two weights that vLLM fuses."""
     block_rows = next(
         (part.block[0] for part in recipe.parts if part.block and part.block[0] > 1), 1
@@ -146,13 +146,13 @@ def _note_stacked_experts(selected: Sequence[OutputTensor], change: LayoutChange
 
 
 def _skip_hint() -> str:
-    return f"pass {spell_option('--quantize-not GLOB')} to skip it"
+    return f"pass {format_option('--quantize-not GLOB')} to skip it"
 
 
 def _select_tensors(draft: Draft, recipe: Recipe) -> Sequence[OutputTensor]:
     """Select the tensors to quantize, or raise if one of them cannot be."""
     options, names_in_output = draft.options, [tensor.name for tensor in draft.tensors]
-    linear_roles = _find_linear_weights(draft)
+    linear_roles = _map_linear_weights_to_roles(draft)
     added_names = _match_globs(names_in_output, options.quantize_also, "--quantize-also")
     excluded_names = _match_globs(
         [*linear_roles, *added_names], options.quantize_not, "--quantize-not"
@@ -199,12 +199,12 @@ def _require_complete_groups(names: set[str], available_names: Sequence[str]) ->
                 f"cannot quantize only {quote_names(sorted(selected_names))} of "
                 f"{quote_names(group)}",
                 why=f"{why}, so either all or none must be quantized",
-                hint=f"pass {spell_option('--quantize-also')} and "
-                f"{spell_option('--quantize-not')} with a glob that matches all of them",
+                hint=f"pass {format_option('--quantize-also')} and "
+                f"{format_option('--quantize-not')} with a glob that matches all of them",
             )
 
 
-def _find_linear_weights(draft: Draft) -> dict[str, Role]:
+def _map_linear_weights_to_roles(draft: Draft) -> dict[str, Role]:
     """Map the linear weights of layers to their roles, from the family's tables."""
     change, catalog = draft.change, draft.catalog
     family = change.family
@@ -214,35 +214,33 @@ def _find_linear_weights(draft: Draft) -> dict[str, Role]:
             f"{pluralize(len(quantized_names), 'tensor is', 'tensors are')} already quantized",
             where=f"tensor `{next(iter(quantized_names))}`",
             why=", ".join(dict.fromkeys(quantized_names.values())),
-            hint=f"pass {spell_option('--dequantize bf16')} with {spell_option('--quantize')} to "
+            hint=f"pass {format_option('--dequantize bf16')} with {format_option('--quantize')} to "
             "dequantize them first",
         )
     layout = change.target_layout or ""
     requested_layout = draft.options.to_layout or layout
     if family is not None and not (_has_transformers_names(layout) and requested_layout != MLX):
         raise UsageError(
-            f"{spell_option('--quantize')} is not supported with layout {requested_layout}",
+            f"{format_option('--quantize')} is not supported with layout {requested_layout}",
             why="programs that read this layout use other quantization schemes",
         )
     if family is None or family.partial:
         adapter = family is not None and family.partial
         raise MappingError(
-            f"{spell_option('--quantize')} is not supported for adapters"
+            f"{format_option('--quantize')} is not supported for adapters"
             if adapter
             else "unknown model type",
             where=catalog.path,
             why="the model type determines which tensors are weights of linear layers",
             hint=""
             if adapter
-            else f"set it with {spell_option('--model-type')}; `ckptctl models` lists them",
+            else f"set it with {format_option('--model-type')}; `ckptctl models` lists them",
         )
     roles = TensorRoles(family, family.get_layout(layout))
     output_keys = {target.key for item in change.tensors for target in item.targets}
     keys = ((tensor, tensor.name.removeprefix(draft.output_root)) for tensor in draft.tensors)
     role_by_name = {
-        tensor.name: roles.find_role(key, tensor.shape)
-        for tensor, key in keys
-        if key in output_keys
+        tensor.name: roles.get_role(key, tensor.shape) for tensor, key in keys if key in output_keys
     }
     return {name: role for name, role in role_by_name.items() if role != "other"}
 
@@ -251,7 +249,7 @@ def _match_globs(names: Sequence[str], globs: Sequence[str], option: str) -> set
     for glob in globs:
         if not any(fnmatchcase(name, glob) for name in names):
             raise UsageError(
-                f"{spell_option(f'{option} {glob}')} matches no tensor",
+                f"{format_option(f'{option} {glob}')} matches no tensor",
                 hint="use tensor names of the output",
             )
     return {name for name in names for glob in globs if fnmatchcase(name, glob)}
@@ -272,7 +270,7 @@ def _require_quantizable(
         raise UsageError(
             f"cannot quantize dtype {tensor.dtype}",
             where=where,
-            hint=f"pass {spell_option('--dtype bf16')} to cast it first",
+            hint=f"pass {format_option('--dtype bf16')} to cast it first",
         )
     if shape[-1] % recipe.column_multiple or 0 in shape:
         raise RefusedError(
@@ -317,7 +315,7 @@ def _unstack_hints(family: Family | None) -> Iterator[str]:
             and _has_transformers_names(name)
             and not TensorRoles(family, family.get_layout(name)).has_stacked_experts
         ):
-            yield f"pass {spell_option(f'--to-layout {name}')} to write per-expert weights"
+            yield f"pass {format_option(f'--to-layout {name}')} to write per-expert weights"
             return
 
 
@@ -331,7 +329,7 @@ def _has_transformers_names(layout: str) -> bool:
 
 def _build_quantized_key(name: str) -> str:
     """Return the virtual file name of the quantized tensor *name*."""
-    return computed_name(f"{name}@quantized")
+    return build_computed_name(f"{name}@quantized")
 
 
 class _QuantizedTensorBuilder:
@@ -357,8 +355,8 @@ class _QuantizedTensorBuilder:
         return [self._build_part(tensor, part) for part in self._recipe.parts]
 
     def _build_part(self, tensor: OutputTensor, part: StoredPart) -> OutputTensor:
-        shape, dtype = part.stored_shape(tensor.shape), part.dtype or tensor.dtype
-        name = part.stored_name(tensor.name)
+        shape, dtype = part.compute_stored_shape(tensor.shape), part.dtype or tensor.dtype
+        name = part.build_stored_name(tensor.name)
         if part is self._recipe.shared_part:
             inputs = [
                 self._build_largest_input(self._output[name_in_group])
@@ -368,7 +366,7 @@ class _QuantizedTensorBuilder:
             inputs = [self._build_unquantized_input(tensor)]
             if self._recipe.shared_part:
                 self._build_part(tensor, self._recipe.shared_part)
-                key = _build_quantized_key(self._recipe.shared_part.stored_name(tensor.name))
+                key = _build_quantized_key(self._recipe.shared_part.build_stored_name(tensor.name))
                 inputs.append(ComputeInput(self.catalog.root, self._entries[key]))
         self._add_virtual(
             _build_quantized_key(name), ComputedTensor(part.kind, dtype, shape, tuple(inputs))
@@ -376,7 +374,7 @@ class _QuantizedTensorBuilder:
         return OutputTensor(name, dtype, shape, (name,), requires_grad=False)
 
     def _build_largest_input(self, tensor: OutputTensor) -> ComputeInput:
-        key = computed_name(f"{tensor.name}@largest")
+        key = build_computed_name(f"{tensor.name}@largest")
         if key not in self._inputs:
             weight = (self._build_unquantized_input(tensor),)
             self._inputs[key] = self._add_virtual(
@@ -386,14 +384,14 @@ class _QuantizedTensorBuilder:
 
     def _build_unquantized_input(self, tensor: OutputTensor) -> ComputeInput:
         """Return the unquantized tensor, which is virtual unless the source stores it unchanged."""
-        key = computed_name(f"{tensor.name}@plain")
+        key = build_computed_name(f"{tensor.name}@plain")
         if key not in self._inputs:
             composed = self._draft.mapped[tensor.name]
             source_entry = self._entries[composed.sources[0].key]
             if composed.is_rename and source_entry.dtype == tensor.dtype:
                 self._inputs[key] = ComputeInput(self.catalog.root, source_entry)
             else:
-                rearranged_tensor = build_elements(
+                rearranged_tensor = build_target_tensor(
                     self.catalog, composed, tensor.dtype, self._computed
                 )
                 self._inputs[key] = self._add_virtual(

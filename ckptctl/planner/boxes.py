@@ -19,7 +19,7 @@ from itertools import chain, pairwise, product
 from operator import add
 
 from ckptctl.catalog import Box, TensorEntry
-from ckptctl.columns import BoxColumns, Vector, boxes_of, vectors_of
+from ckptctl.columns import BoxColumns, Vector, get_boxes, get_offsets_and_sizes
 from ckptctl.errors import CoverageError, UnsupportedError, exclude_hint, quote_names
 from ckptctl.units import pluralize
 
@@ -55,7 +55,7 @@ def compute_coverage(shape: tuple[int, ...], boxes: Sequence[Box]) -> Coverage:
     Empty boxes are ignored. A 0-d tensor is covered by one box ``()``.
     """
     full_box = Box.whole(shape)
-    columns = boxes if isinstance(boxes, BoxColumns) else BoxColumns(*vectors_of(boxes))
+    columns = boxes if isinstance(boxes, BoxColumns) else BoxColumns(*get_offsets_and_sizes(boxes))
     if columns.tiled == shape or (len(boxes) == 1 and boxes[0] == full_box):
         return Coverage()
     if not _are_all_inside(columns, shape):
@@ -96,7 +96,7 @@ def check_coverage(entry: TensorEntry) -> None:
     if len(extents) == 1 and extents[0].box == Box.whole(entry.shape):
         return
     try:
-        defects = compute_coverage(entry.shape, boxes_of(extents))
+        defects = compute_coverage(entry.shape, get_boxes(extents))
     except UnsupportedError as error:
         error.where = where
         raise

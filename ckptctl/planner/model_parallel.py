@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
 from ckptctl.catalog import Box
-from ckptctl.errors import MappingError, spell_option
+from ckptctl.errors import MappingError, format_option
 from ckptctl.planner.axes import AxisSizes, ObservedShape, solve_axis_sizes
 from ckptctl.planner.families.tables import Leaf
 from ckptctl.planner.layouts import Drop, Family, LayoutTensor
@@ -137,7 +137,7 @@ def unknown_size_error(family: Family, key: str, axes: Sequence[str], ranks: int
     return MappingError(
         f"cannot split a tensor across {pluralize(ranks, 'rank')} without {names}",
         where=f"tensor `{key}`",
-        hint=f"pass {spell_option('--assets DIR')} with the trained model's config.json or "
+        hint=f"pass {format_option('--assets DIR')} with the trained model's config.json or "
         "params.json",
     )
 
@@ -294,7 +294,7 @@ def _require_divisible(family: Family, axis: str, count: int, ranks: int, key: s
         raise MappingError(
             f"{size} = {count} cannot be divided among {pluralize(ranks, 'rank')}",
             where=f"tensor `{key}`",
-            hint=f"choose a value of {spell_option('--mp')} that divides the numbers of heads and "
+            hint=f"choose a value of {format_option('--mp')} that divides the numbers of heads and "
             "experts, the feed-forward size and the vocabulary size",
         )
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ckptctl.catalog import ComputedTensor, TensorEntry
-from ckptctl.columns import files_of
+from ckptctl.columns import get_extent_files
 from ckptctl.file_identity import FileIdentity
 from ckptctl.planner.strided import StridedTensor
 from ckptctl.tree import TreePath
@@ -69,7 +69,11 @@ class Transfer:
 
     def list_files(self) -> set[str]:
         """List the files of the stored tensors, including virtual files and memory."""
-        return {file for entry in self.iterate_stored_tensors() for file in files_of(entry.extents)}
+        return {
+            file
+            for entry in self.iterate_stored_tensors()
+            for file in get_extent_files(entry.extents)
+        }
 
     def iterate_stored_tensors(self) -> Iterator[TensorEntry]:
         """Yield the stored tensors to read, possibly with repetitions."""

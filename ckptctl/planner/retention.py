@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Annotated, Generic, Literal, TypeVar
 
-from ckptctl.errors import RefusedError, UsageError, find_nearest, quote_names, spell_option
+from ckptctl.errors import RefusedError, UsageError, find_nearest, format_option, quote_names
 from ckptctl.planner.lineage import UNKNOWN_LINEAGE, Lineage, find_abandoned_saves
 from ckptctl.results import JsonField, empty_to_none
 from ckptctl.verdict import Verdict
@@ -245,19 +245,19 @@ class Policy:
             raise RefusedError(
                 "no keep rule given",
                 why="without one, all checkpoints except the newest would be removed",
-                hint=f"pass one, for example {spell_option('--keep-last 3')}",
+                hint=f"pass one, for example {format_option('--keep-last 3')}",
             )
         counts = (("last", self.last), ("every", self.every), ("closest", self.closest))
         for name, count in counts:
             if count is not None and count < 1:
                 raise RefusedError(
-                    f"{spell_option(f'--keep-{name} {count}')} keeps nothing",
-                    hint=f"{spell_option(f'--keep-{name}')} must be at least 1",
+                    f"{format_option(f'--keep-{name} {count}')} keeps nothing",
+                    hint=f"{format_option(f'--keep-{name}')} must be at least 1",
                 )
         if self.within is not None and self.within <= 0:
-            raise RefusedError(f"{spell_option('--keep-within 0')} keeps nothing")
+            raise RefusedError(f"{format_option('--keep-within 0')} keeps nothing")
         if self.interval is not None and self.interval <= 0:
-            raise RefusedError(f"{spell_option('--keep-interval 0')} keeps every checkpoint")
+            raise RefusedError(f"{format_option('--keep-interval 0')} keeps every checkpoint")
 
     def resolve_metrics_and_patterns(self, checkpoints: Sequence[Retainable]) -> Policy:
         """Return the policy with metrics and patterns resolved to names of *checkpoints*.
@@ -312,13 +312,13 @@ class Policy:
                 why="no complete checkpoint matches by name or has a number for the metric",
                 hint="choose among "
                 f"{quote_names([checkpoint.name for checkpoint in complete], 3)}, "
-                f"or pass {spell_option('--keep-last 1')} to keep the newest checkpoint",
+                f"or pass {format_option('--keep-last 1')} to keep the newest checkpoint",
             )
         for pattern in () if growing else self.patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
                 closest_name = find_nearest(pattern, names)
                 raise RefusedError(
-                    f"{spell_option(f'--keep {pattern}')} matches no checkpoint",
+                    f"{format_option(f'--keep {pattern}')} matches no checkpoint",
                     why=f"the checkpoints are {quote_names(names, 3)}",
                     hint=f"did you mean `{closest_name}`?"
                     if closest_name
@@ -535,7 +535,7 @@ def _decide_uncounted(checkpoint: C, policy: Policy, now: float, has_complete: b
     if checkpoint.time > now - policy.min_age:
         age = now - checkpoint.time
         unit, seconds = next(((u, n) for u, n in DURATION_UNITS if age >= n), DURATION_UNITS[-1])
-        option = spell_option(f"--min-age {format_exact_duration(policy.min_age)}")
+        option = format_option(f"--min-age {format_exact_duration(policy.min_age)}")
         reasons.append(f"changed {max(0, int(age / seconds))} {unit} ago, which is within {option}")
     return Decision(checkpoint, "skip" if reasons else "remove", (*problem, *reasons))
 

@@ -1,7 +1,7 @@
 """Lazy views of stored tensors, whose operations only change the positions of elements.
 
 A part of a tensor is a box of indices with two affine maps. Index ``i`` of an axis is at
-``origin[dim] + i * step`` in the tensor, and at ``stored_origin[at] + i * stride`` in the stored tensor.
+``origin[dim] + i * step`` in the tensor, and at ``begin[at] + i * stride`` in the stored tensor.
 Merging dimensions multiplies steps and never splits a part. Interleaved parts have steps above 1.
 
 Parts are independent of the boxes in which a checkpoint stores a tensor.
@@ -18,7 +18,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from ckptctl import dtypes
-from ckptctl.catalog import Box, Extent, TensorEntry, row_major
+from ckptctl.catalog import Box, Extent, TensorEntry, compute_row_major_strides
 from ckptctl.errors import MappingError
 from ckptctl.planner.axes import Axes, list_adjacent_runs
 
@@ -167,7 +167,7 @@ class StridedTensor:
     @property
     def itemsize(self) -> int:
         """Bytes of a stored element."""
-        return dtypes.itemsize(self.stored_dtype)
+        return dtypes.get_itemsize(self.stored_dtype)
 
     @classmethod
     def from_entry(cls, stored: TensorEntry) -> StridedTensor:
@@ -181,7 +181,7 @@ class StridedTensor:
     def from_virtual_file(cls, dtype: str, shape: Ints, file: str) -> StridedTensor:
         """Build a tensor of all elements of a virtual file."""
         full_box = Box.whole(shape)
-        extent = Extent(full_box, file, 0, full_box.numel * dtypes.itemsize(dtype))
+        extent = Extent(full_box, file, 0, full_box.numel * dtypes.get_itemsize(dtype))
         return cls.from_entry(TensorEntry(file, dtype, shape, (extent,), (file,)))
 
     @property
@@ -222,7 +222,7 @@ class StridedTensor:
             return self._remove_dim(dim)
         shape = (*self.shape[:dim], *sizes, *self.shape[dim + 1 :])
         parts = self.parts
-        for last, block in enumerate(row_major(tuple(sizes))[:-1], dim):
+        for last, block in enumerate(compute_row_major_strides(tuple(sizes))[:-1], dim):
             parts = tuple(cut for part in parts for cut in _split_part(part, last, block))
         return replace(self, shape=shape, parts=parts)
 
@@ -230,7 +230,7 @@ class StridedTensor:
         """Merge *count* neighboring dimensions, or insert a dimension of size 1 if *count* is 0."""
         sizes, rest = self.shape[dim : dim + count], self.shape[dim + count :]
         dims = [(before, 1) for before in range(dim)]
-        dims += [(dim, weight) for weight in row_major(sizes)]
+        dims += [(dim, weight) for weight in compute_row_major_strides(sizes)]
         dims += [(dim + 1 + after, 1) for after in range(len(rest))]
         shape = (*self.shape[:dim], math.prod(sizes), *rest)
         return replace(self, shape=shape, parts=_renumber_dims(self.parts, dims, len(shape)))

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from pathlib import Path
 from typing import TypeVar
 
-from ckptctl.errors import RefusedError, StorageError, spell_option
+from ckptctl.errors import RefusedError, StorageError, format_option
 from ckptctl.planner.balance import assign_chunks, compute_work_share
 from ckptctl.planner.plan import Plan
 from ckptctl.ranks.coordinator import (
@@ -130,10 +130,10 @@ def require_single_process(ranks: Coordinator) -> None:
     """Raise if ``--resume`` is used with several ranks."""
     if ranks.world > 1:
         raise RefusedError(
-            f"{spell_option('--resume')} is not supported with multiple ranks",
+            f"{format_option('--resume')} is not supported with multiple ranks",
             why=f"{pluralize(ranks.world, 'rank')} write here, but a journal only covers the "
             "output of one",
-            hint=f"omit {spell_option('--resume')}, or use a single process",
+            hint=f"omit {format_option('--resume')}, or use a single process",
         )
 
 

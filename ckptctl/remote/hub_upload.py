@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptctl.errors import CkptError, RefusedError, spell_option
+from ckptctl.errors import CkptError, RefusedError, format_option
 from ckptctl.remote.hub import LOGIN_HINT, list_repository, parse_hub_url, translate_hub_errors
 from ckptctl.storage.crc import is_digest_of
 from ckptctl.tree import TreeEntry
@@ -62,7 +62,7 @@ class HubUpload:
                 "the repository already contains a checkpoint",
                 where=self._url,
                 why=f"`{self._replaced_names[0]}` exists",
-                hint=f"choose another repository or folder, or pass {spell_option('--overwrite')} "
+                hint=f"choose another repository or folder, or pass {format_option('--overwrite')} "
                 "(old files stay in the history)",
             )
 

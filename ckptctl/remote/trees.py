@@ -186,7 +186,7 @@ class RemoteTree(FileTree):
     def __hash__(self) -> int:
         return hash(self._secrets)
 
-    def add_secret(self, url: str) -> str:
+    def add_credentials(self, url: str) -> str:
         """See :class:`FileTree`."""
         user, query = self._secrets
         url_with_user = url.replace(f"://{MASK}@", f"://{user}@", 1) if user else url
@@ -243,21 +243,21 @@ class RemoteTree(FileTree):
                 if _is_inside(known_url, url) or _is_inside(url, known_url):
                     del self._trees[known_url]
 
-    def last_failure(self, url: str) -> CkptError | None:
+    def get_last_error(self, url: str) -> CkptError | None:
         """See :class:`FileTree`."""
         tree, _ = self._find_tree(url)
         return tree.failure if tree else None
 
     def begin_upload(self, url: str, request: UploadRequest) -> Upload:
         """See :class:`FileTree`."""
-        secret = self.add_secret(url)
+        secret = self.add_credentials(url)
         if self.atomic:
             return HubUpload(secret, single=request.single, overwrite=request.overwrite)
         return ObjectUpload(FsspecStore(secret, url), request)
 
     def _look_up(self, url: str) -> str:
         """List *url*, register its tree, and return the URL in the store's canonical form."""
-        secret = self.add_secret(url)
+        secret = self.add_credentials(url)
         store: Store = HubStore(secret) if self.atomic else FsspecStore(secret, url)
         entries = store.list_members("")
         if not entries:
@@ -317,7 +317,7 @@ def open_url(url: str) -> UrlPath:
 
 def open_store(path: UrlPath) -> FsspecStore:
     """Open the store at *path* for writing."""
-    return FsspecStore(path.tree.add_secret(path.url), path.url)
+    return FsspecStore(path.tree.add_credentials(path.url), path.url)
 
 
 def _is_inside(url: str, folder: str) -> bool:

@@ -15,7 +15,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from ckptctl.errors import CkptError, RefusedError, StorageError, UsageError, spell_option
+from ckptctl.errors import CkptError, RefusedError, StorageError, UsageError, format_option
 from ckptctl.remote.lock import RemoteLock
 from ckptctl.remote.objects import OccupiedError, OutputObjects
 from ckptctl.remote.store import FsspecStore, open_file_system
@@ -33,7 +33,7 @@ def require_outside_sources(store: FsspecStore, request: UploadRequest) -> None:
     for root, names in request.read.items():
         if not isinstance(root, UrlPath) or root.tree.atomic:  # Hub commits stay readable
             continue
-        source_system, folder = open_file_system(root.tree.add_secret(root.url))
+        source_system, folder = open_file_system(root.tree.add_credentials(root.url))
         overlaps = (f"{folder}/{name}/".startswith(f"{path}/") for name in names)
         if source_system == store.system and any(overlaps):
             problem = "the source is inside the destination"
@@ -149,7 +149,7 @@ class ObjectUpload:
         self._objects.drop_multipart_uploads(self._begun)
         if self._request.resume and not self._committed and (self._begun or self._sent):
             self._lock.leave_for_next_run()
-            return f"pass {spell_option('--resume')} to resume the upload"
+            return f"pass {format_option('--resume')} to resume the upload"
         self._remove_uploaded()
         self._release_lock()
         loss_note = "; the previous checkpoint is lost" if self._is_previous_lost else ""
@@ -234,6 +234,6 @@ class ObjectUpload:
         return RefusedError(
             "the destination exists",
             where=self._shown_url,
-            hint=f"choose another destination, or pass {spell_option('--overwrite')} to replace a "
+            hint=f"choose another destination, or pass {format_option('--overwrite')} to replace a "
             "checkpoint",
         )

@@ -29,7 +29,7 @@ from ckptctl.units import format_rfc3339, pluralize
 from ckptctl.verbs.verification.verify import IndexChecks
 from ckptctl.verbs.verification.verify import verify_with_catalog as verify
 from ckptctl.verbs.verification.verify_options import VerifyOptions
-from ckptctl.verdict import Verdict, decide_verdict, shows_file_damage, worst_verdict
+from ckptctl.verdict import Verdict, combine_verdicts, decide_verdict, has_file_damage
 
 NOTE_FILES = frozenset({RUN_FILE, LOCK, OBJECTS_NAME})
 """Files that ckptctl adds to a checkpoint. A folder that contains only these counts as empty."""
@@ -265,7 +265,7 @@ def _combine_parts(
     for part_health in healths:
         if part_health.torn:
             return part_health
-    worst = worst_verdict(part_health.verdict for part_health in healths)
+    worst = combine_verdicts(part_health.verdict for part_health in healths)
     for part_health in healths:
         if part_health.verdict is worst and worst is not Verdict.COMPLETE:
             return replace(part_health, parts=())
@@ -331,7 +331,7 @@ def _verify_part(path: TreePath, name: str | None, health_options: _HealthOption
             return Health(Verdict.UNKNOWN, error.what)
     except CkptError as error:
         finding = finding_from_error(error)
-        verdict, torn = decide_verdict([finding]), shows_file_damage([finding])
+        verdict, torn = decide_verdict([finding]), has_file_damage([finding])
         return Health(verdict, error.what, torn=torn, read_failed=finding.read_failed)
     problem, findings = "", (*verified.errors, *verified.unknown)
     if findings:

@@ -23,8 +23,8 @@ from ckptctl.errors import (
     RefusedError,
     SourceNotFoundError,
     StorageError,
+    format_option,
     quote_names,
-    spell_option,
 )
 from ckptctl.planner.retention import (
     Action,
@@ -268,7 +268,7 @@ def plan_prune(
     if thin:
         require_local(
             real,
-            f"{spell_option('--thin')} is not supported for URLs",
+            f"{format_option('--thin')} is not supported for URLs",
             hint="use `ckptctl convert` to write only the weights",
             error=RefusedError,
         )
@@ -283,7 +283,7 @@ def plan_prune(
             why=f"written {format_rfc3339(older.time)} and {format_rfc3339(newer.time)}; the "
             "folder may contain "
             f"two runs, or `{newer.entry.newest}` was added to `{newer.name}` later",
-            hint=f"pass {spell_option('--force')} to use the order of the steps",
+            hint=f"pass {format_option('--force')} to use the order of the steps",
         )
     policy = policy.resolve_metrics_and_patterns(run.checkpoints)
     if not replaced:
@@ -399,7 +399,7 @@ def _require_root(root: TreePath, *, force: bool = False) -> TreePath:
     if sniffed and not has_pointer_to_entry(real):
         hints = [f"did you mean the run `{real.parent}`?"] if read_entry(real) else []
         if is_run(real):
-            hints.append(f"pass {spell_option('--force')} to remove checkpoints inside `{real}`")
+            hints.append(f"pass {format_option('--force')} to remove checkpoints inside `{real}`")
         raise RefusedError(
             "this is a checkpoint, not a folder of checkpoints",
             where=str(root),

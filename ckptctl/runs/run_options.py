@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from ckptctl import option_checks as checks
-from ckptctl.errors import UsageError, spell_option
+from ckptctl.errors import UsageError, format_option
 from ckptctl.options import Option, Options, option_group
 from ckptctl.units import parse_seconds
 
@@ -151,8 +151,8 @@ class PruneOptions(KeepOptions):
         super().__post_init__()
         if not self.include_incomplete and self.min_age != parse_duration(AN_HOUR):
             raise UsageError(
-                f"{spell_option('--min-age')} only applies to incomplete checkpoints; it requires "
-                f"{spell_option('--include-incomplete')}"
+                f"{format_option('--min-age')} only applies to incomplete checkpoints; it requires "
+                f"{format_option('--include-incomplete')}"
             )
 
     def build_policy(self) -> Policy:

@@ -253,13 +253,13 @@ def _torch_dtype(name: str) -> torch.dtype:
 
 def can_decode_without_torch(dtype: str) -> bool:
     """Return whether :func:`decode_numbers` needs no torch."""
-    return dtype in STRUCT_CODES or dtype in dtypes.UNMEASURED or dtype == "bfloat16"
+    return dtype in STRUCT_CODES or dtype in dtypes.NON_NUMERIC_DTYPES or dtype == "bfloat16"
 
 
 def decode_numbers(data: bytearray, dtype: str) -> Sequence[Number]:
     """Decode dense elements to numbers, or to bytes if *dtype* has no numeric values."""
-    struct_code = "B" if dtype in dtypes.UNMEASURED else STRUCT_CODES.get(dtype)
-    count = len(data) // dtypes.itemsize(dtype)
+    struct_code = "B" if dtype in dtypes.NON_NUMERIC_DTYPES else STRUCT_CODES.get(dtype)
+    count = len(data) // dtypes.get_itemsize(dtype)
     if struct_code:
         return struct.unpack(f"<{count}{struct_code}", data)
     if dtype == "bfloat16":

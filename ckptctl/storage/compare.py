@@ -154,7 +154,7 @@ def compare_windows(
     """
     if a == b and dtype_a == dtype_b:
         return Errors(box.numel)
-    if dtypes.UNMEASURED & {dtype_a, dtype_b} or bitwise:
+    if dtypes.NON_NUMERIC_DTYPES & {dtype_a, dtype_b} or bitwise:
         errors, worst = _compare_bits(a, b, dtype_a, dtype_b)
     else:
         errors, worst = _compare_values(a, b, dtype_a, dtype_b, tolerance)
@@ -179,8 +179,8 @@ def _compare_bits(
     """
     if dtype_a != dtype_b:
         return Errors(differing=len(a)), None
-    itemsize = dtypes.itemsize(dtype_a)
-    words = [memoryview(data).cast(dtypes.WORDS[itemsize]) for data in (a, b)]
+    itemsize = dtypes.get_itemsize(dtype_a)
+    words = [memoryview(data).cast(dtypes.INTEGER_TYPE_CODES[itemsize]) for data in (a, b)]
     per_element = itemsize // words[0].itemsize
     different = (word // per_element for word in compress(count(), map(ne, *words)))
     positions = (position for position, _ in groupby(different))
@@ -201,7 +201,7 @@ def _compare_values(
 
     x, y = _to_float_tensor(a, dtype_a), _to_float_tensor(b, dtype_b)
     if dtype_a == dtype_b:
-        item = dtypes.itemsize(dtype_a)
+        item = dtypes.get_itemsize(dtype_a)
         rows = [torch.frombuffer(data, dtype=torch.uint8).view(-1, item) for data in (a, b)]
         different = (rows[0] != rows[1]).any(1)
     else:

@@ -161,7 +161,7 @@ class OutputRectangle:
 
         Allocating a new buffer for each rectangle would cost more than most of the computation.
         """
-        nbytes = count * dtypes.itemsize(dtype)
+        nbytes = count * dtypes.get_itemsize(dtype)
         buffer = self.opened.buffers.get_buffer(f"/{use}", nbytes)[:nbytes]
         return view_elements(buffer, dtype, max(count, 1)).view(-1)[:count]
 
@@ -191,7 +191,7 @@ class InputTensor:
 
         The result is a view of a reused buffer, valid until the next call.
         """
-        width, item = get_last_dim_size(self.entry.shape), dtypes.itemsize(self.entry.dtype)
+        width, item = get_last_dim_size(self.entry.shape), dtypes.get_itemsize(self.entry.dtype)
         selected_columns = columns or range(width)
         extra_bytes, total_bytes = (width - len(selected_columns)) * item, len(rows) * width * item
         reads_rows = extra_bytes == 0 or (
@@ -238,7 +238,7 @@ class InputTensor:
         import torch
 
         height, width = self.entry.shape
-        step = max(TRANSPOSE_BYTES // (width * dtypes.itemsize(dtype)), 1)
+        step = max(TRANSPOSE_BYTES // (width * dtypes.get_itemsize(dtype)), 1)
 
         def read_content() -> memoryview:
             blocks = [
@@ -401,7 +401,7 @@ class ComputedFile(ByteSource):
             InputTensor(opened, compute_input, name, number)
             for number, compute_input in enumerate(computed.inputs)
         )
-        self._itemsize = dtypes.itemsize(computed.dtype)
+        self._itemsize = dtypes.get_itemsize(computed.dtype)
         self._row_bytes = (
             get_last_dim_size(computed.shape) * self._itemsize or 1
         )  # of an empty tensor

@@ -12,8 +12,8 @@ from ckptctl.errors import (
     RefusedError,
     StorageError,
     UsageError,
+    format_option,
     quote_names,
-    spell_option,
     wrap_os_errors,
 )
 from ckptctl.storage.file_system import list_mounts_in
@@ -199,11 +199,11 @@ def destination_exists_error(target: TreePath, kind: Replaceable = ANYTHING) -> 
     """Build the error for a destination that exists."""
     if kind(target):
         hint = (
-            f"choose another destination, or pass {spell_option('--overwrite')} to replace "
+            f"choose another destination, or pass {format_option('--overwrite')} to replace "
             f"{kind.noun}"
         )
     else:
         hint = (
-            f"choose another destination; {spell_option('--overwrite')} only replaces {kind.noun}"
+            f"choose another destination; {format_option('--overwrite')} only replaces {kind.noun}"
         )
     return RefusedError("the destination exists", where=str(target), hint=hint)

@@ -87,7 +87,7 @@ def raise_if_request_failed(path: TreePath) -> None:
 
     Readers treat an unreadable file as damaged, which is wrong if a request failed.
     """
-    if isinstance(path, UrlPath) and (failure := path.tree.last_failure(path.url)):
+    if isinstance(path, UrlPath) and (failure := path.tree.get_last_error(path.url)):
         raise failure
 
 

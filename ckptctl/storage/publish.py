@@ -23,8 +23,8 @@ from ckptctl.errors import (
     CkptError,
     RefusedError,
     StorageError,
+    format_option,
     quote_names,
-    spell_option,
     wrap_os_errors,
 )
 from ckptctl.storage import file_system, lock, trash
@@ -221,8 +221,8 @@ def stage_output(
         if partial_output and not (resume or restart):
             raise partial_output.refusal_error(
                 UNFINISHED_MESSAGE,
-                f"use {spell_option('--resume', of='convert')} to resume it, or "
-                f"{spell_option('--restart', of='convert')} to discard it and start over",
+                f"use {format_option('--resume', command='convert')} to resume it, or "
+                f"{format_option('--restart', command='convert')} to discard it and start over",
             )
         try:
             _prepare_data(stage, resume=resume)

@@ -108,7 +108,7 @@ def _copy_strided_runs(
 ) -> None:
     """Copy runs of *run* bytes, changing their stride from *source_stride* to *target_stride*."""
     if run == item <= 8:
-        word = dtypes.WORDS[item]
+        word = dtypes.INTEGER_TYPE_CODES[item]
         target.cast(word)[:: target_stride // item] = source.cast(word)[:: source_stride // item]
         return
     offsets = zip(
@@ -128,7 +128,7 @@ def split_into_boxes(shape: tuple[int, ...], limit: int) -> Iterator[Box]:
 
 def iterate_stored_windows(files: Readable, entry: TensorEntry, nbytes: int) -> Iterator[bytearray]:
     """Read all elements in the order in which they are stored, in windows of at most *nbytes*."""
-    item = dtypes.itemsize(entry.dtype)
+    item = dtypes.get_itemsize(entry.dtype)
     step = max(1, nbytes // item) * item
     for extent in entry.extents:
         sizes, strides = extent.box.sizes, extent.strides

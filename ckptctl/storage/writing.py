@@ -16,7 +16,7 @@ from typing import Any
 
 from ckptctl.errors import CkptError, DamagedError, UnsupportedError
 from ckptctl.storage import processes
-from ckptctl.tree import TreePath, UrlPath, version_to_number
+from ckptctl.tree import TreePath, UrlPath, derive_version_number
 from ckptctl.units import pluralize
 
 BUSY_MESSAGE = "another process is writing to the same destination"
@@ -236,7 +236,7 @@ def is_unchanged(path: TreePath, expected: UploadedFile, *, moved: bool = False)
         return same
     versions = status.st_ino, str(status.st_mtime_ns)
     return same and (
-        version_to_number(expected.version) == versions[0] or expected.version == versions[1]
+        derive_version_number(expected.version) == versions[0] or expected.version == versions[1]
     )
 
 

@@ -15,8 +15,8 @@ from typing import Annotated, Literal
 
 from ckptctl import formats
 from ckptctl.catalog import Catalog
-from ckptctl.columns import codecs_of
-from ckptctl.errors import ChangedError, FormatError, RefusedError, UnsupportedError, spell_option
+from ckptctl.columns import get_codecs
+from ckptctl.errors import ChangedError, FormatError, RefusedError, UnsupportedError, format_option
 from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.base import Listing, OutputTensor, TensorPlace
 from ckptctl.formats.dcp import METADATA
@@ -107,9 +107,9 @@ def plan_metadata(path: str | TreePath) -> MetadataPlan:
     """
     require_local(
         path,
-        f"{spell_option('--metadata-only')} is not supported for URLs (it adds a file next to "
+        f"{format_option('--metadata-only')} is not supported for URLs (it adds a file next to "
         "those of the ranks)",
-        hint=f"omit {spell_option('--metadata-only')} to write a new checkpoint anywhere",
+        hint=f"omit {format_option('--metadata-only')} to write a new checkpoint anywhere",
     )
     source = Path(formats.to_existing_path(path))
     _require_no_metadata(source)
@@ -118,7 +118,7 @@ def plan_metadata(path: str | TreePath) -> MetadataPlan:
             "not a DCP checkpoint with per-rank metadata",
             where=str(source),
             why="expected a directory with __0.metadata, one per rank",
-            hint=f"omit {spell_option('--metadata-only')}, which only applies to saves by "
+            hint=f"omit {format_option('--metadata-only')}, which only applies to saves by "
             "`dcp.save(use_collectives=False)`",
         )
     names = list_metadata_files(source)
@@ -160,14 +160,14 @@ def run_metadata(plan: MetadataPlan) -> MetadataResult:
 
 def _require_zips(catalog: Catalog) -> None:
     """Raise if an item is not a zip of `torch.save`, which this metadata requires."""
-    codecs = (codec for entry in catalog.tensors.values() for codec in codecs_of(entry.extents))
+    codecs = (codec for entry in catalog.tensors.values() for codec in get_codecs(entry.extents))
     has_other_codecs = any(codec != "torch" for codec in codecs)
     if has_other_codecs or any(blob.extension for blob in catalog.blobs.values()):
         raise UnsupportedError(
             "items are compressed or in safetensors format",
             where=catalog.path,
-            why=f"{spell_option('--metadata-only')} requires items written by `torch.save`",
-            hint=f"omit {spell_option('--metadata-only')} to write a new checkpoint",
+            why=f"{format_option('--metadata-only')} requires items written by `torch.save`",
+            hint=f"omit {format_option('--metadata-only')} to write a new checkpoint",
         )
 
 

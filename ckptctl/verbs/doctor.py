@@ -28,7 +28,7 @@ from typing import Annotated, Literal
 from ckptctl import families, formats
 from ckptctl.conversion import steps
 from ckptctl.errors import CkptError, SourceNotFoundError
-from ckptctl.installed import find_package
+from ckptctl.installed import get_package_name
 from ckptctl.option_checks import STEP_GROUP
 from ckptctl.results import JsonField, Result
 from ckptctl.storage import crc, file_system
@@ -197,7 +197,7 @@ def _check_plug_ins() -> Iterator[Check]:
     )
     yield from _check_entry_points("step", STEP_GROUP, (), steps.load_added_step)
     yield from _check_entry_points(
-        "model type", families.ENTRY_POINT_GROUP, families.list_built_in(), families.family
+        "model type", families.ENTRY_POINT_GROUP, families.list_built_in_types(), families.family
     )
 
 
@@ -209,7 +209,7 @@ def _check_entry_points(
         yield Check(f"{kind}s", f"{len(built_in):,} built in, none added")
     counts = Counter(point.name for point in points)
     for point in sorted(points, key=lambda one: one.name):
-        name, result = f"{kind} {point.name}", f"added by {find_package(point)}"
+        name, result = f"{kind} {point.name}", f"added by {get_package_name(point)}"
         if point.name in built_in:
             hint = f"ignored, because ckptctl has a {kind} of that name; rename it in the package"
             yield Check(name, result, "warn", hint)

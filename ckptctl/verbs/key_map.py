@@ -14,7 +14,7 @@ from ckptctl.errors import (
     UsageError,
     find_nearest,
     format_model_types,
-    spell_option,
+    format_option,
 )
 from ckptctl.facts.agreement import compare_statements
 from ckptctl.formats import meta
@@ -63,8 +63,8 @@ def map_key(key: str, options: MapOptions) -> KeyMap:
         if not (model_type or config):
             raise UsageError(
                 "no model type given",
-                hint=f"pass the model type, as in {spell_option('--model-type llama3')}, or its "
-                f"configuration with {spell_option('--config DIR')}",
+                hint=f"pass the model type, as in {format_option('--model-type llama3')}, or its "
+                f"configuration with {format_option('--config DIR')}",
             )
         documents_by_name = _read_configuration(config) if config else {}
         family = families.family(model_type or _detect_model_type(config, documents_by_name))
@@ -107,7 +107,7 @@ def _find_layout(family: Family, key: str) -> str:
     raise UsageError(
         f"`{key}` is a key in several layouts of `{family.name}`",
         why=f"{', '.join(f'`{name}`' for name in layout_names)}",
-        hint=f"choose one with {spell_option(f'--from-layout {layout_names[0]}')}",
+        hint=f"choose one with {format_option(f'--from-layout {layout_names[0]}')}",
     )
 
 
@@ -123,7 +123,7 @@ def _detect_model_type(place: TreePath | None, read: Mapping[str, Json]) -> str:
             why=f"it matches {format_model_types(names)}"
             if names
             else "it matches no known model type",
-            hint=f"set it with {spell_option('--model-type')}; `ckptctl models` lists all model "
+            hint=f"set it with {format_option('--model-type')}; `ckptctl models` lists all model "
             "types",
         )
     return names[0]

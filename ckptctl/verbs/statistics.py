@@ -103,7 +103,7 @@ def measure_tensor(
     files: Readable, entry: TensorEntry, advance: Advance, bins: int
 ) -> Statistics | None:
     """Read *entry* twice and return its statistics, or None if its dtype is not numeric."""
-    if entry.dtype in dtypes.UNMEASURED:
+    if entry.dtype in dtypes.NON_NUMERIC_DTYPES:
         return None
     total = Statistics()
     for values in _iterate_values(files, entry, advance):
@@ -117,7 +117,7 @@ def count_nonfinite(
     files: Readable, entry: TensorEntry, advance: Advance
 ) -> tuple[int, int] | None:
     """Count NaN and infinite values of *entry*, or return None if its dtype is not numeric."""
-    if entry.dtype in dtypes.UNMEASURED:
+    if entry.dtype in dtypes.NON_NUMERIC_DTYPES:
         return None
     nan = inf = 0
     for values in _iterate_values(files, entry, advance):

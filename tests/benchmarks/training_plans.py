@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ckptctl.catalog import row_major
+from ckptctl.catalog import compute_row_major_strides
 from ckptctl.planner.placements import ShardPlacement, compute_local_shard
 from ckptctl.save_load.rank_agreement import RankStatement, is_unchanged, name_generation
 from ckptctl.save_load.saving.global_plan import GlobalPlan, make_global_plan
@@ -105,7 +105,7 @@ def measure(shapes: Shapes, mesh: tuple[int, int]) -> tuple[Cost, GlobalPlan]:
     ]
     cost.received = sum(map(len, sent))
     decision, cost.decide = timed(lambda: make_global_plan(list(map(pickle.loads, sent))))
-    steps = [row_major(chunk.sizes) for chunk in own.chunks]
+    steps = [compute_row_major_strides(chunk.sizes) for chunk in own.chunks]
     share = decision.shares[0]
     _, cost.files = timed(lambda: lay_out_tensors(0, own, share, steps))
     items = list(all_items(shapes, mesh, decision))
@@ -149,7 +149,7 @@ def all_items(shapes: Shapes, mesh: tuple[int, int], decision: GlobalPlan) -> It
             for at, index in enumerate(share.chunks)
         )
         if key not in known:
-            steps = [row_major(chunk.sizes) for chunk in own.chunks]
+            steps = [compute_row_major_strides(chunk.sizes) for chunk in own.chunks]
             known[key] = lay_out_tensors(rank, own, share, steps).items
         yield replace(known[key], files=(f"__{rank}_0.distcp",))
 

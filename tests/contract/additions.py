@@ -167,7 +167,7 @@ def _indented(text: str) -> str:
 
 NEEDS: Mapping[str, tuple[Collection[str], Callable[[str], Iterator[str]]]] = {
     "format": (formats.list_format_names(), format_needs),
-    "model type": (families.list_built_in(), family_needs),
+    "model type": (families.list_built_in_types(), family_needs),
     "command": (COMMANDS, command_needs),
     "module": (modules(REPOSITORY), module_needs),
 }
@@ -190,7 +190,7 @@ def hide_unfinished(patch: pytest.MonkeyPatch) -> None:
     )
     hidden = {*COMMANDS} - {*finished("command")}
     patch.setattr(formats, "load_builtin_formats", lambda: {name: known[name] for name in FORMATS})
-    patch.setattr(families, "list_built_in", lambda: model_types)
+    patch.setattr(families, "list_built_in_types", lambda: model_types)
     patch.setattr(schema, "list_documents", lambda: {n: shown[n] for n in shown if n not in hidden})
 
 

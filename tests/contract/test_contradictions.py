@@ -15,7 +15,7 @@ from ckptctl.conversion.recognition.model import ModelDescription
 from ckptctl.errors import CkptError, MappingError, MissingTensorsError
 from ckptctl.facts.agreement import ContradictionError, compare_statements
 from ckptctl.facts.fact_names import IGNORED_KEYS, LOGIT_NEUTRAL_KEYS
-from ckptctl.facts.params import FFN_FORMULA_KEYS, config_to_params, read_ffn_size
+from ckptctl.facts.params import FFN_FORMULA_KEYS, compute_params_ffn_size, config_to_params
 from ckptctl.families import load_families
 from ckptctl.planner.families.declarations import split_aliases
 from tests.checkpoints.golden import Golden, family_of, names
@@ -185,7 +185,7 @@ def test_params_json_contradicting_config_json_is_refused(name: str) -> None:
     """What params.json has no word for is always the same there, or of no consequence."""
     family, config = FAMILIES[family_of(name)], GOLDEN[name].config
     params = params_of(name) or {}
-    shape = read_ffn_size(params, params["dim"])
+    shape = compute_params_ffn_size(params, params["dim"])
 
     def files(params: Any, config: Any) -> list[ModelDescription]:
         own = ModelDescription("params.json", "own/params.json", params)
@@ -206,7 +206,9 @@ def test_params_json_contradicting_config_json_is_refused(name: str) -> None:
     silent = {*family.params.silent, "max_seq_len"}
     for path, value in leaves(params):
         less = changed(params, path, other(value))
-        same_formula = path[-1] in FFN_FORMULA_KEYS and read_ffn_size(less, params["dim"]) == shape
+        same_formula = (
+            path[-1] in FFN_FORMULA_KEYS and compute_params_ffn_size(less, params["dim"]) == shape
+        )
         if path[-1] in silent or same_formula:
             continue
         with pytest.raises(MappingError) as caught:

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 import ckptctl
-from ckptctl.errors import rename_options, spell_option
-from ckptctl.keywords import spell_in_python
+from ckptctl.errors import format_option, rename_options_in_messages
+from ckptctl.keywords import show_options_as_keywords
 from ckptctl.runs.run_options import PruneOptions
 from ckptctl.save_load.loading.load_options import LoadOptions
 from ckptctl.verbs.inspection.inspect_options import InspectOptions
@@ -87,8 +87,8 @@ def test_messages_spell_options_only_through_spell_option() -> None:
 def test_messages_in_python_mention_no_cli_options(options: type) -> None:
     found = dict(mentions())
     assert len(found) > 120
-    with spell_in_python(options):
-        said = {place: spell_option(*texts) for place, texts in found.items()}
+    with show_options_as_keywords(options):
+        said = {place: format_option(*texts) for place, texts in found.items()}
     left = {place: text for place, text in said.items() if SPELLED.search(text)}
     assert not left, "name the function that has the option in `keywords.FUNCTIONS`"
 
@@ -110,13 +110,16 @@ def test_messages_in_python_mention_no_cli_options(options: type) -> None:
 def test_spell_option_uses_cli_or_python_form(
     options: tuple[str, ...], of: str, typed: str | None, said: str
 ) -> None:
-    assert spell_option(*options, of=of) == (typed or f"`{' '.join(options)}`")
-    with spell_in_python(LoadOptions):
-        assert spell_option(*options, of=of) == said
+    assert format_option(*options, command=of) == (typed or f"`{' '.join(options)}`")
+    with show_options_as_keywords(LoadOptions):
+        assert format_option(*options, command=of) == said
 
 
 def test_spell_option_applies_renaming() -> None:
-    with rename_options({"--from": "--format-a"}):
-        assert spell_option("--from hf", "--from-layout x") == "`--format-a hf --from-layout x`"
-    with spell_in_python(LoadOptions), rename_options({"--dtype": "cast=True"}):
-        assert spell_option("--dtype") == "`cast=True`"
+    with rename_options_in_messages({"--from": "--format-a"}):
+        assert format_option("--from hf", "--from-layout x") == "`--format-a hf --from-layout x`"
+    with (
+        show_options_as_keywords(LoadOptions),
+        rename_options_in_messages({"--dtype": "cast=True"}),
+    ):
+        assert format_option("--dtype") == "`cast=True`"

@@ -79,9 +79,9 @@ BLOCK = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 CACHES = (
-    *(families._entry_points, families._load_family),
+    *(families._find_family_entry_points, families._load_family),
     *(formats.list_entry_points, formats.load_plugin_format),
-    *(conversion_steps.entry_points, conversion_steps.load_added_step),
+    *(conversion_steps.find_step_entry_points, conversion_steps.load_added_step),
 )
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ckptctl.errors import MappingError
-from ckptctl.families import list_names
+from ckptctl.families import list_model_types
 from ckptctl.planner.axes import AxisSizes
 from ckptctl.planner.mapping.detect import detect_layouts
 from ckptctl.planner.mapping.matching import list_index_values
@@ -29,7 +29,7 @@ DIVIDED = [pair for pair in ALL if not pair[1].startswith("mcore")]
 """Layouts whose tensors ranks may divide: no parts of them take turns."""
 
 
-@pytest.mark.parametrize("name", list_names())
+@pytest.mark.parametrize("name", list_model_types())
 def test_family_name_matches_file_and_fields_are_set(name):
     family = FAMILIES[name]
     assert family.name == name

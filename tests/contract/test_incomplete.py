@@ -12,7 +12,7 @@ import torch
 import ckptctl
 from ckptctl import formats
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
-from ckptctl.conversion.laying_out import open_reference
+from ckptctl.conversion.laying_out import open_sharding_reference
 from ckptctl.errors import CkptError, DamagedError, FormatError, UnsupportedError, UsageError
 from ckptctl.formats import sidecar_files
 from ckptctl.formats.base import OutputRequest, OutputTensor
@@ -109,7 +109,7 @@ def test_like_reference_with_split_tensor_is_a_usage_error(
     catalog = Catalog(tmp_path, tmp_path, "dcp", files, {"w": entry})
     monkeypatch.setattr(formats, "open_checkpoint", lambda path: catalog)
     with pytest.raises(UsageError, match="cannot reuse") as caught:
-        open_reference(tmp_path, formats.get_writable_format("dcp"))
+        open_sharding_reference(tmp_path, formats.get_writable_format("dcp"))
     assert "`w`" in message(caught.value)
 
 

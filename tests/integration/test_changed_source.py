@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import ckptctl
 from ckptctl.catalog import Catalog
 from ckptctl.conversion import convert
-from ckptctl.conversion.contents import list_output_tensors
+from ckptctl.conversion.contents import plan_output_tensors
 from ckptctl.conversion.conversion_options import ConversionOptions
 from ckptctl.errors import ChangedError, DamagedError, RefusedError
 from ckptctl.file_identity import FileIdentity
@@ -84,9 +84,9 @@ def test_source_replaced_while_planning_is_an_error(
     def replaced(*given: Any) -> Any:
         source.rename(tmp_path / "gone")
         (tmp_path / "other").rename(source)
-        return list_output_tensors(*given)
+        return plan_output_tensors(*given)
 
-    monkeypatch.setattr(convert, "list_output_tensors", replaced)
+    monkeypatch.setattr(convert, "plan_output_tensors", replaced)
     with pytest.raises(ChangedError, match="changed") as caught:
         ckptctl.plan_conversion(source, tmp_path / "out", to="dcp")
     assert "another file has replaced it" in str(caught.value.why)

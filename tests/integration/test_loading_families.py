@@ -10,7 +10,7 @@ import torch
 
 import ckptctl
 from ckptctl import formats
-from ckptctl.catalog import Box, memory_name
+from ckptctl.catalog import Box, build_memory_name
 from ckptctl.save_load.loading.load_options import LoadOptions
 from ckptctl.save_load.loading.reading import prepare_read
 from ckptctl.save_load.loading.state_mapping import (
@@ -77,7 +77,7 @@ def _read(mapping: StateMapping, found: State, dim: int, part: int) -> None:
             memory = bytearray(own.nbytes)
             steps = own.contiguous().stride()
             targets = (MemoryBox(Box(tuple(offsets), tuple(own.shape)), key, tuple(steps)),)
-            views[memory_name(key)] = memoryview(memory)
+            views[build_memory_name(key)] = memoryview(memory)
             pieces[key] = own, memory
         wanted[key] = RequestedTensor(_kind(full), tuple(full.shape), targets)
     plan = prepare_read(mapping, wanted, cast=False).plan_tensors(wanted)

@@ -10,7 +10,7 @@ import torch
 
 import ckptctl
 from ckptctl.conversion.plan import ConversionPlan
-from ckptctl.conversion.summary import Amount, Regrouped
+from ckptctl.conversion.summary import Amount, TensorCounts
 from tests.checkpoints.golden import Golden, family_of, names
 
 QUICK = ("phi3", "qwen3_moe", "qwen3.tied")
@@ -51,7 +51,7 @@ def test_summary_is_balanced_in_both_directions(tmp_path: Path, name: str, layou
     balanced(back)
     assert back.summary.read == there.summary.written
     # What was fused on the way there is divided on the way back.
-    flipped = Regrouped(back.summary.divided.into, back.summary.divided.tensors)
+    flipped = TensorCounts(back.summary.divided.into, back.summary.divided.tensors)
     assert there.summary.fused == flipped or there.summary.made or back.summary.dropped
 
 
@@ -65,7 +65,7 @@ def test_summary_counts_stacked_experts_as_fused(tmp_path: Path) -> None:
     options: Any = {"to": "torch", "to_layout": "hf-v5"}
     plan = ckptctl.plan_conversion(source, tmp_path / "out.pt", **options)
     experts = [name for name in GOLDEN["qwen3_moe"].tensors if ".experts." in name]
-    assert plan.summary.fused == Regrouped(len(experts), 4)
+    assert plan.summary.fused == TensorCounts(len(experts), 4)
     assert f"({len(experts)} fused into 4)" in plan.summary.sentence
 
 
@@ -89,7 +89,7 @@ def test_summary_counts_untied_embedding_as_repeated(tmp_path: Path) -> None:
     source = GOLDEN["qwen3.tied"].save(tmp_path / "source")
     plan = ckptctl.plan_conversion(source, tmp_path / "out", to="hf", untie=True)
     balanced(plan)
-    assert plan.summary.repeated == Regrouped(1, 2)
+    assert plan.summary.repeated == TensorCounts(1, 2)
 
 
 def test_summary_counts_excluded_tensors_as_skipped(tmp_path: Path, llama: Path) -> None:
@@ -119,5 +119,5 @@ def test_summary_counts_dequantized_tensors_as_fused(tmp_path: Path) -> None:
     plan = ckptctl.plan_conversion(tmp_path / "fp8.pt", tmp_path / "out", **options)
     balanced(plan)
     assert plan.summary.read == Amount(3, 16 + 4 + 16)
-    assert plan.summary.fused == Regrouped(2, 1)
+    assert plan.summary.fused == TensorCounts(2, 1)
     assert plan.summary.written == Amount(2, 32 + 16)

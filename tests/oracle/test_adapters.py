@@ -364,7 +364,7 @@ def test_differing_phi3_qkv_factors_to_peft_are_refused(tmp_path: Path) -> None:
 def test_alpha_pattern_lookup_matches_peft() -> None:
     from peft.utils.other import get_pattern_key
 
-    from ckptctl.adapters.peft import read_settings
+    from ckptctl.adapters.peft import parse_adapter_settings
 
     module = "model.layers.1.self_attn.q_proj"
     for patterns in (
@@ -377,5 +377,5 @@ def test_alpha_pattern_lookup_matches_peft() -> None:
         {"v_proj": 8, "q_proj": 2, "self_attn.q_proj": 8},
     ):
         alpha = patterns.get(get_pattern_key(list(patterns), module), 5)
-        known = read_settings({"lora_alpha": 5, "alpha_pattern": patterns})
+        known = parse_adapter_settings({"lora_alpha": 5, "alpha_pattern": patterns})
         assert known.compute_scale(f"base_model.model.{module}.lora_A.weight", 1) == alpha

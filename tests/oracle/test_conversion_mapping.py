@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 CASES = [
     (name, layout)
     for name in TINY
-    if family_of(name) in families.list_names()
+    if family_of(name) in families.list_model_types()
     for layout in Golden.read(name).digests
     if layout.partition("-")[0] == "hf" and layout != "hf-v5"
 ]

@@ -36,7 +36,7 @@ WITH_PEER = [
 def require(name: str, layout: str = "hf", peer: Peer | None = None) -> str:
     """Return the family of *name*; skip what is not there."""
     family = family_of(name)
-    if family not in families.list_names():
+    if family not in families.list_model_types():
         pytest.skip(f"no model type `{family}`")
     if layout not in families.load_families()[family].layouts:
         pytest.skip(f"`{family}` has no layout `{layout}`")

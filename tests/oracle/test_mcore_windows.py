@@ -14,8 +14,8 @@ import torch
 
 import ckptctl
 from ckptctl import families
-from ckptctl.facts.megatron import config_to_fields, megatron_to_config
-from ckptctl.facts.megatron_files import build_arguments
+from ckptctl.facts.megatron import config_to_megatron_fields, megatron_to_config
+from ckptctl.facts.megatron_files import build_megatron_arguments
 from tests.gloo import run_on_ranks
 from tests.oracle.tiny import family_of
 
@@ -49,7 +49,7 @@ def test_written_window_size_keeps_transformers_logits(name: str, tmp_path: Path
     family = family_of(name)
     ckptctl.convert(tmp_path / "hf", tmp_path / "mcore", to="mcore", model_type=family)
     told: dict[str, Any] = config.to_dict()
-    window = config_to_fields(families.family(family), told)["window_size"]
+    window = config_to_megatron_fields(families.family(family), told)["window_size"]
     assert window == [WINDOW - 1, 0]
 
     lefts = (WINDOW - 2, WINDOW - 1, WINDOW)
@@ -70,6 +70,6 @@ def test_written_window_size_keeps_transformers_logits(name: str, tmp_path: Path
 def test_written_window_is_read_back_as_sliding_window(name: str) -> None:
     family, config = families.family(family_of(name)), tiny(name)
     config.sliding_window = WINDOW
-    told = build_arguments(family, config.to_dict())
+    told = build_megatron_arguments(family, config.to_dict())
     if family.megatron is not None and family.megatron.translated:
         assert megatron_to_config(family, told, {})["sliding_window"] == WINDOW

@@ -11,11 +11,11 @@ import yaml
 from ckptctl import families
 from ckptctl.facts.contradictions import find_contradicting_facts, read_config_statements
 from ckptctl.facts.megatron import (
-    iterate_implied_statements,
+    iterate_default_statements,
     megatron_to_config,
     read_megatron_statements,
 )
-from ckptctl.facts.megatron_files import build_arguments, build_run_config
+from ckptctl.facts.megatron_files import build_megatron_arguments, build_run_config
 from ckptctl.storage.yaml_text import dump_yaml, parse_yaml
 from tests.unit.facts.test_megatron import NAMES, config
 
@@ -56,7 +56,7 @@ def stated(content: dict[str, Any]) -> dict[str, Any]:
 def test_config_from_megatron_matches_transformers(name: str, kind: str) -> None:
     family, content = families.family(name), config(name)
     if kind == "arguments":
-        told: Mapping[str, object] = build_arguments(family, content)
+        told: Mapping[str, object] = build_megatron_arguments(family, content)
     elif family.megatron is None or not family.megatron.provider:
         pytest.skip("Bridge has no provider for it")
     else:
@@ -76,10 +76,10 @@ def test_transformers_config_does_not_contradict_megatron_arguments(name: str) -
     family, content = families.family(name), config(name)
     kind = CONFIG_MAPPING[content["model_type"]]
     whole = kind(**{key: value for key, value in content.items() if key != "model_type"}).to_dict()
-    told = build_arguments(family, whole)
+    told = build_megatron_arguments(family, whole)
     said = [
         *read_config_statements(family, whole, "config.json"),
-        *iterate_implied_statements(family, whole, "config.json"),
+        *iterate_default_statements(family, whole, "config.json"),
     ]
     assert not find_contradicting_facts(
         [*said, *read_megatron_statements(family, told, "common.pt")]

@@ -32,7 +32,7 @@ ELSEWHERE = {
 
 
 def compared() -> set[tuple[str, str]]:
-    known = families.list_names()
+    known = families.list_model_types()
     found = {
         (family_of(name), peer.LAYOUT)
         for peer in PEERS

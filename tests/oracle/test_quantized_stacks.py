@@ -187,7 +187,7 @@ def stacks_of(name: str) -> dict[str, tuple[str, bool]]:
     with torch.device("meta"):
         model = hf_models.class_of(config)._from_config(config, dtype=torch.bfloat16)
     before = {key: one.shape for key, one in model.state_dict().items()}
-    every = {key: roles.find_role(key, shape) for key, shape in before.items()}
+    every = {key: roles.get_role(key, shape) for key, shape in before.items()}
     stacks = {key: role for key, role in every.items() if role in ("experts", "stacked")}
     try:
         finegrained_fp8.replace_with_fp8_linear(model, None, FineGrainedFP8Config())
@@ -204,7 +204,7 @@ def stacks_of(name: str) -> dict[str, tuple[str, bool]]:
 @pytest.mark.parametrize("name", TINY)
 def test_expert_stack_roles_match_transformers_fp8_experts(name: str) -> None:
     family = family_of(name)
-    if family not in families.list_names():
+    if family not in families.list_model_types():
         pytest.skip(f"no model type `{family}`")
     stacks = stacks_of(name)
     if not stacks:

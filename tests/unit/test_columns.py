@@ -9,11 +9,11 @@ from ckptctl.columns import (
     NO_CRC,
     BoxColumns,
     ExtentColumns,
-    boxes_of,
-    codecs_of,
-    files_of,
-    ranges_of,
-    vectors_of,
+    get_boxes,
+    get_byte_ranges,
+    get_codecs,
+    get_extent_files,
+    get_offsets_and_sizes,
 )
 
 ROWS = [((row, 0), (1, 4), f"__{row}_0.distcp", 7 * row, 100 + row) for row in range(5)]
@@ -69,11 +69,11 @@ def test_extent_columns_can_be_empty() -> None:
 
 def test_column_helpers_match_extent_objects() -> None:
     columns = ExtentColumns.from_rows(ROWS)
-    assert list(ranges_of(columns)) == list(ranges_of(EXTENTS))
-    assert list(files_of(columns)) == list(files_of(EXTENTS))
-    assert codecs_of(columns) == codecs_of(EXTENTS) == ["torch"] * 5
+    assert list(get_byte_ranges(columns)) == list(get_byte_ranges(EXTENTS))
+    assert list(get_extent_files(columns)) == list(get_extent_files(EXTENTS))
+    assert get_codecs(columns) == get_codecs(EXTENTS) == ["torch"] * 5
     for one in (
-        vectors_of(boxes_of(columns)),
-        vectors_of(BoxColumns(*vectors_of([*columns.boxes]))),
+        get_offsets_and_sizes(get_boxes(columns)),
+        get_offsets_and_sizes(BoxColumns(*get_offsets_and_sizes([*columns.boxes]))),
     ):
-        assert tuple(map(list, one)) == vectors_of(boxes_of(EXTENTS))
+        assert tuple(map(list, one)) == get_offsets_and_sizes(get_boxes(EXTENTS))

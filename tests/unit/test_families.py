@@ -5,12 +5,12 @@ import pytest
 
 from ckptctl import families as module
 from ckptctl.errors import CkptError, UsageError
-from ckptctl.families import family, list_names, load_families
+from ckptctl.families import family, list_model_types, load_families
 
 
 @pytest.fixture
 def fresh(monkeypatch):
-    caches = (module.list_built_in, module._entry_points, module._load_family)
+    caches = (module.list_built_in_types, module._find_family_entry_points, module._load_family)
     for cached in caches:
         cached.cache_clear()
     yield monkeypatch
@@ -40,7 +40,7 @@ def test_unknown_layout_hint_depends_on_known_layouts(layout, hint):
 
 
 def test_builtin_llama_families_are_listed():
-    assert {"llama2", "llama3", "llama3_2"} <= set(list_names())
+    assert {"llama2", "llama3", "llama3_2"} <= set(list_model_types())
     assert load_families()["llama3"] is family("llama3")
 
 
@@ -77,19 +77,19 @@ def test_foreign_converters_package_is_not_imported(tmp_path):
 
 def test_entry_point_family_is_available(fresh):
     real = family("llama3")
-    fresh.setattr(module, "_entry_points", lambda: {"mine": Entry("mine", real)})
+    fresh.setattr(module, "_find_family_entry_points", lambda: {"mine": Entry("mine", real)})
     assert family("mine") is real
     assert "mine" in load_families()
 
 
 def test_invalid_entry_point_family_is_an_error(fresh):
-    fresh.setattr(module, "_entry_points", lambda: {"mine": Entry("mine", 3)})
+    fresh.setattr(module, "_find_family_entry_points", lambda: {"mine": Entry("mine", 3)})
     with pytest.raises(CkptError, match="mine"):
         family("mine")
 
 
 def test_builtin_families_do_not_read_entry_points(fresh):
-    fresh.setattr(module, "_entry_points", lambda: pytest.fail("read"))
+    fresh.setattr(module, "_find_family_entry_points", lambda: pytest.fail("read"))
     assert family("llama3").name == "llama3"
 
 

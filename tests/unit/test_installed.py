@@ -35,9 +35,9 @@ def test_entry_points_are_found_in_every_package_layout(
         name = "METADATA" if "dist" in place.lower() else "PKG-INFO"
         (tmp_path / place / name).write_text("Name: mine\n")
         (tmp_path / place / "entry_points.txt").write_text(TEXT)
-    assert installed.entry_points(GROUP) == {}
+    assert installed.find_entry_points(GROUP) == {}
     monkeypatch.syspath_prepend(str(folder))
-    assert [point.value for point in installed.entry_points(GROUP).values()] == ["json:dumps"]
+    assert [point.value for point in installed.find_entry_points(GROUP).values()] == ["json:dumps"]
     assert not installed.may_have_entry_points(f"{GROUP}.others") or place == "zip"
 
 

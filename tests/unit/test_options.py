@@ -16,9 +16,9 @@ import ckptctl
 from ckptctl.api.conversion import _Conversion, _Merge
 from ckptctl.api.reading import _Report
 from ckptctl.distributed.run.manager_options import FinalOptions, ManagerOptions
-from ckptctl.errors import CkptError, UsageError, spell_option
-from ckptctl.keywords import accept_keywords, describe_option
-from ckptctl.options import Argument, Excludes, Option, Options, list_options
+from ckptctl.errors import CkptError, UsageError, format_option
+from ckptctl.keywords import accept_keywords, get_python_help
+from ckptctl.options import Argument, Option, OptionConflict, Options, list_options
 from ckptctl.runs.run_options import PruneOptions
 from ckptctl.save_load.loading.load_options import LoadOptions
 from ckptctl.storage.threads import create_daemon, create_thread_pool
@@ -185,8 +185,8 @@ def test_keyword_arguments_become_options_with_docs():
 
 
 def test_option_help_is_used_as_python_docs():
-    assert describe_option(KNOWN["checksum"]) == "Sums."
-    assert describe_option(KNOWN["include"]) == "Globs."
+    assert get_python_help(KNOWN["checksum"]) == "Sums."
+    assert get_python_help(KNOWN["include"]) == "Globs."
 
 
 @pytest.mark.parametrize("given", [{"jbos": 2, "to": "x"}, {"src": "a", "inner": "x"}])
@@ -204,9 +204,9 @@ def test_errors_in_python_spell_options_as_keywords():
     @accept_keywords(Some)
     def run(path, options):
         raise CkptError(
-            f"{spell_option('--to dcp')} and {spell_option('--jobs 3')} are odd",
-            why=f"{spell_option('--output')} is, too",
-            hint=f"{spell_option('--size SIZE', '--factor 2')} and {spell_option('--no-sum')}",
+            f"{format_option('--to dcp')} and {format_option('--jobs 3')} are odd",
+            why=f"{format_option('--output')} is, too",
+            hint=f"{format_option('--size SIZE', '--factor 2')} and {format_option('--no-sum')}",
         )
 
     with pytest.raises(CkptError) as caught:
@@ -223,15 +223,15 @@ def test_threads_spell_options_like_their_parent():
     @accept_keywords(Some)
     def run(path, options):
         said = []
-        thread = create_daemon(lambda: said.append(spell_option("--jobs 3")))
+        thread = create_daemon(lambda: said.append(format_option("--jobs 3")))
         thread.start()
         thread.join()
         with create_thread_pool(1) as pool:
-            return said, pool.submit(spell_option, "--no-sum").result()
+            return said, pool.submit(format_option, "--no-sum").result()
 
     assert run("a", to="b") == (["`jobs=3`"], "`checksum=False`")
     with create_thread_pool(1) as pool:
-        assert pool.submit(spell_option, "--no-sum").result() == "`--no-sum`"
+        assert pool.submit(format_option, "--no-sum").result() == "`--no-sum`"
 
 
 def test_excluded_options_are_unknown_to_function():
@@ -268,10 +268,13 @@ def test_option_of_wrong_type_is_a_usage_error(name, value, said):
 
 @dataclass(frozen=True, kw_only=True)
 class Rules(Options):
-    first: Annotated[bool, Option("A.", excludes=(Excludes("last", "both are it"),))] = False
+    first: Annotated[bool, Option("A.", excludes=(OptionConflict("last", "both are it"),))] = False
     last: Annotated[int, Option("B.")] = 1
     untie: Annotated[
-        bool, Option("C.", excludes=(Excludes("tied=drop", why="{this} keeps it", hint="{other}"),))
+        bool,
+        Option(
+            "C.", excludes=(OptionConflict("tied=drop", why="{this} keeps it", hint="{other}"),)
+        ),
     ] = False
     tied: Annotated[str | None, Option("D.", requires="elsewhere")] = None
     sum: Annotated[bool, Option("E.", flags="--no-sum", requires="tied=copy")] = True

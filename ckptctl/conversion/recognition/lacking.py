@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from ckptctl import families
 from ckptctl.conversion.recognition.model import Model
-from ckptctl.errors import quote_names, spell_option
+from ckptctl.errors import format_option, quote_names
 from ckptctl.numerics.quantization.survey import to_dequantized_names
 from ckptctl.planner.config_demands import find_required_tensors
 from ckptctl.planner.config_facts import find_absent_heads
@@ -48,26 +48,26 @@ class MissingTensors:
             and no others. Otherwise it may contain a part of the model, or another model.
         model: Recognized model.
         unknown: Reason why missing tensors cannot be determined, or an empty string.
-        strange: Names of tensors that a model of this type does not have.
+        unexpected_names: Names of tensors that a model of this type does not have.
         more: Number of missing tensors in addition to *names*.
-        begins: Whether only the end of the model is missing, as in the first pipeline stage.
+        only_end_missing: Whether only the end of the model is missing, as in the first pipeline stage.
     """
 
     names: tuple[str, ...]
     certain: bool
     model: Model
     unknown: str = ""
-    strange: tuple[str, ...] = ()
+    unexpected_names: tuple[str, ...] = ()
     more: int = 0
-    begins: bool = False
+    only_end_missing: bool = False
 
     @property
     def missing(self) -> dict[str, str]:
         """Tensors that are certainly missing, by name in the checkpoint, with reasons."""
         names = self.names if self.certain else ()
         model_type = self.model.model_type
-        who = f"`{model_type}`" if model_type else "all matching model types"
-        why = f"required by {who}"
+        requirer = f"`{model_type}`" if model_type else "all matching model types"
+        why = f"required by {requirer}"
         return {self.model.root + name: why for name in names}
 
     @property
@@ -104,14 +104,14 @@ class MissingTensors:
             name, layout = self.model.pairs[0]
             family = families.family(name)
             hint = (
-                f"pass {spell_option('--allow-missing')} to write what is there, "
-                f"{spell_option('--include')} or {spell_option('--exclude')} to select a part, or "
-                f"{spell_option('--fill-from')} to take the rest from a base"
+                f"pass {format_option('--allow-missing')} to write what is there, "
+                f"{format_option('--include')} or {format_option('--exclude')} to select a part, or "
+                f"{format_option('--fill-from')} to take the rest from a base"
             )
-            if self.begins:
+            if self.only_end_missing:
                 hint = (
                     "this looks like the first pipeline stage; to join all stages, convert each "
-                    f"with {spell_option('--to hf', '--allow-missing')}, put the files into one "
+                    f"with {format_option('--to hf', '--allow-missing')}, put the files into one "
                     "folder as `model-00001-of-0000N.safetensors`, ..., and convert that folder"
                 )
             require_no_missing_tensors(
@@ -120,7 +120,7 @@ class MissingTensors:
                 family,
                 family.get_layout(layout),
                 tied=self.model.is_tied(family),
-                unknown_keys=self.strange,
+                unknown_keys=self.unexpected_names,
                 where=where,
                 hint=hint,
             )
@@ -140,56 +140,65 @@ def find_missing_tensors(
     if not names or has_adapter_factors(names):
         return MissingTensors((), False, model, UNKNOWN_ADAPTER if names else "")
     if not model.exact:
-        model, names = _as_unquantized(model, names)
-    headless = target in (None, model.layout) or str(target).startswith(TRANSFORMERS)
-    base = is_base_layout(model.layout)
+        model, names = _recognize_dequantized(model, names)
+    allows_no_head = target in (None, model.layout) or str(target).startswith(TRANSFORMERS)
+    is_base_layout = is_base_layout(model.layout)
     if (
         model.exact
         and not model.has_configuration
         and not model.request.sizes
-        and (headless or not base)
+        and (allows_no_head or not is_base_layout)
     ):
         return MissingTensors((), False, model)
     common_names: dict[str, None] | None = None
-    numbers: list[int] = []
+    hidden_counts: list[int] = []
     totals: list[int] = []
     # Long lists are not needed if many families match.
     limit = ALWAYS_LISTED if len(model.pairs) > FEW_FAMILIES else None
-    certain, begins, strange = True, True, tuple[str, ...]()
+    certain, only_end_missing, unexpected_names = True, True, tuple[str, ...]()
     for name, layout in model.pairs:
         family = families.family(name)
         matched = model.match_keys(family, family.get_layout(layout), names)
-        sizes = model.axis_sizes(family, implied=False)
-        lacking_tensors = find_missing_keys(
+        sizes = model.get_axis_sizes(family, implied=False)
+        missing_keys = find_missing_keys(
             family,
             family.get_layout(layout),
             matched,
             sizes,
             tied=model.is_tied(family),
-            absent_tensors=find_absent_heads(family, model.config, is_base=base)
-            if headless
+            absent_tensors=find_absent_heads(family, model.config, is_base=is_base_layout)
+            if allows_no_head
             else (),
             required=find_required_tensors(family, model.config, matched),
             max_keys=limit,
         )
-        keys = dict.fromkeys(absent.key for absent in lacking_tensors.keys)
-        numbers.append(lacking_tensors.total - len(keys))
-        totals.append(lacking_tensors.total)
-        strange = strange or tuple(matched.unmatched)
+        keys = dict.fromkeys(absent.key for absent in missing_keys.keys)
+        hidden_counts.append(missing_keys.total - len(keys))
+        totals.append(missing_keys.total)
+        unexpected_names = unexpected_names or tuple(matched.unmatched)
         common_names = (
             keys if common_names is None else {key: None for key in common_names if key in keys}
         )
         if common_names:  # otherwise the answers are not used
-            certain = certain and _is_certain(family, matched, model, lacking_tensors)
-            begins = begins and is_truncated(family, family.get_layout(layout), matched, keys)
-    hidden_count = min(numbers, default=0)
+            certain = certain and _is_certain(family, matched, model, missing_keys)
+            only_end_missing = only_end_missing and is_truncated(
+                family, family.get_layout(layout), matched, keys
+            )
+    hidden_count = min(hidden_counts, default=0)
     if limit and hidden_count > 0:  # truncated lists have fewer keys in common
         hidden_count = min(totals) - len(common_names or ())
     names = tuple(common_names or ())
-    return MissingTensors(names, certain, model, strange=strange, more=hidden_count, begins=begins)
+    return MissingTensors(
+        names,
+        certain,
+        model,
+        unexpected_names=unexpected_names,
+        more=hidden_count,
+        only_end_missing=only_end_missing,
+    )
 
 
-def _as_unquantized(model: Model, names: Collection[str]) -> tuple[Model, Collection[str]]:
+def _recognize_dequantized(model: Model, names: Collection[str]) -> tuple[Model, Collection[str]]:
     """Return the model and its names as if the model were not quantized.
 
     Only applies to quantization schemes that no table describes.
@@ -198,7 +207,7 @@ def _as_unquantized(model: Model, names: Collection[str]) -> tuple[Model, Collec
     if unquantized_names is names:
         return model, names
     model_type = model.request.model_type
-    types = [model_type] if model_type else families.list_names()
+    types = [model_type] if model_type else families.list_model_types()
     fitting = detect_layouts(
         dict.fromkeys(unquantized_names, ()),
         {name: families.family(name) for name in types},
@@ -214,7 +223,7 @@ def _as_unquantized(model: Model, names: Collection[str]) -> tuple[Model, Collec
 
 
 def _is_certain(
-    family: Family, matched: MatchedKeys, model: Model, lacking_tensors: MissingKeys
+    family: Family, matched: MatchedKeys, model: Model, missing_keys: MissingKeys
 ) -> bool:
     """Check if a checkpoint certainly contains a model of *family* despite missing tensors."""
     config = model.config or {}
@@ -228,7 +237,7 @@ def _is_certain(
     tensors = family.tensors.values()
     stored_kinds = {bool(tensor.indices) for tensor in tensors if matched.count_keys(tensor)}
     return (
-        lacking_tensors.total <= sum(len(group.keys) for group in matched.groups)
+        missing_keys.total <= sum(len(group.keys) for group in matched.groups)
         and stored_kinds == {bool(tensor.indices) for tensor in tensors}
-        and all(absent.is_certain for absent in lacking_tensors.keys)
+        and all(absent.is_certain for absent in missing_keys.keys)
     )

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckptctl import families, formats
-from ckptctl.catalog import Catalog, ComputedTensor, ComputeInput, TensorEntry, computed_name
+from ckptctl.catalog import Catalog, ComputedTensor, ComputeInput, TensorEntry, build_computed_name
 from ckptctl.conversion.recognition.model import (
     PADDED_LAYOUTS,
     VOCABULARY_AXIS,
@@ -15,14 +15,14 @@ from ckptctl.conversion.recognition.model import (
 )
 from ckptctl.conversion.recognition.vocabulary import (
     compute_padded_size,
+    count_rows_with_padding,
     drop_padding,
-    find_rows_with_padding,
     note_padding,
     note_unstated_padding,
     require_separate_rows,
 )
 from ckptctl.conversion.sources import locate_tensors
-from ckptctl.errors import MappingError, UsageError, quote_names, spell_option
+from ckptctl.errors import MappingError, UsageError, format_option, quote_names
 from ckptctl.notes import Notes
 from ckptctl.planner.config_demands import find_required_tensors
 from ckptctl.planner.config_facts import find_absent_heads
@@ -49,7 +49,7 @@ class LayoutRequest:
     Attributes:
         target_layout: Layout requested by the user or the target format, or None to keep that of
             the source.
-        described: Whether the target has a description of the model (``params.json``), which
+        needs_description: Whether the target has a description of the model (``params.json``), which
             requires a known family even if no name changes.
         untie: Whether to write both tensors of each tied pair.
         partial: Whether only a part of the model's tensors is mapped.
@@ -61,7 +61,7 @@ class LayoutRequest:
     """
 
     target_layout: str | None
-    described: bool = False
+    needs_description: bool = False
     untie: bool = False
     partial: bool = False
     vocab: int | None = None
@@ -71,7 +71,7 @@ class LayoutRequest:
     trust_assets: bool = False
 
 
-def resolve_layout(
+def resolve_family_and_layout(
     model: Model, tensors: Mapping[str, TensorEntry], request: LayoutRequest
 ) -> tuple[Family | None, str | None, bool]:
     """Determine the family that a change needs, the target layout, and if names are kept.
@@ -79,20 +79,20 @@ def resolve_layout(
     The family is None if *tensors* are copied because no table describes them.
     """
     target = request.target_layout or model.layout
-    usual = formats.get_format(model.catalog.format).layout or "hf"
-    unknown = not model.candidates and target in (None, usual)
+    default_layout = formats.get_format(model.catalog.format).layout or "hf"
+    unknown = not model.candidates and target in (None, default_layout)
     needs_family = request.untie or model.request.sizes or request.vocab
-    same = unknown or target is None or target == model.layout or target in model.alike
-    if not same or (request.described and model.candidates):
+    keeps_names = unknown or target is None or target == model.layout or target in model.alike
+    if not keeps_names or (request.needs_description and model.candidates):
         family = choose_family(model, target)
     elif model.model_type and (model.exact or (model.layout and needs_family)):
         family = families.family(model.model_type)
     else:
         _refuse_family_options(model, tensors, request)
-        return None, target, same
-    if not same and target:
+        return None, target, keeps_names
+    if not keeps_names and target:
         families.require_layout(family, target)
-    return family, target, same
+    return family, target, keeps_names
 
 
 def match_tensors(
@@ -113,21 +113,21 @@ def change_layout(
     model: Model, tensors: Mapping[str, TensorEntry], request: LayoutRequest
 ) -> LayoutChange:
     """Map *tensors* of a model to the requested layout, which may be the current one."""
-    family, target, same = resolve_layout(model, tensors, request)
+    family, target, keeps_names = resolve_family_and_layout(model, tensors, request)
     if family is None:
         return _keep_layout(model, tensors, target)
     source = model.layout or ""
     source_tensors = match_tensors(model, family, tensors, request)
     matched = source_tensors.matched if source_tensors else None
-    sizes = model.axis_sizes(family, implied=model.has_configuration)
-    stated_rows, pads = sizes.get(VOCABULARY_AXIS), request.pads and not same
+    sizes = model.get_axis_sizes(family, implied=model.has_configuration)
+    stated_rows, pads = sizes.get(VOCABULARY_AXIS), request.pads and not keeps_names
     rows = (
-        find_rows_with_padding(source_tensors, stated_rows)
+        count_rows_with_padding(source_tensors, stated_rows)
         if source_tensors and source in PADDED_LAYOUTS
         else None
     )
     size = _get_requested_rows(request)
-    if size is None and not same and source_tensors:
+    if size is None and not keeps_names and source_tensors:
         size = (
             stated_rows
             if rows is not None
@@ -139,13 +139,13 @@ def change_layout(
         change = map_tensors(
             family,
             source,
-            source if same else target or source,
+            source if keeps_names else target or source,
             {name: entry.shape for name, entry in tensors.items()},
             sizes if rows is None else {**sizes, VOCABULARY_AXIS: rows},
             tied=model.is_tied(family),
             untie=request.untie,
             partial=request.partial,
-            lists=model.layer_lists(family),
+            lists=model.get_layer_lists(family),
             matched=matched,
             absent_tensors=find_absent_heads(
                 family, model.config, is_base=is_base_layout(model.layout)
@@ -169,11 +169,11 @@ def change_layout(
         change = _resize_vocabulary(change, request.vocab)
     elif rows is not None and size is not None and source_tensors:
         change = drop_padding(
-            change, source_tensors, size, is_stated=model.states_padding(rows, size)
+            change, source_tensors, size, is_stated=model.has_stated_padding(rows, size)
         )
-    elif source in PADDED_LAYOUTS and not pads and not same:
+    elif source in PADDED_LAYOUTS and not pads and not keeps_names:
         note_unstated_padding(change, stated_rows)
-    return _sort_like_source(change, tensors) if same else change
+    return _sort_like_source(change, tensors) if keeps_names else change
 
 
 def _get_requested_rows(request: LayoutRequest) -> int | None:
@@ -181,7 +181,7 @@ def _get_requested_rows(request: LayoutRequest) -> int | None:
     size = request.vocab
     if size is not None and not 0 < size <= MAX_VOCABULARY_ROWS:
         raise UsageError(
-            f"{spell_option('--vocab-size')} must be between 1 and {MAX_VOCABULARY_ROWS:,}",
+            f"{format_option('--vocab-size')} must be between 1 and {MAX_VOCABULARY_ROWS:,}",
             why=f"it is {size:,}",
         )
     return size
@@ -199,17 +199,19 @@ def _refuse_family_options(
     """Raise if an option is given that requires a known family."""
     where = model.catalog.path
     if model.request.sizes:
-        option = spell_option(f"--set {next(iter(model.request.sizes))}")
+        option = format_option(f"--set {next(iter(model.request.sizes))}")
         raise UsageError(
             f"{option} requires a known model type",
             where=where,
             why="keys and axes are unchanged, so sizes are not needed",
         )
     if request.vocab is not None:
-        raise UsageError(f"{spell_option('--vocab-size')} requires a known model type", where=where)
+        raise UsageError(
+            f"{format_option('--vocab-size')} requires a known model type", where=where
+        )
     if request.untie and not any(entry.alias_of for entry in tensors.values()):
         raise UsageError(
-            f"{spell_option('--untie')} requires a known model type, or tensors that share memory",
+            f"{format_option('--untie')} requires a known model type, or tensors that share memory",
             where=where,
         )
 
@@ -217,7 +219,7 @@ def _refuse_family_options(
 def _resize_vocabulary(change: LayoutChange, size: int) -> LayoutChange:
     if (cut := change.sizes[VOCABULARY_AXIS] - size) > 0:
         dropped_rows = f"the last {pluralize(cut, 'row')} of the vocabulary"
-        change.notes.add(f"{spell_option(f'--vocab-size {size}')} drops {dropped_rows}")
+        change.notes.add(f"{format_option(f'--vocab-size {size}')} drops {dropped_rows}")
     return replace(change, sizes={**change.sizes, VOCABULARY_AXIS: size}, vocab=size)
 
 
@@ -264,7 +266,7 @@ def _keep_layout(
     return LayoutChange(None, model.layout, model.layout, mapped, notes=notes)
 
 
-def apply_change(
+def apply_layout_change(
     catalog: Catalog, change: LayoutChange, root: str, prefix: str = ""
 ) -> tuple[Catalog, dict[str, ComposedTensor]]:
     """Compose the target tensors of *change*, and add its virtual tensors to *catalog*.
@@ -279,11 +281,11 @@ def apply_change(
         *catalog* with the virtual tensors, and the target tensors by name.
     """
     tensors = compose_tensors(change.tensors, root, prefix)
-    catalog = add_zeros(catalog, change.zeros, root)
-    return add_sums(catalog, tensors.values()), tensors
+    catalog = add_virtual_zeros(catalog, change.zeros, root)
+    return add_virtual_sums(catalog, tensors.values()), tensors
 
 
-def add_zeros(catalog: Catalog, zeros: Sequence[ZeroTensor], root: str) -> Catalog:
+def add_virtual_zeros(catalog: Catalog, zeros: Sequence[ZeroTensor], root: str) -> Catalog:
     """Add tensors of zeros to *catalog*, as virtual files.
 
     Args:
@@ -303,33 +305,33 @@ def add_zeros(catalog: Catalog, zeros: Sequence[ZeroTensor], root: str) -> Catal
     return replace(catalog, tensors=entries, computed=computed)
 
 
-def add_sums(catalog: Catalog, tensors: Iterable[ComposedTensor]) -> Catalog:
+def add_virtual_sums(catalog: Catalog, tensors: Iterable[ComposedTensor]) -> Catalog:
     """Replace each source tensor with an offset by a virtual file that contains the sum.
 
     Sums have the dtype of the tensors, and are cast afterwards if requested.
     """
-    plus = {
+    offsets = {
         source.key: source.offset
         for composed in tensors
         for source in composed.sources
         if source.offset
     }
-    if not plus:
+    if not offsets:
         return catalog
     entries, computed = dict(catalog.tensors), dict(catalog.computed)
-    for key, entry in locate_tensors(catalog, plus).tensors.items():
-        file = computed_name(f"{key}{plus[key]:+}")
-        computed[file] = virtual = _build_sum(catalog.root, entry, plus[key])
+    for key, entry in locate_tensors(catalog, offsets).tensors.items():
+        file = build_computed_name(f"{key}{offsets[key]:+}")
+        computed[file] = virtual = _build_sum(catalog.root, entry, offsets[key])
         entries[key] = replace(entry, extents=(virtual.to_extent(file),), alias_of=None)
     return replace(catalog, tensors=entries, computed=computed)
 
 
-def _build_sum(root: TreePath, entry: TensorEntry, plus: int) -> ComputedTensor:
+def _build_sum(root: TreePath, entry: TensorEntry, offset: int) -> ComputedTensor:
     if entry.dtype not in SUMMABLE_DTYPES:
         raise MappingError(
-            f"cannot {'add' if plus > 0 else 'subtract'} {abs(plus)} "
-            f"{'to' if plus > 0 else 'from'} {entry.dtype}",
+            f"cannot {'add' if offset > 0 else 'subtract'} {abs(offset)} "
+            f"{'to' if offset > 0 else 'from'} {entry.dtype}",
             where=f"tensor `{entry.name}`",
-            hint=f"pass {spell_option('--dequantize bf16')} if the tensor is quantized",
+            hint=f"pass {format_option('--dequantize bf16')} if the tensor is quantized",
         )
-    return ComputedTensor("added", entry.dtype, entry.shape, (ComputeInput(root, entry),), plus)
+    return ComputedTensor("added", entry.dtype, entry.shape, (ComputeInput(root, entry),), offset)

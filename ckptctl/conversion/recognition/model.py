@@ -11,10 +11,10 @@ from ckptctl import families, formats
 from ckptctl.catalog import Blob, Catalog, Path, TensorEntry
 from ckptctl.conversion.recognition.roots import (
     Selection,
-    is_only_model,
-    list_containers,
-    list_roots,
-    list_subtrees,
+    has_all_weights,
+    list_container_prefixes,
+    list_possible_roots,
+    list_subtree_prefixes,
     parse_root,
     select_model,
 )
@@ -25,8 +25,8 @@ from ckptctl.errors import (
     find_nearest,
     format_alternatives,
     format_model_types,
+    format_option,
     quote_names,
-    spell_option,
 )
 from ckptctl.formats.sidecar_files import DOCUMENTS
 from ckptctl.options import require_choice
@@ -51,7 +51,7 @@ from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 
 Candidates: TypeAlias = Sequence[Candidate]
-SHOWN_CANDIDATES = 12
+MAX_SHOWN_CANDIDATES = 12
 
 
 CONFIG, ARGUMENTS = "config.json", "arguments"
@@ -131,7 +131,7 @@ class Model:
             if none matches at *root*.
         pairs: Families and layouts that match; equivalent layouts are listed once.
         matched: Match of the model's keys in each layout of *pairs*.
-        denied: Families that would match if recorded facts did not contradict them.
+        contradicted_families: Families that would match if recorded facts did not contradict them.
     """
 
     catalog: Catalog = field(repr=False, compare=False)
@@ -149,7 +149,7 @@ class Model:
     inner_models: tuple[tuple[str, tuple[str, ...]], ...] = ()
     pairs: tuple[tuple[str, str], ...] = ()
     matched: Mapping[Layout, MatchedKeys] = field(default_factory=dict, repr=False, compare=False)
-    denied: tuple[str, ...] = ()
+    contradicted_families: tuple[str, ...] = ()
     described: tuple[ModelDescription, ...] = field(default=(), repr=False, compare=False)
 
     @cached_property
@@ -171,17 +171,17 @@ class Model:
         """Check if the tensors that *family* may tie are tied."""
         return has_tied_embeddings(family, self.config, self.params)
 
-    def axis_sizes(self, family: Family, *, implied: bool) -> dict[str, int]:
+    def get_axis_sizes(self, family: Family, *, implied: bool) -> dict[str, int]:
         """Return the axis sizes that files or the user state. Add implied sizes if *implied*."""
         return read_sizes(
             family, self.config, self.params, self.request.sizes, include_defaults=implied
         )
 
-    def layer_lists(self, family: Family) -> dict[str, list[int]]:
+    def get_layer_lists(self, family: Family) -> dict[str, list[int]]:
         """Return the lists of layer numbers from the configuration."""
         return read_layer_lists(family, self.config)
 
-    def as_type(self, model_type: str) -> Model:
+    def recognize_as(self, model_type: str) -> Model:
         """Recognize the same checkpoint as *model_type*."""
         request = replace(self.request, model_type=model_type)
         return replace(
@@ -203,7 +203,7 @@ class Model:
         family = families.family(name)
         return self.match_keys(family, family.get_layout(layout), keys).unmatched
 
-    def states_padding(self, rows: int, size: int) -> bool:
+    def has_stated_padding(self, rows: int, size: int) -> bool:
         """Check if recorded facts state that only *size* of *rows* rows are in use."""
         records = formats.get_format(self.catalog.format).recorded_facts(self.catalog)
         return records is not None and records.confirms_padding(rows, size)
@@ -235,7 +235,7 @@ def recognize_model(
     requested_family = families.family(model_type) if model_type else None
     if (
         requested_family is not None
-        and requested_family.name in families.list_built_in()
+        and requested_family.name in families.list_built_in_types()
         and config is not None
     ):
         _require_matching_type(requested_family, str(model_type), config, catalog.path)
@@ -247,23 +247,23 @@ def recognize_model(
         model_type = next(iter(families_by_name), None) if model_type else None
     if layout is not None and not is_base_layout(layout):
         require_choice(layout, "layout", families.list_layouts(families_by_name.values()))
-    prefixes = [parse_root(catalog, root)] if root is not None else list_roots(catalog)
+    prefixes = [parse_root(catalog, root)] if root is not None else list_possible_roots(catalog)
     format = formats.get_format(catalog.format)
     prefer = layout or format.layout
     records = format.recorded_facts(catalog)
-    asked_records = None if config or params or model_type else records
-    container_roots = list_containers(catalog)
+    consulted_records = None if config or params or model_type else records
+    container_roots = list_container_prefixes(catalog)
     tried: dict[str, Candidates] = {}
-    denied: list[Candidate] = []
+    contradicted_candidates: list[Candidate] = []
     for prefix in prefixes:
-        if prefix not in container_roots and any(map(_has_exact, tried.values())):
+        if prefix not in container_roots and any(map(_has_exact_candidate, tried.values())):
             break
         shapes = {
             name: entry.shape for name, entry in select_model(catalog, prefix).tensors.items()
         }
         fitting: Candidates = ()
-        if asked_records:
-            fitting = asked_records.find_candidates(families_by_name, shapes, prefix)
+        if consulted_records:
+            fitting = consulted_records.find_candidates(families_by_name, shapes, prefix)
         fitting = fitting or detect_layouts(
             shapes,
             families_by_name,
@@ -273,14 +273,14 @@ def recognize_model(
             is_user_specified=bool(model_type),
             root=prefix,
         )
-        if asked_records:
-            wrong = [
+        if consulted_records:
+            contradicted = [
                 candidate
                 for candidate in fitting
-                if asked_records.contradicts_family(families_by_name[candidate.family])
+                if consulted_records.contradicts_family(families_by_name[candidate.family])
             ]
-            denied += wrong
-            fitting = [candidate for candidate in fitting if candidate not in wrong]
+            contradicted_candidates += contradicted
+            fitting = [candidate for candidate in fitting if candidate not in contradicted]
         if not layout and not format.other_layouts:
             fitting = [c for c in fitting if format.layout in (c.layout, *c.alike)] or fitting
         tried[prefix] = fitting
@@ -293,7 +293,7 @@ def recognize_model(
         if root is not None or tried[best_root]
         else _find_inner_models(catalog, families_by_name, tried)
     )
-    if len(inner_models) == 1 and is_only_model(catalog, next(iter(inner_models))):
+    if len(inner_models) == 1 and has_all_weights(catalog, next(iter(inner_models))):
         best_root = next(iter(inner_models))
     fitting = tuple({**tried, **inner_models}[best_root])
     candidates = [c for c in fitting if layout in (None, c.layout, *c.alike)]
@@ -309,7 +309,7 @@ def recognize_model(
     names = _list_families(candidates)
     layouts = list(dict.fromkeys(c.layout for c in candidates))
     # The layouts only differ in layers without adapter, so any of them is correct.
-    any_layout = _has_exact(fitting) and adapter
+    any_layout = _has_exact_candidate(fitting) and adapter
     if layout is None and layouts and (len(layouts) == 1 or any_layout):
         layout = layouts[0]
     family_name = names[0] if len(names) == 1 else model_type if names else None
@@ -325,7 +325,7 @@ def recognize_model(
         alike=candidates[0].alike if candidates else (),
         evidence=tuple(map(str, candidates)),
         root=best_root,
-        exact=_has_exact(fitting),
+        exact=_has_exact_candidate(fitting),
         config=config,
         params=params,
         inner_models=()
@@ -333,7 +333,7 @@ def recognize_model(
         else tuple((p, _list_families(c)) for p, c in inner_models.items()),
         pairs=tuple((c.family, c.layout) for c in candidates),
         matched={families_by_name[c.family].get_layout(c.layout): c.matched for c in candidates},
-        denied=_list_families(denied),
+        contradicted_families=_list_families(contradicted_candidates),
     )
     if model_type is None and config is None:
         return _add_tied_families(recognized, families_by_name)
@@ -368,7 +368,7 @@ def iterate_descriptions(
         path = (HYPER_PARAMETERS, *holder)
         place, values = (
             f"`{'.'.join(path)}` in {catalog.path}",
-            _nest_values(hyper_parameters, path),
+            _nest_leaf_values(hyper_parameters, path),
         )
         if isinstance(values.get("model_type"), str):
             yield ModelDescription(CONFIG, place, values, complete=False)
@@ -380,7 +380,7 @@ def iterate_descriptions(
             yield ModelDescription(ARGUMENTS, place, known_values)
 
 
-def _nest_values(blobs: Iterable[Blob], path: Path) -> Json:
+def _nest_leaf_values(blobs: Iterable[Blob], path: Path) -> Json:
     """Build a nested dictionary from the values of the leaves below *path*."""
     values: dict[str, Any] = {}
     for blob in blobs:
@@ -421,20 +421,20 @@ def _require_matching_type(family: Family, given_name: str, config: Json, where:
     if not stated_types:
         return
     raise WrongTypeError(
-        f"{spell_option(f'--model-type {given_name}')} contradicts config.json",
+        f"{format_option(f'--model-type {given_name}')} contradicts config.json",
         where=where,
         why=f"config.json has `model_type` `{config.get('model_type')}`, which belongs to "
         f"{format_model_types(tuple(stated_types))}",
-        hint=f"omit {spell_option('--model-type')}",
+        hint=f"omit {format_option('--model-type')}",
     )
 
 
-def _has_exact(fitting: Candidates) -> bool:
+def _has_exact_candidate(fitting: Candidates) -> bool:
     return any(candidate.is_exact for candidate in fitting)
 
 
 def _rank_candidates(fitting: Candidates) -> tuple[bool, float]:
-    return _has_exact(fitting), max((c.share for c in fitting), default=0.0)
+    return _has_exact_candidate(fitting), max((c.share for c in fitting), default=0.0)
 
 
 def _list_families(fitting: Candidates) -> tuple[str, ...]:
@@ -446,14 +446,14 @@ def _find_inner_models(
 ) -> dict[str, Candidates]:
     """Find parts of *catalog* that exactly match a family, by prefix."""
     models: dict[str, Candidates] = {}
-    for prefix in list_subtrees(catalog):
+    for prefix in list_subtree_prefixes(catalog):
         if prefix in tried or any(prefix.startswith(outer) for outer in models):
             continue
         shapes = {
             name: entry.shape for name, entry in select_model(catalog, prefix).tensors.items()
         }
         fitting = detect_layouts(shapes, families_by_name, min_share=1.0, root=prefix)
-        if _has_exact(fitting):
+        if _has_exact_candidate(fitting):
             models[prefix] = fitting
     return models
 
@@ -503,20 +503,22 @@ def _have_same_checksums(
 
 
 def _require_single_root(
-    place: str, tried: Mapping[str, Candidates], named: Sequence[str], where: TreePath
+    best_root: str, tried: Mapping[str, Candidates], container_roots: Sequence[str], where: TreePath
 ) -> None:
-    best = _rank_candidates(tried[place])
+    best = _rank_candidates(tried[best_root])
     alike = [
-        prefix for prefix in tried if prefix in named and _rank_candidates(tried[prefix]) == best
+        prefix
+        for prefix in tried
+        if prefix in container_roots and _rank_candidates(tried[prefix]) == best
     ]
-    equals = [p for p in alike if not any(q != p and q.startswith(p) for q in alike)]
-    if place in equals and len(equals) > 1:
-        shown = " or ".join(f"`{prefix.rstrip('.')}`" for prefix in equals)
+    equal_roots = [p for p in alike if not any(q != p and q.startswith(p) for q in alike)]
+    if best_root in equal_roots and len(equal_roots) > 1:
+        shown = " or ".join(f"`{prefix.rstrip('.')}`" for prefix in equal_roots)
         raise MappingError(
             f"the model could be under {shown}",
             where=where,
             why="both match equally well",
-            hint=f"choose one with {_root_option(equals[0])}",
+            hint=f"choose one with {_format_root_option(equal_roots[0])}",
         )
 
 
@@ -528,13 +530,13 @@ def require_single_model(model: Model) -> None:
         raise MappingError(
             f"the checkpoint contains {pluralize(len(model.inner_models), 'model')}",
             where=model.catalog.path,
-            why=describe_locations(model),
-            hint=f"pass {spell_option(f'--root {first}')} to select the first, or "
-            f"{spell_option('--root .')} to select all with their prefixes",
+            why=describe_model_locations(model),
+            hint=f"pass {format_option(f'--root {first}')} to select the first, or "
+            f"{format_option('--root .')} to select all with their prefixes",
         )
 
 
-def describe_locations(model: Model) -> str:
+def describe_model_locations(model: Model) -> str:
     """Describe where the models of a checkpoint are, for messages."""
     parts = [
         f"`{prefix.rstrip('.')}` ({format_model_types(names)})"
@@ -549,7 +551,7 @@ def require_known_model(model: Model) -> None:
         raise UnmappedTensorError(
             "unknown model type",
             where=model.catalog.path,
-            why=describe_locations(model) if model.inner_models else _explain_mismatch(model),
+            why=describe_model_locations(model) if model.inner_models else _explain_mismatch(model),
             hint=f"{root_hint(model)}, or use format hf, dcp or torch to copy keys unchanged",
         )
     if model.model_type is None or model.layout is None:
@@ -558,14 +560,14 @@ def require_known_model(model: Model) -> None:
             described = (
                 "tensors and configuration" if model.config or model.params else "the tensors"
             )
-            matches = f"{described} match {quote_names(model.candidates, SHOWN_CANDIDATES)}"
-        option = _deciding_option(model)
+            matches = f"{described} match {quote_names(model.candidates, MAX_SHOWN_CANDIDATES)}"
+        option = _format_deciding_option(model)
         hint = (
-            f"pass {spell_option('--assets DIR')} with the trained model's config.json, which also "
+            f"pass {format_option('--assets DIR')} with the trained model's config.json, which also "
             f"states the axis sizes, or choose with {option}"
         )
         if model.config or model.params:
-            assets_hint = f"pass another config.json with {spell_option('--assets DIR')}"
+            assets_hint = f"pass another config.json with {format_option('--assets DIR')}"
             hint = f"choose with {option}, or {assets_hint}"
         raise MappingError(
             "the model type or layout is ambiguous",
@@ -575,48 +577,48 @@ def require_known_model(model: Model) -> None:
         )
 
 
-def _root_option(prefix: str) -> str:
-    return spell_option(f"--root {prefix.rstrip('.') or '.'}")
+def _format_root_option(prefix: str) -> str:
+    return format_option(f"--root {prefix.rstrip('.') or '.'}")
 
 
 def root_hint(model: Model) -> str:
     """Return the hint for an unknown model."""
-    if model.denied:
+    if model.contradicted_families:
         return (
-            f"pass {spell_option(f'--model-type {model.denied[0]}')} to list the "
+            f"pass {format_option(f'--model-type {model.contradicted_families[0]}')} to list the "
             "contradicting facts"
         )
     if model.inner_models:
-        return f"set its prefix with {_root_option(model.inner_models[0][0])}"
+        return f"set its prefix with {_format_root_option(model.inner_models[0][0])}"
     if model.request.root is not None:
-        return f"omit {_root_option(model.root)} to search the entire checkpoint"
+        return f"omit {_format_root_option(model.root)} to search the entire checkpoint"
     if model.request.model_type:
-        return f"set its prefix with {spell_option('--root PREFIX')}"
+        return f"set its prefix with {format_option('--root PREFIX')}"
     return (
-        f"set it with {spell_option('--model-type NAME')}, or its prefix with "
-        f"{spell_option('--root PREFIX')}"
+        f"set it with {format_option('--model-type NAME')}, or its prefix with "
+        f"{format_option('--root PREFIX')}"
     )
 
 
-def _deciding_option(model: Model) -> str:
+def _format_deciding_option(model: Model) -> str:
     """Format the option that resolves the ambiguity, with the possible values if they are few."""
     names = model.candidates
     layouts = dict.fromkeys(layout for _, layout in model.pairs)
     if len(names) == 1 and len(layouts) > 1:
         return format_alternatives(
-            [f"{spell_option(f'--from-layout {layout}')}" for layout in layouts]
+            [f"{format_option(f'--from-layout {layout}')}" for layout in layouts]
         )
     if len(names) > MAX_ALTERNATIVES:
-        return spell_option("--model-type")
-    return format_alternatives([f"{spell_option(f'--model-type {name}')}" for name in names])
+        return format_option("--model-type")
+    return format_alternatives([f"{format_option(f'--model-type {name}')}" for name in names])
 
 
 def _explain_mismatch(model: Model) -> str:
     """Explain why no family matches."""
     if model.request.model_type:
         return f"no layout of `{model.request.model_type}` has these keys"
-    if model.denied:
-        fitting = quote_names(model.denied, SHOWN_CANDIDATES)
+    if model.contradicted_families:
+        fitting = quote_names(model.contradicted_families, MAX_SHOWN_CANDIDATES)
         return f"Megatron's records contradict every model type that has these keys: {fitting}"
     stated_type = (model.config or {}).get("model_type")
     signs = (sign for family in families.load_families().values() for sign in family.config_signs)

@@ -16,11 +16,11 @@ from typing import Literal
 
 from ckptctl import formats
 from ckptctl.catalog import Blob, Catalog, Path, TensorEntry
-from ckptctl.errors import MappingError, UsageError, find_nearest, quote_names, spell_option
+from ckptctl.errors import MappingError, UsageError, find_nearest, format_option, quote_names
 from ckptctl.formats.base import WritableFormat
 from ckptctl.formats.shared.leaves import join_path
 
-ROOTS = frozenset(
+ROOT_NAMES = frozenset(
     {
         *("model", "state_dict", "model_state_dict", "module", "model_state", "net", "network"),
         *("weights", "params", "state", "app", "dcp"),
@@ -29,10 +29,10 @@ ROOTS = frozenset(
 )
 """Names of containers of models, and of wrappers."""
 TRANSPARENT_ROOTS = frozenset({"state", "app", "dcp"})
-"""Names in :data:`ROOTS` whose dictionary usually contains the model's container and others."""
-WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""Names in :data:`ROOT_NAMES` whose dictionary usually contains the model's container and others."""
+WRAPPER_NAMES = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Prefixes of ``torch.compile``, FSDP and activation checkpointing for wrapped layers."""
-TRAINING = frozenset(
+TRAINING_NAMES = frozenset(
     {
         *("optimizer", "optimizers", "optim", "opt", "optimizer_state_dict", "optimizer_states"),
         *("optimizer_state", "lr_scheduler", "lr_schedulers", "scheduler", "dataloader"),
@@ -41,37 +41,37 @@ TRAINING = frozenset(
     }
 )
 MAX_DEPTH = 4
-"""Maximum depth of the prefixes that :func:`list_subtrees` returns."""
+"""Maximum depth of the prefixes that :func:`list_subtree_prefixes` returns."""
 MIN_TENSORS = 3
 """Minimum number of tensors in a part that may be a model."""
 MAX_SUBTREES = 24
 """Maximum number of parts."""
 
 
-def list_roots(catalog: Catalog) -> list[str]:
+def list_possible_roots(catalog: Catalog) -> list[str]:
     """List the prefixes under which a model may be, the most likely first.
 
     A container may have siblings. A wrapper must be a prefix of all names except training state.
     """
     inner_roots = _find_roots(catalog)
-    container_roots = list_containers(catalog, inner_roots)
+    container_roots = list_container_prefixes(catalog, inner_roots)
     top = [""] if _list_model_names(catalog, "") else []
     return list(dict.fromkeys([*container_roots, *top, *inner_roots])) or [""]
 
 
-def list_containers(catalog: Catalog, roots: Sequence[str] | None = None) -> list[str]:
+def list_container_prefixes(catalog: Catalog, roots: Sequence[str] | None = None) -> list[str]:
     """List the prefixes of dictionaries with names that models have, the innermost first."""
     candidates = _find_roots(catalog) if roots is None else roots
     dictionaries = _list_dictionaries(catalog) if candidates else ()
-    named = (
+    prefixes = (
         root
         for root in candidates
         if root in dictionaries and root.split(".")[-2].lower() not in TRANSPARENT_ROOTS
     )
-    return sorted(named, key=lambda root: -root.count("."))
+    return sorted(prefixes, key=lambda root: -root.count("."))
 
 
-def list_subtrees(catalog: Catalog) -> list[str]:
+def list_subtree_prefixes(catalog: Catalog) -> list[str]:
     """List prefixes of parts that may be models under any name, outer ones first.
 
     Parts with a number in their name are layers and are not included.
@@ -87,7 +87,7 @@ def list_subtrees(catalog: Catalog) -> list[str]:
     return sorted(prefixes, key=lambda prefix: prefix.count("."))[:MAX_SUBTREES]
 
 
-def is_only_model(catalog: Catalog, root: str) -> bool:
+def has_all_weights(catalog: Catalog, root: str) -> bool:
     """Check if only training state is outside of *root*."""
     return all(name.startswith(root) for name in _list_model_names(catalog, ""))
 
@@ -99,14 +99,14 @@ def strip_wrappers(catalog: Catalog) -> Catalog:
     and are kept. If names would no longer be unique, all are kept.
     """
     leaves = (*catalog.tensors, *catalog.blobs)
-    if not any(word in name for name in leaves for word in WRAPPED):
+    if not any(word in name for name in leaves for word in WRAPPER_NAMES):
         return catalog
     names = {name: _strip_wrappers(name) for name in leaves}
     if all(name == stripped for name, stripped in names.items()):
         return catalog
     if len(set(names.values())) < len(names):
         return catalog
-    removed = {part for name in names for part in name.split(".") if part in WRAPPED}
+    removed = {part for name in names for part in name.split(".") if part in WRAPPER_NAMES}
     note = f"ignored {quote_names(sorted(removed))} in tensor names (added by layer wrappers)"
     lost = {_strip_wrappers(name): boxes for name, boxes in catalog.lost.items()}
     return replace(rename_leaves(catalog, names), lost=lost, notes=(*catalog.notes, note))
@@ -143,16 +143,18 @@ def parse_root(catalog: Catalog, root: str) -> str:
         f"no tensor has the prefix `{root}`",
         where=catalog.path,
         why=f"the top-level names are {quote_names(heads)}",
-        hint=f"did you mean {spell_option(f'--root {close}')}?"
+        hint=f"did you mean {format_option(f'--root {close}')}?"
         if close
-        else f"omit {spell_option('--root')} to detect the prefix",
+        else f"omit {format_option('--root')} to detect the prefix",
     )
 
 
 def is_training_state(name: str) -> bool:
     """Check if *name* belongs to an optimizer, a scheduler or other training state."""
     head, _, number = name.partition(".")[0].lower().rpartition("_")
-    return name.partition(".")[0].lower() in TRAINING or (number.isdecimal() and head in TRAINING)
+    return name.partition(".")[0].lower() in TRAINING_NAMES or (
+        number.isdecimal() and head in TRAINING_NAMES
+    )
 
 
 def is_outside_model(catalog: Catalog, name: str) -> bool:
@@ -180,12 +182,12 @@ def _find_roots(catalog: Catalog) -> list[str]:
     pending = [("", _list_model_names(catalog, ""))]
     for prefix, names in pending:
         heads = dict.fromkeys(name[len(prefix) :].partition(".")[0] for name in names)
-        for head in (head for head in heads if head.lower() in ROOTS):
+        for head in (head for head in heads if head.lower() in ROOT_NAMES):
             root = f"{prefix}{head}."
-            below = [name for name in names if name.startswith(root)]
-            if below and (len(heads) == 1 or root in dictionaries):
+            inner_names = [name for name in names if name.startswith(root)]
+            if inner_names and (len(heads) == 1 or root in dictionaries):
                 roots.append(root)
-                pending.append((root, _list_model_names(catalog, root, below)))
+                pending.append((root, _list_model_names(catalog, root, inner_names)))
     return roots
 
 
@@ -208,8 +210,10 @@ def _list_dictionaries(catalog: Catalog) -> frozenset[str]:
 def _strip_wrappers(name: str) -> str:
     """Remove the names of layer wrappers from *name*."""
     parts = name.split(".")
-    first = next((n for n, part in enumerate(parts) if part.lower() not in ROOTS), len(parts))
-    return ".".join((*parts[:first], *(part for part in parts[first:] if part not in WRAPPED)))
+    first = next((n for n, part in enumerate(parts) if part.lower() not in ROOT_NAMES), len(parts))
+    return ".".join(
+        (*parts[:first], *(part for part in parts[first:] if part not in WRAPPER_NAMES))
+    )
 
 
 def _rename_entry(entry: TensorEntry, names: Mapping[str, str]) -> TensorEntry:
@@ -360,7 +364,7 @@ _WORDS: dict[Part, re.Pattern[str]] = {
 _CONTAINER = re.compile(r"extra_state|rank_\d+")
 
 
-def classify_part(name: str, root: str, format: str) -> Part:
+def classify_leaf(name: str, root: str, format: str) -> Part:
     """Classify a leaf of a checkpoint in *format* whose model is under *root*.
 
     ``rest`` covers random states, callbacks and other models.
@@ -370,5 +374,5 @@ def classify_part(name: str, root: str, format: str) -> Part:
     ):
         return "model"
     words = name.lower().split(".")
-    word = next((w for w in words if w not in ROOTS and not _CONTAINER.fullmatch(w)), "")
+    word = next((w for w in words if w not in ROOT_NAMES and not _CONTAINER.fullmatch(w)), "")
     return next((part for part, pattern in _WORDS.items() if pattern.match(word)), "rest")

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptctl.conversion.recognition.model import VOCABULARY_AXIS
-from ckptctl.errors import MappingError, spell_option
+from ckptctl.errors import MappingError, format_option
 from ckptctl.planner.families.declarations import VOCABULARY_PAD_MULTIPLE
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.mapped import RedundantData, Region
@@ -36,11 +36,11 @@ def note_unstated_padding(change: LayoutChange, stated_rows: int | None) -> None
         f"no file states whether some of the {pluralize(rows, 'row')} of the vocabulary are "
         "padding; all are kept"
     )
-    options = f"{spell_option('--assets')} or {spell_option('--vocab-size')}"
+    options = f"{format_option('--assets')} or {format_option('--vocab-size')}"
     change.notes.add(f"{note} (set the size with {options})")
 
 
-def find_vocabulary_rows(tensors: ModelTensors) -> int | None:
+def count_vocabulary_rows(tensors: ModelTensors) -> int | None:
     """Return the number of vocabulary rows, or None if tensors differ or have none."""
     row_counts = {
         tensors.shapes[key][dim] for key, dim in tensors.find_dims(VOCABULARY_AXIS).items()
@@ -48,9 +48,9 @@ def find_vocabulary_rows(tensors: ModelTensors) -> int | None:
     return row_counts.pop() if len(row_counts) == 1 else None
 
 
-def find_rows_with_padding(tensors: ModelTensors, size: int | None) -> int | None:
+def count_rows_with_padding(tensors: ModelTensors, size: int | None) -> int | None:
     """Return the number of vocabulary rows if there are more than *size*, or None."""
-    rows = find_vocabulary_rows(tensors)
+    rows = count_vocabulary_rows(tensors)
     return rows if rows is not None and size is not None and rows > size else None
 
 
@@ -103,13 +103,13 @@ def require_separate_rows(change: LayoutChange, family: Family) -> None:
 
 def compute_padded_size(tensors: ModelTensors) -> int | None:
     """Return the number of vocabulary rows after padding, or None if there is no vocabulary."""
-    rows = find_vocabulary_rows(tensors)
+    rows = count_vocabulary_rows(tensors)
     return None if rows is None else -(-rows // VOCABULARY_PAD_MULTIPLE) * VOCABULARY_PAD_MULTIPLE
 
 
 def note_padding(change: LayoutChange, rows: int, *, is_asked: bool) -> None:
     """Add a note that the vocabulary is padded with zeros."""
-    option_hint = f"pass {spell_option('--vocab-size')} for another size"
+    option_hint = f"pass {format_option('--vocab-size')} for another size"
     why = "" if is_asked else f", a multiple of {VOCABULARY_PAD_MULTIPLE} ({option_hint})"
     rows_before = pluralize(change.sizes[VOCABULARY_AXIS], "row")
     change.notes.add(f"the vocabulary of {rows_before} is padded with zeros to {rows:,}{why}")

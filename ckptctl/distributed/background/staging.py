@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ckptctl.catalog import row_major
+from ckptctl.catalog import compute_row_major_strides
 from ckptctl.distributed.background.host_memory import (
     BLOCK_BYTES,
     HostPool,
@@ -255,6 +255,10 @@ def _view_copy(
 ) -> torch.Tensor:
     tensor = member.tensor
     start = place + member.first - byte_range.first
-    steps = tensor.stride() if byte_range.is_bytewise else row_major(tuple(tensor.shape))
+    steps = (
+        tensor.stride()
+        if byte_range.is_bytewise
+        else compute_row_major_strides(tuple(tensor.shape))
+    )
     elements = region.bytes.view(tensor.dtype)
     return elements.as_strided(tensor.shape, steps, start // tensor.element_size())

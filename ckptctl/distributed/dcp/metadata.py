@@ -27,7 +27,7 @@ from ckptctl.errors import CkptError, RefusedError
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.dcp.metadata import Item, Origin
 from ckptctl.formats.dcp.metadata_writer import encode_tensors
-from ckptctl.keywords import spell_in_python
+from ckptctl.keywords import show_options_as_keywords
 from ckptctl.save_load.loading.load_options import LoadOptions
 from ckptctl.save_load.loading.state_mapping import (
     MappingRequest,
@@ -49,7 +49,7 @@ def add_error_notes(method: Callable[P, R]) -> Callable[P, R]:
     @wraps(method)
     def call_with_notes(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            with spell_in_python(LoadOptions, SaveOptions):
+            with show_options_as_keywords(LoadOptions, SaveOptions):
                 return method(*args, **kwargs)
         except CkptError as error:
             existing_notes = getattr(error, "__notes__", ())

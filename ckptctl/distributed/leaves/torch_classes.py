@@ -45,7 +45,7 @@ class ZipStorages:
         if stored.unsupported:
             return self._build_mirrored_view(stored)
         dtype = getattr(torch, stored.dtype)
-        itemsize = dtypes.itemsize(stored.dtype)
+        itemsize = dtypes.get_itemsize(stored.dtype)
         memory = self._read_storage(stored.storage)
         start, remainder = divmod(stored.offset - self._records[stored.storage].offset, itemsize)
         strides = _compute_strides(stored)

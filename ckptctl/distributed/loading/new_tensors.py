@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch.distributed.tensor import DTensor
 
-from ckptctl.catalog import row_major
+from ckptctl.catalog import compute_row_major_strides
 from ckptctl.distributed.compat import ShardedTensor
 from ckptctl.distributed.loading.request import LoadRequest, WantedLeaves
 from ckptctl.distributed.loading.state_options import LoadCallOptions
@@ -92,7 +92,7 @@ def _allocate_like(leaf: object, dtype: torch.dtype, device: torch.device) -> to
             leaf.placements,
             run_check=False,
             shape=leaf.shape,
-            stride=row_major(tuple(leaf.shape)),
+            stride=compute_row_major_strides(tuple(leaf.shape)),
         )
     if isinstance(leaf, torch.nn.Parameter):
         tensor = torch.nn.Parameter(tensor, requires_grad=leaf.requires_grad)

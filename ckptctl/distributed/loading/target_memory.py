@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ckptctl.catalog import memory_name, row_major
+from ckptctl.catalog import build_memory_name, compute_row_major_strides
 from ckptctl.distributed.group import choose_thread_count, get_world_size
 from ckptctl.distributed.loading.pinned_buffers import pinned_buffer_factory
 from ckptctl.distributed.state import (
@@ -39,7 +39,7 @@ MIN_RUN_BYTES = 4096
 def build_views(places: Iterable[TensorShard]) -> dict[str, Memory]:
     """Map the names that a plan uses for the memory of *shards* to that memory."""
     return {
-        memory_name(str(number)): get_target_memory(shard.tensor)
+        build_memory_name(str(number)): get_target_memory(shard.tensor)
         for number, shard in enumerate(places)
     }
 
@@ -138,7 +138,11 @@ def is_read_in_place(tensor: torch.Tensor) -> bool:
 
 def get_load_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the strides of *tensor* in elements, as used in a load plan."""
-    return tuple(tensor.stride()) if is_read_in_place(tensor) else row_major(tuple(tensor.shape))
+    return (
+        tuple(tensor.stride())
+        if is_read_in_place(tensor)
+        else compute_row_major_strides(tuple(tensor.shape))
+    )
 
 
 def get_target_memory(tensor: torch.Tensor) -> Memory:
@@ -225,7 +229,7 @@ def build_comparison_targets(
     """Describe the shards that are read again and compared."""
     targets: dict[str, list[MemoryBox]] = {}
     for number, (place, _) in enumerate(tied):
-        steps = row_major(tuple(place.tensor.shape))
+        steps = compute_row_major_strides(tuple(place.tensor.shape))
         targets.setdefault(place.name, []).append(MemoryBox(place.box, str(number), steps))
     return {
         name: RequestedTensor(wanted[name].dtype, wanted[name].shape, tuple(boxes))
@@ -252,7 +256,7 @@ def build_comparison_views(
         return check_elements
 
     return {
-        memory_name(str(number)): TensorSink(
+        build_memory_name(str(number)): TensorSink(
             place.tensor, build_check(place.name, fill[filled].name)
         )
         for number, (place, filled) in enumerate(tied)

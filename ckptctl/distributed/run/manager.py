@@ -41,7 +41,7 @@ from ckptctl.distributed.saving.save_options import SaveOptions
 from ckptctl.distributed.state import StateDict
 from ckptctl.errors import RefusedError, SourceNotFoundError, UsageError, quote_names
 from ckptctl.keywords import accept_keywords
-from ckptctl.options import blame_option, list_options, require_choice
+from ckptctl.options import list_options, name_option_in_errors, require_choice
 from ckptctl.ranks.coordinator import Coordinator, run_and_all_gather, run_on_rank_zero
 from ckptctl.runs.run_store import open_run_store
 from ckptctl.save_load.loading.load_options import LoadReport
@@ -145,7 +145,7 @@ class CheckpointManager(Closeable):
             StorageError: The other ranks cannot be reached.
         """
         self._require_open()
-        with blame_option("every"):
+        with name_option_in_errors("every"):
             return self._preemption.is_requested(checks.check_positive(every))
 
     def prepare(self, state: StateDict) -> None:
@@ -590,7 +590,7 @@ def _resolve_root(root: str | TreePath) -> TreePath:
     Raises:
         CkptError: Checkpoints cannot be managed there.
     """
-    with blame_option("root"):
+    with name_option_in_errors("root"):
         checks.check_path(root)
     if not is_url(root):
         require_local_path(root)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from ckptctl.catalog import Extent, memory_key, row_major
+from ckptctl.catalog import Extent, compute_row_major_strides, parse_memory_key
 from ckptctl.distributed.saving.local_state import LocalState
 from ckptctl.errors import DamagedError
 from ckptctl.file_identity import FileIdentity
@@ -66,7 +66,9 @@ def build_disk_state(shards: LocalShards, values: Mapping[str, bytes]) -> LocalS
         for name, entry in shards.tensors.items()
     }
     pieces = [placeholders[chunk.name].expand(chunk.sizes) for chunk in shards.chunks]
-    return LocalState(shards, pieces, [row_major(entry.sizes) for entry in shards.chunks], values)
+    return LocalState(
+        shards, pieces, [compute_row_major_strides(entry.sizes) for entry in shards.chunks], values
+    )
 
 
 class SavedPart:
@@ -140,7 +142,7 @@ def _to_file_tensor(chunks: list[Extent], tensor: StridedTensor) -> StridedTenso
     parts: list[Part] = []
     for part in tensor.parts:
         (memory_extent,) = part.entry.extents
-        extent = chunks[int(memory_key(memory_extent.file))]
+        extent = chunks[int(parse_memory_key(memory_extent.file))]
         is_whole_chunk = (memory_extent.offset, memory_extent.nbytes) == (0, extent.nbytes)
         file_extent = replace(
             memory_extent,

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 import torch.distributed as dist
 
-from ckptctl.catalog import Blob, row_major
+from ckptctl.catalog import Blob, compute_row_major_strides
 from ckptctl.conversion.conversion_options import ConversionOptions
 from ckptctl.conversion.convert import plan_conversion, run_conversion
 from ckptctl.conversion.plan import ConversionPlan
@@ -204,7 +204,7 @@ def _write_sparse_checkpoint(folder: Path, plan: GlobalPlan, state: LocalState) 
     digests = {name: state.shards.values[name] for name in leaves}
     shards = LocalShards(tensors, chunks, digests, leaves)
     global_plan = make_own_plan(0, 1, pack_shards(shards))
-    steps = [row_major(chunk.sizes) for chunk in chunks]
+    steps = [compute_row_major_strides(chunk.sizes) for chunk in chunks]
     files = lay_out_rank_files(0, shards, global_plan.shares[0], steps, state.values, lambda _: 1)
     for file in files.plan.files:
         with (folder / file.path).open("wb") as output:

@@ -13,7 +13,7 @@ from itertools import groupby
 
 import torch
 
-from ckptctl.catalog import memory_key, row_major
+from ckptctl.catalog import compute_row_major_strides, parse_memory_key
 from ckptctl.distributed.devices import synchronize_devices
 from ckptctl.distributed.saving.device_memory import DeviceMemory, DeviceReader, is_on_host
 from ckptctl.distributed.state import (
@@ -113,7 +113,11 @@ def build_local_state(
 
 def get_save_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the strides of *tensor* in elements, as used in a save plan."""
-    return tuple(tensor.stride()) if is_on_host(tensor) else row_major(tuple(tensor.shape))
+    return (
+        tuple(tensor.stride())
+        if is_on_host(tensor)
+        else compute_row_major_strides(tuple(tensor.shape))
+    )
 
 
 def _hash_content(content: bytes | memoryview) -> bytes:
@@ -171,7 +175,7 @@ def _copy_small_tensors(tensors: Mapping[str, RankTensor]) -> Iterator[tuple[str
 def select_read_tensors(plan: Plan, pieces: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
     """Select the tensors that a save plan reads, by their file names in the plan."""
     names = {file for copy in plan.transfers for file in copy.list_files()}
-    return {name: pieces[int(memory_key(name))] for name in names}
+    return {name: pieces[int(parse_memory_key(name))] for name in names}
 
 
 def map_plan_memory(

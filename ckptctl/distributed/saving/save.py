@@ -15,7 +15,7 @@ from typing import Annotated, NamedTuple
 
 import torch.distributed as dist
 
-from ckptctl.catalog import Blob, memory_key
+from ckptctl.catalog import Blob, parse_memory_key
 from ckptctl.distributed.group import choose_thread_count, get_coordinator
 from ckptctl.distributed.plan_cache import PlanCache
 from ckptctl.distributed.positions import record_position
@@ -36,7 +36,7 @@ from ckptctl.distributed.state import FlatState, StateDict, flatten_state
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.dcp.metadata import Item, Origin
 from ckptctl.formats.dcp.metadata_writer import TensorMetadata
-from ckptctl.keywords import accept_keywords, spell_in_python
+from ckptctl.keywords import accept_keywords, show_options_as_keywords
 from ckptctl.options import Option
 from ckptctl.ranks.coordinator import Coordinator, gather_and_scatter, to_sendable_error
 from ckptctl.save_load.rank_agreement import (
@@ -152,7 +152,7 @@ def write_collectively(
     plans: PlanCache[SavedPlan] = SAVE_PLANS,
 ) -> TreePath:
     """Plan, write and publish the state of all ranks, as :func:`save` does."""
-    with spell_in_python(SaveOptions), ExitStack() as stack:
+    with show_options_as_keywords(SaveOptions), ExitStack() as stack:
         save = CollectiveSave(ranks, path, options, plans)
         statements = ranks.all_gather(save.prepare(state, stack))
         save.require_agreement(statements)
@@ -337,4 +337,4 @@ class WriteReport(NamedTuple):
 def list_written_chunks(plan: SavedPlan) -> set[int]:
     """List the indices of the chunks that a rank writes."""
     transfers = plan.files.plan.transfers
-    return {int(memory_key(file)) for copy in transfers for file in copy.list_files()}
+    return {int(parse_memory_key(file)) for copy in transfers for file in copy.list_files()}

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ckptctl.catalog import Catalog, Extent, TensorEntry
-from ckptctl.dtypes import itemsize
+from ckptctl.dtypes import get_itemsize
 from ckptctl.errors import FormatError, SourceNotFoundError, UnsupportedError, quote_names
 from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.dcp import METADATA
@@ -138,7 +138,7 @@ def _to_raw_extent(entry: TensorEntry, item: Extent, views: _Views, where: str) 
             f"{entry.dtype} {list(item.box.sizes)} in {pluralize(item.nbytes, 'byte')}",
         )
     # The view has as many elements as the storage but not all of them, so a stride is wrong.
-    if item.box.numel * itemsize(entry.dtype) == view.storage_nbytes != view.nbytes:
+    if item.box.numel * get_itemsize(entry.dtype) == view.storage_nbytes != view.nbytes:
         raise UnsupportedError(
             f"the strides of a chunk of `{entry.name}` repeat elements",
             where=where,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
-from ckptctl.catalog import Blob, Box, row_major
+from ckptctl.catalog import Blob, Box, compute_row_major_strides
 from ckptctl.formats.base import SPLIT_BYTES, OutputRequest, OutputTensor, TensorPlace
 from ckptctl.formats.dcp.metadata import Item
 from ckptctl.formats.torch_file import ZipFrame
@@ -103,7 +103,7 @@ def _encode_item_pickle(
         dtype=dtype,
         offset=0,
         shape=sizes,
-        strides=row_major(sizes),
+        strides=compute_row_major_strides(sizes),
         requires_grad=requires_grad,
     )
     return dump_pickle(stored)

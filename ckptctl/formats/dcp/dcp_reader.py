@@ -28,7 +28,7 @@ from ckptctl.catalog import (
     Extent,
     Finding,
     TensorEntry,
-    computed_name,
+    build_computed_name,
     find_reachable_files,
 )
 from ckptctl.columns import ExtentColumns
@@ -225,7 +225,7 @@ def _has_bare_length(leaf: MetadataLeaf) -> bool:
     if not leaf.extents or leaf.dtype not in dtypes.BY_NAME:
         return False
     first = leaf.extents[0]
-    return first.nbytes == first.box.numel * dtypes.itemsize(leaf.dtype)
+    return first.nbytes == first.box.numel * dtypes.get_itemsize(leaf.dtype)
 
 
 def _check_data_files(
@@ -361,7 +361,7 @@ def make_unpacked_tensor(
     if not is_zstd(leaf.extension):
         why = f"the extension `{leaf.extension}` is not supported"
         return TensorEntry.build_unreadable(leaf.name, leaf.dtype, leaf.shape, leaf.path, why)
-    width = dtypes.itemsize(entry.dtype)
+    width = dtypes.get_itemsize(entry.dtype)
     if any(
         width * item_extent.box.numel > MAX_EXPANSION * item_extent.nbytes
         for item_extent in entry.extents
@@ -370,7 +370,7 @@ def make_unpacked_tensor(
         return TensorEntry.build_unreadable(leaf.name, leaf.dtype, leaf.shape, leaf.path, why)
     extents = []
     for extent in entry.extents:
-        name = computed_name(f"{extent.file}@{extent.offset}")
+        name = build_computed_name(f"{extent.file}@{extent.offset}")
         length = Box.whole((extent.nbytes,))
         stored = Extent(length, extent.file, extent.offset, extent.nbytes)
         item = TensorEntry(leaf.name, "uint8", length.sizes, (stored,), leaf.path)

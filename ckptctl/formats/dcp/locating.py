@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 from operator import itemgetter
 
 from ckptctl.catalog import Extent, TensorEntry
-from ckptctl.columns import NO_CRC, ExtentColumns, ranges_of
+from ckptctl.columns import NO_CRC, ExtentColumns, get_byte_ranges
 from ckptctl.formats.shared.stored_leaves import make_extent
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.torch_tensors import UnreadError
@@ -107,7 +107,7 @@ def locate_elements(
     read_item = lru_cache(maxsize=1)(in_order)  # rows of a stack share an item
     by_file: dict[str, list[_Place]] = {}
     for locator in locators.values():
-        for number, (file, start, _) in enumerate(ranges_of(locator.entry.extents)):
+        for number, (file, start, _) in enumerate(get_byte_ranges(locator.entry.extents)):
             by_file.setdefault(file, []).append((start, number, locator))
     for file in [*by_file]:
         places = by_file.pop(file)

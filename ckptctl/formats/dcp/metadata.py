@@ -16,7 +16,7 @@ from operator import lt
 from typing import NamedTuple
 
 from ckptctl.catalog import Index, Path
-from ckptctl.columns import BoxColumns, ExtentColumns, Vector, ranges_of
+from ckptctl.columns import BoxColumns, ExtentColumns, Vector, get_byte_ranges
 from ckptctl.errors import CkptError, UnsupportedError, quote_names
 from ckptctl.formats.dcp.metadata_scan import ChunkRun, PlaceRun, ScannedTensor, Scanner
 from ckptctl.formats.shared.indexes import check_integers
@@ -106,7 +106,7 @@ class MetadataLeaf:
     def ranges(self) -> Iterable[tuple[str, int, int]]:
         """File, first byte and end of each item."""
         if self.item is None:
-            return ranges_of(self.extents)
+            return get_byte_ranges(self.extents)
         return [(self.item.file, self.item.offset, self.item.offset + self.item.nbytes)]
 
 

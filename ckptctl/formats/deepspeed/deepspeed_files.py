@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptctl.errors import DamagedError, FormatError, quote_names, spell_option
+from ckptctl.errors import DamagedError, FormatError, format_option, quote_names
 from ckptctl.formats.shared.findings import FaultCollector, missing_files_error, mixed_saves_error
 from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL
 from ckptctl.tree import TreePath
@@ -179,7 +179,7 @@ def _check_rank_files(
             f"the save has {pluralize(last + 1, 'rank')}, but {quote_names(surplus)} "
             f"{'is' if len(surplus) == 1 else 'are'} from a save with more ranks",
         )
-    hint = f"copy the missing files, or choose another save with {spell_option('--tag')}"
+    hint = f"copy the missing files, or choose another save with {format_option('--tag')}"
     noun = f"files of {kind} states"
     error = missing_files_error(
         root / folder,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptctl.catalog import Extent, TensorEntry
-from ckptctl.errors import UnsupportedError, spell_option
+from ckptctl.errors import UnsupportedError, format_option
 from ckptctl.formats.deepspeed.partitions import FlatPart, Segment, Shape, Strip, locate_extents
 from ckptctl.formats.deepspeed.states import ModelState
 from ckptctl.formats.deepspeed.zero import ZeroSave
@@ -151,7 +151,7 @@ class MasterWeights:
                 ),
                 where=self.where,
                 why=f"{list(saved.shape)} in `module`, but {list(shape)} elsewhere",
-                hint=f"pass {spell_option('--weights module')} to read the weights that the model "
+                hint=f"pass {format_option('--weights module')} to read the weights that the model "
                 "computed with",
             )
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ckptctl.catalog import Blob, Catalog, Extent, TensorEntry
-from ckptctl.errors import UnsupportedError, UsageError, spell_option
+from ckptctl.errors import UnsupportedError, UsageError, format_option
 from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.deepspeed.deepspeed_files import SCRIPTS, find_evidence, find_rank_files
 from ckptctl.formats.deepspeed.deepspeed_model import (
@@ -146,7 +146,7 @@ def _select_weights(save: ZeroSave, options: ReadOptions, faults: FaultCollector
             where=str(faults.root),
             why="the tensors in `module` are empty placeholders; the parameters are divided "
             "among the ranks",
-            hint=f"pass {spell_option('--weights master')}",
+            hint=f"pass {format_option('--weights master')}",
         )
     if save.optims and options.weights != "module":
         return MasterWeights(
@@ -159,7 +159,7 @@ def _select_weights(save: ZeroSave, options: ReadOptions, faults: FaultCollector
             "ZeRO stage 0 does not have fp32 partitions",
             where=str(faults.root),
             why="there are no fp32 copies, or they have no parameter names",
-            hint=f"pass {spell_option('--weights module')}",
+            hint=f"pass {format_option('--weights module')}",
         )
     return extract_module_leaves(save.model)
 

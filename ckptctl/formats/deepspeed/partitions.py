@@ -71,7 +71,7 @@ class Strip:
 
         The checksum is that of the zip record that contains the elements.
         """
-        item = dtypes.itemsize(self.dtype)
+        item = dtypes.get_itemsize(self.dtype)
         while low < high:
             index = self.find_segment(low)
             segment = self.segments[index]
@@ -109,7 +109,7 @@ def locate_extents(part: FlatPart, strips: Sequence[Strip]) -> tuple[Extent, ...
     located: list[Extent] = []
     position = 0
     for number, low, high in part.spans:
-        item = dtypes.itemsize(strips[number].dtype)
+        item = dtypes.get_itemsize(strips[number].dtype)
         for file, offset, count, record in strips[number].iterate_runs(low, high):
             for lo, sizes in split_into_boxes(position, position + count, part.shape):
                 nbytes, box = math.prod(sizes) * item, Box(lo, sizes)

@@ -18,8 +18,8 @@ from ckptctl.errors import (
     FormatError,
     UnsupportedError,
     UsageError,
+    format_option,
     quote_names,
-    spell_option,
 )
 from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.deepspeed.deepspeed_files import (
@@ -162,7 +162,7 @@ class UniversalSave:
                 raise UsageError(
                     "the weights in `module` are divided among the ranks",
                     where=str(root / self.models[0].file),
-                    hint=f"pass {spell_option('--weights master')}",
+                    hint=f"pass {format_option('--weights master')}",
                 )
             return extract_module_leaves(self.model)
         zero = (
@@ -177,7 +177,7 @@ class UniversalSave:
                 "ds_to_universal.py mixed up the parameters of this checkpoint",
                 where=str(root / self.models[0].file),
                 why="the converter ignores the parameter order of `round_robin_gradients`",
-                hint=f"read the original checkpoint, or pass {spell_option('--weights module')}",
+                hint=f"read the original checkpoint, or pass {format_option('--weights module')}",
             )
         missing = [name for name in self.shapes if FP32 not in self.values.get(name, {})]
         if missing and not self.faults.partial:

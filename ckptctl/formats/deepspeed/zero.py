@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ckptctl import dtypes
-from ckptctl.errors import CkptError, DamagedError, UnsupportedError, spell_option
+from ckptctl.errors import CkptError, DamagedError, UnsupportedError, format_option
 from ckptctl.formats.deepspeed.deepspeed_files import SaveFiles, require_world_files
 from ckptctl.formats.deepspeed.partitions import (
     FlatPart,
@@ -112,7 +112,7 @@ def read_save(
                 why="the parameters are divided among *_optim_states.pt, and none were found",
                 hint=None
                 if save_files.partitioned
-                else f"pass {spell_option('--weights module')} {instead}",
+                else f"pass {format_option('--weights module')} {instead}",
             )
         return ZeroSave(
             fill_missing_models(models, save_files.models), (), partitioned=save_files.partitioned
@@ -351,7 +351,7 @@ def _make_placeholder(template: OptimState, name: str, numels: Sequence[int]) ->
 
 
 def _make_blank_tensor(tensor: StoredTensor, numel: int) -> StoredTensor:
-    nbytes = numel * dtypes.itemsize(tensor.dtype)
+    nbytes = numel * dtypes.get_itemsize(tensor.dtype)
     return replace(
         tensor, shape=(numel,), strides=None, offset=0, nbytes=nbytes, crc32=None, within=None
     )

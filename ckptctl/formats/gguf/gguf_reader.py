@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
-from ckptctl.dtypes import itemsize
+from ckptctl.dtypes import get_itemsize
 from ckptctl.errors import DamagedError, UnsupportedError, quote_names
 from ckptctl.facts.gguf_config import ROPE_FACTORS, build_config_from_gguf, select_sizes
 from ckptctl.formats.sidecar_files import scan_sidecar_files
@@ -393,7 +393,7 @@ def _place_tensors(
 def _compute_nbytes(cursor: _Cursor, name: str, shape: tuple[int, ...], kind: int) -> int:
     count = math.prod(shape)
     if kind in UNQUANTIZED_TYPES:
-        return count * itemsize(UNQUANTIZED_TYPES[kind])
+        return count * get_itemsize(UNQUANTIZED_TYPES[kind])
     if kind not in BLOCK_TYPES:
         raise MalformedError(f"`{name}` has the unknown type {kind}")
     block = BLOCK_TYPES[kind]

@@ -276,8 +276,8 @@ def _order_aligned(tensors: Sequence[OutputTensor]) -> Sequence[OutputTensor]:
     """
     position = 0
     for tensor in tensors:
-        if position % dtypes.itemsize(tensor.dtype):
-            return sorted(tensors, key=lambda candidate: -dtypes.itemsize(candidate.dtype))
+        if position % dtypes.get_itemsize(tensor.dtype):
+            return sorted(tensors, key=lambda candidate: -dtypes.get_itemsize(candidate.dtype))
         position += tensor.nbytes
     return tensors
 

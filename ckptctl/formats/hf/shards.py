@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from ckptctl.catalog import Box, Extent, TensorEntry
-from ckptctl.errors import CkptError, DamagedError, UnsupportedError, quote_names, spell_option
+from ckptctl.errors import CkptError, DamagedError, UnsupportedError, format_option, quote_names
 from ckptctl.formats.shared.findings import FaultCollector
 from ckptctl.formats.shared.indexes import read_file_sizes
 from ckptctl.storage.files import SourceFiles
@@ -79,7 +79,7 @@ def read_torch_shard(files: SourceFiles, name: str) -> Leaves:
             "this file contains values other than tensors",
             where=str(files.root / name),
             why=quote_names(list(leaves.blobs)),
-            hint=f"read it with {spell_option('--from torch')}",
+            hint=f"read it with {format_option('--from torch')}",
         )
     return leaves
 

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from ckptctl.errors import RefusedError, quote_names, spell_option
+from ckptctl.errors import RefusedError, format_option, quote_names
 from ckptctl.formats.base import OutputTensor
 
 _LAYER = re.compile(r"((?:optimizer\.state\.\w+\.)?decoder\.layers)\.([0-9]+)\.(.+)")
@@ -60,7 +60,7 @@ def stack_layers(tensors: Iterable[OutputTensor]) -> LayerStorage:
         raise RefusedError(
             "these layers cannot be stacked",
             why=problem,
-            hint=f"omit {spell_option('--stack-layers')} to write each layer separately, as "
+            hint=f"omit {format_option('--stack-layers')} to write each layer separately, as "
             "Megatron-Core does for such a model",
         )
     return LayerStorage(len(layers))

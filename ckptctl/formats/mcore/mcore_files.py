@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from ckptctl.errors import DamagedError, UnsupportedError, spell_option
+from ckptctl.errors import DamagedError, UnsupportedError, format_option
 from ckptctl.formats.megatron.megatron_folder import POINTER_FILE, format_folder_name
 from ckptctl.formats.shared.tags import find_tag_folder, is_run_folder
 from ckptctl.storage.files import SourceFiles, source_files
@@ -115,7 +115,7 @@ def require_finished(files: SourceFiles) -> None:
     )
     if backend not in (None, TORCH_DIST):
         megatron_fsdp = (
-            f"pass {spell_option('--from dcp')} (Megatron-FSDP saves standard DCP checkpoints)"
+            f"pass {format_option('--from dcp')} (Megatron-FSDP saves standard DCP checkpoints)"
         )
         hints = {
             "zarr": "load it with Megatron-Core before 0.14 and save it as `torch_dist`",

@@ -40,7 +40,7 @@ from dataclasses import replace
 from typing import NamedTuple, cast
 
 from ckptctl.catalog import Blob, Box, Index, Path
-from ckptctl.errors import MappingError, RefusedError, quote_names, spell_option
+from ckptctl.errors import MappingError, RefusedError, format_option, quote_names
 from ckptctl.facts import MEGATRON
 from ckptctl.facts import megatron_carried as carried
 from ckptctl.facts.megatron_adapter import (
@@ -51,8 +51,8 @@ from ckptctl.facts.megatron_adapter import (
 from ckptctl.facts.megatron_carried import CopiedRecord
 from ckptctl.facts.megatron_files import (
     ONE_RANK,
-    build_arguments,
-    build_container,
+    build_config_container,
+    build_megatron_arguments,
     build_run_config,
 )
 from ckptctl.formats.base import (
@@ -188,11 +188,11 @@ def describe_model(
         recorded = request.extensions.get(MEGATRON, ())
         source_file = COMMON_STATE if COMMON_STATE in recorded else COMMON
         arguments = _make_or_copy_config(
-            request, build_arguments, carried.copy_arguments, source_file, noun
+            request, build_megatron_arguments, carried.adapt_arguments, source_file, noun
         )
     noun = f"{RUN_CONFIG} (for Megatron-Bridge)"
     yaml = _make_or_copy_config(
-        request, build_run_config, carried.copy_run_config, RUN_CONFIG, noun
+        request, build_run_config, carried.adapt_run_config, RUN_CONFIG, noun
     )
     if training_state:
         arguments = arguments and {**arguments, "no_save_optim": False}
@@ -211,9 +211,9 @@ def _describe_adapter(request: OutputRequest, settings: Mapping[str, object]) ->
     """Build the files without tensors, which describe an adapter and, if known, its base model."""
     noun = f"the model section of {RUN_CONFIG} (Megatron-Bridge reads the model from elsewhere)"
     yaml = _make_or_copy_config(
-        request, build_run_config, carried.copy_run_config, RUN_CONFIG, noun
+        request, build_run_config, carried.adapt_run_config, RUN_CONFIG, noun
     )
-    yaml = yaml or build_container(ONE_RANK)
+    yaml = yaml or build_config_container(ONE_RANK)
     shapes = {tensor.name: tensor.shape for tensor in request.tensors}
     yaml[PEFT_SECTION] = build_adapter_section(shapes, settings, request.sizes.get("i"))
     if layers := list_incomplete_layers(shapes):
@@ -260,8 +260,10 @@ def _make_config(
     """Make a configuration with *make*, or return None and the reason for the failure."""
     if request.config is None or request.family is None:
         if request.family is None:
-            return None, f"the model type is unknown (set {spell_option('--model-type')})"
-        pointing = f"pass {spell_option('--assets DIR')} to copy it from the trained model's folder"
+            return None, f"the model type is unknown (set {format_option('--model-type')})"
+        pointing = (
+            f"pass {format_option('--assets DIR')} to copy it from the trained model's folder"
+        )
         return None, f"config.json is missing; {pointing}"
     sizes, recorded_sizes = dict(request.sizes), read_sizes(request.family, request.config)
     if "v" in recorded_sizes:
@@ -384,7 +386,7 @@ def separate_training_state(
                 where=f"tensor `{tensor.name}`",
                 why="it requires names such as `optimizer.state.exp_avg.` followed by a parameter "
                 "name",
-                hint=f"pass {spell_option('--only model')} to write only the weights",
+                hint=f"pass {format_option('--only model')} to write only the weights",
             )
     return TrainingState(
         tuple(objects), common_tensors, _build_common_state(leaves, common_tensors)
@@ -422,7 +424,7 @@ def _build_common_state(
             "Megatron-Core cannot resume with this optimizer state",
             where=f"`{ITERATION_KEY if settings_names else SETTINGS_KEY}`",
             why=f"`common.pt` must contain {missing}, but the source does not",
-            hint=f"pass {spell_option('--only model')} to write only the weights",
+            hint=f"pass {format_option('--only model')} to write only the weights",
         )
     return content
 

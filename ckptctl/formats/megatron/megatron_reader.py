@@ -22,8 +22,8 @@ from ckptctl.errors import (
     FormatError,
     MappingError,
     UnsupportedError,
+    format_option,
     quote_names,
-    spell_option,
 )
 from ckptctl.facts.megatron_words import FIELD_BY_ARGUMENT
 from ckptctl.formats.base import ReadOptions
@@ -496,7 +496,7 @@ def require_rules(grid: Grid, rules: Rules | None, where: str) -> None:
             "the division of tensors among ranks is not recorded",
             where=where,
             why=f"found files of {pluralize(len(grid.files), 'rank')}",
-            hint=f"pass {spell_option(f'--rules {BUILT_IN}')}, which has a rule for every tensor"
+            hint=f"pass {format_option(f'--rules {BUILT_IN}')}, which has a rule for every tensor"
             if fits
             else _RULES_ADVICE,
         )

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 from ckptctl.catalog import Box
-from ckptctl.errors import SourceNotFoundError, UsageError, spell_option
+from ckptctl.errors import SourceNotFoundError, UsageError, format_option
 from ckptctl.storage.pickles.torch_tensors import MAX_RANK
 from ckptctl.storage.schema import (
     NOT_EMPTY,
@@ -122,7 +122,7 @@ def load_rules(path: TreePath) -> Rules:
             raise SourceNotFoundError(
                 "the rules file does not exist",
                 where=str(path),
-                hint=f"pass {spell_option(f'--rules {BUILT_IN}')} for the built-in rules",
+                hint=f"pass {format_option(f'--rules {BUILT_IN}')} for the built-in rules",
             )
         return load_built_in_rules()
     return _parse_rules(path, str(path))

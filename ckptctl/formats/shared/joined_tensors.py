@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from operator import mul
 
 from ckptctl import dtypes
-from ckptctl.catalog import Box, Extent, TensorEntry, row_major
+from ckptctl.catalog import Box, Extent, TensorEntry, compute_row_major_strides
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import UnsupportedError
 from ckptctl.formats.shared.indexes import Integers
@@ -92,7 +92,10 @@ def slice_extent(extent: Extent, dtype: str, shape: Integers, start: Integers, b
     """
     if box.sizes == shape:
         return extent if extent.box is box else replace(extent, box=box)
-    strides, itemsize = extent.strides or row_major(shape), dtypes.itemsize(dtype)
+    strides, itemsize = (
+        extent.strides or compute_row_major_strides(shape),
+        dtypes.get_itemsize(dtype),
+    )
     _, span, dense = compute_layout(box.sizes, strides)
     return Extent(
         box,

@@ -19,8 +19,8 @@ from ckptctl.errors import (
     UnsafePickleError,
     UnsupportedError,
     exclude_hint,
+    format_option,
     quote_names,
-    spell_option,
 )
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import Global, Inert, walk_values
@@ -236,8 +236,8 @@ def require_known_classes(blobs: Iterable[Blob], *, verbatim: bool = False) -> N
             f"{pluralize(len(hidden), 'value contains', 'values contain')} tensors inside of "
             "objects",
             where=quote_names(hidden),
-            hint=f"skip them with {spell_option('--exclude GLOB', of='convert')}, or copy DCP "
-            f"items with {spell_option('--to dcp')}",
+            hint=f"skip them with {format_option('--exclude GLOB', command='convert')}, or copy DCP "
+            f"items with {format_option('--to dcp')}",
         )
 
 

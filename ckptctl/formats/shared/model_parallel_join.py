@@ -12,7 +12,7 @@ from functools import cached_property
 
 from ckptctl import families
 from ckptctl.catalog import Catalog, Extent, TensorEntry
-from ckptctl.errors import MappingError, UnsupportedError, quote_names, spell_option
+from ckptctl.errors import MappingError, UnsupportedError, format_option, quote_names
 from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.shared.joined_tensors import JoinedTensor, make_standalone_entry, slice_extent
 from ckptctl.formats.sidecar_files import replace_model_param, scan_sidecar_files
@@ -135,10 +135,10 @@ class ShardJoiner:
         candidate = self.candidate_families[0] if self.candidate_families else None
         if candidate and any(self._has_key(candidate, key) for key in self.key_order):
             return candidate
-        message, hint = "no known model type matches", f"set {spell_option('--model-type')}"
+        message, hint = "no known model type matches", f"set {format_option('--model-type')}"
         if candidate:
             message = f"model type `{candidate.name}` does not match"
-            hint = f"set another {spell_option('--model-type')}"
+            hint = f"set another {format_option('--model-type')}"
         head = f"{self.key_order[0].partition('.')[0]}."
         stripped_key = self.key_order[0].removeprefix(head)
         if any(self._has_key(family, stripped_key) for family in families.load_families().values()):
@@ -198,7 +198,7 @@ class ShardJoiner:
                 f"the model type is ambiguous: {' and '.join(matches)} divide tensors differently",
                 where=self.names[0],
                 hint="set the model type, for example "
-                f"{spell_option(f'--model-type {next(iter(matches))}')}",
+                f"{format_option(f'--model-type {next(iter(matches))}')}",
             )
         return tuple(matches.values())
 
@@ -382,7 +382,7 @@ class ShardJoiner:
             where=", ".join(filter(None, (quote_names(self.names), error.where))),
             why=error.why if error.where else error.summary,
             hint="check for missing shards, or pass "
-            f"{spell_option('--assets DIR', '--trust-assets')} with the right {file}",
+            f"{format_option('--assets DIR', '--trust-assets')} with the right {file}",
         )
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ckptctl.catalog import row_major
+from ckptctl.catalog import compute_row_major_strides
 from ckptctl.formats.base import OutputLayout, OutputRequest, OutputTensor, TensorPlace
 from ckptctl.planner.plan import OutputFile, Record
 
@@ -60,7 +60,7 @@ def lay_out_ranks(
 
 
 def _place_pieces(share: RankShard, record: int) -> Iterator[TensorPlace]:
-    strides = row_major(share.shape)
+    strides = compute_row_major_strides(share.shape)
     for piece in share.pieces:
         if piece.box.sizes == share.shape:
             yield TensorPlace(piece.box, record)

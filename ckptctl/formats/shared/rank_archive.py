@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
-from ckptctl.catalog import Blob, Box, Path, row_major
+from ckptctl.catalog import Blob, Box, Path, compute_row_major_strides
 from ckptctl.errors import CkptError, FormatError, UnsupportedError, quote_names
 from ckptctl.formats.shared.indexes import Integers, check_integers
 from ckptctl.formats.shared.leaves import flatten_object, join_path, require_known_classes
@@ -166,7 +166,7 @@ def _parse_axes(state: Mapping[str, object]) -> tuple[Axis, ...]:
         mesh = state["mesh"]
         if not isinstance(mesh, StoredTensor):
             raise TypeError("the mesh is not a tensor")
-        pairs = zip(mesh.shape, row_major(mesh.shape), strict=True)
+        pairs = zip(mesh.shape, compute_row_major_strides(mesh.shape), strict=True)
         return tuple((pair,) for pair in pairs)
     layout = get_record_attributes(state["_layout"])
     if "axes" in layout:

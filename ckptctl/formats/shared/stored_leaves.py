@@ -12,8 +12,8 @@ from ckptctl.catalog import (
     ComputeInput,
     Extent,
     TensorEntry,
-    computed_name,
-    row_major,
+    build_computed_name,
+    compute_row_major_strides,
 )
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import UnsupportedError, exclude_hint, quote_names
@@ -105,7 +105,7 @@ def extract_leaves(
             stored = TensorEntry(
                 key, leaf.dtype, leaf.shape, (make_extent(leaf.base, name),), place
             )
-            tensors[key], computed[computed_name(key)] = _make_mirrored_view(
+            tensors[key], computed[build_computed_name(key)] = _make_mirrored_view(
                 key, place, leaf, stored, home
             )
         elif isinstance(leaf, StoredTensor) and leaf.unsupported:
@@ -147,7 +147,7 @@ def _make_mirrored_view(
     """Make the entry of a conjugate or negative view, and the virtual file of its elements."""
     flags, inputs = tuple(sorted(leaf.flags)), (ComputeInput(root, stored),)
     computed = ComputedTensor("mirrored", leaf.dtype, leaf.shape, inputs, flags)
-    extents = (computed.to_extent(computed_name(key)),)
+    extents = (computed.to_extent(build_computed_name(key)),)
     grad = leaf.requires_grad
     return TensorEntry(key, leaf.dtype, leaf.shape, extents, place, requires_grad=grad), computed
 
@@ -188,7 +188,7 @@ def make_pickled_tensor(tensor: OutputTensor, key: str) -> StorageTensor:
         dtype=tensor.dtype,
         offset=0,
         shape=tensor.shape,
-        strides=row_major(tensor.shape),
+        strides=compute_row_major_strides(tensor.shape),
         requires_grad=tensor.requires_grad,
     )
 

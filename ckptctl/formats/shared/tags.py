@@ -13,8 +13,8 @@ from ckptctl.errors import (
     UnsupportedError,
     UsageError,
     find_nearest,
+    format_option,
     quote_names,
-    spell_option,
 )
 from ckptctl.storage.files import source_files
 from ckptctl.storage.paths import require_relative
@@ -69,7 +69,7 @@ def find_tag_folder(
         why=f"this file selects one of the saves, which are {quote_names(saves)}"
         if saves
         else "no saves were found",
-        hint=f"select a save with {spell_option('--tag')}" if saves else None,
+        hint=f"select a save with {format_option('--tag')}" if saves else None,
     )
 
 
@@ -83,7 +83,7 @@ def _select_tag(root: TreePath, tag: str, saves: list[str], evidence: Evidence) 
         f"unknown tag `{tag}`",
         where=str(root),
         why=f"found {quote_names(saves)}" if saves else "no saves were found",
-        hint=f"did you mean {spell_option(f'--tag {close}')}?" if close else None,
+        hint=f"did you mean {format_option(f'--tag {close}')}?" if close else None,
     )
 
 
@@ -105,7 +105,7 @@ def _follow_pointer(
     where = str(root / pointer)
     # Prefer the run's own saves to the one that it was initialized from.
     numbered = [save for save in saves if any(map(str.isdigit, save))] or saves
-    hint = f"select a save, for example {spell_option(f'--tag {numbered[-1]}')}" if saves else None
+    hint = f"select a save, for example {format_option(f'--tag {numbered[-1]}')}" if saves else None
     if not tag or not is_complete or not tag.isprintable() or "\ufffd" in tag:
         raise UnsupportedError(
             f"`{pointer}` is {'not the name of a save' if tag else 'empty'}",

@@ -158,7 +158,7 @@ def _read_tensor(
         raise UnsupportedError(
             f"the serializer `{stored.serializer}` is not supported", where=f"tensor `{name}`"
         )
-    needed = Box.whole(stored.shape).numel * dtypes.itemsize(stored.dtype)
+    needed = Box.whole(stored.shape).numel * dtypes.get_itemsize(stored.dtype)
     if needed != nbytes:
         raise ValueError(f"`{name}` needs {pluralize(needed, 'byte')} but has {nbytes:,}")
     place = f"{stored.file}:{first}"

@@ -117,7 +117,7 @@ def to_float32_scales(scale: torch.Tensor) -> torch.Tensor:
     raw = scale.view(torch.uint8)
     if _has_e4m3_nan(raw):
         return bytes_to_float32(raw, E4M3)
-    halves = shift_fp8_to_halves(raw, torch.empty(raw.shape, dtype=torch.int16))
+    halves = shift_fp8_to_float16(raw, torch.empty(raw.shape, dtype=torch.int16))
     return halves.to(torch.float32).mul_(FP8_SCALE_OF_HALVES)
 
 
@@ -127,14 +127,14 @@ def _convert_to_float32(
     """Convert float8 bytes to float32 in scratch memory, and return them with their scales."""
     if dtype != E4M3 or not raw.numel() or _has_e4m3_nan(raw):
         return bytes_to_float32(raw, dtype), scale
-    halves = shift_fp8_to_halves(
+    halves = shift_fp8_to_float16(
         raw, out.get_scratch("moved", "int16", raw.numel()).view(raw.shape)
     )
     numbers = out.get_scratch("numbers", "float32", raw.numel()).view(raw.shape)
-    return fold_factor(FP8_SCALE_OF_HALVES, numbers.copy_(halves), scale)
+    return apply_factor(FP8_SCALE_OF_HALVES, numbers.copy_(halves), scale)
 
 
-def fold_factor(
+def apply_factor(
     factor: float, numbers: torch.Tensor, scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Multiply *scale* or, if that would overflow, *numbers* by *factor*, and return both.
@@ -149,7 +149,7 @@ def fold_factor(
     return numbers.mul_(factor), scale
 
 
-def shift_fp8_to_halves(raw: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+def shift_fp8_to_float16(raw: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
     """Write E4M3 bytes as float16 / :data:`FP8_SCALE_OF_HALVES` to the memory of int16 *into*.
 
     This is several times faster than torch's conversion: exponent and mantissa are shifted into
@@ -229,8 +229,8 @@ def _dequantize_fp4_groups(out: OutputRectangle) -> None:
         if shared:
             factor = _read_global_scale(shared[0], rows, out.computed.shape[-2])
             scale = scale.div_(factor) if parameters.divided else scale.mul_(factor)
-        values.view(len(rows), -1).copy_(_shift_fp4_to_halves(out, packed))
-        values, scale = fold_factor(FP4_SCALE_OF_HALVES, values, scale)
+        values.view(len(rows), -1).copy_(_shift_fp4_to_float16(out, packed))
+        values, scale = apply_factor(FP4_SCALE_OF_HALVES, values, scale)
     values.view(len(rows), len(groups), group).mul_(scale[..., None])
     if not writes_directly:
         out.write(values, groups.start * group)
@@ -267,7 +267,7 @@ def look_up_nibbles(
     torch.index_select(table, 0, index, out=into.view(table.dtype))
 
 
-def _shift_fp4_to_halves(out: OutputRectangle, packed: torch.Tensor) -> torch.Tensor:
+def _shift_fp4_to_float16(out: OutputRectangle, packed: torch.Tensor) -> torch.Tensor:
     """Convert E2M1 to float16 / :data:`FP4_SCALE_OF_HALVES` in scratch memory.
 
     The two codes of a byte are shifted to the upper bits of both halves of an int32. Adding 7 to

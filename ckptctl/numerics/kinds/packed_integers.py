@@ -110,7 +110,7 @@ def _pad_words(words: torch.Tensor, period_words: int, dim: int) -> torch.Tensor
     return torch.cat((words, torch.zeros(shape, dtype=words.dtype)), dim=dim)
 
 
-class _Weight(NamedTuple):
+class _IntegerWeight(NamedTuple):
     """Inputs and arguments of a weight of packed integers."""
 
     form: IntegerGroups
@@ -121,10 +121,12 @@ class _Weight(NamedTuple):
     shape: InputTensor | None = None
 
 
-def _parse_inputs(out: OutputRectangle) -> _Weight:
+def _parse_inputs(out: OutputRectangle) -> _IntegerWeight:
     form: IntegerGroups = out.arguments
     integers, scale, *optional_inputs = out.inputs
-    return _Weight(form, integers, scale, **dict(zip(form.optional, optional_inputs, strict=True)))
+    return _IntegerWeight(
+        form, integers, scale, **dict(zip(form.optional, optional_inputs, strict=True))
+    )
 
 
 def _dequantize_groups(out: OutputRectangle) -> None:
@@ -142,7 +144,7 @@ def _dequantize_groups(out: OutputRectangle) -> None:
         read_parts = _read_transposed if transposed else _read_row_major
         integers, factors, zeros = read_parts(out, weight, row_range, column_range)
         if zeros is not None:
-            _require_neutral_zeros(weight, zeros, is_centered=not transposed)
+            _require_symmetric_zeros(weight, zeros, is_centered=not transposed)
         writes_directly = len(column_range) == len(columns) and out.computed.dtype == "float32"
         target = out.elements[row_range.start - rows.start : row_range.stop - rows.start]
         into = (
@@ -168,7 +170,7 @@ def _dequantize_groups(out: OutputRectangle) -> None:
 
 
 def _read_row_major(
-    out: OutputRectangle, weight: _Weight, rows: range, column_range: range
+    out: OutputRectangle, weight: _IntegerWeight, rows: range, column_range: range
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Read the integers of some columns, and the scales and zero points of all groups."""
     import torch
@@ -178,7 +180,9 @@ def _read_row_major(
     return _read_integers(out, weight, rows, column_range), scale, zeros
 
 
-def _require_neutral_zeros(weight: _Weight, zeros: torch.Tensor, *, is_centered: bool) -> None:
+def _require_symmetric_zeros(
+    weight: _IntegerWeight, zeros: torch.Tensor, *, is_centered: bool
+) -> None:
     """Raise if a symmetric weight has zero points that change the result."""
     if not weight.form.symmetric:
         return
@@ -195,7 +199,7 @@ def _require_neutral_zeros(weight: _Weight, zeros: torch.Tensor, *, is_centered:
         )
 
 
-def _find_transposed_chunk(weight: _Weight, row: int) -> range:
+def _find_transposed_chunk(weight: _IntegerWeight, row: int) -> range:
     """Return the rows around *row* that are read together from a transposed weight."""
     height, width = weight.integers.entry.shape
     chunk_rows = max(TRANSPOSED_CHUNK_BYTES // (4 * height) // WORD_BITS, 1) * WORD_BITS
@@ -203,7 +207,7 @@ def _find_transposed_chunk(weight: _Weight, row: int) -> range:
     return range(start, min(start + chunk_rows, width))
 
 
-def _split_into_chunks(weight: _Weight, rows: range) -> Iterator[range]:
+def _split_into_chunks(weight: _IntegerWeight, rows: range) -> Iterator[range]:
     """Split *rows* into ranges that are read together."""
     start = rows.start
     while start < rows.stop:
@@ -213,7 +217,7 @@ def _split_into_chunks(weight: _Weight, rows: range) -> Iterator[range]:
 
 
 def _read_transposed(
-    out: OutputRectangle, weight: _Weight, rows: range, column_range: range
+    out: OutputRectangle, weight: _IntegerWeight, rows: range, column_range: range
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Read integers, scales and zero points of a transposed weight, as :func:`_read_row_major`."""
     import torch
@@ -258,7 +262,7 @@ def _read_group_values(out: OutputRectangle, tensor: InputTensor, rows: range) -
 
 
 def _read_integers(
-    out: OutputRectangle, weight: _Weight, rows: range, column_range: range
+    out: OutputRectangle, weight: _IntegerWeight, rows: range, column_range: range
 ) -> torch.Tensor:
     """Read the int8 integers of a range of columns that begins at a word."""
     import torch
@@ -303,7 +307,7 @@ def _split_by_matrix(rows: range, height: int) -> Iterator[tuple[int, range]]:
         start = stop
 
 
-def _read_group_order(weight: _Weight, width: int) -> torch.Tensor | None:
+def _read_group_order(weight: _IntegerWeight, width: int) -> torch.Tensor | None:
     """Return the group of each column, or None if groups are consecutive and complete."""
     import torch
 
@@ -358,7 +362,7 @@ def _dequantize_row_groups(out: OutputRectangle) -> None:
         group_range = range(group_number, group_number + 1)
         zero = _unpack_awq(weight.zero.read(group_range, words)).to(torch.float32)
         scale = weight.scale.read(group_range, column_range).to(torch.float32)
-        _require_neutral_zeros(weight, zero, is_centered=False)
+        _require_symmetric_zeros(weight, zero, is_centered=False)
         part = slice(group_rows.start - rows.start, group_rows.stop - rows.start)
         numbers = out.get_scratch("numbers", "float32", len(group_rows) * len(column_range))
         numbers = numbers.view(len(group_rows), -1).copy_(codes[part]).sub_(zero).mul_(scale)

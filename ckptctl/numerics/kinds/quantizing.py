@@ -28,9 +28,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
-from ckptctl.catalog import VIRTUAL
-from ckptctl.errors import RefusedError, spell_option
-from ckptctl.numerics.kinds.narrow_floats import FP8_SCALE_OF_HALVES, shift_fp8_to_halves
+from ckptctl.catalog import VIRTUAL_PREFIX
+from ckptctl.errors import RefusedError, format_option
+from ckptctl.numerics.kinds.narrow_floats import FP8_SCALE_OF_HALVES, shift_fp8_to_float16
 from ckptctl.storage.computed import InputTensor, Kind, OutputRectangle, SharedResults
 from ckptctl.storage.outcome import NO_ROUNDING, Rounding
 
@@ -97,7 +97,7 @@ def _quantize_elements(scheme: _BlockScheme, out: OutputRectangle) -> Rounding:
             codes = blocks.quantize_blocks(
                 scales if global_scale is None else scales / global_scale
             )
-            wanted = _WantedPart(block_rows, span, out.rows, columns)
+            wanted = _OutputPart(block_rows, span, out.rows, columns)
             total += blocks.measure_rounding(wanted)
             target = out.elements[wanted.rows.start - out.rows.start :][: len(wanted.rows)]
             first_column = wanted.columns.start - columns.start
@@ -151,7 +151,7 @@ def _split_into_blocks(
 
 
 @dataclass(frozen=True, slots=True)
-class _WantedPart:
+class _OutputPart:
     """Rows and columns of complete blocks that belong to the output.
 
     Attributes:
@@ -248,7 +248,7 @@ class _Blocks:
             values.copy_(self._allocate("narrow", str(dtype).removeprefix("torch.")).copy_(values))
         return self._round_to_e2m1() if self._scheme.is_packed else self._round_to_e4m3()
 
-    def measure_rounding(self, part: _WantedPart) -> Rounding:
+    def measure_rounding(self, part: _OutputPart) -> Rounding:
         """Return the rounding errors of the wanted elements of the last quantization."""
         import torch
 
@@ -271,7 +271,7 @@ class _Blocks:
         """Round the quotients to E4M3 and return their bytes."""
         values = self._values.clamp_(-FP8_MAX, FP8_MAX)
         codes = self._allocate("codes", "float8_e4m3fn").copy_(values)
-        halves = shift_fp8_to_halves(codes.view(-1), self._allocate("moved", "int16").view(-1))
+        halves = shift_fp8_to_float16(codes.view(-1), self._allocate("moved", "int16").view(-1))
         self._factors = self._factors * FP8_SCALE_OF_HALVES
         values.copy_(halves.view(self._shape))
         return self._as_matrix(codes)
@@ -311,9 +311,9 @@ def _require_finite(weight: InputTensor, values: torch.Tensor) -> torch.Tensor:
     if not bool(values.isfinite().all()):
         raise RefusedError(
             "a weight to be quantized contains infinity, NaN or values near the dtype's maximum",
-            where=f"tensor `{weight.entry.name.removeprefix(VIRTUAL)}`",
+            where=f"tensor `{weight.entry.name.removeprefix(VIRTUAL_PREFIX)}`",
             why="no scale can represent them",
-            hint=f"pass {spell_option('--quantize-not GLOB')} to skip it",
+            hint=f"pass {format_option('--quantize-not GLOB')} to skip it",
         )
     return values
 

@@ -35,7 +35,7 @@ def _rearrange_elements(out: OutputRectangle) -> None:
         build_matrix_box(out.rows, out.columns),
         out.computed.dtype,
     )
-    strides = compute_dense_strides(box.sizes, dtypes.itemsize(dtype))
+    strides = compute_dense_strides(box.sizes, dtypes.get_itemsize(dtype))
     target = TargetBox("", 0, box.offsets, box.sizes, strides, record=0)
     sink, unchecked = HostMemory(out.memory), list[int]()
     engine = TileEngine(out.opened, lambda _: sink, out.opened.buffers, checksum=False)

@@ -17,7 +17,7 @@ from functools import cache
 
 from ckptctl.errors import MappingError
 from ckptctl.numerics.quantization.scheme import TensorGroup
-from ckptctl.numerics.quantization.statement import Json, QuantizationStatement
+from ckptctl.numerics.quantization.statement import Json, QuantizationConfig
 from ckptctl.units import pluralize
 
 CONFIG_GROUPS = "config_groups"
@@ -55,7 +55,9 @@ class WeightArguments:
     order: str
 
 
-def read_arguments(group: TensorGroup, formats: Mapping[str, tuple[str, ...]]) -> WeightArguments:
+def parse_weight_arguments(
+    group: TensorGroup, formats: Mapping[str, tuple[str, ...]]
+) -> WeightArguments:
     """Return the quantization settings of a layer's weights.
 
     Args:
@@ -68,18 +70,20 @@ def read_arguments(group: TensorGroup, formats: Mapping[str, tuple[str, ...]]) -
     """
     if isinstance(cached := group.cache.get(CONFIG_GROUPS), WeightArguments):
         return cached
-    statement = group.statement
+    quant_config = group.quant_config
     config_group = _find_config_group(group)
-    format_name = config_group.get("format") or statement.content.get("format")
+    format_name = config_group.get("format") or quant_config.content.get("format")
     if format_name not in (None, MIXED_PRECISION) and group.lead.dtype not in formats.get(
         str(format_name), ()
     ):
         why = f"`{group.lead.name}` is {group.lead.dtype}"
         raise MappingError(
-            f"`format` {format_name!r} does not match the tensors", where=statement.where, why=why
+            f"`format` {format_name!r} does not match the tensors",
+            where=quant_config.where,
+            why=why,
         )
-    weights = QuantizationStatement(
-        statement.method, _as_mapping(config_group.get("weights")), statement.where
+    weights = QuantizationConfig(
+        quant_config.method, _as_mapping(config_group.get("weights")), quant_config.where
     )
     group_size = weights.read_number("group_size", -1) or 0
     default = "tensor" if not group_size else "channel" if group_size < 0 else "group"
@@ -108,21 +112,21 @@ def _as_mapping(value: object) -> Json:
 
 def _find_config_group(group: TensorGroup) -> Json:
     """Return the group of ``config_groups`` that a layer belongs to."""
-    statement = group.statement
-    _require_only_quantized(statement)
+    quant_config = group.quant_config
+    _require_only_quantized(quant_config)
     groups = [
-        _as_mapping(item) for item in _as_mapping(statement.content.get(CONFIG_GROUPS)).values()
+        _as_mapping(item) for item in _as_mapping(quant_config.content.get(CONFIG_GROUPS)).values()
     ]
     groups = [item for item in groups if isinstance(item.get("weights"), Mapping)]
     if not groups:
         raise group.missing_setting_error(CONFIG_GROUPS, "a group with `weights` is required")
     if any(
-        _matches_target(group.module, item, statement)
-        for item in _list_strings(statement.content.get("ignore"))
+        _matches_target(group.module, item, quant_config)
+        for item in _list_strings(quant_config.content.get("ignore"))
     ):
         raise MappingError(
             f"`{group.lead.name}` is quantized, but `ignore` lists its layer",
-            where=statement.where,
+            where=quant_config.where,
         )
     if len(groups) == 1:
         return groups[0]
@@ -131,7 +135,7 @@ def _find_config_group(group: TensorGroup) -> Json:
         item
         for item in groups
         if any(
-            _matches_target(group.module, target, statement)
+            _matches_target(group.module, target, quant_config)
             for target in _list_strings(item.get("targets"))
         )
     ]
@@ -148,31 +152,33 @@ def _find_config_group(group: TensorGroup) -> Json:
         raise MappingError(
             f"{pluralize(len(candidates), 'group targets', 'groups target')} `{group.module}`",
             why="`config_groups` must assign exactly one group to each layer",
-            where=statement.where,
+            where=quant_config.where,
         )
     return candidates[0]
 
 
-def _require_only_quantized(statement: QuantizationStatement) -> None:
+def _require_only_quantized(quant_config: QuantizationConfig) -> None:
     """Raise if weights are sparse or transformed in addition to being quantized."""
-    sparse_format = _as_mapping(statement.content.get("sparsity_config")).get("format", "dense")
+    sparse_format = _as_mapping(quant_config.content.get("sparsity_config")).get("format", "dense")
     if sparse_format != "dense":
         raise MappingError(
-            f"`sparsity_config` format {sparse_format!r} is not supported", where=statement.where
+            f"`sparsity_config` format {sparse_format!r} is not supported", where=quant_config.where
         )
-    if _as_mapping(statement.content.get("transform_config")).get("config_groups"):
+    if _as_mapping(quant_config.content.get("transform_config")).get("config_groups"):
         why = "it rotates weights and, at run time, activations"
-        raise MappingError("`transform_config` is not supported", where=statement.where, why=why)
+        raise MappingError("`transform_config` is not supported", where=quant_config.where, why=why)
 
 
 def _list_strings(value: object) -> list[str]:
     return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
 
 
-def _matches_target(module: str, target: str, statement: QuantizationStatement) -> bool:
+def _matches_target(module: str, target: str, quant_config: QuantizationConfig) -> bool:
     if not target.startswith("re:"):
         return target == module
-    return _compile_pattern(target.removeprefix("re:"), statement.where).match(module) is not None
+    return (
+        _compile_pattern(target.removeprefix("re:"), quant_config.where).match(module) is not None
+    )
 
 
 @cache

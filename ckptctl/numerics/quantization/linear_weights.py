@@ -52,7 +52,7 @@ class TensorRoles:
         """Whether the layout stores experts stacked in one tensor."""
         return any(_is_expert_stack(leaf) for leaf in self._leaves.values())
 
-    def find_role(self, key: str, shape: Sequence[int]) -> Role:
+    def get_role(self, key: str, shape: Sequence[int]) -> Role:
         """Return the role of the tensor *key*.
 
         Stacked experts are ``experts`` if they are ``[experts, out, in]`` and have a name by which

@@ -30,19 +30,19 @@ class StoredPart:
     """One of the tensors that store a quantized weight.
 
     Attributes:
-        ending: Suffix that replaces ``.weight`` in the name.
+        suffix: Suffix that replaces ``.weight`` in the name.
         kind: The kind in ``ckptctl/numerics/kinds`` that computes the tensor.
         dtype: torch's name, or empty for the weight's dtype.
         block: Rows and columns of the weight (0 for all) for each element of the tensor, or None if
             the tensor is a single number.
     """
 
-    ending: str
+    suffix: str
     kind: str
     dtype: str
     block: tuple[int, int] | None
 
-    def stored_shape(self, weight_shape: Sequence[int]) -> tuple[int, ...]:
+    def compute_stored_shape(self, weight_shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape for a weight ``[rows, columns]`` or ``[experts, rows, columns]``."""
         if self.block is None:
             return (1,)
@@ -53,11 +53,11 @@ class StoredPart:
             -(-columns // (block_columns or columns or 1)),
         )
 
-    def stored_name(self, weight_name: str) -> str:
+    def build_stored_name(self, weight_name: str) -> str:
         """Return the name for a weight, which in an expert stack does not end in ``.weight``."""
         if weight_name.endswith(WEIGHT):
-            return weight_name.removesuffix(WEIGHT) + self.ending
-        return weight_name + self.ending.removeprefix(WEIGHT)
+            return weight_name.removesuffix(WEIGHT) + self.suffix
+        return weight_name + self.suffix.removeprefix(WEIGHT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +223,6 @@ RECIPES = (
 )
 
 
-def list_recipes() -> Mapping[str, Recipe]:
+def get_recipes_by_name() -> Mapping[str, Recipe]:
     """Return all recipes by name."""
     return {recipe.name: recipe for recipe in RECIPES}

@@ -17,7 +17,7 @@ from ckptctl.catalog import TensorEntry
 from ckptctl.errors import DamagedError, MappingError, UnsupportedError, quote_names
 from ckptctl.numerics.quantization import schemes as modules
 from ckptctl.numerics.quantization.formulas import ScaleBlocks
-from ckptctl.numerics.quantization.statement import QuantizationStatement
+from ckptctl.numerics.quantization.statement import QuantizationConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +59,13 @@ class QuantizedWeight:
 
 @dataclass(frozen=True, slots=True)
 class TensorGroup:
-    """Tensors that a :class:`NamingForm` matches as one weight.
+    """Tensors that a :class:`NamingPattern` matches as one weight.
 
     Attributes:
         key: Name of the dequantized tensor.
         lead: The tensor of quantized elements.
         parts: The other tensors of the weight, by role.
-        statement: The checkpoint's quantization config.
+        quant_config: The checkpoint's quantization config.
         read_values: Reads the bytes of a small tensor.
         cache: Cache for values that a scheme derives from *statement*.
     """
@@ -73,7 +73,7 @@ class TensorGroup:
     key: str
     lead: TensorEntry
     parts: Mapping[str, TensorEntry]
-    statement: QuantizationStatement
+    quant_config: QuantizationConfig
     read_values: Callable[[TensorEntry], bytes]
     cache: dict[str, Any] = field(default_factory=dict, compare=False)
 
@@ -124,7 +124,7 @@ class TensorGroup:
 
     def missing_setting_error(self, key: str, why: str) -> MappingError:
         """Build the error for a required but missing or invalid setting."""
-        error = self.statement.invalid_value_error(key, why)
+        error = self.quant_config.invalid_value_error(key, why)
         error.hint = f"correct the configuration to dequantize `{self.lead.name}`"
         return error
 
@@ -147,7 +147,7 @@ class WeightPart:
     """A tensor stored next to the quantized elements.
 
     Attributes:
-        ending: Suffix of the tensor's name.
+        suffix: Suffix of the tensor's name.
         required: Returns why the tensor must be present, or None if it may be missing.
         forbidden: Returns why the tensor must be absent, or None if it is allowed.
         is_complete: Returns whether a weight has the complete tensor, or None if the config decides
@@ -155,7 +155,7 @@ class WeightPart:
         drop_reason: Description of the tensor if dequantized models do not need it, else empty.
     """
 
-    ending: str
+    suffix: str
     required: Reason = never_applies
     forbidden: Reason = never_applies
     is_complete: Callable[[TensorGroup], bool | None] | None = None
@@ -168,31 +168,31 @@ class WeightPart:
 
 
 @dataclass(frozen=True, slots=True)
-class NamingForm:
+class NamingPattern:
     """Names of the tensors that store one weight, as suffixes of a common prefix.
 
     Attributes:
-        lead_ending: Name suffix of the tensor of quantized elements.
+        lead_suffix: Name suffix of the tensor of quantized elements.
         dtypes: Possible dtypes of that tensor.
         parts: The other tensors by role, which may be required, optional or forbidden.
         build_weight: Checks such tensors and builds the weight, or None if the scheme is
             unsupported.
-        dequantized_ending: Name suffix of the dequantized tensor.
-        unique_endings: Name suffixes that identify the scheme, each with the dtypes for which that
+        dequantized_suffix: Name suffix of the dequantized tensor.
+        unique_suffixes: Name suffixes that identify the scheme, each with the dtypes for which that
             holds (empty for any). Such a tensor without the others of its weight is an error.
     """
 
-    lead_ending: str
+    lead_suffix: str
     dtypes: tuple[str, ...]
     parts: Mapping[str, WeightPart] = field(default_factory=dict)
     build_weight: Callable[[TensorGroup], QuantizedWeight] | None = None
-    dequantized_ending: str = ".weight"
-    unique_endings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    dequantized_suffix: str = ".weight"
+    unique_suffixes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
-    def endings(self) -> tuple[str, ...]:
+    def suffixes(self) -> tuple[str, ...]:
         """Name suffixes of all tensors of a weight."""
-        return (self.lead_ending, *(part.ending for part in self.parts.values()))
+        return (self.lead_suffix, *(part.suffix for part in self.parts.values()))
 
     def require_parts(self, group: TensorGroup) -> None:
         """Raise if a required tensor is missing, or a forbidden one is present.
@@ -202,22 +202,22 @@ class NamingForm:
             UnsupportedError: The config forbids a tensor.
             MappingError: The config has an unsupported value.
         """
-        stem = group.lead.name.removesuffix(self.lead_ending)
+        stem = group.lead.name.removesuffix(self.lead_suffix)
         missing: dict[str, str] = {}
         for role, part in self.parts.items():
             if role not in group.parts and (why := part.required(group)):
-                missing[f"{stem}{part.ending}"] = why
+                missing[f"{stem}{part.suffix}"] = why
         if missing:
             raise missing_parts_error(group, missing)
         for role, part in self.parts.items():
             if role in group.parts and (why := part.forbidden(group)):
                 raise group.mismatch_error(f"{why}, so this tensor is not allowed", role)
 
-    def find_unique_ending(self, name: str, dtype: str) -> str | None:
+    def find_unique_suffix(self, name: str, dtype: str) -> str | None:
         """Return the suffix by which *name* identifies the scheme, or None."""
-        for ending, dtypes in self.unique_endings.items():
-            if name.endswith(ending) and (not dtypes or dtype in dtypes):
-                return ending
+        for suffix, dtypes in self.unique_suffixes.items():
+            if name.endswith(suffix) and (not dtypes or dtype in dtypes):
+                return suffix
         return None
 
 
@@ -227,7 +227,7 @@ class Scheme:
 
     Attributes:
         name: Name for messages.
-        forms: Naming patterns of its tensors, most specific first.
+        naming_patterns: Naming patterns of its tensors, most specific first.
         methods: Values of ``quant_method`` for this scheme.
         needs_no_config: Whether names, dtypes and shapes identify it without a config.
         in_tables: Whether families' tables include its tensors.
@@ -236,16 +236,16 @@ class Scheme:
     """
 
     name: str
-    forms: tuple[NamingForm, ...] = ()
+    naming_patterns: tuple[NamingPattern, ...] = ()
     methods: tuple[str, ...] = ()
     needs_no_config: bool = False
     in_tables: bool = False
     drop_reasons: Mapping[str, str] = field(default_factory=dict)
 
-    def can_apply(self, statement: QuantizationStatement) -> bool:
+    def can_apply(self, quant_config: QuantizationConfig) -> bool:
         """Return whether a checkpoint with this quantization config may use the scheme."""
-        is_supported = any(form.build_weight for form in self.forms)
-        return is_supported and (self.needs_no_config or statement.method in self.methods)
+        is_supported = any(pattern.build_weight for pattern in self.naming_patterns)
+        return is_supported and (self.needs_no_config or quant_config.method in self.methods)
 
 
 def missing_parts_error(group: TensorGroup, missing: Mapping[str, str]) -> DamagedError:
@@ -277,6 +277,8 @@ def load_schemes() -> tuple[Scheme, ...]:
 def list_supported_methods() -> frozenset[str]:
     """Return every supported ``quant_method``."""
     supported_schemes = (
-        scheme for scheme in load_schemes() if any(form.build_weight for form in scheme.forms)
+        scheme
+        for scheme in load_schemes()
+        if any(pattern.build_weight for pattern in scheme.naming_patterns)
     )
     return frozenset(method for scheme in supported_schemes for method in scheme.methods)

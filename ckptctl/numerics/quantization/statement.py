@@ -42,7 +42,7 @@ COMPARED_KEYS = (
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizationStatement:
+class QuantizationConfig:
     """Quantization config of a checkpoint.
 
     Attributes:
@@ -91,12 +91,12 @@ class QuantizationStatement:
         return MappingError(f"`{key}` is {value_text}", where=self.where, why=why)
 
 
-def find_config_statement(config: Json) -> QuantizationStatement | None:
+def find_quantization_config(config: Json) -> QuantizationConfig | None:
     """Return the first quantization config in config.json, or None if there is none."""
-    return next(iterate_config_statements(config), None)
+    return next(iterate_quantization_configs(config), None)
 
 
-def iterate_config_statements(config: Json) -> Iterator[QuantizationStatement]:
+def iterate_quantization_configs(config: Json) -> Iterator[QuantizationConfig]:
     """Yield all quantization configs in config.json, nested ones too."""
     inner = {f"{key}.": part for key, part in config.items() if key.endswith("_config")}
     for name, part in {"": config, **inner}.items():
@@ -106,15 +106,15 @@ def iterate_config_statements(config: Json) -> Iterator[QuantizationStatement]:
             content = part.get(key)
             if isinstance(content, Mapping):
                 where = f"{name}{key} in {CONFIG}"
-                yield QuantizationStatement(str(content.get(METHOD_KEY, default)), content, where)
+                yield QuantizationConfig(str(content.get(METHOD_KEY, default)), content, where)
 
 
-def parse_sidecar_statement(name: str, content: Json) -> QuantizationStatement:
+def parse_sidecar_config(name: str, content: Json) -> QuantizationConfig:
     """Return the quantization config in a file of :data:`SIDECAR_METHODS`."""
-    return QuantizationStatement(str(content.get(METHOD_KEY, SIDECAR_METHODS[name])), content, name)
+    return QuantizationConfig(str(content.get(METHOD_KEY, SIDECAR_METHODS[name])), content, name)
 
 
-def require_agreement(first: QuantizationStatement, second: QuantizationStatement) -> None:
+def require_configs_agree(first: QuantizationConfig, second: QuantizationConfig) -> None:
     """Raise if two quantization configs contradict each other.
 
     Case is ignored, since AutoAWQ writes GEMM in one file and gemm in the other; null states
@@ -124,7 +124,7 @@ def require_agreement(first: QuantizationStatement, second: QuantizationStatemen
         MappingError: A key has different values.
     """
     for key in COMPARED_KEYS:
-        values = [statement.weight_settings.get(key) for statement in (first, second)]
+        values = [quant_config.weight_settings.get(key) for quant_config in (first, second)]
         if None not in values and _fold_case(values[0]) != _fold_case(values[1]):
             raise MappingError(
                 f"`{key}` is {values[0]!r} and {values[1]!r}",

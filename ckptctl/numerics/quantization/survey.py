@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 
 from ckptctl.catalog import TensorEntry
 from ckptctl.errors import CkptError, DamagedError, UnsupportedError
-from ckptctl.numerics.quantization.statement import QUANTIZATION, QuantizationStatement
+from ckptctl.numerics.quantization.statement import QUANTIZATION, QuantizationConfig
 
 if TYPE_CHECKING:
     from ckptctl.numerics.quantization.scheme import (
-        NamingForm,
+        NamingPattern,
         QuantizedWeight,
         Scheme,
         TensorGroup,
     )
 
-Values = Callable[[TensorEntry], bytes]
+ValueReader = Callable[[TensorEntry], bytes]
 Tensors = Mapping[str, TensorEntry]
 UNQUANTIZED_ENDINGS = (".weight", ".bias")
 UNQUANTIZED_DTYPES = ("bfloat16", "float16", "float32")
@@ -59,18 +59,18 @@ class QuantizationSurvey:
     @property
     def scheme_by_tensor(self) -> dict[str, str]:
         """Descriptions of how tensors are quantized, by dequantized name."""
-        unfit = {
+        error_descriptions = {
             name: "mismatched scales" if isinstance(error, UnsupportedError) else error.what
             for name, error in self.errors.items()
         }
-        unfit |= {
+        error_descriptions |= {
             name: "a tensor is missing"
             for name, error in self.errors.items()
             if isinstance(error, DamagedError)
         }
         return {
             **{weight.key: weight.description for weight in self.weights},
-            **unfit,
+            **error_descriptions,
             **self.unknown,
         }
 
@@ -83,37 +83,37 @@ def looks_unquantized(tensors: Tensors) -> bool:
     )
 
 
-def detect_quantized(
-    tensors: Tensors, statement: QuantizationStatement, read_values: Values
+def detect_quantized_weights(
+    tensors: Tensors, quant_config: QuantizationConfig, read_values: ValueReader
 ) -> QuantizationSurvey:
     """Detect quantized weights and their scales among *tensors*.
 
     Args:
         tensors: All tensors of a checkpoint.
-        statement: Quantization config of the checkpoint.
+        quant_config: Quantization config of the checkpoint.
         read_values: Reads the bytes of a small tensor, for schemes that shapes do not determine.
     """
-    if not statement.method and looks_unquantized(tensors):
+    if not quant_config.method and looks_unquantized(tensors):
         return QuantizationSurvey()
-    applicable = [scheme for scheme in _load_schemes() if scheme.can_apply(statement)]
-    applicable.sort(key=lambda scheme: statement.method not in scheme.methods)
+    applicable = [scheme for scheme in _load_schemes() if scheme.can_apply(quant_config)]
+    applicable.sort(key=lambda scheme: quant_config.method not in scheme.methods)
     result = QuantizationSurvey()
-    used = _add_weights(result, applicable, tensors, statement, read_values)
-    endings = {
-        ending: drop_reason
+    used_names = _add_weights(result, applicable, tensors, quant_config, read_values)
+    suffixes = {
+        suffix: drop_reason
         for scheme in applicable
-        for ending, drop_reason in scheme.drop_reasons.items()
+        for suffix, drop_reason in scheme.drop_reasons.items()
     }
-    drop_endings = tuple(endings)
+    drop_endings = tuple(suffixes)
     for name in tensors:
-        if name not in used and name.endswith(drop_endings):
+        if name not in used_names and name.endswith(drop_endings):
             result.dropped[name] = next(
-                drop_text for end, drop_text in endings.items() if name.endswith(end)
+                drop_text for end, drop_text in suffixes.items() if name.endswith(end)
             )
-    _add_unknown(result, applicable, tensors, used)
-    is_known_method = any(statement.method in scheme.methods for scheme in applicable)
-    if statement.method and not is_known_method and not result.unknown:
-        result.unknown[QUANTIZATION] = f"`{statement.method}`"
+    _add_unknown_tensors(result, applicable, tensors, used_names)
+    is_known_method = any(quant_config.method in scheme.methods for scheme in applicable)
+    if quant_config.method and not is_known_method and not result.unknown:
+        result.unknown[QUANTIZATION] = f"`{quant_config.method}`"
     return result
 
 
@@ -127,78 +127,88 @@ def _add_weights(
     result: QuantizationSurvey,
     applicable: Iterable[Scheme],
     tensors: Tensors,
-    statement: QuantizationStatement,
-    read_values: Values,
+    quant_config: QuantizationConfig,
+    read_values: ValueReader,
 ) -> set[str]:
     """Add supported weights and errors, and return the names of their tensors."""
-    by_dtype: dict[str, list[NamingForm]] = {}
-    for form in (form for scheme in applicable for form in scheme.forms if form.build_weight):
-        for dtype in form.dtypes:
-            by_dtype.setdefault(dtype, []).append(form)
+    by_dtype: dict[str, list[NamingPattern]] = {}
+    for pattern in (
+        pattern
+        for scheme in applicable
+        for pattern in scheme.naming_patterns
+        if pattern.build_weight
+    ):
+        for dtype in pattern.dtypes:
+            by_dtype.setdefault(dtype, []).append(pattern)
     from ckptctl.numerics.quantization.scheme import TensorGroup  # late: for a fast start
 
-    used: set[str] = set()
-    matched_groups: list[tuple[NamingForm, TensorGroup]] = []
+    used_names: set[str] = set()
+    matched_groups: list[tuple[NamingPattern, TensorGroup]] = []
     for name, entry in tensors.items():
-        found_form = _match_form(by_dtype.get(entry.dtype, ()), name, tensors)
+        found_form = _match_naming_pattern(by_dtype.get(entry.dtype, ()), name, tensors)
         if found_form is None or (build_weight := found_form[0].build_weight) is None:
             continue
-        form, parts = found_form
-        used.add(name)
-        used.update(part.name for part in parts.values())
+        pattern, parts = found_form
+        used_names.add(name)
+        used_names.update(part.name for part in parts.values())
         for role, part in parts.items():
-            if form.parts[role].drop_reason:
-                result.dropped[part.name] = form.parts[role].drop_reason
-        parts = {role: part for role, part in parts.items() if not form.parts[role].drop_reason}
-        key = f"{name.removesuffix(form.lead_ending)}{form.dequantized_ending}"
-        group = TensorGroup(key, entry, parts, statement, read_values)
+            if pattern.parts[role].drop_reason:
+                result.dropped[part.name] = pattern.parts[role].drop_reason
+        parts = {role: part for role, part in parts.items() if not pattern.parts[role].drop_reason}
+        key = f"{name.removesuffix(pattern.lead_suffix)}{pattern.dequantized_suffix}"
+        group = TensorGroup(key, entry, parts, quant_config, read_values)
         try:
-            form.require_parts(group)
+            pattern.require_parts(group)
             result.weights.append(build_weight(group))
-            matched_groups.append((form, group))
+            matched_groups.append((pattern, group))
         except CkptError as error:
             result.errors[name] = error
-    _require_uniform(result, matched_groups)
-    _add_unpaired(result, {id(form): form for form, _ in matched_groups}.values(), tensors, used)
-    return used
+    _report_incomplete_weights(result, matched_groups)
+    _add_unpaired_tensors(
+        result,
+        {id(pattern): pattern for pattern, _ in matched_groups}.values(),
+        tensors,
+        used_names,
+    )
+    return used_names
 
 
-def _match_form(
-    forms: Iterable[NamingForm], name: str, tensors: Tensors
-) -> tuple[NamingForm, Tensors] | None:
+def _match_naming_pattern(
+    patterns: Iterable[NamingPattern], name: str, tensors: Tensors
+) -> tuple[NamingPattern, Tensors] | None:
     """Return the naming pattern of the quantized tensor *name*, and its other tensors by role.
 
     If no pattern is complete, the one with the most tensors is returned, or None if there are none.
     """
-    best_match: tuple[NamingForm, Tensors] | None = None
-    for form in forms:
-        if not name.endswith(form.lead_ending):
+    best_match: tuple[NamingPattern, Tensors] | None = None
+    for pattern in patterns:
+        if not name.endswith(pattern.lead_suffix):
             continue
-        stem = name.removesuffix(form.lead_ending)
-        names = {role: f"{stem}{part.ending}" for role, part in form.parts.items()}
+        stem = name.removesuffix(pattern.lead_suffix)
+        names = {role: f"{stem}{part.suffix}" for role, part in pattern.parts.items()}
         present_parts = {role: tensors[part] for role, part in names.items() if part in tensors}
-        needed = {role for role, part in form.parts.items() if part.is_always_required}
-        if needed <= present_parts.keys() and (present_parts or not form.parts):
-            return form, present_parts
+        needed = {role for role, part in pattern.parts.items() if part.is_always_required}
+        if needed <= present_parts.keys() and (present_parts or not pattern.parts):
+            return pattern, present_parts
         if present_parts and (best_match is None or len(present_parts) > len(best_match[1])):
-            best_match = form, present_parts
+            best_match = pattern, present_parts
     return best_match
 
 
-def _require_uniform(
-    result: QuantizationSurvey, matched_groups: Sequence[tuple[NamingForm, TensorGroup]]
+def _report_incomplete_weights(
+    result: QuantizationSurvey, matched_groups: Sequence[tuple[NamingPattern, TensorGroup]]
 ) -> None:
     """Report weights without a tensor that other weights of the same naming pattern have."""
     from ckptctl.numerics.quantization.scheme import missing_parts_error
 
-    places = {
-        (id(form), role): (form, part)
-        for form, _ in matched_groups
-        for role, part in form.parts.items()
+    checked_parts = {
+        (id(pattern), role): (pattern, part)
+        for pattern, _ in matched_groups
+        for role, part in pattern.parts.items()
         if part.is_complete is not None
     }
     errors: dict[str, CkptError] = {}
-    for (form_id, role), (form, part) in places.items():
+    for (form_id, role), (pattern, part) in checked_parts.items():
         assert part.is_complete is not None
         completeness = [
             (group, part.is_complete(group))
@@ -217,66 +227,74 @@ def _require_uniform(
                 why = f"other weights have one element per block, such as `{complete_example}`"
                 errors[group.lead.name] = group.mismatch_error(why, role)
             else:
-                name = f"{group.lead.name.removesuffix(form.lead_ending)}{part.ending}"
+                name = f"{group.lead.name.removesuffix(pattern.lead_suffix)}{part.suffix}"
                 why = f"other weights have this tensor, for example `{complete_example}`"
                 errors[group.lead.name] = missing_parts_error(group, {name: why})
     result.errors |= errors
     result.weights = [weight for weight in result.weights if weight.lead not in errors]
 
 
-def _add_unpaired(
-    result: QuantizationSurvey, forms: Iterable[NamingForm], tensors: Tensors, used: set[str]
+def _add_unpaired_tensors(
+    result: QuantizationSurvey,
+    patterns: Iterable[NamingPattern],
+    tensors: Tensors,
+    used_names: set[str],
 ) -> None:
     """Add unpaired quantized tensors and scales with naming patterns that other weights have.
 
     Without such weights, their names do not identify the scheme.
     """
-    for form in (form for form in forms if form.lead_ending):
-        ends = tuple(part.ending for part in form.parts.values() if part.is_always_required)
+    for pattern in (pattern for pattern in patterns if pattern.lead_suffix):
+        ends = tuple(part.suffix for part in pattern.parts.values() if part.is_always_required)
         for name, entry in tensors.items():
-            if name in used or entry.dtype in UNQUANTIZED_DTYPES:
+            if name in used_names or entry.dtype in UNQUANTIZED_DTYPES:
                 continue
             scale_ending = next(
                 (scale_ending for scale_ending in ends if name.endswith(scale_ending)), None
             )
-            if name.endswith(form.lead_ending) and entry.dtype in form.dtypes:
+            if name.endswith(pattern.lead_suffix) and entry.dtype in pattern.dtypes:
                 result.weights_without_scales.append(name)
-                used.add(name)
+                used_names.add(name)
             elif (
                 scale_ending
-                and f"{name.removesuffix(scale_ending)}{form.lead_ending}" not in tensors
+                and f"{name.removesuffix(scale_ending)}{pattern.lead_suffix}" not in tensors
             ):
                 result.scales_without_weights.append(name)
-                used.add(name)
+                used_names.add(name)
 
 
-def _add_unknown(
+def _add_unknown_tensors(
     result: QuantizationSurvey,
     applicable: Collection[Scheme],
     tensors: Tensors,
-    used: Collection[str],
+    used_names: Collection[str],
 ) -> None:
     """Add tensors that look quantized but belong to no supported weight."""
-    forms = [(scheme, form) for scheme in _load_schemes() for form in scheme.forms]
+    patterns = [
+        (scheme, pattern) for scheme in _load_schemes() for pattern in scheme.naming_patterns
+    ]
     ending_dtypes = [
-        (end, dtypes) for _, form in forms for end, dtypes in form.unique_endings.items()
+        (end, dtypes) for _, pattern in patterns for end, dtypes in pattern.unique_suffixes.items()
     ]
     general_endings = tuple({end for end, dtypes in ending_dtypes if not dtypes})
-    of_dtype = {dtype for _, dtypes in ending_dtypes for dtype in dtypes}
+    identifying_dtypes = {dtype for _, dtypes in ending_dtypes for dtype in dtypes}
     for name, entry in tensors.items():
-        if name in used or not (entry.dtype in of_dtype or name.endswith(general_endings)):
+        if name in used_names or not (
+            entry.dtype in identifying_dtypes or name.endswith(general_endings)
+        ):
             continue
         if name in result.dropped:
             continue
         identified = [
-            (scheme, form, form.find_unique_ending(name, entry.dtype)) for scheme, form in forms
+            (scheme, pattern, pattern.find_unique_suffix(name, entry.dtype))
+            for scheme, pattern in patterns
         ]
         identified = [ending_dtypes for ending_dtypes in identified if ending_dtypes[2] is not None]
         applicable_matches = [
-            (form, ending) for scheme, form, ending in identified if scheme in applicable
+            (pattern, suffix) for scheme, pattern, suffix in identified if scheme in applicable
         ]
         if applicable_matches:
-            is_lead = any(ending == form.lead_ending for form, ending in applicable_matches)
+            is_lead = any(suffix == pattern.lead_suffix for pattern, suffix in applicable_matches)
             (result.weights_without_scales if is_lead else result.scales_without_weights).append(
                 name
             )
@@ -294,36 +312,51 @@ def to_dequantized_names(names: Collection[str]) -> Collection[str]:
     if all(name.endswith(UNQUANTIZED_ENDINGS) for name in names):
         return names
     all_schemes = _load_schemes()
-    dropped = tuple(ending for scheme in all_schemes for ending in scheme.drop_reasons)
-    if not any(name.endswith((*dropped, *_list_identifying_endings())) for name in names):
+    dropped = tuple(suffix for scheme in all_schemes for suffix in scheme.drop_reasons)
+    if not any(name.endswith((*dropped, *_list_identifying_suffixes())) for name in names):
         return names
-    forms = [form for scheme in all_schemes for form in scheme.forms]
-    endings = {
-        end: form for form in forms for end in form.endings if end != form.dequantized_ending
+    patterns = [pattern for scheme in all_schemes for pattern in scheme.naming_patterns]
+    suffixes = {
+        end: pattern
+        for pattern in patterns
+        for end in pattern.suffixes
+        if end != pattern.dequantized_suffix
     }
-    all_endings, present = tuple(endings), frozenset(names)
+    all_endings, present = tuple(suffixes), frozenset(names)
     dequantized: dict[str, None] = {}
     for name in names:
         if name.endswith(all_endings):
-            dequantized[_find_dequantized_name(name, forms, present)] = None
+            dequantized[_find_dequantized_name(name, patterns, present)] = None
         elif not name.endswith(dropped):
             dequantized[name] = None
     return list(dequantized)
 
 
 @cache
-def _list_identifying_endings() -> tuple[str, ...]:
+def _list_identifying_suffixes() -> tuple[str, ...]:
     """Return the name suffixes that identify schemes outside the families' tables."""
-    forms = (form for scheme in _load_schemes() if not scheme.in_tables for form in scheme.forms)
+    patterns = (
+        pattern
+        for scheme in _load_schemes()
+        if not scheme.in_tables
+        for pattern in scheme.naming_patterns
+    )
     return tuple(
-        {end for form in forms for end in form.unique_endings if end != form.dequantized_ending}
+        {
+            end
+            for pattern in patterns
+            for end in pattern.unique_suffixes
+            if end != pattern.dequantized_suffix
+        }
     )
 
 
-def _find_dequantized_name(name: str, forms: Iterable[NamingForm], present: Collection[str]) -> str:
-    for form in forms:
-        for ending in sorted(form.endings, key=len, reverse=True):
-            stem = name.removesuffix(ending)
-            if stem != name and f"{stem}{form.lead_ending}" in present:
-                return f"{stem}{form.dequantized_ending}"
+def _find_dequantized_name(
+    name: str, patterns: Iterable[NamingPattern], present: Collection[str]
+) -> str:
+    for pattern in patterns:
+        for suffix in sorted(pattern.suffixes, key=len, reverse=True):
+            stem = name.removesuffix(suffix)
+            if stem != name and f"{stem}{pattern.lead_suffix}" in present:
+                return f"{stem}{pattern.dequantized_suffix}"
     return name

@@ -18,7 +18,14 @@ from typing import NamedTuple
 from weakref import ref
 
 from ckptctl import dtypes
-from ckptctl.catalog import Box, ComputedTensor, ComputeInput, Extent, TensorEntry, row_major
+from ckptctl.catalog import (
+    Box,
+    ComputedTensor,
+    ComputeInput,
+    Extent,
+    TensorEntry,
+    compute_row_major_strides,
+)
 from ckptctl.columns import NO_CRC, ExtentColumns
 from ckptctl.planner.plan import RecordedRange
 from ckptctl.planner.strided import Axis, Part, StridedTensor
@@ -58,7 +65,7 @@ class Block(NamedTuple):
 
 def compute_dense_strides(sizes: Ints, itemsize: int) -> Ints:
     """Return the byte strides of a dense row-major box."""
-    return tuple([step * itemsize for step in row_major(sizes)])
+    return tuple([step * itemsize for step in compute_row_major_strides(sizes)])
 
 
 def merge_axes(strides: Iterable[tuple[int, int, int]], itemsize: int) -> tuple[Strides, int]:
@@ -207,7 +214,7 @@ class StoredBoxes:
     def get_strides(self, number: int) -> Ints:
         """Return the strides of an extent, in elements."""
         explicit_strides = self._strides[number] if self._strides else None
-        return explicit_strides or row_major(self.sizes[number])
+        return explicit_strides or compute_row_major_strides(self.sizes[number])
 
     def find_recorded_range(self, number: int) -> RecordedRange | None:
         """Return the range with a recorded checksum that contains an extent, or None."""
@@ -502,7 +509,7 @@ class BlockPlanner:
             is_checked = self.checked and entry.name in self.checked
             if len(entry.extents) == 1 and (extent := entry.extents[0]).box.sizes == entry.shape:
                 # Common case: nothing to look up.
-                steps = extent.strides or row_major(entry.shape)
+                steps = extent.strides or compute_row_major_strides(entry.shape)
                 first = extent.offset + sum(map(mul, part.stored_origin, steps)) * self.itemsize
                 if is_checked:
                     check = find_recorded_range(extent, entry.name)
@@ -586,7 +593,9 @@ def build_view(entry: TensorEntry, tensor: StridedTensor, name: str | None = Non
         raise ValueError(f"elements of `{entry.name}` are not evenly apart")
     stored = StoredBoxes(entry)
     extents = (
-        _restrict_extent(entry.extents[number], stored, number, cut, dtypes.itemsize(entry.dtype))
+        _restrict_extent(
+            entry.extents[number], stored, number, cut, dtypes.get_itemsize(entry.dtype)
+        )
         for part in tensor.parts
         for number, cut in stored.iterate_overlaps(part)
     )
@@ -617,7 +626,7 @@ def _restrict_extent(
     for axis in cut.axes:
         sizes[axis.dim] = axis.size
         strides[axis.dim] = axis.stride * stored.get_strides(number)[axis.at]
-    pairs = list(zip(sizes, strides, row_major(tuple(sizes)), strict=True))
+    pairs = list(zip(sizes, strides, compute_row_major_strides(tuple(sizes)), strict=True))
     restricted = replace(
         extent,
         box=Box(cut.origin, tuple(sizes)),

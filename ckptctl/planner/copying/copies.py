@@ -152,7 +152,7 @@ class _Tiling:
         self._limits = limits
         self._source_itemsize, self._target_itemsize = (
             reader.itemsize,
-            dtypes.itemsize(reader.tensor.dtype),
+            dtypes.get_itemsize(reader.tensor.dtype),
         )
         self.boxes = boxes
 

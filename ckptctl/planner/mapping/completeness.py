@@ -14,8 +14,8 @@ from ckptctl.errors import (
     MissingTensorsError,
     UnmappedTensorError,
     find_nearest,
+    format_option,
     quote_names,
-    spell_option,
 )
 from ckptctl.planner.families.tables import LogicalTensor
 from ckptctl.planner.families.templates import Template
@@ -402,9 +402,9 @@ def require_known_keys(
         f"{subject} to `{family.name}` in layout `{layout.name}`",
         where=f"tensor `{matched.unmatched[0]}`",
         why=", ".join(lines) + (f" and {more:,} more" if more > 0 else ""),
-        hint=f"set the right {spell_option('--model-type')} or {spell_option('--from-layout')}, "
+        hint=f"set the right {format_option('--model-type')} or {format_option('--from-layout')}, "
         f"or omit {'it' if is_single else 'one'} with "
-        f"{spell_option(f'--exclude {shlex.quote(matched.unmatched[0])}')}",
+        f"{format_option(f'--exclude {shlex.quote(matched.unmatched[0])}')}",
         keys=matched.unmatched,
     )
 

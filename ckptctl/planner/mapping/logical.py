@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckptctl.catalog import TensorEntry
-from ckptctl.errors import MappingError, spell_option
+from ckptctl.errors import MappingError, format_option
 from ckptctl.planner.axes import Axes, AxisSizes, list_adjacent_runs
 from ckptctl.planner.families.tables import Leaf, LogicalTensor
 from ckptctl.planner.layouts import Family, Layout, LayoutTensor
@@ -124,8 +124,8 @@ def build_table_cells(
                 where=f"tensor `{key}`",
                 why=f"its shape is {shape}: {source_leaf} becomes {target_leaf}, and no "
                 "configuration sets their sizes",
-                hint=f"pass {spell_option('--assets DIR')} with the trained model's config.json "
-                f"or params.json, or {spell_option('--set')} to set single numbers",
+                hint=f"pass {format_option('--assets DIR')} with the trained model's config.json "
+                f"or params.json, or {format_option('--set')} to set single numbers",
             )
         return known_size
 

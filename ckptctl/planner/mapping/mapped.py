@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from ckptctl.catalog import TensorEntry, is_computed
-from ckptctl.errors import MappingError, spell_option
+from ckptctl.errors import MappingError, format_option
 from ckptctl.planner.families.tables import LogicalTensor
 from ckptctl.planner.layouts import Layout
 from ckptctl.planner.mapping.logical import build_placeholder
@@ -263,8 +263,8 @@ def require_filled_targets(tensors: Sequence[MappedTensor]) -> None:
             "a target tensor would be only partly filled",
             where=f"tensor `{partial_key}`",
             why="the tensors for the rest of it are missing",
-            hint=f"convert all of them or none ({spell_option('--include')}, "
-            f"{spell_option('--exclude')})",
+            hint=f"convert all of them or none ({format_option('--include')}, "
+            f"{format_option('--exclude')})",
         )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from ckptctl.errors import MappingError, spell_option
+from ckptctl.errors import MappingError, format_option
 from ckptctl.planner.families.templates import KeyKind, TemplateTable
 from ckptctl.planner.layouts import Family, Layout, Shift
 from ckptctl.units import pluralize
@@ -145,7 +145,7 @@ def compute_numbering(
             raise MappingError(
                 f"layout `{layout}` requires the positions of {pluralize(count, 'inserted layer')}",
                 why=f"config.json must list their numbers as `{shift.place}`",
-                hint=f"pass {spell_option('--assets DIR')} with the model's config.json",
+                hint=f"pass {format_option('--assets DIR')} with the model's config.json",
             )
         else:
             before = range(count) if shift.nested else (0,) * count
@@ -177,7 +177,7 @@ def require_numbering(
                 "config.json and the names of the tensors disagree on which layers are inserted",
                 where=shift.place,
                 why=f"it lists {sorted(stated_numbers)}, but the tensor names show {numbers}",
-                hint=f"pass {spell_option('--assets DIR')} with the right config.json",
+                hint=f"pass {format_option('--assets DIR')} with the right config.json",
             )
 
 

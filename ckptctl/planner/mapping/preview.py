@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated
 
-from ckptctl.errors import MappingError, quote_names, spell_option
+from ckptctl.errors import MappingError, format_option, quote_names
 from ckptctl.planner.axes import Axes, AxisSizes, solve_axis_sizes
 from ckptctl.planner.families.tables import Leaf, LogicalTensor
 from ckptctl.planner.layouts import Drop, Family, Layout, LayoutTensor, Tie
@@ -234,7 +234,7 @@ class KeyRouter:
                     route.notes.append(
                         f"treated as one of the first {self.family.describe_size('i')} layers; the "
                         "numbers of layers of another kind depend on the model (pass "
-                        f"{spell_option('--set')} or {spell_option('--config')})"
+                        f"{format_option('--set')} or {format_option('--config')})"
                     )
                 return meaning, values
         raise self._ambiguous_error(self.source) if meanings else self._unknown_key_error(route.key)
@@ -457,6 +457,6 @@ class KeyRouter:
         return MappingError(
             f"the numbers of layers in layout `{layout.name}` are ambiguous",
             why=f"`{self.family.name}` numbers layers of several kinds together",
-            hint=f"set the number with {spell_option(f'--set {name}=N')} or "
-            f"{spell_option('--config DIR')}",
+            hint=f"set the number with {format_option(f'--set {name}=N')} or "
+            f"{format_option('--config DIR')}",
         )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import compress, islice
 from typing import TYPE_CHECKING, TypeAlias
 
-from ckptctl.errors import MappingError, quote_names, spell_option
+from ckptctl.errors import MappingError, format_option, quote_names
 from ckptctl.planner.axes import AxisSizes, ObservedShape, solve_axis_sizes
 from ckptctl.planner.families.tables import LogicalTensor
 from ckptctl.planner.layouts import Family, Layout, Tie
@@ -301,5 +301,5 @@ class FusedPartCheck:
             where=f"tensor `{key}`",
             why=f"the checkpoint contains its parts {quote_names(existing)}, but not "
             f"{quote_names(missing)}",
-            hint=f"pass {spell_option('--exclude')} for all of its parts or for none of them",
+            hint=f"pass {format_option('--exclude')} for all of its parts or for none of them",
         )

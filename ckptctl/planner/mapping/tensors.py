@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, islice
 
-from ckptctl.catalog import computed_name
-from ckptctl.errors import MappingError, UnmappedTensorError, quote_names, spell_option
+from ckptctl.catalog import build_computed_name
+from ckptctl.errors import MappingError, UnmappedTensorError, format_option, quote_names
 from ckptctl.notes import Notes
 from ckptctl.planner.families.tables import Leaf, LogicalTensor
 from ckptctl.planner.families.templates import Template
@@ -369,7 +369,7 @@ class _TensorMapper:
         parts = ((target.key, part) for target in writes for part in target.tensor.parts)
         added = ((key, part) for key, part in parts if int(part.entry.name) == len(reads))
         for key, part in islice(added, 1):
-            name, shape = computed_name(f"{key}@{part.origin}"), part.entry.shape
+            name, shape = build_computed_name(f"{key}@{part.origin}"), part.entry.shape
             self.zeros.append(ZeroTensor(name, shape, like=reads[0].key))
             reads.append(reads[0]._replace(key=name, shape=shape))
 
@@ -463,20 +463,20 @@ class _TensorMapper:
         names = why = f"including {quote_names(keys)}"
         hints = []
         if quantized:
-            hints.append(f"dequantize them with {spell_option('--dequantize bf16')}")
+            hints.append(f"dequantize them with {format_option('--dequantize bf16')}")
         if self.family.partial:
             why = f"programs with that layout train only low-rank factors of linear layers; {names}"
             hints = ["use `ckptctl merge BASE ADAPTER DST` to merge the adapter into its model"]
         elif len(quantized) < len(unmapped):
             why = f"the layout cannot express a model with these tensors; {names}"
-            hints.append(f"skip them with {spell_option('--exclude')}")
+            hints.append(f"skip them with {format_option('--exclude')}")
         trailing_indices = {shift.index for shift in self.family.shifts if shift.place == "after"}
         if all(
             trailing_indices & {*tensor.indices} for tensor in unmapped.values()
         ):  # layers after all others
             layers = dict.fromkeys(match[0] for key in keys if (match := _LAYER_PREFIX.match(key)))
             globs = (shlex.quote(f"{layer}*") for layer in layers)
-            exclude_options = " and ".join(spell_option(f"--exclude {glob}") for glob in globs)
+            exclude_options = " and ".join(format_option(f"--exclude {glob}") for glob in globs)
             why = f"they belong to MTP layers, which programs with that layout omit; {names}"
             hints = [f"skip them with {exclude_options}; the output of the model stays the same"]
         return UnmappedTensorError(
@@ -497,8 +497,8 @@ class _TensorMapper:
                 indices = self.family.tensors[name].indices
                 indices_by_name = dict(zip(indices, values, strict=True))
                 key = template.format_key(self.numbering.to_stored(indices_by_name))
-                self.zeros.append(ZeroTensor(computed_name(key), shape, rule.dtype))
-                yield MappedTensor.from_unchanged(computed_name(key), key, shape)
+                self.zeros.append(ZeroTensor(build_computed_name(key), shape, rule.dtype))
+                yield MappedTensor.from_unchanged(build_computed_name(key), key, shape)
 
 
 def _group_spread_positions(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ckptctl.catalog import computed_name
+from ckptctl.catalog import build_computed_name
 from ckptctl.errors import MappingError
 from ckptctl.planner.mapping.logical import build_placeholder
 from ckptctl.planner.mapping.mapped import (
@@ -162,7 +162,7 @@ class _TileConverter:
     ) -> TileConversion:
         """Fill the *unused* parts of a target of *shape* with zeros."""
         zeros = [
-            ZeroTensor(computed_name(f"{key}@{origin}"), sizes, like=self.source)
+            ZeroTensor(build_computed_name(f"{key}@{origin}"), sizes, like=self.source)
             for key, origin, sizes in unused
         ]
         for zero_tensor, region in zip(zeros, unused, strict=True):

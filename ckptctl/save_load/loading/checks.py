@@ -10,7 +10,7 @@ from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
 from ckptctl.conversion.proofs import find_lost_data, lost_part_error
 from ckptctl.conversion.sources import locate_tensors
 from ckptctl.errors import MappingError, quote_names
-from ckptctl.numerics.quantized import find_quantized
+from ckptctl.numerics.quantized import find_quantized_tensors
 from ckptctl.planner.boxes import check_coverage, intersect_boxes
 from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.save_load.loading.state_mapping import MemoryBox, RequestedTensor, StateMapping
@@ -121,7 +121,7 @@ def _require_castable(changes: Mapping[str, tuple[str, str]], allowed: bool) -> 
 
 def _require_unquantized(catalog: Catalog, read: Mapping[str, str]) -> None:
     """Raise if a tensor to cast is quantized, because a cast would ignore its scales."""
-    names = [name for name in find_quantized(catalog) if name in read]
+    names = [name for name in find_quantized_tensors(catalog) if name in read]
     if names:
         raise MappingError(
             f"{pluralize(len(names), 'tensor is', 'tensors are')} quantized in the checkpoint",

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from ckptctl.catalog import Catalog
 from ckptctl.catalog import Path as Keys
-from ckptctl.conversion.recognition.roots import is_training_state, list_containers
+from ckptctl.conversion.recognition.roots import is_training_state, list_container_prefixes
 from ckptctl.errors import MappingError, find_nearest, quote_names
 from ckptctl.formats.dcp.dcp_reader import COMPANION_FILE
-from ckptctl.numerics.quantized import find_quantized
+from ckptctl.numerics.quantized import find_quantized_tensors
 from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.save_load.loading.load_options import LoadReport, Strict
 from ckptctl.save_load.loading.state_mapping import StateMapping, move_name
@@ -48,7 +48,7 @@ def apply_strictness(report: LoadReport, strict: Strict, mapping: StateMapping) 
         return replace(report, unexpected=())
     root, prefix = mapping.root, mapping.prefix
     if root == prefix == "":
-        root = prefix = next(iter(list_containers(mapping.catalog)), "")
+        root = prefix = next(iter(list_container_prefixes(mapping.catalog)), "")
 
     def is_in_model(name: str, model: str) -> bool:
         return name.startswith(model) if model else not is_training_state(name)
@@ -72,7 +72,7 @@ def require_equal_keys(report: LoadReport, mapping: StateMapping) -> None:
     side_texts = [f"{side}: {quote_names(names)}" for names, side in sides if names]
     suggestions = [find_nearest(name, list(mapping.tensors)) for name in report.missing[:1]]
     hints = [f"did you mean `{suggestions[0]}`?" if suggestions and suggestions[0] else ""]
-    if find_quantized(mapping.catalog):
+    if find_quantized_tensors(mapping.catalog):
         hints.append('the checkpoint is quantized: pass `dequantize="bf16"` to dequantize it')
     if not report.missing and all(".state." in f".{name}" for name in report.unexpected):
         hints.append(

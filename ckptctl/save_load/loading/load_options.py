@@ -12,8 +12,8 @@ from ckptctl.catalog import Catalog
 from ckptctl.conversion.recognition.model import ModelRequest
 from ckptctl.conversion.recognition.roots import rename_leaves
 from ckptctl.conversion.sources import open_source
-from ckptctl.errors import MappingError, UsageError, find_nearest, rename_options
-from ckptctl.numerics.dequantizing import read_assets_statements
+from ckptctl.errors import MappingError, UsageError, find_nearest, rename_options_in_messages
+from ckptctl.numerics.dequantizing import read_assets_quantization_configs
 from ckptctl.numerics.quantized import dequantize_catalog
 from ckptctl.options import Option, Options
 from ckptctl.save_load.loading.state_mapping import MappingRequest
@@ -114,8 +114,10 @@ class LoadOptions(Options):
             catalog = rename_keys(catalog, self.rename)
         if not self.dequantize:
             return catalog
-        with rename_options({"--dtype": "cast=True"}):
-            return dequantize_catalog(catalog, self.dequantize, read_assets_statements(self.assets))
+        with rename_options_in_messages({"--dtype": "cast=True"}):
+            return dequantize_catalog(
+                catalog, self.dequantize, read_assets_quantization_configs(self.assets)
+            )
 
     def require_in_range(self, out_of_range: Mapping[str, OutOfRange]) -> None:
         """Raise if elements became infinite, NaN or saturated, unless ``allow_overflow`` is set."""

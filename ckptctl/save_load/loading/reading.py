@@ -14,11 +14,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptctl import dtypes
-from ckptctl.catalog import Box, Catalog, Extent, TensorEntry, memory_name, row_major
-from ckptctl.columns import ranges_of
+from ckptctl.catalog import (
+    Box,
+    Catalog,
+    Extent,
+    TensorEntry,
+    build_memory_name,
+    compute_row_major_strides,
+)
+from ckptctl.columns import get_byte_ranges
 from ckptctl.conversion.checked_ranges import find_checked_transfers
 from ckptctl.conversion.sources import locate_bytes
-from ckptctl.conversion.transfers import find_sources, plan_transfers, read_identities
+from ckptctl.conversion.transfers import identify_read_files, plan_transfers, read_identities
 from ckptctl.formats.base import OutputLayout, TensorPlace
 from ckptctl.planner.boxes import check_coverage, intersect_boxes
 from ckptctl.planner.mapping.mapped import ComposedTensor
@@ -105,7 +112,7 @@ class PreparedRead:
         """Plan the reads of *boxes* into one buffer each, as :func:`fill_buffers` takes them."""
         targets: dict[str, list[MemoryBox]] = {}
         for number, box in enumerate(boxes):
-            target = MemoryBox(box.box, str(number), row_major(box.box.sizes))
+            target = MemoryBox(box.box, str(number), compute_row_major_strides(box.box.sizes))
             targets.setdefault(box.name, []).append(target)
         kinds = {box.name: (box.dtype, box.shape) for box in boxes}
         return self.plan_tensors(
@@ -118,7 +125,7 @@ class PreparedRead:
 
 def fill_buffers(plan: Plan, buffers: Iterable[bytearray], jobs: int | None = None) -> Execution:
     """Execute *plan*, which refers to *buffers* by their numbers."""
-    memory = {memory_name(str(n)): memoryview(buffer) for n, buffer in enumerate(buffers)}
+    memory = {build_memory_name(str(n)): memoryview(buffer) for n, buffer in enumerate(buffers)}
     options = ExecutionOptions(jobs=jobs or 0, checksum=False, sync=False)
     return execute_plan(plan, Path(plan.source_root), options, lambda _: None, memory=memory)
 
@@ -231,7 +238,7 @@ def _make_plan(
 ) -> Plan:
     located = replace(catalog, tensors=entries)
     copies, virtual = plan_transfers(located, tensors, output, kinds)
-    computed, sources = find_sources(catalog.root, copies, virtual)
+    computed, sources = identify_read_files(catalog.root, copies, virtual)
     return Plan(
         source_root=catalog.root,
         sources=sources,
@@ -255,9 +262,9 @@ def _make_output(requested: Mapping[str, RequestedTensor]) -> OutputLayout:
     for name, tensor in requested.items():
         places: list[TensorPlace] = []
         for target in tensor.targets:
-            nbytes = math.prod(target.box.sizes) * dtypes.itemsize(tensor.dtype)
+            nbytes = math.prod(target.box.sizes) * dtypes.get_itemsize(tensor.dtype)
             places.append(TensorPlace(target.box, len(records), strides=target.steps))
-            records.append(Record(name, memory_name(target.memory), 0, nbytes))
+            records.append(Record(name, build_memory_name(target.memory), 0, nbytes))
         boxes[name] = tuple(places)
     return OutputLayout((), tuple(records), boxes)
 
@@ -267,6 +274,6 @@ def _find_first_position(copy: Transfer) -> tuple[str, int]:
     ranges = (
         byte_range
         for entry in copy.iterate_stored_tensors()
-        for byte_range in ranges_of(entry.extents)
+        for byte_range in get_byte_ranges(entry.extents)
     )
     return min((place[:2] for place in ranges), default=("", 0))

@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
 from ckptctl.conversion.assets import gather_assets
-from ckptctl.conversion.recognition.layout_change import LayoutRequest, apply_change
+from ckptctl.conversion.recognition.layout_change import LayoutRequest, apply_layout_change
 from ckptctl.conversion.recognition.model import DETECT_ALL, Model, ModelRequest, recognize_model
-from ckptctl.conversion.recognition.roots import list_roots, parse_root, strip_wrappers
+from ckptctl.conversion.recognition.roots import list_possible_roots, parse_root, strip_wrappers
 from ckptctl.conversion.training_state import map_training_state
 from ckptctl.errors import MappingError, MissingTensorsError, RefusedError, UsageError
 from ckptctl.facts.agreed_change import change_layout_checked
 from ckptctl.notes import Notes
-from ckptctl.numerics.dequantizing import require_scales_kept, strip_quantization
+from ckptctl.numerics.dequantizing import require_scales_kept, strip_quantization_configs
 from ckptctl.numerics.quantized import dequantize_hint_on_error
 from ckptctl.planner.mapping.mapped import ComposedTensor, RedundantData
 from ckptctl.planner.mapping.tensors import LayoutChange
@@ -119,7 +119,7 @@ def understand_source(catalog: Catalog, request: MappingRequest) -> Model:
     catalog = strip_wrappers(catalog)
     assets = gather_assets(catalog, request.assets)
     if request.dequantized:
-        assets = strip_quantization(assets)
+        assets = strip_quantization_configs(assets)
     model = recognize_model(catalog, assets.documents, request.source)
     return replace(model, described=assets.described)
 
@@ -133,7 +133,7 @@ def map_model(
     """
     root = model.root
     rest = map_training_state(model.catalog, outside, root, change)
-    catalog, mapped = apply_change(model.catalog, change, root, prefix)
+    catalog, mapped = apply_layout_change(model.catalog, change, root, prefix)
     tensors = {**mapped, **rest.tensors}
     redundant = (
         *(redundant_data.with_prefix(root) for redundant_data in change.redundant),
@@ -186,7 +186,7 @@ def _keep_matching_names(
 
 
 def _list_prefixes(catalog: Catalog, root: str | None) -> list[str]:
-    return ["", *list_roots(catalog)] if root is None else [parse_root(catalog, root)]
+    return ["", *list_possible_roots(catalog)] if root is None else [parse_root(catalog, root)]
 
 
 def _count_agreements(
@@ -226,7 +226,7 @@ def _change_layout(
     state_model = _understand_state(state, model, request)
     if model.model_type is None:
         common = [name for name in model.candidates if name in state_model.candidates]
-        model = model.as_type(common[0]) if len(common) == 1 else model
+        model = model.recognize_as(common[0]) if len(common) == 1 else model
     selection = state_model.selection
     names = {state_model.root + name for name in selection.tensors}
     with dequantize_hint_on_error(model):

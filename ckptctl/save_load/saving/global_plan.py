@@ -250,7 +250,7 @@ def find_patterns(
     pattern_by_key: dict[tuple[object, ...], ShardPattern] = {}
     patterns: list[ShardPattern] = []
     for (name, meta), column in zip(metas.items(), zip(*rows, strict=True), strict=True):
-        key = (column, meta.shape, dtypes.itemsize(meta.dtype))
+        key = (column, meta.shape, dtypes.get_itemsize(meta.dtype))
         if key not in pattern_by_key:
             pattern_by_key[key] = _make_pattern(column, packed_by_rank)
             _require_tiled(name, meta, pattern_by_key[key].boxes)
@@ -349,7 +349,7 @@ def list_written_chunks(
 
 
 def _count_bytes(sizes: Sequence[int], meta: TensorMeta) -> int:
-    return math.prod(sizes) * dtypes.itemsize(meta.dtype)
+    return math.prod(sizes) * dtypes.get_itemsize(meta.dtype)
 
 
 def _require_tiled(name: str, meta: TensorMeta, boxes: Sequence[Box]) -> None:

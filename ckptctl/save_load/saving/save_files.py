@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptctl import dtypes
-from ckptctl.catalog import Box, Extent, TensorEntry, memory_name, row_major
+from ckptctl.catalog import Box, Extent, TensorEntry, build_memory_name, compute_row_major_strides
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.dcp.data_files import DataFileBuilder
 from ckptctl.formats.dcp.metadata import Item
@@ -90,7 +90,7 @@ def lay_out_tensors(
     names = [shards.chunks[index].name for index, _ in boxes]
     tensors = [make_output_tensor(name, shards.tensors[name]) for name in names]
     sizes = [
-        math.prod(box.sizes) * dtypes.itemsize(tensor.dtype)
+        math.prod(box.sizes) * dtypes.get_itemsize(tensor.dtype)
         for (_, box), tensor in zip(boxes, tensors, strict=True)
     ]
     files = file_count(sum(sizes))
@@ -149,7 +149,7 @@ def _make_transfer(
     written_box: WrittenBox,
     writer: DataFileBuilder,
 ) -> Transfer:
-    sizes, size = written_box.box.sizes, dtypes.itemsize(tensor.dtype)
+    sizes, size = written_box.box.sizes, dtypes.get_itemsize(tensor.dtype)
     record = len(writer.records) - 1
     place = writer.records[record]
     positions = zip(written_box.box.offsets, chunk.offsets, steps, strict=True)
@@ -157,9 +157,11 @@ def _make_transfer(
     reach = sum((count - 1) * step for count, step in zip(sizes, steps, strict=True))
     full_box = Box.whole(sizes)
     nbytes = (reach + 1) * size if full_box.numel else 0
-    extent = Extent(full_box, memory_name(str(written_box.chunk)), first, nbytes, strides=steps)
+    extent = Extent(
+        full_box, build_memory_name(str(written_box.chunk)), first, nbytes, strides=steps
+    )
     entry = TensorEntry(chunk.name, tensor.dtype, sizes, (extent,), (chunk.name,))
-    strides = tuple(step * size for step in row_major(sizes))
+    strides = tuple(step * size for step in compute_row_major_strides(sizes))
     target = TargetBox(place.file, place.offset, full_box.offsets, sizes, strides, record)
     return Transfer(chunk.name, StridedTensor.from_entry(entry), (target,))
 

@@ -72,7 +72,7 @@ def execute_plan(
             including those of an earlier run.
         journal: Journal file, outside *root*, or None for no journal.
         memory: Memory of the tensors that the plan reads, which must not change meanwhile, or
-            fills, by :func:`~ckptctl.catalog.memory_name`.
+            fills, by :func:`~ckptctl.catalog.build_memory_name`.
         uploads: Queue that uploads complete files, or None to keep them below *root*.
         buffers: Creates the buffers of a thread; called in that thread.
     """

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptctl.catalog import MANIFEST
-from ckptctl.errors import CkptError, DamagedError, spell_option, wrap_os_errors
+from ckptctl.errors import CkptError, DamagedError, format_option, wrap_os_errors
 from ckptctl.planner.copying.tile import TileLimits
 from ckptctl.planner.plan import Plan, RecordedRange
 from ckptctl.storage.crc import combine_crcs, crc32
@@ -452,7 +452,7 @@ class Journal:
                 partial_output = find_partial_output(self._path.parent)
                 if partial_output is None:
                     return 0
-                restart = spell_option("--restart")
+                restart = format_option("--restart")
                 raise partial_output.refusal_error(
                     OTHER_RUN_MESSAGE
                     if header.get("journal") == JOURNAL_VERSION

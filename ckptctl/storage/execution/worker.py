@@ -249,11 +249,11 @@ class TileEngine:
         outcome = self.read_step(files, tile, step, buffer, read_crcs, self._buffers.list_run_views)
         if dtype_pair is not None:
             outcome += self._permute_elements(
-                files, tile, buffer[: tile.nbytes], dtypes.itemsize(dtype_pair[0])
+                files, tile, buffer[: tile.nbytes], dtypes.get_itemsize(dtype_pair[0])
             )
             if dtype_pair[0] != dtype_pair[1] and tile.writes:
-                count = tile.nbytes // dtypes.itemsize(dtype_pair[0])
-                size = count * dtypes.itemsize(dtype_pair[1])
+                count = tile.nbytes // dtypes.get_itemsize(dtype_pair[0])
+                size = count * dtypes.get_itemsize(dtype_pair[1])
                 target = self._buffers.get_buffer(CAST_BUFFER, size)[:size]
                 self._ready_torch()
                 outcome += Outcome(

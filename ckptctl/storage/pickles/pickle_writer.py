@@ -287,7 +287,7 @@ class _PickleWriter:
         parameter = obj.requires_grad and not typed.name
         if parameter:
             self.write_global(_PARAMETER)
-        numel = obj.storage_nbytes // (dtypes.itemsize(obj.dtype) if typed.name else 1)
+        numel = obj.storage_nbytes // (dtypes.get_itemsize(obj.dtype) if typed.name else 1)
         emit, string = self.emit, self.write_string
         self.write_global(_V2 if typed.name else _V3)
         emit(b"((")

@@ -186,7 +186,7 @@ def _build_view(
     dtype = dtype or storage.dtype
     if dtype not in dtypes.BY_NAME:
         raise UnreadError(f"`{dtype}`", dtype, shape)
-    itemsize = dtypes.itemsize(dtype)
+    itemsize = dtypes.get_itemsize(dtype)
     numel, span, row_major = compute_layout(shape, strides)
     start = offset * itemsize if numel else 0  # type: ignore[operator]
     where = f"storage {storage.key}"

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from ckptctl.catalog import Checksum, ItemPart, row_major
-from ckptctl.dtypes import itemsize
+from ckptctl.catalog import Checksum, ItemPart, compute_row_major_strides
+from ckptctl.dtypes import get_itemsize
 from ckptctl.errors import CkptError, DamagedError, UnsupportedError
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.pickle_reader import load_pickle
@@ -186,11 +186,11 @@ def select_item_part(
     inner_shape, strides = item_part.shape, tensor.strides
     start, nbytes = 0, tensor.nbytes
     if item_part.row is not None:
-        steps = strides or row_major(inner_shape)
+        steps = strides or compute_row_major_strides(inner_shape)
         start = item_part.row * steps[0]
         inner_shape, strides = inner_shape[1:], strides and strides[1:]
         last_offset = sum((n - 1) * step for n, step in zip(inner_shape, steps[1:], strict=True))
-        nbytes = (last_offset + 1) * itemsize(tensor.dtype) if math.prod(inner_shape) else 0
+        nbytes = (last_offset + 1) * get_itemsize(tensor.dtype) if math.prod(inner_shape) else 0
     if strides:
         strides = (math.prod(inner_shape),) * (len(sizes) - len(inner_shape)) + strides
     within = tensor.within
@@ -200,7 +200,7 @@ def select_item_part(
         tensor,
         shape=sizes,
         strides=strides or None,
-        offset=tensor.offset + start * itemsize(tensor.dtype),
+        offset=tensor.offset + start * get_itemsize(tensor.dtype),
         nbytes=nbytes,
         crc32=tensor.crc32 if nbytes == tensor.nbytes else None,
         within=within,

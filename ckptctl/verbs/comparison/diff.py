@@ -14,10 +14,16 @@ from ckptctl.conversion.proofs import find_lost_data
 from ckptctl.conversion.recognition.model import ModelRequest
 from ckptctl.conversion.recognition.roots import is_outside_model, parse_root
 from ckptctl.conversion.sources import locate_tensors, open_source
-from ckptctl.errors import CkptError, MappingError, UsageError, rename_options, spell_option
+from ckptctl.errors import (
+    CkptError,
+    MappingError,
+    UsageError,
+    format_option,
+    rename_options_in_messages,
+)
 from ckptctl.formats.base import Weights
 from ckptctl.installed import INSTALL_TORCH, has_torch, require_torch
-from ckptctl.numerics.quantized import dequantize_catalog, find_quantized
+from ckptctl.numerics.quantized import dequantize_catalog, find_quantized_tensors
 from ckptctl.save_load.loading.state_mapping import MappingRequest, StateMapping, keep_names
 from ckptctl.storage.compare import Errors, Tolerance
 from ckptctl.storage.computed import open_catalog_reader
@@ -68,14 +74,14 @@ def _compare_sources(
         _read_leaves, _open_both(a, b, options)
     )
     if options.root_a is not None:
-        with rename_options(_build_option_names("a")):
+        with rename_options_in_messages(_build_option_names("a")):
             parse_root(first, options.root_a)
     request = MappingRequest(
         source=ModelRequest(options.model_type, options.layout_b, options.root_b, options.sizes),
         state=ModelRequest(layout=options.layout_a, root=options.root_a),
         dequantized=bool(options.dequantize),
     )
-    with rename_options(_build_option_names("b")):
+    with rename_options_in_messages(_build_option_names("b")):
         mapping = map_other(first, second, request)
     first, padding_read = without_padding(first, mapping)
     scope = Scope(options.include, options.exclude, options.only)
@@ -141,7 +147,7 @@ class _SideSource:
     ranks: int | None = None
 
     def open(self) -> Catalog:
-        with rename_options(_build_option_names(self.side)):
+        with rename_options_in_messages(_build_option_names(self.side)):
             return open_source(self.path, self)
 
 
@@ -212,7 +218,7 @@ def _require_something(paired: Pairing, options: DiffOptions) -> None:
     if (options.include or options.exclude) and not (paired.pairs or paired.leaves or alone):
         raise MappingError(
             "nothing to compare",
-            why=f"{spell_option('--include')} and {spell_option('--exclude')} select no key",
+            why=f"{format_option('--include')} and {format_option('--exclude')} select no key",
         )
 
 
@@ -261,11 +267,11 @@ def _compare_values(
 
 def _require_bits(pairs: Sequence[Pair], tolerance: Tolerance | None) -> None:
     """Require torch if comparing bits could report equal numbers as different."""
-    instead = f"{spell_option('--structure')} compares names, shapes and dtypes without torch"
+    instead = f"{format_option('--structure')} compares names, shapes and dtypes without torch"
     if tolerance:
         require_torch("a tolerance", alternative="omit the tolerance to compare bits")
     for pair in pairs:
-        if pair.entry.dtype != pair.dtype and not dtypes.UNMEASURED & {
+        if pair.entry.dtype != pair.dtype and not dtypes.NON_NUMERIC_DTYPES & {
             pair.entry.dtype,
             pair.dtype,
         }:
@@ -318,7 +324,7 @@ def _list_quantization_notes(
     """Return a note if only one side is quantized."""
     if options.dequantize is not None or not (paired.a.only or paired.b.only):
         return ()
-    quantized_tensors = [find_quantized(catalog) for catalog in (a, b)]
+    quantized_tensors = [find_quantized_tensors(catalog) for catalog in (a, b)]
     if bool(quantized_tensors[0]) == bool(quantized_tensors[1]):
         return ()
     side, schemes = (
@@ -326,6 +332,6 @@ def _list_quantization_notes(
     )
     description = ", ".join(dict.fromkeys(schemes.values()))
     return (
-        f"{side} is quantized ({description}); pass {spell_option('--dequantize bf16')} to compare "
+        f"{side} is quantized ({description}); pass {format_option('--dequantize bf16')} to compare "
         "dequantized values",
     )

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from ckptctl import option_checks as checks
 from ckptctl import shared_options as opt
-from ckptctl.options import Excludes, Option, option_group
+from ckptctl.options import Option, OptionConflict, option_group
 
 _WEIGHTS = (
     "Weights of {} to read if it has both: master (the optimizer's fp32 copies) "
@@ -16,7 +16,7 @@ _WEIGHTS = (
 _ROOT = "Prefix of the model's keys in {}.  [default: detected]"
 
 
-_DATA = Excludes("structure", why="{other} does not compare data", hint="omit {this}")
+_DATA = OptionConflict("structure", why="{other} does not compare data", hint="omit {this}")
 
 
 def _build_tolerance_option(text: str) -> Option:
@@ -59,10 +59,10 @@ class DiffOptions(ComparisonOptions):
     layout_a: Annotated[str | None, opt.layout_option("Layout of A.  [default: detected]")] = None
     layout_b: Annotated[str | None, opt.layout_option("Layout of B.  [default: detected]")] = None
     weights_a: Annotated[
-        opt.WeightsOf | None, Option(_WEIGHTS.format("A"), metavar="KIND", panel="Select")
+        opt.WeightsKind | None, Option(_WEIGHTS.format("A"), metavar="KIND", panel="Select")
     ] = None
     weights_b: Annotated[
-        opt.WeightsOf | None, Option(_WEIGHTS.format("B"), metavar="KIND", panel="Select")
+        opt.WeightsKind | None, Option(_WEIGHTS.format("B"), metavar="KIND", panel="Select")
     ] = None
     tag_a: Annotated[
         str | None,

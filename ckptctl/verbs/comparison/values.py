@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ckptctl import dtypes
-from ckptctl.catalog import Box, Catalog, TensorEntry, row_major
+from ckptctl.catalog import Box, Catalog, TensorEntry, compute_row_major_strides
 from ckptctl.errors import ChangedError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.planner.plan import Plan
@@ -40,7 +40,7 @@ class WindowBuffers:
 
     def take_buffers(self, boxes: Sequence[RequestedBox]) -> list[bytearray]:
         """Return a buffer for each of *boxes*, freeing buffers of other sizes first."""
-        sizes = [wanted.box.numel * dtypes.itemsize(wanted.dtype) for wanted in boxes]
+        sizes = [wanted.box.numel * dtypes.get_itemsize(wanted.dtype) for wanted in boxes]
         free, self._free = self._free, {}
         buffers = [free[size].pop() if free.get(size) else None for size in sizes]
         del free
@@ -64,8 +64,8 @@ def has_equal_checksums(a: TensorEntry, b: TensorEntry) -> bool:
 def _map_checksums(entry: TensorEntry) -> dict[Box, int] | None:
     checksums: dict[Box, int] = {}
     for extent in entry.extents:
-        dense = extent.strides in (None, row_major(extent.box.sizes))
-        nbytes = extent.box.numel * dtypes.itemsize(entry.dtype)
+        dense = extent.strides in (None, compute_row_major_strides(extent.box.sizes))
+        nbytes = extent.box.numel * dtypes.get_itemsize(entry.dtype)
         crc = extent.crc32
         if crc is None or not dense or extent.nbytes != nbytes:
             return None
@@ -154,7 +154,7 @@ def _iterate_batches(pairs: Sequence[Pair]) -> Iterator[list[tuple[Pair, Box]]]:
     batch: list[tuple[Pair, Box]] = []
     nbytes = 0
     for pair in pairs:
-        itemsize = max(dtypes.itemsize(pair.entry.dtype), dtypes.itemsize(pair.dtype))
+        itemsize = max(dtypes.get_itemsize(pair.entry.dtype), dtypes.get_itemsize(pair.dtype))
         for box in split_into_boxes(pair.entry.shape, WINDOW):
             batch.append((pair, box))
             nbytes += box.numel * itemsize

@@ -13,9 +13,9 @@ from ckptctl import dtypes, families, formats
 from ckptctl.catalog import Catalog
 from ckptctl.conversion.contents import choose_cast_dtype
 from ckptctl.conversion.destinations import require_destination
-from ckptctl.conversion.leaves import select_metadata, without_hashes
+from ckptctl.conversion.leaves import remove_hashes, select_metadata
 from ckptctl.conversion.recognition.model import ModelRequest, recognize_model
-from ckptctl.conversion.recognition.roots import list_roots, parse_root
+from ckptctl.conversion.recognition.roots import list_possible_roots, parse_root
 from ckptctl.conversion.sources import locate_tensors, read_short_values
 from ckptctl.errors import (
     CkptError,
@@ -23,10 +23,10 @@ from ckptctl.errors import (
     UsageError,
     find_nearest,
     format_command,
+    format_option,
     quote_names,
-    spell_option,
 )
-from ckptctl.numerics.dequantizing import require_uncast
+from ckptctl.numerics.dequantizing import require_quantized_uncast
 from ckptctl.results import JsonField, Result
 from ckptctl.save_load.loading.checks import find_casts
 from ckptctl.save_load.loading.reading import PreparedRead
@@ -97,7 +97,7 @@ def extract_tensors(path: str | TreePath, tensor: str, options: ExtractOptions) 
         composed_tensors = {selected.name: mapping.tensors[selected.name] for selected in selection}
         names = [key for composed in composed_tensors.values() for key in composed.keys]
         if options.dtype is not None:
-            require_uncast(mapping.catalog, names)
+            require_quantized_uncast(mapping.catalog, names)
         mapping.notes.add(*_iterate_truncation_notes(selection))
         mapping = replace(
             mapping, catalog=locate_tensors(mapping.catalog, names), tensors=composed_tensors
@@ -110,7 +110,7 @@ def extract_tensors(path: str | TreePath, tensor: str, options: ExtractOptions) 
         kind = formats.get_writable_format("hf" if target.suffix == ".safetensors" else "torch")
         notes = mapping.notes
         strings = select_metadata(catalog, [selected.output for selected in selection], kind, notes)
-        plan = plan_file(reading, selection, target, without_hashes(strings, notes))
+        plan = plan_file(reading, selection, target, remove_hashes(strings, notes))
         if skipped := notes.get_reasons("skipped"):
             notes.add(f"not copied: {quote_names(list(skipped))}")
         require_packages_for(plan, "this extraction")
@@ -137,7 +137,7 @@ def _select_tensors(
             raise UsageError(
                 "two slices were given",
                 where=f"`{tensor}`",
-                why=f"`{part}` after the name, and {spell_option('--slice')}",
+                why=f"`{part}` after the name, and {format_option('--slice')}",
                 hint="omit one of them",
             )
         name, part = tensor, options.slice
@@ -169,7 +169,7 @@ def _iterate_truncation_notes(selection: Sequence[SelectedTensor]) -> Iterator[s
 def _match_names(mapping: StateMapping, glob: str, options: ExtractOptions) -> list[str]:
     """Return the tensors that match a name or glob, with or without the model's prefix."""
     names = mapping.tensors
-    prefixes: Sequence[str] = ("", *list_roots(mapping.catalog))
+    prefixes: Sequence[str] = ("", *list_possible_roots(mapping.catalog))
     if options.root is not None:
         model_prefix = parse_root(mapping.catalog, options.root) if options.layout is None else ""
         prefixes = (model_prefix,)
@@ -199,7 +199,7 @@ def _preview_tensors(
 
 def _describe_tensor(reading: PreparedRead, selected: SelectedTensor) -> ExtractedTensor:
     sources = tuple(reading.mapping.tensors[selected.name].keys)
-    nbytes = selected.selection.box.numel * dtypes.itemsize(selected.dtype)
+    nbytes = selected.selection.box.numel * dtypes.get_itemsize(selected.dtype)
     return ExtractedTensor(
         selected.name,
         sources,
@@ -217,7 +217,7 @@ def no_tensor_error(
     leaf = next(
         (
             r + requested_name
-            for r in ("", *list_roots(catalog))
+            for r in ("", *list_possible_roots(catalog))
             if r + requested_name in catalog.blobs
         ),
         None,
@@ -253,15 +253,15 @@ def _build_layout_hint(
     """Return a hint if the key belongs to another layout of the model type."""
     if options.layout is not None:
         is_stored = any(
-            root + requested_name in catalog.tensors for root in ("", *list_roots(catalog))
+            root + requested_name in catalog.tensors for root in ("", *list_possible_roots(catalog))
         )
         return (
-            f"omit {spell_option('--layout')}: this key belongs to the layout of the checkpoint"
+            f"omit {format_option('--layout')}: this key belongs to the layout of the checkpoint"
             if is_stored
             else None
         )
     layout = next(_iterate_layouts(catalog, requested_name, options), None)
-    return layout and f"add {spell_option(f'--layout {layout}')}: this key belongs to that layout"
+    return layout and f"add {format_option(f'--layout {layout}')}: this key belongs to that layout"
 
 
 def _iterate_layouts(

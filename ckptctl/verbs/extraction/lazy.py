@@ -72,7 +72,7 @@ class TensorHandle:
     @property
     def nbytes(self) -> int:
         """Bytes of all elements."""
-        return dtypes.itemsize(self.dtype) * apply_slice((), self.shape, self.name).box.numel
+        return dtypes.get_itemsize(self.dtype) * apply_slice((), self.shape, self.name).box.numel
 
     def __getitem__(self, key: Part | tuple[Part, ...]) -> Tensor:
         """Read a part into a new tensor in host memory.
@@ -241,7 +241,7 @@ class LazyStateDict(Mapping[str, TensorHandle]):
 
     def _read_bytes(self, handle: TensorHandle, composed: ComposedTensor, part: Slice) -> bytearray:
         """Read a slice of a tensor as row-major bytes."""
-        content = bytearray(part.box.numel * dtypes.itemsize(handle.dtype))
+        content = bytearray(part.box.numel * dtypes.get_itemsize(handle.dtype))
         if not content:
             return content
         for key in composed.keys:

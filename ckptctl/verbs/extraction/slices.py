@@ -12,7 +12,7 @@ from typing import NamedTuple, SupportsIndex
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box
-from ckptctl.errors import UsageError, spell_option
+from ckptctl.errors import UsageError, format_option
 from ckptctl.installed import require_torch
 from ckptctl.save_load.loading.reading import PreparedRead, RequestedBox, fill_buffers
 from ckptctl.storage.arithmetic import (
@@ -144,10 +144,10 @@ def preview_slice(
         for dim, size in enumerate(sizes)
     ]
     boxes = [Box(*zip(*spans, strict=True)) if spans else Box((), ()) for spans in product(*edges)]
-    buffers = [bytearray(box.numel * dtypes.itemsize(dtype)) for box in boxes]
+    buffers = [bytearray(box.numel * dtypes.get_itemsize(dtype)) for box in boxes]
     if any(buffers):
         if not can_decode_without_torch(dtype):
-            instead = f"{spell_option('--output')} writes the bytes without torch"
+            instead = f"{format_option('--output')} writes the bytes without torch"
             require_torch("the preview", f"`{name}` is {dtype}", alternative=instead)
         wanted_boxes = [
             RequestedBox(name, dtype, full_shape, _shift_box(box, selection.box)) for box in boxes

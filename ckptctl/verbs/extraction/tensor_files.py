@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ckptctl.catalog import Box
 from ckptctl.conversion.destinations import is_replaceable
-from ckptctl.errors import RefusedError, UsageError, spell_option
+from ckptctl.errors import RefusedError, UsageError, format_option
 from ckptctl.formats.base import (
     OutputLayout,
     OutputRequest,
@@ -58,7 +58,7 @@ def encode_header(dtype: str, shape: tuple[int, ...], name: str) -> bytes:
         raise RefusedError(
             f"NumPy does not support {dtype}",
             where=f"`{name}`",
-            hint=f"cast it with {spell_option('--dtype fp32')}, or write a .safetensors or .pt "
+            hint=f"cast it with {format_option('--dtype fp32')}, or write a .safetensors or .pt "
             "file",
         )
     text = f"{{'descr': {numpy_dtype!r}, 'fortran_order': False, 'shape': {shape!r}, }}"
@@ -163,7 +163,7 @@ def write_file(plan: Plan, target: Path, options: ExtractOptions) -> Execution:
         execution = execute_plan(plan, stage.data, execution_options, lambda _: None)
         if not options.allow_overflow:
             require_in_range(
-                execution.lost, f"pass {spell_option('--allow-overflow')} to write them anyway"
+                execution.lost, f"pass {format_option('--allow-overflow')} to write them anyway"
             )
         stage.publish()
     return execution

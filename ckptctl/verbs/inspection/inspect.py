@@ -18,7 +18,7 @@ from ckptctl.catalog import Catalog, Finding, TensorEntry
 from ckptctl.conversion.recognition.model import (
     Model,
     ModelRequest,
-    describe_locations,
+    describe_model_locations,
     recognize_model,
 )
 from ckptctl.conversion.recognition.roots import strip_wrappers, unmatched_pattern_error
@@ -30,8 +30,8 @@ from ckptctl.errors import (
     StorageError,
     UnsupportedError,
     UsageError,
+    format_option,
     quote_names,
-    spell_option,
 )
 from ckptctl.formats.shared.findings import UNUSABLE_ERRORS, finding_from_error
 from ckptctl.installed import require_torch
@@ -51,7 +51,7 @@ from ckptctl.verbs.inspection.inspect_result import DTypeUse, Inspection, RunMem
 from ckptctl.verbs.statistics import BINS, Statistics, map_in_parallel, measure_tensor
 from ckptctl.verbs.verification.model_check import check_model
 from ckptctl.verbs.verification.structure import check_index, is_about_unread
-from ckptctl.verdict import Verdict, decide_verdict, strip_structure_claim, worst_verdict
+from ckptctl.verdict import Verdict, combine_verdicts, decide_verdict, strip_structure_claim
 
 if TYPE_CHECKING:
     from ckptctl.storage.files import Readable
@@ -73,7 +73,7 @@ def inspect_checkpoint(
     options = options or InspectOptions()
     with families.use_converter_file(options.converter):
         if options.stats:
-            require_torch(spell_option("--stats"))
+            require_torch(format_option("--stats"))
         # The checksums of the manifest are not shown, so it is not read.
         read = partial(open_source, path, options, manifest=None)
         try:
@@ -154,7 +154,7 @@ def require_single(inspection: Inspection, options: Sequence[str]) -> None:
     """Raise if options that need one checkpoint are used for a folder of several."""
     if inspection.checkpoints and options:
         raise UsageError(
-            f"{spell_option(options[0])} requires one checkpoint, but this folder contains several",
+            f"{format_option(options[0])} requires one checkpoint, but this folder contains several",
             where=inspection.path,
             hint=f"pass one of them, such as `{inspection.checkpoints[-1].path}`",
         )
@@ -214,7 +214,7 @@ def describe_catalog(
     missing = notes.get_reasons("missing")
     problems = [finding for finding in findings if finding.severity != "warning"]
     other_findings = [finding for finding in problems if finding.tensor not in missing]
-    verdict = worst_verdict((contents.verdict, decide_verdict(problems)))
+    verdict = combine_verdicts((contents.verdict, decide_verdict(problems)))
     complete = verdict is Verdict.COMPLETE
     return replace(
         contents,
@@ -241,7 +241,7 @@ def describe_catalog(
 def _iterate_fit_notes(model: Model, model_type: str | None) -> Iterable[str]:
     """Yield notes about the locations of models and keys that the model type does not have."""
     if model.inner_models:
-        yield describe_locations(model)
+        yield describe_model_locations(model)
     if model_type is None:
         return
     if not model.candidates:

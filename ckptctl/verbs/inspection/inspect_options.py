@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from ckptctl import shared_options as opt
-from ckptctl.options import Excludes, Option
+from ckptctl.options import Option, OptionConflict
 
 
-def build_output_exclusion(other: str) -> Excludes:
+def build_output_exclusion(other: str) -> OptionConflict:
     """Build the exclusion of an option that does not affect the output of *other*."""
-    return Excludes(
+    return OptionConflict(
         other, why="{this} does not affect the output of {other}", hint="omit {this} or {other}"
     )
 

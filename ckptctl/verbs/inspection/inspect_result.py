@@ -10,7 +10,7 @@ from ckptctl.catalog import Finding
 from ckptctl.results import JsonField, Result
 from ckptctl.units import sort_naturally
 from ckptctl.verbs.statistics import Statistics
-from ckptctl.verdict import COMPLETE, SCOPE, Scope, Verdict, is_complete, worst_verdict
+from ckptctl.verdict import COMPLETE, SCOPE, Scope, Verdict, combine_verdicts, is_complete
 
 if TYPE_CHECKING:
     from ckptctl.runs.listing import RunFolder
@@ -172,7 +172,7 @@ class Inspection(
             for checkpoint in members
             if checkpoint.problems
         )
-        verdict = worst_verdict(member.verdict for member in members)
+        verdict = combine_verdicts(member.verdict for member in members)
         failed = any(checkpoint.read_failed for checkpoint in members)
         return cls(
             *(path, "run"),

@@ -42,14 +42,14 @@ from ckptctl.errors import (
     MappingError,
     RefusedError,
     UsageError,
+    format_option,
     quote_names,
-    spell_option,
     wrap_os_errors,
 )
 from ckptctl.formats.peft import CONFIG, WEIGHTS
 from ckptctl.installed import require_torch
 from ckptctl.notes import Notes
-from ckptctl.numerics.quantized import find_quantized
+from ckptctl.numerics.quantized import find_quantized_tensors
 from ckptctl.planner.layouts import HF, Family
 from ckptctl.planner.mapping.adapters import PEFT_PREFIX, list_linear_keys
 from ckptctl.storage.arithmetic import import_torch
@@ -116,7 +116,7 @@ class LoraExtractor:
             self.target = require_destination(
                 source, parse_path(output), options.overwrite, replaceable_adapter
             )
-        if self.target.upload:
+        if self.target.is_upload:
             raise UsageError("cannot write an adapter to a URL", where=str(output))
         options.require_measure()
         self.family, self.layout, self.tied, self.copies = _recognize_family(sources[0], options)
@@ -135,7 +135,7 @@ class LoraExtractor:
         self._require_same_model()
 
     def _open_model(self, path: TreePath) -> LazyStateDict:
-        is_quantized = bool(find_quantized(open_source(path, OpenOptions())))
+        is_quantized = bool(find_quantized_tensors(open_source(path, OpenOptions())))
         open_options = OpenOptions(
             model_type=self.options.model_type or self.family.name,
             layout=self.layout,
@@ -311,7 +311,7 @@ class LoraExtractor:
             self.unchanged += 1
         elif not is_selected:
             self.notes.explain("skipped", {name: _format_not_selected()})
-        return stacking.join_factors
+        return stacking.joined_factors
 
     def _add_factors(
         self, name: str, module: str, layer_factors: Factors, rank: int, folder: AdapterFolder
@@ -326,7 +326,9 @@ class LoraExtractor:
             )
         shape = self.base[name].shape
         self.layers.append(
-            ExtractedLayer(name, shape, rank, layer_factors.error, layer_factors.change)
+            ExtractedLayer(
+                name, shape, rank, layer_factors.relative_error, layer_factors.relative_change
+            )
         )
 
     def _handle_other(self, name: str, folder: AdapterFolder) -> None:
@@ -340,8 +342,8 @@ class LoraExtractor:
                 f"`{name}` differs, but {NOT_LINEAR}",
                 where=self.tuned.path,
                 why="low-rank factors can only change linear layers",
-                hint=f"pass {spell_option('--others save')} to store such tensors in full "
-                f"(`modules_to_save`), or {spell_option('--others leave-out')} to keep those of "
+                hint=f"pass {format_option('--others save')} to store such tensors in full "
+                f"(`modules_to_save`), or {format_option('--others leave-out')} to keep those of "
                 "the base",
             )
         if mode == "leave-out":
@@ -429,12 +431,12 @@ def _require_floating(name: str, *handles: TensorHandle) -> None:
         raise RefusedError(
             f"cannot extract from a weight of dtype {unsupported_dtype}",
             where=f"tensor `{name}`",
-            hint=f"pass {spell_option('--dequantize bf16')} to dequantize the models",
+            hint=f"pass {format_option('--dequantize bf16')} to dequantize the models",
         )
 
 
 def _format_not_selected() -> str:
-    return f"not selected ({spell_option('--include')}, {spell_option('--exclude')})"
+    return f"not selected ({format_option('--include')}, {format_option('--exclude')})"
 
 
 # ------------------------------------------------------------ files of the adapter
@@ -569,11 +571,11 @@ def require_savable_module(
     """Raise if PEFT cannot save the tensor, because its module cannot be saved in full."""
     module = get_module(name)
     message = f"`{name}` differs, but PEFT can only save whole modules"
-    hint = f"pass {spell_option('--others leave-out')} to keep the tensor of the base"
+    hint = f"pass {format_option('--others leave-out')} to keep the tensor of the base"
     if name in tied:
         message = f"`{name}` differs, and other tensors are tied to it"
         why = "PEFT unties them when it saves one, and the others keep the values of the base"
-        hint = f"convert both models with {spell_option('--untie')} first, or {hint}"
+        hint = f"convert both models with {format_option('--untie')} first, or {hint}"
     elif not module:
         why = "it belongs to the model itself, not to a module"
     elif f"{module}.weight" in linear:

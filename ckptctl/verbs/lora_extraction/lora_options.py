@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 from ckptctl import option_checks as checks
 from ckptctl import shared_options as opt
-from ckptctl.errors import UsageError, spell_option
-from ckptctl.options import Excludes, Option
+from ckptctl.errors import UsageError, format_option
+from ckptctl.options import Option, OptionConflict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class LoraExtractionOptions(opt.ModelOptions):
             "Rank of the adapter in every layer.",
             metavar="N",
             check=checks.check_positive,
-            excludes=(Excludes("energy"),),
+            excludes=(OptionConflict("energy"),),
         ),
     ] = None
     energy: Annotated[
@@ -73,4 +73,6 @@ class LoraExtractionOptions(opt.ModelOptions):
     def require_measure(self) -> None:
         """Raise unless a rank or an energy is set."""
         if self.rank is None and self.energy is None:
-            raise UsageError(f"{spell_option('--rank')} or {spell_option('--energy')} is required")
+            raise UsageError(
+                f"{format_option('--rank')} or {format_option('--energy')} is required"
+            )

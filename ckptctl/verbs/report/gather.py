@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 
 from ckptctl import families
 from ckptctl.catalog import Box, Catalog, Finding, TensorEntry
-from ckptctl.conversion.items import resolve_items
-from ckptctl.conversion.recognition.roots import classify_part
+from ckptctl.conversion.items import read_item_headers
+from ckptctl.conversion.recognition.roots import classify_leaf
 from ckptctl.errors import (
     CkptError,
     FormatError,
     MappingError,
     UnsupportedError,
     UsageError,
-    rename_options,
-    spell_option,
+    format_option,
+    rename_options_in_messages,
 )
 from ckptctl.formats.shared.findings import MISSING_TENSOR, finding_from_error
 from ckptctl.installed import require_torch
@@ -80,7 +80,7 @@ def write_report(
     A damaged checkpoint gets a page, too. If its index cannot be read, the page shows the reason.
     """
     if options.stats:
-        require_torch(spell_option("--stats"))
+        require_torch(format_option("--stats"))
     output = Path(options.output) if options.output else None
     other = options.other
     if other is None:
@@ -114,7 +114,7 @@ def _require_no_comparison(options: ReportOptions) -> None:
     for names, value in of_comparisons.items():
         if value:
             raise UsageError(
-                f"{' or '.join(map(spell_option, names))} requires a second checkpoint",
+                f"{' or '.join(map(format_option, names))} requires a second checkpoint",
                 hint="pass it after the first one",
             )
 
@@ -148,7 +148,7 @@ def _collect_report(
         tensors = tuple(
             TensorReport(
                 tensor,
-                classify_part(tensor.name, inspected.root, catalog.format),
+                classify_leaf(tensor.name, inspected.root, catalog.format),
                 maps.map_tensor(catalog.tensors[tensor.name], catalog.lost.get(tensor.name, ())),
             )
             for tensor in listed_tensors
@@ -369,7 +369,7 @@ def _measure_statistics(
     unique_names = dict.fromkeys(entries[name].alias_of or name for name in names)
     readable = (name for name in unique_names if name in entries and not entries[name].unsupported)
     readable_entries = {name: entries[name] for name in readable}
-    resolved_catalog, findings = resolve_items(
+    resolved_catalog, findings = read_item_headers(
         replace(catalog, tensors=readable_entries, blobs={}, replicas={})
     )
     root = get_root(catalog.path)
@@ -409,7 +409,7 @@ def _add_comparison(
         model_type=options.model_type,
     )
     try:
-        with rename_options(_OPTIONS):
+        with rename_options_in_messages(_OPTIONS):
             difference = compare_checkpoints(about.path, other, diff_options, progress)
     except CkptError as error:
         if error.exit_code in (UsageError.exit_code, FormatError.exit_code):

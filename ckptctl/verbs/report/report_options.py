@@ -53,7 +53,7 @@ class ReportOptions(ComparisonOptions, opt.SourceOptions, opt.FormatOptions):
         opt.source_format_option("Format of OTHER.  [default: detected]", "--from-other"),
     ] = None
     weights_other: Annotated[
-        opt.WeightsOf | None,
+        opt.WeightsKind | None,
         Option(
             "Weights of OTHER to read if it has both: master (the optimizer's fp32 "
             "copies) or module.  [default: master]",

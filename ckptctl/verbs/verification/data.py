@@ -241,7 +241,7 @@ def _iterate_packed(resolved: Catalog) -> Iterator[PackedItem]:
             computed = resolved.computed.get(extent.file)
             if computed is not None and computed.kind == "unpacked" and extent.nbytes:
                 stored = computed.inputs[0].entry.extents[0]
-                size = dtypes.itemsize(entry.dtype)
+                size = dtypes.get_itemsize(entry.dtype)
                 yield PackedItem(entry.name, extent.file, extent.nbytes, size, stored)
 
 

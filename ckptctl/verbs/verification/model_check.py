@@ -26,7 +26,7 @@ from ckptctl.facts.agreement import (
 )
 from ckptctl.notes import Notes
 from ckptctl.numerics.quantization.statement import SIDECAR_METHODS
-from ckptctl.numerics.quantized import find_misfits, is_unquantized
+from ckptctl.numerics.quantized import find_quantization_problems, is_unquantized
 from ckptctl.verdict import Scope, Severity
 
 UNCOUNTED_LAYERS = (
@@ -53,7 +53,7 @@ def check_model(model: Model, notes: Notes) -> tuple[list[Finding], Scope]:
         Finding("missing tensor", why, tensor=name, basis="model")
         for name, why in missing_tensors.missing.items()
     ]
-    findings += find_misfits(catalog)
+    findings += find_quantization_problems(catalog)
     findings += iterate_contradictions(model)
     if "ranks" in formats.get_format(catalog.format).read_options and model.has_configuration:
         findings += _check_last_ranks(model)
@@ -103,7 +103,7 @@ def iterate_contradictions(model: Model) -> Iterator[Finding]:
         yield Finding(message, error.summary, severity, basis="model")
         return
     for contradiction in contradictions:
-        message = TENSORS_DISAGREE if contradiction.is_shown else FILES_DISAGREE
+        message = TENSORS_DISAGREE if contradiction.tensors_contradict_file else FILES_DISAGREE
         why = str(contradiction).replace(f"{model.catalog.root}/", "")
         yield Finding(message, why, "unknown", basis="model")
 

@@ -10,7 +10,7 @@ from operator import ge, itemgetter, mul
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog, Extent, Finding, TensorEntry
-from ckptctl.columns import ExtentColumns, boxes_of, codecs_of, ranges_of
+from ckptctl.columns import ExtentColumns, get_boxes, get_byte_ranges, get_codecs
 from ckptctl.errors import CkptError, UnsupportedError, quote_names
 from ckptctl.formats.shared.findings import downgrade_unproven, finding_from_error
 from ckptctl.planner.boxes import Coverage, compute_coverage, intersect_boxes
@@ -75,7 +75,7 @@ def _check_tiling(
         yield Finding("a tensor cannot be read", entry.unsupported, "unknown", tensor=entry.name)
         return
     try:
-        tiling = compute_coverage(entry.shape, boxes_of(entry.extents))
+        tiling = compute_coverage(entry.shape, get_boxes(entry.extents))
     except UnsupportedError as error:
         tiling = Coverage()
         yield finding_from_error(error, tensor=entry.name)
@@ -156,7 +156,9 @@ def _describe_suspect(catalog: Catalog, entry: TensorEntry) -> str:
 
 
 def _check_lengths(entry: TensorEntry) -> Iterator[Finding]:
-    if not entry.extents or _is_long_enough(entry.extents, size := dtypes.itemsize(entry.dtype)):
+    if not entry.extents or _is_long_enough(
+        entry.extents, size := dtypes.get_itemsize(entry.dtype)
+    ):
         return
     for extent in entry.extents:
         needed = extent.box.numel * size
@@ -219,7 +221,7 @@ def _check_files(catalog: Catalog) -> Iterator[Finding]:
 def _iterate_ranges(catalog: Catalog) -> Iterator[tuple[str, Iterable[tuple[str, int, int]]]]:
     """Yield the name of each leaf with its byte ranges, as in :func:`ranges_of`."""
     for entry in catalog.tensors.values():
-        yield entry.name, ranges_of(entry.extents)
+        yield entry.name, get_byte_ranges(entry.extents)
     for blob in catalog.blobs.values():
         if blob.file is not None:
             yield blob.name, [(blob.file, blob.offset, blob.offset + blob.nbytes)]
@@ -290,7 +292,9 @@ def _map_exclusive_ranges(catalog: Catalog) -> dict[str, _Ranges]:
         if not isinstance(extents, ExtentColumns):
             virtual = catalog.computed
             extents = [e for e in extents if e.strides is None and e.file not in virtual]
-        for (file, start, end), codec in zip(ranges_of(extents), codecs_of(extents), strict=True):
+        for (file, start, end), codec in zip(
+            get_byte_ranges(extents), get_codecs(extents), strict=True
+        ):
             if end != start:
                 ranges_by_file.setdefault(file, []).append((start, end, entry.name, codec))
     for blob in catalog.blobs.values():

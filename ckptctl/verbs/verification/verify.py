@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from ckptctl import families, formats
 from ckptctl.catalog import MANIFEST, Catalog, Finding
 from ckptctl.conversion.sources import open_source
-from ckptctl.errors import CkptError, spell_option
+from ckptctl.errors import CkptError, format_option
 from ckptctl.formats.shared.findings import UNUSABLE_ERRORS, finding_from_error
 from ckptctl.installed import require_torch
 from ckptctl.notes import Notes
@@ -182,13 +182,13 @@ def _begin_verification(path: str | TreePath, options: VerifyOptions) -> _Verifi
     if options.manifest:
         require_local(
             path,
-            f"{spell_option('--manifest')} is not supported for URLs (it adds a file to the "
+            f"{format_option('--manifest')} is not supported for URLs (it adds a file to the "
             "checkpoint)",
         )
     if options.nan:
         require_torch(
-            spell_option("--nan"),
-            alternative=f"{spell_option('--level full')} compares recorded checksums without torch",
+            format_option("--nan"),
+            alternative=f"{format_option('--level full')} compares recorded checksums without torch",
         )
     state = _open_checkpoint(formats.to_existing_path(path), options)
     if options.manifest:
@@ -243,20 +243,20 @@ def _verify_data(
     from ckptctl.conversion.items import (
         add_replica_extents,
         find_differing_replicas,
-        resolve_items,
-        select_portion,
+        read_item_headers,
+        select_rank_replicas,
     )
     from ckptctl.verbs.verification.data import read_data
 
     everything = add_replica_extents(catalog)
-    located, resolve_findings = resolve_items(everything)
+    located, resolve_findings = read_item_headers(everything)
     state.findings += resolve_findings
     if full or options.nan:
         findings, proof, state.bytes_read = read_data(
             everything, located, full, options.nan, options.jobs, progress, ranks
         )
         own_differences = run_on_all_ranks(
-            ranks, lambda: list(find_differing_replicas(select_portion(catalog, ranks)))
+            ranks, lambda: list(find_differing_replicas(select_rank_replicas(catalog, ranks)))
         )
         unequal = [finding for part in ranks.all_gather(own_differences) for finding in part]
         if full:

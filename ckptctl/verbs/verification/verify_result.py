@@ -18,8 +18,8 @@ from ckptctl.verdict import (
     Severity,
     Verdict,
     decide_verdict,
+    has_file_damage,
     is_complete,
-    shows_file_damage,
 )
 
 
@@ -92,8 +92,8 @@ class Verification(
 
     @property
     def shows_damaged_files(self) -> bool:
-        """Whether files show damage; see :func:`~ckptctl.verdict.shows_file_damage`."""
-        return shows_file_damage(self.findings)
+        """Whether files show damage; see :func:`~ckptctl.verdict.has_file_damage`."""
+        return has_file_damage(self.findings)
 
     @property
     def data(

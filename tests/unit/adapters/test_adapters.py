@@ -11,7 +11,7 @@ from ckptctl.adapters.adapter_files import build_adapter_config
 from ckptctl.adapters.peft import (
     build_layer_targets,
     match_pattern,
-    read_settings,
+    parse_adapter_settings,
     require_simple_patterns,
 )
 from ckptctl.conversion.conversion_options import MergeOptions
@@ -23,11 +23,15 @@ CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none"}
 
 
 def test_lora_scale_is_alpha_over_rank():
-    assert read_settings(CONFIG).compute_scale(Q, 4) == 2.0
-    assert read_settings({**CONFIG, "use_rslora": True}).compute_scale(Q, 4) == 8 / math.sqrt(4)
-    assert read_settings(None, alpha=6).compute_scale(Q, 4) == 1.5
+    assert parse_adapter_settings(CONFIG).compute_scale(Q, 4) == 2.0
+    assert parse_adapter_settings({**CONFIG, "use_rslora": True}).compute_scale(
+        Q, 4
+    ) == 8 / math.sqrt(4)
+    assert parse_adapter_settings(None, alpha=6).compute_scale(Q, 4) == 1.5
     assert (
-        read_settings(None, scaling=2.0).compute_scale("layers.0.attention.wq.lora_A.weight", 4)
+        parse_adapter_settings(None, scaling=2.0).compute_scale(
+            "layers.0.attention.wq.lora_A.weight", 4
+        )
         == 2.0
     )
 
@@ -48,15 +52,19 @@ def test_lora_scale_is_alpha_over_rank():
 def test_first_matching_pattern_sets_rank_and_alpha(patterns, scale):
     """As ``peft.utils.other.get_pattern_key`` looks them up."""
     rank = 8 // scale
-    assert read_settings({**CONFIG, "rank_pattern": patterns}).compute_scale(Q, rank) == scale
+    assert (
+        parse_adapter_settings({**CONFIG, "rank_pattern": patterns}).compute_scale(Q, rank) == scale
+    )
     alphas = {key: 4 * value for key, value in patterns.items()}
     expected = 8 / 4 if scale == 2.0 else 2 * 4 / 4
-    assert read_settings({**CONFIG, "alpha_pattern": alphas}).compute_scale(Q, 4) == expected
+    assert (
+        parse_adapter_settings({**CONFIG, "alpha_pattern": alphas}).compute_scale(Q, 4) == expected
+    )
 
 
 def test_rank_that_contradicts_shapes_is_an_error():
     with pytest.raises(UnsupportedError, match="rank is 8"):
-        read_settings(CONFIG).compute_scale(Q, 8)
+        parse_adapter_settings(CONFIG).compute_scale(Q, 8)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +86,7 @@ def test_rank_that_contradicts_shapes_is_an_error():
 )
 def test_unsupported_adapter_settings_are_refused(config, says):
     with pytest.raises(RefusedError, match=says):
-        read_settings({**CONFIG, **config})
+        parse_adapter_settings({**CONFIG, **config})
 
 
 @pytest.mark.parametrize(
@@ -98,16 +106,16 @@ def test_unsupported_adapter_settings_are_refused(config, says):
 )
 def test_malformed_adapter_settings_are_errors(config):
     with pytest.raises(UnsupportedError):
-        read_settings({**CONFIG, **config})
+        parse_adapter_settings({**CONFIG, **config})
 
 
 def test_contradictory_scale_options_are_usage_errors():
     with pytest.raises(UsageError, match="contradicts"):
-        read_settings(CONFIG, alpha=16)
+        parse_adapter_settings(CONFIG, alpha=16)
     with pytest.raises(UsageError, match="both"):
         MergeOptions(lora_alpha=16, scaling=2)
     with pytest.raises(UsageError, match="scale"):
-        read_settings(None).compute_scale(Q, 4)
+        parse_adapter_settings(None).compute_scale(Q, 4)
 
 
 def modules(*names, layers=range(3)):
@@ -125,12 +133,12 @@ def test_target_modules_are_shortened_if_equivalent():
 
 def test_adapter_config_records_rank_alpha_and_target_modules():
     made = build_adapter_config(
-        dict.fromkeys(modules("q_proj"), 4), read_settings(None, 8), None, True, 3
+        dict.fromkeys(modules("q_proj"), 4), parse_adapter_settings(None, 8), None, True, 3
     )
     assert (made["r"], made["lora_alpha"], made["use_dora"]) == (4, 8, True)
     assert made["target_modules"] == ["q_proj"]
     with pytest.raises(CkptError, match="alpha"):
-        build_adapter_config({"m": 4}, read_settings(None, None, 2.0), None, False, None)
+        build_adapter_config({"m": 4}, parse_adapter_settings(None, None, 2.0), None, False, None)
 
 
 MODULE = "model.layers.11.self_attn.q_proj"
@@ -202,19 +210,19 @@ def test_pattern_per_module_matches_with_bounded_work():
     ("alpha", "factor"), [(1e308, "2.5e+307"), (1.4e39, "3.5e+38"), (1e-300, "2.5e-301")]
 )
 def test_scale_outside_float32_range_is_an_error(alpha, factor):
-    known = read_settings({"peft_type": "LORA", "r": 4, "lora_alpha": alpha})
+    known = parse_adapter_settings({"peft_type": "LORA", "r": 4, "lora_alpha": alpha})
     with pytest.raises(UnsupportedError, match="lora_alpha") as caught:
         known.compute_scale("layers.0.q_proj.lora_A.weight", 4)
     assert factor in str(caught.value.why)
     with pytest.raises(UnsupportedError, match="scaling"):
-        read_settings({"peft_type": "LORA"}, scaling=alpha).compute_scale(
+        parse_adapter_settings({"peft_type": "LORA"}, scaling=alpha).compute_scale(
             "layers.0.q_proj.lora_A.weight", 4
         )
 
 
 def test_largest_float32_scale_is_accepted():
     assert (
-        read_settings({"r": 1, "lora_alpha": 3.4e38}).compute_scale(
+        parse_adapter_settings({"r": 1, "lora_alpha": 3.4e38}).compute_scale(
             "layers.0.q_proj.lora_A.weight", 1
         )
         == 3.4e38

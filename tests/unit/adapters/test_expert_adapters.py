@@ -9,11 +9,11 @@ import torch
 
 from ckptctl import formats
 from ckptctl.adapters.expert_adapters import (
+    drop_parameter_factors,
     find_adapted_parameters,
     iterate_expert_deltas,
-    without_parameters,
 )
-from ckptctl.adapters.peft import MERGEABLE_FIELDS, find_adapter_config, read_settings
+from ckptctl.adapters.peft import MERGEABLE_FIELDS, find_adapter_config, parse_adapter_settings
 from ckptctl.catalog import ComputeInput, TensorEntry
 from ckptctl.errors import CkptError
 from ckptctl.planner.copying.blocks import build_view
@@ -65,10 +65,10 @@ def test_expert_factors_match_peft_delta(tmp_path: Path, order: str) -> None:
         shapes = {name: (e, columns, rows) for name, (e, rows, columns) in shapes.items()}
     model = held(**shapes)
     found = find_adapted_parameters(
-        catalog, config, read_settings(config, supported=MERGEABLE_FIELDS), model
+        catalog, config, parse_adapter_settings(config, supported=MERGEABLE_FIELDS), model
     )
     assert {one.key for one in found} == {UP, DOWN}
-    assert list(without_parameters(catalog, found).tensors) == list(other)
+    assert list(drop_parameter_factors(catalog, found).tensors) == list(other)
     made = {name: torch.zeros(model[name].shape) for name in model}
     for one in iterate_expert_deltas(found, model, catalog.tensors):
         a, b = (
@@ -100,5 +100,5 @@ def test_ambiguous_expert_adapters_are_refused(
     read = find_adapter_config(catalog)
     with pytest.raises(CkptError, match=says):
         find_adapted_parameters(
-            catalog, read, read_settings(read, supported=MERGEABLE_FIELDS), held(**model)
+            catalog, read, parse_adapter_settings(read, supported=MERGEABLE_FIELDS), held(**model)
         )

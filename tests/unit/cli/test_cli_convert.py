@@ -13,7 +13,7 @@ import torch
 import ckptctl
 from ckptctl import formats
 from ckptctl import option_checks as checks
-from ckptctl.conversion.summary import Amount, Regrouped, Summary
+from ckptctl.conversion.summary import Amount, Summary, TensorCounts
 from ckptctl.errors import RefusedError, UsageError
 
 DROPPED = {f"rope.{i}": "computed from the config" for i in range(7)}
@@ -32,10 +32,10 @@ SUMMARY = Summary(
     missing=0,
     taken=0,
     made=0,
-    fused=Regrouped(2, 1),
-    divided=Regrouped(),
-    regrouped=Regrouped(),
-    repeated=Regrouped(),
+    fused=TensorCounts(2, 1),
+    divided=TensorCounts(),
+    regrouped=TensorCounts(),
+    repeated=TensorCounts(),
 )
 
 
@@ -277,7 +277,7 @@ def test_unchanged_counts_are_omitted(run, calls, monkeypatch):
     monkeypatch.setattr(output, "_is_terminal", lambda _: True)
     monkeypatch.setattr(output, "_count_columns", lambda: 200)
     same = Amount(3, 3 << 30)
-    unchanged = replace(SUMMARY, read=same, written=same, dropped=0, fused=Regrouped())
+    unchanged = replace(SUMMARY, read=same, written=same, dropped=0, fused=TensorCounts())
     monkeypatch.setattr(Plan, "summary", unchanged)
     done = run("convert", "a", "b", "--to", "hf", NO_COLOR="1")
     assert len(done.stdout.splitlines()) == 1

@@ -188,10 +188,10 @@ def clean():
     added = (
         formats.list_entry_points,
         formats.load_plugin_format,
-        steps.entry_points,
+        steps.find_step_entry_points,
         steps.load_added_step,
     )
-    caches = (*added, families._entry_points, families._load_family)
+    caches = (*added, families._find_family_entry_points, families._load_family)
     for one in caches:
         one.cache_clear()
     yield

@@ -4,7 +4,7 @@ import pytest
 
 import ckptctl
 from ckptctl.errors import SourceNotFoundError, UsageError
-from ckptctl.families import family, list_names, load_families, use_converter_file
+from ckptctl.families import family, list_model_types, load_families, use_converter_file
 
 GOOD = '''
 from ckptctl.planner.layouts import Family
@@ -43,10 +43,10 @@ def file(tmp_path):
 
 def test_converter_is_registered_only_inside_block(file):
     with use_converter_file(file()):
-        assert "mine" in list_names()
+        assert "mine" in list_model_types()
         assert family("My-Own").title == "Mine"
         assert load_families()["mine"].get_layout("own")
-    assert "mine" not in list_names()
+    assert "mine" not in list_model_types()
 
 
 def test_using_converter_leaves_no_files(file):
@@ -57,9 +57,9 @@ def test_using_converter_leaves_no_files(file):
 
 
 def test_no_converter_file_changes_nothing():
-    before = list_names()
+    before = list_model_types()
     with use_converter_file(None):
-        assert list_names() == before
+        assert list_model_types() == before
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from ckptctl.catalog import Box, Checksum, Extent, TensorEntry
 from ckptctl.columns import BoxColumns, ExtentColumns
-from ckptctl.conversion.checked_ranges import find_checked_transfers, plan_checks
+from ckptctl.conversion.checked_ranges import find_checked_transfers, plan_checksum_verification
 from ckptctl.planner.copying.copies import tile_transfer
 from ckptctl.planner.copying.tile import TileLimits
 from ckptctl.planner.plan import Record, RecordedRange, Transfer
@@ -89,7 +89,7 @@ def test_load_checks_elements_read_at_most_once(transfer: Transfer, checked: boo
 
 def gaps_of(*transfers: Transfer) -> list[tuple[str, tuple[tuple[int, int], ...]]]:
     """Return the file of each range that is read for its checksum, and what of it is."""
-    _, checks = plan_checks(Path("/"), transfers, {})
+    _, checks = plan_checksum_verification(Path("/"), transfers, {})
     return [(check.recorded.file, check.gaps) for check in checks]
 
 
@@ -148,7 +148,7 @@ def test_unread_ranges_are_read_for_checksums(
 def test_recorded_ranges_are_read_for_checksums_once(
     transfers: list[Transfer], limits: TileLimits
 ) -> None:
-    checked, checks = plan_checks(Path("/"), transfers, {})
+    checked, checks = plan_checksum_verification(Path("/"), transfers, {})
     counts: Counter[tuple[RecordedRange, int]] = Counter()
     for number, transfer in enumerate(transfers):
         names = {name for other, name in checked if other == number}
@@ -176,7 +176,7 @@ def part(name: str, offset: int, size: int) -> TensorEntry:
 def test_gaps_between_tensors_in_one_range_are_read() -> None:
     entries = [part("b", 10, 30), part("c", 40, 20), part("d", 50, 20)]
     transfers = [copy(StridedTensor.from_entry(entry)) for entry in entries]
-    checked, (check,) = plan_checks(Path("/"), transfers, {})
+    checked, (check,) = plan_checksum_verification(Path("/"), transfers, {})
     assert checked == {(0, "b"), (1, "c")}
     assert check.recorded == RecordedRange("f", 0, 100, 7)
     assert check.gaps == ((0, 10), (60, 40))
@@ -189,4 +189,7 @@ def test_bytes_shared_by_two_names_are_checksummed_once() -> None:
 
 def test_empty_tensor_needs_no_check() -> None:
     empty = replace(A, shape=(0, 6), extents=())
-    assert plan_checks(Path("/"), [copy(StridedTensor.from_entry(empty))], {}) == (frozenset(), ())
+    assert plan_checksum_verification(Path("/"), [copy(StridedTensor.from_entry(empty))], {}) == (
+        frozenset(),
+        (),
+    )

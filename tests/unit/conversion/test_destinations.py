@@ -16,7 +16,7 @@ from tests.checkpoints import save_hf, tiny_llama
 
 def test_destination_delegates_free_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(destinations, "count_free_bytes", lambda _: 41)
-    assert Destination(tmp_path, tmp_path).free_bytes() == 41
+    assert Destination(tmp_path, tmp_path).count_free_bytes() == 41
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckptctl.catalog import ComputedTensor, computed_name
+from ckptctl.catalog import ComputedTensor, build_computed_name
 from ckptctl.conversion import steps
 from ckptctl.conversion.conversion_options import ConversionOptions
 from ckptctl.conversion.convert import plan_with_steps, run_conversion
@@ -72,7 +72,7 @@ def test_tensors_returned_by_step_are_written(source: Path, tmp_path: Path) -> N
     def zero(draft: Draft) -> Draft:
         entry = draft.catalog.tensors["a"]
         made = ComputedTensor("constant", entry.dtype, entry.shape)
-        name = computed_name("zeros")
+        name = build_computed_name("zeros")
         tensors = {**draft.catalog.tensors, "a": replace(entry, extents=(made.to_extent(name),))}
         draft.notes.add("a is zero now")
         catalog = replace(draft.catalog, tensors=tensors, computed={name: made})
@@ -92,11 +92,11 @@ def added(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "gone": EntryPoint("gone", "nothing.at.all:STEP", group),
         "other": EntryPoint("other", "ckptctl.conversion.steps:BUILT_IN", group),
     }
-    monkeypatch.setattr("ckptctl.installed.entry_points", lambda _: found)
-    for cached in (steps.entry_points, steps.load_added_step):
+    monkeypatch.setattr("ckptctl.installed.find_entry_points", lambda _: found)
+    for cached in (steps.find_step_entry_points, steps.load_added_step):
         cached.cache_clear()
     yield
-    for cached in (steps.entry_points, steps.load_added_step):
+    for cached in (steps.find_step_entry_points, steps.load_added_step):
         cached.cache_clear()
 
 
@@ -134,7 +134,7 @@ def test_step_receives_its_argument(
         return draft
 
     step = Step("mine", "source", 1, note)
-    monkeypatch.setattr("ckptctl.installed.entry_points", lambda _: {"mine": 1, "other": 2})
+    monkeypatch.setattr("ckptctl.installed.find_entry_points", lambda _: {"mine": 1, "other": 2})
     monkeypatch.setattr(steps, "load_added_step", lambda name: replace(step, name=name))
     options = ConversionOptions(to="hf", step=("mine=a=b", "other"))
     plan_with_steps(source, tmp_path / "out", options)

@@ -16,9 +16,9 @@ from ckptctl.catalog import (
     ComputeInput,
     Extent,
     TensorEntry,
-    computed_name,
+    build_computed_name,
 )
-from ckptctl.conversion.transfers import find_sources, plan_transfers
+from ckptctl.conversion.transfers import identify_read_files, plan_transfers
 from ckptctl.formats.base import OutputLayout, TensorPlace
 from ckptctl.planner.copying.copies import tile_transfer
 from ckptctl.planner.copying.tile import TileLimits
@@ -41,7 +41,7 @@ def test_source_files_are_listed_once(tmp_path: Path) -> None:
         folder.mkdir()
         for number, name in enumerate("abcd", 1):
             (folder / name).write_bytes(bytes(number))
-    outer, inner, unread = map(computed_name, ("outer", "inner", "unread"))
+    outer, inner, unread = map(build_computed_name, ("outer", "inner", "unread"))
     virtual = {
         outer: ComputedTensor("added", "uint8", (4,), (ComputeInput(root, stored(inner, [4])),)),
         inner: ComputedTensor(
@@ -54,7 +54,7 @@ def test_source_files_are_listed_once(tmp_path: Path) -> None:
     }
     read = [_transfer("b", outer), _transfer(inner, "b")]
     raw = [RawCopy("a", 0, 1, "x", 0)]
-    computed, sources = find_sources(root, read, virtual, raw)
+    computed, sources = identify_read_files(root, read, virtual, raw)
     assert computed.keys() == {outer, inner}
     assert {name: one.size for name, one in sources.items()} == {"b": 2, "c": 3, "a": 1}
 

@@ -40,10 +40,10 @@ def _other(tmp_path: Path) -> tuple[subprocess.Popen[str], Path]:
 
 
 def test_scratch_directory_is_removed_even_on_error(tmp_path: Path) -> None:
-    with upload.scratch_directory() as data:
+    with upload.create_scratch_directory() as data:
         (data / "x").write_text("y")
         assert data.parent.parent == tmp_path and data.parent.stat().st_mode & 0o77 == 0
-    with pytest.raises(ValueError), upload.scratch_directory():
+    with pytest.raises(ValueError), upload.create_scratch_directory():
         raise ValueError
     assert not list(tmp_path.iterdir())
 
@@ -60,7 +60,7 @@ def test_scratch_directory_of_killed_run_is_removed(tmp_path: Path) -> None:
         (foreign / "x").write_text("of somebody who makes no lock")
         link = tmp_path / f"{upload.SCRATCH_PREFIX}link"
         link.symlink_to(used.parent)
-        with upload.scratch_directory():
+        with upload.create_scratch_directory():
             assert not left.parent.exists()
             assert (used / "shard").exists() and (foreign / "x").exists() and link.is_symlink()
     finally:

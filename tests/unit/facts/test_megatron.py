@@ -11,13 +11,13 @@ from ckptctl import families
 from ckptctl.errors import MappingError
 from ckptctl.facts.contradictions import find_contradicting_facts, read_config_statements
 from ckptctl.facts.megatron import (
-    config_to_fields,
-    iterate_implied_statements,
+    config_to_megatron_fields,
+    extract_megatron_fields,
+    iterate_default_statements,
     megatron_to_config,
-    read_fields,
     read_megatron_statements,
 )
-from ckptctl.facts.megatron_files import build_arguments, build_run_config
+from ckptctl.facts.megatron_files import build_megatron_arguments, build_run_config
 from ckptctl.facts.recorded import find_possible_families
 from ckptctl.planner.families.facts import Fact
 
@@ -156,7 +156,7 @@ def record(name: str, kind: str, told: dict[str, Any] | None = None) -> dict[str
     """Return what Megatron-LM or Bridge records of the model of that name."""
     family, told = families.family(name), told or config(name)
     if kind == "arguments":
-        return build_arguments(family, told)
+        return build_megatron_arguments(family, told)
     if family.megatron is None or not family.megatron.provider:
         pytest.skip("Bridge has no provider for it")
     return build_run_config(family, told)
@@ -168,7 +168,7 @@ def statements(name: str, told: dict[str, Any], described: dict[str, Any]) -> li
         *read_config_statements(family, described, "config.json"),
         *read_megatron_statements(family, told, "common.pt"),
     ]
-    said += iterate_implied_statements(family, described, "config.json")
+    said += iterate_default_statements(family, described, "config.json")
     return [str(one) for one in find_contradicting_facts(said)]
 
 
@@ -194,7 +194,7 @@ def test_every_fact_is_compared_with_config(name: str) -> None:
         if name.startswith("deepseek") and word.config == "num_key_value_heads":
             continue  # Latent attention has none of its own.
         value = changed.get(word.kind, 7)
-        fields = read_fields(told)
+        fields = extract_megatron_fields(told)
         if word.kind in ("flag", "not"):
             value = not fields[word.megatron]
         elif word.config == "moe_intermediate_size":
@@ -322,7 +322,7 @@ def test_window_size_excludes_current_token(name: str, kind: str) -> None:
     """Megatron-Core attends to ``left + 1`` keys, transformers to ``sliding_window``."""
     described = config(name) | {"sliding_window": 8}
     told = record(name, kind, described)
-    assert read_fields(told)["window_size"] == [7, 0]
+    assert extract_megatron_fields(told)["window_size"] == [7, 0]
     assert statements(name, told, described) == []
     assert megatron_to_config(families.family(name), told, {})["sliding_window"] == 8
 
@@ -357,22 +357,22 @@ def test_non_causal_window_is_refused(value: object) -> None:
 def test_gemma3_window_is_single_number_of_keys() -> None:
     """Megatron-Bridge makes the pair of it, in each layer with a window."""
     told = record("gemma3_text", "run_config")
-    assert read_fields(told)["window_size"] == 512
+    assert extract_megatron_fields(told)["window_size"] == 512
     assert megatron_to_config(families.family("gemma3_text"), told, {})["sliding_window"] == 512
 
 
 def test_object_values_are_ignored() -> None:
     told = record("llama3", "arguments") | {"params_dtype": object(), "hidden_size": object()}
-    assert "hidden_size" not in read_fields(told)
+    assert "hidden_size" not in extract_megatron_fields(told)
 
 
 def test_disabled_query_groups_mean_one_per_head() -> None:
     told = record("llama3", "arguments") | {"group_query_attention": False, "num_query_groups": 1}
-    assert read_fields(told)["num_query_groups"] == 4
+    assert extract_megatron_fields(told)["num_query_groups"] == 4
 
 
 def test_vocab_size_is_unpadded() -> None:
-    told = build_arguments(families.family("llama3"), config("llama3"), padded=128)
+    told = build_megatron_arguments(families.family("llama3"), config("llama3"), padded_rows=128)
     assert told["padded_vocab_size"] == 128
     assert megatron_to_config(families.family("llama3"), told, {"v": 128})["vocab_size"] == 96
 
@@ -384,7 +384,7 @@ def test_tensor_sizes_override_arguments() -> None:
 
 
 def test_nemo_model_states_rope_scaling() -> None:
-    fields = config_to_fields(families.family("llama3"), config("llama3"))
+    fields = config_to_megatron_fields(families.family("llama3"), config("llama3"))
     del fields["rope_scaling"]
     nemo = {
         "_target_": "nemo.collections.llm.gpt.model.llama.LlamaModel",
@@ -416,12 +416,12 @@ def test_nemo_model_states_rope_scaling() -> None:
 )
 def test_config_that_megatron_cannot_express_is_refused(name: str, told: dict[str, Any]) -> None:
     with pytest.raises(MappingError, match="cannot express"):
-        config_to_fields(families.family(name), config(name) | told)
+        config_to_megatron_fields(families.family(name), config(name) | told)
 
 
 @pytest.mark.parametrize(("size", "padded", "least"), [(96, 128, 64), (151669, 151680, 16)])
 def test_bridge_pads_vocab_to_existing_rows(size: int, padded: int, least: int) -> None:
     stated = config("llama3") | {"vocab_size": size}
-    model: Any = build_run_config(families.family("llama3"), stated, padded=padded)["model"]
+    model: Any = build_run_config(families.family("llama3"), stated, padded_rows=padded)["model"]
     assert model["should_pad_vocab"] is True
     assert (model["vocab_size"], model["make_vocab_size_divisible_by"]) == (size, least)

@@ -9,7 +9,7 @@ from ckptctl.errors import MappingError
 from ckptctl.facts.contradictions import find_contradicting_facts, read_config_statements
 from ckptctl.facts.params import (
     config_to_params,
-    list_preset_facts,
+    get_preset_facts,
     params_to_config,
     read_params_statements,
 )
@@ -131,7 +131,7 @@ def test_dense_params_convert_to_config():
 def test_missing_params_get_defaults(name, params, theta, window):
     config = there(name, params)
     assert (config["rope_theta"], config["sliding_window"]) == (theta, window)
-    assert ("rope_theta" in list_preset_facts(family(name), params)) is ("rope_theta" not in params)
+    assert ("rope_theta" in get_preset_facts(family(name), params)) is ("rope_theta" not in params)
 
 
 def test_null_sliding_window_is_kept():

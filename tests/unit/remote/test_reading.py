@@ -107,10 +107,10 @@ def test_url_secrets_are_masked(url: str, shown: str) -> None:
     assert isinstance(path, UrlPath)
     assert mask_secrets(url) == str(path) == os.fspath(path) == shown
     assert repr(path) == f"UrlPath({shown!r})"
-    assert path.tree.add_secret(shown) == url
-    assert path.tree.add_secret(str(path / "sub")).replace("/sub", "") == url
+    assert path.tree.add_credentials(shown) == url
+    assert path.tree.add_credentials(str(path / "sub")).replace("/sub", "") == url
     again: UrlPath = pickle.loads(pickle.dumps(path))
-    assert again == path and again.tree.add_secret(again.url) == url
+    assert again == path and again.tree.add_credentials(again.url) == url
 
 
 def test_uppercase_url_scheme_is_normalized(url: str) -> None:
@@ -146,7 +146,7 @@ def test_trailing_slash_of_signature_is_kept() -> None:
     for url in ("https://host/end/x/?sig=5eC/", "https://host/end/x?sig=5eC/"):
         path = parse_path(url)
         assert isinstance(path, UrlPath)
-        assert path.tree.add_secret(path.url) == "https://host/end/x?sig=5eC/"
+        assert path.tree.add_credentials(path.url) == "https://host/end/x?sig=5eC/"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from ckptctl.catalog import (
     ComputeInput,
     Extent,
     TensorEntry,
-    computed_name,
+    build_computed_name,
 )
 from ckptctl.errors import DamagedError
 from ckptctl.numerics.quantization.formulas import ScaleBlocks
@@ -34,7 +34,7 @@ from ckptctl.storage.files import source_files
 from tests.checkpoints.readers import raw_bytes
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-NAME = computed_name("w")
+NAME = build_computed_name("w")
 
 
 @pytest.fixture
@@ -171,7 +171,7 @@ def test_constant_file_reads_as_constant(files, shape):
 
 def test_computed_file_reads_from_computed_input(files):
     weight = torch.ones(8, 8).to(torch.float8_e4m3fn)
-    inner = computed_name("scale")
+    inner = build_computed_name("scale")
     whole = Extent(Box((0, 0), (1, 1)), inner, 0, 4)
     scale = ComputeInput(Path(), TensorEntry("scale", "float32", (1, 1), (whole,), ("scale",)))
     inputs = stored(files, "w", weight), scale
@@ -198,7 +198,7 @@ def test_rearranged_tensor_reads_match_torch_in_any_rectangle(files, dtype, turn
 def test_nested_computed_files_use_separate_buffers(files):
     """A rectangle of the outer file takes two of the inner one, and both have an input."""
     base = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(2))
-    inner, shape = computed_name("inner"), tuple(base.shape)
+    inner, shape = build_computed_name("inner"), tuple(base.shape)
     whole = (stored(files, "base", base),)
     same = ComputedTensor("added", "float32", shape, whole, 0)
     given = ComputeInput(Path(), same.to_entry("inner", ("inner",), inner))
@@ -210,9 +210,9 @@ def test_nested_computed_files_use_separate_buffers(files):
 def test_computed_tensors_compare_by_elements(files):
     stored(files, "real", torch.full((3, 4), 2.0))
     made = {
-        computed_name("a"): ComputedTensor("constant", "float32", (3, 4), arguments=2),
-        computed_name("b"): ComputedTensor("constant", "float32", (4, 3), arguments=2),
-        computed_name("c"): ComputedTensor("constant", "float32", (3, 4), arguments=3),
+        build_computed_name("a"): ComputedTensor("constant", "float32", (3, 4), arguments=2),
+        build_computed_name("b"): ComputedTensor("constant", "float32", (4, 3), arguments=2),
+        build_computed_name("c"): ComputedTensor("constant", "float32", (3, 4), arguments=3),
     }
     places = {"real": "real", **{name[2:]: name for name in made}}
     entries = {

@@ -26,7 +26,7 @@ def read(path):
 
 def write(path, tensors, metadata):
     header, offsets = encode_safetensors_header(tensors, metadata)
-    sizes = [torch.Size(shape).numel() * dtypes.itemsize(dtype) for _, dtype, shape in tensors]
+    sizes = [torch.Size(shape).numel() * dtypes.get_itemsize(dtype) for _, dtype, shape in tensors]
     data = b"".join(bytes([i % 2]) * size for i, size in enumerate(sizes))
     path.write_bytes(header + data)
     assert len(header) % 8 == 0
@@ -37,7 +37,7 @@ def write(path, tensors, metadata):
 def test_headers_written_by_safetensors_are_read(tmp_path):
     tensors = {
         name: torch.zeros(2, 3, 4, dtype=torch.uint8).view(getattr(torch, name))
-        if dtypes.itemsize(name) == 1
+        if dtypes.get_itemsize(name) == 1
         else torch.zeros(2, 3, 4, dtype=getattr(torch, name))
         for name in HELD
         if name != "bool"

@@ -15,7 +15,7 @@ from __future__ import annotations
 from ckptctl.errors import MappingError
 from ckptctl.numerics.quantization.formulas import IntegerGroups
 from ckptctl.numerics.quantization.scheme import (
-    NamingForm,
+    NamingPattern,
     QuantizedWeight,
     Scheme,
     TensorGroup,
@@ -53,7 +53,7 @@ def _build_weight(group: TensorGroup) -> QuantizedWeight:
         IntegerGroups(
             rows // count,
             BITS,
-            symmetric=group.statement.read_flag("zero_point") is False,
+            symmetric=group.quant_config.read_flag("zero_point") is False,
             optional=("zero",),
         ),
         transposed=True,
@@ -62,13 +62,13 @@ def _build_weight(group: TensorGroup) -> QuantizedWeight:
 
 def _zero_point_reason(group: TensorGroup) -> str:
     """Return why zero points are required, or raise if the version is unsupported."""
-    statement = group.statement
+    quant_config = group.quant_config
     for key in ("version", "format"):
-        version = statement.content.get(key, SUPPORTED_VERSION)
+        version = quant_config.content.get(key, SUPPORTED_VERSION)
         if str(version).lower() not in (SUPPORTED_VERSION, "awq"):
             raise MappingError(
                 f"`{key}` is {version!r}",
-                where=statement.where,
+                where=quant_config.where,
                 why=f"only {SUPPORTED_VERSION} is supported",
             )
     return f"version {SUPPORTED_VERSION} stores zero points for all weights"
@@ -76,11 +76,13 @@ def _zero_point_reason(group: TensorGroup) -> str:
 
 def _read_group_size(group: TensorGroup) -> int:
     """Return the rows of a group, or -1 for all rows."""
-    statement = group.statement
-    bits = statement.read_number("bits") or statement.read_number("w_bit")
+    quant_config = group.quant_config
+    bits = quant_config.read_number("bits") or quant_config.read_number("w_bit")
     if bits != BITS:
         raise group.missing_setting_error("bits", f"expected {BITS}")
-    size = statement.read_number("group_size", -1) or statement.read_number("q_group_size", -1)
+    size = quant_config.read_number("group_size", -1) or quant_config.read_number(
+        "q_group_size", -1
+    )
     if size is None:
         raise group.missing_setting_error("group_size", "expected a number of rows, or -1 for all")
     return size
@@ -90,7 +92,7 @@ SCHEMES = (
     Scheme(
         "AWQ",
         (
-            NamingForm(
+            NamingPattern(
                 ".qweight",
                 ("int32",),
                 {
@@ -98,7 +100,7 @@ SCHEMES = (
                     "zero": WeightPart(".qzeros", _zero_point_reason),
                 },
                 _build_weight,
-                unique_endings={".qweight": (), ".qzeros": ()},
+                unique_suffixes={".qweight": (), ".qzeros": ()},
             ),
         ),
         methods=("awq",),

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from ckptctl.dtypes import LARGEST_FLOAT32
 from ckptctl.numerics.quantization.formulas import CodeBlocks
 from ckptctl.numerics.quantization.scheme import (
-    NamingForm,
+    NamingPattern,
     QuantizedWeight,
     Scheme,
     TensorGroup,
@@ -121,7 +121,7 @@ def _not_nested_reason(group: TensorGroup) -> str | None:
     return f"`{absmax.name}` is float32, so it is not quantized"
 
 
-def _build_4bit_form(code_type: str) -> NamingForm:
+def _build_4bit_pattern(code_type: str) -> NamingPattern:
     parts = {
         "absmax": WeightPart(".absmax", always_required),
         "table": WeightPart(".quant_map", always_required),
@@ -129,21 +129,26 @@ def _build_4bit_form(code_type: str) -> NamingForm:
         "nested": WeightPart(".nested_absmax", _nested_reason, _not_nested_reason),
         "nested_table": WeightPart(".nested_quant_map", _nested_reason, _not_nested_reason),
     }
-    tells = dict.fromkeys((part.ending for part in parts.values()), ())
-    return NamingForm(
-        "", ("uint8",), parts, _build_4bit_weight, dequantized_ending="", unique_endings=tells
+    unique_suffixes = dict.fromkeys((part.suffix for part in parts.values()), ())
+    return NamingPattern(
+        "",
+        ("uint8",),
+        parts,
+        _build_4bit_weight,
+        dequantized_suffix="",
+        unique_suffixes=unique_suffixes,
     )
 
 
 SCHEMES = (
     *(
-        Scheme(f"bitsandbytes {kind}", (_build_4bit_form(kind),), METHODS)
+        Scheme(f"bitsandbytes {kind}", (_build_4bit_pattern(kind),), METHODS)
         for kind in ("nf4", "fp4")
     ),
     Scheme(
         "bitsandbytes int8",
         (
-            NamingForm(
+            NamingPattern(
                 ".weight",
                 ("int8",),
                 {
@@ -151,7 +156,7 @@ SCHEMES = (
                     "format": WeightPart(".weight_format"),
                 },
                 _build_8bit_weight,
-                unique_endings={".SCB": (), ".weight": ("int8",)},
+                unique_suffixes={".SCB": (), ".weight": ("int8",)},
             ),
         ),
         METHODS,

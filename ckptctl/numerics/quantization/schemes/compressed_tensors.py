@@ -14,10 +14,10 @@ import math
 import struct
 from collections.abc import Mapping
 
-from ckptctl.numerics.quantization.config_groups import WeightArguments, read_arguments
+from ckptctl.numerics.quantization.config_groups import WeightArguments, parse_weight_arguments
 from ckptctl.numerics.quantization.formulas import Fp4Groups, IntegerGroups
 from ckptctl.numerics.quantization.scheme import (
-    NamingForm,
+    NamingPattern,
     QuantizedWeight,
     Scheme,
     TensorGroup,
@@ -43,7 +43,7 @@ DTYPES_BY_FORMAT: Mapping[str, tuple[str, ...]] = {
 
 
 def _build_packed_weight(group: TensorGroup) -> QuantizedWeight:
-    settings = read_arguments(group, DTYPES_BY_FORMAT)
+    settings = parse_weight_arguments(group, DTYPES_BY_FORMAT)
     if group.lead.dtype == "uint8":
         return _build_fp4_weight(group, settings)
     if settings.number_type != "int" or not 1 <= settings.bits <= 8:
@@ -131,7 +131,7 @@ def _describe_scales(settings: WeightArguments, width: int) -> str:
 
 
 def _build_unpacked_weight(group: TensorGroup) -> QuantizedWeight:
-    settings = read_arguments(group, DTYPES_BY_FORMAT)
+    settings = parse_weight_arguments(group, DTYPES_BY_FORMAT)
     if len(group.lead.shape) < 2:
         raise group.mismatch_error("expected a matrix")
     if settings.bits != 8 or settings.number_type != (
@@ -204,7 +204,7 @@ def _is_float(group: TensorGroup) -> bool:
 
 
 def _zero_point_reason(group: TensorGroup) -> str | None:
-    symmetric = _is_float(group) or read_arguments(group, DTYPES_BY_FORMAT).symmetric
+    symmetric = _is_float(group) or parse_weight_arguments(group, DTYPES_BY_FORMAT).symmetric
     return None if symmetric else "`symmetric` is false"
 
 
@@ -213,19 +213,21 @@ def _no_zero_point_reason(group: TensorGroup) -> str | None:
 
 
 def _order_reason(group: TensorGroup) -> str | None:
-    ordered = not _is_float(group) and read_arguments(group, DTYPES_BY_FORMAT).order == "group"
+    ordered = (
+        not _is_float(group) and parse_weight_arguments(group, DTYPES_BY_FORMAT).order == "group"
+    )
     return "`actorder` is group" if ordered else None
 
 
 def _no_order_reason(group: TensorGroup) -> str | None:
     if _is_float(group):
         return f"{group.lead.dtype} has no column order"
-    order = read_arguments(group, DTYPES_BY_FORMAT).order
+    order = parse_weight_arguments(group, DTYPES_BY_FORMAT).order
     return f"`actorder` is {order}" if order not in ("", "group") else None
 
 
 def _has_order(group: TensorGroup) -> bool | None:
-    is_decided = _is_float(group) or read_arguments(group, DTYPES_BY_FORMAT).order
+    is_decided = _is_float(group) or parse_weight_arguments(group, DTYPES_BY_FORMAT).order
     return None if is_decided else "order" in group.parts
 
 
@@ -277,21 +279,21 @@ SCHEMES = (
     Scheme(
         SCHEME_NAME,
         (
-            NamingForm(
+            NamingPattern(
                 ".weight_packed",
                 ("int32", "uint8"),
                 PACKED_PARTS,
                 _build_packed_weight,
-                unique_endings=dict.fromkeys(
-                    (".weight_packed", *(part.ending for part in PACKED_PARTS.values())), ()
+                unique_suffixes=dict.fromkeys(
+                    (".weight_packed", *(part.suffix for part in PACKED_PARTS.values())), ()
                 ),
             ),
-            NamingForm(
+            NamingPattern(
                 ".weight",
                 ("int8", FP8),
                 UNPACKED_PARTS,
                 _build_unpacked_weight,
-                unique_endings={".weight": ("int8",)},
+                unique_suffixes={".weight": ("int8",)},
             ),
         ),
         methods=(SCHEME_NAME,),

@@ -14,7 +14,7 @@ import math
 
 from ckptctl.numerics.quantization.formulas import Fp4Groups, ScaleBlocks
 from ckptctl.numerics.quantization.scheme import (
-    NamingForm,
+    NamingPattern,
     QuantizedWeight,
     Scheme,
     TensorGroup,
@@ -74,13 +74,13 @@ def _build_block_weight(group: TensorGroup) -> QuantizedWeight:
 
 def _has_blocks(group: TensorGroup) -> bool:
     """Return whether the config states scales of blocks."""
-    statement = group.statement
-    return statement.method == MXFP8 or statement.content.get(BLOCK_KEY) is not None
+    quant_config = group.quant_config
+    return quant_config.method == MXFP8 or quant_config.content.get(BLOCK_KEY) is not None
 
 
 def _has_one_scale(group: TensorGroup) -> bool:
     """Return whether the config states one scale for each weight."""
-    content = group.statement.content
+    content = group.quant_config.content
     return BLOCK_KEY in content and not _has_blocks(group)
 
 
@@ -96,19 +96,21 @@ def _has_all_scales(group: TensorGroup) -> bool | None:
 
 def _list_scale_dtypes(group: TensorGroup) -> tuple[str, ...]:
     """Return the possible dtypes of scales."""
-    statement = group.statement
-    exponents = statement.content.get(SCALE_FORMAT_KEY) == "ue8m0" or statement.method == MXFP8
+    quant_config = group.quant_config
+    exponents = (
+        quant_config.content.get(SCALE_FORMAT_KEY) == "ue8m0" or quant_config.method == MXFP8
+    )
     return (*SCALES, "uint8") if exponents else SCALES
 
 
 def _read_block_size(group: TensorGroup) -> tuple[int, int]:
     """Return the rows and columns of a block."""
-    match group.statement.content.get(BLOCK_KEY):
+    match group.quant_config.content.get(BLOCK_KEY):
         case None:
-            return (1, MX_GROUP_SIZE) if group.statement.method == MXFP8 else DEFAULT_BLOCK
+            return (1, MX_GROUP_SIZE) if group.quant_config.method == MXFP8 else DEFAULT_BLOCK
         case [int(down), int(across)] if min(down, across) > 0:
             return down, across
-    raise group.statement.invalid_value_error(BLOCK_KEY, "expected two positive numbers")
+    raise group.quant_config.invalid_value_error(BLOCK_KEY, "expected two positive numbers")
 
 
 def _build_fp4_weight(group: TensorGroup) -> QuantizedWeight:
@@ -148,23 +150,23 @@ SCHEMES = (
     Scheme(
         "fp8 with block scales",
         (
-            NamingForm(
+            NamingPattern(
                 "",
                 (FP8,),
                 INVERSE_SCALE_PARTS,
                 _build_block_weight,
-                dequantized_ending="",
-                unique_endings={"_scale_inv": (), "": (FP8,)},
+                dequantized_suffix="",
+                unique_suffixes={"_scale_inv": (), "": (FP8,)},
             ),
-            NamingForm(".weight", (FP8,), NATIVE_SCALE_PARTS, _build_block_weight),
-            NamingForm(
+            NamingPattern(".weight", (FP8,), NATIVE_SCALE_PARTS, _build_block_weight),
+            NamingPattern(
                 "",
                 PACKED_DTYPES,
                 {"scale": WeightPart("_scale_inv", always_required)},
                 _build_fp4_weight,
-                dequantized_ending="",
+                dequantized_suffix="",
             ),
-            NamingForm(
+            NamingPattern(
                 ".weight",
                 PACKED_DTYPES,
                 {"scale": WeightPart(".scale", always_required)},
@@ -179,12 +181,12 @@ SCHEMES = (
     Scheme(
         "fp8 with one scale",
         (
-            NamingForm(
+            NamingPattern(
                 ".weight",
                 (FP8,),
                 {"scale": WeightPart(".weight_scale", always_required)},
                 _build_tensor_weight,
-                unique_endings={".weight_scale": ()},
+                unique_suffixes={".weight_scale": ()},
             ),
         ),
         methods=("fp8",),

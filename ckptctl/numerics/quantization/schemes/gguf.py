@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import partial
 
 from ckptctl.numerics.quantization.ggml import BLOCK_TYPES, BlockType
-from ckptctl.numerics.quantization.scheme import NamingForm, QuantizedWeight, Scheme, TensorGroup
+from ckptctl.numerics.quantization.scheme import NamingPattern, QuantizedWeight, Scheme, TensorGroup
 from ckptctl.units import pluralize
 
 BYTE_DTYPE = "uint8"
@@ -34,13 +34,13 @@ def _build_weight(block_type: BlockType, group: TensorGroup) -> QuantizedWeight:
 
 def _build_scheme(name: str, *, is_supported: bool) -> Scheme:
     forms = tuple(
-        NamingForm(
+        NamingPattern(
             f".{block_type.name}",
             (BYTE_DTYPE,),
             {},
             partial(_build_weight, block_type) if is_supported else None,
-            dequantized_ending="",
-            unique_endings={f".{block_type.name}": (BYTE_DTYPE,)},
+            dequantized_suffix="",
+            unique_suffixes={f".{block_type.name}": (BYTE_DTYPE,)},
         )
         for block_type in BLOCK_TYPES.values()
         if block_type.understood == is_supported

@@ -18,7 +18,7 @@ from __future__ import annotations
 from ckptctl.errors import MappingError
 from ckptctl.numerics.quantization.formulas import IntegerGroups
 from ckptctl.numerics.quantization.scheme import (
-    NamingForm,
+    NamingPattern,
     QuantizedWeight,
     Scheme,
     TensorGroup,
@@ -33,13 +33,15 @@ FORMAT_V1, FORMAT_V2 = "gptq", "gptq_v2"
 
 
 def _build_weight(group: TensorGroup) -> QuantizedWeight:
-    bits = group.statement.read_number("bits")
+    bits = group.quant_config.read_number("bits")
     if bits not in BIT_WIDTHS:
         raise group.missing_setting_error(
             "bits", f"expected one of {', '.join(map(str, BIT_WIDTHS))}"
         )
-    if group.statement.content.get("dynamic"):
-        raise group.statement.invalid_value_error("dynamic", "per-layer settings are not supported")
+    if group.quant_config.content.get("dynamic"):
+        raise group.quant_config.invalid_value_error(
+            "dynamic", "per-layer settings are not supported"
+        )
     rows, columns = _read_packed_sizes(group, bits)
     group_rows, count = _read_group_sizes(group, rows)
     scales, zeros = group.parts["scale"], group.parts["zero"]
@@ -49,7 +51,7 @@ def _build_weight(group: TensorGroup) -> QuantizedWeight:
         )
     if zeros.shape != (count, -(-columns * bits // WORD_BITS)) or zeros.dtype != "int32":
         raise group.mismatch_error("expected packed zero points for each scale", "zero")
-    has_order = group.statement.read_flag("desc_act") is not False and "order" in group.parts
+    has_order = group.quant_config.read_flag("desc_act") is not False and "order" in group.parts
     optional = tuple(role for role in ("zero", "order") if role in group.parts)
     return group.build_weight(
         f"GPTQ INT{bits} with groups of {group_rows}{' in activation order' if has_order else ''}",
@@ -61,7 +63,7 @@ def _build_weight(group: TensorGroup) -> QuantizedWeight:
             bits,
             transposed=True,
             offset=int(_read_zero_point_format(group) == FORMAT_V1),
-            symmetric=bool(group.statement.read_flag("sym")),
+            symmetric=bool(group.quant_config.read_flag("sym")),
             optional=optional,
         ),
     )
@@ -69,13 +71,13 @@ def _build_weight(group: TensorGroup) -> QuantizedWeight:
 
 def _read_zero_point_format(group: TensorGroup) -> str:
     """Return the storage format of zero points."""
-    settings = group.statement.content
+    settings = group.quant_config.content
     key = "checkpoint_format" if "checkpoint_format" in settings else "format"
     value = settings.get(key, FORMAT_V1)
     if value not in (FORMAT_V1, FORMAT_V2):
         raise MappingError(
             f"`{key}` is {value!r}",
-            where=group.statement.where,
+            where=group.quant_config.where,
             why=f"only {FORMAT_V1} and {FORMAT_V2} are supported",
         )
     return str(value)
@@ -95,7 +97,7 @@ def _read_packed_sizes(group: TensorGroup, bits: int) -> tuple[int, int]:
 
 def _read_group_sizes(group: TensorGroup, rows: int) -> tuple[int, int]:
     """Return the rows of a group, and the number of groups."""
-    size = group.statement.read_number("group_size", -1)
+    size = group.quant_config.read_number("group_size", -1)
     if size is None or size == 0:
         raise group.missing_setting_error("group_size", "expected a number of rows, or -1 for all")
     width = size if size > 0 else rows
@@ -106,7 +108,7 @@ SCHEMES = (
     Scheme(
         "GPTQ",
         (
-            NamingForm(
+            NamingPattern(
                 ".qweight",
                 ("int32",),
                 {
@@ -115,13 +117,15 @@ SCHEMES = (
                     "order": WeightPart(
                         ".g_idx",
                         lambda group: (
-                            "`desc_act` is true" if group.statement.read_flag("desc_act") else None
+                            "`desc_act` is true"
+                            if group.quant_config.read_flag("desc_act")
+                            else None
                         ),
                         is_complete=lambda group: "order" in group.parts,
                     ),
                 },
                 _build_weight,
-                unique_endings={".qweight": (), ".qzeros": (), ".g_idx": ()},
+                unique_suffixes={".qweight": (), ".qzeros": (), ".g_idx": ()},
             ),
         ),
         methods=("gptq",),

@@ -15,14 +15,14 @@ from dataclasses import replace
 
 from ckptctl.numerics.quantization.formulas import MlxGroups
 from ckptctl.numerics.quantization.scheme import (
-    NamingForm,
+    NamingPattern,
     QuantizedWeight,
     Scheme,
     TensorGroup,
     WeightPart,
     always_required,
 )
-from ckptctl.numerics.quantization.statement import QuantizationStatement
+from ckptctl.numerics.quantization.statement import QuantizationConfig
 from ckptctl.units import pluralize
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -74,27 +74,27 @@ def _require_scales(group: TensorGroup, mode: str) -> None:
 
 def _read_settings(group: TensorGroup) -> tuple[str, int, int]:
     """Return the mode, the group size and the bits of an element."""
-    statement = group.statement
-    layer_settings = statement.content.get(group.module)
+    quant_config = group.quant_config
+    layer_settings = quant_config.content.get(group.module)
     if layer_settings is False:
-        raise statement.invalid_value_error(group.module, "it has scales, so it is quantized")
+        raise quant_config.invalid_value_error(group.module, "it has scales, so it is quantized")
     if isinstance(layer_settings, Mapping):
-        statement = QuantizationStatement(
-            statement.method, layer_settings, f"{group.module} in {statement.where}"
+        quant_config = QuantizationConfig(
+            quant_config.method, layer_settings, f"{group.module} in {quant_config.where}"
         )
-        group = replace(group, statement=statement)
-    mode = statement.content.get("mode", AFFINE_MODE)
+        group = replace(group, statement=quant_config)
+    mode = quant_config.content.get("mode", AFFINE_MODE)
     if isinstance(mode, str) and mode in FLOAT_MODES:
         size, bits = FLOAT_MODES[mode]
         for key, value in (("group_size", size), ("bits", bits)):
-            if statement.read_number(key) not in (None, value):
-                raise statement.invalid_value_error(key, f"{mode} requires {value}")
+            if quant_config.read_number(key) not in (None, value):
+                raise quant_config.invalid_value_error(key, f"{mode} requires {value}")
         return mode, size, bits
     if mode != AFFINE_MODE:
-        raise statement.invalid_value_error(
+        raise quant_config.invalid_value_error(
             "mode", f"expected one of {', '.join((AFFINE_MODE, *FLOAT_MODES))}"
         )
-    values = {key: statement.read_number(key) for key in ("group_size", "bits")}
+    values = {key: quant_config.read_number(key) for key in ("group_size", "bits")}
     for key, allowed in (("group_size", GROUP_SIZES), ("bits", BIT_WIDTHS)):
         if values[key] not in allowed:
             raise group.missing_setting_error(
@@ -117,7 +117,7 @@ SCHEMES = (
     Scheme(
         "MLX",
         (
-            NamingForm(
+            NamingPattern(
                 ".weight",
                 ("uint32",),
                 {
@@ -131,7 +131,7 @@ SCHEMES = (
                     ),
                 },
                 _build_weight,
-                unique_endings={".biases": (), ".weight": ("uint32",), ".scales": ("uint8",)},
+                unique_suffixes={".biases": (), ".weight": ("uint32",), ".scales": ("uint8",)},
             ),
         ),
         methods=("mlx",),

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from ckptctl.errors import MappingError
 from ckptctl.numerics.quantization.formulas import Fp4Groups
 from ckptctl.numerics.quantization.scheme import (
-    NamingForm,
+    NamingPattern,
     QuantizedWeight,
     Scheme,
     TensorGroup,
@@ -20,7 +20,7 @@ from ckptctl.numerics.quantization.scheme import (
 )
 from ckptctl.numerics.quantization.schemes.compressed_tensors import DROP_REASONS
 from ckptctl.numerics.quantization.schemes.fp8 import FP8, build_fp8_weight
-from ckptctl.numerics.quantization.statement import Json, QuantizationStatement
+from ckptctl.numerics.quantization.statement import Json, QuantizationConfig
 from ckptctl.units import pluralize
 
 NVFP4_GROUP_SIZE, MX_GROUP_SIZE = 16, 32
@@ -31,7 +31,7 @@ FP8_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "MXFP8")
 
 def _read_algorithm(group: TensorGroup, supported: tuple[str, ...]) -> Json:
     """Return the settings of a layer's algorithm, which must be one of *supported*."""
-    statement, settings = group.statement, group.statement.weight_settings
+    quant_config, settings = group.quant_config, group.quant_config.weight_settings
     if settings.get("quant_algo") == MIXED_PRECISION:
         layers = settings.get("quantized_layers")
         layer = layers.get(group.module) if isinstance(layers, Mapping) else None
@@ -41,14 +41,14 @@ def _read_algorithm(group: TensorGroup, supported: tuple[str, ...]) -> Json:
     name = settings.get("quant_algo")
     if name not in supported:
         why = f"`{group.lead.name}` is {group.lead.dtype}, which matches {', '.join(supported)}"
-        raise MappingError(f"`quant_algo` is {name!r}", where=statement.where, why=why)
+        raise MappingError(f"`quant_algo` is {name!r}", where=quant_config.where, why=why)
     return settings
 
 
 def _build_nvfp4_weight(group: TensorGroup) -> QuantizedWeight:
     settings = _read_algorithm(group, FP4_ALGORITHMS)
     width = (
-        QuantizationStatement(content=settings, where=group.statement.where).read_number(
+        QuantizationConfig(content=settings, where=group.quant_config.where).read_number(
             "group_size"
         )
         or NVFP4_GROUP_SIZE
@@ -105,7 +105,7 @@ SCHEMES = (
     Scheme(
         "ModelOpt",
         (
-            NamingForm(
+            NamingPattern(
                 ".weight",
                 ("uint8",),
                 {
@@ -113,9 +113,9 @@ SCHEMES = (
                     "global": WeightPart(".weight_scale_2", always_required),
                 },
                 _build_nvfp4_weight,
-                unique_endings={".weight_scale_2": (), ".weight_scale": ()},
+                unique_suffixes={".weight_scale_2": (), ".weight_scale": ()},
             ),
-            NamingForm(
+            NamingPattern(
                 ".weight",
                 (FP8,),
                 {

@@ -8,7 +8,7 @@ Sources: ``transformers``' ``integrations/mxfp4.py`` and OpenAI's ``gpt_oss/torc
 from __future__ import annotations
 
 from ckptctl.numerics.quantization.scheme import (
-    NamingForm,
+    NamingPattern,
     QuantizedWeight,
     Scheme,
     TensorGroup,
@@ -34,19 +34,24 @@ def _build_weight(group: TensorGroup) -> QuantizedWeight:
     )
 
 
-def _build_form(dot: str) -> NamingForm:
+def _build_naming_pattern(dot: str) -> NamingPattern:
     blocks, scales = f"{dot}blocks", f"{dot}scales"
-    tells = {blocks: ("uint8",), scales: ("uint8",)}
+    unique_suffixes = {blocks: ("uint8",), scales: ("uint8",)}
     parts = {"scales": WeightPart(scales, always_required)}
-    return NamingForm(
-        blocks, ("uint8",), parts, _build_weight, dequantized_ending="", unique_endings=tells
+    return NamingPattern(
+        blocks,
+        ("uint8",),
+        parts,
+        _build_weight,
+        dequantized_suffix="",
+        unique_suffixes=unique_suffixes,
     )
 
 
 SCHEMES = (
     Scheme(
         "MXFP4",
-        (_build_form("_"), _build_form(".")),
+        (_build_naming_pattern("_"), _build_naming_pattern(".")),
         methods=("mxfp4",),
         needs_no_config=True,
         in_tables=True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptctl.conversion.recognition.roots import classify_part
+from ckptctl.conversion.recognition.roots import classify_leaf
 
 
 @pytest.mark.parametrize(
@@ -29,8 +29,8 @@ from ckptctl.conversion.recognition.roots import classify_part
     ],
 )
 def test_part_of_classifies_names_by_part(name: str, root: str, part: str) -> None:
-    assert classify_part(name, root, "dcp") == part
+    assert classify_leaf(name, root, "dcp") == part
 
 
 def test_model_only_format_has_no_other_parts() -> None:
-    assert classify_part("optimizer.weight", "", "hf") == "model"
+    assert classify_leaf("optimizer.weight", "", "hf") == "model"

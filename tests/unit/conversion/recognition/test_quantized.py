@@ -4,10 +4,10 @@ from pathlib import Path
 import pytest
 
 from ckptctl import formats
-from ckptctl.catalog import Box, Catalog, Extent, TensorEntry, computed_name
+from ckptctl.catalog import Box, Catalog, Extent, TensorEntry, build_computed_name
 from ckptctl.errors import DamagedError, MappingError, UnsupportedError, UsageError
 from ckptctl.numerics.quantization.formulas import ScaleBlocks
-from ckptctl.numerics.quantized import dequantize_catalog, find_quantized, is_unquantized
+from ckptctl.numerics.quantized import dequantize_catalog, find_quantized_tensors, is_unquantized
 
 
 def catalog(tensors, quantization=None):
@@ -54,7 +54,7 @@ def test_hf_experts_are_transposed_and_native_ones_are_not():
     hf, native = found["m.experts.down_proj"], found["b.mlp2_weight"]
     assert (hf.shape, hf.extents[0].strides) == ((2, 96, 5), (480, 1, 96))
     assert (native.shape, native.extents[0].strides) == ((2, 5, 96), None)
-    assert hf.extents[0].file == computed_name("m.experts.down_proj")
+    assert hf.extents[0].file == build_computed_name("m.experts.down_proj")
 
 
 def test_deepseek_scale_names_are_recognized():
@@ -66,19 +66,21 @@ def test_block_size_is_read_from_config():
     source = catalog(
         WEIGHT | {"a.weight_scale_inv": ("bfloat16", 5, 7)}, {"weight_block_size": [64, 32]}
     )
-    assert find_quantized(source) == {"a.weight": "fp8 with 64x32 blocks"}
+    assert find_quantized_tensors(source) == {"a.weight": "fp8 with 64x32 blocks"}
 
 
 def test_quantization_schemes_are_named():
-    assert find_quantized(catalog(WEIGHT | SCALE | NORM | BLOCKS | SCALES)) == {
+    assert find_quantized_tensors(catalog(WEIGHT | SCALE | NORM | BLOCKS | SCALES)) == {
         "a.weight": "fp8 with 128x128 blocks",
         "m.experts.down_proj": "MXFP4 with blocks of 32",
     }
-    assert find_quantized(catalog(NORM | WEIGHT)) == {}
-    assert find_quantized(catalog(WEIGHT | {"a.weight_scale_inv": ("float32", 9)})) == {
+    assert find_quantized_tensors(catalog(NORM | WEIGHT)) == {}
+    assert find_quantized_tensors(catalog(WEIGHT | {"a.weight_scale_inv": ("float32", 9)})) == {
         "a.weight": "mismatched scales"
     }
-    assert find_quantized(catalog({"a.qweight": ("int32", 1, 1)})) == {"a.qweight": "AWQ or GPTQ"}
+    assert find_quantized_tensors(catalog({"a.qweight": ("int32", 1, 1)})) == {
+        "a.qweight": "AWQ or GPTQ"
+    }
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import ckptctl
 from ckptctl import families, formats
 from ckptctl.errors import CkptError, MappingError, UnsupportedError
 from ckptctl.facts import MEGATRON
-from ckptctl.facts.megatron_files import build_arguments, build_run_config
+from ckptctl.facts.megatron_files import build_megatron_arguments, build_run_config
 from ckptctl.storage.yaml_text import dump_yaml, parse_yaml
 from tests.checkpoints.mcore import write
 
@@ -90,14 +90,14 @@ def test_config_json_that_contradicts_run_config_is_an_error(tmp_path: Path, ten
 
 
 def test_config_json_is_generated_from_megatron_args(tmp_path: Path, tensors: Any) -> None:
-    saved = write(tmp_path / "iter_0000010", tensors, build_arguments(FAMILY, CONFIG))
+    saved = write(tmp_path / "iter_0000010", tensors, build_megatron_arguments(FAMILY, CONFIG))
     ckptctl.convert(saved, tmp_path / "hf", to="hf", model_type="llama3")
     made = json.loads((tmp_path / "hf/config.json").read_text())
     assert {name: made.get(name) for name in CONFIG} == CONFIG
 
 
 def test_missing_norm_epsilon_is_a_mapping_error(tmp_path: Path, tensors: Any) -> None:
-    told = build_arguments(FAMILY, CONFIG)
+    told = build_megatron_arguments(FAMILY, CONFIG)
     del told["norm_epsilon"]
     saved = write(tmp_path / "iter_0000010", tensors, told)
     with pytest.raises(MappingError, match="requires `rms_norm_eps`") as raised:
@@ -205,7 +205,7 @@ def test_run_config_with_wrong_layer_count_is_refused(tmp_path: Path, tensors: A
 
 def test_tensors_excluded_by_record_keep_their_names(tmp_path: Path, tensors: Any) -> None:
     """Without a gate, ``linear_fc1`` of these shapes is no Llama's."""
-    told = {**build_arguments(FAMILY, CONFIG), "swiglu": False, "add_bias_linear": False}
+    told = {**build_megatron_arguments(FAMILY, CONFIG), "swiglu": False, "add_bias_linear": False}
     saved = write(tmp_path / "iter_0000010", tensors, told)
     assert ckptctl.inspect(saved).model_type is None
     ckptctl.convert(saved, tmp_path / "out.pt", to="torch")
@@ -231,7 +231,10 @@ def test_megatron_records_are_copied_to_output(
     tensors: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     """Plain values as they are; of whatever else there is, the name alone is known."""
-    args = build_arguments(FAMILY, CONFIG) | {"tensor_model_parallel_size": 2, "save": "/runs/1"}
+    args = build_megatron_arguments(FAMILY, CONFIG) | {
+        "tensor_model_parallel_size": 2,
+        "save": "/runs/1",
+    }
     told = {**args, "params_dtype": torch.bfloat16}
     saved = write(tmp_path / "run" / "iter_0000010", tensors, told)
     yaml = {
@@ -247,5 +250,5 @@ def test_megatron_records_are_copied_to_output(
     new = {"tensor_model_parallel_size": 1, "bf16": True, "padded_vocab_size": 32}
     assert vars(common["args"]) == args | new
     written = parse_yaml((tmp_path / "out" / "release" / "run_config.yaml").read_text(), "")
-    model = build_run_config(FAMILY, CONFIG, dtype="bfloat16", padded=32)["model"]
+    model = build_run_config(FAMILY, CONFIG, dtype="bfloat16", padded_rows=32)["model"]
     assert written == {**yaml, "model": model}

@@ -2,15 +2,15 @@ import pytest
 
 from ckptctl.catalog import TensorEntry
 from ckptctl.errors import DamagedError, MappingError, UnsupportedError
-from ckptctl.numerics.quantization.statement import QuantizationStatement, find_config_statement
-from ckptctl.numerics.quantization.survey import detect_quantized, to_dequantized_names
+from ckptctl.numerics.quantization.statement import QuantizationConfig, find_quantization_config
+from ckptctl.numerics.quantization.survey import detect_quantized_weights, to_dequantized_names
 
 PLAIN = {"group_size": 64, "bits": 4}
 
 
 def seen(said, packed=(6, 16), scales=("bfloat16", 6, 2), biases=None, **others):
     """What is made of a weight of 6 rows and 128 columns."""
-    statement = find_config_statement({"quantization": said, "quantization_config": said})
+    statement = find_quantization_config({"quantization": said, "quantization_config": said})
     found = {"a.weight": ("uint32", *packed), "a.scales": scales, "a.biases": biases or scales}
     found |= {f"a.{name}": kind for name, kind in others.items()}
     entries = {
@@ -18,7 +18,7 @@ def seen(said, packed=(6, 16), scales=("bfloat16", 6, 2), biases=None, **others)
         for name, (dtype, *shape) in found.items()
         if shape
     }
-    return detect_quantized(entries, statement, lambda _: b"")
+    return detect_quantized_weights(entries, statement, lambda _: b"")
 
 
 def test_uniform_quantization_is_recognized():
@@ -76,7 +76,7 @@ def test_mismatched_mlx_tensors_are_refused(said, changes, why):
 
 def test_mlx_weight_without_config_is_unknown():
     entry = TensorEntry("a.weight", "uint32", (6, 16), (), ("a.weight",))
-    found = detect_quantized({"a.weight": entry}, QuantizationStatement(), lambda _: b"")
+    found = detect_quantized_weights({"a.weight": entry}, QuantizationConfig(), lambda _: b"")
     assert found.unknown == {"a.weight": "MLX"}
 
 

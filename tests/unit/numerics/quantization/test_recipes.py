@@ -13,7 +13,7 @@ from ckptctl.numerics.quantization.linear_weights import (
     find_fused_groups,
     map_fused_groups,
 )
-from ckptctl.numerics.quantization.recipes import list_recipes
+from ckptctl.numerics.quantization.recipes import get_recipes_by_name
 from tests.checkpoints.quantized import SCHEMES
 
 TOWERS = {
@@ -39,11 +39,11 @@ def roles_of(name: str, layout: str) -> dict[str, Role]:
         shape = [family.constants.get(group[0], 64) if group else 64 for group in leaf.dims]
         if len(shape) > 1 and not tensor.scaled_weight:
             key = re.sub(r"\{\w+\}", "3", stored.template.text)
-            keys[key] = found.find_role(key, shape)
+            keys[key] = found.get_role(key, shape)
     return keys
 
 
-@pytest.mark.parametrize("name", families.list_names())
+@pytest.mark.parametrize("name", families.list_model_types())
 def test_roles_follow_key_names_in_every_family(name: str) -> None:
     family = families.family(name)
     for layout in {"hf", "hf-v5"} & set(family.layouts):
@@ -98,11 +98,11 @@ def test_fused_groups_match_serving_programs() -> None:
 
 
 def test_schemes_define_part_shapes_and_names() -> None:
-    assert tuple(list_recipes()) == SCHEMES
+    assert tuple(get_recipes_by_name()) == SCHEMES
     shape = (130, 256)
     shapes = {
-        name: [one.stored_shape(shape) for one in recipe.parts]
-        for name, recipe in list_recipes().items()
+        name: [one.compute_stored_shape(shape) for one in recipe.parts]
+        for name, recipe in get_recipes_by_name().items()
     }
     assert shapes == {
         "fp8-block": [(130, 256), (2, 2)],
@@ -113,11 +113,14 @@ def test_schemes_define_part_shapes_and_names() -> None:
     }
     stacks = {
         name: recipe.stack_multiples
-        for name, recipe in list_recipes().items()
+        for name, recipe in get_recipes_by_name().items()
         if recipe.stack_multiples
     }
     assert stacks == {"fp8-block": (128, 128)}
-    weight, scales = list_recipes()["fp8-block"].parts
-    assert scales.stored_shape((3, 256, 384)) == (3, 2, 3)
-    assert (weight.stored_name("a.b"), scales.stored_name("a.b")) == ("a.b", "a.b_scale_inv")
-    assert scales.stored_name("a.b.weight") == "a.b.weight_scale_inv"
+    weight, scales = get_recipes_by_name()["fp8-block"].parts
+    assert scales.compute_stored_shape((3, 256, 384)) == (3, 2, 3)
+    assert (weight.build_stored_name("a.b"), scales.build_stored_name("a.b")) == (
+        "a.b",
+        "a.b_scale_inv",
+    )
+    assert scales.build_stored_name("a.b.weight") == "a.b.weight_scale_inv"

@@ -12,16 +12,16 @@ from ckptctl.errors import CkptError
 from ckptctl.numerics.quantization.formulas import ScaleBlocks
 from ckptctl.numerics.quantization.scheme import list_supported_methods, load_schemes
 from ckptctl.numerics.quantization.statement import (
-    QuantizationStatement,
-    find_config_statement,
-    parse_sidecar_statement,
+    QuantizationConfig,
+    find_quantization_config,
+    parse_sidecar_config,
     strip_quantization_config,
 )
 from ckptctl.numerics.quantization.survey import (
     UNQUANTIZED_DTYPES,
     UNQUANTIZED_ENDINGS,
     QuantizationSurvey,
-    detect_quantized,
+    detect_quantized_weights,
     to_dequantized_names,
 )
 
@@ -35,8 +35,10 @@ def surveyed(
         name: TensorEntry(name, dtype, tuple(shape), (), (name,))
         for name, (dtype, *shape) in tensors.items()
     }
-    statement = find_config_statement({"quantization_config": said}) if said is not None else None
-    return detect_quantized(entries, statement or QuantizationStatement(), lambda _: read)
+    statement = (
+        find_quantization_config({"quantization_config": said}) if said is not None else None
+    )
+    return detect_quantized_weights(entries, statement or QuantizationConfig(), lambda _: read)
 
 
 def groups(form: str, **weights: Any) -> dict[str, Any]:
@@ -299,15 +301,15 @@ def test_plain_names_omit_quantization_tensors() -> None:
 
 
 def test_statement_records_method_and_location() -> None:
-    assert find_config_statement({"hidden_size": 3}) is None
-    inner = find_config_statement({"text_config": {"quantization_config": GPTQ}})
+    assert find_quantization_config({"hidden_size": 3}) is None
+    inner = find_quantization_config({"text_config": {"quantization_config": GPTQ}})
     assert inner and (inner.method, inner.where) == (
         "gptq",
         "text_config.quantization_config in config.json",
     )
-    old = find_config_statement({"compression_config": {"format": "pack-quantized"}})
+    old = find_quantization_config({"compression_config": {"format": "pack-quantized"}})
     assert old and old.method == "compressed-tensors"
-    assert parse_sidecar_statement("quant_config.json", {"w_bit": 4}).method == "awq"
+    assert parse_sidecar_config("quant_config.json", {"w_bit": 4}).method == "awq"
     config = {"a": 1, "text_config": {"b": 2, "quantization_config": {}}, "quantization": {}}
     assert strip_quantization_config(config) == {"a": 1, "text_config": {"b": 2}}
 
@@ -334,11 +336,11 @@ def test_plain_tensors_match_no_scheme() -> None:
 
     for one in load_schemes():
         assert not any(map(plain, one.drop_reasons)), one.name
-        for form in one.forms:
+        for form in one.naming_patterns:
             told = {
-                ending: dtypes for ending, dtypes in form.unique_endings.items() if plain(ending)
+                ending: dtypes for ending, dtypes in form.unique_suffixes.items() if plain(ending)
             }
-            assert one.in_tables or told.keys() <= {form.dequantized_ending}, one.name
+            assert one.in_tables or told.keys() <= {form.dequantized_suffix}, one.name
             assert all(told.values()), one.name
             assert set(UNQUANTIZED_DTYPES).isdisjoint((*form.dtypes, *sum(told.values(), ()))), (
                 one.name

@@ -188,7 +188,7 @@ def check_transfer(transfer, records, how, in_order, limits):
     axes, source_dims, target_dims = how
     (entry,) = {id(one): one for one in transfer.iterate_stored_tensors()}.values()
     tensor, extents = transfer.tensor, entry.extents
-    item, out = (dtypes.itemsize(one) for one in (tensor.stored_dtype, tensor.dtype))
+    item, out = (dtypes.get_itemsize(one) for one in (tensor.stored_dtype, tensor.dtype))
     sources = [
         (e.box.offsets, e.box.sizes, tuple(s * item for s in e.strides), e.file, e.offset)
         for e in extents

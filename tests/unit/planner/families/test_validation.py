@@ -2,12 +2,12 @@ from dataclasses import replace
 
 import pytest
 
-from ckptctl.families import family, list_names
+from ckptctl.families import family, list_model_types
 from ckptctl.planner.families.validation import iterate_contradictions
 from ckptctl.planner.layouts import Drop, Family, Tie
 
 
-@pytest.mark.parametrize("name", list_names())
+@pytest.mark.parametrize("name", list_model_types())
 def test_shipped_families_have_no_flaws(name):
     assert list(iterate_contradictions(family(name))) == []
 

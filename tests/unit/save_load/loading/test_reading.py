@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ckptctl import formats
-from ckptctl.catalog import Box, memory_name
+from ckptctl.catalog import Box, build_memory_name
 from ckptctl.errors import CoverageError, MappingError
 from ckptctl.save_load.loading.checks import require_boxes
 from ckptctl.save_load.loading.load_options import LoadOptions
@@ -35,7 +35,7 @@ def _read(mapping: StateMapping, name: str, box: Box, full: torch.Tensor) -> Exe
     wanted = {name: RequestedTensor(kind, tuple(full.shape), (MemoryBox(box, "0", steps),))}
     plan = prepare_read(mapping, wanted, cast=False).plan_tensors(wanted)
     how = ExecutionOptions(checksum=False)
-    views = {memory_name("0"): memoryview(memory)}
+    views = {build_memory_name("0"): memoryview(memory)}
     done = execute_plan(plan, Path(plan.source_root), how, lambda _: None, memory=views)
     cuts = tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
     found = torch.frombuffer(memory, dtype=full.dtype).view(box.sizes)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ckptctl.catalog import Blob, row_major
+from ckptctl.catalog import Blob, compute_row_major_strides
 from ckptctl.errors import CkptError, CoverageError, MappingError, RefusedError
 from ckptctl.formats.dcp.metadata import Item, decode_metadata
 from ckptctl.planner.balance import MIN_PIECE_BYTES
@@ -98,7 +98,7 @@ def test_large_replicas_are_split_evenly_among_ranks() -> None:
     written = Counter(rank for ranks in global_plan.writers for rank in ranks)
     assert len(written) == 4 and max(written.values()) == min(written.values())
     for rank, share in enumerate(global_plan.shares):
-        files = lay_out_tensors(rank, held[rank], share, [row_major(shape)])
+        files = lay_out_tensors(rank, held[rank], share, [compute_row_major_strides(shape)])
         assert [copy.nbytes for copy in files.plan.transfers] == [
             box.numel * 4 for box in share.parts.values()
         ]
@@ -185,7 +185,9 @@ def test_save_metadata_loads_as_torch_metadata(tmp_path: Any) -> None:
     values = [(Blob(name, (name,)), Item("__0_0.distcp", 5, 6)) for name in names]
     global_plan = make_global_plan(packed(ROWS))
     files = [
-        lay_out_tensors(rank, own, share, [row_major(chunk.sizes) for chunk in own.chunks]).items
+        lay_out_tensors(
+            rank, own, share, [compute_row_major_strides(chunk.sizes) for chunk in own.chunks]
+        ).items
         for rank, (own, share) in enumerate(zip(ROWS, global_plan.shares, strict=True))
     ]
     found = pickle.loads(b"".join(make_tensor_metadata(global_plan, files).add_values(values)))

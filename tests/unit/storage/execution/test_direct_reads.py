@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptctl.catalog import memory_name
+from ckptctl.catalog import build_memory_name
 from ckptctl.errors import DamagedError
 from ckptctl.planner.plan import Record
 from ckptctl.storage.execution import run_files
@@ -43,7 +43,7 @@ def is_cold(path: Path) -> bool:
 
 def read(folder: Path, begin: int, size: int, how: ExecutionOptions = DIRECT) -> bytes:
     memory = bytearray(size)
-    name = memory_name("a")
+    name = build_memory_name("a")
     moved = plan(
         stored("in", [size], offset=begin),
         target(name, 0, [size], 0),

@@ -56,7 +56,7 @@ class Case:
         self.progress = 0
 
     def tensor(self, name, shape, dtype="bfloat16"):
-        item = dtypes.itemsize(dtype)
+        item = dtypes.get_itemsize(dtype)
         data = self.random.randbytes(math.prod(shape) * item)
         (self.source / name).write_bytes(data)
         return data, stored(name, shape, dtype=dtype, crc32=zlib.crc32(data))
@@ -75,7 +75,7 @@ class Case:
         want = permute(data)
         record, offset = self.record(len(want), want)
         shape = tuple(math.prod(axes[a] for a in g) for g in target_dims)
-        item = dtypes.itemsize(to or dtype)
+        item = dtypes.get_itemsize(to or dtype)
         box = target("all.bin", offset, shape, record, item=item)
         tensor = regrouped(StridedTensor.from_entry(source), axes, source_dims, target_dims)
         self.transfers.append(Transfer(f"t{record}", tensor.cast(to or dtype), (box,)))
@@ -204,7 +204,7 @@ def test_large_tensors_are_split_into_tiles(case, jobs):
 
 @pytest.mark.parametrize("name", ["bool", "uint64", "float8_e4m3fn", "complex64", "complex128"])
 def test_every_element_size_is_permuted_exactly(case, name):
-    item = dtypes.itemsize(name)
+    item = dtypes.get_itemsize(name)
 
     def transpose(data):
         elements = [data[i : i + item] for i in range(0, len(data), item)]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptctl.catalog import memory_name
+from ckptctl.catalog import build_memory_name
 from ckptctl.planner.balance import group_work_by_file
 from ckptctl.planner.copying.tile import Tile
 from ckptctl.planner.plan import Plan, Transfer
@@ -40,12 +40,12 @@ def plan(*targets: tuple[str, ...], source: str = "s", dtype: str = "uint8") -> 
         (plan(("a",), ("a", "b")), 2 * THREADS_PER_FILE),
         (plan(("a",), ("a",)), THREADS_PER_FILE),
         (plan(("a",), dtype="float32"), 16),
-        (plan((memory_name("x"),)), 16),
+        (plan((build_memory_name("x"),)), 16),
     ],
 )
 def test_threads_per_file_are_limited_to_useful_count(what: Plan, expected: int) -> None:
     (numbers,) = group_work_by_file(what, checks=True)
-    memory = {memory_name("x")}
+    memory = {build_memory_name("x")}
     assert count_useful_threads(what, memory, 16, numbers) == expected
     assert count_useful_threads(what, memory, 2, numbers) == 2
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptctl.catalog import ComputedTensor, TensorEntry, computed_name, memory_name
+from ckptctl.catalog import ComputedTensor, TensorEntry, build_computed_name, build_memory_name
 from ckptctl.errors import DamagedError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.planner.plan import OutputFile, Plan, Record, TargetBox, Transfer
@@ -49,14 +49,14 @@ def test_memory_is_written_to_file_with_checksum(tmp_path: Path, size: int) -> N
     content = content[:size]
     into = target("out", 0, [size], 0)
     moved = plan(
-        stored(memory_name("a"), [size]),
+        stored(build_memory_name("a"), [size]),
         into,
         Record("t", "out", 0, size),
         [output("out", size)],
         tmp_path,
     )
     done = execute_plan(
-        moved, tmp_path, FAST, lambda _: None, memory={memory_name("a"): memoryview(content)}
+        moved, tmp_path, FAST, lambda _: None, memory={build_memory_name("a"): memoryview(content)}
     )
     assert (tmp_path / "out").read_bytes() == content
     assert done.crcs == [zlib.crc32(content)]
@@ -65,14 +65,14 @@ def test_memory_is_written_to_file_with_checksum(tmp_path: Path, size: int) -> N
 def test_strided_rows_in_memory_are_gathered(tmp_path: Path) -> None:
     content = bytes(range(200)) + bytes(40)
     moved = plan(
-        stored(memory_name("a"), [10, 7], strides=[20, 2]),
+        stored(build_memory_name("a"), [10, 7], strides=[20, 2]),
         target("out", 0, [10, 7], 0),
         Record("t", "out", 0, 70),
         [output("out", 70)],
         tmp_path,
     )
     execute_plan(
-        moved, tmp_path, FAST, lambda _: None, memory={memory_name("a"): memoryview(content)}
+        moved, tmp_path, FAST, lambda _: None, memory={build_memory_name("a"): memoryview(content)}
     )
     expected = bytes(20 * row + 2 * column for row in range(10) for column in range(7))
     assert (tmp_path / "out").read_bytes() == expected
@@ -86,13 +86,13 @@ def test_file_read_fills_only_target_memory(
     memory = bytearray(b"\xa5" * 500)
     moved = plan(
         stored("in", [10, 7], strides=[20, 1]),
-        target(memory_name("a"), 3, [10, 7], 0, strides=strides),
-        Record("t", memory_name("a"), 3, 70),
+        target(build_memory_name("a"), 3, [10, 7], 0, strides=strides),
+        Record("t", build_memory_name("a"), 3, 70),
         [],
         tmp_path,
     )
     execute_plan(
-        moved, tmp_path, FAST, lambda _: None, memory={memory_name("a"): memoryview(memory)}
+        moved, tmp_path, FAST, lambda _: None, memory={build_memory_name("a"): memoryview(memory)}
     )
     steps = strides or (7, 1)
     expected = bytearray(b"\xa5" * 500)
@@ -102,22 +102,22 @@ def test_file_read_fills_only_target_memory(
     assert memory == expected
 
 
-@pytest.mark.parametrize("source", ["in", computed_name("in")])
+@pytest.mark.parametrize("source", ["in", build_computed_name("in")])
 def test_filled_memory_is_released_after_run(tmp_path: Path, source: str) -> None:
     class Buffer(bytearray):
         """Can be referred to weakly."""
 
     (tmp_path / "in").write_bytes(bytes(100))
-    into = target(memory_name("a"), 0, [100], 0)
-    record = Record("t", memory_name("a"), 0, 100)
+    into = target(build_memory_name("a"), 0, [100], 0)
+    record = Record("t", build_memory_name("a"), 0, 100)
     moved = plan(stored(source, [100]), into, record, [], tmp_path)
     constant = ComputedTensor("constant", "uint8", (100,), arguments=0)
-    moved = replace(moved, computed={computed_name("in"): constant})
+    moved = replace(moved, computed={build_computed_name("in"): constant})
     buffer = Buffer(b"\xa5" * 100)
     released = weakref.ref(buffer)
     gc.disable()
     try:
-        memory = {memory_name("a"): memoryview(buffer)}
+        memory = {build_memory_name("a"): memoryview(buffer)}
         execute_plan(moved, tmp_path, FAST, lambda _: None, memory=memory)
         assert bytes(buffer) == bytes(100)
         del buffer, memory
@@ -132,9 +132,9 @@ def test_complete_read_into_memory_is_checksummed(tmp_path: Path, size: int) -> 
     (tmp_path / "in").write_bytes(content)
     memory = bytearray(size)
     source = stored("in", [size], crc32=zlib.crc32(content))
-    into = target(memory_name("a"), 0, [size], 0)
-    record = Record("t", memory_name("a"), 0, size)
-    views = {memory_name("a"): memoryview(memory)}
+    into = target(build_memory_name("a"), 0, [size], 0)
+    record = Record("t", build_memory_name("a"), 0, size)
+    views = {build_memory_name("a"): memoryview(memory)}
     execute_plan(
         plan(source, into, record, [], tmp_path), tmp_path, FAST, lambda _: None, memory=views
     )
@@ -150,12 +150,12 @@ def test_complete_read_into_memory_is_checksummed(tmp_path: Path, size: int) -> 
 def test_shared_run_keeps_files_of_others(tmp_path: Path) -> None:
     (tmp_path / "other").write_bytes(b"x")
     moved = plan(
-        stored(memory_name("a"), [4]),
+        stored(build_memory_name("a"), [4]),
         target("out", 0, [4], 0),
         Record("t", "out", 0, 4),
         [output("out", 4)],
         tmp_path,
     )
-    views = {memory_name("a"): memoryview(b"abcd")}
+    views = {build_memory_name("a"): memoryview(b"abcd")}
     execute_plan(moved, tmp_path, replace(FAST, shared=True), lambda _: None, memory=views)
     assert {item.name for item in tmp_path.iterdir()} == {"other", "out"}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptctl.catalog import Box, Extent, TensorEntry, computed_name, memory_name
+from ckptctl.catalog import Box, Extent, TensorEntry, build_computed_name, build_memory_name
 from ckptctl.errors import DamagedError
 from ckptctl.planner.copying.blocks import build_rearranged_file
 from ckptctl.planner.strided import StridedTensor
@@ -18,7 +18,12 @@ from ckptctl.storage.execution.run_files import RunFiles
 from ckptctl.storage.files import LocalFiles, MemoryFiles, SourceFiles
 
 CONTENT = random.Random(3).randbytes(10_000)
-NAMES = {"local": "in", "remote": "in", "computed": computed_name("in"), "memory": memory_name("0")}
+NAMES = {
+    "local": "in",
+    "remote": "in",
+    "computed": build_computed_name("in"),
+    "memory": build_memory_name("0"),
+}
 
 
 def opened(kind: str, folder: Path) -> tuple[RunFiles, ByteSource]:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptctl.catalog import memory_name, row_major
+from ckptctl.catalog import build_memory_name, compute_row_major_strides
 from ckptctl.errors import ChangedError, DamagedError
 from ckptctl.planner.plan import CrcLookup, OutputFile, Plan, Record, Transfer
 from ckptctl.planner.strided import StridedTensor
@@ -55,11 +55,11 @@ def tensors(order: random.Random) -> tuple[Plan, dict[str, memoryview]]:
         for shape in SHAPES:
             dims = list(range(len(shape)))
             order.shuffle(dims)
-            dense = row_major(tuple(shape[dim] for dim in dims))
+            dense = compute_row_major_strides(tuple(shape[dim] for dim in dims))
             steps = [0] * len(shape)
             for dim, step in zip(dims, dense, strict=True):
                 steps[dim] = step * order.choice((1, 2))
-            source = stored(memory_name(str(len(memory))), shape, offset=3, strides=steps)
+            source = stored(build_memory_name(str(len(memory))), shape, offset=3, strides=steps)
             memory[source.name] = memoryview(order.randbytes(source.extents[0].nbytes + 3))
             box = target(name, end, shape, len(records))
             transfers.append(Transfer("t", StridedTensor.from_entry(source), (box,)))
@@ -97,7 +97,7 @@ def test_header_with_checksum_is_streamed_before_data() -> None:
         yield 0, crc_of(0).to_bytes(4, "little")
         yield 4 + len(content), b""
 
-    name, done = memory_name("0"), list[int]()
+    name, done = build_memory_name("0"), list[int]()
     source, into = stored(name, [len(content)]), target("x", 4, [len(content)], 0)
     record, file = Record("t", "x", 4, len(content)), OutputFile("x", 4 + len(content), frame)
     made = plan(source, into, record, [file], Path())
@@ -125,7 +125,7 @@ def test_streamed_source_change_or_checksum_mismatch_is_an_error(tmp_path: Path)
 
 def test_interrupt_stops_streaming_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     content, store = bytes(3 << 20), Store()
-    name = memory_name("0")
+    name = build_memory_name("0")
     file = OutputFile("x", len(content), lambda _: itertools.repeat((len(content), b""), 1))
     source, into = stored(name, [len(content)]), target("x", 0, [len(content)], 0)
     made = plan(source, into, Record("t", "x", 0, len(content)), [file], Path())

@@ -34,7 +34,7 @@ def raw_bytes(tensor):
 
 
 def sample(name, shape):
-    size = dtypes.itemsize(name) * math.prod(shape)
+    size = dtypes.get_itemsize(name) * math.prod(shape)
     values = torch.randint(0, 2 if name == "bool" else 256, (size,), dtype=torch.uint8)
     return values.view(getattr(torch, name)).view(shape)
 
