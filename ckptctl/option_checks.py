@@ -187,7 +187,7 @@ def check_writable_format(value: str) -> str:
 def _check_format(value: str, choices: Sequence[str]) -> str:
     from ckptctl import formats
 
-    return require_choice(value, "format", choices, formats.other_names(), "ckptctl formats")
+    return require_choice(value, "format", choices, formats.map_other_names(), "ckptctl formats")
 
 
 def check_positive(value: int) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ckptctl.cli.formats import format_layout, split_facts
-from ckptctl.formats.sidecar_files import KINDS
+from ckptctl.formats.sidecar_files import GLOBS_BY_KIND
 from ckptctl.verbs.known_formats import KnownFormat, list_known_formats
 
 PAGE = Path(__file__).parent / "reference" / "formats.md"
@@ -58,7 +58,9 @@ def _read_only() -> str:
 
 
 def _sidecar_files() -> str:
-    return _table(("kind", "file names"), ((kind, _quoted(names)) for kind, names in KINDS.items()))
+    return _table(
+        ("kind", "file names"), ((kind, _quoted(names)) for kind, names in GLOBS_BY_KIND.items())
+    )
 
 
 def _facts(known: KnownFormat) -> str:

@@ -26,7 +26,7 @@ from ckptctl.conversion.draft import Draft
 from ckptctl.errors import MappingError, RefusedError, UnsupportedError, UsageError, format_option
 from ckptctl.facts.config_files import dump_json
 from ckptctl.formats.peft import CONFIG as ADAPTER_CONFIG
-from ckptctl.formats.sidecar_files import read_documents
+from ckptctl.formats.sidecar_files import read_config_files
 from ckptctl.planner.config_facts import Json
 from ckptctl.planner.mapping.adapters import (
     ADAPTER_SUFFIX,
@@ -52,7 +52,7 @@ def open_adapter(draft: Draft) -> Draft:
         catalog = select_factors(catalog)
         require_adapter(catalog, UsageError, f"the `{target.name}` format only stores adapters")
     if not assets.documents and has_adapter_factors(catalog.tensors):
-        assets = replace(assets, documents=read_documents(catalog.root))
+        assets = replace(assets, documents=read_config_files(catalog.root))
     return replace(draft, assets=assets).with_catalog(catalog)
 
 

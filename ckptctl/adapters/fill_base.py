@@ -23,7 +23,7 @@ from ckptctl.errors import CkptError, MappingError, format_option
 from ckptctl.facts.agreed_change import change_layout_checked
 from ckptctl.facts.agreement import compare_files
 from ckptctl.facts.contradictions import map_switches_to_tensors
-from ckptctl.formats.sidecar_files import DOCUMENTS
+from ckptctl.formats.sidecar_files import CONFIG_FILES
 from ckptctl.numerics.quantized import (
     dequantize_catalog,
     dequantize_hint_on_error,
@@ -41,7 +41,7 @@ def open_base(options: ConversionOptions, documents: Mapping[str, Json]) -> Mode
     if options.dequantize and find_quantized_tensors(catalog):
         catalog = dequantize_catalog(catalog, options.dequantize)
     base_documents = {
-        name: content for name, content in catalog.documents.items() if name in DOCUMENTS
+        name: content for name, content in catalog.documents.items() if name in CONFIG_FILES
     }
     model_type = None if base_documents else options.model_type
     base = recognize_model(
@@ -94,7 +94,7 @@ def recognize_as_base_model(draft: Draft, base: Model, family: Family) -> Draft:
 
 def require_same_facts(draft: Draft, base: Model, family: Family) -> None:
     """Raise if the configs differ on sizes or switches, and note other differences."""
-    source_files = [item for item in draft.assets.described if item.name in DOCUMENTS]
+    source_files = [item for item in draft.assets.described if item.name in CONFIG_FILES]
     structural_facts = {
         get_size_field(family, axis) for axis in family.sizes
     } | map_switches_to_tensors(family).keys()

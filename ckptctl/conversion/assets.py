@@ -12,9 +12,9 @@ from ckptctl.conversion.recognition.model import ModelDescription, iterate_descr
 from ckptctl.errors import CkptError, SourceNotFoundError, UsageError, format_option, quote_names
 from ckptctl.formats.base import WritableFormat
 from ckptctl.formats.sidecar_files import (
-    CONFIGURATION,
+    HF_CONFIG_FOLDER,
     list_skipped_file_notes,
-    read_documents,
+    read_config_files,
     scan_sidecar_files,
 )
 from ckptctl.notes import Notes
@@ -128,7 +128,7 @@ def gather_assets(
     catalog: Catalog, directory: str | TreePath | None, globs: Sequence[str] = ()
 ) -> Assets:
     """Collect the sidecar files of a checkpoint. Files in *directory* replace those of its root."""
-    root, config_prefix = catalog.root, f"{CONFIGURATION}/"
+    root, config_prefix = catalog.root, f"{HF_CONFIG_FOLDER}/"
     folders: dict[str, TreePath] = {}
     sizes: dict[str, int] = {}
     # Files of verl's configuration folder are moved next to the others.
@@ -136,7 +136,7 @@ def gather_assets(
         catalog.assets.items(), key=lambda item: not item[0].startswith(config_prefix)
     ):
         short = name.removeprefix(config_prefix)
-        folders[short] = root if short == name else root / CONFIGURATION
+        folders[short] = root if short == name else root / HF_CONFIG_FOLDER
         sizes[short] = size
     files = tuple(iterate_descriptions(catalog, folders))
     assets = Assets(folders, sizes, catalog.documents, catalog.others, described=files)
@@ -151,8 +151,8 @@ def gather_assets(
 def _add_directory(catalog: Catalog, source_assets: Assets, root: TreePath) -> Assets:
     """Add the files of *root*, the folder of ``--assets``, to *source_assets*."""
     stated_documents, sidecars = (
-        read_documents(root),
-        scan_sidecar_files(root, with_documents=False),
+        read_config_files(root),
+        scan_sidecar_files(root, read_configs=False),
     )
     if not sidecars.assets and not stated_documents:
         raise UsageError("no configuration or tokenizer found", where=str(root))

@@ -16,7 +16,7 @@ from ckptctl.errors import (
     quote_names,
 )
 from ckptctl.formats.base import OutputTensor, WritableFormat
-from ckptctl.formats.sidecar_files import WEIGHTS
+from ckptctl.formats.sidecar_files import WEIGHT_SUFFIXES
 from ckptctl.options import name_option_in_errors, require_choice
 from ckptctl.planner.layouts import is_base_layout
 from ckptctl.planner.mapping.adapters import ADAPTER_LAYOUTS
@@ -133,7 +133,9 @@ def require_matching_suffix(destination: TreePath, target: WritableFormat) -> No
             hint=f"pass {format_option('--to hf')} to write a folder of safetensors, as in "
             f"`{folder}`",
         )
-    file = destination.suffix in WEIGHTS and destination.suffix != ".ckpt"  # Lightning's folders
+    file = (
+        destination.suffix in WEIGHT_SUFFIXES and destination.suffix != ".ckpt"
+    )  # Lightning's folders
     if target.single_file or not file or destination.is_dir():
         return
     torch_hint = (

@@ -10,8 +10,8 @@ from pathlib import Path
 from ckptctl import formats
 from ckptctl.errors import CkptError, RefusedError, quote_names
 from ckptctl.formats.base import ReadOptions
-from ckptctl.formats.checksums import read_carried_files
-from ckptctl.formats.sidecar_files import WEIGHTS, scan_sidecar_files
+from ckptctl.formats.checksums import read_carried_file_sizes
+from ckptctl.formats.sidecar_files import WEIGHT_SUFFIXES, scan_sidecar_files
 from ckptctl.storage import destinations
 from ckptctl.storage.paths import expand_home, resolve_links
 from ckptctl.storage.urls import is_url
@@ -105,11 +105,11 @@ def is_replaceable(path: TreePath) -> bool:
     if inner := next(filter(None, parts), None):
         return is_replaceable(inner)
     if not path.is_dir():
-        return path.suffix in WEIGHTS or _is_readable(path)
+        return path.suffix in WEIGHT_SUFFIXES or _is_readable(path)
     assets, other_names = _list_sidecar_names(path)
     recorded_names = [
         name
-        for name, size in read_carried_files(path).items()
+        for name, size in read_carried_file_sizes(path).items()
         if _is_file_of_size(path / name, size)
     ]
     folders = {name.partition("/")[0] for name in (*assets, *recorded_names)}
@@ -134,7 +134,7 @@ def _list_sidecar_names(path: TreePath) -> tuple[Collection[str], list[str]]:
     try:
         catalog = formats.open_checkpoint(path, options=ReadOptions(partial=True), manifest=False)
     except CkptError:
-        sidecars = scan_sidecar_files(path, with_documents=False)
+        sidecars = scan_sidecar_files(path, read_configs=False)
         return sidecars.assets, sort_naturally(sidecars.others)
     return catalog.assets, sort_naturally(catalog.others)
 

@@ -89,7 +89,7 @@ def plan_file_layout(draft: Draft) -> Draft:
         metadata = remove_hashes(metadata, draft.notes)
         output = target.lay_out(replace(request, metadata=metadata))
     skipped = draft.notes.get_reasons("skipped")
-    rewritten = [name for name in skipped if name.partition(".")[0] in output.generated_files]
+    rewritten = [name for name in skipped if name.partition(".")[0] in output.generated_keys]
     why = f"format {target.name} stores its own values"
     draft.notes.explain("skipped", dict.fromkeys(rewritten, why))
     return replace(draft, output_layout=output, strings=metadata)

@@ -20,7 +20,7 @@ from ckptctl.conversion.recognition.model import Model, ModelRequest, recognize_
 from ckptctl.conversion.recognition.roots import strip_wrappers
 from ckptctl.conversion.sources import open_source
 from ckptctl.errors import RefusedError
-from ckptctl.formats.sidecar_files import read_documents
+from ckptctl.formats.sidecar_files import read_config_files
 from ckptctl.numerics.quantized import dequantize_hint_on_error
 from ckptctl.storage.destinations import Replaceable
 from ckptctl.storage.paths import parse_path
@@ -50,7 +50,7 @@ def open_draft(src: str | TreePath, dst: str | TreePath, options: ConversionOpti
         options,
         partial=options.allow_missing,
         replicas=options.verify_replicas,
-        documents=read_documents(find_assets_folder(trusted)) if trusted else None,
+        documents=read_config_files(find_assets_folder(trusted)) if trusted else None,
     )
     opened = strip_wrappers(opened) if options.only == "model" else opened
     assets = gather_assets(opened, options.assets, options.carry)

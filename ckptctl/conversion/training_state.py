@@ -91,7 +91,7 @@ def _require_unsplit_parameters(
     catalog: Catalog, tensors: Sequence[TensorEntry], change: LayoutChange
 ) -> None:
     """Raise if optimizer state was saved for parts of a parameter that are now merged."""
-    merged = formats.merged_parameters(catalog, [entry.name for entry in tensors])
+    merged = formats.map_merged_parameters(catalog, [entry.name for entry in tensors])
     source_keys = (
         {source.key for item in change.tensors for source in item.sources} if merged else {}
     )

@@ -68,7 +68,7 @@ def load_builtin_formats() -> dict[str, Format]:
 
 
 @cache
-def list_entry_points() -> dict[str, EntryPoint]:
+def get_entry_points_by_name() -> dict[str, EntryPoint]:
     """Return entry points by format name, without loading them."""
     return installed.find_entry_points(ENTRY_POINTS)
 
@@ -76,12 +76,12 @@ def list_entry_points() -> dict[str, EntryPoint]:
 @cache
 def load_plugin_format(name: str) -> Format:
     """Load the format of the entry point called *name*."""
-    return installed.load_entry_point(list_entry_points()[name], Format)  # type: ignore[type-abstract]
+    return installed.load_entry_point(get_entry_points_by_name()[name], Format)  # type: ignore[type-abstract]
 
 
 def find_plugin_package(name: str) -> str | None:
     """Return the package whose entry point defines the format *name*, or None."""
-    point = list_entry_points().get(name)
+    point = get_entry_points_by_name().get(name)
     return installed.get_package_name(point) if point else None
 
 
@@ -89,7 +89,9 @@ def load_plugin_formats() -> dict[str, Format]:
     """Load the formats of installed packages, by name. Built-in names take precedence."""
     builtin_formats = load_builtin_formats()
     return {
-        n: load_plugin_format(n) for n in sorted(list_entry_points()) if n not in builtin_formats
+        n: load_plugin_format(n)
+        for n in sorted(get_entry_points_by_name())
+        if n not in builtin_formats
     }
 
 
@@ -103,10 +105,12 @@ def list_format_names() -> tuple[str, ...]:
     return tuple(load_builtin_formats())
 
 
-def other_names() -> dict[str, str]:
+def map_other_names() -> dict[str, str]:
     """Map aliases, such as names of programs that use a format, to names of built-in formats."""
     return {
-        other: name for name, known in load_builtin_formats().items() for other in known.other_names
+        other: name
+        for name, candidate in load_builtin_formats().items()
+        for other in candidate.other_names
     }
 
 
@@ -154,12 +158,12 @@ def sniff_formats(path: TreePath) -> dict[str, str]:
             for name, candidate in load_formats().items()
             if not candidate.marks or any(map(candidate.marks.match, listing.names))
         }
-        if sniffed := sniff_in_order(candidates, listing):
+        if sniffed := sniff_by_precedence(candidates, listing):
             return sniffed
     return {}
 
 
-def sniff_in_order(candidates: Mapping[str, Format], listing: Listing) -> dict[str, str]:
+def sniff_by_precedence(candidates: Mapping[str, Format], listing: Listing) -> dict[str, str]:
     """Return the evidence of each candidate that matches, by format.
 
     A candidate is skipped if a format that takes precedence over it matches.
@@ -226,10 +230,10 @@ def select_format(path: TreePath, sniffed: Mapping[str, str]) -> Format:
             why=quote_names([item.name for item in checkpoints]),
             hint=f"pass one of them; {format_command('inspect', path)} shows which are complete",
         )
-    problem = find_unfinished_error(path)
-    if problem is None and (interrupted_format := find_interrupted_format(path)):
+    unfinished_error = find_unfinished_error(path)
+    if unfinished_error is None and (interrupted_format := find_interrupted_format(path)):
         return interrupted_format  # its reader reports the missing files
-    raise problem or foreign.unrecognized_format_error(
+    raise unfinished_error or foreign.unrecognized_format_error(
         path, list_format_names(), find_nested_checkpoints(path)
     )
 
@@ -251,9 +255,9 @@ def open_checkpoint(
     with raise_changed_if(lambda: require_same_file(opened)):
         sniffed = {} if format else sniff_formats(path)
         inner = None if format or sniffed else find_only_model_checkpoint(path)
-        problem = find_unfinished_error(path)
-        if problem and not options.partial:
-            raise problem
+        unfinished_error = find_unfinished_error(path)
+        if unfinished_error and not options.partial:
+            raise unfinished_error
         if inner:
             path, sniffed = inner, sniff_formats(inner)
         found_format = get_format(format) if format else select_format(path, sniffed)
@@ -278,10 +282,11 @@ def open_checkpoint(
                 error.hint = "omit the format to detect it automatically"
             raise
         if manifest is not False:
-            catalog = checksums.attach_manifest_checksums(catalog, needed=manifest is True)
-        if problem:
+            catalog = checksums.attach_manifest_checksums(catalog, allow_remote=manifest is True)
+        if unfinished_error:
             catalog = replace(
-                catalog, findings=(finding_from_error(problem, file=LOCK_NAME), *catalog.findings)
+                catalog,
+                findings=(finding_from_error(unfinished_error, file=LOCK_NAME), *catalog.findings),
             )
         if catalog.findings:
             catalog = replace(catalog, findings=downgrade_unproven(catalog.findings))
@@ -291,24 +296,24 @@ def open_checkpoint(
         return replace(catalog, opened=opened)
 
 
-def merged_parameters(catalog: Catalog, names: Sequence[str]) -> dict[str, str]:
+def map_merged_parameters(catalog: Catalog, names: Sequence[str]) -> dict[str, str]:
     """Map optimizer state of split parameters to the parameters that they were merged into.
 
     Args:
         catalog: Catalog with the merged parameters.
         names: Names of tensors, with and without such optimizer state.
     """
-    found: dict[str, str] = {}
-    for known in load_builtin_formats().values():
-        if catalog.format in (known.name, *known.specializes):
-            found |= known.merged_parameters(names)
-    return found
+    parameter_by_name: dict[str, str] = {}
+    for candidate in load_builtin_formats().values():
+        if catalog.format in (candidate.name, *candidate.specializes):
+            parameter_by_name |= candidate.map_merged_parameters(names)
+    return parameter_by_name
 
 
 def resolve_codecs(catalog: Catalog) -> Catalog:
     """Locate the element bytes of all extents in *catalog*."""
     with raise_changed_if(lambda: require_same_file(catalog.opened)):
-        return get_format(catalog.format).resolve(catalog)
+        return get_format(catalog.format).resolve_codecs(catalog)
 
 
 def list_checkpoints(path: TreePath) -> list[TreePath]:
@@ -319,9 +324,9 @@ def list_checkpoints(path: TreePath) -> list[TreePath]:
     if not path.is_dir():
         return []
     shown = (item for item in path.iterdir() if not item.name.startswith("."))
-    members = (item for item in shown if item.is_dir() or item.suffix == ".ckpt")
+    candidates = (item for item in shown if item.is_dir() or item.suffix == ".ckpt")
     return sorted(
-        (item for item in members if sniff_formats(item)),
+        (item for item in candidates if sniff_formats(item)),
         key=lambda item: to_natural_key(item.name),
     )
 
@@ -370,8 +375,10 @@ def find_only_model_checkpoint(path: TreePath) -> TreePath | None:
 
 def _find_newer_sibling(checkpoint: TreePath) -> TreePath | None:
     """Return the newest sibling with the same name pattern and a higher number, or None."""
-    kind, number = _DIGITS.sub("N", checkpoint.name), to_natural_key(checkpoint.name)
-    siblings = (item for item in checkpoint.parent.iterdir() if _DIGITS.sub("N", item.name) == kind)
+    name_pattern, number = _DIGITS.sub("N", checkpoint.name), to_natural_key(checkpoint.name)
+    siblings = (
+        item for item in checkpoint.parent.iterdir() if _DIGITS.sub("N", item.name) == name_pattern
+    )
     newer = [
         item
         for item in siblings

@@ -57,7 +57,7 @@ class Listing:
         """Sorted names of the files directly in the folder, or an empty list for a file."""
         return [name for name in sorted(self.items) if self.items[name].is_file()]
 
-    def has(self, name: str) -> bool:
+    def has_file(self, name: str) -> bool:
         """Return whether the folder has a file called *name* (see :func:`is_present`)."""
         return name in self.items and is_present(self.items[name])
 
@@ -167,7 +167,7 @@ class OutputLayout:
         folder: Subfolder of the output for all of these files and for the sidecar files; empty for
             the output itself.
         outer_files: Contents of files next to that subfolder, by name.
-        generated_files: Top-level keys of values that the format always writes itself.
+        generated_keys: Top-level keys of values that the format always writes itself.
     """
 
     files: tuple[OutputFile, ...]
@@ -177,7 +177,7 @@ class OutputLayout:
     contents: Mapping[str, bytes] = field(default_factory=dict)
     folder: str = ""
     outer_files: Mapping[str, bytes] = field(default_factory=dict)
-    generated_files: Sequence[str] = ()
+    generated_keys: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +308,7 @@ class Format(ABC):
         """Add this format's knowledge to the catalog of a format that it specializes."""
         return catalog
 
-    def merged_parameters(self, names: Sequence[str]) -> dict[str, str]:
+    def map_merged_parameters(self, names: Sequence[str]) -> dict[str, str]:
         """Map optimizer state of split parameters to the parameters that :meth:`read` merged.
 
         Args:
@@ -316,7 +316,7 @@ class Format(ABC):
         """
         return {}
 
-    def recorded_facts(self, catalog: Catalog) -> RecordedFacts | None:
+    def parse_recorded_facts(self, catalog: Catalog) -> RecordedFacts | None:
         """Interpret the :attr:`~ckptctl.catalog.Catalog.extensions` of a catalog of this format.
 
         Returns:
@@ -324,7 +324,7 @@ class Format(ABC):
         """
         return None
 
-    def resolve(self, catalog: Catalog) -> Catalog:
+    def resolve_codecs(self, catalog: Catalog) -> Catalog:
         """Locate the element bytes of every extent, so that its codec becomes ``raw``."""
         return catalog
 
@@ -384,7 +384,7 @@ class WritableFormat(Format):
             return ("--mp", "--like")
         return ("--max-shard-size", "--like") if self.sharded else ()
 
-    def check_dtypes(self, tensors: Sequence[OutputTensor]) -> None:
+    def require_storable_dtypes(self, tensors: Sequence[OutputTensor]) -> None:
         """Raise RefusedError for the first tensor with a dtype that the format cannot store."""
         for tensor in tensors:
             if not self.can_store(tensor.dtype):

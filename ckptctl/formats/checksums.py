@@ -12,11 +12,11 @@ from ckptctl.storage.schema import wrap_malformed_errors
 from ckptctl.tree import TreePath
 
 SCHEMA = "ckptctl.manifest/1"
-ExtentPlace = tuple[str, int]
+ChunkLocation = tuple[str, int]
 """Name of a file, and the offset of a chunk in it in bytes."""
 
 
-def attach_manifest_checksums(catalog: Catalog, *, needed: bool = True) -> Catalog:
+def attach_manifest_checksums(catalog: Catalog, *, allow_remote: bool = True) -> Catalog:
     """Add the checksums of the manifest next to a checkpoint to its catalog.
 
     A manifest that lists other names, dtypes or shapes is ignored with a note: the weights were
@@ -25,10 +25,10 @@ def attach_manifest_checksums(catalog: Catalog, *, needed: bool = True) -> Catal
 
     Args:
         catalog: Catalog of the checkpoint.
-        needed: Whether to read the manifest even if this takes a remote request.
+        allow_remote: Whether to read the manifest even if this takes a remote request.
     """
     with source_files(catalog.root) as files:
-        should_read = needed or files.local
+        should_read = allow_remote or files.local
         if not should_read or not (files.root / MANIFEST).is_file() or catalog.path.is_file():
             return catalog
         manifest = _parse_manifest(read_json(files, MANIFEST), str(files.root / MANIFEST))
@@ -52,7 +52,7 @@ def attach_manifest_checksums(catalog: Catalog, *, needed: bool = True) -> Catal
     return replace(catalog, tensors=tensors)
 
 
-def read_carried_files(root: TreePath) -> dict[str, int]:
+def read_carried_file_sizes(root: TreePath) -> dict[str, int]:
     """Read the sizes in bytes of the files copied into *root* with ``--carry``, by name."""
     try:
         with source_files(root) as files:
@@ -66,7 +66,7 @@ def read_carried_files(root: TreePath) -> dict[str, int]:
 
 def _parse_manifest(
     content: object, where: str
-) -> dict[str, tuple[str, tuple[int, ...], dict[ExtentPlace, int]]]:
+) -> dict[str, tuple[str, tuple[int, ...], dict[ChunkLocation, int]]]:
     """Parse a manifest into the dtype, shape and checksums of each tensor."""
     hint = "delete the file, or copy the checkpoint again"
     with wrap_malformed_errors("this is not a manifest", where, hint):

@@ -16,19 +16,19 @@ from ckptctl.catalog import Box, Catalog, Extent, Finding, TensorEntry
 from ckptctl.columns import get_boxes, get_offsets_and_sizes
 from ckptctl.errors import FormatError, quote_names
 from ckptctl.formats.base import DEFAULT_READ_OPTIONS, Listing, ReadOptions
-from ckptctl.formats.dcp import METADATA, ItemFormat, metadata_name
+from ckptctl.formats.dcp import METADATA, ItemFormat, format_metadata_name
 from ckptctl.formats.shared.findings import UNUSABLE_ERRORS, FaultCollector
-from ckptctl.formats.shared.leaves import differing_values_note
+from ckptctl.formats.shared.leaves import list_differing_value_notes
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.read_ahead import prefetch_items
 from ckptctl.storage.threads import pause_gc
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 
-_RANK = re.compile(r"__(0|[1-9]\d*)\.metadata")
-_UNFINISHED = re.compile(r"__(0|[1-9]\d*)\.metadata\.tmp")
-_DATA = re.compile(r"__(0|[1-9]\d*)_\d+\.distcp")
-UNRECORDED = (
+_RANK_METADATA_NAME = re.compile(r"__(0|[1-9]\d*)\.metadata")
+_UNFINISHED_METADATA_NAME = re.compile(r"__(0|[1-9]\d*)\.metadata\.tmp")
+_DATA_FILE_NAME = re.compile(r"__(0|[1-9]\d*)_\d+\.distcp")
+WORLD_SIZE_UNRECORDED = (
     "torch does not record the world size for saves without collectives, so missing ranks cannot "
     "be detected"
 )
@@ -40,7 +40,7 @@ class DcpRankLocalFormat(ItemFormat):
     name = "dcp-rank-local"
     title = "torch.distributed.checkpoint directory saved with use_collectives=False"
     recognized = "`__N.metadata` of every rank, without `.metadata`"
-    marks = _RANK
+    marks = _RANK_METADATA_NAME
     wholeness = (
         "rank numbers start at 0 and have no gap; there are no `__N_*.distcp` or unfinished "
         "`__N.metadata.tmp` files of other ranks; the chunks of all ranks tile every tensor; if "
@@ -57,9 +57,9 @@ class DcpRankLocalFormat(ItemFormat):
 
     def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
-        if not listing.is_folder or listing.has(METADATA):
+        if not listing.is_folder or listing.has_file(METADATA):
             return None
-        ranks = _parse_ranks(listing.names, _RANK)
+        ranks = _parse_ranks(listing.names, _RANK_METADATA_NAME)
         return f"metadata of {pluralize(len(ranks), 'rank')}, without {METADATA}" if ranks else None
 
     def read(self, path: TreePath, options: ReadOptions = DEFAULT_READ_OPTIONS) -> Catalog:
@@ -79,33 +79,38 @@ class DcpRankLocalFormat(ItemFormat):
             merger = RankMetadataMerger(
                 str(path), len(ranks), repeated=options.partial or options.replicas
             )
-            values, readable = RankValueComparison(files, value_faults), set[int]()
-            for rank in prefetch_items(files, ranks, lambda rank: ((metadata_name(rank), 0),)):
-                decoded = faults.try_read(
-                    metadata_name(rank), lambda name: read_metadata(files, name)
+            value_comparison, readable = RankValueComparison(files, value_faults), set[int]()
+            for rank in prefetch_items(
+                files, ranks, lambda rank: ((format_metadata_name(rank), 0),)
+            ):
+                metadata = faults.try_read(
+                    format_metadata_name(rank), lambda name: read_metadata(files, name)
                 )
-                if decoded is None:
+                if metadata is None:
                     continue
                 readable.add(rank)
-                merger.add_rank(rank, decoded.leaves, decoded.origin)
+                merger.add_rank(rank, metadata.leaves, metadata.origin)
                 if options.partial or len(ranks) > 1:
-                    values.compare_rank(rank, decoded.leaves)
-            incomplete = merger.list_incomplete(should_raise=not options.partial)
-            if incomplete and not faults.findings:  # no other finding explains the holes
+                    value_comparison.compare_rank(rank, metadata.leaves)
+            incomplete_names = merger.list_incomplete_tensors(should_raise=not options.partial)
+            if incomplete_names and not faults.findings:  # no other finding explains the holes
                 message = "files of further ranks may be missing"
                 why, next_file = (
-                    f"parts of {quote_names(incomplete)} are missing",
-                    metadata_name(merger.ranks),
+                    f"parts of {quote_names(incomplete_names)} are missing",
+                    format_metadata_name(merger.ranks),
                 )
                 faults.findings.append(Finding(message, why, "unknown", next_file))
-            leaves = merger.merge_leaves() | (values.rank_values if 0 in readable else {})
-            for name in merger.list_blobs() if options.partial and 0 not in readable else ():
+            leaves = merger.merge_leaves() | (value_comparison.rank_values if 0 in readable else {})
+            for name in merger.list_blob_names() if options.partial and 0 not in readable else ():
                 why = "the value of rank 0, which is used for per-rank values, cannot be read"
                 faults.findings.append(Finding("a value is missing", why, tensor=name))
                 del leaves[name]
-            note = f"found {pluralize(merger.ranks, 'rank')} ({UNRECORDED})"
-            notes = (*(() if merger.world else (note,)), *differing_values_note(values.differing))
-            catalog = build_catalog(files, leaves, self.name, faults, notes, merger.ends)
+            note = f"found {pluralize(merger.ranks, 'rank')} ({WORLD_SIZE_UNRECORDED})"
+            notes = (
+                *(() if merger.world else (note,)),
+                *list_differing_value_notes(value_comparison.differing_names),
+            )
+            catalog = build_catalog(files, leaves, self.name, faults, notes, merger.file_ends)
             reported_files = {finding.file for finding in catalog.findings}
             value_findings = (
                 finding for finding in value_faults.findings if finding.file not in reported_files
@@ -137,18 +142,18 @@ def _separate_replicas(catalog: Catalog, should_list: bool) -> Catalog:
     return replace(catalog, tensors=tensors, replicas=replicas, lost=lost)
 
 
-def read_rank(path: TreePath, rank: int) -> Catalog | None:
+def read_rank_catalog(path: TreePath, rank: int) -> Catalog | None:
     """Read the catalog of one rank's files, or return None if the rank wrote no metadata.
 
     Its tensors have holes, because the files contain only the chunks of that rank.
     """
-    if not (path / metadata_name(rank)).is_file():
+    if not (path / format_metadata_name(rank)).is_file():
         return None
     from ckptctl.formats.dcp.dcp_reader import build_catalog, read_metadata
 
     with source_files(path) as files, pause_gc():
         note = f"only the files of rank {rank} are read"
-        leaves, origin = read_metadata(files, metadata_name(rank))
+        leaves, origin = read_metadata(files, format_metadata_name(rank))
         catalog = build_catalog(
             files, leaves, DcpRankLocalFormat.name, FaultCollector(path), (note,)
         )
@@ -158,7 +163,7 @@ def read_rank(path: TreePath, rank: int) -> Catalog | None:
 def list_metadata_files(path: TreePath) -> list[str]:
     """Return the names of all ranks' metadata files."""
     with source_files(path) as files:
-        return [metadata_name(rank) for rank in _find_ranks(files, FaultCollector(path))]
+        return [format_metadata_name(rank) for rank in _find_ranks(files, FaultCollector(path))]
 
 
 def _find_ranks(files: SourceFiles, faults: FaultCollector) -> list[int]:
@@ -168,18 +173,22 @@ def _find_ranks(files: SourceFiles, faults: FaultCollector) -> list[int]:
     """
     path = files.root
     names = [item.name for item in path.iterdir()]
-    ranks = _parse_ranks(names, _RANK)
+    ranks = _parse_ranks(names, _RANK_METADATA_NAME)
     if not ranks:
         raise FormatError(
             "this is not a per-rank DCP checkpoint",
             where=str(path),
-            why=f"expected a directory with {metadata_name(0)} and .distcp files",
+            why=f"expected a directory with {format_metadata_name(0)} and .distcp files",
         )
-    referenced_ranks = ranks | _parse_ranks(names, _UNFINISHED) | _parse_ranks(names, _DATA)
+    referenced_ranks = (
+        ranks
+        | _parse_ranks(names, _UNFINISHED_METADATA_NAME)
+        | _parse_ranks(names, _DATA_FILE_NAME)
+    )
     last = max(*referenced_ranks, _read_world_size(files, min(ranks)) - 1)
     noun = "ranks' metadata files"
     hint = "copy the files of these ranks (if they do not exist, the save did not finish)"
-    faults.require_files(ranks, range(last + 1), metadata_name, noun, hint)
+    faults.require_files(ranks, range(last + 1), format_metadata_name, noun, hint)
     return sorted(ranks)
 
 
@@ -191,7 +200,7 @@ def _read_world_size(files: SourceFiles, rank: int) -> int:
     from ckptctl.formats.dcp.dcp_reader import read_metadata
 
     try:
-        return read_metadata(files, metadata_name(rank)).origin.world
+        return read_metadata(files, format_metadata_name(rank)).origin.world
     except UNUSABLE_ERRORS:
         return 0
 

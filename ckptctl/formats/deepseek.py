@@ -60,14 +60,14 @@ class DeepSeekFormat(WritableFormat):
 
     def read(self, path: TreePath, options: ReadOptions = DEFAULT_READ_OPTIONS) -> Catalog:
         """See :meth:`Format.read`."""
-        from ckptctl.formats.shared.model_parallel_join import join_catalog
+        from ckptctl.formats.shared.model_parallel_join import join_shards
 
         root = path if path.is_dir() else path.parent
         names = _list_shards(root)
         with source_files(root) as files:
             contents = {name: read_shard(files, name) for name in prefetch_heads(files, names)}
             shards = {name: tensors for name, (tensors, _) in contents.items()}
-            catalog = join_catalog(files, self.name, self.name, shards, options)
+            catalog = join_shards(files, self.name, self.name, shards, options)
         return replace(catalog, metadata=dict(contents[names[0]][1]))
 
     def can_store(self, dtype: str) -> bool:
@@ -76,13 +76,13 @@ class DeepSeekFormat(WritableFormat):
 
     def lay_out(self, request: OutputRequest) -> OutputLayout:
         """See :meth:`WritableFormat.lay_out`."""
-        self.check_dtypes(request.tensors)
+        self.require_storable_dtypes(request.tensors)
         untied_tensors = [replace(tensor, alias_of=None) for tensor in request.tensors]
 
         def lay_out_shard(rank: int, tensors: Sequence[OutputTensor]) -> OutputLayout:
-            writer = hf.SafetensorsWriter({}, request.metadata)
-            writer.add_file(f"model{rank}-mp{request.mp}.safetensors", tensors)
-            return OutputLayout(tuple(writer.files), tuple(writer.records), writer.boxes)
+            builder = hf.SafetensorsLayoutBuilder({}, request.metadata)
+            builder.add_file(f"model{rank}-mp{request.mp}.safetensors", tensors)
+            return OutputLayout(tuple(builder.files), tuple(builder.records), builder.boxes)
 
         reason = "a safetensors file can only store tensors"
         return lay_out_ranks(replace(request, tensors=untied_tensors), lay_out_shard, reason)

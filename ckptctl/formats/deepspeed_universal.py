@@ -68,14 +68,14 @@ class DeepSpeedUniversalFormat(Format):
             build_catalog,
             iterate_model_copies,
         )
-        from ckptctl.formats.deepspeed.universal import UniversalSave, extract_state
+        from ckptctl.formats.deepspeed.universal import UniversalSave, extract_training_state
 
         require_folder(path)
         folder = find_tag_folder(path, options.tag, LATEST_UNIVERSAL, _find_evidence)
         with source_files(path) as files:
             save = UniversalSave.open_save(files, f"{folder}/" if folder else "", options.partial)
             model = save.read_weights(options)
-            state = extract_state(save)
+            state = extract_training_state(save)
             tensors = save.faults.drop_unusable_boxes({**model.tensors, **state.tensors})
             replicas = ReplicaCollector(files, tensors, list_replicas=options.replicas)
             replicas.add_copies(save.model.file, iterate_model_copies(save.models, save.model))

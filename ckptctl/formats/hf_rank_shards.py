@@ -26,7 +26,7 @@ from ckptctl.errors import (
 from ckptctl.formats.base import DEFAULT_READ_OPTIONS, Format, Listing, ReadOptions
 from ckptctl.formats.hf.hf_files import INDEX_SUFFIX, RANK_SHARD
 from ckptctl.formats.shared.findings import FaultCollector, Lost
-from ckptctl.formats.shared.indexes import check_integers
+from ckptctl.formats.shared.indexes import parse_integers
 from ckptctl.formats.shared.joined_tensors import (
     JoinedTensor,
     make_tensor_entries,
@@ -51,10 +51,10 @@ from ckptctl.storage.schema import (
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 
-OFFSETS = "DCP_SHARDING_INFO"
-SHARDED = "sharded"
+OFFSETS_KEY = "DCP_SHARDING_INFO"
+SHARDED_FOLDER = "sharded"
 Offsets = Mapping[str, tuple[int, ...]]
-INVALID = "this is not a valid per-rank shard"
+INVALID_SHARD = "this is not a valid per-rank shard"
 
 
 class HfRankShardsFormat(Format):
@@ -80,21 +80,21 @@ class HfRankShardsFormat(Format):
 
     def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
-        count = len(_list_shards(listing))
+        count = len(_match_shard_names(listing))
         return f"{pluralize(count, 'file')} shard-*-model-*.safetensors" if count else None
 
     def read(self, path: TreePath, options: ReadOptions = DEFAULT_READ_OPTIONS) -> Catalog:
         """See :meth:`Format.read`."""
-        shards = _list_shards(Listing(path))
+        shards = _match_shard_names(Listing(path))
         ranks = _count_ranks(path, shards, options.ranks)
-        files_each = int(next(iter(shards.values()))[3])
+        files_per_rank = int(next(iter(shards.values()))[3])
         faults = FaultCollector(path, options.partial)
-        _require_shards(shards, ranks, files_each, faults)
+        _require_shards(shards, ranks, files_per_rank, faults)
         merged: dict[str, JoinedTensor] = {}
         sizes: dict[str, int] = {}
         with source_files(path) as files:
             for name in prefetch_heads(files, shards):
-                header = faults.try_read(name, lambda name: _read_header(files, name))
+                header = faults.try_read(name, lambda name: _read_shard_header(files, name))
                 if header is not None:
                     _add_shard_tensors(merged, *header, name, str(path / name))
                     sizes[name] = files.size(name)
@@ -111,9 +111,11 @@ class HfRankShardsFormat(Format):
             f"{format_option('--ranks N')} to check"
         )
         notes: tuple[str, ...] = () if is_certain else (uncertainty_note,)
-        if path.name == SHARDED and (path.parent / f"model{INDEX_SUFFIX}").is_file():
+        if path.name == SHARDED_FOLDER and (path.parent / f"model{INDEX_SUFFIX}").is_file():
             notes = tuple(
-                _compare_with_index(tensors, faults, _format_shard_name(ranks + 1, 1, files_each))
+                _compare_with_index(
+                    tensors, faults, _format_shard_name(ranks + 1, 1, files_per_rank)
+                )
             )
         sidecars = scan_sidecar_files(path, shards)
         return replace(
@@ -154,7 +156,7 @@ def _add_shard_tensors(
         start = offsets[key]
         if len(start) != len(sizes):
             raise UnsupportedError(
-                INVALID,
+                INVALID_SHARD,
                 where=where,
                 why=f"`{key}` has {pluralize(len(sizes), 'dimension')} and "
                 f"{pluralize(len(start), 'offset')}",
@@ -179,24 +181,24 @@ def _add_shard_tensors(
             )
 
 
-def _read_header(files: SourceFiles, name: str) -> tuple[SafetensorsHeader, Offsets]:
+def _read_shard_header(files: SourceFiles, name: str) -> tuple[SafetensorsHeader, Offsets]:
     """Read the header of one file and the offset of each shard in its global tensor."""
     header = read_safetensors_header(files, name)
     where = str(files.root / name)
-    with wrap_malformed_errors(INVALID, where):
-        text = header.metadata.get(OFFSETS)
+    with wrap_malformed_errors(INVALID_SHARD, where):
+        text = header.metadata.get(OFFSETS_KEY)
         if text is None:
-            raise MalformedError(f"the header does not contain {OFFSETS}")
+            raise MalformedError(f"the header does not contain {OFFSETS_KEY}")
         info = parse_json(text.encode(), where=where, max_bytes=MAX_HEADER_BYTES)
-        places = read_as(dict[str, dict[str, object]], info, OFFSETS)
-        if places.keys() != header.tensors.keys():
-            raise MalformedError(f"{OFFSETS} does not match the tensors of the file")
+        info_by_key = read_as(dict[str, dict[str, object]], info, OFFSETS_KEY)
+        if info_by_key.keys() != header.tensors.keys():
+            raise MalformedError(f"{OFFSETS_KEY} does not match the tensors of the file")
         return header, {
-            key: check_integers(place.get("saved_offsets")) for key, place in places.items()
+            key: parse_integers(place.get("saved_offsets")) for key, place in info_by_key.items()
         }
 
 
-def _list_shards(listing: Listing) -> dict[str, re.Match[str]]:
+def _match_shard_names(listing: Listing) -> dict[str, re.Match[str]]:
     """Return the matches of shard names in a folder, by name in sorted order."""
     names = listing.names if listing.is_folder else ()
     return {name: match for name in names if (match := RANK_SHARD.fullmatch(name))}
@@ -216,29 +218,31 @@ def _count_ranks(path: TreePath, shards: Mapping[str, re.Match[str]], requested:
         raise UnsupportedError(
             "the shards belong to different saves", where=str(path), why=quote_names(examples)
         )
-    last = max(int(match[1]) for match in shards.values())
-    if requested is not None and last > requested:
+    highest_rank = max(int(match[1]) for match in shards.values())
+    if requested is not None and highest_rank > requested:
         raise UsageError(
-            f"{format_option(f'--ranks {requested}')}, but there are shards of rank {last}",
+            f"{format_option(f'--ranks {requested}')}, but there are shards of rank {highest_rank}",
             where=str(path),
             why="file names count ranks from 1",
         )
-    return requested or last
+    return requested or highest_rank
 
 
 def _require_shards(
-    shards: Mapping[str, re.Match[str]], ranks: int, files: int, faults: FaultCollector
+    shards: Mapping[str, re.Match[str]], ranks: int, files_per_rank: int, faults: FaultCollector
 ) -> None:
     """Raise an error, or add a finding in a partial read, if shards are missing."""
-    required = range(ranks * files)
+    required = range(ranks * files_per_rank)
 
     def format_name(number: int) -> str:
-        return _format_shard_name(number // files + 1, number % files + 1, files)
+        return _format_shard_name(
+            number // files_per_rank + 1, number % files_per_rank + 1, files_per_rank
+        )
 
-    numbers = {files * (int(m[1]) - 1) + int(m[2]) - 1: name for name, m in shards.items()}
+    numbers = {files_per_rank * (int(m[1]) - 1) + int(m[2]) - 1: name for name, m in shards.items()}
     present = {n for n, name in numbers.items() if n in required and format_name(n) == name}
     hint = "copy the missing files from the nodes of the other ranks"
-    if len(present) == ranks * files != len(shards):
+    if len(present) == ranks * files_per_rank != len(shards):
         message, why = "the shard numbers are inconsistent", quote_names(list(shards))
         raise UnsupportedError(message, where=str(faults.root), why=why, hint=hint)
     faults.require_files(present, required, format_name, "shards", hint)

@@ -23,7 +23,7 @@ from ckptctl.formats.base import (
     ReadOptions,
     WritableFormat,
 )
-from ckptctl.formats.mistral import is_mistral
+from ckptctl.formats.mistral import has_mistral_params
 from ckptctl.formats.shared.findings import missing_files_error
 from ckptctl.formats.shared.model_parallel_layout import lay_out_ranks
 from ckptctl.storage.files import source_files
@@ -65,14 +65,14 @@ class MetaFormat(WritableFormat):
         folder = path if path.is_dir() else path.parent
         if path.is_file() and not _SHARD.fullmatch(path.name):
             return None
-        if is_mistral(folder):
+        if has_mistral_params(folder):
             return None
         shards = count_shards(folder)
         return f"{shards} consolidated.*.pth" if shards else None
 
     def read(self, path: TreePath, options: ReadOptions = DEFAULT_READ_OPTIONS) -> Catalog:
         """See :meth:`Format.read`."""
-        from ckptctl.formats.shared.model_parallel_join import join_catalog
+        from ckptctl.formats.shared.model_parallel_join import join_shards
         from ckptctl.formats.shared.stored_leaves import read_leaves
 
         root = path if path.is_dir() else path.parent
@@ -84,7 +84,7 @@ class MetaFormat(WritableFormat):
                 name: read_leaves(files, name) for name in prefetch_zips(files, names)
             }
             shards = {name: contents.tensors for name, contents in leaves_by_name.items()}
-            catalog = join_catalog(files, self.name, LAYOUT, shards, options)
+            catalog = join_shards(files, self.name, LAYOUT, shards, options)
         shard_notes = dict.fromkeys(
             note for contents in leaves_by_name.values() for note in contents.notes
         )

@@ -19,15 +19,15 @@ from ckptctl.formats.base import DEFAULT_READ_OPTIONS, Listing, ReadOptions
 from ckptctl.formats.hf import hf_files
 from ckptctl.formats.hf import shards as hf_shards
 from ckptctl.formats.shared.findings import missing_files_error
-from ckptctl.formats.sidecar_files import read_documents
+from ckptctl.formats.sidecar_files import read_config_files
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.read_ahead import prefetch_zips
 from ckptctl.tree import TreePath
 
 PARAMS = "params.json"
-_MISTRAL = ("hidden_dim", "head_dim", "moe", "vision_encoder", "num_local_experts")
-_META = ("multiple_of", "ffn_dim_multiplier", "moe_args", "vision_args")
-_FIRST_RELEASE = {
+_MISTRAL_KEYS = ("hidden_dim", "head_dim", "moe", "vision_encoder", "num_local_experts")
+_META_KEYS = ("multiple_of", "ffn_dim_multiplier", "moe_args", "vision_args")
+_FIRST_RELEASE_KEYS = {
     "hidden_size": "dim",
     "intermediate_size": "hidden_dim",
     "num_hidden_layers": "n_layers",
@@ -35,22 +35,22 @@ _FIRST_RELEASE = {
     "num_key_value_heads": "n_kv_heads",
     "rms_norm_eps": "norm_eps",
 }
-_EXPERTS = {"num_local_experts": "num_experts", "num_experts_per_tok": "num_experts_per_tok"}
+_EXPERT_KEYS = {"num_local_experts": "num_experts", "num_experts_per_tok": "num_experts_per_tok"}
 STEM = "consolidated"
 INDEX = f"{STEM}{hf_files.INDEX_SUFFIX}"
 _SAFETENSORS = re.compile(rf"{STEM}(?:-\d+-of-\d+)?\.safetensors")
 _TORCH = re.compile(rf"{STEM}\.(\d+)\.(pth|pt)")
 
 
-def is_mistral(folder: TreePath) -> bool:
+def has_mistral_params(folder: TreePath) -> bool:
     """Return whether *folder* has a ``params.json`` with Mistral's keys."""
     try:
-        params = read_documents(folder).get(PARAMS) if folder.is_dir() else None
+        params = read_config_files(folder).get(PARAMS) if folder.is_dir() else None
     except CkptError:
         return False
-    if params is None or not params.keys().isdisjoint(_META):
+    if params is None or not params.keys().isdisjoint(_META_KEYS):
         return False
-    return not params.keys().isdisjoint(_MISTRAL)
+    return not params.keys().isdisjoint(_MISTRAL_KEYS)
 
 
 def _modernize_params(params: Mapping[str, object]) -> Mapping[str, object]:
@@ -61,9 +61,11 @@ def _modernize_params(params: Mapping[str, object]) -> Mapping[str, object]:
     """
     if "hidden_size" not in params or "dim" in params:
         return params
-    other_params = {k: v for k, v in params.items() if k not in _EXPERTS}
-    renamed_params = {_FIRST_RELEASE.get(key, key): value for key, value in other_params.items()}
-    experts = {_EXPERTS[key]: params[key] for key in _EXPERTS if key in params}
+    other_params = {k: v for k, v in params.items() if k not in _EXPERT_KEYS}
+    renamed_params = {
+        _FIRST_RELEASE_KEYS.get(key, key): value for key, value in other_params.items()
+    }
+    experts = {_EXPERT_KEYS[key]: params[key] for key in _EXPERT_KEYS if key in params}
     return renamed_params | ({"moe": experts} if experts else {})
 
 
@@ -107,21 +109,21 @@ class MistralFormat(hf.HfFormat):
             )
             return (
                 path.name
-                if is_safetensors or (is_weight_file and is_mistral(path.parent))
+                if is_safetensors or (is_weight_file and has_mistral_params(path.parent))
                 else None
             )
-        weight_files = _list_weights(listing)
+        weight_files = _find_weight_files(listing)
         torch_only = bool(weight_files) and not weight_files[0].endswith(
             (".safetensors", ".json", ".pt")
         )
-        if not weight_files or (torch_only and not is_mistral(path)):
+        if not weight_files or (torch_only and not has_mistral_params(path)):
             return None
         return quote_names(weight_files)
 
     def read(self, path: TreePath, options: ReadOptions = DEFAULT_READ_OPTIONS) -> Catalog:
         """See :meth:`Format.read`."""
         folder = path if path.is_dir() else path.parent
-        names = [path.name] if path.is_file() else _list_weights(Listing(path))
+        names = [path.name] if path.is_file() else _find_weight_files(Listing(path))
         if not names:
             raise FormatError(
                 "no weights in Mistral's format were found",
@@ -156,7 +158,7 @@ class MistralFormat(hf.HfFormat):
         return self._build_catalog(files, path, tensors, {}, names, notes, None)
 
 
-def _list_weights(listing: Listing) -> list[str]:
+def _find_weight_files(listing: Listing) -> list[str]:
     """Return the index, or else the safetensors files, or else the older torch files."""
     names = listing.files
     if INDEX in names:

@@ -20,15 +20,15 @@ from ckptctl.formats.base import (
     ReadOptions,
 )
 from ckptctl.formats.hf import HfFormat
-from ckptctl.formats.sidecar_files import ADAPTER
+from ckptctl.formats.sidecar_files import ADAPTER_CONFIG
 from ckptctl.storage.files import source_files
 from ckptctl.storage.json_reader import read_json_object
 from ckptctl.tree import TreePath
 
-CONFIG = ADAPTER
+CONFIG = ADAPTER_CONFIG
 WEIGHTS = "adapter_model.safetensors"
 BIN = "adapter_model.bin"
-TORCHTUNE = ("adapter_model.pt", "adapter_0.pt")
+TORCHTUNE_FILES = ("adapter_model.pt", "adapter_0.pt")
 
 
 class PeftFormat(HfFormat):
@@ -61,19 +61,19 @@ class PeftFormat(HfFormat):
 
     def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
-        name = _find_weights(listing.path) if listing.is_folder else listing.path.name
+        name = _find_weight_file(listing.path) if listing.is_folder else listing.path.name
         return name if name and (listing.is_folder or name == WEIGHTS) else None
 
     def read(self, path: TreePath, options: ReadOptions = DEFAULT_READ_OPTIONS) -> Catalog:
         """See :meth:`Format.read`."""
-        name = path.name if path.is_file() else _find_weights(path)
+        name = path.name if path.is_file() else _find_weight_file(path)
         if name is None:
             raise FormatError(
                 "no adapter was found", where=str(path), why=f"expected {WEIGHTS} or {BIN}"
             )
         root = path if path.is_dir() else path.parent
         catalog = super().read(root / name, options)
-        torchtune_files = [file for file in TORCHTUNE if (root / file).is_file()]
+        torchtune_files = [file for file in TORCHTUNE_FILES if (root / file).is_file()]
         notes = catalog.notes
         if torchtune_files:
             notes += (
@@ -97,7 +97,7 @@ def read_adapter_config(root: TreePath) -> dict[str, Mapping[str, object]]:
         return {CONFIG: read_json_object(files, CONFIG, allow_nan=True)}
 
 
-def _find_weights(path: TreePath) -> str | None:
+def _find_weight_file(path: TreePath) -> str | None:
     return next((name for name in (WEIGHTS, BIN) if (path / name).is_file()), None)
 
 

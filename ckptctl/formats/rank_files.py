@@ -18,7 +18,7 @@ from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import FormatError, UnsupportedError, quote_names
 from ckptctl.formats.base import DEFAULT_READ_OPTIONS, Format, Listing, ReadOptions, require_folder
 from ckptctl.formats.shared.findings import FaultCollector, mixed_saves_error
-from ckptctl.formats.sidecar_files import CONFIGURATION, scan_with_subfolder
+from ckptctl.formats.sidecar_files import HF_CONFIG_FOLDER, scan_root_and_subfolder
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.read_ahead import list_zip_ends, prefetch_items
 from ckptctl.tree import TreePath
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ckptctl.formats.shared.stored_leaves import Leaves
 
 _RANK = r"(?P<rank>\d{1,7})"
-PATTERNS = tuple(
+FILE_NAME_PATTERNS = tuple(
     re.compile(pattern, re.ASCII)
     for pattern in (
         rf"(?P<group>\w+)_world_size_(?P<world>\d{{1,7}})_rank_{_RANK}\.pt",
@@ -97,7 +97,11 @@ class RankFilesFormat(Format):
 
     def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
-        names = [] if listing.has(".metadata") else [file.name for file in list_rank_files(listing)]
+        names = (
+            []
+            if listing.has_file(".metadata")
+            else [file.name for file in list_rank_files(listing)]
+        )
         return quote_names(names, 2) if names else None
 
     def read(self, path: TreePath, options: ReadOptions = DEFAULT_READ_OPTIONS) -> Catalog:
@@ -115,7 +119,7 @@ class RankFilesFormat(Format):
                 "model" in groups and (path / TRAINER_STATE_FILE).is_file()
             )
             sizes = faults.read_sizes(files, names)
-        sidecars = scan_with_subfolder(path, CONFIGURATION, {*names, FSDP_CONFIG_FILE})
+        sidecars = scan_root_and_subfolder(path, HF_CONFIG_FOLDER, {*names, FSDP_CONFIG_FILE})
         return replace(
             sidecars.make_catalog(path, self.name),
             files=sizes,
@@ -132,13 +136,13 @@ def list_rank_files(listing: Listing) -> Iterator[RankFile]:
     """Yield the files of ranks in a folder, recognized by their names."""
     for name in listing.names:
         rank_file = parse_rank_file_name(name)
-        if rank_file and listing.has(name):
+        if rank_file and listing.has_file(name):
             yield rank_file
 
 
 def parse_rank_file_name(name: str) -> RankFile | None:
     """Parse the name of a rank's file, or return None if it matches no known pattern."""
-    match = next((m for pattern in PATTERNS if (m := pattern.fullmatch(name))), None)
+    match = next((m for pattern in FILE_NAME_PATTERNS if (m := pattern.fullmatch(name))), None)
     if match is None:
         return None
     fields = match.groupdict()
@@ -187,27 +191,27 @@ def _merge_groups(files: SourceFiles, groups: RankGroups, merger: RankMerger) ->
     from ckptctl.formats.shared.rank_archive import read_rank_file
 
     for name, group in groups.items():
-        _check_rank_files(merger, name, group, max(max(group) + 1, _read_stated_world(group)))
+        _check_rank_files(merger, name, group, max(max(group) + 1, _get_world_size_in_names(group)))
     for name, group in groups.items():
         ranks = sorted(group.items())
         for rank, file in prefetch_items(
             files, ranks, lambda rank_and_file: list_zip_ends(rank_and_file[1].name)
         ):
             leaves = _prefix_leaves(name, read_rank_file(files, file.name))
-            merger.add_file(rank, _group_path(name), file.name, leaves)
+            merger.add_file(rank, _get_group_prefix(name), file.name, leaves)
     recorded_world = max(
-        max(merger.ranks, default=-1) + 1, *map(_read_stated_world, groups.values())
+        max(merger.ranks, default=-1) + 1, *map(_get_world_size_in_names, groups.values())
     )
     world = max(recorded_world, *(max(group) + 1 for group in groups.values()))
-    tensors = merger.list_first_keys()
+    tensors = merger.get_first_keys()
     for name, group in groups.items():
         if not name or name in tensors or group.keys() != {0}:
             _check_rank_files(merger, name, group, world)
     if (files.root / TRAINER_STATE_FILE).is_file() and "model" in groups:
         leaves = _prefix_leaves("trainer_state", read_rank_file(files, TRAINER_STATE_FILE))
-        merger.add_file(0, _group_path("trainer_state"), TRAINER_STATE_FILE, leaves)
+        merger.add_file(0, _get_group_prefix("trainer_state"), TRAINER_STATE_FILE, leaves)
     if set(groups) == {""}:
-        merger.refuse_unrelated(str(files.root))
+        merger.require_related_files(str(files.root))
     merged = merger.merge_leaves()
     if not recorded_world:
         merged.notes.append(
@@ -217,11 +221,11 @@ def _merge_groups(files: SourceFiles, groups: RankGroups, merger: RankMerger) ->
     return merged
 
 
-def _group_path(group: str) -> KeyPath:
+def _get_group_prefix(group: str) -> KeyPath:
     return (group,) if group else ()
 
 
-def _read_stated_world(group: RankGroup) -> int:
+def _get_world_size_in_names(group: RankGroup) -> int:
     """Return the world size according to the file names, or 0 if they do not contain it."""
     return max(file.world or 0 for file in group.values())
 
@@ -234,14 +238,14 @@ def _check_rank_files(merger: RankMerger, name: str, group: RankGroup, world: in
     def format_name(rank: int) -> str:
         return example[:digits_start] + re.sub(r"\d+", str(rank), example[digits_start:], count=1)
 
-    merger.check_rank_files(_group_path(name), group, range(world), format_name)
+    merger.check_rank_files(_get_group_prefix(name), group, range(world), format_name)
 
 
 def _prefix_leaves(
     group: str, leaves: Iterator[tuple[KeyPath, object]]
 ) -> Iterator[tuple[KeyPath, object]]:
     for path, leaf in leaves:
-        yield (*_group_path(group), *path), leaf
+        yield (*_get_group_prefix(group), *path), leaf
 
 
 FORMAT = RankFilesFormat()

@@ -1,6 +1,6 @@
 """Sidecar files next to the weights, by kind, and whether they are copied with the model.
 
-A file that matches no kind in :data:`KINDS` may contain anything, such as an API key or private
+A file that matches no kind in :data:`GLOBS_BY_KIND` may contain anything, such as an API key or private
 notes, so it is listed but not copied.
 
 Sources: the names in ``transformers/utils/__init__.py`` and the ``VOCAB_FILES_NAMES`` of its
@@ -26,19 +26,19 @@ from ckptctl.storage.schema import read_nested_or_none
 from ckptctl.tree import TreePath
 
 MAX_SIDECAR_BYTES = 100_000_000
-DOCUMENTS = ("config.json", "params.json")
-ADAPTER = "adapter_config.json"
-CONFIGURATION = "huggingface"
+CONFIG_FILES = ("config.json", "params.json")
+ADAPTER_CONFIG = "adapter_config.json"
+HF_CONFIG_FOLDER = "huggingface"
 """Folder in which verl keeps the model's configuration and tokenizer."""
-QUANTIZATION = (
+QUANTIZATION_CONFIGS = (
     "hf_quant_config.json",
     "quant_config.json",
     "quantization_config.json",
     "quantize_config.json",
 )
-KINDS: Mapping[str, tuple[str, ...]] = {
+GLOBS_BY_KIND: Mapping[str, tuple[str, ...]] = {
     "configuration": (
-        *("config.json", "configuration.json", *QUANTIZATION, "recipe.yaml"),
+        *("config.json", "configuration.json", *QUANTIZATION_CONFIGS, "recipe.yaml"),
         *("config_sentence_transformers.json", "sentence_*_config.json", "modules.json"),
     ),
     "generation": ("generation_config.json",),
@@ -72,16 +72,24 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     ),
 }
 """Globs for names in a model's folder, by kind of file."""
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".th", ".ckpt")
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".th", ".ckpt")
 """Suffixes of weight files."""
-_INDEXES = (".safetensors.index.json", ".bin.index.json", ".distcp")
+_INDEX_SUFFIXES = (".safetensors.index.json", ".bin.index.json", ".distcp")
 UNKNOWN_KIND, SUBFOLDER, NOT_MODEL_FOLDER = (
     "unknown kind of file",
     "folder",
     "not in a model folder",
 )
 OUTSIDE_LINK = "link that points outside the folder"
-_HOUSEKEEPING = (".metadata", ".snapshot_metadata", ".ckptctl", ".git", ".nfs", ".cache", ".DS_")
+_HOUSEKEEPING_PREFIXES = (
+    ".metadata",
+    ".snapshot_metadata",
+    ".ckptctl",
+    ".git",
+    ".nfs",
+    ".cache",
+    ".DS_",
+)
 """Prefixes of hidden files that programs keep next to weights."""
 RUN_FILE = "ckptctl.run.json"
 """The checkpoint manager's record of a checkpoint."""
@@ -97,7 +105,7 @@ _CODE_CONFIG_FILES = (
 _RELATIVE_IMPORT = re.compile(
     r"^[^\S\n]*+(?:import\s++\.(\S++)[^\S\n]*+$|from\s++\.(\S++)\s++import)", re.MULTILINE
 )
-_MAX_CODE = 1_000_000
+_MAX_CODE_BYTES = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +141,7 @@ def scan_sidecar_files(
     weight_files: Collection[str] | None = None,
     *,
     is_single_file: bool = False,
-    with_documents: bool = True,
+    read_configs: bool = True,
 ) -> SidecarFiles:
     """Separate the files that belong to the model in *root* from all others.
 
@@ -142,37 +150,45 @@ def scan_sidecar_files(
         weight_files: Names of files and folders with weights or an index; None to recognize them.
         is_single_file: Whether the user named a weight file, not the folder. If the folder has no
             configuration, it is not a model folder, and nothing in it is copied.
-        with_documents: Whether to read ``config.json`` and ``params.json``.
+        read_configs: Whether to read ``config.json`` and ``params.json``.
 
     Raises:
         UnsupportedError: ``config.json`` or ``params.json`` is not a JSON object.
     """
     items = {item.name: item for item in sorted(root.iterdir())}
     if weight_files is None:
-        weight_files = [name for name in items if name.endswith((*WEIGHTS, *_INDEXES))]
+        weight_files = [
+            name for name in items if name.endswith((*WEIGHT_SUFFIXES, *_INDEX_SUFFIXES))
+        ]
     for name in weight_files:
         items.pop(name.partition("/")[0], None)
-    is_foreign = is_single_file and not any(
-        (root / name).is_file() for name in (*DOCUMENTS, ADAPTER)
+    is_not_model_folder = is_single_file and not any(
+        (root / name).is_file() for name in (*CONFIG_FILES, ADAPTER_CONFIG)
     )
-    modules, code_files = set[str](), set[str]()
-    if "modules.json" in items and not is_foreign:
-        modules = code_files = _list_module_configs(root, items)
-    if any(name.endswith(".py") for name in items) and not is_foreign:
-        code_files = modules | _list_code_files(root, items)
+    module_configs, code_files = set[str](), set[str]()
+    if "modules.json" in items and not is_not_model_folder:
+        module_configs = code_files = _list_module_configs(root, items)
+    if any(name.endswith(".py") for name in items) and not is_not_model_folder:
+        code_files = module_configs | _list_code_files(root, items)
     assets: dict[str, int] = {}
     others: dict[str, str] = {}
-    for name, item in _list_members(items, {name.partition("/")[0] for name in modules}):
+    for name, item in _iterate_visible_files(
+        items, {name.partition("/")[0] for name in module_configs}
+    ):
         size = item.stat().st_size if item.is_file() else 0
-        why = NOT_MODEL_FOLDER if is_foreign else _find_skip_reason(root, name, size, code_files)
+        why = (
+            NOT_MODEL_FOLDER
+            if is_not_model_folder
+            else _find_skip_reason(root, name, size, code_files)
+        )
         if why is None:
             assets[name] = size
         else:
             others[name] = why
-    return SidecarFiles(assets, others, read_documents(root) if with_documents else {})
+    return SidecarFiles(assets, others, read_config_files(root) if read_configs else {})
 
 
-def scan_with_subfolder(
+def scan_root_and_subfolder(
     root: TreePath, folder: str, weight_files: Collection[str] = ()
 ) -> SidecarFiles:
     """Scan *root* and its subfolder *folder*, which contains files of the same model."""
@@ -189,7 +205,7 @@ def scan_with_subfolder(
 
 def find_file_kind(name: str) -> str | None:
     """Return the kind of a file by its path in the model's folder, or None if it is unknown."""
-    for kind, globs in KINDS.items():
+    for kind, globs in GLOBS_BY_KIND.items():
         if name in globs or any(fnmatchcase(name, glob) for glob in globs if "*" in glob):
             return kind
     return None
@@ -218,14 +234,14 @@ def replace_model_param(
     return changed if model_params is params else {**params, "model": changed}
 
 
-def read_documents(root: TreePath) -> dict[str, Mapping[str, object]]:
+def read_config_files(root: TreePath) -> dict[str, Mapping[str, object]]:
     """Read ``config.json`` and ``params.json`` in *root*, without those that do not exist.
 
     ``Infinity`` and ``NaN`` are accepted, as in the ``time_step_limit`` of Mamba-2.
     """
     parsed: dict[str, Mapping[str, object]] = {}
     with source_files(root) as files:
-        for name in DOCUMENTS:
+        for name in CONFIG_FILES:
             if (root / name).is_file():
                 parsed[name] = read_json_object(files, name, allow_nan=True)
     return parsed
@@ -244,20 +260,23 @@ def _find_skip_reason(
     return f"larger than {MAX_SIDECAR_BYTES // 1_000_000} MB" if size > MAX_SIDECAR_BYTES else None
 
 
-def _list_members(
+def _iterate_visible_files(
     items: Mapping[str, TreePath], modules: Collection[str]
 ) -> Iterator[tuple[str, TreePath]]:
     """Yield the names and paths of all files except housekeeping files.
 
     Known subfolders are replaced by the files in them; names of other folders end in a slash.
     """
-    opened = {*modules, *(glob.partition("/")[0] for globs in KINDS.values() for glob in globs)}
+    known_subfolders = {
+        *modules,
+        *(glob.partition("/")[0] for globs in GLOBS_BY_KIND.values() for glob in globs),
+    }
     for name, item in items.items():
-        if name in _WEIGHT_SPECIFIC_FILES or name.startswith(_HOUSEKEEPING):
+        if name in _WEIGHT_SPECIFIC_FILES or name.startswith(_HOUSEKEEPING_PREFIXES):
             continue
         if not item.is_dir():
             yield name, item
-        elif name in opened:
+        elif name in known_subfolders:
             for inner in sorted(item.iterdir()):
                 yield f"{name}/{inner.name}{'/' * inner.is_dir()}", inner
         else:
@@ -291,7 +310,7 @@ def _list_code_files(root: TreePath, items: Collection[str]) -> set[str]:
         while pending := (pending & existing) - code_files:
             code_files |= pending
             sizes = {name: files.size(name) for name in pending}
-            texts = [files.read(n, 0, size) for n, size in sizes.items() if size <= _MAX_CODE]
+            texts = [files.read(n, 0, size) for n, size in sizes.items() if size <= _MAX_CODE_BYTES]
             pending = {
                 f"{match[1] or match[2]}.py" for text in texts for match in _find_imports(text)
             }

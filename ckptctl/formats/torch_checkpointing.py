@@ -22,7 +22,7 @@ from ckptctl.formats import rank_files
 from ckptctl.formats.base import DEFAULT_READ_OPTIONS, Format, Listing, ReadOptions, require_folder
 from ckptctl.formats.shared.findings import FaultCollector
 from ckptctl.formats.shared.indexes import read_metadata_file
-from ckptctl.formats.shared.joined_tensors import ONE_SAVE
+from ckptctl.formats.shared.joined_tensors import ONE_SAVE_HINT
 from ckptctl.formats.shared.leaves import flatten_object, join_path
 from ckptctl.formats.sidecar_files import scan_sidecar_files
 from ckptctl.storage.files import SourceFiles, source_files
@@ -65,7 +65,7 @@ class DescribedTensor(Schema):
     global_shape: tuple[Natural, ...]
 
     @property
-    def kind(self) -> tuple[str, tuple[int, ...]]:
+    def dtype_and_shape(self) -> tuple[str, tuple[int, ...]]:
         """Name of the dtype in torch, and global shape."""
         return str(self.dtype).removeprefix("torch."), self.global_shape
 
@@ -124,13 +124,13 @@ class _DirectoryFiles:
         metadata: Content of ``metadata.pkl``.
         world: World size.
         items: File of each rank, by item.
-        raw: Names of ``.bin`` files that are too large to be read as a value.
+        skipped_raw_files: Names of ``.bin`` files that are too large to be read as a value.
     """
 
     metadata: Metadata
     world: int = 0
     items: dict[str, dict[int, str]] = field(default_factory=dict)
-    raw: list[str] = field(default_factory=list)
+    skipped_raw_files: list[str] = field(default_factory=list)
 
 
 class TorchCheckpointingFormat(Format):
@@ -160,7 +160,7 @@ class TorchCheckpointingFormat(Format):
 
     def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
-        if listing.has(".metadata"):
+        if listing.has_file(".metadata"):
             return None
         names = listing.files
         item_files = [
@@ -187,7 +187,7 @@ class TorchCheckpointingFormat(Format):
         faults = FaultCollector(path, options.partial)
         with source_files(path) as files:
             merger = RankMerger(files, faults, list_replicas=options.replicas)
-            directory = _find_files(files, merger)
+            directory = _find_item_files(files, merger)
             leaves = _merge_items(files, directory, merger)
             names = {name for ranks in directory.items.values() for name in ranks.values()}
             sizes = faults.read_sizes(files, sorted(names))
@@ -198,7 +198,9 @@ class TorchCheckpointingFormat(Format):
             files=sizes,
             tensors=leaves.tensors,
             blobs=leaves.blobs,
-            others=scan_sidecar_files(path, {*names, *directory.raw, METADATA}).others,
+            others=scan_sidecar_files(
+                path, {*names, *directory.skipped_raw_files, METADATA}
+            ).others,
             notes=(*leaves.notes, *_list_notes(directory, merger)),
             replicas=merger.replicas,
             findings=tuple(faults.findings),
@@ -210,7 +212,7 @@ def _is_item_file(match: re.Match[str]) -> bool:
     return rank_files.parse_rank_file_name(match.string) is None
 
 
-def _find_files(files: SourceFiles, merger: RankMerger) -> _DirectoryFiles:
+def _find_item_files(files: SourceFiles, merger: RankMerger) -> _DirectoryFiles:
     """Find the files of every item, and raise if files that the metadata requires are missing."""
     has_metadata = (files.root / METADATA).is_file()
     metadata = (
@@ -223,7 +225,7 @@ def _find_files(files: SourceFiles, merger: RankMerger) -> _DirectoryFiles:
             continue
         name, rank = match["item"], int(match["rank"])
         if match["kind"] == "bin" and path.stat().st_size > MAX_RAW_BYTES:
-            directory.raw.append(path.name)
+            directory.skipped_raw_files.append(path.name)
             continue
         existing = directory.items.setdefault(name, {}).setdefault(rank, path.name)
         if existing != path.name:
@@ -258,26 +260,26 @@ def _merge_items(files: SourceFiles, directory: _DirectoryFiles, merger: RankMer
     leaves = merger.merge_leaves()
     described = directory.metadata.items
     if not described:
-        merger.refuse_unrelated(str(files.root))
+        merger.require_related_files(str(files.root))
     for name, item in described.items():
         _add_lost_tensors(name, item, leaves, merger)
-        _compare_with_metadata(name, item, leaves, str(files.root / METADATA))
+        _require_metadata_match(name, item, leaves, str(files.root / METADATA))
     world = max(directory.world, max(merger.ranks, default=-1) + 1)
     for name in directory.items.keys() - described.keys():
-        if not _is_only_on_rank_0(directory, name) or name in merger.list_first_keys():
+        if not _is_only_on_rank_0(directory, name) or name in merger.get_first_keys():
             _check_item_files(merger, directory, name, range(world))
     return leaves
 
 
 def _add_lost_tensors(name: str, item: ItemMetadata, leaves: Leaves, merger: RankMerger) -> None:
     """Add the tensors of an item that only ``metadata.pkl`` describes, since files are unusable."""
-    unusable_files = [gap.file for gap in merger.gaps if gap.head == (name,)]
+    unusable_files = [gap.file for gap in merger.unusable_files if gap.prefix == (name,)]
     for path, description in item.tensors.items() if unusable_files else ():
-        place = (name, *path)
-        key = join_path(place)
-        dtype, shape = description.kind
+        full_path = (name, *path)
+        key = join_path(full_path)
+        dtype, shape = description.dtype_and_shape
         if key not in leaves.tensors and dtype in dtypes.BY_NAME:
-            leaves.tensors[key] = TensorEntry(key, dtype, shape, (), place)
+            leaves.tensors[key] = TensorEntry(key, dtype, shape, (), full_path)
             merger.faults.lost[key] = ((Box.whole(shape), unusable_files[0]),)
 
 
@@ -335,7 +337,7 @@ def _read_item_leaves(files: SourceFiles, item: str, file: str) -> Iterator[tupl
         yield (item, *path), leaf
 
 
-def _compare_with_metadata(name: str, item: ItemMetadata, leaves: Leaves, where: str) -> None:
+def _require_metadata_match(name: str, item: ItemMetadata, leaves: Leaves, where: str) -> None:
     """Raise if the tensors of an item differ from those in the metadata."""
     entries = {
         tuple(entry.path[1:]): entry for entry in leaves.tensors.values() if entry.path[0] == name
@@ -354,22 +356,22 @@ def _compare_with_metadata(name: str, item: ItemMetadata, leaves: Leaves, where:
             f"{METADATA} and the files of item `{name}` list different tensors",
             where=where,
             why=f"`{'.'.join(map(str, path))}` is in {present_in} but not in {absent_from}",
-            hint=ONE_SAVE,
+            hint=ONE_SAVE_HINT,
         )
     for path, description in item.tensors.items():
-        entry, expected = entries[path], description.kind
+        entry, expected = entries[path], description.dtype_and_shape
         if (entry.dtype, entry.shape) != expected:
             raise UnsupportedError(
                 f"`{entry.name}` does not match {METADATA}",
                 where=where,
                 why=f"it is {entry.dtype} {list(entry.shape)}, expected {expected[0]} "
                 f"{list(expected[1])}",
-                hint=ONE_SAVE,
+                hint=ONE_SAVE_HINT,
             )
 
 
 def _list_notes(directory: _DirectoryFiles, merger: RankMerger) -> Iterator[str]:
-    reported_heads = {gap.head for gap in merger.gaps}
+    reported_heads = {gap.prefix for gap in merger.unusable_files}
     rank_0_items = [
         name
         for name in directory.items
@@ -377,8 +379,8 @@ def _list_notes(directory: _DirectoryFiles, merger: RankMerger) -> Iterator[str]
     ]
     if rank_0_items:
         yield f"only rank 0 has {quote_names(rank_0_items)}"
-    if directory.raw:
-        yield f"skipped large raw files: {quote_names(directory.raw)}"
+    if directory.skipped_raw_files:
+        yield f"skipped large raw files: {quote_names(directory.skipped_raw_files)}"
     if (version := directory.metadata.version) != VERSION:
         yield f"{METADATA} has version {version} and was not compared with the files"
 
@@ -414,7 +416,7 @@ def _parse_item(item: _Item, world: int, where: str) -> ItemMetadata:
             read_as(DescribedTensor, group.sharding_metadata.get("data"), f"{path}.data")
             for group in groups
         ]
-        if any(tensor.kind != described[0].kind for tensor in described):
+        if any(tensor.dtype_and_shape != described[0].dtype_and_shape for tensor in described):
             raise MalformedError(f"`{path}` has several shapes or dtypes")
         # A path is written as compact JSON: ``["state",0,"exp_avg"]``.
         keys = read_as(Keys, loads_json(path.encode(), where=where), path)

@@ -21,7 +21,7 @@ from ckptctl.formats.base import (
     TensorPlace,
     WritableFormat,
 )
-from ckptctl.formats.shared.leaves import build_nested
+from ckptctl.formats.shared.leaves import build_nested_object
 from ckptctl.planner.plan import OutputFile, Record
 from ckptctl.storage.files import source_files
 from ckptctl.storage.stand_ins import has_only_zeros
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ckptctl.planner.plan import CrcLookup
     from ckptctl.storage.zips.zip_writer import ZipLayout
 
-_ZIP = b"PK\x03\x04"
+_ZIP_MAGIC = b"PK\x03\x04"
 SUFFIXES = (".bin", ".ckpt", ".pt", ".pth")
 """Suffixes that trainers use for ``torch.save`` files."""
 
@@ -73,7 +73,7 @@ class TorchFormat(WritableFormat):
             return None
         with path.open("rb") as file:
             head = file.read(4)
-        if head == _ZIP:
+        if head == _ZIP_MAGIC:
             return "a zip file"
         is_written = any(head) or path.suffix not in SUFFIXES or not has_only_zeros(path)
         return None if is_written else "only zeros instead of a zip"
@@ -120,15 +120,17 @@ class TorchFormat(WritableFormat):
         from ckptctl.storage.zips.zip_writer import compute_zip_layout
 
         stored = [tensor for tensor in request.tensors if tensor.alias_of is None]
-        key_of = {tensor.name: str(position) for position, tensor in enumerate(stored)}
+        storage_keys = {tensor.name: str(position) for position, tensor in enumerate(stored)}
         leaves: list[tuple[tuple[str | int, ...], object]] = [
-            (tensor.path, make_pickled_tensor(tensor, key_of[tensor.alias_of or tensor.name]))
+            (tensor.path, make_pickled_tensor(tensor, storage_keys[tensor.alias_of or tensor.name]))
             for tensor in request.tensors
         ]
         leaves += [(blob.path, blob.value) for blob in request.blobs]
-        storages = [(key_of[tensor.name], tensor.nbytes) for tensor in stored]
+        storages = [(storage_keys[tensor.name], tensor.nbytes) for tensor in stored]
         folder = request.name.encode(errors="replace").decode().partition(".")[0] or "archive"
-        layout = compute_zip_layout(dump_pickle(build_nested(leaves)), storages, folder=folder)
+        layout = compute_zip_layout(
+            dump_pickle(build_nested_object(leaves)), storages, folder=folder
+        )
         records = [
             Record(tensor.name, request.name, offset, tensor.nbytes)
             for tensor, offset in zip(stored, layout.data_offsets, strict=True)

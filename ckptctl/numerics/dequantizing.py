@@ -22,7 +22,11 @@ from ckptctl.errors import (
     quote_names,
 )
 from ckptctl.formats.base import OutputTensor
-from ckptctl.formats.sidecar_files import QUANTIZATION, read_documents, scan_sidecar_files
+from ckptctl.formats.sidecar_files import (
+    QUANTIZATION_CONFIGS,
+    read_config_files,
+    scan_sidecar_files,
+)
 from ckptctl.numerics.quantization.schemes.fp8 import FP8
 from ckptctl.numerics.quantization.statement import QuantizationConfig, strip_quantization_config
 from ckptctl.numerics.quantization.survey import QuantizationSurvey
@@ -60,8 +64,10 @@ def read_assets_quantization_configs(directory: str | TreePath | None) -> list[Q
     if directory is None:
         return []
     root = find_assets_folder(directory)
-    names = scan_sidecar_files(root, with_documents=False).assets
-    return list(read_folder_quantization_configs(root, read_documents(root).get(CONFIG, {}), names))
+    names = scan_sidecar_files(root, read_configs=False).assets
+    return list(
+        read_folder_quantization_configs(root, read_config_files(root).get(CONFIG, {}), names)
+    )
 
 
 def strip_quantization_configs(assets: Assets) -> Assets:
@@ -70,7 +76,7 @@ def strip_quantization_configs(assets: Assets) -> Assets:
         replace(file, content=strip_quantization_config(file.content)) for file in assets.described
     )
     config = assets.documents.get(CONFIG, {})
-    sizes = {name: size for name, size in assets.sizes.items() if name not in QUANTIZATION}
+    sizes = {name: size for name, size in assets.sizes.items() if name not in QUANTIZATION_CONFIGS}
     if strip_quantization_config(config) == config:
         return replace(assets, sizes=sizes, described=described)
     documents = {**assets.documents, CONFIG: strip_quantization_config(config)}

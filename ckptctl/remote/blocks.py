@@ -25,9 +25,9 @@ MAX_HEADS = 4096
 """Most files whose beginning stays cached."""
 TAIL_BYTES = 64 << 10
 
-Fetch = Callable[[int, int], bytes | bytearray]
+FetchRange = Callable[[int, int], bytes | bytearray]
 """Function that fetches the bytes of a file between two offsets."""
-Key = tuple[Hashable, int]
+BlockKey = tuple[Hashable, int]
 
 
 class BlockCache:
@@ -37,14 +37,14 @@ class BlockCache:
         self._capacity_bytes = capacity_bytes
         self._lock = threading.Lock()
         self._cached_bytes = 0
-        self._blocks: OrderedDict[Key, bytes] = OrderedDict()
-        self._pending: dict[Key, Future[bytes]] = {}
-        self._next: OrderedDict[Key, int] = OrderedDict()
-        self._ends: OrderedDict[Key, None] = OrderedDict()
+        self._blocks: OrderedDict[BlockKey, bytes] = OrderedDict()
+        self._pending: dict[BlockKey, Future[bytes]] = {}
+        self._read_ahead_counts: OrderedDict[BlockKey, int] = OrderedDict()
+        self._read_ends: OrderedDict[BlockKey, None] = OrderedDict()
         self._heads: OrderedDict[Hashable, bytes] = OrderedDict()
 
     def read_range(
-        self, file: Hashable, size: int, offset: int, nbytes: int, fetch: Fetch
+        self, file: Hashable, size: int, offset: int, nbytes: int, fetch: FetchRange
     ) -> bytearray:
         """Read a byte range of *file*, shorter only if the store returned less than requested."""
         end = offset + nbytes
@@ -63,12 +63,12 @@ class BlockCache:
             offset += len(part)
         return data
 
-    def mark_end(self, file: Hashable, stop: int) -> None:
+    def mark_read_end(self, file: Hashable, stop: int) -> None:
         """Mark *stop* as the end of a sequential read, beyond which nothing is read ahead."""
         with self._lock:
-            self._ends[file, -(-stop // BLOCK_BYTES)] = None
-            if len(self._ends) > MAX_STREAMS:
-                self._ends.popitem(last=False)
+            self._read_ends[file, -(-stop // BLOCK_BYTES)] = None
+            if len(self._read_ends) > MAX_STREAMS:
+                self._read_ends.popitem(last=False)
 
     def trim_cache(self) -> None:
         """Drop all but `IDLE_CACHE_BYTES` of cached blocks."""
@@ -76,7 +76,7 @@ class BlockCache:
             self._shrink_to(min(IDLE_CACHE_BYTES, self._capacity_bytes))
 
     def _get_block(
-        self, file: Hashable, size: int, number: int, block_count: int, fetch: Fetch
+        self, file: Hashable, size: int, number: int, block_count: int, fetch: FetchRange
     ) -> bytes:
         with self._lock:
             data = self._blocks.get((file, number))
@@ -92,27 +92,31 @@ class BlockCache:
 
     def _claim_blocks(self, file: Hashable, size: int, number: int, block_count: int) -> range:
         """Choose the blocks to fetch together with block *number*, and mark them as pending."""
-        read_ahead = min(MAX_REQUEST_BLOCKS, max(self._next.pop((file, number), 1), block_count))
+        read_ahead = min(
+            MAX_REQUEST_BLOCKS, max(self._read_ahead_counts.pop((file, number), 1), block_count)
+        )
         last = -(-size // BLOCK_BYTES)
         first = number
         if number == last - 1 and number and size - number * BLOCK_BYTES < TAIL_BYTES:
-            first -= self._is_absent(file, number - 1)
+            first -= self._is_block_absent(file, number - 1)
         stop = number + 1
-        while stop < min(number + read_ahead, last) and self._is_absent(file, stop):
-            if stop >= number + block_count and (file, stop) in self._ends:
+        while stop < min(number + read_ahead, last) and self._is_block_absent(file, stop):
+            if stop >= number + block_count and (file, stop) in self._read_ends:
                 break
             stop += 1
         for index in range(first, stop):
             self._pending[file, index] = Future()
-        self._next[file, stop] = min(MAX_REQUEST_BLOCKS, 2 * read_ahead)
-        if len(self._next) > MAX_STREAMS:
-            self._next.popitem(last=False)
+        self._read_ahead_counts[file, stop] = min(MAX_REQUEST_BLOCKS, 2 * read_ahead)
+        if len(self._read_ahead_counts) > MAX_STREAMS:
+            self._read_ahead_counts.popitem(last=False)
         return range(first, stop)
 
-    def _is_absent(self, file: Hashable, number: int) -> bool:
+    def _is_block_absent(self, file: Hashable, number: int) -> bool:
         return (file, number) not in self._blocks and (file, number) not in self._pending
 
-    def _fetch_blocks(self, file: Hashable, size: int, claimed: range, fetch: Fetch) -> list[bytes]:
+    def _fetch_blocks(
+        self, file: Hashable, size: int, claimed: range, fetch: FetchRange
+    ) -> list[bytes]:
         start, stop = claimed.start * BLOCK_BYTES, min(size, claimed.stop * BLOCK_BYTES)
         try:
             data = memoryview(fetch(start, stop))

@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 from urllib.parse import quote
 
-TAKEN_CODES = ("PreconditionFailed", "ConditionalRequestConflict")
+PRECONDITION_CODES = ("PreconditionFailed", "ConditionalRequestConflict")
 UNSUPPORTED_CODES = ("NotImplemented",)
 
 
 def is_precondition_failure(error: Exception) -> bool:
     """Return whether an error means that the condition of a request is not met."""
-    has_known_type = isinstance(error, FileExistsError) or get_s3_code(error) in TAKEN_CODES
+    has_known_type = isinstance(error, FileExistsError) or get_s3_code(error) in PRECONDITION_CODES
     return has_known_type or get_http_status(error) in (409, 412)
 
 
@@ -66,7 +66,7 @@ def find_conditional_requests(system: Any, schemes: set[str]) -> ConditionalRequ
     return next((kind(system) for scheme, kind in _BY_SCHEME.items() if scheme in schemes), None)
 
 
-class _S3:
+class _S3Requests:
     def __init__(self, system: Any) -> None:
         self._system = system
 
@@ -78,7 +78,7 @@ class _S3:
         self._system.call_s3("delete_object", Bucket=bucket, Key=key, IfMatch=version)
 
 
-class _Google:
+class _GoogleRequests:
     def __init__(self, system: Any) -> None:
         self._system = system
 
@@ -93,7 +93,7 @@ class _Google:
         self._system.call("DELETE", "b/{}/o/{}", bucket, key, ifGenerationMatch=version)
 
 
-class _Azure:
+class _AzureRequests:
     def __init__(self, system: Any) -> None:
         from azure.core import MatchConditions
 
@@ -121,7 +121,7 @@ class _Azure:
 
 
 _BY_SCHEME: dict[str, Callable[[Any], ConditionalRequests]] = {
-    "s3": _S3,
-    "gs": _Google,
-    "az": _Azure,
+    "s3": _S3Requests,
+    "gs": _GoogleRequests,
+    "az": _AzureRequests,
 }

@@ -25,13 +25,13 @@ from ckptctl.storage.urls import mask_secrets, normalize_scheme
 from ckptctl.tree import TreeEntry
 
 REPOSITORY_KINDS = {"models": "model", "datasets": "dataset", "spaces": "space"}
-_WITH_SLASHES = r"refs/(?:pr/\d+|convert/[^/]+)"
+_SLASHED_REVISION = r"refs/(?:pr/\d+|convert/[^/]+)"
 """Revisions whose slashes are not escaped in a URL."""
 _URL = re.compile(
     r"hf://(?:(?P<kind>models|datasets|spaces)/)?(?P<repository>[^/@]+/[^/@]+)"
-    rf"(?:@(?P<revision>{_WITH_SLASHES}|[^/]+))?(?:/(?P<path>.*))?"
+    rf"(?:@(?P<revision>{_SLASHED_REVISION}|[^/]+))?(?:/(?P<path>.*))?"
 )
-CHANGED_STATUS = 412
+PRECONDITION_FAILED_STATUS = 412
 URL_FORM_HINT = "write hf://ORG/NAME, hf://ORG/NAME@REVISION or hf://ORG/NAME/FOLDER"
 LOGIN_HINT = (
     "log in with `hf auth login`, or set HF_TOKEN (required for private and gated repositories)"
@@ -56,7 +56,7 @@ class HubUrl:
 
     def __str__(self) -> str:
         prefix = "" if self.kind == "model" else f"{self.kind}s/"
-        has_slashes = re.fullmatch(_WITH_SLASHES, self.revision or "")
+        has_slashes = re.fullmatch(_SLASHED_REVISION, self.revision or "")
         revision = self.revision and quote(self.revision, safe="/" if has_slashes else "")
         parts = f"hf://{prefix}{self.repository}" + (f"@{revision}" if revision else "")
         return f"{parts}/{self.path}" if self.path else parts
@@ -93,7 +93,9 @@ class HubStore(Store):
     def __init__(self, url: str | HubUrl) -> None:
         self._hub_url = parse_hub_url(url) if isinstance(url, str) else url
         self.url = str(self._hub_url)
-        self._commit, self._files, self._snapshot_folder = list_repository(self._hub_url, self.url)
+        self._commit, self._files, self._snapshot_folder = fetch_repository_listing(
+            self._hub_url, self.url
+        )
         self._cached_paths: dict[str, Path | None] = {}
 
     def list_members(self, folder: str) -> list[TreeEntry]:
@@ -113,7 +115,7 @@ class HubStore(Store):
         """See :class:`~ckptctl.remote.store.Store`."""
         del version
         path = self._join_path(name)
-        cached = self._find_cached(path)
+        cached = self._find_cached_path(path)
         if cached is not None:
             with cached.open("rb") as file:
                 file.seek(start)
@@ -136,7 +138,7 @@ class HubStore(Store):
     def _join_path(self, name: str) -> str:
         return "/".join(filter(None, (self._hub_url.path, name)))
 
-    def _find_cached(self, name: str) -> Path | None:
+    def _find_cached_path(self, name: str) -> Path | None:
         """Return the path of a file in the cache of huggingface_hub, or None if not cached."""
         if self._snapshot_folder is not None:
             return self._snapshot_folder / name
@@ -152,7 +154,9 @@ class HubStore(Store):
         return self._cached_paths[name]
 
 
-def list_repository(hub_url: HubUrl, url: str) -> tuple[str, dict[str, TreeEntry], Path | None]:
+def fetch_repository_listing(
+    hub_url: HubUrl, url: str
+) -> tuple[str, dict[str, TreeEntry], Path | None]:
     """Return a repository's commit, its files and, if offline, the cached snapshot folder."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import OfflineModeIsEnabled
@@ -169,19 +173,19 @@ def list_repository(hub_url: HubUrl, url: str) -> tuple[str, dict[str, TreeEntry
                 url,
             )
         except OfflineModeIsEnabled:
-            return _list_snapshot(hub_url)
+            return _list_cached_snapshot(hub_url)
         time = int(info.last_modified.timestamp() * 1e9) if info.last_modified else 0
         files: dict[str, TreeEntry] = {}
         for file in info.siblings or ():
             name = file.rfilename
-            if _is_inside(name):
+            if _is_safe_name(name):
                 digest = file.lfs["sha256"] if file.lfs else file.blob_id
                 size = int(file.size or 0)
                 files[name] = TreeEntry(name, False, size, str(digest), time, digest)
         return str(info.sha), files, None
 
 
-def _list_snapshot(hub_url: HubUrl) -> tuple[str, dict[str, TreeEntry], Path | None]:
+def _list_cached_snapshot(hub_url: HubUrl) -> tuple[str, dict[str, TreeEntry], Path | None]:
     from huggingface_hub import snapshot_download
 
     folder = Path(
@@ -202,7 +206,7 @@ def _list_snapshot(hub_url: HubUrl) -> tuple[str, dict[str, TreeEntry], Path | N
     return folder.name, files, folder
 
 
-def _is_inside(name: str) -> bool:
+def _is_safe_name(name: str) -> bool:
     """Return whether a file name stays inside the repository, as all names in git do."""
     return not {"", ".", ".."} & set(name.split("/"))
 
@@ -298,7 +302,7 @@ def _to_ckpt_error(
         hint = "unset HF_HUB_OFFLINE"
         return StorageError(f"cannot {action}: offline mode is on", where=url, why=why, hint=hint)
     status = getattr(getattr(error, "response", None), "status_code", None)
-    if status == CHANGED_STATUS:
+    if status == PRECONDITION_FAILED_STATUS:
         hint = "check the new commit in the repository, then run the command again"
         return StorageError("the repository changed in the meantime", where=url, why=why, hint=hint)
     hint = (

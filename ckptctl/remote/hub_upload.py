@@ -15,7 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptctl.errors import CkptError, RefusedError, format_option
-from ckptctl.remote.hub import LOGIN_HINT, list_repository, parse_hub_url, translate_hub_errors
+from ckptctl.remote.hub import (
+    LOGIN_HINT,
+    fetch_repository_listing,
+    parse_hub_url,
+    translate_hub_errors,
+)
 from ckptctl.storage.crc import is_digest_of
 from ckptctl.tree import TreeEntry
 from ckptctl.version import __version__
@@ -41,7 +46,7 @@ class HubUpload:
         self._api = HfApi(library_name="ckptctl", library_version=__version__)
         self._lock = threading.Lock()
         self._silence = _SilencedProgress()
-        self._added: dict[str, CommitOperationAdd] = {}
+        self._additions: dict[str, CommitOperationAdd] = {}
         kind = "" if self._hub_url.kind == "model" else f" --type {self._hub_url.kind}"
         create_hint = (
             f"create it with `hf repos create {self._hub_url.repository}{kind}`, or {LOGIN_HINT}"
@@ -52,8 +57,8 @@ class HubUpload:
                 revision=self._hub_url.revision,
                 repo_type=self._hub_url.kind,
             )
-        self._head = info.sha
-        self._is_committed = self._is_requested = False
+        self._parent_commit = info.sha
+        self._is_committed = self._is_commit_requested = False
         self.resumed = 0
         names = [file.rfilename for file in info.siblings or ()]
         self._replaced_names = [name for name in names if self._is_replaced(name, single)]
@@ -86,7 +91,7 @@ class HubUpload:
                 hint="remove the entry from .gitignore, or choose another repository or folder",
             )
         with self._lock:
-            self._added[added.path_in_repo] = added
+            self._additions[added.path_in_repo] = added
 
     def require_complete(self) -> None:
         """Do nothing, because the Hub verifies the hashes of uploaded files."""
@@ -95,45 +100,50 @@ class HubUpload:
         """See :class:`~ckptctl.tree.Upload`."""
         from huggingface_hub import CommitOperationDelete
 
-        removed_names = [name for name in self._replaced_names if name not in self._added]
-        self._is_requested = True
+        removed_names = [name for name in self._replaced_names if name not in self._additions]
+        self._is_commit_requested = True
         try:
             with translate_hub_errors(self._url, "commit"):
                 self._api.create_commit(
                     self._hub_url.repository,
-                    [*self._added.values(), *map(CommitOperationDelete, removed_names)],
+                    [*self._additions.values(), *map(CommitOperationDelete, removed_names)],
                     commit_message="Upload a checkpoint with ckptctl",
                     repo_type=self._hub_url.kind,
                     revision=self._hub_url.revision,
-                    parent_commit=self._head,
+                    parent_commit=self._parent_commit,
                 )
         except CkptError:
-            if not self._has_committed(
+            if not self._confirm_commit(
                 removed_names
             ):  # it may have succeeded with its response lost
                 raise
         self._is_committed = True
 
-    def _has_committed(self, removed_names: Sequence[str]) -> bool:
+    def _confirm_commit(self, removed_names: Sequence[str]) -> bool:
         """Return whether the branch has a new commit with all added files, without *removed_names*.
 
         If the repository can be listed, the outcome of the requested commit is then known.
         """
         try:
-            commit, files, _ = list_repository(replace(self._hub_url, path=""), self._url)
+            commit, files, _ = fetch_repository_listing(replace(self._hub_url, path=""), self._url)
         except CkptError:
             return False
-        self._is_requested = False
+        self._is_commit_requested = False
         are_same = (
-            n in files and _has_same_content(files[n], added) for n, added in self._added.items()
+            n in files and _has_same_content(files[n], added)
+            for n, added in self._additions.items()
         )
-        return commit != self._head and files.keys().isdisjoint(removed_names) and all(are_same)
+        return (
+            commit != self._parent_commit
+            and files.keys().isdisjoint(removed_names)
+            and all(are_same)
+        )
 
     def abandon_upload(self) -> str:
         """See :class:`~ckptctl.tree.Upload`."""
         if self._is_committed:
             return "the commit was made; replaced files are in the history of the repository"
-        if self._is_requested:
+        if self._is_commit_requested:
             return "the commit may have been made; check the repository"
         return "nothing was committed; the next run does not upload the same files again"
 

@@ -28,7 +28,7 @@ from ckptctl.remote.conditions import (
     is_precondition_failure,
     is_unsupported_condition,
 )
-from ckptctl.remote.store import FsspecStore, make_entry
+from ckptctl.remote.store import FsspecStore, make_tree_entry
 from ckptctl.storage import processes
 from ckptctl.storage.writing import (
     BUSY_MESSAGE,
@@ -70,10 +70,10 @@ class RemoteLock:
         writing = LockRecord(
             secrets.token_hex(8), processes.get_current_process(), tuple(names), doomed=doomed or {}
         )
-        self._writing = writing
+        self._record = writing
         self._mutex = threading.Lock()
         self._stop_event = threading.Event()
-        self._proven_at = 0.0
+        self._last_verified_at = 0.0
 
     def acquire_lock(self) -> LockRecord | None:
         """Acquire the lock and start a thread that refreshes it.
@@ -86,10 +86,10 @@ class RemoteLock:
         """
         with self._store.translate_errors(self._name, "write"):
             self._store.make_folder()
-            leftover = self._take_over()
+            leftover = self._create_or_take_over()
         if not self.is_ours():
             raise self._busy_error(None)
-        OWN_LOCK_TOKENS.add(self._writing.token)
+        OWN_LOCK_TOKENS.add(self._record.token)
         threading.Thread(target=self._run_heartbeat, daemon=True).start()
         return leftover
 
@@ -98,9 +98,9 @@ class RemoteLock:
         now = _read_boottime()
         with self._store.translate_errors(self._name, "read"):
             holder = parse_lock(self._object.read_content() or b"")
-        if holder is None or holder.token != self._writing.token:
+        if holder is None or holder.token != self._record.token:
             return False
-        self._proven_at = now
+        self._last_verified_at = now
         return True
 
     def require_ours(self) -> None:
@@ -115,36 +115,36 @@ class RemoteLock:
 
     def require_still_ours(self) -> None:
         """Raise unless this run holds the lock, or did so within the last minute."""
-        if not 0 <= _read_boottime() - self._proven_at < HEARTBEAT_SECONDS:
+        if not 0 <= _read_boottime() - self._last_verified_at < HEARTBEAT_SECONDS:
             self.require_ours()
 
     @property
     def file_names(self) -> tuple[str, ...]:
         """Files that the lock records as being written."""
-        return self._writing.names
+        return self._record.names
 
-    def note_sent(self, name: str, sent: UploadedFile) -> None:
+    def record_upload(self, name: str, sent: UploadedFile) -> None:
         """Record a file as uploaded, so that a later run can reuse it."""
-        self._update_writing(lambda writing: replace(writing, sent={**writing.sent, name: sent}))
+        self._update_record(lambda writing: replace(writing, sent={**writing.sent, name: sent}))
 
-    def note_names(self, names: Sequence[str]) -> None:
+    def record_files_to_write(self, names: Sequence[str]) -> None:
         """Record further files before they are written."""
-        self._update_writing(lambda writing: replace(writing, names=(*writing.names, *names)))
+        self._update_record(lambda writing: replace(writing, names=(*writing.names, *names)))
 
-    def note_removal(self, names: Sequence[str]) -> None:
+    def record_removals(self, names: Sequence[str]) -> None:
         """Record old files before they are removed to make room for new ones."""
-        self._update_writing(lambda writing: replace(writing, removed=tuple(names)))
+        self._update_record(lambda writing: replace(writing, removed=tuple(names)))
 
     def read_store_clock(self) -> float:
         """Return the time of the store's clock in seconds, or the local time if it has none."""
-        self._update_writing(lambda writing: writing)
+        self._update_record(lambda writing: writing)
         with self._store.translate_errors(self._name, "access"):
-            return self._object.read_write_time_ns() / 1e9 or time.time()
+            return self._object.read_modification_time_ns() / 1e9 or time.time()
 
     def leave_for_next_run(self, writing: LockRecord | None = None) -> None:
         """Release the lock, but keep *writing*, by default the current record, for a later run."""
         self.stop_heartbeat()
-        self._update_writing(
+        self._update_record(
             lambda current: replace(writing or current, process=None, token=current.token)
         )
 
@@ -158,26 +158,26 @@ class RemoteLock:
     def stop_heartbeat(self) -> None:
         """Stop refreshing the lock, which then exists without a holder."""
         self._stop_event.set()
-        OWN_LOCK_TOKENS.discard(self._writing.token)
+        OWN_LOCK_TOKENS.discard(self._record.token)
 
-    def _update_writing(self, change: Callable[[LockRecord], LockRecord]) -> None:
+    def _update_record(self, change: Callable[[LockRecord], LockRecord]) -> None:
         with self._mutex:
             self.require_ours()
-            writing = change(self._writing)
+            writing = change(self._record)
             with self._store.translate_errors(self._name, "write"):
                 while not self._object.try_write(writing.to_bytes()):
                     self.require_ours()
-            self._writing = writing
+            self._record = writing
 
     def _run_heartbeat(self) -> None:
         while not self._stop_event.wait(HEARTBEAT_SECONDS):
             with suppress(Exception), self._mutex:
                 if not self._stop_event.is_set() and self.is_ours():
-                    self._object.try_write(self._writing.to_bytes())
+                    self._object.try_write(self._record.to_bytes())
 
-    def _take_over(self) -> LockRecord | None:
+    def _create_or_take_over(self) -> LockRecord | None:
         """Write the lock, and return the record of a dead holder, if any."""
-        data = self._writing.to_bytes()
+        data = self._record.to_bytes()
         for _ in range(MAX_TRIES):
             if self._object.try_create(data):
                 return None
@@ -185,15 +185,15 @@ class RemoteLock:
             if content is None:
                 continue
             holder = parse_lock(content)
-            if holder is None or not is_holder_dead(holder, self._find_age):
+            if holder is None or not is_holder_dead(holder, self._measure_age):
                 raise self._busy_error(holder)
             if self._object.try_replace(content, data):
                 return holder
         return None
 
-    def _find_age(self) -> float | None:
+    def _measure_age(self) -> float | None:
         with suppress(FileNotFoundError):
-            return self._object.find_age_seconds(self._writing.token)
+            return self._object.measure_age_seconds(self._record.token)
         return inf  # it was just removed
 
     def _busy_error(self, holder: LockRecord | None) -> RefusedError:
@@ -239,7 +239,7 @@ class ConditionalObject:
         if self.read_content() is not None:  # some stores silently ignore conditions
             return False
         try:
-            self._note_version(self._system.pipe_file(self._path, data, mode="create"))
+            self._record_version(self._system.pipe_file(self._path, data, mode="create"))
         except Exception as error:
             if is_precondition_failure(error):
                 return (
@@ -260,7 +260,7 @@ class ConditionalObject:
         if self._conditional_requests:
             self._system.invalidate_cache()
             with suppress(FileNotFoundError):
-                self._version = make_entry(self._system.info(self._path), "").version
+                self._version = make_tree_entry(self._system.info(self._path), "").version
         if self.read_content() != content:
             return False
         if self._version:
@@ -274,11 +274,11 @@ class ConditionalObject:
         version = self._version
         try:
             if self._conditional_requests and version:
-                self._note_version(
+                self._record_version(
                     self._conditional_requests.replace_object(self._path, data, version)
                 )
             else:
-                self._note_version(self._system.pipe_file(self._path, data))
+                self._record_version(self._system.pipe_file(self._path, data))
         except Exception as error:
             is_missing = isinstance(error, FileNotFoundError)
             if not version or not (
@@ -297,7 +297,7 @@ class ConditionalObject:
         """Remove the object."""
         self._system.rm_file(self._path)
 
-    def find_age_seconds(self, token: str) -> float | None:
+    def measure_age_seconds(self, token: str) -> float | None:
         """Return the object's age in seconds by the store's clock, or None if unknown.
 
         Writes and removes a temporary object whose name ends with *token*.
@@ -305,17 +305,17 @@ class ConditionalObject:
         probe = f"{self._path}-{token}"
         self._system.pipe_file(probe, b"")
         try:
-            times = [self.read_write_time_ns(path) for path in (self._path, probe)]
+            times = [self.read_modification_time_ns(path) for path in (self._path, probe)]
         finally:
             self._system.rm_file(probe)
         return (times[1] - times[0]) / 1e9 if all(times) else None
 
-    def read_write_time_ns(self, path: str = "") -> int:
+    def read_modification_time_ns(self, path: str = "") -> int:
         """Return the modification time in nanoseconds, or 0 if the store has none."""
         self._system.invalidate_cache()
-        return make_entry(self._system.info(path or self._path), "").mtime_ns
+        return make_tree_entry(self._system.info(path or self._path), "").mtime_ns
 
-    def _note_version(self, answer: object) -> None:
+    def _record_version(self, answer: object) -> None:
         """Remember the version in the store's response to a write."""
         has_version = self._conditional_requests is not None and isinstance(answer, Mapping)
-        self._version = make_entry(answer, "").version if has_version else ""  # type: ignore[arg-type]
+        self._version = make_tree_entry(answer, "").version if has_version else ""  # type: ignore[arg-type]

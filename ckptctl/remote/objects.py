@@ -17,7 +17,7 @@ from typing import Any
 
 from ckptctl.errors import StorageError
 from ckptctl.remote.conditions import is_precondition_failure, is_unsupported_condition
-from ckptctl.remote.store import FsspecStore, make_entry
+from ckptctl.remote.store import FsspecStore, make_tree_entry
 from ckptctl.storage.writing import BUSY_MESSAGE, LOCK_NAME, UploadedFile
 
 PART_BYTES = 8 << 20
@@ -64,7 +64,9 @@ class OutputObjects:
         self, name: str, expected: UploadedFile, files: Mapping[str, UploadedFile]
     ) -> bool:
         """Return whether *name* has the expected size and version, in *files* or if asked again."""
-        return name in files and (files[name] == expected or self._read_state(name) == expected)
+        return name in files and (
+            files[name] == expected or self._read_size_and_version(name) == expected
+        )
 
     def send_file(self, name: str, path: Path, *, create: bool) -> UploadedFile:
         """Upload the file at *path* as *name*, and return its size and version.
@@ -85,7 +87,7 @@ class OutputObjects:
                     raise self._occupied_error(
                         f"`{name}` exists and does not belong to this run"
                     ) from error
-        return self._read_state(name)
+        return self._read_size_and_version(name)
 
     def remove_files(
         self,
@@ -108,7 +110,7 @@ class OutputObjects:
             with self._store.translate_errors(name, "remove"), suppress(FileNotFoundError):
                 self._remove_object(name, files.get(name))
 
-    def stop_uploads(self) -> None:
+    def cancel_uploads(self) -> None:
         """Cancel running uploads and reject new ones."""
         with self._changed:
             self._is_stopped = True
@@ -118,7 +120,7 @@ class OutputObjects:
         with self._changed:
             self._changed.wait_for(lambda: not self._upload_count, STOP_TIMEOUT_SECONDS)
 
-    def drop_multipart_uploads(self, names: Collection[str] | None = None) -> None:
+    def abort_multipart_uploads(self, names: Collection[str] | None = None) -> None:
         """Abort incomplete multipart uploads on S3, of *names* or, if None, of all files."""
         if not self._multipart:
             return
@@ -132,21 +134,23 @@ class OutputObjects:
                 if paths is None or f"{bucket}/{upload['Key']}" in paths:
                     self._system.abort_mpu(bucket, upload["Key"], upload["UploadId"])
 
-    def _read_state(self, name: str) -> UploadedFile:
+    def _read_size_and_version(self, name: str) -> UploadedFile:
         """Return the current size and version of one file, which may differ from a listing."""
         self._store.refresh_listings()
         with self._store.translate_errors(name, "access"):
-            return _make_sent(self._system.info(self._store.resolve_path(name)))
+            return _make_uploaded_file(self._system.info(self._store.resolve_path(name)))
 
     def _list_objects(self) -> dict[str, UploadedFile]:
         if self._single:
             return {
-                self._single: _make_sent(self._system.info(self._store.resolve_path(self._single)))
+                self._single: _make_uploaded_file(
+                    self._system.info(self._store.resolve_path(self._single))
+                )
             }
         root = self._store.root.strip("/")
         listed = self._system.find(self._store.root, detail=True)
         return {
-            path.strip("/").removeprefix(root).strip("/"): _make_sent(info)
+            path.strip("/").removeprefix(root).strip("/"): _make_uploaded_file(info)
             for path, info in listed.items()
         }
 
@@ -163,9 +167,9 @@ class OutputObjects:
             if self._is_stopped:
                 raise StorageError("the run has ended")
             self._upload_count += 1
-            task = self._begin_upload(str(path), target, options)
+            wait_for_upload = self._begin_upload(str(path), target, options)
         try:
-            task()
+            wait_for_upload()
         finally:
             with self._changed:
                 self._upload_count -= 1
@@ -220,6 +224,6 @@ class OutputObjects:
         return OccupiedError(BUSY_MESSAGE, where=self._store.url, why=why)
 
 
-def _make_sent(info: Mapping[str, Any]) -> UploadedFile:
-    entry = make_entry(info, "")
+def _make_uploaded_file(info: Mapping[str, Any]) -> UploadedFile:
+    entry = make_tree_entry(info, "")
     return UploadedFile(entry.size, entry.version or str(entry.mtime_ns))

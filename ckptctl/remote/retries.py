@@ -53,7 +53,7 @@ class RetryPolicy:
     _last_failure_seconds: float = 0.0
     _is_notified: bool = False
 
-    def record_answer(self) -> None:
+    def record_success(self) -> None:
         """Record a successful request, which resets the timeout."""
         self._first_failure_seconds, self._is_notified = None, False
 
@@ -108,7 +108,7 @@ def call_with_retries(request: Callable[[], T], place: str) -> T:
                 raise
             wait = min(2 * wait, MAX_BACKOFF_SECONDS)
         else:
-            retry_policy.record_answer()
+            retry_policy.record_success()
             return answer
 
 

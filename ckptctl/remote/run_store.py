@@ -69,9 +69,9 @@ class RemoteRun:
 
     def list_leftovers(self) -> list[str]:
         """See :class:`~ckptctl.runs.run_store.RunStore`."""
-        return sorted(self.list_half_removed())
+        return sorted(self.find_interrupted_removals())
 
-    def list_half_removed(self) -> dict[str, Mapping[str, UploadedFile]]:
+    def find_interrupted_removals(self) -> dict[str, Mapping[str, UploadedFile]]:
         """Map each checkpoint whose removal was interrupted to its recorded objects."""
         removals = {item.name: find_interrupted_deletion(item) for item in self.root.iterdir()}
         return {name: doomed for name, doomed in removals.items() if doomed is not None}
@@ -155,7 +155,7 @@ class RemoteDeletion:
 
     def finish_removals(self) -> None:
         """Finish interrupted removals where possible. :meth:`list_undeleted` lists the others."""
-        for name, doomed in self._run.list_half_removed().items():
+        for name, doomed in self._run.find_interrupted_removals().items():
             store = open_store(self._run.root / name)
             objects = OutputObjects(store)
             lock = RemoteLock(store, objects.lock_name, (REMOVAL_NAME,), doomed=doomed)
@@ -180,5 +180,5 @@ class RemoteDeletion:
         order = sorted(doomed, key=lambda name: not name.endswith(INDEX_SUFFIXES))
         objects.remove_files(order, doomed, lock.require_still_ours)
         if not objects.list_files():
-            objects.drop_multipart_uploads()
+            objects.abort_multipart_uploads()
         lock.release_lock()

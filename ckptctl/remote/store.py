@@ -113,8 +113,8 @@ class FsspecStore:
         url_without_query, self._query = split_query(url)
         self.system, self.root = open_file_system(url_without_query)
         self._is_web = parse_scheme(url) in WEB_SCHEMES
-        self.is_s3 = not self._is_web and "s3" in list_protocols(self.system)
-        self.has_folders = not list_protocols(self.system) & BUCKET_SCHEMES
+        self.is_s3 = not self._is_web and "s3" in get_protocols(self.system)
+        self.has_folders = not get_protocols(self.system) & BUCKET_SCHEMES
         self.refresh_listings()
 
     def list_members(self, folder: str) -> list[TreeEntry]:
@@ -128,10 +128,10 @@ class FsspecStore:
                         "text/html"
                     )
                     if not is_page:
-                        return [make_entry(self.system.info(path), ITSELF)]
+                        return [make_tree_entry(self.system.info(path), ITSELF)]
                 listed = self.system.ls(path, detail=True)
             except (FileNotFoundError, NotADirectoryError) as error:
-                raise_other_cause(error)
+                raise_if_other_failure(error)
                 return []
         folder_path = self.root + f"/{folder}" * bool(folder)
         return [
@@ -141,7 +141,7 @@ class FsspecStore:
     def complete_entry(self, name: str, entry: TreeEntry) -> TreeEntry:
         """See :class:`Store`."""
         with self.translate_errors(name, "access"):
-            return make_entry(self.system.info(self.resolve_path(name)), entry.name)
+            return make_tree_entry(self.system.info(self.resolve_path(name)), entry.name)
 
     def read_range(self, name: str, version: str, start: int, stop: int) -> bytes | bytearray:
         """See :class:`Store`."""
@@ -149,7 +149,8 @@ class FsspecStore:
         with self.translate_errors(name, "read"):
             if self.is_s3 and version:
                 return read_with_retries(
-                    lambda data: self._append_version(data, path, version, start, stop), self.url
+                    lambda data: self._append_versioned_range(data, path, version, start, stop),
+                    self.url,
                 )
             if self._is_web:
                 return read_with_retries(
@@ -167,7 +168,7 @@ class FsspecStore:
         return (
             None
             if self._is_web
-            else find_conditional_requests(self.system, list_protocols(self.system))
+            else find_conditional_requests(self.system, get_protocols(self.system))
         )
 
     def find_parent(self) -> FsspecStore | None:
@@ -198,7 +199,7 @@ class FsspecStore:
             ckpt_error.where = self.url
             raise ckpt_error from error
 
-    def get_size(self, name: str) -> int:
+    def read_file_size(self, name: str) -> int:
         """Return the size of a file in bytes, or -1 if it does not exist."""
         self.refresh_listings()
         with suppress(SourceNotFoundError), self.translate_errors(name, "access"):
@@ -210,7 +211,7 @@ class FsspecStore:
         if self.has_folders:
             self.system.makedirs(self.resolve_path(name), exist_ok=True)
 
-    def has_folder(self) -> bool:
+    def is_folder(self) -> bool:
         """Return whether the root exists as a folder. Always False for object stores."""
         if not self.has_folders:
             return False
@@ -315,7 +316,7 @@ class FsspecStore:
             file.seek(start)
             return bytes(file.read(stop - start))
 
-    def _append_version(
+    def _append_versioned_range(
         self, data: bytearray, path: str, version: str, start: int, stop: int
     ) -> None:
         """Append a byte range of one version of an S3 object, unlike ``cat_file``."""
@@ -372,12 +373,12 @@ def open_file_system(url: str) -> tuple[Any, str]:
     return system, str(root).rstrip("/")
 
 
-def list_protocols(system: Any) -> set[str]:
+def get_protocols(system: Any) -> set[str]:
     """Return the URL schemes of an fsspec file system."""
     return {system.protocol} if isinstance(system.protocol, str) else {*system.protocol}
 
 
-def make_entry(info: Mapping[str, Any], name: str) -> TreeEntry:
+def make_tree_entry(info: Mapping[str, Any], name: str) -> TreeEntry:
     """Build the entry of *name* from fsspec's *info*, relative to its folder."""
     size = info.get("size")
     version = next((str(info[key]) for key in VERSION_KEYS if info.get(key)), "")
@@ -396,9 +397,11 @@ def _make_member(entry: Mapping[str, Any], folder: str) -> TreeEntry | None:
     name = full.rstrip("/").rpartition("/")[2]
     if full.strip("/") == folder.strip("/"):
         return (
-            make_entry(entry, ITSELF) if entry.get("type") == "file" and full[-1] != "/" else None
+            make_tree_entry(entry, ITSELF)
+            if entry.get("type") == "file" and full[-1] != "/"
+            else None
         )
-    return None if not name or name in (".", "..") or "?" in name else make_entry(entry, name)
+    return None if not name or name in (".", "..") or "?" in name else make_tree_entry(entry, name)
 
 
 def _parse_nanoseconds(time: object) -> int:
@@ -440,7 +443,7 @@ def to_ckpt_error(error: Exception, url: str, name: str, action: str) -> CkptErr
     return StorageError(f"cannot {action} {subject}", where=where, why=why, hint=hint)
 
 
-def raise_other_cause(error: OSError) -> None:
+def raise_if_other_failure(error: OSError) -> None:
     """Raise the cause of a "not found" error if it is another failure.
 
     ``HTTPFileSystem`` reports every failure as "not found".

@@ -36,7 +36,7 @@ _tree_numbers = itertools.count()
 """Numbers that keep cached blocks of different trees apart."""
 
 
-class Tree:
+class CachedTree:
     """The files below one URL, with cached listings.
 
     Args:
@@ -68,7 +68,7 @@ class Tree:
         if root_entries:
             self._folders[""] = {entry.name: entry for entry in root_entries}
 
-    def list_members(self, folder: str) -> dict[str, TreeEntry]:
+    def get_members_by_name(self, folder: str) -> dict[str, TreeEntry]:
         """Return the entries of *folder* by name, or none if there is no such folder."""
         with self._lock:
             entries = self._folders.get(folder)
@@ -81,14 +81,18 @@ class Tree:
         if name in self._known_entries:
             return self._known_entries[name]
         if not name:
-            return TreeEntry(ITSELF, True) if self._known_entries or self.list_members("") else None
+            return (
+                TreeEntry(ITSELF, True)
+                if self._known_entries or self.get_members_by_name("")
+                else None
+            )
         parent, _, last = name.rpartition("/")
         if parent:
             folder = self.find_entry(parent)
             if folder is None or not folder.folder:
                 return None
         with self._lock:
-            entry = self.list_members(parent).get(last)
+            entry = self.get_members_by_name(parent).get(last)
             if entry is not None and entry.size < 0 and not entry.folder:
                 entry = self._folders[parent][last] = self._store.complete_entry(name, entry)
         return entry
@@ -107,7 +111,7 @@ class Tree:
         try:
             return self.prefetch_range(name, offset, nbytes)
         except StorageError as error:
-            self._note_failure(error)
+            self._record_failure(error)
             raise
 
     def prefetch_range(self, name: str, offset: int, nbytes: int = 1) -> bytearray:
@@ -131,17 +135,17 @@ class Tree:
             self._make_block_key(name, entry), entry.size, offset, nbytes, fetch
         )
 
-    def mark_end(self, name: str, stop: int) -> None:
+    def mark_read_end(self, name: str, stop: int) -> None:
         """Mark *stop* as the end of a sequential read of *name*."""
-        SHARED_BLOCKS.mark_end(self._make_block_key(name, self.require_file(name)), stop)
+        SHARED_BLOCKS.mark_read_end(self._make_block_key(name, self.require_file(name)), stop)
 
     def _make_block_key(self, name: str, entry: TreeEntry) -> Hashable:
         return self._number, name, entry.size, entry.version, entry.mtime_ns
 
-    def find_parent(self) -> Tree | None:
+    def find_parent(self) -> CachedTree | None:
         """Return the tree of the parent folder, which need not be listable, or None."""
         store = self._store.find_parent()
-        return None if store is None else Tree(store, is_lenient=True)
+        return None if store is None else CachedTree(store, is_lenient=True)
 
     def forget_listings(self) -> None:
         """Drop all cached listings."""
@@ -152,7 +156,7 @@ class Tree:
                 n: self._store.complete_entry(n, entry) for n, entry in self._known_entries.items()
             }
 
-    def _note_failure(self, error: CkptError) -> None:
+    def _record_failure(self, error: CkptError) -> None:
         if isinstance(error, StorageError) and not isinstance(error, ChangedError):
             self.failure = error
 
@@ -161,7 +165,7 @@ class Tree:
             members = self._store.list_members(folder)
         except (SourceNotFoundError, StorageError) as error:
             if not self._is_lenient or folder:
-                self._note_failure(error)
+                self._record_failure(error)
                 raise
             members = []
         entries = {entry.name: entry for entry in members if entry.name != ITSELF}
@@ -178,7 +182,7 @@ class RemoteTree(FileTree):
         self.atomic = parse_scheme(url) == HUB_SCHEME
         self._secrets = extract_secrets(url)
         self._lock = threading.Lock()
-        self._trees: dict[str, Tree] = {}
+        self._trees: dict[str, CachedTree] = {}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RemoteTree) and self._secrets == other._secrets
@@ -194,7 +198,7 @@ class RemoteTree(FileTree):
 
     def resolve_url(self, url: str) -> str:
         """See :class:`FileTree`."""
-        return url if self._find_tree(url)[0] else self._look_up(url)
+        return url if self._find_tree(url)[0] else self._register_url(url)
 
     def find_entry(self, url: str) -> TreeEntry | None:
         """See :class:`FileTree`."""
@@ -209,7 +213,7 @@ class RemoteTree(FileTree):
     def list_members(self, url: str) -> list[str]:
         """See :class:`FileTree`."""
         tree, name = self._find_tree(url)
-        return list(tree.list_members(name)) if tree else []
+        return list(tree.get_members_by_name(name)) if tree else []
 
     def read_range(self, url: str, offset: int, nbytes: int) -> bytearray:
         """See :class:`FileTree`."""
@@ -226,7 +230,7 @@ class RemoteTree(FileTree):
     def mark_range_end(self, url: str, stop: int) -> None:
         """See :class:`FileTree`."""
         tree, name = self._require_tree(url)
-        tree.mark_end(name, stop)
+        tree.mark_read_end(name, stop)
 
     def trim_cache(self) -> None:
         """See :class:`FileTree`."""
@@ -255,7 +259,7 @@ class RemoteTree(FileTree):
             return HubUpload(secret, single=request.single, overwrite=request.overwrite)
         return ObjectUpload(FsspecStore(secret, url), request)
 
-    def _look_up(self, url: str) -> str:
+    def _register_url(self, url: str) -> str:
         """List *url*, register its tree, and return the URL in the store's canonical form."""
         secret = self.add_credentials(url)
         store: Store = HubStore(secret) if self.atomic else FsspecStore(secret, url)
@@ -267,37 +271,37 @@ class RemoteTree(FileTree):
             folder = store.find_parent()
             if folder is None:
                 raise UsageError("a file without a parent folder is not supported", where=store.url)
-            tree = Tree(folder, {name: replace(entries[0], name=name)})
+            tree = CachedTree(folder, {name: replace(entries[0], name=name)})
         else:
-            tree = Tree(store, root_entries=entries)
+            tree = CachedTree(store, root_entries=entries)
         with self._lock:
             self._trees[tree.url] = tree
         return store.url
 
-    def _find_tree(self, url: str) -> tuple[Tree | None, str]:
+    def _find_tree(self, url: str) -> tuple[CachedTree | None, str]:
         """Return the tree that contains *url*, or None, and the path of *url* in that tree."""
         with self._lock:
             roots = [
                 root for root in self._trees if _is_inside(url, root)
-            ] or self._find_parent_tree(url)
+            ] or self._register_parent_tree(url)
             if not roots:
                 return None, ""
             longest = max(roots, key=len)
             return self._trees[longest], url[len(longest) + 1 :]
 
-    def _require_tree(self, url: str) -> tuple[Tree, str]:
+    def _require_tree(self, url: str) -> tuple[CachedTree, str]:
         """Return the tree that contains *url* and the path of *url* in that tree.
 
         Lists *url* first if no tree contains it.
         """
         tree, name = self._find_tree(url)
         if tree is None:
-            tree, name = self._find_tree(self._look_up(url))
+            tree, name = self._find_tree(self._register_url(url))
         if tree is None:
             raise SourceNotFoundError("nothing was found at this URL", where=url)
         return tree, name
 
-    def _find_parent_tree(self, url: str) -> list[str]:
+    def _register_parent_tree(self, url: str) -> list[str]:
         """Register the parent folder of a URL in use if it contains *url*, and return its URL."""
         for root in self._trees:
             if _is_inside(url, root.rpartition("/")[0]):

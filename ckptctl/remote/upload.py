@@ -24,7 +24,7 @@ from ckptctl.tree import INDEX_SUFFIXES, UploadRequest, UrlPath
 from ckptctl.units import pluralize
 
 
-def require_outside_sources(store: FsspecStore, request: UploadRequest) -> None:
+def require_no_source_in_target(store: FsspecStore, request: UploadRequest) -> None:
     """Raise if the destination contains a source of the output, even under another URL."""
     target = f"{store.url}/{request.single}" if request.single else store.url
     if ".." in target.split("/"):
@@ -44,13 +44,13 @@ class ObjectUpload:
     """An upload of a folder or single file to an object store or other fsspec file system."""
 
     def __init__(self, store: FsspecStore, request: UploadRequest) -> None:
-        require_outside_sources(store, request)
+        require_no_source_in_target(store, request)
         self._request = request
         self._shown_url = f"{store.url}/{request.single}" if request.single else store.url
         self._objects = objects = OutputObjects(store, request.single)
         self._mutex = threading.Lock()
-        self._sent: dict[str, UploadedFile] = {}
-        self._begun: list[str] = []
+        self._uploaded: dict[str, UploadedFile] = {}
+        self._started_names: list[str] = []
         self._committed = self._replaces = self._is_previous_lost = False
         self.resumed = 0
         self._lock = RemoteLock(store, objects.lock_name, request.names)
@@ -59,15 +59,15 @@ class ObjectUpload:
         self._leftover = self._lock.acquire_lock()
         try:
             self._files_before = objects.list_files()
-            self._reusable = self._find_reusable(self._leftover)
+            self._reusable = self._find_reusable_files(self._leftover)
             self._require_replaceable()
             if self._leftover is not None:
-                objects.drop_multipart_uploads(self._leftover.names)
+                objects.abort_multipart_uploads(self._leftover.names)
         except BaseException:
             with suppress(CkptError):
                 self._release_lock()
             raise
-        self._doomed = (
+        self._old_names = (
             [] if request.single else [n for n in self._files_before if n not in self._reusable]
         )
 
@@ -79,7 +79,7 @@ class ObjectUpload:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
         reusable = self._reusable.pop(name, None)
         if reusable is not None and reusable.digest == digest:
-            self._sent[name] = reusable
+            self._uploaded[name] = reusable
             self.resumed += reusable.size
             return
         self._lock.require_ours()
@@ -87,29 +87,31 @@ class ObjectUpload:
         if reusable:  # an outdated version of *name* was uploaded, so the index is also outdated
             index = self._request.names[-1]
             outdated = [index, name] if self._reusable.pop(index, None) else [name]
-        if self._make_room(outdated):
+        if self._remove_old_files(outdated):
             self._lock.require_ours()
-        self._begun.append(name)
+        self._started_names.append(name)
         try:
             stored = self._objects.send_file(
                 name, path, create=not (self._request.single and self._files_before)
             )
         except OccupiedError:
-            self._begun.remove(name)  # the existing file belongs to another run and must stay
+            self._started_names.remove(
+                name
+            )  # the existing file belongs to another run and must stay
             raise
-        self._sent[name] = sent = UploadedFile(path.stat().st_size, stored.version, digest)
+        self._uploaded[name] = sent = UploadedFile(path.stat().st_size, stored.version, digest)
         if self._request.resume:
-            self._lock.note_sent(name, sent)
+            self._lock.record_upload(name, sent)
 
     def require_complete(self) -> None:
         """See :class:`~ckptctl.tree.Upload`."""
         self._lock.require_ours()
         files = self._objects.list_files()
-        foreign = files.keys() - self._sent.keys() - self._reusable.keys()
+        foreign = files.keys() - self._uploaded.keys() - self._reusable.keys()
         if foreign:
             why = f"`{min(foreign)}` exists and does not belong to this run"
             raise StorageError(BUSY_MESSAGE, where=self._shown_url, why=why)
-        for name, sent in self._sent.items():
+        for name, sent in self._uploaded.items():
             if not self._objects.is_unchanged(name, sent, files):
                 size = files[name].size if name in files else 0
                 why = f"{size:,} of {pluralize(sent.size, 'byte')} are stored"
@@ -126,7 +128,7 @@ class ObjectUpload:
 
     def abandon_upload(self) -> str:
         """See :class:`~ckptctl.tree.Upload`."""
-        self._objects.stop_uploads()
+        self._objects.cancel_uploads()
         try:
             return self._undo_upload()
         except CkptError as error:
@@ -146,8 +148,8 @@ class ObjectUpload:
         """
         if not self._lock.is_ours():
             return "uploaded files remain, because another process now writes to this destination"
-        self._objects.drop_multipart_uploads(self._begun)
-        if self._request.resume and not self._committed and (self._begun or self._sent):
+        self._objects.abort_multipart_uploads(self._started_names)
+        if self._request.resume and not self._committed and (self._started_names or self._uploaded):
             self._lock.leave_for_next_run()
             return f"pass {format_option('--resume')} to resume the upload"
         self._remove_uploaded()
@@ -176,7 +178,7 @@ class ObjectUpload:
             )
         self._replaces = True
 
-    def _find_reusable(self, leftover: LockRecord | None) -> dict[str, UploadedFile]:
+    def _find_reusable_files(self, leftover: LockRecord | None) -> dict[str, UploadedFile]:
         """Return the files that an earlier run uploaded and that have not changed since."""
         if leftover is None or not self._request.resume:
             return {}
@@ -187,17 +189,17 @@ class ObjectUpload:
             and self._objects.is_unchanged(name, sent, self._files_before)
         }
 
-    def _make_room(self, outdated: list[str]) -> bool:
+    def _remove_old_files(self, outdated: list[str]) -> bool:
         """Remove *outdated* and files of a replaced checkpoint, and return whether any existed."""
         with self._mutex:
-            if self._doomed:
-                self._lock.note_removal(self._doomed)
+            if self._old_names:
+                self._lock.record_removals(self._old_names)
                 self._is_previous_lost = self._replaces
-            order = sorted(self._doomed, key=lambda name: not name.endswith(INDEX_SUFFIXES))
+            order = sorted(self._old_names, key=lambda name: not name.endswith(INDEX_SUFFIXES))
             self._objects.remove_files(
                 [*order, *outdated], self._files_before, self._lock.require_still_ours
             )
-            self._doomed = []
+            self._old_names = []
         return bool(order or outdated)
 
     def _remove_uploaded(self) -> None:
@@ -211,19 +213,21 @@ class ObjectUpload:
             n for n, sent in previous.items() if self._objects.is_unchanged(n, sent, files)
         }
         foreign = {
-            n for n, sent in self._sent.items() if not self._objects.is_unchanged(n, sent, files)
+            n
+            for n, sent in self._uploaded.items()
+            if not self._objects.is_unchanged(n, sent, files)
         }
-        order = sorted(self._begun, key=list(self._request.names).index, reverse=True)
+        order = sorted(self._started_names, key=list(self._request.names).index, reverse=True)
         own_names = [name for name in order if name in files and name not in unchanged | foreign]
         self._objects.remove_files(own_names, files, self._lock.require_still_ours)
-        self._is_previous_lost |= self._replaces and bool(self._begun) and not unchanged
+        self._is_previous_lost |= self._replaces and bool(self._started_names) and not unchanged
 
     def _release_lock(self) -> None:
         """Restore the record of a dead run if nothing was uploaded, or else remove the lock."""
         leftover = self._leftover
         if (
             leftover is not None
-            and not self._begun
+            and not self._started_names
             and leftover.explains_files(self._objects.list_files())
         ):
             self._lock.leave_for_next_run(leftover)

@@ -129,7 +129,7 @@ def plan_metadata(path: str | TreePath) -> MetadataPlan:
         for entry in catalog.tensors.values():
             check_coverage(entry)
         _require_zips(catalog)
-        FORMAT.resolve(catalog)
+        FORMAT.resolve_codecs(catalog)
         content = _encode_metadata(catalog)
     with source_files(source) as files:
         identities |= {name: files.read_identity(name) for name in catalog.files}

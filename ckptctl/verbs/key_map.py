@@ -19,7 +19,7 @@ from ckptctl.errors import (
 from ckptctl.facts.agreement import compare_statements
 from ckptctl.formats import meta
 from ckptctl.formats.base import ReadOptions
-from ckptctl.formats.sidecar_files import DOCUMENTS, read_documents
+from ckptctl.formats.sidecar_files import CONFIG_FILES, read_config_files
 from ckptctl.planner.config_facts import Json, has_tied_embeddings, read_layer_lists, read_sizes
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.completeness import list_similar_keys
@@ -137,7 +137,7 @@ def _read_configuration(place: TreePath) -> Mapping[str, Json]:
         raise SourceNotFoundError(
             "no such file or directory", where=str(place), hint=build_path_hint(expanded)
         )
-    contents = read_documents(root) if file in (None, *DOCUMENTS) else {}
+    contents = read_config_files(root) if file in (None, *CONFIG_FILES) else {}
     if file:
         contents = {name: content for name, content in contents.items() if name == file}
     if not contents:

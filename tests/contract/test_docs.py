@@ -80,7 +80,7 @@ BLOCK = re.compile(
 )
 CACHES = (
     *(families._find_family_entry_points, families._load_family),
-    *(formats.list_entry_points, formats.load_plugin_format),
+    *(formats.get_entry_points_by_name, formats.load_plugin_format),
     *(conversion_steps.find_step_entry_points, conversion_steps.load_added_step),
 )
 

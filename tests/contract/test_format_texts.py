@@ -88,7 +88,7 @@ def test_sniff_agrees_with_every_builtin_format(data: Path, tmp_path: Path) -> N
         write_checkpoint(name, tmp_path / "of" / name)
     recognized: set[str] = set()
     for path in (*data.rglob("*"), *tmp_path.rglob("*")):
-        assert formats.sniff_formats(path) == formats.sniff_in_order(
+        assert formats.sniff_formats(path) == formats.sniff_by_precedence(
             formats.load_builtin_formats(), Listing(path)
         )
         recognized |= formats.sniff_formats(path).keys()

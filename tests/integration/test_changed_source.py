@@ -184,10 +184,10 @@ def test_checkpoint_replaced_while_opening_is_an_error(
 
     def attach(catalog: Catalog, *, needed: bool = True) -> Catalog:
         if moment == "after it is read":
-            catalog = attached(catalog, needed=needed)
+            catalog = attached(catalog, allow_remote=needed)
         path.rename(tmp_path / "old")
         (tmp_path / "step_20").rename(path)
-        return catalog if moment == "after it is read" else attached(catalog, needed=needed)
+        return catalog if moment == "after it is read" else attached(catalog, allow_remote=needed)
 
     monkeypatch.setattr(checksums, "attach_manifest_checksums", attach)
     use: dict[str, Callable[[], object]] = {

@@ -22,7 +22,7 @@ from ckptctl.distributed.run.manager import CheckpointManager
 from ckptctl.errors import CkptError, DamagedError, RefusedError, SourceNotFoundError, StorageError
 from ckptctl.remote.conditions import find_conditional_requests
 from ckptctl.remote.objects import OutputObjects
-from ckptctl.remote.store import FsspecStore, list_protocols
+from ckptctl.remote.store import FsspecStore, get_protocols
 from ckptctl.runs.listing import find_newest
 from ckptctl.storage import processes
 from ckptctl.storage.paths import parse_path, resolve_source_path
@@ -183,7 +183,7 @@ def dying_at(patch: pytest.MonkeyPatch, url: str, number: int) -> list[bool]:
 
     for method in ("rm_file", "pipe_file"):
         patch.setattr(system, method, dying(getattr(system, method)))
-    conditions = type(find_conditional_requests(system, list_protocols(system)))
+    conditions = type(find_conditional_requests(system, get_protocols(system)))
     for method in ("replace", "remove") if conditions is not type(None) else ():
         patch.setattr(conditions, method, dying(getattr(conditions, method)))
     patch.setattr(FsspecStore, "create_file", dying(FsspecStore.create_file))

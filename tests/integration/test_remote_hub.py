@@ -259,7 +259,7 @@ def test_lost_commit_response_is_checked_or_reported(
         raise StorageError("it does not answer")
 
     hub.lost = 1
-    monkeypatch.setattr(hub_upload, "list_repository", silent)
+    monkeypatch.setattr(hub_upload, "fetch_repository_listing", silent)
     with pytest.raises(StorageError, match="cannot commit") as caught:
         _push(overwrite=True)
     assert "may have been made" in str(caught.value.why)

@@ -40,7 +40,7 @@ STATE = {"w": torch.arange(6.0)}
 
 
 def _exists(url: str, name: str) -> bool:
-    return FsspecStore(url).get_size(name) >= 0
+    return FsspecStore(url).read_file_size(name) >= 0
 
 
 @pytest.fixture

@@ -236,12 +236,12 @@ def test_dead_lock_is_taken_over_once(url: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(lock, "is_holder_dead", lambda *_: True)
     first, second = (lock.RemoteLock(FsspecStore(url), LOCK, ["a"]) for _ in range(2))
     first.acquire_lock()
-    beat = first._writing.to_bytes()
+    beat = first._record.to_bytes()
     assert first._object.try_write(beat), "its own signs of life"
     assert second.acquire_lock() is not None
     assert not first._object.try_write(beat), "one that was on its way while its machine slept"
     assert second.is_ours() and not first.is_ours()
-    second.note_sent("a", UploadedFile(1, "v", "5e"))
+    second.record_upload("a", UploadedFile(1, "v", "5e"))
     content = first._object.read_content() or b""
     rivals = [lock.ConditionalObject(FsspecStore(url), LOCK) for _ in range(2)]
     original = rivals[0].read_content
@@ -275,8 +275,8 @@ def test_lost_lock_update_response_is_retried(
             return None
 
         bucket.faulty.fault = fault
-        first.note_sent(str(number), UploadedFile(1, "v", "5e"))
-        assert lost and set(first._writing.sent) == {str(n) for n in range(number + 1)}
+        first.record_upload(str(number), UploadedFile(1, "v", "5e"))
+        assert lost and set(first._record.sent) == {str(n) for n in range(number + 1)}
     first.release_lock()
     assert names(url) == set()
 

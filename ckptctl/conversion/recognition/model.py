@@ -28,7 +28,7 @@ from ckptctl.errors import (
     format_option,
     quote_names,
 )
-from ckptctl.formats.sidecar_files import DOCUMENTS
+from ckptctl.formats.sidecar_files import CONFIG_FILES
 from ckptctl.options import require_choice
 from ckptctl.planner.config_facts import (
     SUBMODEL_KEYS,
@@ -205,7 +205,7 @@ class Model:
 
     def has_stated_padding(self, rows: int, size: int) -> bool:
         """Check if recorded facts state that only *size* of *rows* rows are in use."""
-        records = formats.get_format(self.catalog.format).recorded_facts(self.catalog)
+        records = formats.get_format(self.catalog.format).parse_recorded_facts(self.catalog)
         return records is not None and records.confirms_padding(rows, size)
 
     def without_model_type(self, layout: str | None) -> Model:
@@ -250,7 +250,7 @@ def recognize_model(
     prefixes = [parse_root(catalog, root)] if root is not None else list_possible_roots(catalog)
     format = formats.get_format(catalog.format)
     prefer = layout or format.layout
-    records = format.recorded_facts(catalog)
+    records = format.parse_recorded_facts(catalog)
     consulted_records = None if config or params or model_type else records
     container_roots = list_container_prefixes(catalog)
     tried: dict[str, Candidates] = {}
@@ -353,7 +353,7 @@ def iterate_descriptions(
         roots: Folders of files, by name.
     """
     for name, content in catalog.documents.items():
-        if name in DOCUMENTS:
+        if name in CONFIG_FILES:
             home = (roots or {}).get(name, catalog.root)
             yield ModelDescription(name, str(home / name), content)
     for place, facts in catalog.stated.items():

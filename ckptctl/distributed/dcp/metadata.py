@@ -26,7 +26,7 @@ from ckptctl.distributed.state import keys_to_path, path_to_keys
 from ckptctl.errors import CkptError, RefusedError
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.dcp.metadata import Item, Origin
-from ckptctl.formats.dcp.metadata_writer import encode_tensors
+from ckptctl.formats.dcp.metadata_writer import encode_tensor_metadata
 from ckptctl.keywords import show_options_as_keywords
 from ckptctl.save_load.loading.load_options import LoadOptions
 from ckptctl.save_load.loading.state_mapping import (
@@ -221,4 +221,4 @@ def encode_metadata(metadata: Metadata, world: int = 0) -> tuple[bytes, ...]:
     items = (
         (name, (item for _, item in group)) for name, group in groupby(located, key=itemgetter(0))
     )
-    return encode_tensors(tensors, boxes, items).add_values(values, origin)
+    return encode_tensor_metadata(tensors, boxes, items).add_values(values, origin)

@@ -19,7 +19,7 @@ from ckptctl.distributed.loading.state_options import LoadCallOptions
 from ckptctl.distributed.loading.target_memory import find_same_memory, get_load_strides
 from ckptctl.distributed.state import FlatState, TensorShard, flatten_state
 from ckptctl.errors import MappingError, RefusedError
-from ckptctl.formats.dcp_rank_local import DcpRankLocalFormat, read_rank
+from ckptctl.formats.dcp_rank_local import DcpRankLocalFormat, read_rank_catalog
 from ckptctl.ranks.coordinator import Coordinator
 from ckptctl.save_load.loading.identity import (
     Fingerprint,
@@ -223,7 +223,7 @@ def read_own_part(
         return None
     if formats.detect_format(path).name != DcpRankLocalFormat.name:
         return None
-    catalog = read_rank(path, rank)
+    catalog = read_rank_catalog(path, rank)
     if catalog is None or not all(name in catalog.blobs for name in state.values):
         return None
     for name, tensor in state.tensors.items():

@@ -39,7 +39,7 @@ from ckptctl.errors import (
     UnsupportedError,
     quote_names,
 )
-from ckptctl.formats.dcp_rank_local import FORMAT, read_rank
+from ckptctl.formats.dcp_rank_local import FORMAT, read_rank_catalog
 from ckptctl.ranks.coordinator import (
     Coordinator,
     format_ranks,
@@ -267,7 +267,7 @@ def _inspect_part(
         return RankAvailability("no rank has finished saving here")
     problem, saved_by = "", 0
     try:
-        first = read_rank(path, min(visible_ranks))
+        first = read_rank_catalog(path, min(visible_ranks))
         saved_by = first.world if first else 0
         if rank not in visible_ranks:
             problem = "it has no data of this save"

@@ -20,7 +20,7 @@ from ckptctl.distributed.saving.local_state import LocalState
 from ckptctl.errors import DamagedError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.dcp.locating import locate_elements
-from ckptctl.formats.dcp_rank_local import read_rank
+from ckptctl.formats.dcp_rank_local import read_rank_catalog
 from ckptctl.planner.plan import Plan
 from ckptctl.planner.strided import Part, StridedTensor
 from ckptctl.save_load.saving.local_shards import LocalShards
@@ -104,7 +104,7 @@ class SavedPart:
 
     def _locate_shards(self) -> tuple[Mapping[str, FileIdentity], list[Extent]]:
         """Return the identities of this rank's files, and the extent of each shard."""
-        catalog = read_rank(self._folder, self._rank)
+        catalog = read_rank_catalog(self._folder, self._rank)
         if catalog is None:
             raise DamagedError("the data that this rank saved is missing", where=str(self._folder))
         with source_files(self._folder) as files:

@@ -16,7 +16,7 @@ from ckptctl.distributed.saving.device_memory import MAX_DEVICE_THREADS, is_on_h
 from ckptctl.distributed.saving.local_state import map_plan_memory, select_read_tensors
 from ckptctl.distributed.saving.save_options import WriterOptions
 from ckptctl.errors import RefusedError, StorageError
-from ckptctl.formats.dcp import METADATA, metadata_name
+from ckptctl.formats.dcp import METADATA, format_metadata_name
 from ckptctl.planner.plan import Plan
 from ckptctl.storage import file_system, paths
 from ckptctl.storage.destinations import resolve_destination
@@ -171,7 +171,7 @@ class RankFolderTarget(FolderTarget):
         Raises:
             RefusedError: The destination already contains a checkpoint.
         """
-        target, own_metadata = self.target, metadata_name(self._rank)
+        target, own_metadata = self.target, format_metadata_name(self._rank)
         existing = [name for name in (METADATA, own_metadata) if (target / name).exists()]
         if existing or (target.exists() and not target.is_dir()):
             raise RefusedError(
@@ -190,7 +190,7 @@ class RankFolderTarget(FolderTarget):
 
     def publish(self, metadata: Sequence[bytes]) -> None:
         """Write and rename this rank's metadata, which makes its files visible to readers."""
-        final = self.target / metadata_name(self._rank)
+        final = self.target / format_metadata_name(self._rank)
         unfinished = final.with_name(f"{final.name}.tmp")
         add_file(unfinished, metadata, sync=self._options.sync)
         try:

@@ -35,7 +35,7 @@ from ckptctl.distributed.saving.save_options import SaveOptions
 from ckptctl.distributed.state import FlatState, StateDict, flatten_state
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.dcp.metadata import Item, Origin
-from ckptctl.formats.dcp.metadata_writer import TensorMetadata
+from ckptctl.formats.dcp.metadata_writer import EncodedTensorMetadata
 from ckptctl.keywords import accept_keywords, show_options_as_keywords
 from ckptctl.options import Option
 from ckptctl.ranks.coordinator import Coordinator, gather_and_scatter, to_sendable_error
@@ -87,7 +87,7 @@ class SavedPlan:
     generation: bytes
     files: TensorFiles
     groups: Groups  # values by the groups in which ranks compare them
-    metadata: TensorMetadata | None = None  # of the tensors, only on rank 0
+    metadata: EncodedTensorMetadata | None = None  # of the tensors, only on rank 0
 
     @property
     def nbytes(self) -> int:

@@ -61,7 +61,7 @@ class UrlTarget:
                 hint="save to a disk or an object store, then run `ckptctl convert` to hf://",
             )
         existing = self._objects.list_files()
-        self._was_there = self._store.has_folder()
+        self._was_there = self._store.is_folder()
         if self._options.overwrite and METADATA in existing:  # damaged ones are replaced
             self.target.tree.forget_url(self.target.url)
             self._replaces_damaged = check_health(self.target, model=False).torn
@@ -87,7 +87,7 @@ class UrlTarget:
 
     def find_file_size(self, name: str) -> int:
         """See :class:`SaveTarget`."""
-        sent = self._uploaded_files.get(name) or UploadedFile(self._store.get_size(name), "")
+        sent = self._uploaded_files.get(name) or UploadedFile(self._store.read_file_size(name), "")
         self._sent_files[name] = sent
         return sent.size
 
@@ -95,7 +95,7 @@ class UrlTarget:
         """See :class:`SaveTarget`."""
         sidecars = self._options.collect_sidecars()
         objects = encode_object_list(str(self.target), self._sent_files)
-        self._lock.note_names((*sidecars, OBJECTS_NAME))
+        self._lock.record_files_to_write((*sidecars, OBJECTS_NAME))
         for name, content in {**sidecars, OBJECTS_NAME: objects}.items():
             self._store.write_file(name, content)
         self._lock.require_ours()
@@ -152,7 +152,7 @@ class UrlTarget:
             self._objects.remove_files(
                 [*data, *sorted(other_names)], existing, self._lock.require_still_ours
             )
-            self._objects.drop_multipart_uploads()
+            self._objects.abort_multipart_uploads()
 
     def _release(self) -> None:
         """Release the lock, after removing the uploads of a failed save."""
@@ -163,7 +163,7 @@ class UrlTarget:
                 if self._stale_write and not self._has_begun:
                     self._lock.leave_for_next_run(self._stale_write)
                 else:
-                    self._objects.drop_multipart_uploads()
+                    self._objects.abort_multipart_uploads()
                     self._lock.release_lock()
                 if not self._published and not self._was_there:
                     self._store.remove_folders()

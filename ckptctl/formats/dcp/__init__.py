@@ -34,11 +34,11 @@ DATA_SUFFIX = ".distcp"
 class ItemFormat(Format):
     """Format whose data files contain items that must be read to locate the elements."""
 
-    def resolve(self, catalog: Catalog) -> Catalog:
-        """See :meth:`Format.resolve`."""
-        from ckptctl.formats.dcp.dcp_reader import resolve_items
+    def resolve_codecs(self, catalog: Catalog) -> Catalog:
+        """See :meth:`Format.resolve_codecs`."""
+        from ckptctl.formats.dcp.dcp_reader import resolve_dcp_items
 
-        return resolve_items(catalog)
+        return resolve_dcp_items(catalog)
 
 
 class DcpFormat(ItemFormat, WritableFormat):
@@ -74,7 +74,7 @@ class DcpFormat(ItemFormat, WritableFormat):
 
     def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
-        if not listing.has(METADATA):
+        if not listing.has_file(METADATA):
             return None
         count = sum(name.endswith(DATA_SUFFIX) for name in listing.names)
         return f"{METADATA} and {pluralize(count, f'{DATA_SUFFIX} file')}"
@@ -82,7 +82,7 @@ class DcpFormat(ItemFormat, WritableFormat):
     def is_interrupted(self, listing: Listing) -> bool:
         """Return whether there are data files but no metadata, which ranks write last."""
         names = [name for name in listing.names if name.endswith((METADATA, DATA_SUFFIX))]
-        if not listing.is_folder or listing.has(METADATA):
+        if not listing.is_folder or listing.has_file(METADATA):
             return False
         if any(name.endswith(METADATA) and name != METADATA for name in names):
             return False  # each rank has its own metadata
@@ -97,7 +97,7 @@ class DcpFormat(ItemFormat, WritableFormat):
                 where=str(path / METADATA),
                 why="this file is written last, so the save was interrupted",
             )
-        if not listing.has(METADATA):
+        if not listing.has_file(METADATA):
             raise FormatError(
                 "this is not a DCP checkpoint",
                 where=str(path),
@@ -122,15 +122,17 @@ class DcpFormat(ItemFormat, WritableFormat):
             for tensor, box in shard:
                 writer.add_tensor(tensor, box)
             writer.finish_file()
-        content = encode_metadata(request.tensors, request.blobs, writer.boxes, writer.items)
+        content = encode_metadata(
+            request.tensors, request.blobs, writer.places_by_name, writer.items
+        )
         writer.files.append(make_content_file(METADATA, content))
         request.notes.add(*_list_unsupported_notes(request))
-        boxes = {name: tuple(places) for name, places in writer.boxes.items()}
+        boxes = {name: tuple(places) for name, places in writer.places_by_name.items()}
         files, records = tuple(writer.files), tuple(writer.records)
         return OutputLayout(files, records, boxes, tuple(writer.raw_copies))
 
 
-def metadata_name(rank: int) -> str:
+def format_metadata_name(rank: int) -> str:
     """Return the name of the metadata file of *rank*, if each rank has its own."""
     return f"__{rank}{METADATA}"
 

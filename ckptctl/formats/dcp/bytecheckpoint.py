@@ -24,9 +24,12 @@ from ckptctl.storage.schema import ObjectSchema, read_as, wrap_malformed_errors
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 
-_HOME = "bytecheckpoint.checkpointer.meta_type"
+_METADATA_MODULE = "bytecheckpoint.checkpointer.meta_type"
 _CLASSES = ("Metadata", "_StorageInfo", "MetadataIndex")
-_TABLE: GlobalsTable = {**TABLE, **{(_HOME, name): Global(_HOME, name) for name in _CLASSES}}
+_TABLE: GlobalsTable = {
+    **TABLE,
+    **{(_METADATA_MODULE, name): Global(_METADATA_MODULE, name) for name in _CLASSES},
+}
 _FLAT_PARAMETERS_KEY = "fsdp_flat_param_to_fqns"
 _Views = Mapping[tuple[str, tuple[int, ...]], TensorView]
 
@@ -55,7 +58,7 @@ def read_catalog(path: TreePath, options: ReadOptions, name: str) -> Catalog:
             read_metadata_file(files, METADATA, MAX_METADATA), where=where, table=_TABLE
         )
         leaves = extract_metadata_leaves(root, where)
-        views = _parse_views(root, where)
+        views = _unpickle_tensor_headers(root, where)
         faults = FaultCollector(path, options.partial)
         if options.partial:
             _add_mismatch_findings(files, leaves, where, faults)
@@ -93,7 +96,7 @@ def _add_mismatch_findings(
             faults.add_or_raise(error, file)
 
 
-def _parse_views(root: object, where: str) -> _Views:
+def _unpickle_tensor_headers(root: object, where: str) -> _Views:
     """Unpickle the tensor header of each item, by tensor name and offsets."""
     views = {}
     with wrap_malformed_errors("this is not the metadata of ByteCheckpoint", where):

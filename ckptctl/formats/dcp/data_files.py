@@ -24,15 +24,16 @@ def assign_boxes_to_files(request: OutputRequest) -> list[list[tuple[OutputTenso
         full_box = [Box.whole(tensor.shape)]
         for box in split_rows(tensor.shape, box_count) if box_count > 1 else full_box:
             chunks[tensor.name, box.offsets] = tensor, box
-    keys = {f"{position}": chunk for position, chunk in enumerate(chunks.values())}
+    chunks_by_key = {f"{position}": chunk for position, chunk in enumerate(chunks.values())}
     if request.like is not None:
-        file_of = {key: request.like[tensor.name] for key, (tensor, _) in keys.items()}
-        names = group_names_by_file(keys, file_of, len(request.like_files))
+        file_by_key = {key: request.like[tensor.name] for key, (tensor, _) in chunks_by_key.items()}
+        shards = group_names_by_file(chunks_by_key, file_by_key, len(request.like_files))
     else:
-        names = group_into_shards(
-            ((key, _box_nbytes(*chunk)) for key, chunk in keys.items()), request.max_shard_size
+        shards = group_into_shards(
+            ((key, _box_nbytes(*chunk)) for key, chunk in chunks_by_key.items()),
+            request.max_shard_size,
         )
-    return [[keys[key] for key in shard] for shard in names]
+    return [[chunks_by_key[key] for key in shard] for shard in shards]
 
 
 class DataFileBuilder:
@@ -41,7 +42,7 @@ class DataFileBuilder:
     Attributes:
         files: The finished files.
         records: Byte ranges of tensors in *files*.
-        boxes: Boxes of each tensor.
+        places_by_name: Boxes of each tensor.
         items: Byte range of the item of each ``(name, offsets)``; offsets are None for non-tensor
             values.
         raw_copies: Byte ranges of values that are copied unchanged.
@@ -50,7 +51,7 @@ class DataFileBuilder:
     def __init__(self) -> None:
         self.files: list[OutputFile] = []
         self.records: list[Record] = []
-        self.boxes: dict[str, list[TensorPlace]] = {}
+        self.places_by_name: dict[str, list[TensorPlace]] = {}
         self.items: dict[tuple[str, tuple[int, ...] | None], Item] = {}
         self.raw_copies: list[RawCopy] = []
 
@@ -67,7 +68,7 @@ class DataFileBuilder:
         layout = compute_zip_layout(content, [("0", nbytes)], base=self.size)
         record = len(self.records)
         self.records.append(Record(tensor.name, self.file, layout.data_offsets[0], nbytes))
-        self.boxes.setdefault(tensor.name, []).append(TensorPlace(box, record))
+        self.places_by_name.setdefault(tensor.name, []).append(TensorPlace(box, record))
         self._append_zip((tensor.name, box.offsets), layout, record, 1)
 
     def add_blob(self, blob: Blob) -> None:

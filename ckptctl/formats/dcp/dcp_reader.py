@@ -49,7 +49,7 @@ from ckptctl.formats.dcp.metadata import (
 )
 from ckptctl.formats.shared.findings import FaultCollector, finding_from_error
 from ckptctl.formats.shared.indexes import read_file_sizes, read_metadata_file
-from ckptctl.formats.shared.leaves import read_value_bytes, unknown_class_notes
+from ckptctl.formats.shared.leaves import list_unknown_class_notes, read_value_bytes
 from ckptctl.formats.shared.stored_leaves import Leaves, is_stored_tensor, read_leaves
 from ckptctl.formats.sidecar_files import scan_sidecar_files
 from ckptctl.storage.files import MemoryFiles, SourceFiles, source_files
@@ -82,7 +82,7 @@ def read_catalog(path: TreePath, metadata: str, options: ReadOptions, name: str)
         return add_companion_leaves(files, catalog, faults)
 
 
-def resolve_items(catalog: Catalog) -> Catalog:
+def resolve_dcp_items(catalog: Catalog) -> Catalog:
     """Locate the element bytes of every item and read the non-tensor values."""
     _require_decompressor(catalog)
     budget = MemoryBudget()
@@ -146,7 +146,7 @@ def build_catalog(
     name: str,
     faults: FaultCollector,
     notes: Sequence[str] = (),
-    copies: Mapping[str, int] | None = None,
+    copy_ends: Mapping[str, int] | None = None,
     *,
     zips: bool = True,
 ) -> Catalog:
@@ -158,25 +158,27 @@ def build_catalog(
         name: Name of the format.
         faults: Collector of unusable files.
         notes: Notes for the user.
-        copies: End of the last item of each data file with further copies.
+        copy_ends: End of the last item of each data file with further copies.
         zips: Whether items are ``torch.save`` zips instead of raw elements.
     """
     path = files.root
     if faults.partial:
         leaves = _drop_unusable_leaves(files, leaves, faults)
     unusable_files = {finding.file for finding in faults.findings}
-    sizes = _check_data_files(files, leaves, {} if faults.partial else copies or {})
-    stray = sorted(item.name for item in path.glob("*.distcp") if item.name not in sizes)
-    surplus = [
-        file for file in stray if file not in unusable_files and (path / file).stat().st_size
+    sizes = _check_data_files(files, leaves, {} if faults.partial else copy_ends or {})
+    unlisted_files = sorted(item.name for item in path.glob("*.distcp") if item.name not in sizes)
+    unused_files = [
+        file
+        for file in unlisted_files
+        if file not in unusable_files and (path / file).stat().st_size
     ]
     indexes = [item.name for item in path.glob("*.metadata")]
-    sidecars = scan_sidecar_files(path, {*sizes, *stray, *indexes})
+    sidecars = scan_sidecar_files(path, {*sizes, *unlisted_files, *indexes})
     tensor_leaves = [leaf for leaf in leaves.values() if leaf.dtype]
     tensors = {leaf.name: _make_entry(leaf) for leaf in tensor_leaves}
     computed: dict[str, ComputedTensor] = {}
     if zips:
-        notes = (*notes, *_fix_special_items(files, tensor_leaves, tensors, computed, faults))
+        notes = (*notes, *_locate_special_items(files, tensor_leaves, tensors, computed, faults))
     elif any(leaf.extension for leaf in leaves.values()):
         raise UnsupportedError(WRITTEN_WITH_EXTENSION, where=str(path))
     return replace(
@@ -190,7 +192,7 @@ def build_catalog(
         },
         notes=(
             *notes,
-            *((f"unused files: {quote_names(surplus)}",) if surplus else ()),
+            *((f"unused files: {quote_names(unused_files)}",) if unused_files else ()),
         ),
         computed=computed,
         findings=tuple(faults.findings),
@@ -198,7 +200,7 @@ def build_catalog(
     )
 
 
-def _fix_special_items(
+def _locate_special_items(
     files: SourceFiles,
     leaves: Sequence[MetadataLeaf],
     tensors: dict[str, TensorEntry],
@@ -207,12 +209,12 @@ def _fix_special_items(
 ) -> Sequence[str]:
     """Locate compressed and safetensors items in *tensors*, and return notes about them."""
     compressed = [leaf for leaf in leaves if leaf.extension]
-    unzipped = [leaf for leaf in leaves if not leaf.extension and _has_bare_length(leaf)]
+    unzipped = [leaf for leaf in leaves if not leaf.extension and _has_raw_item_length(leaf)]
     if not compressed and not unzipped:
         return ()
     for leaf in compressed:
-        tensors[leaf.name] = make_unpacked_tensor(files.root, leaf, tensors[leaf.name], computed)
-    located_tensors = locate_in_safetensors(files, unzipped, tensors, faults)
+        tensors[leaf.name] = make_decompressed_entry(files.root, leaf, tensors[leaf.name], computed)
+    located_tensors = locate_safetensors_items(files, unzipped, tensors, faults)
     tensors |= located_tensors
     return (
         *([COMPRESSED_NOTE] if computed else ()),
@@ -220,7 +222,7 @@ def _fix_special_items(
     )
 
 
-def _has_bare_length(leaf: MetadataLeaf) -> bool:
+def _has_raw_item_length(leaf: MetadataLeaf) -> bool:
     """Return whether the first item is exactly as long as its elements, so it is not a zip."""
     if not leaf.extents or leaf.dtype not in dtypes.BY_NAME:
         return False
@@ -229,10 +231,10 @@ def _has_bare_length(leaf: MetadataLeaf) -> bool:
 
 
 def _check_data_files(
-    files: SourceFiles, leaves: Mapping[str, MetadataLeaf], copies: Mapping[str, int]
+    files: SourceFiles, leaves: Mapping[str, MetadataLeaf], copy_ends: Mapping[str, int]
 ) -> dict[str, int]:
     """Return the sizes of the data files, or raise if one is missing or truncated."""
-    last_items = _find_last_items(leaves, copies)
+    last_items = _find_last_items(leaves, copy_ends)
     sizes = read_file_sizes(
         files,
         last_items,
@@ -252,10 +254,10 @@ def _check_data_files(
 
 
 def _find_last_items(
-    leaves: Mapping[str, MetadataLeaf], copies: Mapping[str, int]
+    leaves: Mapping[str, MetadataLeaf], copy_ends: Mapping[str, int]
 ) -> dict[str, tuple[int, str]]:
     """Return the end of the last item of each file, with the name of its leaf."""
-    last_items = {file: (end, "") for file, end in copies.items()}
+    last_items = {file: (end, "") for file, end in copy_ends.items()}
     for leaf in leaves.values():
         for file, _, end in leaf.ranges:
             if file not in last_items or end > last_items[file][0]:
@@ -283,7 +285,7 @@ def _drop_unusable_leaves(
     """Drop extents and values in unusable files, and add a finding for each such file."""
     sizes: dict[str, int] = {}
     for file, (end, _) in _find_last_items(leaves, {}).items():
-        if file in faults.files:
+        if file in faults.unusable_files:
             continue
         try:
             size = sizes[file] = files.size(file)
@@ -348,11 +350,11 @@ def add_leaves(files: SourceFiles, catalog: Catalog, name: str, leaves: Leaves) 
         files={**catalog.files, name: files.size(name)},
         tensors={**catalog.tensors, **leaves.tensors},
         blobs={**catalog.blobs, **leaves.blobs},
-        notes=(*catalog.notes, *unknown_class_notes(leaves.blobs.values())),
+        notes=(*catalog.notes, *list_unknown_class_notes(leaves.blobs.values())),
     )
 
 
-def make_unpacked_tensor(
+def make_decompressed_entry(
     root: TreePath, leaf: MetadataLeaf, entry: TensorEntry, computed: dict[str, ComputedTensor]
 ) -> TensorEntry:
     """Return a tensor whose compressed items are decompressed on reading, and extend *computed*."""
@@ -382,7 +384,7 @@ def make_unpacked_tensor(
     return replace(entry, extents=tuple(extents))
 
 
-def locate_in_safetensors(
+def locate_safetensors_items(
     files: SourceFiles,
     leaves: Sequence[MetadataLeaf],
     tensors: dict[str, TensorEntry],
@@ -430,14 +432,14 @@ def _locate_in_header(
         raise DamagedError(f"`{entry.name}` is not in the safetensors file", where=where, why=why)
     dtype, shape, begin, end = span
     try:
-        first = json.loads(header.metadata[OFFSETS])[entry.name]["saved_offsets"]
+        saved_offsets = json.loads(header.metadata[OFFSETS])[entry.name]["saved_offsets"]
     except (KeyError, TypeError, ValueError, RecursionError):
-        first = None
-    if first is not None and first != list(extent.box.offsets):
+        saved_offsets = None
+    if saved_offsets is not None and saved_offsets != list(extent.box.offsets):
         raise DamagedError(
             f"a chunk of `{entry.name}` is missing",
             where=where,
-            why=f"{extent.box} was overwritten by the chunk that starts at {first}; "
+            why=f"{extent.box} was overwritten by the chunk that starts at {saved_offsets}; "
             "torch keeps one chunk of a tensor in each safetensors file",
         )
     require_matching_chunk((dtype, shape), entry.name, entry.dtype, extent.box.sizes, lambda: where)

@@ -69,8 +69,12 @@ class _TensorLocator:
         tensor, shift, crc32 = read_item(
             columns.files[number], columns.starts[number], columns.lengths[number]
         )
-        usual = tensor.strides is None and tensor.within is None
-        if not usual or tensor.dtype != entry.dtype or tensor.shape != columns.boxes.sizes[number]:
+        is_standard = tensor.strides is None and tensor.within is None
+        if (
+            not is_standard
+            or tensor.dtype != entry.dtype
+            or tensor.shape != columns.boxes.sizes[number]
+        ):
             self._extents[number] = resolve_extent(root, read_item, entry, columns[number])
             return
         self._starts[number] = tensor.offset + shift
@@ -84,8 +88,13 @@ class _TensorLocator:
         columns = self._columns
         if columns is None:
             return replace(self.entry, extents=tuple(self._extents.values()))
-        where, which = (columns.boxes, columns.files), (self._starts, self._lengths)
-        extents: Sequence[Extent] = ExtentColumns(*where, *which, "raw", None, self._crcs)
+        boxes_and_files, starts_and_lengths = (
+            (columns.boxes, columns.files),
+            (self._starts, self._lengths),
+        )
+        extents: Sequence[Extent] = ExtentColumns(
+            *boxes_and_files, *starts_and_lengths, "raw", None, self._crcs
+        )
         if self._extents:
             extents = tuple(self._extents.get(n, extent) for n, extent in enumerate(extents))
         return replace(self.entry, extents=extents)

@@ -19,7 +19,7 @@ from ckptctl.catalog import Index, Path
 from ckptctl.columns import BoxColumns, ExtentColumns, Vector, get_byte_ranges
 from ckptctl.errors import CkptError, UnsupportedError, quote_names
 from ckptctl.formats.dcp.metadata_scan import ChunkRun, PlaceRun, ScannedTensor, Scanner
-from ckptctl.formats.shared.indexes import check_integers
+from ckptctl.formats.shared.indexes import parse_integers
 from ckptctl.storage.paths import require_relative
 from ckptctl.storage.pickles.inert import Builder, Global, Inert
 from ckptctl.storage.pickles.pickle_reader import load_pickle
@@ -33,8 +33,8 @@ CKPTCTL_KEY = "ckptctl"
 """Additional attribute of the metadata, a dictionary that torch ignores."""
 WORLD_SIZE_KEY = "world_size"
 """Key in that dictionary for the world size of the save."""
-_HOME = "torch.distributed.checkpoint.metadata"
-_STORAGE = "torch.distributed.checkpoint.filesystem"
+_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+_STORAGE_MODULE = "torch.distributed.checkpoint.filesystem"
 _VESCALE = "vescale.checkpoint.storage.filesystem"
 _CLASSES = (
     "Metadata",
@@ -53,12 +53,12 @@ _PLANNER_CLASSES = {
     ),
     "megatron.core.dist_checkpointing.strategies.torch": ("MCoreMetadata", "MCoreSavePlan"),
 }
-_KEYS = frozenset({str, int, bool, float, bytes, type(None)})
+_KEY_TYPES = frozenset({str, int, bool, float, bytes, type(None)})
 RESHAPED_KEY = "nd_reformulated_orig_global_shape"
 FLATTENED_REASON = (
     "it was flattened when it was saved; load it with Megatron-Core and save it again"
 )
-_OLD_HOME = "torch.distributed._shard.sharded_tensor.metadata"
+_OLD_METADATA_MODULE = "torch.distributed._shard.sharded_tensor.metadata"
 ItemRange = tuple[str, int, int]
 """File, first byte and number of bytes."""
 ItemPlace = tuple[str, Vector | None, str, int, int]
@@ -170,16 +170,20 @@ def _is_valid_offset(offset: object) -> bool:
 
 
 def _make_index_record(*args: object) -> _IndexRecord:
-    return _IndexRecord(_HOME, "MetadataIndex", args, newobj=True)
+    return _IndexRecord(_METADATA_MODULE, "MetadataIndex", args, newobj=True)
 
 
 TABLE: Mapping[tuple[str, str], object] = {
     **TORCH_TABLE,
     **ATTRIBUTES,
-    **{(_HOME, name): Global(_HOME, name) for name in _CLASSES},
-    **{(_OLD_HOME, name): Global(_OLD_HOME, name) for name in _CLASSES},
-    (_HOME, "MetadataIndex"): Builder(_make_index_record, source=Global(_HOME, "MetadataIndex")),
-    **{(home, "_StorageInfo"): Global(home, "_StorageInfo") for home in (_STORAGE, _VESCALE)},
+    **{(_METADATA_MODULE, name): Global(_METADATA_MODULE, name) for name in _CLASSES},
+    **{(_OLD_METADATA_MODULE, name): Global(_OLD_METADATA_MODULE, name) for name in _CLASSES},
+    (_METADATA_MODULE, "MetadataIndex"): Builder(
+        _make_index_record, source=Global(_METADATA_MODULE, "MetadataIndex")
+    ),
+    **{
+        (home, "_StorageInfo"): Global(home, "_StorageInfo") for home in (_STORAGE_MODULE, _VESCALE)
+    },
     **{
         (home, name): Global(home, name)
         for home, names in _PLANNER_CLASSES.items()
@@ -191,16 +195,16 @@ TABLE: Mapping[tuple[str, str], object] = {
 def decode_metadata(raw: bytes, where: str) -> DecodedMetadata:
     """Parse a ``.metadata`` file into its leaves and the origin of the save."""
     try:
-        return _decode_with(raw, where, Scanner())
+        return _decode_pickle(raw, where, Scanner())
     except CkptError:  # the slow path raises the exact error
-        return _decode_with(raw, where)
+        return _decode_pickle(raw, where)
 
 
-def _decode_with(raw: bytes, where: str, scanner: Scanner | None = None) -> DecodedMetadata:
+def _decode_pickle(raw: bytes, where: str, scanner: Scanner | None = None) -> DecodedMetadata:
     root = load_pickle(raw, where=where, table=TABLE, hook=scanner)
-    used: list[ChunkRun | PlaceRun] = []
-    decoded = DecodedMetadata(extract_metadata_leaves(root, where, used), extract_origin(root))
-    if scanner is not None and not scanner.is_every_run_used_once(used):
+    used_runs: list[ChunkRun | PlaceRun] = []
+    decoded = DecodedMetadata(extract_metadata_leaves(root, where, used_runs), extract_origin(root))
+    if scanner is not None and not scanner.is_every_run_used_once(used_runs):
         raise UnsupportedError("malformed pickle", where=where)
     return decoded
 
@@ -223,26 +227,30 @@ def _state_or_empty(record: object) -> Mapping[str, object]:
 
 
 def extract_metadata_leaves(
-    root: object, where: str, used: list[ChunkRun | PlaceRun] | None = None
+    root: object, where: str, used_runs: list[ChunkRun | PlaceRun] | None = None
 ) -> dict[str, MetadataLeaf]:
     """Return the leaves of an unpickled ``.metadata``, as :func:`decode_metadata` does.
 
-    Appends the scanned runs of entries in *root* to *used*.
+    Appends the scanned runs of entries in *root* to *used_runs*.
     """
     with wrap_malformed_errors("this is not the metadata of a DCP checkpoint", where):
-        return _build_leaves(read_as(_Metadata, root), where, [] if used is None else used)
+        return _build_leaves(
+            read_as(_Metadata, root), where, [] if used_runs is None else used_runs
+        )
 
 
 def _build_leaves(
-    metadata: _Metadata, where: str, used: list[ChunkRun | PlaceRun]
+    metadata: _Metadata, where: str, used_runs: list[ChunkRun | PlaceRun]
 ) -> dict[str, MetadataLeaf]:
     entries = {str(name): entry for name, entry in metadata.state_dict_metadata.items()}
     # Megatron-Core before 0.15 reshaped tensors such as the moments of its distributed optimizer. A
     # rank has a range of the flat elements of a box, which is not a box itself.
     records = metadata.mcore_data.items() if isinstance(metadata.mcore_data, dict) else ()
-    flattened = {str(name): check_integers(facts[RESHAPED_KEY]) for name, facts in records if facts}
+    flattened_shapes = {
+        str(name): parse_integers(facts[RESHAPED_KEY]) for name, facts in records if facts
+    }
     paths = metadata.planner_data or {}
-    stored = collect_items(metadata.storage_data, where, used)
+    items_by_name = collect_items(metadata.storage_data, where, used_runs)
     box_cache: BoxCache = {}
     leaves = {}
     for name, entry in entries.items():
@@ -253,19 +261,21 @@ def _build_leaves(
         elif not isinstance(entry, Inert):
             raise TypeError(f"`{name}` is a {type(entry).__name__}")
         elif entry.name == "BytesStorageMetadata":
-            if name not in stored:
+            if name not in items_by_name:
                 raise UnsupportedError(f"`{name}` is not stored in any file", where=where)
-            item = stored[name]
-            first = Item(*item.first)
-            leaves[name] = MetadataLeaf(name, path, NO_EXTENTS, first, extension=item.extension)
+            leaf_items = items_by_name[name]
+            first_item = Item(*leaf_items.first)
+            leaves[name] = MetadataLeaf(
+                name, path, NO_EXTENTS, first_item, extension=leaf_items.extension
+            )
             continue
         else:
-            boxes, facts = _parse_tensor(name, get_state(entry), box_cache, used)
-        extents = match_items(name, boxes, stored.get(name), where)
-        extension = stored[name].extension if name in stored else ""
+            boxes, facts = _parse_tensor(name, get_record_state(entry), box_cache, used_runs)
+        extents = match_boxes_to_items(name, boxes, items_by_name.get(name), where)
+        extension = items_by_name[name].extension if name in items_by_name else ""
         leaf = MetadataLeaf(name, path, extents, None, *facts, extension)
-        if name in flattened:
-            leaf = replace(leaf, shape=flattened[name], unread=FLATTENED_REASON)
+        if name in flattened_shapes:
+            leaf = replace(leaf, shape=flattened_shapes[name], unread=FLATTENED_REASON)
         leaves[name] = leaf
     refuse_duplicate_paths(leaves, where)
     return leaves
@@ -285,18 +295,23 @@ def refuse_duplicate_paths(leaves: Mapping[str, MetadataLeaf], where: str) -> No
 
 
 def _parse_tensor(
-    name: str, state: Mapping[str, object], box_cache: BoxCache, used: list[ChunkRun | PlaceRun]
+    name: str,
+    state: Mapping[str, object],
+    box_cache: BoxCache,
+    used_runs: list[ChunkRun | PlaceRun],
 ) -> tuple[BoxColumns, tuple[str, Vector, bool]]:
     dtype, requires_grad = _parse_properties(state["properties"])
     chunks = state["chunks"]
     if not isinstance(chunks, list):
         raise TypeError(f"the chunks of `{name}` are not a list")
-    used += [run_or_chunk for run_or_chunk in chunks if type(run_or_chunk) is ChunkRun]
+    used_runs += [run_or_chunk for run_or_chunk in chunks if type(run_or_chunk) is ChunkRun]
     runs = [
-        run_or_chunk if type(run_or_chunk) is ChunkRun else parse_chunk(get_state(run_or_chunk))
+        run_or_chunk
+        if type(run_or_chunk) is ChunkRun
+        else parse_chunk(get_record_state(run_or_chunk))
         for run_or_chunk in chunks
     ]
-    return join_boxes(runs, box_cache), (dtype, check_integers(state["size"]), requires_grad)
+    return join_boxes(runs, box_cache), (dtype, parse_integers(state["size"]), requires_grad)
 
 
 def _parse_properties(properties: object) -> tuple[str, bool]:
@@ -313,7 +328,7 @@ def _parse_properties(properties: object) -> tuple[str, bool]:
 def _parse_path(name: str, recorded: object) -> Path:
     if not isinstance(recorded, tuple) or not recorded:
         return (name,)
-    if not {*map(type, recorded)} <= _KEYS:
+    if not {*map(type, recorded)} <= _KEY_TYPES:
         raise TypeError(f"a key of `{name}` is not a plain value")
     return tuple(Index(key) if type(key) is int else str(key) for key in recorded)
 
@@ -346,7 +361,7 @@ class LeafItems:
         return self.offsets, self.files, self.starts, self.lengths
 
 
-def get_state(record: object) -> Mapping[str, object]:
+def get_record_state(record: object) -> Mapping[str, object]:
     """Return the attributes of a metadata record."""
     state = record.state if isinstance(record, Inert) else None
     if not isinstance(state, dict):
@@ -356,7 +371,7 @@ def get_state(record: object) -> Mapping[str, object]:
 
 def parse_chunk(fields: Mapping[str, object]) -> ChunkRun:
     """Parse a ``ChunkStorageMetadata``."""
-    return ChunkRun((check_integers(fields["offsets"]),), (check_integers(fields["sizes"]),))
+    return ChunkRun((parse_integers(fields["offsets"]),), (parse_integers(fields["sizes"]),))
 
 
 def join_boxes(runs: Sequence[ChunkRun], box_cache: BoxCache) -> BoxColumns:
@@ -366,7 +381,7 @@ def join_boxes(runs: Sequence[ChunkRun], box_cache: BoxCache) -> BoxColumns:
     return box_cache.setdefault((offsets, sizes), BoxColumns(offsets, sizes))
 
 
-def match_items(
+def match_boxes_to_items(
     name: str, boxes: BoxColumns, stored: LeafItems | None, where: str
 ) -> ExtentColumns:
     """Match the *boxes* of a tensor with their stored items."""
@@ -395,23 +410,23 @@ def match_items(
 
 
 def collect_items(
-    data: Mapping[object, object], where: str, used: list[ChunkRun | PlaceRun]
+    storage_data: Mapping[object, object], where: str, used_runs: list[ChunkRun | PlaceRun]
 ) -> dict[str, LeafItems]:
-    """Return the items of each leaf in ``storage_data``, and append scanned runs to *used*."""
+    """Return the items of each leaf in ``storage_data``, and append scanned runs to *used_runs*."""
     stored: dict[str, LeafItems] = {}
-    checked: dict[str, str] = {}
+    checked_files: dict[str, str] = {}
     names_without_box: list[str] = []
-    for index, info in data.items():
+    for index, info in storage_data.items():
         extension = ""
         if type(info) is PlaceRun:
-            used.append(info)
+            used_runs.append(info)
             places: Iterable[ItemPlace] = zip(*info, strict=True)
         else:
-            place, extension = _parse_place(get_state(index), get_state(info))
+            place, extension = _parse_place(get_record_state(index), get_record_state(info))
             places = (place,)
         for name, offsets, file, start, length in places:
-            if (checked_file := checked.get(file)) is None:
-                checked_file = checked[file] = require_relative(file, where)
+            if (checked_file := checked_files.get(file)) is None:
+                checked_file = checked_files[file] = require_relative(file, where)
             if (items := stored.get(name)) is None:
                 items = stored[name] = LeafItems((checked_file, start, length), extension)
             if items.extension != extension:
@@ -443,7 +458,7 @@ def _parse_place(key: Mapping[str, object], value: Mapping[str, object]) -> tupl
         raise TypeError(f"the storage of `{key['fqn']}` is not a file range")
     if offset < 0 or nbytes < 0:
         raise ValueError(f"the storage of `{key['fqn']}` has a negative range")
-    offsets = None if key.get("offset") is None else check_integers(key["offset"])
+    offsets = None if key.get("offset") is None else parse_integers(key["offset"])
     recorded = value.get("transform_descriptors")
     descriptors = recorded if isinstance(recorded, list | tuple) else ()
     if any(type(descriptor) is not str for descriptor in descriptors):

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from ckptctl import dtypes
 from ckptctl.columns import Vector
-from ckptctl.formats.shared.indexes import check_integers
+from ckptctl.formats.shared.indexes import parse_integers
 from ckptctl.storage.pickles.inert import Builder, Global, Size
 
 _REF = rb"(?:h.|j....)"
@@ -56,11 +56,16 @@ _Target = str | tuple[str]
 _SIZE = ("Size",)
 _CHUNK_HEAD = (("ChunkStorageMetadata",), "offsets", _SIZE)
 _CHUNK_MIDDLE = ("sizes", _SIZE)
-_ITEM: tuple[tuple[_Target, ...], ...] = (
+_ITEM_TARGETS: tuple[tuple[_Target, ...], ...] = (
     *((("MetadataIndex",), "fqn"), ("index",), ("offset",)),
     *((("_StorageInfo",), "relative_path"), ("offset",), ("length",)),
 )
-_FIXED: list[_Target] = [("TensorStorageMetadata",), "properties", ("TensorProperties",), "size"]
+_TENSOR_HEAD_TARGETS: list[_Target] = [
+    ("TensorStorageMetadata",),
+    "properties",
+    ("TensorProperties",),
+    "size",
+]
 MAX_RECENT_NAMES = 1 << 14
 """Number of recent names to keep by memo index; a rank with several chunks refers to them."""
 MAX_CHUNKS = 64
@@ -120,7 +125,7 @@ class Scanner:
     }
 
     def __init__(self) -> None:
-        self.memo: dict[int, object] = _Memo(self._recall_entry)
+        self.memo: dict[int, object] = _Memo(self._recreate_memo_entry)
         self.taken = self.entries = 0
         # Compiling takes 3 ms, so it is not done at import time.
         self._match_tensor = re.compile(_TENSOR, re.DOTALL).match
@@ -131,7 +136,7 @@ class Scanner:
         self._data = b""
         self._heads: dict[bytes, tuple[str, bool]] = {}
         self._known_bytes: dict[tuple[_Target, ...], set[bytes]] = {}
-        self._usual_item: tuple[bytes, ...] = (b"",) * len(_ITEM)
+        self._usual_item: tuple[bytes, ...] = (b"",) * len(_ITEM_TARGETS)
         self._strings: dict[bytes, str] = {}
         self._recent_names: dict[int, str] = {}
         self._sizes: dict[bytes, Vector] = {}
@@ -172,9 +177,9 @@ class Scanner:
             return pos
         head, size_ref, dims, chunks, several = match.groups()
         facts = self._heads.get(head) or self._parse_tensor_head(head)
-        if facts is None or not self._is_target(chunks, ("chunks",)):
+        if facts is None or not self._is_reference_to(chunks, ("chunks",)):
             return pos
-        if dims is not None and not self._is_target(size_ref, (_SIZE,)):
+        if dims is not None and not self._is_reference_to(size_ref, (_SIZE,)):
             return pos
         shape = memo[_parse_reference(size_ref)] if dims is None else _parse_size(dims)
         if type(shape) is not Size:
@@ -196,7 +201,7 @@ class Scanner:
             number += 8
         self.taken += number - first - (len(memo) - memo_size)
         self.entries += len(boxes)
-        stack += (name, ScannedTensor(*facts, check_integers(shape), _make_chunk_run(boxes)))
+        stack += (name, ScannedTensor(*facts, parse_integers(shape), _make_chunk_run(boxes)))
         return after + 3
 
     def _read_chunks(
@@ -209,9 +214,9 @@ class Scanner:
         for match in islice(self._chunks(self._data, pos), max_chunks):
             head, offsets, middle, sizes = match.groups()
             if usual != (head, middle):
-                if head is None or not self._is_target(head, _CHUNK_HEAD):
+                if head is None or not self._is_reference_to(head, _CHUNK_HEAD):
                     break
-                if not self._is_target(middle, _CHUNK_MIDDLE):
+                if not self._is_reference_to(middle, _CHUNK_MIDDLE):
                     break
                 usual = head, middle
             boxes.append((offsets, sizes))
@@ -243,7 +248,7 @@ class Scanner:
             ) = match.groups()
             if usual != (head, index, offset or usual[2], info, offset_name, length_name):
                 usual = head, index, offset or usual[2], info, offset_name, length_name
-                if head is None or not all(map(self._is_target, usual, _ITEM)):
+                if head is None or not all(map(self._is_reference_to, usual, _ITEM_TARGETS)):
                     break
                 self._usual_item = usual
             name = strings.get(name_ref) or self._resolve_string(name_ref)
@@ -282,13 +287,13 @@ class Scanner:
         self.taken += numbers - (len(self.memo) - memo_size)
         self.entries += count
 
-    def is_every_run_used_once(self, used: Iterable[ChunkRun | PlaceRun]) -> bool:
-        """Return whether each run is in *used* exactly once, and none is in the memo."""
+    def is_every_run_used_once(self, used_runs: Iterable[ChunkRun | PlaceRun]) -> bool:
+        """Return whether each run is in *used_runs* exactly once, and none is in the memo."""
         kinds = {*map(type, self.memo.values())}
-        once = sorted(map(id, self._created_runs)) == sorted(map(id, used))
+        once = sorted(map(id, self._created_runs)) == sorted(map(id, used_runs))
         return once and not kinds & {ChunkRun, PlaceRun}
 
-    def _recall_entry(self, number: int) -> object:
+    def _recreate_memo_entry(self, number: int) -> object:
         """Return the memo entry that a run would have created."""
         index = bisect_right(self._runs, number, key=itemgetter(0)) - 1
         if index not in self._recalled_entries:
@@ -298,11 +303,11 @@ class Scanner:
         return self._recalled_entries[index][number]
 
     def _rescan_run(
-        self, number: int, pos: int, count: int, chunks: bool
+        self, number: int, pos: int, count: int, is_chunk_run: bool
     ) -> Iterator[tuple[int, object]]:
-        find_entries = self._chunks if chunks else self._items
+        find_entries = self._chunks if is_chunk_run else self._items
         for match in islice(find_entries(self._data, pos), count):
-            if chunks:
+            if is_chunk_run:
                 yield number + 4, _parse_size(match[2])
                 yield number + 7, _parse_size(match[4])
                 number += 8
@@ -331,14 +336,14 @@ class Scanner:
     def _resolve_offsets(self, size: bytes, dims: bytes | None) -> Vector | None:
         """Return a literal or referenced ``torch.Size``, or None if it is unusual."""
         if dims is not None:
-            if not self._is_target(size, (_SIZE,)):
+            if not self._is_reference_to(size, (_SIZE,)):
                 return None
             self._size_class.add(size)
             return _parse_vector(dims)
         value = self._resolve_reference(size)
         if type(value) is not Size:
             return None
-        offsets = self._sizes[size] = check_integers(value)
+        offsets = self._sizes[size] = parse_integers(value)
         return offsets
 
     def _resolve_reference(self, raw: bytes) -> object:
@@ -349,13 +354,13 @@ class Scanner:
         except KeyError:
             return None
 
-    def _is_target(self, raw: bytes, names: tuple[_Target, ...]) -> bool:
+    def _is_reference_to(self, raw: bytes, names: tuple[_Target, ...]) -> bool:
         """Return whether the references in *raw* are the strings and classes in *names*."""
         known_bytes = self._known_bytes.setdefault(names, set())
         if raw in known_bytes:
             return True
         targets = [
-            _get_target(self.memo[_parse_reference(token)]) for token in _find_references(raw)
+            _get_target_name(self.memo[_parse_reference(token)]) for token in _find_references(raw)
         ]
         if targets != list(names):
             return False
@@ -365,9 +370,13 @@ class Scanner:
     def _parse_tensor_head(self, raw: bytes) -> tuple[str, bool] | None:
         """Return dtype and ``requires_grad`` of tensors that start with *raw*, or None."""
         values = [self.memo[_parse_reference(token)] for token in _find_references(raw)]
-        names = [_get_target(value) for value in values]
+        names = [_get_target_name(value) for value in values]
         dtype = values[3]
-        if names[:3] + names[-1:] != _FIXED or type(dtype) is not Global or dtype.module != "torch":
+        if (
+            names[:3] + names[-1:] != _TENSOR_HEAD_TARGETS
+            or type(dtype) is not Global
+            or dtype.module != "torch"
+        ):
             return None
         if dtype.name not in dtypes.BY_NAME:
             return None
@@ -381,7 +390,7 @@ def _find_references(raw: bytes) -> list[bytes]:
     return [token for token in _TOKEN.findall(raw) if token[0] in b"hj"]
 
 
-def _get_target(value: object) -> _Target:
+def _get_target_name(value: object) -> _Target:
     if type(value) is Builder:
         value = value.source
     if type(value) is Global:

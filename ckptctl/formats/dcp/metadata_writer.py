@@ -28,8 +28,8 @@ VERSION = "1.0.0"
 BATCH_SIZE = 1000
 MAX_CACHED_PLACES = 1 << 16
 MAX_CACHED_LISTS = 64
-_HOME = "torch.distributed.checkpoint.metadata"
-_STORAGE = "torch.distributed.checkpoint.filesystem"
+_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+_STORAGE_MODULE = "torch.distributed.checkpoint.filesystem"
 _RECORDS = ("TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "MetadataIndex")
 _RECORD = b")\x81\x94"
 _STATE = b")\x81\x94}\x94("
@@ -42,12 +42,12 @@ LocatedChunk = tuple[_Offsets, str, int, int]
 def encode_metadata(
     tensors: Sequence[OutputTensor],
     blobs: Sequence[Blob],
-    boxes: Mapping[str, Sequence[TensorPlace]],
+    places_by_name: Mapping[str, Sequence[TensorPlace]],
     items: Mapping[tuple[str, _Offsets], Item],
     origin: Origin = UNKNOWN_ORIGIN,
 ) -> bytes:
     """Encode a ``.metadata`` file for stock ``dcp.load``."""
-    chunks = ([place.box for place in boxes[tensor.name]] for tensor in tensors)
+    chunks = ([place.box for place in places_by_name[tensor.name]] for tensor in tensors)
     by_name = groupby(items.items(), key=lambda pair: pair[0][0])
     located = (
         (name, ((offsets, *item) for (_, offsets), item in group)) for name, group in by_name
@@ -55,7 +55,7 @@ def encode_metadata(
     return _check_readable(_write_entries(tensors, chunks, blobs, located).finish_pickle(origin))
 
 
-class TensorMetadata:
+class EncodedTensorMetadata:
     """Encoded ``.metadata`` of all tensors, to which non-tensor values are added later."""
 
     def __init__(self, writer: _MetadataWriter) -> None:
@@ -102,16 +102,16 @@ def _check_readable(content: bytes, preceding_bytes: int = 0) -> bytes:
     return content
 
 
-def encode_tensors(
+def encode_tensor_metadata(
     tensors: Sequence[OutputTensor],
     boxes: Sequence[Sequence[Box]],
     items: Iterable[tuple[str, Iterable[LocatedChunk]]],
-) -> TensorMetadata:
+) -> EncodedTensorMetadata:
     """Encode a ``.metadata`` of tensors, to which non-tensor values can be added.
 
     A list in *boxes* that several tensors share is only encoded once.
     """
-    return TensorMetadata(_write_entries(tensors, boxes, (), items))
+    return EncodedTensorMetadata(_write_entries(tensors, boxes, (), items))
 
 
 def _write_entries(
@@ -141,36 +141,36 @@ class _MetadataWriter:
 
     Attributes:
         out: The pickle so far.
-        count: Number of memo entries.
+        memo_count: Number of memo entries.
         strings: Memo references of strings.
         dicts: Memo references of the dicts of the metadata.
         sizes: Encoded ``torch.Size`` objects by value.
-        places: Encoded offsets and lengths of items, by their values.
-        lists: Encoded chunks and their number of memo entries, by the id of the list of boxes.
+        encoded_ranges: Encoded offsets and lengths of items, by their values.
+        encoded_chunk_lists: Encoded chunks and their number of memo entries, by the id of the list of boxes.
             A reference to the list keeps its id valid.
-        pairs: Number of pairs in the current batch of the current dict.
-        filling: Opcodes that close the current dict.
+        batch_pair_count: Number of pairs in the current batch of the current dict.
+        closing_opcodes: Opcodes that close the current dict.
     """
 
     def __init__(self, tensors: Iterable[OutputTensor]) -> None:
         self.out = bytearray(b"\x80\x04")
-        self.count = 0
+        self.memo_count = 0
         self.strings: dict[str, bytes] = {}
         self.dicts: dict[str, bytes] = {}
         self.sizes: dict[tuple[int, ...], bytes] = {}
-        self.places: dict[tuple[int, int], bytes] = {}
-        self.lists: dict[int, tuple[Sequence[Box], bytes, int]] = {}
-        self.pairs = 0
-        self.filling = b""
-        records = {name: self._define_global(_HOME, name) for name in _RECORDS}
+        self.encoded_ranges: dict[tuple[int, int], bytes] = {}
+        self.encoded_chunk_lists: dict[int, tuple[Sequence[Box], bytes, int]] = {}
+        self.batch_pair_count = 0
+        self.closing_opcodes = b""
+        records = {name: self._define_global(_METADATA_MODULE, name) for name in _RECORDS}
         size, info = (
             self._define_global("torch", "Size"),
-            self._define_global(_STORAGE, "_StorageInfo"),
+            self._define_global(_STORAGE_MODULE, "_StorageInfo"),
         )
-        self.empty = self._define_global(_HOME, "BytesStorageMetadata") + _RECORD
+        self.empty = self._define_global(_METADATA_MODULE, "BytesStorageMetadata") + _RECORD
         self.size = size
         self.strided = self._define_call("torch.serialization", "_get_layout", "torch.strided")
-        self.contiguous = self._define_call(_HOME, "_MEM_FORMAT_ENCODING", 0)
+        self.contiguous = self._define_call(_METADATA_MODULE, "_MEM_FORMAT_ENCODING", 0)
         self.dtypes = {
             t: self._define_global("torch", t) for t in sorted({t.dtype for t in tensors})
         }
@@ -184,26 +184,31 @@ class _MetadataWriter:
         self.position = key["index"] + b"N" + key["offset"]
         self.info = b"ub" + info + _STATE + key["relative_path"]
         self.start, self.length = key["offset"], key["length"]
-        root = self._define_global(_HOME, "Metadata")
+        root = self._define_global(_METADATA_MODULE, "Metadata")
         self.out += root + _STATE
-        self.count += 2
+        self.memo_count += 2
 
     def drop_output(self) -> None:
         """Drop the output so far and all caches."""
-        self.out, self.sizes, self.places, self.lists = bytearray(), {}, {}, {}
+        self.out, self.sizes, self.encoded_ranges, self.encoded_chunk_lists = (
+            bytearray(),
+            {},
+            {},
+            {},
+        )
 
     def begin_section(self, name: str) -> None:
         """Begin the next dict of the metadata."""
         self._close_section()
         self.out += self.encode_text(name) + b"}\x94("
         self.dicts[name] = self._next_reference()
-        self.filling = b"u"
+        self.closing_opcodes = b"u"
 
     def reopen_section(self, name: str) -> None:
         """Reopen the dict *name*, to which further pairs are added."""
         self._close_section()
         self.out += self.dicts[name] + b"("
-        self.filling = b"u0"
+        self.closing_opcodes = b"u0"
 
     def write_tensor(self, tensor: OutputTensor, boxes: Sequence[Box]) -> None:
         """Write a ``TensorStorageMetadata`` under its name."""
@@ -212,19 +217,19 @@ class _MetadataWriter:
         flags = self.dtypes[tensor.dtype] + self.strided + grad + self.contiguous + b"\x89t\x94b"
         self.out += self.encode_text(tensor.name) + self.tensor_head + flags
         self.out += self.size_key + self._encode_size(tensor.shape) + self.chunks
-        if id(boxes) not in self.lists:
-            if len(self.lists) >= MAX_CACHED_LISTS:
-                self.lists.clear()
-            self.lists[id(boxes)] = (boxes, *self._encode_chunks(boxes))
-        _, chunks, memos = self.lists[id(boxes)]
-        self.count += 5 + _count_memos(tensor.shape) + memos
+        if id(boxes) not in self.encoded_chunk_lists:
+            if len(self.encoded_chunk_lists) >= MAX_CACHED_LISTS:
+                self.encoded_chunk_lists.clear()
+            self.encoded_chunk_lists[id(boxes)] = (boxes, *self._encode_chunks(boxes))
+        _, chunks, memos = self.encoded_chunk_lists[id(boxes)]
+        self.memo_count += 5 + _count_memos(tensor.shape) + memos
         self.out += chunks + b"ub"
 
     def write_blob(self, blob: Blob) -> None:
         """Write a ``BytesStorageMetadata`` under its name."""
         self._count_pair()
         self.out += self.encode_text(blob.name) + self.empty
-        self.count += 1
+        self.memo_count += 1
 
     def write_path(self, leaf: OutputTensor | Blob) -> None:
         """Write the path of a leaf, as strings and integer list positions."""
@@ -235,21 +240,21 @@ class _MetadataWriter:
             for key in leaf.path
         ]
         self.out += name + _encode_tuple(keys)
-        self.count += bool(keys)
+        self.memo_count += bool(keys)
 
     def write_items(self, name: str, located: Iterable[LocatedChunk]) -> None:
         """Write the ``MetadataIndex`` and ``_StorageInfo`` of each item of one leaf."""
         head, info = self.index + self.strings[name] + self.position, self.info
         parts: list[bytes] = []
         for offsets, path, start, nbytes in located:
-            if self.pairs == BATCH_SIZE:
+            if self.batch_pair_count == BATCH_SIZE:
                 parts.append(b"u(")
-                self.pairs = 0
-            self.pairs += 1
-            self.count += 4 if offsets is None else 4 + _count_memos(offsets)
+                self.batch_pair_count = 0
+            self.batch_pair_count += 1
+            self.memo_count += 4 if offsets is None else 4 + _count_memos(offsets)
             position = b"N" if offsets is None else self._encode_size(offsets)
             file = self.strings.get(path) or self.encode_text(path)
-            parts += (head, position, info, file, self._encode_place(start, nbytes))
+            parts += (head, position, info, file, self._encode_byte_range(start, nbytes))
         self.out += b"".join(parts)
 
     def finish_pickle(self, origin: Origin) -> bytes:
@@ -259,7 +264,7 @@ class _MetadataWriter:
             self.out += self.encode_text(CKPTCTL_KEY) + b"}" + self._memoize()
             self.out += self.encode_text(WORLD_SIZE_KEY) + _encode_integer(origin.world) + b"s"
         if origin.save_id:
-            storage_meta = self._define_global(_HOME, "StorageMeta")
+            storage_meta = self._define_global(_METADATA_MODULE, "StorageMeta")
             self.out += self.encode_text("storage_meta") + storage_meta + b")\x81" + self._memoize()
             self.out += b"}" + self._memoize() + b"("
             for name, value in (("checkpoint_id", b"N"), ("load_id", b"N"), ("modules", b"]")):
@@ -307,34 +312,34 @@ class _MetadataWriter:
             encoded = self.sizes[values] = self.size + tuple_ + b"\x85\x94R\x94"
         return encoded
 
-    def _encode_place(self, start: int, nbytes: int) -> bytes:
+    def _encode_byte_range(self, start: int, nbytes: int) -> bytes:
         """Encode the offset and length of an item, cached because many items have the same."""
-        encoded = self.places.get((start, nbytes))
+        encoded = self.encoded_ranges.get((start, nbytes))
         if encoded is None:
-            if len(self.places) >= MAX_CACHED_PLACES:
-                self.places.clear()
+            if len(self.encoded_ranges) >= MAX_CACHED_PLACES:
+                self.encoded_ranges.clear()
             encoded = (
                 self.start + _encode_integer(start) + self.length + _encode_integer(nbytes) + b"ub"
             )
-            self.places[start, nbytes] = encoded
+            self.encoded_ranges[start, nbytes] = encoded
         return encoded
 
     def _count_pair(self) -> None:
         """Count a pair, and begin a new batch if the current one is full."""
-        if self.pairs == BATCH_SIZE:
+        if self.batch_pair_count == BATCH_SIZE:
             self.out += b"u("
-            self.pairs = 0
-        self.pairs += 1
+            self.batch_pair_count = 0
+        self.batch_pair_count += 1
 
     def _close_section(self) -> None:
         """Close the current dict, if any."""
-        self.out += self.filling
-        self.filling, self.pairs = b"", 0
+        self.out += self.closing_opcodes
+        self.closing_opcodes, self.batch_pair_count = b"", 0
 
     def _next_reference(self) -> bytes:
         """Return the memo reference of the object that is memoized next."""
-        number = self.count
-        self.count = number + 1
+        number = self.memo_count
+        self.memo_count = number + 1
         return b"h" + bytes((number,)) if number < 256 else b"j" + number.to_bytes(4, "little")
 
     def _define_key(self, name: str) -> bytes:

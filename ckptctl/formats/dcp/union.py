@@ -23,7 +23,7 @@ from ckptctl.errors import (
     UnsupportedError,
     quote_names,
 )
-from ckptctl.formats.dcp import metadata_name
+from ckptctl.formats.dcp import format_metadata_name
 from ckptctl.formats.dcp.metadata import (
     UNKNOWN_ORIGIN,
     Item,
@@ -32,7 +32,7 @@ from ckptctl.formats.dcp.metadata import (
     refuse_duplicate_paths,
 )
 from ckptctl.formats.shared.findings import UNUSABLE_ERRORS, FaultCollector
-from ckptctl.formats.shared.joined_tensors import ONE_SAVE, ranks_disagree_error
+from ckptctl.formats.shared.joined_tensors import ONE_SAVE_HINT, ranks_disagree_error
 from ckptctl.formats.shared.leaves import add_rank_prefix, join_path
 from ckptctl.planner.boxes import compute_coverage
 from ckptctl.storage.files import SourceFiles
@@ -66,15 +66,15 @@ class RankMetadataMerger:
 
     Attributes:
         ranks: Number of ranks.
-        ends: End of the last item of each data file, including copies.
-        copies: Further copies of each tensor's chunks, by offsets; empty unless *repeated*.
+        file_ends: End of the last item of each data file, including copies.
+        chunk_copies: Further copies of each tensor's chunks, by offsets; empty unless *repeated*.
         world: Recorded world size; 0 if not recorded.
     """
 
     def __init__(self, where: str, ranks: int, *, repeated: bool = False) -> None:
         self.ranks = ranks
-        self.ends: dict[str, int] = {}
-        self.copies: dict[str, dict[Vector, list[Row]]] = {}
+        self.file_ends: dict[str, int] = {}
+        self.chunk_copies: dict[str, dict[Vector, list[Row]]] = {}
         self.world = 0
         self._save_ids: list[str] = []
         self._where = where
@@ -85,7 +85,7 @@ class RankMetadataMerger:
         self, rank: int, leaves: Mapping[str, MetadataLeaf], origin: Origin = UNKNOWN_ORIGIN
     ) -> None:
         """Add the leaves of *rank* and the origin of its save."""
-        self._check_same_save(rank, origin)
+        self._record_origin(rank, origin)
         file_prefix = f"__{rank}_"
         for name, leaf in leaves.items():
             merged = self._merged.get(name)
@@ -104,12 +104,12 @@ class RankMetadataMerger:
             for file, _, end in leaf.ranges:
                 if not file.startswith(file_prefix):
                     raise UnsupportedError(
-                        f"`{metadata_name(rank)}` is not the metadata of rank {rank}",
+                        f"`{format_metadata_name(rank)}` is not the metadata of rank {rank}",
                         where=self._format_metadata_path(rank),
                         why=f"it states that `{name}` is stored in `{file}`",
                         hint="restore the original file names (files were renamed or overwritten)",
                     )
-                self.ends[file] = max(self.ends.get(file, 0), end)
+                self.file_ends[file] = max(self.file_ends.get(file, 0), end)
             for row in leaf.extents.iterate_rows():
                 self._add_chunk(rank, merged, row)
 
@@ -125,12 +125,12 @@ class RankMetadataMerger:
                 f"two ranks disagree on a chunk of `{merged.leaf.name}`",
                 where=self._format_metadata_path(rank),
                 why=f"this file has {Box(offsets, sizes)}, `{earlier[2]}` has {Box(*earlier[:2])}",
-                hint=ONE_SAVE,
+                hint=ONE_SAVE_HINT,
             )
         if self._keep_copies:
-            self.copies.setdefault(merged.leaf.name, {}).setdefault(offsets, []).append(row)
+            self.chunk_copies.setdefault(merged.leaf.name, {}).setdefault(offsets, []).append(row)
 
-    def list_incomplete(self, *, should_raise: bool) -> list[str]:
+    def list_incomplete_tensors(self, *, should_raise: bool) -> list[str]:
         """Return the tensors with missing parts, or raise if *should_raise*.
 
         Always raises if chunks overlap or exceed the shape. Only the numbers of elements are
@@ -152,7 +152,7 @@ class RankMetadataMerger:
         """Return every leaf with the chunks of all ranks, followed by copies, if recorded."""
         leaves = {}
         for name, merged in self._merged.items():
-            copies = chain.from_iterable(self.copies.get(name, {}).values())
+            copies = chain.from_iterable(self.chunk_copies.get(name, {}).values())
             rows = chain(merged.chunks.values(), copies)
             leaves[name] = replace(merged.leaf, extents=ExtentColumns.from_rows(rows))
         refuse_duplicate_paths(leaves, self._where)
@@ -164,7 +164,7 @@ class RankMetadataMerger:
         save_id = _make_hash(ids.encode()).hexdigest() if ids else ""
         return replace(catalog, save_id=save_id, world=self.world)
 
-    def _check_same_save(self, rank: int, origin: Origin) -> None:
+    def _record_origin(self, rank: int, origin: Origin) -> None:
         self._save_ids.append(origin.save_id)
         if not origin.world:
             return
@@ -180,11 +180,11 @@ class RankMetadataMerger:
                     if self.world
                     else ""
                 ),
-                hint=ONE_SAVE,
+                hint=ONE_SAVE_HINT,
             )
         self.world = origin.world
 
-    def list_blobs(self) -> list[str]:
+    def list_blob_names(self) -> list[str]:
         """Return the names of the non-tensor values."""
         return [name for name, merged in self._merged.items() if not merged.leaf.dtype]
 
@@ -194,7 +194,7 @@ class RankMetadataMerger:
         report = compute_coverage(leaf.shape, boxes)
         present = f"rank{'s 0 to ' if self.ranks > 1 else ' '}{self.ranks - 1}"
         if report.holes and not report.overlaps:
-            next_file = metadata_name(self.ranks)
+            next_file = format_metadata_name(self.ranks)
             return CoverageError(
                 f"parts of `{leaf.name}` are missing",
                 where=f"{self._where}, tensor `{leaf.name}`, shape {list(leaf.shape)}",
@@ -212,7 +212,7 @@ class RankMetadataMerger:
         )
 
     def _format_metadata_path(self, rank: int) -> str:
-        return f"{self._where}/{metadata_name(rank)}"
+        return f"{self._where}/{format_metadata_name(rank)}"
 
 
 def _format_leaf(leaf: MetadataLeaf) -> str:
@@ -228,28 +228,28 @@ class RankValueComparison:
         files: The directory's files.
         faults: Collector of unreadable files.
         rank_values: Values that differ from the lowest rank's, by their new names.
-        differing: Original names of the values in *rank_values*.
+        differing_names: Original names of the values in *rank_values*.
     """
 
     files: SourceFiles
     faults: FaultCollector
     rank_values: dict[str, MetadataLeaf] = field(default_factory=dict)
-    differing: dict[str, None] = field(default_factory=dict)
-    _first: dict[str, bytes] = field(default_factory=dict)
+    differing_names: dict[str, None] = field(default_factory=dict)
+    _first_digests: dict[str, bytes] = field(default_factory=dict)
 
     def compare_rank(self, rank: int, leaves: Mapping[str, MetadataLeaf]) -> None:
         """Compare the values of *rank* with those of lower ranks."""
         values = [(leaf, leaf.item) for leaf in leaves.values() if leaf.item is not None]
         values.sort(key=lambda value: (value[1].file, value[1].offset))
-        for run in _group_runs(values):
+        for run in _group_adjacent_values(values):
             try:
                 for leaf, digest in _compute_digests(self.files, run):
-                    if self._first.setdefault(leaf.name, digest) != digest:
+                    if self._first_digests.setdefault(leaf.name, digest) != digest:
                         path = add_rank_prefix(rank, leaf.path)
                         self.rank_values[join_path(path)] = replace(
                             leaf, name=join_path(path), path=path
                         )
-                        self.differing[leaf.name] = None
+                        self.differing_names[leaf.name] = None
             except SourceNotFoundError:
                 missing_error = DamagedError(
                     "a data file is missing",
@@ -262,7 +262,7 @@ class RankValueComparison:
                 self.faults.add_or_raise(error, run[0][1].file)
 
 
-def _group_runs(values: Sequence[_Value]) -> Iterator[Sequence[_Value]]:
+def _group_adjacent_values(values: Sequence[_Value]) -> Iterator[Sequence[_Value]]:
     """Group values that are adjacent in a file into runs of about a megabyte."""
     start = 0
     for index, (_, item) in enumerate(values):

@@ -18,7 +18,7 @@ from ckptctl.units import pluralize, sort_naturally
 
 FP32 = "fp32"
 ZERO = "zero"
-SCRIPTS = (LATEST, LATEST_UNIVERSAL, "zero_to_fp32.py", "zero_to_torch.py")
+ROOT_FILES = (LATEST, LATEST_UNIVERSAL, "zero_to_fp32.py", "zero_to_torch.py")
 MODEL_FILE = "mp_rank_00_model_states.pt"
 _RANK_FILE = re.compile(
     r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt"
@@ -72,11 +72,11 @@ def find_evidence(folder: TreePath) -> str | None:
         names = [item.name for item in folder.iterdir() if item.name.endswith("_states.pt")]
     except PermissionError:  # such as `lost+found`
         return None
-    state_files = [name for name in names if parse_saved_name(name)]
+    state_files = [name for name in names if match_state_file_name(name)]
     return f"{quote_names(sort_naturally(state_files), 1)}" if state_files else None
 
 
-def parse_saved_name(name: str) -> str | None:
+def match_state_file_name(name: str) -> str | None:
     """Return *name* if DeepSpeed uses it for files of states, or else None."""
     return name if _RANK_FILE.fullmatch(name) or _MODEL_FILE.fullmatch(name) else None
 
@@ -85,7 +85,7 @@ def find_model_files(root: TreePath, folder: str, faults: FaultCollector) -> tup
     """Return the files of a universal checkpoint's model states, in natural order."""
     items = (item.name for item in (root / folder).iterdir())
     names = sort_naturally(
-        [n for n in items if n.endswith("_model_states.pt") and parse_saved_name(n)]
+        [n for n in items if n.endswith("_model_states.pt") and match_state_file_name(n)]
     )
     matches = [
         match for name in names if (match := _RANK_FILE.fullmatch(name)) and not int(match[2])
@@ -200,7 +200,7 @@ def _check_rank_files(
         )
     if error:
         rank = next(rank for rank in range(last + 1) if rank not in files_by_rank)
-        elsewhere = _find_other_folder(
+        elsewhere = _describe_other_folder(
             root, folder, _format_rank_name(files_by_rank, rank), set(files_by_rank.values())
         )
         error.why = f"{error.why}{elsewhere}"
@@ -208,7 +208,7 @@ def _check_rank_files(
     return tuple(prefix + name for _, name in sorted(files_by_rank.items()))
 
 
-def require_world_files(
+def require_files_of_all_ranks(
     root: TreePath, names: tuple[str, ...], world: int, kind: str, faults: FaultCollector
 ) -> tuple[str, ...]:
     """Return the files of all ranks, or raise if some are missing or from a larger world.
@@ -225,7 +225,7 @@ def _format_rank_name(files_by_rank: Mapping[int, str], rank: int) -> str:
     return re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{rank}", example)
 
 
-def _find_other_folder(root: TreePath, folder: str, name: str, names: Collection[str]) -> str:
+def _describe_other_folder(root: TreePath, folder: str, name: str, names: Collection[str]) -> str:
     """Return a hint at another folder that contains the file *name*, or an empty string.
 
     Folder names with a metric can differ between ranks, which splits a save.

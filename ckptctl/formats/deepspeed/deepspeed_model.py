@@ -9,7 +9,13 @@ from pathlib import Path
 
 from ckptctl.catalog import Extent, TensorEntry
 from ckptctl.errors import UnsupportedError, format_option
-from ckptctl.formats.deepspeed.partitions import FlatPart, Segment, Shape, Strip, locate_extents
+from ckptctl.formats.deepspeed.partitions import (
+    FlatLocation,
+    FlatVector,
+    Segment,
+    Shape,
+    locate_extents,
+)
 from ckptctl.formats.deepspeed.states import ModelState
 from ckptctl.formats.deepspeed.zero import ZeroSave
 from ckptctl.formats.shared.findings import FaultCollector
@@ -26,13 +32,13 @@ def extract_module_leaves(model: ModelState) -> Leaves:
     return Leaves(leaves.tensors, leaves.blobs)
 
 
-def locate_parameters(save: ZeroSave) -> dict[str, TensorEntry]:
+def build_parameter_entries(save: ZeroSave) -> dict[str, TensorEntry]:
     """Return the parameters in the partitions, by their names in the module."""
     entries: dict[str, TensorEntry] = {}
-    for name, part in save.parts.items():
-        dtype = save.strips[part.spans[0][0] if part.spans else 0].dtype
+    for name, location in save.locations.items():
+        dtype = save.vectors[location.spans[0][0] if location.spans else 0].dtype
         entries[name] = make_parameter_entry(
-            name, dtype, part.shape, locate_extents(part, save.strips)
+            name, dtype, location.shape, locate_extents(location, save.vectors)
         )
     return entries
 
@@ -42,7 +48,7 @@ def extract_unpartitioned_leaves(save: ZeroSave, faults: FaultCollector) -> Leav
     missing_shapes = save.model.shapes
     for name in missing_shapes:
         faults.add_missing_tensor(
-            _module_key(name), "it is stored in the optimizer states, which cannot be read"
+            _format_module_key(name), "it is stored in the optimizer states, which cannot be read"
         )
     models = [
         replace(model, module={k: v for k, v in model.module.items() if k not in missing_shapes})
@@ -77,19 +83,19 @@ class MasterWeights:
 
     def build_leaves(self) -> Leaves:
         """Return all tensors and non-tensor values."""
-        frozen, shared = self.model.frozen, self.model.shared
+        frozen, shared = self.model.frozen_shapes, self.model.tied_names
         names = dict.fromkeys([*self.model.module, *frozen, *self.parameters, *shared])
-        entries = filter(None, map(self.find_usable_entry, names))
+        entries = filter(None, map(self.build_usable_entry, names))
         return Leaves({entry.name: entry for entry in entries}, self.module_leaves.blobs)
 
-    def find_usable_entry(self, name: str) -> TensorEntry | None:
+    def build_usable_entry(self, name: str) -> TensorEntry | None:
         """Return the tensor *name*, or add a finding and return None if its data is missing."""
         try:
             return self.build_entry(name)
         except _MissingDataError as error:
             if not self.faults.partial:
                 raise
-            self.faults.add_missing_tensor(_module_key(name), error.why or error.what)
+            self.faults.add_missing_tensor(_format_module_key(name), error.why or error.what)
             return None
 
     def build_entry(self, name: str) -> TensorEntry | None:
@@ -98,16 +104,16 @@ class MasterWeights:
         if name in self.parameters:
             parameter, saved = (
                 self.parameters[name],
-                self.module_leaves.tensors.get(_module_key(name)),
+                self.module_leaves.tensors.get(_format_module_key(name)),
             )
             self._require_same_shape(name, parameter.shape, name)
             entry = replace(parameter, requires_grad=saved is not None and saved.requires_grad)
-        elif name in self.model.shared and not self._is_empty(name):
-            entry = self._share_entry(name, self.model.shared[name])
-        elif self.partitioned and name in self.model.frozen:
-            entry = self._join_frozen(name, self.model.frozen[name])
-        elif _module_key(name) in self.module_leaves.tensors:
-            entry = self._take_from_module(name)
+        elif name in self.model.tied_names and not self._is_empty_parameter(name):
+            entry = self._build_tied_entry(name, self.model.tied_names[name])
+        elif self.partitioned and name in self.model.frozen_shapes:
+            entry = self._join_frozen_parameter(name, self.model.frozen_shapes[name])
+        elif _format_module_key(name) in self.module_leaves.tensors:
+            entry = self._build_module_entry(name)
         elif name in self.model.module:
             return None
         if entry is None:
@@ -118,16 +124,16 @@ class MasterWeights:
             )
         return entry
 
-    def _is_empty(self, name: str) -> bool:
+    def _is_empty_parameter(self, name: str) -> bool:
         """Return whether *name* is a parameter without elements.
 
         Such parameters are recorded as shared, because all of them have address 0.
         """
-        saved = self.module_leaves.tensors.get(_module_key(name))
+        saved = self.module_leaves.tensors.get(_format_module_key(name))
         return not self.partitioned and saved is not None and not saved.nbytes
 
-    def _share_entry(self, name: str, source: str) -> TensorEntry:
-        is_stored = source != name and source not in self.model.shared
+    def _build_tied_entry(self, name: str, source: str) -> TensorEntry:
+        is_stored = source != name and source not in self.model.tied_names
         source_entry = self.build_entry(source) if is_stored else None
         if source_entry is None:
             raise _MissingDataError(
@@ -136,13 +142,13 @@ class MasterWeights:
         self._require_same_shape(name, source_entry.shape, source)
         return replace(
             source_entry,
-            name=_module_key(name),
+            name=_format_module_key(name),
             path=(MODULE_KEY, name),
-            alias_of=_module_key(source),
+            alias_of=_format_module_key(source),
         )
 
     def _require_same_shape(self, name: str, shape: Shape, source: str) -> None:
-        saved = self.module_leaves.tensors.get(_module_key(name))
+        saved = self.module_leaves.tensors.get(_format_module_key(name))
         if not self.partitioned and saved is not None and saved.shape != shape:
             raise UnsupportedError(
                 f"the shape of `{name}` differs from that of "
@@ -155,12 +161,12 @@ class MasterWeights:
                 "computed with",
             )
 
-    def _join_frozen(self, name: str, shape: Shape) -> TensorEntry | None:
+    def _join_frozen_parameter(self, name: str, shape: Shape) -> TensorEntry | None:
         """Join the ranks' shares of a frozen parameter, or return None if one is missing.
 
         If the ranks have full copies, the first is used.
         """
-        fragments = [(model.file, model.fragments.get(name)) for model in self.models]
+        fragments = [(model.file, model.frozen_data.get(name)) for model in self.models]
         shares = [(file, item) for file, item in fragments if isinstance(item, StoredTensor)]
         if len(shares) < len(fragments):
             return None
@@ -179,14 +185,14 @@ class MasterWeights:
                 where=str(Path(self.where).parent / Path(malformed_files[0]).name),
                 why=f"expected {pluralize(share, 'element')} of {first.dtype}",
             )
-        strip = Strip([Segment(file, item) for file, item in shares])
-        boxes = locate_extents(FlatPart(shape, ((0, 0, numel),), 0), [strip])
+        vector = FlatVector([Segment(file, item) for file, item in shares])
+        boxes = locate_extents(FlatLocation(shape, ((0, 0, numel),), 0), [vector])
         return make_parameter_entry(name, first.dtype, shape, boxes)
 
-    def _take_from_module(self, name: str) -> TensorEntry | None:
+    def _build_module_entry(self, name: str) -> TensorEntry | None:
         """Return a buffer, or for stages 1 and 2 a frozen parameter, from the module."""
-        saved = self.module_leaves.tensors[_module_key(name)]
-        shape = self.model.frozen.get(name, saved.shape)
+        saved = self.module_leaves.tensors[_format_module_key(name)]
+        shape = self.model.frozen_shapes.get(name, saved.shape)
         gathered = not self.partitioned or saved.shape != (0,)
         if shape != saved.shape or not gathered:
             return None
@@ -199,7 +205,7 @@ class MasterWeights:
         return replace(saved, extents=extents)
 
 
-def _module_key(name: str) -> str:
+def _format_module_key(name: str) -> str:
     return f"{MODULE_KEY}.{name}"
 
 
@@ -207,4 +213,4 @@ def make_parameter_entry(
     name: str, dtype: str, shape: Shape, boxes: Sequence[Extent]
 ) -> TensorEntry:
     """Return the catalog entry of the parameter called *name* in the module."""
-    return TensorEntry(_module_key(name), dtype, shape, boxes, (MODULE_KEY, name))
+    return TensorEntry(_format_module_key(name), dtype, shape, boxes, (MODULE_KEY, name))

@@ -12,22 +12,22 @@ from dataclasses import replace
 from ckptctl.catalog import Blob, Catalog, Extent, TensorEntry
 from ckptctl.errors import UnsupportedError, UsageError, format_option
 from ckptctl.formats.base import ReadOptions
-from ckptctl.formats.deepspeed.deepspeed_files import SCRIPTS, find_evidence, find_rank_files
+from ckptctl.formats.deepspeed.deepspeed_files import ROOT_FILES, find_evidence, find_rank_files
 from ckptctl.formats.deepspeed.deepspeed_model import (
     MODULE_KEY,
     MasterWeights,
+    build_parameter_entries,
     extract_module_leaves,
     extract_unpartitioned_leaves,
-    locate_parameters,
 )
-from ckptctl.formats.deepspeed.optimizer import OPTIMIZER, extract_state
+from ckptctl.formats.deepspeed.optimizer import OPTIMIZER, extract_training_state
 from ckptctl.formats.deepspeed.states import ModelState
 from ckptctl.formats.deepspeed.zero import ZeroSave, read_save
 from ckptctl.formats.shared.findings import FaultCollector
 from ckptctl.formats.shared.leaves import (
     add_rank_prefix,
-    differing_values_note,
-    unknown_class_notes,
+    list_differing_value_notes,
+    list_unknown_class_notes,
 )
 from ckptctl.formats.shared.replicas import CopyComparison
 from ckptctl.formats.shared.stored_leaves import NO_CHECKSUMS, Leaves, make_stored_entry
@@ -60,17 +60,17 @@ class ReplicaCollector:
         self.replicas: dict[str, list[Extent]] = {}
         self.differing: dict[str, TensorEntry] = {}
 
-    def add_copies(self, home: str, copies: Iterator[RankValue]) -> None:
-        """Compare *copies* with the tensors that are read from the file *home*."""
+    def add_copies(self, first_file: str, copies: Iterator[RankValue]) -> None:
+        """Compare *copies* with the tensors that are read from the file *first_file*."""
         for name, rank, file, value in copies:
             entry = self.tensors.get(name)
-            if entry is None or [extent.file for extent in entry.extents] != [home]:
+            if entry is None or [extent.file for extent in entry.extents] != [first_file]:
                 continue
             if not isinstance(value, StoredTensor):
                 raise UnsupportedError(
                     f"`{name}` is missing from `{file}`",
                     where=str(self.comparison.files.root / file),
-                    why=f"`{home}` has it",
+                    why=f"`{first_file}` has it",
                     hint="check for a file of an earlier save under the same tag",
                 )
             rank_entry = make_stored_entry(add_rank_prefix(rank, entry.path), value, file)
@@ -85,15 +85,15 @@ def iterate_model_copies(models: Sequence[ModelState], model: ModelState) -> Ite
     for rank, other_model in enumerate(models):
         if other_model is not model and not other_model.is_placeholder:
             for name, value in model.module.items():
-                if isinstance(value, StoredTensor) and name not in model.frozen:
+                if isinstance(value, StoredTensor) and name not in model.frozen_shapes:
                     yield (
                         f"{MODULE_KEY}.{name}",
                         rank,
                         other_model.file,
                         other_model.module.get(name),
                     )
-            for name, shape in model.frozen.items():
-                value = other_model.fragments.get(name)
+            for name, shape in model.frozen_shapes.items():
+                value = other_model.frozen_data.get(name)
                 if isinstance(value, StoredTensor) and value.shape == shape:
                     yield (f"{MODULE_KEY}.{name}", rank, other_model.file, value)
 
@@ -103,8 +103,8 @@ def _iterate_counter_copies(save: ZeroSave) -> Iterator[RankValue]:
     for rank, other_optim in enumerate(save.optims):
         if other_optim.is_placeholder or other_optim is save.optim:
             continue
-        for name, part in save.parts.items():
-            for key, value in other_optim.states[part.owner].items():
+        for name, location in save.locations.items():
+            for key, value in other_optim.states[location.group_number].items():
                 if isinstance(value, StoredTensor) and not value.shape:
                     yield (f"{OPTIMIZER}.state.{name}.{key}", rank, other_optim.file, value)
 
@@ -116,14 +116,14 @@ def read_catalog(path: TreePath, options: ReadOptions, name: str) -> Catalog:
     save_files = find_rank_files(path, folder, faults)
     with source_files(path) as files:
         save = read_save(files, save_files, options.weights != "module", faults)
-        model = _select_weights(save, options, faults)
-        state = extract_state(save, files)
+        model = _extract_weights(save, options, faults)
+        state = extract_training_state(save, files)
         tensors = faults.drop_unusable_boxes({**model.tensors, **state.tensors})
         replicas = ReplicaCollector(files, tensors, list_replicas=options.replicas)
         replicas.add_copies(save.model.file, iterate_model_copies(save.models, save.model))
         if save.optims and options.replicas:
             replicas.add_copies(save.optim.file, _iterate_counter_copies(save))
-        notes = [] if save.model.checksums else [NO_CHECKSUMS]
+        notes = [] if save.model.has_checksums else [NO_CHECKSUMS]
         if save.model.groups is not None and not save.optims:
             notes.append("the optimizer states of all ranks are missing")
         return build_catalog(
@@ -138,7 +138,7 @@ def read_catalog(path: TreePath, options: ReadOptions, name: str) -> Catalog:
         )
 
 
-def _select_weights(save: ZeroSave, options: ReadOptions, faults: FaultCollector) -> Leaves:
+def _extract_weights(save: ZeroSave, options: ReadOptions, faults: FaultCollector) -> Leaves:
     """Return the requested weights, by default the fp32 copies if there are any."""
     if save.partitioned and options.weights == "module":
         raise UsageError(
@@ -150,7 +150,7 @@ def _select_weights(save: ZeroSave, options: ReadOptions, faults: FaultCollector
         )
     if save.optims and options.weights != "module":
         return MasterWeights(
-            save.models, locate_parameters(save), save.partitioned, faults
+            save.models, build_parameter_entries(save), save.partitioned, faults
         ).build_leaves()
     if save.model.groups is not None and options.weights != "module":
         return extract_unpartitioned_leaves(save, faults)
@@ -176,7 +176,7 @@ def build_catalog(
     notes: Iterable[str],
 ) -> Catalog:
     """Combine the tensors, the *blobs* of the model and all *state* into a catalog."""
-    sidecars = scan_sidecar_files(faults.root, {folder, *files, *SCRIPTS})
+    sidecars = scan_sidecar_files(faults.root, {folder, *files, *ROOT_FILES})
     return replace(
         sidecars.make_catalog(faults.root, name),
         files=files,
@@ -185,8 +185,8 @@ def build_catalog(
         notes=(
             *notes,
             *state.notes,
-            *unknown_class_notes(state.blobs.values()),
-            *differing_values_note(replicas.comparison.differing),
+            *list_unknown_class_notes(state.blobs.values()),
+            *list_differing_value_notes(replicas.comparison.differing),
             *replicas.comparison.list_notes(),
         ),
         replicas={name: tuple(copies) for name, copies in replicas.replicas.items()},

@@ -14,10 +14,16 @@ from dataclasses import replace
 
 from ckptctl.catalog import Blob, TensorEntry
 from ckptctl.errors import UnsupportedError, quote_names
-from ckptctl.formats.deepspeed.partitions import Segment, Shapes, Strip, is_flat, locate_extents
+from ckptctl.formats.deepspeed.partitions import (
+    FlatVector,
+    Segment,
+    Shapes,
+    is_flat,
+    locate_extents,
+)
 from ckptctl.formats.deepspeed.states import MODEL_KEYS, ModelState, OptimState
-from ckptctl.formats.deepspeed.zero import ZeroSave, make_strips
-from ckptctl.formats.shared.leaves import add_rank_prefix, differing_values_note, join_path
+from ckptctl.formats.deepspeed.zero import ZeroSave, build_flat_vectors
+from ckptctl.formats.shared.leaves import add_rank_prefix, join_path, list_differing_value_notes
 from ckptctl.formats.shared.rank_merge import is_same_value
 from ckptctl.formats.shared.stored_leaves import Leaves, make_stored_entry
 from ckptctl.storage.compare import has_same_checksum, have_same_elements
@@ -35,7 +41,7 @@ NUMBERED_NOTE = (
 )
 
 
-def extract_other_state(model: ModelState) -> dict[str, object]:
+def extract_non_model_entries(model: ModelState) -> dict[str, object]:
     """Return the entries of model states other than the model, without an empty optimizer."""
     rest = {key: value for key, value in model.content.items() if key not in MODEL_KEYS}
     if rest.get(OPTIMIZER, model) is None:
@@ -53,7 +59,7 @@ def add_other_rank_leaves(
             continue
         other_leaves = Leaves()
         other_leaves.add_object(
-            extract_other_state(other_model),
+            extract_non_model_entries(other_model),
             (),
             other_model.file,
             str(files.root / other_model.file),
@@ -76,7 +82,7 @@ def add_other_rank_leaves(
             path = add_rank_prefix(rank, leaf.path)
             leaves.add_leaf(replace(leaf, name=join_path(path), path=path))
             differing.append(leaf.name)
-    leaves.notes += differing_values_note(differing)
+    leaves.notes += list_differing_value_notes(differing)
 
 
 def _list_step_notes(leaves: Leaves, files: SourceFiles) -> Iterator[str]:
@@ -112,7 +118,7 @@ def _name_optimizer_state(
     settings = inner.get("param_groups") if isinstance(inner, dict) else None
     if not isinstance(inner, dict) or not isinstance(state, dict) or not isinstance(settings, list):
         return None
-    names = dict(_match_names(settings, groups))
+    names = dict(_match_parameter_names(settings, groups))
     numbers = [g.get("params") if isinstance(g, dict) else None for g in settings]
     count = sum(len(group_numbers) for group_numbers in numbers if isinstance(group_numbers, list))
     if None in numbers or not count == len(names) == len(set(names.values())):
@@ -131,7 +137,7 @@ def _name_optimizer_state(
     }
 
 
-def _match_names(
+def _match_parameter_names(
     settings: Sequence[object], groups: Sequence[Shapes] | None
 ) -> Iterator[tuple[object, str]]:
     """Yield ``(number, name)`` for each parameter that has both."""
@@ -155,11 +161,11 @@ def _is_shape_match(state: object, parameter: object) -> bool:
     return all(not value.shape or value.shape == parameter.shape for value in moments)
 
 
-def extract_state(save: ZeroSave, files: SourceFiles) -> Leaves:
+def extract_training_state(save: ZeroSave, files: SourceFiles) -> Leaves:
     """Return all leaves other than the model, preferring those of the first rank."""
     leaves = Leaves()
     model, root = save.model, files.root
-    rest = extract_other_state(model)
+    rest = extract_non_model_entries(model)
     optimizer = rest.get(OPTIMIZER)
     if isinstance(optimizer, dict) and not save.optims:
         named_optimizer = _name_optimizer_state(optimizer, model.groups, model.module)
@@ -168,29 +174,31 @@ def extract_state(save: ZeroSave, files: SourceFiles) -> Leaves:
     leaves.add_object(rest, (), model.file, str(root / model.file))
     add_other_rank_leaves(leaves, save.models, model, files)
     if save.optims:
-        _add_states(save, files, leaves)
+        _add_optimizer_states(save, files, leaves)
         first = save.optim
-        owners = ((name, part.owner) for name, part in save.parts.items())
-        settings = build_settings(first.rest, first.settings, owners)
+        owners = ((name, part.group_number) for name, part in save.locations.items())
+        settings = build_optimizer_settings(first.other_entries, first.param_groups, owners)
         leaves.add_object(settings, (OPTIMIZER,), first.file, str(root / first.file))
         leaves.notes += _list_step_notes(leaves, files)
     return leaves
 
 
-def build_settings(
-    rest: Mapping[str, object], groups: Sequence[object], owners: Iterable[tuple[str, int]]
+def build_optimizer_settings(
+    rest: Mapping[str, object], groups: Sequence[object], group_numbers: Iterable[tuple[str, int]]
 ) -> dict[str, object]:
     """Return the optimizer's settings as plain values.
 
     Args:
         rest: Other entries of the optimizer's state.
         groups: ``param_groups`` with parameter numbers, which are replaced by names.
-        owners: Parameter names, each with the number that stands for it in *groups*.
+        group_numbers: Parameter names, each with the number that stands for it in *groups*.
     """
     members: dict[object, list[str]] = {}
-    for name, owner in owners:
+    for name, owner in group_numbers:
         members.setdefault(owner, []).append(name)
-    named_groups = [_name_group(group, members) for group in groups if isinstance(group, dict)]
+    named_groups = [
+        _name_group_parameters(group, members) for group in groups if isinstance(group, dict)
+    ]
     settings = dict(rest)
     for key, value in rest.items():
         # Replace a loss scaler by its attributes, since loading the object requires DeepSpeed.
@@ -199,7 +207,7 @@ def build_settings(
     return {**({"param_groups": named_groups} if named_groups else {}), **settings}
 
 
-def _name_group(
+def _name_group_parameters(
     group: Mapping[str, object], members: Mapping[object, Sequence[str]]
 ) -> dict[str, object]:
     numbers = group.get("params")
@@ -212,7 +220,7 @@ def _name_group(
     }
 
 
-def _add_states(save: ZeroSave, files: SourceFiles, leaves: Leaves) -> None:
+def _add_optimizer_states(save: ZeroSave, files: SourceFiles, leaves: Leaves) -> None:
     """Add moments and counters of every parameter."""
     states = save.optim.states
     owners = range(len(states))
@@ -251,11 +259,11 @@ def _add_counters(
     save: ZeroSave, key: str, owners_with_key: set[int], leaves: Leaves, root: TreePath
 ) -> None:
     first = save.optim
-    for name, part in save.parts.items():
-        if part.owner not in owners_with_key:
+    for name, location in save.locations.items():
+        if location.group_number not in owners_with_key:
             continue
         path = (OPTIMIZER, "state", name, key)
-        value = first.states[part.owner][key]
+        value = first.states[location.group_number][key]
         if isinstance(value, StoredTensor):
             leaves.tensors[join_path(path)] = make_stored_entry(path, value, first.file)
         else:
@@ -263,24 +271,28 @@ def _add_counters(
 
 
 def _add_moments(save: ZeroSave, key: str, owners_with_key: set[int], leaves: Leaves) -> None:
-    strips = _build_moment_strips(save, key, sorted(owners_with_key))
-    names = [name for name, part in save.parts.items() if part.owner in owners_with_key]
-    if not strips:
+    vectors = _build_moment_vectors(save, key, sorted(owners_with_key))
+    names = [
+        name
+        for name, location in save.locations.items()
+        if location.group_number in owners_with_key
+    ]
+    if not vectors:
         leaves.notes.append(
             f"skipped `{key}` of the optimizer's state, which does not have one value per "
             f"element of the parameter: {quote_names(names)}"
         )
         return
     for name in names:
-        part, path = save.parts[name], (OPTIMIZER, "state", name, key)
-        dtype = strips[part.spans[0][0] if part.spans else 0].dtype
-        boxes = locate_extents(part, strips)
+        location, path = save.locations[name], (OPTIMIZER, "state", name, key)
+        dtype = vectors[location.spans[0][0] if location.spans else 0].dtype
+        boxes = locate_extents(location, vectors)
         leaves.tensors[join_path(path)] = TensorEntry(
-            join_path(path), dtype, part.shape, boxes, path
+            join_path(path), dtype, location.shape, boxes, path
         )
 
 
-def _build_moment_strips(save: ZeroSave, key: str, owners: Sequence[int]) -> Sequence[Strip]:
+def _build_moment_vectors(save: ZeroSave, key: str, owners: Sequence[int]) -> Sequence[FlatVector]:
     """Return the moments *key* as flat vectors, or none if they do not align with the parameters.
 
     Groups without this moment get the moment of another group as a placeholder.
@@ -291,13 +303,15 @@ def _build_moment_strips(save: ZeroSave, key: str, owners: Sequence[int]) -> Seq
         ranked and len(owners) < groups
     ):
         return ()
-    strips = make_strips(by_rank, ranked=ranked)
-    if any(segment.tensor.dtype != strip.dtype for strip in strips for segment in strip.segments):
+    vectors = build_flat_vectors(by_rank, ranked=ranked)
+    if any(
+        segment.tensor.dtype != vector.dtype for vector in vectors for segment in vector.segments
+    ):
         return ()
     if ranked:
-        return strips
-    placed = dict(zip(owners, strips, strict=True))
-    return [placed.get(owner, strips[0]) for owner in range(groups)]
+        return vectors
+    placed = dict(zip(owners, vectors, strict=True))
+    return [placed.get(owner, vectors[0]) for owner in range(groups)]
 
 
 def _iterate_segments(optim: OptimState, owners: Sequence[int], key: str) -> Iterator[Segment]:

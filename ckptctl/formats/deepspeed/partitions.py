@@ -49,7 +49,7 @@ class Segment:
         return make_extent(self.tensor, self.file).recorded_checksum
 
 
-class Strip:
+class FlatVector:
     """Concatenation of one or more segments of the same dtype."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
@@ -82,21 +82,21 @@ class Strip:
 
 
 @dataclass(frozen=True, slots=True)
-class FlatPart:
+class FlatLocation:
     """Location of a parameter in flat vectors.
 
     Attributes:
         shape: Shape of the parameter.
         spans: ``(index of the flat vector, first element, end)`` in the order of the elements.
-        owner: The parameter group (stages 1 and 2) or sub-group (stage 3) that it begins in.
+        group_number: The parameter group (stages 1 and 2) or sub-group (stage 3) that it begins in.
     """
 
     shape: Shape
     spans: tuple[tuple[int, int, int], ...]
-    owner: int
+    group_number: int
 
 
-FlatParts = dict[str, FlatPart]
+FlatLocations = dict[str, FlatLocation]
 
 
 def is_flat(value: object) -> TypeGuard[StoredTensor]:
@@ -104,14 +104,14 @@ def is_flat(value: object) -> TypeGuard[StoredTensor]:
     return isinstance(value, StoredTensor) and len(value.shape) == 1 and value.strides is None
 
 
-def locate_extents(part: FlatPart, strips: Sequence[Strip]) -> tuple[Extent, ...]:
-    """Return the extents of a parameter, or of one of its moments, in *strips*."""
+def locate_extents(location: FlatLocation, vectors: Sequence[FlatVector]) -> tuple[Extent, ...]:
+    """Return the extents of a parameter, or of one of its moments, in *vectors*."""
     located: list[Extent] = []
     position = 0
-    for number, low, high in part.spans:
-        item = dtypes.get_itemsize(strips[number].dtype)
-        for file, offset, count, record in strips[number].iterate_runs(low, high):
-            for lo, sizes in split_into_boxes(position, position + count, part.shape):
+    for number, low, high in location.spans:
+        item = dtypes.get_itemsize(vectors[number].dtype)
+        for file, offset, count, record in vectors[number].iterate_runs(low, high):
+            for lo, sizes in split_into_boxes(position, position + count, location.shape):
                 nbytes, box = math.prod(sizes) * item, Box(lo, sizes)
                 if record is not None and (record.offset, record.nbytes) == (offset, nbytes):
                     extent = Extent(box, file, offset, nbytes, crc32=record.crc32)
@@ -139,17 +139,17 @@ def compute_partition_numels(
 def locate_in_groups(
     groups: Sequence[Shapes],
     paddings: Sequence[Sequence[int]] | None,
-    strips: Sequence[Strip],
+    vectors: Sequence[FlatVector],
     world: int,
     where: str,
-) -> FlatParts:
+) -> FlatLocations:
     """Locate parameters for stages 1 and 2, where groups are partitioned at any element.
 
-    *groups* are in the order of the flat vectors; *strips* has one for each group. *paddings* are
+    *groups* are in the order of the flat vectors; *vectors* has one for each group. *paddings* are
     the numbers of padding elements after each parameter, if any.
     """
-    parts: FlatParts = {}
-    for number, (shapes, strip) in enumerate(zip(groups, strips, strict=True)):
+    locations: FlatLocations = {}
+    for number, (shapes, vector) in enumerate(zip(groups, vectors, strict=True)):
         gaps = paddings[number] if paddings else [0] * len(shapes)
         if len(gaps) != len(shapes):
             raise UnsupportedError(
@@ -162,24 +162,24 @@ def locate_in_groups(
         end = 0
         for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
             low, high = end, end + math.prod(shape)
-            parts[name] = FlatPart(shape, ((number, low, high),), number)
-            if high > strip.numel:
+            locations[name] = FlatLocation(shape, ((number, low, high),), number)
+            if high > vector.numel:
                 raise DamagedError(
                     f"the partitions end before `{name}`",
                     where=where,
-                    why=f"group {number} contains {pluralize(strip.numel, 'element')}",
+                    why=f"group {number} contains {pluralize(vector.numel, 'element')}",
                     hint=_OTHER_SAVE_HINT,
                 )
             end = high + gap
-        if _align_numel(end, world) != _align_numel(strip.numel, world):
+        if _align_numel(end, world) != _align_numel(vector.numel, world):
             raise UnsupportedError(
                 "the length of the partitions does not match the parameters",
                 where=where,
-                why=f"the ranks have {pluralize(strip.numel, 'element')}, but the parameters need "
+                why=f"the ranks have {pluralize(vector.numel, 'element')}, but the parameters need "
                 f"{end:,}",
                 hint=_OTHER_SAVE_HINT,
             )
-    return parts
+    return locations
 
 
 def _align_numel(numel: int, world: int) -> int:
@@ -187,10 +187,10 @@ def _align_numel(numel: int, world: int) -> int:
     return -(-numel // (2 * world)) * (2 * world)
 
 
-def locate_in_ranks(shapes: Shapes, strips: Sequence[Strip], where: str) -> FlatParts:
+def locate_in_ranks(shapes: Shapes, vectors: Sequence[FlatVector], where: str) -> FlatLocations:
     """Locate parameters for stage 3, where each is divided evenly among all ranks."""
-    parts: FlatParts = {}
-    world, start = len(strips), 0
+    locations: FlatLocations = {}
+    world, start = len(vectors), 0
     for name, shape in shapes.items():
         numel = math.prod(shape)
         share = -(-numel // world)
@@ -199,18 +199,18 @@ def locate_in_ranks(shapes: Shapes, strips: Sequence[Strip], where: str) -> Flat
             for rank in range(world)
             if rank * share < numel
         )
-        parts[name] = FlatPart(shape, tuple(spans), strips[0].find_segment(start))
+        locations[name] = FlatLocation(shape, tuple(spans), vectors[0].find_segment(start))
         start += share
-    for rank, strip in enumerate(strips):
-        if strip.numel != start:
+    for rank, vector in enumerate(vectors):
+        if vector.numel != start:
             raise UnsupportedError(
                 f"the length of rank {rank}'s partition does not match its share of the parameters",
                 where=where,
-                why=f"`{strip.segments[0].file}` has {pluralize(strip.numel, 'element')}, "
+                why=f"`{vector.segments[0].file}` has {pluralize(vector.numel, 'element')}, "
                 f"expected {start:,}",
                 hint="check whether the file belongs to another save or world size",
             )
-    return parts
+    return locations
 
 
 def split_into_boxes(lo: int, hi: int, sizes: Shape) -> list[tuple[Shape, Shape]]:

@@ -13,7 +13,7 @@ from pathlib import PurePosixPath
 from typing import Annotated
 
 from ckptctl.errors import FormatError, UnsupportedError, quote_names
-from ckptctl.formats.deepspeed.deepspeed_files import CONVERSION_ADVICE, parse_saved_name
+from ckptctl.formats.deepspeed.deepspeed_files import CONVERSION_ADVICE, match_state_file_name
 from ckptctl.formats.deepspeed.partitions import Segment, Shape, is_flat
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import Inert
@@ -152,10 +152,10 @@ class ModelState:
         module: The module's state dict.
         groups: Names and shapes of each group's parameters, in the order of the flat vectors; None
             without ZeRO (stage 0).
-        frozen: Names and shapes of parameters that are not optimized.
-        fragments: Data of the frozen parameters, or for stage 3 this rank's share of each.
-        shared: Names of tied parameters, each with the name under which the data is stored.
-        checksums: Whether the file has checksums.
+        frozen_shapes: Names and shapes of parameters that are not optimized.
+        frozen_data: Data of the frozen parameters, or for stage 3 this rank's share of each.
+        tied_names: Names of tied parameters, each with the name under which the data is stored.
+        has_checksums: Whether the file has checksums.
         is_placeholder: Whether this is a placeholder for a rank with an unusable file.
     """
 
@@ -163,10 +163,10 @@ class ModelState:
     content: Mapping[str, object]
     module: Mapping[str, object]
     groups: tuple[dict[str, Shape], ...] | None
-    frozen: Mapping[str, Shape]
-    fragments: Mapping[str, object]
-    shared: Mapping[str, str]
-    checksums: bool
+    frozen_shapes: Mapping[str, Shape]
+    frozen_data: Mapping[str, object]
+    tied_names: Mapping[str, str]
+    has_checksums: bool
     is_placeholder: bool = False
 
     @property
@@ -188,8 +188,8 @@ class OptimState:
         mappings: First element and number of elements of each parameter in the rank's partition of
             each group, which are wrong with ``round_robin_gradients``; None if not recorded.
         states: The inner optimizer's state for each partition.
-        settings: The inner optimizer's ``param_groups``.
-        rest: All other entries, such as loss scaler and gradient clipping.
+        param_groups: The inner optimizer's ``param_groups``.
+        other_entries: All other entries, such as loss scaler and gradient clipping.
         is_placeholder: Whether this is a placeholder for a rank with an unusable file.
     """
 
@@ -200,8 +200,8 @@ class OptimState:
     paddings: tuple[tuple[int, ...], ...] | None
     mappings: tuple[Mapping[str, tuple[object, object]], ...] | None
     states: tuple[Mapping[str, object], ...]
-    settings: Sequence[object]
-    rest: Mapping[str, object]
+    param_groups: Sequence[object]
+    other_entries: Mapping[str, object]
     is_placeholder: bool = False
 
 
@@ -231,10 +231,10 @@ def read_model_state(
             content=content,
             module=fields.module or {},
             groups=_parse_groups(fields.param_shapes),
-            frozen=fields.frozen_param_shapes or {},
-            fragments=fields.frozen_param_fragments or {},
-            shared=fields.shared_params or {},
-            checksums=archive.checksums,
+            frozen_shapes=fields.frozen_param_shapes or {},
+            frozen_data=fields.frozen_param_fragments or {},
+            tied_names=fields.shared_params or {},
+            has_checksums=archive.checksums,
         )
 
 
@@ -244,8 +244,8 @@ def read_optim_state(files: SourceFiles, name: str) -> OptimState:
     with wrap_malformed_errors("malformed optimizer states", where):
         inner = read_as(_OptimFile, _read_archive(files, name).root).optimizer_state_dict
         _refuse_experts(inner, where)
-        sharded = "fp32_flat_groups" in inner
-        key = "fp32_flat_groups" if sharded else "single_partition_of_fp32_groups"
+        is_stage_3 = "fp32_flat_groups" in inner
+        key = "fp32_flat_groups" if is_stage_3 else "single_partition_of_fp32_groups"
         if key not in inner:
             raise FormatError(
                 "unknown kind of optimizer states",
@@ -254,22 +254,26 @@ def read_optim_state(files: SourceFiles, name: str) -> OptimState:
                 hint="use a checkpoint of DeepSpeed 0.4 or later",
             )
         fields = read_as(_ZeroState, inner)
-        flat = fields.fp32_flat_groups if sharded else fields.single_partition_of_fp32_groups
-        partitions = tuple(Segment(name, tensor) for tensor in flat or ())
-        base_key = "optimizer_state_dict" if sharded else "base_optimizer_state"
+        flat_tensors = (
+            fields.fp32_flat_groups if is_stage_3 else fields.single_partition_of_fp32_groups
+        )
+        partitions = tuple(Segment(name, tensor) for tensor in flat_tensors or ())
+        base_key = "optimizer_state_dict" if is_stage_3 else "base_optimizer_state"
         states, settings = _parse_base_state(inner.get(base_key), len(partitions))
-        index = {key, base_key, "zero_stage", "partition_count", "ds_version"}
-        index |= {"group_paddings", "param_alignment_paddings", "param_slice_mappings"}
+        handled_keys = {key, base_key, "zero_stage", "partition_count", "ds_version"}
+        handled_keys |= {"group_paddings", "param_alignment_paddings", "param_slice_mappings"}
         return OptimState(
             file=name,
-            stage=3 if sharded else _parse_stage(fields.zero_stage),
+            stage=3 if is_stage_3 else _parse_stage(fields.zero_stage),
             world=_parse_world_size(fields.partition_count, where),
             partitions=partitions,
             paddings=fields.param_alignment_paddings,
             mappings=_parse_mappings(inner.get("param_slice_mappings")),
             states=states,
-            settings=settings,
-            rest={name: value for name, value in inner.items() if name not in index},
+            param_groups=settings,
+            other_entries={
+                name: value for name, value in inner.items() if name not in handled_keys
+            },
         )
 
 
@@ -277,7 +281,7 @@ def _read_archive(files: SourceFiles, name: str) -> TorchArchive:
     """Read a file, or raise if it was saved as another rank's (a zip records its file name)."""
     archive = read_archive(files, name, unknown="inert")
     file_name = PurePosixPath(name).name
-    recorded_name = parse_saved_name(f"{archive.folder}.pt")
+    recorded_name = match_state_file_name(f"{archive.folder}.pt")
     if recorded_name is not None and recorded_name != file_name:
         raise UnsupportedError(
             f"`{file_name}` belongs to another rank",

@@ -26,7 +26,7 @@ from ckptctl.formats.deepspeed.deepspeed_files import (
     FP32,
     ZERO,
     find_model_files,
-    require_world_files,
+    require_files_of_all_ranks,
 )
 from ckptctl.formats.deepspeed.deepspeed_model import (
     MODULE_KEY,
@@ -37,14 +37,14 @@ from ckptctl.formats.deepspeed.deepspeed_model import (
 from ckptctl.formats.deepspeed.optimizer import (
     OPTIMIZER,
     add_other_rank_leaves,
-    build_settings,
-    extract_other_state,
+    build_optimizer_settings,
+    extract_non_model_entries,
 )
 from ckptctl.formats.deepspeed.partitions import (
-    FlatPart,
+    FlatLocation,
+    FlatVector,
     Segment,
     Shape,
-    Strip,
     locate_extents,
 )
 from ckptctl.formats.deepspeed.states import ModelState, read_model_state
@@ -69,7 +69,7 @@ _NON_SETTINGS_KEYS = (
     "ds_version",
 )
 SETTINGS_FILE = "optimizer_state.pt"
-FolderValues = Mapping[str, Mapping[str, object]]
+ParameterValues = Mapping[str, Mapping[str, object]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class UniversalSave:
     prefix: str
     models: tuple[ModelState, ...]
     partitioned: bool
-    values: FolderValues
+    values: ParameterValues
     shapes: Mapping[str, Shape]
     faults: FaultCollector
 
@@ -113,7 +113,7 @@ class UniversalSave:
             )
         partitioned = "zero_pp_rank" in names[0]
         models = read_model_states(source, names, partitioned, faults)
-        values = read_folder_values(source, prefix + ZERO, faults)
+        values = read_parameter_values(source, prefix + ZERO, faults)
         shapes = {name: shape for model in models for name, shape in model.shapes.items()}
         return cls(source, prefix, models, partitioned, values, shapes, faults)
 
@@ -125,22 +125,22 @@ class UniversalSave:
     def list_files(self) -> list[str]:
         """Return the names of all files of the checkpoint, except unusable ones."""
         inner = (
-            self.format_file_name(name, key) for name in self.values for key in self.values[name]
+            self.format_value_file(name, key) for name in self.values for key in self.values[name]
         )
         names = [
             *(model.file for model in self.models),
             *inner,
             f"{self.prefix}{ZERO}/{SETTINGS_FILE}",
         ]
-        return [name for name in names if name not in self.faults.files]
+        return [name for name in names if name not in self.faults.unusable_files]
 
-    def format_file_name(self, name: str, key: str) -> str:
+    def format_value_file(self, name: str, key: str) -> str:
         """Return the file of one value of a parameter."""
         return f"{self.prefix}{ZERO}/{name}/{key}.pt"
 
     def list_notes(self) -> Iterator[str]:
         """Yield notes for the user."""
-        if not self.model.checksums:
+        if not self.model.has_checksums:
             yield NO_CHECKSUMS
         if self.model.content["module"] is None:
             yield (
@@ -187,23 +187,25 @@ class UniversalSave:
                 why=quote_names([f"{name}/{FP32}.pt" for name in missing]),
             )
         if not self.is_divided:
-            parameters = self._find_parameters({*self.model.module, *self.model.frozen})
+            parameters = self._build_parameter_entries(
+                {*self.model.module, *self.model.frozen_shapes}
+            )
             return MasterWeights(
                 self.models, parameters, self.partitioned, self.faults
             ).build_leaves()
-        return self._join_undivided(root)
+        return self._extract_undivided_weights(root)
 
-    def _join_undivided(self, root: TreePath) -> Leaves:
+    def _extract_undivided_weights(self, root: TreePath) -> Leaves:
         """Return the model if all its tensors except buffers are divided among the model states."""
         first = self.model
         buffer_names = set(read_nested_or_none(list[str], first.content, "buffer_names") or ())
         module = {name: item for name, item in first.module.items() if name in buffer_names}
-        parameters = self._find_parameters(buffer_names)
-        lost = [*(first.module.keys() - parameters.keys() - buffer_names - first.shared.keys())]
+        parameters = self._build_parameter_entries(buffer_names)
+        lost = [*(first.module.keys() - parameters.keys() - buffer_names - first.tied_names.keys())]
         if lost and self.faults.partial:
             for name in lost:
                 why = "it is divided among the model states of several ranks"
-                self.faults.add_missing_tensor(name, why, self.format_file_name(name, FP32))
+                self.faults.add_missing_tensor(name, why, self.format_value_file(name, FP32))
         elif lost:
             raise DamagedError(
                 f"{pluralize(len(lost), 'tensor is', 'tensors are')} not stored as a whole in any "
@@ -215,10 +217,10 @@ class UniversalSave:
         model = replace(first, module=module)
         return MasterWeights((model,), parameters, False, self.faults).build_leaves()
 
-    def _find_parameters(self, other_names: Set[str]) -> dict[str, TensorEntry]:
+    def _build_parameter_entries(self, other_names: Set[str]) -> dict[str, TensorEntry]:
         """Return the tensors under ``zero`` that are optimized, or are not in *other_names*."""
         entries = {
-            name: self.read_parameter(name, FP32)
+            name: self.build_value_entry(name, FP32)
             for name in sort_naturally(self.values)
             if FP32 in self.values[name] and (name in self.shapes or name not in other_names)
         }
@@ -229,13 +231,13 @@ class UniversalSave:
 
     def make_placeholder(self, name: str, key: str, template: object) -> TensorEntry | None:
         """Return a placeholder for a value in a missing file, or None if its shape is unknown."""
-        file, shape = self.format_file_name(name, key), self._find_shape(name)
-        if file not in self.faults.files:
+        file, shape = self.format_value_file(name, key), self._find_shape(name)
+        if file not in self.faults.unusable_files:
             self.faults.add_missing_file(file, f"`{key}` of the parameter `{name}`")
         other_values = (
             keys[key] for n, keys in self.values.items() if n in self.shapes and key in keys
         )
-        sample = find_tensor(template or next(other_values, None))
+        sample = get_value_tensor(template or next(other_values, None))
         if sample is None and not self.faults.partial:
             where = str(self.source.root / file)
             raise DamagedError(f"`{key}` of `{name}` is missing", where=where)
@@ -255,16 +257,16 @@ class UniversalSave:
         Vocabularies may be truncated or padded, so other values take precedence.
         """
         for key, value in self.values.get(name, {}).items():
-            tensor = find_tensor(value)
+            tensor = get_value_tensor(value)
             if key != "step" and tensor is not None and tensor.shape:
-                return self.read_parameter(name, key).shape
+                return self.build_value_entry(name, key).shape
         return None if self.is_divided else self.shapes[name]
 
-    def read_parameter(self, name: str, key: str) -> TensorEntry:
+    def build_value_entry(self, name: str, key: str) -> TensorEntry:
         """Return one value of a parameter, unflattened (stage 3 stores tensors flat)."""
         value = self.values[name][key]
-        tensor = find_tensor(value)
-        where = str(self.source.root / self.format_file_name(name, key))
+        tensor = get_value_tensor(value)
+        where = str(self.source.root / self.format_value_file(name, key))
         if tensor is None:
             raise UnsupportedError(f"`{key}` of `{name}` is not a tensor", where=where)
         shape = self._resolve_shape(
@@ -279,11 +281,11 @@ class UniversalSave:
             )
         if shape == tensor.shape:
             stored = make_stored_entry(
-                (OPTIMIZER, "state", name, key), tensor, self.format_file_name(name, key)
+                (OPTIMIZER, "state", name, key), tensor, self.format_value_file(name, key)
             )
             return make_parameter_entry(name, tensor.dtype, shape, stored.extents)
-        strip = Strip([Segment(self.format_file_name(name, key), tensor)])
-        boxes = locate_extents(FlatPart(shape, ((0, 0, math.prod(shape)),), 0), [strip])
+        vector = FlatVector([Segment(self.format_value_file(name, key), tensor)])
+        boxes = locate_extents(FlatLocation(shape, ((0, 0, math.prod(shape)),), 0), [vector])
         return make_parameter_entry(name, tensor.dtype, shape, boxes)
 
     def _resolve_shape(self, name: str, tensor: StoredTensor, is_truncated: bool) -> Shape | None:
@@ -296,17 +298,17 @@ class UniversalSave:
         return shape if tensor.shape == (math.prod(shape),) else None
 
 
-def extract_state(save: UniversalSave) -> Leaves:
+def extract_training_state(save: UniversalSave) -> Leaves:
     """Return all leaves other than the model."""
     leaves = Leaves()
     model, where = save.model, str(save.source.root / save.model.file)
-    leaves.add_object(extract_other_state(model), (), model.file, where)
+    leaves.add_object(extract_non_model_entries(model), (), model.file, where)
     if save.partitioned:
         add_other_rank_leaves(leaves, save.models, model, save.source)
     for name, keys in save.values.items():
         for key in keys:
             if key != FP32:
-                _add_state(save, name, key, leaves)
+                _add_optimizer_value(save, name, key, leaves)
     groups = [[*group] for model in save.models for group in model.groups or ()]
     for (name, key), template in find_missing_values(save.values, groups).items():
         entry = save.make_placeholder(name, key, template) if key != FP32 else None
@@ -317,14 +319,14 @@ def extract_state(save: UniversalSave) -> Leaves:
     return leaves
 
 
-def _add_state(save: UniversalSave, name: str, key: str, leaves: Leaves) -> None:
+def _add_optimizer_value(save: UniversalSave, name: str, key: str, leaves: Leaves) -> None:
     value = save.values[name][key]
     path = (OPTIMIZER, "state", name, key)
-    file = save.format_file_name(name, key)
+    file = save.format_value_file(name, key)
     if isinstance(value, StoredTensor) and (not value.shape or key == "step"):
         entry = make_stored_entry(path, value, file)
     elif isinstance(value, StoredTensor | dict):
-        moment = save.read_parameter(name, key)
+        moment = save.build_value_entry(name, key)
         entry = replace(moment, name=".".join(path), path=path)
     else:
         leaves.add_object(value, path, file, str(save.source.root / file))
@@ -352,11 +354,13 @@ def _add_settings(save: UniversalSave, leaves: Leaves) -> None:
             leaves.add_object(state["step"], (OPTIMIZER, "state", name, "step"), file, where)
     rest = {key: item for key, item in content.items() if key not in _NON_SETTINGS_KEYS}
     groups = read_nested_or_none(list[object], content, "param_groups") or ()
-    settings = build_settings(rest, groups, owners)
+    settings = build_optimizer_settings(rest, groups, owners)
     leaves.add_object(settings, (OPTIMIZER,), file, where)
 
 
-def read_folder_values(source: SourceFiles, folder: str, faults: FaultCollector) -> FolderValues:
+def read_parameter_values(
+    source: SourceFiles, folder: str, faults: FaultCollector
+) -> ParameterValues:
     """Read the files of all parameters by parameter and key (``fp32``, ``exp_avg``, ...)."""
     values: dict[str, dict[str, object]] = {}
     homes = sorted(item for item in (source.root / folder).iterdir() if item.is_dir())
@@ -382,14 +386,14 @@ def _read_value(source: SourceFiles, name: str) -> object:
     return archive.root
 
 
-def find_tensor(value: object) -> StoredTensor | None:
+def get_value_tensor(value: object) -> StoredTensor | None:
     """Return the tensor in the content of a file, which may be under ``param``, or None."""
     tensor = value.get("param") if isinstance(value, dict) else value
     return tensor if isinstance(tensor, StoredTensor) else None
 
 
 def find_missing_values(
-    values: FolderValues, groups: Iterable[Sequence[str]]
+    values: ParameterValues, groups: Iterable[Sequence[str]]
 ) -> dict[tuple[str, str], object]:
     """Find values that are missing for one parameter, but exist for others of its group.
 
@@ -418,5 +422,5 @@ def read_model_states(
         raise UnsupportedError("the model states changed", where=str(source.root / names[0]))
     world = first.content.get("dp_world_size")
     if partitioned and isinstance(world, int) and len(names) != world:
-        names = require_world_files(source.root, names, world, "model", faults)
+        names = require_files_of_all_ranks(source.root, names, world, "model", faults)
     return fill_missing_models([*states, *(None,) * (len(names) - len(states))], names)

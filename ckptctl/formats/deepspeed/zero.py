@@ -16,13 +16,13 @@ from typing import TypeVar
 
 from ckptctl import dtypes
 from ckptctl.errors import CkptError, DamagedError, UnsupportedError, format_option
-from ckptctl.formats.deepspeed.deepspeed_files import SaveFiles, require_world_files
+from ckptctl.formats.deepspeed.deepspeed_files import SaveFiles, require_files_of_all_ranks
 from ckptctl.formats.deepspeed.partitions import (
-    FlatPart,
-    FlatParts,
+    FlatLocation,
+    FlatLocations,
+    FlatVector,
     Segment,
     Shape,
-    Strip,
     compute_partition_numels,
     is_flat,
     locate_in_groups,
@@ -51,15 +51,15 @@ class ZeroSave:
     Attributes:
         models: Model states, one for stages 0 to 2, one per rank for stage 3.
         optims: Optimizer states, one per rank; none for stage 0.
-        strips: Flat fp32 vectors of groups, or for stage 3 of ranks.
-        parts: Location of each optimized parameter in *strips*.
+        vectors: Flat fp32 vectors of groups, or for stage 3 of ranks.
+        locations: Location of each optimized parameter in *strips*.
         partitioned: Whether the model's parameters are divided among ranks (stage 3).
     """
 
     models: tuple[ModelState, ...]
     optims: tuple[OptimState, ...]
-    strips: tuple[Strip, ...] = ()
-    parts: Mapping[str, FlatPart] = field(default_factory=dict)
+    vectors: tuple[FlatVector, ...] = ()
+    locations: Mapping[str, FlatLocation] = field(default_factory=dict)
     partitioned: bool = False
 
     @property
@@ -85,11 +85,11 @@ class ZeroSave:
 
 
 def read_save(
-    files: SourceFiles, save_files: SaveFiles, partitions: bool, faults: FaultCollector
+    files: SourceFiles, save_files: SaveFiles, reads_partitions: bool, faults: FaultCollector
 ) -> ZeroSave:
     """Read the states of all ranks, with placeholders for unreadable ones.
 
-    With *partitions*, weights are read from the partitions, which must not all be missing.
+    With *reads_partitions*, weights are read from the partitions, which must not all be missing.
     """
     models = _read_states(files, save_files.models, read_model_state, faults)
     optims = _read_states(files, save_files.optims, read_optim_state, faults)
@@ -99,11 +99,11 @@ def read_save(
         missing = DamagedError(
             "all model states are missing", where=str(faults.root / save_files.models[0])
         )
-        raise next(filter(None, map(faults.files.get, save_files.models)), missing)
+        raise next(filter(None, map(faults.unusable_files.get, save_files.models)), missing)
     where = str(files.root / model.file)
     if optim is None:
         faults.require_supported_files(save_files.optims)
-        needed = save_files.partitioned or (model.groups is not None and partitions)
+        needed = save_files.partitioned or (model.groups is not None and reads_partitions)
         if needed and not faults.partial:
             instead = "to read the weights that the model computed with"
             raise DamagedError(
@@ -117,13 +117,13 @@ def read_save(
         return ZeroSave(
             fill_missing_models(models, save_files.models), (), partitioned=save_files.partitioned
         )
-    names = require_world_files(files.root, save_files.optims, optim.world, "optim", faults)
+    names = require_files_of_all_ranks(files.root, save_files.optims, optim.world, "optim", faults)
     all_models = fill_missing_models(models, save_files.models)
     if save_files.partitioned:
-        model_names = require_world_files(
+        model_names = require_files_of_all_ranks(
             files.root, save_files.models, optim.world, "model", faults
         )
-        all_models = fill_missing_models(_pad_missing(models, model_names), model_names)
+        all_models = fill_missing_models(_pad_with_none(models, model_names), model_names)
     readable_optims = [optim for optim in optims if optim is not None]
     readable_models = [model for model in models if model is not None]
     differences = _find_differences(readable_models, readable_optims, save_files.partitioned)
@@ -141,8 +141,8 @@ def read_save(
             why="ZeRO optimizer states exist, but `param_shapes` does not",
         )
     with wrap_malformed_errors("the optimizer states do not match the model states", where):
-        padded = fill_missing_optims(_pad_missing(optims, names), names, model.groups)
-        return _locate_parameters(all_models, padded, where)
+        padded = fill_missing_optims(_pad_with_none(optims, names), names, model.groups)
+        return _build_zero_save(all_models, padded, where)
 
 
 def _read_states(
@@ -155,7 +155,7 @@ def _read_states(
     return [faults.try_read(name, read_state, (CkptError,)) for name in prefetch_zips(files, names)]
 
 
-def _pad_missing(states: list[_State | None], names: Sequence[str]) -> list[_State | None]:
+def _pad_with_none(states: list[_State | None], names: Sequence[str]) -> list[_State | None]:
     missing: list[_State | None] = [None] * (len(names) - len(states))
     return states + missing
 
@@ -175,9 +175,9 @@ def _find_differences(
         if other_optim.paddings != optim.paddings:
             yield optim.file, other_optim.file, "alignment paddings"
     for other_model in models[1:]:
-        if (other_model.groups, other_model.frozen) != (model.groups, model.frozen):
+        if (other_model.groups, other_model.frozen_shapes) != (model.groups, model.frozen_shapes):
             yield model.file, other_model.file, "parameters"
-        if _get_progress(other_model) != _get_progress(model):
+        if _get_step_counts(other_model) != _get_step_counts(model):
             yield model.file, other_model.file, "step counts"
     if (optim.stage == 3) != partitioned:
         yield model.file, optim.file, "stages"
@@ -187,20 +187,20 @@ def _find_differences(
         yield model.file, optim.file, f"world sizes ({world} and {ranks})"
 
 
-def _get_progress(model: ModelState) -> tuple[object, ...]:
+def _get_step_counts(model: ModelState) -> tuple[object, ...]:
     keys = ("global_steps", "global_samples", "dp_world_size")
     return tuple(model.content.get(key) for key in keys)
 
 
-def _locate_parameters(
+def _build_zero_save(
     models: tuple[ModelState, ...], optims: tuple[OptimState, ...], where: str
 ) -> ZeroSave:
     groups, world = models[0].groups or (), optims[0].world
     by_rank = [optim.partitions for optim in optims]
     if optims[0].stage == 3:
-        strips = make_strips(by_rank, ranked=True)
+        vectors = build_flat_vectors(by_rank, ranked=True)
         partition_dtypes = sorted(
-            {segment.tensor.dtype for strip in strips for segment in strip.segments}
+            {segment.tensor.dtype for vector in vectors for segment in vector.segments}
         )
         if len(partition_dtypes) > 1:
             raise UnsupportedError(
@@ -208,25 +208,27 @@ def _locate_parameters(
                 where=str(Path(where).parent),
                 why=f"parameters may be stored in both {' and '.join(partition_dtypes)}",
             )
-        parts = locate_in_ranks(models[0].shapes, strips, where)
-        return ZeroSave(models, optims, strips, parts, partitioned=True)
-    strips = make_strips(by_rank, ranked=False)
-    _require_rank_order(strips, where)
-    parts = locate_in_groups(groups, optims[0].paddings, strips, world, where)
-    _require_own_partitions(optims, parts, where)
-    return ZeroSave(models, optims, strips, parts)
+        locations = locate_in_ranks(models[0].shapes, vectors, where)
+        return ZeroSave(models, optims, vectors, locations, partitioned=True)
+    vectors = build_flat_vectors(by_rank, ranked=False)
+    _require_rank_order(vectors, where)
+    locations = locate_in_groups(groups, optims[0].paddings, vectors, world, where)
+    _require_own_partitions(optims, locations, where)
+    return ZeroSave(models, optims, vectors, locations)
 
 
-def make_strips(by_rank: Sequence[Sequence[Segment]], *, ranked: bool) -> tuple[Strip, ...]:
+def build_flat_vectors(
+    by_rank: Sequence[Sequence[Segment]], *, ranked: bool
+) -> tuple[FlatVector, ...]:
     """Return flat vectors, each of one rank's segments, or of one group's segments on all ranks."""
-    return tuple(map(Strip, by_rank if ranked else zip(*by_rank, strict=True)))
+    return tuple(map(FlatVector, by_rank if ranked else zip(*by_rank, strict=True)))
 
 
-def _require_rank_order(strips: Sequence[Strip], where: str) -> None:
+def _require_rank_order(vectors: Sequence[FlatVector], where: str) -> None:
     """Raise if a short partition is not the last, as padding is only stripped at the end."""
-    for strip in strips:
-        full = max(segment.numel for segment in strip.segments)
-        for part, following in pairwise(strip.segments):
+    for vector in vectors:
+        full = max(segment.numel for segment in vector.segments)
+        for part, following in pairwise(vector.segments):
             if following.numel and part.numel < full:
                 raise UnsupportedError(
                     "the partitions are not in the order of their ranks",
@@ -237,13 +239,15 @@ def _require_rank_order(strips: Sequence[Strip], where: str) -> None:
                 )
 
 
-def _require_own_partitions(optims: Sequence[OptimState], parts: FlatParts, where: str) -> None:
+def _require_own_partitions(
+    optims: Sequence[OptimState], locations: FlatLocations, where: str
+) -> None:
     """Raise if the recorded mappings of a partition are those of another rank.
 
     Since ``param_slice_mappings`` are wrong with ``round_robin_gradients``, only an exact match
     with another rank counts.
     """
-    expected = [_compute_mappings(optims, parts, rank) for rank in range(len(optims))]
+    expected = [_compute_mappings(optims, locations, rank) for rank in range(len(optims))]
     for rank, optim in enumerate(optims):
         recorded = optim.mappings
         if recorded is None or recorded == expected[rank] or recorded not in expected:
@@ -257,17 +261,17 @@ def _require_own_partitions(optims: Sequence[OptimState], parts: FlatParts, wher
 
 
 def _compute_mappings(
-    optims: Sequence[OptimState], parts: FlatParts, rank: int
+    optims: Sequence[OptimState], locations: FlatLocations, rank: int
 ) -> tuple[Mapping[str, tuple[object, object]], ...]:
     """Return the ``param_slice_mappings`` of a rank, as written without round robin."""
     groups: list[dict[str, tuple[int, int]]] = [{} for _ in optims[0].partitions]
-    for name, part in parts.items():
-        _, low, high = part.spans[0]
-        size = max(optim.partitions[part.owner].numel for optim in optims)
+    for name, location in locations.items():
+        _, low, high = location.spans[0]
+        size = max(optim.partitions[location.group_number].numel for optim in optims)
         start, end = rank * size, (rank + 1) * size
         if low < end and high > start:
             first = max(low, start)
-            groups[part.owner][name] = (first - start, min(high, end) - first)
+            groups[location.group_number][name] = (first - start, min(high, end) - first)
     return tuple(groups)
 
 
@@ -299,7 +303,7 @@ def fill_missing_optims(
     numels = [[segment.numel for segment in template.partitions]] * len(names)
     if template.stage < 3 and None in optims:
         columns = [
-            _compute_lengths(optims, number, shapes, gaps[number])
+            _infer_partition_lengths(optims, number, shapes, gaps[number])
             for number, shapes in enumerate(groups)
         ]
         numels = [list(row) for row in zip(*columns, strict=True)]
@@ -309,7 +313,7 @@ def fill_missing_optims(
     )
 
 
-def _compute_lengths(
+def _infer_partition_lengths(
     optims: Sequence[OptimState | None],
     number: int,
     shapes: Mapping[str, Shape],

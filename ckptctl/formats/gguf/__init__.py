@@ -37,7 +37,7 @@ def is_gguf(path: TreePath) -> bool:
         return bool(file.read(4) == b"GGUF")
 
 
-def find_parts(root: TreePath, path: TreePath) -> list[str]:
+def find_gguf_files(root: TreePath, path: TreePath) -> list[str]:
     """Return the names of all files of the model in *path*, a file or the folder *root* itself."""
     names = [path.name] if path != root else list_model_files(root)
     parts = [_NUMBERED_FILE.fullmatch(name) for name in names]
@@ -97,7 +97,7 @@ class GgufFormat(Format):
         from ckptctl.formats.gguf.gguf_reader import read_catalog
 
         root = path if path.is_dir() else path.parent
-        return read_catalog(path, find_parts(root, path), self.name)
+        return read_catalog(path, find_gguf_files(root, path), self.name)
 
 
 FORMAT = GgufFormat()

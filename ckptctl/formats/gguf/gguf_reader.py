@@ -55,7 +55,7 @@ SCALARS = {
 }
 TEXT, ARRAY = 8, 9
 _LENGTH = struct.Struct("<Q")
-_CLAIMS = tuple(struct.Struct(f"<{rank}QIQ") for rank in range(MAX_DIMS + 1))
+_TENSOR_INFO_STRUCTS = tuple(struct.Struct(f"<{rank}QIQ") for rank in range(MAX_DIMS + 1))
 """Fields after the name and rank of a tensor: dimensions, type and offset."""
 
 
@@ -70,7 +70,7 @@ def read_catalog(path: TreePath, names: Sequence[str], name: str) -> Catalog:
     root = path if path.is_dir() else path.parent
     with source_files(root) as files:
         headers = {file: read_header(files, file) for file in names}
-        _require_complete(root, headers)
+        _require_complete_model(root, headers)
         sizes = {file: files.size(file) for file in names}
         tensors = _make_entries(root, headers)
         metadata = headers[names[0]].metadata
@@ -102,7 +102,7 @@ def read_catalog(path: TreePath, names: Sequence[str], name: str) -> Catalog:
     )
 
 
-def _require_complete(root: TreePath, headers: Mapping[str, GgufHeader]) -> None:
+def _require_complete_model(root: TreePath, headers: Mapping[str, GgufHeader]) -> None:
     """Raise if the files do not belong to one model, or tensors are missing."""
     first, *_ = headers.values()
     total = first.metadata.get("split.tensors.count")
@@ -125,7 +125,7 @@ def _require_complete(root: TreePath, headers: Mapping[str, GgufHeader]) -> None
 
 def _make_entries(root: TreePath, headers: Mapping[str, GgufHeader]) -> dict[str, TensorEntry]:
     entries: dict[str, TensorEntry] = {}
-    file_of: dict[str, str] = {}
+    file_by_name: dict[str, str] = {}
     for file, header in headers.items():
         for tensor in header.tensors:
             name, dtype, shape = tensor.name, UNQUANTIZED_TYPES.get(tensor.kind), tensor.shape
@@ -133,8 +133,8 @@ def _make_entries(root: TreePath, headers: Mapping[str, GgufHeader]) -> dict[str
                 block = BLOCK_TYPES[tensor.kind]
                 name, dtype = f"{name}.{block.name}", "uint8"
                 shape = (*shape[:-1], shape[-1] // block.elements * block.nbytes)
-            if file_of.setdefault(tensor.name, file) != file:
-                why = f"it is in {quote_names([file_of[tensor.name], file])}"
+            if file_by_name.setdefault(tensor.name, file) != file:
+                why = f"it is in {quote_names([file_by_name[tensor.name], file])}"
                 raise DamagedError(f"duplicate tensor `{tensor.name}`", where=str(root), why=why)
             if name in entries:
                 why = (
@@ -220,14 +220,14 @@ def read_header(files: SourceFiles, name: str) -> GgufHeader:
         if version not in VERSIONS:
             order = " (the byte order is reversed)" if version & 0xFFFF == 0 else ""
             raise MalformedError(f"version {version}{order}; only versions 2 and 3 are supported")
-        tensors, keys = cursor.read_count("<Q", 24), cursor.read_count("<Q", 13)
+        tensor_count, key_count = cursor.read_count("<Q", 24), cursor.read_count("<Q", 13)
         metadata: dict[str, object] = {}
-        for _ in range(keys):
+        for _ in range(key_count):
             key = cursor.read_text(MAX_NAME_BYTES)
             if key in metadata:
                 raise MalformedError(f"duplicate key `{key}`")
             metadata[key] = _read_value(cursor, cursor.read_number("<I"))
-        claims = [_read_claim(cursor) for _ in range(tensors)]
+        tensor_infos = [_read_tensor_info(cursor) for _ in range(tensor_count)]
         alignment = metadata.get(ALIGNMENT_KEY, 32)
         if (
             not isinstance(alignment, int)
@@ -235,7 +235,7 @@ def read_header(files: SourceFiles, name: str) -> GgufHeader:
             or alignment.bit_count() != 1
         ):
             raise MalformedError(f"`{ALIGNMENT_KEY}` is {alignment!r}, which is not a power of two")
-        return GgufHeader(metadata, _place_tensors(cursor, claims, alignment))
+        return GgufHeader(metadata, _locate_tensors(cursor, tensor_infos, alignment))
 
 
 class _Cursor:
@@ -256,7 +256,7 @@ class _Cursor:
         """Make the error for a damaged file."""
         return DamagedError("damaged GGUF file", where=self.where, why=why)
 
-    def check_remaining(self, nbytes: int) -> None:
+    def require_remaining(self, nbytes: int) -> None:
         """Raise if fewer than *nbytes* bytes remain."""
         if self.position + nbytes > self.size:
             why = f"the header extends past the end of the file at byte {self.size:,}"
@@ -266,7 +266,7 @@ class _Cursor:
 
     def read_bytes(self, nbytes: int) -> bytes:
         """Read the next *nbytes* bytes."""
-        self.check_remaining(nbytes)
+        self.require_remaining(nbytes)
         start = self.position - self._begin
         if start + nbytes > len(self._chunk):
             self._begin = self.position
@@ -277,21 +277,21 @@ class _Cursor:
 
     def skip_bytes(self, nbytes: int) -> None:
         """Skip *nbytes* bytes."""
-        self.check_remaining(nbytes)
+        self.require_remaining(nbytes)
         self.position += nbytes
 
     def skip_texts(self, count: int) -> None:
         """Skip *count* strings, without a call for each, because vocabularies are large."""
-        unpack_length, done = struct.Struct("<Q").unpack_from, 0
-        while done < count:
+        unpack_length, skipped_count = struct.Struct("<Q").unpack_from, 0
+        while skipped_count < count:
             self.skip_bytes(self.read_length(MAX_TEXT_BYTES))
-            done += 1
-            place, last = self.position - self._begin, len(self._chunk) - 8
-            while done < count and place <= last:
-                place += 8 + unpack_length(self._chunk, place)[0]
-                done += 1
-            self.position = self._begin + place
-        self.check_remaining(0)
+            skipped_count += 1
+            position, last = self.position - self._begin, len(self._chunk) - 8
+            while skipped_count < count and position <= last:
+                position += 8 + unpack_length(self._chunk, position)[0]
+                skipped_count += 1
+            self.position = self._begin + position
+        self.require_remaining(0)
 
     def read_number(self, code: str) -> Any:
         """Read the next number, with *code* as its :mod:`struct` format."""
@@ -303,13 +303,13 @@ class _Cursor:
         value: int = self.read_number(code)
         if value > MAX_COUNT:
             raise MalformedError(f"the header declares {pluralize(value, 'entry', 'entries')}")
-        self.check_remaining(value * min_bytes)
+        self.require_remaining(value * min_bytes)
         return value
 
     def read_length(self, max_bytes: int) -> int:
         """Read the length of a string."""
         value: int = _LENGTH.unpack(self.read_bytes(8))[0]
-        self.check_remaining(value)
+        self.require_remaining(value)
         if value > max_bytes:
             raise MalformedError(f"a string of {pluralize(value, 'byte')} is too long")
         return value
@@ -338,36 +338,36 @@ def _read_value(cursor: _Cursor, kind: int) -> object:
 def _read_array(cursor: _Cursor) -> object:
     kind, count = cursor.read_number("<I"), cursor.read_number("<Q")
     if kind == TEXT:
-        cursor.check_remaining(8 * count)
+        cursor.require_remaining(8 * count)
         cursor.skip_texts(count)
         return OmittedArray(count)
     if kind not in SCALARS:
         raise MalformedError(f"the metadata contains an array of unknown type {kind}")
     each = struct.calcsize(SCALARS[kind])
-    cursor.check_remaining(each * count)
+    cursor.require_remaining(each * count)
     if count > MAX_KEPT_VALUES:
         cursor.skip_bytes(each * count)
         return OmittedArray(count)
     return list(struct.unpack(f"<{count}{SCALARS[kind][1]}", cursor.read_bytes(each * count)))
 
 
-def _read_claim(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
+def _read_tensor_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     """Read the name, shape, type and relative offset of the next tensor."""
     name, rank = cursor.read_text(MAX_NAME_BYTES), cursor.read_number("<I")
     if rank > MAX_DIMS:
         raise MalformedError(f"`{name}` has {pluralize(rank, 'dimension')}")
-    form = _CLAIMS[rank]
-    *shape, kind, offset = form.unpack(cursor.read_bytes(form.size))
+    info_struct = _TENSOR_INFO_STRUCTS[rank]
+    *shape, kind, offset = info_struct.unpack(cursor.read_bytes(info_struct.size))
     return name, tuple(shape[::-1]), kind, offset
 
 
-def _place_tensors(
-    cursor: _Cursor, claims: list[tuple[str, tuple[int, ...], int, int]], alignment: int
+def _locate_tensors(
+    cursor: _Cursor, tensor_infos: list[tuple[str, tuple[int, ...], int, int]], alignment: int
 ) -> tuple[GgufTensor, ...]:
     """Locate the tensors in the file, or raise if they are misaligned, overlap or are truncated."""
-    data = -(-cursor.position // alignment) * alignment
+    data_offset = -(-cursor.position // alignment) * alignment
     tensors: dict[str, GgufTensor] = {}
-    for name, shape, kind, offset in claims:
+    for name, shape, kind, offset in tensor_infos:
         if name in tensors:
             raise cursor.damaged_error(f"duplicate tensor `{name}`")
         if offset % alignment:
@@ -375,7 +375,7 @@ def _place_tensors(
                 f"`{name}` starts at {offset:,}, which is not a multiple of {alignment}"
             )
         tensors[name] = GgufTensor(
-            name, shape, kind, data + offset, _compute_nbytes(cursor, name, shape, kind)
+            name, shape, kind, data_offset + offset, _compute_nbytes(cursor, name, shape, kind)
         )
     end, last = 0, ""
     for tensor in sorted(tensors.values(), key=lambda tensor: tensor.offset):

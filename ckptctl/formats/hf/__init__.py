@@ -36,13 +36,13 @@ from ckptctl.formats.hf.hf_files import (
     derive_index,
     find_files_to_read,
     find_main_files,
+    list_torch_consolidation_notes,
     read_indexed_shards,
-    torch_consolidation_notes,
 )
 from ckptctl.formats.hf.shards import (
-    ReadShard,
+    ShardContent,
     add_shard_tensors,
-    merge_strings,
+    merge_shard_metadata,
     parse_index,
     read_shard,
     read_shards,
@@ -127,7 +127,7 @@ class HfFormat(WritableFormat):
         shards_by_name = {name: read_shard(files, name) for name in prefetch_heads(files, names)}
         for name, (shard_tensors, _) in shards_by_name.items():
             add_shard_tensors(tensors, shard_tensors, name)
-        agreed, differ = merge_strings(strings for _, strings in shards_by_name.values())
+        agreed, differ = merge_shard_metadata(strings for _, strings in shards_by_name.values())
         unindexed_note = (
             () if len(names) == 1 else (f"{pluralize(len(names), 'shard')} without an index",)
         )
@@ -136,25 +136,39 @@ class HfFormat(WritableFormat):
         )
 
     def _read_index(
-        self, files: SourceFiles, path: TreePath, main: str, partial: bool = False
+        self, files: SourceFiles, path: TreePath, index_name: str, partial: bool = False
     ) -> Catalog:
         faults = FaultCollector(files.root, partial)
-        known_shards: dict[str, ReadShard] = {}
+        known_shards: dict[str, ShardContent] = {}
         index: object = None
-        if not partial and files.find_digest(main):  # the index can be derived from the shards
-            known_shards = read_indexed_shards(files, main)
-            index = derive_index(files, main, known_shards)
-        index = index or read_json(files, main)
-        weight_map, strings = parse_index(index, str(files.root / main))
-        indexed = read_shards(files, weight_map, strings, main, known_shards, faults)
-        ordered = {name: indexed.tensors[name] for name in weight_map if name in indexed.tensors}
-        extra = {name: t for name, t in indexed.tensors.items() if name not in weight_map}
+        if not partial and files.find_digest(
+            index_name
+        ):  # the index can be derived from the shards
+            known_shards = read_indexed_shards(files, index_name)
+            index = derive_index(files, index_name, known_shards)
+        index = index or read_json(files, index_name)
+        weight_map, strings = parse_index(index, str(files.root / index_name))
+        indexed = read_shards(files, weight_map, strings, index_name, known_shards, faults)
+        listed_tensors = {
+            name: indexed.tensors[name] for name in weight_map if name in indexed.tensors
+        }
+        unlisted_tensors = {
+            name: t for name, t in indexed.tensors.items() if name not in weight_map
+        }
         notes = indexed.notes
-        if extra:
-            notes.append(f"the index does not list these tensors: {quote_names([*extra])}")
+        if unlisted_tensors:
+            notes.append(
+                f"the index does not list these tensors: {quote_names([*unlisted_tensors])}"
+            )
         names = list(indexed.sizes)
         catalog = self._build_catalog(
-            files, path, ordered | extra, indexed.metadata, names, notes, main
+            files,
+            path,
+            listed_tensors | unlisted_tensors,
+            indexed.metadata,
+            names,
+            notes,
+            index_name,
         )
         return replace(
             catalog,
@@ -190,7 +204,7 @@ class HfFormat(WritableFormat):
             files={name: files.size(name) for name in names},
             tensors=tensors | aliases,
             metadata=dict(metadata),
-            notes=(*notes, *torch_consolidation_notes(root)),
+            notes=(*notes, *list_torch_consolidation_notes(root)),
         )
 
     def can_store(self, dtype: str) -> bool:
@@ -199,7 +213,7 @@ class HfFormat(WritableFormat):
 
     def lay_out(self, request: OutputRequest) -> OutputLayout:
         """See :meth:`WritableFormat.lay_out`."""
-        self.check_dtypes(request.tensors)
+        self.require_storable_dtypes(request.tensors)
         stored = [tensor for tensor in request.tensors if tensor.alias_of is None]
         aliases = {t.name: t.alias_of for t in request.tensors if t.alias_of is not None}
         by_name = {tensor.name: tensor for tensor in stored}
@@ -217,11 +231,11 @@ class HfFormat(WritableFormat):
             numbered = (f"{self.stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count))
             names = (f"{self.stem}.safetensors",) if count == 1 else tuple(numbered)
         format_mark = MLX if request.layout == MLX else PT_FORMAT
-        writer = SafetensorsWriter(
+        builder = SafetensorsLayoutBuilder(
             aliases if len(shards) == 1 else {}, request.metadata, format_mark
         )
         for file, shard in zip(names, shards, strict=True):
-            writer.add_file(file, [by_name[name] for name in shard])
+            builder.add_file(file, [by_name[name] for name in shard])
         if len(names) > 1:
             placed = zip(names, shards, strict=True)
             index = {
@@ -229,13 +243,13 @@ class HfFormat(WritableFormat):
                 "weight_map": {name: file for file, shard in placed for name in shard},
             }
             content = json.dumps(index, indent=2).encode() + b"\n"
-            writer.files.append(make_content_file(f"{self.stem}{INDEX_SUFFIX}", content))
+            builder.files.append(make_content_file(f"{self.stem}{INDEX_SUFFIX}", content))
         why = "a safetensors file can only store tensors"
         request.notes.explain("skipped", {blob.name: why for blob in request.blobs})
-        return OutputLayout(tuple(writer.files), tuple(writer.records), writer.boxes)
+        return OutputLayout(tuple(builder.files), tuple(builder.records), builder.boxes)
 
 
-class SafetensorsWriter:
+class SafetensorsLayoutBuilder:
     """Builder of the files, records and boxes of safetensors output.
 
     *aliases* maps each tensor that is skipped as shared to the kept one. *mark* is the value of

@@ -9,7 +9,7 @@ from itertools import product
 
 from ckptctl.errors import CkptError, FormatError, quote_names
 from ckptctl.formats.base import Listing
-from ckptctl.formats.hf.shards import ReadShard, read_shard
+from ckptctl.formats.hf.shards import ShardContent, read_shard
 from ckptctl.formats.shared.findings import missing_files_error
 from ckptctl.storage.crc import is_digest_of
 from ckptctl.storage.files import SourceFiles
@@ -18,7 +18,7 @@ from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 
 TEXT_ENDINGS = ("\n", "")
-ReadIndex = dict[str, dict[str, object]]
+IndexContent = dict[str, dict[str, object]]
 INDEX_SUFFIX = ".safetensors.index.json"
 BIN_FILES = ("pytorch_model.bin.index.json", "pytorch_model.bin")
 _EXPECTED = f"expected *.safetensors, *{INDEX_SUFFIX} or {' or '.join(BIN_FILES)}"
@@ -40,13 +40,15 @@ def find_main_files(listing: Listing) -> list[str]:
     singles = [n for n in names if n.endswith(".safetensors") and not n.startswith(_OTHER_PREFIXES)]
     singles = [n for n in singles if not RANK_FILE.fullmatch(n)]
     if indices:
-        return indices + [n for n in singles if n == "model.safetensors" and _is_unlisted(path, n)]
+        return indices + [
+            n for n in singles if n == "model.safetensors" and _is_in_no_index(path, n)
+        ]
     if singles:
         return singles
     return [n for n in BIN_FILES if n in names][:1]
 
 
-def _is_unlisted(path: TreePath, name: str) -> bool:
+def _is_in_no_index(path: TreePath, name: str) -> bool:
     return not any(
         f'"{name}"' in (path / index.name).read_text(errors="replace")
         for index in path.glob(f"*{INDEX_SUFFIX}")
@@ -116,7 +118,7 @@ def _is_complete_set(names: Sequence[str]) -> bool:
     return len(stems) == 1 and set(names) == expected
 
 
-def torch_consolidation_notes(root: TreePath) -> tuple[str, ...]:
+def list_torch_consolidation_notes(root: TreePath) -> tuple[str, ...]:
     """Return a note if torch consolidated the model from shards in ``sharded``.
 
     Torch 2.13's ``consolidate_safetensors_files`` writes zeros for 0-d tensors.
@@ -131,9 +133,9 @@ def torch_consolidation_notes(root: TreePath) -> tuple[str, ...]:
     )
 
 
-def read_indexed_shards(files: SourceFiles, main: str) -> dict[str, ReadShard]:
+def read_indexed_shards(files: SourceFiles, index_name: str) -> dict[str, ShardContent]:
     """Read all shards next to an index, or return an empty dict if they cannot be read."""
-    stem = main.removesuffix(INDEX_SUFFIX)
+    stem = index_name.removesuffix(INDEX_SUFFIX)
     matches = (_NUMBERED_SHARD.fullmatch(item.name) for item in files.root.iterdir())
     names = sorted(m[0] for m in matches if m and (m[1], m[4]) == (stem, "safetensors"))
     if not _is_complete_set(names):
@@ -145,13 +147,13 @@ def read_indexed_shards(files: SourceFiles, main: str) -> dict[str, ReadShard]:
 
 
 def derive_index(
-    files: SourceFiles, main: str, shards: Mapping[str, ReadShard]
-) -> ReadIndex | None:
-    """Reconstruct the index *main* from the shards instead of reading it.
+    files: SourceFiles, index_name: str, shards: Mapping[str, ShardContent]
+) -> IndexContent | None:
+    """Reconstruct the index *index_name* from the shards instead of reading it.
 
     Returns None if no reconstruction has the size and the known digest of the index.
     """
-    digest, size = files.find_digest(main), files.size(main)
+    digest, size = files.find_digest(index_name), files.size(index_name)
     if digest is None or not shards:
         return None
     for index, text in _iterate_candidate_indexes(shards):
@@ -161,8 +163,8 @@ def derive_index(
 
 
 def _iterate_candidate_indexes(
-    shards: Mapping[str, ReadShard],
-) -> Iterator[tuple[ReadIndex, bytes]]:
+    shards: Mapping[str, ShardContent],
+) -> Iterator[tuple[IndexContent, bytes]]:
     """Yield each index that common writers would create for these shards, with its text."""
     weight_map: dict[str, object] = {
         key: name for name, shard in shards.items() for key in shard[0]

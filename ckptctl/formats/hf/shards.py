@@ -35,11 +35,11 @@ class _Index(Schema):
     weight_map: Annotated[dict[str, str], NOT_EMPTY]
 
 
-ReadShard = tuple[dict[str, TensorEntry], Mapping[str, str]]
+ShardContent = tuple[dict[str, TensorEntry], Mapping[str, str]]
 """The tensors of one file, and its metadata."""
 
 
-def read_shard(files: SourceFiles, name: str) -> ReadShard:
+def read_shard(files: SourceFiles, name: str) -> ShardContent:
     """Read the tensors and metadata of one safetensors file."""
     header = read_safetensors_header(files, name, allow_unknown_dtypes=True)
     tensors: dict[str, TensorEntry] = {}
@@ -54,7 +54,7 @@ def read_shard(files: SourceFiles, name: str) -> ReadShard:
     return tensors, header.metadata
 
 
-def merge_strings(
+def merge_shard_metadata(
     shard_strings: Iterable[Mapping[str, str]],
 ) -> tuple[dict[str, str], tuple[str, ...]]:
     """Merge metadata without the keys that differ between files, and return a note on these."""
@@ -152,9 +152,9 @@ class IndexedShards(NamedTuple):
 def read_shards(
     files: SourceFiles,
     weight_map: Mapping[str, str],
-    strings: Mapping[str, str],
-    main: str,
-    known_shards: Mapping[str, ReadShard],
+    index_metadata: Mapping[str, str],
+    index_name: str,
+    known_shards: Mapping[str, ShardContent],
     faults: FaultCollector,
 ) -> IndexedShards:
     """Read all shards and compare them with the index.
@@ -162,15 +162,15 @@ def read_shards(
     Args:
         files: The checkpoint's files.
         weight_map: File of each tensor according to the index.
-        strings: Metadata of the index.
-        main: Name of the index.
+        index_metadata: Metadata of the index.
+        index_name: Name of the index.
         known_shards: Shards that were already read, by file name.
         faults: Problems of the checkpoint.
     """
     tensors: dict[str, TensorEntry] = {}
     sizes: dict[str, int] = {}
-    all_strings, notes = [strings], dict[str, None]()
-    shards, where = defaultdict[str, set[str]](set), str(files.root / main)
+    all_strings, notes = [index_metadata], dict[str, None]()
+    shards, where = defaultdict[str, set[str]](set), str(files.root / index_name)
     for key, file in weight_map.items():
         shards[file].add(key)
     if not faults.partial:
@@ -196,7 +196,7 @@ def read_shards(
                 faults.add_missing_tensor(key, "the index places it in this file", name)
             faults.lost |= {key: ((Box.whole(t.shape), name),) for key, t in usable.items()}
         tensors |= usable
-    agreed, differ = merge_strings(all_strings)
+    agreed, differ = merge_shard_metadata(all_strings)
     ties = {key: original for key, original in agreed.items() if original in weight_map}
     for dropped, original in ties.items():
         if dropped not in weight_map and original not in tensors:

@@ -122,14 +122,14 @@ class McoreFormat(ItemFormat, WritableFormat):
         note = f"tensors that Megatron-FSDP saved in parts are joined and renamed: {new}"
         return replace(joined_catalog, notes=(*joined_catalog.notes, note))
 
-    def merged_parameters(self, names: Sequence[str]) -> dict[str, str]:
-        """See :meth:`Format.merged_parameters`."""
+    def map_merged_parameters(self, names: Sequence[str]) -> dict[str, str]:
+        """See :meth:`Format.map_merged_parameters`."""
         from ckptctl.formats.mcore.spelling import find_parameter_name
 
         return {name: merged for name in names if (merged := find_parameter_name(name))}
 
-    def recorded_facts(self, catalog: Catalog) -> RecordedFacts | None:
-        """See :meth:`Format.recorded_facts`."""
+    def parse_recorded_facts(self, catalog: Catalog) -> RecordedFacts | None:
+        """See :meth:`Format.parse_recorded_facts`."""
         from ckptctl.facts.recorded import MegatronRecords  # most checkpoints have none
 
         return MegatronRecords(catalog) if catalog.extensions else None

@@ -17,14 +17,14 @@ from ckptctl.columns import BoxColumns, ExtentColumns, Vector
 from ckptctl.errors import CoverageError, UnsupportedError, quote_names
 from ckptctl.formats.dcp.metadata import BoxCache
 from ckptctl.formats.mcore.spelling import (
-    HALVES,
+    HALF_SUFFIXES,
     TensorNameParts,
     count_experts,
     parse_tensor_names,
     require_all_layers,
 )
 from ckptctl.formats.shared.findings import FaultCollector
-from ckptctl.formats.shared.joined_tensors import ONE_SAVE
+from ckptctl.formats.shared.joined_tensors import ONE_SAVE_HINT
 
 MIXED_STORAGE_REASON = "the items are stored in two different ways"
 MAX_TENSORS, MAX_PARTS = 1 << 22, 1 << 24
@@ -36,7 +36,7 @@ class _Piece(NamedTuple):
     """A saved tensor, or one row of a saved tensor, that is part of a canonical tensor."""
 
     entry: TensorEntry
-    spelling: TensorNameParts
+    name_parts: TensorNameParts
     row: int | None
 
     @property
@@ -65,21 +65,21 @@ def join_canonical(
     require_all_layers(catalog.tensors, parsed_names, arguments, faults)
     experts = count_experts(parsed_names.values(), arguments, str(faults.root))
     joiner = _CanonicalJoiner(faults, experts, catalog.lost)
-    pieces = _split_pieces(catalog.tensors, parsed_names, str(faults.root))
+    pieces = _group_pieces_by_name(catalog.tensors, parsed_names, str(faults.root))
     tensors = {name: joiner.join_tensor(name, members) for name, members in pieces.items()}
     lost = {
         name: lost_boxes
         for name, members in pieces.items()
-        if (lost_boxes := joiner.find_lost(members))
+        if (lost_boxes := joiner.list_lost_boxes(members))
     }
     return replace(catalog, tensors=tensors, lost=lost, findings=tuple(faults.findings))
 
 
-def _split_pieces(
+def _group_pieces_by_name(
     tensors: Mapping[str, TensorEntry], parsed_names: Mapping[str, TensorNameParts], where: str
 ) -> dict[str, list[_Piece]]:
     count = sum(
-        tensors[name].shape[0] for name, spelling in parsed_names.items() if spelling.is_stacked
+        tensors[name].shape[0] for name, name_parts in parsed_names.items() if name_parts.is_stacked
     )
     if count > MAX_TENSORS:
         raise UnsupportedError(
@@ -89,9 +89,11 @@ def _split_pieces(
         )
     pieces: dict[str, list[_Piece]] = {}
     for name, entry in tensors.items():
-        spelling = parsed_names[name]
-        for row in range(entry.shape[0]) if spelling.is_stacked else (None,):
-            pieces.setdefault(spelling.canonical_name(row), []).append(_Piece(entry, spelling, row))
+        name_parts = parsed_names[name]
+        for row in range(entry.shape[0]) if name_parts.is_stacked else (None,):
+            pieces.setdefault(name_parts.format_canonical_name(row), []).append(
+                _Piece(entry, name_parts, row)
+            )
     return pieces
 
 
@@ -111,12 +113,12 @@ class _CanonicalJoiner:
     def join_tensor(self, name: str, pieces: Sequence[_Piece]) -> TensorEntry:
         """Return the canonical tensor called *name*."""
         first = pieces[0]
-        entry, shape, spelling = first.entry, first.shape, first.spelling
-        if spelling.half is not None and shape:
-            shape = (len(HALVES) * shape[0], *shape[1:])
-        if spelling.expert is not None:
-            shape = (self.experts[spelling.family], *shape)
-        self._require_parts(name, pieces)
+        entry, shape, name_parts = first.entry, first.shape, first.name_parts
+        if name_parts.half is not None and shape:
+            shape = (len(HALF_SUFFIXES) * shape[0], *shape[1:])
+        if name_parts.expert is not None:
+            shape = (self.experts[name_parts.tensor_kind], *shape)
+        self._require_matching_parts(name, pieces)
         unread = next((p.entry.unsupported for p in pieces if p.entry.unsupported), None)
         columns = [_to_columns(piece.entry) for piece in pieces]
         usable = [column for column in columns if column is not None]
@@ -129,7 +131,7 @@ class _CanonicalJoiner:
         extents = self._join_extents(pieces, usable)
         return replace(entry, name=name, shape=shape, extents=extents, path=(name,))
 
-    def find_lost(self, pieces: Sequence[_Piece]) -> tuple[tuple[Box, str], ...]:
+    def list_lost_boxes(self, pieces: Sequence[_Piece]) -> tuple[tuple[Box, str], ...]:
         """Return the boxes of a canonical tensor in unusable files, with these files."""
         lost: list[tuple[Box, str]] = []
         for piece in pieces:
@@ -147,12 +149,14 @@ class _CanonicalJoiner:
             lost += zip(rows.boxes, files, strict=True)
         return tuple(lost)
 
-    def _require_parts(self, name: str, pieces: Sequence[_Piece]) -> None:
+    def _require_matching_parts(self, name: str, pieces: Sequence[_Piece]) -> None:
         """Raise if *pieces* do not fit together, and raise or add a finding if some are missing."""
         first = pieces[0]
         kind = first.entry.dtype, first.shape
         odd = next((piece for piece in pieces if (piece.entry.dtype, piece.shape) != kind), None)
-        pieces_by_part = {(piece.spelling.expert, piece.spelling.half): piece for piece in pieces}
+        pieces_by_part = {
+            (piece.name_parts.expert, piece.name_parts.half): piece for piece in pieces
+        }
         experts, halves = {e for e, _ in pieces_by_part}, {h for _, h in pieces_by_part}
         mixed = any(None in kinds and len(kinds) > 1 for kinds in (experts, halves))
         if odd or mixed or len(pieces_by_part) < len(pieces):
@@ -161,13 +165,13 @@ class _CanonicalJoiner:
                 f"two tensors cannot be joined as `{name}`",
                 where=str(self.faults.root),
                 why=" and ".join(f"`{e.name}` is {e.dtype} {list(e.shape)}" for e in both),
-                hint=ONE_SAVE,
+                hint=ONE_SAVE_HINT,
             )
-        count = self.experts[first.spelling.family] if None not in experts else 0
+        count = self.experts[first.name_parts.tensor_kind] if None not in experts else 0
         required_parts = [
             (expert, half)
             for expert in (range(count) if count else (None,))
-            for half in (range(len(HALVES)) if None not in halves else (None,))
+            for half in (range(len(HALF_SUFFIXES)) if None not in halves else (None,))
         ]
         missing_parts = [
             _describe_part(*part, count) for part in required_parts if part not in pieces_by_part
@@ -221,14 +225,14 @@ class _CanonicalJoiner:
 
     def _move_rows(self, piece: _Piece, rows: _Rows) -> _Rows:
         """Move the boxes of *rows* to their offsets in the canonical tensor."""
-        spelling, boxes, parts = piece.spelling, rows.boxes, rows.parts
+        name_parts, boxes, parts = piece.name_parts, rows.boxes, rows.parts
         offsets, sizes = boxes.offsets, boxes.sizes
-        if spelling.half and piece.shape:
-            shift = spelling.half * piece.shape[0]
+        if name_parts.half and piece.shape:
+            shift = name_parts.half * piece.shape[0]
             offsets = tuple((*(o + shift for o in vector[:1]), *vector[1:]) for vector in offsets)
-        if spelling.expert is not None:
+        if name_parts.expert is not None:
             parts = parts or tuple(self.whole_items.setdefault(s, ItemPart(s)) for s in sizes)
-            offsets = tuple((spelling.expert, *vector) for vector in offsets)
+            offsets = tuple((name_parts.expert, *vector) for vector in offsets)
             sizes = tuple((1, *vector) for vector in sizes)
         if offsets is boxes.offsets:
             return rows
@@ -238,7 +242,7 @@ class _CanonicalJoiner:
 
 def _describe_part(expert: int | None, half: int | None, count: int) -> str:
     which = [] if expert is None else [f"expert {expert} of {count:,}"]
-    return " ".join([*which, *([] if half is None else [f"`_{HALVES[half]}`"])])
+    return " ".join([*which, *([] if half is None else [f"`_{HALF_SUFFIXES[half]}`"])])
 
 
 def _to_columns(entry: TensorEntry) -> ExtentColumns | None:

@@ -38,7 +38,7 @@ class LayerStorage:
         match = _LAYER.fullmatch(name) if self.count else None
         return (f"{match[1]}.{match[3]}", int(match[2])) if match else (name, None)
 
-    def to_stored(self, tensor: OutputTensor) -> OutputTensor:
+    def to_stored_tensor(self, tensor: OutputTensor) -> OutputTensor:
         """Return the stored tensor that contains *tensor*, which may be a stack of all layers."""
         name, place = self.locate_leaf(tensor.name)
         if place is None:
@@ -46,7 +46,7 @@ class LayerStorage:
         return replace(tensor, name=name, path=(name,), shape=(self.count, *tensor.shape))
 
 
-def stack_layers(tensors: Iterable[OutputTensor]) -> LayerStorage:
+def build_stacked_storage(tensors: Iterable[OutputTensor]) -> LayerStorage:
     """Check that all layers of a model are alike, and return their storage as one stack.
 
     Raises:
@@ -56,7 +56,7 @@ def stack_layers(tensors: Iterable[OutputTensor]) -> LayerStorage:
     for tensor in tensors:
         if match := _LAYER.fullmatch(tensor.name):
             layers[int(match[2])][f"{match[1]}.{match[3]}"] = (tensor.dtype, tensor.shape)
-    if problem := _find_difference(layers):
+    if problem := _describe_difference(layers):
         raise RefusedError(
             "these layers cannot be stacked",
             why=problem,
@@ -66,7 +66,7 @@ def stack_layers(tensors: Iterable[OutputTensor]) -> LayerStorage:
     return LayerStorage(len(layers))
 
 
-def _find_difference(layers: Mapping[int, Mapping[str, object]]) -> str | None:
+def _describe_difference(layers: Mapping[int, Mapping[str, object]]) -> str | None:
     if sorted(layers) != list(range(len(layers))):
         return "some layers are missing"
     for number, layer in layers.items():

@@ -100,7 +100,7 @@ def find_save_folder(path: TreePath, tag: str | None) -> TreePath:
     return path / find_tag_folder(path, tag, POINTER_FILE, find_evidence, format_folder_name)
 
 
-def require_finished(files: SourceFiles) -> None:
+def require_finished_save(files: SourceFiles) -> None:
     """Raise if a save was interrupted, or if its backend is not supported."""
     where = str(files.root)
     if not is_present(files.root / METADATA_JSON):

@@ -50,14 +50,14 @@ from ckptctl.formats.mcore.mcore_files import (
     find_save_folder,
     find_skipped_critic,
     is_common_recorded,
-    require_finished,
+    require_finished_save,
 )
 from ckptctl.formats.mcore.objects import format_object_name, to_canonical_objects
 from ckptctl.formats.peft import read_adapter_config
 from ckptctl.formats.shared.findings import UNUSABLE_ERRORS, FaultCollector, finding_from_error
 from ckptctl.formats.shared.leaves import require_harmless_values
 from ckptctl.formats.shared.stored_leaves import NO_CHECKSUMS, Leaves, extract_leaves
-from ckptctl.formats.sidecar_files import ADAPTER, CONFIGURATION, read_documents
+from ckptctl.formats.sidecar_files import ADAPTER_CONFIG, HF_CONFIG_FOLDER, read_config_files
 from ckptctl.planner.config_facts import Json
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import read_json
@@ -70,7 +70,7 @@ from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 
 ARGUMENTS = "args"
-MCORE_FILES = (COMMON, METADATA_JSON, RUN_CONFIG, ADAPTER)
+MCORE_FILES = (COMMON, METADATA_JSON, RUN_CONFIG, ADAPTER_CONFIG)
 MAX_VALUES = 1 << 19
 """Limit for unsharded values; usually, these are a few thousand in less than a megabyte."""
 
@@ -79,7 +79,7 @@ def read_catalog(path: TreePath, options: ReadOptions, name: str) -> Catalog:
     """Read the catalog of the folder *path* (see :meth:`Format.read`)."""
     folder = find_save_folder(path, options.tag)
     with source_files(folder) as files:
-        require_finished(files)
+        require_finished_save(files)
         faults = FaultCollector(folder, options.partial)
         leaves, origin = read_metadata(files, METADATA)
         catalog = build_catalog(files, leaves, name, faults)
@@ -91,10 +91,10 @@ def read_catalog(path: TreePath, options: ReadOptions, name: str) -> Catalog:
         )
         place = COMMON if common_object is None else COMMON_STATE
         require_harmless_values(common.blobs.values(), str(folder / place))
-        arguments = find_trainer_arguments(common.blobs)
+        arguments = extract_trainer_arguments(common.blobs)
         catalog = join_canonical(catalog, faults, arguments)
-        hf_folder = folder.parent / CONFIGURATION  # verl's
-        described = read_documents(hf_folder) if hf_folder.is_dir() else {}
+        hf_folder = folder.parent / HF_CONFIG_FOLDER  # verl's
+        hf_documents = read_config_files(hf_folder) if hf_folder.is_dir() else {}
         other_files = {file: why for file, why in catalog.others.items() if file not in MCORE_FILES}
         blobs = {n: blob for n, blob in catalog.blobs.items() if blob is not common_object}
         catalog = replace(catalog, blobs=to_canonical_objects(blobs), others=other_files)
@@ -102,23 +102,26 @@ def read_catalog(path: TreePath, options: ReadOptions, name: str) -> Catalog:
         if common_object is not None or is_present(folder / COMMON):
             file = COMMON if common_object is None else common_object.file or ""
             catalog = add_leaves(files, catalog, file, common)
-        recorded = read_records(folder, {place: arguments}, faults)
-        catalog = restore_row_order(catalog, recorded)
+        records = read_records(folder, {place: arguments}, faults)
+        catalog = restore_row_order(catalog, records)
     critic = find_skipped_critic(path, folder)
-    others_findings = (
+    critic_findings = (
         tuple(_check_other_model(folder, path, critic, options, name)) if critic else ()
     )
     note = (
         f"the checkpoint contains two models; this is the actor. Pass `{critic}` for the other one"
     )
-    documented: dict[str, Json] = {**described, **catalog.documents}
-    if adapter_settings := to_peft_config(recorded.get(RUN_CONFIG, {})):
-        documented[ADAPTER] = {**read_adapter_config(folder).get(ADAPTER, {}), **adapter_settings}
+    documents: dict[str, Json] = {**hf_documents, **catalog.documents}
+    if adapter_settings := to_peft_config(records.get(RUN_CONFIG, {})):
+        documents[ADAPTER_CONFIG] = {
+            **read_adapter_config(folder).get(ADAPTER_CONFIG, {}),
+            **adapter_settings,
+        }
     return replace(
         catalog,
-        extensions={MEGATRON: recorded} if recorded else {},
-        documents=documented,
-        findings=(*faults.findings, *others_findings),
+        extensions={MEGATRON: records} if records else {},
+        documents=documents,
+        findings=(*faults.findings, *critic_findings),
         notes=(*catalog.notes, *((note,) * bool(critic))),
     )
 
@@ -170,14 +173,14 @@ def _read_common_object(files: SourceFiles, blob: Blob, faults: FaultCollector) 
 
 
 def _read_dictionary(
-    files: SourceFiles, place: tuple[str, int, int | None], listed: str | None = None
+    files: SourceFiles, place: tuple[str, int, int | None], object_name: str | None = None
 ) -> Leaves:
     """Read the unsharded values from a dictionary.
 
     Args:
         files: Files of the checkpoint.
         place: File, first byte and length of the zip that contains the dictionary.
-        listed: Name of the object that stores the dictionary as a list of one, or None.
+        object_name: Name of the object that stores the dictionary as a list of one, or None.
 
     Raises:
         UnsupportedError: The content is not a dictionary, or too large to be Megatron's.
@@ -186,16 +189,16 @@ def _read_dictionary(
     archive = read_archive(
         files, *place, unknown="inert", table=TABLE_WITH_UNREAD_TENSORS, max_values=MAX_VALUES
     )
-    message = f"`{listed or place[0]}` does not have the form that Megatron-Core writes"
+    message = f"`{object_name or place[0]}` does not have the form that Megatron-Core writes"
     with wrap_malformed_errors(message, where):
-        root = archive.root if listed is None else read_as(tuple[object], archive.root)[0]
+        root = archive.root if object_name is None else read_as(tuple[object], archive.root)[0]
         content = read_as(dict[object, object], root)
     leaves = extract_leaves(content, place[0])
-    leaves.notes[:0] = () if archive.checksums or listed else (NO_CHECKSUMS,)
+    leaves.notes[:0] = () if archive.checksums or object_name else (NO_CHECKSUMS,)
     return leaves
 
 
-def find_trainer_arguments(blobs: Mapping[str, Blob]) -> dict[str, object]:
+def extract_trainer_arguments(blobs: Mapping[str, Blob]) -> dict[str, object]:
     """Return Megatron's training arguments in ``common.pt``."""
     record = blobs[ARGUMENTS].value if ARGUMENTS in blobs else None
     state = record.state if isinstance(record, Inert) else record
@@ -208,7 +211,7 @@ def find_trainer_arguments(blobs: Mapping[str, Blob]) -> dict[str, object]:
     return {str(path[1]): value for path, value in argument_items}
 
 
-PARENT_PREFIX, IO = "../", "io.json"
+PARENT_PREFIX, NEMO_CONFIG_FILE = "../", "io.json"
 MAX_JSON_BYTES = 4 << 20
 """Limit in bytes for JSON files; ``io.json`` contains every object that NeMo created."""
 RECORD_FILES = (
@@ -217,12 +220,12 @@ RECORD_FILES = (
     f"{PARENT_PREFIX}args.json",
     f"{PARENT_PREFIX}transformer_config.json",
     f"{PARENT_PREFIX}context/model.yaml",
-    f"{PARENT_PREFIX}context/{IO}",
+    f"{PARENT_PREFIX}context/{NEMO_CONFIG_FILE}",
 )
 """Paths relative to the checkpoint; the last is only read if the one before it is missing."""
 MAX_DEPTH, MAX_NODES = 64, 100_000
 """Limits for nested levels and values, as references can repeat values or form cycles."""
-_STEP = re.compile(r"(?:Attr\(name|Key\(key)='(.*)'\)", re.DOTALL)
+_ITEM_KEY = re.compile(r"(?:Attr\(name|Key\(key)='(.*)'\)", re.DOTALL)
 _TARGET_KEY = "fn_or_cls"
 
 
@@ -240,21 +243,23 @@ def read_records(
             if name.startswith(PARENT_PREFIX)
             else folder / name
         )
-        if is_present(file) and not (file.name == IO and RECORD_FILES[-2] in records_by_file):
-            record = faults.try_read(file.name, _make_reader(file.parent))
+        if is_present(file) and not (
+            file.name == NEMO_CONFIG_FILE and RECORD_FILES[-2] in records_by_file
+        ):
+            record = faults.try_read(file.name, _make_record_reader(file.parent))
             if record:
                 records_by_file[name] = record
     return records_by_file
 
 
-def _make_reader(home: TreePath) -> Callable[[str], Mapping[str, object]]:
+def _make_record_reader(home: TreePath) -> Callable[[str], Mapping[str, object]]:
     def read_record(name: str) -> Mapping[str, object]:
         with source_files(home) as files:
             where = str(home / name)
             if name.endswith(".json"):
                 content = read_json(files, name, MAX_JSON_BYTES, allow_nan=True)
                 if isinstance(content, dict):
-                    return parse_nemo_model(content, where) if name == IO else content
+                    return parse_nemo_model(content, where) if name == NEMO_CONFIG_FILE else content
                 raise UnsupportedError("this JSON is not a configuration", where=where)
             size = files.size(name)
             if size > MAX_TEXT_LENGTH:
@@ -274,7 +279,7 @@ def parse_nemo_model(document: Mapping[str, object], where: str) -> dict[str, ob
     Raises:
         UnsupportedError: The document is not a configuration.
     """
-    reader = _ObjectReader(read_nested_or_none(dict[str, object], document, "objects") or {})
+    reader = _FiddleConverter(read_nested_or_none(dict[str, object], document, "objects") or {})
     try:
         items = dict(reader.iterate_items(reader.resolve_reference(document.get("root"))))
         model = reader.to_value(items.get("model"), 0)
@@ -285,7 +290,7 @@ def parse_nemo_model(document: Mapping[str, object], where: str) -> dict[str, ob
     return model if isinstance(model, dict) else {}
 
 
-class _ObjectReader:
+class _FiddleConverter:
     """Converter of Fiddle's serialized objects to plain values."""
 
     def __init__(self, objects: Mapping[str, object]) -> None:
@@ -299,7 +304,7 @@ class _ObjectReader:
     def iterate_items(self, node: object) -> Iterator[tuple[str, object]]:
         """Yield the children of an object by name, or by position for a list."""
         for step, part in read_nested_or_none(list[Any], node, "items") or ():
-            match = _STEP.fullmatch(str(step))
+            match = _ITEM_KEY.fullmatch(str(step))
             yield (match[1] if match else str(step)), part
 
     def to_value(self, node: object, depth: int) -> object:
@@ -313,17 +318,17 @@ class _ObjectReader:
         if node.get("type") == "leaf":
             return node.get("value")
         if node.get("type") == "pyref":
-            return {TARGET_KEY: _qualified_name(node)}
+            return {TARGET_KEY: _get_qualified_name(node)}
         children = {name: self.to_value(part, depth + 1) for name, part in self.iterate_items(node)}
-        kind = _qualified_name(node.get("type"))
+        kind = _get_qualified_name(node.get("type"))
         if kind in ("builtins.list", "builtins.tuple"):
             return list(children.values())
         target = dict(self.iterate_items(self.resolve_reference(node.get("metadata")))).get(
             _TARGET_KEY
         )
-        return children if target is None else {TARGET_KEY: _qualified_name(target), **children}
+        return children if target is None else {TARGET_KEY: _get_qualified_name(target), **children}
 
 
-def _qualified_name(node: object) -> str:
+def _get_qualified_name(node: object) -> str:
     """Return the qualified name of a class or function."""
     return f"{node.get('module')}.{node.get('name')}" if isinstance(node, dict) else ""

@@ -66,7 +66,7 @@ from ckptctl.formats.dcp import METADATA
 from ckptctl.formats.dcp.data_files import DataFileBuilder, assign_boxes_to_files
 from ckptctl.formats.dcp.metadata_writer import encode_metadata
 from ckptctl.formats.mcore.factors import list_exchanged_factors
-from ckptctl.formats.mcore.layers import LayerStorage, stack_layers
+from ckptctl.formats.mcore.layers import LayerStorage, build_stacked_storage
 from ckptctl.formats.mcore.mcore_files import (
     COMMON,
     COMMON_STATE,
@@ -77,7 +77,7 @@ from ckptctl.formats.mcore.mcore_files import (
 )
 from ckptctl.formats.mcore.objects import is_sharded_object, make_extra_states, to_stored_object
 from ckptctl.formats.megatron.megatron_folder import POINTER_FILE
-from ckptctl.formats.shared.leaves import build_nested
+from ckptctl.formats.shared.leaves import build_nested_object
 from ckptctl.formats.shared.stored_leaves import make_pickled_tensor
 from ckptctl.formats.torch_file import ZipFrame
 from ckptctl.notes import Notes
@@ -102,20 +102,26 @@ METADATA_JSON_CONTENT = json.dumps(
 CONTENT_KEY, SEPARATE_LAYERS_KEY = "content_metadata", "non_homogeneous_layers"
 """Keys of the arguments that Megatron-Core passes to ``sharded_state_dict`` for loading."""
 NO_STATE: Mapping[str, object] = {}
-VERSION = 3.0
+CHECKPOINT_VERSION = 3.0
 """Checkpoint version; since 2.0, queries, keys and values are grouped in one tensor."""
 
 
 def lay_out_checkpoint(request: OutputRequest) -> OutputLayout:
     """Lay out a model whose tensors have the names of layout ``mcore``."""
-    run = separate_training_state(request.tensors, request.blobs, request.notes)
-    request = replace(request, tensors=[t for t in request.tensors if t not in run.tensors])
-    layers = stack_layers(request.tensors) if request.stack_layers else LayerStorage()
+    training_state = separate_training_state(request.tensors, request.blobs, request.notes)
+    request = replace(
+        request, tensors=[t for t in request.tensors if t not in training_state.tensors]
+    )
+    layers = build_stacked_storage(request.tensors) if request.stack_layers else LayerStorage()
     # Megatron-Core requires extra states; those that the source does not have are empty.
-    model = [tensor for tensor in request.tensors if tensor.shape and not is_state(tensor.name)]
-    stored_objects = (to_stored_object(blob, layers) for blob in run.objects)
+    model_tensors = [
+        tensor for tensor in request.tensors if tensor.shape and not is_optimizer_state(tensor.name)
+    ]
+    stored_objects = (to_stored_object(blob, layers) for blob in training_state.objects)
     objects = [
-        *{blob.name: blob for blob in (*make_extra_states(model, layers), *stored_objects)}.values()
+        *{
+            blob.name: blob for blob in (*make_extra_states(model_tensors, layers), *stored_objects)
+        }.values()
     ]
     writer, places = DataFileBuilder(), dict[str, list[TensorPlace]]()
     stored: dict[str, OutputTensor] = {}
@@ -123,7 +129,7 @@ def lay_out_checkpoint(request: OutputRequest) -> OutputLayout:
         writer.begin_file(f"__0_{position}.distcp")
         for tensor, box in shard:
             places.setdefault(tensor.name, []).append(TensorPlace(box, len(writer.records)))
-            stored_tensor = layers.to_stored(tensor)
+            stored_tensor = layers.to_stored_tensor(tensor)
             stored_tensor = stored.setdefault(stored_tensor.name, stored_tensor)
             layer = layers.locate_leaf(tensor.name)[1]
             if layer is not None:
@@ -135,23 +141,25 @@ def lay_out_checkpoint(request: OutputRequest) -> OutputLayout:
     if aliases := [tensor.name for tensor in request.tensors if tensor.alias_of]:
         message = f"each is written in full: {quote_names(aliases)}"
         request.notes.add(f"mcore does not support tied tensors; {message}")
-    described = describe_model(request, run.common)
-    common = lay_out_common_file(described.common, run.tensors)
-    contents, files = described.contents, list(writer.files)
-    if run.tensors:
-        files.append(_lay_out_common_tensors(common, run.tensors, writer.records, places))
+    description = build_description_files(request, training_state.common)
+    common = lay_out_common_file(description.common, training_state.tensors)
+    contents, files = description.contents, list(writer.files)
+    if training_state.tensors:
+        files.append(
+            _lay_out_common_tensors(common, training_state.tensors, writer.records, places)
+        )
     else:
         contents = {COMMON: b"".join(piece for _, piece in common.iterate_frame([])), **contents}
-    content = encode_metadata(list(stored.values()), objects, writer.boxes, writer.items)
+    content = encode_metadata(list(stored.values()), objects, writer.places_by_name, writer.items)
     return OutputLayout(
         (*files, make_content_file(METADATA, content)),
         tuple(writer.records),
         {name: tuple(tensor_places) for name, tensor_places in places.items()},
         raw_copies=tuple(writer.raw_copies),
         contents=contents,
-        folder=run.folder,
-        outer_files={POINTER_FILE: run.pointer.encode()},
-        generated_files=tuple(described.common),
+        folder=training_state.folder,
+        outer_files={POINTER_FILE: training_state.pointer.encode()},
+        generated_keys=tuple(description.common),
     )
 
 
@@ -176,12 +184,12 @@ class DescriptionFiles(NamedTuple):
     contents: Mapping[str, bytes]
 
 
-def describe_model(
+def build_description_files(
     request: OutputRequest, training_state: Mapping[str, object]
 ) -> DescriptionFiles:
     """Build the files without tensors, which describe a model and its *training_state*."""
     if request.adapter is not None:
-        return _describe_adapter(request, request.adapter)
+        return _build_adapter_files(request, request.adapter)
     arguments = None
     if "args" not in training_state:
         noun = f"the arguments in {COMMON}"
@@ -207,7 +215,9 @@ def describe_model(
     return DescriptionFiles(common, contents)
 
 
-def _describe_adapter(request: OutputRequest, settings: Mapping[str, object]) -> DescriptionFiles:
+def _build_adapter_files(
+    request: OutputRequest, settings: Mapping[str, object]
+) -> DescriptionFiles:
     """Build the files without tensors, which describe an adapter and, if known, its base model."""
     noun = f"the model section of {RUN_CONFIG} (Megatron-Bridge reads the model from elsewhere)"
     yaml = _make_or_copy_config(
@@ -234,11 +244,11 @@ def _describe_adapter(request: OutputRequest, settings: Mapping[str, object]) ->
 def _make_or_copy_config(
     request: OutputRequest,
     make: Callable[..., dict[str, object]],
-    carry: Callable[..., CopiedRecord],
+    copy_record: Callable[..., CopiedRecord],
     file: str,
     noun: str,
 ) -> dict[str, object] | None:
-    """Make a configuration with *make*, or else copy that in the source's *file* with *carry*."""
+    """Make a configuration with *make*, or else copy that in the source's *file* with *copy_record*."""
     config, why_not = _make_config(request, make)
     if config is not None:
         return config
@@ -246,7 +256,9 @@ def _make_or_copy_config(
     if file not in recorded:
         request.notes.add(f"skipped {noun}, because {why_not}")
         return None
-    copied = carry(recorded[file], _find_vocabulary_rows(request), _find_main_dtype(request))
+    copied = copy_record(
+        recorded[file], _get_padded_vocabulary_size(request), _find_main_dtype(request)
+    )
     if copied.skipped:
         request.notes.add(
             f"omitted from {noun}, because they are not plain values: {quote_names(copied.skipped)}"
@@ -268,14 +280,14 @@ def _make_config(
     sizes, recorded_sizes = dict(request.sizes), read_sizes(request.family, request.config)
     if "v" in recorded_sizes:
         sizes["v"] = recorded_sizes["v"]  # the tensors may be padded
-    rows, dtype = _find_vocabulary_rows(request), _find_main_dtype(request)
+    rows, dtype = _get_padded_vocabulary_size(request), _find_main_dtype(request)
     try:
         return make(request.family, request.config, sizes, padded=rows, dtype=dtype), ""
     except MappingError as error:
         return None, error.what
 
 
-def _find_vocabulary_rows(request: OutputRequest) -> int | None:
+def _get_padded_vocabulary_size(request: OutputRequest) -> int | None:
     """Return the padded size of the vocabulary, or None."""
     row_counts = (tensor.shape[0] for tensor in request.tensors if tensor.name == EMBEDDING)
     return next(row_counts, None)
@@ -285,7 +297,7 @@ def _find_main_dtype(request: OutputRequest) -> str | None:
     """Return the dtype of most bytes of the model, or None."""
     total: dict[str, int] = {}
     for tensor in request.tensors:
-        if not is_state(tensor.name):
+        if not is_optimizer_state(tensor.name):
             total[tensor.dtype] = total.get(tensor.dtype, 0) + tensor.nbytes
     return max(total, key=lambda name: total[name], default=None)
 
@@ -313,7 +325,7 @@ def build_common_content(
     if not stacked:
         sharding_arguments[SEPARATE_LAYERS_KEY] = True
     content = {
-        "checkpoint_version": VERSION,
+        "checkpoint_version": CHECKPOINT_VERSION,
         "iteration": 0,
         **training_state,
         CONTENT_KEY: sharding_arguments,
@@ -371,16 +383,16 @@ def separate_training_state(
     objects, leaves = list[Blob](), list[Blob]()
     for blob in blobs:
         (objects if is_sharded_object(blob.name) else leaves).append(blob)
-    if not any(is_state(tensor.name) for tensor in tensors):
+    if not any(is_optimizer_state(tensor.name) for tensor in tensors):
         why = "mcore can only store it together with an optimizer state"
         notes.explain("skipped", {blob.name: why for blob in leaves})
         return TrainingState(tuple(objects), (), {})
-    common_tensors = tuple(tensor for tensor in tensors if _is_common(tensor))
-    model = {tensor.name for tensor in tensors if not is_state(tensor.name)}
+    common_tensors = tuple(tensor for tensor in tensors if _is_common_tensor(tensor))
+    model_names = {tensor.name for tensor in tensors if not is_optimizer_state(tensor.name)}
     for tensor in tensors:
         match = STATE_NAME.fullmatch(tensor.name)
-        has_parameter = match is not None and match[1] in model
-        if is_state(tensor.name) and tensor not in common_tensors and not has_parameter:
+        has_parameter = match is not None and match[1] in model_names
+        if is_optimizer_state(tensor.name) and tensor not in common_tensors and not has_parameter:
             raise RefusedError(
                 "Megatron-Core cannot load this optimizer state",
                 where=f"tensor `{tensor.name}`",
@@ -393,12 +405,12 @@ def separate_training_state(
     )
 
 
-def is_state(name: str) -> bool:
+def is_optimizer_state(name: str) -> bool:
     """Return whether a tensor belongs to the optimizer state."""
     return name.startswith(f"{OPTIMIZER}.")
 
 
-def _is_common(tensor: OutputTensor) -> bool:
+def _is_common_tensor(tensor: OutputTensor) -> bool:
     """Return whether a tensor belongs in ``common.pt``, such as a loss scale.
 
     Such tensors are in nested dictionaries, whereas weights and moments have full names as keys.
@@ -412,8 +424,8 @@ def _build_common_state(
 ) -> Mapping[str, object]:
     stored = ((t.path, make_pickled_tensor(t, str(key))) for key, t in enumerate(tensors))
     values = ((blob.path, blob.value) for blob in leaves)
-    pairs = ((_restore_optimizer_number(path), leaf) for path, leaf in (*values, *stored))
-    content = cast("dict[str, object]", build_nested(pairs))
+    pairs = ((_restore_integer_key(path), leaf) for path, leaf in (*values, *stored))
+    content = cast("dict[str, object]", build_nested_object(pairs))
     settings_names = [blob.name for blob in leaves if SETTINGS_KEY in blob.path]
     iteration = content.get(ITERATION_KEY)
     if not settings_names or type(iteration) is not int or not 0 < iteration < MAX_ITERATION:
@@ -429,7 +441,7 @@ def _build_common_state(
     return content
 
 
-def _restore_optimizer_number(path: Path) -> Path:
+def _restore_integer_key(path: Path) -> Path:
     """Convert an optimizer's number in *path*, which DCP makes a string, back to an integer."""
     head, *rest = path
     if head == OPTIMIZER and rest and str(rest[0]).isdecimal() and not isinstance(rest[0], Index):

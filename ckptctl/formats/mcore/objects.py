@@ -31,7 +31,7 @@ from ckptctl.planner.mapping.adapters import is_factor
 _NUMBERS = r"[0-9]{1,6}(?:\.[0-9]{1,6})*"
 _OBJECT = re.compile(rf"(.+)/shard_({_NUMBERS})_({_NUMBERS})")
 EXTRA_STATE = "_extra_state"
-EMPTY_STATE: list[object] = [None]
+EMPTY_EXTRA_STATE: list[object] = [None]
 ATTENTION = "self_attention"
 CORE = "core_attention"
 _MODULES_WITHOUT_STATE = frozenset({"output_layer", "router", "self_attention", "shared_experts"})
@@ -59,16 +59,18 @@ def format_object_name(key: str, offset: Sequence[int], grid: Sequence[int]) -> 
 
 def to_canonical_objects(blobs: Mapping[str, Blob]) -> dict[str, Blob]:
     """Rename the objects in *blobs* to match canonical tensors."""
-    spellings = {
+    parsed_names = {
         name: parse_tensor_name(match[1]) for name in blobs if (match := _OBJECT.fullmatch(name))
     }
     experts: Counter[tuple[str, str]] = Counter()
-    for spelling in spellings.values():
-        if spelling.expert is not None:
-            experts[spelling.family] = max(experts[spelling.family], spelling.expert + 1)
+    for name_parts in parsed_names.values():
+        if name_parts.expert is not None:
+            experts[name_parts.tensor_kind] = max(
+                experts[name_parts.tensor_kind], name_parts.expert + 1
+            )
     names = {
-        name: _to_canonical_name(name, spelling, experts[spelling.family])
-        for name, spelling in spellings.items()
+        name: _to_canonical_name(name, name_parts, experts[name_parts.tensor_kind])
+        for name, name_parts in parsed_names.items()
     }
     if len({names.get(name, name) for name in blobs}) < len(blobs):
         return dict(blobs)
@@ -87,21 +89,21 @@ def to_stored_object(blob: Blob, layers: LayerStorage) -> Blob:
     return _rename_blob(blob, format_object_name(stored, [layer, *offset], [layers.count, *grid]))
 
 
-def _to_canonical_name(name: str, spelling: TensorNameParts, experts: int) -> str:
+def _to_canonical_name(name: str, name_parts: TensorNameParts, experts: int) -> str:
     match = _OBJECT.fullmatch(name)
-    if match is None or not (spelling.is_stacked or spelling.expert is not None):
+    if match is None or not (name_parts.is_stacked or name_parts.expert is not None):
         return (
             name
             if match is None
-            else format_object_name(spelling.canonical_name(), *_parse_object_place(match))
+            else format_object_name(name_parts.format_canonical_name(), *_parse_object_place(match))
         )
     offset, grid = _parse_object_place(match)
     layer = None
-    if spelling.is_stacked:
+    if name_parts.is_stacked:
         layer, offset, grid = int(match[2].partition(".")[0]), offset[1:], grid[1:]
-    if spelling.expert is not None:
-        offset, grid = [*offset, spelling.expert], [*grid, experts]
-    return format_object_name(spelling.canonical_name(layer), offset, grid)
+    if name_parts.expert is not None:
+        offset, grid = [*offset, name_parts.expert], [*grid, experts]
+    return format_object_name(name_parts.format_canonical_name(layer), offset, grid)
 
 
 def _parse_object_place(match: re.Match[str]) -> tuple[list[int], list[int]]:
@@ -127,14 +129,14 @@ def make_extra_states(tensors: Iterable[OutputTensor], layers: LayerStorage) -> 
     """
     seen: set[str] = set()
     for tensor in tensors:
-        for module in _find_modules(tensor.name):
+        for module in _iterate_modules(tensor.name):
             if module not in seen:
                 seen.add(module)
                 count = tensor.shape[0] if _EXPERTS in module else 0
-                yield from _make_objects(module, count, layers)
+                yield from _make_extra_state_objects(module, count, layers)
 
 
-def _find_modules(name: str) -> Iterator[str]:
+def _iterate_modules(name: str) -> Iterator[str]:
     """Yield the modules that a parameter belongs to, its own and the attention around it."""
     module = name.rpartition(".")[0]
     parts = module.split(".")
@@ -151,7 +153,7 @@ def _find_modules(name: str) -> Iterator[str]:
         yield f"{attention}.{ATTENTION}.{CORE}"
 
 
-def _make_objects(module: str, experts: int, layers: LayerStorage) -> Iterator[Blob]:
+def _make_extra_state_objects(module: str, experts: int, layers: LayerStorage) -> Iterator[Blob]:
     """Yield the extra-state object of a module, or of each of its experts."""
     stored, place = layers.locate_leaf(f"{module}.{EXTRA_STATE}")
     offset, total = ([place], [layers.count]) if place is not None else ([], [])
@@ -160,4 +162,4 @@ def _make_objects(module: str, experts: int, layers: LayerStorage) -> Iterator[B
         if expert is not None:
             object_offset, grid = [*object_offset, expert], [*grid, experts]
         name = format_object_name(stored, object_offset, grid)
-        yield Blob(name, (name,), value=EMPTY_STATE)
+        yield Blob(name, (name,), value=EMPTY_EXTRA_STATE)

@@ -38,7 +38,7 @@ _GROUPED = re.compile(r"(.*\.mlp\.experts)\.(linear_fc[12]\.(?:weight|bias))(\d{
 _HALF = re.compile(r"(.*\.linear_fc1\.(?:weight|bias)\d*)_([wv])", re.DOTALL)
 _FSDP_PART = re.compile(r"\d+|\d*_w")
 _PART_STATE = re.compile(r"(.*\.linear_fc[12]\.(?:weight|bias)(?:\d+|\d*_[wv]))\..+", re.DOTALL)
-_LAYERS, HALVES = ".layers.", "wv"
+_LAYERS, HALF_SUFFIXES = ".layers.", "wv"
 DECODER = "decoder.layers"
 MAX_LAYERS = MAX_EXPERTS = 1 << 14
 """Limits for the numbers in names and arguments."""
@@ -71,11 +71,11 @@ class TensorNameParts(NamedTuple):
         return bool(self.stack) and self.layer is None
 
     @property
-    def family(self) -> tuple[str, str]:
+    def tensor_kind(self) -> tuple[str, str]:
         """Key of this tensor in all layers, which is its stack and its name within the layer."""
         return self.stack, self.suffix if self.stack else self.prefix
 
-    def canonical_name(self, layer: int | None = None) -> str:
+    def format_canonical_name(self, layer: int | None = None) -> str:
         """Return the canonical name of the tensor, or of its *layer*."""
         number = self.layer if layer is None else layer
         return self.prefix + (f"{number}." if self.stack else "") + self.suffix
@@ -88,7 +88,7 @@ def parse_tensor_name(name: str) -> TensorNameParts:
     rest = name[prefix.end() :] if prefix else name
     expert = half = None
     if part := _HALF.fullmatch(rest):
-        rest, half = part[1], HALVES.index(part[2])
+        rest, half = part[1], HALF_SUFFIXES.index(part[2])
     if single := _EXPERT.fullmatch(rest):
         rest, expert = f"{single[1]}.experts.{single[3]}", int(single[2])
     elif single := _GROUPED.fullmatch(rest):
@@ -113,7 +113,7 @@ def find_parameter_name(name: str) -> str | None:
     Only names of states of parameters that Megatron-FSDP saves in parts are recognized.
     """
     match = _PART_STATE.fullmatch(name)
-    return parse_tensor_name(match[1]).canonical_name() if match else None
+    return parse_tensor_name(match[1]).format_canonical_name() if match else None
 
 
 def parse_tensor_names(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorNameParts]:
@@ -167,21 +167,23 @@ def _require_layer_count(
     where: str,
 ) -> None:
     """Raise if the number of layers of a stack is ambiguous, or too large."""
-    statements = {count: f"`{name}` has {count:,}" for count, name in stacked.items()}
+    evidence_by_count = {count: f"`{name}` has {count:,}" for count, name in stacked.items()}
     high = max(layers, default=-1) + 1
     if high and (high > (argument_count or high) or any(high > count for count in stacked)):
-        statements.setdefault(high, f"there is a layer {high - 1:,}")
-    if argument_count is not None and statements:
-        statements.setdefault(argument_count, f"the trainer's arguments specify {argument_count:,}")
-    if len(statements) > 1:
+        evidence_by_count.setdefault(high, f"there is a layer {high - 1:,}")
+    if argument_count is not None and evidence_by_count:
+        evidence_by_count.setdefault(
+            argument_count, f"the trainer's arguments specify {argument_count:,}"
+        )
+    if len(evidence_by_count) > 1:
         raise UnsupportedError(
             f"the number of layers of `{stack}` is ambiguous",
             where=where,
-            why=quote_names(list(statements.values()), quote=""),
+            why=quote_names(list(evidence_by_count.values()), quote=""),
             hint="remove the files of other saves",
         )
-    if max(statements, default=high) > MAX_LAYERS:
-        why = quote_names(list(statements.values()), quote="")
+    if max(evidence_by_count, default=high) > MAX_LAYERS:
+        why = quote_names(list(evidence_by_count.values()), quote="")
         message = f"`{stack}` has more than {MAX_LAYERS:,} layers"
         raise UnsupportedError(message, where=where, why=why)
 
@@ -195,7 +197,7 @@ def _read_layer_count(arguments: Mapping[str, object]) -> int | None:
 def count_experts(
     parsed_names: Iterable[TensorNameParts], arguments: Mapping[str, object], where: str
 ) -> dict[tuple[str, str], int]:
-    """Count the experts of each :attr:`TensorNameParts.family` with separate experts."""
+    """Count the experts of each :attr:`TensorNameParts.tensor_kind` with separate experts."""
     counts: dict[tuple[str, str], int] = {}
     values = (arguments.get(name) for name in ("num_experts", "num_moe_experts"))
     argument_count = next(
@@ -207,7 +209,9 @@ def count_experts(
                 raise UnsupportedError(
                     f"there are more than {MAX_EXPERTS:,} experts",
                     where=where,
-                    why=f"expert {parts.expert:,} of `{parts.family[1]}`",
+                    why=f"expert {parts.expert:,} of `{parts.tensor_kind[1]}`",
                 )
-            counts[parts.family] = max(counts.get(parts.family, argument_count), parts.expert + 1)
+            counts[parts.tensor_kind] = max(
+                counts.get(parts.tensor_kind, argument_count), parts.expert + 1
+            )
     return counts

@@ -12,8 +12,8 @@ from typing import NamedTuple
 from ckptctl.errors import DamagedError, FormatError, SourceNotFoundError, UnsupportedError
 from ckptctl.formats.megatron.megatron_folder import (
     MODEL_FILE,
+    FolderNumbers,
     LocalTensor,
-    Numbers,
     RankState,
     list_rank_folders,
     read_rank_state,
@@ -24,7 +24,7 @@ from ckptctl.storage.read_ahead import prefetch_zips
 from ckptctl.units import pluralize
 
 MAX_RANKS = 1 << 17
-_SIZES = (
+_SIZE_ARGUMENTS = (
     ("pipeline_model_parallel_size",),
     ("expert_model_parallel_size",),
     ("tensor_model_parallel_size", "model_parallel_size"),
@@ -46,7 +46,9 @@ class GridPosition(NamedTuple):
 
 
 def determine_grid_sizes(
-    files_by_numbers: Mapping[Numbers, str], states: Mapping[Numbers, RankState], where: str
+    files_by_numbers: Mapping[FolderNumbers, str],
+    states: Mapping[FolderNumbers, RankState],
+    where: str,
 ) -> GridPosition:
     """Return the size of the grid of ranks by the arguments, or else by the folder names."""
     files_by_size: dict[GridPosition, str] = {}
@@ -78,7 +80,7 @@ def determine_grid_sizes(
 def _read_sizes(state: RankState) -> GridPosition | None:
     values = [
         next((value for name in names if (value := state.find_argument(name)) is not None), None)
-        for names in _SIZES
+        for names in _SIZE_ARGUMENTS
     ]
     if values[2] is None:
         return None
@@ -94,7 +96,7 @@ def _read_sizes(state: RankState) -> GridPosition | None:
     return GridPosition(pipeline, expert, tensor)
 
 
-def _infer_sizes(files_by_numbers: Mapping[Numbers, str], where: str) -> GridPosition:
+def _infer_sizes(files_by_numbers: Mapping[FolderNumbers, str], where: str) -> GridPosition:
     length = len(next(iter(files_by_numbers)))
     if length == 2:
         raise FormatError(
@@ -140,11 +142,11 @@ class Grid(NamedTuple):
     files: Mapping[GridPosition, str]
 
     @property
-    def first(self) -> RankState:
+    def first_state(self) -> RankState:
         """First readable state."""
         return next(iter(self.states.values()))
 
-    def find_tensors(
+    def get_tensors_by_position(
         self, chunk: tuple[int, int], key: str
     ) -> dict[GridPosition, LocalTensor | None]:
         """Map the ranks of a pipeline stage to their tensor *key*, or to None if it is absent.
@@ -156,7 +158,7 @@ class Grid(NamedTuple):
         for place in self.files:
             if place.pipeline == stage:
                 state = self.states.get(place)
-                tensors[place] = state.chunks[virtual].get(key) if state else None
+                tensors[place] = state.model_chunks[virtual].get(key) if state else None
         return tensors
 
 
@@ -216,7 +218,7 @@ def read_grid(files: SourceFiles, folder: str, faults: FaultCollector) -> Grid:
 
 def _require_rank_order(grid: Grid, where: str) -> None:
     """Raise if files belong to two saves, or if the files of two ranks are swapped."""
-    first = grid.first
+    first = grid.first_state
     for state in grid.states.values():
         if state.iteration != first.iteration:
             raise mixed_saves_error(

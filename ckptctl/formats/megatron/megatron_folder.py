@@ -34,7 +34,7 @@ POINTER_FILE = "latest_checkpointed_iteration.txt"
 MODEL_FILE, OPTIMIZER_FILE = "model_optim_rng.pt", "distrib_optim.pt"
 _RANK = re.compile(r"mp_rank_(\d{2,7})((?:_\d{3,7}){0,2})", re.ASCII)
 _ITERATION = re.compile(r"\d{1,15}", re.ASCII)
-Numbers = tuple[int, ...]
+FolderNumbers = tuple[int, ...]
 """Numbers in a folder's name: the tensor-parallel rank and up to two more."""
 
 
@@ -50,7 +50,7 @@ def find_evidence(folder: TreePath) -> str | None:
     return f"{len(folders)} of mp_rank_*/{MODEL_FILE}" if folders else None
 
 
-def parse_rank_folder(name: str) -> Numbers | None:
+def parse_rank_folder(name: str) -> FolderNumbers | None:
     """Parse the numbers in a rank folder's name, or return None for another folder."""
     match = _RANK.fullmatch(name)
     if match is None:
@@ -63,9 +63,9 @@ def format_folder_name(text: str) -> str:
     return f"iter_{int(text):07d}" if _ITERATION.fullmatch(text) else text
 
 
-def list_rank_folders(root: TreePath, folder: str) -> dict[Numbers, str]:
+def list_rank_folders(root: TreePath, folder: str) -> dict[FolderNumbers, str]:
     """Return the folders of the ranks by their numbers, even if their file is missing."""
-    names_by_numbers: dict[Numbers, str] = {}
+    names_by_numbers: dict[FolderNumbers, str] = {}
     items = ((item.name, parse_rank_folder(item.name), item) for item in (root / folder).iterdir())
     candidates = [
         (name, parsed_numbers)
@@ -105,19 +105,19 @@ class RankState:
         file: Path of the file, relative to the checkpoint's root.
         arguments: Training arguments; empty if not recorded.
         iteration: Recorded iteration, of any type.
-        chunks: Tensors by name, of each virtual pipeline stage; one entry if there are none.
-        extra: Whether layers have extra state, which is not read.
+        model_chunks: Tensors by name, of each virtual pipeline stage; one entry if there are none.
+        has_extra_state: Whether layers have extra state, which is not read.
         content: The complete content.
-        checksums: Whether the file has checksums.
+        has_checksums: Whether the file has checksums.
     """
 
     file: str
     arguments: Mapping[str, object]
     iteration: object
-    chunks: tuple[Mapping[str, LocalTensor], ...]
-    extra: bool
+    model_chunks: tuple[Mapping[str, LocalTensor], ...]
+    has_extra_state: bool
     content: Mapping[str, object]
-    checksums: bool
+    has_checksums: bool
 
     def find_argument(self, name: str) -> int | None:
         """Return an integer argument, or None if it is missing or not an integer."""

@@ -38,13 +38,13 @@ from ckptctl.formats.megatron.megatron_folder import (
     is_model_key,
 )
 from ckptctl.formats.megatron.rules import (
-    BUILT_IN,
+    BUILT_IN_RULES_NAME,
     GATED,
-    Division,
     DivisionRule,
     Rules,
+    TensorDivision,
     divide_tensor,
-    find_partner_name,
+    get_second_layer_name,
     load_built_in_rules,
     load_rules,
 )
@@ -55,7 +55,7 @@ from ckptctl.formats.shared.joined_tensors import (
     make_tensor_entries,
     slice_extent,
 )
-from ckptctl.formats.shared.leaves import join_path, unknown_class_notes
+from ckptctl.formats.shared.leaves import join_path, list_unknown_class_notes
 from ckptctl.formats.shared.replicas import CopyComparison
 from ckptctl.formats.shared.stored_leaves import NO_CHECKSUMS, Leaves, make_extent
 from ckptctl.formats.shared.tags import find_tag_folder
@@ -83,51 +83,51 @@ def read_catalog(path: TreePath, options: ReadOptions, name: str) -> Catalog:
     faults = FaultCollector(path, options.partial)
     with source_files(path) as files:
         grid = read_grid(files, folder, faults)
-        model = ModelJoiner(files, grid, rules, str(path / folder))
-        other_leaves, first = Leaves(), grid.first  # the iteration, the scheduler, ...
+        joiner = ModelJoiner(files, grid, rules, str(path / folder))
+        other_leaves, first = Leaves(), grid.first_state  # the iteration, the scheduler, ...
         values = first.content.items()
         rest = {k: value for k, value in values if not is_model_key(k) and k not in _SKIPPED_KEYS}
         other_leaves.add_object(rest, (), first.file, str(path / first.file))
         sizes = {state.file: files.size(state.file) for state in grid.states.values()}
-    facts = dict(_iterate_facts(grid.first.arguments))
+    facts = dict(_iterate_model_facts(grid.first_state.arguments))
     weight_files = {folder, POINTER_FILE, *(file.split("/")[0] for file in grid.files.values())}
     sidecars = scan_sidecar_files(path, weight_files)
     return replace(
         sidecars.make_catalog(path, name),
         files=sizes,
-        tensors={**make_tensor_entries(model.joined_tensors), **other_leaves.tensors},
+        tensors={**make_tensor_entries(joiner.joined_tensors), **other_leaves.tensors},
         blobs=other_leaves.blobs,
         stated={f"the trainer's arguments in {path}": facts} if facts else {},
         notes=(
-            *_list_notes(grid, model, path),
+            *_list_notes(grid, joiner, path),
             *other_leaves.notes,
-            *unknown_class_notes(other_leaves.blobs.values()),
+            *list_unknown_class_notes(other_leaves.blobs.values()),
         ),
         replicas={
             name: tuple(tensor.copies)
-            for name, tensor in model.joined_tensors.items()
+            for name, tensor in joiner.joined_tensors.items()
             if tensor.copies and options.replicas
         },
         findings=tuple(faults.findings),
-        lost=model.lost,
+        lost=joiner.lost,
     )
 
 
 def _list_notes(grid: Grid, model: ModelJoiner, root: TreePath) -> Iterator[str]:
-    first = grid.first
-    if not first.checksums:
+    first = grid.first_state
+    if not first.has_checksums:
         yield NO_CHECKSUMS
     for key, reason in _SKIPPED_KEYS.items():
         if first.content.get(key) is not None:
             yield f"skipped `{key}`: {reason}"
     if any((root / file).with_name(OPTIMIZER_FILE).is_file() for file in grid.files.values()):
         yield f"skipped `{OPTIMIZER_FILE}`: flat buffers without parameter names"
-    if any(state.extra for state in grid.states.values()):
+    if any(state.has_extra_state for state in grid.states.values()):
         yield "skipped `_extra_state` of layers: it does not contain model tensors"
     yield from model.comparison.list_notes()
 
 
-def _iterate_facts(arguments: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+def _iterate_model_facts(arguments: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     """Yield the model facts in *arguments*, by their names in config.json."""
     rotary = arguments.get("position_embedding_type") == _ROTARY
     argument_names = {field: name for name, field in FIELD_BY_ARGUMENT.items()}
@@ -143,7 +143,7 @@ def _iterate_facts(arguments: Mapping[str, object]) -> Iterator[tuple[str, objec
         yield "tie_word_embeddings", not untied
 
 
-_REPLICATED = DivisionRule((), None)
+_REPLICATED_RULE = DivisionRule((), None)
 
 
 class ModelJoiner:
@@ -160,31 +160,33 @@ class ModelJoiner:
         if len(grid.files) > 1:
             require_rules(grid, rules, where)
         self.grid, self.where = grid, where
-        self.names = RankNames(grid, rules or Rules(where), where)
+        self.names = GlobalNameMapping(grid, rules or Rules(where), where)
         self.comparison = CopyComparison(files)
         self.joined_tensors: dict[str, JoinedTensor] = {}
         self._lost: dict[str, dict[Box, str]] = {}
         # Checksums of the data that only one rank has: parts of divided tensors, and experts. Only
         # parts on the first expert-parallel ranks count, since all others have the same.
-        self._divided: dict[GridPosition, list[int | None]] = {}
-        self._experts: dict[GridPosition, list[int | None]] = {}
-        for chunk, keys in self.names.chunks.items():
+        self._divided_checksums: dict[GridPosition, list[int | None]] = {}
+        self._expert_checksums: dict[GridPosition, list[int | None]] = {}
+        for chunk, keys in self.names.names_by_stage.items():
             for key in keys:
                 self._add_tensor(chunk, key)
         self._refuse_copied_files()
 
     def _add_tensor(self, chunk: VirtualStage, key: str) -> None:
         """Join the tensor *key* of all ranks, or an expert for each expert-parallel rank."""
-        tensors_by_position = self.grid.find_tensors(chunk, key)
+        tensors_by_position = self.grid.get_tensors_by_position(chunk, key)
         template = self._require_equal_tensors(key, tensors_by_position)
         for rank in range(self.grid.sizes.expert):
             name, is_expert = self.names.to_global_name(chunk, key, rank)
             is_single_rank = len(self.grid.files) == 1
             rule = (
-                _REPLICATED if is_single_rank else self.names.rules.find_rule(name) or _REPLICATED
+                _REPLICATED_RULE
+                if is_single_rank
+                else self.names.rules.find_rule(name) or _REPLICATED_RULE
             )
             division = self._make_division(rule, chunk, key, template.tensor)
-            expected_size = self.grid.first.find_argument(rule.size) if rule.size else None
+            expected_size = self.grid.first_state.find_argument(rule.size) if rule.size else None
             if rule.dim is not None and expected_size not in (None, division.shape[rule.dim]):
                 raise self._disagreement_error(
                     name,
@@ -232,14 +234,14 @@ class ModelJoiner:
 
     def _make_division(
         self, rule: DivisionRule, chunk: VirtualStage, key: str, template: StoredTensor
-    ) -> Division:
+    ) -> TensorDivision:
         partner_shape = None
-        if rule.parts == GATED and find_partner_name(key) in self.names.chunks[chunk]:
-            partners = self.grid.find_tensors(chunk, find_partner_name(key)).values()
+        if rule.parts == GATED and get_second_layer_name(key) in self.names.names_by_stage[chunk]:
+            partners = self.grid.get_tensors_by_position(chunk, get_second_layer_name(key)).values()
             partner_shape = next(
                 partner.tensor.shape for partner in partners if partner is not None
             )
-        swiglu = self.grid.first.arguments.get("swiglu") is True
+        swiglu = self.grid.first_state.arguments.get("swiglu") is True
         ranks = self.grid.sizes.tensor
         message = f"the rule for `{key}` does not match the tensor"
         with wrap_malformed_errors(message, "--rules", error=MappingError):
@@ -248,14 +250,14 @@ class ModelJoiner:
     def _join_tensor(
         self,
         name: str,
-        division: Division,
+        division: TensorDivision,
         template: LocalTensor,
         tensors_by_position: Mapping[GridPosition, LocalTensor | None],
         is_expert: bool,
     ) -> None:
         path = (MODEL_KEY, *(template.path if join_path(template.path) == name else (name,)))
         key, dtype, shape = join_path(path), template.tensor.dtype, division.shape
-        file, grad = self.grid.first.file, template.tensor.requires_grad
+        file, grad = self.grid.first_state.file, template.tensor.requires_grad
         tensor = self.joined_tensors.setdefault(key, JoinedTensor(dtype, shape, path, file, grad))
         if (tensor.dtype, tensor.shape) != (dtype, shape):  # embeddings, in two pipeline stages
             raise UnsupportedError(
@@ -275,18 +277,18 @@ class ModelJoiner:
                 extent = slice_extent(extent, dtype, local.tensor.shape, start, box)
                 earlier = tensor.add_extent(extent)
                 if earlier is not None:
-                    self._require_equal_copies(key, dtype, earlier, extent, claimed=not divided)
+                    self._require_equal_copies(key, dtype, earlier, extent, by_rule=not divided)
             if local is not None and is_expert:
-                self._experts.setdefault(place, []).append(local.tensor.crc32)
+                self._expert_checksums.setdefault(place, []).append(local.tensor.crc32)
             elif local is not None and divided and place.expert == 0:
-                self._divided.setdefault(place, []).append(local.tensor.crc32)
+                self._divided_checksums.setdefault(place, []).append(local.tensor.crc32)
 
     def _require_equal_copies(
-        self, name: str, dtype: str, first_extent: Extent, second_extent: Extent, *, claimed: bool
+        self, name: str, dtype: str, first_extent: Extent, second_extent: Extent, *, by_rule: bool
     ) -> None:
         """Raise if two extents have different values.
 
-        Copies that are only copies according to a rule (*claimed*) are always read. Otherwise,
+        Copies that are only copies according to a rule (*by_rule*) are always read. Otherwise,
         recorded checksums are compared, and copies without checksums are read if they are small.
         """
         first, second = (
@@ -294,14 +296,14 @@ class ModelJoiner:
         )
         same = (
             have_same_elements(self.comparison.files, first, second, of_any_size=True)
-            if claimed
+            if by_rule
             else self.comparison.is_same(first, second, name)
         )
         if not same:
             raise UnsupportedError(
                 f"the copies of `{name}` differ",
                 where=self.where,
-                why=("according to the rules, every rank has a copy; " if claimed else "")
+                why=("according to the rules, every rank has a copy; " if by_rule else "")
                 + f"{first_extent.box} differs between `{first_extent.file}` "
                 f"and `{second_extent.file}`",
                 hint="check for files of different saves, a damaged file, or a wrong rule",
@@ -309,7 +311,7 @@ class ModelJoiner:
 
     def _refuse_copied_files(self) -> None:
         """Raise if all divided tensors or experts of two files are equal, so one file is a copy."""
-        for checksums_by_place in (self._divided, self._experts):
+        for checksums_by_place in (self._divided_checksums, self._expert_checksums):
             seen: dict[tuple[int | None, ...], GridPosition] = {}
             for place, checksums in checksums_by_place.items():
                 twin = seen.setdefault(tuple(checksums), place)
@@ -348,42 +350,46 @@ VirtualStage = tuple[int, int]
 """Numbers of a virtual stage and its pipeline stage, which sort in the order of the model."""
 
 
-class RankNames:
+class GlobalNameMapping:
     """Mapping of the ranks' tensor names to those of the complete model.
 
     Attributes:
-        chunks: Local tensor names of each virtual stage, in the order of the model.
+        names_by_stage: Local tensor names of each virtual stage, in the order of the model.
     """
 
     def __init__(self, grid: Grid, rules: Rules, where: str) -> None:
         self.grid, self.rules, self.where = grid, rules, where
-        self.chunks: dict[VirtualStage, tuple[str, ...]] = dict(sorted(self._group_names().items()))
+        self.names_by_stage: dict[VirtualStage, tuple[str, ...]] = dict(
+            sorted(self._group_names_by_stage().items())
+        )
         self.expert_counts: dict[tuple[VirtualStage, str, str], int] = {}
         self.first_layers: dict[tuple[VirtualStage, str], int] = {}
         for container, argument in rules.layers.items():
             self._count_layers(container, argument)
-        for chunk in self.chunks:
+        for chunk in self.names_by_stage:
             self._count_experts(chunk)
 
-    def _group_names(self) -> dict[VirtualStage, tuple[str, ...]]:
-        first = self.grid.first
-        parts = len(first.chunks)
+    def _group_names_by_stage(self) -> dict[VirtualStage, tuple[str, ...]]:
+        first = self.grid.first_state
+        parts = len(first.model_chunks)
         argument_count = first.find_argument("virtual_pipeline_model_parallel_size")
-        other_state = next((s for s in self.grid.states.values() if len(s.chunks) != parts), None)
+        other_state = next(
+            (s for s in self.grid.states.values() if len(s.model_chunks) != parts), None
+        )
         if other_state is not None or (argument_count is not None and argument_count != parts):
             raise UnsupportedError(
                 "the ranks disagree on the number of virtual pipeline stages",
                 where=self.where,
                 why=f"`{first.file}` has {parts}, "
                 + (
-                    f"`{other_state.file}` has {len(other_state.chunks)}"
+                    f"`{other_state.file}` has {len(other_state.model_chunks)}"
                     if other_state
                     else f"its arguments specify {argument_count}"
                 ),
             )
         names_by_stage: dict[VirtualStage, dict[str, None]] = {}
         for place, state in self.grid.states.items():
-            for virtual, chunk in enumerate(state.chunks):
+            for virtual, chunk in enumerate(state.model_chunks):
                 names_by_stage.setdefault((virtual, place.pipeline), {}).update(
                     dict.fromkeys(chunk)
                 )
@@ -391,17 +397,19 @@ class RankNames:
 
     def _count_layers(self, container: str, argument: str) -> None:
         total = 0
-        order = product(range(len(self.grid.first.chunks)), range(self.grid.sizes.pipeline))
+        order = product(
+            range(len(self.grid.first_state.model_chunks)), range(self.grid.sizes.pipeline)
+        )
         lost: VirtualStage | None = None
         for chunk in order:
-            names = self.chunks.get(chunk)
+            names = self.names_by_stage.get(chunk)
             if names is None:
                 lost = chunk
                 continue
             prefix = f"{container}."
             layer_names = (name.removeprefix(prefix) for name in names if name.startswith(prefix))
             numbers = {_parse_number(name.partition(".")[0]) for name in layer_names}
-            self._require_from_zero(numbers, prefix)
+            self._require_contiguous_numbers(numbers, prefix)
             if lost and numbers:
                 raise UnsupportedError(
                     "the number of layers is unknown",
@@ -411,7 +419,7 @@ class RankNames:
                 )
             self.first_layers[chunk, container] = total
             total += len(numbers)
-        expected_total = self.grid.first.find_argument(argument)
+        expected_total = self.grid.first_state.find_argument(argument)
         if total and not lost and expected_total is not None and expected_total != total:
             raise UnsupportedError(
                 "layers are missing, or there are too many",
@@ -422,15 +430,15 @@ class RankNames:
 
     def _count_experts(self, chunk: VirtualStage) -> None:
         groups: dict[tuple[str, str], set[int]] = {}
-        for name in self.chunks[chunk]:
-            match = self.rules.find_expert(name)
+        for name in self.names_by_stage[chunk]:
+            match = self.rules.match_expert_number(name)
             if match:
                 key = (name[: match.start(1)], name[match.end(1) :])
                 groups.setdefault(key, set()).add(_parse_number(match[1]))
-        first, ranks = self.grid.first, self.grid.sizes.expert
+        first, ranks = self.grid.first_state, self.grid.sizes.expert
         expected_count = first.find_argument(self.rules.experts_count or "")
         for (prefix, suffix), numbers in groups.items():
-            self._require_from_zero(numbers, prefix)
+            self._require_contiguous_numbers(numbers, prefix)
             self.expert_counts[chunk, prefix, suffix] = len(numbers)
             if expected_count is not None and expected_count != len(numbers) * ranks:
                 raise UnsupportedError(
@@ -452,7 +460,7 @@ class RankNames:
 
     def to_global_name(self, chunk: VirtualStage, name: str, expert_rank: int) -> tuple[str, bool]:
         """Return a tensor's name in the complete model, and whether an expert number is in it."""
-        match = self.rules.find_expert(name)
+        match = self.rules.match_expert_number(name)
         if match:
             prefix, suffix = name[: match.start(1)], name[match.end(1) :]
             number = expert_rank * self.expert_counts[chunk, prefix, suffix] + _parse_number(
@@ -468,7 +476,7 @@ class RankNames:
             name = f"{container}.{number}{dot}{rest}"
         return name, match is not None
 
-    def _require_from_zero(self, numbers: Iterable[int], prefix: str) -> None:
+    def _require_contiguous_numbers(self, numbers: Iterable[int], prefix: str) -> None:
         unique_numbers = set(numbers)
         if unique_numbers and max(unique_numbers) != len(unique_numbers) - 1:
             missing = next(n for n in range(len(unique_numbers)) if n not in unique_numbers)
@@ -489,24 +497,24 @@ def require_rules(grid: Grid, rules: Rules | None, where: str) -> None:
     """Raise unless *rules* has a rule for every tensor."""
     if rules is None:
         try:
-            fits = not _find_unmatched(grid, load_built_in_rules(), where)
+            has_built_in_rules = not _find_tensors_without_rule(grid, load_built_in_rules(), where)
         except CkptError:
-            fits = False
+            has_built_in_rules = False
         raise MappingError(
             "the division of tensors among ranks is not recorded",
             where=where,
             why=f"found files of {pluralize(len(grid.files), 'rank')}",
-            hint=f"pass {format_option(f'--rules {BUILT_IN}')}, which has a rule for every tensor"
-            if fits
+            hint=f"pass {format_option(f'--rules {BUILT_IN_RULES_NAME}')}, which has a rule for every tensor"
+            if has_built_in_rules
             else _RULES_ADVICE,
         )
-    unmatched = _find_unmatched(grid, rules, where)
+    unmatched = _find_tensors_without_rule(grid, rules, where)
     if unmatched:
-        alike: dict[str, object] = {}  # with `*` for every number between dots
+        shapes_by_pattern: dict[str, object] = {}  # with `*` for every number between dots
         for name, shape in unmatched.items():
             parts = ("*" if part.isdecimal() else part for part in name.split("."))
-            alike.setdefault(".".join(parts), shape)
-        lines = [f"{name} {shape}" for name, shape in alike.items()]
+            shapes_by_pattern.setdefault(".".join(parts), shape)
+        lines = [f"{name} {shape}" for name, shape in shapes_by_pattern.items()]
         raise MappingError(
             f"no rule matches {pluralize(len(unmatched), 'tensor')}",
             where=rules.where,
@@ -515,15 +523,15 @@ def require_rules(grid: Grid, rules: Rules | None, where: str) -> None:
         )
 
 
-def _find_unmatched(grid: Grid, rules: Rules, where: str) -> dict[str, object]:
+def _find_tensors_without_rule(grid: Grid, rules: Rules, where: str) -> dict[str, object]:
     """Return the tensors without a rule, with their shapes on one rank."""
-    names = RankNames(grid, rules, where)
+    names = GlobalNameMapping(grid, rules, where)
     unmatched: dict[str, object] = {}
-    for chunk, keys in names.chunks.items():
+    for chunk, keys in names.names_by_stage.items():
         for key in keys:
             name, _ = names.to_global_name(chunk, key, 0)
             if rules.find_rule(name) is None:
-                tensors = grid.find_tensors(chunk, key).values()
+                tensors = grid.get_tensors_by_position(chunk, key).values()
                 unmatched[name] = next(
                     list(local_tensor.tensor.shape)
                     for local_tensor in tensors

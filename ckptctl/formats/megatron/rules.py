@@ -34,7 +34,7 @@ from ckptctl.units import pluralize
 
 Shape = tuple[int, ...]
 FIRST_LAYER, SECOND_LAYER = "linear_fc1", "linear_fc2"
-BUILT_IN = "megatron-core"
+BUILT_IN_RULES_NAME = "megatron-core"
 GATED = "gated"
 NUMBER_MARK = "#"
 MAX_PARTS = 1024
@@ -66,7 +66,7 @@ class DivisionRule(ClosedSchema):
 
 
 @dataclass(frozen=True, slots=True)
-class _Experts(ClosedSchema):
+class _ExpertsTable(ClosedSchema):
     """The ``[experts]`` table.
 
     Attributes:
@@ -84,7 +84,7 @@ class _RulesFile(ClosedSchema):
 
     rule: tuple[DivisionRule, ...] = ()
     layers: Mapping[str, str] = field(default_factory=dict)
-    experts: _Experts = _Experts()
+    experts: _ExpertsTable = _ExpertsTable()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class Rules:
         """Return the first rule that matches the tensor *name*, or None."""
         return next((r for r in self.rules if any(fnmatchcase(name, n) for n in r.names)), None)
 
-    def find_expert(self, name: str) -> re.Match[str] | None:
+    def match_expert_number(self, name: str) -> re.Match[str] | None:
         """Return the match whose group 1 is the expert number in *name*, or None."""
         return next((match for pattern in self.experts if (match := pattern.search(name))), None)
 
@@ -118,11 +118,11 @@ class Rules:
 def load_rules(path: TreePath) -> Rules:
     """Read a rules file, or return the built-in rules if *path* is their name."""
     if not path.is_file():
-        if path.name != BUILT_IN:
+        if path.name != BUILT_IN_RULES_NAME:
             raise SourceNotFoundError(
                 "the rules file does not exist",
                 where=str(path),
-                hint=f"pass {format_option(f'--rules {BUILT_IN}')} for the built-in rules",
+                hint=f"pass {format_option(f'--rules {BUILT_IN_RULES_NAME}')} for the built-in rules",
             )
         return load_built_in_rules()
     return _parse_rules(path, str(path))
@@ -130,7 +130,7 @@ def load_rules(path: TreePath) -> Rules:
 
 def load_built_in_rules() -> Rules:
     """Return the rules for GPT models of Megatron-Core."""
-    return _parse_rules(Path(__file__).with_name("core.toml"), BUILT_IN)
+    return _parse_rules(Path(__file__).with_name("core.toml"), BUILT_IN_RULES_NAME)
 
 
 def _parse_rules(path: TreePath, where: str) -> Rules:
@@ -157,47 +157,48 @@ def _compile_number_pattern(name: str) -> re.Pattern[str]:
     return re.compile(f"{re.escape(prefix)}([0-9]+){re.escape(suffix) or '$'}", re.ASCII)
 
 
-class Division(NamedTuple):
+class TensorDivision(NamedTuple):
     """Division of one tensor among ranks.
 
     Attributes:
-        local: Shape on one rank.
+        local_shape: Shape on one rank.
         dim: Dimension that ranks divide; None if each has the full tensor.
-        parts: Lengths of the fused parts along *dim* on one rank.
+        part_lengths: Lengths of the fused parts along *dim* on one rank.
         ranks: Number of ranks.
     """
 
-    local: Shape
+    local_shape: Shape
     dim: int | None
-    parts: Shape
+    part_lengths: Shape
     ranks: int
 
     @property
     def shape(self) -> Shape:
         """Global shape."""
         return tuple(
-            size * (self.ranks if dim == self.dim else 1) for dim, size in enumerate(self.local)
+            size * (self.ranks if dim == self.dim else 1)
+            for dim, size in enumerate(self.local_shape)
         )
 
     def iterate_pieces(self, rank: int) -> Iterator[tuple[Box, Shape]]:
         """Yield the boxes of *rank* in the global tensor, with their offsets in the local one."""
-        if self.dim is None or self.local == self.shape:
-            yield Box.whole(self.local), (0,) * len(self.local)
+        if self.dim is None or self.local_shape == self.shape:
+            yield Box.whole(self.local_shape), (0,) * len(self.local_shape)
             return
         local_offset = 0
-        for length in filter(None, self.parts):
+        for length in filter(None, self.part_lengths):
             offset = local_offset * self.ranks + rank * length
             sizes = tuple(
-                length if dim == self.dim else size for dim, size in enumerate(self.local)
+                length if dim == self.dim else size for dim, size in enumerate(self.local_shape)
             )
-            yield Box(self._place_at(offset), sizes), self._place_at(local_offset)
+            yield Box(self._make_offsets(offset), sizes), self._make_offsets(local_offset)
             local_offset += length
 
-    def _place_at(self, index: int) -> Shape:
-        return tuple(index if dim == self.dim else 0 for dim in range(len(self.local)))
+    def _make_offsets(self, index: int) -> Shape:
+        return tuple(index if dim == self.dim else 0 for dim in range(len(self.local_shape)))
 
 
-def find_partner_name(key: str) -> str:
+def get_second_layer_name(key: str) -> str:
     """Return the name of the weight whose number of columns shows whether a layer is gated."""
     return key.replace(FIRST_LAYER, SECOND_LAYER).replace(".bias", ".weight")
 
@@ -210,7 +211,7 @@ def divide_tensor(
     partner_shape: Shape | None,
     *,
     swiglu: bool,
-) -> Division:
+) -> TensorDivision:
     """Apply a rule to a tensor of shape *local* on one rank.
 
     Args:
@@ -218,14 +219,14 @@ def divide_tensor(
         local: Shape on one rank.
         rule: Rule that matches the tensor.
         ranks: Number of tensor-parallel ranks.
-        partner_shape: Shape of the weight called :func:`find_partner_name`, or None if unknown.
+        partner_shape: Shape of the weight called :func:`get_second_layer_name`, or None if unknown.
         swiglu: Whether the arguments state that the layers are gated.
 
     Raises:
         MalformedError: The rule does not match the tensor.
     """
     if rule.dim is None:
-        return Division(local, None, (), ranks)
+        return TensorDivision(local, None, (), ranks)
     if rule.dim >= len(local):
         raise MalformedError(f"it divides dimension {rule.dim}, but the shape is {list(local)}")
     length = local[rule.dim]
@@ -233,22 +234,22 @@ def divide_tensor(
     if isinstance(count, tuple):
         if sum(count) != length:
             raise MalformedError(f"the parts {list(count)} do not add up to {length}")
-        return Division(local, rule.dim, count, ranks)
+        return TensorDivision(local, rule.dim, count, ranks)
     assert isinstance(count, int)
     if length % count:
         raise MalformedError(f"{length} cannot be divided into {pluralize(count, 'equal part')}")
-    return Division(local, rule.dim, (length // count,) * count, ranks)
+    return TensorDivision(local, rule.dim, (length // count,) * count, ranks)
 
 
 def _count_halves(key: str, rows: int, partner_shape: Sequence[int] | None, swiglu: bool) -> int:
     """Return 2 if ``linear_fc1`` has twice as many rows as ``linear_fc2`` has columns, else 1."""
     if partner_shape is None or len(partner_shape) != 2 or FIRST_LAYER not in key:
         raise MalformedError(
-            f"`{find_partner_name(key)}`, which shows whether the layer is gated, is missing"
+            f"`{get_second_layer_name(key)}`, which shows whether the layer is gated, is missing"
         )
     if rows not in (partner_shape[1], 2 * partner_shape[1]):
         raise MalformedError(
-            f"it has {pluralize(rows, 'row')}, `{find_partner_name(key)}` has "
+            f"it has {pluralize(rows, 'row')}, `{get_second_layer_name(key)}` has "
             f"{pluralize(partner_shape[1], 'column')}"
         )
     if swiglu and rows == partner_shape[1]:

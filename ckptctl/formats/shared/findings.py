@@ -33,7 +33,7 @@ UNUSABLE_ERRORS = (DamagedError, SourceNotFoundError, StorageError, UnsupportedE
 Lost = dict[str, tuple[tuple[Box, str], ...]]
 """See :attr:`ckptctl.catalog.Catalog.lost`."""
 
-MISSING_TENSOR = "a tensor is missing"
+MISSING_TENSOR_MESSAGE = "a tensor is missing"
 """Message for a missing tensor whose dtype and shape are unknown."""
 MAX_MISSING_FILES = 1024
 """Maximum number of missing rank files that become findings. More raise an error."""
@@ -169,14 +169,14 @@ class FaultCollector:
         root: The checkpoint's folder.
         partial: Whether to collect findings instead of raising errors.
         findings: The problems so far.
-        files: Errors of unusable files by path relative to *root*, or None for a missing file.
+        unusable_files: Errors of unusable files by path relative to *root*, or None for a missing file.
         lost: Boxes of each tensor that are in unusable files, with the names of these files.
     """
 
     root: TreePath
     partial: bool = False
     findings: list[Finding] = field(default_factory=list)
-    files: dict[str, CkptError | None] = field(default_factory=dict)
+    unusable_files: dict[str, CkptError | None] = field(default_factory=dict)
     lost: Lost = field(default_factory=dict)
 
     def add_missing_file(
@@ -186,7 +186,7 @@ class FaultCollector:
         message: str = "a file of the checkpoint is missing",
     ) -> None:
         """Add a finding for a missing file."""
-        self.files[file] = None
+        self.unusable_files[file] = None
         self.findings.append(Finding(message, why, file=file))
 
     def require_rank_files(
@@ -209,7 +209,7 @@ class FaultCollector:
         )
         if error and (not self.partial or len(missing) > MAX_MISSING_FILES):
             raise error
-        missing = [rank for rank in missing if format_name(rank) not in self.files]
+        missing = [rank for rank in missing if format_name(rank) not in self.unusable_files]
         for rank in missing:
             self.add_missing_file(format_name(rank), message="a rank's file is missing")
         return missing
@@ -239,7 +239,7 @@ class FaultCollector:
         if not self.partial or isinstance(error, UnsafePickleError):
             raise error
         if file is not None:
-            self.files[file] = error
+            self.unusable_files[file] = error
         self.findings.append(finding_from_error(error, self.root, tensor, file=file))
 
     def try_read(
@@ -252,7 +252,7 @@ class FaultCollector:
 
         Exceptions other than *expected_errors* concern more than this file, so they propagate.
         """
-        if file in self.files:
+        if file in self.unusable_files:
             return None
         try:
             return reader(file)
@@ -262,7 +262,7 @@ class FaultCollector:
 
     def require_supported_files(self, names: Sequence[str]) -> None:
         """Raise the first error of *names* if all unusable ones are in unsupported formats."""
-        errors = [error for name in names if (error := self.files.get(name)) is not None]
+        errors = [error for name in names if (error := self.unusable_files.get(name)) is not None]
         if errors and all(isinstance(error, FormatError) for error in errors):
             raise errors[0]
 
@@ -273,16 +273,20 @@ class FaultCollector:
         all files exist, and the tensor may be stored in an unknown file.
         """
         severity: Severity = "error" if file else "unknown"
-        self.findings.append(Finding(MISSING_TENSOR, why, severity, file, name))
+        self.findings.append(Finding(MISSING_TENSOR_MESSAGE, why, severity, file, name))
 
     def drop_unusable_boxes(self, tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
         """Remove the boxes in unusable files from *tensors*, and record them as lost."""
         usable_tensors: dict[str, TensorEntry] = {}
         for name, entry in tensors.items():
-            lost_boxes = tuple((e.box, e.file) for e in entry.extents if e.file in self.files)
+            lost_boxes = tuple(
+                (e.box, e.file) for e in entry.extents if e.file in self.unusable_files
+            )
             if lost_boxes:
                 self.lost[name] = lost_boxes
-                usable_extents = tuple(e for e in entry.extents if e.file not in self.files)
+                usable_extents = tuple(
+                    e for e in entry.extents if e.file not in self.unusable_files
+                )
                 entry = replace(entry, extents=usable_extents)
             usable_tensors[name] = entry
         return usable_tensors
@@ -294,6 +298,6 @@ class FaultCollector:
             try:
                 file_sizes[name] = files.size(name)
             except StorageError:
-                if name not in self.files:
+                if name not in self.unusable_files:
                     raise
         return file_sizes

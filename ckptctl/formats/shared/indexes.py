@@ -81,7 +81,7 @@ def require_tiled_files(ranges: Iterable[ByteRange], sizes: Mapping[str, int], w
             )
 
 
-def check_integers(value: object) -> Integers:
+def parse_integers(value: object) -> Integers:
     """Convert a short sequence of non-negative integers to a tuple, or raise if it is malformed.
 
     This is faster than :func:`ckptctl.storage.schema.read_as`.

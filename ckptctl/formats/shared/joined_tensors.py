@@ -14,7 +14,7 @@ from ckptctl.formats.shared.indexes import Integers
 from ckptctl.storage.pickles.torch_tensors import compute_layout
 from ckptctl.tree import TreePath
 
-ONE_SAVE = "restore the files of one save (these belong to different saves)"
+ONE_SAVE_HINT = "restore the files of one save (these belong to different saves)"
 
 
 @dataclass(slots=True)
@@ -110,4 +110,4 @@ def slice_extent(extent: Extent, dtype: str, shape: Integers, start: Integers, b
 def ranks_disagree_error(name: str, where: TreePath | str, why: str) -> UnsupportedError:
     """Make the error for a tensor that two ranks describe differently."""
     message = f"two ranks disagree on `{name}`"
-    return UnsupportedError(message, where=str(where), why=why, hint=ONE_SAVE)
+    return UnsupportedError(message, where=str(where), why=why, hint=ONE_SAVE_HINT)

@@ -62,7 +62,7 @@ def flatten_object(
         UnsupportedError: The names are too long in total. (Each name repeats the keys above its
             leaf, so a small file can have very long names.)
     """
-    entered = _FlattenedContainers(is_tensor)
+    should_flatten = _FlattenPredicate(is_tensor)
     leaves, length = 0, 0
 
     def walk_node(node: object, path: Path, name_length: int) -> Iterator[tuple[Path, object]]:
@@ -70,7 +70,7 @@ def flatten_object(
         if isinstance(node, dict) and node and all(isinstance(key, str | int) for key in node):
             for key, value in node.items():
                 yield from walk_node(value, (*path, key), name_length + len(str(key)) + 1)
-        elif isinstance(node, list | tuple) and entered(node):
+        elif isinstance(node, list | tuple) and should_flatten(node):
             kind = TupleIndex if isinstance(node, tuple) else Index
             for position, value in enumerate(node):
                 yield from walk_node(
@@ -90,7 +90,7 @@ def flatten_object(
     yield from walk_node(root, path, len(join_path(path)))
 
 
-class _FlattenedContainers:
+class _FlattenPredicate:
     """Predicate that decides whether to flatten a list or tuple.
 
     Decisions are cached by id, because the objects stay alive.
@@ -111,15 +111,15 @@ class _FlattenedContainers:
             return (self._is_tensor(node),) * 2
         if id(node) not in self._cache:
             results = [self._inspect(value) for value in node]
-            holds = any(has_tensors for has_tensors, _ in results)
+            has_tensor = any(has_tensors for has_tensors, _ in results)
             self._cache[id(node)] = (
-                holds,
-                holds or (isinstance(node, list) and any(entered for _, entered in results)),
+                has_tensor,
+                has_tensor or (isinstance(node, list) and any(entered for _, entered in results)),
             )
         return self._cache[id(node)]
 
 
-def build_nested(leaves: Iterable[tuple[Path, object]]) -> object:
+def build_nested_object(leaves: Iterable[tuple[Path, object]]) -> object:
     """Build the nested object that :func:`flatten_object` turned into *leaves*."""
     root: dict[object, object] = {}
     for path, leaf in leaves:
@@ -134,7 +134,7 @@ def build_nested(leaves: Iterable[tuple[Path, object]]) -> object:
         if _mark_index(path[-1]) in node:
             raise UnsupportedError(f"`{join_path(path)}` appears twice")
         node[_mark_index(path[-1])] = leaf
-    return _finish_level(root)
+    return _build_container(root)
 
 
 def join_path(path: Path) -> str:
@@ -150,9 +150,9 @@ def _mark_index(key: str | int) -> object:
     return (type(key), int(key)) if isinstance(key, Index) else key
 
 
-def _finish_level(level: Mapping[object, object]) -> object:
+def _build_container(level: Mapping[object, object]) -> object:
     built = {
-        key: _finish_level(value) if isinstance(value, _Container) else value
+        key: _build_container(value) if isinstance(value, _Container) else value
         for key, value in level.items()
     }
     if built and all(isinstance(key, tuple) for key in built):
@@ -168,7 +168,7 @@ def add_rank_prefix(rank: int, path: Path) -> Path:
     return (f"rank_{rank}", *path)
 
 
-def differing_values_note(names: Iterable[str]) -> tuple[str, ...]:
+def list_differing_value_notes(names: Iterable[str]) -> tuple[str, ...]:
     """Return a note on the values in *names*, which differ between ranks, or no note if empty."""
     unique_names = list(dict.fromkeys(names))
     if not unique_names:
@@ -202,7 +202,7 @@ def require_harmless_values(blobs: Iterable[Blob], where: str) -> None:
                 )
 
 
-def unknown_class_notes(blobs: Iterable[Blob]) -> Iterator[str]:
+def list_unknown_class_notes(blobs: Iterable[Blob]) -> Iterator[str]:
     """Yield a note on values with unknown classes, which cannot be written, if there are any."""
     unknown_classes = {
         blob.name: name for blob in blobs if (name := _find_unknown_class(blob.value))

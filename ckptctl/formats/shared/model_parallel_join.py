@@ -40,7 +40,7 @@ RankTensors = Mapping[str, TensorEntry]
 Documents = Mapping[str, Mapping[str, object]]
 
 
-def join_catalog(
+def join_shards(
     files: SourceFiles,
     format: str,
     layout: str,
@@ -58,8 +58,8 @@ def join_catalog(
     """
     names = list(shards)
     sidecars = scan_sidecar_files(files.root, names)
-    described = options.documents or sidecars.documents
-    joiner = ShardJoiner(list(shards.values()), names, layout, described, options.model_type)
+    documents = options.documents or sidecars.documents
+    joiner = ShardJoiner(list(shards.values()), names, layout, documents, options.model_type)
     tensors = joiner.join_tensors(files)
     return replace(
         sidecars.make_catalog(files.root, format),
@@ -226,9 +226,9 @@ class ShardJoiner:
         """Raise if a rank is missing a tensor that is not distributed among ranks."""
         if all(len(shard) == len(self.key_order) for shard in self.shards):
             return
-        copied = [key for key in self.key_order if not self._is_distributed(key)]
+        replicated_keys = [key for key in self.key_order if not self._is_distributed(key)]
         for shard, name in zip(self.shards, self.names, strict=True):
-            missing_keys = [key for key in copied if key not in shard]
+            missing_keys = [key for key in replicated_keys if key not in shard]
             if missing_keys:
                 raise UnsupportedError(
                     f"`{name}` is missing tensors that other ranks have",
@@ -254,17 +254,19 @@ class ShardJoiner:
         heads = read_sizes(self.family, params=params) if params else self.axis_sizes.axes
         possible = list_possible_repeats(heads, self.ranks)
         family, layout = self.family, self.layout
-        repeated = [
+        keys_with_repeats = [
             key
             for key in self.key_order
             if any(cut.axis in family.repeated for cut in list_part_splits(family, layout, key))
         ]
-        if not repeated or not possible:
+        if not keys_with_repeats or not possible:
             return 1
         configured_heads = read_sizes(self.family, config).get("k") if config else None
         if configured_heads is not None:
             repeats = self.ranks // configured_heads if self.ranks % configured_heads == 0 else 1
-            differ = [key for key in repeated if not self._has_equal_repeats(files, key, repeats)]
+            differ = [
+                key for key in keys_with_repeats if not self._has_equal_repeats(files, key, repeats)
+            ]
             if differ:
                 raise UnsupportedError(
                     f"the ranks disagree on `{differ[0]}`",
@@ -275,7 +277,9 @@ class ShardJoiner:
                 )
         else:
             matching = (
-                n for n in possible if all(self._has_equal_repeats(files, k, n) for k in repeated)
+                n
+                for n in possible
+                if all(self._has_equal_repeats(files, k, n) for k in keys_with_repeats)
             )
             repeats = next(matching, 1)
             if repeats == self.ranks:
@@ -294,7 +298,7 @@ class ShardJoiner:
 
     def _has_equal_repeats(self, files: SourceFiles, key: str, repeats: int) -> bool:
         """Return whether each group of *repeats* neighboring ranks has equal heads."""
-        shares = self._compute_shares(key, self.axis_sizes, 1)
+        shares = self._compute_rank_shards(key, self.axis_sizes, 1)
         for rank, share in enumerate(shares):
             first_rank = rank - rank % repeats
             for n, piece in enumerate(share.pieces if share and rank != first_rank else ()):
@@ -302,14 +306,17 @@ class ShardJoiner:
                 if piece.axis in self.family.repeated and first:
                     kept_extent = _slice_piece(self.shards[first_rank][key], first.pieces[n])
                     extent = _slice_piece(self.shards[rank][key], piece)
-                    if not self._is_same(files, key, kept_extent, extent):
+                    if not self._has_same_elements(files, key, kept_extent, extent):
                         return False
         return True
 
-    def _compute_shares(
+    def _compute_rank_shards(
         self, key: str, sizes: AxisSizes, repeats: int
     ) -> tuple[RankShard | None, ...]:
-        stored_shape, shape = self.first_entries[key].shape, self._global_shape(key, sizes, repeats)
+        stored_shape, shape = (
+            self.first_entries[key].shape,
+            self._compute_global_shape(key, sizes, repeats),
+        )
         shares = split_tensor(self.family, self.layout, key, shape, sizes, self.ranks, repeats)
         for share, name, shard in zip(shares, self.names, self.shards, strict=True):
             if (share is None) != (key not in shard):
@@ -322,7 +329,7 @@ class ShardJoiner:
                 )
         return shares
 
-    def _global_shape(self, key: str, sizes: AxisSizes, repeats: int) -> tuple[int, ...]:
+    def _compute_global_shape(self, key: str, sizes: AxisSizes, repeats: int) -> tuple[int, ...]:
         stored_shape = self.first_entries[key].shape
         return compute_full_shape(
             self.family, self.layout, key, stored_shape, sizes, self.ranks, repeats
@@ -331,9 +338,9 @@ class ShardJoiner:
     def _join_tensor(
         self, files: SourceFiles, key: str, sizes: AxisSizes, repeats: int
     ) -> TensorEntry:
-        first, shape = self.first_entries[key], self._global_shape(key, sizes, repeats)
+        first, shape = self.first_entries[key], self._compute_global_shape(key, sizes, repeats)
         tensor = JoinedTensor(first.dtype, shape, first.path, self.names[0])
-        for rank, share in enumerate(self._compute_shares(key, sizes, repeats)):
+        for rank, share in enumerate(self._compute_rank_shards(key, sizes, repeats)):
             for piece in share.pieces if share else ():
                 extent = _slice_piece(self.shards[rank][key], piece)
                 earlier = tensor.add_extent(extent)
@@ -341,19 +348,21 @@ class ShardJoiner:
                 if (
                     earlier
                     and piece.axis is None
-                    and not self._is_same(files, key, earlier, extent)
+                    and not self._has_same_elements(files, key, earlier, extent)
                 ):
-                    self._handle_difference(key, rank)
+                    self._raise_or_note_difference(key, rank)
         extents = tuple(tensor.extents.values())
         alias = first.alias_of if extents == first.extents else None
         return replace(first, shape=shape, extents=extents, alias_of=alias)
 
-    def _is_same(self, files: SourceFiles, key: str, first: Extent, second: Extent) -> bool:
+    def _has_same_elements(
+        self, files: SourceFiles, key: str, first: Extent, second: Extent
+    ) -> bool:
         dtype = self.first_entries[key].dtype
         entries = (make_standalone_entry(key, dtype, extent) for extent in (first, second))
         return have_same_elements(files, *entries, of_any_size=True) is True
 
-    def _handle_difference(self, key: str, rank: int) -> None:
+    def _raise_or_note_difference(self, key: str, rank: int) -> None:
         """Raise an error for differing copies, or add a note if the tensor has no sharded axis."""
         if list_part_splits(self.family, self.layout, key):
             raise UnsupportedError(

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from ckptctl.catalog import Blob, Box, Path, compute_row_major_strides
 from ckptctl.errors import CkptError, FormatError, UnsupportedError, quote_names
-from ckptctl.formats.shared.indexes import Integers, check_integers
+from ckptctl.formats.shared.indexes import Integers, parse_integers
 from ckptctl.formats.shared.leaves import flatten_object, join_path, require_known_classes
 from ckptctl.formats.shared.stored_leaves import is_stored_tensor, refuse_hidden_tensors
 from ckptctl.planner.placements import MeshShard, ShardPlacement, compute_local_shard
@@ -113,13 +113,13 @@ def _compute_coordinate(axes: tuple[Axis, ...], index: int) -> Integers:
     return tuple(coordinate)
 
 
-class MeshReader:
+class MeshParser:
     """Parser of the device meshes in one file, cached because thousands of tensors share one."""
 
     def __init__(self) -> None:
         self._cache: dict[int, Mesh] = {}
 
-    def read_mesh(self, record: object) -> Mesh:
+    def parse_mesh(self, record: object) -> Mesh:
         """Parse *record*, which must stay alive, because meshes are cached by its id."""
         if id(record) in self._cache:
             return self._cache[id(record)]
@@ -134,7 +134,7 @@ class MeshReader:
         rank = state.get("_rank")
         mesh = self._cache[id(record)] = Mesh(
             _parse_axes(state),
-            None if coordinate is None else check_integers(coordinate),
+            None if coordinate is None else parse_integers(coordinate),
             rank if type(rank) is int else None,
             tuple(item for item in ranks if type(item) is int),  # type: ignore[attr-defined]
         )
@@ -183,11 +183,11 @@ def _to_tuple(value: object) -> tuple[object, ...]:
 def _parse_axis(shape: object, stride: object) -> Axis:
     """Return one mesh dimension, which torch may split into several."""
     return tuple(
-        zip(check_integers(_to_tuple(shape)), check_integers(_to_tuple(stride)), strict=True)
+        zip(parse_integers(_to_tuple(shape)), parse_integers(_to_tuple(stride)), strict=True)
     )
 
 
-def no_known_boxes(_: int) -> tuple[Box, ...]:
+def get_no_boxes(_: int) -> tuple[Box, ...]:
     """Return no boxes, for formats that do not record the boxes of other ranks."""
     return ()
 
@@ -226,7 +226,7 @@ class ShardedPart:
     requires_grad: bool
     rank: int | None
     ranks: frozenset[int]
-    boxes_of_rank: Callable[[int], tuple[Box, ...]] = no_known_boxes
+    boxes_of_rank: Callable[[int], tuple[Box, ...]] = get_no_boxes
 
 
 class WrapperArgs(NamedTuple):
@@ -244,16 +244,16 @@ def parse_wrapper_args(args: object) -> WrapperArgs:
     """
     if not isinstance(args, tuple) or len(args) < 8 or not isinstance(args[1], Global):
         raise TypeError("the arguments of a tensor subclass differ from those that torch writes")
-    return WrapperArgs(args[1].name, check_integers(args[2]), args[7] is True)
+    return WrapperArgs(args[1].name, parse_integers(args[2]), args[7] is True)
 
 
-def read_dtensor(args: object, state: object, meshes: MeshReader) -> ShardedPart:
+def parse_dtensor(args: object, state: object, meshes: MeshParser) -> ShardedPart:
     """Parse one rank's part of a DTensor."""
     wrapper, fields = parse_wrapper_args(args), get_record_attributes(state)
     spec, stored = get_record_attributes(fields["_spec"]), fields["_local_tensor"]
     if not isinstance(stored, StoredTensor):
         raise TypeError("the local part is not a regular tensor")
-    mesh = meshes.read_mesh(spec["mesh"])
+    mesh = meshes.parse_mesh(spec["mesh"])
     records = spec["placements"]
     if not isinstance(records, tuple | list) or len(records) > MAX_RANK:
         raise TypeError("the placements are not a short sequence")
@@ -261,10 +261,12 @@ def read_dtensor(args: object, state: object, meshes: MeshReader) -> ShardedPart
     order = _parse_shard_order(spec.get("shard_order"))
     pieces: tuple[LocalShard, ...] = ()
     if mesh.coordinate is not None:
-        local = _cached_local_part(wrapper.shape, mesh.sizes, mesh.coordinate, placements, order)
+        local = _compute_cached_local_shard(
+            wrapper.shape, mesh.sizes, mesh.coordinate, placements, order
+        )
         _check_local_tensor(local, stored, wrapper, placements)
         pieces = tuple(LocalShard(part.box, stored, part.start) for part in local.boxes)
-    boxes_of_rank = partial(_compute_boxes, wrapper.shape, mesh, placements, order)
+    boxes_of_rank = partial(_compute_boxes_of_rank, wrapper.shape, mesh, placements, order)
     return ShardedPart(
         wrapper.dtype,
         wrapper.shape,
@@ -276,7 +278,7 @@ def read_dtensor(args: object, state: object, meshes: MeshReader) -> ShardedPart
     )
 
 
-def _compute_boxes(
+def _compute_boxes_of_rank(
     shape: Integers,
     mesh: Mesh,
     placements: tuple[ShardPlacement | None, ...],
@@ -286,12 +288,12 @@ def _compute_boxes(
     coordinate = mesh.find_coordinate(rank)
     if coordinate is None:
         return ()
-    local = _cached_local_part(shape, mesh.sizes, coordinate, placements, order)
+    local = _compute_cached_local_shard(shape, mesh.sizes, coordinate, placements, order)
     return tuple(part.box for part in local.boxes)
 
 
 @lru_cache(maxsize=256)
-def _cached_local_part(
+def _compute_cached_local_shard(
     shape: Integers,
     mesh: Integers,
     coordinate: Integers,
@@ -339,7 +341,7 @@ def _parse_placement(record: object) -> ShardPlacement | None:
             hint="redistribute it to Shard or Replicate before saving",
         )
     fields = get_record_attributes(record) if record.state is not None else {"dim": record.args[0]}
-    numbers = check_integers([fields["dim"], fields.get("split_factor", 1)])
+    numbers = parse_integers([fields["dim"], fields.get("split_factor", 1)])
     return ShardPlacement(numbers[0], numbers[1])
 
 
@@ -347,22 +349,22 @@ def _parse_shard_order(entries: object) -> tuple[tuple[int, Integers], ...] | No
     if not isinstance(entries, tuple | list) or len(entries) > MAX_RANK:
         return None
     pairs = [entry.args if isinstance(entry, Inert) else entry for entry in entries]
-    return tuple((check_integers(pair[:1])[0], check_integers(pair[1])) for pair in pairs)
+    return tuple((parse_integers(pair[:1])[0], parse_integers(pair[1])) for pair in pairs)
 
 
-def _read_sharded_tensor(args: object, state: object) -> ShardedPart:
+def _parse_sharded_tensor(args: object, state: object) -> ShardedPart:
     """Parse one rank's part of a ShardedTensor."""
     wrapper = parse_wrapper_args(args)
     if not isinstance(state, tuple) or not isinstance(state[0], list):
         raise TypeError("the state is not that of a ShardedTensor")
-    shape = check_integers(get_record_attributes(state[1])["size"])
+    shape = parse_integers(get_record_attributes(state[1])["size"])
     if shape != wrapper.shape:
         raise UnsupportedError(
             "a ShardedTensor has two different shapes",
             why=f"{list(wrapper.shape)} and {list(shape)}",
         )
     group = get_record_attributes(state[2])
-    rank, world = check_integers((group["global_rank"], group["global_world_size"]))
+    rank, world = parse_integers((group["global_rank"], group["global_world_size"]))
     if world > MAX_WORLD_SIZE:
         raise UnsupportedError("the world size is too large", why=f"{pluralize(world, 'rank')}")
     pieces = tuple(_parse_piece(get_record_attributes(shard), wrapper.dtype) for shard in state[0])
@@ -391,7 +393,7 @@ def _find_listed_boxes(shards: object, rank: int) -> tuple[Box, ...]:
 
 
 def _parse_box(place: Mapping[str, object]) -> Box:
-    return Box(check_integers(place["shard_offsets"]), check_integers(place["shard_sizes"]))
+    return Box(parse_integers(place["shard_offsets"]), parse_integers(place["shard_sizes"]))
 
 
 def _parse_piece(shard: Mapping[str, object], dtype: str) -> LocalShard:
@@ -416,11 +418,11 @@ def read_rank_file(files: SourceFiles, name: str) -> Iterator[tuple[Path, object
     archive = read_archive(files, name, table=_TABLE, unknown="inert")
     if isinstance(archive.root, Inert) and not _is_tensor(archive.root):
         require_known_classes([Blob(name, (), value=archive.root)])
-    meshes, where = MeshReader(), str(files.root / name)
+    meshes, where = MeshParser(), str(files.root / name)
     for path, leaf in flatten_object(archive.root, _is_tensor, where=where):
         key = join_path(path)
         if _is_sharded(leaf):
-            yield path, _read_sharded(leaf, key, where, meshes)
+            yield path, _parse_sharded_leaf(leaf, key, where, meshes)
         else:
             if not is_stored_tensor(leaf):
                 refuse_hidden_tensors(leaf, key, where)
@@ -438,7 +440,7 @@ def _is_sharded(node: object) -> bool:
     return len(node.args) == 4 and node.args[0] == _REBUILD_WRAPPER
 
 
-def _read_sharded(node: object, key: str, where: str, meshes: MeshReader) -> ShardedPart:
+def _parse_sharded_leaf(node: object, key: str, where: str, meshes: MeshParser) -> ShardedPart:
     assert isinstance(node, Inert)
     if _FLAT_PARAMETER.fullmatch(key.rpartition(".")[2]):
         raise UnsupportedError(
@@ -453,9 +455,9 @@ def _read_sharded(node: object, key: str, where: str, meshes: MeshReader) -> Sha
     try:
         with wrap_malformed_errors(f"`{key}` is not a valid sharded tensor", where):
             if isinstance(kind, Global) and kind.name == "DTensor":
-                return read_dtensor(args, state, meshes)
+                return parse_dtensor(args, state, meshes)
             if isinstance(kind, Global) and kind.name == "ShardedTensor":
-                return _read_sharded_tensor(args, state)
+                return _parse_sharded_tensor(args, state)
             raise TypeError(f"`{kind}` is not a sharded tensor class")
     except CkptError as error:
         error.where = where

@@ -25,11 +25,11 @@ from ckptctl.formats.shared.joined_tensors import (
 )
 from ckptctl.formats.shared.leaves import (
     add_rank_prefix,
-    differing_values_note,
     join_path,
-    unknown_class_notes,
+    list_differing_value_notes,
+    list_unknown_class_notes,
 )
-from ckptctl.formats.shared.rank_archive import ShardedPart, no_known_boxes
+from ckptctl.formats.shared.rank_archive import ShardedPart, get_no_boxes
 from ckptctl.formats.shared.replicas import CopyComparison
 from ckptctl.formats.shared.stored_leaves import Leaves, make_extent
 from ckptctl.storage.files import SourceFiles
@@ -38,11 +38,11 @@ from ckptctl.storage.zips.zip_reader import StoredTensor
 _FALLBACK_NOTE = "per-rank values are taken from the lowest rank that can be read"
 
 
-class Gap(NamedTuple):
+class UnusableRankFile(NamedTuple):
     """A missing or unusable file of a rank, with the common prefix of its leaves' paths."""
 
     rank: int
-    head: Path
+    prefix: Path
     file: str
 
 
@@ -51,7 +51,7 @@ class _RankTensor(JoinedTensor):
     """A tensor of one or several ranks, and where other ranks should have boxes of it."""
 
     sharded: bool = False
-    boxes_of_rank: Callable[[int], tuple[Box, ...]] = no_known_boxes
+    boxes_of_rank: Callable[[int], tuple[Box, ...]] = get_no_boxes
 
 
 class RankMerger:
@@ -59,7 +59,7 @@ class RankMerger:
 
     Attributes:
         faults: Problems of the checkpoint.
-        gaps: Missing or unusable files of ranks.
+        unusable_files: Missing or unusable files of ranks.
         ranks: All ranks that took part in the save, as far as recorded.
     """
 
@@ -67,7 +67,7 @@ class RankMerger:
         self, files: SourceFiles, faults: FaultCollector, *, list_replicas: bool = False
     ) -> None:
         self.faults = faults
-        self.gaps: list[Gap] = []
+        self.unusable_files: list[UnusableRankFile] = []
         self.ranks: set[int] = set()
         self._files, self._list_replicas = files, list_replicas
         self._tensors: dict[str, _RankTensor] = {}
@@ -84,7 +84,7 @@ class RankMerger:
 
     def check_rank_files(
         self,
-        head: Path,
+        prefix: Path,
         present: Collection[int],
         required: Collection[int],
         format_name: Callable[[int], str],
@@ -92,32 +92,34 @@ class RankMerger:
     ) -> None:
         """Raise an error, or add findings, for missing files of ranks.
 
-        *head* is the common prefix of the leaves' paths in these files. For the other parameters,
+        *prefix* is the common prefix of the leaves' paths in these files. For the other parameters,
         see :meth:`FaultCollector.require_rank_files`.
         """
         for rank in self.faults.require_rank_files(present, required, format_name, suffix):
-            self._add_gap(Gap(rank, head, format_name(rank)))
+            self._add_unusable_file(UnusableRankFile(rank, prefix, format_name(rank)))
 
     def add_file(
-        self, rank: int, head: Path, file: str, leaves: Iterable[tuple[Path, object]]
+        self, rank: int, prefix: Path, file: str, leaves: Iterable[tuple[Path, object]]
     ) -> None:
         """Add the leaves of one file of *rank*, or record the file as unusable in a partial read.
 
-        *head* is the common prefix of the leaves' paths.
+        *prefix* is the common prefix of the leaves' paths.
         """
         if self.faults.partial:
             loaded = self.faults.try_read(file, lambda _: list(leaves))
             if loaded is None:
-                self._add_gap(Gap(rank, head, file))
+                self._add_unusable_file(UnusableRankFile(rank, prefix, file))
                 return
             leaves = loaded
         self.add_leaves(rank, file, leaves)
 
-    def _add_gap(self, gap: Gap) -> None:
-        self.gaps.append(gap)
-        if gap.rank == 0:
+    def _add_unusable_file(self, unusable_file: UnusableRankFile) -> None:
+        self.unusable_files.append(unusable_file)
+        if unusable_file.rank == 0:
             findings = self.faults.findings
-            index = next(n for n, finding in enumerate(findings) if finding.file == gap.file)
+            index = next(
+                n for n, finding in enumerate(findings) if finding.file == unusable_file.file
+            )
             why = "; ".join(filter(None, (findings[index].why, _FALLBACK_NOTE)))
             findings[index] = replace(findings[index], why=why)
 
@@ -159,7 +161,7 @@ class RankMerger:
             earlier = joined.add_extent(extent)
             if earlier is None:
                 continue
-            self._copies.note_unread(key, earlier, extent)
+            self._copies.record_unread_copy(key, earlier, extent)
             if earlier.crc32 is not None and extent.crc32 not in (None, earlier.crc32):
                 raise UnsupportedError(
                     f"replicas of `{key}` differ according to their recorded checksums",
@@ -205,7 +207,7 @@ class RankMerger:
             rank_path = add_rank_prefix(rank, path)
             self._blobs[join_path(rank_path)] = Blob(join_path(rank_path), rank_path, value=value)
 
-    def refuse_unrelated(self, where: str) -> None:
+    def require_related_files(self, where: str) -> None:
         """Raise if each file is a checkpoint, because they share no tensor and none is sharded."""
         clash = any(key in self._tensors for key in self._copies.differing)
         if clash and not self._equal_count and not any(t.sharded for t in self._tensors.values()):
@@ -217,15 +219,15 @@ class RankMerger:
                 hint="pass one of the files if each is a separate checkpoint",
             )
 
-    def list_first_keys(self) -> set[str | int]:
+    def get_first_keys(self) -> set[str | int]:
         """Return the first keys of the paths of all tensors."""
         return {tensor.path[0] for tensor in self._tensors.values() if tensor.path}
 
     def merge_leaves(self) -> Leaves:
         """Return all tensors and values, without checking that shards tile their tensors."""
         notes = [
-            *differing_values_note(self._copies.differing),
-            *unknown_class_notes(self._blobs.values()),
+            *list_differing_value_notes(self._copies.differing),
+            *list_unknown_class_notes(self._blobs.values()),
             *self._copies.list_notes(),
         ]
         self.faults.lost |= self._find_lost_boxes()
@@ -235,15 +237,15 @@ class RankMerger:
         """Return the boxes of each tensor that are only in unusable files."""
         lost: Lost = {}
         for key, tensor in self._tensors.items():
-            for gap in self.gaps:
-                if tensor.path[: len(gap.head)] != gap.head:
+            for unusable_file in self.unusable_files:
+                if tensor.path[: len(unusable_file.prefix)] != unusable_file.prefix:
                     continue
                 with suppress(
                     CkptError, TypeError, KeyError, ValueError, IndexError, AttributeError
                 ):
-                    boxes = (box for box in tensor.boxes_of_rank(gap.rank) if box.numel)
+                    boxes = (box for box in tensor.boxes_of_rank(unusable_file.rank) if box.numel)
                     lost_boxes = tuple(
-                        (box, gap.file) for box in boxes if box not in tensor.extents
+                        (box, unusable_file.file) for box in boxes if box not in tensor.extents
                     )
                     lost[key] = (*lost.get(key, ()), *lost_boxes)
         return {key: lost_boxes for key, lost_boxes in lost.items() if lost_boxes}

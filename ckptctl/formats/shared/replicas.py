@@ -19,14 +19,14 @@ class CopyComparison:
         files: The checkpoint's files.
         deferred: Whether the caller lists the copies and compares them later.
         differing: Names whose values differ between ranks, once per differing value.
-        recorded: Names of tensors with only their recorded checksums compared.
+        compared_by_checksum: Names of tensors with only their recorded checksums compared.
         uncompared: Names of tensors with copies too large to compare here.
     """
 
     files: SourceFiles
     deferred: bool = False
     differing: list[str] = field(default_factory=list)
-    recorded: list[str] = field(default_factory=list)
+    compared_by_checksum: list[str] = field(default_factory=list)
     uncompared: list[str] = field(default_factory=list)
 
     def is_same(
@@ -40,27 +40,29 @@ class CopyComparison:
         first_extent, second_extent = first.extents[0], second.extents[0]
         is_alike = (first.dtype, first.shape) == (second.dtype, second.shape)
         if is_alike and has_same_checksum(first_extent, second_extent):
-            self.note_unread(name, first_extent, second_extent)
+            self.record_unread_copy(name, first_extent, second_extent)
             return True
         same = have_same_elements(self.files, first, second, of_any_size=of_any_size)
         if same is None:
-            self.note_unread(name, first_extent, second_extent)
+            self.record_unread_copy(name, first_extent, second_extent)
         elif not same:
             self.differing.append(name)
         return same is not False
 
-    def note_unread(self, name: str, first: Extent, second: Extent) -> None:
+    def record_unread_copy(self, name: str, first: Extent, second: Extent) -> None:
         """Record a copy that is not read."""
         if not self.deferred and second.nbytes:
-            (self.recorded if has_same_checksum(first, second) else self.uncompared).append(name)
+            (
+                self.compared_by_checksum if has_same_checksum(first, second) else self.uncompared
+            ).append(name)
 
     def list_notes(self) -> Iterator[str]:
         """Yield notes on copies that were not read."""
         if self.uncompared:
             names = quote_names([*dict.fromkeys(self.uncompared)])
             yield f"values are not compared between ranks; the lowest rank's is used: {names}"
-        if self.recorded:
-            names = quote_names([*dict.fromkeys(self.recorded)])
+        if self.compared_by_checksum:
+            names = quote_names([*dict.fromkeys(self.compared_by_checksum)])
             yield (
                 "copies on several ranks have equal recorded checksums (data not compared); the "
                 f"lowest rank's is used: {names}"

@@ -47,14 +47,14 @@ class Leaves:
 
     def add_object(self, value: object, path: KeyPath, file: str, where: str) -> None:
         """Flatten *value* and add its leaves, or raise if a name already exists."""
-        for place, leaf in flatten_object(value, is_stored_tensor, path, where=where):
-            name = join_path(place)
+        for leaf_path, leaf in flatten_object(value, is_stored_tensor, path, where=where):
+            name = join_path(leaf_path)
             if name in self.tensors or name in self.blobs:
                 raise UnsupportedError(f"two values have the name `{name}`", where=where)
             if isinstance(leaf, StoredTensor):
-                self.tensors[name] = make_stored_entry(place, leaf, file)
+                self.tensors[name] = make_stored_entry(leaf_path, leaf, file)
             else:
-                self.blobs[name] = Blob(name, place, value=leaf)
+                self.blobs[name] = Blob(name, leaf_path, value=leaf)
 
     def add_leaf(self, leaf: TensorEntry | Blob) -> None:
         """Add one leaf, replacing an existing one."""
@@ -76,68 +76,70 @@ def read_leaves(
         computed: Whether conjugate and negative views can be read.
     """
     archive = read_archive(files, name, unknown=unknown, table=TABLE_WITH_UNREAD_TENSORS)
-    leaves = extract_leaves(archive.root, name, home=files.root if computed else None)
+    leaves = extract_leaves(archive.root, name, checkpoint_root=files.root if computed else None)
     leaves.notes[:0] = () if archive.checksums else (NO_CHECKSUMS,)
     return leaves
 
 
 def extract_leaves(
-    root: object, name: str, path: KeyPath = (), home: TreePath | None = None
+    root: object, name: str, path: KeyPath = (), checkpoint_root: TreePath | None = None
 ) -> Leaves:
     """Flatten *root*, an object in the file *name*, into leaves below *path*.
 
-    *home* is the checkpoint's folder. Without it, conjugate and negative views are unreadable.
+    *checkpoint_root* is the checkpoint's folder. Without it, conjugate and negative views are unreadable.
     """
     tensors: dict[str, TensorEntry] = {}
     blobs: dict[str, Blob] = {}
     computed: dict[str, ComputedTensor] = {}
-    seen: dict[object, str] = {}
-    sharing: dict[str, dict[str, None]] = {}
-    for place, leaf in flatten_object(root, is_stored_tensor, path, where=name):
-        key = join_path(place)
+    first_names: dict[object, str] = {}
+    names_by_storage: dict[str, dict[str, None]] = {}
+    for leaf_path, leaf in flatten_object(root, is_stored_tensor, path, where=name):
+        key = join_path(leaf_path)
         if key in tensors or key in blobs:
-            numbered_names = (f"{join_path(place)} ({number})" for number in count(2))
+            numbered_names = (f"{join_path(leaf_path)} ({number})" for number in count(2))
             key = next(name for name in numbered_names if name not in tensors and name not in blobs)
             dtype, shape = (leaf.dtype, leaf.shape) if isinstance(leaf, StoredTensor) else ("", ())
-            why = f"another value has the name `{join_path(place)}`"
-            tensors[key] = TensorEntry.build_unreadable(key, dtype, shape, place, why)
-        elif isinstance(leaf, StoredTensor) and leaf.base is not None and home is not None:
+            why = f"another value has the name `{join_path(leaf_path)}`"
+            tensors[key] = TensorEntry.build_unreadable(key, dtype, shape, leaf_path, why)
+        elif (
+            isinstance(leaf, StoredTensor) and leaf.base is not None and checkpoint_root is not None
+        ):
             stored = TensorEntry(
-                key, leaf.dtype, leaf.shape, (make_extent(leaf.base, name),), place
+                key, leaf.dtype, leaf.shape, (make_extent(leaf.base, name),), leaf_path
             )
             tensors[key], computed[build_computed_name(key)] = _make_mirrored_view(
-                key, place, leaf, stored, home
+                key, leaf_path, leaf, stored, checkpoint_root
             )
         elif isinstance(leaf, StoredTensor) and leaf.unsupported:
             tensors[key] = TensorEntry.build_unreadable(
-                key, leaf.dtype, leaf.shape, place, leaf.unsupported
+                key, leaf.dtype, leaf.shape, leaf_path, leaf.unsupported
             )
         elif isinstance(leaf, StoredTensor):
             identity = (leaf.storage, leaf.offset, leaf.dtype, leaf.shape, leaf.strides)
-            alias = seen.setdefault(identity, key) if leaf.nbytes else key
+            alias = first_names.setdefault(identity, key) if leaf.nbytes else key
             if leaf.nbytes:
-                sharing.setdefault(leaf.storage, {})[alias] = None
+                names_by_storage.setdefault(leaf.storage, {})[alias] = None
             tensors[key] = TensorEntry(
                 key,
                 leaf.dtype,
                 leaf.shape,
                 (make_extent(leaf, name),),
-                place,
+                leaf_path,
                 alias_of=None if alias == key else alias,
                 requires_grad=leaf.requires_grad,
             )
         else:
-            blobs[key] = Blob(key, place, value=leaf)
+            blobs[key] = Blob(key, leaf_path, value=leaf)
     notes: list[str] = []
-    overlapping = [key for group in sharing.values() if len(group) > 1 for key in group]
+    overlapping = [key for group in names_by_storage.values() if len(group) > 1 for key in group]
     if overlapping:
         shared = "tensors that share part of their memory are written separately"
         notes.append(f"{shared}: {quote_names(overlapping)}")
-    hidden = [
+    names_with_tensors = [
         key for key, blob in blobs.items() if any(map(is_stored_tensor, walk_values(blob.value)))
     ]
-    if hidden:
-        notes.append(f"tensors inside objects are not extracted: {quote_names(hidden)}")
+    if names_with_tensors:
+        notes.append(f"tensors inside objects are not extracted: {quote_names(names_with_tensors)}")
     return Leaves(tensors, blobs, notes, computed)
 
 

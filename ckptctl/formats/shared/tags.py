@@ -23,29 +23,29 @@ from ckptctl.units import sort_naturally
 
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
-MAX_TAG = 4096
-Evidence = Callable[[TreePath], str | None]
+MAX_TAG_BYTES = 4096
+EvidenceFinder = Callable[[TreePath], str | None]
 
 
-def list_tags(root: TreePath, evidence: Evidence) -> list[str]:
+def list_tags(root: TreePath, find_evidence: EvidenceFinder) -> list[str]:
     """Return the names of the saves directly in *root*, in natural order.
 
-    *evidence* returns evidence that a folder is a save, or None.
+    *find_evidence* returns evidence that a folder is a save, or None.
     """
-    return sort_naturally([item.name for item in root.iterdir() if evidence(item)])
+    return sort_naturally([item.name for item in root.iterdir() if find_evidence(item)])
 
 
-def is_run_folder(root: TreePath, pointer: str, evidence: Evidence) -> bool:
+def is_run_folder(root: TreePath, pointer: str, find_evidence: EvidenceFinder) -> bool:
     """Return whether *root* is a folder of saves with a pointer file."""
-    return root.is_dir() and (root / pointer).is_file() and bool(list_tags(root, evidence))
+    return root.is_dir() and (root / pointer).is_file() and bool(list_tags(root, find_evidence))
 
 
 def find_tag_folder(
     root: TreePath,
     tag: str | None,
     pointer: str,
-    evidence: Evidence,
-    folder_for: Callable[[str], str] = str,
+    find_evidence: EvidenceFinder,
+    get_folder_name: Callable[[str], str] = str,
 ) -> str:
     """Return the folder to read, relative to *root*, or ``""`` for *root* itself.
 
@@ -53,15 +53,15 @@ def find_tag_folder(
         root: Folder of one or several saves.
         tag: Name of the save to read, or None to follow the pointer file.
         pointer: Name of the pointer file.
-        evidence: Function that returns evidence that a folder is a save, or None.
-        folder_for: Function that returns the name of the folder for the text of the pointer file.
+        find_evidence: Function that returns evidence that a folder is a save, or None.
+        get_folder_name: Function that returns the name of the folder for the text of the pointer file.
     """
-    saves = list_tags(root, evidence)
+    saves = list_tags(root, find_evidence)
     if tag is not None:
-        return _select_tag(root, tag, saves, evidence)
+        return _select_tag(root, tag, saves, find_evidence)
     if (root / pointer).exists():
-        return _follow_pointer(root, pointer, saves, folder_for)
-    if evidence(root):
+        return _follow_pointer(root, pointer, saves, get_folder_name)
+    if find_evidence(root):
         return ""
     raise FormatError(
         f"`{pointer}` is missing",
@@ -73,10 +73,10 @@ def find_tag_folder(
     )
 
 
-def _select_tag(root: TreePath, tag: str, saves: list[str], evidence: Evidence) -> str:
+def _select_tag(root: TreePath, tag: str, saves: list[str], find_evidence: EvidenceFinder) -> str:
     if tag in saves:
         return tag
-    if tag == root.name and evidence(root):
+    if tag == root.name and find_evidence(root):
         return ""
     close = find_nearest(tag, saves)
     raise UsageError(
@@ -87,7 +87,9 @@ def _select_tag(root: TreePath, tag: str, saves: list[str], evidence: Evidence) 
     )
 
 
-def read_pointer(root: TreePath, pointer: str, max_bytes: int = MAX_TAG) -> tuple[bytes, bool]:
+def read_pointer(
+    root: TreePath, pointer: str, max_bytes: int = MAX_TAG_BYTES
+) -> tuple[bytes, bool]:
     """Read up to *max_bytes* of a pointer file, and return whether these are all of its bytes.
 
     A link that leads out of *root* is not followed, so that no message quotes its target.
@@ -98,7 +100,7 @@ def read_pointer(root: TreePath, pointer: str, max_bytes: int = MAX_TAG) -> tupl
 
 
 def _follow_pointer(
-    root: TreePath, pointer: str, saves: list[str], folder_for: Callable[[str], str]
+    root: TreePath, pointer: str, saves: list[str], get_folder_name: Callable[[str], str]
 ) -> str:
     content, is_complete = read_pointer(root, pointer)
     tag = content.decode(errors="replace").strip()
@@ -113,7 +115,7 @@ def _follow_pointer(
             why="the save was interrupted, or another program wrote the file",
             hint=hint,
         )
-    tag = folder_for(tag)
+    tag = get_folder_name(tag)
     if not (root / require_relative(tag, where)).is_dir():
         raise UnsupportedError(
             f"`{pointer}` points to `{tag}`, which does not exist",

@@ -25,8 +25,8 @@ from ckptctl.errors import (
     UnsupportedError,
 )
 from ckptctl.formats.base import ReadOptions
-from ckptctl.formats.shared.findings import MISSING_TENSOR, UNUSABLE_ERRORS, FaultCollector
-from ckptctl.formats.shared.indexes import ByteRange, check_integers, require_tiled_files
+from ckptctl.formats.shared.findings import MISSING_TENSOR_MESSAGE, UNUSABLE_ERRORS, FaultCollector
+from ckptctl.formats.shared.indexes import ByteRange, parse_integers, require_tiled_files
 from ckptctl.formats.shared.leaves import flatten_object, join_path
 from ckptctl.formats.shared.rank_archive import LocalShard, ShardedPart
 from ckptctl.formats.shared.rank_merge import RankMerger
@@ -81,7 +81,7 @@ def read_catalog(path: TreePath, options: ReadOptions, name: str) -> Catalog:
     sidecars = scan_sidecar_files(path, sizes)
     return replace(
         sidecars.make_catalog(path, name),
-        files={file: size for file, size in sizes.items() if file not in faults.files},
+        files={file: size for file, size in sizes.items() if file not in faults.unusable_files},
         tensors=leaves.tensors,
         blobs=leaves.blobs,
         notes=(NO_CHECKSUMS, *leaves.notes),
@@ -93,11 +93,11 @@ def read_catalog(path: TreePath, options: ReadOptions, name: str) -> Catalog:
 def _add_entry(files: SourceFiles, sizes: _Sizes, merger: RankMerger, entry: ManifestEntry) -> None:
     faults, name = merger.faults, join_path(entry.path)
     lost_boxes = tuple(
-        (box, stored.file) for box, stored in entry.parts if stored.file in faults.files
+        (box, stored.file) for box, stored in entry.parts if stored.file in faults.unusable_files
     )
     if lost_boxes and len(lost_boxes) == len(entry.parts):
         message, file = (
-            "a value is missing" if entry.kind == "object" else MISSING_TENSOR,
+            "a value is missing" if entry.kind == "object" else MISSING_TENSOR_MESSAGE,
             lost_boxes[0][1],
         )
         why = f"it is stored in `{file}`, which cannot be used"
@@ -105,7 +105,9 @@ def _add_entry(files: SourceFiles, sizes: _Sizes, merger: RankMerger, entry: Man
         return
     if lost_boxes:
         faults.lost[name] = lost_boxes
-        entry = entry._replace(parts=[p for p in entry.parts if p[1].file not in faults.files])
+        entry = entry._replace(
+            parts=[p for p in entry.parts if p[1].file not in faults.unusable_files]
+        )
     try:
         leaves = list(_read_leaves(files, sizes, entry))
     except UNUSABLE_ERRORS as error:
@@ -129,7 +131,7 @@ def _read_leaves(
             f"entries of type `{kind}` are not supported", where=f"`{join_path(path)}`"
         )
     for box, stored in entry.parts:
-        first, last = stored.span or (0, sizes[stored.file])
+        first, last = stored.byte_range or (0, sizes[stored.file])
         if kind == "object":
             where = str(files.root / stored.file)
             archive = read_archive(files, stored.file, first, last - first)
@@ -207,14 +209,14 @@ class StoredRange(NamedTuple):
 
     Attributes:
         file: Name of the file.
-        span: First byte and end of the byte range; None for the complete file.
+        byte_range: First byte and end of the byte range; None for the complete file.
         serializer: Name of the serializer.
         dtype: Name of the dtype in torch; empty for objects.
         shape: Shape of the tensor or shard.
     """
 
     file: str
-    span: tuple[int, int] | None
+    byte_range: tuple[int, int] | None
     serializer: str
     dtype: str
     shape: tuple[int, ...]
@@ -233,7 +235,7 @@ def read_manifest(files: SourceFiles) -> list[ManifestEntry]:
     content = read_as(_Manifest, read_json(files, METADATA, MAX_METADATA_BYTES))
     entries = content.manifest
     ranks = {path: _parse_rank(path, content.world_size) for path in entries}
-    children = _group_children(entries)
+    children = _map_children(entries)
     sharded: dict[KeyPath, ManifestEntry] = {}
     regular: list[ManifestEntry] = []
     for path in sorted(entries, key=lambda entry_path: ranks[entry_path]):
@@ -258,17 +260,19 @@ def read_manifest(files: SourceFiles) -> list[ManifestEntry]:
             if kind in ("Tensor", "object"):
                 stored = _parse_range(kind, fields)
                 entry.parts.append((Box.whole(stored.shape), stored))
-    return sorted(map(_set_shape, (*regular, *sharded.values())), key=lambda entry: entry.rank)
+    return sorted(
+        map(_add_global_shape, (*regular, *sharded.values())), key=lambda entry: entry.rank
+    )
 
 
-def _set_shape(entry: ManifestEntry) -> ManifestEntry:
+def _add_global_shape(entry: ManifestEntry) -> ManifestEntry:
     """Return *entry* with its recorded global shape, or else the shape that its shards span."""
     if entry.kind not in SHARDED_TYPES:
         return entry
     if not entry.parts:
         raise MalformedError(f"`{join_path(entry.path)}` has no shards")
     if (shape := entry.fields.get("shape")) is not None:
-        return entry._replace(shape=check_integers(shape))
+        return entry._replace(shape=parse_integers(shape))
     boxes = (box for box, _ in entry.parts)
     ends = zip(*(map(sum, zip(b.offsets, b.sizes, strict=True)) for b in boxes), strict=True)
     return entry._replace(shape=tuple(map(max, ends)))
@@ -281,7 +285,7 @@ def _parse_rank(path: str, world: int) -> int:
     return int(head)
 
 
-def _group_children(entries: Mapping[str, Fields]) -> dict[str, set[str]]:
+def _map_children(entries: Mapping[str, Fields]) -> dict[str, set[str]]:
     """Map each path, with and without its rank, to the names directly below it."""
     children: dict[str, set[str]] = {}
     for path in entries:
@@ -330,7 +334,7 @@ def _parse_range(kind: str, fields: Fields) -> StoredRange:
     if kind == "Tensor" and dtype not in dtypes.BY_NAME:
         raise UnsupportedError(f"tensors of dtype `{dtype}` are not supported", where=location)
     recorded = fields.get("byte_range")
-    first, last = (0, 0) if recorded is None else check_integers(recorded)
+    first, last = (0, 0) if recorded is None else parse_integers(recorded)
     if last < first:
         raise MalformedError(f"a byte range of `{location}` ends before it starts")
     return StoredRange(
@@ -338,7 +342,7 @@ def _parse_range(kind: str, fields: Fields) -> StoredRange:
         None if recorded is None else (first, last),
         str(fields["serializer"]),
         dtype,
-        check_integers(fields.get("shape", [])),
+        parse_integers(fields.get("shape", [])),
     )
 
 
@@ -375,7 +379,7 @@ def read_file_sizes(
                 if size is None:
                     continue
                 sizes[file] = size
-            first, last = stored.span or (0, sizes[file])
+            first, last = stored.byte_range or (0, sizes[file])
             if last > sizes[file]:
                 truncated[file] = max(truncated.get(file, (0, "")), (last, join_path(entry.path)))
             elif stored.serializer == "buffer_protocol":

@@ -20,7 +20,11 @@ from ckptctl.catalog import Box, Extent, TensorEntry, build_memory_name, compute
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.dcp.data_files import DataFileBuilder
 from ckptctl.formats.dcp.metadata import Item
-from ckptctl.formats.dcp.metadata_writer import LocatedChunk, TensorMetadata, encode_tensors
+from ckptctl.formats.dcp.metadata_writer import (
+    EncodedTensorMetadata,
+    LocatedChunk,
+    encode_tensor_metadata,
+)
 from ckptctl.planner.balance import assign_chunks
 from ckptctl.planner.plan import CrcLookup, OutputFile, Plan, TargetBox, Transfer
 from ckptctl.planner.strided import StridedTensor
@@ -204,7 +208,9 @@ def lay_out_rank_files(
     return add_values(rank, files, share.values, values)
 
 
-def make_tensor_metadata(global_plan: GlobalPlan, items: Sequence[RankItems]) -> TensorMetadata:
+def make_tensor_metadata(
+    global_plan: GlobalPlan, items: Sequence[RankItems]
+) -> EncodedTensorMetadata:
     """Encode the tensors of the global ``.metadata``, to which values are added later."""
     tensors, boxes = global_plan.tensors, global_plan.boxes
     places = [rank_items.iterate_places() for rank_items in items]
@@ -220,4 +226,4 @@ def make_tensor_metadata(global_plan: GlobalPlan, items: Sequence[RankItems]) ->
                 tensors, boxes, global_plan.writers, strict=True
             )
         )
-        return encode_tensors(tensors, boxes, items_of_tensors)
+        return encode_tensor_metadata(tensors, boxes, items_of_tensors)

@@ -17,7 +17,7 @@ from ckptctl.formats.base import (
     make_constant_frame,
 )
 from ckptctl.formats.hf import FORMAT as HF
-from ckptctl.formats.hf import SafetensorsWriter
+from ckptctl.formats.hf import SafetensorsLayoutBuilder
 from ckptctl.formats.torch_file import FORMAT as TORCH
 from ckptctl.planner.plan import OutputFile, Plan, Record
 from ckptctl.save_load.loading.reading import PreparedRead
@@ -81,8 +81,8 @@ OVERWRITABLE = Replaceable(is_tensor_file, "a file of tensors", is_file=True)
 def _lay_out_safetensors(
     file: str, tensors: list[OutputTensor], metadata: Mapping[str, str]
 ) -> OutputLayout:
-    HF.check_dtypes(tensors)
-    writer = SafetensorsWriter({}, metadata)
+    HF.require_storable_dtypes(tensors)
+    writer = SafetensorsLayoutBuilder({}, metadata)
     writer.add_file(file, tensors)
     return OutputLayout(tuple(writer.files), tuple(writer.records), writer.boxes)
 

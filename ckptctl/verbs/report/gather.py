@@ -20,7 +20,7 @@ from ckptctl.errors import (
     format_option,
     rename_options_in_messages,
 )
-from ckptctl.formats.shared.findings import MISSING_TENSOR, finding_from_error
+from ckptctl.formats.shared.findings import MISSING_TENSOR_MESSAGE, finding_from_error
 from ckptctl.installed import require_torch
 from ckptctl.planner.boxes import compute_coverage
 from ckptctl.storage.computed import open_catalog_reader
@@ -216,9 +216,9 @@ def _measure_presence(catalog: Catalog, verified: Verification) -> Presence:
     missing_bytes = sum(
         count_bytes(entry, find_holes(entry)) for entry in entries if entry.alias_of is None
     )
-    unknown = {finding.tensor for finding in catalog.findings if finding.what == MISSING_TENSOR} - {
-        *catalog.tensors
-    }
+    unknown = {
+        finding.tensor for finding in catalog.findings if finding.what == MISSING_TENSOR_MESSAGE
+    } - {*catalog.tensors}
     total: int | None = catalog.nbytes
     if unknown:
         total = recorded if (recorded := catalog.recorded_bytes or 0) > catalog.nbytes else None

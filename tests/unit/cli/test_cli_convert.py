@@ -383,8 +383,8 @@ def test_unknown_model_type_is_a_usage_error(run, tiny_llama3_hf, tmp_path):
 
 
 def test_format_aliases_map_to_known_formats():
-    assert set(formats.other_names().values()) <= set(formats.list_format_names())
-    assert not set(formats.other_names()) & set(formats.list_format_names())
+    assert set(formats.map_other_names().values()) <= set(formats.list_format_names())
+    assert not set(formats.map_other_names()) & set(formats.list_format_names())
 
 
 def test_set_option_supplies_sizes_missing_in_config(run, tiny_llama3_hf, tmp_path):

@@ -177,7 +177,7 @@ def add_package(folder: Path, monkeypatch, name: str, points: str) -> None:
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
     (info / "entry_points.txt").write_text(points)
     monkeypatch.syspath_prepend(folder)
-    formats.list_entry_points.cache_clear()
+    formats.get_entry_points_by_name.cache_clear()
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ def clean():
     from ckptctl.conversion import steps
 
     added = (
-        formats.list_entry_points,
+        formats.get_entry_points_by_name,
         formats.load_plugin_format,
         steps.find_step_entry_points,
         steps.load_added_step,

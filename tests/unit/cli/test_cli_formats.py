@@ -108,7 +108,7 @@ class Point:
 @pytest.fixture
 def installed(monkeypatch):
     def install(**points):
-        monkeypatch.setattr(formats, "list_entry_points", lambda: points)
+        monkeypatch.setattr(formats, "get_entry_points_by_name", lambda: points)
         formats.load_plugin_format.cache_clear()
 
     yield install

@@ -12,7 +12,12 @@ from safetensors.torch import save_file
 import ckptctl
 from ckptctl.errors import RefusedError, UsageError
 from ckptctl.formats import open_checkpoint
-from ckptctl.formats.sidecar_files import KINDS, _find_imports, find_file_kind, scan_sidecar_files
+from ckptctl.formats.sidecar_files import (
+    GLOBS_BY_KIND,
+    _find_imports,
+    find_file_kind,
+    scan_sidecar_files,
+)
 from tests.contract.samples import SAMPLES, Sample
 
 SECRET = ("id_rsa", "passwords.txt", "notes.txt", "p.py", ".env", "license.key", "data.json")
@@ -135,7 +140,7 @@ def test_code_files_named_in_config_are_copied(tmp_path: Path) -> None:
 
 
 def test_sidecar_kinds_are_not_detected_by_extension_only() -> None:
-    ends = [glob for globs in KINDS.values() for glob in globs if glob.startswith("*")]
+    ends = [glob for globs in GLOBS_BY_KIND.values() for glob in globs if glob.startswith("*")]
     assert ends == ["*.tiktoken"]
     assert not any(
         map(find_file_kind, ("a.json", "a.txt", "a.py", "a.model", "LICENSE.key", "a.md"))

@@ -112,7 +112,7 @@ def test_remote_lock_is_exclusive(url: str) -> None:
     with pytest.raises(RefusedError, match="another process is writing") as caught:
         second.acquire_lock()
     assert "process" in str(caught.value.why) and caught.value.where == url
-    first.note_sent("a", UploadedFile(3, "v1", "5e"))
+    first.record_upload("a", UploadedFile(3, "v1", "5e"))
     first.release_lock()
     assert _said(url) is None
     assert second.acquire_lock() is None
@@ -123,8 +123,8 @@ def test_remote_lock_is_exclusive(url: str) -> None:
 def test_left_lock_lists_sent_and_removed_files(url: str) -> None:
     first = _lock(url)
     first.acquire_lock()
-    first.note_sent("a", UploadedFile(3, "v1", "5e"))
-    first.note_removal(["old"])
+    first.record_upload("a", UploadedFile(3, "v1", "5e"))
+    first.record_removals(["old"])
     first.leave_for_next_run()
     left = _lock(url).acquire_lock()
     assert left and left.sent == {"a": UploadedFile(3, "v1", "5e")} and left.removed == ("old",)
@@ -257,7 +257,7 @@ def test_lost_lock_raises_and_is_not_dropped(url: str) -> None:
     for call in (
         first.require_ours,
         first.leave_for_next_run,
-        lambda: first.note_sent("a", UploadedFile(1, "", "")),
+        lambda: first.record_upload("a", UploadedFile(1, "", "")),
     ):
         with pytest.raises(StorageError, match="another process"):
             call()

@@ -23,7 +23,7 @@ from ckptctl.errors import (
 from ckptctl.remote.blocks import BLOCK_BYTES, MAX_REQUEST_BLOCKS, BlockCache
 from ckptctl.remote.hub import parse_hub_url
 from ckptctl.remote.store import FsspecStore
-from ckptctl.remote.trees import RemoteTree, Tree
+from ckptctl.remote.trees import CachedTree, RemoteTree
 from ckptctl.storage.files import source_files
 from ckptctl.storage.paths import parse_path, resolve_source_path
 from ckptctl.storage.urls import hide_secrets, is_url, mask_secrets, to_local_path
@@ -45,7 +45,7 @@ def url(tmp_path: Path) -> str:
 def _served(store: FsspecStore) -> UrlPath:
     """Return the path of a store, as if that was found behind its URL."""
     place = RemoteTree(store.url)
-    place._trees[store.url] = Tree(store)
+    place._trees[store.url] = CachedTree(store)
     return UrlPath(place, store.url)
 
 
@@ -469,7 +469,7 @@ def test_tree_lookup_lists_each_folder_once(url: str) -> None:
             asked.append(folder)
             return super().list_members(folder)
 
-    tree = Tree(Counting(url))
+    tree = CachedTree(Counting(url))
     for name in ("a.bin", "empty", "nothing", "sub", "nothing/deep/er", "a.bin/x"):
         tree.find_entry(name)
     assert asked == [""]
@@ -506,7 +506,7 @@ def test_read_ahead_stops_at_range_end() -> None:
         return bytes(stop - start)
 
     size, begin = 64 * BLOCK_BYTES, 3 * BLOCK_BYTES + 10
-    blocks.mark_end("a", begin + 16 * BLOCK_BYTES)
+    blocks.mark_read_end("a", begin + 16 * BLOCK_BYTES)
     for offset in range(begin, begin + 16 * BLOCK_BYTES, 4 * BLOCK_BYTES):
         blocks.read_range("a", size, offset, 4 * BLOCK_BYTES, fetch)
     assert [one for first, stop in asked for one in range(first, stop)] == [*range(3, 20)]

@@ -394,7 +394,7 @@ def test_failed_save_to_url_leaves_no_checkpoint(
     with pytest.raises(CheckpointException, match="the network is down"):
         save({"w": torch.ones(64, 64)}, url, checksum=False)
     store = FsspecStore(url)
-    assert store.get_size(".metadata") == store.get_size("__0_0.distcp") == -1
+    assert store.read_file_size(".metadata") == store.read_file_size("__0_0.distcp") == -1
 
 
 def _breaking(sink: Any, offset: int, view: memoryview) -> None:

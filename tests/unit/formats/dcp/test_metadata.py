@@ -35,7 +35,7 @@ from ckptctl.formats.dcp.metadata import (
     extract_origin,
 )
 from ckptctl.formats.dcp.metadata_scan import Scanner
-from ckptctl.formats.dcp.metadata_writer import encode_metadata, encode_tensors
+from ckptctl.formats.dcp.metadata_writer import encode_metadata, encode_tensor_metadata
 from ckptctl.storage.pickles.pickle_reader import load_pickle
 from tests.sweeps import one_in
 
@@ -260,7 +260,9 @@ def test_written_metadata_decodes_equally_in_both_decoders(count: int) -> None:
 @pytest.mark.parametrize("origin", [Origin(), Origin("a" * 32), Origin("", 3), Origin("b", 70_000)])
 def test_save_id_is_stored_in_torch_storage_meta(origin: Origin) -> None:
     tensor = OutputTensor("save_id", "float32", (4,), ("modules",))
-    made = encode_tensors([tensor], [[Box((0,), (4,))]], [("save_id", [((0,), "x", 0, 16)])])
+    made = encode_tensor_metadata(
+        [tensor], [[Box((0,), (4,))]], [("save_id", [((0,), "x", 0, 16)])]
+    )
     values = [(Blob("ckptctl", ("version",)), Item("x", 16, 2))]
     raw = b"".join(made.add_values(values, origin))
     found, read = decode_metadata(raw, "here"), pickle.loads(raw)
@@ -280,7 +282,7 @@ def test_stock_dcp_save_id_is_read(data: Path) -> None:
 def test_metadata_over_size_limit_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = OutputTensor("a", "float32", (4,), ("a",))
     box = Box((0,), (4,))
-    written = encode_tensors([tensor], [[box]], [("a", [((0,), "__0_0.distcp", 0, 16)])])
+    written = encode_tensor_metadata([tensor], [[box]], [("a", [((0,), "__0_0.distcp", 0, 16)])])
     length = sum(map(len, written.add_values([])))
     monkeypatch.setattr(dcp_metadata_writer, "MAX_METADATA", length)
     assert sum(map(len, written.add_values([]))) == length
@@ -305,7 +307,7 @@ def test_metadata_with_shared_boxes_and_batches_loads_in_torch() -> None:
         )
         for tensor, own in zip(tensors, boxes, strict=True)
     ]
-    found = pickle.loads(b"".join(encode_tensors(tensors, boxes, places).add_values([])))
+    found = pickle.loads(b"".join(encode_tensor_metadata(tensors, boxes, places).add_values([])))
     for tensor, own in zip(tensors, boxes, strict=True):
         chunks = found.state_dict_metadata[tensor.name].chunks
         assert [(tuple(c.offsets), tuple(c.sizes)) for c in chunks] == [

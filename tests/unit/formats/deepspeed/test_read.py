@@ -16,7 +16,7 @@ import ckptctl
 from ckptctl import formats
 from ckptctl.errors import CkptError, DamagedError, FormatError, UnsupportedError, UsageError
 from ckptctl.formats.base import ReadOptions
-from ckptctl.formats.deepspeed.partitions import FlatPart, Segment, Strip, locate_extents
+from ckptctl.formats.deepspeed.partitions import FlatLocation, FlatVector, Segment, locate_extents
 from ckptctl.storage.zips.zip_reader import StoredTensor
 from tests.checkpoints.readers import differences
 from tests.sweeps import one_in
@@ -458,15 +458,15 @@ def test_flat_part_across_segments_is_split_into_extents() -> None:
         StoredTensor("float32", (size,), None, offset, 4 * size, 7, str(offset), False)
         for offset, size in ((100, 2), (200, 0), (300, 5))
     ]
-    strip = Strip([Segment(f"f{n}", tensor) for n, tensor in enumerate(tensors)])
-    found = locate_extents(FlatPart((2, 3), ((0, 1, 7),), 0), [strip])
+    strip = FlatVector([Segment(f"f{n}", tensor) for n, tensor in enumerate(tensors)])
+    found = locate_extents(FlatLocation((2, 3), ((0, 1, 7),), 0), [strip])
     assert [(e.file, e.offset, e.nbytes, e.box.offsets, e.box.sizes) for e in found] == [
         ("f0", 104, 4, (0, 0), (1, 1)),
         ("f2", 300, 8, (0, 1), (1, 2)),
         ("f2", 308, 12, (1, 0), (1, 3)),
     ]
     assert [e.crc32 for e in found] == [None, None, None]
-    (whole,) = locate_extents(FlatPart((5,), ((0, 2, 7),), 0), [strip])
+    (whole,) = locate_extents(FlatLocation((5,), ((0, 2, 7),), 0), [strip])
     assert (whole.file, whole.offset, whole.crc32) == ("f2", 300, 7)
 
 

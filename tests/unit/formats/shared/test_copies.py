@@ -35,7 +35,7 @@ def test_copies_compare_by_recorded_checksums_or_bytes(
         found = CopyComparison(files)
         assert found.is_same(tensor("a", 4, crcs[0]), tensor("b", 4, crcs[1]), "w") is same
     assert found.differing == ([] if same else ["w"])
-    assert found.recorded == (["w"] if noted else [])
+    assert found.compared_by_checksum == (["w"] if noted else [])
 
 
 def test_large_copies_are_read_only_on_request(tmp_path: Path) -> None:
